@@ -53,7 +53,7 @@ def measure(setting: Setting) -> tuple[dict[str, tuple[int, int]], dict[str, Tim
         model.train()
         if checkpointed:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        store = shardformer.store_activations(model, on or "device")
+        store = shardformer.offload.offload_activations(model, on or "device")
         step = steps[name] = common.train_step(model, batches)
         step(0)
         figures = store.figures()

@@ -29,7 +29,7 @@ from common import MB, Llama, Timing
 from torch import Tensor, nn
 
 import shardformer
-from shardformer.checkpoint.save import Saving
+from shardformer.checkpoint.save import AsyncSave
 from shardformer.mesh.parallel_context import ParallelContext
 
 TORCH, TORCH_DISK, DCP = "torch.save", "torch.save, and fsync", "torch.distributed.checkpoint"
@@ -68,7 +68,7 @@ def trained(setting: Setting) -> tuple[nn.Module, Any]:
     model = shardformer.shard_model(setting.size.build(), context=ParallelContext.from_world(sizes))
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     if setting.zero is not None:
-        optimizer = shardformer.zero(optimizer, model, stage=setting.zero)
+        optimizer = shardformer.shard_optimizer(optimizer, model, stage=setting.zero)
     common.train_step(model, setting.size.batches(2), optimizer)(0)
     optimizer.zero_grad()
     return model, optimizer
@@ -105,7 +105,7 @@ def measure(setting: Setting) -> Found:
         TORCH_DISK: torch_save_to_disk,
         DCP: lambda n: dcp.save({f"{rank}": own}, checkpoint_id=folder / f"{n}-dcp"),
         OURS: lambda n: shardformer.save_checkpoint(folder / f"{n}-ours", model, optimizer),
-        STARTS: lambda n: shardformer.start_checkpoint(folder / f"{n}-background", model, optimizer),
+        STARTS: lambda n: shardformer.checkpoint.async_save_checkpoint(folder / f"{n}-background", model, optimizer),
         COPY: copy,
         TORCH_LOAD: lambda n: torch.load(folder / f"last-{rank}.pt"),
         LOAD: lambda n: shardformer.load_checkpoint(folder / "last", model, optimizer),
@@ -137,7 +137,7 @@ def _timed(runs: dict[str, Run], setting: Setting) -> dict[str, Timing]:
             begin = time.perf_counter()
             begun = runs[name](number)
             taken[name].append(time.perf_counter() - begin)
-            if isinstance(begun, Saving):
+            if isinstance(begun, AsyncSave):
                 begun.wait()
             os.sync()
             dist.barrier()

@@ -27,12 +27,12 @@ from common import MB, Llama, Step, Timing
 from torch import Tensor
 
 import shardformer
-from shardformer.context_parallel.attention_kernels import Scores
-from shardformer.context_parallel.masks import Mask, causal
-from shardformer.context_parallel.ring_attention import Travel, ring_attention
-from shardformer.context_parallel.sequence_layout import Positions
-from shardformer.context_parallel.ulysses import Exchange, key_heads, query_heads, to_heads, to_positions
-from shardformer.local_ranks.fake_rank import LiveBytes
+from shardformer.context_parallel.attention_kernels import ScoreOptions
+from shardformer.context_parallel.masks import ChunkedMask, causal
+from shardformer.context_parallel.ring_attention import RingExchange, ring_attention
+from shardformer.context_parallel.sequence_layout import SequencePositions
+from shardformer.context_parallel.ulysses import HeadExchange, key_heads, query_heads, to_heads, to_positions
+from shardformer.local_ranks.fake_rank import MemoryTracker
 from shardformer.mesh.parallel_context import ParallelContext
 
 HEADS, WIDTH = 8, 64
@@ -94,23 +94,25 @@ def _as_step(attend: Attend) -> Step:
 
 def _indices(name: str, length: int, context: ParallelContext) -> Tensor:
     ranks = context.sequence.size
-    positions = Positions(length, 1, ranks) if name == "ulysses" else Positions(length, ranks)
+    positions = SequencePositions(length, 1, ranks) if name == "ulysses" else SequencePositions(length, ranks)
     return positions.indices(context.sequence.rank)
 
 
 def _ours(name: str, whole: Sequence[Tensor], context: ParallelContext) -> Attend:
     axis, length = context.sequence, whole[0].shape[2]
     ranks = axis.size
-    positions = Positions(length, 1, ranks) if name == "ulysses" else Positions(length, ranks)
+    positions = SequencePositions(length, 1, ranks) if name == "ulysses" else SequencePositions(length, ranks)
     at = positions.indices(axis.rank)
     q, k, v, grad = (x[:, :, at].contiguous() for x in whole)
     alone = ParallelContext.of({}).sequence
     ring = alone if name == "ulysses" else axis
-    travel = Travel(ring, Mask(causal, None, positions, positions, 1), Scores(WIDTH**-0.5), name == "gather")
+    travel = RingExchange(
+        ring, ChunkedMask(causal, None, positions, positions, 1), ScoreOptions(WIDTH**-0.5), name == "gather"
+    )
     stretches = tuple(positions.stretches(0))
     mine = query_heads(HEADS, ranks)
-    queries = Exchange(axis, mine, stretches, HEADS)
-    keys = Exchange(axis, key_heads(mine, HEADS, k.shape[1]), stretches, k.shape[1])
+    queries = HeadExchange(axis, mine, stretches, HEADS)
+    keys = HeadExchange(axis, key_heads(mine, HEADS, k.shape[1]), stretches, k.shape[1])
 
     def attend() -> list[Tensor]:
         parts = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -128,7 +130,7 @@ def _torchs(name: str, whole: Sequence[Tensor], context: ParallelContext) -> Att
     """torch's templates of a ring, which take the kernel as an argument."""
     import torch.distributed.tensor.experimental._context_parallel._attention as rings
 
-    at = Positions(whole[0].shape[2], context.sequence.size).indices(context.sequence.rank)
+    at = SequencePositions(whole[0].shape[2], context.sequence.size).indices(context.sequence.rank)
     q, k, v, grad = (x[:, :, at].contiguous() for x in whole)
     aten = torch.ops.aten
 
@@ -198,7 +200,7 @@ def measure_model(setting: Model) -> tuple[Timing, float, float]:
         loss = model(**batches[0]).loss
     loss.backward()
     model.zero_grad()
-    with LiveBytes([*model.parameters()]) as live:
+    with MemoryTracker([*model.parameters()]) as live:
         model(**batches[0]).loss.backward()
     timing = common.take_turns({"step": common.train_step(model, batches)}, setting.repetitions, setting.seconds)
     return timing["step"], saved, live.peak

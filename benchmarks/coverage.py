@@ -42,11 +42,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardformer.config import ShardConfig
-from shardformer.discovery.derive_policy import OUTSIDE, InferredPolicy
-from shardformer.discovery.example_inputs import batches_for, runner
-from shardformer.discovery.reduced_model import Reference, Twin, loss_of, twin_of
-from shardformer.discovery.shrink_config import model_of
-from shardformer.discovery.validation import mismatch
+from shardformer.discovery.derive_policy import OUTSIDE_LAYERS_REASON, DerivedPolicy
+from shardformer.discovery.example_inputs import example_batches, forward_call
+from shardformer.discovery.reduced_model import ReducedModel, ReferenceGradients, probe_loss, reduce_model
+from shardformer.discovery.shrink_config import build_meta_model
+from shardformer.discovery.validation import validate_policy
 from shardformer.errors import ShardFormerError
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
@@ -87,7 +87,7 @@ def native(model_type: str, name: str) -> nn.Module:
     for candidate in (config, *(part for part in parts if part is not None)):
         candidate.architectures = [name]
         try:
-            return model_of(candidate)
+            return build_meta_model(candidate)
         except Exception as error:
             problem = problem or error
     assert problem is not None
@@ -167,16 +167,16 @@ def is_layer(model: nn.Module, path: str) -> bool:
     return in_list and not is_linear(model.get_submodule(path))
 
 
-def twin_or_itself(model: nn.Module, model_type: str, name: str) -> Twin:
+def twin_or_itself(model: nn.Module, model_type: str, name: str) -> ReducedModel:
     """What can be looked at: the small twin, or where there is none the model, if it is not too large."""
     try:
-        return twin_of(model)
+        return reduce_model(model)
     except ShardFormerError:
         if sum(p.numel() for p in model.parameters()) > NUMEL:
             raise
     model = type(model)(model.config).eval()
-    batch = batches_for(model)[0]
-    return Twin(model, runner(model, batch), batch)
+    batch = example_batches(model)[0]
+    return ReducedModel(model, forward_call(model, batch), batch)
 
 
 # ---------------------------------------------------------------------------------------- one architecture
@@ -201,8 +201,8 @@ def survey(model_type: str, name: str, tell: Callable[[Record], None] = lambda r
         policy, _ = resolve_policy(model, None)
     except Exception as error:
         return record("refused", kind, seconds=time.process_time() - start, reason=short(error))
-    seconds, inferred = time.process_time() - start, isinstance(policy, InferredPolicy)
-    problem = None if inferred else mismatch(Reference.of(twin.model, twin.run), type(policy), 2)
+    seconds, inferred = time.process_time() - start, isinstance(policy, DerivedPolicy)
+    problem = None if inferred else validate_policy(ReferenceGradients.of(twin.model, twin.run), type(policy), 2)
     try:
         share, whole = cut(model, policy, called)
     except Exception as error:
@@ -237,7 +237,7 @@ def anywhere(path: str) -> str:
 
 def outside(whole: Sequence[str]) -> list[str]:
     alone = [path for path in whole if not re.search(r"\.\d+\.", path)]
-    return [f"{OUTSIDE}: {', '.join(alone)}"] if alone else []
+    return [f"{OUTSIDE_LAYERS_REASON}: {', '.join(alone)}"] if alone else []
 
 
 def short(error: Exception) -> str:
@@ -277,7 +277,7 @@ def apart(model_type: str, name: str) -> Record:
 
 def small(model_type: str, name: str) -> nn.Module:
     """The small twin, of which nothing is random in training."""
-    model = twin_of(native(model_type, name)).model
+    model = reduce_model(native(model_type, name)).model
     if hasattr(model, "config") and hasattr(model.config, "apply_spec_augment"):
         model.config.apply_spec_augment = False
     for module in model.modules():
@@ -294,11 +294,11 @@ def batch(model_type: str, name: str, step: int) -> Mapping[str, Tensor]:
 
 @lru_cache(maxsize=1)
 def batch_of(model_type: str, name: str) -> Mapping[str, Tensor]:
-    return twin_of(native(model_type, name)).batch
+    return reduce_model(native(model_type, name)).batch
 
 
 def loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    return loss_of(runner(model, batch)(model), alike=True)
+    return probe_loss(forward_call(model, batch)(model), alike=True)
 
 
 def verified(model_type: str, name: str, pool: WorkerPool) -> dict[str, Any]:

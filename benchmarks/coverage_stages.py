@@ -35,7 +35,7 @@ from shardformer.errors import ShardFormerError, WorkerError
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.verify.model_types import TASKS, main_classes
 from shardformer.verify.small_models import num_samples
-from shardformer.verify.train_both import Pipelined
+from shardformer.verify.train_both import VerifyPipeline
 from shardformer.verify.verification import verify
 
 POOL_S = 120.0
@@ -110,7 +110,7 @@ def in_stages(model_type: str, name: str, pool: WorkerPool) -> dict[str, Any]:
                 tensor=1,
                 dtype=dtype,
                 loss_fn=None if labelled else of_logits,
-                pipeline=Pipelined(2, 1 if has_batch_norm else 2, {}, None if labelled else num_samples),
+                pipeline=VerifyPipeline(2, 1 if has_batch_norm else 2, {}, None if labelled else num_samples),
                 pool=pool,
             )
             verdicts.append({**record, "passed": report.passed, "said": clean(str(report).splitlines()[-1])})

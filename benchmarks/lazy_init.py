@@ -26,7 +26,7 @@ from torch import nn
 
 import shardformer
 from shardformer.comm.collectives import checksum
-from shardformer.layout.sharding_metadata import specs_of
+from shardformer.layout.sharding_metadata import shard_specs
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
 
@@ -76,7 +76,7 @@ def measure(setting: Setting) -> Memory:
     seconds = time.perf_counter() - start
     peak = _status("VmHWM") - before
     share = sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
-    specs = specs_of(model)
+    specs = shard_specs(model)
     largest = max(torch.Size(specs[n].shape).numel() * p.element_size() for n, p in model.named_parameters())
     return Memory(share, largest, peak, seconds, [checksum(p) for p in model.parameters()])
 
@@ -85,7 +85,7 @@ def _sharded(setting: Setting, context: ParallelContext) -> nn.Module:
     from transformers import LlamaForCausalLM
 
     if setting.variant == LAZY:
-        with shardformer.LazyInit():
+        with shardformer.meta_init.LazyInit():
             model = setting.model.build()
     elif setting.variant == LAZY_LOADED:
         model = shardformer.from_pretrained(LlamaForCausalLM, setting.folder)

@@ -31,8 +31,8 @@ from torch import nn
 
 import shardformer
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.offload.host_device_copies import DOWN, UP
-from shardformer.zero.shard_optimizer import zero
+from shardformer.offload.host_device_copies import DEVICE_TO_HOST, HOST_TO_DEVICE
+from shardformer.zero.shard_optimizer import shard_optimizer
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 
 ON_DEVICE = "on the device"
@@ -56,10 +56,10 @@ class Setting:
         how = dict(VARIANTS[name])
         if (to := how.pop("to", None)) is not None:
             to = f"nvme:{self.folder}" if to == "nvme" else to
-            how["offload"] = shardformer.Offload(to, how.pop("share", 0.0), bandwidth=self.bandwidth)
+            how["offload"] = shardformer.OffloadConfig(to, how.pop("share", 0.0), bandwidth=self.bandwidth)
         model = shardformer.shard_model(self.size.build(), context=context)
         made = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        return model, zero(made, model, stage=2, precision="bf16", bucket_bytes=4 * 2**20, **how)
+        return model, shard_optimizer(made, model, stage=2, precision="bf16", bucket_bytes=4 * 2**20, **how)
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -82,7 +82,7 @@ def measure(setting: Setting) -> tuple[dict[str, Timing], dict[str, str], float]
     link: Any = made["on the host"][1]._host
     count = len(timings[ON_DEVICE].seconds) + 2
     floor = 0.0
-    for way in (DOWN, UP):
+    for way in (DEVICE_TO_HOST, HOST_TO_DEVICE):
         floor = max(floor, sum(copied.end - copied.begin for copied in link.link.log if copied.way == way) / count)
     return timings, {name: optimizer.describe() for name, (_, optimizer) in made.items()}, floor
 
@@ -139,7 +139,7 @@ def timeline(setting: Setting) -> Spans:
     spans["forward"], spans["backward"] = [(start, middle)], [(middle, time.perf_counter())]
     optimizer.step()
     optimizer.zero_grad()
-    for way, name in ((DOWN, "gradients to the host"), (UP, "parameters to the device")):
+    for way, name in ((DEVICE_TO_HOST, "gradients to the host"), (HOST_TO_DEVICE, "parameters to the device")):
         spans[name] = [(copied.begin, copied.end) for copied in host.link.log if copied.way == way]
     return {name: [(a - start, b - start) for a, b in found] for name, found in spans.items()}
 
@@ -169,8 +169,8 @@ PLACES: dict[str, dict[str, Any]] = {
     "stage 3": {"stage": 3},
     "stage 2, offload": {"stage": 2, "offload": "cpu"},
     "stage 3, offload": {"stage": 3, "offload": "cpu"},
-    "stage 3, parameters too": {"stage": 3, "offload": shardformer.Offload("cpu", parameters=True)},
-    "stage 2, no masters (Kahan)": {"stage": 2, "precision": shardformer.Precision("bf16", masters="kahan")},
+    "stage 3, parameters too": {"stage": 3, "offload": shardformer.OffloadConfig("cpu", parameters=True)},
+    "stage 2, no masters (Kahan)": {"stage": 2, "precision": shardformer.MixedPrecision("bf16", masters="kahan")},
 }
 
 
@@ -180,9 +180,11 @@ def model_of(numel: float, layers: int = 100) -> nn.Module:
     return nn.ModuleList([nn.Linear(width, 1000, bias=False, device="meta") for _ in range(layers)])
 
 
-def kept(numel: float, ranks: int, how: Mapping[str, Any]) -> shardformer.Memory:
+def kept(numel: float, ranks: int, how: Mapping[str, Any]) -> shardformer.zero.MemoryEstimate:
     model = model_of(numel)
-    return shardformer.memory(model, torch.optim.Adam(model.parameters()), data=ranks, **{"precision": "bf16", **how})
+    return shardformer.estimate_memory(
+        model, torch.optim.Adam(model.parameters()), data=ranks, **{"precision": "bf16", **how}
+    )
 
 
 def largest(gigabytes: float) -> str:

@@ -25,7 +25,7 @@ import common
 from common import Llama, Timing
 
 import shardformer
-from shardformer.comm.collectives import Pending
+from shardformer.comm.collectives import PendingCollective
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.tensor_parallel import region as edges
 
@@ -56,10 +56,10 @@ def waiting() -> Iterator[None]:
             setattr(edges, name, start)
 
 
-def _wait_at_once(start: Callable[..., Pending]) -> Callable[..., Pending]:
-    def start_and_wait(*args: Any, **kwargs: Any) -> Pending:
+def _wait_at_once(start: Callable[..., PendingCollective]) -> Callable[..., PendingCollective]:
+    def start_and_wait(*args: Any, **kwargs: Any) -> PendingCollective:
         result = start(*args, **kwargs).wait()
-        return Pending((), lambda: result)
+        return PendingCollective((), lambda: result)
 
     return start_and_wait
 

@@ -30,7 +30,7 @@ from common import Llama, Timing
 from hand_cut import HandCut
 
 import shardformer
-from shardformer.layout.sharding_metadata import state_of
+from shardformer.layout.sharding_metadata import metadata_of
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.pipeline.pipeline import Pipeline
 from shardformer.pipeline.schedules import SCHEDULES
@@ -80,7 +80,7 @@ def measure(setting: Setting) -> Measured:
         manager = PipelineStageManager(context, name)
         model = shardformer.shard_model(setting.model.build(), context=context, pipeline_stage_manager=manager)
         steps[f"{OURS} {name}"] = common.pipeline_step(model, Pipeline(model, setting.micro_batches), batches)
-        stages = state_of(model).stages
+        stages = metadata_of(model).stages
         assert stages is not None
         bounds = [(span.start, span.stop) for span in stages.spans]
         layers[name] = [end - start for start, end in bounds]

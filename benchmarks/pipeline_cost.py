@@ -12,7 +12,7 @@ from peak_memory import measure_peak
 from torch import Tensor
 
 import shardformer
-from shardformer.comm.recorder import Recorder
+from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.pipeline.pipeline import Pipeline
 from shardformer.pipeline.stage_manager import PipelineStageManager
@@ -104,7 +104,7 @@ def measure_sent(size: Llama, batch: int, micro_batches: int, is_sequence_parall
     model = shardformer.shard_model(size.build(), context=context, **options)
     step = common.pipeline_step(model, Pipeline(model, micro_batches), size.batches(batch))
     step(0)
-    with Recorder(context) as recorder:
+    with CollectiveRecorder(context) as recorder:
         step(1)
     forward, backward = (recorder.payload_bytes("send", purpose=p) for p in ("activation", "gradient"))
     arrival = recorder.wire_bytes("all_gather", axis="tensor", purpose="arrival") // 2  # sent by this rank

@@ -16,8 +16,16 @@ from common import Llama
 import shardformer
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.pipeline.pipeline import Pipeline
-from shardformer.pipeline.schedule_chart import colours, name_of
-from shardformer.pipeline.schedules import Action, Kind, Schedule, Span, formula, make_schedule, simulate
+from shardformer.pipeline.schedule_chart import action_label, colours
+from shardformer.pipeline.schedules import (
+    Action,
+    ActionKind,
+    ActionSpan,
+    Schedule,
+    bubble_formula,
+    make_schedule,
+    simulate,
+)
 from shardformer.pipeline.stage_manager import PipelineStageManager
 
 MICRO_BATCHES = (2, 4, 8, 16)
@@ -42,9 +50,9 @@ class Played:
         busy = sum(end - start for row in self.rows for _, start, end in row)
         return 1 - busy / (len(self.rows) * self.makespan)
 
-    def durations(self) -> dict[Kind, float]:
+    def durations(self) -> dict[ActionKind, float]:
         """The mean time of each kind of action."""
-        taken: dict[Kind, list[float]] = {}
+        taken: dict[ActionKind, list[float]] = {}
         for row in self.rows:
             for action, start, end in row:
                 taken.setdefault(action.kind, []).append(end - start)
@@ -106,7 +114,7 @@ def run(args: argparse.Namespace) -> tuple[list[Any], bool]:
 
 
 def as_row(schedule: Schedule, best: Played, played: Sequence[Played]) -> dict[str, str]:
-    form = formula(schedule.name, schedule.stages, schedule.micro_batches, schedule.chunks)
+    form = bubble_formula(schedule.name, schedule.stages, schedule.micro_batches, schedule.chunks)
     durations = best.durations()
     ideal, timed = simulate(schedule), simulate(schedule, durations)
     return {
@@ -117,7 +125,9 @@ def as_row(schedule: Schedule, best: Played, played: Sequence[Played]) -> dict[s
         "measured": f"{best.bubble:.1%}",
         "median": f"{median(p.bubble for p in played):.1%}",
         "ms": common.ms(best.makespan * 1e3),
-        "ms of " + " ".join("FBIW"): " ".join(f"{durations[k] * 1e3:.1f}" if k in durations else "-" for k in Kind),
+        "ms of " + " ".join("FBIW"): " ".join(
+            f"{durations[k] * 1e3:.1f}" if k in durations else "-" for k in ActionKind
+        ),
         "held": ", ".join(map(str, best.in_flight)),
         "held by the schedule": ", ".join(map(str, ideal.in_flight)),
     }
@@ -132,8 +142,8 @@ def draw(schedule: Schedule, played: Played, path: Path) -> None:
 
     timeline = simulate(schedule, played.durations())
     figure, axes = plt.subplots(2, 1, figsize=(12, 4.2), layout="constrained", sharex=True)
-    measured = [[Span(*span) for span in row] for row in played.rows]
-    drawn: Sequence[tuple[str, Sequence[Sequence[Span]], float]] = (
+    measured = [[ActionSpan(*span) for span in row] for row in played.rows]
+    drawn: Sequence[tuple[str, Sequence[Sequence[ActionSpan]], float]] = (
         ("measured", measured, played.bubble),
         ("the schedule, with the mean times of the actions", timeline.spans, timeline.bubble),
     )
@@ -148,14 +158,14 @@ def draw(schedule: Schedule, played: Played, path: Path) -> None:
     common.progress(f"drew {path}")
 
 
-def _draw_rows(axis: Any, schedule: Schedule, rows: Sequence[Sequence[Span]]) -> None:
+def _draw_rows(axis: Any, schedule: Schedule, rows: Sequence[Sequence[ActionSpan]]) -> None:
     narrowest = 1.5 * max(end for row in rows for *_, end in row) / 100
     for rank, row in enumerate(rows):
         for action, start, end in row:
             face, ink = colours(schedule, action)
             axis.barh(rank, (end - start) * 1e3, 0.8, start * 1e3, color=face, edgecolor="white", linewidth=0.4)
             if end - start > narrowest:  # as wide as its name
-                middle, name = (start + end) / 2 * 1e3, name_of(schedule, action)
+                middle, name = (start + end) / 2 * 1e3, action_label(schedule, action)
                 axis.text(middle, rank, name, color=ink, fontsize=6, ha="center", va="center")
     axis.set_yticks(range(len(rows)), [f"rank {rank}" for rank in range(len(rows))])
     axis.invert_yaxis()

@@ -14,18 +14,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from shardformer.comm.autograd_collectives import enter_block, first_order_only, gather_input
-from shardformer.comm.collectives import Pending, start_broadcast, start_reduce
+from shardformer.comm.autograd_collectives import copy_to_tp_region, gather_from_sp_region, once_differentiable
+from shardformer.comm.collectives import PendingCollective, start_broadcast, start_reduce
 from shardformer.errors import ConfigError
 from shardformer.layout.shard_spec import AnySplit, ShardSpec, Split, even_bounds
 from shardformer.mesh.tensor_grid import TensorGrid
-from shardformer.tensor_parallel.grid.layers import OnGrid, hidden_splits
+from shardformer.tensor_parallel.grid.layers import GridModule, hidden_splits
 from shardformer.tensor_parallel.parallel_module import check_native
 
 # b samples of this rank, S sequence; h, f: this rank's part of the in and out features
 
 
-class Linear2D(OnGrid):
+class Linear2D(GridModule):
     """A linear on rows and columns: (b, S, h) -> (b, S, f).
 
     On a square it multiplies by SUMMA (van de Geijn and Watts 1997; Xu et al. 2021, section 3.1): in step t the ranks
@@ -87,17 +87,17 @@ class Linear2D(OnGrid):
         return cls(module.in_features, module.out_features, grid=process_group, native=module, **kwargs)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = enter_block(self.weight, self.grid.depth)  # copies have other samples
+        weight = copy_to_tp_region(self.weight, self.grid.depth)  # copies have other samples
         y = self._product(x, weight)
-        return y if self.bias is None else y + enter_block(self.bias, self.grid.batch)
+        return y if self.bias is None else y + copy_to_tp_region(self.bias, self.grid.batch)
 
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
         grid = self.grid
         if self.summa:
             out: Tensor = _Summa.apply(x, weight, grid, self.in_features)
             return out
-        whole = gather_input(x, grid.column, x.dim() - 1, self.in_features)
-        return F.linear(whole, gather_input(weight, grid.row, 1, self.in_features))
+        whole = gather_from_sp_region(x, grid.column, x.dim() - 1, self.in_features)
+        return F.linear(whole, gather_from_sp_region(weight, grid.row, 1, self.in_features))
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.grid}"
@@ -118,12 +118,12 @@ class _Summa(Function):
         return y
 
     @staticmethod
-    @first_order_only
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         grid, (x, weight) = ctx.grid, ctx.saved_tensors
         flat = grad.reshape(-1, grad.shape[-1])
-        of_x: list[Pending] = []
-        of_weight: list[Pending] = []
+        of_x: list[PendingCollective] = []
+        of_weight: list[PendingCollective] = []
         for step, (x_block, w_block) in enumerate(_steps(x, weight, grid, ctx.full)):
             of_x.append(start_reduce(grad @ w_block.wait(), grid.column, step, purpose="block"))
             block = x_block.wait()
@@ -134,11 +134,13 @@ class _Summa(Function):
         return x_grads[grid.column.rank], weight_grads[grid.row.rank], None, None
 
 
-def _steps(x: Tensor, weight: Tensor, grid: TensorGrid, full: int) -> Iterator[tuple[Pending, Pending]]:
+def _steps(
+    x: Tensor, weight: Tensor, grid: TensorGrid, full: int
+) -> Iterator[tuple[PendingCollective, PendingCollective]]:
     """The blocks of X and of W of each step; those of the next are on their way before a step is computed."""
     lengths = [b - a for a, b in pairwise(even_bounds(full, grid.column.size))]
 
-    def start(step: int) -> tuple[Pending, Pending]:
+    def start(step: int) -> tuple[PendingCollective, PendingCollective]:
         x_block = x.contiguous() if grid.column.rank == step else x.new_empty((*x.shape[:-1], lengths[step]))
         w_block = weight.contiguous() if grid.row.rank == step else weight.new_empty((weight.shape[0], lengths[step]))
         return (

@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardformer
-from shardformer.comm.recorder import Recorder
+from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.mesh.transport import WIRE_FACTOR
 
@@ -178,7 +178,7 @@ def count(step: common.Step, context: ParallelContext) -> Traffic:
     """The collectives of the second forward and backward: the first one compares what the ranks were fed, too."""
     step(0)
     with ExitStack() as stack:
-        recorder, counter = stack.enter_context(Recorder(context)), stack.enter_context(Counter())
+        recorder, counter = stack.enter_context(CollectiveRecorder(context)), stack.enter_context(Counter())
         step(0)
     if recorder.calls:
         return Traffic(recorder.count(), recorder.count(purpose="loss"), recorder.wire_bytes())

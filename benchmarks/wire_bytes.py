@@ -27,7 +27,7 @@ import torch.distributed as dist
 from common import MB, Llama
 
 import shardformer
-from shardformer.comm.recorder import Recorder
+from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.mesh.parallel_context import ParallelContext
 
 DEVICES = Path("/proc/net/dev")
@@ -51,7 +51,7 @@ def measure(size: Llama, batch: int, num_steps: int, options: dict[str, Any]) ->
     loss = step(0)
     before = counted()
     for index in range(num_steps):
-        with Recorder(context) as recorder:
+        with CollectiveRecorder(context) as recorder:
             loss = step(index)
     after = counted()
     nothing = counted()  # what the looking itself sends

@@ -30,7 +30,7 @@ from wire_bytes import counted
 
 import shardformer
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.zero.shard_optimizer import zero
+from shardformer.zero.shard_optimizer import shard_optimizer
 
 PEER, SHARDED = "DDP + ZeroRedundancyOptimizer", "fully_shard"
 WORST_DIFFERENCE = 1e-4
@@ -102,7 +102,7 @@ def fsdp(setting: Setting, context: ParallelContext, reshard: bool = True) -> Ma
 def ours(setting: Setting, context: ParallelContext, stage: int, **how: Any) -> Made:
     model = shardformer.shard_model(setting.build(), context=context)
     optimizer = fused(model)
-    return model, optimizer if stage == 0 else zero(optimizer, model, stage=stage, **how)
+    return model, optimizer if stage == 0 else shard_optimizer(optimizer, model, stage=stage, **how)
 
 
 VARIANTS: dict[str, Callable[[Setting, ParallelContext], Made]] = {

@@ -24,10 +24,7 @@ import torch
 import transformers
 
 import shardformer
-from shardformer.training.hooks.json_lines import JsonLines
-from shardformer.training.hooks.metrics import Metrics
-from shardformer.training.hooks.progress import Progress
-from shardformer.training.hooks.throughput import Throughput
+from shardformer.hooks import JsonLines, Metrics, Progress, Throughput
 from shardformer.training.metrics_log import read_records
 
 # The settings of the published table: two samples at a time, eight times a step.
@@ -74,7 +71,7 @@ def train(args: argparse.Namespace) -> None:
         train_data=data,
         batch_size=BATCH * ACCUMULATION,
         scheduler=schedule,
-        parallel=shardformer.Parallel(
+        parallel=shardformer.ParallelConfig(
             tensor=args.tensor, sequence=args.sequence, pipe=args.pipe, zero=args.zero, micro_batch_size=BATCH
         ),
         data_options={"collate_fn": collate, "seed": args.seed},

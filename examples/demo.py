@@ -30,9 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 import shardformer
-from shardformer.verify.train_both import Pipelined
-from shardformer.verify.training_options import Training
-from shardformer.verify.verification import verify
+from shardformer.verify import VerifyPipeline, VerifyTraining, verify
 
 transformers.logging.set_verbosity_error()  # otherwise every process prints the same notes
 
@@ -78,7 +76,7 @@ def train_in_one_process(args: argparse.Namespace) -> Iterator[float]:
         yield loss.item()
 
 
-def train_in_parallel(args: argparse.Namespace, parallel: shardformer.Parallel) -> Iterator[float]:
+def train_in_parallel(args: argparse.Namespace, parallel: shardformer.ParallelConfig) -> Iterator[float]:
     """The same loop on an engine. It runs in every process."""
     model, optimizer = model_and_optimizer(args)
     engine = shardformer.initialize(
@@ -121,7 +119,7 @@ def main() -> int:
     torch.set_num_threads(1)  # as many as each process of the parallel run has
 
     if args.result is not None:
-        parallel = shardformer.Parallel(
+        parallel = shardformer.ParallelConfig(
             tensor=tensor, pipe=args.pipe, data=args.data, zero=args.zero, max_grad_norm=1.0
         )
         name = f"{num_processes} processes" if os.environ["RANK"] == "0" else ""
@@ -133,8 +131,8 @@ def main() -> int:
     console = Console()
     console.rule("Gradients and weights, in double precision")
     model_fn = functools.partial(build_model, args.layers, args.hidden)
-    pipeline = Pipelined(pipe=args.pipe) if args.pipe > 1 else None
-    training = Training(zero=args.zero)
+    pipeline = VerifyPipeline(pipe=args.pipe) if args.pipe > 1 else None
+    training = VerifyTraining(zero=args.zero)
     report = verify(model_fn, batch_at, tensor, args.data, pipeline=pipeline, training=training)
     print(report)
 

@@ -2,7 +2,7 @@
 
 Also here, each to be said in one text by hand:
 
-- ``Parallel``: over how many processes a model is trained in which way, and how a batch runs through it.
+- ``ParallelConfig``: over how many processes a model is trained in which way, and how a batch runs through it.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Annotated, Any
 
 import torch.distributed as dist
 
-from shardformer.errors import ConfigError, expect, nearest
-from shardformer.layout.activation_layout import CONTEXT_PARALLEL, GRIDS, SEQUENCE_PARALLEL, StreamLayout
+from shardformer.errors import ConfigError, check_argument, did_you_mean
+from shardformer.layout.activation_layout import CONTEXT_PARALLEL, GRID_LAYOUTS, SEQUENCE_PARALLEL, ActivationLayout
 from shardformer.mesh.parallel_context import Axis, ParallelContext
-from shardformer.mesh.rank_grid import check_size, total_of
+from shardformer.mesh.rank_grid import check_axis_size, num_ranks
 from shardformer.mesh.tensor_grid import sizes_of_mode
-from shardformer.offload.activations import WHERE
-from shardformer.offload.host import Offload
+from shardformer.offload.activations import OFFLOAD_TARGETS
+from shardformer.offload.host import OffloadConfig
 from shardformer.pipeline.micro_batches import check_sizes
 from shardformer.pipeline.stage_manager import PipelineStageManager
-from shardformer.tensor_parallel.grid.layers import MODES
-from shardformer.zero.config import STAGES, Rules
-from shardformer.zero.mixed_precision import Precision
+from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE
+from shardformer.zero.config import ZERO_STAGES, StepOptions
+from shardformer.zero.mixed_precision import MixedPrecision
 
-CONTEXT_WAYS = ("auto", "ring", "ulysses", "gather")
+CONTEXT_PARALLEL_METHODS = ("auto", "ring", "ulysses", "gather")
 EXTRA_KWARGS = ("check_inputs", "bucket_bytes")
 
 
@@ -73,7 +73,7 @@ class ShardConfig:
     watch: bool = True
     extra_kwargs: dict[str, Any] = field(default_factory=dict)
     context: ParallelContext | None = None
-    stream: StreamLayout | None = None
+    stream: ActivationLayout | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.extra_kwargs, Mapping):
@@ -100,11 +100,11 @@ class ShardConfig:
                 rule="The sequence is cut over the tensor axis, between tensor-parallel blocks",
                 remedy="Set enable_tensor_parallelism=True, or leave sequence parallelism off",
             )
-        if self.tensor_parallel_mode not in tuple(MODES):
+        if self.tensor_parallel_mode not in tuple(LAYERS_BY_MODE):
             raise ConfigError(
                 f"tensor_parallel_mode={self.tensor_parallel_mode!r}",
-                rule=f"The modes are {', '.join(MODES)}",
-                remedy=nearest(str(self.tensor_parallel_mode), MODES),
+                rule=f"The modes are {', '.join(LAYERS_BY_MODE)}",
+                remedy=did_you_mean(str(self.tensor_parallel_mode), LAYERS_BY_MODE),
             )
         if self.tensor_parallel_mode != "1d" and (self.enable_sequence_parallelism or self.cuts_context):
             other = "enable_sequence_parallelism=True" if self.enable_sequence_parallelism else "a sequence axis"
@@ -113,18 +113,18 @@ class ShardConfig:
                 rule="On a tensor grid what flows between the blocks is cut along samples and hidden features",
                 remedy="Leave the sequence whole, or use tensor_parallel_mode='1d'",
             )
-        if self.context_parallel not in CONTEXT_WAYS:
+        if self.context_parallel not in CONTEXT_PARALLEL_METHODS:
             raise ConfigError(
                 f"context_parallel={self.context_parallel!r}",
-                rule=f"It is one of {', '.join(CONTEXT_WAYS)}",
-                remedy=nearest(str(self.context_parallel), CONTEXT_WAYS),
+                rule=f"It is one of {', '.join(CONTEXT_PARALLEL_METHODS)}",
+                remedy=did_you_mean(str(self.context_parallel), CONTEXT_PARALLEL_METHODS),
             )
         for name in self.extra_kwargs:
             if name not in EXTRA_KWARGS:
                 raise ConfigError(
                     f"extra_kwargs holds {name!r}",
                     rule=f"It takes {', '.join(EXTRA_KWARGS)}",
-                    remedy=nearest(name, EXTRA_KWARGS),
+                    remedy=did_you_mean(name, EXTRA_KWARGS),
                 )
 
     def _check_kinds(self) -> None:
@@ -136,9 +136,13 @@ class ShardConfig:
                 remedy="Write PipelineStageManager(context, schedule='1f1b'), or leave it out",
             )
         is_grid = isinstance(self.context, ParallelContext | None)
-        expect("context", self.context, is_grid, "It is the grid that launch_from_torch returned", "Leave context out")
-        is_layout = isinstance(self.stream, StreamLayout | None)
-        expect("stream", self.stream, is_layout, "It says how activations between the blocks lie", "Leave stream out")
+        check_argument(
+            "context", self.context, is_grid, "It is the grid that launch_from_torch returned", "Leave context out"
+        )
+        is_layout = isinstance(self.stream, ActivationLayout | None)
+        check_argument(
+            "stream", self.stream, is_layout, "It says how activations between the blocks lie", "Leave stream out"
+        )
         switches = {n: getattr(self, n) for n in self.__dataclass_fields__ if n.startswith("enable_")}
         switches |= {"watch": self.watch, "check_inputs": self.extra_kwargs.get("check_inputs", True)}
         wrong = next((n for n, value in switches.items() if not isinstance(value, bool)), None)
@@ -154,14 +158,14 @@ class ShardConfig:
                 remedy="Write 25 * 2**20 for 25 MB, or leave it out",
             )
 
-    def stream_layout(self) -> StreamLayout:
+    def stream_layout(self) -> ActivationLayout:
         """How the activations between the blocks are to lie."""
         if self.stream is not None:
             return self.stream
-        if self.tensor_parallel_mode in GRIDS:
-            return GRIDS[self.tensor_parallel_mode]
+        if self.tensor_parallel_mode in GRID_LAYOUTS:
+            return GRID_LAYOUTS[self.tensor_parallel_mode]
         cuts = SEQUENCE_PARALLEL.cuts if self.enable_sequence_parallelism else ()
-        return StreamLayout((*CONTEXT_PARALLEL.cuts, *cuts) if self.cuts_context else cuts)
+        return ActivationLayout((*CONTEXT_PARALLEL.cuts, *cuts) if self.cuts_context else cuts)
 
     @property
     def cuts_context(self) -> bool:
@@ -178,7 +182,7 @@ class ShardConfig:
     @property
     def is_grid(self) -> bool:
         """Whether the tensor axis is a grid."""
-        return self.tensor_parallel_mode in GRIDS and self.enable_tensor_parallelism
+        return self.tensor_parallel_mode in GRID_LAYOUTS and self.enable_tensor_parallelism
 
     def resolve_context(self) -> ParallelContext:
         """The grid to shard over: the one given, one around the group given, or all processes as the tensor axis."""
@@ -229,11 +233,11 @@ class ShardConfig:
         return {**{n: bool(getattr(self, n)) for n in names}, **{n: str(getattr(self, n)) for n in modes}}
 
 
-AVERAGES = ("tokens", "ranks")
+LOSS_AVERAGES = ("tokens", "ranks")
 
 
 @dataclass(frozen=True)
-class Parallel:
+class ParallelConfig:
     """How a model is trained over the processes that were launched. The same fields stand in a run's config file.
 
     Each field is ``Annotated`` with its description, from which the config file's table and its page are made: a
@@ -289,8 +293,8 @@ class Parallel:
         int | None,
         "the stage of ZeRO; None: none, unless precision or offload ask for what it does (then 0).",
     ] = None
-    precision: Annotated[str | Precision, '"fp32", "bf16", "fp16" or a `Precision`.'] = "fp32"
-    offload: Annotated[str | Offload | None, '"cpu", "nvme:DIR" or an `Offload`.'] = None
+    precision: Annotated[str | MixedPrecision, '"fp32", "bf16", "fp16" or a `Precision`.'] = "fp32"
+    offload: Annotated[str | OffloadConfig | None, '"cpu", "nvme:DIR" or an `Offload`.'] = None
     max_grad_norm: Annotated[float | None, "to which a step clips the norm of all gradients."] = None
     on_nonfinite: Annotated[
         str,
@@ -307,16 +311,24 @@ class Parallel:
     def __post_init__(self) -> None:
         for name in ("data", "pipe", "sequence"):
             if (size := getattr(self, name)) is not None:
-                check_size(name, size)
-        if total_of(self.tensor, "tensor") > 1 and self.tensor_mode != "1d":
+                check_axis_size(name, size)
+        if num_ranks(self.tensor, "tensor") > 1 and self.tensor_mode != "1d":
             sizes_of_mode(self.tensor_mode, self.tensor)
         if self.micro_batches is not None or self.micro_batch_size is not None:
             check_sizes(self.micro_batches, self.micro_batch_size)
-        Precision.of(self.precision), Offload.of(self.offload), Rules(self.max_grad_norm, self.on_nonfinite)
-        for name, known in (("zero", (None, *STAGES)), ("average", AVERAGES), ("activations", WHERE)):
+        (
+            MixedPrecision.of(self.precision),
+            OffloadConfig.of(self.offload),
+            StepOptions(self.max_grad_norm, self.on_nonfinite),
+        )
+        for name, known in (
+            ("zero", (None, *ZERO_STAGES)),
+            ("average", LOSS_AVERAGES),
+            ("activations", OFFLOAD_TARGETS),
+        ):
             if (value := getattr(self, name)) not in known or isinstance(value, bool):
                 rule = f"{name} is one of {', '.join(map(repr, known))}"
-                raise ConfigError(f"{name}={value!r}", rule=rule, remedy=nearest(str(value), map(str, known)))
+                raise ConfigError(f"{name}={value!r}", rule=rule, remedy=did_you_mean(str(value), map(str, known)))
         if self.pipe == 1 and (self.chunks, self.cut, self.checkpoint_layers) != (None, "cost", None):
             raise ConfigError(
                 "chunks, cut or checkpoint_layers is given with pipe=1",
@@ -325,36 +337,36 @@ class Parallel:
             )
 
     @classmethod
-    def of(cls, given: Any) -> Parallel:
+    def of(cls, given: Any) -> ParallelConfig:
         """From what ``initialize`` was given: itself, a mapping of its fields, or None. Raises ConfigError else."""
         if given is None or isinstance(given, cls):
             return given or cls()
         if not isinstance(given, dict):
             raise ConfigError(
                 f"parallel={given!r:.80}",
-                rule="It is a shardformer.Parallel, or a dict of its fields",
-                remedy="Write parallel=shardformer.Parallel(tensor=2)",
+                rule="It is a shardformer.ParallelConfig, or a dict of its fields",
+                remedy="Write parallel=shardformer.ParallelConfig(tensor=2)",
             )
         names = [field.name for field in fields(cls)]
         unknown = next((str(name) for name in given if name not in names), None)
         if unknown is not None:
-            rule = "The fields are those of shardformer.Parallel"
-            raise ConfigError(f"parallel has no field {unknown!r}", rule=rule, remedy=nearest(unknown, names))
+            rule = "The fields are those of shardformer.ParallelConfig"
+            raise ConfigError(f"parallel has no field {unknown!r}", rule=rule, remedy=did_you_mean(unknown, names))
         return cls(**given)
 
     @property
     def sizes(self) -> dict[str, int | None]:
         """Of the axes."""
         sizes = {name: getattr(self, name) for name in ("data", "pipe", "sequence")}
-        return {**sizes, "tensor": total_of(self.tensor, "tensor")}
+        return {**sizes, "tensor": num_ranks(self.tensor, "tensor")}
 
-    def fit(self, num_processes: int) -> Parallel:
+    def fit(self, num_processes: int) -> ParallelConfig:
         """The layout that is most like this one over another number of processes.
 
         The axes that cut the model keep their sizes where these divide the processes, or get a divisor of them, so that
         heads and layers which could be cut so far still can; the data ranks are what remains.
 
-        >>> fitted = Parallel(tensor=4, pipe=2).fit(6)
+        >>> fitted = ParallelConfig(tensor=4, pipe=2).fit(6)
         >>> fitted.tensor, fitted.pipe, fitted.data
         (1, 2, 3)
         """
@@ -362,7 +374,7 @@ class Parallel:
             (pipe, sequence, tensor)
             for pipe in _divisors(self.pipe)
             for sequence in _divisors(self.sequence)
-            for tensor in _divisors(total_of(self.tensor, "tensor"))
+            for tensor in _divisors(num_ranks(self.tensor, "tensor"))
             if num_processes % (pipe * sequence * tensor) == 0
         ]
         pipe, sequence, tensor = max(found, key=lambda sizes: (prod(sizes), sizes[2]))
@@ -372,7 +384,7 @@ class Parallel:
         data = num_processes // (pipe * sequence * tensor)
         if tensor == 1:
             of_stages |= {"sequence_parallel": False, "sequence_overlap": False}
-        if tensor != total_of(self.tensor, "tensor"):
+        if tensor != num_ranks(self.tensor, "tensor"):
             of_stages |= {"tensor": tensor, "tensor_mode": "1d"}  # of another size there may be no such grid
         return replace(self, data=data, pipe=pipe, sequence=sequence, **of_stages)
 
@@ -399,7 +411,7 @@ class Parallel:
     @property
     def zero_stage(self) -> int | None:
         """The stage of ZeRO; None where nothing asks for it."""
-        asks = Precision.of(self.precision).dtype is not None or Offload.of(self.offload).to is not None
+        asks = MixedPrecision.of(self.precision).dtype is not None or OffloadConfig.of(self.offload).to is not None
         return 0 if self.zero is None and asks else self.zero
 
 

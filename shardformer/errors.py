@@ -65,10 +65,10 @@ class WorkerError(ShardFormerError):
     """A worker process died, hung or raised."""
 
 
-def expect(name: str, value: object, is_right: bool, rule: str, remedy: str) -> None:
+def check_argument(name: str, value: object, is_right: bool, rule: str, remedy: str) -> None:
     """Raises ConfigError where what came for an argument is not of its kind.
 
-    >>> expect("stage", "x", isinstance("x", int), "A stage is a number", "Write stage=1")
+    >>> check_argument("stage", "x", isinstance("x", int), "A stage is a number", "Write stage=1")
     Traceback (most recent call last):
     shardformer.errors.ConfigError: stage='x'. A stage is a number. Write stage=1.
     """
@@ -81,7 +81,7 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
-def nearest(name: object, known: Iterable[str], count: int = 3) -> str:
+def did_you_mean(name: object, known: Iterable[str], count: int = 3) -> str:
     """The known names nearest to ``name``, as a sentence: ``Did you mean 'a'?``, or a short listing."""
     names, said = sorted(set(known)), str(name)
     same = [n for n in names if n.lower() == said.lower()]
@@ -95,13 +95,13 @@ def nearest(name: object, known: Iterable[str], count: int = 3) -> str:
 _HINT = re.compile(r"Did you mean [^?]*\?\s*")
 
 
-def message(error: ShardFormerError) -> str:
+def format_exception(error: ShardFormerError) -> str:
     """The kind of error and what went wrong; then, indented, what may have been meant, the rule and the remedy."""
-    return in_lines(type(error).__name__, error.what, error.rule, error.remedy)
+    return format_error(type(error).__name__, error.what, error.rule, error.remedy)
 
 
-def in_lines(kind: str, what: str, rule: str, remedy: str) -> str:
-    """As ``message``, of the parts."""
+def format_error(kind: str, what: str, rule: str, remedy: str) -> str:
+    """As ``format_exception``, of the parts."""
     hint = _HINT.search(remedy)
     meant = hint[0].strip() if hint else ""
     rest = _HINT.sub("", remedy, count=1).strip(" ")

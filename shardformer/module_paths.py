@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardformer.errors import PolicyError, nearest
+from shardformer.errors import PolicyError, did_you_mean
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -20,29 +20,29 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or is_transposed(module)
 
 
-IN_A_TABLE = " Where some models lack it, end the path with a ?, or give the block or stack optional=True"
+OPTIONAL_HINT = " Where some models lack it, end the path with a ?, or give the block or stack optional=True"
 
 
-def join(*parts: str) -> str:
+def join_path(*parts: str) -> str:
     return ".".join(p for p in parts if p)
 
 
-def relative(at: str, name: str) -> str:
-    return name[1:] if name.startswith(".") else join(at, name)
+def resolve_path(at: str, name: str) -> str:
+    return name[1:] if name.startswith(".") else join_path(at, name)
 
 
-def configs_in(model: nn.Module) -> list[Any]:
+def find_configs(model: nn.Module) -> list[Any]:
     """The configs that modules of a model hold, each once."""
     configs = [getattr(module, "config", None) for module in model.modules()]
     return list({id(config): config for config in configs if hasattr(config, "__dict__")}.values())
 
 
-def several(paths: str | Sequence[str]) -> Sequence[str]:
+def as_path_list(paths: str | Sequence[str]) -> Sequence[str]:
     """One path as a list of one, as tables say it."""
     return [paths] if isinstance(paths, str) else paths
 
 
-def find(module: nn.Module, path: str) -> nn.Module | None:
+def find_module(module: nn.Module, path: str) -> nn.Module | None:
     for part in path.split(".") if path else []:
         child = module._modules.get(part)
         if child is None:
@@ -51,7 +51,7 @@ def find(module: nn.Module, path: str) -> nn.Module | None:
     return module
 
 
-def value_at(owner: object, path: str) -> Any:
+def get_at(owner: object, path: str) -> Any:
     """What stands at ``path``, a module or any other attribute; None where nothing does."""
     try:
         return attrgetter(path)(owner) if path else owner
@@ -59,16 +59,16 @@ def value_at(owner: object, path: str) -> Any:
         return None
 
 
-def owner_of(model: object, path: str) -> tuple[Any, str]:
+def parent_of(model: object, path: str) -> tuple[Any, str]:
     """What holds that which stands at ``path``, None where there is no such thing, and the name that it has there."""
     at, _, name = path.rpartition(".")
-    return value_at(model, at), name
+    return get_at(model, at), name
 
 
-def matching(path: str, names: Iterable[str]) -> list[str]:
+def match_paths(path: str, names: Iterable[str]) -> list[str]:
     """Which of ``names`` a path stands for, in which ``*`` is an index.
 
-    >>> matching("layers.*.blocks", ["layers.0", "layers.0.blocks", "layers.1.blocks", "layers.0.down.blocks"])
+    >>> match_paths("layers.*.blocks", ["layers.0", "layers.0.blocks", "layers.1.blocks", "layers.0.down.blocks"])
     ['layers.0.blocks', 'layers.1.blocks']
     """
     parts = path.split(".")
@@ -80,32 +80,32 @@ def matching(path: str, names: Iterable[str]) -> list[str]:
     ]
 
 
-def module_at(module: nn.Module, path: str, where: str = "", hint: str = IN_A_TABLE) -> nn.Module:
-    found = find(module, path)
+def get_module(module: nn.Module, path: str, where: str = "", hint: str = OPTIONAL_HINT) -> nn.Module:
+    found = find_module(module, path)
     if found is None:
-        raise no_match(where, path, module, hint)
+        raise no_match_error(where, path, module, hint)
     return found
 
 
-def is_there(module: nn.Module, path: str, where: str = "") -> bool:
+def module_exists(module: nn.Module, path: str, where: str = "") -> bool:
     """Whether a path of a table leads to a module. Raises PolicyError where it does not and has no ``?`` at its end."""
-    there = find(module, path.rstrip("?")) is not None
+    there = find_module(module, path.rstrip("?")) is not None
     if not there and not path.endswith("?"):
-        raise no_match(where, path, module)
+        raise no_match_error(where, path, module)
     return there
 
 
-def existing(names: Sequence[str], at: str, layer: nn.Module, path: str) -> list[str]:
+def existing_paths(names: Sequence[str], at: str, layer: nn.Module, path: str) -> list[str]:
     """Those of the names inside of the layer's module ``at`` that are there, as paths in the layer: one at least."""
-    paths = [relative(at, name) for name in names]
-    out = [name.rstrip("?") for name in paths if is_there(layer, name, path)]
+    paths = [resolve_path(at, name) for name in names]
+    out = [name.rstrip("?") for name in paths if module_exists(layer, name, path)]
     if not out:
-        raise no_match(path, paths[0].rstrip("?"), layer)
+        raise no_match_error(path, paths[0].rstrip("?"), layer)
     return out
 
 
-def linear_at(layer: nn.Module, name: str, path: str) -> nn.Module:
-    found = module_at(layer, name, path)
+def get_linear(layer: nn.Module, name: str, path: str) -> nn.Module:
+    found = get_module(layer, name, path)
     if not is_linear(found):
         raise PolicyError(
             f"{path}.{name} is a {type(found).__name__}",
@@ -115,15 +115,15 @@ def linear_at(layer: nn.Module, name: str, path: str) -> nn.Module:
     return found
 
 
-def features_of(module: nn.Module, *, out: bool) -> int:
+def num_features(module: nn.Module, *, out: bool) -> int:
     weight = module.weight
     assert isinstance(weight, Tensor)
     return int(weight.shape[int(out == is_transposed(module))])
 
 
-def no_match(where: str, name: str, inside: nn.Module, hint: str = IN_A_TABLE) -> PolicyError:
+def no_match_error(where: str, name: str, inside: nn.Module, hint: str = OPTIONAL_HINT) -> PolicyError:
     return PolicyError(
-        f"There is no module {join(where, name)!r}",
+        f"There is no module {join_path(where, name)!r}",
         rule="Every rule of a policy matches a module",
-        remedy=nearest(name, [n for n, _ in inside.named_modules() if n]) + hint,
+        remedy=did_you_mean(name, [n for n, _ in inside.named_modules() if n]) + hint,
     )

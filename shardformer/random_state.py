@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import get_worker_info
 
-from shardformer.comm.collectives import broadcast, broadcast_object, gather_numbers
+from shardformer.comm.collectives import all_gather_numbers, broadcast, broadcast_object
 from shardformer.mesh.parallel_context import Axis
-from shardformer.module_paths import configs_in
-from shardformer.torch_compat import numbers_in, with_values
+from shardformer.module_paths import find_configs
+from shardformer.torch_compat import to_list, without_fake_tensors
 
 
-class RandomStream:
+class LocalRandomState:
     """Random numbers that differ by tensor rank from ``enter`` to ``leave``, and are the same on all ranks outside.
 
     With ``aligned`` the other way round: the same on all ranks between, where each has its own outside. Communicates
@@ -47,7 +47,7 @@ class RandomStream:
             seed, own = broadcast(seed.to(x.device), self._axis), 0
         self._outer = [(g, g.get_state()) for g in _generators(x.device)]
         for g, _ in self._outer:
-            g.manual_seed((int(numbers_in(seed)) + own) % 2**63)
+            g.manual_seed((int(to_list(seed)) + own) % 2**63)
 
     def leave(self) -> None:
         for generator, state in self._outer:
@@ -55,7 +55,7 @@ class RandomStream:
         self._outer = []
 
 
-def agree_on_draws(axis: Axis, module: nn.Module) -> None:
+def same_random_in(axis: Axis, module: nn.Module) -> None:
     """A module's draws are the same on all ranks, though the stream around it is each rank's own.
 
     Stochastic depth between blocks drops whole samples, of which with sequence parallelism each rank has a part.
@@ -63,12 +63,12 @@ def agree_on_draws(axis: Axis, module: nn.Module) -> None:
 
     Communicates: in training one broadcast of one number a call.
     """
-    stream = RandomStream(axis, aligned=True)
+    stream = LocalRandomState(axis, aligned=True)
     module.register_forward_pre_hook(lambda module, args: stream.enter(args[0]) if module.training else None)
     module.register_forward_hook(lambda *_: stream.leave(), always_call=True)
 
 
-def align_random(
+def broadcast_random_state(
     axis: Axis,
     device: torch.device,
     drew: bool = False,
@@ -89,9 +89,9 @@ def align_random(
     """
     if axis.size == 1:
         return drew
-    mine = [int(drew), *_digest(device)]
+    mine = [int(drew), *_state_digest(device)]
     count = len(mine)
-    every = gather_numbers([*mine, *beside], axis)
+    every = all_gather_numbers([*mine, *beside], axis)
     look([theirs[count:] for theirs in every])
     if any(theirs[1:count] != mine[1:] for theirs in every):
         set_random_states(broadcast_object(random_states(device), axis), device)
@@ -99,7 +99,7 @@ def align_random(
 
 
 @contextmanager
-def forked_random(device: torch.device, enabled: bool = True) -> Iterator[None]:
+def fork_random_state(device: torch.device, enabled: bool = True) -> Iterator[None]:
     """Behind it the random states are what they were before."""
     states = random_states(device) if enabled else None
     try:
@@ -129,7 +129,7 @@ def seed_random(seed: int) -> None:
     random.seed(seed)
 
 
-class DrawObserver:
+class RandomUseDetector:
     """Sees whether what runs draws random numbers, of torch, numpy or Python, by any function.
 
     Args:
@@ -143,17 +143,17 @@ class DrawObserver:
 
     def begin(self) -> None:
         """Before what is observed. Once it was seen to draw, it is taken to draw for ever."""
-        self._before = None if self.seen else _digest(self._device)
+        self._before = None if self.seen else _state_digest(self._device)
 
     def end(self) -> None:
         """Behind it."""
         if self._before is not None:
-            self.seen = self._before != _digest(self._device)
+            self.seen = self._before != _state_digest(self._device)
             self._before = None
 
 
-@with_values()
-def _digest(device: torch.device) -> list[int]:
+@without_fake_tensors()
+def _state_digest(device: torch.device) -> list[int]:
     """A few numbers of the random states."""
     _, keys, *of_numpy = cast(tuple[Any, ...], numpy.random.get_state())
     of_torch = (zlib.crc32(generator.get_state().numpy().tobytes()) for generator in _generators(device))
@@ -183,27 +183,27 @@ def _generators(device: torch.device) -> list[torch.Generator]:
     return generators
 
 
-States = tuple[Any, Any, Any]
+GeneratorStates = tuple[Any, Any, Any]
 
 _GENERATORS = threading.RLock()
 """The generators are one for all threads, and ranks may be threads."""
 
 
-def seed_of(*what: object) -> int:
+def hash_seed(*what: object) -> int:
     """A seed made of numbers and words, the same in every process."""
     return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=8).digest(), "big") >> 1
 
 
-def seed_from(*what: object) -> None:
+def seed_generators(*what: object) -> None:
     """torch's, numpy's and Python's generators begin at a seed."""
-    seed = seed_of(*what)
+    seed = hash_seed(*what)
     torch.default_generator.manual_seed(seed)
     numpy.random.seed(seed % 2**32)
     random.seed(seed)
 
 
 @contextmanager
-def put_back() -> Iterator[None]:
+def restored_generators() -> Iterator[None]:
     """Behind it the generators go on as before. In a worker process, which draws for samples alone, it does nothing:
     what another thread of its parent held when it was forked would stay locked for ever.
     """
@@ -219,25 +219,25 @@ def put_back() -> Iterator[None]:
 
 
 @contextmanager
-def drawing_from(*what: object) -> Iterator[None]:
+def seeded(*what: object) -> Iterator[None]:
     """In here the generators begin at a seed; behind it they go on as before."""
-    with put_back():
-        seed_from(*what)
+    with restored_generators():
+        seed_generators(*what)
         yield
 
 
-class OwnRandom:
+class PrivateRandomState:
     """Random numbers that go on from one ``with`` to the next, beside those of the process."""
 
     def __init__(self, *what: object) -> None:
         self._what = what
-        self._states: States | None = None
+        self._states: GeneratorStates | None = None
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        with put_back():
+        with restored_generators():
             if self._states is None:
-                seed_from(*self._what)
+                seed_generators(*self._what)
             else:
                 _set(self._states)
             try:
@@ -246,18 +246,18 @@ class OwnRandom:
                 self._states = _states()
 
 
-class Alike:
+class SameRandomOnAllRanks:
     """Lets what is of the user's draw the same on all ranks in an epoch: a sampler, a stream, a loader."""
 
     def __init__(self, asked: Any, epoch: int, seed: int) -> None:
         parts = {id(p): p for p in (asked, *(getattr(asked, name, None) for name in ("sampler", "dataset")))}
-        self._own = OwnRandom(seed, epoch, "sampler")
+        self._own = PrivateRandomState(seed, epoch, "sampler")
         self._generators: list[tuple[Any, torch.Generator]] = []
         for i, part in enumerate(parts.values()):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(epoch)
             if isinstance(getattr(part, "generator", None), torch.Generator):
-                own = torch.Generator().manual_seed(seed_of(seed, epoch, "sampler", i))
+                own = torch.Generator().manual_seed(hash_seed(seed, epoch, "sampler", i))
                 self._generators.append((part, own))
 
     @contextmanager
@@ -274,17 +274,17 @@ class Alike:
                 part.generator = generator
 
 
-def _states() -> States:
+def _states() -> GeneratorStates:
     return torch.get_rng_state(), numpy.random.get_state(), random.getstate()
 
 
-def _set(states: States) -> None:
+def _set(states: GeneratorStates) -> None:
     torch.set_rng_state(states[0])
     numpy.random.set_state(states[1])
     random.setstate(states[2])
 
 
-READ_LIBRARIES = ("torch", "transformers", "timm", "shardformer")
+LIBRARIES_WITH_KNOWN_DROPOUT = ("torch", "transformers", "timm", "shardformer")
 """Where dropout is a module, a rate called ``drop_prob`` or a field of the config."""
 
 
@@ -294,9 +294,11 @@ def uses_dropout(model: nn.Module) -> bool:
     Of transformers' own classes the dropout modules and the config tell; any other class may call a function for it.
     """
     for module in model.modules():
-        if type(module).__module__.partition(".")[0] not in READ_LIBRARIES or getattr(module, "drop_prob", None):
+        if type(module).__module__.partition(".")[0] not in LIBRARIES_WITH_KNOWN_DROPOUT or getattr(
+            module, "drop_prob", None
+        ):
             return True
         if isinstance(module, _DropoutNd) and module.p > 0:
             return True
-    fields = [item for config in configs_in(model) for item in vars(config).items()]
+    fields = [item for config in find_configs(model) for item in vars(config).items()]
     return any("drop" in name and isinstance(v, float) and v > 0 for name, v in fields)

@@ -10,22 +10,22 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.config import ShardConfig
-from shardformer.discovery.derive_policy import infer, infer_stacks, no_policy
-from shardformer.discovery.user_policy_validation import check_given, check_trusted
-from shardformer.discovery.validation import prove_context, prove_grid
-from shardformer.errors import ConfigError, PolicyError, nearest
+from shardformer.discovery.derive_policy import derive_layer_stacks, derive_policy, no_policy_error
+from shardformer.discovery.user_policy_validation import check_registered_policy, validate_user_policy
+from shardformer.discovery.validation import validate_context_parallel, validate_tensor_grid
+from shardformer.errors import ConfigError, PolicyError, did_you_mean
 from shardformer.mesh.parallel_context import Axis, ParallelContext
-from shardformer.pipeline.layer_sequence import measured_costs, no_chain
+from shardformer.pipeline.layer_sequence import measure_layer_costs, no_layers_error
 from shardformer.policies.policy import Policy
-from shardformer.policies.registry import is_users, registered_policy
-from shardformer.random_state import forked_random
-from shardformer.sharding.apply import Sharding
-from shardformer.torch_compat import with_values
+from shardformer.policies.registry import is_user_registered, registered_policy
+from shardformer.random_state import fork_random_state
+from shardformer.sharding.apply import Sharder
+from shardformer.torch_compat import without_fake_tensors
 from shardformer.weights.save_pretrained import install_saving
 from shardformer.weights.state_dict import install_loading
 
 
-class ModelSharder(Sharding):
+class ModelSharder(Sharder):
     """Shards one model in place.
 
     Args:
@@ -48,14 +48,15 @@ class ModelSharder(Sharding):
         def find(model: nn.Module, tensor: int) -> tuple[Policy, str]:
             return resolve_policy(model, policy, tensor=tensor, copies=self.needs_policy)
 
-        given = check_given if policy is not None or is_users(model) else None
+        given = validate_user_policy if policy is not None or is_user_registered(model) else None
         super().__init__(
             model, _checked(shard_config), find,
-            prove=prove_context, prove_policy=given, prove_grid=prove_grid, optional=policy is None,
+            prove=validate_context_parallel, prove_policy=given, prove_grid=validate_tensor_grid,
+            optional=policy is None,
         )  # fmt: skip
 
     def shard(self, then: Callable[[nn.Module], object] = lambda _: None) -> list[dict[int, Tensor]]:
-        """Shards the model, and installs the saving and loading of its whole weights. Arguments: see ``Sharding``."""
+        """Shards the model, and installs the saving and loading of its whole weights. Arguments: see ``Sharder``."""
 
         def finish(model: nn.Module) -> None:
             install_saving(model, self._state)
@@ -79,12 +80,12 @@ def _checked(config: Any) -> ShardConfig:
     return config or ShardConfig()
 
 
-class Optimized(tuple[nn.Module, list[dict[int, Tensor]]]):
+class ShardedModel(tuple[nn.Module, list[dict[int, Tensor]]]):
     """(model, shared_params), which can be moved to a device as one."""
 
-    def to(self, *args: Any, **kwargs: Any) -> Optimized:
+    def to(self, *args: Any, **kwargs: Any) -> ShardedModel:
         """Moves the model as ``nn.Module.to`` does."""
-        return Optimized((self[0].to(*args, **kwargs), self[1]))
+        return ShardedModel((self[0].to(*args, **kwargs), self[1]))
 
 
 class ShardFormer:
@@ -97,7 +98,7 @@ class ShardFormer:
     def __init__(self, shard_config: ShardConfig | None = None) -> None:
         self.shard_config = _checked(shard_config)
 
-    def optimize(self, model: nn.Module, policy: Policy | type[Policy] | None = None) -> Optimized:
+    def optimize(self, model: nn.Module, policy: Policy | type[Policy] | None = None) -> ShardedModel:
         """Shards ``model`` in place, by ``policy`` or by the one registered for its family.
 
         Returns (model, shared_params). Raises ShardFormerError on every rank, with the model as it was, when something
@@ -105,7 +106,7 @@ class ShardFormer:
         """
         sharder = ModelSharder(model, self.shard_config, policy)
         shared_params = sharder.shard()
-        return Optimized((sharder.model, shared_params))
+        return ShardedModel((sharder.model, shared_params))
 
 
 def shard_model(
@@ -145,13 +146,13 @@ def shard_model(
             raise ConfigError(
                 f"There is no option {unknown[0]!r}",
                 rule="Options are the fields of ShardConfig",
-                remedy=nearest(unknown[0], ShardConfig.__dataclass_fields__),
+                remedy=did_you_mean(unknown[0], ShardConfig.__dataclass_fields__),
             )
         config = ShardConfig(context=context, **options)
     return ShardFormer(config).optimize(model, policy)[0]
 
 
-def measure_costs(
+def measure_pipeline_costs(
     model: nn.Module,
     batch: Mapping[str, Any],
     policy: Policy | type[Policy] | None = None,
@@ -169,12 +170,12 @@ def measure_costs(
     chosen.set_shard_config(ShardConfig(context=ParallelContext.from_group(Axis("tensor"))))
     chain = chosen.chain()
     if not chain.stacks:
-        raise no_chain(model, "...")
+        raise no_layers_error(model, "...")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    with torch.no_grad(), forked_random(device):
+    with torch.no_grad(), fork_random_state(device):
         try:
-            return measured_costs(model, chain, lambda: model(**batch), rounds, device)
+            return measure_layer_costs(model, chain, lambda: model(**batch), rounds, device)
         finally:  # what a forward in train mode wrote, such as the averages of a BatchNorm
             for buffer, before in buffers:
                 buffer.copy_(before)
@@ -195,38 +196,38 @@ def resolve_policy(
         if not (issubclass(policy, Policy) if isinstance(policy, type) else isinstance(policy, Policy)):
             raise PolicyError(
                 f"policy={policy!r:.80}",
-                rule="A policy is an instance or a subclass of shardformer.Policy",
+                rule="A policy is an instance or a subclass of shardformer.policies.Policy",
                 remedy="Write config=... for a ShardConfig"
                 if isinstance(policy, ShardConfig)
-                else "Derive the class from shardformer.Policy or shardformer.RolePolicy",
+                else "Derive the class from shardformer.policies.Policy or shardformer.policies.RolePolicy",
             )
         chosen = policy() if isinstance(policy, type) else policy
         chosen.find_part = _policy_of_part
         return chosen, f"the user's policy {type(chosen).__name__}"
     if (known := registered_policy(model)) is not None and not _is_about_a_part(model, known[0]):
         known[0].find_part = _policy_of_part
-        if tensor not in (None, 1) and not is_users(model):
-            check_trusted(model, known[0])
+        if tensor not in (None, 1) and not is_user_registered(model):
+            check_registered_policy(model, known[0])
         return known
     try:
-        with with_values():  # a policy is found on a small model
-            inferred = infer(model)
+        with without_fake_tensors():  # a policy is found on a small model
+            inferred = derive_policy(model)
         if tensor == 1 and inferred.against_pipeline:
-            uncut = infer_stacks(model)
+            uncut = derive_layer_stacks(model)
             inferred = uncut if uncut.stack and not uncut.against_pipeline else inferred
         return inferred, "a policy that was inferred and proven"
     except PolicyError as error:
         if tensor == 1:
-            return infer_stacks(model, copies=copies), "the order of its layers"
+            return derive_layer_stacks(model, copies=copies), "the order of its layers"
         problem = error
-    raise no_policy(model, problem, tensor)
+    raise no_policy_error(model, problem, tensor)
 
 
 def _is_about_a_part(model: nn.Module, policy: Policy) -> bool:
     """Whether a module of the user's own has the config of a model that it holds, under a name that is not known."""
     config = getattr(model, "config", None)
     holds = any(module is not model and getattr(module, "config", None) is config for module in model.modules())
-    if is_users(model) or not holds or type(model).__module__.partition(".")[0] in ("transformers", "timm"):
+    if is_user_registered(model) or not holds or type(model).__module__.partition(".")[0] in ("transformers", "timm"):
         return False
     try:
         own = copy.copy(policy)

@@ -123,14 +123,14 @@ def _is_a(module: nn.Module, where: str, kind: str) -> bool:
     return found is not None and isinstance(module, found)
 
 
-def has_values(x: Tensor) -> bool:
+def has_data(x: Tensor) -> bool:
     """Whether there are numbers in ``x`` to look at."""
     return not (x.is_meta or isinstance(x, FakeTensor))
 
 
-def numbers_in(x: Tensor) -> Any:
+def to_list(x: Tensor) -> Any:
     """What ``x.tolist()`` gives; ones where there are no values."""
-    if has_values(x):
+    if has_data(x):
         return x.tolist()
     ones: Any = 1
     for size in reversed(x.shape):
@@ -140,7 +140,7 @@ def numbers_in(x: Tensor) -> Any:
 
 def is_true(x: Tensor) -> bool:
     """What ``bool(x)`` gives; True where there are no values: a check of numbers finds nothing wrong in a trace."""
-    return bool(x) if has_values(x) else True
+    return bool(x) if has_data(x) else True
 
 
 def memory_of(x: Tensor) -> int:
@@ -149,48 +149,48 @@ def memory_of(x: Tensor) -> int:
     return number
 
 
-with_values = unset_fake_temporarily
+without_fake_tensors = unset_fake_temporarily
 """In here, or in what it decorates, what is made has values, also while a step is traced: something is tried out."""
 
 Node = Any  # torch.autograd.graph.Node, whose subclasses differ in what they have beside its methods
 
 
-def _as_tuple(given: Any) -> Any:
+def as_tuple(given: Any) -> Any:
     return given if isinstance(given, tuple | list) else (given,)
 
 
-def _custom_function(node: Node) -> Any:
+def custom_function_of(node: Node) -> Any:
     """The autograd.Function whose backward this node is, None for a node of torch's own."""
     return getattr(node, "_forward_cls", None)
 
 
 @cache
-def _names_of_what_is_saved(kind: Any) -> tuple[str, ...]:
+def saved_tensor_names(kind: Any) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
-def _saved_by(node: Node) -> Iterator[Any]:
+def saved_tensors_of(node: Node) -> Iterator[Any]:
     """The tensors that the forward saved for this node, as torch.autograd's SavedTensor."""
     kind: Any = type(node)
-    for name in _names_of_what_is_saved(kind):
+    for name in saved_tensor_names(kind):
         saved = getattr(node, name)
-        yield from (one for one in _as_tuple(saved) if one is not None)
+        yield from (one for one in as_tuple(saved) if one is not None)
 
 
-def _is_packed(node: Node) -> bool:
+def is_packed(node: Node) -> bool:
     """Whether a hook has to bring back what was saved, as checkpointing does by running the forward again."""
-    return any(getattr(saved, "unpack_hook", None) is not None for saved in _saved_by(node))
+    return any(getattr(saved, "unpack_hook", None) is not None for saved in saved_tensors_of(node))
 
 
-def _let_go_of_what_they_saved(nodes: Iterable[Node]) -> None:
+def release_saved_tensors(nodes: Iterable[Node]) -> None:
     """Gives back the memory of nodes that have done their part, though the graph lives on."""
     for node in nodes:
-        for saved in _saved_by(node):
+        for saved in saved_tensors_of(node):
             try:
-                saved.register_hooks(lambda _: None, _has_gone)
+                saved.register_hooks(lambda _: None, raise_released)
             except RuntimeError:  # nothing is held here, or it is held by a hook
                 pass
 
 
-def _has_gone(_: object) -> Tensor:
+def raise_released(_: object) -> Tensor:
     raise RuntimeError("A backward goes a second time through a graph that backward_of_inputs has used up.")

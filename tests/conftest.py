@@ -17,7 +17,7 @@ import torch
 from hypothesis import settings
 
 import tests.models.chatglm2  # noqa: F401  (registers a family that transformers lacks)
-from shardformer.local_ranks.worker_pool import Pools, WorkerPool
+from shardformer.local_ranks.worker_pool import WorkerPool, WorkerPools
 
 torch.set_num_threads(1)
 settings.register_profile("no deadline", deadline=None)  # what an example takes depends on what else runs
@@ -38,19 +38,19 @@ def _search_what_is_imported_no_more() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def pools() -> Iterator[Pools]:
+def pools() -> Iterator[WorkerPools]:
     """``pools(n).run(fn, *args)`` calls ``fn`` on n workers; see ``local_ranks.worker_pool.WorkerPool``."""
     from tests.tiers import PRELOADED  # pytest imports its plugins itself
 
-    with Pools(imports=PRELOADED) as pools:
+    with WorkerPools(imports=PRELOADED) as pools:
         yield pools
 
 
 @pytest.fixture(scope="session")
-def pool2(pools: Pools) -> WorkerPool:
+def pool2(pools: WorkerPools) -> WorkerPool:
     return pools(2)
 
 
 @pytest.fixture(scope="session")
-def pool4(pools: Pools) -> WorkerPool:
+def pool4(pools: WorkerPools) -> WorkerPool:
     return pools(4)

@@ -15,8 +15,8 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from shardformer.cli import build_app
-from shardformer.train_command.build import DEFAULTS, FOLDERS, KNOWN
-from shardformer.train_command.config_schema import RunConfig
+from shardformer.train_command.build import DEFAULTS, FOLDERS, KNOWN_HOOKS
+from shardformer.train_command.config_schema import TrainConfig
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 WRITTEN = "This page is written from the code: `make pages`.\n"
@@ -64,13 +64,13 @@ def configuration_page() -> str:
         "together are errors before anything is loaded.\n",
         EXAMPLE,
     ]
-    plain = {name: field for name, field in RunConfig.model_fields.items() if _table(field.annotation) is None}
+    plain = {name: field for name, field in TrainConfig.model_fields.items() if _table(field.annotation) is None}
     parts += ["## Keys outside of tables\n", _rows({n: f for n, f in plain.items() if n != "hooks"})]
-    for name, field in RunConfig.model_fields.items():
+    for name, field in TrainConfig.model_fields.items():
         table = _table(field.annotation)
         if table is not None:
             parts += [f"## [{name}]\n", f"{inspect.cleandoc(table.__doc__ or '')}\n", _rows(table.model_fields)]
-    parts += ["## [hooks]\n", f"{RunConfig.model_fields['hooks'].description}\n", *map(_hook, KNOWN)]
+    parts += ["## [hooks]\n", f"{TrainConfig.model_fields['hooks'].description}\n", *map(_hook, KNOWN_HOOKS)]
     return "\n".join(parts)
 
 
@@ -108,7 +108,7 @@ def _value(value: Any) -> str:
 
 
 def _hook(key: str) -> str:
-    kind = KNOWN[key]
+    kind = KNOWN_HOOKS[key]
     said = inspect.cleandoc(kind.__doc__ or "").replace("``", "`")
     said = re.sub(r"^(>>>|\.\.\.) .*\n?", "", said, flags=re.MULTILINE)
     said = re.sub(r" +# doctest.*$", "", said, flags=re.MULTILINE)

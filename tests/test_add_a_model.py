@@ -10,13 +10,22 @@ from typing import Any
 
 import pytest
 
-from shardformer.pipeline.layer_sequence import SequenceNeeds, StageNeeds
-from shardformer.policies.roles import MLP, Attention, Experts, Inputs, Projections, Stack
+from shardformer.pipeline.layer_sequence import PipelineHints, SequenceParallelHints
+from shardformer.policies.roles import MLP, Attention, AttentionInputs, AttentionProjections, Experts, LayerStack
 from tests.scripts import run_line
 
 pytestmark = pytest.mark.slow
 
-ROLES = (Attention, Projections, Inputs, MLP, Experts, Stack, StageNeeds, SequenceNeeds)
+ROLES = (
+    Attention,
+    AttentionProjections,
+    AttentionInputs,
+    MLP,
+    Experts,
+    LayerStack,
+    PipelineHints,
+    SequenceParallelHints,
+)
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "add-a-model.md").read_text(encoding="utf-8")
 FILES = {
@@ -89,5 +98,5 @@ def test_every_word_for_what_a_forward_does_is_one() -> None:
 def test_what_is_to_be_edited_is_there() -> None:
     for name, words in re.findall(r"^\| `(\w+/\w+\.py)` \| (.*) \|$", PAGE, re.MULTILINE):
         text = (ROOT / "shardformer" / name).read_text(encoding="utf-8")
-        assert all(re.search(rf"^{word}\b", text, re.MULTILINE) for word in re.findall(r"`([A-Z]+)`", words))
+        assert all(re.search(rf"^{word}\b", text, re.MULTILINE) for word in re.findall(r"`([A-Z_]+)`", words))
     assert 'PolicyLocation("' in (ROOT / "shardformer" / "policies" / "registry.py").read_text(encoding="utf-8")

@@ -17,6 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # From the top: a module imports only from the floors above its own. A room inside of another may have its own floor.
 FLOORS = [
     "errors",
+    "public_names",
     "torch_compat",
     "transformers_compat",
     "module_paths",
@@ -48,6 +49,8 @@ FLOORS = [
     "train_command",
     "cli",
     "testing",
+    "hooks",
+    "compat",
     "__main__",
 ]
 FLOOR = {part: floor for floor, part in enumerate(FLOORS)}
@@ -253,8 +256,8 @@ def test_nothing_is_left_for_later(path: Path) -> None:
 
 SHARED = {
     "checkpoint.directory._SAVED": "by the first rank's model, which it alone asks for",
-    "launcher.shutdown.STUCK": "of a process that ends",
-    "launcher.shutdown.PLACES": "of a process that ends",
+    "launcher.shutdown.STUCK_PROCESSES": "of a process that ends",
+    "launcher.shutdown.STACK_LOCATIONS": "of a process that ends",
     "layout.sharding_metadata._TABLES": "read under a lock, and by the rank that asks alone",
     "layout.sharding_metadata._OWNERS": "by the identity of a parameter, of which its own rank alone asks",
     "meta_init.lazy_init._IS_HOOKED": "set once, under a lock",

@@ -28,11 +28,11 @@ from shardformer.mesh.rank_failures import LostPeerError
 from shardformer.policies.module_descriptions import ModulePolicyDescription, SubModuleReplacementDescription
 from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.policies.roles import MLP, Stack
+from shardformer.policies.roles import MLP, LayerStack
 from shardformer.shard_model_api import ShardFormer, shard_model
 from shardformer.sharding import checks as agree
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
-from shardformer.verify.small_models import Batches, Sample
+from shardformer.verify.small_models import RandomBatches, SmallModel
 from tests.policies.toy import ToyLM, ToyPolicy, toy_batch, toy_loss
 from tests.scripts import SHARDFORMER
 
@@ -128,12 +128,12 @@ def narrow() -> nn.Module:
 
 
 def one_head() -> nn.Module:
-    return Sample("gpt2", changes={"n_head": 1})()
+    return SmallModel("gpt2", changes={"n_head": 1})()
 
 
 def meta() -> nn.Module:
     with torch.device("meta"):
-        return Sample("gpt2")()
+        return SmallModel("gpt2")()
 
 
 def unknown() -> nn.Module:
@@ -237,7 +237,7 @@ CASES: dict[str, Case] = {
     "flash attention on a model that has its own": Case(
         ToyLM, {**OWN, "enable_flash_attention": True}, ConfigError, ("enable_flash_attention",)
     ),
-    "what is no policy": Case(ToyLM, {"policy": NotAPolicy()}, PolicyError, ("NotAPolicy", "shardformer.Policy")),
+    "what is no policy": Case(ToyLM, {"policy": NotAPolicy()}, PolicyError, ("NotAPolicy", "policies.Policy")),
     "weights on the meta device": Case(meta, {}, ConfigError, ("meta device", "'transformer.wte.weight'", "LazyInit")),
     "a model made in inference mode": Case(
         torch.inference_mode()(lambda: ToyLM()), OWN, ConfigError, ("was made under torch.inference_mode()", "no_grad")
@@ -279,7 +279,7 @@ class BrokenAtTheEnd(ToyPolicy):
 
 
 class OnlyMLP(RolePolicy):
-    stack = Stack("layers", [MLP("mlp", up="fc1", down="fc2")], final_norm="norm")
+    stack = LayerStack("layers", [MLP("mlp", up="fc1", down="fc2")], final_norm="norm")
     embeddings, head, whole = "embed", "head", ("layers",)
 
 
@@ -391,7 +391,7 @@ def _ranks_hold_different_weights() -> tuple[bool, str]:
     shard_model(model, ToyPolicy)
     full = shardformer.full_state_dict(model)
     same = all(torch.equal(a, b) for a, b in zip(full.values(), weights[0]))
-    return same, str(shardformer.describe(model))
+    return same, str(shardformer.describe_sharding(model))
 
 
 def test_where_weights_differ_those_of_the_first_rank_are_taken_and_that_is_noted(pool2: WorkerPool) -> None:
@@ -504,7 +504,7 @@ def _members_give_different_groups() -> Refusal:
         _get_default_store().set_timeout(timedelta(seconds=2))
     group = whole if dist.get_rank() else pair
     model = ToyLM()
-    with patch.object(agree, "BYSTANDER_S", 0.5):
+    with patch.object(agree, "OTHER_PROCESSES_TIMEOUT_S", 0.5):
         return refusal_of(lambda: shard_model(model, ToyPolicy, tensor_parallel_process_group=group), model)
 
 
@@ -522,7 +522,7 @@ def _one_has_a_model_of_its_own(order: str) -> list[str]:
         if what == "2" or dist.get_rank() == 0:
             group = both if what == "2" else alone
             model = shard_model(ToyLM(), ToyPolicy, tensor_parallel_process_group=group)
-            titles.append(str(shardformer.describe(model)).split(", ")[0])
+            titles.append(str(shardformer.describe_sharding(model)).split(", ")[0])
     return titles
 
 
@@ -541,7 +541,7 @@ def _subgroups() -> tuple[float, str]:
     shard_model(model, ToyPolicy, tensor_parallel_process_group=pairs[dist.get_rank() // 2])
     batch = toy_batch(dist.get_rank() // 2)
     difference = (toy_loss(model, batch) - toy_loss(plain, batch)).detach()
-    return abs(float(difference)), str(shardformer.describe(model)).splitlines()[0]
+    return abs(float(difference)), str(shardformer.describe_sharding(model)).splitlines()[0]
 
 
 def test_each_half_of_the_processes_shards_a_model_of_its_own(pool4: WorkerPool) -> None:
@@ -554,7 +554,7 @@ def _bystanders() -> float:
     pair = dist.new_group([0, 1])
     start = time.monotonic()
     if dist.get_rank() < 2:
-        with patch.object(agree, "BYSTANDER_S", 0.5):
+        with patch.object(agree, "OTHER_PROCESSES_TIMEOUT_S", 0.5):
             shard_model(ToyLM(), ToyPolicy, tensor_parallel_process_group=pair)
     return time.monotonic() - start
 
@@ -584,8 +584,8 @@ def test_a_model_is_sharded_once(pool2: WorkerPool, wrap: bool, ranks: int) -> N
 
 def _use(how: str) -> Refusal:
     options: dict[str, Any] = SEQUENCE if how == "hidden states" else {}
-    model = shard_model(Sample("gpt2")(), **options)
-    batch: dict[str, Any] = Batches("GPT2LMHeadModel")(0)
+    model = shard_model(SmallModel("gpt2")(), **options)
+    batch: dict[str, Any] = RandomBatches("GPT2LMHeadModel")(0)
     if how == "token":
         batch["input_ids"][1, 2] = 127
     elif how == "negative token":
@@ -595,9 +595,9 @@ def _use(how: str) -> Refusal:
     elif how == "negative label":
         batch["labels"][0, 4] = -2
     elif how == "different batches":
-        batch = Batches("GPT2LMHeadModel")(dist.get_rank())
+        batch = RandomBatches("GPT2LMHeadModel")(dist.get_rank())
     elif how == "different shapes":
-        batch = Batches("GPT2LMHeadModel", sequence=13 + dist.get_rank())(0)
+        batch = RandomBatches("GPT2LMHeadModel", sequence=13 + dist.get_rank())(0)
     elif how == "attentions":
         batch["output_attentions"] = True
     elif how == "hidden states":
@@ -631,11 +631,11 @@ def test_a_batch_or_a_call_that_cannot_be(pool2: WorkerPool, how: str, kind: Any
 
 
 def _after_a_bad_batch() -> tuple[float, float]:
-    plain = Sample("gpt2")()
-    model = Sample("gpt2")()
+    plain = SmallModel("gpt2")()
+    model = SmallModel("gpt2")()
     model.load_state_dict(plain.state_dict())
     shard_model(model)
-    batch = Batches("GPT2LMHeadModel")(0)
+    batch = RandomBatches("GPT2LMHeadModel")(0)
     bad = {**batch, "labels": batch["labels"].clone().fill_(500)}
     assert refusal_of(lambda: model(**bad)).kind == "InputError"
     return float(model(**batch).loss.detach()), float(plain(**batch).loss.detach())
@@ -653,12 +653,12 @@ DYING = """
     import torch
     from torch import nn
     import shardformer
-    from shardformer.verify.small_models import Batches, Sample
+    from shardformer.verify.small_models import RandomBatches, SmallModel
 
     context = shardformer.launch_from_torch(tensor={tensor})
     torch.manual_seed(0)
-    model = shardformer.shard_model(Sample("gpt2")(), context=context)
-    batches = Batches("GPT2LMHeadModel")
+    model = shardformer.shard_model(SmallModel("gpt2")(), context=context)
+    batches = RandomBatches("GPT2LMHeadModel")
     for step in range(1000):
         if step == 2 and int(os.environ["RANK"]) == 1:
             open(sys.argv[1], "w").write(str(time.time()))

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from shardformer.local_ranks.worker_pool import Pools, WorkerPool
+from shardformer.local_ranks.worker_pool import WorkerPool, WorkerPools
 
 pytestmark = pytest.mark.slow
 
@@ -94,7 +94,7 @@ def test_wire_bytes_counts_what_the_recorder_and_the_kernel_see() -> None:
 
 
 def test_lazy_init_compares_the_peaks_of_the_same_weights(
-    run: Run, pools: Pools, monkeypatch: pytest.MonkeyPatch
+    run: Run, pools: WorkerPools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = importlib.import_module("lazy_init")
     monkeypatch.setattr(script, "run_apart", lambda num, threads, fn, *args: pools(num).run(fn, *args))
@@ -118,7 +118,7 @@ def test_lazy_init_compares_the_peaks_of_the_same_weights(
 
 
 def test_pipeline_compares_with_torch_and_measures_bubble_memory_and_bytes(
-    run: Run, pools: Pools, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    run: Run, pools: WorkerPools, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(importlib.import_module("common"), "processes", lambda num, threads: nullcontext(pools(num)))
     size = ["--hidden", "32", "--sequence", "8", "--layers", "4", "--vocabulary", "64", "--repetitions", "1"]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from shardformer.local_ranks.worker_pool import WorkerPool
-from shardformer.verify.small_models import Batches, Sample
+from shardformer.verify.small_models import RandomBatches, SmallModel
 from tests.scripts import SHARDFORMER
 
 ROOT = Path(__file__).parents[1]
@@ -26,20 +26,20 @@ CONCEPTS = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
 def _run_block(source: str, folder: Path) -> float:
     import shardformer
 
-    sample = Sample("gpt2")
+    sample = SmallModel("gpt2")
     torch.manual_seed(0)
     names: dict[str, Any] = {
         "model": sample(),
         "torch": torch,
         "shardformer": shardformer,
         "context": shardformer.launch_from_torch(),
-        "ids": Batches(sample.head_class)(0)["input_ids"],
+        "ids": RandomBatches(sample.head_class)(0)["input_ids"],
     }
     if ("describe" in source and "shard_model" not in source) or "Pipeline(" in source:
         names["model"] = shardformer.shard_model(names["model"])
     with chdir(folder):
         exec(compile(source, str(README), "exec"), names)
-    loss = names["model"](**Batches(sample.head_class)(0)).loss
+    loss = names["model"](**RandomBatches(sample.head_class)(0)).loss
     loss.backward()
     return float(loss.detach())
 
@@ -61,8 +61,8 @@ def test_the_readme_trains_as_the_script_that_it_names() -> None:
 @pytest.mark.slow
 def test_the_readme_verifies_a_model_of_ones_own() -> None:
     (block,) = [b for b in BLOCKS if "verify" in b]
-    sample = Sample("gpt2")
-    names: dict[str, Any] = {"__name__": "__main__", "model_fn": sample, "batch_fn": Batches(sample.head_class)}
+    sample = SmallModel("gpt2")
+    names: dict[str, Any] = {"__name__": "__main__", "model_fn": sample, "batch_fn": RandomBatches(sample.head_class)}
     exec(compile(block, str(README), "exec"), names)
     assert names["report"].passed
 

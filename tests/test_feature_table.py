@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardformer.config import ShardConfig
-from shardformer.verify.small_models import SMALL
+from shardformer.verify.small_models import SMALL_CONFIGS
 from tests.feature_table import COLUMNS, PAGE, ROWS, Case, Cell, labels_of, page_of, read_page
 
 pytestmark = pytest.mark.slow
@@ -234,7 +234,7 @@ def test_two_tests_of_one_name_are_told_apart() -> None:
 def test_every_row_is_a_family_that_is_here_and_every_column_an_option() -> None:
     families = [name for row in ROWS for name in row.families]
     assert len(set(families)) == len(families)
-    assert {name for name in families if not name.startswith("timm:")} <= SMALL.keys()
+    assert {name for name in families if not name.startswith("timm:")} <= SMALL_CONFIGS.keys()
     for how in COLUMNS.values():
         for option in how.split("`")[1::2]:
             assert not option.startswith("enable_") or option in ShardConfig.__dataclass_fields__
@@ -242,4 +242,4 @@ def test_every_row_is_a_family_that_is_here_and_every_column_an_option() -> None
 
 def test_the_readme_counts_the_families() -> None:
     readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-    assert f"{len(SMALL)} families of transformers" in readme
+    assert f"{len(SMALL_CONFIGS)} families of transformers" in readme

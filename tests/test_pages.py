@@ -57,12 +57,12 @@ def test_the_page_of_the_trainer_runs(
 
 
 def test_the_page_of_the_trainer_has_every_moment() -> None:
-    from shardformer.training.hook import MOMENTS
+    from shardformer.training.hook import HOOK_METHODS
 
     said = (DOCS / "training.md").read_text(encoding="utf-8")
     table = said[said.index("| moment |") : said.index("## When something fails")]
     assert re.findall(r"`(\w+)(?:\([^)]*\))?`[,| ]", re.sub(r"\| [^|`]*\|\n", "|\n", table)) is not None
-    places = [table.find(f"`{moment}`") for moment in MOMENTS]
+    places = [table.find(f"`{moment}`") for moment in HOOK_METHODS]
     assert -1 not in places
     assert places == sorted(places)
 

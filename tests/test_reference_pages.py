@@ -7,8 +7,8 @@ import tomllib
 
 import pytest
 
-from shardformer.train_command.build import KNOWN
-from shardformer.train_command.config_schema import RunConfig, config_of
+from shardformer.train_command.build import KNOWN_HOOKS
+from shardformer.train_command.config_schema import TrainConfig, parse_config
 from tests.reference_pages import DOCS, PAGES
 
 
@@ -19,11 +19,13 @@ def test_the_page_is_that_of_the_code(page: str) -> None:
 
 def test_every_key_and_every_hook_is_told() -> None:
     said = PAGES["configuration.md"]()
-    assert [name for name in RunConfig.model_fields if f"## [{name}]" not in said and f"| `{name}` |" not in said] == []
-    assert [name for name in KNOWN if f"### {name}" not in said] == []
+    assert [
+        name for name in TrainConfig.model_fields if f"## [{name}]" not in said and f"| `{name}` |" not in said
+    ] == []
+    assert [name for name in KNOWN_HOOKS if f"### {name}" not in said] == []
     assert re.search(r"\|  \|\n", said) is None  # each has a word
 
 
 def test_the_example_is_a_config() -> None:
     (example,) = re.findall(r"```toml\n(.*?)```", (DOCS / "configuration.md").read_text(encoding="utf-8"), re.DOTALL)
-    assert config_of(tomllib.loads(example), "example").layout.tensor == 2
+    assert parse_config(tomllib.loads(example), "example").layout.tensor == 2

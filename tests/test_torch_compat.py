@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Adagrad
 
 from shardformer.torch_compat import state_when_made
-from shardformer.zero.matrix_optimizers import needs_whole, state_bytes, state_of_step
+from shardformer.zero.matrix_optimizers import needs_full_matrices, state_after_step, state_bytes
 
 own_init_group: Any = Adagrad._init_group
 
@@ -31,8 +31,8 @@ def adagrad(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_adagrad_is_tried_on_parameters_that_its_constructor_did_not_see(adagrad: Adagrad) -> None:
     group, param = adagrad.param_groups[0], torch.zeros(3)
-    assert not needs_whole(adagrad)
-    assert state_of_step(adagrad, group, param)["sum"].tolist() == [1.5, 1.5, 1.5]
+    assert not needs_full_matrices(adagrad)
+    assert state_after_step(adagrad, group, param)["sum"].tolist() == [1.5, 1.5, 1.5]
     assert state_bytes(adagrad, group, torch.zeros(8, 8)) == 64 * 4
 
 

@@ -19,20 +19,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardformer.comm.collectives import gather_full, gather_objects
-from shardformer.comm.recorder import Recorder
+from shardformer.comm.collectives import all_gather_objects, gather_full
+from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.config import ShardConfig
 from shardformer.gradients.clipping import clip_grad_norm_
 from shardformer.gradients.reducer import no_sync
-from shardformer.layout.sharding_metadata import ROOT, specs_of, state_of
+from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, metadata_of, shard_specs
 from shardformer.local_ranks.threads import run_as_threads
-from shardformer.local_ranks.worker_pool import Pools, WorkerPool
+from shardformer.local_ranks.worker_pool import WorkerPool, WorkerPools
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.shard_model_api import shard_model
 from shardformer.tensor_parallel import region
 from shardformer.tensor_parallel import region as edges
 from shardformer.tensor_parallel.vocab_parallel_logits import VocabParallelLogits
-from shardformer.verify.small_models import LANGUAGE_MODEL, Batches, Sample
+from shardformer.verify.small_models import LANGUAGE_MODEL, RandomBatches, SmallModel
 from shardformer.weights.state_dict import full_state_dict
 from tests.ops import seeing_parts
 from tests.pairwise import pairwise
@@ -49,14 +49,14 @@ Feature = Callable[[nn.Module, str], Values]
 
 
 def is_sharded(model: nn.Module) -> bool:
-    return ROOT in model.__dict__
+    return METADATA_ATTRIBUTE in model.__dict__
 
 
 def gradients(model: nn.Module) -> Values:
     """The full gradients; a parameter without one has none here."""
     if not is_sharded(model):
         return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    axis, specs = state_of(model).context.tensor, specs_of(model)
+    axis, specs = metadata_of(model).context.tensor, shard_specs(model)
     return {n: gather_full(p.grad, specs[n], lambda _: axis) for n, p in model.named_parameters() if p.grad is not None}
 
 
@@ -78,9 +78,9 @@ def paused(model: nn.Module) -> Any:
 
 def loss_of(model: nn.Module, family: str, step: int = 0, sequence: int = 13) -> Tensor:
     """The mean of the losses of the parts that the data ranks get; on a sharded model, of this rank's part."""
-    batch = Batches(LANGUAGE_MODEL[family], sequence=sequence)(step)
+    batch = RandomBatches(LANGUAGE_MODEL[family], sequence=sequence)(step)
     if is_sharded(model):
-        data = state_of(model).context.data
+        data = metadata_of(model).context.data
         each = len(batch["input_ids"]) // data.size
         batch = {k: v[data.rank * each : (data.rank + 1) * each] for k, v in batch.items()}
     loss: Tensor = model(**batch).loss
@@ -89,7 +89,7 @@ def loss_of(model: nn.Module, family: str, step: int = 0, sequence: int = 13) ->
 
 def build(family: str, **changes: Any) -> nn.Module:
     torch.manual_seed(0)
-    return Sample(family, changes=changes)().double().train()
+    return SmallModel(family, changes=changes)().double().train()
 
 
 def side_by_side(
@@ -280,7 +280,7 @@ def _checkpointed(model: Any, family: str, use_reentrant: bool) -> Values:
 def _whole_loss(model: nn.Module, loss: Tensor) -> Tensor:
     if not is_sharded(model):
         return loss.detach()
-    every = gather_objects(loss.detach(), state_of(model).context.data)
+    every = all_gather_objects(loss.detach(), metadata_of(model).context.data)
     return torch.stack(every).mean()
 
 
@@ -496,7 +496,7 @@ def with_and_without_checkpoints(family: str, options: Mapping[str, Any], use_re
     worst = {
         f"{i} {name}": float((found[i][name] - value).abs().max()) for i in (1, 2) for name, value in found[0].items()
     }
-    every = gather_objects(states, context.tensor)
+    every = all_gather_objects(states, context.tensor)
     return {
         "differences": worst,
         "one state": all(torch.equal(a, b) for mine in every for a, b in zip(mine, every[0], strict=True)),
@@ -590,7 +590,7 @@ def in_autocast(family: str, options: Mapping[str, Any], recompute: bool) -> dic
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     run(model, True)  # compares what the ranks were fed
-    with Recorder(context) as recorder:
+    with CollectiveRecorder(context) as recorder:
         ours = run(model, True)
     return {
         "loss": abs(ours[0] - plain_bf16[0]),
@@ -621,12 +621,12 @@ def sent_by_blocks(options: Mapping[str, Any], enabled: bool) -> tuple[int, bool
     """How many bytes the blocks of a step send in fp32 or under autocast, and whether a ring carries them."""
     context = ParallelContext.from_world({})
     model: Any = shard_model(build("llama").float(), config=ShardConfig(context=context, **options))
-    ring = mock.Mock(wraps=region.ring_gather)
+    ring = mock.Mock(wraps=region.all_gather_matmul)
     cast, watched = (
         torch.autocast("cpu", torch.bfloat16, enabled=enabled),
-        mock.patch.object(edges, "ring_gather", ring),
+        mock.patch.object(edges, "all_gather_matmul", ring),
     )
-    with Recorder(context) as recorder, watched, cast:
+    with CollectiveRecorder(context) as recorder, watched, cast:
         loss_of(model, "llama").backward()
     return recorder.payload_bytes(purpose="block"), ring.called
 
@@ -642,10 +642,10 @@ def test_autocast_halves_what_is_sent_and_overlaps_as_without(pool2: WorkerPool,
 
 # untied and with large weights: a small tied model only repeats itself
 GENERATING = {
-    "gpt2": Sample("gpt2", changes={"tie_word_embeddings": False, "initializer_range": 0.3}),
-    "llama": Sample("llama", changes={"initializer_range": 0.3}),
-    "t5": Sample("t5", changes={"tie_word_embeddings": False, "initializer_factor": 8.0}),
-    "bert": Sample("bert", "BertLMHeadModel", {"tie_word_embeddings": False, "initializer_range": 0.3}),
+    "gpt2": SmallModel("gpt2", changes={"tie_word_embeddings": False, "initializer_range": 0.3}),
+    "llama": SmallModel("llama", changes={"initializer_range": 0.3}),
+    "t5": SmallModel("t5", changes={"tie_word_embeddings": False, "initializer_factor": 8.0}),
+    "bert": SmallModel("bert", "BertLMHeadModel", {"tie_word_embeddings": False, "initializer_range": 0.3}),
 }
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -659,7 +659,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def to_generate(family: str) -> Any:
     sample = GENERATING[family]
     torch.manual_seed(0)
-    return Sample(sample.family, sample.head, {**sample.changes, **DROPOUT[family]})().double().eval()
+    return SmallModel(sample.family, sample.head, {**sample.changes, **DROPOUT[family]})().double().eval()
 
 
 def generated(model: Any, length: int) -> dict[str, Tensor]:
@@ -687,7 +687,7 @@ def generated_on_ranks(family: str, options: Mapping[str, Any], length: int) -> 
     ("family", "layout", "length"),
     pairwise(list(GENERATING), [(2, "plain"), (2, "overlap"), (4, "sequence")], [1, 9]),
 )
-def test_generate_gives_the_same_tokens(pools: Pools, family: str, layout: tuple[int, str], length: int) -> None:
+def test_generate_gives_the_same_tokens(pools: WorkerPools, family: str, layout: tuple[int, str], length: int) -> None:
     tensor, mode = layout
     plain = generated(to_generate(family), length)
     for ours in pools(tensor).run(generated_on_ranks, family, MODES[mode], length):
@@ -730,7 +730,7 @@ def saved(family: str, folder: str, options: Mapping[str, Any]) -> dict[str, Any
 @pytest.mark.reduced
 @pytest.mark.parametrize("tensor", [2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_saved_model_is_the_plain_one(pools: Pools, family: str, tensor: int, tmp_path: Path) -> None:
+def test_a_saved_model_is_the_plain_one(pools: WorkerPools, family: str, tensor: int, tmp_path: Path) -> None:
     for found in pools(tensor).run(saved, family, str(tmp_path), SEQUENCE):
         assert found["state"] < 1e-8 and found["loaded"] < 1e-8 and found["trains on"] < 1e-6
         assert found["dtypes"] == set() and found["tied"]

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from shardformer.comm.recorder import Recorder
+from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.errors import ConfigError
-from shardformer.layout.sharding_metadata import specs_of
+from shardformer.layout.sharding_metadata import shard_specs
 from shardformer.mesh.init_distributed import launch_from_torch
 from shardformer.mesh.parallel_context import ParallelContext
 
@@ -80,10 +80,10 @@ def start(args: argparse.Namespace) -> ParallelContext:
     return context
 
 
-def report(model: nn.Module, recorder: Recorder, num_steps: int, context: ParallelContext) -> None:
+def report(model: nn.Module, recorder: CollectiveRecorder, num_steps: int, context: ParallelContext) -> None:
     """Prints on rank 0 what this rank holds and what a step makes it say."""
     if context.tensor.rank == 0:
-        specs = specs_of(model)
+        specs = shard_specs(model)
         whole = sum(prod(specs[name].shape) for name, _ in model.named_parameters())
         held = sum(param.numel() for param in model.parameters())
         rows = [("weights", f"{whole:,}"), ("on this rank", f"{held:,} ({held / whole:.0%})")]

@@ -24,7 +24,7 @@ from measuring import add_arguments, profiled, report, start
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from shardformer.comm.recorder import Recorder
+from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.errors import ConfigError
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.tensor_parallel.layers import (
@@ -207,7 +207,10 @@ def main() -> None:
     check_heads(args.hidden, context.tensor)
     vocab_size, text_ids = read_tokens(args)
     size = f"{args.batch_size} x {args.seq_len} random tokens" if args.batch_size else "one sentence"
-    with profiled("transformer", f"hidden {args.hidden}, {size}", args, context), Recorder(context) as recorder:
+    with (
+        profiled("transformer", f"hidden {args.hidden}, {size}", args, context),
+        CollectiveRecorder(context) as recorder,
+    ):
         with record_function("build"):
             torch.manual_seed(SEED)
             layers = Layers.cut(context.tensor, args.loss_parallel) if args.tensor_parallel else Layers()

@@ -14,15 +14,15 @@ from math import prod
 import torch
 from torch import Tensor
 
-from shardformer.comm.collectives import gather_objects
-from shardformer.layout.shard_spec import Box, Coords, Place, ShardSpec
+from shardformer.comm.collectives import all_gather_objects
+from shardformer.layout.shard_spec import Box, Coords, Offsets, ShardSpec
 from shardformer.mesh.parallel_context import Axis
 
-Stretch = tuple[Place, Place]
+ChunkBounds = tuple[Offsets, Offsets]
 """Where a rectangular piece begins in the full tensor, and its size."""
 
 
-def overlap(one: Stretch, other: Stretch) -> Stretch | None:
+def overlap(one: ChunkBounds, other: ChunkBounds) -> ChunkBounds | None:
     """What two pieces have in common; None where that is nothing."""
     low = tuple(max(a, b) for a, b in zip(one[0], other[0], strict=True))
     high = [min(a + n, b + m) for a, n, b, m in zip(*one, *other, strict=True)]
@@ -32,19 +32,19 @@ def overlap(one: Stretch, other: Stretch) -> Stretch | None:
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class LocalChunk:
     """A piece: where it begins in the full tensor, and its values, a view of what this rank has."""
 
-    start: Place
+    start: Offsets
     values: Tensor
 
-    def part(self, start: Place, size: Place) -> Tensor:
+    def part(self, start: Offsets, size: Offsets) -> Tensor:
         """What begins at ``start`` of the full tensor, which lies in here."""
         return self.values[tuple(slice(a - o, a - o + n) for a, o, n in zip(start, self.start, size, strict=True))]
 
 
 @dataclass(frozen=True, eq=False)
-class Item:
+class TensorItem:
     """One tensor of a checkpoint, and what this rank has of it: what it could write, or wants to read.
 
     Args:
@@ -56,14 +56,14 @@ class Item:
     """
 
     name: str
-    shape: Place
+    shape: Offsets
     dtype: torch.dtype
-    held: Sequence[Held]
+    held: Sequence[LocalChunk]
     is_checked: bool = True
 
 
 @dataclass(frozen=True)
-class Region:
+class FlatRegion:
     """Which numbers of a full tensor a rank's flat memory has: views of any memory of that kind can be asked for.
 
     Args:
@@ -73,13 +73,13 @@ class Region:
         stretch: which numbers, in a row, of this rank's flattened part; None: all of it, in its shape.
     """
 
-    shape: Place
+    shape: Offsets
     spec: ShardSpec | None
     coords: Coords
     stretch: slice | None = None
 
     @property
-    def local_shape(self) -> Place:
+    def local_shape(self) -> Offsets:
         """Of this rank's part, of which ``stretch`` is one."""
         return self.shape if self.spec is None else self.spec.local_shape(self.coords)
 
@@ -97,14 +97,14 @@ class Region:
         """Memory of this kind, on the CPU, without values."""
         return torch.empty(self.local_shape if self.stretch is None else self.numel, dtype=dtype)
 
-    def item(self, name: str, x: Tensor) -> Item:
+    def item(self, name: str, x: Tensor) -> TensorItem:
         """What ``x``, which is memory of this kind, holds of the tensor ``name``."""
-        return Item(name, self.shape, x.dtype, self.views(x))
+        return TensorItem(name, self.shape, x.dtype, self.views(x))
 
-    def views(self, x: Tensor) -> list[Held]:
+    def views(self, x: Tensor) -> list[LocalChunk]:
         """The pieces of the full tensor that ``x`` holds."""
         if self.stretch is None:
-            return [Held(box.full, box.of_local(x)) for box in self._boxes() if all(box.size)]
+            return [LocalChunk(box.full, box.of_local(x)) for box in self._boxes() if all(box.size)]
         parts = list(_of_stretch(self.local_shape, self.stretch, x.reshape(-1)))
         found = []
         for box in self._boxes():
@@ -112,7 +112,7 @@ class Region:
                 if (common := overlap((box.local, box.size), (at, tuple(values.shape)))) is not None:
                     start, size = common
                     full = tuple(f + a - o for f, a, o in zip(box.full, start, box.local, strict=True))
-                    found.append(Held(full, Held(at, values).part(start, size)))
+                    found.append(LocalChunk(full, LocalChunk(at, values).part(start, size)))
         return found
 
     def _boxes(self) -> Sequence[Box]:
@@ -123,20 +123,20 @@ class Region:
         return self.spec.boxes(self.coords)
 
 
-def _of_stretch(shape: Place, stretch: slice, flat: Tensor) -> Iterator[tuple[Place, Tensor]]:
+def _of_stretch(shape: Offsets, stretch: slice, flat: Tensor) -> Iterator[tuple[Offsets, Tensor]]:
     """(start, values) of the boxes that numbers in a row of a tensor of this shape form.
 
     >>> [(at, tuple(x.shape)) for at, x in _of_stretch((3, 4), slice(2, 9), torch.arange(7))]
     [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
     """
     used = 0
-    for start, size in stretch_boxes(shape, stretch.start, stretch.stop):
+    for start, size in flat_range_to_chunks(shape, stretch.start, stretch.stop):
         numel = prod(size)
         yield start, flat[used : used + numel].view(size)
         used += numel
 
 
-def stretch_boxes(shape: Place, begin: int, end: int) -> Iterator[tuple[Place, Place]]:
+def flat_range_to_chunks(shape: Offsets, begin: int, end: int) -> Iterator[tuple[Offsets, Offsets]]:
     """(start, size) of the boxes that the numbers from ``begin`` to ``end`` of a tensor form, in their order."""
     if begin >= end:
         return
@@ -146,51 +146,51 @@ def stretch_boxes(shape: Place, begin: int, end: int) -> Iterator[tuple[Place, P
     inner = prod(shape[1:])
     (first, low), (last, high) = divmod(begin, inner), divmod(end, inner)
     if first == last:
-        for start, size in stretch_boxes(shape[1:], low, high):
+        for start, size in flat_range_to_chunks(shape[1:], low, high):
             yield (first, *start), (1, *size)
         return
     if low:
-        for start, size in stretch_boxes(shape[1:], low, inner):
+        for start, size in flat_range_to_chunks(shape[1:], low, inner):
             yield (first, *start), (1, *size)
         first += 1
     if last > first:
         yield (first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])
     if high:
-        for start, size in stretch_boxes(shape[1:], 0, high):
+        for start, size in flat_range_to_chunks(shape[1:], 0, high):
             yield (last, *start), (1, *size)
 
 
-Cell = tuple[str, Place, Place]
+ChunkOwners = tuple[str, Offsets, Offsets]
 """The name of a tensor, where a piece that a rank holds begins in it, and its size."""
 
-Holdings = tuple[list[Cell], dict[str, tuple[Place, int]]]
+LocalChunks = tuple[list[ChunkOwners], dict[str, tuple[Offsets, int]]]
 """What a rank holds, and of each tensor its shape and the bytes of a number."""
 
 
-def held_by(items: Sequence[Item]) -> Holdings:
+def list_local_chunks(items: Sequence[TensorItem]) -> LocalChunks:
     """What this rank says of what it holds."""
     cells = [(item.name, held.start, tuple(held.values.shape)) for item in items for held in item.held]
     return cells, {item.name: (item.shape, item.dtype.itemsize) for item in items}
 
 
-def left(held: Holdings, gone: Container[str]) -> Holdings:
+def without_tensors(held: LocalChunks, gone: Container[str]) -> LocalChunks:
     """What a rank holds, without the tensors of some names."""
     cells, tensors = held
     return [cell for cell in cells if cell[0] not in gone], {n: x for n, x in tensors.items() if n not in gone}
 
 
-def share_out(items: Sequence[Item], world: Axis) -> dict[Cell, list[Stretch]]:
+def assign_writes(items: Sequence[TensorItem], world: Axis) -> dict[ChunkOwners, list[ChunkBounds]]:
     """What of the pieces that this rank holds falls to it. Communicates where the pieces of all ranks are."""
-    return shares(gather_objects(held_by(items), world), world)
+    return assigned_chunks(all_gather_objects(list_local_chunks(items), world), world)
 
 
-def shares(held: Sequence[Holdings], world: Axis) -> dict[Cell, list[Stretch]]:
+def assigned_chunks(held: Sequence[LocalChunks], world: Axis) -> dict[ChunkOwners, list[ChunkBounds]]:
     """What of the pieces that this rank holds falls to it, where ``held`` is what all ranks said.
 
     Ranks hold the same pieces, others, or some that overlap in any way.
     """
-    holders: dict[Cell, list[int]] = {}
-    shapes: dict[str, Place] = {}
+    holders: dict[ChunkOwners, list[int]] = {}
+    shapes: dict[str, Offsets] = {}
     widths: dict[str, int] = {}
     for rank, (cells, tensors) in enumerate(held):
         for name, (shape, width) in tensors.items():
@@ -198,14 +198,14 @@ def shares(held: Sequence[Holdings], world: Axis) -> dict[Cell, list[Stretch]]:
         for cell in cells:
             holders.setdefault(cell, []).append(rank)
     overlapping = _overlapping(holders, shapes)
-    covered: dict[str, list[Stretch]] = {}
+    covered: dict[str, list[ChunkBounds]] = {}
     load = [0] * world.size
-    mine: dict[Cell, list[Stretch]] = {}
+    mine: dict[ChunkOwners, list[ChunkBounds]] = {}
     for cell in sorted(holders, key=lambda cell: (len(holders[cell]), -prod(cell[2]), cell)):
         name, start, size = cell
-        rest: list[Stretch] = [(start, size)]
+        rest: list[ChunkBounds] = [(start, size)]
         if name in overlapping:
-            rest = list(without((start, size), covered.get(name, ())))
+            rest = list(subtract_chunks((start, size), covered.get(name, ())))
             covered.setdefault(name, []).extend(rest)
         rank = min(holders[cell], key=lambda rank: (load[rank], rank))
         load[rank] += widths[name] * sum(prod(each) for _, each in rest)
@@ -214,7 +214,7 @@ def shares(held: Sequence[Holdings], world: Axis) -> dict[Cell, list[Stretch]]:
     return mine
 
 
-def _overlapping(cells: Iterable[Cell], shapes: dict[str, Place]) -> set[str]:
+def _overlapping(cells: Iterable[ChunkOwners], shapes: dict[str, Offsets]) -> set[str]:
     """The names of the tensors whose pieces are more, together, than the tensor."""
     numel: dict[str, int] = {}
     for name, _, size in cells:
@@ -222,10 +222,10 @@ def _overlapping(cells: Iterable[Cell], shapes: dict[str, Place]) -> set[str]:
     return {name for name, count in numel.items() if count != prod(shapes[name])}
 
 
-def without(piece: Stretch, others: Sequence[Stretch]) -> Iterator[Stretch]:
+def subtract_chunks(piece: ChunkBounds, others: Sequence[ChunkBounds]) -> Iterator[ChunkBounds]:
     """What is left of a piece where others are taken out.
 
-    >>> list(without(((0, 0), (2, 4)), [((1, 1), (5, 2))]))
+    >>> list(subtract_chunks(((0, 0), (2, 4)), [((1, 1), (5, 2))]))
     [((0, 0), (1, 4)), ((1, 0), (1, 1)), ((1, 3), (1, 1))]
     """
     found = next((common for other in others if (common := overlap(piece, other)) is not None), None)
@@ -237,5 +237,5 @@ def without(piece: Stretch, others: Sequence[Stretch]) -> Iterator[Stretch]:
         for a, b in ((start[dim], low), (low + n, start[dim] + size[dim])):
             if a < b:
                 left = (*start[:dim], a, *start[dim + 1 :]), (*size[:dim], b - a, *size[dim + 1 :])
-                yield from without(left, others)
+                yield from subtract_chunks(left, others)
         start[dim], size[dim] = low, n

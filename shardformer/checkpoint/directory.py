@@ -34,7 +34,7 @@ from weakref import ref
 
 from torch import nn
 
-from shardformer.checkpoint.file_format import INDEX, Index, order_of
+from shardformer.checkpoint.file_format import INDEX_FILE, CheckpointIndex, order_of
 from shardformer.errors import ConfigError
 from shardformer.filesystem.atomic_write import (
     DROPPED,
@@ -55,7 +55,7 @@ SEEN_WITHIN_S = 15.0
 """What one host makes, another one may see a moment later."""
 _STEP = re.compile(r"step-(\d{8,})")
 _OLD = re.compile(r"\.replaced-step-\d{8,}.*")
-_OWN_FILE = re.compile(rf"{re.escape(INDEX)}|rank-\d{{5,}}\.safetensors")
+_OWN_FILE = re.compile(rf"{re.escape(INDEX_FILE)}|rank-\d{{5,}}\.safetensors")
 """What a checkpoint consists of."""
 _NAMING = threading.Lock()
 """One checkpoint of this process gets its name at a time."""
@@ -68,7 +68,7 @@ _GOES_ON = "_shardformer_goes_on"
 
 
 @dataclass(frozen=True)
-class Keep:
+class CheckpointRetention:
     """Which checkpoints stay when a new one is there.
 
     Args:
@@ -88,12 +88,12 @@ class Keep:
                 raise ConfigError(
                     f"keep: {name}={value!r}",
                     rule="A number above 0, or None",
-                    remedy="Write keep=3 for the three newest, or Keep(last=3, every=1000)",
+                    remedy="Write keep=3 for the three newest, or CheckpointRetention(last=3, every=1000)",
                 )
 
     @classmethod
-    def of(cls, asked: Keep | int | None) -> Keep:
-        return asked if isinstance(asked, Keep) else cls(asked)
+    def of(cls, asked: CheckpointRetention | int | None) -> CheckpointRetention:
+        return asked if isinstance(asked, CheckpointRetention) else cls(asked)
 
 
 def step_folder(root: Path, step: int) -> Path:
@@ -171,7 +171,7 @@ def goes_on_from(model: nn.Module, roots: Iterable[str]) -> None:
     model.__dict__[_GOES_ON] = {*model.__dict__.get(_GOES_ON, ()), *map(os.path.realpath, roots)}
 
 
-def check_seen(hidden: Path) -> None:
+def check_visible(hidden: Path) -> None:
     """Raises ConfigError where this process does not see the hidden folder that the first one made."""
     end, wait_s = time.monotonic() + SEEN_WITHIN_S, 0.002
     while not hidden.is_dir():
@@ -185,7 +185,7 @@ def check_seen(hidden: Path) -> None:
         wait_s = min(2 * wait_s, 0.1)
 
 
-def finish(folder: Path, root: Path, index: Index, *, to_disk: bool) -> Path:
+def publish_directory(folder: Path, root: Path, index: CheckpointIndex, *, to_disk: bool) -> Path:
     """Gives what was written its number and its name, in the place of an older one of that step, and moves ``latest``.
 
     Raises OSError, and InputError where another process has taken the folder over.
@@ -212,7 +212,7 @@ def _move_others(source: Path, target: Path) -> None:
             path.rename(target / path.name)
 
 
-def drop(folder: Path) -> None:
+def discard_directory(folder: Path) -> None:
     """Deletes a checkpoint. What cannot be deleted stays, and so does what no save wrote, a link among it."""
     hidden = private_path(folder.with_name(_step_of(folder)), DROPPED)
     if not folder.is_symlink():
@@ -229,23 +229,23 @@ def _delete(hidden: Path, folder: Path) -> None:
     remove(hidden)
 
 
-def drop_old(root: Path, keep: Keep, newest: Path) -> None:
+def delete_old(root: Path, keep: CheckpointRetention, newest: Path) -> None:
     """When the newest checkpoint is on the disk: deletes those that ``keep`` does not name, and those replaced."""
     for left in _replaced_in(root):
         if (root / _step_of(left)).exists():
-            drop(left)
+            discard_directory(left)
     if keep.last is None:
         return
     now = time.time()
-    for place, (folder, at) in enumerate(found_in(root)):
+    for place, (folder, at) in enumerate(list_checkpoints(root)):
         step = int(match[1]) if (match := _STEP.fullmatch(folder.name)) else None
         is_kept = keep.every is not None and step is not None and step % keep.every == 0
         is_young = keep.younger_than is not None and now - at < keep.younger_than
         if place >= keep.last and folder != newest and not is_kept and not is_young:
-            drop(folder)
+            discard_directory(folder)
 
 
-def found_in(root: Path) -> list[tuple[Path, float]]:
+def list_checkpoints(root: Path) -> list[tuple[Path, float]]:
     """(folder, when it was saved) of the checkpoints in a folder; the one that was saved last is the first.
 
     One that was replaced by another of its step counts as long as it is there.
@@ -257,7 +257,7 @@ def found_in(root: Path) -> list[tuple[Path, float]]:
 
 def _checkpoints_in(root: Path) -> list[Path]:
     named = [folder for folder in root.glob("step-*") if _STEP.fullmatch(folder.name)]
-    return [folder for folder in (*named, *_replaced_in(root)) if (folder / INDEX).exists()]
+    return [folder for folder in (*named, *_replaced_in(root)) if (folder / INDEX_FILE).exists()]
 
 
 def _replaced_in(root: Path) -> list[Path]:
@@ -275,16 +275,16 @@ def candidates(path: Path) -> Iterator[Path]:
 
     A checkpoint means itself; a folder of checkpoints the newest of them.
     """
-    if (path / INDEX).exists() or _STEP.fullmatch(path.name):
+    if (path / INDEX_FILE).exists() or _STEP.fullmatch(path.name):
         yield path
         return
-    pairs = found_in(path) if path.is_dir() else []
+    pairs = list_checkpoints(path) if path.is_dir() else []
     if not pairs:
         what = "does not exist" if not path.exists() else "is a file" if not path.is_dir() else "holds no checkpoint"
         raise ConfigError(
             f"{path} {what}",
             rule="A checkpoint is loaded from the folder that save_checkpoint was given, or from one of its "
-            f"step-... folders, which hold a {INDEX}",
+            f"step-... folders, which hold a {INDEX_FILE}",
             remedy=_nearby(path),
         )
     yield from (folder for folder, _ in pairs)
@@ -293,7 +293,8 @@ def candidates(path: Path) -> Iterator[Path]:
 def _nearby(path: Path) -> str:
     above = next((p for p in path.parents if p.is_dir()), Path())
     inside = (
-        sorted(p.parent for p in above.glob(f"*/{INDEX}"))[:4] + sorted(p.parent for p in above.glob(f"*/{LATEST}"))[:4]
+        sorted(p.parent for p in above.glob(f"*/{INDEX_FILE}"))[:4]
+        + sorted(p.parent for p in above.glob(f"*/{LATEST}"))[:4]
     )
     return f"Near it there is {', '.join(map(str, inside))}" if inside else f"Look for it: ls -a {above}"
 
@@ -307,7 +308,7 @@ _OF_A_MODEL = re.compile(
 """What would be loaded together with, or instead of, a model that is saved into the folder."""
 
 
-def replace_folder(folder: str | os.PathLike[str], write: Callable[[Path], object]) -> None:
+def replace_directory(folder: str | os.PathLike[str], write: Callable[[Path], object]) -> None:
     """Lets ``write`` fill a folder that then takes the place of ``folder``; what else was in there is kept.
 
     Raises what ``write`` raises, and OSError; then the folder is as it was. Where a process dies in between, it is as
@@ -331,7 +332,7 @@ def put_in_place(new: Path, target: Path) -> None:
     The folder is exchanged, unless other folders are in it, which other processes may write into, or this process works
     in it, or it cannot be renamed: then its files are replaced one after the other. Raises OSError.
     """
-    kept = kept_of(target, new)
+    kept = files_to_keep(target, new)
     is_current = target.exists() and os.path.samefile(target, os.curdir)
     if is_current or new.parent != target.parent or any(path.is_dir() and not path.is_symlink() for path in kept):
         _move_into(new, target)
@@ -350,7 +351,7 @@ def _mend(target: Path, folder: Path) -> None:
 
 def _remove_replaced(replaced: Path, target: Path) -> None:
     """Removes what ``target`` was before, after what came into it while it was exchanged is in its place."""
-    for path in kept_of(replaced, target):
+    for path in files_to_keep(replaced, target):
         path.rename(target / path.name)
     remove(replaced)
 
@@ -360,7 +361,7 @@ def _can_be_renamed(target: Path) -> bool:
     return os.access(target.parent, os.W_OK) and not os.path.ismount(target)
 
 
-def kept_of(target: Path, new: Path) -> list[Path]:
+def files_to_keep(target: Path, new: Path) -> list[Path]:
     """What was in a folder in addition to an older model: a tokenizer, a log."""
     there = sorted(target.iterdir()) if target.is_dir() else []
     written = {path.name for path in new.iterdir()}
@@ -394,7 +395,7 @@ def _move_into(hidden: Path, target: Path) -> None:
     hidden.rmdir()
 
 
-def check_folder(folder: str | os.PathLike[str]) -> None:
+def check_output_directory(folder: str | os.PathLike[str]) -> None:
     """Raises ConfigError for a path that is a file."""
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise ConfigError(

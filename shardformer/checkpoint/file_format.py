@@ -27,17 +27,17 @@ import numpy
 import torch
 from torch import Tensor
 
-from shardformer.checkpoint.chunks import Stretch, overlap
+from shardformer.checkpoint.chunks import ChunkBounds, overlap
 from shardformer.errors import ConfigError, InputError
 from shardformer.filesystem.atomic_write import new_file, write_all, write_new
-from shardformer.layout.shard_spec import Place
+from shardformer.layout.shard_spec import Offsets
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 """Of splitmix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014)."""
 
 
-def weighted_sum(values: Tensor, start: Place) -> int:
+def weighted_sum(values: Tensor, start: Offsets) -> int:
     """The part of a tensor's checksum that these values give, which begin at ``start`` in it. From 0 to 2^64 - 1."""
     if values.numel() == 0:
         return 0
@@ -75,11 +75,11 @@ def _mixed(dim: int) -> int:
     return (dim + 1) * _MIX[1] % 2**64
 
 
-INDEX = "checkpoint.json"
+INDEX_FILE = "checkpoint.json"
 FORMAT = 1
 HEADER_BYTES = 8
 """In front of the header stands its length; what follows begins at a multiple of as many."""
-DTYPES = {
+DTYPE_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
     torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.float8_e4m3fn: "F8_E4M3",
@@ -88,39 +88,39 @@ DTYPES = {
 """How safetensors calls them. It does not have complex128, whose two parts are in a last dim: see ``header``."""
 
 
-class DamagedError(InputError):
+class CorruptCheckpointError(InputError):
     """What was saved is not there any more, or is not what it was."""
 
 
-def damaged(what: str) -> DamagedError:
+def corrupt_checkpoint_error(what: str) -> CorruptCheckpointError:
     """The error for a checkpoint that must not be loaded."""
-    return DamagedError(
+    return CorruptCheckpointError(
         what,
         rule="Only what was saved is loaded: every file is there, and every number is what it was",
         remedy="Load an older checkpoint of the folder, and look after the disk",
     )
 
 
-class Box(NamedTuple):
+class SavedChunk(NamedTuple):
     """A piece of a tensor in a file: where it begins in the full tensor, its size, and its part of the checksum."""
 
-    start: Place
-    size: Place
+    start: Offsets
+    size: Offsets
     file: int
     sum: int
 
 
 @dataclass
-class Entry:
+class IndexEntry:
     """One tensor of a checkpoint."""
 
     dtype: str
-    shape: Place
-    boxes: list[Box] = field(default_factory=list)
+    shape: Offsets
+    boxes: list[SavedChunk] = field(default_factory=list)
 
 
 @dataclass
-class Index:
+class CheckpointIndex:
     """All that is in a checkpoint.
 
     Args:
@@ -135,7 +135,7 @@ class Index:
     step: int
     saved_at: float
     sizes: dict[str, int]
-    tensors: dict[str, Entry] = field(default_factory=dict)
+    tensors: dict[str, IndexEntry] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     number: int = 0
 
@@ -145,32 +145,34 @@ class Index:
         content = json.dumps({"format": FORMAT, **vars(self), "tensors": tensors})
         head = {"sha256": _digest(content), "saved_at": self.saved_at, "number": self.number}
         text = f'{json.dumps(head)[:-1]}, "content":\n{content}\n}}\n'
-        write_new(folder / INDEX, text.encode(), to_disk=to_disk)
+        write_new(folder / INDEX_FILE, text.encode(), to_disk=to_disk)
         if to_disk:
             sync(folder)
 
     @classmethod
-    def read(cls, folder: Path) -> Index:
+    def read(cls, folder: Path) -> CheckpointIndex:
         """Reads the index of a checkpoint. Raises DamagedError for what is none, or not what was written."""
         try:
-            head, content, _ = (folder / INDEX).read_bytes().split(b"\n", 2)
+            head, content, _ = (folder / INDEX_FILE).read_bytes().split(b"\n", 2)
             text = content.decode()
             said = json.loads(head + b"0}")
             found = json.loads(text) if _digest(text) == said["sha256"] else {}
             number = found.get("number", 0)
             if not found or found["saved_at"] != said["saved_at"] or said.get("number", number) != number:
-                raise damaged(f"{folder / INDEX} is not what was written: its checksum differs")
+                raise corrupt_checkpoint_error(f"{folder / INDEX_FILE} is not what was written: its checksum differs")
         except FileNotFoundError:
-            raise damaged(f"{folder} is no checkpoint: it has no {INDEX}") from None
+            raise corrupt_checkpoint_error(f"{folder} is no checkpoint: it has no {INDEX_FILE}") from None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise damaged(f"{folder / INDEX} cannot be read: {error}") from error
+            raise corrupt_checkpoint_error(f"{folder / INDEX_FILE} cannot be read: {error}") from error
         try:
             return cls._of(found, folder)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise damaged(f"{folder / INDEX} is no index of a checkpoint: {type(error).__name__}: {error}") from error
+            raise corrupt_checkpoint_error(
+                f"{folder / INDEX_FILE} is no index of a checkpoint: {type(error).__name__}: {error}"
+            ) from error
 
     @classmethod
-    def _of(cls, found: dict[str, Any], folder: Path) -> Index:
+    def _of(cls, found: dict[str, Any], folder: Path) -> CheckpointIndex:
         if (version := found.pop("format")) != FORMAT:
             raise InputError(
                 f"{folder} has the format {version}",
@@ -178,7 +180,7 @@ class Index:
                 remedy="Use the version of shardformer that saved it",
             )
         tensors = {
-            name: Entry(dtype, tuple(shape), [box_of(box) for box in boxes])
+            name: IndexEntry(dtype, tuple(shape), [chunk_from_json(box) for box in boxes])
             for name, (dtype, shape, boxes) in found.pop("tensors").items()
         }
         for name, entry in tensors.items():
@@ -186,9 +188,9 @@ class Index:
         return cls(tensors=tensors, **found)
 
 
-def _check_entry(name: str, entry: Entry) -> None:
+def _check_entry(name: str, entry: IndexEntry) -> None:
     """Raises ValueError where what an index says of a tensor cannot be: it names files by numbers, and nothing else."""
-    if entry.dtype not in map(name_of, DTYPES):
+    if entry.dtype not in map(dtype_name, DTYPE_NAMES):
         raise ValueError(f"{name} is of {entry.dtype!r:.80}")
     for box in entry.boxes:
         numbers = (*entry.shape, *box.start, *box.size, box.file)
@@ -200,17 +202,17 @@ def _check_entry(name: str, entry: Entry) -> None:
 def order_of(folder: Path) -> tuple[int, float]:
     """(number, when it was saved) of a checkpoint, as the first line of its index says; 0 where it cannot be read."""
     try:
-        with (folder / INDEX).open("rb") as file:
+        with (folder / INDEX_FILE).open("rb") as file:
             head = json.loads(file.readline() + b"0}")
         return int(head.get("number", 0)), float(head["saved_at"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return 0, 0.0
 
 
-def box_of(found: Sequence[Any]) -> Box:
+def chunk_from_json(found: Sequence[Any]) -> SavedChunk:
     """What JSON made of a box."""
     start, size, file, total = found
-    return Box(tuple(start), tuple(size), file, total)
+    return SavedChunk(tuple(start), tuple(size), file, total)
 
 
 def _digest(text: str) -> str:
@@ -231,32 +233,32 @@ def file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def name_of(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """``float32``."""
     return str(dtype).removeprefix("torch.")
 
 
-def key_of(name: str, start: Place) -> str:
+def chunk_key(name: str, start: Offsets) -> str:
     """Of a box in its file."""
     return f"{name}@{','.join(map(str, start))}"
 
 
-class Written(NamedTuple):
+class TensorToWrite(NamedTuple):
     """A tensor that is about to be written: its name in the file, and what gives its values when its turn comes."""
 
     key: str
     dtype: torch.dtype
-    shape: Place
+    shape: Offsets
     give: Callable[[], Tensor]
 
 
-def header(dtype: torch.dtype, shape: Place) -> tuple[str, Place]:
+def header(dtype: torch.dtype, shape: Offsets) -> tuple[str, Offsets]:
     """What the header of a file says of a tensor: its kind and its shape."""
-    return DTYPES[dtype], (*shape, 2) if dtype == torch.complex128 else tuple(shape)
+    return DTYPE_NAMES[dtype], (*shape, 2) if dtype == torch.complex128 else tuple(shape)
 
 
 def write_file(
-    path: Path, tensors: Sequence[Written], metadata: Mapping[str, str] | None = None, *, to_disk: bool = True
+    path: Path, tensors: Sequence[TensorToWrite], metadata: Mapping[str, str] | None = None, *, to_disk: bool = True
 ) -> None:
     """Writes a safetensors file, one tensor after the other, and waits for the disk, or not.
 
@@ -282,21 +284,21 @@ def write_file(
             os.fsync(file.fileno())
 
 
-def write_boxes(path: Path, boxes: Sequence[tuple[str, Place, Tensor]], *, to_disk: bool) -> list[int]:
+def write_boxes(path: Path, boxes: Sequence[tuple[str, Offsets, Tensor]], *, to_disk: bool) -> list[int]:
     """Writes (name, start, values) of boxes as ``write_file`` does. Returns the checksum of each.
 
     The values stream from where they are: no second copy of all is made.
     """
     sums: list[int] = []
 
-    def give(values: Tensor, start: Place) -> Tensor:
+    def give(values: Tensor, start: Offsets) -> Tensor:
         here = values.detach().cpu().contiguous()
         sums.append(weighted_sum(here, start))
         return here
 
     write_file(
         path,
-        [Written(key_of(n, start), x.dtype, tuple(x.shape), partial(give, x, start)) for n, start, x in boxes],
+        [TensorToWrite(chunk_key(n, start), x.dtype, tuple(x.shape), partial(give, x, start)) for n, start, x in boxes],
         to_disk=to_disk,
     )
     return sums
@@ -304,15 +306,15 @@ def write_boxes(path: Path, boxes: Sequence[tuple[str, Place, Tensor]], *, to_di
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:
     """Raises ConfigError for numbers of a kind that the files do not have."""
-    if dtype not in DTYPES:
+    if dtype not in DTYPE_NAMES:
         raise ConfigError(
             f"{name} holds numbers of the kind {dtype}",
-            rule=f"The files of a checkpoint hold {', '.join(str(each).removeprefix('torch.') for each in DTYPES)}",
+            rule=f"The files of a checkpoint hold {', '.join(str(d).removeprefix('torch.') for d in DTYPE_NAMES)}",
             remedy="Convert it to one of these before it is saved",
         )
 
 
-def boxes_in(entry: Entry, piece: Stretch) -> Iterator[tuple[int, Stretch]]:
+def overlapping_chunks(entry: IndexEntry, piece: ChunkBounds) -> Iterator[tuple[int, ChunkBounds]]:
     """(number of a saved box, what it has of the piece) of each that has some."""
     for number, box in enumerate(entry.boxes):
         if (common := overlap((box.start, box.size), piece)) is not None:

@@ -25,41 +25,41 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.checkpoint import directory
-from shardformer.checkpoint.chunks import Cell, Item, Region, Stretch, share_out
+from shardformer.checkpoint.chunks import ChunkBounds, ChunkOwners, FlatRegion, TensorItem, assign_writes
 from shardformer.checkpoint.file_format import (
     HEADER_BYTES,
-    Box,
-    DamagedError,
-    Entry,
-    Index,
-    boxes_in,
-    damaged,
+    CheckpointIndex,
+    CorruptCheckpointError,
+    IndexEntry,
+    SavedChunk,
+    chunk_key,
+    corrupt_checkpoint_error,
     file_name,
     from_json,
     header,
-    key_of,
+    overlapping_chunks,
     weighted_sum,
 )
 from shardformer.checkpoint.training_state import (
     EXTRA_STATE,
-    MASTERS,
-    RESTS,
+    KAHAN_RESIDUALS,
+    MASTER_WEIGHTS,
     WEIGHTS,
     ModelTensors,
     OptimizerStates,
-    as_list,
+    as_object_list,
     buffer_name,
-    optimizers_of,
-    random_name,
-    random_tensors,
-    set_random_tensors,
+    optimizer_states,
+    random_state_key,
+    random_state_tensors,
+    set_random_state_tensors,
 )
-from shardformer.comm.collective_call import all_do, come, first_does
-from shardformer.comm.collectives import all_reduce, gather_objects
-from shardformer.errors import ConfigError, nearest
+from shardformer.comm.collective_call import come, run_on_all_ranks, run_on_first_rank
+from shardformer.comm.collectives import all_gather_objects, all_reduce
+from shardformer.errors import ConfigError, did_you_mean
 from shardformer.filesystem.atomic_write import path_of
 from shardformer.mesh.parallel_context import Axis
-from shardformer.zero.flat_shards import Piece, Shard
+from shardformer.zero.flat_shards import FlatShard, ParamSlice
 from shardformer.zero.optimizer_state_view import unchanged_on_error
 
 LONG = 2**16
@@ -74,18 +74,18 @@ class BoxReader:
         self._files: dict[int, _File] = {}
         self.num_bytes = 0
 
-    def read(self, name: str, box: Box, piece: Stretch, out: Tensor) -> None:
+    def read(self, name: str, box: SavedChunk, piece: ChunkBounds, out: Tensor) -> None:
         """Fills ``out`` with a piece of the full tensor that lies in the box. Raises DamagedError."""
-        path, key = self._folder / file_name(box.file), key_of(name, box.start)
+        path, key = self._folder / file_name(box.file), chunk_key(name, box.start)
         try:
             if box.file not in self._files:
                 self._files[box.file] = _File(path)
             begin = self._files[box.file].place_of(key, out.dtype, box)
             self._files[box.file].fill(out, begin, tuple(a - o for a, o in zip(piece[0], box.start, strict=True)), box)
         except FileNotFoundError:
-            raise damaged(f"{path} is missing") from None
+            raise corrupt_checkpoint_error(f"{path} is missing") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise damaged(f"{key} cannot be read from {path}: {error}") from error
+            raise corrupt_checkpoint_error(f"{key} cannot be read from {path}: {error}") from error
         self.num_bytes += out.nbytes
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ class _File:
         self._begin = HEADER_BYTES + length
         self._mapped: Tensor | None = None
 
-    def place_of(self, key: str, dtype: torch.dtype, box: Box) -> int:
+    def place_of(self, key: str, dtype: torch.dtype, box: SavedChunk) -> int:
         """Where a box begins in the file. Raises ValueError where it is not what the index says, KeyError for none."""
         entry = self._header[key]
         low, high = entry["data_offsets"]
@@ -126,7 +126,7 @@ class _File:
             raise ValueError(f"there is {found}, not {expected}")
         return int(self._begin + low)
 
-    def fill(self, out: Tensor, begin: int, start: tuple[int, ...], box: Box) -> None:
+    def fill(self, out: Tensor, begin: int, start: tuple[int, ...], box: SavedChunk) -> None:
         """Reads what begins at ``start`` of a box that lies at ``begin``."""
         row = out.element_size()
         dim = out.dim() - 1
@@ -157,7 +157,7 @@ class _File:
                 raise ValueError("the file is cut short")
             data, offset = data[count:], offset + count
 
-    def _picked(self, out: Tensor, begin: int, start: tuple[int, ...], box: Box) -> Tensor:
+    def _picked(self, out: Tensor, begin: int, start: tuple[int, ...], box: SavedChunk) -> Tensor:
         """Many short rows, of which the pages are read that they lie in."""
         if self._mapped is None:
             memory = mmap.mmap(self.descriptor, 0, access=mmap.ACCESS_COPY)
@@ -177,7 +177,7 @@ def _strides(shape: tuple[int, ...], size: int) -> list[int]:
 BITS = 2**64
 
 
-def read_items(folder: Path, index: Index, items: Sequence[Item], world: Axis) -> int:
+def read_items(folder: Path, index: CheckpointIndex, items: Sequence[TensorItem], world: Axis) -> int:
     """Fills the items from a checkpoint. Returns how many bytes this rank read.
 
     Each rank reads what it will hold, and no more. Of each number one rank adds its share to the checksum of the box
@@ -186,7 +186,7 @@ def read_items(folder: Path, index: Index, items: Sequence[Item], world: Axis) -
     Raises DamagedError, on all ranks, where a file is missing or a box is not what was saved.
     """
     numbers = _numbered(index, items, world)
-    mine = share_out([item for item in items if item.is_checked], world)
+    mine = assign_writes([item for item in items if item.is_checked], world)
     sums = torch.zeros(len(numbers), 2, dtype=torch.int64)
     reader = BoxReader(folder)
 
@@ -197,14 +197,14 @@ def read_items(folder: Path, index: Index, items: Sequence[Item], world: Axis) -
                 _add_sums(item, index.tensors[item.name], mine, numbers, sums)
 
     try:
-        all_do(read, world, f"Reading {folder}")
+        run_on_all_ranks(read, world, f"Reading {folder}")
     finally:
         reader.close()
     _compare(all_reduce(sums, world, purpose="setup"), numbers, index, folder)
     return reader.num_bytes
 
 
-def _numbered(index: Index, items: Sequence[Item], world: Axis) -> dict[tuple[str, int], int]:
+def _numbered(index: CheckpointIndex, items: Sequence[TensorItem], world: Axis) -> dict[tuple[str, int], int]:
     """A number for each saved box of all tensors that any rank reads, alike on all ranks."""
     names = list(index.tensors)
     wanted = torch.zeros(len(names), dtype=torch.int64)
@@ -216,41 +216,47 @@ def _numbered(index: Index, items: Sequence[Item], world: Axis) -> dict[tuple[st
     return {key: i for i, key in enumerate(keys)}
 
 
-def _read_item(reader: BoxReader, item: Item, entry: Entry) -> None:
+def _read_item(reader: BoxReader, item: TensorItem, entry: IndexEntry) -> None:
     for held in item.held:
         count = 0
-        for number, (start, size) in boxes_in(entry, (held.start, tuple(held.values.shape))):
+        for number, (start, size) in overlapping_chunks(entry, (held.start, tuple(held.values.shape))):
             reader.read(item.name, entry.boxes[number], (start, size), held.part(start, size))
             count += prod(size)
         if count != held.values.numel():
-            raise damaged(f"Of {item.name} at {list(held.start)} {count} of {held.values.numel()} numbers were saved")
+            raise corrupt_checkpoint_error(
+                f"Of {item.name} at {list(held.start)} {count} of {held.values.numel()} numbers were saved"
+            )
 
 
 def _add_sums(
-    item: Item, entry: Entry, mine: dict[Cell, list[Stretch]], numbers: dict[tuple[str, int], int], sums: Tensor
+    item: TensorItem,
+    entry: IndexEntry,
+    mine: dict[ChunkOwners, list[ChunkBounds]],
+    numbers: dict[tuple[str, int], int],
+    sums: Tensor,
 ) -> None:
     """Adds to the checksums of saved boxes what of an item falls to this rank."""
     for held in item.held:
         for piece in mine.get((item.name, held.start, tuple(held.values.shape)), ()):
-            for number, (start, size) in boxes_in(entry, piece):
+            for number, (start, size) in overlapping_chunks(entry, piece):
                 row = numbers[item.name, number]
                 total = (int(sums[row, 0]) + weighted_sum(held.part(start, size), start)) % BITS
                 sums[row, 0] = total - BITS if total >= BITS // 2 else total
                 sums[row, 1] += prod(size)
 
 
-def _compare(sums: Tensor, numbers: dict[tuple[str, int], int], index: Index, folder: Path) -> None:
+def _compare(sums: Tensor, numbers: dict[tuple[str, int], int], index: CheckpointIndex, folder: Path) -> None:
     """Raises DamagedError where what was read is not what was saved."""
     for (name, number), (total, count) in zip(numbers, sums.tolist(), strict=True):
         box = index.tensors[name].boxes[number]
         where = f"{name} at {list(box.start)} in {folder / file_name(box.file)}"
         if count != prod(box.size):
-            raise damaged(f"Of {where} {count} of {prod(box.size)} numbers were read")
+            raise corrupt_checkpoint_error(f"Of {where} {count} of {prod(box.size)} numbers were read")
         if total % BITS != box.sum:
-            raise damaged(f"{where} is not what was saved: its checksum differs")
+            raise corrupt_checkpoint_error(f"{where} is not what was saved: its checksum differs")
 
 
-class Wanted:
+class LoadPlan:
     """What this rank wants of a training run that was saved, and what it does with it when it is there.
 
     Args:
@@ -260,14 +266,14 @@ class Wanted:
 
     def __init__(
         self,
-        index: Index,
+        index: CheckpointIndex,
         where: object,
         tensors: ModelTensors,
         optimizers: Sequence[OptimizerStates],
         schedulers: Sequence[Any] = (),
     ) -> None:
         self.index, self._where, self._tensors = index, where, tensors
-        self.items: list[Item] = []
+        self.items: list[TensorItem] = []
         self._values: dict[str, tuple[str, Tensor]] = {}  # name of a parameter -> what is read of it, and where to
         self._schedulers, self._goes_on = schedulers, bool(optimizers)
         self._optimizers = [each.optimizer for each in optimizers]
@@ -281,10 +287,10 @@ class Wanted:
             self._check_schedulers()
             self._want_random()
 
-        all_do(plan, tensors.world, f"Loading {where}")
+        run_on_all_ranks(plan, tensors.world, f"Loading {where}")
         self._check_all_is_wanted()
 
-    def _want(self, name: str, region: Region, *, is_checked: bool = True) -> Tensor:
+    def _want(self, name: str, region: FlatRegion, *, is_checked: bool = True) -> Tensor:
         """Memory that is to be filled."""
         memory = region.new(getattr(torch, self.index.tensors[name].dtype))
         self.items.append(replace(region.item(name, memory), is_checked=is_checked))
@@ -297,14 +303,14 @@ class Wanted:
         for name, tensor in self._tensors.tensors.items():
             self._check_one(name, self._tensors.region_of(tensor).shape, saved)
 
-    def _check_one(self, name: str, shape: tuple[int, ...], saved: dict[str, Entry]) -> None:
+    def _check_one(self, name: str, shape: tuple[int, ...], saved: dict[str, IndexEntry]) -> None:
         entry = saved.get(name)
         kind = type(self._tensors.model).__name__
         if entry is None:
             raise ConfigError(
                 f"{self._where} holds no {name}, which this {kind} has",
                 rule=f"A checkpoint is loaded into the model that was saved, which was a {self.index.values['model']}",
-                remedy=f"{nearest(name, saved)} Build the model from the config of that run",
+                remedy=f"{did_you_mean(name, saved)} Build the model from the config of that run",
             )
         if entry.shape != shape:
             raise ConfigError(
@@ -315,14 +321,14 @@ class Wanted:
 
     def _check_all_is_wanted(self) -> None:
         """Raises ConfigError, on all ranks, where some of the weights that were saved are wanted by none."""
-        names = set().union(*gather_objects(set(self._tensors.tensors), self._tensors.world))
+        names = set().union(*all_gather_objects(set(self._tensors.tensors), self._tensors.world))
         saved = [n.partition("/")[2] for n in self.index.tensors if n.startswith(f"{WEIGHTS}/")]
         if more := [name for name in saved if name not in names]:
             raise ConfigError(
                 f"{self._where} holds {len(more)} weights that this {type(self._tensors.model).__name__} does not "
                 f"have, {more[0]} among them",
                 rule=f"A checkpoint is loaded into the model that was saved, which was a {self.index.values['model']}",
-                remedy=f"{nearest(more[0], names)} Build the model from the config of that run",
+                remedy=f"{did_you_mean(more[0], names)} Build the model from the config of that run",
             )
 
     def _want_values(self) -> None:
@@ -342,11 +348,11 @@ class Wanted:
 
     def _best(self, name: str, dtype: torch.dtype) -> str:
         """The name of the saved value that is as precise as a tensor of this dtype can be."""
-        entry, master = self.index.tensors[f"{WEIGHTS}/{name}"], f"{MASTERS}/{name}"
+        entry, master = self.index.tensors[f"{WEIGHTS}/{name}"], f"{MASTER_WEIGHTS}/{name}"
         is_wider = dtype.is_floating_point and dtype.itemsize > getattr(torch, entry.dtype).itemsize
         return master if is_wider and master in self.index.tensors else f"{WEIGHTS}/{name}"
 
-    def _want_piece(self, shard: Shard, piece: Piece, *, trains: bool) -> None:
+    def _want_piece(self, shard: FlatShard, piece: ParamSlice, *, trains: bool) -> None:
         name, region = self._tensors.name_of_piece(piece), self._tensors.region_of_piece(piece)
         best = self._best(name, shard.wide if trains else shard.dtype)
         there, values = self._values.get(name, ("", None))
@@ -354,7 +360,7 @@ class Wanted:
             memory = values.reshape(-1)[piece.stretch]
         else:
             memory = self._want(best, region, is_checked=there != best)
-        rest_name = f"{RESTS}/{name}"
+        rest_name = f"{KAHAN_RESIDUALS}/{name}"
         rest = self._want(rest_name, region) if trains and rest_name in self.index.tensors else None
 
         def commit() -> None:
@@ -410,14 +416,14 @@ class Wanted:
         same = [rank for rank, theirs in enumerate(coords) if theirs == own and self.index.sizes == self._tensors.sizes]
         alike = [rank for rank, theirs in enumerate(coords) if theirs.get("data", 0) == own.get("data", 0)]
         rank = (same or alike)[0]
-        names = list(random_tensors(self._tensors.device)[0])
+        names = list(random_state_tensors(self._tensors.device)[0])
         memory = {}
         for name in names:
-            full = random_name(rank, name)
+            full = random_state_key(rank, name)
             if full in self.index.tensors:
-                memory[name] = self._want(full, Region(self.index.tensors[full].shape, None, {}))
+                memory[name] = self._want(full, FlatRegion(self.index.tensors[full].shape, None, {}))
         numbers = self.index.values["random"][rank]
-        self._then.append(lambda: set_random_tensors(memory, numbers, self._tensors.device))
+        self._then.append(lambda: set_random_state_tensors(memory, numbers, self._tensors.device))
 
     # --- when all was read
 
@@ -432,7 +438,7 @@ class Wanted:
         zero, values = self._tensors.zero, self.index.values
         with zero.loading() if zero is not None else nullcontext():
             with unchanged_on_error(self._optimizers, self._schedulers), self._extra_states_kept():
-                all_do(lambda: self._take_states(take), self._tensors.world, f"Loading {self._where}")
+                run_on_all_ranks(lambda: self._take_states(take), self._tensors.world, f"Loading {self._where}")
             for each in self._then:
                 each()
         if zero is not None and self._goes_on and "loss_scale" in values:
@@ -467,7 +473,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedCheckpoint:
     """What was loaded.
 
     Args:
@@ -489,7 +495,7 @@ class Loaded:
 
 def load_checkpoint(
     folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = None, *, scheduler: Any = None
-) -> Loaded:
+) -> LoadedCheckpoint:
     """Goes on from a checkpoint, under whatever layout it was saved and this run has.
 
     Each rank reads what it will hold, once, and together the ranks check every number against the checksums. Nothing
@@ -515,8 +521,8 @@ def load_and_take(
     model: nn.Module,
     optimizer: Any,
     scheduler: Any,
-    take: Callable[[Loaded], object] = lambda _: None,
-) -> Loaded:
+    take: Callable[[LoadedCheckpoint], object] = lambda _: None,
+) -> LoadedCheckpoint:
     """``load_checkpoint``, where more than that takes up what was saved.
 
     Args:
@@ -525,24 +531,24 @@ def load_and_take(
     """
     tensors = ModelTensors(model)
     come("load_checkpoint", tensors.world)
-    states = all_do(lambda: optimizers_of(optimizer, tensors), tensors.world, "Loading")
+    states = run_on_all_ranks(lambda: optimizer_states(optimizer, tensors), tensors.world, "Loading")
     tried: list[str] = []
-    found = first_does(
+    found = run_on_first_rank(
         lambda: [str(each) for each in directory.candidates(path_of(folder))], tensors.world, f"Loading {folder}"
     )
     for number, name in enumerate(found):
         try:
             loaded = Path(name)
-            index = all_do(partial(Index.read, loaded), tensors.world, f"Loading {loaded}")
-            loading = Wanted(index, loaded, tensors, states, as_list(scheduler))
+            index = run_on_all_ranks(partial(CheckpointIndex.read, loaded), tensors.world, f"Loading {loaded}")
+            loading = LoadPlan(index, loaded, tensors, states, as_object_list(scheduler))
             num_bytes = read_items(loaded, index, loading.items, tensors.world)
             break
-        except DamagedError as error:
+        except CorruptCheckpointError as error:
             tried.append(error.what)
             if number == len(found) - 1:
                 raise
     extra = from_json(index.values["extra"])
-    made = Loaded(loaded, index.step, extra, num_bytes, tuple(tried), loading.has_random)
+    made = LoadedCheckpoint(loaded, index.step, extra, num_bytes, tuple(tried), loading.has_random)
     loading.commit(partial(take, made))
     directory.goes_on_from(tensors.model, [str(loaded.parent)])
     return made

@@ -27,18 +27,25 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardformer.checkpoint.chunks import Held, Item, Stretch, overlap, stretch_boxes, without
+from shardformer.checkpoint.chunks import (
+    ChunkBounds,
+    LocalChunk,
+    TensorItem,
+    flat_range_to_chunks,
+    overlap,
+    subtract_chunks,
+)
 from shardformer.checkpoint.directory import goes_on_from, saved_into
-from shardformer.checkpoint.file_format import Entry, Index, name_of
-from shardformer.checkpoint.load import Wanted
-from shardformer.checkpoint.training_state import Holding, ModelTensors, hold, optimizers_of
-from shardformer.comm.collectives import Pending, gather_objects
+from shardformer.checkpoint.file_format import CheckpointIndex, IndexEntry, dtype_name
+from shardformer.checkpoint.load import LoadPlan
+from shardformer.checkpoint.training_state import ModelTensors, StateContents, collect_state, optimizer_states
+from shardformer.comm.collectives import PendingCollective, all_gather_objects
 from shardformer.comm.recorder import bytes_of, record
-from shardformer.errors import ConfigError, nearest
-from shardformer.layout.shard_spec import Place
+from shardformer.errors import ConfigError, did_you_mean
+from shardformer.layout.shard_spec import Offsets
 from shardformer.mesh.parallel_context import Axis, local_device
 
-CHUNK_BYTES = 64 * 2**20
+TRANSFER_BYTES = 64 * 2**20
 TAG = 3  # of these messages; exchanges and pipeline stages have others
 WIDTH = attrgetter("itemsize")
 
@@ -47,7 +54,7 @@ Ranks = dict[int, torch.dtype]
 
 
 @dataclass(frozen=True)
-class Moved:
+class ReshardStats:
     """Bytes that this rank sent to others, received from others, and copied from what it had."""
 
     sent: int
@@ -55,12 +62,12 @@ class Moved:
     copied: int
 
 
-class Send(NamedTuple):
+class ChunkTransfer(NamedTuple):
     """A piece of a tensor that one rank gives to another, or to itself, and the dtype in which it does."""
 
     name: str
-    start: Place
-    size: Place
+    start: Offsets
+    size: Offsets
     dtype: torch.dtype
     source: int
     target: int
@@ -70,33 +77,35 @@ class Send(NamedTuple):
         return prod(self.size) * self.dtype.itemsize
 
 
-Chunk = list[Send]  # of one message
+TransferBatch = list[ChunkTransfer]  # of one message
 
 
-class Listed(NamedTuple):
+class ItemListing(NamedTuple):
     """An item without its values: what other ranks know of it."""
 
     name: str
-    shape: Place
+    shape: Offsets
     dtype: torch.dtype
-    pieces: list[Stretch]
+    pieces: list[ChunkBounds]
 
     @classmethod
-    def of(cls, item: Item) -> Listed:
+    def of(cls, item: TensorItem) -> ItemListing:
         pieces = [(held.start, tuple(held.values.shape)) for held in item.held if held.values.numel()]
         return cls(item.name, item.shape, item.dtype, pieces)
 
 
-class Said(NamedTuple):
+class RankListing(NamedTuple):
     """What a rank says of itself to all."""
 
-    have: list[Listed]
-    want: list[Listed]
+    have: list[ItemListing]
+    want: list[ItemListing]
     uses_gpu: bool = False
-    chunk_bytes: int = CHUNK_BYTES
+    chunk_bytes: int = TRANSFER_BYTES
 
 
-def move_items(have: Sequence[Item], want: Sequence[Item], world: Axis, *, chunk_bytes: int = CHUNK_BYTES) -> Moved:
+def exchange_items(
+    have: Sequence[TensorItem], want: Sequence[TensorItem], world: Axis, *, chunk_bytes: int = TRANSFER_BYTES
+) -> ReshardStats:
     """Fills ``want`` from what the ranks ``have``. All ranks of ``world`` call it.
 
     A number that this rank has itself is copied. Any other is sent to it once, by the rank that has sent the least of
@@ -115,18 +124,20 @@ def move_items(have: Sequence[Item], want: Sequence[Item], world: Axis, *, chunk
     and none has, and for a tensor of which ranks name different shapes.
     """
     gpu = next((held.values.device for item in (*have, *want) for held in item.held if held.values.is_cuda), None)
-    mine = Said([Listed.of(item) for item in have], [Listed.of(item) for item in want], gpu is not None, chunk_bytes)
-    said: list[Said] = gather_objects(mine, world)
+    mine = RankListing(
+        [ItemListing.of(item) for item in have], [ItemListing.of(item) for item in want], gpu is not None, chunk_bytes
+    )
+    said: list[RankListing] = all_gather_objects(mine, world)
     _check_chunk_bytes(said)
-    leaving: list[Chunk] = [[] for _ in said]
-    coming: list[Chunk] = [[] for _ in said]
-    for send in plan(said):  # all of it is read before anything is written, as it may raise
+    leaving: list[TransferBatch] = [[] for _ in said]
+    coming: list[TransferBatch] = [[] for _ in said]
+    for send in plan_transfers(said):  # all of it is read before anything is written, as it may raise
         if send.source == world.rank:
             leaving[send.target].append(send)
         elif send.target == world.rank:
             coming[send.source].append(send)
     copies, leaving[world.rank] = leaving[world.rank], []
-    memory = _Memory(have, want)
+    memory = _LocalItems(have, want)
     with torch.no_grad():
         for send in copies:
             memory.write(send, memory.read(send))
@@ -134,23 +145,23 @@ def move_items(have: Sequence[Item], want: Sequence[Item], world: Axis, *, chunk
             # both ends of a message have it on one kind of device: the GPU where a rank uses one and NCCL carries it
             on_gpu = any(one.uses_gpu for one in said) and world.transport.sends_in_turn(torch.device("cuda"))
             device = gpu or local_device() if on_gpu else torch.device("cpu")
-            out, into = ([chunks(sends, chunk_bytes) for sends in each] for each in (leaving, coming))
+            out, into = ([batch_transfers(sends, chunk_bytes) for sends in each] for each in (leaving, coming))
             _exchange(memory, out, into, world, device)
-    return Moved(sum(map(_bytes_in, leaving)), sum(map(_bytes_in, coming)), _bytes_in(copies))
+    return ReshardStats(sum(map(_bytes_in, leaving)), sum(map(_bytes_in, coming)), _bytes_in(copies))
 
 
-def _bytes_in(sends: Iterable[Send]) -> int:
+def _bytes_in(sends: Iterable[ChunkTransfer]) -> int:
     return sum(send.num_bytes for send in sends)
 
 
-def plan(said: Sequence[Said]) -> Iterator[Send]:
+def plan_transfers(said: Sequence[RankListing]) -> Iterator[ChunkTransfer]:
     """All that is sent or copied, on any rank: the same, in the same order, on all ranks.
 
     First comes what one rank alone has. Of the rest, what fewest ranks have and large pieces go first, and always
     from the rank that has least to send so far.
     """
     load = [0] * len(said)
-    shared: list[tuple[int, int, str, Stretch, Ranks, Ranks]] = []
+    shared: list[tuple[int, int, str, ChunkBounds, Ranks, Ranks]] = []
     for name, tensor in _tensors(said).items():
         for piece, owners, takers in tensor.demands(name):
             if len(owners) == 1:
@@ -161,11 +172,11 @@ def plan(said: Sequence[Said]) -> Iterator[Send]:
         yield from _sends(name, piece, owners, takers, load)
 
 
-def _sends(name: str, piece: Stretch, owners: Ranks, takers: Ranks, load: list[int]) -> Iterator[Send]:
+def _sends(name: str, piece: ChunkBounds, owners: Ranks, takers: Ranks, load: list[int]) -> Iterator[ChunkTransfer]:
     """What each taker gets, from itself where it is an owner. ``load``: the bytes that each rank sends so far."""
     for target, dtype in takers.items():
         source = target if target in owners else min(owners, key=load.__getitem__)
-        send = Send(name, *piece, min(owners[source], dtype, key=WIDTH), source, target)
+        send = ChunkTransfer(name, *piece, min(owners[source], dtype, key=WIDTH), source, target)
         if source != target:
             load[source] += send.num_bytes
         yield send
@@ -175,25 +186,27 @@ def _sends(name: str, piece: Stretch, owners: Ranks, takers: Ranks, load: list[i
 class _Tensor:
     """What all ranks have and want of one tensor. ``rank`` is the first that named it."""
 
-    shape: Place
+    shape: Offsets
     rank: int
-    held: dict[Stretch, Ranks] = field(default_factory=dict)
-    wanted: dict[Stretch, Ranks] = field(default_factory=dict)
+    held: dict[ChunkBounds, Ranks] = field(default_factory=dict)
+    wanted: dict[ChunkBounds, Ranks] = field(default_factory=dict)
 
-    def demands(self, name: str) -> Iterator[tuple[Stretch, Ranks, Ranks]]:
+    def demands(self, name: str) -> Iterator[tuple[ChunkBounds, Ranks, Ranks]]:
         """(piece, who has it, who wants it) of what is wanted, cut where those who have it change."""
-        over: dict[Stretch, list[tuple[Stretch, Ranks]]] = {piece: [] for piece in self.wanted}
+        over: dict[ChunkBounds, list[tuple[ChunkBounds, Ranks]]] = {piece: [] for piece in self.wanted}
         for piece, other, common in _overlaps(self.wanted, self.held):
             over[piece].append((common, self.held[other]))
         are_apart = _are_apart(list(self.held))
         for piece, takers in self.wanted.items():
             for cell, owners in _cells(piece, over[piece], are_apart):
                 if not owners:
-                    raise _nobody_has(f"{name} from {list(cell[0])} on, {list(cell[1])} numbers", min(takers))
+                    raise _no_source_error(f"{name} from {list(cell[0])} on, {list(cell[1])} numbers", min(takers))
                 yield cell, owners, takers
 
 
-def _overlaps(some: Iterable[Stretch], others: Iterable[Stretch]) -> Iterator[tuple[Stretch, Stretch, Stretch]]:
+def _overlaps(
+    some: Iterable[ChunkBounds], others: Iterable[ChunkBounds]
+) -> Iterator[tuple[ChunkBounds, ChunkBounds, ChunkBounds]]:
     """(one of some, one of others, what they have in common), of all that have something in common.
 
     As arrays, since of a tensor each of R ranks may have a piece and want one: R * R are compared.
@@ -210,7 +223,7 @@ def _overlaps(some: Iterable[Stretch], others: Iterable[Stretch]) -> Iterator[tu
         yield some[i], others[j], (tuple(common), tuple(length))
 
 
-def _tensors(said: Sequence[Said]) -> dict[str, _Tensor]:
+def _tensors(said: Sequence[RankListing]) -> dict[str, _Tensor]:
     """The tensors that are had or wanted, by their names."""
     tensors: dict[str, _Tensor] = {}
     for rank, one in enumerate(said):
@@ -221,19 +234,19 @@ def _tensors(said: Sequence[Said]) -> dict[str, _Tensor]:
                 ranks[rank] = max(ranks.get(rank, dtype), dtype, key=WIDTH)
     names = set(tensors)
     for rank, one in enumerate(said):
-        asked: dict[str, list[Stretch]] = {}
+        asked: dict[str, list[ChunkBounds]] = {}
         for name, shape, dtype, pieces in sorted(one.want, key=lambda listed: -listed.dtype.itemsize):
             if name not in names:
-                raise _nobody_has(name, rank, f"{nearest(name, names)} ")
+                raise _no_source_error(name, rank, f"{did_you_mean(name, names)} ")
             wanted, before = _known(tensors, name, shape, rank).wanted, asked.setdefault(name, [])
             for piece in pieces:
-                for rest in without(piece, before):
+                for rest in subtract_chunks(piece, before):
                     wanted.setdefault(rest, {})[rank] = dtype
                 before.append(piece)
     return tensors
 
 
-def _known(tensors: dict[str, _Tensor], name: str, shape: Place, rank: int) -> _Tensor:
+def _known(tensors: dict[str, _Tensor], name: str, shape: Offsets, rank: int) -> _Tensor:
     tensor = tensors.setdefault(name, _Tensor(shape, rank))
     if tensor.shape != shape:
         raise ConfigError(
@@ -245,8 +258,8 @@ def _known(tensors: dict[str, _Tensor], name: str, shape: Place, rank: int) -> _
 
 
 def _cells(
-    piece: Stretch, over: Sequence[tuple[Stretch, Ranks]], are_apart: bool = False, owners: Sequence[Ranks] = ()
-) -> Iterator[tuple[Stretch, Ranks]]:
+    piece: ChunkBounds, over: Sequence[tuple[ChunkBounds, Ranks]], are_apart: bool = False, owners: Sequence[Ranks] = ()
+) -> Iterator[tuple[ChunkBounds, Ranks]]:
     """The parts of ``piece`` in each of which all numbers have the same owners, and those.
 
     ``over`` lies in ``piece``. Where some of it overlaps, the one in its middle divides what is left.
@@ -257,14 +270,14 @@ def _cells(
     if are_apart or _are_apart(parts):
         yield from ((part, _merged(ranks, *owners)) for part, ranks in over)
         if sum(prod(size) for _, size in parts) < prod(piece[1]):
-            yield from ((rest, _merged(*owners)) for rest in without(piece, parts))
+            yield from ((rest, _merged(*owners)) for rest in subtract_chunks(piece, parts))
         return
     middle = parts[len(parts) // 2]
-    for cell in (middle, *without(piece, [middle])):
+    for cell in (middle, *subtract_chunks(piece, [middle])):
         yield from _cells(cell, [(c, ranks) for part, ranks in over if (c := overlap(cell, part))], False, owners)
 
 
-def _are_apart(pieces: Sequence[Stretch]) -> bool:
+def _are_apart(pieces: Sequence[ChunkBounds]) -> bool:
     if len(pieces) < 8:  # where arrays take longer
         return not any(overlap(a, b) for a, b in combinations(pieces, 2))
     return sum(1 for _ in _overlaps(pieces, pieces)) == len(pieces)
@@ -279,43 +292,47 @@ def _merged(*owners: Ranks) -> Ranks:
     return dict(sorted(found.items()))
 
 
-class _Memory:
+class _LocalItems:
     """What this rank has and wants, by name, the widest dtype first."""
 
-    def __init__(self, have: Sequence[Item], want: Sequence[Item]) -> None:
+    def __init__(self, have: Sequence[TensorItem], want: Sequence[TensorItem]) -> None:
         self._have, self._want = _by_name(have), _by_name(want)
 
-    def read(self, send: Send) -> Tensor:
+    def read(self, send: ChunkTransfer) -> Tensor:
         piece = send.start, send.size
         have = self._have[send.name]
         return next(h for h in have if overlap((h.start, tuple(h.values.shape)), piece) == piece).part(*piece)
 
-    def write(self, send: Send, values: Tensor) -> None:
+    def write(self, send: ChunkTransfer, values: Tensor) -> None:
         """Puts a piece wherever it is wanted."""
-        arrived = Held(send.start, values)
+        arrived = LocalChunk(send.start, values)
         for held in self._want[send.name]:
             if (common := overlap((held.start, tuple(held.values.shape)), (send.start, send.size))) is not None:
                 held.part(*common).copy_(arrived.part(*common))
 
 
-def _by_name(items: Sequence[Item]) -> dict[str, list[Held]]:
-    found: dict[str, list[Held]] = {}
+def _by_name(items: Sequence[TensorItem]) -> dict[str, list[LocalChunk]]:
+    found: dict[str, list[LocalChunk]] = {}
     for item in sorted(items, key=lambda item: -item.dtype.itemsize):
         found.setdefault(item.name, []).extend(held for held in item.held if held.values.numel())
     return found
 
 
 def _exchange(
-    memory: _Memory, out: Sequence[Iterator[Chunk]], into: Sequence[Iterator[Chunk]], world: Axis, device: torch.device
+    memory: _LocalItems,
+    out: Sequence[Iterator[TransferBatch]],
+    into: Sequence[Iterator[TransferBatch]],
+    world: Axis,
+    device: torch.device,
 ) -> None:
     """Sends and receives in rounds, in each of which at most one message goes from one rank to another."""
     while True:
         leaving, coming = ([next(chunks, []) for chunks in each] for each in (out, into))
         if not any(leaving) and not any(coming):
             return
-        pending: list[Pending] = []
-        received: list[tuple[Chunk, Pending]] = []
-        for peer, sends in order(world.rank, world.size):
+        pending: list[PendingCollective] = []
+        received: list[tuple[TransferBatch, PendingCollective]] = []
+        for peer, sends in message_order(world.rank, world.size):
             if sends and leaving[peer]:
                 pending.append(_start("send", _packed(leaving[peer], memory, device), peer, world))
             elif not sends and coming[peer]:
@@ -328,14 +345,14 @@ def _exchange(
             each.wait()
 
 
-def order(rank: int, size: int) -> Iterator[tuple[int, bool]]:
+def message_order(rank: int, size: int) -> Iterator[tuple[int, bool]]:
     """(peer, whether to send or to receive) of the messages of a round, in the order in which a rank starts them.
 
     NCCL runs a rank's messages one after the other, where both ends must have come to a message before it starts. So
     all ranks start theirs in one order: pairs by the sum of their ranks, modulo the size, which puts each rank into
     one pair at a time; in a pair the lower rank sends first.
 
-    >>> [(peer, "sends" if sends else "receives") for peer, sends in order(1, 3)]
+    >>> [(peer, "sends" if sends else "receives") for peer, sends in message_order(1, 3)]
     [(2, 'sends'), (2, 'receives'), (0, 'receives'), (0, 'sends')]
     """
     for total in range(size):
@@ -345,12 +362,12 @@ def order(rank: int, size: int) -> Iterator[tuple[int, bool]]:
             yield peer, rank > peer
 
 
-def chunks(sends: Iterable[Send], chunk_bytes: int) -> Iterator[Chunk]:
+def batch_transfers(sends: Iterable[ChunkTransfer], chunk_bytes: int) -> Iterator[TransferBatch]:
     """What goes from one rank to another, in messages of at most so many bytes, or of one number.
 
     Wide dtypes go first, so that all numbers are aligned without gaps between them.
     """
-    chunk: Chunk = []
+    chunk: TransferBatch = []
     room = chunk_bytes
     for send in sorted(sends, key=lambda send: -send.dtype.itemsize):
         done, numel = 0, prod(send.size)
@@ -361,7 +378,7 @@ def chunks(sends: Iterable[Send], chunk_bytes: int) -> Iterator[Chunk]:
                 chunk, room = [], chunk_bytes
                 continue
             count = max(count, 1)
-            for start, size in stretch_boxes(send.size, done, done + count):
+            for start, size in flat_range_to_chunks(send.size, done, done + count):
                 at = tuple(a + b for a, b in zip(send.start, start, strict=True))
                 chunk.append(send._replace(start=at, size=size))
             done, room = done + count, room - count * send.dtype.itemsize
@@ -369,14 +386,14 @@ def chunks(sends: Iterable[Send], chunk_bytes: int) -> Iterator[Chunk]:
         yield chunk
 
 
-def _packed(chunk: Chunk, memory: _Memory, device: torch.device) -> Tensor:
+def _packed(chunk: TransferBatch, memory: _LocalItems, device: torch.device) -> Tensor:
     buffer = torch.empty(_bytes_in(chunk), dtype=torch.uint8, device=device)
     for send, place in _places(chunk, buffer):
         place.copy_(memory.read(send))
     return buffer
 
 
-def _places(chunk: Chunk, buffer: Tensor) -> Iterator[tuple[Send, Tensor]]:
+def _places(chunk: TransferBatch, buffer: Tensor) -> Iterator[tuple[ChunkTransfer, Tensor]]:
     """The place of each piece in a message."""
     at = 0
     for send in chunk:
@@ -384,12 +401,12 @@ def _places(chunk: Chunk, buffer: Tensor) -> Iterator[tuple[Send, Tensor]]:
         at += send.num_bytes
 
 
-def _start(op: Literal["send", "receive"], x: Tensor, peer: int, world: Axis) -> Pending:
+def _start(op: Literal["send", "receive"], x: Tensor, peer: int, world: Axis) -> PendingCollective:
     noted = record(op, world, bytes_of(x), "move", ranks=2)
-    return Pending([getattr(world.transport, op)(x, peer, TAG)], lambda: x, noted)
+    return PendingCollective([getattr(world.transport, op)(x, peer, TAG)], lambda: x, noted)
 
 
-def _check_chunk_bytes(said: Sequence[Said]) -> None:
+def _check_chunk_bytes(said: Sequence[RankListing]) -> None:
     given: list[Any] = [one.chunk_bytes for one in said]
     if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 or n != given[0] for n in given):
         raise ConfigError(
@@ -399,7 +416,7 @@ def _check_chunk_bytes(said: Sequence[Said]) -> None:
         )
 
 
-def _nobody_has(what: str, rank: int, hint: str = "") -> ConfigError:
+def _no_source_error(what: str, rank: int, hint: str = "") -> ConfigError:
     return ConfigError(
         f"Rank {rank} wants {what}, which no rank has",
         rule="What moves comes from ranks that have it, under the same name and full shape",
@@ -407,7 +424,7 @@ def _nobody_has(what: str, rank: int, hint: str = "") -> ConfigError:
     )
 
 
-class Departure:
+class ReshardSource:
     """What the ranks have of a training run, kept while the model and its optimizers are built anew.
 
     Communicates names and sizes of what all have, and plain values.
@@ -420,8 +437,10 @@ class Departure:
         self._reading = ExitStack()
         if tensors.zero is not None:
             self._reading.enter_context(tensors.zero.reading())
-        _, self._holding = hold(tensors, lambda: None, optimizer, None, None)
-        self._index = Index(0, time.time(), tensors.sizes, _entries(self._holding, tensors), self._holding.values)
+        _, self._holding = collect_state(tensors, lambda: None, optimizer, None, None)
+        self._index = CheckpointIndex(
+            0, time.time(), tensors.sizes, _entries(self._holding, tensors), self._holding.values
+        )
 
     @property
     def groups(self) -> list[list[list[str]]]:
@@ -432,28 +451,28 @@ class Departure:
         """What the ranks had is not read any more."""
         self._reading.close()
 
-    def arrive(self, model: nn.Module, optimizer: Any = None, *, chunk_bytes: int = CHUNK_BYTES) -> Moved:
+    def arrive(self, model: nn.Module, optimizer: Any = None, *, chunk_bytes: int = TRANSFER_BYTES) -> ReshardStats:
         """Fills a model of the same kind under another layout, and what trains it, over the same processes.
 
         All ranks call it. What a rank holds under both layouts it copies; of what else it will hold each number is sent
-        to it once, by a rank that has it. ``chunk_bytes``: see ``move_items``.
+        to it once, by a rank that has it. ``chunk_bytes``: see ``exchange_items``.
 
         Raises ConfigError, on all ranks and with the new model as it was, for another model or optimizer.
         """
         tensors = ModelTensors(model)
-        wanted = Wanted(self._index, "the run before", tensors, optimizers_of(optimizer, tensors))
-        moved = move_items(self._holding.items, wanted.items, self._world, chunk_bytes=chunk_bytes)
+        wanted = LoadPlan(self._index, "the run before", tensors, optimizer_states(optimizer, tensors))
+        moved = exchange_items(self._holding.items, wanted.items, self._world, chunk_bytes=chunk_bytes)
         self.close()
         wanted.commit()
         goes_on_from(tensors.model, self._folders)
         return moved
 
 
-def _entries(holding: Holding, tensors: ModelTensors) -> dict[str, Entry]:
+def _entries(holding: StateContents, tensors: ModelTensors) -> dict[str, IndexEntry]:
     """All tensors, on any rank, without where they are."""
-    mine = {item.name: (name_of(item.dtype), item.shape) for item in holding.items}
-    found: dict[str, Entry] = {}
-    for theirs in gather_objects(mine, tensors.world):
+    mine = {item.name: (dtype_name(item.dtype), item.shape) for item in holding.items}
+    found: dict[str, IndexEntry] = {}
+    for theirs in all_gather_objects(mine, tensors.world):
         for name, (dtype, shape) in theirs.items():
-            found.setdefault(name, Entry(dtype, shape))
+            found.setdefault(name, IndexEntry(dtype, shape))
     return found

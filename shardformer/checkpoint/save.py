@@ -27,15 +27,25 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.checkpoint import directory
-from shardformer.checkpoint.chunks import Cell, Item, Stretch, shares
-from shardformer.checkpoint.directory import SAVE, Keep
-from shardformer.checkpoint.file_format import INDEX, Box, Entry, Index, box_of, file_name, name_of, sync, write_boxes
-from shardformer.checkpoint.training_state import ModelTensors, hold
-from shardformer.comm.collective_call import all_do, come
+from shardformer.checkpoint.chunks import ChunkBounds, ChunkOwners, TensorItem, assigned_chunks
+from shardformer.checkpoint.directory import SAVE, CheckpointRetention
+from shardformer.checkpoint.file_format import (
+    INDEX_FILE,
+    CheckpointIndex,
+    IndexEntry,
+    SavedChunk,
+    chunk_from_json,
+    dtype_name,
+    file_name,
+    sync,
+    write_boxes,
+)
+from shardformer.checkpoint.training_state import ModelTensors, collect_state
+from shardformer.comm.collective_call import come, run_on_all_ranks
 from shardformer.errors import ConfigError, InputError
 from shardformer.filesystem.atomic_write import path_of, remove, write_new
 from shardformer.filesystem.lock import release
-from shardformer.layout.shard_spec import Place
+from shardformer.layout.shard_spec import Offsets
 from shardformer.mesh.parallel_context import Axis
 
 LOOK_EVERY_S, PATIENCE_S = 0.005, 1800.0
@@ -55,20 +65,20 @@ class Snapshot:
 
     rank: int
     size: int
-    index: Index
-    entries: dict[str, tuple[str, Place]] = field(default_factory=dict)
-    pieces: list[tuple[str, Place, Tensor]] = field(default_factory=list)
+    index: CheckpointIndex
+    entries: dict[str, tuple[str, Offsets]] = field(default_factory=dict)
+    pieces: list[tuple[str, Offsets, Tensor]] = field(default_factory=list)
 
-    def add(self, item: Item, mine: dict[Cell, list[Stretch]]) -> None:
+    def add(self, item: TensorItem, mine: dict[ChunkOwners, list[ChunkBounds]]) -> None:
         """Adds what of an item falls to this rank; of one without numbers its name."""
         if prod(item.shape) == 0:
-            self.entries[item.name] = name_of(item.dtype), item.shape
+            self.entries[item.name] = dtype_name(item.dtype), item.shape
         for held in item.held:
             for start, size in mine.get((item.name, held.start, tuple(held.values.shape)), ()):
-                self.entries[item.name] = name_of(item.dtype), item.shape
+                self.entries[item.name] = dtype_name(item.dtype), item.shape
                 self.pieces.append((item.name, start, held.part(start, size)))
 
-    def copy_into(self, memory: dict[tuple[str, Place], Tensor]) -> None:
+    def copy_into(self, memory: dict[tuple[str, Offsets], Tensor]) -> None:
         """From now on the values are copies, on the host. ``memory`` is used again where it fits, and added to."""
         for number, (name, start, values) in enumerate(self.pieces):
             copy = memory.get((name, start))
@@ -80,7 +90,7 @@ class Snapshot:
             torch.cuda.synchronize()
 
 
-def write(snapshot: Snapshot, hidden: Path, root: Path, keep: Keep, *, to_disk: bool) -> Path:
+def write_snapshot(snapshot: Snapshot, hidden: Path, root: Path, keep: CheckpointRetention, *, to_disk: bool) -> Path:
     """Writes this rank's share into the hidden folder; the first rank then makes a checkpoint of it.
 
     Args:
@@ -98,25 +108,25 @@ def write(snapshot: Snapshot, hidden: Path, root: Path, keep: Keep, *, to_disk: 
         snapshot.pieces.clear()
     path = directory.step_folder(root, snapshot.index.step)
     if snapshot.rank == 0:
-        _collect(snapshot, hidden)
+        _merge_rank_notes(snapshot, hidden)
         if to_disk:
             sync(hidden)
-        path = directory.finish(hidden, root, snapshot.index, to_disk=to_disk)
+        path = directory.publish_directory(hidden, root, snapshot.index, to_disk=to_disk)
         if to_disk:
             sync(root)
-            directory.drop_old(root, keep, path)
+            directory.delete_old(root, keep, path)
     return path
 
 
-def settle(snapshot: Snapshot, path: Path, root: Path, keep: Keep) -> None:
+def wait_for_disk(snapshot: Snapshot, path: Path, root: Path, keep: CheckpointRetention) -> None:
     """Waits until the disk has a checkpoint that ranks of this host wrote. Then older ones go.
 
     Raises InputError where the disk fails: then older ones stay.
     """
     try:
-        for name in (*(path / file_name(rank) for rank in range(snapshot.size)), path / INDEX, path, root):
+        for name in (*(path / file_name(rank) for rank in range(snapshot.size)), path / INDEX_FILE, path, root):
             sync(name)
-        directory.drop_old(root, keep, path)
+        directory.delete_old(root, keep, path)
     except FileNotFoundError:
         return  # it was removed
     except OSError as error:
@@ -130,7 +140,7 @@ def settle(snapshot: Snapshot, path: Path, root: Path, keep: Keep) -> None:
 def _write_share(snapshot: Snapshot, hidden: Path, to_disk: bool) -> None:
     sums = write_boxes(hidden / file_name(snapshot.rank), snapshot.pieces, to_disk=to_disk)
     boxes = [
-        (name, Box(start, tuple(values.shape), snapshot.rank, total))
+        (name, SavedChunk(start, tuple(values.shape), snapshot.rank, total))
         for (name, start, values), total in zip(snapshot.pieces, sums, strict=True)
     ]
     note = _note(hidden, snapshot.rank, "json")
@@ -140,7 +150,7 @@ def _write_share(snapshot: Snapshot, hidden: Path, to_disk: bool) -> None:
     begun.rename(note)
 
 
-def _collect(snapshot: Snapshot, hidden: Path) -> None:
+def _merge_rank_notes(snapshot: Snapshot, hidden: Path) -> None:
     """Puts what all ranks wrote into the index. Raises InputError where one failed or is not heard of."""
     tensors = snapshot.index.tensors
     for rank in range(snapshot.size):
@@ -148,9 +158,9 @@ def _collect(snapshot: Snapshot, hidden: Path) -> None:
         said = json.loads(note.read_text())
         note.unlink()
         for name, (dtype, shape) in said["entries"].items():
-            tensors.setdefault(name, Entry(dtype, tuple(shape)))
+            tensors.setdefault(name, IndexEntry(dtype, tuple(shape)))
         for name, box in said["boxes"]:
-            tensors[name].boxes.append(box_of(box))
+            tensors[name].boxes.append(chunk_from_json(box))
     for name, entry in tensors.items():
         if (covered := sum(prod(box.size) for box in entry.boxes)) != prod(entry.shape):
             raise InputError(
@@ -182,7 +192,7 @@ def _note(hidden: Path, rank: int, ending: str) -> Path:
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
+class SaveJob:
     """One rank's share of a checkpoint, where it goes, and on how many hosts the ranks are.
 
     ``is_first``: whether the model had not saved into the folder before, which is free again if this save fails.
@@ -192,24 +202,24 @@ class Job:
     snapshot: Snapshot
     hidden: Path
     root: Path
-    keep: Keep
+    keep: CheckpointRetention
     world: Axis
     hosts: int
     is_first: bool = False
 
     def write(self, *, to_disk: bool = True) -> Path:
         """Writes it, and waits until the disk has it, or not. Communicates nothing."""
-        return write(self.snapshot, self.hidden, self.root, self.keep, to_disk=to_disk)
+        return write_snapshot(self.snapshot, self.hidden, self.root, self.keep, to_disk=to_disk)
 
     def settle(self, path: Path) -> Path:
         """Waits until the disk has what was written. Communicates nothing."""
-        settle(self.snapshot, path, self.root, self.keep)
+        wait_for_disk(self.snapshot, path, self.root, self.keep)
         return path
 
     def agree(self, make: Callable[[], Path]) -> Path:
         """What ``make`` gives, if it does so on all ranks."""
         try:
-            return all_do(make, self.world, f"Saving into {self.root}")
+            return run_on_all_ranks(make, self.world, f"Saving into {self.root}")
         except Exception:
             if self.world.rank == 0:
                 remove(self.hidden)
@@ -218,7 +228,7 @@ class Job:
             raise
 
 
-class Saving:
+class AsyncSave:
     """A checkpoint that a thread writes while training goes on. ``wait()`` gives its path.
 
     Args:
@@ -226,9 +236,9 @@ class Saving:
         is_there: whether the checkpoint has its name already, and the thread only sees it onto the disk.
     """
 
-    def __init__(self, job: Job, work: Callable[[], Path], *, is_there: bool = False) -> None:
+    def __init__(self, job: SaveJob, work: Callable[[], Path], *, is_there: bool = False) -> None:
         self._job = job
-        self.memory: dict[tuple[str, Place], Tensor] = {}
+        self.memory: dict[tuple[str, Offsets], Tensor] = {}
         self.was_waited_for = is_there
         self._path = job.root
         self._problem: Exception | None = None
@@ -278,7 +288,7 @@ def save_checkpoint(
     step: int = 0,
     scheduler: Any = None,
     extra: Any = None,
-    keep: Keep | int | None = None,
+    keep: CheckpointRetention | int | None = None,
 ) -> Path:
     """Saves a training run into ``folder/step-00000123``, from which any layout of processes goes on.
 
@@ -297,20 +307,20 @@ def save_checkpoint(
         step: how many training steps were made; the name of the checkpoint.
         scheduler: anything with a ``state_dict`` of plain values, or a list of such: schedulers, a GradScaler.
         extra: plain values that ``load_checkpoint`` gives back: numbers, words, lists, dictionaries. The first rank's.
-        keep: how many of the newest checkpoints stay, or a ``Keep``; None: all.
+        keep: how many of the newest checkpoints stay, or a ``CheckpointRetention``; None: all.
 
     Returns the path of the checkpoint. Raises, on all ranks, ConfigError for what cannot be saved, InputError where the
     disk fails; then what was there before is as it was.
     """
     come("save_checkpoint", ModelTensors(model).world)
-    with begun(folder, model, optimizer, step, scheduler, extra, keep) as job:
+    with prepare_save(folder, model, optimizer, step, scheduler, extra, keep) as job:
         path = job.agree(partial(job.write, to_disk=job.hosts > 1))
     if job.hosts == 1 and job.world.rank == 0:
-        _follow(Saving(job, partial(job.settle, path), is_there=True), job.model)
+        _follow(AsyncSave(job, partial(job.settle, path), is_there=True), job.model)
     return path
 
 
-def start_checkpoint(
+def async_save_checkpoint(
     folder: str | os.PathLike[str],
     model: nn.Module,
     optimizer: Any = None,
@@ -318,17 +328,17 @@ def start_checkpoint(
     step: int = 0,
     scheduler: Any = None,
     extra: Any = None,
-    keep: Keep | int | None = None,
-) -> Saving:
+    keep: CheckpointRetention | int | None = None,
+) -> AsyncSave:
     """As ``save_checkpoint``, of which it takes the arguments; returns when all is copied into memory of the host.
 
     A thread writes it; what it returns is waited for with ``wait()``, at the latest before the next save and before the
     program ends: then the disk has it. The memory, as much as this rank writes, is used again by the next save.
     """
     come("start_checkpoint", ModelTensors(model).world)
-    with begun(folder, model, optimizer, step, scheduler, extra, keep) as job:
-        saving = Saving(job, job.write)
-        before: Saving | None = job.model.__dict__.get(SAVE)
+    with prepare_save(folder, model, optimizer, step, scheduler, extra, keep) as job:
+        saving = AsyncSave(job, job.write)
+        before: AsyncSave | None = job.model.__dict__.get(SAVE)
         job.snapshot.copy_into(saving.memory if before is None else before.memory)
     _follow(saving, job.model)
     return saving
@@ -342,10 +352,10 @@ def check_savable(model: nn.Module, optimizer: Any = None, *, scheduler: Any = N
     tensors = ModelTensors(model)
     come("check_savable", tensors.world)
     with tensors.zero.reading() if tensors.zero is not None else nullcontext():
-        hold(tensors, lambda: None, optimizer, scheduler, extra)
+        collect_state(tensors, lambda: None, optimizer, scheduler, extra)
 
 
-def _follow(saving: Saving, model: nn.Module) -> None:
+def _follow(saving: AsyncSave, model: nn.Module) -> None:
     """Starts what a save leaves to a thread."""
     if (before := model.__dict__.get(SAVE)) is not None:
         saving.memory = before.memory
@@ -354,7 +364,7 @@ def _follow(saving: Saving, model: nn.Module) -> None:
 
 
 @contextmanager
-def begun(
+def prepare_save(
     folder: Any,
     model: nn.Module,
     optimizer: Any = None,
@@ -362,19 +372,19 @@ def begun(
     scheduler: Any = None,
     extra: Any = None,
     keep: Any = None,
-) -> Iterator[Job]:
+) -> Iterator[SaveJob]:
     """What is to be written, while the values are where they are. The first rank's process has the folder then."""
     root, tensors = Path(), ModelTensors(model)
     world, is_new = tensors.world, False
 
-    def check() -> Asked:
+    def check() -> SaveRequest:
         """What this rank was asked for, where that can be."""
         nonlocal root
         root = path_of(folder)
         _check_step(step)
-        Keep.of(keep)
+        CheckpointRetention.of(keep)
         _check_free(tensors.model.__dict__.get(SAVE))
-        return Asked(str(Path(folder)), step, platform.node(), directory.hidden_folder(root, step).name)
+        return SaveRequest(str(Path(folder)), step, platform.node(), directory.hidden_folder(root, step).name)
 
     def claim() -> None:
         nonlocal is_new
@@ -384,22 +394,22 @@ def begun(
 
     def see() -> None:
         if world.rank > 0:
-            directory.check_seen(hidden)
+            directory.check_visible(hidden)
 
     with tensors.zero.reading() if tensors.zero is not None else nullcontext():
-        asked, holding = hold(tensors, check, optimizer, scheduler, extra)
-        _check_alike(asked)
+        asked, holding = collect_state(tensors, check, optimizer, scheduler, extra)
+        _check_same_request(asked)
         hidden = root / asked[0].hidden
         try:
-            all_do(claim, world, f"Saving into {root}")
-            all_do(see, world, f"Saving into {root}")
-            index = Index(step, time.time(), tensors.sizes, values=holding.values)
+            run_on_all_ranks(claim, world, f"Saving into {root}")
+            run_on_all_ranks(see, world, f"Saving into {root}")
+            index = CheckpointIndex(step, time.time(), tensors.sizes, values=holding.values)
             snapshot = Snapshot(world.rank, world.size, index)
-            mine = shares(holding.cells, world)
+            mine = assigned_chunks(holding.cells, world)
             for item in holding.items:
                 snapshot.add(item, mine)
             hosts = len({each.host for each in asked})
-            yield Job(tensors.model, snapshot, hidden, root, Keep.of(keep), world, hosts, is_new)
+            yield SaveJob(tensors.model, snapshot, hidden, root, CheckpointRetention.of(keep), world, hosts, is_new)
         except BaseException:
             if world.rank == 0:
                 remove(hidden)
@@ -408,7 +418,7 @@ def begun(
             raise
 
 
-class Asked(NamedTuple):
+class SaveRequest(NamedTuple):
     """What a rank was asked to save, and under which name it would write it: that of the first rank counts."""
 
     folder: str
@@ -417,7 +427,7 @@ class Asked(NamedTuple):
     hidden: str
 
 
-def _check_alike(asked: Sequence[Asked]) -> None:
+def _check_same_request(asked: Sequence[SaveRequest]) -> None:
     """Raises ConfigError, on all ranks, where they were asked to save into other folders, or at other steps."""
     first = asked[0]
     for rank, each in enumerate(asked):
@@ -440,7 +450,7 @@ def _check_step(step: int) -> None:
         )
 
 
-def _check_free(before: Saving | None) -> None:
+def _check_free(before: AsyncSave | None) -> None:
     """Waits for what the save before left to its thread. Raises InputError where it is still written, or failed."""
     if before is None:
         return

@@ -21,22 +21,22 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shardformer.checkpoint.chunks import Holdings, Item, Region, held_by, left
-from shardformer.checkpoint.file_format import Index, check_dtype, from_json, to_json, weighted_sum
-from shardformer.comm.collective_call import all_tell
-from shardformer.errors import ConfigError, nearest
-from shardformer.layout.sharding_metadata import known_state
+from shardformer.checkpoint.chunks import FlatRegion, LocalChunks, TensorItem, list_local_chunks, without_tensors
+from shardformer.checkpoint.file_format import CheckpointIndex, check_dtype, from_json, to_json, weighted_sum
+from shardformer.comm.collective_call import gather_from_all_ranks
+from shardformer.errors import ConfigError, did_you_mean
+from shardformer.layout.sharding_metadata import find_metadata
 from shardformer.layout.slice_tensor import without_mark
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.rank_grid import AXES
 from shardformer.random_state import random_states, set_random_states
-from shardformer.zero.flat_shards import Piece, Shard
+from shardformer.zero.flat_shards import FlatShard, ParamSlice
 from shardformer.zero.optimizer_state_view import load_in_place
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 
 EXTRA_STATE = "_extra_state"
 """The last word of what ``get_extra_state`` gives, in a state dict of torch."""
-WEIGHTS, MASTERS, RESTS = "weights", "master", "rest"
+WEIGHTS, MASTER_WEIGHTS, KAHAN_RESIDUALS = "weights", "master", "rest"
 """In front of a parameter's name: its value, that in fp32, and what rounding took from it."""
 
 
@@ -52,8 +52,8 @@ class ModelTensors:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = unwrapped(model)
-        self._state = state = known_state(self.model)
+        self.model = unwrap_model(model)
+        self._state = state = find_metadata(self.model)
         self.zero = state.gradients if isinstance(state.gradients, ZeroOptimizer) else None
         self.world = self._find_world()
         self._entries = state.by_param()
@@ -95,23 +95,23 @@ class ModelTensors:
         """In the plain model; None for one that is not of the model."""
         return self._names.get(id(tensor))
 
-    def region_of(self, tensor: Tensor) -> Region:
+    def region_of(self, tensor: Tensor) -> FlatRegion:
         """What this rank has of a parameter or buffer."""
         entry = self._entries.get(id(tensor))
         if entry is None or not entry.spec.is_sharded:
-            return Region(tuple(tensor.shape), None, {})
-        return Region(entry.spec.shape, entry.spec, self._state.coords)
+            return FlatRegion(tuple(tensor.shape), None, {})
+        return FlatRegion(entry.spec.shape, entry.spec, self._state.coords)
 
-    def region_of_piece(self, piece: Piece) -> Region:
+    def region_of_piece(self, piece: ParamSlice) -> FlatRegion:
         """What this rank's optimizer has of a parameter."""
         spec = piece.entry.spec
         cut = spec if spec.is_sharded and not piece.gradient.is_shared else None
-        return Region(spec.shape, cut, self._state.coords, piece.stretch)
+        return FlatRegion(spec.shape, cut, self._state.coords, piece.stretch)
 
-    def name_of_piece(self, piece: Piece) -> str:
+    def name_of_piece(self, piece: ParamSlice) -> str:
         return self._names[id(piece.gradient.param)]
 
-    def shards(self) -> Iterator[Shard]:
+    def shards(self) -> Iterator[FlatShard]:
         """All shards of ZeRO on this rank, those of gathered parameters that do not train too."""
         if self.zero is not None:
             seen = {id(shard) for shard in self.zero.shards}
@@ -128,11 +128,11 @@ class ModelTensors:
         buffers = {n: x.detach() for n, x in self.tensors.items() if not isinstance(x, nn.Parameter)}
         return {name: weighted_sum(x, (0,) * x.dim()) for name, x in buffers.items()}
 
-    def items(self) -> Iterator[Item]:
+    def items(self) -> Iterator[TensorItem]:
         """What is saved of the values: inside of ``reading()`` of the optimizer.
 
         Of buffers that ranks hold alike only ranks at the front hold something; each data rank has its own, of which
-        ``not_its_own`` are left out.
+        ``identical_buffers`` are left out.
         """
         gathered, data = self.gathered, self.coords.get("data", 0)
         is_front = all(self.coords.get(name, 0) == 0 for name in ("sequence", "tensor"))
@@ -149,12 +149,12 @@ class ModelTensors:
                 if shard.keeps:
                     yield region.item(f"{WEIGHTS}/{name}", shard.own[piece.at])
                 if shard.rounded is not None and shard.rounded.rest is not None:
-                    yield region.item(f"{RESTS}/{name}", shard.rounded.rest[piece.at])
+                    yield region.item(f"{KAHAN_RESIDUALS}/{name}", shard.rounded.rest[piece.at])
                 elif shard.rounded is None and shard.wide != shard.dtype and piece.value.requires_grad:
-                    yield region.item(f"{MASTERS}/{name}", piece.value.detach().reshape(-1))
+                    yield region.item(f"{MASTER_WEIGHTS}/{name}", piece.value.detach().reshape(-1))
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def unwrap_model(model: nn.Module) -> nn.Module:
     """The model in torch's DistributedDataParallel, or in what ``torch.compile`` gave."""
     while True:
         if isinstance(model, DistributedDataParallel):
@@ -170,13 +170,13 @@ def buffer_name(data: int, name: str) -> str:
     return f"buffers.{data}/{name}"
 
 
-def not_its_own(sums: Sequence[tuple[int, Mapping[str, int]]]) -> list[set[str]]:
+def identical_buffers(sums: Sequence[tuple[int, Mapping[str, int]]]) -> list[set[str]]:
     """Of each rank, the buffers in which its data rank does not differ from the first: it has seen no other batches.
 
     Args:
         sums: of each rank its data rank, and its ``buffer_sums``.
 
-    >>> not_its_own([(0, {"mean": 3, "mask": 7}), (1, {"mean": 4, "mask": 7})])
+    >>> identical_buffers([(0, {"mean": 3, "mask": 7}), (1, {"mean": 4, "mask": 7})])
     [set(), {'buffers.1/mask'}]
     """
     first: dict[str, int] = {}
@@ -201,23 +201,23 @@ def _check(name: str, value: Any, *, is_there: bool) -> None:
         raise ConfigError(
             f"{name} is a DTensor, as fully_shard makes them",
             rule="A checkpoint is of a plain model, or of one that shard_model or zero has laid out",
-            remedy="Save it with torch.distributed.checkpoint, or train it with shardformer.zero(..., stage=3)",
+            remedy="Save it with torch.distributed.checkpoint, or train it with shard_optimizer(..., stage=3)",
         )
     if value.is_meta:
         raise ConfigError(
             f"{name} has no values",
             rule="What is saved or loaded is in memory",
-            remedy="Shard the model first, or call shardformer.materialize on it",
+            remedy="Shard the model first, or call shardformer.meta_init.materialize on it",
         )
 
 
 @dataclass(frozen=True, eq=False)
-class Slot:
+class OptimizerTensor:
     """One tensor that an optimizer changes: of which parameter, and which numbers of it."""
 
     name: str
     param: Tensor
-    region: Region
+    region: FlatRegion
 
 
 class OptimizerStates:
@@ -233,24 +233,24 @@ class OptimizerStates:
         self.optimizer, self._number = optimizer, number
         self.kind = type(optimizer).__name__
         pieces = {id(piece.value): piece for shard in tensors.shards() for piece in shard.pieces}
-        self.groups: list[list[Slot]] = []
+        self.groups: list[list[OptimizerTensor]] = []
         for group in optimizer.param_groups:
             slots = []
             for param in group["params"]:
                 if (piece := pieces.get(id(param))) is not None:
-                    slots.append(Slot(tensors.name_of_piece(piece), param, tensors.region_of_piece(piece)))
+                    slots.append(OptimizerTensor(tensors.name_of_piece(piece), param, tensors.region_of_piece(piece)))
                 elif (name := tensors.name_of(param)) is not None:
-                    slots.append(Slot(name, param, tensors.region_of(param)))
+                    slots.append(OptimizerTensor(name, param, tensors.region_of(param)))
                 else:
-                    raise _stranger(self.kind, param)
+                    raise _unknown_parameter_error(self.kind, param)
             self.groups.append(slots)
 
-    def _slots(self) -> Iterator[Slot]:
+    def _slots(self) -> Iterator[OptimizerTensor]:
         yield from (slot for group in self.groups for slot in group)
 
     # --- saving
 
-    def items(self) -> Iterator[Item]:
+    def items(self) -> Iterator[TensorItem]:
         """The tensors that this rank has of the states."""
         for slot in self._slots():
             for key, value in self.optimizer.state.get(slot.param, {}).items():
@@ -261,19 +261,19 @@ class OptimizerStates:
                     x = x.reshape(-1) if region.stretch is not None else x
                     yield region.item(_name(self._number, key, slot.name), x)
 
-    def _region_of(self, value: Tensor, slot: Slot, key: str) -> Region:
+    def _region_of(self, value: Tensor, slot: OptimizerTensor, key: str) -> FlatRegion:
         if value.shape == slot.param.shape:
             return slot.region
         if slot.region.is_whole:
-            return Region(tuple(value.shape), None, {})
+            return FlatRegion(tuple(value.shape), None, {})
         raise self._not_placed(key, tuple(value.shape), slot)
 
-    def _not_placed(self, key: str, shape: tuple[int, ...], slot: Slot) -> ConfigError:
+    def _not_placed(self, key: str, shape: tuple[int, ...], slot: OptimizerTensor) -> ConfigError:
         return ConfigError(
             f"{self.kind} keeps {key!r} of the shape {shape} for {slot.name}, of which this rank has a part alone: "
             f"{tuple(slot.param.shape)} of {slot.region.shape}",
             rule="What stands for each number of a parameter is cut as that is; other states belong to a whole one",
-            remedy="Write shardformer.zero(optimizer, model), which gives such an optimizer whole parameters, before "
+            remedy="Write shard_optimizer(optimizer, model), which gives such an optimizer whole parameters, before "
             "training; it does so with stage=0 too",
         )
 
@@ -316,12 +316,12 @@ class OptimizerStates:
                         f"{slot.name} is in group {i} of this {self.kind}, and was in "
                         f"{'none' if slot.name not in home else f'group {home[slot.name]}'} when it was saved",
                         rule="An optimizer takes up the state of one with the same groups",
-                        remedy=nearest(slot.name, saved["groups"][i]["names"])
+                        remedy=did_you_mean(slot.name, saved["groups"][i]["names"])
                         if slot.name not in home
                         else "Build its groups as they were when it was saved",
                     )
 
-    def wanted(self, index: Index) -> Iterator[tuple[Slot, str, str, Region]]:
+    def wanted(self, index: CheckpointIndex) -> Iterator[tuple[OptimizerTensor, str, str, FlatRegion]]:
         """(slot, key, name of the tensor, what this rank reads of it) of each state that was saved."""
         keys: dict[str, list[tuple[str, str]]] = {}
         for full_name in index.tensors:
@@ -335,11 +335,13 @@ class OptimizerStates:
                 if shape == slot.region.shape:
                     yield slot, key, full_name, slot.region
                 elif slot.region.is_whole:
-                    yield slot, key, full_name, Region(shape, None, {})
+                    yield slot, key, full_name, FlatRegion(shape, None, {})
                 else:
                     raise self._not_placed(key, shape, slot)
 
-    def take_up(self, saved: Mapping[str, Any], read: Sequence[tuple[Slot, str, Tensor]], *, exact: bool) -> None:
+    def take_up(
+        self, saved: Mapping[str, Any], read: Sequence[tuple[OptimizerTensor, str, Tensor]], *, exact: bool
+    ) -> None:
         """Gives the optimizer its states and options.
 
         Args:
@@ -371,7 +373,7 @@ class OptimizerStates:
                     state[key] = value.view(now.shape).to(now.device)
 
 
-def optimizers_of(optimizer: Any, tensors: ModelTensors) -> list[OptimizerStates]:
+def optimizer_states(optimizer: Any, tensors: ModelTensors) -> list[OptimizerStates]:
     """What is saved of an optimizer, of several, or of those that ``zero`` was given."""
     found = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer] if optimizer is not None else []
     plain: list[Optimizer] = []
@@ -392,7 +394,7 @@ def optimizers_of(optimizer: Any, tensors: ModelTensors) -> list[OptimizerStates
     return [OptimizerStates(each, number, tensors) for number, each in enumerate(plain)]
 
 
-def merged(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merge_optimizer_values(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What all ranks said of one optimizer, of whose parameters each has some."""
     first = values[0]
     groups = [
@@ -405,7 +407,7 @@ def merged(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"kind": first["kind"], "groups": groups, "scalars": scalars}
 
 
-def _is_scalar(key: Any, value: Tensor, slot: Slot) -> bool:
+def _is_scalar(key: Any, value: Tensor, slot: OptimizerTensor) -> bool:
     """Whether it is one number that stands for the whole parameter: as torch has it, not what goes with a scalar."""
     return value.dim() == 0 and (key == "step" or slot.param.dim() > 0)
 
@@ -414,7 +416,7 @@ def _name(number: int, key: Any, name: str) -> str:
     return f"optimizer.{number}/{quote(str(key), safe='')}/{name}"
 
 
-def _stranger(kind: str, param: Tensor) -> ConfigError:
+def _unknown_parameter_error(kind: str, param: Tensor) -> ConfigError:
     return ConfigError(
         f"{kind} holds a parameter of the shape {tuple(param.shape)} that is not one of the model",
         rule="The states of an optimizer are saved under the names of the model's parameters",
@@ -422,12 +424,12 @@ def _stranger(kind: str, param: Tensor) -> ConfigError:
     )
 
 
-def random_name(rank: int, name: str) -> str:
+def random_state_key(rank: int, name: str) -> str:
     """In a checkpoint, of one of the tensors of a rank."""
     return f"random.{rank}/{name}"
 
 
-def random_tensors(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def random_state_tensors(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """This rank's: (tensors by name, numbers)."""
     of_torch, of_numpy, of_python = random_states(device)
     name, keys, *rest = of_numpy
@@ -438,9 +440,9 @@ def random_tensors(device: torch.device) -> tuple[dict[str, Tensor], dict[str, A
     return tensors, {"numpy": [name, *rest], "python": [version, gauss]}
 
 
-def set_random_tensors(tensors: dict[str, Tensor], numbers: dict[str, Any], device: torch.device) -> None:
-    """What ``random_tensors`` gave, of generators that this device has."""
-    own, _ = random_tensors(device)
+def set_random_state_tensors(tensors: dict[str, Tensor], numbers: dict[str, Any], device: torch.device) -> None:
+    """What ``random_state_tensors`` gave, of generators that this device has."""
+    own, _ = random_state_tensors(device)
     of_torch = [tensors.get(name, own[name]) for name in own if name.startswith("torch.")]
     name, *rest = numbers["numpy"]
     of_numpy = (name, tensors["numpy"].numpy().astype(numpy.uint32), *rest)
@@ -452,7 +454,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
-class Holding:
+class StateContents:
     """A training run between two steps.
 
     Args:
@@ -461,41 +463,43 @@ class Holding:
         cells: which pieces all ranks have.
     """
 
-    items: list[Item]
+    items: list[TensorItem]
     values: dict[str, Any]
-    cells: tuple[Holdings, ...]
+    cells: tuple[LocalChunks, ...]
 
 
-def hold(
+def collect_state(
     tensors: ModelTensors, check: Callable[[], T], optimizer: Any, scheduler: Any, extra: Any
-) -> tuple[list[T], Holding]:
+) -> tuple[list[T], StateContents]:
     """(what ``check`` gives on each rank, what this rank holds). The values of items are where training has them.
 
     Communicates, at once, names and sizes of what all have, a checksum of each buffer, and plain values.
     """
-    world, items = tensors.world, list[Item]()
+    world, items = tensors.world, list[TensorItem]()
 
-    def collect() -> tuple[T, dict[str, Any], Holdings, dict[str, int]]:
-        checked, optimizers = check(), optimizers_of(optimizer, tensors)
-        own, numbers = random_tensors(tensors.device)
+    def collect() -> tuple[T, dict[str, Any], LocalChunks, dict[str, int]]:
+        checked, optimizers = check(), optimizer_states(optimizer, tensors)
+        own, numbers = random_state_tensors(tensors.device)
         items.extend(tensors.items())
         items.extend(item for each in optimizers for item in each.items())
-        items.extend(Region(tuple(x.shape), None, {}).item(random_name(world.rank, n), x) for n, x in own.items())
+        items.extend(
+            FlatRegion(tuple(x.shape), None, {}).item(random_state_key(world.rank, n), x) for n, x in own.items()
+        )
         for item in items:
             check_dtype(item.name, item.dtype)
         values = _values(tensors, optimizers, scheduler, extra) | {"random": numbers}
-        return checked, values, held_by(items), tensors.buffer_sums()
+        return checked, values, list_local_chunks(items), tensors.buffer_sums()
 
-    checked, said, cells, sums = zip(*all_tell(collect, world, "Saving a checkpoint"), strict=True)
-    alike = not_its_own([(one["coords"].get("data", 0), theirs) for one, theirs in zip(said, sums, strict=True)])
+    checked, said, cells, sums = zip(*gather_from_all_ranks(collect, world, "Saving a checkpoint"), strict=True)
+    alike = identical_buffers([(one["coords"].get("data", 0), theirs) for one, theirs in zip(said, sums, strict=True)])
     values = said[0] | {
-        "optimizers": [merged(each) for each in zip(*(one["optimizers"] for one in said), strict=True)],
+        "optimizers": [merge_optimizer_values(each) for each in zip(*(one["optimizers"] for one in said), strict=True)],
         "random": [one["random"] for one in said],
         "coords": [one["coords"] for one in said],
         "extra_states": {name: value for one in said for name, value in one["extra_states"].items()},
     }
     kept = [item for item in items if item.name not in alike[world.rank]]
-    return list(checked), Holding(kept, values, tuple(map(left, cells, alike)))
+    return list(checked), StateContents(kept, values, tuple(map(without_tensors, cells, alike)))
 
 
 def _values(tensors: ModelTensors, optimizers: Iterable[OptimizerStates], scheduler: Any, extra: Any) -> dict[str, Any]:
@@ -505,7 +509,7 @@ def _values(tensors: ModelTensors, optimizers: Iterable[OptimizerStates], schedu
         "optimizers": [each.values() for each in optimizers],
         "scheduler": [
             {"kind": type(s).__name__, "state": to_json(s.state_dict(), f"the state of {type(s).__name__}")}
-            for s in as_list(scheduler)
+            for s in as_object_list(scheduler)
         ],
         "extra": to_json(extra, "extra"),
         "coords": tensors.coords,
@@ -517,6 +521,6 @@ def _values(tensors: ModelTensors, optimizers: Iterable[OptimizerStates], schedu
     return values
 
 
-def as_list(given: Any) -> list[Any]:
+def as_object_list(given: Any) -> list[Any]:
     """None, one or several."""
     return [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]

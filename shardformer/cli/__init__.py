@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from shardformer.errors import ShardFormerError, message, wants_traceback
+from shardformer.errors import ShardFormerError, format_exception, wants_traceback
 
 OLD_NAMES = {"infer": "derive_policy"}
 """Earlier name of a command -> the command. It still runs, and is not listed."""
@@ -36,7 +36,7 @@ def build_app() -> typer.Typer:
         add_completion=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    app.callback()(_options)
+    app.callback()(_global_options)
     for verb in verbs():
         module = import_module(f"{__name__}.{verb}")
         settings = getattr(module, "CONTEXT_SETTINGS", {})
@@ -50,7 +50,7 @@ def build_app() -> typer.Typer:
     return app
 
 
-def _options(
+def _global_options(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and leave.", callback=lambda on: _print_version(on))
     ] = False,
@@ -72,5 +72,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if wants_traceback():
             raise
         sys.stdout.flush()
-        print(message(error), file=sys.stderr)
+        print(format_exception(error), file=sys.stderr)
         sys.exit(2)

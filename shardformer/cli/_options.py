@@ -18,20 +18,20 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hi
 
 import typer
 
-from shardformer.errors import ConfigError, LaunchError, nearest
-from shardformer.pipeline.partition import CUTS
+from shardformer.errors import ConfigError, LaunchError, did_you_mean
+from shardformer.pipeline.partition import PARTITION_METHODS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from _typeshed import DataclassInstance
 
-    from shardformer.verify.train_both import Pipelined
+    from shardformer.verify.train_both import VerifyPipeline
 
 T = TypeVar("T", bound="DataclassInstance")
 
 
-def takes(kind: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
+def options_from_dataclass(kind: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
     """Makes a verb of a function that takes one ``kind``, a dataclass.
 
     A field is ``Annotated`` with what its help says, or with a ``typer.Option`` or ``typer.Argument`` of its own. One
@@ -61,12 +61,12 @@ def _parameter(field: Field[Any], hint: Any) -> Parameter:
     return Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[plain, option])
 
 
-def check_folder(model: str) -> None:
+def check_model_directory(model: str) -> None:
     """Raises ConfigError for a folder without a config.json; anything else that MODEL may be is left to others."""
-    from shardformer.verify.small_models import SMALL
+    from shardformer.verify.small_models import SMALL_CONFIGS
 
     folder = Path(model).expanduser()
-    if model in SMALL or not folder.is_dir() or (folder / "config.json").is_file():
+    if model in SMALL_CONFIGS or not folder.is_dir() or (folder / "config.json").is_file():
         return
     inside = sorted(path.parent.name for path in folder.glob("*/config.json"))
     raise ConfigError(
@@ -80,7 +80,7 @@ EACH = 128
 """A core: far more than train well, and no machine is brought to its knees by a digit too many."""
 
 
-def check_count(asked: str, count: int) -> None:
+def check_num_processes(asked: str, count: int) -> None:
     """Raises LaunchError for more processes than a machine of this size can start."""
     cores = os.cpu_count() or 1
     if count > EACH * cores:
@@ -91,14 +91,14 @@ def check_count(asked: str, count: int) -> None:
         )
 
 
-def pipelined(
+def pipeline_options(
     pipe: int | None,
     micro_batches: int | None = None,
     schedule: str | None = None,
     chunks: int | None = None,
     cut: str | None = None,
     loss_weight: Callable[[Mapping[str, Any]], float] | None = None,
-) -> Pipelined | None:
+) -> VerifyPipeline | None:
     """What the options say, None where they ask for no pipeline.
 
     Raises ConfigError for what no schedule can do, before anything is loaded.
@@ -113,23 +113,23 @@ def pipelined(
                 remedy="Add --pipe 2, or leave them out",
             )
         return None
-    from shardformer.verify.train_both import Pipelined
-    from shardformer.verify.verification import AskedStages
+    from shardformer.verify.train_both import VerifyPipeline
+    from shardformer.verify.verification import StageOptions
 
-    asked = {"schedule": schedule, "num_model_chunks": chunks, "cut": None if cut is None else cut_of(cut)}
-    found = Pipelined(pipe, micro_batches, {n: v for n, v in asked.items() if v is not None}, loss_weight)
-    AskedStages(pipe, micro_batches, **found.stages)
+    asked = {"schedule": schedule, "num_model_chunks": chunks, "cut": None if cut is None else parse_partition(cut)}
+    found = VerifyPipeline(pipe, micro_batches, {n: v for n, v in asked.items() if v is not None}, loss_weight)
+    StageOptions(pipe, micro_batches, **found.stages)
     return found
 
 
-def cut_of(given: str) -> str | Sequence[int]:
+def parse_partition(given: str) -> str | Sequence[int]:
     """``cost``, ``even``, or ``3,5``: how many layers each virtual stage has."""
-    if given in CUTS:
+    if given in PARTITION_METHODS:
         return given
     counts = [part.strip() for part in given.split(",")]
     if all(count.isdecimal() and len(count) < 5 for count in counts):
         return [int(count) for count in counts]
-    hint = nearest(given, CUTS) if given.isalpha() else ""
+    hint = did_you_mean(given, PARTITION_METHODS) if given.isalpha() else ""
     raise ConfigError(
         f"--cut {given}",
         rule="Layers are cut into stages by cost, evenly, or by a list of how many each virtual stage has",

@@ -40,7 +40,7 @@ _BACKENDS: dict[str, tuple[Literal["missing", "failed"], str]] = {
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """One line of the table. Only a ``failed`` finding prevents training.
 
     ``missing`` is optional, and ``untested`` a version that ShardFormer supports and was not tested with.
@@ -67,9 +67,9 @@ def check(
         raise typer.Exit(1)
 
 
-def _versions() -> list[Finding]:
+def _versions() -> list[CheckResult]:
     findings = [
-        Finding("versions", "shardformer", "ok", version("shardformer")),
+        CheckResult("versions", "shardformer", "ok", version("shardformer")),
         _version("python", platform.python_version(), "install Python 3.11 or newer"),
     ]
     for name, module in (("torch", "torch"), ("transformers", "transformers.modeling_utils")):
@@ -79,31 +79,31 @@ def _versions() -> list[Finding]:
             found = version(name)
         except Exception as error:  # A broken installation raises whatever it likes, and is what we look for.
             what = " ".join(str(error).split())
-            findings.append(Finding("versions", name, "failed", f"{type(error).__name__}: {what}", remedy))
+            findings.append(CheckResult("versions", name, "failed", f"{type(error).__name__}: {what}", remedy))
             continue
         findings.append(_version(name, found, remedy))
     return findings
 
 
-def _version(name: str, found: str, remedy: str) -> Finding:
+def _version(name: str, found: str, remedy: str) -> CheckResult:
     """``failed`` if it is older than what is supported, ``untested`` if it is newer than what was tested."""
     major, minor = (int(part) for part in found.split(".")[:2])
     oldest, newest = TESTED[name]
     if (major, minor) < oldest:
-        return Finding("versions", name, "failed", found, remedy)
+        return CheckResult("versions", name, "failed", found, remedy)
     if (major, minor) > newest:
         note = f"{found} is newer than the tested versions, {_minor(oldest)} to {_minor(newest)}; it may work as well"
-        return Finding("versions", name, "untested", found, note)
-    return Finding("versions", name, "ok", found)
+        return CheckResult("versions", name, "untested", found, note)
+    return CheckResult("versions", name, "ok", found)
 
 
 def _minor(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))
 
 
-def _devices() -> list[Finding]:
+def _devices() -> list[CheckResult]:
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    findings = [Finding("devices", "CPU", "ok", f"{num_cores} cores")]
+    findings = [CheckResult("devices", "CPU", "ok", f"{num_cores} cores")]
     try:
         import torch
     except ImportError:
@@ -111,13 +111,13 @@ def _devices() -> list[Finding]:
     for i in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(i)
         memory_gib = properties.total_memory / 2**30
-        findings.append(Finding("devices", f"cuda:{i}", "ok", f"{properties.name}, {memory_gib:.0f} GiB"))
+        findings.append(CheckResult("devices", f"cuda:{i}", "ok", f"{properties.name}, {memory_gib:.0f} GiB"))
     if len(findings) == 1:
-        findings.append(Finding("devices", "GPU", "missing", "none; training runs on the CPU"))
+        findings.append(CheckResult("devices", "GPU", "missing", "none; training runs on the CPU"))
     return findings
 
 
-def _backends() -> list[Finding]:
+def _backends() -> list[CheckResult]:
     try:
         from torch import distributed
     except ImportError:
@@ -125,20 +125,20 @@ def _backends() -> list[Finding]:
     findings = []
     for name, (status, remedy) in _BACKENDS.items():
         if distributed.is_available() and getattr(distributed, f"is_{name}_available")():
-            findings.append(Finding("backends", name, "ok", "available"))
+            findings.append(CheckResult("backends", name, "ok", "available"))
         else:
-            findings.append(Finding("backends", name, status, "not in this torch", remedy))
+            findings.append(CheckResult("backends", name, status, "not in this torch", remedy))
     return findings
 
 
-def _all_reduce() -> Finding:
+def _all_reduce() -> CheckResult:
     name = "all-reduce of 1 MB, 2 processes"
     try:
         milliseconds = measure_all_reduce()
     except WorkerError as error:
         remedy = "See whether a firewall or container blocks the loopback device; GLOO_SOCKET_IFNAME=lo chooses it"
-        return Finding("backends", name, "failed", error.what, remedy)
-    return Finding("backends", name, "ok", f"{milliseconds:.2f} ms over gloo")
+        return CheckResult("backends", name, "failed", error.what, remedy)
+    return CheckResult("backends", name, "ok", f"{milliseconds:.2f} ms over gloo")
 
 
 def measure_all_reduce(num_processes: int = 2, timeout_s: float = TIMEOUT_S) -> float:
@@ -192,7 +192,7 @@ def probe(rank: int, num_processes: int, store: str) -> None:
     import torch
     from torch import distributed
 
-    from shardformer.mesh.init_distributed import leave_process_group
+    from shardformer.mesh.init_distributed import destroy_process_group
 
     timeout = datetime.timedelta(seconds=TIMEOUT_S)
     distributed.init_process_group(
@@ -207,32 +207,34 @@ def probe(rank: int, num_processes: int, store: str) -> None:
         times_s.append(time.perf_counter() - start)
         if not bool((numbers == num_processes * (num_processes + 1) / 2).all()):
             raise ArithmeticError(f"the sum over ranks is wrong: {numbers[0].item()}")
-    leave_process_group()
+    destroy_process_group()
     print(1e3 * median(times_s[5:]))
 
 
-def _optional_parts() -> list[Finding]:
+def _optional_parts() -> list[CheckResult]:
     findings = []
     for package, (module, brings, command) in _OPTIONAL_PACKAGES.items():
         if importlib.util.find_spec(module) is None:
-            findings.append(Finding("optional", package, "missing", brings, command))
+            findings.append(CheckResult("optional", package, "missing", brings, command))
             continue
         try:
             found = version(package)
         except PackageNotFoundError:
             found = "found"
-        findings.append(Finding("optional", package, "ok", found))
+        findings.append(CheckResult("optional", package, "ok", found))
     candidates = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
     compiler = next((path for name in candidates if (path := shutil.which(name))), None)
     if compiler:
-        findings.append(Finding("optional", "C++ compiler", "ok", compiler))
+        findings.append(CheckResult("optional", "C++ compiler", "ok", compiler))
     else:
         command = "xcode-select --install" if sys.platform == "darwin" else "apt-get install g++"
-        findings.append(Finding("optional", "C++ compiler", "missing", "torch.compile for enable_jit_fused", command))
+        findings.append(
+            CheckResult("optional", "C++ compiler", "missing", "torch.compile for enable_jit_fused", command)
+        )
     return findings
 
 
-def _print_table(findings: list[Finding], ready: bool) -> None:
+def _print_table(findings: list[CheckResult], ready: bool) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table

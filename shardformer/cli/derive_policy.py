@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from shardformer.cli._options import check_folder
+from shardformer.cli._options import check_model_directory
 from shardformer.errors import ConfigError
 
 
@@ -23,19 +23,19 @@ def derive_policy(
     name: Annotated[str, typer.Option(help="What to call the policy.")] = "MyPolicy",
 ) -> None:
     """Find a policy for MODEL, prove it on a small twin, and print it as a table of roles."""
-    from shardformer.discovery.derive_policy import infer as infer_policy
-    from shardformer.discovery.derive_policy import python_of
-    from shardformer.verify.model_source import called, find_model
+    from shardformer.discovery.derive_policy import derive_policy as infer_policy
+    from shardformer.discovery.derive_policy import policy_as_python
+    from shardformer.verify.model_source import call_user_function, find_model
 
     if not name.isidentifier() or iskeyword(name):
         raise ConfigError(
             f"--name {name!r}", rule="It is the name of a class of Python", remedy="Write it as --name MyPolicy"
         )
-    check_folder(model)
+    check_model_directory(model)
     source = find_model(model, dropout=False)
     if source.config is None:
-        policy = infer_policy(called(source.model_fn, f"model_fn of {model}"))
+        policy = infer_policy(call_user_function(source.model_fn, f"model_fn of {model}"))
     else:  # the weights are of no account
         source.config.architectures = [source.head]
         policy = infer_policy(source.config)
-    print(python_of(policy, name), end="")
+    print(policy_as_python(policy, name), end="")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from shardformer.pipeline.schedules import Kind, Schedule
+    from shardformer.pipeline.schedules import ActionKind, Schedule
 
 MOST = 2**14
 """Micro-batches on all stages that a picture has room for."""
@@ -66,7 +66,7 @@ def draw(
         _draw_grid(Console(highlight=False), grid, mode)
         return
 
-    from shardformer.pipeline.schedule_chart import as_text, check_file, save
+    from shardformer.pipeline.schedule_chart import check_file, save, schedule_as_text
     from shardformer.pipeline.schedules import default_chunks, make_schedule, simulate
 
     if out is not None:
@@ -75,7 +75,7 @@ def draw(
     chosen = make_schedule(schedule, stages, micro_batches, chunks)
     timeline = simulate(chosen, _durations(durations, chosen), send)
     console = Console(highlight=False)
-    console.print(_coloured(as_text(chosen, timeline, console.width), chosen))
+    console.print(_coloured(schedule_as_text(chosen, timeline, console.width), chosen))
     if out is not None:
         save(chosen, timeline, out)
         console.print(f"\nThe chart is in {out}", soft_wrap=True, markup=False)
@@ -120,11 +120,11 @@ def _draw_grid(console: Console, given: str, mode: str) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from shardformer.mesh.rank_grid import parsed, total_of
-    from shardformer.mesh.tensor_grid import formulas, holdings
+    from shardformer.mesh.rank_grid import num_ranks, parse_axis_size
+    from shardformer.mesh.tensor_grid import describe_grid_shards, grid_communication
 
-    sizes = parsed(given, "grid")
-    if (ranks := total_of(sizes, "grid")) > MOST_ROWS:
+    sizes = parse_axis_size(given, "grid")
+    if (ranks := num_ranks(sizes, "grid")) > MOST_ROWS:
         raise ConfigError(
             f"--grid {given}, of {ranks} ranks",
             rule=f"The table has a row for each rank: {MOST_ROWS} at the most",
@@ -135,16 +135,16 @@ def _draw_grid(console: Console, given: str, mode: str) -> None:
     for name in ("rank", third, "between blocks:\nsamples, hidden", "in a block:\nsamples, heads"):
         table.add_column(name)
     table.add_column("weights:\nheads, hidden")
-    for held in holdings(mode, sizes):
+    for held in describe_grid_shards(mode, sizes):
         table.add_row(str(held.rank), held.place, held.between, held.inside, held.weights)
     console.print(table)
     console.print("Numbers that a rank sends for a layer, forward and backward, of N tokens,")
     console.print("H hidden features and W weights (V: the widths in its blocks, E: at their exits):")
-    for layout, numbers in formulas(mode, sizes):
+    for layout, numbers in grid_communication(mode, sizes):
         console.print(f"  {layout:20} {numbers}")
 
 
-def _durations(given: str, schedule: Schedule) -> dict[Kind, float]:
+def _durations(given: str, schedule: Schedule) -> dict[ActionKind, float]:
     """``F=1,B=2`` as a table; only of kinds that the schedule has."""
     kinds = {str(action.kind): action.kind for order in schedule.actions for action in order}
     found = {}
@@ -170,19 +170,19 @@ def _coloured(text: str, schedule: Schedule) -> Text:
     from rich.style import Style
     from rich.text import Text
 
-    from shardformer.pipeline.schedule_chart import GOES_ON, colours, name_of
+    from shardformer.pipeline.schedule_chart import CONTINUATION_MARK, action_label, colours
 
     styles = {}
     for action in (action for order in schedule.actions for action in order):
         face, ink = colours(schedule, action)
-        styles[name_of(schedule, action)] = Style(color=ink, bgcolor=face)
+        styles[action_label(schedule, action)] = Style(color=ink, bgcolor=face)
     result = Text()
     running: dict[str, Style] = {}  # what each rank does, also where a band ends in the middle of it
     for line in text.splitlines(keepends=True):
         shown = Text(line)
         head, bar, _ = line.partition("|")
         for number, cell in enumerate(re.finditer(r" *(\S+)", line[len(head) + 1 :] if bar else "")):
-            goes_on = cell[1] == GOES_ON
+            goes_on = cell[1] == CONTINUATION_MARK
             running[head] = running.get(head, Style()) if goes_on else styles.get(cell[1], Style())
             start = cell.start() if goes_on and number > 0 else cell.start(1)
             shown.stylize(running[head], len(head) + 1 + start, len(head) + 1 + cell.end())

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardformer.errors import ConfigError, nearest
+from shardformer.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from rich.console import Console, JustifyMethod
@@ -36,7 +36,7 @@ def plot(
 
     from shardformer.pipeline.schedule_chart import check_file
     from shardformer.training.metrics_log import file_of, read_records
-    from shardformer.training.metrics_plot import draw, panel_names
+    from shardformer.training.metrics_plot import draw_metrics, panel_names
 
     _check_once([file_of(path) for path in runs])
     found = {name: read_records(path) for name, path in zip(_names(runs), runs)}
@@ -55,12 +55,12 @@ def plot(
     console = Console(highlight=False)
     _print(console, found)
     if has_matplotlib:
-        draw(found, path, asked or None)
-        _say(console, f"The picture is in {path}")
+        draw_metrics(found, path, asked or None)
+        _print_line(console, f"The picture is in {path}")
     elif out is not None:
         check_file(out)
     else:
-        _say(console, "No picture: it is drawn with matplotlib, pip install 'shardformer[plot]'", wraps=True)
+        _print_line(console, "No picture: it is drawn with matplotlib, pip install 'shardformer[plot]'", wraps=True)
 
 
 def _asked(values: str, known: Sequence[str]) -> list[str]:
@@ -73,7 +73,7 @@ def _asked(values: str, known: Sequence[str]) -> list[str]:
             raise ConfigError(
                 f"--values {values}: {name!r}",
                 rule="What is drawn was recorded; a value of the validation is drawn with that of the training",
-                remedy=nearest(name, known),
+                remedy=did_you_mean(name, known),
             )
     return asked
 
@@ -104,11 +104,11 @@ def _names(runs: list[Path]) -> list[str]:
 
 
 def _print(console: Console, runs: Runs) -> None:
-    from shardformer.training.metrics_plot import summary
+    from shardformer.training.metrics_plot import metrics_summary
 
     runs = {_printable(console, run): records for run, records in runs.items()}
-    rows = [{name: cell for name, cell in row.items() if cell} for row in summary(runs)]
-    columns = list(dict.fromkeys(name for row in summary(runs) for name in row if any(name in r for r in rows)))
+    rows = [{name: cell for name, cell in row.items() if cell} for row in metrics_summary(runs)]
+    columns = list(dict.fromkeys(name for row in metrics_summary(runs) for name in row if any(name in r for r in rows)))
     tables = [_across(rows, columns)], [_down(rows, columns)], [_down([row], columns) for row in rows]
     fitting = (some for some in tables if all(_width(console, table) <= console.width for table in some))
     for table in next(fitting, tables[-1]):
@@ -148,7 +148,7 @@ def _down(rows: list[dict[str, str]], columns: list[str]) -> Table:
     return table
 
 
-def _say(console: Console, text: str, wraps: bool = False) -> None:
+def _print_line(console: Console, text: str, wraps: bool = False) -> None:
     console.print(_printable(console, text), soft_wrap=not wraps, markup=False)
 
 

@@ -22,11 +22,17 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from shardformer.cli._options import check_count
-from shardformer.errors import LaunchError, first_line, nearest
+from shardformer import launcher
+from shardformer.cli._options import check_num_processes
+from shardformer.errors import LaunchError, did_you_mean, first_line
 from shardformer.launcher.failure_report import FEW, describe_failures
 from shardformer.launcher.hostfile import find_this_host, read_hostfile, select_hosts
-from shardformer.launcher.shutdown import STUCK, VARIABLE, end_soon, places
+from shardformer.launcher.shutdown import (
+    SHUTDOWN_TIMEOUT_VARIABLE,
+    STUCK_PROCESSES,
+    describe_stack_locations,
+    set_shutdown_timeout,
+)
 
 MOST_NODES = 2**16
 LONGEST_S = 24 * 3600
@@ -65,7 +71,7 @@ def _check_counts(options: argparse.Namespace) -> None:
             rule="A run has one process at the least",
             remedy="Write --nproc_per_node 2",
         )
-    check_count(f"--nproc_per_node {options.nproc_per_node}", num_processes)
+    check_num_processes(f"--nproc_per_node {options.nproc_per_node}", num_processes)
     try:
         least, most = parse_min_max_nnodes(options.nnodes)
     except (ValueError, RuntimeError):
@@ -94,14 +100,15 @@ def _check_seconds(options: argparse.Namespace) -> None:
     asked = {"--monitor-interval": options.monitor_interval}
     for name, said in (
         ("--shutdown-timeout", getattr(options, "shutdown_timeout", None)),
-        (VARIABLE, os.environ.get(VARIABLE)),
+        (SHUTDOWN_TIMEOUT_VARIABLE, os.environ.get(SHUTDOWN_TIMEOUT_VARIABLE)),
     ):
         if said is not None:
             asked[name] = float(said) if str(said).lstrip("-").isdecimal() else float("nan")
     for name, seconds in asked.items():
         if not (seconds > 0 or (seconds == 0 and name != "--monitor-interval")) or not seconds <= LONGEST_S:
+            value = os.environ[name] if name == SHUTDOWN_TIMEOUT_VARIABLE else f"{seconds:g}"
             raise LaunchError(
-                f"{name} is {os.environ[VARIABLE] if name == VARIABLE else f'{seconds:g}'}",
+                f"{name} is {value}",
                 rule=f"It is a number of seconds, up to {LONGEST_S}",
                 remedy=f"Write {name} {1 if name == '--monitor-interval' else 60}, or leave it out",
             )
@@ -114,7 +121,7 @@ def _check_signals(names: str) -> None:
             raise LaunchError(
                 f"--signals-to-handle is {names!r}",
                 rule="It lists signals that a process may handle, with commas between them",
-                remedy=f"Write --signals-to-handle SIGTERM,SIGINT. {nearest(name.strip(), known)}",
+                remedy=f"Write --signals-to-handle SIGTERM,SIGINT. {did_you_mean(name.strip(), known)}",
             )
 
 
@@ -291,7 +298,7 @@ def _check_script(options: argparse.Namespace) -> None:
     if not found:
         kind = "module" if options.module else "script"
         folder = Path(script).parent
-        hint = nearest(script, [] if options.module else map(str, folder.glob("*.py")))
+        hint = did_you_mean(script, [] if options.module else map(str, folder.glob("*.py")))
         raise LaunchError(
             f"There is no {kind} {script!r} in {os.getcwd()!r}",
             rule=f"The form is: {USAGE}",
@@ -312,14 +319,14 @@ def _set_threads(options: argparse.Namespace) -> None:
 # --------------------------------------------------------------------------------------------------------------- launch
 
 
-def _meeting(options: argparse.Namespace, endpoint: str) -> AbstractContextManager[None]:
+def _rendezvous(options: argparse.Namespace, endpoint: str) -> AbstractContextManager[None]:
     """Says who has not come, where launchers of several machines meet at the first one's address."""
-    from shardformer.mesh.rank_failures import Meeting
+    from shardformer.mesh.rank_failures import Rendezvous
 
     host, _, port = endpoint.rpartition(":")
     if options.rdzv_backend != "static" or _is_alone(options) or options.nnodes == "1" or not port.isdigit():
         return nullcontext()
-    return Meeting(host, int(port), options.node_rank, int(options.nnodes.rpartition(":")[2]), "node").watched()
+    return Rendezvous(host, int(port), options.node_rank, int(options.nnodes.rpartition(":")[2]), "node").watched()
 
 
 def _launch(options: argparse.Namespace, command: str = "run") -> int:
@@ -334,12 +341,12 @@ def _launch(options: argparse.Namespace, command: str = "run") -> int:
         # The script runs inside a small file of ours that leaves a note of its first error.
         as_module = ["-m"] if options.module else []
         options.training_script_args = [*as_module, options.training_script, *options.training_script_args]
-        options.training_script = str(Path(__file__).with_name("_worker.py"))
+        options.training_script = str(Path(launcher.__file__).with_name("worker.py"))
         options.module = False
     try:
         # `record` hands the error on where a launcher has started us; without one it would log that there is none.
         start = record(torchrun.run) if "TORCHELASTIC_ERROR_FILE" in os.environ else torchrun.run
-        with end_soon(options), _meeting(options, torchrun.get_rdzv_endpoint(options)):
+        with set_shutdown_timeout(options), _rendezvous(options, torchrun.get_rdzv_endpoint(options)):
             start(options)
     except ChildFailedError as error:
         sys.stdout.flush()
@@ -349,8 +356,8 @@ def _launch(options: argparse.Namespace, command: str = "run") -> int:
         print(describe_failures(error.failures, ranks, command), file=sys.stderr, flush=True)
         return 1
     except SignalException as error:
-        left = "".join(f"\nshardformer {command}: of process {pid}: {what}" for pid, what in STUCK.items())
-        left += "".join(f"\nshardformer {command}: {place}" for place in places()[:FEW])
+        left = "".join(f"\nshardformer {command}: of process {pid}: {what}" for pid, what in STUCK_PROCESSES.items())
+        left += "".join(f"\nshardformer {command}: {place}" for place in describe_stack_locations()[:FEW])
         print(f"shardformer {command}: ended by {error.sigval.name}{left}", file=sys.stderr, flush=True)
         return 128 + error.sigval
     except (RendezvousError, DistNetworkError) as error:

@@ -15,9 +15,9 @@ from shardformer.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from shardformer.config import Parallel
-    from shardformer.train_command.config_schema import RunConfig
-    from shardformer.train_command.run import RunPlan
+    from shardformer.config import ParallelConfig
+    from shardformer.train_command.config_schema import TrainConfig
+    from shardformer.train_command.run import DryRunReport
 
 MODULE = "shardformer.train_command"
 
@@ -54,10 +54,10 @@ def train(
     processes; else it starts them.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # every process would say what one has said
-    from shardformer.train_command.config_schema import read_config
+    from shardformer.train_command.config_schema import load_train_config
 
     asked = list(changes or [])
-    found = read_config(config, asked)
+    found = load_train_config(config, asked)
     where = _where(dry_run)
     if where is None and _count(found.layout, processes) > 1:
         _start(found, _count(found.layout, processes), max_restarts or 0, shutdown_timeout, [str(config), *asked])
@@ -67,33 +67,33 @@ def train(
     if dry_run:
         from rich.console import Console
 
-        from shardformer.train_command.run import plan_of
+        from shardformer.train_command.run import make_dry_run_report
 
-        print_plan(Console(highlight=False), plan_of(found))
+        print_plan(Console(highlight=False), make_dry_run_report(found))
         return
-    from shardformer.train_command.run import train as train_here
+    from shardformer.train_command.run import run_training as train_here
 
     train_here(found)
 
 
-def _start(found: RunConfig, count: int, max_restarts: int, shutdown_timeout: int | None, run: list[str]) -> NoReturn:
+def _start(found: TrainConfig, count: int, max_restarts: int, shutdown_timeout: int | None, run: list[str]) -> NoReturn:
     """Starts the processes, waits for their end, and exits with their status."""
     from shardformer.cli.run import launch
-    from shardformer.launcher.shutdown import VARIABLE
-    from shardformer.train_command.build import hooks_of, optimizer_of
+    from shardformer.launcher.shutdown import SHUTDOWN_TIMEOUT_VARIABLE
+    from shardformer.train_command.build import build_hooks, build_optimizer
 
-    hooks_of(found), optimizer_of(found.optimizer)  # refused here, once and not in every process
+    build_hooks(found), build_optimizer(found.optimizer)  # refused here, once and not in every process
     if shutdown_timeout is not None:
-        os.environ[VARIABLE] = str(shutdown_timeout)
+        os.environ[SHUTDOWN_TIMEOUT_VARIABLE] = str(shutdown_timeout)
     options = ["--nproc_per_node", str(count), "--max-restarts", str(max_restarts)]
     sys.exit(launch([*options, "-m", MODULE, *run], "train"))
 
 
 def _where(dry_run: bool) -> str | None:
     """In words, where this command starts no processes; None where it may."""
-    from shardformer.training.initialize import LAUNCHED
+    from shardformer.training.initialize import LAUNCHER_VARIABLES
 
-    launched = next((name for name in LAUNCHED if name in os.environ), None)
+    launched = next((name for name in LAUNCHER_VARIABLES if name in os.environ), None)
     return "in a dry run" if dry_run else f"under a launcher ({launched} is set)" if launched else None
 
 
@@ -108,7 +108,7 @@ def _check_unused(where: str, options: dict[str, int | None]) -> None:
             )
 
 
-def _count(layout: Parallel, processes: int | None) -> int:
+def _count(layout: ParallelConfig, processes: int | None) -> int:
     """How many processes are started. Raises ConfigError for a number that the layout does not fit."""
     least = prod(size or 1 for size in layout.sizes.values())
     count = least if processes is None else processes
@@ -122,10 +122,10 @@ def _count(layout: Parallel, processes: int | None) -> int:
     return count
 
 
-def print_plan(console: Console, plan: RunPlan) -> None:
+def print_plan(console: Console, plan: DryRunReport) -> None:
     from rich.table import Table
 
-    from shardformer.zero.memory_estimate import said_bytes
+    from shardformer.zero.memory_estimate import format_bytes
 
     layout = ", ".join(f"{name} {size}" for name, size in plan.layout.items() if size > 1) or "one process"
     console.print(f"[bold]{plan.model}[/], {plan.num_parameters:,} parameters", soft_wrap=True)
@@ -141,12 +141,13 @@ def print_plan(console: Console, plan: RunPlan) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     for rank in plan.ranks:
         kept = rank.kept
-        step = "?" if rank.step is None else said_bytes(rank.step)
+        step = "?" if rank.step is None else format_bytes(rank.step)
         most = kept.total + max((rank.step or 0) - kept.gradients, 0)  # a step's peak has the gradients in it
         cells = (kept.parameters + kept.gathered, kept.gradients, kept.masters, kept.states)
         table.add_row(
             *(str(rank.coords[name]) for name in axes),
-            *map(said_bytes, cells), step, ("?" if rank.step is None else said_bytes(most)), said_bytes(kept.host),
+            *map(format_bytes, cells), step,
+            ("?" if rank.step is None else format_bytes(most)), format_bytes(kept.host),
         )  # fmt: skip
     console.print(table)
     console.print(

@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardformer.cli._options import check_count, check_folder, pipelined, takes
+from shardformer.cli._options import (
+    check_model_directory,
+    check_num_processes,
+    options_from_dataclass,
+    pipeline_options,
+)
 from shardformer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,8 +27,8 @@ if TYPE_CHECKING:
     from shardformer.pipeline.micro_batch_loss import LossWeight
     from shardformer.verify.model_source import ModelSource
     from shardformer.verify.report import Report
-    from shardformer.verify.train_both import Pipelined
-    from shardformer.verify.training_options import Training
+    from shardformer.verify.train_both import VerifyPipeline
+    from shardformer.verify.training_options import VerifyTraining
 
 TIMEOUT_S = 3600.0
 """For one head. A model may be large, and what hangs can be stopped by hand."""
@@ -36,7 +41,7 @@ class Dtype(StrEnum):
     FP32 = "fp32"
 
 
-class Reference(StrEnum):
+class LossAverage(StrEnum):
     """What the plain loss is with several data ranks."""
 
     PARTS = "parts"
@@ -139,10 +144,10 @@ class VerifyOptions:
         "(LLaMA in its norms, GPT-2 for the loss), it stays in fp64 then.",
     ] = Dtype.FP64
     reference: Annotated[
-        Reference,
+        LossAverage,
         "The plain loss, with --data: the mean of the losses of the data ranks' parts of a batch, or the loss of the "
         "whole batch, which a loss that balances experts, or parts with unlike numbers of labels, do not give.",
-    ] = Reference.PARTS
+    ] = LossAverage.PARTS
     head: Annotated[str, "The class of transformers to build, such as BertForTokenClassification."] = ""
     all_heads: Annotated[bool, "Every head class of the family, one after another."] = False
     batch: Annotated[int | None, typer.Option(min=1, help="Samples in a batch, by default 4 or a little more.")] = None
@@ -152,44 +157,44 @@ class VerifyOptions:
     @property
     def tensor_size(self) -> int:
         """Of the tensor axis: who asks for a pipeline alone, or for the sequence axis, gets one."""
-        from shardformer.mesh.rank_grid import total_of
+        from shardformer.mesh.rank_grid import num_ranks
 
-        return total_of(self.tensor_sizes, "tensor")
+        return num_ranks(self.tensor_sizes, "tensor")
 
     @property
     def tensor_sizes(self) -> int | tuple[int, ...]:
         """Its ranks, or those of its rows, columns and third axis. Raises ConfigError for anything else."""
-        from shardformer.mesh.rank_grid import parsed
+        from shardformer.mesh.rank_grid import parse_axis_size
 
         if self.tensor is not None:
-            return parsed(self.tensor, "tensor")
+            return parse_axis_size(self.tensor, "tensor")
         return 2 if self.pipe is None and self.sequence == "1" else 1
 
     @property
     def sequence_sizes(self) -> int | tuple[int, int]:
         """Of the sequence axis. Raises ConfigError for what is neither a number nor two."""
-        from shardformer.mesh.rank_grid import parsed
+        from shardformer.mesh.rank_grid import parse_axis_size
 
-        sizes = parsed(self.sequence, "sequence")
+        sizes = parse_axis_size(self.sequence, "sequence")
         return sizes if isinstance(sizes, int) else (sizes[0], sizes[1])
 
     @property
     def sequence_ranks(self) -> int:
-        from shardformer.mesh.rank_grid import total_of
+        from shardformer.mesh.rank_grid import num_ranks
 
-        return total_of(self.sequence_sizes)
+        return num_ranks(self.sequence_sizes)
 
     @property
     def num_processes(self) -> int:
         return self.tensor_size * (self.pipe or 1) * self.data * self.sequence_ranks
 
-    def pipelined(self, loss_weight: LossWeight | None = None) -> Pipelined | None:
-        return pipelined(self.pipe, self.micro_batches, self.schedule, self.chunks, self.cut, loss_weight)
+    def pipelined(self, loss_weight: LossWeight | None = None) -> VerifyPipeline | None:
+        return pipeline_options(self.pipe, self.micro_batches, self.schedule, self.chunks, self.cut, loss_weight)
 
-    def training(self) -> Training:
-        from shardformer.verify.training_options import Training
+    def training(self) -> VerifyTraining:
+        from shardformer.verify.training_options import VerifyTraining
 
-        return Training(
+        return VerifyTraining(
             self.zero,
             self.optimizer,
             self.reference.value,
@@ -213,7 +218,7 @@ class VerifyOptions:
         }
 
 
-@takes(VerifyOptions)
+@options_from_dataclass(VerifyOptions)
 def verify(options: VerifyOptions) -> None:
     """Train a model whole in one process and split over several, and compare every loss, gradient and weight.
 
@@ -265,7 +270,7 @@ def _check(options: VerifyOptions) -> None:
             remedy="Leave one of the two out",
         )
     _check_used(options)
-    check_count("The product of the axes", options.num_processes)
+    check_num_processes("The product of the axes", options.num_processes)
     ShardConfig(**options.config())  # refuses a combination that cannot be before anything is loaded
     options.pipelined()
     options.training()
@@ -278,7 +283,7 @@ def _check_used(options: VerifyOptions) -> None:
         (f"--mode {options.mode}" if options.mode != "1d" else "", splits, "--tensor 2x2"),
         ("--sequence-parallel" if options.sequence_parallel else "", splits, "--tensor 2"),
         (f"--context {options.context}" if options.context != "auto" else "", sequence, "--sequence 2"),
-        ("--reference whole" if options.reference is Reference.WHOLE else "", options.data > 1, "--data 2"),
+        ("--reference whole" if options.reference is LossAverage.WHOLE else "", options.data > 1, "--data 2"),
     ):
         if given and not is_used:
             raise ConfigError(
@@ -290,9 +295,9 @@ def _check_used(options: VerifyOptions) -> None:
 
 def _sources(options: VerifyOptions) -> list[ModelSource]:
     from shardformer.verify.model_source import find_model
-    from shardformer.verify.small_models import sees_alone
+    from shardformer.verify.small_models import is_vision_only
 
-    check_folder(options.model)
+    check_model_directory(options.model)
     source = find_model(options.model)
     fixed = "batch_fn" in source.own and not hasattr(source.own["batch_fn"], "with_samples")
     if (fixed and options.batch) or ("batch_fn" in source.own and options.tokens):
@@ -301,7 +306,7 @@ def _sources(options: VerifyOptions) -> list[ModelSource]:
             rule="The two are sizes of random batches",
             remedy="Leave them out, or the batch_fn",
         )
-    if options.tokens and source.config is not None and sees_alone(source.head):
+    if options.tokens and source.config is not None and is_vision_only(source.head):
         raise ConfigError(
             f"--tokens {options.tokens} for {source.head or options.model}, which reads images",
             rule="It is the length of a text",
@@ -313,11 +318,11 @@ def _sources(options: VerifyOptions) -> list[ModelSource]:
     return sources if pipeline is None else [source.deeper(_num_layers(pipeline)) for source in sources]
 
 
-def _num_layers(pipeline: Pipelined) -> int:
+def _num_layers(pipeline: VerifyPipeline) -> int:
     """The least that a model must have for its stages."""
-    from shardformer.verify.verification import AskedStages
+    from shardformer.verify.verification import StageOptions
 
-    stages = AskedStages(pipeline.pipe, pipeline.micro_batches, **pipeline.stages)
+    stages = StageOptions(pipeline.pipe, pipeline.micro_batches, **pipeline.stages)
     return stages.num_virtual_stages if isinstance(stages.cut, str) else sum(stages.cut)
 
 
@@ -325,11 +330,11 @@ def _verify_one(options: VerifyOptions, source: ModelSource, policy: Any, pool: 
     import torch
 
     from shardformer.verify.model_source import TOKENS
-    from shardformer.verify.small_models import counts_by_sample, num_samples, sample_loss
+    from shardformer.verify.small_models import num_samples, sample_loss, weights_loss_by_sample
     from shardformer.verify.verification import verify as run_verify
 
     weight = source.own.get("loss_weight")
-    if weight is None and source.loss_fn is sample_loss and counts_by_sample(source.head):
+    if weight is None and source.loss_fn is sample_loss and weights_loss_by_sample(source.head):
         weight = num_samples
     pipeline = options.pipelined(weight)
     of_rank = max(-(-4 // options.data), pipeline.num_parts if pipeline is not None else 1)

@@ -1,3 +1,12 @@
-"""Collectives over an axis: plain ones, ones that autograd understands, and the recorder that counts them."""
+"""Collectives over an axis, their autograd pairs, cross-rank agreement, and the recorder that counts them."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardformer.public_names import lazy_names
+
+if TYPE_CHECKING:
+    from shardformer.comm.recorder import CollectiveRecorder as CollectiveRecorder
+
+__getattr__, __all__ = lazy_names(__name__)

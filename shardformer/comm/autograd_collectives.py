@@ -25,7 +25,7 @@ from shardformer.layout.shard_spec import Split
 from shardformer.mesh.parallel_context import Axis
 
 
-def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Refuses a backward of which another backward is to be taken, through which no gradient would flow."""
 
     @wraps(backward)
@@ -41,78 +41,80 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-class _EnterBlock(Function):
+class CopyToTpRegion(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
         return x.view_as(x)
 
     @staticmethod
-    @first_order_only
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return all_reduce(grad.clone(), ctx.axis), None
 
 
-class _LeaveBlock(Function):
+class _ReduceFromTpRegion(Function):
+    leaves_block = True
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, purpose: str) -> Tensor:
         return all_reduce(x.clone(), axis, purpose=purpose)
 
     @staticmethod
-    @first_order_only
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad, None, None
 
 
-class _GatherInput(Function):
+class _GatherFromSpRegion(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, joined: Tensor | None, axis: Axis, dim: int, full: int) -> Tensor:
         ctx.axis, ctx.dim = axis, dim
         return all_gather(x, axis, dim, full) if joined is None else joined.view_as(joined)
 
     @staticmethod
-    @first_order_only
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         return reduce_scatter(grad, ctx.axis, ctx.dim), None, None, None, None
 
 
-class _ScatterOutput(Function):
+class _ReduceScatterToSpRegion(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
         ctx.axis, ctx.dim, ctx.full = axis, dim, x.shape[dim]
         return reduce_scatter(x, axis, dim)
 
     @staticmethod
-    @first_order_only
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return all_gather(grad, ctx.axis, ctx.dim, ctx.full), None, None
 
 
-class _SplitDim(Function):
+class _ScatterToRegion(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
         ctx.axis, ctx.dim, ctx.split = axis, dim, split
-        return own_slices(x, axis, dim, split)
+        return local_slices(x, axis, dim, split)
 
     @staticmethod
-    @first_order_only
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return _join(grad, ctx.axis, ctx.dim, ctx.split, "block"), None, None, None
 
 
-class _JoinDim(Function):
+class _GatherFromRegion(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, split: Split, purpose: str) -> Tensor:
         ctx.axis, ctx.dim, ctx.split = axis, dim, split
         return _join(x, axis, dim, split, purpose)
 
     @staticmethod
-    @first_order_only
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return own_slices(grad, ctx.axis, ctx.dim, ctx.split), None, None, None, None
+        return local_slices(grad, ctx.axis, ctx.dim, ctx.split), None, None, None, None
 
 
-def own_slices(x: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
+def local_slices(x: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
     """This rank's slices of a tensor that all ranks hold, in memory of their own. Communicates nothing."""
     pieces = [x.narrow(dim, a, b - a) for a, b in split.parts[axis.rank] or [(0, 0)]]
     return torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
@@ -127,34 +129,34 @@ def _join(x: Tensor, axis: Axis, dim: int, split: Split, purpose: str) -> Tensor
     return gathered.index_select(dim, order.argsort().to(x.device))
 
 
-def enter_block(x: Tensor, axis: Axis) -> Tensor:
+def copy_to_tp_region(x: Tensor, axis: Axis) -> Tensor:
     """x, replicated, enters a block. Backward: one all-reduce of the gradient of x."""
-    return x if axis.size == 1 else _EnterBlock.apply(x, axis)
+    return x if axis.size == 1 else CopyToTpRegion.apply(x, axis)
 
 
-def leave_block(x: Tensor, axis: Axis, purpose: str = "block") -> Tensor:
+def reduce_from_tp_region(x: Tensor, axis: Axis, purpose: str = "block") -> Tensor:
     """The sum of every rank's partial x leaves a block. Forward: one all-reduce of x."""
-    return x if axis.size == 1 else _LeaveBlock.apply(x, axis, purpose)
+    return x if axis.size == 1 else _ReduceFromTpRegion.apply(x, axis, purpose)
 
 
-def gather_input(x: Tensor, axis: Axis, dim: int, full: int, joined: Tensor | None = None) -> Tensor:
+def gather_from_sp_region(x: Tensor, axis: Axis, dim: int, full: int, joined: Tensor | None = None) -> Tensor:
     """The whole of a dim of length ``full`` from even slices, of which each rank uses a part (its heads) afterwards.
 
     Forward: one all-gather, none where ``joined`` is it already. Backward: one reduce-scatter.
     """
-    return x if axis.size == 1 else _GatherInput.apply(x, joined, axis, dim, full)
+    return x if axis.size == 1 else _GatherFromSpRegion.apply(x, joined, axis, dim, full)
 
 
-def scatter_output(x: Tensor, axis: Axis, dim: int) -> Tensor:
+def reduce_scatter_to_sp_region(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """This rank's even slice of the sum of every rank's x. Forward: one reduce-scatter. Backward: one all-gather."""
-    return x if axis.size == 1 else _ScatterOutput.apply(x, axis, dim)
+    return x if axis.size == 1 else _ReduceScatterToSpRegion.apply(x, axis, dim)
 
 
-def split_dim(x: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
+def scatter_to_region(x: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
     """This rank's slices of a replicated x. Backward: one all-gather of x."""
-    return x if axis.size == 1 else _SplitDim.apply(x, axis, dim % x.dim(), split)
+    return x if axis.size == 1 else _ScatterToRegion.apply(x, axis, dim % x.dim(), split)
 
 
-def join_dim(x: Tensor, axis: Axis, dim: int, split: Split, purpose: str = "block") -> Tensor:
+def gather_from_region(x: Tensor, axis: Axis, dim: int, split: Split, purpose: str = "block") -> Tensor:
     """The whole of a dim from all ranks' slices, used the same way on all ranks. Forward: one all-gather."""
-    return x if axis.size == 1 else _JoinDim.apply(x, axis, dim % x.dim(), split, purpose)
+    return x if axis.size == 1 else _GatherFromRegion.apply(x, axis, dim % x.dim(), split, purpose)

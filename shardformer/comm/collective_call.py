@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, cast
 
-from shardformer.comm.collectives import broadcast_object, gather_numbers, gather_objects
+from shardformer.comm.collectives import all_gather_numbers, all_gather_objects, broadcast_object
 from shardformer.errors import ConfigError, InputError, ShardFormerError
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.mesh.transport import Word
@@ -20,7 +20,7 @@ from shardformer.mesh.transport import Word
 T = TypeVar("T")
 
 
-def agree(
+def collective_call(
     context: ParallelContext,
     make: Callable[[], T],
     lines_of: Callable[[T], list[str]] = lambda _: [],
@@ -45,7 +45,7 @@ def agree(
     except Exception as error:  # any failure of one rank must reach the others, which would wait for it
         problem = error
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    answers = gather_all((digest, _error_text(problem)), context)
+    answers = all_gather_from_grid((digest, _error_text(problem)), context)
     if problem is not None:
         raise problem
     for rank, (_, said) in answers:
@@ -57,7 +57,7 @@ def agree(
             )
     if len({digest for _, (digest, _) in answers}) > 1:
         explain()
-        _raise_difference(gather_all(lines, context))
+        _raise_difference(all_gather_from_grid(lines, context))
     return cast(T, made)  # without a problem it was made
 
 
@@ -67,11 +67,11 @@ def _error_text(problem: Exception | None) -> str | None:
     return f"{type(problem).__name__}: {problem}"
 
 
-def gather_all(value: T, context: ParallelContext) -> list[tuple[int, T]]:
+def all_gather_from_grid(value: T, context: ParallelContext) -> list[tuple[int, T]]:
     """(global rank, value) of every rank of the grid."""
     found = [(context.rank, value)]
     for axis in reversed(list(context.own_axes)):
-        found = [pair for row in gather_objects(found, axis) for pair in row]
+        found = [pair for row in all_gather_objects(found, axis) for pair in row]
     return found
 
 
@@ -134,9 +134,9 @@ def tell_at_step(call: str, axis: Axis, numbers: Sequence[int]) -> list[list[int
 def _gather(call: str, axis: Axis, numbers: Sequence[int]) -> list[list[int]]:
     assert len(numbers) <= NUM_FACTS
     padded = [number_of(call), *numbers, *[0] * (NUM_FACTS - len(numbers))]
-    every = gather_numbers(padded, axis)
+    every = all_gather_numbers(padded, axis)
     if any(theirs[0] != every[0][0] for theirs in every):
-        _raise_others(gather_objects(call, axis), axis)
+        _raise_others(all_gather_objects(call, axis), axis)
     return [theirs[1 : 1 + len(numbers)] for theirs in every]
 
 
@@ -213,25 +213,25 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
-def all_do(make: Callable[[], T], world: Axis, what: str) -> T:
+def run_on_all_ranks(make: Callable[[], T], world: Axis, what: str) -> T:
     """What ``make`` gives on this rank. Communicates what went wrong, on any.
 
     Raises, on all ranks, what the first one raised that failed; InputError, which begins with ``what``, for an OSError.
     """
     made: list[T] = []
-    all_tell(lambda: made.append(make()), world, what)
+    gather_from_all_ranks(lambda: made.append(make()), world, what)
     return made[0]
 
 
-def all_tell(make: Callable[[], T], world: Axis, what: str) -> list[T]:
-    """What ``make`` gives on each rank, which can be pickled; raises as ``all_do``. Communicates it."""
+def gather_from_all_ranks(make: Callable[[], T], world: Axis, what: str) -> list[T]:
+    """What ``make`` gives on each rank, which can be pickled; raises as ``run_on_all_ranks``. Communicates it."""
     value: T | None = None
     problem: Exception | None = None
     try:
         value = make()
     except Exception as error:
         problem = error
-    said = gather_objects((_failed_ranks_error(problem, what, world.rank), value), world)
+    said = all_gather_objects((_failed_ranks_error(problem, what, world.rank), value), world)
     failed = [theirs for theirs, _ in said if theirs is not None]
     if problem is not None and not isinstance(problem, (ShardFormerError, OSError)):
         raise problem
@@ -240,9 +240,9 @@ def all_tell(make: Callable[[], T], world: Axis, what: str) -> list[T]:
     return [cast(T, given) for _, given in said]
 
 
-def first_does(make: Callable[[], T], world: Axis, what: str) -> T:
-    """What the first rank's ``make`` gives, on every rank; raises as ``all_do``."""
-    value = all_do(make if world.rank == 0 else lambda: None, world, what)
+def run_on_first_rank(make: Callable[[], T], world: Axis, what: str) -> T:
+    """What the first rank's ``make`` gives, on every rank; raises as ``run_on_all_ranks``."""
+    value = run_on_all_ranks(make if world.rank == 0 else lambda: None, world, what)
     answer: T = broadcast_object(value, world)
     return answer
 

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardformer.comm.recorder import bytes_of, record, unheard
+from shardformer.comm.recorder import bytes_of, no_wait_event, record
 from shardformer.layout.shard_spec import ShardSpec, even_bounds
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.transport import Work
-from shardformer.torch_compat import has_values, with_values
+from shardformer.torch_compat import has_data, without_fake_tensors
 
 EXCHANGE_BELOW_BYTES = 512 * 1024
 """An all-reduce of two processes below this size is one exchange instead of gloo's two rounds (measured)."""
@@ -32,11 +32,11 @@ CHECKSUM_BYTES = 4096
 """Stretches of a tensor whose sums are told apart in a checksum."""
 
 
-class Pending:
+class PendingCollective:
     """A collective under way; ``wait()`` gives its result."""
 
     def __init__(
-        self, works: Sequence[Work], finish: Callable[[], Tensor], noted: Callable[[], None] = unheard
+        self, works: Sequence[Work], finish: Callable[[], Tensor], noted: Callable[[], None] = no_wait_event
     ) -> None:
         self._works, self._finish, self._noted = works, finish, noted
 
@@ -46,35 +46,35 @@ class Pending:
         self._noted()
         return self._finish()
 
-    def then(self, use: Callable[[Tensor], Tensor]) -> Pending:
+    def then(self, use: Callable[[Tensor], Tensor]) -> PendingCollective:
         """The same, of which ``wait()`` gives what ``use`` makes of its result."""
-        return Pending(self._works, lambda: use(self._finish()), self._noted)
+        return PendingCollective(self._works, lambda: use(self._finish()), self._noted)
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
 
 
-def start_all_reduce(x: Tensor, axis: Axis, *, op: str = "sum", purpose: str = "block") -> Pending:
+def start_all_reduce(x: Tensor, axis: Axis, *, op: str = "sum", purpose: str = "block") -> PendingCollective:
     """Starts the sum (or "max") of ``x`` over the axis; ``x`` may be overwritten, so hand over memory of your own.
 
     Communicates one all-reduce of x.
     """
     if axis.size == 1:
-        return Pending((), lambda: x)
+        return PendingCollective((), lambda: x)
     noted = record("all_reduce", axis, bytes_of(x), purpose)
     x = x.contiguous()
     small = axis.size == 2 and op == "sum" and bytes_of(x) < EXCHANGE_BELOW_BYTES
     if small and axis.transport.exchanges_directly(x):
         theirs = torch.empty_like(x)
         works = axis.transport.exchange({1 - axis.rank: x}, {1 - axis.rank: theirs})
-        return Pending(works, lambda: theirs.add_(x), noted)
-    return Pending([axis.transport.all_reduce(x, op)], lambda: x, noted)
+        return PendingCollective(works, lambda: theirs.add_(x), noted)
+    return PendingCollective([axis.transport.all_reduce(x, op)], lambda: x, noted)
 
 
-def start_sum(x: Tensor, axis: Axis, purpose: str) -> Pending:
+def start_sum(x: Tensor, axis: Axis, purpose: str) -> PendingCollective:
     """Starts the sum of a contiguous ``x`` over the axis, in place. Communicates one all-reduce of x."""
     noted = record("all_reduce", axis, bytes_of(x), purpose)
-    return Pending([axis.transport.all_reduce(x, "sum")], lambda: x, noted)
+    return PendingCollective([axis.transport.all_reduce(x, "sum")], lambda: x, noted)
 
 
 def all_reduce(x: Tensor, axis: Axis, *, op: str = "sum", purpose: str = "block") -> Tensor:
@@ -90,7 +90,7 @@ def start_all_gather(
     *,
     purpose: str = "block",
     lengths: Sequence[int] | None = None,
-) -> Pending:
+) -> PendingCollective:
     """Starts joining every rank's ``x`` along ``dim``.
 
     Args:
@@ -100,7 +100,7 @@ def start_all_gather(
     Communicates one all-gather of the joined tensor.
     """
     if axis.size == 1:
-        return Pending((), lambda: x)
+        return PendingCollective((), lambda: x)
     x = x.contiguous()
     dim = dim % x.dim()
     if lengths is None:
@@ -112,7 +112,7 @@ def start_all_gather(
     if axis.transport.exchanges_directly(x):
         peers = [r for r in range(axis.size) if r != axis.rank]
         works = axis.transport.exchange({r: x for r in peers}, {r: parts[r] for r in peers})
-        return Pending(works, lambda: torch.cat(parts, dim), noted)
+        return PendingCollective(works, lambda: torch.cat(parts, dim), noted)
     widest = max(lengths)
     padded = _padded(x, dim, widest)
     gathered = x.new_empty((axis.size * padded.shape[0], *padded.shape[1:]))
@@ -121,10 +121,10 @@ def start_all_gather(
     def finish() -> Tensor:
         return torch.cat([p.narrow(dim, 0, n) for p, n in zip(gathered.chunk(axis.size), lengths, strict=True)], dim)
 
-    return Pending([work], finish, noted)
+    return PendingCollective([work], finish, noted)
 
 
-def start_all_gather_into(out: Tensor, x: Tensor, axis: Axis, purpose: str) -> Pending:
+def start_all_gather_into(out: Tensor, x: Tensor, axis: Axis, purpose: str) -> PendingCollective:
     """Starts joining every rank's ``x``, of one length, in ``out``, which has one dim and is R times as long.
 
     ``x`` may be this rank's part of ``out``, which then takes no copy.
@@ -132,16 +132,18 @@ def start_all_gather_into(out: Tensor, x: Tensor, axis: Axis, purpose: str) -> P
     Communicates one all-gather of the joined tensor.
     """
     own = out.view(axis.size, -1)[axis.rank]
-    if own.data_ptr() != x.data_ptr() or not has_values(x):
+    if own.data_ptr() != x.data_ptr() or not has_data(x):
         own.copy_(x)
     if axis.size == 1:
-        return Pending((), lambda: out)
+        return PendingCollective((), lambda: out)
     noted = record("all_gather", axis, bytes_of(out), purpose)
     if not axis.transport.exchanges_directly(x):
-        return Pending([axis.transport.all_gather(out, own)], lambda: out, noted)
+        return PendingCollective([axis.transport.all_gather(out, own)], lambda: out, noted)
     parts = out.view(axis.size, -1)
     peers = [r for r in range(axis.size) if r != axis.rank]
-    return Pending(axis.transport.exchange({r: x for r in peers}, {r: parts[r] for r in peers}), lambda: out, noted)
+    return PendingCollective(
+        axis.transport.exchange({r: x for r in peers}, {r: parts[r] for r in peers}), lambda: out, noted
+    )
 
 
 def all_gather(
@@ -157,13 +159,13 @@ def all_gather(
     return start_all_gather(x, axis, dim, full, purpose=purpose, lengths=lengths).wait()
 
 
-def start_reduce_scatter(x: Tensor, axis: Axis, dim: int, *, purpose: str = "block") -> Pending:
+def start_reduce_scatter(x: Tensor, axis: Axis, dim: int, *, purpose: str = "block") -> PendingCollective:
     """Starts summing ``x`` over the axis, of which this rank keeps its part (as even as can be) of ``dim``.
 
     Communicates one reduce-scatter of x.
     """
     if axis.size == 1:
-        return Pending((), lambda: x)
+        return PendingCollective((), lambda: x)
     noted = record("reduce_scatter", axis, bytes_of(x), purpose)
     dim = dim % x.dim()
     bounds = even_bounds(x.shape[dim], axis.size)
@@ -173,15 +175,17 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dim: int, *, purpose: str = "blo
         peers = [r for r in range(axis.size) if r != axis.rank]
         arriving = {r: torch.empty_like(mine) for r in peers}
         works = axis.transport.exchange({r: parts[r].contiguous() for r in peers}, arriving)
-        return Pending(works, lambda: _sum_in_rank_order([arriving.get(r, mine) for r in range(axis.size)]), noted)
+        return PendingCollective(
+            works, lambda: _sum_in_rank_order([arriving.get(r, mine) for r in range(axis.size)]), noted
+        )
     widest = max(p.shape[dim] for p in parts)
     stacked = torch.cat([_padded(p, dim, widest) for p in parts])
     out = x.new_empty((stacked.shape[0] // axis.size, *stacked.shape[1:]))
     work = axis.transport.reduce_scatter(out, stacked)
-    return Pending([work], lambda: out.narrow(dim, 0, mine.shape[dim]).contiguous(), noted)
+    return PendingCollective([work], lambda: out.narrow(dim, 0, mine.shape[dim]).contiguous(), noted)
 
 
-def start_all_to_all(x: Sequence[Tensor], sizes: Sequence[int], axis: Axis, purpose: str) -> Pending:
+def start_all_to_all(x: Sequence[Tensor], sizes: Sequence[int], axis: Axis, purpose: str) -> PendingCollective:
     """Starts sending ``x[r]`` to rank r, each of one dim; ``wait`` joins what comes, in rank order.
 
     Args:
@@ -191,37 +195,39 @@ def start_all_to_all(x: Sequence[Tensor], sizes: Sequence[int], axis: Axis, purp
     """
     mine = x[axis.rank]
     if axis.size == 1:
-        return Pending((), lambda: mine)
+        return PendingCollective((), lambda: mine)
     sent = sum(bytes_of(part) for r, part in enumerate(x) if r != axis.rank)
     noted = record("all_to_all", axis, sent * axis.size // (axis.size - 1), purpose)
     peers = [r for r in range(axis.size) if r != axis.rank]
     arriving = {r: mine.new_empty(sizes[r]) for r in peers}
     works = axis.transport.exchange({r: x[r].contiguous() for r in peers}, arriving)
-    return Pending(works, lambda: torch.cat([arriving.get(r, mine) for r in range(axis.size)]), noted)
+    return PendingCollective(works, lambda: torch.cat([arriving.get(r, mine) for r in range(axis.size)]), noted)
 
 
-def start_broadcast(x: Tensor, axis: Axis, source: int, *, purpose: str) -> Pending:
+def start_broadcast(x: Tensor, axis: Axis, source: int, *, purpose: str) -> PendingCollective:
     """Starts sending rank ``source``'s contiguous x into that of every other rank. One broadcast of x."""
     if axis.size == 1:
-        return Pending((), lambda: x)
+        return PendingCollective((), lambda: x)
     noted = record("broadcast", axis, bytes_of(x), purpose)
     others = [r for r in range(axis.size) if r != source]
     is_source = axis.rank == source
     works = axis.transport.exchange(dict.fromkeys(others, x) if is_source else {}, {} if is_source else {source: x})
-    return Pending(works, lambda: x, noted)
+    return PendingCollective(works, lambda: x, noted)
 
 
-def start_reduce(x: Tensor, axis: Axis, target: int, *, purpose: str) -> Pending:
+def start_reduce(x: Tensor, axis: Axis, target: int, *, purpose: str) -> PendingCollective:
     """Starts the sum of the ranks' x for rank ``target``; the others get their own back. One reduce of x."""
     if axis.size == 1:
-        return Pending((), lambda: x)
+        return PendingCollective((), lambda: x)
     noted = record("reduce", axis, bytes_of(x), purpose)
     mine = x.contiguous()
     if axis.rank != target:
-        return Pending(axis.transport.exchange({target: mine}, {}), lambda: mine, noted)
+        return PendingCollective(axis.transport.exchange({target: mine}, {}), lambda: mine, noted)
     arriving = {r: torch.empty_like(mine) for r in range(axis.size) if r != target}
     works = axis.transport.exchange({}, arriving)
-    return Pending(works, lambda: _sum_in_rank_order([arriving.get(r, mine) for r in range(axis.size)]), noted)
+    return PendingCollective(
+        works, lambda: _sum_in_rank_order([arriving.get(r, mine) for r in range(axis.size)]), noted
+    )
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int, *, purpose: str = "block") -> Tensor:
@@ -242,13 +248,13 @@ def broadcast_object(value: Any, axis: Axis, source: int = 0) -> Any:
     return value if axis.size == 1 else axis.transport.broadcast_object(value, source)
 
 
-def gather_objects(value: Any, axis: Axis) -> list[Any]:
+def all_gather_objects(value: Any, axis: Axis) -> list[Any]:
     """Every rank's picklable value, in rank order, on every rank of the axis."""
     return [value] if axis.size == 1 else axis.transport.gather_objects(value)
 
 
-@with_values()
-def gather_numbers(numbers: Sequence[int], axis: Axis) -> list[list[int]]:
+@without_fake_tensors()
+def all_gather_numbers(numbers: Sequence[int], axis: Axis) -> list[list[int]]:
     """Every rank's numbers of 64 bits, as many from each, in rank order, on every rank of the axis."""
     return [list(numbers)] if axis.size == 1 else axis.transport.gather_numbers(numbers)
 
@@ -265,7 +271,7 @@ def checksum(t: Tensor) -> tuple[int, int]:
 
     Tensors without values are told apart by their number of elements alone.
     """
-    return t.numel(), int(digest(t)) if has_values(t) else 0
+    return t.numel(), int(digest(t)) if has_data(t) else 0
 
 
 def digest(t: Tensor) -> Tensor:
@@ -311,10 +317,12 @@ def gather_full(local: Tensor, spec: ShardSpec, axis: Callable[[str], Axis]) -> 
     Args:
         axis: name of an axis -> the axis.
     """
-    return gather_all([local], [spec], axis)[0]
+    return gather_full_tensors([local], [spec], axis)[0]
 
 
-def gather_all(tensors: Sequence[Tensor], specs: Sequence[ShardSpec], axis: Callable[[str], Axis]) -> list[Tensor]:
+def gather_full_tensors(
+    tensors: Sequence[Tensor], specs: Sequence[ShardSpec], axis: Callable[[str], Axis]
+) -> list[Tensor]:
     """The full tensors of several, on every rank, gathered together: one message for all that are cut alike.
 
     Communicates one all-gather for each axis that tensors are cut over, for all of these axes and dtype at once.
@@ -326,12 +334,14 @@ def gather_all(tensors: Sequence[Tensor], specs: Sequence[ShardSpec], axis: Call
         else:
             full[i] = local.detach().clone()
     for group in alike.values():
-        joined = _gather_alike([tensors[i] for i in group], [specs[i] for i in group], axis)
+        joined = _gather_same_layout([tensors[i] for i in group], [specs[i] for i in group], axis)
         full.update(zip(group, joined, strict=True))
     return [full[i] for i in range(len(tensors))]
 
 
-def _gather_alike(tensors: Sequence[Tensor], specs: Sequence[ShardSpec], axis: Callable[[str], Axis]) -> list[Tensor]:
+def _gather_same_layout(
+    tensors: Sequence[Tensor], specs: Sequence[ShardSpec], axis: Callable[[str], Axis]
+) -> list[Tensor]:
     """The full tensors of some that are cut over the same axes."""
     places, axes = specs[0].places(), specs[0].axes
     flat = torch.cat([local.detach().reshape(-1) for local in tensors])

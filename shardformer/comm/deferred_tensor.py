@@ -3,7 +3,7 @@
 Between the layers of a model a collective often meets another one: the sum that leaves the embedding is cut for the
 first layer at once, and what is joined behind the last layer enters the head. Each pair is cheaper as one: an
 all-reduce and a split are a reduce-scatter. But which module comes next is the model's own business. So the first one
-hands out a ``PendingTensor``. A module that knows a cheaper way takes its ``local`` part; anything else gets the full
+hands out a ``DeferredTensor``. A module that knows a cheaper way takes its ``local`` part; anything else gets the full
 values, which are computed once, then.
 """
 
@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardformer.comm.autograd_collectives import first_order_only
+from shardformer.comm.autograd_collectives import once_differentiable
 from shardformer.mesh.parallel_context import Axis
 
 Map = Callable[[Tensor], Tensor]
 
 
-class PendingTensor(Tensor):
+class DeferredTensor(Tensor):
     """The full tensor that a collective makes of ``local``, with its shape and gradient history.
 
     Args (of ``make``):
@@ -51,7 +51,7 @@ class PendingTensor(Tensor):
         cls, local: Tensor, shape: tuple[int, ...], axis: Axis | None, edges: Any, resolve: Map, to_local: Map
     ) -> Self:
         if local.requires_grad and torch.is_grad_enabled():
-            made: Self = _Follows.apply(local, lambda: cls._wrapper(local, shape), to_local)
+            made: Self = _FromLocal.apply(local, lambda: cls._wrapper(local, shape), to_local)
         else:
             made = cls._wrapper(local, shape)
         made.local, made.axis, made.edges = local, axis, edges
@@ -96,9 +96,9 @@ class PendingTensor(Tensor):
         if not (self.local.requires_grad and torch.is_grad_enabled()):
             return full
         if self._is_watched:  # then the gradient of the whole passes the wrapper
-            out: Tensor = _Follows.apply(self, lambda: full.view_as(full), lambda grad: grad)
+            out: Tensor = _FromLocal.apply(self, lambda: full.view_as(full), lambda grad: grad)
         else:
-            out = _Follows.apply(self.local, lambda: full.view_as(full), self._to_local)
+            out = _FromLocal.apply(self.local, lambda: full.view_as(full), self._to_local)
         return out
 
     @classmethod
@@ -106,7 +106,7 @@ class PendingTensor(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        first = args[0] if args and isinstance(args[0], PendingTensor) else None
+        first = args[0] if args and isinstance(args[0], DeferredTensor) else None
         if first is not None and func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -116,10 +116,10 @@ class PendingTensor(Tensor):
             first._is_watched = True
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if first is not None and writes(func, kwargs):  # what is written into stands for it from now on
+        if first is not None and is_inplace(func, kwargs):  # what is written into stands for it from now on
             value = first.value()
             first._own = value.clone() if value._is_view() else value
-        args, kwargs = tree_map_only(PendingTensor, methodcaller("value"), (args, dict(kwargs)))
+        args, kwargs = tree_map_only(DeferredTensor, methodcaller("value"), (args, dict(kwargs)))
         return func(*args, **kwargs)
 
     @classmethod
@@ -128,14 +128,14 @@ class PendingTensor(Tensor):
     ) -> Any:
         """What gets here was not called by name: autograd itself, or code written in C++."""
         with torch.no_grad():
-            args, kwargs = tree_map_only(PendingTensor, methodcaller("value"), (args, dict(kwargs or {})))
+            args, kwargs = tree_map_only(DeferredTensor, methodcaller("value"), (args, dict(kwargs or {})))
         return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # mypy drops the keyword's name
         return f"{type(self).__name__}(over {self.axis}, shape={tuple(self.shape)})"
 
 
-class _Follows(Function):
+class _FromLocal(Function):
     """What ``make`` gives, the wrapper or the full values, as a function of the local part."""
 
     @staticmethod
@@ -144,12 +144,12 @@ class _Follows(Function):
         return make()
 
     @staticmethod
-    @first_order_only
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return ctx.to_local(grad), None, None
 
 
-def _is_same(func: Any, x: PendingTensor, args: tuple[Any, ...]) -> bool:
+def _is_same(func: Any, x: DeferredTensor, args: tuple[Any, ...]) -> bool:
     """Whether what is asked for is x: a slice of everything, or a view of its own shape, as models take at the head."""
     if func not in (Tensor.__getitem__, Tensor.view, Tensor.reshape):
         return False
@@ -161,7 +161,7 @@ def _is_same(func: Any, x: PendingTensor, args: tuple[Any, ...]) -> bool:
     return is_alike and seen.untyped_storage()._cdata == whole.untyped_storage()._cdata
 
 
-def writes(func: Any, kwargs: Mapping[str, Any]) -> bool:
+def is_inplace(func: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether a function writes into its first argument: ``add_``, ``+=``, ``x[i] = y``, ``relu(x, inplace=True)``."""
     name = getattr(func, "__name__", "")
     if name.startswith("__"):
@@ -169,9 +169,9 @@ def writes(func: Any, kwargs: Mapping[str, Any]) -> bool:
     return kwargs.get("inplace") is True or (name.endswith("_") and name != "requires_grad_")
 
 
-def resolved(output: Any) -> Any:
+def resolve_deferred(output: Any) -> Any:
     """Nested outputs with plain tensors in the place of pending ones."""
-    return tree_map_only(PendingTensor, methodcaller("value"), output)
+    return tree_map_only(DeferredTensor, methodcaller("value"), output)
 
 
 _METADATA = {

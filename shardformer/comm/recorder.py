@@ -14,19 +14,19 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardformer.mesh.parallel_context import Axis, ParallelContext
-from shardformer.mesh.transport import Collective, Event, Traffic
+from shardformer.mesh.transport import CollectiveEvent, CollectiveLog, CollectiveRecord
 
 
 @dataclass
-class Recorder:
+class CollectiveRecorder:
     """Counts the collectives of this process while it is entered.
 
-    >>> with Recorder(context) as recorder:      # doctest: +SKIP
+    >>> with CollectiveRecorder(context) as recorder:      # doctest: +SKIP
     ...     model(**batch).loss.backward()
     >>> recorder.count("all_reduce"), recorder.wire_bytes()   # doctest: +SKIP
 
     Args:
-        model: whose modules' paths the collectives of a forward carry (``Collective.where``).
+        model: whose modules' paths the collectives of a forward carry (``CollectiveRecord.where``).
 
     When it is left, ``calls`` has what was started, and ``events`` each start and wait in order, in which a tensor that
     is received has its own.
@@ -34,18 +34,18 @@ class Recorder:
 
     source: ParallelContext | Axis
     model: nn.Module | None = None
-    calls: list[Collective] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
+    calls: list[CollectiveRecord] = field(default_factory=list)
+    events: list[CollectiveEvent] = field(default_factory=list)
 
     @property
-    def _traffic(self) -> Traffic:
+    def _traffic(self) -> CollectiveLog:
         return self.source.traffic
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> CollectiveRecorder:
         traffic = self._traffic
         self._was_enabled, traffic.enabled = traffic.enabled, True
         self._first = len(traffic.calls), len(traffic.events)
-        self._hooks = [] if self.model is None else _follow(self.model, traffic)
+        self._hooks = [] if self.model is None else _track_modules(self.model, traffic)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -79,11 +79,11 @@ class Recorder:
             sent[c.op, c.axis, c.purpose] += c.wire_bytes
         return {key: (count[key], sent[key]) for key in sorted(count)}
 
-    def _chosen(self, op: str | None, axis: str | None, purpose: str | None) -> list[Collective]:
+    def _chosen(self, op: str | None, axis: str | None, purpose: str | None) -> list[CollectiveRecord]:
         return [c for c in self.calls if op in (None, c.op) and axis in (None, c.axis) and purpose in (None, c.purpose)]
 
 
-def _follow(model: nn.Module, traffic: Traffic) -> list[Any]:
+def _track_modules(model: nn.Module, traffic: CollectiveLog) -> list[Any]:
     """Hooks by which ``traffic`` knows the module whose forward runs."""
     outer = traffic.where.module
     running = [outer]
@@ -108,7 +108,7 @@ def _follow(model: nn.Module, traffic: Traffic) -> list[Any]:
     return hooks
 
 
-def unheard() -> None:
+def no_wait_event() -> None:
     """Notes nothing: nobody listens."""
 
 
@@ -116,8 +116,8 @@ def record(op: str, axis: Axis, full_bytes: int, purpose: str, *, ranks: int | N
     """Notes a collective that starts now, if somebody listens; returns what notes that it is waited for."""
     traffic = axis.traffic
     if not traffic.enabled:
-        return unheard
-    return traffic.start(Collective(op, axis.name, ranks or axis.size, full_bytes, purpose, traffic.where))
+        return no_wait_event
+    return traffic.start(CollectiveRecord(op, axis.name, ranks or axis.size, full_bytes, purpose, traffic.where))
 
 
 def bytes_of(x: Tensor) -> int:

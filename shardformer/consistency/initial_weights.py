@@ -10,24 +10,28 @@ from typing import Any
 
 from torch import nn
 
-from shardformer.comm.collective_call import gather_all
-from shardformer.comm.collectives import broadcast, broadcast_object, checksum, gather_objects
+from shardformer.comm.collective_call import all_gather_from_grid
+from shardformer.comm.collectives import all_gather_objects, broadcast, broadcast_object, checksum
 from shardformer.errors import ConfigError
 from shardformer.mesh.parallel_context import Axis, ParallelContext
-from shardformer.meta_init.init_recipe import place_of, random_steps, text_of
-from shardformer.meta_init.materialize import named_tensors
-from shardformer.meta_init.safetensors_source import Contents, files_of
-from shardformer.module_paths import configs_in
+from shardformer.meta_init.init_recipe import deferred_storage_of, random_steps, recipe_as_text
+from shardformer.meta_init.materialization import named_tensors
+from shardformer.meta_init.safetensors_source import FileFingerprint, weight_files
+from shardformer.module_paths import find_configs
 
 
-def model_lines(model: nn.Module) -> list[str]:
+def model_fingerprint(model: nn.Module) -> list[str]:
     """What a model is, as far as all ranks must have the same."""
     return (
         [type(model).__name__]
         + [f"{path or 'model'}: {_settings_of(module)}" for path, module in model.named_modules()]
-        + [f"config.{name}={value}" for config in configs_in(model) for name, value in _fields_of(config)]
+        + [f"config.{name}={value}" for config in find_configs(model) for name, value in _fields_of(config)]
         + [f"{n} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in model.named_parameters()]
-        + [f"{n}: {text_of(place)}" for n, t in named_tensors(model) if (place := place_of(t)) is not None]
+        + [
+            f"{n}: {recipe_as_text(place)}"
+            for n, t in named_tensors(model)
+            if (place := deferred_storage_of(t)) is not None
+        ]
     )
 
 
@@ -48,44 +52,46 @@ def _fields_of(config: Any) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def agree_on_weights(model: nn.Module, axes: list[Axis]) -> list[str]:
+def sync_initial_weights(model: nn.Module, axes: list[Axis]) -> list[str]:
     """Makes every rank hold the first rank's weights and buffers, when their checksums differ.
 
     And draw the first rank's random numbers for those that wait for their values. Returns notes of what was done.
     Communicates two numbers a tensor; the tensors, or the states of random numbers, only if they differ.
     """
     tensors = [t for _, t in named_tensors(model) if t.numel() and not t.is_meta]
-    places = [place for _, t in named_tensors(model) if (place := place_of(t)) is not None]
+    places = [place for _, t in named_tensors(model) if (place := deferred_storage_of(t)) is not None]
     steps = [step for place in places for step in random_steps(place)]
     notes = []
     for axis in axes:
         states = b"".join(step.state.numpy().tobytes() for step in steps if step.state is not None)
-        if differs(hashlib.sha256(states).hexdigest(), axis):
+        if differs_across_ranks(hashlib.sha256(states).hexdigest(), axis):
             for step, state in zip(steps, broadcast_object([step.state for step in steps], axis), strict=True):
                 step.state = state
             notes.append(f"The {axis.name} ranks would have drawn different weights: all drew those of rank 0.")
-        if axis.size > 1 and tensors and differs([checksum(t) for t in tensors], axis):
+        if axis.size > 1 and tensors and differs_across_ranks([checksum(t) for t in tensors], axis):
             for t in tensors:
                 broadcast(t.data, axis)
             notes.append(f"The {axis.name} ranks held different weights: all took those of rank 0.")
     return notes
 
 
-def differs(value: Any, axis: Axis) -> bool:
+def differs_across_ranks(value: Any, axis: Axis) -> bool:
     """Whether ranks of an axis have another value than its first. Communicates one gather of it."""
-    every = gather_objects(value, axis)
+    every = all_gather_objects(value, axis)
     return any(theirs != every[0] for theirs in every)
 
 
-Files = list[tuple[str, Contents]]
+FileFingerprints = list[tuple[str, FileFingerprint]]
 
 
-def tell_of_files(model: nn.Module, context: ParallelContext) -> None:
+def check_same_files(model: nn.Module, context: ParallelContext) -> None:
     """Raises ConfigError, on every rank, where ranks would read files with other contents. Where they lie may differ.
 
     The files that most ranks have are taken for the right ones. Communicates one gather of paths and checksums.
     """
-    every: dict[int, Files] = dict(gather_all([(f.path, f.contents) for f in files_of(model)], context))
+    every: dict[int, FileFingerprints] = dict(
+        all_gather_from_grid([(f.path, f.contents) for f in weight_files(model)], context)
+    )
     if not all(every.values()):
         return  # some rank reads nothing, which is another difference
     held = {rank: tuple(contents for _, contents in files) for rank, files in every.items()}
@@ -110,7 +116,7 @@ def tell_of_files(model: nn.Module, context: ParallelContext) -> None:
     )
 
 
-def _difference(rank: int, first: int, every: dict[int, Files]) -> str:
+def _difference(rank: int, first: int, every: dict[int, FileFingerprints]) -> str:
     theirs, usual = every[rank], every[first]
     pairs = list(zip(theirs, usual, strict=False))
     (path, contents), (other, right) = next((pair for pair in pairs if pair[0][1] != pair[1][1]), pairs[0])

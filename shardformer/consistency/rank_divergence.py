@@ -39,13 +39,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shardformer.comm.collectives import checksum, digest, gather_objects
-from shardformer.consistency.initial_weights import differs
+from shardformer.comm.collectives import all_gather_objects, checksum, digest
+from shardformer.consistency.initial_weights import differs_across_ranks
 from shardformer.errors import InputError
-from shardformer.layout.sharding_metadata import ROOT, Entry, ShardedState, tables_of
+from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ParamEntry, ShardingMetadata, tables_of
 from shardformer.mesh.parallel_context import Axis
-from shardformer.random_state import align_random
-from shardformer.torch_compat import has_values
+from shardformer.random_state import broadcast_random_state
+from shardformer.torch_compat import has_data
 
 BITS = 32
 """Of the hash that data ranks compare: they miss a difference once in 4e9 times."""
@@ -60,7 +60,7 @@ SIGNS = 2**14
 
 
 @dataclass(frozen=True)
-class Fact:
+class ComparedValue:
     """What ranks have alike: in words, why, and what to look for where they do not."""
 
     what: str
@@ -68,47 +68,47 @@ class Fact:
     remedy: str
 
 
-FACTS = {
-    "mode": Fact(
+COMPARED_VALUES = {
+    "mode": ComparedValue(
         "modes",
         "All ranks of a model train, or evaluate, at the same time",
         "Call model.train() and model.eval() on all ranks alike, not under `if rank == 0:`",
     ),
-    "batch": Fact(
+    "batch": ComparedValue(
         "batches",
         "Tensor and sequence ranks compute one batch together; only data ranks have batches of their own",
         "Draw the batch by the data rank: context.data.rank of context.data.size, not the global rank; seed a sampler "
         "alike on the ranks of one data rank",
     ),
-    "steps": Fact(
+    "steps": ComparedValue(
         "numbers of steps of the optimizer",
         "All ranks make the same steps: one that leaves a step out has other weights from then on",
         "Call optimizer.step() on all ranks alike. Where a GradScaler left a step out on one rank alone, use "
-        "shardformer.zero(..., precision='fp16'), whose ranks agree on it",
+        "shardformer.shard_optimizer(..., precision='fp16'), whose ranks agree on it",
     ),
-    "options": Fact(
+    "options": ComparedValue(
         "learning rates, or other options of the optimizer",
         "All ranks step with the same options",
         "Step the scheduler on all ranks alike; a rate that follows a metric follows one that all ranks know. Give a "
         "part of the model a rate of its own by groups of parameters, not by rank",
     ),
-    "weights": Fact(
+    "weights": ComparedValue(
         "weights that ranks hold alike",
         "What several ranks hold is changed alike on all of them",
         "Look for what one rank does alone: a norm of gradients or a clipping of its own (write "
         "shardformer.clip_grad_norm_), weights that are changed under `if rank == 0:`, other versions of a library",
     ),
 }
-ORDER = tuple(FACTS)
+ORDER = tuple(COMPARED_VALUES)
 KIND_SHIFT = 40
 """The number of an optimizer's options has its class above this bit, and the values of its options below."""
 
 
 @dataclass(eq=False)
-class Watch:
+class ConsistencyMonitor:
     """What one rank knows of itself that others have alike."""
 
-    state: ShardedState
+    state: ShardingMetadata
     training: bool = True
     steps: int = 0
     options: tuple[Any, ...] = ()
@@ -117,15 +117,15 @@ class Watch:
     _has_stepped: bool = False
     _optimizers: WeakSet[Optimizer] = field(default_factory=WeakSet)
     _turns: dict[str, int] = field(default_factory=dict)
-    _parts: dict[str, list[Part]] = field(default_factory=dict)
+    _parts: dict[str, list[WeightSlices]] = field(default_factory=dict)
     _late: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _see_optimizers()
+        _register_step_hook()
         _signs(self.state.context.device)  # before anybody measures the memory of a step
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Watch:
-        return Watch(deepcopy(self.state, memo), self.training)  # a copied model has no optimizer
+    def __deepcopy__(self, memo: dict[int, Any]) -> ConsistencyMonitor:
+        return ConsistencyMonitor(deepcopy(self.state, memo), self.training)  # a copied model has no optimizer
 
     def stepped(self, optimizer: Optimizer) -> None:
         """An optimizer has changed the model's parameters."""
@@ -139,7 +139,7 @@ class Watch:
 
     def numbers(self, axis: Axis, inputs: Collection[Any] = ()) -> list[int]:
         """Of each fact a number, in ``ORDER``, for ranks of an axis that are given one batch; of weights two."""
-        options = _short(hash(self.options[1:]))
+        options = _hash_63_bits(hash(self.options[1:]))
         sketch = self._sketch(axis) if self.training else (0.0, 0.0)  # what is evaluated changes no weights
         return [int(self.training), self.batch(inputs), self.steps, options, *map(_bits_of, sketch)]
 
@@ -157,7 +157,7 @@ class Watch:
         has_one_group = len(self.options) == 2 and len(self.options[1]) == 1
         if not has_one_group or len(self._optimizers) > 1 or self.has_several_optimizers:
             return 0
-        kind, numbers = _short(self.options[0]) % 2**15 + 1, _short(hash(self.options[1])) % 2**KIND_SHIFT
+        kind, numbers = _hash_63_bits(self.options[0]) % 2**15 + 1, _hash_63_bits(hash(self.options[1])) % 2**KIND_SHIFT
         return int(kind << KIND_SHIFT | numbers)
 
     def batch(self, inputs: Collection[Any]) -> int:
@@ -165,7 +165,7 @@ class Watch:
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         far = [digest(x) * n for n, x in enumerate(tensors, 1) if x.is_cuda]
         late = self._when_there("batch", torch.stack(far).sum()) if far else None
-        return _short([late, *(tuple(x.shape) if x.is_cuda else checksum(x) for x in tensors)])
+        return _hash_63_bits([late, *(tuple(x.shape) if x.is_cuda else checksum(x) for x in tensors)])
 
     def compare(self, every: Sequence[Sequence[int]], axis: Axis, inputs: Collection[Any] = ()) -> None:
         """Raises InputError, on every rank of the axis, where what ``numbers`` gave on one differs from the others'."""
@@ -200,7 +200,7 @@ class Watch:
         """A number of all bits of a part of the weights that the ranks of an axis hold alike."""
         numbered = enumerate(self._stretches(axis), 1)
         found = self._summed(f"weights {axis.name}", [digest(x) * number for number, x in numbered])
-        return 0 if found is None else _short(int(found))
+        return 0 if found is None else _hash_63_bits(int(found))
 
     def _sketch(self, axis: Axis) -> tuple[float, float]:
         """Of such a part the sum under random signs, and the norm."""
@@ -220,7 +220,7 @@ class Watch:
     def _stretches(self, axis: Axis) -> list[Tensor]:
         """A part of the weights that the ranks of an axis hold alike; another part in each turn."""
         part = self._part(axis)
-        if part is None or not all(has_values(entry.param) for entry, _ in part.stretches):
+        if part is None or not all(has_data(entry.param) for entry, _ in part.stretches):
             return []
         return [entry.param.detach().reshape(-1)[stretch] for entry, stretch in part.stretches]
 
@@ -230,13 +230,13 @@ class Watch:
             total = part if total is None else total.to(part.device) + part
         return None if total is None else self._when_there(key, total)
 
-    def _part(self, axis: Axis) -> Part | None:
+    def _part(self, axis: Axis) -> WeightSlices | None:
         if self.state.parameters is not None:
             return None  # gathered from one owner each, when they are read
         if axis.name not in self._parts:
             over = set(self._axes_of(axis))
             alike = [e for e in self.state.entries if not over & set(e.spec.axes) and e.param.is_floating_point()]
-            self._parts[axis.name] = list(_parts(alike))
+            self._parts[axis.name] = list(_weight_slices(alike))
         parts = self._parts[axis.name]
         return parts[self._turns.get(axis.name, 0) % len(parts)] if parts else None
 
@@ -249,7 +249,7 @@ class Watch:
 
     def _when_there(self, key: str, x: Tensor) -> Any:
         """The numbers in ``x``; on a GPU those of the call before, None at first."""
-        if not has_values(x):
+        if not has_data(x):
             return None
         if not x.is_cuda:
             return x.tolist()
@@ -265,16 +265,16 @@ class Watch:
 
     def _raise(self, axis: Axis, inputs: Collection[Any] = ()) -> None:
         details = self._details(axis, inputs)
-        every = gather_objects(details, axis)
+        every = all_gather_objects(details, axis)
         name = next((name for name in ORDER if any(theirs[name] != every[0][name] for theirs in every)), ORDER[-1])
         values = [theirs[name] for theirs in every]
         odd = next(rank for rank, value in enumerate(values) if values.count(value) == min(map(values.count, values)))
         other = next((rank for rank, value in enumerate(values) if value != values[odd]), odd)
-        fact = FACTS[name]
+        fact = COMPARED_VALUES[name]
         raise InputError(
             f"Ranks {axis.ranks[other]} and {axis.ranks[odd]} of {len(every)} {axis.name.replace('_', ' and ')} ranks "
-            f"have come apart: they have different {fact.what} ({_shown(values[other])}, and rank {axis.ranks[odd]} "
-            f"{_shown(values[odd])})",
+            f"have come apart: they have different {fact.what} "
+            f"({_format_value(values[other])}, and rank {axis.ranks[odd]} {_format_value(values[odd])})",
             rule=fact.rule,
             remedy=fact.remedy,
         )
@@ -282,7 +282,7 @@ class Watch:
     def _details(self, axis: Axis, inputs: Collection[Any]) -> dict[str, Any]:
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         part = self._part(axis)
-        held = {e.name: checksum(e.param) for e, _ in part.stretches if has_values(e.param)} if part is not None else {}
+        held = {e.name: checksum(e.param) for e, _ in part.stretches if has_data(e.param)} if part is not None else {}
         return {
             "mode": "train" if self.training else "eval",
             "batch": [(tuple(x.shape), checksum(x)[1]) for x in tensors],
@@ -292,7 +292,7 @@ class Watch:
         }
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """What a rank has, in a message."""
     if isinstance(value, dict):
         names = ", ".join(list(value)[:3])
@@ -302,7 +302,7 @@ def _shown(value: Any) -> str:
     return str(value)[:200]
 
 
-def _short(value: Any) -> int:
+def _hash_63_bits(value: Any) -> int:
     """A whole number of less than 63 bits, the same in every process."""
     if isinstance(value, int):
         return value & (2**62 - 1)
@@ -337,7 +337,7 @@ def _signs(device: torch.device) -> Tensor:
     if known is None:
         drawn = torch.randint(0, 2, (SIGNS,), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
         known = (drawn.double() * 2 - 1).to(device)
-        if has_values(known):  # not those of a trace
+        if has_data(known):  # not those of a trace
             _SIGNS[device] = known
     return known
 
@@ -356,17 +356,17 @@ def _numbers_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True)
-class Part:
+class WeightSlices:
     """Stretches of flat parameters, which one message is about."""
 
-    stretches: tuple[tuple[Entry, slice], ...]
+    stretches: tuple[tuple[ParamEntry, slice], ...]
 
 
-def _parts(entries: Sequence[Entry]) -> Iterator[Part]:
+def _weight_slices(entries: Sequence[ParamEntry]) -> Iterator[WeightSlices]:
     """All numbers of some parameters, in parts of about as many bytes: ``PARTS`` at the most."""
     total = sum(e.param.numel() * e.param.element_size() for e in entries)
     room = budget = max(total / PARTS, PART_BYTES)
-    stretches: list[tuple[Entry, slice]] = []
+    stretches: list[tuple[ParamEntry, slice]] = []
     for entry in entries:
         at, numel, width = 0, entry.param.numel(), entry.param.element_size()
         while at < numel:
@@ -374,10 +374,10 @@ def _parts(entries: Sequence[Entry]) -> Iterator[Part]:
             stretches.append((entry, slice(at, at + count)))
             at, room = at + count, room - count * width
             if room < width:
-                yield Part(tuple(stretches))
+                yield WeightSlices(tuple(stretches))
                 stretches, room = [], budget
     if stretches:
-        yield Part(tuple(stretches))
+        yield WeightSlices(tuple(stretches))
 
 
 # ------------------------------------------------------------------------------------------------ steps of optimizers
@@ -388,24 +388,24 @@ _LOCK = threading.Lock()
 _IS_SEEING = False
 
 
-def _see_optimizers() -> None:
+def _register_step_hook() -> None:
     """From now on each step of an optimizer of torch is noted by the models whose parameters it has."""
     global _IS_SEEING
     with _LOCK:
         if not _IS_SEEING:
-            register_optimizer_step_post_hook(_stepped)
+            register_optimizer_step_post_hook(_after_optimizer_step)
             _IS_SEEING = True
 
 
-def _stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for state in models_of(optimizer):
-        if isinstance(state.watch, Watch):
+def _after_optimizer_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for state in models_trained_by(optimizer):
+        if isinstance(state.watch, ConsistencyMonitor):
             state.watch.stepped(optimizer)
 
 
-def models_of(optimizer: Optimizer) -> Collection[ShardedState]:
+def models_trained_by(optimizer: Optimizer) -> Collection[ShardingMetadata]:
     """The tables of the models whose parameters an optimizer has, in an order that all ranks have in common."""
-    if isinstance(own := optimizer.__dict__.get(ROOT), ShardedState):
+    if isinstance(own := optimizer.__dict__.get(METADATA_ATTRIBUTE), ShardingMetadata):
         return [own]  # zero's, which has pieces in the place of parameters
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     known = optimizer.__dict__.get(MODELS)
@@ -415,18 +415,21 @@ def models_of(optimizer: Optimizer) -> Collection[ShardedState]:
     return [table for each in known[1] if (table := each()) is not None]
 
 
-def agree_on_step(state: ShardedState, inputs: Collection[Any], drew: bool = False) -> bool:
-    """The ranks that are given one batch draw alike, and notice where they have come apart: see ``align_random``."""
+def check_step(state: ShardingMetadata, inputs: Collection[Any], drew: bool = False) -> bool:
+    """The ranks that are given one batch draw alike, and notice where they have come apart: see
+    ``broadcast_random_state``."""
     axis, device, watch = state.alike, state.context.device, state.watch
     if watch is None or axis.size == 1:
-        return align_random(axis, device, drew)
+        return broadcast_random_state(axis, device, drew)
     given = inputs if state.request.extra.get("check_inputs", True) else ()
-    return align_random(axis, device, drew, watch.numbers(axis, given), lambda every: watch.compare(every, axis, given))
+    return broadcast_random_state(
+        axis, device, drew, watch.numbers(axis, given), lambda every: watch.compare(every, axis, given)
+    )
 
 
-def compare_inputs(values: list[Any], axis: Axis) -> None:
+def check_same_batch(values: list[Any], axis: Axis) -> None:
     """Raises InputError on every rank when ranks were not fed the same that should be. A few numbers are gathered."""
-    if differs([checksum(v) for v in values if isinstance(v, Tensor)], axis):
+    if differs_across_ranks([checksum(v) for v in values if isinstance(v, Tensor)], axis):
         raise InputError(
             f"The {axis.size} {axis.name.replace('_', ' and ')} ranks were fed different batches",
             rule="Tensor and sequence ranks compute one batch together; only data ranks have batches of their own",

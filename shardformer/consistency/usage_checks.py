@@ -19,18 +19,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shardformer.comm.collective_call import come
-from shardformer.comm.collectives import checksum, gather_objects
-from shardformer.consistency.rank_divergence import models_of
+from shardformer.comm.collectives import all_gather_objects, checksum
+from shardformer.consistency.rank_divergence import models_trained_by
 from shardformer.errors import ConfigError
-from shardformer.gradients.buckets import Gradient
+from shardformer.gradients.buckets import GradientSlot
 from shardformer.gradients.reducer import GradientReducer
-from shardformer.layout.sharding_metadata import ShardedState
+from shardformer.layout.sharding_metadata import ShardingMetadata
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.torch_compat import has_values
+from shardformer.torch_compat import has_data
 
 
 @dataclass(frozen=True)
-class RefusedByDDP:
+class DDPGuard:
     """What DistributedDataParallel reads of a module before it broadcasts rank 0's parameters over the others' parts.
 
     It asks for the names of parameters to leave alone; asking raises ConfigError.
@@ -42,7 +42,7 @@ class RefusedByDDP:
         raise _wrapped("DistributedDataParallel", self.context)
 
 
-class RefusedByFSDP(dict[str, Any]):
+class FSDPGuard(dict[str, Any]):
     """Where FullyShardedDataParallel, ``fully_shard`` and ``replicate`` look whether a module is taken already."""
 
     def __init__(self, context: ParallelContext) -> None:
@@ -55,12 +55,12 @@ class RefusedByFSDP(dict[str, Any]):
         return super().__contains__(name)
 
 
-def refuse_wrappers(model: nn.Module, context: ParallelContext) -> None:
+def install_wrapper_guards(model: nn.Module, context: ParallelContext) -> None:
     """Torch's data parallel wrappers raise ConfigError from now on, before they change anything."""
-    model.__dict__["_ddp_params_and_buffers_to_ignore"] = RefusedByDDP(context)
+    model.__dict__["_ddp_params_and_buffers_to_ignore"] = DDPGuard(context)
     model.__dict__["_replicate_for_data_parallel"] = partial(_refuse_replicas, context)
     for module in model.modules():
-        module.__dict__[REGISTRY_KEY] = RefusedByFSDP(context)
+        module.__dict__[REGISTRY_KEY] = FSDPGuard(context)
 
 
 def _refuse_replicas(context: ParallelContext) -> NoReturn:
@@ -76,7 +76,7 @@ def check_ddp(model: nn.Module, context: ParallelContext) -> None:
         raise _wrapped("DistributedDataParallel", context)
 
 
-def check_parameters(model: nn.Module, state: ShardedState) -> None:
+def check_parameters(model: nn.Module, state: ShardingMetadata) -> None:
     """Raises ConfigError when the model has parameters that were not there when it was sharded."""
     known = state.by_param()
     new = [name for name, p in model.named_parameters() if id(p) not in known]
@@ -105,7 +105,7 @@ def agree_before_step(optimizer: Optimizer) -> None:
 
     Communicates the gradients of such backwards; checksums of gradients if none were summed since the last step.
     """
-    found = [(state, _reducers(state)) for state in models_of(optimizer)]
+    found = [(state, _reducers(state)) for state in models_trained_by(optimizer)]
     found = [(state, reducers) for state, reducers in found if reducers]
     if not found:
         return
@@ -121,14 +121,14 @@ def agree_before_step(optimizer: Optimizer) -> None:
     optimizer.__dict__[PASSES] = passes
 
 
-def _reducers(state: ShardedState) -> list[GradientReducer]:
+def _reducers(state: ShardingMetadata) -> list[GradientReducer]:
     return [each for each in state.reducers if isinstance(each, GradientReducer) and each.sums]
 
 
 def _compare(optimizer: Optimizer, reducers: Sequence[GradientReducer]) -> None:
     """The gradients that ranks should have in common. All ranks call it."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    over: dict[tuple[int, ...], list[Gradient]] = {}
+    over: dict[tuple[int, ...], list[GradientSlot]] = {}
     for reducer in (each for each in reducers if not each.is_paused):
         for gradient in reducer.gradients:
             if id(gradient.param) in held and gradient.axis.size > 1 and not gradient.is_shared:
@@ -136,14 +136,14 @@ def _compare(optimizer: Optimizer, reducers: Sequence[GradientReducer]) -> None:
     for gradients in over.values():
         sums = [_sum_of(gradient.param.grad) for gradient in gradients]
         come(f"{type(optimizer).__name__}.step, without a backward since its last step", gradients[0].axis)
-        every = gather_objects(sums, gradients[0].axis)
+        every = all_gather_objects(sums, gradients[0].axis)
         for gradient, *theirs in zip(gradients, *every, strict=True):
             if len(set(theirs)) > 1:
                 raise _own(optimizer, gradient.entry.name, theirs)
 
 
 def _sum_of(grad: Tensor | None) -> Any:
-    if grad is None or not has_values(grad):
+    if grad is None or not has_data(grad):
         return None
     return checksum(grad.detach().to_dense() if grad.is_sparse else grad.detach())
 
@@ -162,5 +162,5 @@ def _in_backward(optimizer: Optimizer) -> ConfigError:
     return ConfigError(
         f"{type(optimizer).__name__}.step was called during a backward, as by a hook of a parameter",
         rule="Ranks sum gradients until the backward ends: what a hook sees is this rank's own",
-        remedy="Step after loss.backward(). To keep fewer gradients, use shardformer.zero(optimizer, model, stage=2)",
+        remedy="Step after loss.backward(). To keep fewer gradients, use shard_optimizer(optimizer, model, stage=2)",
     )

@@ -1,6 +1,7 @@
 """The attention function, and the mask function, that are registered with transformers for a sequence that is cut.
 
-A model on transformers' interface stays as it is: it asks for a mask and is given a ``Mask``, and calls this attention
+A model on transformers' interface stays as it is: it asks for a mask and is given a ``ChunkedMask``, and calls this
+attention
 with it. Of a forward that is not cut, as in decoding with a cache, both are torch's own.
 """
 
@@ -15,14 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardformer.context_parallel.attention_kernels import Dropout, Scores
-from shardformer.context_parallel.masks import Mask, causal
-from shardformer.context_parallel.ring_attention import Travel, ring_attention
-from shardformer.context_parallel.sequence_layout import ContextRun, Positions, current
-from shardformer.context_parallel.ulysses import Exchange, key_heads, query_heads, to_heads, to_positions
+from shardformer.context_parallel.attention_kernels import Dropout, ScoreOptions
+from shardformer.context_parallel.masks import ChunkedMask, causal
+from shardformer.context_parallel.ring_attention import RingExchange, ring_attention
+from shardformer.context_parallel.sequence_layout import ContextParallelState, SequencePositions, current_state
+from shardformer.context_parallel.ulysses import HeadExchange, key_heads, query_heads, to_heads, to_positions
 from shardformer.errors import ConfigError, InputError
-from shardformer.kernels.attention_registration import importing
-from shardformer.torch_compat import has_values
+from shardformer.kernels.attention_registration import import_lock
+from shardformer.torch_compat import has_data
 
 # B batch, N query heads, K key heads, s positions of this rank, D head dim
 
@@ -53,12 +54,12 @@ def context_attention(
     Communicates what ``ring_attention`` and ``to_heads`` say. Raises ConfigError, or InputError, for what cannot be
     done with a part of the sequence.
     """
-    run: ContextRun | None = module.__dict__.get(RUN)
-    lies = None if run is None else _lies(run, query, attention_mask)
+    run: ContextParallelState | None = module.__dict__.get(RUN)
+    lies = None if run is None else _query_layout(run, query, attention_mask)
     if run is None or lies is None:
-        if isinstance(attention_mask, Mask):  # of a stack whose sequence stays whole
+        if isinstance(attention_mask, ChunkedMask):  # of a stack whose sequence stays whole
             attention_mask = attention_mask.whole(query.device)
-        return _whole(module, query, key, value, attention_mask, dropout, scaling, is_causal, kwargs)
+        return _full_sequence_attention(module, query, key, value, attention_mask, dropout, scaling, is_causal, kwargs)
     _check(module, attention_mask, kwargs)
     mask = attention_mask
     if mask is None:
@@ -71,17 +72,17 @@ def context_attention(
     drop = None
     if dropout > 0:
         drop = Dropout(dropout, mask.seed + run.number(module), ulysses.own_queries())
-    travel = Travel(run.ring, mask, Scores(scale, kwargs.get("softcap"), drop), run.gathers)
+    travel = RingExchange(run.ring, mask, ScoreOptions(scale, kwargs.get("softcap"), drop), run.gathers)
     q, k, v = ulysses.enter(query, key, value)
     own = ulysses.own_queries().to(query.device)
     bias = kwargs.get("position_bias")
-    line = bias.line[own] if isinstance(bias, LineBias) else None
+    line = bias.line[own] if isinstance(bias, RelativeBiasArgument) else None
     out = ring_attention(q, k, v, travel, None if sinks is None else sinks[own], line)
     return ulysses.leave(out)[..., :width].transpose(1, 2).contiguous(), None
 
 
 @dataclass(frozen=True)
-class LineBias:
+class RelativeBiasArgument:
     """What stands where a model hands a bias of all pairs of positions to its layers: see ``kernels.Bias``."""
 
     line: Tensor
@@ -97,7 +98,7 @@ class LineBias:
         )
 
 
-def give_line(module: nn.Module, run: ContextRun) -> None:
+def pass_relative_bias(module: nn.Module, run: ContextParallelState) -> None:
     """A module that makes a bias of relative positions (``compute_bias``, as T5's) makes the line of it instead."""
     whole = getattr(type(module), "compute_bias", None)
     if whole is not None and "past_seen_tokens" in inspect.signature(whole).parameters:
@@ -106,7 +107,7 @@ def give_line(module: nn.Module, run: ContextRun) -> None:
 
 
 def _line_bias(self: nn.Module, query_length: int, key_length: int, *args: Any, **kwargs: Any) -> Any:
-    run: ContextRun = self.__dict__[RUN]
+    run: ContextParallelState = self.__dict__[RUN]
     whole: Any = getattr(type(self), "compute_bias")  # noqa: B009  # which nn.Module has not
     again = torch._C._current_graph_task_id() >= 0
     lies = run.of_part(query_length) if again else run.now
@@ -115,13 +116,13 @@ def _line_bias(self: nn.Module, query_length: int, key_length: int, *args: Any, 
     # of one query, behind which and before which there are as many keys as the sequence has
     device = {"device": kwargs["device"]} if "device" in kwargs else {}
     line = whole(self, 1, 2 * lies.length - 1, past_seen_tokens=lies.length - 1, **device)
-    return LineBias(line[0, :, 0])
+    return RelativeBiasArgument(line[0, :, 0])
 
 
 class _Heads:
     """The exchange of heads of one attention."""
 
-    def __init__(self, run: ContextRun, queries: int, keys: int, mask: Mask) -> None:
+    def __init__(self, run: ContextParallelState, queries: int, keys: int, mask: ChunkedMask) -> None:
         axis, ring_rank = run.group, run.ring.rank
         if queries < axis.size:
             raise ConfigError(
@@ -132,8 +133,8 @@ class _Heads:
         q_heads = query_heads(queries, axis.size)
         k_heads = key_heads(q_heads, queries, keys)
         of_queries, of_keys = (tuple(p.stretches(ring_rank)) for p in (mask.queries, mask.keys))
-        self._queries = Exchange(axis, q_heads, of_queries, queries)
-        self._keys = Exchange(axis, k_heads, of_keys, keys)
+        self._queries = HeadExchange(axis, q_heads, of_queries, queries)
+        self._keys = HeadExchange(axis, k_heads, of_keys, keys)
 
     def own_queries(self) -> Tensor:
         """Numbers of the query heads that this rank computes with."""
@@ -146,10 +147,10 @@ class _Heads:
         return to_positions(out, self._queries)
 
 
-def _lies(run: ContextRun, query: Tensor, mask: Any) -> Positions | None:
+def _query_layout(run: ContextParallelState, query: Tensor, mask: Any) -> SequencePositions | None:
     """How the sequence of the queries lies over the ranks; None where they are whole."""
     count = query.shape[2]
-    if isinstance(mask, Mask):
+    if isinstance(mask, ChunkedMask):
         return mask.queries if count == run.part(mask.queries.length) else None
     if torch._C._current_graph_task_id() < 0:
         return run.now
@@ -157,8 +158,13 @@ def _lies(run: ContextRun, query: Tensor, mask: Any) -> Positions | None:
 
 
 def _without_mask(
-    module: nn.Module, query: Tensor, key: Tensor, run: ContextRun, lies: Positions, is_causal: bool | None
-) -> Mask:
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    run: ContextParallelState,
+    lies: SequencePositions,
+    is_causal: bool | None,
+) -> ChunkedMask:
     keys = run.of_part(key.shape[2])
     if keys is None:
         raise ConfigError(
@@ -169,7 +175,7 @@ def _without_mask(
         )
     sees_before = getattr(module, "is_causal", True) if is_causal is None else is_causal
     predicate = causal if sees_before and lies.length > 1 else None
-    return Mask(predicate, None, lies, keys, query.shape[0], seed=run.seed)
+    return ChunkedMask(predicate, None, lies, keys, query.shape[0], seed=run.seed)
 
 
 def _same_width(*tensors: Tensor) -> list[Tensor]:
@@ -204,10 +210,10 @@ def _check(module: nn.Module, mask: Any, kwargs: dict[str, Any]) -> None:
 
 def _adds(x: Tensor) -> bool:
     """Whether a term changes scores: T5's cross-attention adds zeros. In a trace it does not."""
-    return has_values(x) and bool(x.any())
+    return has_data(x) and bool(x.any())
 
 
-def _whole(
+def _full_sequence_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -241,7 +247,7 @@ def context_mask(
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
     predicate = causal_mask_function if mask_function is None else mask_function
-    run = current()
+    run = current_state()
     if run is None or not run.is_open:
         return sdpa_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, predicate, attention_mask, use_vmap=use_vmap, **kwargs
@@ -249,7 +255,7 @@ def context_mask(
     padding = None if attention_mask is None else _fitted(attention_mask, kv_length)
     predicate = {bidirectional_mask_function: None, causal_mask_function: causal}.get(predicate, predicate)
     queries, keys = run.positions(q_length), run.positions(kv_length)
-    return Mask(predicate, padding, queries, keys, batch_size, by_vmap=use_vmap, seed=run.seed)
+    return ChunkedMask(predicate, padding, queries, keys, batch_size, by_vmap=use_vmap, seed=run.seed)
 
 
 def _fitted(padding: Tensor, length: int) -> Tensor:
@@ -257,9 +263,9 @@ def _fitted(padding: Tensor, length: int) -> Tensor:
     return F.pad(padding, (0, length - padding.shape[-1])) if padding.shape[-1] < length else padding[:, :length]
 
 
-def register() -> None:
+def register_context_attention() -> None:
     """Registers both functions. Idempotent."""
-    with importing():
+    with import_lock():
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import sdpa_mask  # noqa: F401  # loaded here, by one thread
 

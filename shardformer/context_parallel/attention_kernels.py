@@ -62,7 +62,7 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Bias:
+class RelativePositionBias:
     """A term of the scores that depends on how far a key is from a query.
 
     Args:
@@ -81,7 +81,7 @@ class Bias:
 
 
 @dataclass(frozen=True)
-class Scores:
+class ScoreOptions:
     """How scores become weights.
 
     Args:
@@ -94,7 +94,7 @@ class Scores:
     scale: float
     cap: float | None = None
     dropout: Dropout | None = None
-    bias: Bias | None = None
+    bias: RelativePositionBias | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -103,7 +103,7 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Part:
+class VisibleBlock:
     """Which keys which queries see.
 
     Args:
@@ -118,13 +118,13 @@ class Part:
     cols: Tensor
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, part: Part, how: Scores) -> tuple[Tensor, Tensor]:
+def partial_attention(q: Tensor, k: Tensor, v: Tensor, part: VisibleBlock, how: ScoreOptions) -> tuple[Tensor, Tensor]:
     """q (B, N, Q, D), k and v (B, K, S, D) -> out (B, N, Q, D), lse (B, N, Q) in fp32, of fp64 in fp64.
 
     A query that sees no key has a very low lse and an output without a meaning.
     """
     if q.device.type == "cpu" and how.cap is None and how.dropout is None:
-        added = _added(part, q.dtype) if how.bias is None else _biased(part, how.bias, q.dtype)
+        added = _additive_mask(part, q.dtype) if how.bias is None else _biased(part, how.bias, q.dtype)
         causal = part.causal and how.bias is None
         found = ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=added, scale=how.scale)
         return found[0], found[1]
@@ -133,13 +133,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, part: Part, how: Scores) -> tuple[Te
     return _attend_plain(q, k, v, part, how)
 
 
-def attend_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part: Part, how: Scores
+def partial_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part: VisibleBlock, how: ScoreOptions
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of q, k and v, from the output and log-sum-exp over all keys; and that of a bias's line."""
     if how.is_plain and q.device.type == "cpu":
         found = ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, part.causal, attn_mask=_added(part, q.dtype), scale=how.scale
+            grad, q, k, v, out, lse, 0.0, part.causal, attn_mask=_additive_mask(part, q.dtype), scale=how.scale
         )
         return found[0], found[1], found[2], None
     if how.is_plain and q.is_cuda and q.dtype != torch.float64:
@@ -147,31 +147,31 @@ def attend_backward(
     return _attend_plain_backward(grad, q, k, v, out, lse, part, how)
 
 
-def lowest(dtype: torch.dtype) -> float:
+def mask_value(dtype: torch.dtype) -> float:
     """What is added to the score of a key that is not seen: the log-sum-exp of a row of -inf would be taken for 0."""
     return torch.finfo(dtype).min / 4
 
 
-def _added(part: Part, dtype: torch.dtype) -> Tensor | None:
+def _additive_mask(part: VisibleBlock, dtype: torch.dtype) -> Tensor | None:
     if part.sees is None:
         return None
-    return torch.zeros(part.sees.shape, dtype=dtype, device=part.sees.device).masked_fill(~part.sees, lowest(dtype))
+    return torch.zeros(part.sees.shape, dtype=dtype, device=part.sees.device).masked_fill(~part.sees, mask_value(dtype))
 
 
-def _biased(part: Part, bias: Bias, dtype: torch.dtype) -> Tensor:
+def _biased(part: VisibleBlock, bias: RelativePositionBias, dtype: torch.dtype) -> Tensor:
     """(B or 1, N, Q, S): the bias, and what is not seen."""
     added = bias.between(part.rows, part.cols)[None].to(dtype)
     if part.sees is not None:
-        return added.masked_fill(~part.sees, lowest(dtype))
+        return added.masked_fill(~part.sees, mask_value(dtype))
     if part.causal:
-        return added.masked_fill(part.cols[None, :] > part.rows[:, None], lowest(dtype))
+        return added.masked_fill(part.cols[None, :] > part.rows[:, None], mask_value(dtype))
     return added
 
 
 # ------------------------------------------------------------------------------------------------------------ on a GPU
 
 
-def _attend_cuda(q: Tensor, k: Tensor, v: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
+def _attend_cuda(q: Tensor, k: Tensor, v: Tensor, part: VisibleBlock, scale: float) -> tuple[Tensor, Tensor]:
     groups = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (k, v))
     if part.sees is None and q.dtype in HALF:
@@ -183,7 +183,7 @@ def _attend_cuda(q: Tensor, k: Tensor, v: Tensor, part: Part, scale: float) -> t
 
 
 def _attend_cuda_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part: Part, scale: float
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part: VisibleBlock, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     groups, heads = q.shape[1] // k.shape[1], k.shape[1]
     k, v = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (k, v))
@@ -203,9 +203,9 @@ def _attend_cuda_backward(
     return dq, dk, dv
 
 
-def _bias_cuda(part: Part, q: Tensor) -> Tensor | None:
+def _bias_cuda(part: VisibleBlock, q: Tensor) -> Tensor | None:
     """For all heads, in memory whose rows begin at multiples of 8 numbers, as the kernel wants it."""
-    added = _added(part, q.dtype)
+    added = _additive_mask(part, q.dtype)
     if added is None:
         return None
     width = added.shape[-1]
@@ -215,7 +215,7 @@ def _bias_cuda(part: Part, q: Tensor) -> Tensor | None:
 # --------------------------------------------------------------------------------------------------------- written out
 
 
-def _attend_plain(q: Tensor, k: Tensor, v: Tensor, part: Part, how: Scores) -> tuple[Tensor, Tensor]:
+def _attend_plain(q: Tensor, k: Tensor, v: Tensor, part: VisibleBlock, how: ScoreOptions) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
     k, v = _for_heads(k, q), _for_heads(v, q)
     outs, sums = [], []
@@ -224,7 +224,7 @@ def _attend_plain(q: Tensor, k: Tensor, v: Tensor, part: Part, how: Scores) -> t
         if how.bias is not None:
             scores = scores + how.bias.between(part.rows[rows], part.cols).to(wide)
         if (hidden := _hidden(part, rows)) is not None:
-            scores = scores.masked_fill(hidden, lowest(wide))
+            scores = scores.masked_fill(hidden, mask_value(wide))
         lse = scores.logsumexp(-1)
         weights = (scores - lse[..., None]).exp()
         if how.dropout is not None:
@@ -235,7 +235,7 @@ def _attend_plain(q: Tensor, k: Tensor, v: Tensor, part: Part, how: Scores) -> t
 
 
 def _attend_plain_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part: Part, how: Scores
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part: VisibleBlock, how: ScoreOptions
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     wide = torch.promote_types(q.dtype, torch.float32)
     line = None if how.bias is None else torch.zeros_like(how.bias.line, dtype=wide)
@@ -270,7 +270,7 @@ def _attend_plain_backward(
     return torch.cat(dqs, 2), dk, dv, line
 
 
-def _capped(products: Tensor, how: Scores) -> tuple[Tensor, Tensor | None]:
+def _capped(products: Tensor, how: ScoreOptions) -> tuple[Tensor, Tensor | None]:
     """The scores, and where they are capped their derivative by the scaled products."""
     scores = products * how.scale
     if how.cap is None:
@@ -279,7 +279,7 @@ def _capped(products: Tensor, how: Scores) -> tuple[Tensor, Tensor | None]:
     return how.cap * tanh, 1 - tanh.square()
 
 
-def _hidden(part: Part, rows: slice) -> Tensor | None:
+def _hidden(part: VisibleBlock, rows: slice) -> Tensor | None:
     if part.sees is not None:
         return ~part.sees[:, :, rows]
     if part.causal:
@@ -299,7 +299,7 @@ def _stretches(q: Tensor, k: Tensor) -> Iterator[slice]:
         yield slice(start, start + size)
 
 
-def join(out: Any, lse: Any, other: Tensor, other_lse: Tensor) -> None:
+def merge_partial_attention(out: Any, lse: Any, other: Tensor, other_lse: Tensor) -> None:
     """Adds to what is known of some queries, in place, the attention to other keys."""
     total = torch.logaddexp(lse, other_lse)
     out.mul_((lse - total).exp_()[..., None]).addcmul_(other.to(out.dtype), (other_lse - total).exp_()[..., None])

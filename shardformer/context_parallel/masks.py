@@ -23,22 +23,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardformer.context_parallel.attention_kernels import Part
-from shardformer.context_parallel.sequence_layout import Positions, rows_of
+from shardformer.context_parallel.attention_kernels import VisibleBlock
+from shardformer.context_parallel.sequence_layout import SequencePositions, chunk_indices
 from shardformer.errors import ConfigError
-from shardformer.torch_compat import has_values, is_true, with_values
+from shardformer.torch_compat import has_data, is_true, without_fake_tensors
 
 # B batch, Q and S numbers of queries and keys
 
 Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(samples, heads, queries, keys), which broadcast -> whether a query sees a key."""
 
-AT_ONCE = 2**24
+POSITIONS_PER_CALL = 2**24
 """Pairs of positions that are asked about in one call."""
 REMEMBERED = 64
 
 
-class Sees(Enum):
+class Visibility(Enum):
     """What the queries of a chunk see of the keys of another."""
 
     NOTHING = "nothing"
@@ -47,7 +47,7 @@ class Sees(Enum):
     SOME = "some"
 
 
-class Mask:
+class ChunkedMask:
     """A mask of a whole sequence, which stands where a model hands a tensor of scores to its layers.
 
     Args:
@@ -63,8 +63,8 @@ class Mask:
         self,
         predicate: Predicate | None,
         padding: Tensor | None,
-        queries: Positions,
-        keys: Positions,
+        queries: SequencePositions,
+        keys: SequencePositions,
         batch: int,
         *,
         by_vmap: bool = False,
@@ -73,7 +73,7 @@ class Mask:
         self.predicate, self.queries, self.keys, self.batch = predicate, queries, keys, batch
         self.by_vmap, self.seed = by_vmap, seed
         self.padding = None if padding is None or is_true(padding.all()) else padding
-        key = None if self.padding is not None else recipe(predicate)
+        key = None if self.padding is not None else mask_fingerprint(predicate)
         self._known = _remembered((key, queries, keys, by_vmap)) if key is not None else {}
 
     @property
@@ -111,58 +111,58 @@ class Mask:
         rows, cols = torch.arange(self.queries.length, device=device), torch.arange(self.keys.length, device=device)
         return self.sees(rows, cols)
 
-    def between(self, query_chunk: int, key_chunk: int) -> Sees:
+    def between(self, query_chunk: int, key_chunk: int) -> Visibility:
         """What the queries of one chunk see of the keys of another. The same on every rank."""
         if (query_chunk, key_chunk) not in self._known:
             self._known[query_chunk, key_chunk] = self._asked(query_chunk, key_chunk)
         return self._known[query_chunk, key_chunk]
 
-    @with_values()
-    def _asked(self, query_chunk: int, key_chunk: int) -> Sees:
+    @without_fake_tensors()
+    def _asked(self, query_chunk: int, key_chunk: int) -> Visibility:
         device = self._device
-        rows, cols = rows_of(self.queries, (query_chunk,)), rows_of(self.keys, (key_chunk,))
+        rows, cols = chunk_indices(self.queries, (query_chunk,)), chunk_indices(self.keys, (key_chunk,))
         rows, cols = rows.to(device), cols.to(device)
         is_square = len(rows) == len(cols) and bool((rows == cols).all())
         any_, all_, causal = False, True, is_square
-        step = max(1, AT_ONCE // max(len(cols) * self.batch, 1))
+        step = max(1, POSITIONS_PER_CALL // max(len(cols) * self.batch, 1))
         for start in range(0, len(rows), step):
             some = rows[start : start + step]
             found = self.sees(some, cols)
-            if not has_values(found):
-                return Sees.SOME  # in a trace, of a mask that is made of tensors
+            if not has_data(found):
+                return Visibility.SOME  # in a trace, of a mask that is made of tensors
             any_, all_ = any_ or bool(found.any()), all_ and bool(found.all())
             causal = causal and bool((found == (some[:, None] >= cols[None, :])).all())
             if any_ and not all_ and not causal:
-                return Sees.SOME
+                return Visibility.SOME
         if len(rows) == 0 or len(cols) == 0 or not any_:
-            return Sees.NOTHING
+            return Visibility.NOTHING
         if all_:
-            return Sees.ALL
-        return Sees.CAUSAL if causal else Sees.SOME
+            return Visibility.ALL
+        return Visibility.CAUSAL if causal else Visibility.SOME
 
     @property
     def _device(self) -> torch.device:
         return torch.device("cpu") if self.padding is None else self.padding.device
 
-    def part(self, rows: tuple[int, ...], cols: tuple[int, ...], device: torch.device) -> Part:
+    def part(self, rows: tuple[int, ...], cols: tuple[int, ...], device: torch.device) -> VisibleBlock:
         """For the kernel: what these chunks of queries see of these of keys."""
         at = {(r, c): self.between(r, c) for r in rows for c in cols}
-        positions = rows_of(self.queries, rows).to(device), rows_of(self.keys, cols).to(device)
-        if all(found is Sees.ALL for found in at.values()):
-            return Part(False, None, *positions)
+        positions = chunk_indices(self.queries, rows).to(device), chunk_indices(self.keys, cols).to(device)
+        if all(found is Visibility.ALL for found in at.values()):
+            return VisibleBlock(False, None, *positions)
         if rows == cols and self.queries == self.keys and _is_causal(rows, at):
-            return Part(True, None, *positions)
-        return Part(False, self.sees(*positions), *positions)
+            return VisibleBlock(True, None, *positions)
+        return VisibleBlock(False, self.sees(*positions), *positions)
 
     def needed(self, ring_rank: int, chunks: tuple[int, ...]) -> tuple[int, ...]:
         """Which of these chunks of keys some query of a ring rank sees."""
         queries = self.queries.chunks_of(ring_rank)
-        return tuple(c for c in chunks if any(self.between(q, c) is not Sees.NOTHING for q in queries))
+        return tuple(c for c in chunks if any(self.between(q, c) is not Visibility.NOTHING for q in queries))
 
     def seeing(self, ring_rank: int, chunks: tuple[int, ...]) -> tuple[int, ...]:
         """Which of a ring rank's chunks of queries see something of these chunks of keys."""
         queries = self.queries.chunks_of(ring_rank)
-        return tuple(q for q in queries if any(self.between(q, c) is not Sees.NOTHING for c in chunks))
+        return tuple(q for q in queries if any(self.between(q, c) is not Visibility.NOTHING for c in chunks))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -180,9 +180,13 @@ def causal(samples: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> Ten
     return keys <= queries
 
 
-def _is_causal(chunks: tuple[int, ...], at: dict[tuple[int, int], Sees]) -> bool:
+def _is_causal(chunks: tuple[int, ...], at: dict[tuple[int, int], Visibility]) -> bool:
     """Whether chunks in the order of their positions see themselves up to each query, and all of those before."""
-    wanted = {(r, c): Sees.CAUSAL if r == c else Sees.ALL if c < r else Sees.NOTHING for r in chunks for c in chunks}
+    wanted = {
+        (r, c): Visibility.CAUSAL if r == c else Visibility.ALL if c < r else Visibility.NOTHING
+        for r in chunks
+        for c in chunks
+    }
     return at == wanted
 
 
@@ -201,25 +205,25 @@ class _Remembered(threading.local):
     """What chunks see of each other, by masks: those of this thread, since ranks may be threads."""
 
     def __init__(self) -> None:
-        self.masks: dict[Hashable, dict[tuple[int, int], Sees]] = {}
+        self.masks: dict[Hashable, dict[tuple[int, int], Visibility]] = {}
 
 
 _REMEMBERED = _Remembered()
 
 
-def _remembered(key: Hashable) -> dict[tuple[int, int], Sees]:
+def _remembered(key: Hashable) -> dict[tuple[int, int], Visibility]:
     masks = _REMEMBERED.masks
     if key not in masks and len(masks) >= REMEMBERED:
         del masks[next(iter(masks))]
     return masks.setdefault(key, {})
 
 
-def recipe(thing: Any) -> Hashable | None:
+def mask_fingerprint(thing: Any) -> Hashable | None:
     """What a function computes, where no tensor and no object decides it: its code, and the numbers it closes over."""
     if thing is None or isinstance(thing, int | float | str | CodeType):
         return (type(thing).__name__, thing)
     if isinstance(thing, tuple | list):
-        parts = tuple(map(recipe, thing))
+        parts = tuple(map(mask_fingerprint, thing))
         return None if None in parts else parts
     if not isinstance(thing, FunctionType):
         return None
@@ -227,5 +231,5 @@ def recipe(thing: Any) -> Hashable | None:
         cells = [cell.cell_contents for cell in thing.__closure__ or ()]
     except ValueError:
         return None
-    parts = tuple(map(recipe, [thing.__code__, *cells, *(thing.__defaults__ or ()), thing.__kwdefaults__]))
+    parts = tuple(map(mask_fingerprint, [thing.__code__, *cells, *(thing.__defaults__ or ()), thing.__kwdefaults__]))
     return None if None in parts else parts

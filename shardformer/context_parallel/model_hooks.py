@@ -2,7 +2,7 @@
 
 inputs, embeddings, masks    whole, on all ranks alike
 layers                       this rank's positions, of the hidden states and of all else that they are given
-behind them                  a ``SequenceCut``, which a head and its loss read position by position
+behind them                  a ``SequenceShardedTensor``, which a head and its loss read position by position
 
 Also here, each to be said in one text by hand:
 
@@ -18,34 +18,39 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map, tree_map_with_path
 
-from shardformer.comm.collectives import gather_numbers
-from shardformer.comm.deferred_tensor import resolved
-from shardformer.context_parallel.masks import Mask
-from shardformer.context_parallel.sequence_layout import ContextRun, Positions, new_seed, set_current
+from shardformer.comm.collectives import all_gather_numbers
+from shardformer.comm.deferred_tensor import resolve_deferred
+from shardformer.context_parallel.masks import ChunkedMask
+from shardformer.context_parallel.sequence_layout import (
+    ContextParallelState,
+    SequencePositions,
+    new_seed,
+    set_current_state,
+)
 from shardformer.context_parallel.sequence_sharded_tensor import (
-    CutTensor,
-    SequenceCut,
-    enter_model,
+    SequenceShardedTensor,
+    SequenceShardedTensorBase,
     gather_rows,
+    local_rows,
+    set_inside_model,
     shared_input,
-    take_rows,
 )
 from shardformer.errors import InputError
-from shardformer.random_state import RandomStream
+from shardformer.random_state import LocalRandomState
 from shardformer.tensor_parallel.sequence_parallel import first_tensor, with_first_output
 from shardformer.transformers_compat import arguments_of, caches_in, without_caches
 
 # B batch, S sequence, H hidden; s: this rank's positions
 
 
-class ContextEntry:
+class ModelInputHook:
     """Before and behind a forward of the whole model.
 
     Args:
         draws: whether the model draws random numbers when it trains.
     """
 
-    def __init__(self, run: ContextRun, model: nn.Module, *, draws: bool) -> None:
+    def __init__(self, run: ContextParallelState, model: nn.Module, *, draws: bool) -> None:
         self._run, self._draws, self._arguments = run, draws, arguments_of(model)
         model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
         model.register_forward_hook(self._leave, always_call=True)
@@ -54,19 +59,19 @@ class ContextEntry:
         run = self._run
         run.is_open = not caches_in((*args, *kwargs.values())) and not kwargs.get("use_cache", False)
         run.now, run.met = None, {}
-        set_current(run)
-        enter_model(True)
+        set_current_state(run)
+        set_inside_model(True)
         if not run.is_open:
             return None
         if self._draws and model.training:  # before ranks that were seeded apart are aligned
-            run.seed = gather_numbers([new_seed()], run.axis)[0][0]
+            run.seed = all_gather_numbers([new_seed()], run.axis)[0][0]
         return self._shared(args, kwargs)
 
     def _shared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Inputs that need a gradient: each rank finds that of its own positions, and all of them get the whole."""
 
         def trains(x: Any) -> bool:
-            return isinstance(x, Tensor) and x.requires_grad and not isinstance(x, CutTensor)
+            return isinstance(x, Tensor) and x.requires_grad and not isinstance(x, SequenceShardedTensorBase)
 
         if not torch.is_grad_enabled() or not any(map(trains, tree_leaves((args, kwargs)))):
             return None
@@ -76,12 +81,12 @@ class ContextEntry:
         """Keys and values that a forward kept are of this rank's positions: nobody may go on with them."""
         run = self._run
         run.now = None
-        set_current(None)
-        enter_model(False)
+        set_current_state(None)
+        set_inside_model(False)
         return without_caches(output, self._arguments) if run.is_open else None
 
 
-class ContextStack:
+class StackHook:
     """The layers of one stack.
 
     Args:
@@ -93,10 +98,16 @@ class ContextStack:
     """
 
     def __init__(
-        self, run: ContextRun, path: str, layers: Sequence[nn.Module], ends: Sequence[nn.Module], *, draws: bool
+        self,
+        run: ContextParallelState,
+        path: str,
+        layers: Sequence[nn.Module],
+        ends: Sequence[nn.Module],
+        *,
+        draws: bool,
     ) -> None:
         self._run, self._path, self._first = run, path, layers[0]
-        self._random = RandomStream(run.axis) if draws else None
+        self._random = LocalRandomState(run.axis) if draws else None
         self._full: int | None = None  # of the forward that is between the first layer and the last
         for layer in dict.fromkeys(layers):
             layer.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
@@ -110,7 +121,7 @@ class ContextStack:
             run.now = None
             return None
         hidden = first_tensor(args, kwargs)
-        masks = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Mask)]
+        masks = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ChunkedMask)]
         if again:
             full = self._recalled(layer, hidden, masks)
             if full is None:
@@ -128,7 +139,7 @@ class ContextStack:
             lambda path, leaf: self._own((self._path, *path[1:]), leaf, leaf is hidden, lengths), (args, kwargs)
         )
 
-    def _recalled(self, layer: nn.Module, hidden: Tensor, masks: Sequence[Mask]) -> int | None:
+    def _recalled(self, layer: nn.Module, hidden: Tensor, masks: Sequence[ChunkedMask]) -> int | None:
         """In a recomputation: the length of the sequence in the forward that is repeated."""
         lengths = [mask.queries.length for mask in masks]
         mine = [length for length in lengths if hidden.shape[1] in (length, self._run.part(length))]
@@ -143,18 +154,18 @@ class ContextStack:
     def _own(self, path: Hashable, leaf: Any, is_hidden: bool, lengths: set[int]) -> Any:
         """This rank's positions of an argument."""
         run = self._run
-        if isinstance(leaf, SequenceCut):
+        if isinstance(leaf, SequenceShardedTensor):
             run.meet(leaf.rows.full)
             rows = run.rows(leaf.rows.full)
-            return leaf.local if leaf.rows is rows else take_rows(leaf.full_tensor(), rows, leaf.cut_dim)
+            return leaf.local if leaf.rows is rows else local_rows(leaf.full_tensor(), rows, leaf.cut_dim)
         if not isinstance(leaf, Tensor):
             # a cache of this rank's positions is of no use, and a recomputation would add to it again
             return None if hasattr(type(leaf), "get_seq_length") else leaf
-        leaf = resolved(leaf)
+        leaf = resolve_deferred(leaf)
         if is_hidden:
-            return take_rows(leaf, run.rows(leaf.shape[1]), 1) if leaf.shape[1] in lengths else leaf
+            return local_rows(leaf, run.rows(leaf.shape[1]), 1) if leaf.shape[1] in lengths else leaf
         dim = run.dim_of(path, leaf, lengths)
-        return leaf if dim is None else take_rows(leaf, run.rows(leaf.shape[dim]), dim)
+        return leaf if dim is None else local_rows(leaf, run.rows(leaf.shape[dim]), dim)
 
     def _leave(self, layer: nn.Module, args: Any, output: Any) -> Any:
         run = self._run
@@ -164,7 +175,7 @@ class ContextStack:
         run.now = None
         if self._random is not None:
             self._random.leave()
-        return with_first_output(output, lambda x: SequenceCut(resolved(x), rows, 1))
+        return with_first_output(output, lambda x: SequenceShardedTensor(resolve_deferred(x), rows, 1))
 
     def abandon(self) -> None:
         """After a forward that an error broke off."""
@@ -175,18 +186,20 @@ class ContextStack:
 
 def pass_through(module: nn.Module) -> None:
     """A parallel layer outside of the stacks reads a cut tensor position by position."""
-    cut: list[SequenceCut] = []
+    cut: list[SequenceShardedTensor] = []
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        found = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, SequenceCut)]
+        found = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, SequenceShardedTensor)]
         cut[:] = found[:1]
-        return tree_map(lambda leaf: leaf.local if isinstance(leaf, SequenceCut) else leaf, (args, dict(kwargs)))
+        return tree_map(
+            lambda leaf: leaf.local if isinstance(leaf, SequenceShardedTensor) else leaf, (args, dict(kwargs))
+        )
 
     def leave(_: nn.Module, args: Any, output: Any) -> Any:
         if not cut:
             return output
         x = cut.pop()
-        return with_first_output(output, lambda y: SequenceCut(resolved(y), x.rows, x.cut_dim))
+        return with_first_output(output, lambda y: SequenceShardedTensor(resolve_deferred(y), x.rows, x.cut_dim))
 
     module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
     module.register_forward_hook(leave)
@@ -195,7 +208,7 @@ def pass_through(module: nn.Module) -> None:
 # B batch, S sequence, H hidden; s: this rank's positions
 
 
-class ContextWhole:
+class FullSequenceHook:
     """Gathers what a module is given for each position (a state space, a convolution), and takes this rank's of what
     it gives. Every rank computes the module for all positions.
 
@@ -206,11 +219,11 @@ class ContextWhole:
         draws: whether the model draws random numbers when it trains.
     """
 
-    def __init__(self, run: ContextRun, path: tuple[str, str], module: nn.Module, *, draws: bool) -> None:
+    def __init__(self, run: ContextParallelState, path: tuple[str, str], module: nn.Module, *, draws: bool) -> None:
         self._run, self._path = run, path
-        self._random = RandomStream(run.axis, aligned=True) if draws else None
-        self._now: Positions | None = None
-        self._before: Positions | None = None
+        self._random = LocalRandomState(run.axis, aligned=True) if draws else None
+        self._now: SequencePositions | None = None
+        self._before: SequencePositions | None = None
         module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
         module.register_forward_hook(self._leave)
 
@@ -254,7 +267,7 @@ class ContextWhole:
         run.now = self._before
         if self._random is not None:
             self._random.leave()
-        return with_first_output(output, lambda x: take_rows(x, run.rows(now.length), 1))
+        return with_first_output(output, lambda x: local_rows(x, run.rows(now.length), 1))
 
     def abandon(self) -> None:
         """After a forward that an error broke off."""

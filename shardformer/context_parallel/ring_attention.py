@@ -20,11 +20,18 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from shardformer.comm.autograd_collectives import first_order_only
+from shardformer.comm.autograd_collectives import once_differentiable
 from shardformer.comm.collectives import all_gather
 from shardformer.comm.recorder import bytes_of, record
-from shardformer.context_parallel.attention_kernels import Bias, Scores, attend, attend_backward, join, lowest
-from shardformer.context_parallel.masks import Mask
+from shardformer.context_parallel.attention_kernels import (
+    RelativePositionBias,
+    ScoreOptions,
+    mask_value,
+    merge_partial_attention,
+    partial_attention,
+    partial_attention_backward,
+)
+from shardformer.context_parallel.masks import ChunkedMask
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.transport import Work
 
@@ -34,7 +41,7 @@ PURPOSE = "context"
 
 
 @dataclass(frozen=True)
-class Travel:
+class RingExchange:
     """How keys get to the ranks of a ring.
 
     Args:
@@ -45,8 +52,8 @@ class Travel:
     """
 
     axis: Axis
-    mask: Mask
-    how: Scores
+    mask: ChunkedMask
+    how: ScoreOptions
     gathers: bool = False
 
     def needed_by(self, rank: int, owner: int) -> tuple[int, ...]:
@@ -56,7 +63,7 @@ class Travel:
 
 
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, travel: Travel, sinks: Tensor | None = None, line: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, travel: RingExchange, sinks: Tensor | None = None, line: Tensor | None = None
 ) -> Tensor:
     """q (B, N, s, D), k and v (B, K, s, D) of this rank's positions -> (B, N, s, D): attention to those of all ranks.
 
@@ -76,12 +83,12 @@ def ring_attention(
 class _Ring(Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, line: Tensor | None, travel: Travel
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, line: Tensor | None, travel: RingExchange
     ) -> Tensor:
-        how = travel.how if line is None else replace(travel.how, bias=Bias(line))
+        how = travel.how if line is None else replace(travel.how, bias=RelativePositionBias(line))
         wide = torch.promote_types(q.dtype, torch.float32)
         out: Tensor | None = None
-        lse = q.new_full(q.shape[:3], lowest(wide), dtype=wide)
+        lse = q.new_full(q.shape[:3], mask_value(wide), dtype=wide)
         kv = torch.stack((k, v))
         for _, chunks, arrived in _arriving(kv, travel):
             for rows, cols in _calls(travel.mask, travel.axis.rank, chunks):
@@ -89,17 +96,17 @@ class _Ring(Function):
                 keys, _ = _places(travel.mask.keys, chunks, cols)
                 part = travel.mask.part(rows, cols, q.device)
                 seen = arrived[:, :, :, keys]
-                one, one_lse = attend(q[:, :, at], seen[0], seen[1], part, how)
+                one, one_lse = partial_attention(q[:, :, at], seen[0], seen[1], part, how)
                 if out is None and of_q == q.shape[2]:
                     out, lse = one.to(wide) if travel.axis.size > 1 else one, one_lse.contiguous()
                     continue
                 out = torch.zeros_like(q, dtype=wide) if out is None else out.to(wide)
-                join(out[:, :, at], lse[:, :, at], one, one_lse)
+                merge_partial_attention(out[:, :, at], lse[:, :, at], one, one_lse)
         out = torch.zeros_like(q) if out is None else out
         if sinks is not None:
             lse, before = torch.logaddexp(lse, sinks.to(wide)[None, :, None]), lse
             out = out * (before - lse).exp_()[..., None]
-        unseeing = lse < lowest(wide) / 2 if travel.mask.may_hide_all else None
+        unseeing = lse < mask_value(wide) / 2 if travel.mask.may_hide_all else None
         if unseeing is not None:  # as torch has it
             out = out.masked_fill(unseeing[..., None], 0.0)
         out = out.to(q.dtype)
@@ -108,18 +115,18 @@ class _Ring(Function):
         return out
 
     @staticmethod
-    @first_order_only
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, line, out, lse = ctx.saved_tensors
-        travel: Travel = ctx.travel
-        how = travel.how if line is None else replace(travel.how, bias=Bias(line))
+        travel: RingExchange = ctx.travel
+        how = travel.how if line is None else replace(travel.how, bias=RelativePositionBias(line))
         of_line = None if line is None else torch.zeros_like(line, dtype=torch.promote_types(line.dtype, torch.float32))
         wide = torch.promote_types(q.dtype, torch.float32)
         if ctx.unseeing is not None:
             grad = grad.masked_fill(ctx.unseeing[..., None], 0.0)
         dq = torch.zeros_like(q, dtype=wide)
         dkv = torch.zeros(2, *k.shape, dtype=wide, device=k.device)
-        home = _Home(dkv, travel)
+        home = _KeyValueGradients(dkv, travel)
         kv = torch.stack((k, v))
         for owner, chunks, arrived in _arriving(kv, travel):
             total = torch.zeros_like(arrived)
@@ -129,7 +136,7 @@ class _Ring(Function):
                 mine = [x[:, :, at].contiguous() for x in (grad, q, out, lse)]
                 seen = arrived[:, :, :, keys]
                 part = travel.mask.part(rows, cols, q.device)
-                of_q, of_k, of_v, found = attend_backward(
+                of_q, of_k, of_v, found = partial_attention_backward(
                     mine[0], mine[1], seen[0], seen[1], mine[2], mine[3], part, how
                 )
                 if of_line is not None and found is not None:
@@ -146,7 +153,7 @@ class _Ring(Function):
         return dq.to(q.dtype), dkv[0].to(k.dtype), dkv[1].to(v.dtype), of_sinks, of_line, None
 
 
-def _arriving(kv: Tensor, travel: Travel) -> Iterator[tuple[int, tuple[int, ...], Tensor]]:
+def _arriving(kv: Tensor, travel: RingExchange) -> Iterator[tuple[int, tuple[int, ...], Tensor]]:
     """(owner, chunks, keys and values (2, B, K, n, D)) of this rank first, then of those that it sees something of."""
     axis = travel.axis
     me, ranks = axis.rank, axis.size
@@ -174,7 +181,9 @@ def _arriving(kv: Tensor, travel: Travel) -> Iterator[tuple[int, tuple[int, ...]
         coming = following
 
 
-def _start(kv: Tensor, travel: Travel, step: int) -> tuple[tuple[int, ...], Tensor, Sequence[Work], Tensor | None]:
+def _start(
+    kv: Tensor, travel: RingExchange, step: int
+) -> tuple[tuple[int, ...], Tensor, Sequence[Work], Tensor | None]:
     """Starts sending this rank's keys to the rank ``step`` behind it, and receiving those of the rank before."""
     axis, ranks = travel.axis, travel.axis.size
     if step >= ranks:
@@ -192,10 +201,10 @@ def _exchange(axis: Axis, to: int, out: Tensor, source: int, into: Tensor) -> Se
     return axis.transport.exchange({to: out}, {source: into})
 
 
-class _Home:
+class _KeyValueGradients:
     """The gradients of keys and values go back to who has them, and are added up there."""
 
-    def __init__(self, dkv: Tensor, travel: Travel) -> None:
+    def __init__(self, dkv: Tensor, travel: RingExchange) -> None:
         self._dkv, self._travel, self._step = dkv, travel, 0
         self._coming: list[tuple[tuple[int, ...], Tensor, Sequence[Work], Tensor]] = []
         self._gathered: dict[int, Tensor] = {}
@@ -242,7 +251,7 @@ class _Home:
             self._dkv += arriving[rank]
 
 
-def _calls(mask: Mask, rank: int, chunks: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _calls(mask: ChunkedMask, rank: int, chunks: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """(chunks of queries, chunks of keys) for each call of the kernel: one, where all of these queries see the same."""
     rows = mask.seeing(rank, chunks)
     seen = {row: tuple(c for c in chunks if mask.between(row, c).value != "nothing") for row in rows}
@@ -253,7 +262,7 @@ def _calls(mask: Mask, rank: int, chunks: tuple[int, ...]) -> Iterator[tuple[tup
         yield (row,), seen[row]
 
 
-def _own_causal(mask: Mask, rows: tuple[int, ...]) -> bool:
+def _own_causal(mask: ChunkedMask, rows: tuple[int, ...]) -> bool:
     return mask.queries == mask.keys and [mask.between(r, c).value for r in rows for c in rows] == [
         "causal", "nothing", "all", "causal",
     ]  # fmt: skip
@@ -272,5 +281,5 @@ def _places(positions: Any, held: tuple[int, ...], wanted: tuple[int, ...]) -> t
     return at, at.stop - at.start
 
 
-def _length(travel: Travel, owner: int, chunks: tuple[int, ...]) -> int:
+def _length(travel: RingExchange, owner: int, chunks: tuple[int, ...]) -> int:
     return _places(travel.mask.keys, travel.mask.keys.chunks_of(owner), chunks)[1]

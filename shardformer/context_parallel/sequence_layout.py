@@ -28,22 +28,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardformer.comm.collectives import gather_numbers
+from shardformer.comm.collectives import all_gather_numbers
 from shardformer.errors import InputError
 from shardformer.layout.shard_spec import Slice, Split, even_bounds
 from shardformer.mesh.parallel_context import Axis
-from shardformer.torch_compat import numbers_in
+from shardformer.torch_compat import to_list
 
 
 @dataclass(frozen=True)
-class Positions:
+class SequencePositions:
     """How ``length`` positions lie over ``ring`` x ``group`` ranks.
 
-    >>> Positions(16, ring=2, group=2).split.parts
+    >>> SequencePositions(16, ring=2, group=2).split.parts
     (((0, 4),), ((12, 16),), ((4, 8),), ((8, 12),))
-    >>> Positions(10, ring=2).chunks
+    >>> SequencePositions(10, ring=2).chunks
     ((0, 3), (3, 6), (6, 8), (8, 10))
-    >>> Positions(10, ring=2).owner(2)
+    >>> SequencePositions(10, ring=2).owner(2)
     1
 
     Args:
@@ -117,13 +117,13 @@ class Positions:
         return tuple(found)
 
 
-def rows_of(positions: Positions, chunks: tuple[int, ...]) -> Tensor:
+def chunk_indices(positions: SequencePositions, chunks: tuple[int, ...]) -> Tensor:
     """The positions of some chunks, one behind the other."""
     return torch.cat([torch.arange(*positions.chunks[chunk]) for chunk in chunks])
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class IndexShards:
     """Which indices of a dim each rank of an axis has.
 
     Args:
@@ -136,7 +136,7 @@ class Rows:
     full: int
 
     @classmethod
-    def of(cls, positions: Positions, axis: Axis) -> Rows:
+    def of(cls, positions: SequencePositions, axis: Axis) -> IndexShards:
         return cls(axis, tuple(positions.indices(rank) for rank in range(axis.size)), positions.length)
 
     @property
@@ -147,22 +147,22 @@ class Rows:
         """This rank's part of a full tensor."""
         return x.index_select(dim, self.own.to(x.device))
 
-    def within(self, lead: int) -> Rows:
+    def within(self, lead: int) -> IndexShards:
         """Of a dim that is ``lead`` times as long: the rows of several samples behind each other."""
         if lead == 1:
             return self
         offsets = torch.arange(lead)[:, None] * self.full
-        return Rows(self.axis, tuple((offsets + part).flatten() for part in self.parts), lead * self.full)
+        return IndexShards(self.axis, tuple((offsets + part).flatten() for part in self.parts), lead * self.full)
 
-    def sliced(self, taken: slice) -> tuple[Rows, Tensor]:
+    def sliced(self, taken: slice) -> tuple[IndexShards, Tensor]:
         """Of a slice of the dim: its rows, and which of this rank's own they are."""
         start, stop, step = taken.indices(self.full)
         full = len(range(start, stop, step))
         kept = [(part >= start) & (part < stop) & ((part - start) % step == 0) for part in self.parts]
         parts = tuple((part[keep] - start) // step for part, keep in zip(self.parts, kept, strict=True))
-        return Rows(self.axis, parts, full), kept[self.axis.rank].nonzero()[:, 0]
+        return IndexShards(self.axis, parts, full), kept[self.axis.rank].nonzero()[:, 0]
 
-    def is_like(self, other: Rows) -> bool:
+    def is_like(self, other: IndexShards) -> bool:
         if self is other:
             return True
         alike = zip(self.parts, other.parts, strict=True)
@@ -176,7 +176,7 @@ _NOW = threading.local()
 
 
 @dataclass(eq=False)
-class ContextRun:
+class ContextParallelState:
     """The context parallelism of one model.
 
     Args:
@@ -201,36 +201,36 @@ class ContextRun:
     gathers: bool = False
     is_whole: bool = False
     is_open: bool = False
-    now: Positions | None = None
+    now: SequencePositions | None = None
     seed: int = 0
-    known: dict[int, Positions] = field(default_factory=dict)
-    met: dict[int, Positions] = field(default_factory=dict)
+    known: dict[int, SequencePositions] = field(default_factory=dict)
+    met: dict[int, SequencePositions] = field(default_factory=dict)
     dims: Dims = field(default_factory=dict)
-    _rows: dict[int, Rows] = field(default_factory=dict)
+    _rows: dict[int, IndexShards] = field(default_factory=dict)
     _numbers: dict[int, int] = field(default_factory=dict)
 
-    def positions(self, length: int) -> Positions:
+    def positions(self, length: int) -> SequencePositions:
         """How a sequence lies over the ranks. Raises InputError where it is too short."""
         if length not in self.known:
-            self.known[length] = Positions(length, self.ring.size, self.group.size)
+            self.known[length] = SequencePositions(length, self.ring.size, self.group.size)
         return self.known[length]
 
-    def rows(self, length: int) -> Rows:
+    def rows(self, length: int) -> IndexShards:
         """The same, for each rank of the axis."""
         if length not in self._rows:
-            self._rows[length] = Rows.of(self.positions(length), self.axis)
+            self._rows[length] = IndexShards.of(self.positions(length), self.axis)
         return self._rows[length]
 
     def part(self, length: int) -> int:
         """How many positions of a sequence this rank has."""
         return self.positions(length).split.length(self.axis.rank)
 
-    def meet(self, length: int) -> Positions:
+    def meet(self, length: int) -> SequencePositions:
         """As ``positions``, of a sequence of this forward."""
         self.met[length] = found = self.positions(length)
         return found
 
-    def of_part(self, count: int, among: Mapping[int, Positions] | None = None) -> Positions | None:
+    def of_part(self, count: int, among: Mapping[int, SequencePositions] | None = None) -> SequencePositions | None:
         """The sequence of which this rank has so many positions, of those that were seen, or ``among`` these.
 
         Communicates one number where some rank has as many of two sequences.
@@ -239,7 +239,7 @@ class ContextRun:
         parts = [p.split.lengths() for p in known]
         if all(len(set(of_rank)) == len(of_rank) for of_rank in zip(*parts, strict=True)):
             return next((p for p in known if p.split.length(self.axis.rank) == count), None)
-        full = sum(numbers[0] for numbers in gather_numbers([count], self.axis))
+        full = sum(numbers[0] for numbers in all_gather_numbers([count], self.axis))
         return self.known.get(full)
 
     def dim_of(self, path: Hashable, x: Tensor, lengths: Collection[int], samples: int = -1) -> int | None:
@@ -264,14 +264,14 @@ class ContextRun:
             return
         parts = {self.part(length) for length in lengths}
         at = [[d for d, n in enumerate(x.shape) if n in parts and (d > 0 or n != samples)] for x in new.values()]
-        everywhere = gather_numbers([sum(1 << d for d in dims) for dims in at], self.axis)
+        everywhere = all_gather_numbers([sum(1 << d for d in dims) for dims in at], self.axis)
         for (path, x), dims, bits in zip(new.items(), at, zip(*everywhere, strict=True), strict=True):
             self._learnt(path, x, [d for d in dims if all(theirs >> d & 1 for theirs in bits)])
 
     def _learnt(self, path: Hashable, x: Tensor, at: Sequence[int]) -> int | None:
         if len(at) > 1 and not self.is_whole:
             raise InputError(
-                f"A layer is given a tensor of shape {tuple(x.shape)} (its argument {_shown(path)})",
+                f"A layer is given a tensor of shape {tuple(x.shape)} (its argument {_format_path(path)})",
                 rule=f"One dim of it is the sequence's, and {len(at)} have its length: what is said of all pairs of "
                 "positions, as by a mask that was made before, is on no rank",
                 remedy="Give attention_mask (batch, sequence), or position_ids that start again with each document; "
@@ -287,28 +287,28 @@ class ContextRun:
     @contextmanager
     def running(self) -> Iterator[None]:
         """In here a forward of this model is under way."""
-        before, _NOW.run = current(), self
+        before, _NOW.run = current_state(), self
         try:
             yield
         finally:
             _NOW.run = before
 
 
-def _shown(path: Hashable) -> str:
+def _format_path(path: Hashable) -> str:
     return "".join(map(str, path[1:])) if isinstance(path, tuple) else str(path)
 
 
-def current() -> ContextRun | None:
+def current_state() -> ContextParallelState | None:
     """The run of the model whose forward is under way on this thread."""
-    run: ContextRun | None = getattr(_NOW, "run", None)
+    run: ContextParallelState | None = getattr(_NOW, "run", None)
     return run
 
 
-def set_current(run: ContextRun | None) -> None:
+def set_current_state(run: ContextParallelState | None) -> None:
     """The same as ``running``, where no context manager can stand."""
     _NOW.run = run
 
 
 def new_seed() -> int:
     """A number of the stream of random numbers that all ranks have alike."""
-    return int(numbers_in(torch.randint(2**31, (), device="cpu")))
+    return int(to_list(torch.randint(2**31, (), device="cpu")))

@@ -23,13 +23,13 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils._pytree import tree_any, tree_map_only
 
-from shardformer.comm.autograd_collectives import first_order_only
+from shardformer.comm.autograd_collectives import once_differentiable
 from shardformer.comm.collectives import all_gather, all_reduce, start_all_to_all
-from shardformer.comm.deferred_tensor import writes
-from shardformer.context_parallel.sequence_layout import Rows
+from shardformer.comm.deferred_tensor import is_inplace
+from shardformer.context_parallel.sequence_layout import IndexShards
 from shardformer.errors import InputError
 from shardformer.mesh.parallel_context import Axis
-from shardformer.random_state import RandomStream
+from shardformer.random_state import LocalRandomState
 
 # B batch, S sequence, H hidden, V vocabulary, P ranks; s: this rank's positions
 
@@ -41,7 +41,7 @@ _INSIDE = threading.local()
 """Whether a model is in its forward: operands that need a gradient are then its own, on all ranks."""
 
 
-def enter_model(is_now: bool) -> None:
+def set_inside_model(is_now: bool) -> None:
     """Whether what is computed from here on is of a model whose gradients are averaged over the ranks."""
     _INSIDE.now = is_now
 
@@ -51,18 +51,19 @@ def is_inside() -> bool:
     return getattr(_INSIDE, "now", False) or torch._C._current_graph_task_id() >= 0
 
 
-class CutTensor(Tensor):
-    """Base of ``SequenceCut``, which says what functions of torch do with it: the full tensor, of which this rank holds
+class SequenceShardedTensorBase(Tensor):
+    """Base of ``SequenceShardedTensor``, which says what functions of torch do with it: the full tensor, of which
+    this rank holds
     some rows of one dim. Shape, dtype and device are the full ones.
     """
 
     local: Tensor
-    rows: Rows
+    rows: IndexShards
     cut_dim: int
     _full: Tensor | None
 
     @staticmethod
-    def __new__(cls: type[Self], local: Tensor, rows: Rows, dim: int) -> Self:
+    def __new__(cls: type[Self], local: Tensor, rows: IndexShards, dim: int) -> Self:
         shape = [rows.full if d == dim else size for d, size in enumerate(local.shape)]
         make: Callable[..., Self] = torch.Tensor._make_wrapper_subclass
         self = make(cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad)
@@ -89,7 +90,7 @@ class CutTensor(Tensor):
         cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         """What gets here was not called by name: autograd itself, or code written in C++."""
-        refuse(f"{func} was called on a tensor whose sequence is cut over ranks")
+        unsupported_sequence_op(f"{func} was called on a tensor whose sequence is cut over ranks")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # mypy drops the keyword's name
         return (
@@ -101,13 +102,13 @@ class CutTensor(Tensor):
         return format(repr(self), spec)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
-        refuse("A tensor whose sequence is cut over ranks was to be copied")
+        unsupported_sequence_op("A tensor whose sequence is cut over ranks was to be copied")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        refuse("A tensor whose sequence is cut over ranks was to be copied or pickled")
+        unsupported_sequence_op("A tensor whose sequence is cut over ranks was to be copied or pickled")
 
 
-def refuse(what: str) -> NoReturn:
+def unsupported_sequence_op(what: str) -> NoReturn:
     raise InputError(
         what,
         rule="Each rank holds some of its positions, and only functions of torch that are called by name know it",
@@ -115,16 +116,16 @@ def refuse(what: str) -> NoReturn:
     )
 
 
-def plain(value: Any) -> Any:
+def to_full_tensors(value: Any) -> Any:
     """Nested values with full tensors in the place of cut ones."""
-    return tree_map_only(CutTensor, CutTensor.full_tensor, value)
+    return tree_map_only(SequenceShardedTensorBase, SequenceShardedTensorBase.full_tensor, value)
 
 
 class _Gather(Function):
     """Backward: the sum of what all ranks found for the own rows, as the P ranks' gradients are averaged."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, rows: Rows, dim: int) -> Tensor:
+    def forward(ctx: Any, local: Tensor, rows: IndexShards, dim: int) -> Tensor:
         ctx.rows, ctx.dim = rows, dim
         lengths = [len(part) for part in rows.parts]
         joined = all_gather(local, rows.axis, dim, lengths=lengths, purpose="gather")
@@ -132,9 +133,9 @@ class _Gather(Function):
         return joined.index_select(dim, order)
 
     @staticmethod
-    @first_order_only
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        rows: Rows = ctx.rows
+        rows: IndexShards = ctx.rows
         parts = [grad.index_select(ctx.dim, part.to(grad.device)) for part in rows.parts]
         own = parts[rows.axis.rank]
         sizes = [own.numel()] * rows.axis.size
@@ -151,7 +152,7 @@ class _Sum(Function):
         return all_reduce(local.clone(), axis, purpose="loss")
 
     @staticmethod
-    @first_order_only
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return all_reduce(grad.clone(), ctx.axis, purpose="loss"), None
 
@@ -160,12 +161,12 @@ class _Take(Function):
     """This rank's rows of a full tensor. Backward: theirs alone, as the P ranks' gradients are averaged."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Rows, dim: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, rows: IndexShards, dim: int) -> Tensor:
         ctx.rows, ctx.dim, ctx.shape = rows, dim, x.shape
         return rows.take(x, dim)
 
     @staticmethod
-    @first_order_only
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         full = grad.new_zeros(ctx.shape)
         return full.index_copy_(ctx.dim, ctx.rows.own.to(grad.device), grad), None, None
@@ -180,7 +181,7 @@ class _Input(Function):
         return x.view_as(x)
 
     @staticmethod
-    @first_order_only
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return all_reduce(grad.clone(), ctx.axis, purpose="input") / ctx.axis.size, None
 
@@ -195,19 +196,19 @@ def shared_input(x: Tensor, axis: Axis) -> Tensor:
     return out
 
 
-def sum_over(local: Tensor, axis: Axis) -> Tensor:
+def all_reduce_sum(local: Tensor, axis: Axis) -> Tensor:
     """The sum of what each rank has, the same on all. Communicates one all-reduce, in the backward another."""
     out: Tensor = _Sum.apply(local, axis)
     return out
 
 
-def gather_rows(local: Tensor, rows: Rows, dim: int) -> Tensor:
+def gather_rows(local: Tensor, rows: IndexShards, dim: int) -> Tensor:
     """All rows, of this rank's. Communicates one all-gather, and in the backward of floats one reduce-scatter."""
     out: Tensor = _Gather.apply(local, rows, dim % local.dim())
     return out
 
 
-def take_rows(x: Tensor, rows: Rows, dim: int) -> Tensor:
+def local_rows(x: Tensor, rows: IndexShards, dim: int) -> Tensor:
     """This rank's rows of a tensor that all ranks hold alike. Communicates nothing, in the backward neither."""
     out: Tensor = _Take.apply(x, rows, dim % x.dim())
     return out
@@ -216,7 +217,7 @@ def take_rows(x: Tensor, rows: Rows, dim: int) -> Tensor:
 # B batch, S sequence, H hidden, V vocabulary, P ranks; s: this rank's positions
 
 
-class SequenceCut(CutTensor):
+class SequenceShardedTensor(SequenceShardedTensorBase):
     """The full tensor, of which this rank holds some positions.
 
     Communicates nothing: views and slices, casts, arithmetic, linears and norms of each position by itself, sums over
@@ -226,19 +227,21 @@ class SequenceCut(CutTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
-        return RULES.get(func, _gathered)(func, args, kwargs or {})
+        return SEQUENCE_RULES.get(func, _gathered)(func, args, kwargs or {})
 
 
 def _gathered(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Anything without a rule: the full tensor, gathered once, as a plain one."""
     first = args[0] if args else None
-    if writes(func, kwargs) and isinstance(first, SequenceCut):
-        refuse(f"{getattr(func, '__name__', func)} was to write into a tensor whose sequence is cut over ranks")
-    args, kwargs = plain((args, dict(kwargs)))
+    if is_inplace(func, kwargs) and isinstance(first, SequenceShardedTensor):
+        unsupported_sequence_op(
+            f"{getattr(func, '__name__', func)} was to write into a tensor whose sequence is cut over ranks"
+        )
+    args, kwargs = to_full_tensors((args, dict(kwargs)))
     return func(*args, **kwargs)
 
 
-def _described(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+def _metadata(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Shape, dtype, device and the like, which the wrapper knows."""
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
@@ -247,31 +250,33 @@ def _described(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 def _blank(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """new_zeros, zeros_like and the like: they read no values."""
     x = args[0]
-    if not isinstance(x, SequenceCut):
+    if not isinstance(x, SequenceShardedTensor):
         return _gathered(func, args, kwargs)
     return func(x.local.new_empty((), dtype=x.dtype).expand(x.shape), *args[1:], **kwargs)
 
 
 def _elementwise(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Functions of each number by itself, or of each row: casts, arithmetic, activations."""
-    if writes(func, kwargs) or "out" in kwargs:
+    if is_inplace(func, kwargs) or "out" in kwargs:
         return _gathered(func, args, kwargs)
-    cut = [a for a in (*args, *kwargs.values()) if isinstance(a, SequenceCut)]
+    cut = [a for a in (*args, *kwargs.values()) if isinstance(a, SequenceShardedTensor)]
     x = max(cut, key=lambda a: a.dim())
     operands = [_operand(a, x) for a in (*args, *kwargs.values())]
     if any(a is NotImplemented for a in operands):
         return _gathered(func, args, kwargs)
     local = func(*operands[: len(args)], **dict(zip(kwargs, operands[len(args) :], strict=True)))
-    return SequenceCut(local, x.rows, x.cut_dim - x.dim() + local.dim()) if isinstance(local, Tensor) else local
+    return (
+        SequenceShardedTensor(local, x.rows, x.cut_dim - x.dim() + local.dim()) if isinstance(local, Tensor) else local
+    )
 
 
-def _operand(value: Any, x: SequenceCut) -> Any:
+def _operand(value: Any, x: SequenceShardedTensor) -> Any:
     """This rank's part of an operand; NotImplemented where the full tensors are needed."""
     if not isinstance(value, Tensor):
         known = value is None or isinstance(value, Number | str | torch.dtype | torch.device | torch.memory_format)
         return value if known else NotImplemented
     back = x.cut_dim - x.dim()
-    if isinstance(value, SequenceCut):
+    if isinstance(value, SequenceShardedTensor):
         return value.local if value.cut_dim - value.dim() == back and x.rows.is_like(value.rows) else NotImplemented
     if value.requires_grad and torch.is_grad_enabled() and not is_inside():
         return NotImplemented  # nobody would add up what the ranks found for it
@@ -279,7 +284,7 @@ def _operand(value: Any, x: SequenceCut) -> Any:
         return NotImplemented
     if value.dim() < -back or value.shape[back] == 1:
         return value
-    return take_rows(value, x.rows, back) if value.shape[back] == x.rows.full else NotImplemented
+    return local_rows(value, x.rows, back) if value.shape[back] == x.rows.full else NotImplemented
 
 
 def _of_row(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
@@ -288,26 +293,28 @@ def _of_row(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     tensors = [a for a in (*args[1:], *kwargs.values()) if isinstance(a, Tensor)]
     trains = any(t.requires_grad for t in tensors) and torch.is_grad_enabled()
     if (
-        not isinstance(x, SequenceCut)
-        or any(isinstance(t, SequenceCut) for t in tensors)
+        not isinstance(x, SequenceShardedTensor)
+        or any(isinstance(t, SequenceShardedTensor) for t in tensors)
         or (trains and not is_inside())
         or x.cut_dim >= x.dim() - len(args[1] if func in _NORMS and len(args) > 1 else (1,))
     ):
         return _gathered(func, args, kwargs)
-    return SequenceCut(func(x.local, *args[1:], **kwargs), x.rows, x.cut_dim)
+    return SequenceShardedTensor(func(x.local, *args[1:], **kwargs), x.rows, x.cut_dim)
 
 
 def _along(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Softmax, sums, maxima along other dims than the cut one; sums of everything."""
     x = args[0]
-    if not isinstance(x, SequenceCut) or tree_any(lambda a: isinstance(a, SequenceCut), (args[1:], dict(kwargs))):
+    if not isinstance(x, SequenceShardedTensor) or tree_any(
+        lambda a: isinstance(a, SequenceShardedTensor), (args[1:], dict(kwargs))
+    ):
         return _gathered(func, args, kwargs)
     dims = args[1] if len(args) > 1 else kwargs.get("dim")
     name = getattr(func, "__name__", "")
     if dims is None:
         if name not in ("sum", "mean") or set(kwargs) - {"dtype"} or len(args) > 1:
             return _gathered(func, args, kwargs)
-        total: Tensor = sum_over(x.local.sum(**kwargs), x.rows.axis)
+        total: Tensor = all_reduce_sum(x.local.sum(**kwargs), x.rows.axis)
         return total / x.numel() if name == "mean" else total
     named = [dims] if isinstance(dims, int) else dims
     if not isinstance(named, tuple | list) or not all(isinstance(dim, int) for dim in named):
@@ -318,29 +325,29 @@ def _along(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     found = func(x.local, *args[1:], **kwargs)
     first = found if isinstance(found, Tensor) else found[0]
     left = x.cut_dim if first.dim() == x.dim() else x.cut_dim - sum(dim < x.cut_dim for dim in gone)
-    return tree_map_only(Tensor, lambda t: SequenceCut(t, x.rows, left), found)
+    return tree_map_only(Tensor, lambda t: SequenceShardedTensor(t, x.rows, left), found)
 
 
 def _dropout(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Each rank draws its own numbers, and the stream of all goes on alike."""
     x = args[0]
-    if not isinstance(x, SequenceCut) or writes(func, kwargs):
+    if not isinstance(x, SequenceShardedTensor) or is_inplace(func, kwargs):
         return _gathered(func, args, kwargs)
-    stream = RandomStream(x.rows.axis)
+    stream = LocalRandomState(x.rows.axis)
     stream.enter(x.local)
     try:
-        return SequenceCut(func(x.local, *args[1:], **kwargs), x.rows, x.cut_dim)
+        return SequenceShardedTensor(func(x.local, *args[1:], **kwargs), x.rows, x.cut_dim)
     finally:
         stream.leave()
 
 
-def _itself(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+def _same_layout(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """clone, contiguous, detach."""
     x = args[0]
-    return SequenceCut(func(x.local, *args[1:], **kwargs), x.rows, x.cut_dim)
+    return SequenceShardedTensor(func(x.local, *args[1:], **kwargs), x.rows, x.cut_dim)
 
 
-def _told(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+def _query_local(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """What is asked of the local part."""
     return func(args[0].local, *args[1:], **kwargs)
 
@@ -348,10 +355,10 @@ def _told(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 def _reshape(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """view, reshape and flatten that merge the cut dim with those before it, or leave it."""
     x = args[0]
-    if not isinstance(x, SequenceCut):
+    if not isinstance(x, SequenceShardedTensor):
         return _gathered(func, args, kwargs)
     try:
-        shape = func(torch.empty(x.shape, device="meta"), *plain(args[1:]), **kwargs).shape
+        shape = func(torch.empty(x.shape, device="meta"), *to_full_tensors(args[1:]), **kwargs).shape
     except RuntimeError:
         return _gathered(func, args, kwargs)  # which raises with the sizes that the caller knows
     old = [1, *accumulate(x.shape, lambda a, b: a * b)]
@@ -362,14 +369,14 @@ def _reshape(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
             first = max(d for d in range(end) if old[d] == new[at])
             rows = x.rows.within(prod(x.shape[first : x.cut_dim]))
             sizes = [len(rows.own) if d == at else size for d, size in enumerate(shape)]
-            return SequenceCut(x.local.reshape(sizes), rows, at)
+            return SequenceShardedTensor(x.local.reshape(sizes), rows, at)
     return _gathered(func, args, kwargs)
 
 
-def _moved(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+def _permute(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """transpose, permute, unsqueeze, squeeze: where the cut dim goes is seen on its stride."""
     x = args[0]
-    if not isinstance(x, SequenceCut):
+    if not isinstance(x, SequenceShardedTensor):
         return _gathered(func, args, kwargs)
     sizes = [2 if size == 1 and d == x.cut_dim else size for d, size in enumerate(x.shape)]
     strides = [1 if d == x.cut_dim else 0 for d in range(x.dim())]
@@ -377,14 +384,14 @@ def _moved(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     found = [d for d, stride in enumerate(seen.stride()) if stride == 1 and seen.shape[d] == sizes[x.cut_dim]]
     if len(found) != 1 or (len(x.rows.own) == 1 and func in (Tensor.squeeze, torch.squeeze) and len(args) == 1):
         return _gathered(func, args, kwargs)
-    return SequenceCut(func(x.local, *args[1:], **kwargs), x.rows, found[0])
+    return SequenceShardedTensor(func(x.local, *args[1:], **kwargs), x.rows, found[0])
 
 
 def _getitem(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Numbers, slices, None and ``...``: of the cut dim slices."""
     x, key = args
     keys = key if isinstance(key, tuple) else (key,)
-    if not isinstance(x, SequenceCut) or any(not _is_simple(k) for k in keys):
+    if not isinstance(x, SequenceShardedTensor) or any(not _is_simple(k) for k in keys):
         return _gathered(func, args, kwargs)
     used = sum(isinstance(k, slice | int) for k in keys)
     if not any(k is Ellipsis for k in keys):
@@ -406,7 +413,7 @@ def _getitem(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     local = func(x.local, tuple(local_keys))
     if kept is not None:
         local = local.index_select(where, kept.to(local.device))
-    return SequenceCut(local, rows, where)
+    return SequenceShardedTensor(local, rows, where)
 
 
 def _setitem(func: TorchFunction, args: Args, kwargs: Kwargs) -> None:
@@ -414,16 +421,16 @@ def _setitem(func: TorchFunction, args: Args, kwargs: Kwargs) -> None:
     writes its own. The rows of all positions are the same on all ranks."""
     x, key, value = args
     mask, *rest = key if isinstance(key, tuple) else (key,)
-    is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool and not isinstance(mask, SequenceCut)
+    is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool and not isinstance(mask, SequenceShardedTensor)
     if (
-        not isinstance(x, SequenceCut)
+        not isinstance(x, SequenceShardedTensor)
         or not is_mask
         or any(k is not Ellipsis and not (isinstance(k, slice) and k == slice(None)) for k in rest)
         or not x.cut_dim < mask.dim() <= x.dim()
         or mask.shape != x.shape[: mask.dim()]
     ):
-        refuse("__setitem__ was to write into a tensor whose sequence is cut over ranks")
-    value, own = plain(value), x.rows.take(mask, x.cut_dim)
+        unsupported_sequence_op("__setitem__ was to write into a tensor whose sequence is cut over ranks")
+    value, own = to_full_tensors(value), x.rows.take(mask, x.cut_dim)
     if isinstance(value, Tensor) and value.dim() > x.dim() - mask.dim() and value.shape[0] != 1:
         numbers = (mask.flatten().cumsum(0) - 1).view(mask.shape)  # of each position that is picked, its row
         value = value.index_select(0, x.rows.take(numbers, x.cut_dim)[own])
@@ -440,16 +447,16 @@ def _parts(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """split and chunk along another dim."""
     x = args[0]
     dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
-    if not isinstance(x, SequenceCut) or dim % x.dim() == x.cut_dim:
+    if not isinstance(x, SequenceShardedTensor) or dim % x.dim() == x.cut_dim:
         return _gathered(func, args, kwargs)
-    return tuple(SequenceCut(part, x.rows, x.cut_dim) for part in func(x.local, *args[1:], **kwargs))
+    return tuple(SequenceShardedTensor(part, x.rows, x.cut_dim) for part in func(x.local, *args[1:], **kwargs))
 
 
 def _cross_entropy(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """F.cross_entropy and F.nll_loss with class indices: of this rank's rows, and one number is summed."""
     x, target = args[0], args[1] if len(args) == 2 else None
     if (
-        not isinstance(x, SequenceCut)
+        not isinstance(x, SequenceShardedTensor)
         or not isinstance(target, Tensor)
         or x.dim() < 2
         or x.cut_dim == 1
@@ -459,13 +466,13 @@ def _cross_entropy(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     ):
         return _gathered(func, args, kwargs)
     dim = x.cut_dim - (x.cut_dim > 1)
-    target = plain(target)
+    target = to_full_tensors(target)
     reduction = kwargs.get("reduction", "mean")
     options = {**kwargs, "reduction": "none" if reduction == "none" else "sum"}
     loss = func(x.local, x.rows.take(target, dim), **options)
     if reduction == "none":
-        return SequenceCut(loss, x.rows, dim)
-    total: Tensor = sum_over(loss, x.rows.axis)
+        return SequenceShardedTensor(loss, x.rows, dim)
+    total: Tensor = all_reduce_sum(loss, x.rows.axis)
     if reduction == "sum":
         return total
     counted = target != kwargs.get("ignore_index", -100)
@@ -477,7 +484,7 @@ _NORMS = (F.layer_norm, F.rms_norm)
 
 # Methods and attributes of a tensor, and functions of torch and torch.nn.functional, by name.
 _NAMES: Mapping[Callable[[TorchFunction, Args, Kwargs], Any], str] = {
-    _described: """
+    _metadata: """
         shape size dim ndim ndimension numel nelement __len__ dtype element_size itemsize nbytes is_floating_point
         is_complex is_signed device get_device is_cuda is_cpu is_meta layout is_sparse is_leaf grad_fn __hash__
         """,
@@ -493,10 +500,10 @@ _NAMES: Mapping[Callable[[TorchFunction, Args, Kwargs], Any], str] = {
     _of_row: "linear layer_norm rms_norm",
     _along: "softmax log_softmax sum mean amax amin max min argmax argmin var logsumexp",
     _dropout: "dropout",
-    _itself: "clone contiguous detach",
-    _told: "requires_grad is_contiguous is_inference",
+    _same_layout: "clone contiguous detach",
+    _query_local: "requires_grad is_contiguous is_inference",
     _reshape: "view reshape flatten unflatten",
-    _moved: "transpose swapaxes permute unsqueeze squeeze",
+    _permute: "transpose swapaxes permute unsqueeze squeeze",
     _getitem: "__getitem__",
     _setitem: "__setitem__",
     _parts: "split chunk",
@@ -516,20 +523,24 @@ def _rules() -> Iterator[tuple[Any, Callable[[TorchFunction, Args, Kwargs], Any]
                     yield function, rule
 
 
-RULES: Mapping[Any, Callable[[TorchFunction, Args, Kwargs], Any]] = dict(_rules())
+SEQUENCE_RULES: Mapping[Any, Callable[[TorchFunction, Args, Kwargs], Any]] = dict(_rules())
 """What is called, for each function of torch that does not simply gather."""
 
 
-def of_positions(change: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def map_local_positions(change: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """``change`` of each position by itself: of a cut tensor, of this rank's."""
-    return SequenceCut(change(x.local), x.rows, x.cut_dim) if isinstance(x, CutTensor) else change(x)
+    return (
+        SequenceShardedTensor(change(x.local), x.rows, x.cut_dim)
+        if isinstance(x, SequenceShardedTensorBase)
+        else change(x)
+    )
 
 
-def local_part(x: Tensor) -> Tensor:
+def to_local(x: Tensor) -> Tensor:
     """This rank's part of a cut tensor; any other as it is."""
-    return x.local if isinstance(x, CutTensor) else x
+    return x.local if isinstance(x, SequenceShardedTensorBase) else x
 
 
-def placed_as(local: Tensor, x: Any) -> Tensor:
+def shard_like(local: Tensor, x: Any) -> Tensor:
     """A part that another stage made, as the tensor in whose place it comes."""
-    return SequenceCut(local, x.rows, x.cut_dim) if isinstance(x, CutTensor) else local
+    return SequenceShardedTensor(local, x.rows, x.cut_dim) if isinstance(x, SequenceShardedTensorBase) else local

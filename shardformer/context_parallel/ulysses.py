@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from shardformer.comm.autograd_collectives import first_order_only
+from shardformer.comm.autograd_collectives import once_differentiable
 from shardformer.comm.collectives import start_all_to_all
 from shardformer.layout.shard_spec import even_bounds
 from shardformer.mesh.parallel_context import Axis
@@ -30,7 +30,7 @@ PURPOSE = "context"
 
 
 @dataclass(frozen=True)
-class Exchange:
+class HeadExchange:
     """One way of handing heads out.
 
     Args:
@@ -69,36 +69,36 @@ def key_heads(queries: tuple[tuple[int, ...], ...], count: int, num_keys: int) -
     return tuple(found)
 
 
-def to_heads(x: Tensor, exchange: Exchange) -> Tensor:
+def to_heads(x: Tensor, exchange: HeadExchange) -> Tensor:
     """(B, N, s, D) -> (B, n, S, D). One all-to-all, and in the backward one back."""
     return x if exchange.axis.size == 1 else _Exchange.apply(x, exchange, True)
 
 
-def to_positions(x: Tensor, exchange: Exchange) -> Tensor:
+def to_positions(x: Tensor, exchange: HeadExchange) -> Tensor:
     """(B, n, S, D) -> (B, N, s, D). One all-to-all, and in the backward one back."""
     return x if exchange.axis.size == 1 else _Exchange.apply(x, exchange, False)
 
 
 class _Exchange(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: Exchange, is_there: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, exchange: HeadExchange, is_there: bool) -> Tensor:
         ctx.exchange, ctx.is_there = exchange, is_there
         return _scattered(x, exchange) if is_there else _gathered(x, exchange)
 
     @staticmethod
-    @first_order_only
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return (_gathered if ctx.is_there else _scattered)(grad, ctx.exchange), None, None
 
 
-def _scattered(x: Tensor, exchange: Exchange) -> Tensor:
+def _scattered(x: Tensor, exchange: HeadExchange) -> Tensor:
     batch, _, _, width = x.shape
     mine = len(exchange.heads[exchange.axis.rank])
     shapes = [(batch, mine, stretch, width) for stretch in exchange.stretches]
     return torch.cat(_swapped([x[:, list(heads)] for heads in exchange.heads], shapes, exchange.axis), 2)
 
 
-def _gathered(x: Tensor, exchange: Exchange) -> Tensor:
+def _gathered(x: Tensor, exchange: HeadExchange) -> Tensor:
     batch, _, _, width = x.shape
     stretch = exchange.stretches[exchange.axis.rank]
     shapes = [(batch, len(heads), stretch, width) for heads in exchange.heads]

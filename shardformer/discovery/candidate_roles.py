@@ -16,16 +16,16 @@ from typing import Any
 
 from torch import nn
 
-from shardformer.discovery.forward_trace import Flow, Group
-from shardformer.module_paths import features_of, join, matching, relative
-from shardformer.policies.lowering import expert_dims
-from shardformer.policies.roles import MLP, Attention, Counted, Experts, Inputs, Projections, Role
+from shardformer.discovery.forward_trace import ForwardTrace, LinearGroup
+from shardformer.module_paths import join_path, match_paths, num_features, resolve_path
+from shardformer.policies.lowering import find_expert_dims
+from shardformer.policies.roles import MLP, Attention, AttentionInputs, AttentionProjections, Experts, LocalAttr, Role
 
-HEADS = ("num_attention_heads", "num_key_value_heads")
+HEAD_COUNT_FIELDS = ("num_attention_heads", "num_key_value_heads")
 
 
 @dataclass(frozen=True)
-class Count:
+class HeadCount:
     """Query and KV heads, and the fields of an Attention that say so where the config's usual ones do not."""
 
     heads: int
@@ -33,7 +33,10 @@ class Count:
     said: Mapping[str, Any] = field(default_factory=dict)
 
     def of_config(self, config: Any) -> Iterator[tuple[str, str]]:
-        for name, kind, count in ((HEADS[0], "heads", self.heads), (HEADS[1], "kv_heads", self.kv_heads)):
+        for name, kind, count in (
+            (HEAD_COUNT_FIELDS[0], "heads", self.heads),
+            (HEAD_COUNT_FIELDS[1], "kv_heads", self.kv_heads),
+        ):
             if _field(config, name) == count:
                 yield name, kind
 
@@ -68,7 +71,7 @@ def head_counts(
     width: int,
     reads_inner: bool,
     head_dim: int = 0,
-) -> Iterator[Count]:
+) -> Iterator[HeadCount]:
     """The counts that fit the shapes, those that every config has first.
 
     Args:
@@ -76,8 +79,11 @@ def head_counts(
             and at last the number itself.
     """
     config: Any = getattr(model, "config", None)
-    usual = {name: _field(config, name) for name in HEADS}
-    heads_of = {**{n: v for n, v in usual.items() if type(v) is int}, **_said(config, model.get_submodule(at))}
+    usual = {name: _field(config, name) for name in HEAD_COUNT_FIELDS}
+    heads_of = {
+        **{n: v for n, v in usual.items() if type(v) is int},
+        **_possible_head_counts(config, model.get_submodule(at)),
+    }
     if config is None and head_dim and width % head_dim == 0:
         seen = width // head_dim
         heads_of = dict(sorted({**heads_of, str(seen): seen}.items(), key=lambda item: item[1] != seen))
@@ -89,11 +95,15 @@ def head_counts(
         if not _fits(projections, features, heads, kv, width // heads, reads_inner):
             continue
         found.add((heads, kv))
-        usual_kv = usual[HEADS[1]] if isinstance(usual[HEADS[1]], int) and usual[HEADS[1]] else usual[HEADS[0]]
+        usual_kv = (
+            usual[HEAD_COUNT_FIELDS[1]]
+            if isinstance(usual[HEAD_COUNT_FIELDS[1]], int) and usual[HEAD_COUNT_FIELDS[1]]
+            else usual[HEAD_COUNT_FIELDS[0]]
+        )
         said: dict[str, Any] = {}
-        if heads != usual[HEADS[0]] or kv != usual_kv:
+        if heads != usual[HEAD_COUNT_FIELDS[0]] or kv != usual_kv:
             said = {"num_heads": _number_or(name), "num_kv_heads": _number_or(kv_name or name)}
-        yield Count(heads, kv, said)
+        yield HeadCount(heads, kv, said)
 
 
 def _number_or(name: str) -> int | str:
@@ -101,7 +111,7 @@ def _number_or(name: str) -> int | str:
     return int(name) if name.isdigit() else name
 
 
-def _said(config: Any, module: nn.Module) -> dict[str, int]:
+def _possible_head_counts(config: Any, module: nn.Module) -> dict[str, int]:
     """Numbers that could count heads: in the config, in the configs inside it, and of the module's own.
 
     Those are tried that are called heads; of a config that calls nothing so, all.
@@ -149,7 +159,7 @@ def _fits(
     )
 
 
-def counted(numbers: Mapping[str, int], count: Count, width: int) -> dict[str, str]:
+def counted_numbers(numbers: Mapping[str, int], count: HeadCount, width: int) -> dict[str, str]:
     """What the numbers count that an attention's module reads, where it is heads or their features."""
     heads, kv_heads = count.heads, count.kv_heads
     kinds: dict[str, str] = {}
@@ -172,13 +182,13 @@ def counted(numbers: Mapping[str, int], count: Count, width: int) -> dict[str, s
 
 UNKNOWN = "no role describes it"
 LOW_RANK = "it only gives to a projection of an attention"
-LEAVES = "what it gives leaves its layer"
+LEAF_MODULES = "what it gives leaves its layer"
 PARTITIONS = 4
 """The cores that a model was first trained on, in whose order its heads still lie (CodeGen)."""
 
 
 @dataclass(frozen=True)
-class BlockDraft:
+class BlockCandidates:
     """Linears in a stack of layers that belong together, and the roles that could describe them, likely ones first.
 
     Args:
@@ -198,7 +208,7 @@ class BlockDraft:
     context: tuple[str, str] | None = None
 
 
-def draft(model: nn.Module, flow: Flow) -> list[BlockDraft]:
+def candidate_blocks(model: nn.Module, flow: ForwardTrace) -> list[BlockCandidates]:
     """All blocks, in the order in which the forward comes to them; the first layer with a block speaks for all."""
     blocks, seen = [], set()
     for group in flow.groups:
@@ -208,11 +218,13 @@ def draft(model: nn.Module, flow: Flow) -> list[BlockDraft]:
             seen.add(key)
             blocks.append(_block(model, flow, group, *place))
         elif place is None and not (group.attends and key in seen):  # where it does, the role of the first cuts both
-            blocks.append(BlockDraft("", [], [path for c in group.columns for path in _everywhere(model, c)], LEAVES))
+            blocks.append(
+                BlockCandidates("", [], [path for c in group.columns for path in _everywhere(model, c)], LEAF_MODULES)
+            )
     return blocks + _experts(model, flow)
 
 
-def _block(model: nn.Module, flow: Flow, group: Group, layers: str, layer: str) -> BlockDraft:
+def _block(model: nn.Module, flow: ForwardTrace, group: LinearGroup, layers: str, layer: str) -> BlockCandidates:
     row = _block_path(model, group.row[len(layer) + 1 :], layer, group.attends)
     optional = len(_having(model, layers, row)) < len(_all_layers(model, layers))
     inside = [met for met in flow.projections if all(f"{path}.".startswith(f"{layer}.") for path in met)]
@@ -220,7 +232,7 @@ def _block(model: nn.Module, flow: Flow, group: Group, layers: str, layer: str) 
     roles = [] if low_rank else [replace(role, optional=optional) for role in _roles(model, flow, group, layer)]
     misfits = [] if low_rank or group.attends else _misfits(model, group)
     gates = [
-        join(layer, relative(role.at, gate))
+        join_path(layer, resolve_path(role.at, gate))
         for role in roles[:1]
         if isinstance(role, Attention)
         for gate in role.projections.gates
@@ -230,10 +242,10 @@ def _block(model: nn.Module, flow: Flow, group: Group, layers: str, layer: str) 
     if any(isinstance(role, Attention) and role.inputs.from_context for role in roles):
         context = _context(model, flow, group, layers)
     why = LOW_RANK if low_rank else UNKNOWN if not roles else ""
-    return BlockDraft(layers, roles, columns, why, _final_norm(model, flow, layers), context)
+    return BlockCandidates(layers, roles, columns, why, _final_norm(model, flow, layers), context)
 
 
-def _misfits(model: nn.Module, group: Group) -> list[str]:
+def _misfits(model: nn.Module, group: LinearGroup) -> list[str]:
     """Those columns that give another number of features than the row takes, if others do fit."""
     width = _features(model, group.row, out=False)
     out = [c for c in group.columns if _features(model, c, out=True) % width]
@@ -247,7 +259,7 @@ def _everywhere(model: nn.Module, path: str) -> list[str]:
         return [path]
     layers, layer = place
     inside = _block_path(model, path[len(layer) + 1 :], layer, attends=False)
-    return matching(join(f"{layers}.*", inside), [name for name, _ in model.named_modules()])
+    return match_paths(join_path(f"{layers}.*", inside), [name for name, _ in model.named_modules()])
 
 
 def _layer_of(model: nn.Module, path: str, members: list[str]) -> tuple[str, str] | None:
@@ -292,31 +304,31 @@ def _block_path(model: nn.Module, inside: str, layer: str, attends: bool) -> str
         return inside
     return ".".join(
         "*"
-        if part.isdigit() and "expert" in parts[i - 1] and _alike(model.get_submodule(join(layer, *parts[:i])))
+        if part.isdigit() and "expert" in parts[i - 1] and _alike(model.get_submodule(join_path(layer, *parts[:i])))
         else part
         for i, part in enumerate(parts)
     )
 
 
 def _all_layers(model: nn.Module, layers: str) -> list[str]:
-    return matching(f"{layers}.*", [name for name, _ in model.named_modules()])
+    return match_paths(f"{layers}.*", [name for name, _ in model.named_modules()])
 
 
 def _having(model: nn.Module, layers: str, row: str) -> set[str]:
     """The layers that have a module at ``row``."""
-    names = matching(f"{layers}.*.{row}", [name for name, _ in model.named_modules()])
+    names = match_paths(f"{layers}.*.{row}", [name for name, _ in model.named_modules()])
     count = layers.count(".") + 2
     return {".".join(name.split(".")[:count]) for name in names}
 
 
-def _roles(model: nn.Module, flow: Flow, group: Group, layer: str) -> Iterator[Role]:
+def _roles(model: nn.Module, flow: ForwardTrace, group: LinearGroup, layer: str) -> Iterator[Role]:
     if group.attends:
         yield from _attentions(model, flow, group, layer)
     elif not group.apart:
         yield from _mlps(model, flow, group, layer)
 
 
-def _mlps(model: nn.Module, flow: Flow, group: Group, layer: str) -> Iterator[MLP]:
+def _mlps(model: nn.Module, flow: ForwardTrace, group: LinearGroup, layer: str) -> Iterator[MLP]:
     width = _features(model, group.row, out=False)
     features = {_features(model, c, out=True) for c in group.columns}
     if len(features) != 1 or (out := features.pop()) % width:
@@ -332,7 +344,7 @@ def _mlps(model: nn.Module, flow: Flow, group: Group, layer: str) -> Iterator[ML
             return
 
 
-def _attentions(model: nn.Module, flow: Flow, group: Group, layer: str) -> Iterator[Attention]:
+def _attentions(model: nn.Module, flow: ForwardTrace, group: LinearGroup, layer: str) -> Iterator[Attention]:
     at, width = group.entry[len(layer) + 1 :], _features(model, group.row, out=False)
     names = {c: _inside(group, c, layer) for c in group.columns}
     features = {names[c]: _features(model, c, out=True) for c in group.columns}
@@ -349,7 +361,7 @@ def _attentions(model: nn.Module, flow: Flow, group: Group, layer: str) -> Itera
             part: f"{name}?" if part in "kv" and name in lacking else name for part, name in projections.items()
         }
         for count in head_counts(model, group.entry, projections, features, width, bool(inside), group.head_dim):
-            numbers = counted(_numbers(model, flow, group.entry, count), count, width)
+            numbers = counted_numbers(_numbers(model, flow, group.entry, count), count, width)
             ways = [numbers, {n: kind for n, kind in numbers.items() if kind != "width"}, {}]
             if hasattr(module, "config"):
                 ways.append(numbers | {f"config.{n}": kind for n, kind in count.of_config(module.config)})
@@ -369,8 +381,8 @@ def _attentions(model: nn.Module, flow: Flow, group: Group, layer: str) -> Itera
                 (False, True), entries, orders, _distinct(ways), _parameters(module, count, width)
             ):
                 out = _inside(group, group.row, layer)
-                linears = Projections(out=out, **said, interleaved=interleaved, partitions=partitions)
-                inputs = Inputs(
+                linears = AttentionProjections(out=out, **said, interleaved=interleaved, partitions=partitions)
+                inputs = AttentionInputs(
                     entry=entry,
                     arguments=tuple(arguments),
                     from_context=reads_context,
@@ -380,7 +392,7 @@ def _attentions(model: nn.Module, flow: Flow, group: Group, layer: str) -> Itera
                 yield Attention(at, linears, {**attributes, **parameters, **others}, inputs, **count.said)
 
 
-def _numbers(model: nn.Module, flow: Flow, path: str, count: Count) -> dict[str, int]:
+def _numbers(model: nn.Module, flow: ForwardTrace, path: str, count: HeadCount) -> dict[str, int]:
     """The module's numbers that it reads, or that its like in another layer does (a window that is shifted).
 
     Where heads differ by layer, without a number that is that of the heads here and not everywhere (a stride).
@@ -399,14 +411,14 @@ def _numbers(model: nn.Module, flow: Flow, path: str, count: Count) -> dict[str,
     }
 
 
-def _inside(group: Group, path: str, layer: str) -> str:
+def _inside(group: LinearGroup, path: str, layer: str) -> str:
     """A path relative to the block's module, or to the layer with a leading dot."""
     if f"{path}.".startswith(f"{group.entry}."):
         return path[len(group.entry) :].lstrip(".")
     return path[len(layer) :]
 
 
-def _norms(model: nn.Module, flow: Flow, group: Group, layer: str, sizes: set[int]) -> list[str]:
+def _norms(model: nn.Module, flow: ForwardTrace, group: LinearGroup, layer: str, sizes: set[int]) -> list[str]:
     """Norms between the group's entry and its row over as many features as one of ``sizes``."""
     return [
         path
@@ -424,7 +436,7 @@ def _norm_size(norm: nn.Module) -> int:
 
 
 def _attention_norms(
-    model: nn.Module, flow: Flow, group: Group, layer: str, count: Count, width: int
+    model: nn.Module, flow: ForwardTrace, group: LinearGroup, layer: str, count: HeadCount, width: int
 ) -> dict[str, str]:
     kv_width = width // count.heads * count.kv_heads
     return {
@@ -434,7 +446,7 @@ def _attention_norms(
     }  # fmt: skip
 
 
-def _parameters(module: nn.Module, count: Count, width: int) -> list[dict[str, Any]]:
+def _parameters(module: nn.Module, count: HeadCount, width: int) -> list[dict[str, Any]]:
     """What the parameters that the module holds itself could count."""
     own = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False)}
     if not own:
@@ -446,7 +458,7 @@ def _parameters(module: nn.Module, count: Count, width: int) -> list[dict[str, A
     return _distinct([guess, dict.fromkeys(own, "inside")])
 
 
-def _arguments(flow: Flow, group: Group, count: Count) -> dict[str, Counted]:
+def _arguments(flow: ForwardTrace, group: LinearGroup, count: HeadCount) -> dict[str, LocalAttr]:
     """The arguments of the attention beside the first in which a dim counts heads, or samples times heads."""
     given = list(flow.inputs.get(group.entry, {}).items())
     samples = given[0][1].shape[0] if given else 0
@@ -455,7 +467,7 @@ def _arguments(flow: Flow, group: Group, count: Count) -> dict[str, Counted]:
     return {name: ("heads", of[0]) for name, of in dims.items() if of}
 
 
-def _inputs(model: nn.Module, flow: Flow, group: Group) -> list[str]:
+def _inputs(model: nn.Module, flow: ForwardTrace, group: LinearGroup) -> list[str]:
     """The arguments beside the first that the columns of the attention read, if one is ever another tensor than it."""
     names: dict[str, bool] = {}
     for like in _everywhere(model, group.entry):
@@ -471,9 +483,9 @@ def _distinct(ways: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [way for i, way in enumerate(ways) if way not in ways[:i]]
 
 
-def _experts(model: nn.Module, flow: Flow) -> list[BlockDraft]:
+def _experts(model: nn.Module, flow: ForwardTrace) -> list[BlockCandidates]:
     """Modules that hold weights with three dims, one for each expert."""
-    found: dict[tuple[str, str], BlockDraft] = {}
+    found: dict[tuple[str, str], BlockCandidates] = {}
     for path, module in model.named_modules():
         stacked = [name for name, p in module.named_parameters(recurse=False) if p.dim() == 3 and p.shape[0] > 1]
         place = _layer_of(model, path, [path]) if len(stacked) > 1 and path in flow.inputs else None
@@ -482,23 +494,23 @@ def _experts(model: nn.Module, flow: Flow) -> list[BlockDraft]:
         layers, layer = place
         at = path[len(layer) + 1 :]
         optional = len(_having(model, layers, at)) < len(_all_layers(model, layers))
-        roles = [replace(role, optional=optional) for role in _ways_of_experts(module, at, stacked)]
-        found.setdefault((layers, at), BlockDraft(layers, roles, _everywhere(model, path)))
+        roles = [replace(role, optional=optional) for role in _expert_candidates(module, at, stacked)]
+        found.setdefault((layers, at), BlockCandidates(layers, roles, _everywhere(model, path)))
     return list(found.values())
 
 
-def _ways_of_experts(module: nn.Module, at: str, stacked: Sequence[str]) -> Iterator[Experts]:
+def _expert_candidates(module: nn.Module, at: str, stacked: Sequence[str]) -> Iterator[Experts]:
     """In every order of the weights and with every dim that could hold an expert's features: the last is the exit."""
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False) if p.dim() in (2, 3)}
     identities = [name for name, m in module.named_children() if isinstance(m, nn.Identity)]
     for down, (fused, interleaved) in product(reversed(stacked), ((2, False), (1, False), (2, True))):
-        for dims in expert_dims(shapes, down, fused):
+        for dims in find_expert_dims(shapes, down, fused):
             ups = [name for name in dims if name != down]
             summands = [*(name for name in shapes if name not in dims), *identities]
             yield Experts(at, ups if len(ups) > 1 else ups[0], down, summands, fused, interleaved, dims)
 
 
-def _context(model: nn.Module, flow: Flow, group: Group, layers: str) -> tuple[str, str] | None:
+def _context(model: nn.Module, flow: ForwardTrace, group: LinearGroup, layers: str) -> tuple[str, str] | None:
     """The module around the layers, and its argument, that brings what the columns apart read."""
     source = next(iter(flow.inputs[group.apart[0]].values())) if group.apart else None
     for path in sorted(flow.inputs, key=len):
@@ -508,7 +520,7 @@ def _context(model: nn.Module, flow: Flow, group: Group, layers: str) -> tuple[s
     return None
 
 
-def _final_norm(model: nn.Module, flow: Flow, layers: str) -> str | None:
+def _final_norm(model: nn.Module, flow: ForwardTrace, layers: str) -> str | None:
     if "*" in layers:
         return None
     last = f"{layers}.{len(list(model.get_submodule(layers).children())) - 1}"
@@ -523,4 +535,4 @@ def _final_norm(model: nn.Module, flow: Flow, layers: str) -> str | None:
 
 
 def _features(model: nn.Module, path: str, *, out: bool) -> int:
-    return features_of(model.get_submodule(path), out=out)
+    return num_features(model.get_submodule(path), out=out)

@@ -19,30 +19,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.discovery.candidate_roles import BlockDraft, draft
-from shardformer.discovery.example_inputs import Forward, UnknownInputsError, needed_by
-from shardformer.discovery.forward_trace import given_by_layers, observe
-from shardformer.discovery.layer_stacks import along_depth, along_sequence, found_stacks
-from shardformer.discovery.reduced_model import ONE_AT_A_TIME, Reference, Twin, twin_of, twin_or_copy_of
-from shardformer.discovery.shrink_config import Made, kind_of, model_of
-from shardformer.discovery.validation import mismatch
-from shardformer.errors import PolicyError, nearest
-from shardformer.module_paths import is_linear, matching
+from shardformer.discovery.candidate_roles import BlockCandidates, candidate_blocks
+from shardformer.discovery.example_inputs import Forward, UnknownInputsError, required_arguments
+from shardformer.discovery.forward_trace import outputs_per_layer, trace_forward
+from shardformer.discovery.layer_stacks import find_layer_stacks, find_pipeline_hints, find_sequence_hints
+from shardformer.discovery.reduced_model import (
+    ONE_AT_A_TIME,
+    ReducedModel,
+    ReferenceGradients,
+    reduce_model,
+    twin_or_copy_of,
+)
+from shardformer.discovery.shrink_config import BuildModel, build_meta_model, layer_kind
+from shardformer.discovery.validation import validate_policy
+from shardformer.errors import PolicyError, did_you_mean
+from shardformer.module_paths import is_linear, match_paths
 from shardformer.policies.registry import FAMILIES, family_of
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.policies.roles import Attention, Role, Stack
+from shardformer.policies.roles import Attention, LayerStack, Role
 from shardformer.sharding.checks import check_not_sharded
 from shardformer.sharding.plan import make_plan
 
 
-def python_of(policy: RolePolicy, name: str = "MyPolicy") -> str:
+def policy_as_python(policy: RolePolicy, name: str = "MyPolicy") -> str:
     """The same, below what is noted of the policy."""
-    return "".join(f"# {note}\n" for note in policy.notes) + "\n" + source_of(policy, name)
+    return "".join(f"# {note}\n" for note in policy.notes) + "\n" + policy_module_source(policy, name)
 
 
-def source_of(policy: RolePolicy, name: str = "MyPolicy") -> str:
+def policy_module_source(policy: RolePolicy, name: str = "MyPolicy") -> str:
     """A module that defines ``policy`` as the class ``name``."""
-    stacks = [policy.stack] if isinstance(policy.stack, Stack) else list(policy.stack)
+    stacks = [policy.stack] if isinstance(policy.stack, LayerStack) else list(policy.stack)
     used: set[str] = {"RolePolicy"}
     lines = [f"class {name}(RolePolicy):"]
     if "base" in vars(type(policy)):
@@ -56,69 +62,69 @@ def source_of(policy: RolePolicy, name: str = "MyPolicy") -> str:
     for reason in ("against_sequence", "against_pipeline"):
         if getattr(policy, reason):
             lines.append(f"    {reason} = {json.dumps(getattr(policy, reason))}")
-    return "\n".join([f"from shardformer import {', '.join(sorted(used))}", "", "", *lines]) + "\n"
+    return "\n".join([f"from shardformer.policies import {', '.join(sorted(used))}", "", "", *lines]) + "\n"
 
 
 def role_source(role: Role) -> str:
     """A role as Python, in one line."""
-    return _written(role, set()).replace("'", '"')
+    return _as_source(role, set()).replace("'", '"')
 
 
-def _stack(stack: Stack, indent: str, used: set[str]) -> str:
+def _stack(stack: LayerStack, indent: str, used: set[str]) -> str:
     """The stack with a line for each of its blocks; the names of the classes that are written are ``used``."""
-    used.add("Stack")
+    used.add("LayerStack")
     inner = f"{indent}    "
-    lines = ["Stack(", f"{inner}{stack.layers!r},", f"{inner}["]
-    lines += [f"{inner}    {_written(block, used)}," for block in stack.blocks]
+    lines = ["LayerStack(", f"{inner}{stack.layers!r},", f"{inner}["]
+    lines += [f"{inner}    {_as_source(block, used)}," for block in stack.blocks]
     lines.append(f"{inner}],")
-    lines += [f"{inner}{n}={text}," for n, text in _said(stack, used) if n not in ("layers", "blocks")]
+    lines += [f"{inner}{n}={text}," for n, text in _non_default_fields(stack, used) if n not in ("layers", "blocks")]
     return "\n".join([*lines, f"{indent})"])
 
 
-def _written(value: Any, used: set[str]) -> str:
+def _as_source(value: Any, used: set[str]) -> str:
     if not is_dataclass(value):
         return repr(value)
     used.add(type(value).__name__)
-    said = [text if n in ("at", "projections") else f"{n}={text}" for n, text in _said(value, used)]
+    said = [text if n in ("at", "projections") else f"{n}={text}" for n, text in _non_default_fields(value, used)]
     return f"{type(value).__name__}({', '.join(said)})"
 
 
-def _said(value: Any, used: set[str]) -> list[tuple[str, str]]:
+def _non_default_fields(value: Any, used: set[str]) -> list[tuple[str, str]]:
     """The fields that are not as they would be anyway, and their text."""
     out = []
     for f in fields(value):
         usual = f.default if f.default_factory is MISSING else f.default_factory()
         if getattr(value, f.name) not in (usual, (), [], {}):
-            out.append((f.name, _written(getattr(value, f.name), used)))
+            out.append((f.name, _as_source(getattr(value, f.name), used)))
     return out
 
 
-RANKS = (2, 4)
+VALIDATION_RANKS = (2, 4)
 """Tensor sizes that a policy is proven over: on the twin, with six heads, an even cut and an uneven one."""
 UNEVEN = 3
 """A tensor size over which no number of heads that is a power of two is cut evenly."""
-MOST = 40
+MAX_TRIES = 40
 """Ways to describe one block that are tried."""
-OUTSIDE = "it stands outside of the layers"
+OUTSIDE_LAYERS_REASON = "it stands outside of the layers"
 
 
-class NothingCutError(PolicyError):
+class NothingShardedError(PolicyError):
     """No block of a model could be described. ``nearest`` is a table that says what was tried first of an attention."""
 
     nearest: str = ""
 
 
-class InferredPolicy(RolePolicy):
+class DerivedPolicy(RolePolicy):
     """A table that was inferred and proven. Printed, it is Python that can be saved and edited.
 
     Class attributes:
         layers: path of each stack -> what the layers of the twin are made of. Others were not proven.
     """
 
-    layers: Mapping[str, frozenset[Made]] = MappingProxyType({})
+    layers: Mapping[str, frozenset[BuildModel]] = MappingProxyType({})
 
     def __str__(self) -> str:
-        return python_of(self)
+        return policy_as_python(self)
 
     def replicated(self) -> None:
         """What no rule names stays whole: it could not be described."""
@@ -127,8 +133,8 @@ class InferredPolicy(RolePolicy):
         super().config_sanity_check()
         names = [name for name, _ in self.model.named_modules()]
         for layers, made in self.layers.items():
-            for path in matching(f"{layers}.*", names):
-                if kind_of(self.model.get_submodule(path)) not in made:
+            for path in match_paths(f"{layers}.*", names):
+                if layer_kind(self.model.get_submodule(path)) not in made:
                     raise PolicyError(
                         f"{path} is made of other modules than any layer of the small twin",
                         rule="An inferred policy cuts what it was proven on",
@@ -136,7 +142,7 @@ class InferredPolicy(RolePolicy):
                     )
 
 
-def infer(model: nn.Module | Any, batch: Mapping[str, Tensor] | None = None) -> RolePolicy:
+def derive_policy(model: nn.Module | Any, batch: Mapping[str, Tensor] | None = None) -> RolePolicy:
     """The policy of a model, from the flow of its data, proven on a small twin in a few seconds.
 
     Args:
@@ -150,11 +156,11 @@ def infer(model: nn.Module | Any, batch: Mapping[str, Tensor] | None = None) -> 
     if isinstance(model, nn.Module):
         check_not_sharded(model)
     with ONE_AT_A_TIME, torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        twin = twin_of(model if isinstance(model, nn.Module) else model_of(model), batch)
-        return infer_on(twin.model, twin.run, twin)()
+        twin = reduce_model(model if isinstance(model, nn.Module) else build_meta_model(model), batch)
+        return derive_policy_on(twin.model, twin.run, twin)()
 
 
-def infer_stacks(model: nn.Module, *, copies: bool = False) -> RolePolicy:
+def derive_layer_stacks(model: nn.Module, *, copies: bool = False) -> RolePolicy:
     """The policy of a model of which nothing is to be cut by tensor: its stacks, proven to be cut into stages.
 
     It names no stack where no twin can be built or run.
@@ -165,13 +171,13 @@ def infer_stacks(model: nn.Module, *, copies: bool = False) -> RolePolicy:
     note = "Each rank has its layers whole, since no role was found that describes them."
     with ONE_AT_A_TIME, torch.enable_grad(), torch.random.fork_rng(devices=[]):
         try:
-            twin = twin_or_copy_of(model) if copies else twin_of(model)
+            twin = twin_or_copy_of(model) if copies else reduce_model(model)
         except PolicyError as error:
             return _stacks_only_policy(
                 [], None, f"No stack of layers was looked for: {error if copies else f'{error.what}.'}"
             )()
         reference = twin.reference()
-        found = found_stacks(reference)
+        found = find_layer_stacks(reference)
         largest = sorted(found, key=lambda stack: -_numel(twin.model, stack.layers))
         first = _stacks_only_policy(found, reference, note, twin)
         alone = largest if len(found) > 1 and first.against_pipeline else []
@@ -180,14 +186,14 @@ def infer_stacks(model: nn.Module, *, copies: bool = False) -> RolePolicy:
 
 
 def _stacks_only_policy(
-    stacks: Sequence[Stack], reference: Reference | None, note: str, twin: Twin | None = None
-) -> type[InferredPolicy]:
+    stacks: Sequence[LayerStack], reference: ReferenceGradients | None, note: str, twin: ReducedModel | None = None
+) -> type[DerivedPolicy]:
     """The policy that cuts nothing of these stacks, with what a pipeline must know of them."""
     kinds = {stack.layers: _kinds_of_layers(reference.model, stack.layers) for stack in stacks if reference is not None}
     fields = {"base": "", "stack": stacks, "layers": kinds, "notes": [note]}
-    policy: type[InferredPolicy] = type("InferredPolicy", (InferredPolicy,), fields)
+    policy: type[DerivedPolicy] = type("InferredPolicy", (DerivedPolicy,), fields)
     if stacks and reference is not None and twin is not None:
-        policy.stack, policy.against_pipeline = _along("pipe", twin, reference, policy, along_depth)
+        policy.stack, policy.against_pipeline = _along("pipe", twin, reference, policy, find_pipeline_hints)
     return policy
 
 
@@ -195,63 +201,63 @@ def _numel(model: nn.Module, path: str) -> int:
     return sum(p.numel() for p in model.get_submodule(path).parameters())
 
 
-def infer_on(model: nn.Module, run: Forward, twin: Twin | None = None) -> type[InferredPolicy]:
+def derive_policy_on(model: nn.Module, run: Forward, twin: ReducedModel | None = None) -> type[DerivedPolicy]:
     """The proven policy of a small model that ``run`` calls with a batch. Raises PolicyError when there is none.
 
     Args:
         twin: the model with further calls, for which the policy is proven as well; where it does not hold for them, it
             says so, and batches with these inputs are refused.
     """
-    twin = twin or Twin(model, run, {})
-    proof = _Proof(Reference.of(model, run))
+    twin = twin or ReducedModel(model, run, {})
+    proof = _ValidationCache(ReferenceGradients.of(model, run))
     # each block over two ranks and all of them over more; only where that fails, each block over more
-    for ranks in (RANKS[:1], RANKS):
+    for ranks in (VALIDATION_RANKS[:1], VALIDATION_RANKS):
         blocks, whole = _blocks(proof, ranks)
         outside = _vocabulary(model)
-        if blocks and proof.of(_policy(model, blocks, outside), RANKS) is not None:
-            if (against := proof.of(_policy(model, [], outside), RANKS)) is not None:
+        if blocks and proof.of(_policy(model, blocks, outside), VALIDATION_RANKS) is not None:
+            if (against := proof.of(_policy(model, [], outside), VALIDATION_RANKS)) is not None:
                 whole |= {path: against for paths in outside.values() for path in paths}
                 outside = {}
         policy = _policy(model, blocks, outside)
         nothing = "; ".join(sorted(set(whole.values()))) or "no linear gives to another"
-        problem = proof.of(policy, RANKS) if blocks else nothing
+        problem = proof.of(policy, VALIDATION_RANKS) if blocks else nothing
         if problem is None or not blocks:
             break
     if problem is not None:
-        refusal = (PolicyError if blocks else NothingCutError)(
+        refusal = (PolicyError if blocks else NothingShardedError)(
             f"No policy for {type(model).__name__} could be inferred: {problem}",
             rule="An inferred policy cuts the blocks of a stack of layers, proven on a small twin",
             remedy="Write the roles down (docs/policies.md)",
         )
-        if isinstance(refusal, NothingCutError) and proof.nearest:
+        if isinstance(refusal, NothingShardedError) and proof.nearest:
             near = _policy(model, proof.nearest, _vocabulary(model))
-            near.whole = _left(model, near())
+            near.whole = _unsharded_matrices(model, near())
             refusal.nearest = str(near()).lstrip()
         raise refusal
-    policy.stack = _with_returns(policy, given_by_layers(model, run, policy.layers))
+    policy.stack = _with_returns(policy, outputs_per_layer(model, run, policy.layers))
     proven = policy.stack
     truth = replace(proof.reference, also=twin.also())
-    against = mismatch(truth, policy, RANKS[0]) if truth.also else None
+    against = validate_policy(truth, policy, VALIDATION_RANKS[0]) if truth.also else None
     policy.unproven = {"tensor": twin.unproven(against)} if against is not None else {}
-    stacks, policy.against_pipeline = _along("pipe", twin, truth, policy, along_depth)
-    policy.stack = stacks[0] if isinstance(proven, Stack) else stacks
-    if (problem := proof.of(policy, RANKS)) is not None:  # what is given back is what was proven
+    stacks, policy.against_pipeline = _along("pipe", twin, truth, policy, find_pipeline_hints)
+    policy.stack = stacks[0] if isinstance(proven, LayerStack) else stacks
+    if (problem := proof.of(policy, VALIDATION_RANKS)) is not None:  # what is given back is what was proven
         policy.stack, policy.against_pipeline = proven, problem
-    of_sequence = partial(along_sequence, layers=tuple(policy.layers), ranks=RANKS[0])
+    of_sequence = partial(find_sequence_hints, layers=tuple(policy.layers), ranks=VALIDATION_RANKS[0])
     stacks, policy.against_sequence = _along("enable_sequence_parallelism", twin, truth, policy, of_sequence)
-    policy.stack = stacks[0] if isinstance(policy.stack, Stack) else stacks
+    policy.stack = stacks[0] if isinstance(policy.stack, LayerStack) else stacks
     policy.notes = [*_notes(whole, policy.against_pipeline), *_refused(policy), *map(_note_of, proof.nearest)]
-    policy.whole = _left(model, policy())
+    policy.whole = _unsharded_matrices(model, policy())
     return policy
 
 
 def _along(
     what: str,
-    twin: Twin,
-    truth: Reference,
+    twin: ReducedModel,
+    truth: ReferenceGradients,
     policy: type[RolePolicy],
-    find: Callable[[Reference, type[RolePolicy]], tuple[Sequence[Stack], str | None]],
-) -> tuple[Sequence[Stack], str | None]:
+    find: Callable[[ReferenceGradients, type[RolePolicy]], tuple[Sequence[LayerStack], str | None]],
+) -> tuple[Sequence[LayerStack], str | None]:
     """What ``find`` finds for all batches; or for the first alone, where that is all, which the policy then says."""
     stacks, against = find(truth, policy)
     only_first = None
@@ -266,33 +272,35 @@ def _along(
     return stacks, against
 
 
-def _blocks(proof: _Proof, ranks: Sequence[int]) -> tuple[list[BlockDraft], dict[str, str]]:
+def _blocks(proof: _ValidationCache, ranks: Sequence[int]) -> tuple[list[BlockCandidates], dict[str, str]]:
     """The blocks that hold, each by itself, and what stays whole and why."""
     model, run = proof.reference.model, proof.reference.run
-    whole = {path: OUTSIDE for path, m in model.named_modules() if is_linear(m) and not _in_layers(model, path)}
+    whole = {
+        path: OUTSIDE_LAYERS_REASON for path, m in model.named_modules() if is_linear(m) and not _in_layers(model, path)
+    }
     while True:
-        blocks, again = _proven(proof, draft(model, observe(model, run, whole)), whole, ranks)
+        blocks, again = _validated_role(proof, candidate_blocks(model, trace_forward(model, run, whole)), whole, ranks)
         if not again:
             return blocks, whole
         whole |= again
 
 
-def _with_returns(policy: type[InferredPolicy], given: Mapping[str, int]) -> Stack | Sequence[Stack]:
+def _with_returns(policy: type[DerivedPolicy], given: Mapping[str, int]) -> LayerStack | Sequence[LayerStack]:
     """The stacks of a policy, with how many things their layers return: a pipeline has to return as many."""
-    stacks = [policy.stack] if isinstance(policy.stack, Stack) else policy.stack
+    stacks = [policy.stack] if isinstance(policy.stack, LayerStack) else policy.stack
     found = tuple(
         replace(s, stages=replace(s.stages, returns=given[layers]))
         for s, layers in zip(stacks, policy.layers, strict=True)
     )
-    return found[0] if isinstance(policy.stack, Stack) else found
+    return found[0] if isinstance(policy.stack, LayerStack) else found
 
 
-class _Proof:
+class _ValidationCache:
     """What was wrong with the policies that were tried: another look brings up most of them again."""
 
-    def __init__(self, reference: Reference) -> None:
+    def __init__(self, reference: ReferenceGradients) -> None:
         self.reference = reference
-        self.nearest: list[BlockDraft] = []
+        self.nearest: list[BlockCandidates] = []
         """What was tried first of attentions that no way of cutting described."""
         self._tried: dict[tuple[str, int], str | None] = {}
 
@@ -301,13 +309,13 @@ class _Proof:
         said = str([getattr(policy, name) for name in ("stack", "embeddings", "head")])
         for size in ranks:
             if (said, size) not in self._tried:
-                self._tried[said, size] = mismatch(self.reference, policy, size)
+                self._tried[said, size] = validate_policy(self.reference, policy, size)
             if (problem := self._tried[said, size]) is not None:
                 return problem
         return None
 
 
-def _left(model: nn.Module, policy: InferredPolicy) -> tuple[str, ...]:
+def _unsharded_matrices(model: nn.Module, policy: DerivedPolicy) -> tuple[str, ...]:
     """The matrices that no role cuts, as a table says so: ``*`` for an index, a dot before what is outside the base."""
     policy.set_model(model)
     cut, base = make_plan(model, policy).cut(), f"{policy.base}." if policy.base else ""
@@ -320,23 +328,23 @@ def _starred(path: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in path.split("."))
 
 
-def _kinds_of_layers(model: nn.Module, layers: str) -> frozenset[Made]:
-    paths = matching(f"{layers}.*", [name for name, _ in model.named_modules()])
-    return frozenset(kind_of(model.get_submodule(path)) for path in paths)
+def _kinds_of_layers(model: nn.Module, layers: str) -> frozenset[BuildModel]:
+    paths = match_paths(f"{layers}.*", [name for name, _ in model.named_modules()])
+    return frozenset(layer_kind(model.get_submodule(path)) for path in paths)
 
 
 def _notes(whole: Mapping[str, str], against_pipeline: str | None) -> list[str]:
-    over = f"over {' and '.join(map(str, RANKS))} tensor ranks"
+    over = f"over {' and '.join(map(str, VALIDATION_RANKS))} tensor ranks"
     stages = " and over two pipeline stages" if against_pipeline is None else ""
     proven = f"The policy was inferred, and proven on a small twin {over}{stages}."
     reasons: dict[str, list[str]] = {}
     for path, why in whole.items():
-        if why != OUTSIDE:
+        if why != OUTSIDE_LAYERS_REASON:
             reasons.setdefault(why, []).append(_starred(path))
     return [proven, *(f"Whole, since {why}: {', '.join(dict.fromkeys(paths))}." for why, paths in reasons.items())]
 
 
-def _refused(policy: type[InferredPolicy]) -> Iterator[str]:
+def _refused(policy: type[DerivedPolicy]) -> Iterator[str]:
     """What is noted of inputs with which a layout is not proven."""
     for what, inputs in policy.unproven.items():
         for name, why in inputs.items():
@@ -354,17 +362,17 @@ def _ranks_for(role: Role, ranks: Sequence[int]) -> Sequence[int]:
     return [*ranks, UNEVEN] if isinstance(role, Attention) and role.projections.interleaved else ranks
 
 
-def _proven(
-    proof: _Proof, blocks: Sequence[BlockDraft], whole: Mapping[str, str], ranks: Sequence[int]
-) -> tuple[list[BlockDraft], dict[str, str]]:
+def _validated_role(
+    proof: _ValidationCache, blocks: Sequence[BlockCandidates], whole: Mapping[str, str], ranks: Sequence[int]
+) -> tuple[list[BlockCandidates], dict[str, str]]:
     """The blocks with the role that holds; or the columns of the first one that no role describes, and why.
 
     It ends there, since linears that stay whole pass marks on: what comes behind them looks otherwise then.
     """
-    proven: list[BlockDraft] = []
+    proven: list[BlockCandidates] = []
     for block in blocks:
         why = block.why
-        for role in block.roles[:MOST]:
+        for role in block.roles[:MAX_TRIES]:
             alone = replace(block, roles=[role])
             if (problem := proof.of(_policy(proof.reference.model, [alone], {}), _ranks_for(role, ranks))) is None:
                 proven.append(alone)
@@ -378,7 +386,7 @@ def _proven(
     return proven, {}
 
 
-def _keep_nearest(proof: _Proof, block: BlockDraft) -> None:
+def _keep_nearest(proof: _ValidationCache, block: BlockCandidates) -> None:
     """For who can change the forward: of a library's model nobody can."""
     roles = [] if hasattr(proof.reference.model, "config") else block.roles
     first = next(iter(roles), None)
@@ -388,13 +396,13 @@ def _keep_nearest(proof: _Proof, block: BlockDraft) -> None:
         proof.nearest.append(replace(block, roles=[first]))
 
 
-def _note_of(block: BlockDraft) -> str:
+def _note_of(block: BlockCandidates) -> str:
     return f"The nearest way to cut {block.layers}: {role_source(block.roles[0])}."
 
 
 def _policy(
-    model: nn.Module, blocks: Sequence[BlockDraft], outside: Mapping[str, tuple[str, ...]]
-) -> type[InferredPolicy]:
+    model: nn.Module, blocks: Sequence[BlockCandidates], outside: Mapping[str, tuple[str, ...]]
+) -> type[DerivedPolicy]:
     """The table as a class. Paths are relative to the base model where all of them stand in it."""
     prefix = getattr(model, "base_model_prefix", "")
     stacks = {block.layers: [b for b in blocks if b.layers == block.layers] for block in blocks}
@@ -408,7 +416,7 @@ def _policy(
     for layers, of_stack in stacks.items():
         norm = next((own(b.final_norm) for b in of_stack if b.final_norm), None)
         context = next(((own(b.context[0]), b.context[1]) for b in of_stack if b.context), None)
-        table.append(Stack(own(layers), [b.roles[0] for b in of_stack], final_norm=norm, context=context))
+        table.append(LayerStack(own(layers), [b.roles[0] for b in of_stack], final_norm=norm, context=context))
     fields: dict[str, Any] = {
         "stack": table[0] if len(table) == 1 else tuple(table),
         "embeddings": tuple(own(path) for path in outside.get("embeddings", ())),
@@ -417,7 +425,7 @@ def _policy(
     }
     if not inside:
         fields["base"] = ""
-    return type("InferredPolicy", (InferredPolicy,), fields)
+    return type("InferredPolicy", (DerivedPolicy,), fields)
 
 
 def _vocabulary(model: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -438,11 +446,11 @@ def _vocabulary(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 EXAMPLE = """
     import shardformer
-    from shardformer import MLP, Attention, Projections, RolePolicy, Stack
+    from shardformer.policies import MLP, Attention, AttentionProjections, LayerStack, RolePolicy
 
     class MyPolicy(RolePolicy):
-        stack = Stack("layers", [                # the ModuleList of layers; what follows stands in each of them
-            Attention("attn", Projections(q="q", k="k", v="v", out="o"), counts={"num_heads": "heads"}),
+        stack = LayerStack("layers", [                # the ModuleList of layers; what follows stands in each of them
+            Attention("attn", AttentionProjections(q="q", k="k", v="v", out="o"), counts={"num_heads": "heads"}),
             MLP("mlp", up="fc1", down="fc2"),
         ])
         embeddings = "embed"                     # over the vocabulary
@@ -457,7 +465,7 @@ IN_ITS_FORWARD = (
 )
 
 
-def no_policy(model: nn.Module, error: PolicyError, tensor: int | None) -> PolicyError:
+def no_policy_error(model: nn.Module, error: PolicyError, tensor: int | None) -> PolicyError:
     """The error for a model that no policy was given for, none is registered for, and none could be inferred for.
 
     Args:
@@ -468,26 +476,26 @@ def no_policy(model: nn.Module, error: PolicyError, tensor: int | None) -> Polic
     not_inferred = error.what.partition(" could be inferred: ")[2] or error.what
     if isinstance(error, UnknownInputsError) and family is None:
         return _fed(model, not_inferred)
-    if isinstance(error, NothingCutError):
+    if isinstance(error, NothingShardedError):
         return _nothing_sharded_error(model, not_inferred, tensor, error.nearest)
     tried = f"it is of the model type {family!r}" if family else "it has no config with a model type"
     return PolicyError(
         f"No policy for {name}: {tried}, no policy was given, and none was found by inference: {not_inferred}",
         rule=f"The registered families are {', '.join(FAMILIES)}",
-        remedy=(f"{nearest(family, FAMILIES)} " if family else "")
+        remedy=(f"{did_you_mean(family, FAMILIES)} " if family else "")
         + f"Say what the model is made of (docs/policies.md):\n{EXAMPLE}",
     )
 
 
 def _fed(model: nn.Module, problem: str) -> PolicyError:
-    batch = ", ".join(f'"{name}": ...' for name in needed_by(model))
+    batch = ", ".join(f'"{name}": ...' for name in required_arguments(model))
     why = problem[:1].lower() + problem[1:]
     return PolicyError(
         f"No policy for {type(model).__name__}: it is found in one forward, and {why}",
         rule="Tokens, images and sound are made up by the names of the forward's arguments; what others take, nobody "
         "can know",
         remedy="Give one small batch, on all ranks alike:\n\n"
-        f"    policy = shardformer.infer(model, batch={{{batch}}})\n"
+        f"    policy = shardformer.derive_policy(model, batch={{{batch}}})\n"
         "    model = shardformer.shard_model(model, policy=policy)\n\n"
         "or say what the model is made of (docs/policies.md)",
     )
@@ -496,7 +504,7 @@ def _fed(model: nn.Module, problem: str) -> PolicyError:
 def _nothing_sharded_error(model: nn.Module, reasons: str, tensor: int | None, nearest_table: str) -> PolicyError:
     name = type(model).__name__
     asked = f"tensor={tensor} for {name}" if tensor else name
-    stacks = infer_stacks(model)
+    stacks = derive_layer_stacks(model)
     if not stacks.stack:
         pipe = f"A pipeline has no stack of layers to cut in {name}"
     elif stacks.against_pipeline:
@@ -509,6 +517,6 @@ def _nothing_sharded_error(model: nn.Module, reasons: str, tensor: int | None, n
         rule="Cut is a block of linears of which one gives what the other takes: an attention by its heads, an MLP by "
         "its features. What mixes features in between, as a scan or a convolution does, needs all of them",
         remedy=f"{table} the tensor axis out. Share the batch out with launch_from_torch(data=2), and the memory with "
-        f"shardformer.zero(optimizer, model, stage=3). {pipe}. Where a part of it can be cut after all, "
+        f"shardformer.shard_optimizer(optimizer, model, stage=3). {pipe}. Where a part of it can be cut after all, "
         "write that down (docs/policies.md)",
     )

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from shardformer.errors import PolicyError
 from shardformer.local_ranks.threads import drawing
-from shardformer.pipeline.micro_batches import KINDS, ids_of
-from shardformer.torch_compat import numbers_in
+from shardformer.pipeline.micro_batches import KINDS, special_token_ids
+from shardformer.torch_compat import to_list
 
 Forward = Callable[[nn.Module], Any]
 """Calls a model with a batch."""
@@ -46,18 +46,18 @@ class UnknownInputsError(PolicyError):
     """What a model's forward takes is known to its author alone."""
 
 
-def batches_for(model: nn.Module) -> list[dict[str, Tensor]]:
+def example_batches(model: nn.Module) -> list[dict[str, Tensor]]:
     """Batches that the model's forward could take: with all that it names, and with only one kind of input.
 
     Raises UnknownInputsError for a model whose inputs are not known.
     """
     names = inspect.signature(model.forward).parameters
-    made = dict(inputs_of(model))
+    made = dict(named_inputs(model))
     if not made:
         raise UnknownInputsError(
             f"What to feed {type(model).__name__} is not known: its forward takes {', '.join(names)}",
             rule="A policy is found in one forward, of tokens, images or sound",
-            remedy="Give an example of a batch: infer(model, batch={...})",
+            remedy="Give an example of a batch: derive_policy(model, batch={...})",
         )
     text = ("input_ids", "attention_mask", "decoder_input_ids")
     only_text = {name: x for name, x in made.items() if name in text}
@@ -70,12 +70,12 @@ def batches_for(model: nn.Module) -> list[dict[str, Tensor]]:
     return ways
 
 
-def guessed_for(model: nn.Module) -> list[dict[str, Tensor]]:
+def guessed_batches(model: nn.Module) -> list[dict[str, Tensor]]:
     """Batches that a model could take whose inputs have names of its own: all that its forward cannot do without.
 
     Tokens, where it has an embedding; else numbers of as many features, or channels, as its first weight takes.
     """
-    needed = needed_by(model)
+    needed = required_arguments(model)
     modules = list(model.modules())
     words = min((m.num_embeddings for m in modules if isinstance(m, nn.Embedding)), default=0)
     generator = torch.Generator().manual_seed(0)
@@ -91,7 +91,7 @@ def guessed_for(model: nn.Module) -> list[dict[str, Tensor]]:
     return [{name: torch.randn(*shape, generator=generator) for name in needed} for shape in shapes]
 
 
-def needed_by(model: nn.Module) -> list[str]:
+def required_arguments(model: nn.Module) -> list[str]:
     """The arguments that forward cannot do without, as far as they have names for who calls it."""
     arguments = inspect.signature(model.forward).parameters.values()
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -100,14 +100,14 @@ def needed_by(model: nn.Module) -> list[str]:
 
 def unknown_inputs(model: nn.Module) -> tuple[list[str], list[str]]:
     """The arguments of forward that nothing is made for: those that it needs, and the tensors that it may take."""
-    known = {name for name, _ in inputs_of(model)}
+    known = {name for name, _ in named_inputs(model)}
     others = {n: p for n, p in inspect.signature(model.forward).parameters.items() if n not in known}
-    needed = [name for name in needed_by(model) if name in others]
+    needed = [name for name in required_arguments(model) if name in others]
     tensors = [n for n, p in others.items() if "Tensor" in str(p.annotation) and not any(w in n for w in NO_INPUTS)]
     return needed, [name for name in tensors if name not in needed]
 
 
-def labelled(model: nn.Module, batch: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
+def with_labels(model: nn.Module, batch: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
     """The batch with labels, such that the model could make its own loss of them: tokens, or a class of each sample.
 
     Of a model that makes its decoder's tokens of the labels, without those first.
@@ -123,7 +123,7 @@ def labelled(model: nn.Module, batch: Mapping[str, Tensor]) -> Iterator[Mapping[
     yield {**batch, "labels": torch.arange(next(iter(batch.values())).shape[0]) % 2}
 
 
-def inputs_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def named_inputs(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """What the names of its forward's arguments say, each by itself."""
     names = inspect.signature(model.forward).parameters
     config: Any = getattr(model, "config", None)
@@ -184,7 +184,7 @@ def _field(config: Any, name: str, *parts: str) -> Any:
     return next((value for value in found if isinstance(value, int | list | tuple)), None)
 
 
-def runner(model: nn.Module, batch: Mapping[str, Tensor], seed: int = 0) -> Forward:
+def forward_call(model: nn.Module, batch: Mapping[str, Tensor], seed: int = 0) -> Forward:
     """What calls a model with the batch, in the precision of ``model``, without a cache.
 
     A forward that draws random numbers draws the same in each call.
@@ -208,11 +208,11 @@ BEFORE = 2
 """Tokens of a text before what stands in it."""
 TILES = (1, 2, 3, 5)
 """Into which an image is cut."""
-Way = dict[str, Tensor]
+MediaLayout = dict[str, Tensor]
 """Inputs that go together."""
 
 
-def in_text(model: nn.Module, made: Mapping[str, Tensor]) -> Iterator[Way]:
+def insert_media_tokens(model: nn.Module, made: Mapping[str, Tensor]) -> Iterator[MediaLayout]:
     """The batch ``made`` with as many tokens for images and sounds in its texts as the model asks for.
 
     One for each way to lay out an image that the model could take; nothing for a model whose config names no such
@@ -248,17 +248,17 @@ def feature_width(model: nn.Module, made: Mapping[str, Tensor]) -> int:
     features = _method(model, "get_image_features")
     if features is None or _token(getattr(model, "config", None), "image") is None:
         return 0
-    for way in _ways("image", model, made):
+    for way in _media_layouts("image", model, made):
         if parts := _features(model, features, {**_asked(features, made), **way}):
             return 0 if parts[0].shape[-1] == text_width(model) else parts[0].shape[-1]
     return 0
 
 
-def _taken(model: nn.Module, kind: str, made: Mapping[str, Tensor]) -> Iterator[tuple[Way, list[int]]]:
+def _taken(model: nn.Module, kind: str, made: Mapping[str, Tensor]) -> Iterator[tuple[MediaLayout, list[int]]]:
     """The ways that a model takes what stands in a text, and how many tokens each sample has of it then."""
     features = _method(model, f"get_{kind}_features")
     if features is not None and _token(getattr(model, "config", None), kind) is not None:
-        for way in _ways(kind, model, made):
+        for way in _media_layouts(kind, model, made):
             parts = _features(model, features, {**_asked(features, made), **way})
             # what projects them to the width of the text may be behind them
             widths = dict.fromkeys([text_width(model), *(x.shape[-1] for x in parts[:1])])
@@ -268,7 +268,7 @@ def _taken(model: nn.Module, kind: str, made: Mapping[str, Tensor]) -> Iterator[
 
 
 def _token(config: Any, kind: str) -> int | None:
-    ids = ids_of(config)
+    ids = special_token_ids(config)
     return next((ids[name] for name in ids if name.startswith(f"{kind}_token")), None)
 
 
@@ -276,7 +276,7 @@ _VALUES = {"image": ("pixel_values",), "audio": ("input_features", "input_values
 _LAYOUT = ("pixel_values", "spatial_shapes", "pixel_attention_mask", "input_features")
 
 
-def _placed(text_BS: Tensor, places: Mapping[str, tuple[int | None, list[int]]]) -> Way:
+def _placed(text_BS: Tensor, places: Mapping[str, tuple[int | None, list[int]]]) -> MediaLayout:
     """Texts of one length, with the tokens in them, and which of them stand for what."""
     longest = max(sum(counts[row] for _, counts in places.values()) for row in range(len(text_BS)))
     rows, kinds = [], []
@@ -291,12 +291,12 @@ def _placed(text_BS: Tensor, places: Mapping[str, tuple[int | None, list[int]]])
     return {"input_ids": torch.tensor(rows), KINDS: torch.tensor(kinds)}
 
 
-def _ways(kind: str, model: nn.Module, made: Mapping[str, Tensor]) -> Iterator[Way]:
+def _media_layouts(kind: str, model: nn.Module, made: Mapping[str, Tensor]) -> Iterator[MediaLayout]:
     names = {*inspect.signature(model.forward).parameters}
     return _images(getattr(model, "config", None), made, names) if kind == "image" else _sounds(made, names)
 
 
-def _sounds(made: Mapping[str, Tensor], names: set[str]) -> Iterator[Way]:
+def _sounds(made: Mapping[str, Tensor], names: set[str]) -> Iterator[MediaLayout]:
     if (sound := made.get("input_features")) is not None:
         masks = {n: torch.ones(len(sound), sound.shape[-1]).long() for n in names if _is_mask_of_sound(n)}
         yield {"input_features": sound, **masks}
@@ -307,7 +307,7 @@ def _is_mask_of_sound(name: str) -> bool:
     return "mask" in name and "feature" in name
 
 
-def _images(config: Any, made: Mapping[str, Tensor], names: set[str]) -> Iterator[Way]:
+def _images(config: Any, made: Mapping[str, Tensor], names: set[str]) -> Iterator[MediaLayout]:
     vision = getattr(config, "vision_config", config)
     patch, merge = _number(vision, "patch_size"), _number(vision, "spatial_merge_size", "merge_size") or 2
     pixels = made.get("pixel_values")
@@ -339,7 +339,7 @@ def _images(config: Any, made: Mapping[str, Tensor], names: set[str]) -> Iterato
             yield {"pixel_values": images, "image_sizes": torch.tensor([[height, width]] * samples)}
 
 
-def _features(model: nn.Module, features: Callable[..., Any], way: Way) -> list[Tensor]:
+def _features(model: nn.Module, features: Callable[..., Any], way: MediaLayout) -> list[Tensor]:
     """What the model makes of images or sounds, one tensor or one for each; nothing where it does not take them so."""
     dtype, known = next(model.parameters()).dtype, inspect.signature(features).parameters
     cast = {name: x.to(dtype) if x.is_floating_point() else x for name, x in way.items()}
@@ -353,13 +353,13 @@ def _features(model: nn.Module, features: Callable[..., Any], way: Way) -> list[
     return [x for x in tree_leaves(given) if isinstance(x, Tensor) and x.is_floating_point() and x.dim()]
 
 
-def _asked(features: Callable[..., Any], made: Mapping[str, Tensor]) -> Way:
+def _asked(features: Callable[..., Any], made: Mapping[str, Tensor]) -> MediaLayout:
     """What the model's features of images cannot be made without, beside the images, such as a question about them."""
     asked = [p.name for p in inspect.signature(features).parameters.values() if p.default is p.empty]
     return {name: made[name] for name in asked if name in made and name not in _LAYOUT}
 
 
-def _counted(parts: Sequence[Tensor], way: Way, width: int) -> list[int]:
+def _counted(parts: Sequence[Tensor], way: MediaLayout, width: int) -> list[int]:
     """How many features of this width the model makes of what each sample has; nothing where they do not fit."""
     units = _units(way)
     samples = len(units) or len(next(iter(way.values())))
@@ -372,9 +372,9 @@ def _counted(parts: Sequence[Tensor], way: Way, width: int) -> list[int]:
     return counts if len(counts) == samples and all(counts) else []
 
 
-def _units(way: Way) -> list[int]:
+def _units(way: MediaLayout) -> list[int]:
     """Of how many patches each image is, where they lie one behind the other."""
-    return numbers_in(way["image_grid_thw"].prod(-1)) if "image_grid_thw" in way else []
+    return to_list(way["image_grid_thw"].prod(-1)) if "image_grid_thw" in way else []
 
 
 def text_width(model: nn.Module) -> int:

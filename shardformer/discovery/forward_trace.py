@@ -24,17 +24,17 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardformer.discovery.reduced_model import Reference
+from shardformer.discovery.reduced_model import ReferenceGradients
 from shardformer.kernels.fused_ops import is_elementwise, norm_kind
-from shardformer.module_paths import is_linear, matching
+from shardformer.module_paths import is_linear, match_paths
 from shardformer.tensor_parallel.sequence_parallel import first_tensor
 
-MEETINGS = ("bmm", "baddbmm", "scaled_dot_product")
+MERGING_OPS = ("bmm", "baddbmm", "scaled_dot_product")
 """Operations in which queries meet keys, or scores meet values."""
 
 
 @dataclass
-class Group:
+class LinearGroup:
     """Linears that give to one linear.
 
     Args:
@@ -57,7 +57,7 @@ class Group:
 
 
 @dataclass
-class Flow:
+class ForwardTrace:
     """What was seen in one forward.
 
     Args:
@@ -71,7 +71,7 @@ class Flow:
         projections: linears whose outputs, with no other linear between, met as queries and keys do.
     """
 
-    groups: list[Group] = field(default_factory=list)
+    groups: list[LinearGroup] = field(default_factory=list)
     called: dict[str, int] = field(default_factory=dict)
     inputs: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     read: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -81,13 +81,13 @@ class Flow:
     projections: list[frozenset[str]] = field(default_factory=list)
 
 
-WATCHING = threading.Lock()
+TRACE_LOCK = threading.Lock()
 """Whether a mode watches each operation is kept for all threads at once, and ranks may be threads."""
 
 
-def observe(model: nn.Module, run: Callable[[nn.Module], Any], whole: Iterable[str] = ()) -> Flow:
+def trace_forward(model: nn.Module, run: Callable[[nn.Module], Any], whole: Iterable[str] = ()) -> ForwardTrace:
     """Runs the model once, without gradients, and returns what flowed. Linears in ``whole`` only pass marks on."""
-    observer = _Observer(model, frozenset(whole))
+    observer = _ForwardTracer(model, frozenset(whole))
     with ExitStack() as stack:
         for path, module in model.named_modules():
             for hook in (
@@ -96,12 +96,12 @@ def observe(model: nn.Module, run: Callable[[nn.Module], Any], whole: Iterable[s
             ):
                 stack.callback(hook.remove)
             stack.callback(_watch_numbers(module, observer.flow.numbers.setdefault(path, {})))
-        with WATCHING, torch.no_grad(), observer.marks, observer.last:
+        with TRACE_LOCK, torch.no_grad(), observer.marks, observer.last:
             run(model)
     return observer.finish()
 
 
-def given_by_layers(model: nn.Module, run: Callable[[nn.Module], Any], stacks: Iterable[str]) -> dict[str, int]:
+def outputs_per_layer(model: nn.Module, run: Callable[[nn.Module], Any], stacks: Iterable[str]) -> dict[str, int]:
     """How many things the layers at each path return in one forward; 0 where it is their states alone."""
     given: dict[str, int] = {}
     with ExitStack() as stack, torch.no_grad():
@@ -111,13 +111,13 @@ def given_by_layers(model: nn.Module, run: Callable[[nn.Module], Any], stacks: I
             def note(_: nn.Module, __: Any, out: Any, layers: str = layers) -> None:
                 given[layers] = len(out) if isinstance(out, tuple | list) else 0
 
-            for path in matching(f"{layers}.*", [name for name, _ in model.named_modules()]):
+            for path in match_paths(f"{layers}.*", [name for name, _ in model.named_modules()]):
                 stack.callback(model.get_submodule(path).register_forward_hook(note).remove)
         run(model)
     return given
 
 
-class _Marks(TorchDispatchMode):
+class _TensorOrigins(TorchDispatchMode):
     """Tensor -> the names of the linears that it was computed of."""
 
     def __init__(self) -> None:
@@ -141,7 +141,7 @@ class _Marks(TorchDispatchMode):
         if not marked:
             return out
         marks = frozenset().union(*marked)
-        if len(marked) > 1 and any(name in str(func) for name in MEETINGS):
+        if len(marked) > 1 and any(name in str(func) for name in MERGING_OPS):
             self.met.setdefault(marks, next(x.shape[-1] for x, of_x in given if of_x))
         for x in tree_leaves(out):
             if isinstance(x, Tensor):
@@ -151,13 +151,13 @@ class _Marks(TorchDispatchMode):
         return out
 
 
-class _Observer:
+class _ForwardTracer:
     def __init__(self, model: nn.Module, whole: frozenset[str]) -> None:
-        self.flow, self.marks, self.last = Flow(), _Marks(), _Marks()
+        self.flow, self.marks, self.last = ForwardTrace(), _TensorOrigins(), _TensorOrigins()
         self._whole = whole
         self._linears = {path for path, module in model.named_modules() if is_linear(module)}
         self._giving: dict[str, frozenset[str]] = {}
-        self._groups: dict[str, Group] = {}
+        self._groups: dict[str, LinearGroup] = {}
         self._order: list[str] = []
         self._parents = {path: path.rpartition(".")[0] for path, _ in model.named_modules()}
 
@@ -197,7 +197,7 @@ class _Observer:
             self.marks.put(out, giving)
         elif giving:
             self.marks.put(out, frozenset())
-            group = self._groups.setdefault(path, Group(path, []))
+            group = self._groups.setdefault(path, LinearGroup(path, []))
             group.columns += [c for c in self._order if c in giving and c not in group.columns]
             size = next((size for met, size in self.marks.met.items() if met <= giving), None)
             group.attends |= size is not None
@@ -207,14 +207,14 @@ class _Observer:
             if path not in self._order:
                 self._order.append(path)
 
-    def finish(self) -> Flow:
+    def finish(self) -> ForwardTrace:
         for group in self._groups.values():
             self._place(group)
         self.flow.groups = list(self._groups.values())
         self.flow.projections = list(self.last.met)
         return self.flow
 
-    def _place(self, group: Group) -> None:
+    def _place(self, group: LinearGroup) -> None:
         """Finds out where what the first columns read comes in."""
         first = {c: self.flow.read[c][0] for c in group.columns}
         source = first[group.columns[0]]
@@ -274,12 +274,12 @@ def _watch_numbers(module: nn.Module, seen: dict[str, int]) -> Callable[[], None
     return end
 
 
-ROUNDING = 1e-5
+TOKEN_ROUNDING = 1e-5
 """Of the largest number of an output: tokens that experts are given in another order differ by less."""
 
 
 @dataclass(frozen=True)
-class Call:
+class ModuleCall:
     """The first call of a module: what it was given, and what it gave."""
 
     args: tuple[Any, ...]
@@ -298,7 +298,7 @@ class Call:
         return first if isinstance(first, Tensor) else None
 
 
-class TokensIn:
+class TokenUse:
     """The layers at one path, of a model that ran once.
 
     Args:
@@ -308,10 +308,10 @@ class TokensIn:
         shape: samples and tokens of what they are given.
     """
 
-    def __init__(self, reference: Reference, layers: str) -> None:
+    def __init__(self, reference: ReferenceGradients, layers: str) -> None:
         self.layers, self._model = layers, reference.model
-        self.paths = matching(f"{layers}.*", [path for path, _ in self._model.named_modules()])
-        self._calls: dict[str, Call] = {}
+        self.paths = match_paths(f"{layers}.*", [path for path, _ in self._model.named_modules()])
+        self._calls: dict[str, ModuleCall] = {}
         with ExitStack() as stack, torch.no_grad():
             for outer in self.paths:
                 for path, module in self._model.get_submodule(outer).named_modules(prefix=outer):
@@ -322,7 +322,7 @@ class TokensIn:
         self.shape: tuple[int, ...] = (0, 0) if first is None or first.dim() < 3 else tuple(first.shape[:2])
 
     def _note(self, path: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        self._calls.setdefault(path, Call(args, kwargs, output))
+        self._calls.setdefault(path, ModuleCall(args, kwargs, output))
 
     def by_token(self, x: Tensor | None) -> bool:
         """Whether this is something for each token of the stack: (B, S, ...), or (B*S, ...)."""
@@ -381,12 +381,12 @@ class TokensIn:
             named = {name: changed if a is x else a for name, a in call.kwargs.items()}
             try:
                 with torch.no_grad():
-                    again = Call((), {}, module(*own, **named)).gave
+                    again = ModuleCall((), {}, module(*own, **named)).gave
             except Exception:  # called out of its turn a module may raise anything
                 return True
             if again is None or again.shape != y.shape or y.shape[1] < 2 or torch.equal(again[:, token], y[:, token]):
                 return True  # nothing can be told, as where its last weight begins at 0
-            if (again - y)[:, others].abs().max() > ROUNDING * y.abs().max():
+            if (again - y)[:, others].abs().max() > TOKEN_ROUNDING * y.abs().max():
                 return True
         return False
 

@@ -21,20 +21,26 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shardformer.discovery.forward_trace import TokensIn, given_by_layers
-from shardformer.discovery.reduced_model import Reference
-from shardformer.discovery.validation import ONE_LAYER, chain_of, described, mismatch, stage_mismatch
-from shardformer.module_paths import join, matching
-from shardformer.pipeline.layer_sequence import Chain, SequenceNeeds, StageNeeds, homes
+from shardformer.discovery.forward_trace import TokenUse, outputs_per_layer
+from shardformer.discovery.reduced_model import ReferenceGradients
+from shardformer.discovery.validation import (
+    ONE_LAYER,
+    bound_policy,
+    layer_sequence_of,
+    validate_policy,
+    validate_stages,
+)
+from shardformer.module_paths import join_path, match_paths
+from shardformer.pipeline.layer_sequence import LayerSequence, PipelineHints, SequenceParallelHints, owner_layers
 from shardformer.policies.module_descriptions import BlockDescription
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.policies.roles import Stack
+from shardformer.policies.roles import LayerStack
 from shardformer.sharding.plan import make_plan
 
-LayerStacks = Sequence[Stack]
+LayerStacks = Sequence[LayerStack]
 
 
-def found_stacks(reference: Reference) -> list[Stack]:
+def find_layer_stacks(reference: ReferenceGradients) -> list[LayerStack]:
     """The outermost lists of layers, each of which one forward calls in order; in the order of their calls."""
     model = reference.model
     layers = {
@@ -45,9 +51,9 @@ def found_stacks(reference: Reference) -> list[Stack]:
     outer = [path for path in layers if not any(path.startswith(f"{other}.") for other in layers)]
     calls = list(dict.fromkeys(_calls(reference, [layer for path in outer for layer in layers[path]])))
     in_order = [path for path in outer if [call for call in calls if call in layers[path]] == layers[path]]
-    given = given_by_layers(model, reference.run, in_order)
+    given = outputs_per_layer(model, reference.run, in_order)
     in_order.sort(key=lambda path: calls.index(layers[path][0]))
-    return [Stack(path, [], stages=StageNeeds(returns=given[path])) for path in in_order]
+    return [LayerStack(path, [], stages=PipelineHints(returns=given[path])) for path in in_order]
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -55,19 +61,19 @@ def _is_layer(module: nn.Module) -> bool:
     return any(True for _ in module.children()) and any(True for _ in module.parameters())
 
 
-def along_depth(reference: Reference, policy: type[RolePolicy]) -> tuple[LayerStacks, str | None]:
+def find_pipeline_hints(reference: ReferenceGradients, policy: type[RolePolicy]) -> tuple[LayerStacks, str | None]:
     """The stacks of a policy with what a pipeline must know of them, and why the model cannot be cut, if so."""
-    stacks = [policy.stack] if isinstance(policy.stack, Stack) else list(policy.stack)
-    return _Depth(reference, policy).of(stacks)
+    stacks = [policy.stack] if isinstance(policy.stack, LayerStack) else list(policy.stack)
+    return _PipelineHintSearch(reference, policy).of(stacks)
 
 
-class _Depth:
+class _PipelineHintSearch:
     """What stages of a small model need: drafts of its stacks."""
 
-    def __init__(self, reference: Reference, policy: type[RolePolicy]) -> None:
+    def __init__(self, reference: ReferenceGradients, policy: type[RolePolicy]) -> None:
         self._truth, self._policy, self._model = reference, policy, reference.model
         self._fullest = (reference, *reference.also)[-1]  # a forward of all modules
-        self._base = described(policy, reference.model).base
+        self._base = bound_policy(policy, reference.model).base
 
     def of(self, stacks: LayerStacks) -> tuple[LayerStacks, str | None]:
         """The stacks as they are proven, and None; or as they came, and what is wrong."""
@@ -82,10 +88,10 @@ class _Depth:
         return stacks, against
 
     def _mismatch(self, stacks: LayerStacks) -> str | None:
-        return stage_mismatch(self._truth, self._policy, stacks)
+        return validate_stages(self._truth, self._policy, stacks)
 
-    def _chain(self, stacks: LayerStacks) -> Chain:
-        return chain_of(self._model, self._policy, stacks)
+    def _chain(self, stacks: LayerStacks) -> LayerSequence:
+        return layer_sequence_of(self._model, self._policy, stacks)
 
     def _own(self, path: str) -> str:
         """Relative to the base model, as a table says it."""
@@ -118,15 +124,15 @@ class _Depth:
                 kept = fewer
         return kept
 
-    def _beside(self, chain: Chain) -> list[str]:
+    def _beside(self, chain: LayerSequence) -> list[str]:
         """The modules of the base model outside of the layers that have parameters of their own."""
         paths = [path for path, module in self._model.named_modules() if path and module._parameters]
         inside = [path for path in paths if path.startswith(f"{self._base}." if self._base else "")]
         return [path for path in inside if not any(f"{path}.".startswith(f"{unit}.") for unit in chain.units)]
 
-    def _in_front(self, chain: Chain, *, with_lists: bool) -> tuple[str, ...]:
+    def _in_front(self, chain: LayerSequence, *, with_lists: bool) -> tuple[str, ...]:
         """Those that go with the first layer of all, and other lists of layers (a vision tower's) only if asked for."""
-        home = homes(self._model, chain)
+        home = owner_layers(self._model, chain)
         first = {name.rpartition(".")[0] for name, units in home.items() if units == frozenset({0})}
         paths = [path for path in self._beside(chain) if path in first]
         paths = [path for path in paths if with_lists or not re.search(r"\.\d", path)]
@@ -138,7 +144,7 @@ class _Depth:
         (BART registers the norm of its embeddings behind the layers.)
         """
         chain = self._chain(stacks)
-        home, beside = homes(self._model, chain), self._beside(chain)
+        home, beside = owner_layers(self._model, chain), self._beside(chain)
         calls = _calls(self._fullest, (*beside, *chain.units))
         out, end = list(stacks), len(chain.units) - 1
         bounds = [(calls.index(s.units[0]), calls.index(s.units[-1])) for s in chain.stacks]
@@ -160,7 +166,9 @@ class _Depth:
         names = [name for name, _ in self._model.named_modules()]
         out = []
         for stack in stacks:
-            path = matching(join(self._base, stack.layers), names)[0]  # of a list of layers for each stage the first
+            path = match_paths(join_path(self._base, stack.layers), names)[
+                0
+            ]  # of a list of layers for each stage the first
             layers = list(self._model.get_submodule(path).children())
             out.append(_with(stack, from_first=tuple(_only_in_first(*layers[:2]))) if len(layers) > 1 else stack)
         return out
@@ -168,7 +176,7 @@ class _Depth:
     def _with_contexts(self, stacks: LayerStacks) -> LayerStacks:
         """With the argument of a module around each stack in which the states of the one before it come."""
         out = list(stacks)
-        whole = [join(self._base, stack.layers) for stack in stacks]
+        whole = [join_path(self._base, stack.layers) for stack in stacks]
         for at, (before, layers) in enumerate(pairwise(whole), start=1):
             if out[at].context is not None or "*" in before + layers:
                 continue
@@ -177,11 +185,11 @@ class _Depth:
         return out
 
 
-def _with(stack: Stack, **needs: Any) -> Stack:
+def _with(stack: LayerStack, **needs: Any) -> LayerStack:
     return replace(stack, stages=replace(stack.stages, **needs))
 
 
-def _calls(reference: Reference, paths: Iterable[str]) -> list[str]:
+def _calls(reference: ReferenceGradients, paths: Iterable[str]) -> list[str]:
     """Those of the modules at ``paths`` that one forward calls, in its order."""
     calls: list[str] = []
     with ExitStack() as stack, torch.no_grad():
@@ -201,10 +209,10 @@ def _only_in_first(first: nn.Module, second: nn.Module) -> Iterator[str]:
         own = dict(others[path].named_children())
         more = [name for name, m in module.named_children() if isinstance(m, nn.Embedding) and name not in own]
         flags = [n for n, v in vars(module).items() if isinstance(v, bool) and vars(others[path]).get(n) is not v]
-        yield from (join(path, name) for name in (*more, *flags) if more)
+        yield from (join_path(path, name) for name in (*more, *flags) if more)
 
 
-def _entry(reference: Reference, before: str, layers: str) -> tuple[str, str] | None:
+def _entry(reference: ReferenceGradients, before: str, layers: str) -> tuple[str, str] | None:
     """The outermost module around ``layers`` that is given what the last layer at ``before`` made, and how."""
     made: list[Tensor] = []
     found: list[tuple[str, str]] = []
@@ -238,7 +246,7 @@ def _depends(value: Tensor, on: Tensor) -> bool:
     return torch.autograd.grad(value.sum(), on, retain_graph=True, allow_unused=True)[0] is not None
 
 
-WAYS = (
+HINT_CANDIDATES = (
     frozenset[str](),
     frozenset({"between"}),
     frozenset({"mixing"}),
@@ -247,11 +255,12 @@ WAYS = (
     frozenset({"mixing", "attentions", "holders"}),
     frozenset({"mixing", "attentions", "holders", "between"}),
 )
-"""What is given the whole sequence, in the order in which it is tried: see ``_Found`` and ``SequenceNeeds``."""
+"""What is given the whole sequence, in the order in which it is tried: see ``_SequenceHintSearch`` and
+``SequenceParallelHints``."""
 
 
 @dataclass(frozen=True)
-class _Found:
+class _SequenceHintSearch:
     """What the layers of a stack may need, by what their modules did with its tokens.
 
     Args:
@@ -269,40 +278,42 @@ class _Found:
     apart: tuple[str, ...]
     beside: tuple[str, ...]
 
-    def needs(self, way: frozenset[str]) -> SequenceNeeds:
+    def needs(self, way: frozenset[str]) -> SequenceParallelHints:
         gathers = self.mixing if "mixing" in way else ()
         around = _each(name for part in ("attentions", "holders") if part in way for name in getattr(self, part))
         given = {"", *gathers, *around}
         beside = tuple(name for name in self.beside if name.rpartition(".")[0] in given)
-        return SequenceNeeds(gathers, around, beside, self.apart, "between" in way)
+        return SequenceParallelHints(gathers, around, beside, self.apart, "between" in way)
 
 
-def along_sequence(
-    reference: Reference, policy: type[RolePolicy], layers: Sequence[str], ranks: int
+def find_sequence_hints(
+    reference: ReferenceGradients, policy: type[RolePolicy], layers: Sequence[str], ranks: int
 ) -> tuple[LayerStacks, str | None]:
     """The stacks with what sequence parallelism has to know of them, and why it cannot be, if so.
 
     Args:
         layers: the path of each stack, of the whole model.
     """
-    proven = [policy.stack] if isinstance(policy.stack, Stack) else list(policy.stack)
-    first = _against(reference, policy, proven, ranks)
+    proven = [policy.stack] if isinstance(policy.stack, LayerStack) else list(policy.stack)
+    first = _sequence_fault(reference, policy, proven, ranks)
     if first is None:
         return proven, None
     blocks, tried = _blocks(reference.model, policy), [proven]
-    found = [_found(TokensIn(reference, path), blocks) for path in layers]
-    for way in WAYS:
+    found = [_found(TokenUse(reference, path), blocks) for path in layers]
+    for way in HINT_CANDIDATES:
         stacks = [replace(stack, sequence=x.needs(way)) for stack, x in zip(proven, found, strict=True)]
         if stacks not in tried:
             tried.append(stacks)
-            if _against(reference, policy, stacks, ranks) is None:
+            if _sequence_fault(reference, policy, stacks, ranks) is None:
                 return stacks, None
     return proven, first
 
 
-def _against(reference: Reference, policy: type[RolePolicy], stacks: LayerStacks, ranks: int) -> str | None:
+def _sequence_fault(
+    reference: ReferenceGradients, policy: type[RolePolicy], stacks: LayerStacks, ranks: int
+) -> str | None:
     tried = type(policy.__name__, (policy,), {"stack": stacks})
-    return mismatch(reference, tried, ranks, enable_sequence_parallelism=True)
+    return validate_policy(reference, tried, ranks, enable_sequence_parallelism=True)
 
 
 def _blocks(model: nn.Module, policy: type[RolePolicy]) -> list[BlockDescription]:
@@ -311,7 +322,7 @@ def _blocks(model: nn.Module, policy: type[RolePolicy]) -> list[BlockDescription
     return [block for _, block in make_plan(model, found).blocks]
 
 
-def _found(tokens: TokensIn, blocks: Sequence[BlockDescription]) -> _Found:
+def _found(tokens: TokenUse, blocks: Sequence[BlockDescription]) -> _SequenceHintSearch:
     mixing, holders, attentions, apart = [], [], [], []
     for outer, name in tokens.mixing():
         inside = [block for block in blocks if f"{block.entry}.".startswith(f"{outer}.{name}.")]
@@ -330,7 +341,7 @@ def _found(tokens: TokensIn, blocks: Sequence[BlockDescription]) -> _Found:
             apart += [] if fed else [next(iter(above))]
         else:
             holders += [name for name in fed if tokens.is_given_numbers(above[name])]
-    return _Found(*map(_each, (mixing, attentions, holders, apart, tokens.beside())))
+    return _SequenceHintSearch(*map(_each, (mixing, attentions, holders, apart, tokens.beside())))
 
 
 def _each(names: Iterable[str]) -> tuple[str, ...]:

@@ -25,26 +25,26 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardformer.discovery.config_fields import changed, numbers
+from shardformer.discovery.config_fields import integer_fields, with_fields
 from shardformer.discovery.example_inputs import (
     MODALITIES,
     Forward,
     UnknownInputsError,
-    batches_for,
+    example_batches,
     feature_width,
-    guessed_for,
-    in_text,
-    inputs_of,
-    labelled,
-    runner,
+    forward_call,
+    guessed_batches,
+    insert_media_tokens,
+    named_inputs,
     text_width,
     values_beside_text,
+    with_labels,
 )
-from shardformer.discovery.shrink_config import SMALL_NUMEL, Shrinker, kinds_of_layers, more_layers
+from shardformer.discovery.shrink_config import SMALL_NUMEL, ConfigShrinker, layer_kinds, min_layers
 from shardformer.errors import PolicyError, first_line
-from shardformer.meta_init.materialize import copy_with_values, is_lazy
-from shardformer.pipeline.micro_batches import TOKENS, ids_of
-from shardformer.torch_compat import has_values
+from shardformer.meta_init.materialization import is_lazy, materialized_copy
+from shardformer.pipeline.micro_batches import MEDIA_TOKEN_FIELDS, special_token_ids
+from shardformer.torch_compat import has_data
 
 LIBRARIES = ("torch", "transformers", "timm", "shardformer")
 
@@ -53,14 +53,14 @@ RELATIVE = 1e-4
 ROUNDING = 64
 """Times the precision and the largest gradient of all: what is zero but for rounding, as a key's bias."""
 
-INSIDE = torch.finfo(torch.float32).eps / 2
+FP32_EPS = torch.finfo(torch.float32).eps / 2
 """What one operation rounds away where a model casts to fp32 inside, of the numbers that it is given."""
 OPERATIONS = 16
 """Of which the roundings may add up."""
 
 
 @dataclass(frozen=True)
-class Reference:
+class ReferenceGradients:
     """The plain model, what it gives, and the gradients of the mean square of that.
 
     Args:
@@ -71,12 +71,12 @@ class Reference:
     run: Forward
     loss: float
     gradients: dict[str, Tensor | None]
-    also: tuple[Reference, ...] = ()
+    also: tuple[ReferenceGradients, ...] = ()
 
     @cached_property
     def allowed(self) -> dict[str, float]:
         """By how much each gradient may differ."""
-        return allowed(self.gradients)
+        return gradient_tolerances(self.gradients)
 
     @cached_property
     def rounding(self) -> dict[str, float]:
@@ -85,15 +85,15 @@ class Reference:
         Measured, as it depends on what cancels out: the gradient of one number, a scale, is the sum of all tokens' and
         may be much smaller than these. So each weight is moved by what fp32 rounds away, and the gradients compared.
         """
-        moved = copied(self.model)
+        moved = copy_sharing_values(self.model)
         draws = torch.Generator().manual_seed(0)
         for p in moved.parameters():
             signs = torch.randint(0, 2, p.shape, generator=draws).to(p) * 2 - 1
-            p.data = p.detach() * (1 + INSIDE * signs)  # not in place: its values are shared
-        found = Reference.of(moved, self.run).gradients
+            p.data = p.detach() * (1 + FP32_EPS * signs)  # not in place: its values are shared
+        found = ReferenceGradients.of(moved, self.run).gradients
         both = {name: (g, found[name]) for name, g in self.gradients.items() if g is not None and g.numel()}
         measured = {n: OPERATIONS * (a - b).abs().max().item() for n, (a, b) in both.items() if b is not None}
-        most = ROUNDING * INSIDE * max((a.abs().max().item() for a, _ in both.values()), default=0.0)
+        most = ROUNDING * FP32_EPS * max((a.abs().max().item() for a, _ in both.values()), default=0.0)
         return {name: min(x, most) for name, x in measured.items()}  # a router that chose another expert is no rounding
 
     def is_near(self, name: str, difference: float) -> bool:
@@ -101,15 +101,15 @@ class Reference:
         return difference <= self.allowed[name] or difference <= self.rounding.get(name, 0.0)
 
     @staticmethod
-    def of(model: nn.Module, run: Forward) -> Reference:
+    def of(model: nn.Module, run: Forward) -> ReferenceGradients:
         """Runs ``model`` forward and backward."""
         model.zero_grad()
         with torch.enable_grad():  # whoever infers may be about to compute without
-            loss = loss_of(run(model))
+            loss = probe_loss(run(model))
             loss.backward()
         gradients = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
         model.zero_grad()
-        return Reference(model, run, loss.item(), gradients)
+        return ReferenceGradients(model, run, loss.item(), gradients)
 
     def check_finite(self) -> None:
         """Raises ValueError where nothing could be told from it: in fp64 some mask with what fp32 cannot hold."""
@@ -119,7 +119,7 @@ class Reference:
                 raise ValueError(f"{what} is not finite, in {next(self.model.parameters()).dtype}")
 
 
-def allowed(gradients: Mapping[str, Tensor | None]) -> dict[str, float]:
+def gradient_tolerances(gradients: Mapping[str, Tensor | None]) -> dict[str, float]:
     """By how much gradients may differ from these."""
     given = {name: g for name, g in gradients.items() if g is not None and g.numel()}
     largest = {name: g.abs().max().item() for name, g in given.items()}
@@ -127,7 +127,7 @@ def allowed(gradients: Mapping[str, Tensor | None]) -> dict[str, float]:
     return {name: max(RELATIVE * x, floor) for name, x in largest.items()}
 
 
-def copied(model: nn.Module) -> nn.Module:
+def copy_sharing_values(model: nn.Module) -> nn.Module:
     """A copy whose parameters share their values with the model's, and have gradients of their own."""
     own: dict[int, Any] = {
         id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters() if type(p) is nn.Parameter
@@ -135,9 +135,9 @@ def copied(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, own)
 
 
-def loss_of(output: Any, *, alike: bool = False) -> Tensor:
+def probe_loss(output: Any, *, alike: bool = False) -> Tensor:
     """The mean squares of all that a model gives, as one number; ``alike`` weighs the samples of a batch alike."""
-    floats = [x for x in tree_leaves(fields_of(output)) if isinstance(x, Tensor) and x.is_floating_point()]
+    floats = [x for x in tree_leaves(output_fields(output)) if isinstance(x, Tensor) and x.is_floating_point()]
     return torch.stack([weighted(x, x.shape[alike:]).double() for x in floats]).sum()
 
 
@@ -147,13 +147,13 @@ def weighted(x: Tensor, shape: torch.Size) -> Tensor:
     return (x * weights).square().mean()
 
 
-def fields_of(output: Any) -> Any:
+def output_fields(output: Any) -> Any:
     if is_dataclass(output) and not hasattr(output, "keys"):
         return vars(output)
     return dict(output) if hasattr(output, "keys") else output
 
 
-def silence_dropout(model: nn.Module) -> None:
+def disable_dropout(model: nn.Module) -> None:
     """Sets every dropout to zero: two layouts draw different random numbers, of the same kind."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
@@ -225,13 +225,13 @@ class _Reads(TorchDispatchMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
-        held = (x for x in (*model.parameters(), *model.buffers()) if has_values(x) and x.layout == torch.strided)
+        held = (x for x in (*model.parameters(), *model.buffers()) if has_data(x) and x.layout == torch.strided)
         self._storages = {x.untyped_storage().data_ptr() for x in held if x.numel()}
         self.found = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for x in tree_leaves((args, kwargs)):
-            if type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided and has_values(x):
+            if type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided and has_data(x):
                 self.found = self.found or x.untyped_storage().data_ptr() in self._storages
         if self.found:
             raise RuntimeError(_NOT_APART)
@@ -272,7 +272,7 @@ class Further:
 
 
 @dataclass(frozen=True)
-class Twin:
+class ReducedModel:
     """A small model, what calls it with a batch, and that batch.
 
     Args:
@@ -286,13 +286,13 @@ class Twin:
     further: tuple[Further, ...] = ()
     untried: tuple[str, ...] = ()
 
-    def reference(self, run: Forward | None = None) -> Reference:
+    def reference(self, run: Forward | None = None) -> ReferenceGradients:
         """What the model gives for its batch, or for that of another ``run``, and for the further ones."""
-        return replace(Reference.of(self.model, run or self.run), also=self.also())
+        return replace(ReferenceGradients.of(self.model, run or self.run), also=self.also())
 
-    def also(self) -> tuple[Reference, ...]:
+    def also(self) -> tuple[ReferenceGradients, ...]:
         """What the model gives for the further batches."""
-        return tuple(Reference.of(self.model, further.run) for further in self.further)
+        return tuple(ReferenceGradients.of(self.model, further.run) for further in self.further)
 
     def unproven(self, against: str | None) -> dict[str, str]:
         """The inputs with which a layout is not proven, and why: those that were not tried, and those of the further
@@ -306,8 +306,10 @@ class Twin:
         return Counter(len(x) for x in self.batch.values() if x.dim()).most_common(1)[0][0]
 
 
-def twin_of(model: nn.Module, batch: Mapping[str, Tensor] | None = None, *, together: bool = False) -> Twin:
-    """A small model of the class of ``model`` that trains on the CPU, in fp64 or else in fp32: see ``_runs``.
+def reduce_model(
+    model: nn.Module, batch: Mapping[str, Tensor] | None = None, *, together: bool = False
+) -> ReducedModel:
+    """A small model of the class of ``model`` that trains on the CPU, in fp64 or else in fp32: see ``_trainable_call``.
 
     It is fed text alone where it takes that; with ``together`` images and sounds that stand in it as well.
 
@@ -315,25 +317,25 @@ def twin_of(model: nn.Module, batch: Mapping[str, Tensor] | None = None, *, toge
     """
     problems = []
     try:
-        makes = list(_shrunk_twins(model))
+        makes = list(_reduced_models(model))
     except Exception as error:  # its class takes more than a config, or asks for what no other config has
         makes, problems = [], [f"{type(error).__name__}: {str(error).strip()[:160]}"]
-    copied = partial(copy_with_values if is_lazy(model) else copy.deepcopy, model)
+    copied = partial(materialized_copy if is_lazy(model) else copy.deepcopy, model)
     if sum(p.numel() for p in model.parameters()) <= SMALL_NUMEL:
         makes.append(copied)
     for make, dtype in product(makes, PRECISIONS):
         try:
-            twin = _made(make, dtype)
+            twin = _build(make, dtype)
             if make is not copied:
-                if lacks := kinds_of_layers(model) - kinds_of_layers(twin):
+                if lacks := layer_kinds(model) - layer_kinds(twin):
                     raise ValueError(f"it lacks {len(lacks)} of the kinds of layers")
                 take_over(twin, model)
             with apart_from(model):
-                run, fed = _runs(twin, batch, together=together)
+                run, fed = _trainable_call(twin, batch, together=together)
             further = () if batch is not None or together else tuple(_further(twin, fed))
             tried = {*fed, *(name for each in further for name in each.names)}
             untried = [name for name in values_beside_text(twin) if name not in tried] if batch is None else []
-            return Twin(twin, run, fed, further, tuple(untried))
+            return ReducedModel(twin, run, fed, further, tuple(untried))
         except UnknownInputsError:
             raise  # no other twin would be told
         except PolicyError as error:
@@ -344,24 +346,24 @@ def twin_of(model: nn.Module, batch: Mapping[str, Tensor] | None = None, *, toge
         f"No small twin of {type(model).__name__} can be built and run: {'; '.join(dict.fromkeys(problems))}",
         rule=f"A policy is found and proven on a small model of the same classes, of up to {SMALL_NUMEL:,} parameters",
         remedy="Write the roles down (docs/policies.md), or infer them from a small config of yours; where the inputs "
-        "are special, give an example of a batch that fits it: infer(model, batch={...})",
+        "are special, give an example of a batch that fits it: derive_policy(model, batch={...})",
     )
 
 
-def own_twin_of(model: nn.Module) -> Twin:
+def copy_small_model(model: nn.Module) -> ReducedModel:
     """A copy of a small model that trains on the CPU, without its hooks; what it takes is guessed where need be.
 
     Raises PolicyError where it cannot be copied or run so.
     """
     name, problem = type(model).__name__, f"it has more than {SMALL_NUMEL:,} parameters"
-    makes = [partial(copy_with_values if is_lazy(model) else copy.deepcopy, model)]
+    makes = [partial(materialized_copy if is_lazy(model) else copy.deepcopy, model)]
     if sum(p.numel() for p in model.parameters()) > SMALL_NUMEL:
         makes = []
     for make, dtype in product(makes, PRECISIONS):
         try:
-            twin = without_hooks(_made(make, dtype))
+            twin = without_hooks(_build(make, dtype))
             with apart_from(model):
-                return Twin(twin, *_runs(twin, None, guesses=True))
+                return ReducedModel(twin, *_trainable_call(twin, None, guesses=True))
         except PolicyError as error:
             problem = error.what
         except Exception as error:  # a model of somebody's own can raise anything
@@ -373,17 +375,17 @@ def own_twin_of(model: nn.Module) -> Twin:
     )
 
 
-def twin_or_copy_of(model: nn.Module) -> Twin:
+def twin_or_copy_of(model: nn.Module) -> ReducedModel:
     """A small model of the class of ``model``; else, of a module of the user's own, a copy of it.
 
     Raises PolicyError where there is neither.
     """
     try:
-        return twin_of(model)
+        return reduce_model(model)
     except PolicyError as error:
         problem = error
     try:
-        return own_twin_of(model)
+        return copy_small_model(model)
     except PolicyError as error:
         raise PolicyError(
             f"{problem.what.rstrip('.')}; and {error.what[0].lower()}{error.what[1:]}",
@@ -404,40 +406,40 @@ def without_hooks(model: nn.Module) -> nn.Module:
     return model
 
 
-def _made(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
+def _build(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return make().to(device="cpu", dtype=dtype).eval().requires_grad_(True)
 
 
-def _shrunk_twins(model: nn.Module) -> Iterator[Callable[[], nn.Module]]:
+def _reduced_models(model: nn.Module) -> Iterator[Callable[[], nn.Module]]:
     if not hasattr(getattr(model, "config", None), "to_dict"):
         return
-    shrinker = Shrinker(model)
+    shrinker = ConfigShrinker(model)
     # with few layers, or as many as it takes to have one of each kind
-    for anew, even, layers in product((False, True), (False, True), dict.fromkeys((0, more_layers(model)))):
-        yield partial(_shrunk_twin, shrinker, even=even, layers=layers, anew=anew)
+    for anew, even, layers in product((False, True), (False, True), dict.fromkeys((0, min_layers(model)))):
+        yield partial(_reduced_model, shrinker, even=even, layers=layers, anew=anew)
 
 
-def _shrunk_twin(shrinker: Shrinker, **how: Any) -> nn.Module:
+def _reduced_model(shrinker: ConfigShrinker, **how: Any) -> nn.Module:
     small = shrinker.config(**how)
     if (numel := shrinker.numel(small)) <= MOST_NUMEL:  # of them, some may be what joins two parts
         model = type(shrinker.model)(small)
-        model = _joined(model, small) if hasattr(model, "get_input_embeddings") else model
+        model = _with_matching_widths(model, small) if hasattr(model, "get_input_embeddings") else model
         numel = sum(p.numel() for p in model.parameters())
     if numel > SMALL_NUMEL:
         raise ValueError(f"with its config shrunk it still has {numel:,} parameters")
     return model
 
 
-def _joined(model: nn.Module, small: Any) -> nn.Module:
+def _with_matching_widths(model: nn.Module, small: Any) -> nn.Module:
     """The model with features of images as wide as its text, which the number that says it does not tell by itself."""
-    made = dict(inputs_of(model))
+    made = dict(named_inputs(model))
     if width := feature_width(model, made):
-        for path, value in numbers(small):
+        for path, value in integer_fields(small):
             if value == width and len(path) > 1:
                 try:
-                    other: nn.Module = type(model)(changed(small, {path: text_width(model)}))
+                    other: nn.Module = type(model)(with_fields(small, {path: text_width(model)}))
                     if not feature_width(other, made):
                         return other
                 except Exception:  # another number of this size
@@ -445,7 +447,7 @@ def _joined(model: nn.Module, small: Any) -> nn.Module:
     return model
 
 
-def _runs(
+def _trainable_call(
     twin: nn.Module, batch: Mapping[str, Tensor] | None, *, together: bool = False, guesses: bool = False
 ) -> tuple[Forward, Mapping[str, Tensor]]:
     """The call that training makes, with the first of the batches that the twin takes, and that batch.
@@ -454,14 +456,14 @@ def _runs(
     """
     problem: Exception | None = None
     for given in [batch] if batch is not None else _batches(twin, together=together, guesses=guesses):
-        for candidate in (*labelled(twin, given), given):
-            run = runner(twin, candidate)
+        for candidate in (*with_labels(twin, given), given):
+            run = forward_call(twin, candidate)
             try:
                 native = copy.deepcopy(twin)  # some modules keep what a forward made
                 if candidate is not given and getattr(run(native), "loss", None) is None:
                     continue
-                Reference.of(native, run).check_finite()
-                _train(twin, run, runner(twin, candidate, seed=1))
+                ReferenceGradients.of(native, run).check_finite()
+                _train(twin, run, forward_call(twin, candidate, seed=1))
                 return run, candidate
             except Exception as error:
                 problem = error if problem is None or candidate is given else problem
@@ -471,14 +473,14 @@ def _runs(
 
 def _batches(twin: nn.Module, *, together: bool, guesses: bool = False) -> Iterator[Mapping[str, Tensor]]:
     """Those that have images and sounds in their texts are the first or the last; behind them what it might be."""
-    guessed = guessed_for(twin) if guesses else []
+    guessed = guessed_batches(twin) if guesses else []
     try:
-        known = batches_for(twin)
+        known = example_batches(twin)
     except UnknownInputsError:
         if not guessed:
             raise
         known = []
-    ways = [in_text(twin, dict(inputs_of(twin))), known]
+    ways = [insert_media_tokens(twin, dict(named_inputs(twin))), known]
     for way in ways if together else reversed(ways):
         yield from way
     yield from guessed
@@ -491,10 +493,10 @@ def first_batch(model: nn.Module) -> Mapping[str, Tensor]:
     """
     problem: Exception | None = None
     for given in _batches(model, together=True):
-        for candidate in (*labelled(model, given), given):
+        for candidate in (*with_labels(model, given), given):
             try:
                 with torch.no_grad():
-                    output = runner(model, candidate)(model)
+                    output = forward_call(model, candidate)(model)
                 if candidate is given or getattr(output, "loss", None) is not None:
                     return candidate
             except Exception as error:
@@ -506,17 +508,17 @@ def first_batch(model: nn.Module) -> Mapping[str, Tensor]:
 def _further(twin: nn.Module, fed: Mapping[str, Tensor]) -> Iterator[Further]:
     """The first of the batches with images and sounds that the twin takes, where ``fed`` has none: in their texts, or
     apart from them."""
-    made = dict(inputs_of(twin))
-    for given in (*in_text(twin, made), made):
+    made = dict(named_inputs(twin))
+    for given in (*insert_media_tokens(twin, made), made):
         floats = [name for name, x in given.items() if x.is_floating_point()]
         stands = _stands_for_something(twin, given) and not _stands_for_something(twin, fed)
         names = tuple(name for name in floats if stands or name not in fed)
-        for candidate in (*labelled(twin, given), given) if names else ():
-            run = runner(twin, candidate)
+        for candidate in (*with_labels(twin, given), given) if names else ():
+            run = forward_call(twin, candidate)
             try:
                 if candidate is not given and getattr(run(copy.deepcopy(twin)), "loss", None) is None:
                     continue
-                Reference.of(copy.deepcopy(twin), run).check_finite()
+                ReferenceGradients.of(copy.deepcopy(twin), run).check_finite()
             except Exception:  # laid out for another model
                 continue
             yield Further(run, names)
@@ -525,18 +527,20 @@ def _further(twin: nn.Module, fed: Mapping[str, Tensor]) -> Iterator[Further]:
 
 def _stands_for_something(twin: nn.Module, given: Mapping[str, Tensor]) -> bool:
     """Whether a text has a token in it that stands for an image or a sound."""
-    ids = [x for name, x in ids_of(getattr(twin, "config", None)).items() if name.startswith(tuple(MODALITIES))]
-    return TOKENS in given and bool(torch.isin(given[TOKENS], torch.tensor([*ids, -1])).any())
+    ids = [
+        x for name, x in special_token_ids(getattr(twin, "config", None)).items() if name.startswith(tuple(MODALITIES))
+    ]
+    return MEDIA_TOKEN_FIELDS in given and bool(torch.isin(given[MEDIA_TOKEN_FIELDS], torch.tensor([*ids, -1])).any())
 
 
 def _train(twin: nn.Module, run: Forward, reseeded: Forward) -> None:
     """Puts the twin in training mode without dropout; or in eval mode, where it is random even so, or fails."""
-    silence_dropout(twin.train())
+    disable_dropout(twin.train())
     try:
         first, again = copy.deepcopy(twin), copy.deepcopy(twin)
-        reference = Reference.of(first, run)
+        reference = ReferenceGradients.of(first, run)
         reference.check_finite()
-        is_random = any(loss_of(call(again)).item() != reference.loss for call in (run, reseeded))
+        is_random = any(probe_loss(call(again)).item() != reference.loss for call in (run, reseeded))
     except Exception:
         is_random = True
     twin.train(not is_random)

@@ -24,71 +24,71 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shardformer.config import ShardConfig
-from shardformer.discovery.example_inputs import Forward, runner
-from shardformer.discovery.forward_trace import TokensIn
+from shardformer.discovery.example_inputs import Forward, forward_call
+from shardformer.discovery.forward_trace import TokenUse
 from shardformer.discovery.reduced_model import (
     LIBRARIES,
     ONE_AT_A_TIME,
     RELATIVE,
-    Reference,
-    Twin,
-    allowed,
-    copied,
-    fields_of,
+    ReducedModel,
+    ReferenceGradients,
+    copy_sharing_values,
+    gradient_tolerances,
     known_by,
-    loss_of,
-    twin_of,
+    output_fields,
+    probe_loss,
+    reduce_model,
     twin_or_copy_of,
     weighted,
 )
 from shardformer.errors import PolicyError, ShardFormerError, first_line
 from shardformer.kernels.attention_registration import attention_classes
 from shardformer.layout.shard_spec import Coords
-from shardformer.layout.sharding_metadata import specs_of, state_of
+from shardformer.layout.sharding_metadata import metadata_of, shard_specs
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import Axis, ParallelContext
-from shardformer.mesh.tensor_grid import NAMES, TensorGrid
-from shardformer.pipeline.layer_sequence import Chain, UnitRange, holders, homes
-from shardformer.pipeline.stage_forward import Placeholders, StageForward, StagePass, is_placeholder
-from shardformer.pipeline.stage_manager import share_from_first
+from shardformer.mesh.tensor_grid import GRID_AXIS_NAMES, TensorGrid
+from shardformer.pipeline.layer_sequence import LayerRange, LayerSequence, owner_layers, owner_stages
+from shardformer.pipeline.stage_forward import MissingParams, StageForward, StagePass, is_placeholder
+from shardformer.pipeline.stage_manager import copy_shared_attributes
 from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.policies.roles import Stack
-from shardformer.sharding.apply import Sharding
-from shardformer.sharding.apply_context_parallel import Learned, Sizes, not_dispatched
-from shardformer.sharding.apply_tensor_grid import Samples, given_more, key_of, tensors_in
+from shardformer.policies.roles import LayerStack
+from shardformer.sharding.apply import Sharder
+from shardformer.sharding.apply_context_parallel import ContextFindings, RingSizes, attention_not_on_interface
+from shardformer.sharding.apply_tensor_grid import ArgumentSamples, argument_key, full_input_modules, named_arguments
 
 MOST = 160
 """Characters of what somebody else's code says."""
 
 
-def said_by(error: BaseException) -> str:
+def error_in_sentence(error: BaseException) -> str:
     """The error in the middle of a sentence, with the line of the model's own code that raised it, where that is known.
 
     Of a library's code nothing is told: its user cannot change it.
     """
     said = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].rstrip(": ")[:MOST]
-    return f"{said}{line_of(error)}"
+    return f"{said}{user_code_location(error)}"
 
 
-def line_of(error: BaseException) -> str:
+def user_code_location(error: BaseException) -> str:
     """``, in mine.py, line 14: `return x.view(b, s, 4, 8)` ``: the innermost line that is no library's."""
     own = [(frame, line) for frame, line in _frames(error) if not _is_library(frame)]
     if not own:
         return ""
     frame, number = own[-1]
     code = linecache.getline(frame.f_code.co_filename, number, frame.f_globals).strip()[:MOST]
-    return f", in {_shown(frame.f_code.co_filename)}, line {number}" + (f": `{code}`" if code else "")
+    return f", in {_relative_path(frame.f_code.co_filename)}, line {number}" + (f": `{code}`" if code else "")
 
 
-def module_in(error: BaseException, model: nn.Module) -> str | None:
+def failing_module(error: BaseException, model: nn.Module) -> str | None:
     """The path of the innermost module in whose forward an error was raised."""
     paths = {id(module): path for path, module in model.named_modules()}
     seen: list[Any] = [frame.f_locals.get("self") for frame, _ in _frames(error)]
     return next((paths[id(module)] for module in reversed(seen) if paths.get(id(module))), None)
 
 
-def message_of(error: BaseException) -> str:
+def error_summary(error: BaseException) -> str:
     """Its kind and its first line."""
     return f"{type(error).__name__}: {first_line(error)[:MOST]}"
 
@@ -103,69 +103,71 @@ def _is_library(frame: FrameType) -> bool:
     return name.partition(".")[0] in LIBRARIES or frame.f_code.co_filename.startswith("<")
 
 
-def _shown(path: str) -> str:
+def _relative_path(path: str) -> str:
     """As it is read from the folder in which the program runs, where it is inside of that."""
     inside = os.path.relpath(path) if os.path.isabs(path) else path
     return path if inside.startswith(os.pardir) else inside
 
 
-def mismatch(reference: Reference, policy: type[Policy], ranks: int, **options: bool) -> str | None:
+def validate_policy(reference: ReferenceGradients, policy: type[Policy], ranks: int, **options: bool) -> str | None:
     """What is wrong with ``policy`` over ``ranks`` tensor ranks; None when nobody could tell."""
 
     def shard(model: nn.Module, context: ParallelContext) -> None:
         config = ShardConfig(context=context, **options)  # type: ignore[arg-type]  # of switches alone
-        Sharding(model, config, lambda *_: (policy(), "to be proven"), fresh=True).shard()
+        Sharder(model, config, lambda *_: (policy(), "to be proven"), fresh=True).shard()
 
-    return difference(reference, shard, tensor=ranks)
+    return validate_sharding(reference, shard, tensor=ranks)
 
 
-def difference(reference: Reference, shard: Callable[[nn.Module, ParallelContext], None], **sizes: int) -> str | None:
+def validate_sharding(
+    reference: ReferenceGradients, shard: Callable[[nn.Module, ParallelContext], None], **sizes: int
+) -> str | None:
     """By what a model that ``shard`` shards, over ranks that are threads, can be told; None when nobody could tell."""
 
     def train(context: ParallelContext) -> None:
-        model = copied(reference.model)
+        model = copy_sharing_values(reference.model)
         shard(model, context)
         for truth in (reference, *reference.also):
             model.zero_grad()
-            loss = loss_of(truth.run(model))
+            loss = probe_loss(truth.run(model))
             if not abs(loss.item() - truth.loss) <= RELATIVE * abs(truth.loss):
-                raise Differs(f"the output differs: {loss.item():.6g} instead of {truth.loss:.6g}")
+                raise MismatchError(f"the output differs: {loss.item():.6g} instead of {truth.loss:.6g}")
             loss.backward()
-            compare_gradients(truth, model, state_of(model).coords)
+            compare_gradients(truth, model, metadata_of(model).coords)
 
     try:
         run_as_threads(train, **sizes, in_turn=True)
         return None
-    except Differs as difference:
+    except MismatchError as difference:
         return str(difference)
     except ShardFormerError as error:
         return error.what
     except Exception as error:  # a forward that the cut breaks can raise anything
-        return f"cut so, it does not run ({said_by(error)})"
+        return f"cut so, it does not run ({error_in_sentence(error)})"
 
 
-class Differs(Exception):
+class MismatchError(Exception):
     """What is not as in the plain model; a rank raises it, so that the others wait for it no longer."""
 
 
-def compare_gradients(reference: Reference, model: nn.Module, coords: Coords) -> None:
+def compare_gradients(reference: ReferenceGradients, model: nn.Module, coords: Coords) -> None:
     """Raises Differs where the gradients of a rank's model are not its parts of the reference's."""
-    specs = specs_of(model)
+    specs = shard_specs(model)
     for name, param in model.named_parameters():
         expected = reference.gradients[name]
         if (expected is None) != (param.grad is None):
-            raise Differs(f"{name} has {'a' if expected is None else 'no'} gradient")
+            raise MismatchError(f"{name} has {'a' if expected is None else 'no'} gradient")
         if expected is None or param.grad is None or not expected.numel():
             continue
         own = specs[name].slice(expected, coords)
         if own.shape != param.grad.shape or not reference.is_near(name, (own - param.grad).abs().max().item()):
-            raise Differs(f"the gradient of {name} differs")
+            raise MismatchError(f"the gradient of {name} differs")
 
 
 ONE_LAYER = "no two layers of it run one behind the other"
 
 
-def described(policy: type[RolePolicy], model: nn.Module) -> RolePolicy:
+def bound_policy(policy: type[RolePolicy], model: nn.Module) -> RolePolicy:
     """The policy of one rank for ``model``."""
     out = policy()
     out.set_model(model)
@@ -173,25 +175,27 @@ def described(policy: type[RolePolicy], model: nn.Module) -> RolePolicy:
     return out
 
 
-def chain_of(model: nn.Module, policy: type[RolePolicy], stacks: Sequence[Stack]) -> Chain:
+def layer_sequence_of(model: nn.Module, policy: type[RolePolicy], stacks: Sequence[LayerStack]) -> LayerSequence:
     """The layers of these stacks in a row."""
     with_stacks: Any = type(policy.__name__, (policy,), {"stack": tuple(stacks)})
-    return described(with_stacks, model).chain()
+    return bound_policy(with_stacks, model).chain()
 
 
-def stage_mismatch(reference: Reference, policy: type[RolePolicy], stacks: Sequence[Stack]) -> str | None:
+def validate_stages(
+    reference: ReferenceGradients, policy: type[RolePolicy], stacks: Sequence[LayerStack]
+) -> str | None:
     """What is wrong with two stages, with the cut behind the first layer, before the last, halfway, and where
     two stacks meet; None when nobody could tell."""
     try:
-        chain = chain_of(reference.model, policy, stacks)
+        chain = layer_sequence_of(reference.model, policy, stacks)
         count = len(chain.units)
         if count < 2:
             return ONE_LAYER
         ends = {1, count // 2, count - 1, *(at for start in chain.starts for at in (start - 1, start))}
         for bound in sorted(ends & set(range(1, count))):
             for truth in (reference, *reference.also):
-                _compare(truth, chain, chain.spans([0, bound, count]))
-    except Differs as difference:
+                _compare_stages(truth, chain, chain.spans([0, bound, count]))
+    except MismatchError as difference:
         return str(difference)
     except ShardFormerError as error:
         return error.what
@@ -200,40 +204,40 @@ def stage_mismatch(reference: Reference, policy: type[RolePolicy], stacks: Seque
     return None
 
 
-def _compare(reference: Reference, chain: Chain, spans: Sequence[UnitRange]) -> None:
-    home = homes(reference.model, chain)
-    held = holders(home, spans)
+def _compare_stages(reference: ReferenceGradients, chain: LayerSequence, spans: Sequence[LayerRange]) -> None:
+    home = owner_layers(reference.model, chain)
+    held = owner_stages(home, spans)
     stages: list[tuple[nn.Module, StageForward]] = []
     for stage in range(len(spans)):
-        model, placeholders = copied(reference.model), Placeholders()
+        model, placeholders = copy_sharing_values(reference.model), MissingParams()
         placeholders.remove(model, {name: stage in stages_of for name, stages_of in held.items()})
-        share_from_first(model, chain, [spans[stage]])
+        copy_shared_attributes(model, chain, [spans[stage]])
         stages.append((model, StageForward(model, chain, placeholders, home)))
     (first, first_passage), (second, second_passage) = stages
     _, payload = first_passage.run(first, StagePass(spans[0], {}), lambda: reference.run(first))
     if payload is None:
-        raise Differs("its layers are not all run")
+        raise MismatchError("its layers are not all run")
     received = {name: x.detach().requires_grad_(x.requires_grad) for name, x in payload.items()}
     output, _ = second_passage.run(second, StagePass(spans[1], received), lambda: reference.run(second))
     _compare_outputs(reference, output)
     trains = [name for name, x in payload.items() if x.requires_grad]
     if any(received[name].grad is None for name in trains):
-        raise Differs("nothing is learned through the states that one stage hands to the next")
+        raise MismatchError("nothing is learned through the states that one stage hands to the next")
     if trains:
         torch.autograd.backward([payload[name] for name in trains], [received[name].grad for name in trains])
     _compare_gradients(reference.model, _sums(reference.model, [first, second]))
 
 
-def _compare_outputs(reference: Reference, output: Any) -> None:
+def _compare_outputs(reference: ReferenceGradients, output: Any) -> None:
     """Compares what the last stage has of the output, and leaves the gradients of that in all models."""
     whole, given = _floats(reference.run(reference.model)), _floats(output)
     here = [at for at, x in enumerate(given) if not is_placeholder(x)]
     if len(whole) != len(given) or 0 not in here:
-        raise Differs("what it gives reads what an earlier stage holds")
+        raise MismatchError("what it gives reads what an earlier stage holds")
     for at in here:
         a, b = whole[at], given[at]
         if a.shape != b.shape or not (a - b).abs().max() <= RELATIVE * a.abs().max():
-            raise Differs("what it gives differs")
+            raise MismatchError("what it gives differs")
     reference.model.zero_grad()
     for outputs in (whole, given):
         torch.stack([weighted(outputs[at], outputs[at].shape).double() for at in here]).sum().backward()
@@ -243,15 +247,15 @@ def _compare_gradients(model: nn.Module, found: Mapping[str, Tensor]) -> None:
     expected = _sums(model, [model])
     model.zero_grad()
     if expected.keys() != found.keys():
-        raise Differs(f"{sorted(expected.keys() ^ found.keys())[0]} has a gradient in one of the two only")
-    bounds = allowed(expected)
+        raise MismatchError(f"{sorted(expected.keys() ^ found.keys())[0]} has a gradient in one of the two only")
+    bounds = gradient_tolerances(expected)
     for name, gradient in expected.items():
         if gradient.numel() and not (gradient - found[name]).abs().max() <= bounds[name]:
-            raise Differs(f"the gradient of {name} differs")
+            raise MismatchError(f"the gradient of {name} differs")
 
 
 def _floats(output: Any) -> list[Tensor]:
-    leaves = tree_leaves(fields_of(output))
+    leaves = tree_leaves(output_fields(output))
     return [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point() and x.numel()]
 
 
@@ -271,7 +275,7 @@ ResolvePolicy = Callable[[nn.Module, int], tuple[Policy, str]]
 
 
 @dataclass(frozen=True)
-class ContextProof:
+class ContextValidation:
     """What was found on the twin.
 
     Args:
@@ -280,13 +284,15 @@ class ContextProof:
     """
 
     against: str | None
-    learned: Learned = field(default_factory=Learned)
+    learned: ContextFindings = field(default_factory=ContextFindings)
 
 
-_CONTEXT_RESULTS: dict[Hashable, ContextProof] = {}
+_CONTEXT_RESULTS: dict[Hashable, ContextValidation] = {}
 
 
-def prove_context(model: nn.Module, find: ResolvePolicy, sizes: Sizes, *, may_be_whole: bool = True) -> ContextProof:
+def validate_context_parallel(
+    model: nn.Module, find: ResolvePolicy, sizes: RingSizes, *, may_be_whole: bool = True
+) -> ContextValidation:
     """The proof for a model, made once for models of a library's classes with one config. Communicates nothing.
 
     Args:
@@ -300,46 +306,50 @@ def prove_context(model: nn.Module, find: ResolvePolicy, sizes: Sizes, *, may_be
         if key in _CONTEXT_RESULTS:
             return _CONTEXT_RESULTS[key]
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-            proof = _validate_context(model, find, Sizes(ring, group, sizes.gathers), may_be_whole)
+            proof = _validate_context(model, find, RingSizes(ring, group, sizes.gathers), may_be_whole)
         if kind is not None:
             _CONTEXT_RESULTS[key] = proof
         return proof
 
 
-def _validate_context(model: nn.Module, find: ResolvePolicy, sizes: Sizes, may_be_whole: bool) -> ContextProof:
+def _validate_context(model: nn.Module, find: ResolvePolicy, sizes: RingSizes, may_be_whole: bool) -> ContextValidation:
     try:
         twin = twin_or_copy_of(model)
     except PolicyError as error:
-        return ContextProof(error.what)
+        return ContextValidation(error.what)
     reference = twin.reference()
     found, source = find(twin.model, 1)  # once for all ranks: it may be inferred
     policy = copy.copy(found)
     policy.set_model(twin.model)
-    stacks = [TokensIn(reference, stack.layers) for stack in policy.stacks()]
+    stacks = [TokenUse(reference, stack.layers) for stack in policy.stacks()]
     if any(tokens.shape[0] != twin.samples == tokens.shape[1] for tokens in stacks):
-        return ContextProof("its layers are given (sequence, batch, hidden)")
+        return ContextValidation("its layers are given (sequence, batch, hidden)")
 
     def find_copy(*_: Any) -> tuple[Policy, str]:
         return copy.copy(found), source  # a user's own one is that of the model itself
 
-    def tried(learned: Learned, reference: Reference) -> ContextProof:
+    def tried(learned: ContextFindings, reference: ReferenceGradients) -> ContextValidation:
         runs: list[Any] = []
 
         def shard(model: nn.Module, context: ParallelContext) -> None:
             if not learned.is_whole:
                 context = context.view("sequence", ring=sizes.ring, ulysses=sizes.group)
             config = ShardConfig(context=context, context_parallel="gather" if sizes.gathers else "auto")
-            proven = ContextProof(None, learned)
-            Sharding(model, config, find_copy, prove=lambda *_, **__: proven, optional=True, fresh=True).shard()
+            proven = ContextValidation(None, learned)
+            Sharder(model, config, find_copy, prove=lambda *_, **__: proven, optional=True, fresh=True).shard()
             if context.rank == 0:
-                runs.append(state_of(model).context_run)
+                runs.append(metadata_of(model).context_run)
 
-        against = difference(reference, shard, sequence=sizes.ring * sizes.group)
-        return ContextProof(against) if runs == [] else ContextProof(against, replace(learned, dims=runs[0].dims))
+        against = validate_sharding(reference, shard, sequence=sizes.ring * sizes.group)
+        return (
+            ContextValidation(against)
+            if runs == []
+            else ContextValidation(against, replace(learned, dims=runs[0].dims))
+        )
 
-    why = not_dispatched(twin.model)
+    why = attention_not_on_interface(twin.model)
     against = ""
-    ways = list(_ways(twin.model, stacks, is_dispatched=why is None, may_be_whole=may_be_whole))
+    ways = list(_gather_candidates(twin.model, stacks, is_dispatched=why is None, may_be_whole=may_be_whole))
     ways += [replace(way, reads_between=True) for way in ways]
     for learned in ways:
         proof = tried(learned, reference)
@@ -352,15 +362,15 @@ def _validate_context(model: nn.Module, find: ResolvePolicy, sizes: Sizes, may_b
             return replace(proof, learned=replace(proof.learned, unproven=twin.unproven(against)))
     if why is not None:
         against = f"it {why}, and {against or 'nothing was seen to mix tokens'}"
-    return ContextProof(against)
+    return ContextValidation(against)
 
 
-def _ways(
-    model: nn.Module, stacks: Sequence[TokensIn], *, is_dispatched: bool, may_be_whole: bool
-) -> Iterator[Learned]:
+def _gather_candidates(
+    model: nn.Module, stacks: Sequence[TokenUse], *, is_dispatched: bool, may_be_whole: bool
+) -> Iterator[ContextFindings]:
     """What is given the whole sequence, in the order in which it is tried."""
     if is_dispatched:
-        yield Learned()
+        yield ContextFindings()
     classes = attention_classes(model)
 
     def attends(layer: str, name: str) -> bool:
@@ -369,9 +379,11 @@ def _ways(
     attending = _each((t.layers, name) for t in stacks for layer, name in t.children() if attends(layer, name))
     apart = _each((t.layers, name) for t in stacks for layer, name in t.mixing() if not attends(layer, name))
     if is_dispatched and apart:
-        yield Learned(gathers=apart)
+        yield ContextFindings(gathers=apart)
     if may_be_whole:
-        yield from (Learned(gathers=_each(names), is_whole=True) for names in (attending, attending + apart) if names)
+        yield from (
+            ContextFindings(gathers=_each(names), is_whole=True) for names in (attending, attending + apart) if names
+        )
 
 
 def _each(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -379,11 +391,11 @@ def _each(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     return list(dict.fromkeys(pairs))
 
 
-Shapes = dict[tuple[str, str], tuple[int, ...]]
+ArgumentShapes = dict[tuple[str, str], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class GridProof:
+class GridValidation:
     """What was found on the twin.
 
     Args:
@@ -393,14 +405,14 @@ class GridProof:
     """
 
     against: str | None
-    samples: Samples = field(default_factory=dict)
+    samples: ArgumentSamples = field(default_factory=dict)
     unproven: Mapping[str, str] = field(default_factory=dict)
 
 
-_GRID_RESULTS: dict[Hashable, GridProof] = {}
+_GRID_RESULTS: dict[Hashable, GridValidation] = {}
 
 
-def prove_grid(model: nn.Module, find: ResolvePolicy, grid: TensorGrid) -> GridProof:
+def validate_tensor_grid(model: nn.Module, find: ResolvePolicy, grid: TensorGrid) -> GridValidation:
     """The proof for a model, made once for models of a library's classes with one config. Communicates nothing.
 
     It is made on two ranks along each axis that has more than one.
@@ -415,17 +427,17 @@ def prove_grid(model: nn.Module, find: ResolvePolicy, grid: TensorGrid) -> GridP
         if key in _GRID_RESULTS:
             return _GRID_RESULTS[key]
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-            proof = _validate_grid(model, find, grid.mode, dict(zip(NAMES, sizes, strict=True)))
+            proof = _validate_grid(model, find, grid.mode, dict(zip(GRID_AXIS_NAMES, sizes, strict=True)))
         if kind is not None:
             _GRID_RESULTS[key] = proof
         return proof
 
 
-def _validate_grid(model: nn.Module, find: ResolvePolicy, mode: str, sizes: dict[str, int]) -> GridProof:
+def _validate_grid(model: nn.Module, find: ResolvePolicy, mode: str, sizes: dict[str, int]) -> GridValidation:
     try:
-        twin = twin_of(model)
+        twin = reduce_model(model)
     except PolicyError as error:
-        return GridProof(error.what)
+        return GridValidation(error.what)
     wider = _wider(twin)
     reference = twin.reference(wider)
     total = sizes["row"] * sizes["column"] * sizes["depth"]
@@ -434,35 +446,39 @@ def _validate_grid(model: nn.Module, find: ResolvePolicy, mode: str, sizes: dict
     policy = copy.copy(found)  # a user's own one is that of the model itself
     policy.set_model(twin.model)
     policy.set_shard_config(ShardConfig(context=ParallelContext.of({})))
-    samples = _samples_in(twin, wider, given_more(policy), [s.layers for s in policy.stacks()])
-    proof = GridProof(None, samples)
+    samples = _samples_in(twin, wider, full_input_modules(policy), [s.layers for s in policy.stacks()])
+    proof = GridValidation(None, samples)
 
     def find_copy(*_: Any) -> tuple[Policy, str]:
         return copy.copy(found), source
 
     def shard(model: nn.Module, context: ParallelContext) -> None:
         config = ShardConfig(context=context.view("tensor", **sizes), tensor_parallel_mode=mode)
-        Sharding(model, config, find_copy, prove_grid=lambda *_: proof, fresh=True).shard()
+        Sharder(model, config, find_copy, prove_grid=lambda *_: proof, fresh=True).shard()
 
-    against = difference(reference, shard, tensor=total)
-    if against is not None and reference.also and difference(replace(reference, also=()), shard, tensor=total) is None:
+    against = validate_sharding(reference, shard, tensor=total)
+    if (
+        against is not None
+        and reference.also
+        and validate_sharding(replace(reference, also=()), shard, tensor=total) is None
+    ):
         return replace(proof, unproven=twin.unproven(against))
     proof = replace(proof, unproven=twin.unproven(None))
-    return proof if against is None else GridProof(against)
+    return proof if against is None else GridValidation(against)
 
 
-def _wider(twin: Twin) -> Forward:
+def _wider(twin: ReducedModel) -> Forward:
     """A call with one sample more, so that no grid divides the batch."""
     count = twin.samples
     more = {n: torch.cat((x, x[:1])) if x.dim() and len(x) == count else x for n, x in twin.batch.items()}
-    return runner(twin.model, more)
+    return forward_call(twin.model, more)
 
 
-def _samples_in(twin: Twin, wider: Forward, attentions: list[str], stacks: list[str]) -> Samples:
+def _samples_in(twin: ReducedModel, wider: Forward, attentions: list[str], stacks: list[str]) -> ArgumentSamples:
     """Which dim of each argument grows as the batch does."""
     count = twin.samples
     narrow, wide = (_shapes(twin.model, run, attentions, stacks) for run in (twin.run, wider))
-    samples: Samples = {}
+    samples: ArgumentSamples = {}
     for key, shape in narrow.items():
         other = wide.get(key, shape)
         grown = [
@@ -482,7 +498,9 @@ def _shapes(
     for path, module in {**layers, **{path: model.get_submodule(path) for path in attentions}}.items():
 
         def note(module: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
-            found.update({key_of(path, name): tuple(x.shape) for name, x in tensors_in(module, args, kwargs)})
+            found.update(
+                {argument_key(path, name): tuple(x.shape) for name, x in named_arguments(module, args, kwargs)}
+            )
 
         hooks.append(module.register_forward_pre_hook(note, with_kwargs=True))
     with torch.no_grad():

@@ -1,3 +1,12 @@
-"""How gradients are agreed on between ranks."""
+"""How gradients are reduced over ranks: buckets, the reducer, the norm and clipping."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardformer.public_names import lazy_names
+
+if TYPE_CHECKING:
+    from shardformer.gradients.clipping import grad_norm as grad_norm
+
+__getattr__, __all__ = lazy_names(__name__)

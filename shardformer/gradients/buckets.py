@@ -20,18 +20,24 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from shardformer.comm.collectives import Pending, gather_objects, start_all_to_all, start_reduce_scatter, start_sum
+from shardformer.comm.collectives import (
+    PendingCollective,
+    all_gather_objects,
+    start_all_to_all,
+    start_reduce_scatter,
+    start_sum,
+)
 from shardformer.errors import InputError
 from shardformer.layout.shard_spec import Coords
-from shardformer.layout.sharding_metadata import Entry, Watches
+from shardformer.layout.sharding_metadata import ConsistencyMonitorProtocol, ParamEntry
 from shardformer.mesh.parallel_context import Axis
-from shardformer.torch_compat import numbers_in
+from shardformer.torch_compat import to_list
 
 
-class Cut(Protocol):
+class ShardedGradient(Protocol):
     """The gradient of a cut parameter, all of which one rank of ``axis`` gets."""
 
-    entry: Entry
+    entry: ParamEntry
     axis: Axis
     divisor: float
 
@@ -42,18 +48,18 @@ class Cut(Protocol):
     def numel(self) -> int: ...
 
 
-class OwnSlices:
+class SlicesToOwners:
     """The slices of some gradients that each rank of their axis holds.
 
     Args:
         holders: the coordinates of each rank of the axis.
     """
 
-    def __init__(self, gradients: Sequence[Cut], holders: Sequence[Coords]) -> None:
+    def __init__(self, gradients: Sequence[ShardedGradient], holders: Sequence[Coords]) -> None:
         self._gradients, self._holders = gradients, holders
         self._axis = gradients[0].axis
 
-    def start_sum(self, each: int, places: Sequence[slice], had: Tensor) -> Pending:
+    def start_sum(self, each: int, places: Sequence[slice], had: Tensor) -> PendingCollective:
         """Starts to sum the gradients for their owners.
 
         Args:
@@ -83,7 +89,7 @@ class OwnSlices:
 
         return start_all_to_all(outgoing, arriving, self._axis, "gradients").then(added)
 
-    def start_share(self, own: Tensor, whole: Tensor, places: Sequence[slice]) -> Pending:
+    def start_share(self, own: Tensor, whole: Tensor, places: Sequence[slice]) -> PendingCollective:
         """Starts to give each rank its slices of what this one owns.
 
         Of ``whole`` only the numbers that this rank holds are written. Communicates each slice once, to each holder.
@@ -116,7 +122,7 @@ class OwnSlices:
         """Numbers that a rank holds of each."""
         return [prod(self._gradients[n].entry.spec.local_shape(self._holders[rank])) for n in numbers]
 
-    def _packed(self, gradient: Cut, like: Tensor) -> Tensor:
+    def _packed(self, gradient: ShardedGradient, like: Tensor) -> Tensor:
         grad = gradient.param.grad
         if grad is None:
             return like.new_zeros(gradient.param.numel())
@@ -128,12 +134,12 @@ class OwnSlices:
         return gradient.entry.spec.slice(full, self._holders[rank]).reshape(-1)
 
 
-ALIGNED = 32
+ALIGNMENT_ELEMENTS = 32
 """Numbers, which are 64 bytes in 16 bit: no kernel looks further."""
 
 
 @dataclass(eq=False)
-class Gradient:
+class GradientSlot:
     """The gradient of one parameter on this rank.
 
     Slices that several ranks of a cut parameter hold (a KV head that ranks share) are summed over their holders only:
@@ -144,7 +150,7 @@ class Gradient:
         coords: this rank's place on the grid.
     """
 
-    entry: Entry
+    entry: ParamEntry
     axis: Axis
     coords: Coords
     bucket: Bucket | None = None
@@ -223,8 +229,8 @@ class Gradient:
             return self.copies
         return self.entry.spec.slice(self.copies.expand(self.entry.spec.shape), self.coords)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Gradient:
-        memo[id(self)] = twin = Gradient(deepcopy(self.entry, memo), self.axis, self.coords)
+    def __deepcopy__(self, memo: dict[int, Any]) -> GradientSlot:
+        memo[id(self)] = twin = GradientSlot(deepcopy(self.entry, memo), self.axis, self.coords)
         twin.divisor = self.divisor
         return twin
 
@@ -235,13 +241,13 @@ class Bucket:
 
     axis: Axis
     dtype: torch.dtype | None = None
-    gradients: list[Gradient] = field(default_factory=list)
+    gradients: list[GradientSlot] = field(default_factory=list)
     pending: int = 0
     work: Any = None
     flat: Tensor | None = None
     is_sent: bool = False  # in this backward
     memory: Callable[[int, torch.dtype, torch.device], Tensor] | None = None  # what gives it; None: new memory
-    watch: Watches | None = None  # whose numbers go behind the gradients
+    watch: ConsistencyMonitorProtocol | None = None  # whose numbers go behind the gradients
 
     @property
     def is_summed(self) -> bool:
@@ -249,13 +255,13 @@ class Bucket:
         return self.work is None or self.work.is_completed()
 
     @property
-    def slices(self) -> OwnSlices | None:
+    def slices(self) -> SlicesToOwners | None:
         """Where ranks hold slices of parameters that one of them has whole, and send directly: who has which."""
         first = self.gradients[0]
         is_direct = self.axis.size > 1 and self.axis.transport.exchanges_directly(first.param)
         if not is_direct or not all(gradient.holders for gradient in self.gradients):
             return None
-        return OwnSlices(self.gradients, first.holders)
+        return SlicesToOwners(self.gradients, first.holders)
 
     @property
     def had(self) -> list[float]:
@@ -277,7 +283,8 @@ class Bucket:
         """How many numbers each rank has of the bucket, and where each gradient lies among those of all ranks.
 
         Gradients follow each other; those that one rank gets whole lie in its part, the largest given out first, each
-        to the rank that has least. Each begins at a multiple of ``ALIGNED``: parameters lie in the same places, and a
+        to the rank that has least. Each begins at a multiple of ``ALIGNMENT_ELEMENTS``: parameters lie in the same
+        places, and a
         kernel that looks at where one begins would round otherwise on a rank whose other parameters are smaller.
         """
         sizes = [gradient.numel for gradient in self.gradients]
@@ -309,10 +316,10 @@ class Bucket:
             gradient.arrived = False
 
 
-Receive = Callable[[Bucket, Tensor, Tensor], None]
+OnReduced = Callable[[Bucket, Tensor, Tensor], None]
 
 
-class End(Protocol):
+class BucketReduction(Protocol):
     """What comes of a bucket.
 
     Attributes:
@@ -321,7 +328,7 @@ class End(Protocol):
 
     takes_sparse: bool
 
-    def scale(self, gradient: Gradient) -> Tensor | float:
+    def scale(self, gradient: GradientSlot) -> Tensor | float:
         """What a gradient is multiplied by as it arrives, before it is accumulated."""
 
     def start(self, bucket: Bucket) -> None:
@@ -334,7 +341,7 @@ class End(Protocol):
         """All that was started is finished: a backward is through."""
 
 
-class WriteBack:
+class AllReduceToGrad:
     """Every rank gets the sum in ``.grad``. Communicates one all-reduce of the gradients and one number each.
 
     ``.grad`` may hold what earlier backwards agreed on, which all ranks hold alike, beside what this one added. So what
@@ -349,13 +356,13 @@ class WriteBack:
     takes_sparse = True
 
     def __init__(self) -> None:
-        self._sparse: list[tuple[Gradient, Tensor]] = []  # gradients that ranks have some rows of, and their sums
+        self._sparse: list[tuple[GradientSlot, Tensor]] = []  # gradients that ranks have some rows of, and their sums
 
-    def scale(self, gradient: Gradient) -> Tensor | float:
+    def scale(self, gradient: GradientSlot) -> Tensor | float:
         return gradient.local_copies() / gradient.divisor
 
     def start(self, bucket: Bucket) -> None:
-        total, places = _behind_each_other(bucket)
+        total, places = _packed_offsets(bucket)
         tail = bucket.tail()
         bucket.flat = flat = bucket.new_flat(total + len(tail))
         for gradient, place in zip(bucket.gradients, places, strict=True):
@@ -369,10 +376,10 @@ class WriteBack:
         assert flat is not None
         if bucket.work is not None:
             bucket.work.wait()
-        total, places = _behind_each_other(bucket)
+        total, places = _packed_offsets(bucket)
         counts = bucket.look(flat[total:])
         # a gradient that arrived here needs no count, which a GPU would have to be waited for
-        had = None if all(n > 0 for n in bucket.had) else numbers_in(counts)
+        had = None if all(n > 0 for n in bucket.had) else to_list(counts)
         for i, (gradient, place) in enumerate(zip(bucket.gradients, places, strict=True)):
             if had is None or had[i]:
                 value = gradient.unpack(flat[place])
@@ -396,18 +403,18 @@ class WriteBack:
         for gradient, value in sparse:
             grad = gradient.param.grad
             mine = grad.coalesce().indices() if grad is not None and grad.is_sparse else None
-            rows = [theirs.to(value.device) for theirs in gather_objects(mine, gradient.axis) if theirs is not None]
+            rows = [theirs.to(value.device) for theirs in all_gather_objects(mine, gradient.axis) if theirs is not None]
             indices = torch.cat(rows, 1).unique(dim=1)
             gradient.param.grad = torch.sparse_coo_tensor(
                 indices, value[tuple(indices)], value.shape, is_coalesced=True, check_invariants=False
             )
 
 
-class HandOver:
+class ReduceScatterToShards:
     """Every rank gets its shard of the sum: as many numbers of the bucket in a row as any other, zeros behind the last.
 
     ``.grad`` is taken away, so that what is in it is new each time. Communicates one reduce-scatter of the gradients,
-    with one number for each gradient behind every shard; of slices for owners: see ``OwnSlices``.
+    with one number for each gradient behind every shard; of slices for owners: see ``SlicesToOwners``.
 
     Args:
         receive: (the bucket, this rank's shard, for each gradient how many ranks had one).
@@ -420,14 +427,14 @@ class HandOver:
 
     def __init__(
         self,
-        receive: Receive,
-        arrives: Callable[[Gradient], None] = lambda _: None,
-        takes: Callable[[Gradient], None] = lambda _: None,
+        receive: OnReduced,
+        arrives: Callable[[GradientSlot], None] = lambda _: None,
+        takes: Callable[[GradientSlot], None] = lambda _: None,
         ends: Callable[[], None] = lambda: None,
     ) -> None:
         self._receive, self._arrives, self._takes, self.end_pass = receive, arrives, takes, ends
 
-    def scale(self, gradient: Gradient) -> Tensor | float:
+    def scale(self, gradient: GradientSlot) -> Tensor | float:
         self._arrives(gradient)
         self._takes(gradient)
         return 1.0
@@ -467,7 +474,7 @@ class HandOver:
         return bucket.places(bucket.axis.size)[0]
 
 
-class HandAll(HandOver):
+class AllReduceToShards(ReduceScatterToShards):
     """Every rank gets the whole sum. Communicates one all-reduce of the gradients, with one number for each behind."""
 
     def start(self, bucket: Bucket) -> None:
@@ -480,13 +487,15 @@ class HandAll(HandOver):
         for gradient, place in zip(bucket.gradients, bucket.places()[1], strict=True):
             gradient.pack(flat[place], gradient.divisor)
             gradient.param.grad = None
-        bucket.work = start_sum(flat, bucket.axis, "gradients") if bucket.axis.size > 1 else Pending((), lambda: flat)
+        bucket.work = (
+            start_sum(flat, bucket.axis, "gradients") if bucket.axis.size > 1 else PendingCollective((), lambda: flat)
+        )
 
     def _length(self, bucket: Bucket) -> int:
         return bucket.places()[0]
 
 
-def _behind_each_other(bucket: Bucket) -> tuple[int, list[slice]]:
+def _packed_offsets(bucket: Bucket) -> tuple[int, list[slice]]:
     """How many numbers the gradients have, and where each lies where they follow each other without a gap."""
     *begins, end = accumulate((gradient.numel for gradient in bucket.gradients), initial=0)
     return end, [slice(at, at + gradient.numel) for at, gradient in zip(begins, bucket.gradients, strict=True)]
@@ -497,7 +506,7 @@ def _dense(grad: Tensor | None) -> Tensor | None:
 
 
 def _with_gap(numel: int) -> int:
-    return -(-numel // ALIGNED) * ALIGNED
+    return -(-numel // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
 
 
 def _gaps(places: Sequence[slice], total: int) -> Iterator[slice]:
@@ -511,7 +520,7 @@ def _gaps(places: Sequence[slice], total: int) -> Iterator[slice]:
         yield slice(end, total)
 
 
-def _pack_rows(gradient: Gradient, place: slice, rows: Tensor) -> None:
+def _pack_rows(gradient: GradientSlot, place: slice, rows: Tensor) -> None:
     """Writes a gradient over its divisor into its place in rows that follow each other."""
     each, grad = rows.shape[1], gradient.param.grad
     ranks = range(place.start // each, -(-place.stop // each))

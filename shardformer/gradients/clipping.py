@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
 from shardformer.comm.collectives import all_reduce
-from shardformer.errors import ConfigError, expect
+from shardformer.errors import ConfigError, check_argument
 from shardformer.layout.shard_spec import Coords, ShardSpec
-from shardformer.layout.sharding_metadata import Entry, ShardedState, known_state, tables_here, tables_of
+from shardformer.layout.sharding_metadata import ParamEntry, ShardingMetadata, find_metadata, tables_here, tables_of
 
 
 def clip_grad_norm_(
@@ -48,7 +48,7 @@ def clip_grad_norm_(
             rule="The norm is that of all parts of the model's parameters, and the model knows what they are parts of",
             remedy="Write clip_grad_norm_(model, max_norm), without .parameters()",
         )
-    kept = known_state(model).gradients
+    kept = find_metadata(model).gradients
     if kept is None:
         total = grad_norm(model, norm_type)
     else:
@@ -72,21 +72,21 @@ def scale_gradients(model: nn.Module, norm: Tensor, max_norm: float) -> None:
 
 def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
     """The norm of all gradients: see ``clip_grad_norm_``."""
-    state = known_state(model)
+    state = find_metadata(model)
     if state.gradients is not None:
         return state.gradients.clip_grad_norm_(math.inf, norm_type)
     entries = state.by_param()
-    asked = [entries.get(id(p)) or Entry("", p, ShardSpec(p.shape)) for p in model.parameters()]
-    return norm_of(asked, state, norm_type)
+    asked = [entries.get(id(p)) or ParamEntry("", p, ShardSpec(p.shape)) for p in model.parameters()]
+    return norm_of_entries(asked, state, norm_type)
 
 
-def norm_of(entries: Sequence[Entry], state: ShardedState, norm_type: float) -> Tensor:
+def norm_of_entries(entries: Sequence[ParamEntry], state: ShardingMetadata, norm_type: float) -> Tensor:
     """The norm of the gradients of some parameters of one table, the same on all ranks.
 
     Communicates one all-reduce of one number over each axis that any parameter of the table is cut over.
     """
     is_number = isinstance(norm_type, int | float) and not isinstance(norm_type, bool) and norm_type > 0
-    expect("norm_type", norm_type, is_number, "It is a number above 0, or math.inf", "Write norm_type=2.0")
+    check_argument("norm_type", norm_type, is_number, "It is a number above 0, or math.inf", "Write norm_type=2.0")
     op = "max" if math.isinf(norm_type) else "sum"
     coords = state.coords
     names = [name for name in coords if any(name in e.reduction.norm_over for e in state.entries)]
@@ -104,7 +104,7 @@ def norm_of(entries: Sequence[Entry], state: ShardedState, norm_type: float) -> 
     return total if is_wide else total.float()
 
 
-def _term(entry: Entry, norm_type: float, coords: Coords, names: Sequence[str]) -> Tensor | None:
+def _term(entry: ParamEntry, norm_type: float, coords: Coords, names: Sequence[str]) -> Tensor | None:
     """The p-th power of a gradient's norm (or its largest element), weighted so that the ranks' add up to one.
 
     None where there is no gradient, or another rank counts it: of what several ranks hold alike, the first.
@@ -137,7 +137,7 @@ class _Call(threading.local):
 _CALL = _Call()
 
 
-def lead_clipping_here() -> None:
+def patch_clip_grad_norm() -> None:
     """From now on torch's clipping knows the parameters of every sharded model of this process.
 
     The functions stay those that scripts have imported; what they call under their ``no_grad`` is led here.
@@ -195,7 +195,7 @@ def _leading_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     ) -> Tensor:
         grads = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         _check_no_pieces(_CALL.params or (), grads)
-        found = _parts_of(_CALL.params, grads) if _CALL.params else _parts_among(grads)
+        found = _parts_of(_CALL.params, grads) if _CALL.params else _entries_by_model(grads)
         if not found:
             return original(grads, norm_type, error_if_nonfinite, foreach)
         known = {id(e.param.grad) for entries in found.values() for e in entries}
@@ -210,15 +210,15 @@ def _leading_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return total_norm
 
 
-def _norm_of(entries: Sequence[Entry], state: ShardedState, norm_type: float) -> Tensor:
+def _norm_of(entries: Sequence[ParamEntry], state: ShardingMetadata, norm_type: float) -> Tensor:
     if state.gradients is not None:
         return state.gradients.norm_of([e.param for e in entries], norm_type)
-    return norm_of(entries, state, norm_type)
+    return norm_of_entries(entries, state, norm_type)
 
 
-def _parts_of(params: Sequence[Tensor], grads: Sequence[Tensor]) -> dict[ShardedState, list[Entry]]:
+def _parts_of(params: Sequence[Tensor], grads: Sequence[Tensor]) -> dict[ShardingMetadata, list[ParamEntry]]:
     """Of each model that is cut, the entries of these parameters that have gradients. A stage may have none."""
-    found: dict[ShardedState, list[Entry]] = {}
+    found: dict[ShardingMetadata, list[ParamEntry]] = {}
     for state, entries in tables_of(params).items():
         entries = [e for e in entries if e.param.grad is not None]
         if _is_cut(state) and (entries or state.context.pipe.size > 1):
@@ -235,12 +235,12 @@ def _check_no_pieces(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
                 raise _kept_by_zero("the pieces of parameters that zero's optimizer has")
 
 
-def _parts_among(grads: Sequence[Tensor]) -> dict[ShardedState, list[Entry]]:
+def _entries_by_model(grads: Sequence[Tensor]) -> dict[ShardingMetadata, list[ParamEntry]]:
     """Of each model of this rank that is cut, the entries whose gradients these are."""
     if not grads:
-        return _of_another_stage()
+        return _model_of_other_stage()
     missing = {id(g) for g in grads}
-    found: dict[ShardedState, list[Entry]] = {}
+    found: dict[ShardingMetadata, list[ParamEntry]] = {}
     for state in filter(_is_cut, tables_here()):
         entries = [e for e in state.entries if e.param.grad is not None and id(e.param.grad) in missing]
         if entries:
@@ -251,13 +251,13 @@ def _parts_among(grads: Sequence[Tensor]) -> dict[ShardedState, list[Entry]]:
     return found
 
 
-def _is_cut(state: ShardedState) -> bool:
+def _is_cut(state: ShardingMetadata) -> bool:
     return state.gradients is not None or any(
         state.axis(name).size > 1 for e in state.entries for name in e.reduction.norm_over
     )
 
 
-def _of_another_stage() -> dict[ShardedState, list[Entry]]:
+def _model_of_other_stage() -> dict[ShardingMetadata, list[ParamEntry]]:
     """For a stage that holds none of the parameters that the others clip: the model that they ask for its part of.
 
     Raises ConfigError where several models have stages here, and nothing tells which of them is meant; and where it
@@ -282,5 +282,5 @@ def _kept_by_zero(what: str) -> ConfigError:
         f"torch.nn.utils.clip_grad_norm_ was given {what}, in a process where zero keeps the gradients of a model",
         rule="The norm is that of the model's gradients on all ranks, which have a part of them each",
         remedy="Clip model.parameters(); or write shardformer.clip_grad_norm_(model, max_norm), or "
-        "zero(..., max_grad_norm=max_norm)",
+        "shard_optimizer(..., max_grad_norm=max_norm)",
     )

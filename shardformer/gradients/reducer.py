@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from shardformer.errors import ConfigError
-from shardformer.gradients.buckets import Bucket, End, Gradient, HandOver, WriteBack
-from shardformer.layout.sharding_metadata import Watches, state_of
+from shardformer.gradients.buckets import AllReduceToGrad, Bucket, BucketReduction, GradientSlot, ReduceScatterToShards
+from shardformer.layout.sharding_metadata import ConsistencyMonitorProtocol, metadata_of
 
 
-class Pausable:
+class PausableReducer:
     """A reducer whose backwards may accumulate this rank's own gradients."""
 
     _paused = was_paused = False
@@ -52,23 +52,23 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     ...     model(**first_half).loss.backward()
     >>> model(**second_half).loss.backward()    # doctest: +SKIP
     """
-    with state_of(model).paused():
+    with metadata_of(model).paused():
         yield
 
 
 BUCKET_BYTES = 25 * 1024 * 1024
 FIRST_BUCKET_BYTES = 1024 * 1024
-UNDER_WAY = 4
+MAX_REDUCTIONS_IN_FLIGHT = 4
 """Buckets whose sums are under way at a time: each takes its memory a second time."""
 
 
-class GradientReducer(Pausable):
+class GradientReducer(PausableReducer):
     """Agrees on the gradients during each backward.
 
     Buckets of about 25 MB (the first of 1 MB) are filled in reverse order of the parameters and sent, in the same order
     on every rank, as soon as they are full; what is left, with zeros for parameters that got no gradient here, follows
     when backward ends. A parameter that got a gradient on no rank keeps ``grad=None``, as on one device.
-    It ends when nobody holds it: the model's ``ShardedState`` does.
+    It ends when nobody holds it: the model's ``ShardingMetadata`` does.
 
     Attributes:
         sums: whether any gradient is the sum of those of several ranks.
@@ -77,15 +77,15 @@ class GradientReducer(Pausable):
 
     def __init__(
         self,
-        gradients: list[Gradient],
+        gradients: list[GradientSlot],
         bucket_bytes: int = BUCKET_BYTES,
-        end: End | None = None,
-        watch: Watches | None = None,
+        end: BucketReduction | None = None,
+        watch: ConsistencyMonitorProtocol | None = None,
     ) -> None:
         self.gradients, self._watch, self.passes = gradients, watch, 0
         self.sums = any(gradient.axis.size > 1 for gradient in gradients)
         self._bucket_bytes, self._overlaps = bucket_bytes, True
-        self._end = end or WriteBack()
+        self._end = end or AllReduceToGrad()
         self._is_laid_out = False
         self._queued = False
         self._dirty = False
@@ -119,8 +119,10 @@ class GradientReducer(Pausable):
         if self._buckets:
             self._buckets[-1].watch = self._watch  # the last one that is sent
 
-    def hand_over(self, end: HandOver, dtype: torch.dtype | None, size: int, overlaps: bool) -> Sequence[Bucket]:
-        """From now on each rank gets its shard of every bucket, summed in ``dtype``: see ``HandOver``.
+    def hand_over(
+        self, end: ReduceScatterToShards, dtype: torch.dtype | None, size: int, overlaps: bool
+    ) -> Sequence[Bucket]:
+        """From now on each rank gets its shard of every bucket, summed in ``dtype``: see ``ReduceScatterToShards``.
 
         Args:
             size: of a bucket in bytes.
@@ -167,7 +169,7 @@ class GradientReducer(Pausable):
         bucket.is_sent = True
         self._end.start(bucket)
         self._next += 1
-        while self._next - self._landed > UNDER_WAY or self._buckets[self._landed].is_summed:
+        while self._next - self._landed > MAX_REDUCTIONS_IN_FLIGHT or self._buckets[self._landed].is_summed:
             self._land_next()
             if self._landed == self._next:
                 return
@@ -180,7 +182,7 @@ class GradientReducer(Pausable):
         bucket.flat = bucket.work = None
         self._landed += 1
 
-    def _hook(self, gradient: Gradient) -> tuple[Any, ...]:
+    def _hook(self, gradient: GradientSlot) -> tuple[Any, ...]:
         # The parameter is reached from its hooks by weak references alone: the collector does not see through the node
         # of autograd that keeps them, and a model that nobody holds any more, with its groups, would stay.
         reducer, held = weakref.ref(self), weakref.ref(gradient)
@@ -197,7 +199,7 @@ class GradientReducer(Pausable):
         param: Any = gradient.param
         return param.register_hook(arriving), param.register_post_accumulate_grad_hook(accumulated)
 
-    def _arriving(self, gradient: Gradient, grad: Tensor) -> Tensor | None:
+    def _arriving(self, gradient: GradientSlot, grad: Tensor) -> Tensor | None:
         if gradient.bucket is not None and gradient.bucket.is_sent:
             self._flush()  # a second gradient in one backward: what is on its way must land first
         scale = self._end.scale(gradient)
@@ -205,7 +207,7 @@ class GradientReducer(Pausable):
             return grad * scale.to(grad)
         return grad * scale if scale != 1 else None
 
-    def _accumulated(self, gradient: Gradient) -> None:
+    def _accumulated(self, gradient: GradientSlot) -> None:
         if not self._paused:
             self._send_full()  # those that were full before: hooks of this parameter may still change its gradient
         gradient.changed = True
@@ -241,7 +243,7 @@ class GradientReducer(Pausable):
         return GradientReducer(deepcopy(self.gradients, memo), self._bucket_bytes, end, deepcopy(self._watch, memo))
 
 
-def _fill_buckets(gradients: list[Gradient], bucket_bytes: int) -> list[Bucket]:
+def _fill_buckets(gradients: list[GradientSlot], bucket_bytes: int) -> list[Bucket]:
     """Buckets of one set of ranks, dtype and device each, in reverse order of the parameters."""
     buckets: list[Bucket] = []
     open_ones: dict[tuple[Any, ...], tuple[Bucket, int]] = {}

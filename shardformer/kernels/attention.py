@@ -49,7 +49,7 @@ def flash_attn() -> Any:
     return flash_attn_func
 
 
-def dropout_refused(what: str, setting: str) -> ConfigError:
+def dropout_error(what: str, setting: str) -> ConfigError:
     return ConfigError(
         f"enable_flash_attention on the CPU with dropout of the attention weights, {what}",
         rule="torch's flash attention for the CPU has no dropout",
@@ -101,13 +101,13 @@ def attention(
     if bias is None:
         out = _fused(query, key, value, attention_mask, dropout, scale, causal)
     elif query.is_cuda:  # the memory-efficient kernel gives the bias its gradient
-        out = _fused(query, key, value, _added(bias, attention_mask, query), dropout, scale, False)
+        out = _fused(query, key, value, _combined_bias(bias, attention_mask, query), dropout, scale, False)
     else:
         out = _in_chunks(query, key, value, bias, attention_mask, scale)
     return out[..., :out_width].transpose(1, 2).contiguous(), None
 
 
-class OnKernels(TorchFunctionMode):
+class FusedAttentionMode(TorchFunctionMode):
     """Inside of it a call of torch's attention is one of ``attention``: for a forward that makes that call itself."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -133,12 +133,12 @@ class OnKernels(TorchFunctionMode):
 
 
 def _check_call(query: Tensor, dropout: float, kwargs: dict[str, Any]) -> None:
-    check_arguments("attention", kwargs, UNSUPPORTED_ARGUMENTS)
+    check_attention_arguments("attention", kwargs, UNSUPPORTED_ARGUMENTS)
     if dropout > 0 and query.device.type == "cpu":
-        raise dropout_refused(f"p={dropout}", "the attention dropout at 0")
+        raise dropout_error(f"p={dropout}", "the attention dropout at 0")
 
 
-def check_arguments(what: str, kwargs: Mapping[str, Any], names: Sequence[str]) -> None:
+def check_attention_arguments(what: str, kwargs: Mapping[str, Any], names: Sequence[str]) -> None:
     """Raises ConfigError for an argument that the kernels do not know."""
     for name in names:
         if kwargs.get(name) is not None and kwargs[name] is not False:
@@ -175,7 +175,7 @@ def _four_dims(mask: Tensor | None) -> Tensor | None:
     return mask if mask is None or mask.dim() == 4 else mask[(None,) * (4 - mask.dim())]
 
 
-def _added(bias: Tensor, mask: Tensor | None, query: Tensor) -> Tensor:
+def _combined_bias(bias: Tensor, mask: Tensor | None, query: Tensor) -> Tensor:
     """Bias and mask as one tensor that is added to the scores."""
     if mask is None:
         added = bias
@@ -249,7 +249,7 @@ def _in_chunks(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Te
     groups = query.shape[1] // key.shape[1]
     trains = bias.requires_grad and torch.is_grad_enabled()
     if not trains and bias.shape[0] == 1 and (mask is None or mask.shape[0] == 1):
-        return _fused(query, key, value, _added(bias, mask, query), 0.0, scale, False)
+        return _fused(query, key, value, _combined_bias(bias, mask, query), 0.0, scale, False)
     key, value = _repeated(key, groups), _repeated(value, groups)
     out: Tensor = _InChunks.apply(query, key, value, bias, mask, scale)
     return out
@@ -271,12 +271,12 @@ class _InChunks(Function):
         ctx.scale = scale
         bias = bias.detach()  # the kernel refuses one that trains, whether gradients are recorded or not
         if bias.shape[0] == 1 and (mask is None or mask.shape[0] == 1):
-            return _fused(query, key, value, _added(bias, mask, query), 0.0, scale, False)
+            return _fused(query, key, value, _combined_bias(bias, mask, query), 0.0, scale, False)
         outs = []
         for chunk in _chunks(query, key):
             q, k, v, bias_b, mask_b = _part(chunk, query, key, value, bias, mask)
             assert q is not None and k is not None and v is not None and bias_b is not None
-            outs.append(_fused(q, k, v, _added(bias_b, mask_b, q), 0.0, scale, False))
+            outs.append(_fused(q, k, v, _combined_bias(bias_b, mask_b, q), 0.0, scale, False))
         return torch.cat(outs)
 
     @staticmethod
@@ -291,7 +291,7 @@ class _InChunks(Function):
             parts = _part(chunk, query, key, value, bias, mask)
             inputs = [t.detach().requires_grad_() for t in parts[:4] if t is not None]
             with torch.enable_grad(), torch.autocast("cpu", enabled=False):
-                out = _plain(inputs[0], inputs[1], inputs[2], inputs[3], parts[4], ctx.scale)
+                out = _reference_attention(inputs[0], inputs[1], inputs[2], inputs[3], parts[4], ctx.scale)
             found = torch.autograd.grad(out, [inputs[i] for i in wanted], grad[chunk])
             for i, g in zip(wanted, found, strict=True):
                 into = grads[i]
@@ -312,8 +312,10 @@ def _part(chunk: slice, *tensors: Tensor | None) -> list[Tensor | None]:
     return [t if t is None or t.shape[0] == 1 else t[chunk] for t in tensors]
 
 
-def _plain(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def _reference_attention(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
     scores = query @ key.transpose(2, 3) * scale
     wide = torch.float32 if scores.dtype in HALF else scores.dtype
-    weights = (scores.to(wide) + _added(bias, mask, query)).softmax(-1)
+    weights = (scores.to(wide) + _combined_bias(bias, mask, query)).softmax(-1)
     return weights.to(value.dtype) @ value

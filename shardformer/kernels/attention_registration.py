@@ -31,10 +31,10 @@ from shardformer.errors import ConfigError
 from shardformer.kernels.attention import (
     KERNELS,
     REMEDY_OFF,
-    OnKernels,
+    FusedAttentionMode,
     attention,
-    check_arguments,
-    dropout_refused,
+    check_attention_arguments,
+    dropout_error,
     flash_attn,
 )
 
@@ -158,7 +158,7 @@ def _rate(module: nn.Module, dropout: Any) -> float:
 
 
 @dataclass(frozen=True)
-class OwnAttention:
+class AttentionOverride:
     """How a class of attention comes to the kernels.
 
     Args:
@@ -181,24 +181,26 @@ def chatglm(self: Any, query_layer: Tensor, key_layer: Tensor, value_layer: Tens
     return out_BQND.transpose(0, 1).flatten(2)
 
 
-OWN = {
-    "CoreAttention": OwnAttention("forward", chatglm, ""),
-    "BloomAttention": OwnAttention("forward", bloom, "attention_dropout"),
-    "GPTNeoSelfAttention": OwnAttention("_attn", gpt_neo, "attn_dropout"),
-    "GPTJAttention": OwnAttention("_attn", gptj, "attn_dropout"),
-    "SamVisionAttention": OwnAttention("forward", sam_vision, "dropout", "rel_pos"),
-    "SamVisionSdpaAttention": OwnAttention("forward", sam_vision, "", "rel_pos"),
-    "Swinv2SelfAttention": OwnAttention("forward", swinv2, "dropout", "continuous_position_bias_mlp"),
-    "timm.models.swin_transformer_v2.WindowAttention": OwnAttention("forward", timm_swinv2, "attn_drop", "cpb_mlp"),
+OVERRIDES = {
+    "CoreAttention": AttentionOverride("forward", chatglm, ""),
+    "BloomAttention": AttentionOverride("forward", bloom, "attention_dropout"),
+    "GPTNeoSelfAttention": AttentionOverride("_attn", gpt_neo, "attn_dropout"),
+    "GPTJAttention": AttentionOverride("_attn", gptj, "attn_dropout"),
+    "SamVisionAttention": AttentionOverride("forward", sam_vision, "dropout", "rel_pos"),
+    "SamVisionSdpaAttention": AttentionOverride("forward", sam_vision, "", "rel_pos"),
+    "Swinv2SelfAttention": AttentionOverride("forward", swinv2, "dropout", "continuous_position_bias_mlp"),
+    "timm.models.swin_transformer_v2.WindowAttention": AttentionOverride(
+        "forward", timm_swinv2, "attn_drop", "cpb_mlp"
+    ),
 }
 """By the name of the class, and of its module where others have that name too."""
 SDPA = ("FalconAttention",)
 """Classes that call torch's scaled_dot_product_attention themselves where their config says "sdpa"."""
 
 
-def own_of(cls: type[nn.Module]) -> OwnAttention | None:
+def override_for(cls: type[nn.Module]) -> AttentionOverride | None:
     """None also for a class that dispatches its attention in this version of transformers (GPT-J from 5.24 on)."""
-    own = OWN.get(cls.__name__) or OWN.get(f"{cls.__module__}.{cls.__name__}")
+    own = OVERRIDES.get(cls.__name__) or OVERRIDES.get(f"{cls.__module__}.{cls.__name__}")
     if own is None:
         return None
     source = source_of(cls)  # type: ignore[arg-type]  # mypy reads __hash__ as the instances'
@@ -223,15 +225,15 @@ def is_on_interface(source: str) -> bool:
     return "get_interface(" in source
 
 
-def own_modules(model: nn.Module) -> Iterator[tuple[str, Any, OwnAttention]]:
+def overridden_modules(model: nn.Module) -> Iterator[tuple[str, Any, AttentionOverride]]:
     for path, module in model.named_modules():
-        if (own := own_of(type(module))) is not None:
+        if (own := override_for(type(module))) is not None:
             yield path, module, own
 
 
-def check_own(model: nn.Module) -> None:
+def check_overrides(model: nn.Module) -> None:
     """Raises ConfigError for a module that would compute something else than its function here."""
-    for path, module, own in own_modules(model):
+    for path, module, own in overridden_modules(model):
         theirs: Any = getattr(type(module), own.method, None)
         takes, ours = ([] if f is None else list(inspect.signature(f).parameters) for f in (theirs, own.function))
         if takes != ours:
@@ -256,15 +258,18 @@ def check_own(model: nn.Module) -> None:
             )
 
 
-def replace_own(model: nn.Module) -> Iterator[tuple[str, str, Callable[..., Any]]]:
+def apply_overrides(model: nn.Module) -> Iterator[tuple[str, str, Callable[..., Any]]]:
     """Puts the functions in place. Gives what was replaced: (path of the method, its name, the function)."""
-    for path, module, own in list(own_modules(model)):
+    for path, module, own in list(overridden_modules(model)):
         if own.method in vars(module):
             continue  # in place already
         setattr(module, own.method, own.function.__get__(module))
-        refuse = lambda module, _, kwargs: check_arguments(type(module).__name__, kwargs, ["output_attentions"])  # noqa: E731
-        module.register_forward_pre_hook(refuse, with_kwargs=True)
+        module.register_forward_pre_hook(_refuse_attention_weights, with_kwargs=True)
         yield f"{path}.{own.method}", own.method, own.function
+
+
+def _refuse_attention_weights(module: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
+    check_attention_arguments(type(module).__name__, kwargs, ["output_attentions"])
 
 
 # No "flash" in the name: transformers' models take any such name for the flash-attn package, and pass packed sequences.
@@ -292,7 +297,7 @@ def use_flash_attention(
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     check_flash_attention(model, device)
-    found = configs(model)
+    found = attention_configs(model)
     if found:
         _register()
     for config in found:
@@ -301,7 +306,7 @@ def use_flash_attention(
         if type(module).__name__ in SDPA:
             own: Any = module.config
             own._attn_implementation = "sdpa"
-    for path, name, function in (*replace_own(model), *_turn_switches(model)):
+    for path, name, function in (*apply_overrides(model), *_enable_sdpa_switches(model)):
         if replaced is not None:
             replaced(path, name, function)
     return _describe(model, device)
@@ -310,8 +315,8 @@ def use_flash_attention(
 def check_flash_attention(model: nn.Module, device: torch.device) -> None:
     """Raises ConfigError when some attention of ``model`` cannot run on the fused kernels of ``device``."""
     _check_interface(model)
-    check_own(model)
-    for config in configs(model):
+    check_overrides(model)
+    for config in attention_configs(model):
         _check_config(config)
     if device.type == "cpu":
         _check_no_dropout(model)
@@ -324,7 +329,7 @@ def check_flash_attention(model: nn.Module, device: torch.device) -> None:
         )
 
 
-def _turn_switches(model: nn.Module) -> Iterator[tuple[str, str, Callable[..., Any]]]:
+def _enable_sdpa_switches(model: nn.Module) -> Iterator[tuple[str, str, Callable[..., Any]]]:
     """Has the modules with a switch call torch's attention, and that call ours. Gives what was replaced, as a path."""
     for path, module in model.named_modules():
         if hasattr(module, SWITCH):
@@ -336,14 +341,14 @@ def _turn_switches(model: nn.Module) -> Iterator[tuple[str, str, Callable[..., A
 
 def forward_on_kernels(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of its class, with ``attention`` where it calls torch's."""
-    with OnKernels(self):
+    with FusedAttentionMode(self):
         return type(self).forward(self, *args, **kwargs)
 
 
 # -- what a model must be ---------------------------------------------------------------------------------------------
 
 
-def configs(model: nn.Module) -> list[Any]:
+def attention_configs(model: nn.Module) -> list[Any]:
     """Every configuration that a module of the model reads its attention implementation from, each once."""
     found = [getattr(module, "config", None) for module in model.modules()]
     return list({id(c): c for c in found if hasattr(c, "_attn_implementation")}.values())
@@ -366,9 +371,9 @@ def attention_classes(model: nn.Module) -> dict[type[nn.Module], str]:
 def _check_interface(model: nn.Module) -> None:
     classes = attention_classes(model)
     switched = {type(module) for module in model.modules() if hasattr(module, SWITCH)}
-    known = {cls for cls in classes if own_of(cls) is not None or cls.__name__ in SDPA} | switched
+    known = {cls for cls in classes if override_for(cls) is not None or cls.__name__ in SDPA} | switched
     own = [cls.__name__ for cls, source in classes.items() if not is_on_interface(source) and cls not in known]
-    without = sorted({type(m).__name__ for m in model.modules() if _declines(m)})
+    without = sorted({type(m).__name__ for m in model.modules() if _opts_out(m)})
     if own:
         what = f"has attention of its own in {', '.join(own)}"
     elif not classes:
@@ -380,12 +385,12 @@ def _check_interface(model: nn.Module) -> None:
     raise ConfigError(
         f"enable_flash_attention for {type(model).__name__}, which {what}",
         rule="A kernel is put in through transformers' AttentionInterface, as plain softmax attention, or in the place "
-        f"of {', '.join([*OWN, *SDPA])}",
+        f"of {', '.join([*OVERRIDES, *SDPA])}",
         remedy=f"{REMEDY_OFF} for this model",
     )
 
 
-def _declines(module: nn.Module) -> bool:
+def _opts_out(module: nn.Module) -> bool:
     """Whether a model says that torch's attention is not its own, of attention that is on the interface."""
     if getattr(module, "_supports_sdpa", True) is not False:
         return False
@@ -414,14 +419,14 @@ def _check_no_dropout(model: nn.Module) -> None:
             rate = getattr(rate, "p", rate)
             if isinstance(rate, float | int) and rate > 0:
                 holder = getattr(module, "config", getattr(model, "config", module))
-                raise dropout_refused(f"{name}.{attribute}={rate}", _dropout_settings(holder, rate))
+                raise dropout_error(f"{name}.{attribute}={rate}", _dropout_settings(holder, rate))
 
 
 def _dropouts(module: nn.Module, source: str) -> list[str]:
     """The attributes that hold the rate of the dropout of attention weights."""
     if type(module).__name__ in SDPA:
         return ["attention_dropout"] if attrgetter("config.alibi")(module) else []
-    if (own := own_of(type(module))) is not None:
+    if (own := override_for(type(module))) is not None:
         return [own.dropout] if own.dropout else []
     return DROPOUT_OF_CALL.findall(source)
 
@@ -443,7 +448,7 @@ def _describe(model: nn.Module, device: torch.device) -> str:
 def _kernel_of(model: nn.Module, cls: type[nn.Module], device: torch.device) -> str:
     if device.type not in KERNELS:
         return "torch's attention, which picks a kernel by itself"
-    own = own_of(cls)
+    own = override_for(cls)
     biases = BIAS if own is None else re.compile(own.bias or "^$")
     trains = any(p.requires_grad and biases.search(name) for name, p in model.named_parameters())
     if cls.__name__ in SDPA:
@@ -458,14 +463,14 @@ def _kernel_of(model: nn.Module, cls: type[nn.Module], device: torch.device) -> 
     return fused if flash_attn() is None else f"flash-attn, or {fused}"
 
 
-def importing() -> AbstractContextManager[Any]:
+def import_lock() -> AbstractContextManager[Any]:
     """In here this thread alone imports of transformers."""
     return _IMPORTING
 
 
 def _register() -> None:
     """Idempotent: the same two functions under the same name."""
-    with importing():
+    with import_lock():
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import sdpa_mask
 

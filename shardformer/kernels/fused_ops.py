@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from shardformer.comm.deferred_tensor import PendingTensor, resolved
+from shardformer.comm.deferred_tensor import DeferredTensor, resolve_deferred
 from shardformer.errors import ConfigError
-from shardformer.torch_compat import with_values
+from shardformer.torch_compat import without_fake_tensors
 
 # H hidden; x is (..., H), statistics are taken over H in fp32
 
@@ -88,10 +88,10 @@ class FusedLayerNorm(nn.LayerNorm):
         _refuse_options(cls, kwargs)
         shape, eps = _normalized_shape(module), _eps(module)
         if shape is None or eps is None or norm_kind(module) != "layer":
-            raise _not_recognised(cls, module)
+            raise _unknown_norm_error(cls, module)
         norm = cls(shape, eps=eps, elementwise_affine=False)
         norm.elementwise_affine = module._parameters.get("weight") is not None
-        _take_over(norm, module, ("weight", "bias"))
+        _adopt_parameters(norm, module, ("weight", "bias"))
         return norm
 
 
@@ -116,9 +116,9 @@ class FusedRMSNorm(nn.Module):
         _refuse_options(cls, kwargs)
         kind = norm_kind(module)
         if kind is None or kind == "layer":
-            raise _not_recognised(cls, module)
+            raise _unknown_norm_error(cls, module)
         norm = cls(kind, _eps(module))
-        _take_over(norm, module, ("weight",))
+        _adopt_parameters(norm, module, ("weight",))
         return norm
 
     def forward(self, x: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ def fused_norm(module: nn.Module) -> nn.Module:
     return kind.from_native_module(module)
 
 
-def _take_over(norm: nn.Module, module: nn.Module, names: tuple[str, ...]) -> None:
+def _adopt_parameters(norm: nn.Module, module: nn.Module, names: tuple[str, ...]) -> None:
     """The parameters themselves, and the plain attributes that other code may read (``variance_epsilon``, ...)."""
     for name in names:
         norm.register_parameter(name, module._parameters.get(name))
@@ -159,15 +159,15 @@ def _eps(module: nn.Module) -> float | None:
     return next((eps for eps in named if isinstance(eps, float)), None) if named else _eps_read_off(module)
 
 
-@with_values()
+@without_fake_tensors()
 def _eps_read_off(module: nn.Module) -> float | None:
     """y = w (x - mean) / sqrt(variance + eps), solved for eps; None where that gives no small positive number."""
     shape = _normalized_shape(module)
     if shape is None or module._parameters.get("bias") is not None:
         return None
     with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"):
-        twin = _twin(module, torch.float64)
-        x = _waves(shape, 0.7)
+        twin = _random_copy(module, torch.float64)
+        x = _probe_input(shape, 0.7)
         x = 1e-4 * (x - x.mean())
         try:
             y = twin.forward(x[None])[0] / (
@@ -195,7 +195,7 @@ def _normalized_shape(module: nn.Module) -> tuple[int, ...] | None:
 # -- proof ----------------------------------------------------------------------------------------------------------
 
 # of x and of the weight; the mixed ones tell apart where a class rounds and which dtype it gives
-PROBES = (
+PROBE_INPUTS = (
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.bfloat16),
     (torch.float64, torch.float64),
@@ -205,7 +205,7 @@ PROBES = (
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float64: 3e-7}  # relative; bf16: one unit in the last place
 
 
-@with_values()
+@without_fake_tensors()
 def norm_kind(module: nn.Module) -> str | None:
     """``"layer"``, or which of the RMS norms a module is; None for one whose numbers no formula gives."""
     shape, eps = _normalized_shape(module), _eps(module)
@@ -219,9 +219,9 @@ def norm_kind(module: nn.Module) -> str | None:
     sizes = torch.tensor([1.0, 1e-3, 30.0], dtype=torch.float64).reshape(3, *[1] * len(shape))
     with _FILTERS, torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"), catch_warnings():
         simplefilter("ignore")  # torch says that it has no fused kernel for mixed dtypes
-        for x_dtype, weight_dtype in PROBES:
-            x = (_waves((3, *shape), 0.7) * sizes).to(x_dtype)
-            twin, is_mixed = _twin(module, weight_dtype), x_dtype != weight_dtype
+        for x_dtype, weight_dtype in PROBE_INPUTS:
+            x = (_probe_input((3, *shape), 0.7) * sizes).to(x_dtype)
+            twin, is_mixed = _random_copy(module, weight_dtype), x_dtype != weight_dtype
             weight, bias = (twin._parameters.get(name) for name in ("weight", "bias"))
             try:
                 y = twin.forward(x)
@@ -237,13 +237,13 @@ def norm_kind(module: nn.Module) -> str | None:
     return best if best is not None and errors[best] <= 1 else None
 
 
-@with_values()
+@without_fake_tensors()
 def is_elementwise(module: nn.Module) -> bool:
     """Whether each feature that a module gives is computed of that feature and of its own numbers alone."""
     with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"):
-        twin = _twin(module, torch.float64)
+        twin = _random_copy(module, torch.float64)
         size = next((p.shape[0] for p in twin.parameters()), 2)
-        x = _waves((3, size), 0.7)
+        x = _probe_input((3, size), 0.7)
         try:
             changed = (twin.forward(x) != twin.forward(torch.cat((x[:, :1] + 1, x[:, 1:]), -1))).any(0)
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
@@ -251,17 +251,17 @@ def is_elementwise(module: nn.Module) -> bool:
     return changed.shape == (size,) and not changed[1:].any()
 
 
-def _waves(shape: tuple[int, ...], step: float) -> Tensor:
+def _probe_input(shape: tuple[int, ...], step: float) -> Tensor:
     """Numbers in (-1, 1) that look irregular and take nothing from the random stream."""
     num = torch.Size(shape).numel()
     return torch.sin(torch.arange(1, num + 1, dtype=torch.float64) * step).reshape(shape)
 
 
-def _twin(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+def _random_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A copy of a norm on the CPU, with parameters of its own that are neither 0 nor 1."""
     twin = copy.copy(module)
     twin._parameters = {
-        name: None if p is None else nn.Parameter((1.3 + _waves(tuple(p.shape), 0.9 + 0.2 * i)).to(dtype))
+        name: None if p is None else nn.Parameter((1.3 + _probe_input(tuple(p.shape), 0.9 + 0.2 * i)).to(dtype))
         for i, (name, p) in enumerate(module._parameters.items())
     }
     return twin
@@ -284,7 +284,7 @@ def _refuse_options(cls: type[nn.Module], options: dict[str, Any]) -> None:
         )
 
 
-def _not_recognised(cls: type[nn.Module], module: nn.Module) -> ConfigError:
+def _unknown_norm_error(cls: type[nn.Module], module: nn.Module) -> ConfigError:
     return ConfigError(
         f"{cls.__name__} was given a {type(module).__name__}, whose numbers it does not give",
         rule="A fused norm stands for a layer norm, or for an RMS norm that rounds and scales as the one of LLaMA, T5, "
@@ -296,7 +296,9 @@ def _not_recognised(cls: type[nn.Module], module: nn.Module) -> ConfigError:
 TANH = functools.partial(F.gelu, approximate="tanh")
 
 
-def compute(act: Callable[[Tensor], Tensor] | None, x: Tensor, bias: Tensor | None, gate: Tensor | None) -> Tensor:
+def bias_activation_gate(
+    act: Callable[[Tensor], Tensor] | None, x: Tensor, bias: Tensor | None, gate: Tensor | None
+) -> Tensor:
     """act(x + bias) * gate, of x and gate (..., H) and bias (H,)."""
     x = x if bias is None else x + bias
     x = x if act is None else act(x)
@@ -305,11 +307,11 @@ def compute(act: Callable[[Tensor], Tensor] | None, x: Tensor, bias: Tensor | No
 
 @functools.cache
 def kernel(device: str) -> Callable[..., Tensor]:
-    """``compute`` as one kernel; on a CPU torch's own, one after the other, are as fast."""
-    return compute if device == "cpu" else torch.compile(compute, dynamic=True)
+    """``bias_activation_gate`` as one kernel; on a CPU torch's own, one after the other, are as fast."""
+    return bias_activation_gate if device == "cpu" else torch.compile(bias_activation_gate, dynamic=True)
 
 
-class _LaterBias(Function):
+class _DeferredBias(Function):
     """x as it is, with the gradients of x + bias."""
 
     @staticmethod
@@ -321,7 +323,7 @@ class _LaterBias(Function):
         return grad, grad.reshape(-1, grad.shape[-1]).sum(0)
 
 
-class Fused(PendingTensor):
+class FusedActivation(DeferredTensor):
     """act(x + bias), computed when something needs the values, unless an activation or a gate follows at once."""
 
     terms: tuple[Any, Tensor, Tensor | None]
@@ -329,7 +331,7 @@ class Fused(PendingTensor):
 
     @classmethod
     def of(cls, act: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-        formula = functools.partial(compute, act, bias=bias, gate=None)
+        formula = functools.partial(bias_activation_gate, act, bias=bias, gate=None)
         # the gradient, where a function of autograd was given this tensor itself
         pull = lambda grad: torch.func.vjp(formula, x.detach())[1](grad)[0]  # noqa: E731
         made = cls.make(x, tuple(x.shape), None, None, formula, pull)
@@ -340,7 +342,7 @@ class Fused(PendingTensor):
         if self._is_watched:
             return super().value()
         if self.out is None:
-            function = compute if self.terms[0] is None else kernel(self.device.type)
+            function = bias_activation_gate if self.terms[0] is None else kernel(self.device.type)
             with torch.enable_grad():
                 self.out = function(*self.terms, None)
         return self.out if torch.is_grad_enabled() else self.out.detach()
@@ -349,20 +351,22 @@ class Fused(PendingTensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        mine, options = [a for a in args if isinstance(a, Fused)], kwargs or {}
+        mine, options = [a for a in args if isinstance(a, FusedActivation)], kwargs or {}
         x = max(mine, key=lambda x: x.terms[0] is not None, default=None)
         if x is not None and x.out is None and not x._is_watched:
             act, y, bias = x.terms
             if act is None and func in (F.gelu, F.silu, F.relu, torch.tanh) and not options.get("inplace"):
                 return cls.of(TANH if options.get("approximate") == "tanh" else func, y, bias)
             if act is not None and func is Tensor.mul:
-                gate = resolved(args[1] if args[0] is x else args[0])
+                gate = resolve_deferred(args[1] if args[0] is x else args[0])
                 if isinstance(gate, Tensor) and gate.shape == y.shape:
                     return kernel(y.device.type)(act, y, bias, gate)
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def start(x: Tensor, bias: Tensor | None) -> Tensor:
+def defer_bias(x: Tensor, bias: Tensor | None) -> Tensor:
     """The output x of a linear and the bias that is still to be added, for the kernel of what follows."""
     bias = None if bias is None else bias.to(x.dtype)
-    return Fused.of(None, x if bias is None else _LaterBias.apply(x, bias), None if bias is None else bias.detach())
+    return FusedActivation.of(
+        None, x if bias is None else _DeferredBias.apply(x, bias), None if bias is None else bias.detach()
+    )

@@ -10,15 +10,15 @@ import signal
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from shardformer.errors import TRACEBACK_VARIABLE, in_lines, wants_traceback
-from shardformer.launcher.shutdown import PLACES, STUCK, listed, places
+from shardformer.errors import TRACEBACK_VARIABLE, format_error, wants_traceback
+from shardformer.launcher.shutdown import STACK_LOCATIONS, STUCK_PROCESSES, describe_stack_locations, listed
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 _FATAL = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL}
 _BY_LAUNCHER = (-signal.SIGTERM, 128 + signal.SIGTERM)
-"""How a rank ends that the launcher ended: at once, or after the grace of ``_worker.py``."""
+"""How a rank ends that the launcher ended: at once, or after the grace of ``worker.py``."""
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer")
 LONGEST = 600
 FEW = 3
@@ -41,20 +41,20 @@ def describe_failures(failures: Mapping[int, ProcessFailure], ranks: Iterable[in
     alike = [rank for rank in order if ours and _note(failures[rank]).get("parts") == ours] or order[:1]
     lines = [f"{me}: rank {r} failed as well, {_cause(failures[r])}" for r in order[::-1] if r not in alike]
     if ours:
-        lines += [line for line in (_note(first).get("frame"), in_lines(*ours)) if line]
+        lines += [line for line in (_note(first).get("frame"), format_error(*ours)) if line]
         more = "" if wants_traceback() else f" ({TRACEBACK_VARIABLE}=1 shows the traceback of each rank)"
         # one that raised it may have been ended by the launcher on its way out
         left = next((failures[rank] for rank in alike if failures[rank].exitcode > 0), first)
-        lines.append(f"{me}: {_who(alike, _note(first))}: {_short(left)}{more}")
+        lines.append(f"{me}: {_ranks_text(alike, _note(first))}: {_short(left)}{more}")
     ended = sorted(set(ranks) - set(failures))
     if (ended and _waited(first)) or (_lost_peer(first) and (ended or not ours)):
         who = listed(ended) if ended else "a process of its group"
         missed = f"before rank {order[0]} was done, which then failed for lack of it (exit code {first.exitcode})"
         lines.append(f"{me}: {who} had ended {missed}. All ranks take the same steps: see why one left")
-    elif _waited(first) and PLACES:
-        who = listed(sorted(PLACES))
+    elif _waited(first) and STACK_LOCATIONS:
+        who = listed(sorted(STACK_LOCATIONS))
         lines.append(f"{me}: {who} had not failed when the launcher ended the run: the others waited for it")
-        lines += [f"{me}: {place}" for place in places()[:FEW]]
+        lines += [f"{me}: {place}" for place in describe_stack_locations()[:FEW]]
     elif not ours:
         lines.append(f"{me}: rank {order[0]} failed first, {_cause(first)}")
     return "\n".join(lines)
@@ -63,7 +63,7 @@ def describe_failures(failures: Mapping[int, ProcessFailure], ranks: Iterable[in
 def _order(failure: ProcessFailure) -> tuple[int, float]:
     # A rank that was killed leaves no note, and what the others then raise is its consequence; so is a lost peer. One
     # that the launcher had to kill was the reason of nothing but of others' waiting for it.
-    if failure.pid in STUCK:
+    if failure.pid in STUCK_PROCESSES:
         kind = 2
     else:
         kind = 0 if -failure.exitcode in _FATAL else 3 if _lost_peer(failure) or _waited(failure) else 1
@@ -78,7 +78,7 @@ def _waited(failure: ProcessFailure) -> bool:
     return (_note(failure).get("parts") or [""])[0] == "LostPeerError" or "Timed out waiting" in _text(failure)
 
 
-def _who(ranks: list[int], note: Mapping[str, Any]) -> str:
+def _ranks_text(ranks: list[int], note: Mapping[str, Any]) -> str:
     world_size = note.get("world_size", 0)
     if len(ranks) == world_size:
         return f"all {world_size} ranks" if world_size > 1 else "the only rank"
@@ -105,8 +105,8 @@ def _cause(failure: ProcessFailure) -> str:
         how = "ended by the launcher on its way out"
     elif failure.exitcode < 0:
         how = f"killed by {failure.signal_name()}"
-        if failure.pid in STUCK:
-            return f"{how}: {STUCK[failure.pid]}"
+        if failure.pid in STUCK_PROCESSES:
+            return f"{how}: {STUCK_PROCESSES[failure.pid]}"
         if -failure.exitcode == signal.SIGKILL:
             return f"{how} (often: the machine ran out of memory)"
     else:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardformer.errors import LaunchError, nearest
+from shardformer.errors import LaunchError, did_you_mean
 
 _HOST_LINE = re.compile(r"(?P<name>[^\s=]+)(?:\s+slots\s*=\s*(?P<slots>\d{1,9}))?")
 
@@ -17,14 +17,14 @@ _HOST_LINE = re.compile(r"(?P<name>[^\s=]+)(?:\s+slots\s*=\s*(?P<slots>\d{1,9}))
 
 
 @dataclass(frozen=True)
-class Host:
+class HostEntry:
     """A machine of a host file; ``slots`` is the number of processes on it, None where the file does not say."""
 
     name: str
     slots: int | None = None
 
 
-def read_hostfile(path: str | Path) -> list[Host]:
+def read_hostfile(path: str | Path) -> list[HostEntry]:
     """The machines of a host file: a line each, ``name`` or ``name slots=4``; ``#`` begins a comment.
 
     Raises LaunchError for a file that is missing or empty, a line of another form and a name that comes twice.
@@ -38,7 +38,7 @@ def read_hostfile(path: str | Path) -> list[Host]:
             rule=rule,
             remedy="Correct the path after --hostfile, or leave the option out to run on this machine alone",
         ) from error
-    hosts: list[Host] = []
+    hosts: list[HostEntry] = []
     for number, line in enumerate(lines, start=1):
         entry = line.partition("#")[0].strip()
         if not entry:
@@ -56,7 +56,7 @@ def read_hostfile(path: str | Path) -> list[Host]:
                 rule="Each machine stands in the host file once",
                 remedy="Join its lines into one, with the sum of their slots",
             )
-        hosts.append(Host(match["name"], int(match["slots"]) if match["slots"] else None))
+        hosts.append(HostEntry(match["name"], int(match["slots"]) if match["slots"] else None))
     if not hosts:
         raise LaunchError(
             f"The host file {str(path)!r} names no machine", rule=rule, remedy="Add a line such as 'node1 slots=4'"
@@ -64,7 +64,7 @@ def read_hostfile(path: str | Path) -> list[Host]:
     return hosts
 
 
-def select_hosts(names: str, hosts: list[Host] | None) -> list[Host]:
+def select_hosts(names: str, hosts: list[HostEntry] | None) -> list[HostEntry]:
     """The machines of ``--host a,b``: out of the host file where there is one, in the order of the file."""
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     if not wanted or len(set(wanted)) < len(wanted):
@@ -74,19 +74,19 @@ def select_hosts(names: str, hosts: list[Host] | None) -> list[Host]:
             remedy="Write --host node1,node2",
         )
     if hosts is None:
-        return [Host(name) for name in wanted]
+        return [HostEntry(name) for name in wanted]
     known = [host.name for host in hosts]
     for name in wanted:
         if name not in known:
             raise LaunchError(
                 f"--host names {name!r}, which the host file lacks",
                 rule="Beside --hostfile, --host chooses among the machines of the file",
-                remedy=f"Add it to the file or correct the name. {nearest(name, known)}",
+                remedy=f"Add it to the file or correct the name. {did_you_mean(name, known)}",
             )
     return [host for host in hosts if host.name in wanted]
 
 
-def find_this_host(hosts: Sequence[Host]) -> int:
+def find_this_host(hosts: Sequence[HostEntry]) -> int:
     """The place of this machine in the list: by host name, else by an address that belongs to it."""
     full = {socket.gethostname().lower(), socket.getfqdn().lower()}
     short = {name.partition(".")[0] for name in full}

@@ -61,30 +61,31 @@ def _note(pid: int) -> Path | None:
     return Path(folder, str(pid)) if folder else None
 
 
-ENDS_S = 8
+SHUTDOWN_TIMEOUT_S = 8
 """That processes have to end in. A script that needs longer for its own SIGTERM says so: --shutdown-timeout 60."""
 FINISHES_S = 600
 """That those have that finish their step and save on a signal."""
 AT_ONCE_S = 3
 """After a second signal."""
-LOOKS_BEFORE_S = 0.5
+CHECK_BEFORE_KILL_S = 0.5
 """It kills them: what ends by itself until then, such as a script that saves, is no news."""
-VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+SHUTDOWN_TIMEOUT_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 NOISE = ("torch.distributed.elastic.agent.server.api", "torch.distributed.elastic.multiprocessing.api")
 """Loggers of torch that warn of each signal that it sends on; what ended how is said at the end."""
 
-STUCK: dict[int, str] = {}
+STUCK_PROCESSES: dict[int, str] = {}
 """pid -> in words what it did, of processes that had not ended when the launcher looked."""
-PLACES: dict[int, str] = {}
+STACK_LOCATIONS: dict[int, str] = {}
 """rank -> the line of the user's own code that it was at, of processes that did not fail before they were ended."""
 
 
 @contextmanager
-def end_soon(options: argparse.Namespace) -> Iterator[None]:
-    """While it lasts, torch's launcher waits for its processes as long as asked, by default ``ENDS_S``, not 30 s."""
+def set_shutdown_timeout(options: argparse.Namespace) -> Iterator[None]:
+    """While it lasts, torch's launcher waits for its processes as long as asked, by default ``SHUTDOWN_TIMEOUT_S``,
+    not 30 s."""
     from torch.distributed.elastic.multiprocessing.api import PContext
 
-    said = getattr(options, "shutdown_timeout", None) or os.environ.get(VARIABLE)
+    said = getattr(options, "shutdown_timeout", None) or os.environ.get(SHUTDOWN_TIMEOUT_VARIABLE)
     asked = int(said) if said is not None else None
     plain, signals = PContext.close, 0
     folder = tempfile.mkdtemp(prefix="shardformer-finishing-")
@@ -97,7 +98,7 @@ def end_soon(options: argparse.Namespace) -> Iterator[None]:
         nonlocal signals
         pids = list(self.pids().values())
         signals += _is_signalled()
-        seconds = asked if asked is not None else ENDS_S
+        seconds = asked if asked is not None else SHUTDOWN_TIMEOUT_S
         if not signals:
             Path(folder, ENDED_FILE).touch()
         if signals > 1:
@@ -105,7 +106,9 @@ def end_soon(options: argparse.Namespace) -> Iterator[None]:
         elif signals == 1 and any(map(finishes, pids)):
             seconds = asked if asked is not None else FINISHES_S
         looks = threading.Timer(
-            max(seconds - LOOKS_BEFORE_S, seconds / 2), _look, [pids, death_sig or signal.SIGTERM, seconds]
+            max(seconds - CHECK_BEFORE_KILL_S, seconds / 2),
+            _process_states,
+            [pids, death_sig or signal.SIGTERM, seconds],
         )
         looks.daemon = True
         if signals <= 1:  # the second one asks for what happens then
@@ -137,17 +140,17 @@ def _is_signalled() -> bool:
 
 
 def _read_places(notes: Iterable[str]) -> None:
-    PLACES.clear()  # of an earlier attempt
+    STACK_LOCATIONS.clear()  # of an earlier attempt
     for path in notes:
         with suppress(OSError, ValueError, LookupError, TypeError):
             extra = json.loads(Path(path).read_text(encoding="utf-8"))["message"]["extraInfo"]
-            PLACES[extra["rank"]] = extra["at"]
+            STACK_LOCATIONS[extra["rank"]] = extra["at"]
 
 
-def places() -> list[str]:
+def describe_stack_locations() -> list[str]:
     """Each place with the ranks that were there, those of most ranks last."""
     ranks: dict[str, list[int]] = {}
-    for rank, place in sorted(PLACES.items()):
+    for rank, place in sorted(STACK_LOCATIONS.items()):
         ranks.setdefault(place, []).append(rank)
     # a rank that does something else than all others is what one looks for
     return [
@@ -164,18 +167,18 @@ def listed(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
 
-def _look(pids: list[int], number: signal.Signals, seconds: float) -> None:
+def _process_states(pids: list[int], number: signal.Signals, seconds: float) -> None:
     for pid in pids:
         state = _state_of(pid)
         if state in ("T", "t"):
-            STUCK[pid] = "it was stopped (SIGSTOP, Ctrl-Z, a debugger), and the launcher killed it"
+            STUCK_PROCESSES[pid] = "it was stopped (SIGSTOP, Ctrl-Z, a debugger), and the launcher killed it"
         elif state not in ("", "Z"):
             how = (
                 f"it did not finish its step and save within {seconds:g} s of {number.name}"
                 if finishes(pid)
                 else f"it did not end on {number.name} (a handler of its own, or a call of C++)"
             )
-            STUCK[pid] = f"{how}, and the launcher killed it"
+            STUCK_PROCESSES[pid] = f"{how}, and the launcher killed it"
 
 
 def _state_of(pid: int) -> str:

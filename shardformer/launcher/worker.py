@@ -51,10 +51,10 @@ def record_failure(kind: type[BaseException], error: BaseException, trace: types
                 "frame": _own_frame(traceback.extract_tb(trace)),
                 "world_size": int(os.environ.get("WORLD_SIZE", "0")),
             }
-        _leave(path, f"{kind.__name__}: {error}", extra)
+        _write_error_file(path, f"{kind.__name__}: {error}", extra)
 
 
-def record_place() -> None:
+def record_stack_location() -> None:
     """Leaves a note to the launcher of what the main thread is at, unless there is one of an error."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
@@ -65,10 +65,10 @@ def record_place() -> None:
 def _leave_place(path: str, message: str, stack: traceback.StackSummary) -> None:
     now = time.time()
     at = {"at": _own_frame(stack), "rank": int(os.environ.get("RANK", "0"))}
-    _leave(path, message, {"py_callstack": "", "timestamp": str(int(now)), "time_s": now} | at)
+    _write_error_file(path, message, {"py_callstack": "", "timestamp": str(int(now)), "time_s": now} | at)
 
 
-def _leave(path: str, message: str, extra: dict[str, object]) -> None:
+def _write_error_file(path: str, message: str, extra: dict[str, object]) -> None:
     """In the form that torch's ProcessFailure reads."""
     with open(path, "w", encoding="utf-8") as file:
         json.dump({"message": {"message": message, "extraInfo": extra}}, file)
@@ -91,7 +91,7 @@ def _own_frame(stack: traceback.StackSummary) -> str:
     return "".join(traceback.format_list(frames[-1:])).rstrip()
 
 
-def put_off_sigterm() -> None:
+def delay_sigterm() -> None:
     """From now on SIGTERM ends this process after ``GRACE_S``, unless the script handles the signal itself.
 
     A rank that waits for another is inside of a call of torch, where no handler of Python's runs: a thread counts.
@@ -110,7 +110,7 @@ def put_off_sigterm() -> None:
             pass
         time.sleep(GRACE_S)
         with contextlib.suppress(Exception):  # whatever it is, the process ends now
-            record_place()
+            record_stack_location()
         os._exit(128 + signal.SIGTERM)
 
     def hold() -> None:
@@ -158,7 +158,7 @@ def run_module(name: str) -> None:
 if __name__ == "__main__":
     this_module = sys.modules["__main__"]  # Kept alive: `run_script` takes its name away.
     sys.excepthook = record_failure
-    put_off_sigterm()
+    delay_sigterm()
     as_module = sys.argv[1] == "-m"
     sys.argv = sys.argv[2:] if as_module else sys.argv[1:]
     del sys.path[0]  # The folder of this file; a verb there must not hide a package of the same name.

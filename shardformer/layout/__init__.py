@@ -1,3 +1,13 @@
-"""Plain values that say where numbers are: parameters, activations, gradients."""
+"""Plain values that describe where the numbers of parameters, activations and gradients are."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardformer.public_names import lazy_names
+
+if TYPE_CHECKING:
+    from shardformer.layout.shard_spec import ShardSpec as ShardSpec
+    from shardformer.layout.shard_spec import Split as Split
+
+__getattr__, __all__ = lazy_names(__name__)

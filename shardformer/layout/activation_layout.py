@@ -34,7 +34,7 @@ class Dim(StrEnum):
         return list(Dim).index(self)
 
 
-class Order(StrEnum):
+class IndexOrder(StrEnum):
     """Which indices of the dim a rank has. Of 8 over 2 ranks, rank 0 has
 
     contiguous  0 1 2 3
@@ -47,14 +47,14 @@ class Order(StrEnum):
     STRIPED = "striped"
 
 
-class Begin(StrEnum):
+class ShardedFrom(StrEnum):
     """From where on the stream is cut."""
 
     INPUTS = "inputs"  # of the model
     STACK = "stack"  # from the first layer of a stack to the last one, or the norm behind it
 
 
-class Place(StrEnum):
+class ModelRegion(StrEnum):
     """Where in a model a module stands."""
 
     OUTSIDE = "outside"  # before and behind the stacks: embeddings, heads
@@ -64,63 +64,63 @@ class Place(StrEnum):
 
 
 @dataclass(frozen=True)
-class Cut:
+class ActivationShard:
     """One dim of the stream, cut over one axis."""
 
     dim: Dim
     axis: str
-    order: Order = Order.CONTIGUOUS
-    begin: Begin = Begin.STACK
+    order: IndexOrder = IndexOrder.CONTIGUOUS
+    begin: ShardedFrom = ShardedFrom.STACK
 
     def split(self, length: int, ranks: int) -> Split:
         """Which indices of a dim of ``length`` each rank has.
 
-        >>> Cut(Dim.SEQUENCE, "sequence", Order.ZIGZAG).split(8, 2).parts
+        >>> ActivationShard(Dim.SEQUENCE, "sequence", IndexOrder.ZIGZAG).split(8, 2).parts
         (((0, 2), (6, 8)), ((2, 4), (4, 6)))
         """
-        if self.order is Order.CONTIGUOUS:
+        if self.order is IndexOrder.CONTIGUOUS:
             return Split.even(length, ranks, axes=(self.axis,))
-        if self.order is Order.STRIPED:
+        if self.order is IndexOrder.STRIPED:
             return Split(tuple(tuple((i, i + 1) for i in range(r, length, ranks)) for r in range(ranks)), (self.axis,))
         halves = Split.even(length, 2 * ranks).parts
         return Split(tuple((*halves[r], *halves[2 * ranks - 1 - r]) for r in range(ranks)), (self.axis,))
 
 
 @dataclass(frozen=True)
-class StreamLayout:
+class ActivationLayout:
     """How the stream is cut: nowhere, or along these cuts, each over an axis of its own.
 
     Args:
         block: the axes over which what is inside of blocks is cut: by heads or features, and by samples.
     """
 
-    cuts: tuple[Cut, ...] = ()
+    cuts: tuple[ActivationShard, ...] = ()
     block: tuple[str, ...] = ("tensor",)
 
-    def in_force(self, place: Place) -> tuple[Cut, ...]:
+    def in_force(self, place: ModelRegion) -> tuple[ActivationShard, ...]:
         """The cuts of what a module at this place reads: a block's entry undoes those that begin at the stack."""
-        in_stack = {Place.STACK: list(Dim), Place.GATHERED: [Dim.BATCH]}.get(place, [])
-        return tuple(c for c in self.cuts if c.begin is Begin.INPUTS or c.dim in in_stack)
+        in_stack = {ModelRegion.STACK: list(Dim), ModelRegion.GATHERED: [Dim.BATCH]}.get(place, [])
+        return tuple(c for c in self.cuts if c.begin is ShardedFrom.INPUTS or c.dim in in_stack)
 
     @property
     def cuts_stacks(self) -> bool:
         """Whether ranks have parts of what flows through a stack that they have whole before and behind it."""
-        return any(cut.begin is Begin.STACK for cut in self.cuts)
+        return any(cut.begin is ShardedFrom.STACK for cut in self.cuts)
 
-    def cut_at_stack(self, axis: str) -> Cut | None:
+    def cut_at_stack(self, axis: str) -> ActivationShard | None:
         """What the layers of a stack cut over this axis."""
-        return next((c for c in self.cuts if c.begin is Begin.STACK and c.axis == axis), None)
+        return next((c for c in self.cuts if c.begin is ShardedFrom.STACK and c.axis == axis), None)
 
-    def partial_over(self, place: Place) -> tuple[str, ...]:
+    def partial_over(self, place: ModelRegion) -> tuple[str, ...]:
         """The axes over whose ranks a whole parameter at this place has summands of its gradient."""
-        axes = [cut.axis for cut in self.in_force(place)] + [a for a in self.block if place is Place.BLOCK]
+        axes = [cut.axis for cut in self.in_force(place)] + [a for a in self.block if place is ModelRegion.BLOCK]
         return tuple(dict.fromkeys(axes))
 
     def num_parts(self, sizes: Mapping[str, int]) -> int:
         """Into how many parts the model's inputs are cut. Each rank's loss is the mean of its own part."""
-        return prod(sizes[cut.axis] for cut in self.cuts if cut.begin is Begin.INPUTS)
+        return prod(sizes[cut.axis] for cut in self.cuts if cut.begin is ShardedFrom.INPUTS)
 
-    def stream_of(self, place: Place, coords: Coords, sizes: Mapping[str, int]) -> int:
+    def stream_of(self, place: ModelRegion, coords: Coords, sizes: Mapping[str, int]) -> int:
         """Which of several independent streams of random numbers a rank draws from at this place.
 
         0 where all ranks hold the same activations and have to draw alike; other numbers for ranks that hold parts.
@@ -139,21 +139,27 @@ class StreamLayout:
         )
 
 
-SEQUENCE_PARALLEL = StreamLayout((Cut(Dim.SEQUENCE, "tensor"),))
+SEQUENCE_PARALLEL = ActivationLayout((ActivationShard(Dim.SEQUENCE, "tensor"),))
 """Between blocks each tensor rank holds consecutive positions of the sequence (Korthikanti et al. 2022)."""
 
 GRID_AXES = ("row", "column", "depth")
 """How the tensor axis is also seen where it is a grid, the last of which counts fastest."""
 
-GRIDS = {
-    "2d": StreamLayout((Cut(Dim.BATCH, "row"), Cut(Dim.HIDDEN, "column")), GRID_AXES),
-    "2.5d": StreamLayout((Cut(Dim.BATCH, "row"), Cut(Dim.BATCH, "depth"), Cut(Dim.HIDDEN, "column")), GRID_AXES),
-    "3d": StreamLayout((Cut(Dim.BATCH, "row"), Cut(Dim.BATCH, "column"), Cut(Dim.HIDDEN, "depth")), GRID_AXES),
+GRID_LAYOUTS = {
+    "2d": ActivationLayout((ActivationShard(Dim.BATCH, "row"), ActivationShard(Dim.HIDDEN, "column")), GRID_AXES),
+    "2.5d": ActivationLayout(
+        (ActivationShard(Dim.BATCH, "row"), ActivationShard(Dim.BATCH, "depth"), ActivationShard(Dim.HIDDEN, "column")),
+        GRID_AXES,
+    ),
+    "3d": ActivationLayout(
+        (ActivationShard(Dim.BATCH, "row"), ActivationShard(Dim.BATCH, "column"), ActivationShard(Dim.HIDDEN, "depth")),
+        GRID_AXES,
+    ),
 }
 """``tensor_parallel_mode`` -> how the stream lies between the blocks.
 
 Xu et al. 2021, Wang et al. 2021 and Bian et al. 2021 describe such grids: see
 ``shardformer/tensor_parallel/grid/region.py``."""
 
-CONTEXT_PARALLEL = StreamLayout((Cut(Dim.SEQUENCE, "sequence", Order.ZIGZAG, Begin.INPUTS),))
+CONTEXT_PARALLEL = ActivationLayout((ActivationShard(Dim.SEQUENCE, "sequence", IndexOrder.ZIGZAG, ShardedFrom.INPUTS),))
 """Each rank of the sequence axis holds some positions, two chunks of them (Liu et al. 2023, Jacobs et al. 2023)."""

@@ -77,7 +77,7 @@ class Split:
         """The split of a dim in which the dims of several splits, of the given sizes, lie behind each other."""
         offsets = [0, *accumulate(sizes)]
         parts = [
-            joined([(a + o, b + o) for s, o in zip(splits, offsets, strict=False) for a, b in s.parts[r]])
+            merge_slices([(a + o, b + o) for s, o in zip(splits, offsets, strict=False) for a, b in s.parts[r]])
             for r in range(len(splits[0].parts))
         ]
         return cls(tuple(parts), splits[0].axes, splits[0].sizes)
@@ -115,12 +115,12 @@ class Split:
     @property
     def multiplicity(self) -> tuple[int, ...]:
         """For each index of the full dim, how many ranks hold it."""
-        return tuple(count for a, b, count in holders_of(self.parts) for _ in range(a, b))
+        return tuple(count for a, b, count in count_holders(self.parts) for _ in range(a, b))
 
     @property
     def is_partition(self) -> bool:
         """Whether every index is held by exactly one rank."""
-        return all(count == 1 for *_, count in holders_of(self.parts))
+        return all(count == 1 for *_, count in count_holders(self.parts))
 
 
 @dataclass(frozen=True)
@@ -148,16 +148,16 @@ class EvenSplit:
         units = -(-length // self.unit)
         bounds = [min(b * self.unit, length) for b in even_bounds(units, self.ranks)]
         rank = _rank(self.axes, self.sizes, coords)
-        return joined([(bounds[rank], bounds[rank + 1])])
+        return merge_slices([(bounds[rank], bounds[rank + 1])])
 
 
 AnySplit = Split | EvenSplit
 
 
-def holders_of(parts: Sequence[Sequence[Slice]]) -> list[tuple[int, int, int]]:
+def count_holders(parts: Sequence[Sequence[Slice]]) -> list[tuple[int, int, int]]:
     """(start, end, how many of ``parts`` hold it), from index 0 to the last that is held, without gaps between them.
 
-    >>> holders_of([[(0, 2)], [(1, 3)], [(4, 5)]])
+    >>> count_holders([[(0, 2)], [(1, 3)], [(4, 5)]])
     [(0, 1, 1), (1, 2, 2), (2, 3, 1), (3, 4, 0), (4, 5, 1)]
     """
     changes: dict[int, int] = {0: 0}
@@ -174,7 +174,7 @@ def holders_of(parts: Sequence[Sequence[Slice]]) -> list[tuple[int, int, int]]:
     return runs
 
 
-def joined(slices: Sequence[Slice]) -> tuple[Slice, ...]:
+def merge_slices(slices: Sequence[Slice]) -> tuple[Slice, ...]:
     """Without empty ones, and with those that follow each other as one."""
     out: list[Slice] = []
     for a, b in slices:
@@ -194,16 +194,16 @@ def _rank(axes: Axes, sizes: Sequence[int], coords: Coords) -> int:
     return rank
 
 
-Place = tuple[int, ...]
+Offsets = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Box:
     """A rectangular piece of a tensor: where it begins in the full tensor and in a rank's part, and its size."""
 
-    full: Place
-    local: Place
-    size: Place
+    full: Offsets
+    local: Offsets
+    size: Offsets
 
     def of_full(self, x: Tensor) -> Tensor:
         """The piece, as a view of the full tensor."""
@@ -235,7 +235,7 @@ class ShardSpec:
     cuts another dim.
     """
 
-    shape: Place
+    shape: Offsets
     splits: Mapping[int, tuple[AnySplit, ...]]
 
     def __init__(self, shape: Sequence[int], splits: Mapping[int, AnySplit | Sequence[AnySplit]] | None = None) -> None:
@@ -290,12 +290,12 @@ class ShardSpec:
 
     def slices_of(self, dim: int, coords: Coords) -> tuple[Slice, ...]:
         """What the rank holds of one dim."""
-        held: tuple[Slice, ...] = joined([(0, self.shape[dim])])
+        held: tuple[Slice, ...] = merge_slices([(0, self.shape[dim])])
         for split in self.splits.get(dim, ()):
             held = _slices_of(held, split.slices(sum(b - a for a, b in held), coords))
         return held
 
-    def local_shape(self, coords: Coords) -> Place:
+    def local_shape(self, coords: Coords) -> Offsets:
         """The shape of the part of the rank at these coordinates."""
         return tuple(sum(b - a for a, b in self.slices_of(d, coords)) for d in range(len(self.shape)))
 
@@ -332,7 +332,7 @@ class ShardSpec:
     def _holders(self) -> dict[int, list[tuple[int, int, int]]]:
         """Dim -> (start, end, how many ranks hold it) of each dim that is cut."""
         return {
-            dim: holders_of([self.slices_of(dim, coords) for coords in _places(_axes_of(splits))])
+            dim: count_holders([self.slices_of(dim, coords) for coords in _places(_axes_of(splits))])
             for dim, splits in self.splits.items()
         }
 
@@ -387,10 +387,10 @@ def _slices_of(held: Sequence[Slice], inner: Sequence[Slice]) -> tuple[Slice, ..
         for a, at, n in _with_starts(held)
         if max(c, at) < min(d, at + n)
     ]
-    return joined(out)
+    return merge_slices(out)
 
 
-def _cut(x: Tensor, start: Place, size: Place) -> Tensor:
+def _cut(x: Tensor, start: Offsets, size: Offsets) -> Tensor:
     for dim, (a, n) in enumerate(zip(start, size, strict=True)):
         x = x.narrow(dim, a, n)
     return x

@@ -22,8 +22,8 @@ from weakref import WeakSet, ref
 
 from torch import Tensor, nn
 
-from shardformer.errors import ConfigError, expect
-from shardformer.layout.activation_layout import Place, StreamLayout
+from shardformer.errors import ConfigError, check_argument
+from shardformer.layout.activation_layout import ActivationLayout, ModelRegion
 from shardformer.layout.shard_spec import ShardSpec
 from shardformer.layout.slice_tensor import mark_slices, refuse_pickling
 from shardformer.mesh.parallel_context import Axis, ParallelContext
@@ -48,8 +48,8 @@ class Reduction:
 
 def reduction_of(
     spec: ShardSpec,
-    stream: StreamLayout,
-    place: Place,
+    stream: ActivationLayout,
+    place: ModelRegion,
     sizes: Mapping[str, int],
     stages: tuple[int, ...] = (),
 ) -> Reduction:
@@ -61,7 +61,7 @@ def reduction_of(
     ranks hold, and what several stages hold.
     """
     partial = tuple(axis for axis in stream.partial_over(place) if axis not in spec.axes)
-    inputs = tuple(cut.axis for cut in stream.in_force(Place.OUTSIDE))
+    inputs = tuple(cut.axis for cut in stream.in_force(ModelRegion.OUTSIDE))
     over = [axis for axis in sizes if axis in {"data", *partial, *inputs, *spec.shared_axes} and sizes[axis] > 1]
     divisor = float(sizes.get("data", 1) * stream.num_parts(sizes))
     pipe = ("pipe",) if sizes.get("pipe", 1) > 1 else ()
@@ -70,12 +70,12 @@ def reduction_of(
     return Reduction(tuple(over), divisor, tuple(norm_over) + pipe, stages)
 
 
-ROOT, PART = "_shardformer", "_shardformer_part"
+METADATA_ATTRIBUTE, PARENT_METADATA_ATTRIBUTE = "_shardformer", "_shardformer_part"
 """Attributes that hold the state: of the model that was sharded, and of the modules in it that hold parameters."""
 
 
 @dataclass(eq=False)
-class Entry:
+class ParamEntry:
     """One parameter: its first name when it was sharded, its layout, and how its gradient is agreed on."""
 
     name: str
@@ -85,7 +85,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Replacement:
+class ReplacementRecord:
     """One thing that was replaced: where, what stood there, what stands there now."""
 
     path: str
@@ -95,7 +95,7 @@ class Replacement:
 
 
 @dataclass(frozen=True)
-class Request:
+class ShardingRequest:
     """What was asked for.
 
     Args:
@@ -124,7 +124,7 @@ class Reducer(Protocol):
     def finish(self) -> None: ...
 
 
-class KeepsGradients(Protocol):
+class GradientOwner(Protocol):
     """What an optimizer has that keeps the gradients itself."""
 
     param_groups: list[dict[str, Any]]
@@ -144,7 +144,7 @@ class KeepsGradients(Protocol):
         """What it keeps on this rank, in lines."""
 
 
-class KeepsParameters(Protocol):
+class ParameterOwner(Protocol):
     """What an optimizer has that keeps the values of parameters itself."""
 
     def bring(self, param: Tensor) -> None:
@@ -154,7 +154,7 @@ class KeepsParameters(Protocol):
         """No values are asked for any more."""
 
 
-class Watches(Protocol):
+class ConsistencyMonitorProtocol(Protocol):
     """What notices that ranks have come apart: see ``shardformer.consistency.rank_divergence``."""
 
     steps: int
@@ -172,14 +172,14 @@ class Watches(Protocol):
     def look(self, sums: Tensor, axis: Axis) -> None: ...
 
 
-class Edge(Protocol):
+class RegionHook(Protocol):
     """Where a region of the model begins or ends, which a forward that an error broke off may have left open."""
 
     def abandon(self) -> None: ...
 
 
 @dataclass(eq=False)
-class ShardedState:
+class ShardingMetadata:
     """Everything about how a model was sharded.
 
     Args:
@@ -203,29 +203,29 @@ class ShardedState:
     """
 
     context: ParallelContext
-    request: Request = field(default_factory=Request)
-    stream: StreamLayout = field(default_factory=StreamLayout)
-    entries: list[Entry] = field(default_factory=list)
+    request: ShardingRequest = field(default_factory=ShardingRequest)
+    stream: ActivationLayout = field(default_factory=ActivationLayout)
+    entries: list[ParamEntry] = field(default_factory=list)
     stages: Any = None
-    replacements: list[Replacement] = field(default_factory=list)
+    replacements: list[ReplacementRecord] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     reducers: list[Reducer] = field(default_factory=list)
-    edges: list[Edge] = field(default_factory=list)
+    edges: list[RegionHook] = field(default_factory=list)
     unproven: Mapping[str, str] = field(default_factory=dict)
     check_call: Callable[[nn.Module, Mapping[str, Any]], None] | None = None
     layer_axes: Mapping[str, Axis] = field(default_factory=dict)
     number: int = 0
-    gradients: KeepsGradients | None = None
-    parameters: KeepsParameters | None = None
+    gradients: GradientOwner | None = None
+    parameters: ParameterOwner | None = None
     context_run: Any = None
-    watch: Watches | None = None
+    watch: ConsistencyMonitorProtocol | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedState:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardingMetadata:
         """For a copied model, which has no optimizer."""
         memo[id(self)] = twin = type(self).__new__(type(self))
         known = {**self.__dict__, "gradients": None, "parameters": None}
         twin.__dict__.update((name, deepcopy(value, memo)) for name, value in known.items())
-        _remember(twin)
+        _register_metadata(twin)
         twin._refuse_pickling()
         return twin
 
@@ -246,9 +246,9 @@ class ShardedState:
 
     def note(self, path: str, before: Any, after: Any, kind: str = "module") -> None:
         """Writes down a replacement."""
-        self.replacements.append(Replacement(path, _name(before), _name(after), kind))
+        self.replacements.append(ReplacementRecord(path, _name(before), _name(after), kind))
 
-    def by_param(self) -> dict[int, Entry]:
+    def by_param(self) -> dict[int, ParamEntry]:
         """The entries by the identity of their parameters, which are others in a copied model."""
         return {id(entry.param): entry for entry in self.entries}
 
@@ -269,12 +269,12 @@ class ShardedState:
 
         From now on their state dicts mark what is this rank's part.
         """
-        _remember(self)
-        model.__dict__[ROOT] = self
+        _register_metadata(self)
+        model.__dict__[METADATA_ATTRIBUTE] = self
         in_stages, cut = self._is_stage, self._refuse_pickling()
         for module in model.modules():
             if module._parameters:
-                module.__dict__[PART] = self
+                module.__dict__[PARENT_METADATA_ATTRIBUTE] = self
             if in_stages:
                 mark_slices(module, None)
             elif names := [name for name, param in module._parameters.items() if id(param) in cut]:
@@ -300,21 +300,21 @@ class ShardedState:
             yield
 
 
-_TABLES: WeakSet[ShardedState] = WeakSet()
-_OWNERS: dict[int, tuple[ref[ShardedState], ...]] = {}
+_TABLES: WeakSet[ShardingMetadata] = WeakSet()
+_OWNERS: dict[int, tuple[ref[ShardingMetadata], ...]] = {}
 """Identity of a parameter -> the tables that have an entry for it. Values are replaced, never changed: readers take no
 lock. Not a WeakKeyDictionary: ``torch.utils.swap_tensors`` refuses a tensor that has a weak reference."""
 _REMEMBERING = threading.Lock()
 _NUMBERS = itertools.count()
 
 
-def tables_of(params: Iterable[Tensor]) -> dict[ShardedState, list[Entry]]:
+def tables_of(params: Iterable[Tensor]) -> dict[ShardingMetadata, list[ParamEntry]]:
     """The tables that have entries for some of these parameters, each with these entries.
 
     The tables are in the order in which they were made, which all ranks have in common. No other model is read: ranks
     may be threads of one process, and each changes its gradients at any time.
     """
-    found: dict[ShardedState, set[int]] = {}
+    found: dict[ShardingMetadata, set[int]] = {}
     for param in params:
         for owner in _OWNERS.get(id(param), ()):
             if (table := owner()) is not None:
@@ -324,14 +324,14 @@ def tables_of(params: Iterable[Tensor]) -> dict[ShardedState, list[Entry]]:
     return {table: some for table, some in entries.items() if some}
 
 
-def tables_here() -> list[ShardedState]:
+def tables_here() -> list[ShardingMetadata]:
     """The tables of all sharded models of this rank that are alive, in an order that all ranks have in common."""
     with _REMEMBERING:
         alive = list(_TABLES)
     return sorted((table for table in alive if table.context.is_here), key=lambda table: table.number)
 
 
-def _remember(table: ShardedState) -> None:
+def _register_metadata(table: ShardingMetadata) -> None:
     table.number = next(_NUMBERS)
     with _REMEMBERING:
         _TABLES.add(table)
@@ -353,14 +353,16 @@ def _name(thing: Any) -> str:
 def check_module(model: object) -> None:
     """Raises ConfigError for what is no model."""
     rule = "A model is a torch.nn.Module, of transformers, timm or your own"
-    expect("model", model, isinstance(model, nn.Module), rule, "Give the model itself, as shard_model returned it")
+    check_argument(
+        "model", model, isinstance(model, nn.Module), rule, "Give the model itself, as shard_model returned it"
+    )
 
 
-def state_of(model: nn.Module) -> ShardedState:
+def metadata_of(model: nn.Module) -> ShardingMetadata:
     """The state of a sharded model. Raises ConfigError for one that is not."""
     check_module(model)
-    state = model.__dict__.get(ROOT)
-    if isinstance(state, ShardedState):
+    state = model.__dict__.get(METADATA_ATTRIBUTE)
+    if isinstance(state, ShardingMetadata):
         return state
     raise ConfigError(
         f"This {type(model).__name__} is not sharded",
@@ -369,16 +371,16 @@ def state_of(model: nn.Module) -> ShardedState:
     )
 
 
-def known_state(model: nn.Module) -> ShardedState:
+def find_metadata(model: nn.Module) -> ShardingMetadata:
     """The state of a sharded model or of a part of one; of any other model what its parallel layers say."""
     check_module(model)
-    for name in (ROOT, PART):
-        if isinstance(state := model.__dict__.get(name), ShardedState):
+    for name in (METADATA_ATTRIBUTE, PARENT_METADATA_ATTRIBUTE):
+        if isinstance(state := model.__dict__.get(name), ShardingMetadata):
             return state
     # a wrapper around a sharded model, or around several
-    inner = {id(s): s for m in model.modules() if isinstance(s := m.__dict__.get(ROOT), ShardedState)}
+    inner = {id(s): s for m in model.modules() if isinstance(s := m.__dict__.get(METADATA_ATTRIBUTE), ShardingMetadata)}
     if not inner:
-        return _of_layers(model)
+        return _metadata_from_layers(model)
     first, *others = inner.values()
     if any(other.context is not first.context for other in others):
         raise ConfigError(
@@ -390,7 +392,7 @@ def known_state(model: nn.Module) -> ShardedState:
     return replace(first, entries=entries) if others else first
 
 
-def cut_in(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ShardSpec]]:
+def sharded_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ShardSpec]]:
     """(name, this rank's part, layout) of each parameter that a layer noted when it cut it; tied ones by each name."""
     for path, module in model.named_modules(remove_duplicate=False):
         for name, spec in module.__dict__.get("shard_specs", {}).items():
@@ -398,21 +400,21 @@ def cut_in(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ShardSpec]]:
                 yield f"{path}.{name}".lstrip("."), param, spec
 
 
-def _of_layers(model: nn.Module) -> ShardedState:
+def _metadata_from_layers(model: nn.Module) -> ShardingMetadata:
     """What the layers of a model say that was not sharded, but written with parallel layers."""
-    specs = {id(param): spec for _, param, spec in cut_in(model)}
+    specs = {id(param): spec for _, param, spec in sharded_parameters(model)}
     own = [axis for module in model.modules() if isinstance(axis := module.__dict__.get("axis"), Axis)]
     axes = {axis.name: axis for axis in own}
     entries = []
     for name, param in model.named_parameters():
         spec = specs.get(id(param), ShardSpec(param.shape))
-        entries.append(Entry(name, param, spec, Reduction(norm_over=tuple(spec.axes))))
-    return ShardedState(ParallelContext.of({}), entries=entries, layer_axes=axes)
+        entries.append(ParamEntry(name, param, spec, Reduction(norm_over=tuple(spec.axes))))
+    return ShardingMetadata(ParallelContext.of({}), entries=entries, layer_axes=axes)
 
 
-def specs_of(model: nn.Module) -> dict[str, ShardSpec]:
+def shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
     """The layout of every parameter by its name, tied names too; a replicated one has no splits."""
-    known = known_state(model).by_param()
+    known = find_metadata(model).by_param()
     return {
         name: known[id(p)].spec if id(p) in known else ShardSpec(p.shape)
         for name, p in model.named_parameters(remove_duplicate=False)

@@ -7,7 +7,7 @@ collectives it starts and waits for, and how much memory it holds.
 ...     context = fake_context({"pipe": 2}, tensor=8, pipe=4, data=32)
 ...     model = shard_model(LlamaForCausalLM(config), context=context)
 ...     batch = copied(batch)
-...     with Recorder(context) as recorder, LiveBytes([*model.parameters(), *batch.values()]) as memory:
+...     with CollectiveRecorder(context) as recorder, MemoryTracker([*model.parameters(), *batch.values()]) as memory:
 ...         Pipeline(model, micro_batches=8).step(batch)
 >>> recorder.table(), memory.peak                                              # doctest: +SKIP
 """
@@ -29,9 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.mesh.rank_grid import Grid
-from shardformer.mesh.transport import Lines, Meeting, Transport, Word, Work
-from shardformer.torch_compat import has_values
+from shardformer.mesh.rank_grid import RankGrid
+from shardformer.mesh.transport import Meeting, RankGroups, Transport, Word, Work
+from shardformer.torch_compat import has_data
 
 
 def fake_context(
@@ -51,7 +51,7 @@ def fake_context(
         device: of the rank; the CPU by default. See ``shardformer.local_ranks.fake_device``.
     """
     sizes = {"data": data, "pipe": pipe, "sequence": sequence, "tensor": tensor}
-    world = FakeWorld(Grid.of(sizes).rank_at(coords or {}), backend)
+    world = FakeWorld(RankGrid.of(sizes).rank_at(coords or {}), backend)
     return ParallelContext.of(sizes, coords, world=world, device=device)
 
 
@@ -63,7 +63,7 @@ class FakeWorld:
     def __init__(self, rank: int, backend: str) -> None:
         self.rank, self.backend = rank, backend
 
-    def connect(self, lines: Lines) -> Transport:
+    def connect(self, lines: RankGroups) -> Transport:
         line = next((line for line in lines if self.rank in line), (self.rank,))
         return FakeTransport(self, len(line))
 
@@ -129,7 +129,7 @@ class _Done:
 _DONE = _Done()
 
 
-class LiveBytes(TorchDispatchMode):
+class MemoryTracker(TorchDispatchMode):
     """Follows the memory of what is computed in here, on this thread: real tensors and fake ones alike.
 
     ``live`` is the bytes of all storages that are held just now, ``peak`` their highest number.
@@ -229,7 +229,7 @@ def _leave_masks_out(undo: ExitStack) -> None:
 
     def mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
         """None where it is made of what is padded alone."""
-        padded = attention_mask is None or has_values(attention_mask)
+        padded = attention_mask is None or has_data(attention_mask)
         if _HERE.traces and not padded and make(*args, attention_mask=None, **kwargs) is None:
             return None
         return make(*args, attention_mask=attention_mask, **kwargs)

@@ -25,18 +25,18 @@ from torch import Tensor
 
 from shardformer.errors import WorkerError
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.mesh.rank_grid import Grid
-from shardformer.mesh.transport import Lines, Meeting, Transport, Word, Work
+from shardformer.mesh.rank_grid import RankGrid
+from shardformer.mesh.transport import Meeting, RankGroups, Transport, Word, Work
 
 EXCHANGE = 0
 """The tag of what an exchange sends; point-to-point messages have others."""
 
 
-class Left(Exception):
+class PeerFailed(Exception):
     """Raised on a rank that waits for one which has raised."""
 
 
-class Key(NamedTuple):
+class MessageKey(NamedTuple):
     """A place on the table: what for, the how many-th time, and who lays something down there."""
 
     what: str
@@ -51,7 +51,7 @@ class Lock(Protocol):
     def release(self) -> Any: ...
 
 
-class Table:
+class Mailbox:
     """Where ``size`` threads lay down what others take.
 
     A wait ends with an error for all when a rank has raised, when nobody is left who could come, or after the time.
@@ -64,23 +64,23 @@ class Table:
         self.timeout_s, self.turn = timeout_s, turn
         self._size = size
         self._changed = threading.Condition()
-        self._laid: dict[Key, tuple[Any, int]] = {}  # the value, and how many have still to take it
-        self._waiting: dict[int, Sequence[Key]] = {}
+        self._laid: dict[MessageKey, tuple[Any, int]] = {}  # the value, and how many have still to take it
+        self._waiting: dict[int, Sequence[MessageKey]] = {}
         self._ended: set[int] = set()
         self._failed_at: float | None = None
 
-    def lay(self, key: Key, value: Any, readers: int) -> None:
+    def lay(self, key: MessageKey, value: Any, readers: int) -> None:
         """Lays a value down for so many ranks."""
         with self._changed:
             self._laid[key] = value, readers
             self._changed.notify_all()
 
-    def withdraw(self, key: Key) -> None:
+    def withdraw(self, key: MessageKey) -> None:
         """Takes back what was laid down, if it is still there."""
         with self._changed:
             self._laid.pop(key, None)
 
-    def seen(self, key: Key) -> Any:
+    def seen(self, key: MessageKey) -> Any:
         """What was laid down there, which stays; None where nothing was."""
         with self._changed:
             return self._laid.get(key, (None, 0))[0]
@@ -97,7 +97,7 @@ class Table:
         """Whether a rank has raised so long ago that those which still run are in no collective."""
         return self._failed_at is not None and time.monotonic() > self._failed_at + self.timeout_s
 
-    def missing(self, rank: int, keys: Sequence[Key], timeout_s: float) -> list[Key]:
+    def missing(self, rank: int, keys: Sequence[MessageKey], timeout_s: float) -> list[MessageKey]:
         """Waits for what ``keys`` name. Returns the keys of what has not come, and will not within the time."""
         with self._giving_up_turn(), self._changed:
             self._waiting[rank] = keys
@@ -105,7 +105,7 @@ class Table:
                 self._changed.notify_all()
             self._changed.wait_for(lambda: self._failed_at or self._are_laid(keys) or self._is_stuck(), timeout_s)
             if self._failed_at is not None:
-                raise Left("another rank has raised")
+                raise PeerFailed("another rank has raised")
             del self._waiting[rank]
             return [key for key in keys if key not in self._laid]
 
@@ -119,7 +119,7 @@ class Table:
             if self.turn is not None:
                 self.turn.acquire()
 
-    def take(self, rank: int, keys: Sequence[Key]) -> list[Any]:
+    def take(self, rank: int, keys: Sequence[MessageKey]) -> list[Any]:
         """The values that ``keys`` name, when all of them have been laid down."""
         if absent := self.missing(rank, keys, self.timeout_s):
             raise self._error(rank, absent)
@@ -132,7 +132,7 @@ class Table:
                 values.append(value)
             return values
 
-    def _are_laid(self, keys: Sequence[Key]) -> bool:
+    def _are_laid(self, keys: Sequence[MessageKey]) -> bool:
         return all(key in self._laid for key in keys)
 
     def _is_stuck(self) -> bool:
@@ -140,7 +140,7 @@ class Table:
         waits = [not self._are_laid(keys) for keys in self._waiting.values()]
         return len(waits) + len(self._ended) == self._size and all(waits)
 
-    def _error(self, rank: int, absent: Sequence[Key]) -> WorkerError:
+    def _error(self, rank: int, absent: Sequence[MessageKey]) -> WorkerError:
         with self._changed:
             found = [_waits(rank, absent)]
             for other in range(self._size):
@@ -157,7 +157,7 @@ class Table:
         )
 
 
-def _waits(rank: int, absent: Sequence[Key]) -> str:
+def _waits(rank: int, absent: Sequence[MessageKey]) -> str:
     who = " and ".join(str(key.author) for key in absent)
     return f"rank {rank} waits for rank {who} in {absent[0].what}" if absent else f"rank {rank} goes on"
 
@@ -167,12 +167,12 @@ class ThreadWorld:
 
     store = None
 
-    def __init__(self, table: Table, rank: int) -> None:
+    def __init__(self, table: Mailbox, rank: int) -> None:
         self.table, self.rank = table, rank
         self.thread = threading.current_thread()
         self._connected: Counter[tuple[int, ...]] = Counter()
 
-    def connect(self, lines: Lines) -> Transport:
+    def connect(self, lines: RankGroups) -> Transport:
         """A transport along this rank's line; of none, for a rank that stands on none, along itself."""
         line = next((line for line in lines if self.rank in line), (self.rank,))
         self._connected[line] += 1
@@ -198,16 +198,16 @@ class ThreadTransport:
 
     def all_reduce(self, x: Tensor, op: str) -> Work:
         parts = self._meet("all_reduce", _copy(x))
-        return _Later(lambda: x.copy_(_sum(parts()) if op == "sum" else torch.stack(parts()).amax(0)))
+        return _DeferredWork(lambda: x.copy_(_sum(parts()) if op == "sum" else torch.stack(parts()).amax(0)))
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
         parts = self._meet("all_gather", _copy(x))
-        return _Later(lambda: out.copy_(torch.cat(parts())))
+        return _DeferredWork(lambda: out.copy_(torch.cat(parts())))
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Work:
         parts = self._meet("reduce_scatter", _copy(x))
         rank, size = self._line.index(self._me), len(self._line)
-        return _Later(lambda: out.copy_(_sum(parts()).chunk(size)[rank]))
+        return _DeferredWork(lambda: out.copy_(_sum(parts()).chunk(size)[rank]))
 
     def exchange(self, outgoing: Mapping[int, Tensor], arriving: Mapping[int, Tensor]) -> Sequence[Work]:
         for to, x in outgoing.items():
@@ -217,7 +217,7 @@ class ThreadTransport:
 
     def send(self, x: Tensor, to: int, tag: int) -> Work:
         self.world.table.lay(self._message(self._me, self._line[to], tag), _copy(x), 1)
-        return _Later(None)
+        return _DeferredWork(None)
 
     def receive(self, x: Tensor, source: int, tag: int) -> Work:
         key = self._message(self._line[source], self._me, tag)
@@ -227,7 +227,7 @@ class ThreadTransport:
             assert value.dtype == x.dtype, f"{value.dtype} arrives where {x.dtype} is expected"
             x.copy_(value.view(x.shape))
 
-        return _Later(finish)
+        return _DeferredWork(finish)
 
     def broadcast(self, x: Tensor, source: int) -> None:
         is_source = self._line[source] == self._me
@@ -265,17 +265,17 @@ class ThreadTransport:
         self.world.table.lay(keys[self._line.index(self._me)], value, len(keys))
         return lambda: self.world.table.take(self._me, keys)
 
-    def _keys(self, what: str, place: Hashable) -> list[Key]:
-        return [Key(what, (self._channel, place), rank) for rank in self._line]
+    def _keys(self, what: str, place: Hashable) -> list[MessageKey]:
+        return [MessageKey(what, (self._channel, place), rank) for rank in self._line]
 
-    def _message(self, author: int, reader: int, tag: int) -> Key:
+    def _message(self, author: int, reader: int, tag: int) -> MessageKey:
         way = (author, reader, tag)
         self._counts[way] += 1
         what = "an exchange" if tag == EXCHANGE else "a message"
-        return Key(what, (self._channel, reader, tag, self._counts[way]), author)
+        return MessageKey(what, (self._channel, reader, tag, self._counts[way]), author)
 
 
-class _Later:
+class _DeferredWork:
     """A work that is done when it is waited for, or at once where nothing is left to do."""
 
     def __init__(self, finish: Callable[[], object] | None) -> None:
@@ -352,13 +352,13 @@ class Turn:
         self.release()
 
 
-R = TypeVar("R")
+ThreadResult = TypeVar("ThreadResult")
 
 TIMEOUT_S = 60.0
 
 
 def run_as_threads(
-    fn: Callable[[ParallelContext], R],
+    fn: Callable[[ParallelContext], ThreadResult],
     *,
     tensor: int = 1,
     data: int = 1,
@@ -366,7 +366,7 @@ def run_as_threads(
     sequence: int = 1,
     timeout_s: float = TIMEOUT_S,
     in_turn: bool = False,
-) -> list[R]:
+) -> list[ThreadResult]:
     """Calls ``fn`` with the context of each rank of the grid, in a thread each; the results in the order of the ranks.
 
     The ranks compute what processes would, on the CPU. They have torch's default generator in common: where ``fn``
@@ -378,10 +378,10 @@ def run_as_threads(
     WorkerError that says where each rank is.
     """
     sizes = {"data": data, "pipe": pipe, "sequence": sequence, "tensor": tensor}
-    grid = Grid.of(sizes)
+    grid = RankGrid.of(sizes)
     turn = Turn() if in_turn else None
-    table = Table(len(grid.ranks), timeout_s, turn)
-    results: dict[int, R] = {}
+    table = Mailbox(len(grid.ranks), timeout_s, turn)
+    results: dict[int, ThreadResult] = {}
     errors: dict[int, BaseException] = {}
 
     def play(rank: int) -> None:
@@ -406,4 +406,4 @@ def run_as_threads(
 
 def _follows(error: BaseException | None) -> bool:
     """Whether a rank raised because another had."""
-    return error is not None and (isinstance(error, Left) or _follows(error.__cause__ or error.__context__))
+    return error is not None and (isinstance(error, PeerFailed) or _follows(error.__cause__ or error.__context__))

@@ -20,7 +20,7 @@ from typing import Any, ParamSpec, Self, TypeVar
 
 from shardformer.errors import ConfigError, LaunchError, WorkerError
 from shardformer.local_ranks import worker_process
-from shardformer.local_ranks.worker_process import Failure, RemoteCall, Reply, Request
+from shardformer.local_ranks.worker_process import RemoteCall, RemoteFailure, RemoteReply, RemoteRequest
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -73,7 +73,7 @@ class WorkerPool:
         self.num_workers, self.timeout_s, self.grace_s = num_workers, timeout_s, grace_s
         self._threads, self._imports = threads, tuple(imports)
         self._workers: list[_Worker] = []
-        self._meeting: _Meeting | None = None
+        self._meeting: _GroupAddress | None = None
         self._closed = False
 
     def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> list[R]:
@@ -149,7 +149,7 @@ class WorkerPool:
 
     def _regroup(self) -> None:
         """Form the default group anew."""
-        before, self._meeting = self._meeting, _Meeting()
+        before, self._meeting = self._meeting, _GroupAddress()
         name = "the start of the group"
         call = RemoteCall.of(worker_process.join_group, (self._meeting.store, self._imports), {})
         try:
@@ -158,7 +158,7 @@ class WorkerPool:
             if before:
                 before.release()
 
-    def _exchange(self, name: str, calls: Sequence[RemoteCall], timeout_s: float) -> list[Reply]:
+    def _exchange(self, name: str, calls: Sequence[RemoteCall], timeout_s: float) -> list[RemoteReply]:
         """One call down each pipe, one reply back: either all results, or all the same kind of ShardFormerError."""
         assert self._meeting is not None
         env = {
@@ -169,7 +169,7 @@ class WorkerPool:
         }
         for worker, call in zip(self._workers, calls):
             own = {"RANK": str(worker.rank), "LOCAL_RANK": str(worker.rank)}
-            worker.send(Request(call, tuple(sys.path), {**env, **own}))
+            worker.send(RemoteRequest(call, tuple(sys.path), {**env, **own}))
         replies, dead = self._collect(timeout_s)
         failures = {rank: reply.failure for rank, reply in replies.items() if reply.failure}
         kinds = {type(failure.error) for failure in failures.values()}
@@ -182,12 +182,12 @@ class WorkerPool:
         silent = [worker for worker in self._workers if worker.rank not in replies and worker.rank not in dead]
         for worker in silent:
             os.kill(worker.pid, signal.SIGUSR1)
-        fates += [_Fate(_Kind.SILENT, worker.rank, what, worker.stack(STACK_S)) for worker in silent]
+        fates += [_RankOutcome(_OutcomeKind.SILENT, worker.rank, what, worker.stack(STACK_S)) for worker in silent]
         raise _worker_error(name, fates)
 
-    def _collect(self, timeout_s: float) -> tuple[dict[int, Reply], set[int]]:
+    def _collect(self, timeout_s: float) -> tuple[dict[int, RemoteReply], set[int]]:
         """The replies that came in time, and the ranks that died."""
-        replies: dict[int, Reply] = {}
+        replies: dict[int, RemoteReply] = {}
         dead: set[int] = set()
         deadline = time.monotonic() + timeout_s
         while waiting := [w for w in self._workers if w.rank not in replies and w.rank not in dead]:
@@ -217,10 +217,10 @@ class WorkerPool:
         self._workers, self._meeting = [], None
 
 
-class Pools:
+class WorkerPools:
     """One :class:`WorkerPool` for each number of workers, made when it is first asked for; options as there.
 
-    >>> with Pools(timeout_s=30.0) as pools:  # doctest: +SKIP
+    >>> with WorkerPools(timeout_s=30.0) as pools:  # doctest: +SKIP
     ...     pools(2).run(torch.add, 1, 1)
     [tensor(2), tensor(2)]
     """
@@ -279,16 +279,16 @@ class _Worker:
         """Whether it waits for a call: the pipe of one that has died is at its end, before its exit code is known."""
         return self.process.is_alive() and not self.calls.poll()
 
-    def send(self, request: Request) -> None:
+    def send(self, request: RemoteRequest) -> None:
         try:
             self.calls.send_bytes(pickle.dumps(request))
         except OSError:
             pass  # it is dead, which the wait for its reply finds out
 
-    def receive(self) -> Reply | None:
+    def receive(self) -> RemoteReply | None:
         """What the pipe holds; None if it ended instead."""
         try:
-            reply: Reply = pickle.loads(self.calls.recv_bytes())
+            reply: RemoteReply = pickle.loads(self.calls.recv_bytes())
         except (EOFError, OSError):
             return None
         return reply
@@ -305,7 +305,7 @@ class _Worker:
                 return "".join(f"{frame}\n" for frame in frames[: ours[0]])
         return ""
 
-    def obituary(self) -> _Fate:
+    def obituary(self) -> _RankOutcome:
         self.process.join(1.0)
         code = self.process.exitcode
         if code is None:
@@ -314,7 +314,7 @@ class _Worker:
             what = f"was killed by {signal.Signals(-code).name}"
         else:
             what = f"ended with exit code {code}"
-        return _Fate(_Kind.DIED, self.rank, what, self.stack(0.0))
+        return _RankOutcome(_OutcomeKind.DIED, self.rank, what, self.stack(0.0))
 
     def release(self) -> None:
         self.process.join()
@@ -345,7 +345,7 @@ def start_fork_server(imports: Sequence[str]) -> None:
         forkserver.ensure_running()
 
 
-class _Meeting:
+class _GroupAddress:
     """Where the workers find each other: a file for the pool's own group, a port for what a function initialises."""
 
     def __init__(self) -> None:
@@ -362,7 +362,7 @@ class _Meeting:
         self._socket.close()
 
 
-class _Kind(IntEnum):
+class _OutcomeKind(IntEnum):
     """How a call failed on a rank. A lower one explains a higher one: peers of a dead rank raise, or wait in vain."""
 
     DIED = 0
@@ -371,43 +371,43 @@ class _Kind(IntEnum):
 
 
 @dataclass(frozen=True)
-class _Fate:
-    kind: _Kind
+class _RankOutcome:
+    kind: _OutcomeKind
     rank: int
     what: str
     details: str
 
 
-def _raise_shared(name: str, replies: Sequence[Reply]) -> None:
+def _raise_shared(name: str, replies: Sequence[RemoteReply]) -> None:
     """Raise what all ranks raised alike, if they did, from what each of them said."""
     failures = [reply.failure for reply in replies if reply.failure]
     if failures and failures[0].error:
         raise failures[0].error from _worker_error(name, [_raised(*numbered) for numbered in enumerate(failures)])
 
 
-def _raised(rank: int, failure: Failure) -> _Fate:
-    return _Fate(_Kind.RAISED, rank, f"raised {failure.what}", failure.traceback)
+def _raised(rank: int, failure: RemoteFailure) -> _RankOutcome:
+    return _RankOutcome(_OutcomeKind.RAISED, rank, f"raised {failure.what}", failure.traceback)
 
 
 _RULES = {
-    _Kind.DIED: (
+    _OutcomeKind.DIED: (
         "A worker outlives its calls",
         "Look for a crash, an exit or memory that ran out; a script makes its pool under `if __name__ == '__main__':`.",
     ),
-    _Kind.RAISED: (
+    _OutcomeKind.RAISED: (
         "A call ends alike on all ranks: it returns, or raises the same kind of ShardFormerError",
         "Mend what was raised.",
     ),
-    _Kind.SILENT: (
+    _OutcomeKind.SILENT: (
         "A call ends within timeout_s",
         "Look for a collective that not all ranks reach, or raise timeout_s.",
     ),
 }
 
 
-def _worker_error(name: str, fates: Sequence[_Fate]) -> WorkerError:
+def _worker_error(name: str, fates: Sequence[_RankOutcome]) -> WorkerError:
     """The ranks that explain the failure, then what every rank that did not succeed said or where it stood."""
-    alike: dict[tuple[_Kind, str, str], list[int]] = {}
+    alike: dict[tuple[_OutcomeKind, str, str], list[int]] = {}
     headline: dict[str, list[int]] = {}
     first = min(fate.kind for fate in fates)
     for fate in sorted(fates, key=lambda fate: (fate.kind, fate.rank)):

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import get_pg_count
 
 from shardformer.errors import ConfigError, ShardFormerError
-from shardformer.mesh.init_distributed import leave_process_group
+from shardformer.mesh.init_distributed import destroy_process_group
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class RemoteCall:
 
 
 @dataclass(frozen=True)
-class Request:
+class RemoteRequest:
     """One call, and the parent's import path and the rank's environment to make it in."""
 
     call: RemoteCall
@@ -68,7 +68,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Failure:
+class RemoteFailure:
     """What a function raised. The error itself goes along if it is one that survives the journey."""
 
     what: str
@@ -77,11 +77,11 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Reply:
+class RemoteReply:
     """A pickled result, or a failure; ``regroup`` where the default group is not the only one any more."""
 
     result: bytes
-    failure: Failure | None
+    failure: RemoteFailure | None
     regroup: bool
 
 
@@ -119,9 +119,9 @@ def serve(
     home = dict(os.environ)
     while True:
         try:
-            request: Request = pickle.loads(calls.recv_bytes())
+            request: RemoteRequest = pickle.loads(calls.recv_bytes())
         except EOFError:
-            leave_process_group()
+            destroy_process_group()
             return
         _reset({**home, **request.env}, request.path, threads)
         calls.send_bytes(pickle.dumps(_answer(request.call)))
@@ -131,7 +131,7 @@ def serve(
 def join_group(store: str, imports: Sequence[str]) -> None:
     """Leave all groups, import what was asked for, and join a new default group that meets in the file ``store``."""
     gc.collect()  # what holds on to a group of the last call
-    leave_process_group()
+    destroy_process_group()
     for name in imports:
         importlib.import_module(name)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -161,7 +161,7 @@ def _reset(env: Mapping[str, str], path: Sequence[str], threads: int) -> None:
     random.seed(0)
 
 
-def _answer(call: RemoteCall) -> Reply:
+def _answer(call: RemoteCall) -> RemoteReply:
     world = dist.group.WORLD
     try:
         for name, file in call.sources.items():
@@ -171,13 +171,15 @@ def _answer(call: RemoteCall) -> Reply:
         result = fn(*args, **kwargs)
         buffer = io.BytesIO()
         _Pickler(buffer).dump(result)
-        return Reply(buffer.getvalue(), None, dist.group.WORLD is not world or get_pg_count() != 1)
+        return RemoteReply(buffer.getvalue(), None, dist.group.WORLD is not world or get_pg_count() != 1)
     except BaseException as error:  # SystemExit, or pytest's skip, is an answer too
         below = error.__traceback__.tb_next if error.__traceback__ else None
         text = "".join(traceback.format_exception(type(error), error, below))
         own = error if isinstance(error, ShardFormerError) and _survives(error) else None
         said = str(error).strip().split("\n", 1)[0]
-        return Reply(b"", Failure(f"{type(error).__name__}: {said}" if said else type(error).__name__, text, own), True)
+        return RemoteReply(
+            b"", RemoteFailure(f"{type(error).__name__}: {said}" if said else type(error).__name__, text, own), True
+        )
 
 
 def _import(name: str, file: str) -> None:
@@ -193,7 +195,7 @@ def _import(name: str, file: str) -> None:
         spec = importlib.util.spec_from_file_location(name, file)
         if spec is None or spec.loader is None:
             return  # nothing that Python can read: unpickling says what it misses
-        _stand_in_for_packages(name, file)
+        _create_namespace_packages(name, file)
         sys.modules[name] = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(sys.modules[name])
@@ -202,7 +204,7 @@ def _import(name: str, file: str) -> None:
             raise
 
 
-def _stand_in_for_packages(name: str, file: str) -> None:
+def _create_namespace_packages(name: str, file: str) -> None:
     """Namespace packages above a module that was found by its file; without them nothing in it can be named."""
     packages = name.split(".")[:-1]
     folder = os.path.dirname(file)

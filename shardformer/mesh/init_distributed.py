@@ -29,15 +29,21 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistError
 
-from shardformer.errors import ConfigError, LaunchError, first_line, nearest
-from shardformer.mesh.parallel_context import ParallelContext, launcher_store, local_device, with_sequence, with_tensor
-from shardformer.mesh.rank_failures import SAME_ADDRESS, LostPeerError, Meeting
-from shardformer.mesh.rank_grid import AXES, total_of
+from shardformer.errors import ConfigError, LaunchError, did_you_mean, first_line
+from shardformer.mesh.parallel_context import (
+    ParallelContext,
+    launcher_store,
+    local_device,
+    with_grid_axes,
+    with_ring_axes,
+)
+from shardformer.mesh.rank_failures import SAME_ADDRESS, LostPeerError, Rendezvous
+from shardformer.mesh.rank_grid import AXES, num_ranks
 from shardformer.mesh.tensor_grid import sizes_of_mode
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 LOOPBACK = "lo"
-ELSEWHERE = "192.0.2.1"
+REMOTE_ADDRESS = "192.0.2.1"
 """An address that nobody has (RFC 5737, for documentation)."""
 SIOCGIFADDR = 0x8915
 """Linux's request for the address of an interface (``man 7 netdevice``)."""
@@ -48,7 +54,7 @@ ENDED = "shardformer/ended"
 REST_S = 2.0  # threads that run on by then are the user's own
 
 
-def join_process_group(device: torch.device, backend: str | None, timeout_s: float) -> None:
+def init_process_group(device: torch.device, backend: str | None, timeout_s: float) -> None:
     """Initialises torch's default group from the environment that torchrun sets, or else from SLURM's.
 
     Raises LaunchError when neither is there.
@@ -64,24 +70,24 @@ def join_process_group(device: torch.device, backend: str | None, timeout_s: flo
         )
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    _choose_interface()
+    _select_network_interface()
     backend = backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     timeout, store = timedelta(seconds=timeout_s), _store_of_attempt(timedelta(seconds=timeout_s))
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    with nullcontext() if size == 1 else _joined_by_all(rank, size, timeout_s):
+    with nullcontext() if size == 1 else _report_missing_ranks(rank, size, timeout_s):
         if store is None:
             dist.init_process_group(backend, timeout=timeout)
         else:
             dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
-    atexit.register(leave_process_group)
+    atexit.register(destroy_process_group)
 
 
 @contextmanager
-def _joined_by_all(rank: int, size: int, timeout_s: float) -> Iterator[None]:
+def _report_missing_ranks(rank: int, size: int, timeout_s: float) -> Iterator[None]:
     """Around what waits for all processes: LostPeerError names those that have not come."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    advice = STARTED if _have_met() else SAME_ADDRESS
-    meeting = Meeting(host, port, rank, size, "rank", _attempt(), advice)
+    advice = STARTED if _launchers_share_store() else SAME_ADDRESS
+    meeting = Rendezvous(host, port, rank, size, "rank", _restart_count(), advice)
     try:
         with meeting.watched():
             yield
@@ -95,17 +101,17 @@ def _joined_by_all(rank: int, size: int, timeout_s: float) -> Iterator[None]:
         ) from error
 
 
-def _have_met() -> bool:
+def _launchers_share_store() -> bool:
     """Whether the launchers met before they started the processes, and have a store for them."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _attempt() -> str:
+def _restart_count() -> str:
     """How often the launcher has started its processes before."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
-def _choose_interface() -> None:
+def _select_network_interface() -> None:
     """Names the interface that reaches the first host, where there are several hosts and the user named none.
 
     gloo takes the one that this host's name resolves to, and says it to the others: on a host whose name stands for
@@ -115,14 +121,14 @@ def _choose_interface() -> None:
     alone = env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"]) == env["WORLD_SIZE"]
     if INTERFACE in env or alone:
         return
-    name = interface_towards(env["MASTER_ADDR"])
+    name = interface_for_host(env["MASTER_ADDR"])
     if name == LOOPBACK:  # the first host's name for itself: the interface that leads out
-        name = interface_towards(ELSEWHERE)
+        name = interface_for_host(REMOTE_ADDRESS)
     if name not in (None, LOOPBACK):
         env[INTERFACE] = name
 
 
-def interface_towards(host: str) -> str | None:
+def interface_for_host(host: str) -> str | None:
     """The network interface of this machine by which ``host`` is reached; None where the system does not tell."""
     try:
         import fcntl  # not on every system
@@ -147,15 +153,15 @@ def _store_of_attempt(timeout: timedelta) -> Any:
     torch's static rendezvous keeps its store from one attempt to the next, with the addresses of processes that are
     gone, which gloo would try to reach. None where this is the first attempt, or the launcher brings no store.
     """
-    attempt = _attempt()
-    if attempt == "0" or not _have_met():
+    attempt = _restart_count()
+    if attempt == "0" or not _launchers_share_store():
         return None
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(host, port, int(os.environ["WORLD_SIZE"]), is_master=False, timeout=timeout)
     return PrefixStore(f"shardformer/attempt_{attempt}", store)
 
 
-def leave_process_group() -> None:
+def destroy_process_group() -> None:
     """Destroys all groups, and waits for gloo's threads.
 
     After a collective they free its tensors, for which they need the interpreter: one that asks for it while it ends is
@@ -163,7 +169,7 @@ def leave_process_group() -> None:
     """
     if not dist.is_initialized():
         return
-    _say_why_it_ends()
+    _record_exit_error()
     dist.destroy_process_group()
     deadline = time.monotonic() + REST_S
     time.sleep(POLL_S)  # gives the interpreter to a thread that waits for it
@@ -171,7 +177,7 @@ def leave_process_group() -> None:
         time.sleep(POLL_S)
 
 
-def _say_why_it_ends() -> None:
+def _record_exit_error() -> None:
     """Writes down the error that ends this process, if one does, for those that wait for it to come to a call.
 
     Not an error that another process is gone: it may be the one that has the store.
@@ -249,7 +255,7 @@ def launch_from_torch(
     Raises LaunchError without a launcher's environment; ConfigError, on all processes, when the sizes do not fit them,
     or when one of them cannot read its config or seed itself.
     """
-    _join(backend, timeout_s)
+    _init_default_group(backend, timeout_s)
     asked: dict[str, Any] = {"tensor": tensor, "pipe": pipe, "data": data, "sequence": sequence}
 
     def sizes() -> dict[str, Any]:
@@ -259,14 +265,14 @@ def launch_from_torch(
             if asked.get(name) is None:
                 asked[name] = size
         _seed(settings.get("seed") if seed is None else seed)
-        return {name: total_of(n, name) if isinstance(n, tuple | list) else n for name, n in asked.items()}
+        return {name: num_ranks(n, name) if isinstance(n, tuple | list) else n for name, n in asked.items()}
 
-    context = with_tensor(with_sequence(ParallelContext.from_world(sizes), asked["sequence"]), asked["tensor"])
-    _warn_of_hosts(context)
+    context = with_grid_axes(with_ring_axes(ParallelContext.from_world(sizes), asked["sequence"]), asked["tensor"])
+    _warn_cross_host_tensor_axis(context)
     return context
 
 
-def _warn_of_hosts(context: ParallelContext) -> None:
+def _warn_cross_host_tensor_axis(context: ParallelContext) -> None:
     """Says on the first rank what it costs where the tensor axis goes from host to host."""
     grid, line = context.grid, context.tensor.ranks
     if context.rank != 0 or not context.tensor.crosses_hosts:
@@ -282,7 +288,7 @@ def _warn_of_hosts(context: ParallelContext) -> None:
     )
 
 
-def _join(backend: str | None, timeout_s: float | None) -> None:
+def _init_default_group(backend: str | None, timeout_s: float | None) -> None:
     is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
     if timeout_s is not None and not (is_number and 0 < timeout_s < math.inf):
         raise ConfigError(
@@ -291,7 +297,7 @@ def _join(backend: str | None, timeout_s: float | None) -> None:
             remedy="Write timeout_s=600, or leave it out",
         )
     if not dist.is_initialized():
-        join_process_group(local_device(), backend, TIMEOUT_S if timeout_s is None else float(timeout_s))
+        init_process_group(local_device(), backend, TIMEOUT_S if timeout_s is None else float(timeout_s))
         return
     named = {"backend": backend, "timeout_s": timeout_s}
     for name, value in named.items():
@@ -385,14 +391,14 @@ def _parallel_sizes(settings: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(
                 f"The config asks for parallel axis {name!r}",
                 rule=f"The axes are {', '.join(AXES)}",
-                remedy=nearest(name, AXES),
+                remedy=did_you_mean(name, AXES),
             )
         size = value.get("size", 1) if isinstance(value, Mapping) else value
         if isinstance(value, Mapping) and (unknown := set(value) - {"size", "mode", "depth"}):
             raise ConfigError(
                 f"The config says {sorted(map(str, unknown))[0]!r} of the parallel axis {name!r}",
                 rule="Of an axis it says the size, and of the tensor axis the mode, and the depth of one of 2.5D",
-                remedy=nearest(sorted(map(str, unknown))[0], ("size", "mode", "depth")),
+                remedy=did_you_mean(sorted(map(str, unknown))[0], ("size", "mode", "depth")),
             )
         mode = value.get("mode") if isinstance(value, Mapping) else None
         if axis == "tensor" and mode not in (None, "1d"):

@@ -25,10 +25,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 
 from shardformer.errors import ConfigError, LaunchError
-from shardformer.mesh.rank_failures import Peers, ReachedWork, ReceivedWork
-from shardformer.mesh.rank_grid import AXES, Grid, GridSizes, RingOfGroups, Sizes, agreed_grid
+from shardformer.mesh.rank_failures import MonitoredWork, PeerRanks, ReceivedWork
+from shardformer.mesh.rank_grid import AXES, AxisSizes, RankGrid, RingUlyssesSize, TensorGridSize, build_rank_grid
 from shardformer.mesh.rank_presence import Presence, presence, to, uncounted
-from shardformer.mesh.transport import NOBODY, Lines, Meeting, Traffic, Transport, Word, Work, World
+from shardformer.mesh.transport import NO_TRANSPORT, CollectiveLog, Meeting, RankGroups, Transport, Word, Work, World
 from shardformer.torch_compat import is_counted, name_of_group, num_begun
 
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.001, 0.25
@@ -40,7 +40,7 @@ REST_S = 5.0
 
 
 @dataclass(frozen=True)
-class Processes:
+class ProcessWorld:
     """The processes of a launcher of which ``ranks`` form the grid."""
 
     ranks: tuple[int, ...]
@@ -51,16 +51,16 @@ class Processes:
         """The launcher's store; None where there is one process."""
         return launcher_store()
 
-    def connect(self, lines: Lines) -> Transport:
+    def connect(self, lines: RankGroups) -> Transport:
         """One process group a line; none where each process stands alone."""
         if max(len(line) for line in lines) == 1:
-            return NOBODY
+            return NO_TRANSPORT
         mine = next((list(line) for line in lines if dist.get_rank() in line), [])
         if len(self.ranks) == dist.get_world_size():
             group, _ = dist.new_subgroups_by_enumeration([list(line) for line in lines])
         else:  # the processes outside of the grid do not come here
             group = dist.new_group(mine, use_local_synchronization=True) if mine else None
-        return ProcessGroupTransport(group) if len(mine) > 1 else NOBODY
+        return ProcessGroupTransport(group) if len(mine) > 1 else NO_TRANSPORT
 
 
 def launcher_store() -> Any:
@@ -80,7 +80,7 @@ class ProcessGroupTransport:
         self.group = group
         self._ranks = dist.get_process_group_ranks(group)
         self._rank = self._ranks.index(dist.get_rank())
-        self.peers = Peers(self._ranks, self._rank)
+        self.peers = PeerRanks(self._ranks, self._rank)
         # get_backend gives "cpu:gloo,cuda:nccl" for a group of two backends; the configuration names each device's
         pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self._backends = {device: backend for device, backend in pairs}
@@ -99,9 +99,9 @@ class ProcessGroupTransport:
         return {**sent, f"{name}<": sum(self._arrived)}
 
     @property
-    def world(self) -> Processes:
+    def world(self) -> ProcessWorld:
         """The processes of this group."""
-        return Processes(tuple(self._ranks))
+        return ProcessWorld(tuple(self._ranks))
 
     def _is_staged(self, x: Tensor) -> bool:
         """Whether a tensor is copied through the host's memory: one on a GPU, over gloo.
@@ -171,7 +171,7 @@ class ProcessGroupTransport:
             self._sends_uncounted = True
         else:
             self._sent[to] += 1
-        return ReachedWork(dist.isend(x, self._ranks[to], group=self.group, tag=tag), self.peers, "a send", to)
+        return MonitoredWork(dist.isend(x, self._ranks[to], group=self.group, tag=tag), self.peers, "a send", to)
 
     def receive(self, x: Tensor, source: int, tag: int) -> Work:
         if self._is_staged(x):
@@ -269,7 +269,7 @@ class ProcessGroupTransport:
         joined = None
         if self._is_counted and not torch.compiler.is_compiling():
             joined = self.group, num_begun(self.group), what.partition(" ")[2].replace("-", "_")
-        return ReachedWork(work, self.peers, what, peer, joined)
+        return MonitoredWork(work, self.peers, what, peer, joined)
 
 
 class StagedWork:
@@ -316,9 +316,9 @@ class Axis:
     name: str
     size: int = 1
     rank: int = 0
-    transport: Transport = NOBODY
+    transport: Transport = NO_TRANSPORT
     ranks: tuple[int, ...] = (0,)
-    traffic: Traffic = field(default_factory=Traffic)
+    traffic: CollectiveLog = field(default_factory=CollectiveLog)
     crosses_hosts: bool | None = None
 
     @property
@@ -354,7 +354,7 @@ class Axis:
             )
         assert isinstance(group, dist.ProcessGroup)
         ranks = tuple(dist.get_process_group_ranks(group))
-        transport = ProcessGroupTransport(group) if len(ranks) > 1 else NOBODY
+        transport = ProcessGroupTransport(group) if len(ranks) > 1 else NO_TRANSPORT
         return cls(name, len(ranks), dist.get_rank(group), transport, ranks)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Axis:
@@ -376,14 +376,14 @@ class ParallelContext:
         traffic: what this process hands to collectives.
     """
 
-    grid: Grid
+    grid: RankGrid
     rank: int
     axes: Mapping[str, Axis]
     device: torch.device
     world: World | None = None
     mesh: DeviceMesh | None = None
-    traffic: Traffic = field(default_factory=Traffic)
-    _by_lines: dict[Lines, Axis] = field(default_factory=dict)
+    traffic: CollectiveLog = field(default_factory=CollectiveLog)
+    _by_lines: dict[RankGroups, Axis] = field(default_factory=dict)
 
     def axis(self, name: str) -> Axis:
         """The axis called ``name``: data, pipe, sequence, tensor, or one of a view. ConfigError for another name."""
@@ -457,22 +457,24 @@ class ParallelContext:
         >>> str(ParallelContext.of({"data": 2, "tensor": 4}, {"tensor": 3}).tensor)
         'tensor 3/4'
         """
-        grid = Grid.of(sizes)
+        grid = RankGrid.of(sizes)
         return cls(grid, grid.rank_at(coords or {}), {}, device or torch.device("cpu"), world)._with_axes(AXES)
 
     @classmethod
     def from_group(cls, group: Axis | dist.ProcessGroup | None, device: torch.device | None = None) -> ParallelContext:
         """A context whose tensor axis is ``group`` (None: all processes) and whose other axes have size 1."""
         tensor = Axis.of(group)
-        grid, rank = Grid.of({"tensor": tensor.size}, tensor.ranks), tensor.ranks[tensor.rank]
+        grid, rank = RankGrid.of({"tensor": tensor.size}, tensor.ranks), tensor.ranks[tensor.rank]
         axes = {name: Axis(name, ranks=(rank,), traffic=tensor.traffic) for name in AXES[:-1]}
-        world = tensor.transport.world or Processes(tensor.ranks)
+        world = tensor.transport.world or ProcessWorld(tensor.ranks)
         by_lines = {grid.lines("tensor"): tensor}
         axes["tensor"] = tensor
         return cls(grid, rank, axes, device or local_device(), world, None, tensor.traffic, by_lines)
 
     @classmethod
-    def from_world(cls, sizes: Sizes | Callable[[], Sizes], device: torch.device | None = None) -> ParallelContext:
+    def from_world(
+        cls, sizes: AxisSizes | Callable[[], AxisSizes], device: torch.device | None = None
+    ) -> ParallelContext:
         """Builds the grid over all processes of the initialised default group.
 
         ``sizes`` gives some of the axes, or is what gives them. With none of them given, all processes form the tensor
@@ -481,13 +483,13 @@ class ParallelContext:
         Raises ConfigError, on every process, when the sizes do not fit the processes or differ between them.
         Communicates one gather of the sizes and of the hosts' names.
         """
-        grid, device = agreed_grid(sizes), device or local_device()
+        grid, device = build_rank_grid(sizes), device or local_device()
         if device.type == "cuda" and not torch.cuda.is_initialized():  # a mesh would take the device of LOCAL_RANK
             torch.cuda.set_device(device)
             torch.cuda.init()
         ranks = torch.tensor(grid.ranks).reshape(list(grid.sizes.values()))
         mesh = DeviceMesh("cuda" if device.type == "cuda" else "cpu", ranks, mesh_dim_names=AXES)
-        context = cls(grid, dist.get_rank(), {}, device, Processes(grid.ranks), mesh)
+        context = cls(grid, dist.get_rank(), {}, device, ProcessWorld(grid.ranks), mesh)
         for name in AXES:
             if grid.sizes[name] > 1:
                 group = mesh.get_group(name)
@@ -530,14 +532,14 @@ class ParallelContext:
             axes[name] = axis if axis.name == name else replace(axis, name=name)
         return replace(self, axes=axes)
 
-    def _new_axis(self, name: str, lines: Lines, transport: Transport | None = None) -> Axis:
+    def _new_axis(self, name: str, lines: RankGroups, transport: Transport | None = None) -> Axis:
         line = next((line for line in lines if self.rank in line), (self.rank,))
         if transport is None:
-            transport = NOBODY if self.world is None else self.world.connect(lines)
+            transport = NO_TRANSPORT if self.world is None else self.world.connect(lines)
         place = line.index(self.rank)
         if isinstance(transport, ProcessGroupTransport):
             hosts = [self.grid.hosts[self.grid.ranks.index(rank)] for rank in line] if self.grid.hosts else ()
-            transport.peers = Peers(line, place, name, hosts, self.traffic)
+            transport.peers = PeerRanks(line, place, name, hosts, self.traffic)
         crosses = self.grid.crosses_hosts(line)
         axis = Axis(name, len(line), place, transport, line, self.traffic, crosses)
         return self._by_lines.setdefault(lines, axis)
@@ -550,7 +552,7 @@ class ParallelContext:
         return ", ".join(f"{a.name}={a.size}" for a in base if a.size > 1) or "one process"
 
 
-def with_sequence(context: ParallelContext, sequence: RingOfGroups | None) -> ParallelContext:
+def with_ring_axes(context: ParallelContext, sequence: RingUlyssesSize | None) -> ParallelContext:
     """The context whose sequence axis is also seen as a ring of groups, where two numbers were given."""
     if sequence is None or isinstance(sequence, int):
         return context
@@ -558,7 +560,7 @@ def with_sequence(context: ParallelContext, sequence: RingOfGroups | None) -> Pa
     return context.view("sequence", ring=ring, ulysses=group)
 
 
-def with_tensor(context: ParallelContext, tensor: GridSizes | None) -> ParallelContext:
+def with_grid_axes(context: ParallelContext, tensor: TensorGridSize | None) -> ParallelContext:
     """The context whose tensor axis is also seen as a grid, where two or three numbers were given."""
     if not isinstance(tensor, tuple | list) or len(tensor) == 1:
         return context

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from shardformer.errors import LaunchError
-from shardformer.mesh.transport import Traffic
+from shardformer.mesh.transport import CollectiveLog
 
-LOST = (
+LOST_PEER_PATTERNS = (
     "Connection closed",
     "Connection reset",
     "Connection timed out",
@@ -43,7 +43,7 @@ class LostPeerError(LaunchError):
 
 
 @dataclass(frozen=True)
-class Peers:
+class PeerRanks:
     """The ranks that one transport reaches.
 
     Args:
@@ -56,10 +56,10 @@ class Peers:
     rank: int
     axis: str = ""
     hosts: Sequence[str] = ()
-    traffic: Traffic = field(default_factory=Traffic)
+    traffic: CollectiveLog = field(default_factory=CollectiveLog)
 
     def is_lost(self, error: BaseException) -> bool:
-        return isinstance(error, RuntimeError) and any(word in str(error) for word in LOST)
+        return isinstance(error, RuntimeError) and any(word in str(error) for word in LOST_PEER_PATTERNS)
 
     @contextmanager
     def reached(self, what: str, peer: int | None = None) -> Iterator[None]:
@@ -93,7 +93,7 @@ class Peers:
         return f"rank {self.ranks[place]}{on}"
 
 
-class ReachedWork:
+class MonitoredWork:
     """A work of torch, whose wait says who is missing.
 
     Attributes:
@@ -104,7 +104,12 @@ class ReachedWork:
     __slots__ = ("_peer", "_peers", "_what", "_work", "joined")
 
     def __init__(
-        self, work: Any, peers: Peers, what: str, peer: int | None = None, joined: tuple[Any, int, str] | None = None
+        self,
+        work: Any,
+        peers: PeerRanks,
+        what: str,
+        peer: int | None = None,
+        joined: tuple[Any, int, str] | None = None,
     ) -> None:
         assert work is not None, "this process is in the group, as an axis has none of others"
         self._work, self._peers, self._what, self._peer, self.joined = work, peers, what, peer, joined
@@ -118,7 +123,7 @@ class ReachedWork:
         return done
 
 
-class ReceivedWork(ReachedWork):
+class ReceivedWork(MonitoredWork):
     """What one rank sends to another.
 
     Args:
@@ -128,7 +133,7 @@ class ReceivedWork(ReachedWork):
     __slots__ = ("_arrived", "_from")
 
     def __init__(
-        self, work: Any, peers: Peers, source: int, joined: tuple[Any, int, str] | None, arrived: list[int]
+        self, work: Any, peers: PeerRanks, source: int, joined: tuple[Any, int, str] | None, arrived: list[int]
     ) -> None:
         super().__init__(work, peers, "a receive", source, joined)
         self._from, self._arrived = source, arrived
@@ -161,7 +166,7 @@ SAME_ADDRESS = (
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """Where so many processes meet, and which of them this one is; the first one has the store there.
 
     Args:
@@ -216,7 +221,7 @@ class Meeting:
             return
         self._mark()
         if (missing := self.missing()) and not over.is_set():
-            _say(
+            _print_status(
                 f"{self._own()} has waited for {SAY_AFTER_S:g} s at {self.host}:{self.port}, and has heard nothing "
                 f"of {missing}. {self.advice}"
             )
@@ -238,7 +243,7 @@ class Meeting:
             self._store().set(self._key(self.place), platform.node())
 
     def _say_it_is_not_reached(self, problem: OSError) -> None:
-        _say(
+        _print_status(
             f"{self._own()} has not reached {self.host}:{self.port} for {SAY_AFTER_S:g} s, where {self.what} 0 waits "
             f"({problem.strerror or problem}). See whether this is the address of its machine and a free port there, "
             "whether it was started, and its firewall"
@@ -266,5 +271,5 @@ class Meeting:
         return f"{self.what} {self.place} ({platform.node()})"
 
 
-def _say(text: str) -> None:
+def _print_status(text: str) -> None:
     print(f"shardformer: {text}.", file=sys.stderr, flush=True)

@@ -19,14 +19,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardformer.errors import ConfigError, ShardFormerError, nearest
-from shardformer.mesh.transport import Lines
+from shardformer.errors import ConfigError, ShardFormerError, did_you_mean
+from shardformer.mesh.transport import RankGroups
 
 AXES = ("data", "pipe", "sequence", "tensor")
 
 
 @dataclass(frozen=True)
-class View:
+class AxisView:
     """Axes of the grid (``of``) whose ranks are also counted along other axes."""
 
     of: tuple[str, ...]
@@ -34,7 +34,7 @@ class View:
 
 
 @dataclass(frozen=True)
-class Grid:
+class RankGrid:
     """Ranks laid out along named axes, the last of which counts fastest.
 
     Args:
@@ -43,7 +43,7 @@ class Grid:
         views: axes that refold these ones.
         hosts: the name of the host of each of ``ranks``; empty where they are not known.
 
-    >>> grid = Grid({"data": 2, "tensor": 4}, tuple(range(8))).view(["tensor"], {"row": 2, "column": 2})
+    >>> grid = RankGrid({"data": 2, "tensor": 4}, tuple(range(8))).view(["tensor"], {"row": 2, "column": 2})
     >>> grid.coords(6)
     {'data': 1, 'tensor': 2, 'row': 1, 'column': 0}
     >>> grid.lines("row")
@@ -54,14 +54,14 @@ class Grid:
 
     sizes: Mapping[str, int]
     ranks: tuple[int, ...]
-    views: tuple[View, ...] = ()
+    views: tuple[AxisView, ...] = ()
     hosts: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, sizes: Mapping[str, int], ranks: Sequence[int] | None = None, hosts: Sequence[str] = ()) -> Grid:
+    def of(cls, sizes: Mapping[str, int], ranks: Sequence[int] | None = None, hosts: Sequence[str] = ()) -> RankGrid:
         """The four axes, of size 1 where none is given; the ranks are counted from 0 unless they are given."""
         for name, size in sizes.items():
-            check_size(name, size)
+            check_axis_size(name, size)
         places = range(prod(sizes.values())) if ranks is None else ranks
         grid = cls({name: sizes.get(name, 1) for name in AXES}, tuple(places), (), tuple(hosts))
         grid.check(*sizes)
@@ -79,7 +79,7 @@ class Grid:
                 raise ConfigError(
                     f"There is no axis {name!r}",
                     rule=f"The axes are {', '.join(self.names)}",
-                    remedy=nearest(name, self.names),
+                    remedy=did_you_mean(name, self.names),
                 )
 
     def coords(self, rank: int) -> dict[str, int]:
@@ -99,7 +99,7 @@ class Grid:
             )
         return self.ranks[place]
 
-    def lines(self, *names: str, only: Mapping[str, Sequence[int]] | None = None) -> Lines:
+    def lines(self, *names: str, only: Mapping[str, Sequence[int]] | None = None) -> RankGroups:
         """All lines along the product of some axes, each in the order of the grid.
 
         Args:
@@ -115,7 +115,7 @@ class Grid:
                 found.setdefault(tuple(at[name] for name in fixed), []).append(rank)
         return tuple(tuple(line) for line in found.values())
 
-    def view(self, of: Sequence[str], sizes: Mapping[str, int]) -> Grid:
+    def view(self, of: Sequence[str], sizes: Mapping[str, int]) -> RankGrid:
         """The grid with new axes that refold the product of others; it has as many ranks as before.
 
         Raises ConfigError where that cannot be.
@@ -137,14 +137,14 @@ class Grid:
                 remedy=f"Choose a name that is none of {', '.join(self.names)}",
             )
         for name, n in sizes.items():
-            check_size(name, n)
+            check_axis_size(name, n)
         if prod(sizes.values()) != size or not sizes:
             raise ConfigError(
                 f"{asked} is not {refolded}",
                 rule="The sizes of a view multiply to what it refolds",
                 remedy=f"Use sizes whose product is {size}",
             )
-        return replace(self, views=(*self.views, View(tuple(of), dict(sizes))))
+        return replace(self, views=(*self.views, AxisView(tuple(of), dict(sizes))))
 
     def crosses_hosts(self, line: Sequence[int]) -> bool | None:
         """Whether these ranks sit on more than one host; None where that is not known."""
@@ -175,7 +175,7 @@ class Grid:
         return [name for name in axes if name not in named]
 
 
-def check_size(name: str, size: object) -> None:
+def check_axis_size(name: str, size: object) -> None:
     """Raises ConfigError for what is no size of an axis."""
     if type(size) is not int or size < 1:
         raise ConfigError(
@@ -193,26 +193,26 @@ def _unfold(place: int, sizes: Mapping[str, int]) -> dict[str, int]:
     return {name: out[name] for name in sizes}
 
 
-Sizes = Mapping[str, int | None]
+AxisSizes = Mapping[str, int | None]
 """Name of an axis -> its size; None where it is left open."""
-RingOfGroups = int | tuple[int, int] | list[int]
+RingUlyssesSize = int | tuple[int, int] | list[int]
 """The size of the sequence axis: how many ranks, or how many in a ring of groups, and how many in each group."""
-GridSizes = int | Sequence[int]
+TensorGridSize = int | Sequence[int]
 """The size of the tensor axis: how many ranks, or how many rows, columns and layers of a grid."""
-MOST_RANKS = 2**20
-SEVERAL = {
+MAX_GRID_RANKS = 2**20
+COMPOSITE_AXES = {
     "sequence": ((2,), "two: of a ring, and of the groups in it", "(2, 2)"),
     "tensor": ((2, 3), "two or three: of rows, of columns, and of a third axis", "(2, 2)"),
     "grid": ((2, 3), "two or three: of rows, of columns, and of a third axis", "(2, 2)"),
 }
 
 
-def total_of(sizes: GridSizes | None, axis: str = "sequence") -> int:
+def num_ranks(sizes: TensorGridSize | None, axis: str = "sequence") -> int:
     """The ranks of an axis that may be given as several. Raises ConfigError for what is neither a number nor those."""
     if sizes is None:
         return 1
     every: list[Any] = list(sizes) if isinstance(sizes, tuple | list) else [sizes]
-    counts, meaning, example = SEVERAL[axis]
+    counts, meaning, example = COMPOSITE_AXES[axis]
     if len(every) not in (1, *counts):
         raise ConfigError(
             f"{axis}={sizes!r}",
@@ -220,34 +220,34 @@ def total_of(sizes: GridSizes | None, axis: str = "sequence") -> int:
             remedy=f"Write {axis}=4, or {axis}={example}",
         )
     for size in every:
-        check_size(axis, size)
+        check_axis_size(axis, size)
     return prod(every)
 
 
-def parsed(given: str, axis: str) -> int | tuple[int, ...]:
+def parse_axis_size(given: str, axis: str) -> int | tuple[int, ...]:
     """``"4"`` or ``"2x2"`` as a number or several. Raises ConfigError for anything else."""
     if given.lstrip("-").isdigit() and int(given) < 1:
         raise ConfigError(f"{axis}={given}", rule="An axis has one rank or more", remedy=f"Use --{axis} 1 or more")
     try:
         sizes = tuple(int(part) for part in given.split("x"))
-        total = total_of(sizes, axis)
+        total = num_ranks(sizes, axis)
     except (ValueError, ConfigError):
-        _, meaning, example = SEVERAL[axis]
+        _, meaning, example = COMPOSITE_AXES[axis]
         raise ConfigError(
             f"--{axis} {given}",
             rule=f"It is a number of ranks, or {meaning}",
             remedy=f"Write --{axis} 4, or --{axis} {example.strip('()').replace(', ', 'x')}",
         ) from None
-    if total > MOST_RANKS:
+    if total > MAX_GRID_RANKS:
         raise ConfigError(
             f"--{axis} {given:.40}",
-            rule=f"An axis has {MOST_RANKS:,} ranks at the most, each of them a process",
+            rule=f"An axis has {MAX_GRID_RANKS:,} ranks at the most, each of them a process",
             remedy=f"Use --{axis} 4, or as many as you have devices",
         )
     return sizes[0] if len(sizes) == 1 else sizes
 
 
-def agreed_grid(sizes: Sizes | Callable[[], Sizes]) -> Grid:
+def build_rank_grid(sizes: AxisSizes | Callable[[], AxisSizes]) -> RankGrid:
     """The grid over all processes, and who sits on which host.
 
     Every process raises ConfigError when one of them asks for what cannot be, or for something else, or cannot say what
@@ -279,13 +279,13 @@ def agreed_grid(sizes: Sizes | Callable[[], Sizes]) -> Grid:
                 rule="All processes lay the same grid",
                 remedy="Give the same sizes on every process",
             )
-    return Grid.of(shape, hosts=[host for *_, host in answers])
+    return RankGrid.of(shape, hosts=[host for *_, host in answers])
 
 
 def _resolve_sizes(sizes: dict[str, int | None], world: int) -> dict[str, int]:
     for name, size in sizes.items():
         if size is not None:
-            check_size(name, size)
+            check_axis_size(name, size)
     given = {name: size for name in reversed(AXES) if (size := sizes.get(name)) is not None}
     tensor, data = given.get("tensor"), given.get("data")
     inner = given.get("pipe", 1) * given.get("sequence", 1)

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardformer.mesh.rank_failures import ReachedWork, ReceivedWork
+from shardformer.mesh.rank_failures import MonitoredWork, ReceivedWork
 from shardformer.torch_compat import collectives_begun, name_of_group
 
 
@@ -309,8 +309,8 @@ def _joined(frame: FrameType) -> tuple[Any, int | None, str] | tuple[Any, int, i
     """What a frame waits in: a collective, the last that was begun on its group where the number is None; or what
     another rank sends: (group, the rank, how often something arrived from it)."""
     names = frame.f_code.co_varnames[: frame.f_code.co_argcount + frame.f_code.co_kwonlyargcount]
-    if frame.f_code is ReachedWork.wait.__code__:
-        work: ReachedWork = frame.f_locals["self"]
+    if frame.f_code is MonitoredWork.wait.__code__:
+        work: MonitoredWork = frame.f_locals["self"]
         return work.awaited if isinstance(work, ReceivedWork) else work.joined
     if "async_op" in names and "group" in names:
         return frame.f_locals.get("group"), None, _FORMS.sub("", frame.f_code.co_name)

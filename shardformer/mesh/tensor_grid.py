@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 from math import isqrt, lcm
 from typing import Any
 
-from shardformer.errors import ConfigError, nearest
+from shardformer.errors import ConfigError, did_you_mean
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 
-NAMES = ("row", "column", "depth")
+GRID_AXIS_NAMES = ("row", "column", "depth")
 GRID_MODES = ("2d", "2.5d", "3d")
 
 
@@ -50,8 +50,9 @@ class TensorGrid:
 
     @classmethod
     def of(cls, context: ParallelContext, mode: str) -> TensorGrid:
-        """The grid of a context that is seen by ``with_grid``. All processes call it: axes may have to be connected."""
-        row, column, depth = (context.axis(name) for name in NAMES)
+        """The grid of a context that is seen by ``with_tensor_grid``. All processes call it: axes may have to be
+        connected."""
+        row, column, depth = (context.axis(name) for name in GRID_AXIS_NAMES)
         batch = context.merged("row", "column" if mode == "3d" else "depth")
         core = context.merged("row", "depth")
         hidden, contraction = (depth, depth) if mode == "3d" else (column, Axis("contraction"))
@@ -96,42 +97,44 @@ def sizes_of_mode(mode: str, size: int | Sequence[int], depth: int | None = None
         raise ConfigError(
             f"The config asks for tensor parallel mode {mode!r}",
             rule=f"The modes are 1d, {', '.join(GRID_MODES)}",
-            remedy=nearest(str(mode), ("1d", *GRID_MODES)),
+            remedy=did_you_mean(str(mode), ("1d", *GRID_MODES)),
         )
     if isinstance(size, tuple | list):
         row, column, third = (*size, 1)[:3]
         if mode == "2d" and third > 1:
-            raise _refused(f"{row} x {column} x {third}", mode, f"Use tensor=({row}, {column * third})")
+            raise _size_error(f"{row} x {column} x {third}", mode, f"Use tensor=({row}, {column * third})")
         if mode != "2d" and third == 1 < row * column:
-            raise _refused(f"{row} x {column}", mode, f"Give three numbers, such as tensor=({row}, {column}, 2)")
+            raise _size_error(f"{row} x {column}", mode, f"Give three numbers, such as tensor=({row}, {column}, 2)")
         return row, column, third
     assert isinstance(size, int), size
     if mode == "2.5d" and depth is not None:
         side = isqrt(size // depth) if depth else 0
         if side * side * depth != size:
-            raise _refused(f"{size} and depth={depth}", mode, f"Use a size of {depth} times a square")
+            raise _size_error(f"{size} and depth={depth}", mode, f"Use a size of {depth} times a square")
         return side, side, depth
     if mode == "2d":
         side = isqrt(size)
         if side * side != size:
-            raise _refused(str(size), mode, f"Name rows and columns: tensor={_factors(size)}")
+            raise _size_error(str(size), mode, f"Name rows and columns: tensor={_factors(size)}")
         return side, side, 1
     if mode == "3d":
         side = round(size ** (1 / 3))
         if side**3 != size:
-            raise _refused(str(size), mode, "Name the three sizes, such as tensor=(2, 2, 2), or tensor=(4, 2, 2)")
+            raise _size_error(str(size), mode, "Name the three sizes, such as tensor=(2, 2, 2), or tensor=(4, 2, 2)")
         return side, side, side
     sides = [n for n in range(isqrt(size), 1, -1) if size % (n * n) == 0 and size > n * n]
     if not sides:
-        raise _refused(str(size), mode, "Name the three sizes, such as tensor=(2, 2, 2)")
+        raise _size_error(str(size), mode, "Name the three sizes, such as tensor=(2, 2, 2)")
     return sides[0], sides[0], size // sides[0] ** 2
 
 
-def with_grid(context: ParallelContext, mode: str) -> ParallelContext:
+def with_tensor_grid(context: ParallelContext, mode: str) -> ParallelContext:
     """The context whose tensor axis is also seen as a grid. All processes call it. Raises as ``sizes_of_mode``."""
     known = context.sizes
-    sizes = sizes_of_mode(mode, [known[n] for n in NAMES] if "row" in known else context.tensor.size)
-    return context if "row" in context.sizes else context.view("tensor", **dict(zip(NAMES, sizes, strict=True)))
+    sizes = sizes_of_mode(mode, [known[n] for n in GRID_AXIS_NAMES] if "row" in known else context.tensor.size)
+    return (
+        context if "row" in context.sizes else context.view("tensor", **dict(zip(GRID_AXIS_NAMES, sizes, strict=True)))
+    )
 
 
 def _factors(size: int) -> tuple[int, int]:
@@ -140,7 +143,7 @@ def _factors(size: int) -> tuple[int, int]:
     return size // small, small
 
 
-def _refused(sizes: str, mode: str, remedy: str) -> ConfigError:
+def _size_error(sizes: str, mode: str, remedy: str) -> ConfigError:
     shapes = {"2d": "rows x columns", "2.5d": "rows x columns x copies", "3d": "rows x columns x a third"}
     alone = {"2d": "a square", "2.5d": "two squares or more", "3d": "a cube"}
     return ConfigError(
@@ -151,7 +154,7 @@ def _refused(sizes: str, mode: str, remedy: str) -> ConfigError:
 
 
 @dataclass(frozen=True)
-class Holding:
+class GridShards:
     """The parts of one rank, each as "which of how many".
 
     Args:
@@ -168,17 +171,19 @@ class Holding:
     weights: str
 
 
-def holdings(mode: str, sizes: int | tuple[int, ...]) -> list[Holding]:
+def describe_grid_shards(mode: str, sizes: int | tuple[int, ...]) -> list[GridShards]:
     """What each rank holds. Raises ConfigError where the sizes do not fit the mode."""
     row, column, depth = sizes_of_mode(mode, sizes)
     found = []
     for rank in range(row * column * depth):
         context = ParallelContext.of({"tensor": row * column * depth}, {"tensor": rank})
-        grid = TensorGrid.of(context.view("tensor", **dict(zip(NAMES, (row, column, depth), strict=True))), mode)
+        grid = TensorGrid.of(
+            context.view("tensor", **dict(zip(GRID_AXIS_NAMES, (row, column, depth), strict=True))), mode
+        )
         axes = [grid.row, grid.column, grid.depth][: 2 if mode == "2d" else 3]
         hidden = _part(grid.contraction.rank * grid.row.size + grid.row.rank, grid.contraction.size * grid.row.size)
         found.append(
-            Holding(
+            GridShards(
                 rank,
                 ", ".join(str(axis.rank) for axis in axes),
                 f"{_part(grid.batch.rank, grid.batch.size)}, {_part(grid.hidden.rank, grid.hidden.size)}",
@@ -189,7 +194,7 @@ def holdings(mode: str, sizes: int | tuple[int, ...]) -> list[Holding]:
     return found
 
 
-def formulas(mode: str, sizes: int | tuple[int, ...]) -> list[tuple[str, str]]:
+def grid_communication(mode: str, sizes: int | tuple[int, ...]) -> list[tuple[str, str]]:
     """(layout, numbers that a rank sends for a layer, forward and backward), of the grid and of one dimension.
 
     N tokens, H hidden features, W weights of the layer, V the widths inside of its blocks, of which E at their exits.
@@ -211,10 +216,10 @@ def formulas(mode: str, sizes: int | tuple[int, ...]) -> list[tuple[str, str]]:
     return [(f"1D over {ranks}", f"{8 * share(ranks):.3g} N H"), (f"{mode} over this grid", said)]
 
 
-def in_a_sentence(grid: TensorGrid) -> str:
+def grid_summary(grid: TensorGrid) -> str:
     """What a rank of this grid has between the blocks, and what it sends for a layer."""
     sizes = (grid.row.size, grid.column.size, grid.depth.size)
-    (_, line), (_, own) = formulas(grid.mode, sizes)
+    (_, line), (_, own) = grid_communication(grid.mode, sizes)
     widths = ", V the widths in its blocks and E at their exits" if "V" in own else ""
     return (
         f"Tensor parallelism on a grid: {grid}. Between the blocks a rank has 1/{grid.batch.size} of the samples and "

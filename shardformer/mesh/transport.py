@@ -41,18 +41,18 @@ WIRE_FACTOR = {
 }
 
 
-class Where(NamedTuple):
+class CallSite(NamedTuple):
     """The path of the module that runs, and the action of the schedule; empty where they are not known."""
 
     module: str = ""
     action: str = ""
 
 
-NOWHERE = Where()
+NO_CALL_SITE = CallSite()
 
 
 @dataclass(frozen=True)
-class Collective:
+class CollectiveRecord:
     """One collective: its kind, the axis, its purpose, the bytes of the full tensor, and where it starts."""
 
     op: str
@@ -60,7 +60,7 @@ class Collective:
     ranks: int
     payload_bytes: int
     purpose: str
-    where: Where = NOWHERE
+    where: CallSite = NO_CALL_SITE
 
     @property
     def wire_bytes(self) -> int:
@@ -68,15 +68,15 @@ class Collective:
         return self.payload_bytes * WIRE_FACTOR[self.op] * (self.ranks - 1)
 
 
-class Event(NamedTuple):
+class CollectiveEvent(NamedTuple):
     """``kind`` is "start" or "wait"; the two events of one collective hold the same object."""
 
     kind: str
-    collective: Collective
+    collective: CollectiveRecord
 
 
 @dataclass(eq=False)
-class Traffic:
+class CollectiveLog:
     """What this process handed to collectives; ``shardformer.comm.recorder`` fills and reads it.
 
     Args:
@@ -87,30 +87,30 @@ class Traffic:
     """
 
     enabled: bool = False
-    calls: list[Collective] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
-    where: Where = NOWHERE
+    calls: list[CollectiveRecord] = field(default_factory=list)
+    events: list[CollectiveEvent] = field(default_factory=list)
+    where: CallSite = NO_CALL_SITE
     steps: int = 0
 
-    def start(self, call: Collective) -> Callable[[], None]:
+    def start(self, call: CollectiveRecord) -> Callable[[], None]:
         """Notes that ``call`` starts. Returns what notes that it is waited for."""
         if call.op != "receive":
             self.calls.append(call)
-        self.events.append(Event("start", call))
-        return lambda: self.events.append(Event("wait", call)) if self.enabled else None
+        self.events.append(CollectiveEvent("start", call))
+        return lambda: self.events.append(CollectiveEvent("wait", call)) if self.enabled else None
 
     @contextmanager
     def within(self, *, module: str | None = None, action: str | None = None) -> Iterator[None]:
         """Collectives that start in here carry the path of this module, or this action of the schedule."""
         before = self.where
-        self.where = Where(before.module if module is None else module, before.action if action is None else action)
+        self.where = CallSite(before.module if module is None else module, before.action if action is None else action)
         try:
             yield
         finally:
             self.where = before
 
 
-Lines = tuple[tuple[int, ...], ...]
+RankGroups = tuple[tuple[int, ...], ...]
 """Global ranks of all groups of one kind, which are disjoint; the ranks of a group in its order."""
 
 
@@ -153,7 +153,7 @@ class World(Protocol):
     def thread(self) -> threading.Thread | None:
         """The thread that is this rank; None where a process is."""
 
-    def connect(self, lines: Lines) -> Transport:
+    def connect(self, lines: RankGroups) -> Transport:
         """Makes a transport for each line, and gives this rank's. All ranks call it, in one order."""
 
 
@@ -215,7 +215,7 @@ class Transport(Protocol):
         """
 
 
-class _Nobody:
+class _NoTransport:
     """What an axis of size 1 has, or one of a context that was made by arithmetic."""
 
     world = group = None
@@ -230,4 +230,4 @@ class _Nobody:
         )
 
 
-NOBODY = cast(Transport, _Nobody())
+NO_TRANSPORT = cast(Transport, _NoTransport())

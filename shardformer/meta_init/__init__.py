@@ -1,3 +1,13 @@
-"""Models without values: on the meta device, with a recipe beside each tensor, by which a rank makes its part."""
+"""Models on the meta device, with a recipe for each tensor from which a rank computes its part."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardformer.public_names import lazy_names
+
+if TYPE_CHECKING:
+    from shardformer.meta_init.lazy_init import LazyInit as LazyInit
+    from shardformer.meta_init.materialization import materialize as materialize
+
+__getattr__, __all__ = lazy_names(__name__)

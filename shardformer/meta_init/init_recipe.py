@@ -1,4 +1,4 @@
-"""Recipes: how the values of a tensor on the meta device are made. Data first, ``compute`` reads it.
+"""Recipes: how the values of a tensor on the meta device are made. Data first, ``run_recipe`` reads it.
 
     place     a storage on the meta device; the views of a tensor, a parameter of it and its ``.data`` share one
     step      one operation that was called and not carried out; it knows which steps made what it reads
@@ -32,18 +32,18 @@ _GENERATOR = threading.Lock()
 
 
 @dataclass(eq=False)
-class Place:
+class DeferredStorage:
     """A storage that holds no values: its size, and the step that wrote to it last."""
 
     num_bytes: int
-    writer: Step | None = None
+    writer: InitStep | None = None
 
 
 @dataclass(frozen=True)
-class View:
+class TensorView:
     """A tensor in a place, as an argument of a step."""
 
-    place: Place
+    place: DeferredStorage
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -56,11 +56,11 @@ class View:
 
 
 @dataclass(eq=False)
-class Step:
+class InitStep:
     """One operation that was called and not carried out.
 
     Args:
-        func: what is called: a function of torch, or a ``Source`` of values.
+        func: what is called: a function of torch, or a ``SafetensorsSource`` of values.
         args, kwargs: its arguments, tensors without values as views.
         out: what it gives, by its position; None where that is no new tensor.
         before: the steps that wrote what it reads.
@@ -70,18 +70,18 @@ class Step:
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    out: tuple[View | None, ...] = ()
-    before: tuple[Step, ...] = ()
+    out: tuple[TensorView | None, ...] = ()
+    before: tuple[InitStep, ...] = ()
     state: Tensor | None = None
     number: int = field(default_factory=lambda: next(_ORDER))
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[DeferredStorage]:
         """All places that it reads or writes, each once."""
-        views = [x for x in tree_flatten((self.args, self.kwargs, self.out))[0] if isinstance(x, View)]
+        views = [x for x in tree_flatten((self.args, self.kwargs, self.out))[0] if isinstance(x, TensorView)]
         return list({id(v.place): v.place for v in views}.values())
 
 
-def place_of(tensor: Any) -> Place | None:
+def deferred_storage_of(tensor: Any) -> DeferredStorage | None:
     """The place of a tensor without values that has a recipe; None for every other."""
     if not isinstance(tensor, Tensor):
         return None
@@ -89,28 +89,28 @@ def place_of(tensor: Any) -> Place | None:
         return tensor.untyped_storage().__dict__.get(ATTRIBUTE) if tensor.is_meta else None
 
 
-def make_place(tensor: Tensor) -> Place:
+def defer_storage(tensor: Tensor) -> DeferredStorage:
     """Gives a tensor on the meta device a place of its own; torch keeps it as long as the storage lives."""
     storage = tensor.untyped_storage()
-    place = Place(storage.nbytes())
+    place = DeferredStorage(storage.nbytes())
     storage.__dict__[ATTRIBUTE] = place
     return place
 
 
-def forget(tensor: Tensor) -> None:
+def drop_recipe(tensor: Tensor) -> None:
     """Takes the recipe of a tensor from it: its values cannot be made."""
     tensor.untyped_storage().__dict__.pop(ATTRIBUTE, None)
 
 
-def view_of(tensor: Tensor) -> View:
-    place = place_of(tensor)
+def view_of(tensor: Tensor) -> TensorView:
+    place = deferred_storage_of(tensor)
     assert place is not None
-    return View(place, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+    return TensorView(place, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
-def recipe(place: Place) -> list[Step]:
+def recipe_of(place: DeferredStorage) -> list[InitStep]:
     """The steps that make the values of a place, in the order in which they were called."""
-    found: dict[int, Step] = {}
+    found: dict[int, InitStep] = {}
     waiting = [place.writer] if place.writer is not None else []
     while waiting:
         step = waiting.pop()
@@ -120,16 +120,16 @@ def recipe(place: Place) -> list[Step]:
     return [found[number] for number in sorted(found)]
 
 
-def compute(place: Place) -> UntypedStorage:
+def run_recipe(place: DeferredStorage) -> UntypedStorage:
     """The values of a place, on the CPU. What was made on the way is freed as soon as no later step reads it."""
-    steps = recipe(place)
+    steps = recipe_of(place)
     uses = Counter(id(p) for step in steps for p in step.places())
     storages: dict[int, UntypedStorage] = {}
     with _disable_current_modes(), torch.no_grad(), torch.device("cpu"):
         if not steps:
             return _allocate(place)
         for step in steps:
-            run(step, storages)
+            run_step(step, storages)
             for p in step.places():
                 uses[id(p)] -= 1
                 if not uses[id(p)] and p is not place:
@@ -141,14 +141,14 @@ def compute(place: Place) -> UntypedStorage:
 def values_of(tensor: Tensor) -> Tensor:
     """What a tensor with a recipe holds, on the CPU."""
     view = view_of(tensor)
-    return view.of(compute(view.place))
+    return view.of(run_recipe(view.place))
 
 
-def run(step: Step, storages: dict[int, UntypedStorage]) -> None:
+def run_step(step: InitStep, storages: dict[int, UntypedStorage]) -> None:
     """Carries out one step on real values, which ``storages`` holds by the identity of their place."""
 
     def real(x: Any) -> Any:
-        if isinstance(x, View):
+        if isinstance(x, TensorView):
             if id(x.place) not in storages:  # what is wholly written over, or never was written
                 storages[id(x.place)] = _allocate(x.place)
             return x.of(storages[id(x.place)])
@@ -175,7 +175,7 @@ def _redraw(func: Any, state: Tensor, args: tuple[Any, ...], kwargs: dict[str, A
         return func(*args, **kwargs)
 
 
-def _allocate(place: Place) -> UntypedStorage:
+def _allocate(place: DeferredStorage) -> UntypedStorage:
     """Memory for a place. What is large is mapped by itself: on the heap the small parts would fill the holes that full
     tensors leave, and the heap would grow to the size of the full model."""
     if place.num_bytes < MAPPED_BYTES:
@@ -184,7 +184,7 @@ def _allocate(place: Place) -> UntypedStorage:
     return torch.frombuffer(mapped, dtype=torch.uint8).untyped_storage()
 
 
-def _laid_out(value: Tensor, view: View) -> UntypedStorage:
+def _laid_out(value: Tensor, view: TensorView) -> UntypedStorage:
     """The storage of a result, as it was said to be laid out when it had no values."""
     if (value.stride(), value.storage_offset(), value.dtype) == (view.stride, view.offset, view.dtype):
         return value.untyped_storage()
@@ -196,18 +196,18 @@ def _laid_out(value: Tensor, view: View) -> UntypedStorage:
 # ------------------------------------------------------------------------------------------------ to compare over ranks
 
 
-def random_steps(place: Place) -> Iterator[Step]:
+def random_steps(place: DeferredStorage) -> Iterator[InitStep]:
     """The steps of a place's recipe that draw."""
-    return (step for step in recipe(place) if step.state is not None)
+    return (step for step in recipe_of(place) if step.state is not None)
 
 
-def text_of(place: Place) -> str:
+def recipe_as_text(place: DeferredStorage) -> str:
     """A recipe in words, with a hash of its arguments: equal on ranks that build the same, whatever their seed."""
     digest, names = hashlib.sha256(), []
     numbers: dict[int, int] = {}
 
     def told(x: Any) -> str:
-        if isinstance(x, View):
+        if isinstance(x, TensorView):
             number = numbers.setdefault(id(x.place), len(numbers))
             return f"{number} {x.dtype} {x.size} {x.stride} {x.offset}"
         if isinstance(x, Tensor):
@@ -215,7 +215,7 @@ def text_of(place: Place) -> str:
             return f"{x.dtype} {tuple(x.shape)} {hashlib.sha256(raw.numpy().tobytes()).hexdigest()}"
         return str(x)
 
-    for step in recipe(place):
+    for step in recipe_of(place):
         leaves, shape = tree_flatten((step.args, step.kwargs, step.out))
         digest.update(f"{step.func} {[told(x) for x in leaves]} {shape}".encode())
         names.append(getattr(step.func, "__name__", str(step.func)).partition(".")[0])

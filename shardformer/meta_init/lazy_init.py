@@ -23,14 +23,14 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from shardformer.errors import ConfigError
 from shardformer.meta_init.init_recipe import (
-    Place,
-    Step,
-    View,
-    compute,
-    forget,
-    make_place,
-    place_of,
-    run,
+    DeferredStorage,
+    InitStep,
+    TensorView,
+    defer_storage,
+    deferred_storage_of,
+    drop_recipe,
+    run_recipe,
+    run_step,
     values_of,
     view_of,
 )
@@ -62,13 +62,13 @@ IS_META: Any = getattr_static(Tensor, "is_meta").__get__
 DEVICE: Any = getattr_static(Tensor, "device").__get__
 
 
-class Disguise(TorchFunctionMode):
+class ReportCpuDevice(TorchFunctionMode):
     """Tensors without values say that they are on the CPU, as torch's and transformers' init functions want to know."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == IS_META and place_of(args[0]) is not None:
+        if func == IS_META and deferred_storage_of(args[0]) is not None:
             return False
-        if func == DEVICE and place_of(args[0]) is not None:
+        if func == DEVICE and deferred_storage_of(args[0]) is not None:
             return torch.device("cpu")
         return func(*args, **(kwargs or {}))
 
@@ -85,7 +85,7 @@ class InitRecorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch gives its bases no types
-        self._disguise = Disguise()
+        self._disguise = ReportCpuDevice()
 
     def __enter__(self) -> Self:
         self._disguise.__enter__()
@@ -103,7 +103,7 @@ class InitRecorder(TorchDispatchMode):
         if func is aten.scalar_tensor.default:  # the 2.0 of `weight[0] = 2.0`, on the device of the weight
             return func(*args, **{**kwargs, "device": torch.device("cpu")})
         tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
-        if not any(place_of(x) for x in tensors):
+        if not any(deferred_storage_of(x) for x in tensors):
             if self.makes and func in MAKING and _is_float(func, args, kwargs):
                 return self._make(func, args, dict(kwargs))
             if self.makes and func is aten.empty_like.default and args[0].is_meta and not _is_to_meta(kwargs):
@@ -113,11 +113,11 @@ class InitRecorder(TorchDispatchMode):
         if _is_to_meta(kwargs):
             return func(*args, **kwargs)
         written = _written(func, args, kwargs)
-        if any(x.is_meta and place_of(x) is None for x in tensors):
+        if any(x.is_meta and deferred_storage_of(x) is None for x in tensors):
             for x in written:  # with what nobody knows: then nobody knows this either
-                forget(x)
+                drop_recipe(x)
             return func(*_without_values(args), **_without_values(kwargs))
-        if any(place_of(x) is None for x in written):  # into a tensor that has values
+        if any(deferred_storage_of(x) is None for x in written):  # into a tensor that has values
             return func(*_with_values(args), **_with_values(kwargs))
         try:
             result = func(*_without_values(args), **_on("meta", _without_values(kwargs)))
@@ -148,24 +148,24 @@ class InitRecorder(TorchDispatchMode):
             empty = self._make(aten.empty.memory_format, args[taken:], kwargs)
             return self.__torch_dispatch__(fill, (), (empty, *args[:taken]), {"generator": generator})
         result = func(*args, **{**kwargs, "device": torch.device("meta")})
-        place = make_place(result)
+        place = defer_storage(result)
         if func in FILLED:
-            place.writer = Step(func, args, {**kwargs, "device": device, "dtype": result.dtype}, (view_of(result),))
+            place.writer = InitStep(func, args, {**kwargs, "device": device, "dtype": result.dtype}, (view_of(result),))
         return result
 
     def _record(self, func: Any, args: Any, kwargs: Any, written: list[Tensor], result: Any) -> None:
         results = list(result) if isinstance(result, tuple | list) else [result]
-        new = [x for x in results if isinstance(x, Tensor) and x.is_meta and place_of(x) is None]
+        new = [x for x in results if isinstance(x, Tensor) and x.is_meta and deferred_storage_of(x) is None]
         for x in new:
-            make_place(x)
+            defer_storage(x)
         if not new and not written:
             return  # a view, or a question that needs no values
         if func in TAKING and (steps := _cast_last(func, args, kwargs, result)):
-            new_place = place_of(result)
+            new_place = deferred_storage_of(result)
             assert new_place is not None
             new_place.writer = steps
             return
-        step = Step(func, tree_map(_argument, args), _on("cpu", tree_map(_argument, kwargs)))
+        step = InitStep(func, tree_map(_argument, args), _on("cpu", tree_map(_argument, kwargs)))
         step.out = tuple(view_of(x) if any(x is n for n in new) else None for x in results)
         draws, generator = torch.Tag.nondeterministic_seeded in func.tags, kwargs.get("generator")
         if draws:
@@ -176,7 +176,7 @@ class InitRecorder(TorchDispatchMode):
         if draws:
             _advance(func, step, generator, overwritten is not None)
         for x in (*written, *new):
-            place = place_of(x)
+            place = deferred_storage_of(x)
             assert place is not None
             place.writer = step
 
@@ -255,7 +255,7 @@ def _registered(module: nn.Module, name: str, param: Any) -> None:
             seen.append(param)
 
 
-class Loading(LazyInit):
+class LazyLoading(LazyInit):
     """LazyInit around transformers' ``from_pretrained``, which builds on the meta device and puts weights in later."""
 
     allows_meta = True
@@ -268,16 +268,16 @@ def _is_float(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     return dtype.is_floating_point
 
 
-def _cast_last(func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> Step | None:
+def _cast_last(func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> InitStep | None:
     """Taking a part of what was cast to another dtype, as a cast of the part: the whole is never held twice."""
-    sources: list[View] = []
+    sources: list[TensorView] = []
 
     def before_cast(x: Any) -> Any:
-        view = view_of(x) if isinstance(x, Tensor) and place_of(x) is not None else None
+        view = view_of(x) if isinstance(x, Tensor) and deferred_storage_of(x) is not None else None
         source = _cast_from(view) if view is not None else None
         if view is None or source is None:
             return x
-        sources.append(View(source.place, source.dtype, view.size, view.stride, view.offset))
+        sources.append(TensorView(source.place, source.dtype, view.size, view.stride, view.offset))
         return sources[-1]
 
     new_args = tree_map(before_cast, args)
@@ -285,18 +285,20 @@ def _cast_last(func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> 
     if len(sources) < count or len({view.dtype for view in sources}) > 1:
         return None
     out, dtype = view_of(result), sources[0].dtype
-    part = View(Place(out.place.num_bytes // out.dtype.itemsize * dtype.itemsize), dtype, out.size, out.stride, 0)
-    taken = Step(func, new_args, kwargs, (part,), _writers(view.place for view in sources))
-    return Step(aten._to_copy.default, (part,), {"dtype": out.dtype}, (out,), (taken,))
+    part = TensorView(
+        DeferredStorage(out.place.num_bytes // out.dtype.itemsize * dtype.itemsize), dtype, out.size, out.stride, 0
+    )
+    taken = InitStep(func, new_args, kwargs, (part,), _writers(view.place for view in sources))
+    return InitStep(aten._to_copy.default, (part,), {"dtype": out.dtype}, (out,), (taken,))
 
 
-def _cast_from(view: View) -> View | None:
+def _cast_from(view: TensorView) -> TensorView | None:
     """What was cast, of the same layout, to what this is a view of, if nothing was written to either since."""
     cast = view.place.writer
     if cast is None or cast.func is not aten._to_copy.default:
         return None
     source, out = cast.args[0], cast.out[0]
-    if not isinstance(source, View) or out is None or out.place is not view.place:
+    if not isinstance(source, TensorView) or out is None or out.place is not view.place:
         return None
     alike = (source.size, source.stride, source.offset) == (out.size, out.stride, out.offset)
     return source if alike and cast.before == _writers([source.place]) else None
@@ -316,34 +318,34 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return found
 
 
-def _overwritten(func: Any, written: list[Tensor]) -> Place | None:
+def _overwritten(func: Any, written: list[Tensor]) -> DeferredStorage | None:
     """The place of which a function leaves no value."""
     if len(written) == 1 and func._schema.name.partition("::")[2] in OVERWRITING:
-        place, target = place_of(written[0]), written[0]
+        place, target = deferred_storage_of(written[0]), written[0]
         if place is not None and target.is_contiguous() and target.nbytes == place.num_bytes:
             return place
     return None
 
 
-def _writers(places: Any) -> tuple[Step, ...]:
+def _writers(places: Any) -> tuple[InitStep, ...]:
     return tuple({id(p.writer): p.writer for p in places if p.writer is not None}.values())
 
 
-def _advance(func: Any, step: Step, generator: Any, overwrites: bool) -> None:
+def _advance(func: Any, step: InitStep, generator: Any, overwrites: bool) -> None:
     """Draws what a step draws, and throws it away, so that the generator stands where it would."""
-    probe = Step(func, step.args, {**step.kwargs, "generator": generator} if generator is not None else step.kwargs)
-    run(probe, {} if overwrites else {id(p): compute(p) for p in step.places()})
+    probe = InitStep(func, step.args, {**step.kwargs, "generator": generator} if generator is not None else step.kwargs)
+    run_step(probe, {} if overwrites else {id(p): run_recipe(p) for p in step.places()})
 
 
 def _argument(x: Any) -> Any:
     """An argument as it is kept: a view, or a copy of what has values."""
     if not isinstance(x, Tensor):
         return x
-    return view_of(x) if place_of(x) is not None else x.detach().clone()
+    return view_of(x) if deferred_storage_of(x) is not None else x.detach().clone()
 
 
 def _with_values(tree: Any) -> Any:
-    return tree_map(lambda x: x if place_of(x) is None else values_of(x), tree)
+    return tree_map(lambda x: x if deferred_storage_of(x) is None else values_of(x), tree)
 
 
 def _without_values(tree: Any) -> Any:
@@ -376,7 +378,7 @@ def recorded(model: nn.Module) -> Iterator[None]:
     with LazyInit():
         yield
     for p in model.parameters():
-        if place_of(p) is not None and id(p) not in lost:
+        if deferred_storage_of(p) is not None and id(p) not in lost:
             p.__dict__[VERSION] = p._version
 
 

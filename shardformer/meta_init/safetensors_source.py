@@ -22,18 +22,18 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError, first_line
-from shardformer.meta_init.init_recipe import Step, make_place, place_of, recipe, view_of
+from shardformer.meta_init.init_recipe import InitStep, defer_storage, deferred_storage_of, recipe_of, view_of
 
 LENGTH_BYTES = 8
 """In front of the header stands its length."""
-HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = 100_000_000
 """A longer header is none: safetensors reads no more either."""
 STRETCHES, STRETCH_BYTES = 16, 1 << 16
 TENSOR_BYTES = 1 << 12
 
 
 @dataclass(frozen=True)
-class Contents:
+class FileFingerprint:
     """What a file holds: equal for files with the same bytes, wherever they lie.
 
     Args:
@@ -50,7 +50,7 @@ class Contents:
     def __str__(self) -> str:
         return f"{self.size} {self.header} {self.sampled} {self.whole}"
 
-    def difference(self, other: Contents) -> str:
+    def difference(self, other: FileFingerprint) -> str:
         """In what this differs from another one that is not equal, in words."""
         name = next(f.name for f in fields(self) if getattr(self, f.name) != getattr(other, f.name))
         sizes = f"size ({self.size} and {other.size} bytes)"
@@ -99,7 +99,7 @@ class WeightsFile:
         )
 
 
-def _look(path: str, *, all_bytes: bool) -> tuple[Contents, tuple[int, int]]:
+def _look(path: str, *, all_bytes: bool) -> tuple[FileFingerprint, tuple[int, int]]:
     with open(path, "rb", buffering=0) as file:
         found = os.fstat(file.fileno())
         header = _header(file, found.st_size)
@@ -111,7 +111,7 @@ def _look(path: str, *, all_bytes: bool) -> tuple[Contents, tuple[int, int]]:
         if all_bytes:
             file.seek(0)
             whole = hashlib.file_digest(file, "sha256").hexdigest()
-    contents = Contents(found.st_size, hashlib.sha256(header).hexdigest(), sampled.hexdigest(), whole)
+    contents = FileFingerprint(found.st_size, hashlib.sha256(header).hexdigest(), sampled.hexdigest(), whole)
     return contents, _stamp_of(found)
 
 
@@ -122,7 +122,7 @@ def _stamp_of(found: os.stat_result) -> tuple[int, int]:
 
 def _header(file: BinaryIO | Any, size: int) -> bytes:
     length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-    most = min(size - LENGTH_BYTES, HEADER_BYTES)
+    most = min(size - LENGTH_BYTES, MAX_HEADER_BYTES)
     if not 0 < length <= most:
         raise ValueError(f"its header has {length} bytes, and may have {max(most, 0)} in a file of {size}")
     header: bytes = file.read(length)
@@ -153,7 +153,7 @@ def _offsets(header: bytes) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True)
-class Source:
+class SafetensorsSource:
     """One tensor of a file. Called, it is mapped into memory, and of it is read from the disk what is then touched.
 
     Args:
@@ -186,7 +186,7 @@ class Source:
         return f"read {self.key} {hashlib.sha256(str(self.file.contents).encode()).hexdigest()[:16]}"
 
 
-def tensors_of(path: str, *, all_bytes: bool = False) -> dict[str, Tensor]:
+def lazy_tensors(path: str, *, all_bytes: bool = False) -> dict[str, Tensor]:
     """Every tensor of a safetensors file by its name, without values. Raises ConfigError for what is no such file.
 
     ``all_bytes`` of the file are compared over ranks, not sampled ones alone.
@@ -197,7 +197,7 @@ def tensors_of(path: str, *, all_bytes: bool = False) -> dict[str, Tensor]:
         looked_at = WeightsFile(path, all_bytes=all_bytes)
         with safe_open(path, framework="pt") as file:
             names: list[str] = list(file.keys())
-            return {name: _without_values(file.get_tensor(name), Source(looked_at, name)) for name in names}
+            return {name: _without_values(file.get_tensor(name), SafetensorsSource(looked_at, name)) for name in names}
     except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:  # shapes that torch does not take
         raise ConfigError(
             f"{path!r} cannot be read: {first_line(error)}",
@@ -206,19 +206,19 @@ def tensors_of(path: str, *, all_bytes: bool = False) -> dict[str, Tensor]:
         ) from error
 
 
-def files_of(model: nn.Module) -> list[WeightsFile]:
+def weight_files(model: nn.Module) -> list[WeightsFile]:
     """The files that a model without values reads, each once, in the order in which its tensors need them."""
     found: dict[int, WeightsFile] = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        place = place_of(tensor)
-        for step in recipe(place) if place is not None else ():
-            if isinstance(step.func, Source):
+        place = deferred_storage_of(tensor)
+        for step in recipe_of(place) if place is not None else ():
+            if isinstance(step.func, SafetensorsSource):
                 found[id(step.func.file)] = step.func.file
     return list(found.values())
 
 
-def _without_values(mapped: Tensor, source: Source) -> Tensor:
+def _without_values(mapped: Tensor, source: SafetensorsSource) -> Tensor:
     tensor = torch.empty_strided(mapped.shape, mapped.stride(), dtype=mapped.dtype, device="meta")
-    place = make_place(tensor)
-    place.writer = Step(source, (), {}, (view_of(tensor),))
+    place = defer_storage(tensor)
+    place.writer = InitStep(source, (), {}, (view_of(tensor),))
     return tensor

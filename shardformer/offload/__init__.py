@@ -1,8 +1,12 @@
-"""What autograd saves in the forward for the backward: who keeps it, where, and how it comes back.
-
-Also here, each to be said in one text by hand:
-
-- What ZeRO keeps elsewhere than on the device: in the memory of the host, or in files.
-"""
+"""Activations and optimizer state on the host, in files, or sharded over ranks."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardformer.public_names import lazy_names
+
+if TYPE_CHECKING:
+    from shardformer.offload.activations import offload_activations as offload_activations
+
+__getattr__, __all__ = lazy_names(__name__)

@@ -9,7 +9,7 @@ partitioned activation checkpointing.
 Also here, each to be said in one text by hand:
 
 - The store: keeps what autograd saves where it takes less memory, and has it back when the backward asks.
-- ``store_activations``: lets a model's saved activations lie on the host, or in parts on the tensor ranks.
+- ``offload_activations``: lets a model's saved activations lie on the host, or in parts on the tensor ranks.
 """
 
 from __future__ import annotations
@@ -26,45 +26,45 @@ from torch.autograd import Variable
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardformer.comm.collectives import digest, start_all_gather_into
-from shardformer.errors import ConfigError, InputError, nearest
-from shardformer.layout.sharding_metadata import ROOT, ShardedState, known_state
+from shardformer.errors import ConfigError, InputError, did_you_mean
+from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMetadata, find_metadata
 from shardformer.mesh.parallel_context import Axis
-from shardformer.offload.host_device_copies import DOWN, UP, Link
+from shardformer.offload.host_device_copies import DEVICE_TO_HOST, HOST_TO_DEVICE, HostDeviceCopier
 from shardformer.offload.saved_tensors import (
-    BROUGHT,
-    LEAVING,
-    PARTS,
-    Account,
-    Figures,
-    Graph,
-    Handle,
-    Piece,
+    COPYING_TO_HOST,
+    FETCHED,
+    PARTITIONED,
+    ActivationCounter,
+    ActivationStats,
+    ForwardRecord,
+    SavedTensorHandle,
     SavedTensorHooks,
+    StoredStorage,
     check_version,
-    extent,
+    has_foreign_hooks,
     is_dense,
-    others_save,
+    storage_range,
 )
 from shardformer.tensor_parallel.sequence_parallel import first_tensor
-from shardformer.torch_compat import numbers_in
+from shardformer.torch_compat import to_list
 
 PURPOSE = "activations"
 
 
-def part_size(size: int, axis: Axis) -> int:
+def partition_bytes(size: int, axis: Axis) -> int:
     """The bytes that each rank keeps of ``size``."""
     return -(-size // axis.size)
 
 
-def own_part(whole: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
+def local_partition(whole: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
     """This rank's part of some bytes, in memory of its own, and a number of all of them. Communicates nothing."""
-    each = part_size(len(whole), axis)
+    each = partition_bytes(len(whole), axis)
     piece = whole[axis.rank * each : (axis.rank + 1) * each]
     part = piece.clone() if len(piece) == each else torch.cat([piece, whole.new_zeros(each - len(piece))])
     return part, digest(whole)
 
 
-def joined(part: Tensor, number: Tensor, axis: Axis, what: str) -> Tensor:
+def gather_partitions(part: Tensor, number: Tensor, axis: Axis, what: str) -> Tensor:
     """All bytes, with the padding of the last rank behind them.
 
     Communicates one all-gather of T * ceil(size / T) bytes and, at the same time, one of 8 T: the number that each rank
@@ -73,11 +73,11 @@ def joined(part: Tensor, number: Tensor, axis: Axis, what: str) -> Tensor:
     whole, numbers = part.new_empty(axis.size * len(part)), number.new_empty(axis.size)
     pending = start_all_gather_into(numbers, number.view(1), axis, PURPOSE)
     start_all_gather_into(whole, part, axis, PURPOSE).wait()
-    check_alike(numbers_in(pending.wait()), axis, what)
+    check_replicated(to_list(pending.wait()), axis, what)
     return whole
 
 
-def check_alike(numbers: Sequence[int], axis: Axis, what: str) -> None:
+def check_replicated(numbers: Sequence[int], axis: Axis, what: str) -> None:
     if len(set(numbers)) > 1:
         usual = max(set(numbers), key=lambda number: (list(numbers).count(number), number == numbers[0]))
         others = [rank for rank, number in enumerate(numbers) if number != usual]
@@ -89,22 +89,22 @@ def check_alike(numbers: Sequence[int], axis: Axis, what: str) -> None:
         )
 
 
-AHEAD = 2
+PREFETCH_COUNT = 2
 """Copies to the host that are under way have as many bytes as so many of the largest piece, and so has what is brought
 before the backward asks for it."""
-UNDECIDED = 8
+NOT_YET_KNOWN = 8
 """So many tensors may be saved before one of them is known to enter a layer: the arguments of a checkpoint. They are
 counted whatever their size, which may differ between the ranks."""
 OF_PARAMETERS = {f"{name}Backward0" for name in ("ToCopy", "T", "Transpose", "Permute", "View", "Unsqueeze", "Expand")}
 
-Key = tuple[int, int]
+StorageKey = tuple[int, int]
 """Of values: the address of what describes their storage, and the version."""
 
 
 class ActivationStore:
     """What one model saves for its backward.
 
-    Made by ``store_activations``, which says what it does.
+    Made by ``offload_activations``, which says what it does.
 
     Args:
         to_host: whether what is large is moved to the host.
@@ -113,21 +113,23 @@ class ActivationStore:
         link: to the host; by default one to the device of the first tensor that is moved.
     """
 
-    def __init__(self, to_host: bool, axis: Axis | None, min_bytes: int, link: Link | None = None) -> None:
+    def __init__(self, to_host: bool, axis: Axis | None, min_bytes: int, link: HostDeviceCopier | None = None) -> None:
         self._to_host, self._min_bytes, self._link = to_host, min_bytes, link
         self._axis = axis if axis is not None and axis.size > 1 else None
-        self.account = Account()
+        self.account = ActivationCounter()
         self._hooks = SavedTensorHooks(self._pack, self._unpack)
         self._undo: list[Callable[[], Any]] = []
-        self._graph, self._forward = Graph(), 0
+        self._graph, self._forward = ForwardRecord(), 0
         self._fixed: Collection[int] = ()  # storages of parameters and buffers
-        self._pieces: WeakValueDictionary[tuple[int, int, int, int, int, bool], Piece] = WeakValueDictionary()
-        self._inputs: dict[Key, tuple[StorageWeakRef, tuple[int, int], str]] = {}  # of layers, in this forward
-        self._undecided: deque[tuple[int, Piece]] = deque()  # with its place in what the forward saves
-        self._leaving: deque[Piece] = deque()
-        self._ahead: WeakKeyDictionary[Piece, int] = WeakKeyDictionary()  # what is brought before it is asked for
-        self._graphs: WeakSet[Graph] = WeakSet()  # through which the backward goes that is under way
-        self._brought: WeakSet[Piece] = WeakSet()
+        self._pieces: WeakValueDictionary[tuple[int, int, int, int, int, bool], StoredStorage] = WeakValueDictionary()
+        self._inputs: dict[StorageKey, tuple[StorageWeakRef, tuple[int, int], str]] = {}  # of layers, in this forward
+        self._undecided: deque[tuple[int, StoredStorage]] = deque()  # with its place in what the forward saves
+        self._leaving: deque[StoredStorage] = deque()
+        self._ahead: WeakKeyDictionary[StoredStorage, int] = (
+            WeakKeyDictionary()
+        )  # what is brought before it is asked for
+        self._graphs: WeakSet[ForwardRecord] = WeakSet()  # through which the backward goes that is under way
+        self._brought: WeakSet[StoredStorage] = WeakSet()
         self._read: list[tuple[StorageWeakRef, int]] = []  # memory that was brought, and is the backward's now
         self._largest = 0
         self._task = -1
@@ -136,12 +138,15 @@ class ActivationStore:
         """Of a copied model."""
         return type(self), (self._to_host, self._axis, self._min_bytes)
 
-    def figures(self) -> Figures:
+    def figures(self) -> ActivationStats:
         """How many bytes are where now, and were at most."""
         self._settle()
-        rates = {way: self._link.bandwidth(way) if self._link is not None else None for way in (DOWN, UP)}
+        rates = {
+            way: self._link.bandwidth(way) if self._link is not None else None
+            for way in (DEVICE_TO_HOST, HOST_TO_DEVICE)
+        }
         account = self.account
-        return Figures(dict(account.now), account.host, account.most, account.most_host, rates)
+        return ActivationStats(dict(account.now), account.host, account.most, account.most_host, rates)
 
     def reset(self) -> None:
         """From now on ``figures`` says what was at most since here."""
@@ -167,11 +172,11 @@ class ActivationStore:
         """Before a forward."""
         if self._hooks.is_entered:  # one that was broken off by more than an error: by the keyboard
             self.leave()
-        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() >= 0 or others_save():
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() >= 0 or has_foreign_hooks():
             return
         if not torch.is_grad_enabled():
             return
-        self._graph, self._forward = Graph(), self._forward + 1
+        self._graph, self._forward = ForwardRecord(), self._forward + 1
         self._set_device(next((x.device for x in model.parameters()), None))
         with torch._C.DisableTorchFunctionSubclass():  # no parameter is read
             tensors = [x for x in (*model.parameters(), *model.buffers()) if _is_plain(x)]
@@ -180,7 +185,7 @@ class ActivationStore:
 
     def _set_device(self, device: torch.device | None) -> None:
         if self._link is None or device not in (None, self._link.device):
-            self._link = Link(device or torch.device("cpu"))
+            self._link = HostDeviceCopier(device or torch.device("cpu"))
 
     def leave(self, *_: Any) -> None:
         """Behind a forward."""
@@ -197,7 +202,7 @@ class ActivationStore:
         if not self._hooks.is_entered or not _is_plain(x) or not is_dense(x):
             return
         storage = x.untyped_storage()
-        key, (start, end) = (storage._cdata, x._version), extent(x)
+        key, (start, end) = (storage._cdata, x._version), storage_range(x)
         if key in self._inputs:
             return
         self._inputs[key] = StorageWeakRef(storage), (start, end), name
@@ -213,7 +218,7 @@ class ActivationStore:
         while self._undecided and self._undecided[0][0] + among <= len(self._graph.order):
             self._move(self._undecided.popleft()[1])
 
-    def _pack(self, x: Tensor) -> Handle | None:
+    def _pack(self, x: Tensor) -> SavedTensorHandle | None:
         """Where x lies in what is stored; None for a parameter, and for what is no plain memory of numbers."""
         if not _is_plain(x) or self._link is None or x.device != self._link.device:
             return None
@@ -222,11 +227,11 @@ class ActivationStore:
             return None
         self._settle()
         _, given, name = self._inputs.get((storage._cdata, x._version), (None, (0, 0), ""))
-        start, end = extent(x)
+        start, end = storage_range(x)
         is_input = given[0] <= start and end <= given[1]
         if not is_input and 2 * (end - start) >= storage.nbytes():  # views of one memory are kept as that, once
             start, end = 0, storage.nbytes()
-        self._decide(UNDECIDED)
+        self._decide(NOT_YET_KNOWN)
         # the ranks of an axis must cut alike, whichever pieces of another forward still live on one of them
         forward = 0 if self._axis is None else self._forward
         key = (storage._cdata, x._version, start, end, forward, is_input)
@@ -235,17 +240,17 @@ class ActivationStore:
             piece = self._pieces[key] = self._new_piece(x, start, end)
             if piece.size >= self._min_bytes:
                 self._place(piece, name if is_input else "")
-        return Handle(piece, self._graph, x)
+        return SavedTensorHandle(piece, self._graph, x)
 
-    def _new_piece(self, x: Tensor, start: int, end: int) -> Piece:
+    def _new_piece(self, x: Tensor, start: int, end: int) -> StoredStorage:
         storage = x.untyped_storage()
         with torch.no_grad():
             data = torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage, start, (end - start,), (1,))
             witness = x.detach()
             witness.data = torch.empty(0, dtype=x.dtype, device=x.device)
-        return Piece(self.account, data, StorageWeakRef(storage), witness, start)
+        return StoredStorage(self.account, data, StorageWeakRef(storage), witness, start)
 
-    def _place(self, piece: Piece, name: str) -> None:
+    def _place(self, piece: StoredStorage, name: str) -> None:
         if self._axis is None:
             self._move(piece)
         elif name:
@@ -253,16 +258,16 @@ class ActivationStore:
         else:
             self._undecided.append((len(self._graph.order), piece))
 
-    def _cut(self, piece: Piece, name: str) -> None:
+    def _cut(self, piece: StoredStorage, name: str) -> None:
         """Keeps this rank's part of a piece."""
         assert self._axis is not None and piece.data is not None
         with torch.no_grad():
-            piece.data, piece.number = own_part(piece.data, self._axis)
+            piece.data, piece.number = local_partition(piece.data, self._axis)
         piece.name, piece.base = name, piece.start
-        piece.count_data(PARTS)
+        piece.count_data(PARTITIONED)
         self._move(piece)
 
-    def _move(self, piece: Piece) -> None:
+    def _move(self, piece: StoredStorage) -> None:
         """Starts the copy of what is stored to the host. Waits where too many are under way."""
         if not self._to_host:
             return
@@ -274,24 +279,24 @@ class ActivationStore:
         piece.host = self._link.new_host(size, torch.uint8)
         self.account.add_host(size)
         piece.copy, piece.is_leaving = self._link.down(piece.host, piece.data), True
-        piece.count_data(LEAVING)
+        piece.count_data(COPYING_TO_HOST)
         self._leaving.append(piece)
 
     @property
     def _allowed(self) -> int:
-        return AHEAD * self._largest
+        return PREFETCH_COUNT * self._largest
 
-    def _let_go(self, piece: Piece) -> None:
+    def _let_go(self, piece: StoredStorage) -> None:
         """Waits for the copy to the host. Then the memory on the device goes, unless the backward is about to ask."""
         assert piece.copy is not None and piece.data is not None
         piece.copy.finish()
         piece.copy, piece.is_leaving = None, False
         if piece.is_wanted:
-            piece.count(LEAVING, -len(piece.data))
+            piece.count(COPYING_TO_HOST, -len(piece.data))
             self._hold(piece, len(piece.data))
         else:
             piece.data = None
-            piece.count_data(LEAVING)
+            piece.count_data(COPYING_TO_HOST)
 
     def _settle(self) -> None:
         """Notes what is not on the device any more."""
@@ -299,12 +304,12 @@ class ActivationStore:
             self._let_go(self._leaving.popleft())
         if any(source.expired() for source, _ in self._read):
             left = [(source, size) for source, size in self._read if not source.expired()]
-            self.account.add(BROUGHT, sum(size for _, size in left) - sum(size for _, size in self._read))
+            self.account.add(FETCHED, sum(size for _, size in left) - sum(size for _, size in self._read))
             self._read = left
 
     # --- the backward
 
-    def _unpack(self, handle: Handle) -> Tensor:
+    def _unpack(self, handle: SavedTensorHandle) -> Tensor:
         piece = handle.piece
         check_version(piece.witness, piece.version, handle.shape)
         self._settle()
@@ -323,7 +328,7 @@ class ActivationStore:
         self._bring_ahead(handle.graph, handle.place)
         return out
 
-    def _fetch(self, piece: Piece) -> None:
+    def _fetch(self, piece: StoredStorage) -> None:
         """Starts to bring what is on the host, of which the backward reads all bytes soon."""
         if piece.is_leaving:
             piece.is_wanted = True
@@ -334,20 +339,20 @@ class ActivationStore:
         piece.base, piece.copy = piece.start, self._link.up(piece.data, piece.host)
         self._hold(piece, len(piece.data))
 
-    def _hold(self, piece: Piece, size: int) -> None:
-        piece.count(BROUGHT, size)
+    def _hold(self, piece: StoredStorage, size: int) -> None:
+        piece.count(FETCHED, size)
         self._brought.add(piece)
 
-    def _joined(self, piece: Piece) -> Tensor:
+    def _joined(self, piece: StoredStorage) -> Tensor:
         """All bytes of a piece that is cut. Communicates what ``joined`` says."""
         if piece.joined is None:
             assert self._axis is not None and piece.data is not None and piece.number is not None
             with torch.no_grad():
-                piece.joined = joined(piece.data, piece.number, self._axis, f"What entered {piece.name}")
+                piece.joined = gather_partitions(piece.data, piece.number, self._axis, f"What entered {piece.name}")
             self._hold(piece, len(piece.joined))
         return piece.joined
 
-    def _hand_over(self, piece: Piece) -> None:
+    def _hand_over(self, piece: StoredStorage) -> None:
         """What was brought is the backward's alone from now on: its memory goes when that is through with it."""
         held = [piece.joined]
         piece.joined, piece.is_wanted = None, False
@@ -356,12 +361,12 @@ class ActivationStore:
             piece.data = None
         for x in held:
             if x is not None:
-                piece.forget_count(BROUGHT, len(x))
+                piece.forget_count(FETCHED, len(x))
                 self._read.append((StorageWeakRef(x.untyped_storage()), len(x)))
         del held
         self._brought.discard(piece)
 
-    def _bring_ahead(self, graph: Graph, place: int) -> None:
+    def _bring_ahead(self, graph: ForwardRecord, place: int) -> None:
         """Begins to bring what was saved before, which the backward asks for next."""
         at = min(graph.fetched, place)
         while at > 0:
@@ -375,7 +380,7 @@ class ActivationStore:
             at -= 1
         graph.fetched = at
 
-    def _expect_end(self, graph: Graph) -> None:
+    def _expect_end(self, graph: ForwardRecord) -> None:
         """Lets autograd say when the backward that is under way ends."""
         task = torch._C._current_graph_task_id()
         if task < 0:
@@ -417,12 +422,12 @@ def _is_cast_of_parameter(x: Tensor) -> bool:
     return type(node).__name__ == "AccumulateGrad" and isinstance(node.variable, nn.Parameter)
 
 
-WHERE = ("device", "host", "tensor", "tensor+host")
+OFFLOAD_TARGETS = ("device", "host", "tensor", "tensor+host")
 STORE = "_shardformer_activations"
 """The attribute of a model that holds its store."""
 
 
-def store_activations(model: nn.Module, on: str = "host", *, min_bytes: int = 2**16) -> ActivationStore:
+def offload_activations(model: nn.Module, on: str = "host", *, min_bytes: int = 2**16) -> ActivationStore:
     """Keeps what a model's forward saves for its backward where it takes less memory of the device.
 
     Call it once, before training. Losses and gradients stay what they are, to the bit.
@@ -452,16 +457,20 @@ def store_activations(model: nn.Module, on: str = "host", *, min_bytes: int = 2*
     Rajbhandari, Rasley, Ruwase and He, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020),
     section 6.1: partitioned activation checkpointing, Pa and Pa+cpu.
     """
-    if on not in WHERE:
-        raise ConfigError(f"on={on!r}", rule=f"Activations are kept on {', '.join(WHERE)}", remedy=nearest(on, WHERE))
+    if on not in OFFLOAD_TARGETS:
+        raise ConfigError(
+            f"on={on!r}",
+            rule=f"Activations are kept on {', '.join(OFFLOAD_TARGETS)}",
+            remedy=did_you_mean(on, OFFLOAD_TARGETS),
+        )
     if STORE in model.__dict__:
         raise ConfigError(
             f"store_activations of a {type(model).__name__} whose activations are stored",
             rule="What a model saves is kept in one way",
             remedy="Call .remove() of what the first call returned, then call it again",
         )
-    axis = known_state(model).axes["tensor"] if "tensor" in on else None
-    layers = _whole_layers(model, on) if axis is not None else {}
+    axis = find_metadata(model).axes["tensor"] if "tensor" in on else None
+    layers = _replicated_layers(model, on) if axis is not None else {}
     store = ActivationStore("host" in on, axis, min_bytes)
     _attach(model, store, layers)
     for _, _, state in _sharded(model):
@@ -471,10 +480,10 @@ def store_activations(model: nn.Module, on: str = "host", *, min_bytes: int = 2*
     return store
 
 
-def _sharded(model: nn.Module) -> list[tuple[str, nn.Module, ShardedState]]:
+def _sharded(model: nn.Module) -> list[tuple[str, nn.Module, ShardingMetadata]]:
     """(path, module, state) of each model in here that was sharded: this one, or those that it wraps."""
-    found = [(path, module, module.__dict__.get(ROOT)) for path, module in model.named_modules()]
-    return [(path, module, state) for path, module, state in found if isinstance(state, ShardedState)]
+    found = [(path, module, module.__dict__.get(METADATA_ATTRIBUTE)) for path, module in model.named_modules()]
+    return [(path, module, state) for path, module, state in found if isinstance(state, ShardingMetadata)]
 
 
 def _attach(model: nn.Module, store: ActivationStore, layers: dict[str, nn.Module]) -> None:
@@ -495,7 +504,7 @@ def _listed(listeners: list[Any], listener: Any) -> Any:
     return partial(listeners.remove, listener)
 
 
-def _whole_layers(model: nn.Module, on: str) -> dict[str, nn.Module]:
+def _replicated_layers(model: nn.Module, on: str) -> dict[str, nn.Module]:
     """Path -> each layer whose hidden states all tensor ranks hold alike, by the layout of the stream around it."""
     layers, cut = dict[str, nn.Module](), ""
     for _, module, state in _sharded(model):

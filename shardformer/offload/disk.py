@@ -23,17 +23,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.comm.collectives import gather_objects
+from shardformer.comm.collectives import all_gather_objects
 from shardformer.errors import InputError
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.offload.host import Host, HostPart, Offload
+from shardformer.offload.host import HostMemory, HostShard, OffloadConfig
 
-ALIGNED = 64
+BLOCK_BYTES = 64
 """Bytes: where a tensor may begin."""
 READ, WRITE = "read", "written"
 
 
-class Disk:
+class OffloadFile:
     """The file of one rank, and the buffers through which it is read. The file has no name, and ends with the process.
 
     Args:
@@ -44,7 +44,7 @@ class Disk:
         moved: bytes and seconds of what was read and written.
     """
 
-    def __init__(self, folder: str, host: Host, buffers: int) -> None:
+    def __init__(self, folder: str, host: HostMemory, buffers: int) -> None:
         self._host, self.buffers, self.folder = host, buffers, folder
         self.error: OSError | None = None
         self._file: Any = None
@@ -85,7 +85,7 @@ class Disk:
                 if step == 0:
                     raise OSError(f"{len(view) - done} bytes are missing in the file")
                 done += step
-            total += aligned(len(view))
+            total += round_up_to_block(len(view))
         size, seconds = self.moved[way]
         self.moved[way] = size + total, seconds + time.perf_counter() - begin
 
@@ -129,20 +129,20 @@ def check_room(folder: str, size: int) -> None:
         os.posix_fallocate(file.fileno(), 0, max(size, 1))
 
 
-def aligned(size: int) -> int:
-    return -(-size // ALIGNED) * ALIGNED
+def round_up_to_block(size: int) -> int:
+    return -(-size // BLOCK_BYTES) * BLOCK_BYTES
 
 
-class Files(Host):
+class FileStore(HostMemory):
     """The memory of the host, and a file behind it."""
 
-    def __init__(self, asked: Offload, device: torch.device, *, overlaps: bool = True) -> None:
+    def __init__(self, asked: OffloadConfig, device: torch.device, *, overlaps: bool = True) -> None:
         super().__init__(asked, device, overlaps=overlaps)
         assert asked.folder is not None
-        self.disk = Disk(asked.folder, self, asked.buffers)
+        self.disk = OffloadFile(asked.folder, self, asked.buffers)
 
-    def part(self, length: int, dtype: torch.dtype) -> PagedPart:
-        return PagedPart(self.disk, self, length, dtype)
+    def part(self, length: int, dtype: torch.dtype) -> FileShard:
+        return FileShard(self.disk, self, length, dtype)
 
     def end_writing(self, context: ParallelContext) -> None:
         """Raises InputError, on all ranks, where something between two steps was not written on one."""
@@ -153,7 +153,7 @@ class Files(Host):
                 remedy="Make room, then load it again",
             )
 
-    def end_step(self, parts: Sequence[HostPart], context: ParallelContext) -> str | None:
+    def end_step(self, parts: Sequence[HostShard], context: ParallelContext) -> str | None:
         """Lets what was written count if all ranks have written theirs; else what was before. Returns what failed.
 
         Communicates one line over each axis.
@@ -161,15 +161,15 @@ class Files(Host):
         self.disk.flush()
         said = None if self.disk.error is None else f"{self.disk.error} (rank {context.rank})"
         for axis in context.own_axes:
-            said = next((theirs for theirs in gather_objects(said, axis) if theirs is not None), None)
+            said = next((theirs for theirs in all_gather_objects(said, axis) if theirs is not None), None)
         for part in parts:
-            if isinstance(part, PagedPart):
+            if isinstance(part, FileShard):
                 part.commit() if said is None else part.roll_back()
         self.disk.error = None
         return said
 
 
-States = Callable[[Tensor], dict[str, Any]]
+OptimizerStateDict = Callable[[Tensor], dict[str, Any]]
 """Gives what the optimizers keep of one of their parameters: the dictionary that is theirs."""
 
 FIELDS = 4
@@ -180,7 +180,7 @@ _AWAY = torch.empty(0)
 
 
 @dataclass
-class Record:
+class FileLayout:
     """How a shard lies in the file: its masters, then for each piece what the optimizers keep of it.
 
     Args:
@@ -191,7 +191,7 @@ class Record:
 
     @property
     def size(self) -> int:
-        return sum(aligned(dtype.itemsize * shape.numel()) for *_, dtype, shape in self.fields)
+        return sum(round_up_to_block(dtype.itemsize * shape.numel()) for *_, dtype, shape in self.fields)
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Of bytes that were read."""
@@ -199,39 +199,39 @@ class Record:
         for *_, dtype, shape in self.fields:
             size = dtype.itemsize * shape.numel()
             found.append(buffer[at : at + size].view(dtype).view(shape))
-            at += aligned(size)
+            at += round_up_to_block(size)
         return found
 
 
 @dataclass
-class Place:
+class FileSlot:
     """Where in the file how many bytes may lie, and what does."""
 
     at: int
     capacity: int
-    record: Record
+    record: FileLayout
 
 
-class PagedPart(HostPart):
+class FileShard(HostShard):
     """What of one shard is in a file: its masters and states. Its gradients are in the memory of the host.
 
     An OSError is kept in ``disk.error``, so that all ranks go on together until they have agreed on what to do.
     """
 
-    def __init__(self, disk: Disk, host: Host, length: int, dtype: torch.dtype) -> None:
+    def __init__(self, disk: OffloadFile, host: HostMemory, length: int, dtype: torch.dtype) -> None:
         super().__init__(host, length, dtype)
         self._disk = disk
-        self._states: States = lambda _: {}
+        self._states: OptimizerStateDict = lambda _: {}
         self._pieces: list[tuple[nn.Parameter, slice]] = []
-        self._counts: Place | None = None
-        self._other: Place | None = None  # to which the next step writes
+        self._counts: FileSlot | None = None
+        self._other: FileSlot | None = None  # to which the next step writes
         self._is_written = False
         self._small: list[dict[str, Any]] = []  # what of the states was not in the file, when it was read
         self._buffer: Tensor | None = None
         self._reading: Future[None] | None = None
         self.is_here = True
 
-    def hold(self, pieces: Sequence[tuple[nn.Parameter, slice]], states: States, expected: int) -> None:
+    def hold(self, pieces: Sequence[tuple[nn.Parameter, slice]], states: OptimizerStateDict, expected: int) -> None:
         """These lie in the masters. Writes them, with what optimizers keep of them.
 
         Args:
@@ -241,8 +241,8 @@ class PagedPart(HostPart):
         if self._disk.error is not None:
             return
         try:
-            size = aligned(self.values.nbytes) + expected + FIELDS * ALIGNED * len(self._pieces)
-            self._counts, self._other = (Place(self._disk.reserve(size), size, Record()) for _ in range(2))
+            size = round_up_to_block(self.values.nbytes) + expected + FIELDS * BLOCK_BYTES * len(self._pieces)
+            self._counts, self._other = (FileSlot(self._disk.reserve(size), size, FileLayout()) for _ in range(2))
         except OSError as error:
             self._disk.error = self._disk.error or error
             return
@@ -292,7 +292,7 @@ class PagedPart(HostPart):
         record, tensors = self._look()
         try:
             if self._other is None or self._other.capacity < record.size:
-                self._other = Place(self._disk.reserve(record.size), record.size, record)
+                self._other = FileSlot(self._disk.reserve(record.size), record.size, record)
         except OSError as error:
             self._disk.error = self._disk.error or error
         if self._disk.error is None and self._other is not None:
@@ -301,8 +301,8 @@ class PagedPart(HostPart):
             self._disk.write(self._other.at, tensors, buffer)
         self.drop()
 
-    def _look(self) -> tuple[Record, list[Tensor]]:
-        record, tensors = Record([(-1, "", self.dtype, self.values.shape)]), [self.values]
+    def _look(self) -> tuple[FileLayout, list[Tensor]]:
+        record, tensors = FileLayout([(-1, "", self.dtype, self.values.shape)]), [self.values]
         for number, (value, _) in enumerate(self._pieces):
             for name, x in self._states(value).items():
                 if _is_large(x):

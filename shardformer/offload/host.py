@@ -20,14 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardformer.errors import ConfigError, expect
-from shardformer.offload.host_device_copies import Copy, Link
+from shardformer.errors import ConfigError, check_argument
+from shardformer.offload.host_device_copies import AsyncCopy, HostDeviceCopier
 
-FREE, HOST, DISK = "free", "cpu", "nvme:"
+FREE_MEMORY, TO_CPU, TO_NVME = "free", "cpu", "nvme:"
 
 
 @dataclass(frozen=True)
-class Offload:
+class OffloadConfig:
     """What ``zero`` keeps elsewhere than on the device.
 
     Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training" (2021); for files, Rajbhandari et al.,
@@ -42,7 +42,8 @@ class Offload:
             holds no more of them than the layers that are gathered.
         buffers: of files, how many buckets are in memory at a time: being read, updated and written.
         threads: with which the host updates; by default as many as it has cores for each process, beside a GPU.
-        bandwidth: where the device is the CPU, bytes a second that the link carries at the most: see ``Link``.
+        bandwidth: where the device is the CPU, bytes a second that the link carries at the most: see
+        ``HostDeviceCopier``.
     """
 
     to: str | None = None
@@ -55,24 +56,32 @@ class Offload:
     def __post_init__(self) -> None:
         share = self.on_device
         is_share = isinstance(share, (int, float)) and not isinstance(share, bool) and 0 <= share <= 1
-        if not (self.to in (None, HOST) or (isinstance(self.to, str) and self.to.startswith(DISK) and self.folder)):
+        if not (
+            self.to in (None, TO_CPU) or (isinstance(self.to, str) and self.to.startswith(TO_NVME) and self.folder)
+        ):
             rule, remedy = "It is 'cpu', or 'nvme:' and a folder", "Write offload='cpu'"
             raise ConfigError(f"offload={self.to!r}", rule=rule, remedy=remedy)
-        if share != FREE and not is_share:
+        if share != FREE_MEMORY and not is_share:
             rule, remedy = "It is a share, from 0 to 1, or 'free'", "Write on_device=0.5"
             raise ConfigError(f"on_device={share!r}", rule=rule, remedy=remedy)
         is_right = type(self.buffers) is int and self.buffers >= 2
-        expect("buffers", self.buffers, is_right, "One bucket is read while another one is updated", "Write buffers=3")
+        check_argument(
+            "buffers", self.buffers, is_right, "One bucket is read while another one is updated", "Write buffers=3"
+        )
         is_right = self.threads is None or (type(self.threads) is int and self.threads >= 1)
-        expect("threads", self.threads, is_right, "It is a number of threads, one or more", "Leave threads out")
+        check_argument("threads", self.threads, is_right, "It is a number of threads, one or more", "Leave threads out")
         given = self.bandwidth
         is_right = given is None or (isinstance(given, int | float) and not isinstance(given, bool) and given > 0)
-        expect("Offload(bandwidth)", given, is_right, "It is a number of bytes a second", "Leave bandwidth out")
+        check_argument(
+            "OffloadConfig(bandwidth)", given, is_right, "It is a number of bytes a second", "Leave bandwidth out"
+        )
         is_right = isinstance(self.parameters, bool)
-        expect("Offload(parameters)", self.parameters, is_right, "It is on or off", "Write parameters=True")
+        check_argument(
+            "OffloadConfig(parameters)", self.parameters, is_right, "It is on or off", "Write parameters=True"
+        )
 
     @classmethod
-    def of(cls, given: Any, optimizers: Sequence[Any] = ()) -> Offload:
+    def of(cls, given: Any, optimizers: Sequence[Any] = ()) -> OffloadConfig:
         """From what ``zero`` was given. Where that says no more, an optimizer may say what stays on the device.
 
         Raises ConfigError for what is none.
@@ -83,25 +92,25 @@ class Offload:
     @property
     def folder(self) -> str | None:
         """Of the files; None without any."""
-        return None if self.to is None or self.to == HOST else os.path.expanduser(self.to[len(DISK) :])
+        return None if self.to is None or self.to == TO_CPU else os.path.expanduser(self.to[len(TO_NVME) :])
 
 
-UNDER_WAY = 4
+MAX_COPIES_IN_FLIGHT = 4
 """Gradients of so many buckets are on their way to the host at a time: they take memory of the device until then."""
 
 
-class Host:
+class HostMemory:
     """The memory of the host beside one device, and the way there."""
 
-    def __init__(self, asked: Offload, device: torch.device, *, overlaps: bool = True) -> None:
-        self.link = Link(device, bandwidth=asked.bandwidth)
-        self._most = UNDER_WAY if overlaps else 0
-        self._under_way: deque[Copy] = deque()
+    def __init__(self, asked: OffloadConfig, device: torch.device, *, overlaps: bool = True) -> None:
+        self.link = HostDeviceCopier(device, bandwidth=asked.bandwidth)
+        self._most = MAX_COPIES_IN_FLIGHT if overlaps else 0
+        self._under_way: deque[AsyncCopy] = deque()
         self._threads = asked.threads
         if asked.threads is None and device.type != "cpu":
             self._threads = max(1, len(os.sched_getaffinity(0)) // _processes_here())
 
-    def bring_down(self, out: Tensor, x: Tensor) -> Copy:
+    def bring_down(self, out: Tensor, x: Tensor) -> AsyncCopy:
         """Starts to copy to the host; waits for an earlier copy where there are too many."""
         copy = self.link.down(out, x)
         self._under_way.append(copy)
@@ -109,9 +118,9 @@ class Host:
             self._under_way.popleft().finish()
         return copy
 
-    def part(self, length: int, dtype: torch.dtype) -> HostPart:
+    def part(self, length: int, dtype: torch.dtype) -> HostShard:
         """Of a new shard."""
-        return HostPart(self, length, dtype)
+        return HostShard(self, length, dtype)
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -131,7 +140,7 @@ def _processes_here() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", world))
 
 
-class HostPart:
+class HostShard:
     """What of one shard is on the host: its masters, and the sum of its gradients.
 
     Args:
@@ -139,14 +148,14 @@ class HostPart:
         dtype: of the masters and of the sum.
     """
 
-    def __init__(self, host: Host, length: int, dtype: torch.dtype) -> None:
+    def __init__(self, host: HostMemory, length: int, dtype: torch.dtype) -> None:
         self.host, self.length, self.dtype = host, length, dtype
         self.values = host.link.new_host(length, dtype).zero_()
         self._sum: Tensor | None = None
         self._has_sum = False
         self._staging: Tensor | None = None
-        self._arriving: tuple[Copy, float] | None = None
-        self._leaving: Copy | None = None
+        self._arriving: tuple[AsyncCopy, float] | None = None
+        self._leaving: AsyncCopy | None = None
 
     def tensors(self) -> list[Tensor]:
         """All memory of the host that it has now, but for buffers that others use too."""
@@ -205,7 +214,7 @@ class HostPart:
         self._land()
         self._has_sum = False
 
-    def bring_up(self, own: Tensor) -> Copy:
+    def bring_up(self, own: Tensor) -> AsyncCopy:
         """Starts to copy the masters to the device, in the dtype there. Until it is done they stay as they are."""
         self.settle()
         values = self.values if own.dtype == self.dtype else self._stage(own.dtype).copy_(self.values)

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from shardformer.offload.host_device_copies import Copy
+from shardformer.offload.host_device_copies import AsyncCopy
 
-Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+HookPair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class SavedTensorHooks:
@@ -42,11 +42,11 @@ class SavedTensorHooks:
     ) -> None:
         self._pack, self._unpack, self._goes_first = pack, unpack, goes_first
         self._asked: list[SavedTensorHooks] = []
-        self._untraced: Pair | None = None
+        self._untraced: HookPair | None = None
         self.is_entered = False
 
     def enter(self) -> None:
-        around = _ours(_top())
+        around = _as_own_hooks(_top())
         self._asked = sorted([self, *(around._asked if around else [])], key=lambda hooks: not hooks._goes_first)
         self.is_entered = True
         torch._C._autograd._push_saved_tensors_default_hooks(*self._pair())
@@ -54,16 +54,16 @@ class SavedTensorHooks:
     def leave(self) -> None:
         """Takes this pair away, wherever it stands: what was to leave before it may have been broken off."""
         self.is_entered = False
-        above: list[Pair] = []
+        above: list[HookPair] = []
         while (top := _top()) is not None:
             torch._C._autograd._pop_saved_tensors_default_hooks()
-            if _ours(top) is self:
+            if _as_own_hooks(top) is self:
                 break
             above.append(top)
         for pair in reversed(above):
             torch._C._autograd._push_saved_tensors_default_hooks(*pair)
 
-    def _pair(self) -> Pair:
+    def _pair(self) -> HookPair:
         """What torch calls: in a part of a model that is compiled, without being compiled too."""
         dynamo = sys.modules.get("torch._dynamo")
         if dynamo is not None and self._untraced is None:
@@ -82,10 +82,10 @@ class SavedTensorHooks:
         return unpack(packed)
 
 
-def others_save() -> bool:
+def has_foreign_hooks() -> bool:
     """Whether hooks that are none of these stand around: a checkpoint of the caller's, ``save_on_cpu``."""
     top = _top()
-    return top is not None and _ours(top) is None
+    return top is not None and _as_own_hooks(top) is None
 
 
 def check_version(x: Tensor, version: int, shape: torch.Size | None = None) -> None:
@@ -104,17 +104,17 @@ def _as_it_was(packed: tuple[Tensor, int]) -> Tensor:
     return x
 
 
-def _top() -> Pair | None:
-    top: Pair | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+def _top() -> HookPair | None:
+    top: HookPair | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return top
 
 
-def _ours(pair: Pair | None) -> SavedTensorHooks | None:
+def _as_own_hooks(pair: HookPair | None) -> SavedTensorHooks | None:
     hooks = None if pair is None else getattr(unwrap(pair[0]), "__self__", None)
     return hooks if isinstance(hooks, SavedTensorHooks) else None
 
 
-KEPT, LEAVING, PARTS, BROUGHT = "kept", "leaving", "parts", "brought"
+ON_DEVICE, COPYING_TO_HOST, PARTITIONED, FETCHED = "kept", "leaving", "parts", "brought"
 """Kinds of bytes on the device: that stay there; whose copy to the host is under way; this rank's parts of what all
 tensor ranks hold; brought back for the backward, until the memory is given back."""
 
@@ -124,7 +124,7 @@ def _rate(value: float | None) -> str:
 
 
 @dataclass(frozen=True)
-class Figures:
+class ActivationStats:
     """How many bytes of activations are where.
 
     Args:
@@ -149,7 +149,7 @@ class Figures:
         )
 
 
-class Account:
+class ActivationCounter:
     """Counts the bytes by kind."""
 
     def __init__(self) -> None:
@@ -174,18 +174,18 @@ class Account:
 
 
 @dataclass(eq=False)
-class Graph:
+class ForwardRecord:
     """What one forward saved, in order.
 
     Args:
         fetched: from which place on all has been brought, or begun to be.
     """
 
-    order: list[ReferenceType[Piece]] = field(default_factory=list)
+    order: list[ReferenceType[StoredStorage]] = field(default_factory=list)
     fetched: int = 0
 
 
-class Piece:
+class StoredStorage:
     """Bytes from ``start`` on of one storage, as they were when they were saved.
 
     Args:
@@ -205,18 +205,20 @@ class Piece:
         is_wanted: whether the backward is about to ask for it, though it is just on its way to the host.
     """
 
-    def __init__(self, account: Account, data: Tensor, source: StorageWeakRef, witness: Tensor, start: int) -> None:
+    def __init__(
+        self, account: ActivationCounter, data: Tensor, source: StorageWeakRef, witness: Tensor, start: int
+    ) -> None:
         self.account, self.source, self.witness, self.version = account, source, witness, witness._version
         self.size, self.start, self.base, self.name = len(data), start, 0, ""
         self.data: Tensor | None = data
         self.number: Tensor | None = None
         self.host: Tensor | None = None
-        self.copy: Copy | None = None
+        self.copy: AsyncCopy | None = None
         self.joined: Tensor | None = None
         self.waits: set[int] = set()
         self.is_wanted = self.is_leaving = False
-        self._counted = {KEPT: 0, LEAVING: 0, PARTS: 0, BROUGHT: 0}
-        self.count(KEPT, self.size)
+        self._counted = {ON_DEVICE: 0, COPYING_TO_HOST: 0, PARTITIONED: 0, FETCHED: 0}
+        self.count(ON_DEVICE, self.size)
 
     def count(self, kind: str, size: int) -> None:
         """So many bytes more of a kind, or less, are held for it on the device."""
@@ -226,7 +228,7 @@ class Piece:
     def count_data(self, kind: str) -> None:
         """What is stored is of another kind from now on."""
         size = 0 if self.data is None else len(self.data)
-        for was in (KEPT, LEAVING, PARTS):
+        for was in (ON_DEVICE, COPYING_TO_HOST, PARTITIONED):
             self.count(was, -self._counted[was])
         self.count(kind, size)
 
@@ -250,7 +252,7 @@ class Piece:
             self.account.host -= len(self.host)
 
 
-class Handle:
+class SavedTensorHandle:
     """What autograd keeps in the place of a tensor: where in a piece it lies.
 
     Args:
@@ -259,7 +261,7 @@ class Handle:
 
     __slots__ = ("dtype", "graph", "offset", "piece", "place", "shape", "stride")
 
-    def __init__(self, piece: Piece, graph: Graph, x: Tensor) -> None:
+    def __init__(self, piece: StoredStorage, graph: ForwardRecord, x: Tensor) -> None:
         self.piece, self.graph, self.place = piece, graph, len(graph.order)
         self.shape, self.stride, self.dtype = x.shape, x.stride(), x.dtype
         self.offset = x.storage_offset() * x.element_size()
@@ -276,7 +278,7 @@ class Handle:
         self.piece.waits.discard(id(self))
 
 
-def extent(x: Tensor) -> tuple[int, int]:
+def storage_range(x: Tensor) -> tuple[int, int]:
     """The bytes of its storage that x lies in: from the first to behind the last."""
     start = int(x.storage_offset())
     last = start + sum((int(n) - 1) * int(step) for n, step in zip(x.shape, x.stride(), strict=True))
@@ -285,5 +287,5 @@ def extent(x: Tensor) -> tuple[int, int]:
 
 def is_dense(x: Tensor) -> bool:
     """Whether x has all numbers of its extent, each once."""
-    start, end = extent(x)
+    start, end = storage_range(x)
     return end - start == x.nbytes and 0 not in x.stride()

@@ -1,3 +1,12 @@
-"""Pipeline parallelism: the layers of a model spread over ranks, and the order in which micro-batches pass them."""
+"""Pipeline parallelism: layers on several ranks, schedules of micro-batches, and their loss."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardformer.public_names import lazy_names
+
+if TYPE_CHECKING:
+    from shardformer.pipeline.paired_losses import gather_over_data as gather_over_data
+
+__getattr__, __all__ = lazy_names(__name__)

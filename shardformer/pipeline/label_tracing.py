@@ -3,7 +3,7 @@
 A head may shift its labels, clamp them, flatten them, write into a copy of them. Whoever watches the head's functions
 (``LabelTracer``) knows the target as an expression over the micro-batch's own tensors, and can work it out for a
 micro-batch that did not run yet. Where that is not seen (the labels were copied on their way), the target is looked for
-among the micro-batch's tensors by its content, in the forms that heads give it (``find``).
+among the micro-batch's tensors by its content, in the forms that heads give it (``find_label_forms``).
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardformer.comm.deferred_tensor import writes
-from shardformer.pipeline.micro_batches import Name, Tensors
-from shardformer.torch_compat import numbers_in
+from shardformer.comm.deferred_tensor import is_inplace
+from shardformer.pipeline.micro_batches import TensorPath, Tensors
+from shardformer.torch_compat import to_list
 
 
 @dataclass(frozen=True)
-class Size:
+class TensorSize:
     """A size of one of the micro-batch's tensors, or less than nothing by as much."""
 
-    name: Name
+    name: TensorPath
     dim: int
     sign: int = 1
 
@@ -34,25 +34,26 @@ class Size:
         return self.sign * tensors[self.name].shape[self.dim]
 
     @staticmethod
-    def named(number: int, tensors: Tensors) -> Size | int:
+    def named(number: int, tensors: Tensors) -> TensorSize | int:
         """The number as a size beyond the rows; the number itself where there is none, or too small to tell."""
         if abs(number) > 1:
             for name, tensor in tensors.items():
                 if abs(number) in tensor.shape[1:]:
-                    return Size(name, 1 + tensor.shape[1:].index(abs(number)), 1 if number > 0 else -1)
+                    return TensorSize(name, 1 + tensor.shape[1:].index(abs(number)), 1 if number > 0 else -1)
         return number
 
 
 @dataclass(frozen=True, eq=False)
-class Given:
+class BatchTensor:
     """A tensor of the micro-batch."""
 
-    name: Name
+    name: TensorPath
 
 
 @dataclass(frozen=True, eq=False)
-class Made:
-    """What a function of torch made of tensors of the micro-batch: its arguments hold ``Given``, ``Made`` and sizes.
+class DerivedTensor:
+    """What a function of torch made of tensors of the micro-batch: its arguments hold ``BatchTensor``,
+    ``DerivedTensor`` and sizes.
 
     Args:
         item: which of several results.
@@ -66,7 +67,7 @@ class Made:
     writes: bool = False
 
 
-Expression = Given | Made
+Expression = BatchTensor | DerivedTensor
 
 
 @torch.no_grad()
@@ -75,13 +76,13 @@ def evaluate(expression: Expression, tensors: Tensors, known: dict[int, Tensor] 
     known = {} if known is None else known
     if id(expression) in known:
         return known[id(expression)]
-    if isinstance(expression, Given):
+    if isinstance(expression, BatchTensor):
         return tensors[expression.name]
 
     def value(x: Any) -> Any:
-        if isinstance(x, Given | Made):
+        if isinstance(x, BatchTensor | DerivedTensor):
             return evaluate(x, tensors, known)
-        return x.of(tensors) if isinstance(x, Size) else x
+        return x.of(tensors) if isinstance(x, TensorSize) else x
 
     args, kwargs = _mapped(expression.args, value), _mapped(dict(expression.kwargs), value)
     if expression.writes:
@@ -116,14 +117,14 @@ class LabelTracer:
         self._tensors = tensors
         self._known: Any = WeakIdKeyDictionary()  # no tensor lives longer for it
         for name, tensor in tensors.items():
-            self._known[tensor] = Given(name)
+            self._known[tensor] = BatchTensor(name)
 
     def expression_of(self, tensor: Tensor) -> Expression | None:
         found: Expression | None = self._known.get(tensor)
         return found
 
     def saw(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
-        is_write = writes(func, kwargs)
+        is_write = is_inplace(func, kwargs)
         written = args[0] if is_write and args and isinstance(args[0], Tensor) else None
         if written is None and not isinstance(out, Tensor | tuple | list):
             return
@@ -135,9 +136,9 @@ class LabelTracer:
         elif made is not None:
             for i, part in enumerate(out):
                 if isinstance(part, Tensor):
-                    self._note(part, Made(made.func, made.args, made.kwargs, item=i))
+                    self._note(part, DerivedTensor(made.func, made.args, made.kwargs, item=i))
 
-    def _note(self, tensor: Tensor, made: Made | None) -> None:
+    def _note(self, tensor: Tensor, made: DerivedTensor | None) -> None:
         if made is not None:
             self._known[tensor] = made
         elif tensor in self._known:
@@ -145,7 +146,7 @@ class LabelTracer:
 
     def _made(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], is_write: bool
-    ) -> Made | None:
+    ) -> DerivedTensor | None:
         name = getattr(func, "__name__", "")
         if any(word in name for word in _RANDOM):
             return None
@@ -154,7 +155,7 @@ class LabelTracer:
         def named(x: Any) -> Any:
             nonlocal num_known
             if not isinstance(x, Tensor):
-                return Size.named(x, self._tensors) if has_sizes and type(x) is int else x
+                return TensorSize.named(x, self._tensors) if has_sizes and type(x) is int else x
             expression = self.expression_of(x)
             if expression is not None:
                 num_known += 1
@@ -164,7 +165,7 @@ class LabelTracer:
             return x  # a number
 
         try:
-            made = Made(func, _mapped(tuple(args), named), _mapped(dict(kwargs), named), writes=is_write)
+            made = DerivedTensor(func, _mapped(tuple(args), named), _mapped(dict(kwargs), named), writes=is_write)
         except _Unknown:
             return None
         return made if num_known else None
@@ -178,7 +179,7 @@ _TAKES_SIZES = ("__getitem__", "__setitem__", "clamp", "clip", "narrow")
 
 
 @dataclass(frozen=True)
-class Form:
+class LabelForm:
     """A tensor of the micro-batch in one of the forms that heads give to labels, flattened.
 
     Args:
@@ -186,7 +187,7 @@ class Form:
         clamped: between 0 and the ignored class, as question answering does.
     """
 
-    name: Name
+    name: TensorPath
     cut: int = 0
     shifted: bool = False
     clamped: bool = False
@@ -200,7 +201,9 @@ class Form:
         return (labels.clamp(0, ignored) if self.clamped else labels).reshape(-1)
 
 
-def find(target: Tensor, tensors: Tensors, ignored: int, clamped: bool, used: Collection[Form]) -> list[Form]:
+def find_label_forms(
+    target: Tensor, tensors: Tensors, ignored: int, clamped: bool, used: Collection[LabelForm]
+) -> list[LabelForm]:
     """All forms of the micro-batch's tensors with the content of ``target``: the likeliest first.
 
     Several have it where two tensors are alike by chance, or all is ignored. Then what is named as labels are comes
@@ -212,22 +215,22 @@ def find(target: Tensor, tensors: Tensors, ignored: int, clamped: bool, used: Co
     return sorted(found, key=lambda form: (not _is_named(form.name), form.name in taken))
 
 
-def _forms(size: int, tensors: Tensors, clamped: bool) -> Iterator[Form]:
+def _forms(size: int, tensors: Tensors, clamped: bool) -> Iterator[LabelForm]:
     for name, tensor in tensors.items():
         if tensor.is_floating_point() or tensor.dtype == torch.bool or not tensor.dim() or not tensor.numel():
             continue
         length = tensor.shape[-1]
         rows = tensor.numel() // length
         if tensor.numel() == size:
-            yield Form(name, clamped=clamped)
-            yield Form(name, cut=1, shifted=True, clamped=clamped)
+            yield LabelForm(name, clamped=clamped)
+            yield LabelForm(name, cut=1, shifted=True, clamped=clamped)
         elif 0 < size < tensor.numel() and size % rows == 0:
-            yield Form(name, cut=length - size // rows, clamped=clamped)
+            yield LabelForm(name, cut=length - size // rows, clamped=clamped)
 
 
 def _is_same(form: Tensor, flat: Tensor) -> bool:
-    return form.shape == flat.shape and bool(numbers_in((form.to(flat.device) == flat).all()))
+    return form.shape == flat.shape and bool(to_list((form.to(flat.device) == flat).all()))
 
 
-def _is_named(name: Name) -> bool:
+def _is_named(name: TensorPath) -> bool:
     return any(word in str(name) for word in ("label", "target", "position"))

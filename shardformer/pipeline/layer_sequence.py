@@ -22,12 +22,12 @@ import torch
 from torch import nn
 
 from shardformer.errors import ConfigError
-from shardformer.layout.activation_layout import Begin, Dim, StreamLayout
+from shardformer.layout.activation_layout import ActivationLayout, Dim, ShardedFrom
 
-R = TypeVar("R", bound=Any)
+Record = TypeVar("Record", bound=Any)
 
 
-def prefixed(record: R, path: str, *fields: str) -> R:
+def with_path_prefix(record: Record, path: str, *fields: str) -> Record:
     """The record with ``path`` before the paths in these fields; a ``?`` behind one goes."""
     return replace(record, **{field: _inside(path, getattr(record, field)) for field in fields})
 
@@ -39,7 +39,7 @@ def _inside(path: str, inner: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageNeeds:
+class PipelineHints:
     """What the stages of a pipeline need of a stack of layers beside the layers themselves.
 
     Args:
@@ -59,7 +59,7 @@ class StageNeeds:
 
 
 @dataclass(frozen=True)
-class SequenceNeeds:
+class SequenceParallelHints:
     """What sequence parallelism has to know of a stack beside its blocks. Modules are named by their paths in a layer.
 
     Args:
@@ -104,19 +104,19 @@ class StackDescription:
     whole_sequence: str | None = None
     reads_context: bool = True
     units: tuple[str, ...] = ()
-    stages: StageNeeds = StageNeeds()
-    sequence: SequenceNeeds = SequenceNeeds()
+    stages: PipelineHints = PipelineHints()
+    sequence: SequenceParallelHints = SequenceParallelHints()
 
     def within(self, path: str) -> StackDescription:
         """The same stack of a model that holds this one's at ``path``; a path may end in ``?``, which goes."""
-        own = prefixed(self, path, "layers", "final_norm", "units")
-        stages = prefixed(self.stages, path, "before", "after", "everywhere")
+        own = with_path_prefix(self, path, "layers", "final_norm", "units")
+        stages = with_path_prefix(self.stages, path, "before", "after", "everywhere")
         return replace(own, context=self.context and (_inside(path, self.context[0]), self.context[1]), stages=stages)
 
-    def layout_in(self, stream: StreamLayout) -> StreamLayout:
+    def layout_in(self, stream: ActivationLayout) -> ActivationLayout:
         """The stream in this stack: where the sequence stays whole, the stack does not cut it."""
         whole = Dim.SEQUENCE if self.whole_sequence else None
-        cuts = [cut for cut in stream.cuts if cut.begin is Begin.INPUTS or cut.dim is not whole]
+        cuts = [cut for cut in stream.cuts if cut.begin is ShardedFrom.INPUTS or cut.dim is not whole]
         return replace(stream, cuts=tuple(cuts))
 
     @property
@@ -131,18 +131,18 @@ def _layers_of(layers: nn.Module, path: str) -> list[str]:
     return [first.setdefault(id(m), f"{path}.{name}") for name, m in layers._modules.items() if m is not None]
 
 
-UnitRange = range
+LayerRange = range
 """The units that one virtual stage runs, from ``start`` to before ``stop``."""
 
 
 @dataclass(frozen=True)
-class Chain:
+class LayerSequence:
     """The stacks of a model in the order in which they run."""
 
     stacks: tuple[StackDescription, ...]
 
     @classmethod
-    def of(cls, model: nn.Module, stacks: Sequence[StackDescription]) -> Chain:
+    def of(cls, model: nn.Module, stacks: Sequence[StackDescription]) -> LayerSequence:
         """These stacks of a model: what the first is given are the model's inputs, and an empty one is left out."""
         found = []
         for at, stack in enumerate(stacks):
@@ -172,12 +172,12 @@ class Chain:
         begins = unit == self.starts[index]
         return (() if begins and has_context else ("hidden",)) + (("context",) if has_context else ())
 
-    def spans(self, bounds: Sequence[int]) -> list[UnitRange]:
+    def spans(self, bounds: Sequence[int]) -> list[LayerRange]:
         """The spans between bounds, which are as many as the stages and one."""
-        return [UnitRange(a, b) for a, b in pairwise(bounds)]
+        return [LayerRange(a, b) for a, b in pairwise(bounds)]
 
 
-def homes(model: nn.Module, units: Chain) -> dict[str, frozenset[int]]:
+def owner_layers(model: nn.Module, units: LayerSequence) -> dict[str, frozenset[int]]:
     """The units that each parameter and buffer goes with, by each of its names.
 
     What stands in a layer goes with every call of it. All else goes with the first or the last unit of a stack: what
@@ -188,7 +188,7 @@ def homes(model: nn.Module, units: Chain) -> dict[str, frozenset[int]]:
     return {name: frozenset(_homes_of(name, units, order)) for name in order}
 
 
-def holders(home: Mapping[str, frozenset[int]], spans: Sequence[UnitRange]) -> dict[str, frozenset[int]]:
+def owner_stages(home: Mapping[str, frozenset[int]], spans: Sequence[LayerRange]) -> dict[str, frozenset[int]]:
     """The virtual stages that hold each parameter and buffer, by name: those that run a unit it goes with."""
     return {
         name: frozenset(v for v, span in enumerate(spans) if any(unit in span for unit in units))
@@ -203,7 +203,7 @@ def _in_order(model: nn.Module) -> Iterator[str]:
                 yield f"{path}.{name}" if path else name
 
 
-def _homes_of(name: str, units: Chain, order: Mapping[str, int]) -> Iterable[int]:
+def _homes_of(name: str, units: LayerSequence, order: Mapping[str, int]) -> Iterable[int]:
     for stack, start in zip(units.stacks, units.starts, strict=True):
         whole = range(start, start + len(stack.units))
         from_first = [f"{stack.units[0]}.{path}" for path in stack.stages.from_first]
@@ -220,7 +220,7 @@ def _homes_of(name: str, units: Chain, order: Mapping[str, int]) -> Iterable[int
     return [_unit_beside(name, units, order)]
 
 
-def _unit_beside(name: str, units: Chain, order: Mapping[str, int]) -> int:
+def _unit_beside(name: str, units: LayerSequence, order: Mapping[str, int]) -> int:
     """The unit that something outside of the layers goes with, by the place where the model registers it."""
     starts = units.starts
     firsts = [min(at for n, at in order.items() if _is_under(n, s.units[0])) for s in units.stacks]
@@ -245,7 +245,7 @@ def _is_under(name: str, path: str) -> bool:
     return name == path or name.startswith(f"{path}.")
 
 
-def no_chain(model: nn.Module, said: str, notes: Sequence[str] = ()) -> ConfigError:
+def no_layers_error(model: nn.Module, said: str, notes: Sequence[str] = ()) -> ConfigError:
     """For a model whose policy names no stack that can be cut; ``notes`` of that policy say why."""
     why = f". {' '.join(notes).removesuffix('.')}" if notes else ""
     return ConfigError(
@@ -255,18 +255,18 @@ def no_chain(model: nn.Module, said: str, notes: Sequence[str] = ()) -> ConfigEr
     )
 
 
-NOTHING = 1e-9
+MIN_COST = 1e-9
 """What a layer without any weight costs, so that it counts at all."""
 
 
-def costs_of(model: nn.Module, chain: Chain, home: Mapping[str, frozenset[int]]) -> list[float]:
+def estimate_layer_costs(model: nn.Module, chain: LayerSequence, home: Mapping[str, frozenset[int]]) -> list[float]:
     """What each unit costs a token, about: the elements of the matrices that it meets, of experts those it is sent to.
 
     A table that is looked up costs nothing; what stands before and behind a stack counts with its first and last unit.
     """
     units = chain.units
     per_module = {path: _matrices(model, model.get_submodule(path)) for path in dict.fromkeys(units)}
-    costs = [NOTHING + per_module[path] for path in units]
+    costs = [MIN_COST + per_module[path] for path in units]
     tables = {id(m) for m in model.modules() if isinstance(m, nn.Embedding)}
     for path, module in model.named_modules() if units else ():
         for name, p in module.named_parameters(recurse=False):
@@ -288,8 +288,8 @@ def _matrices(model: nn.Module, module: nn.Module) -> float:
     return total
 
 
-def measured_costs(
-    model: nn.Module, chain: Chain, run: Callable[[], Any], rounds: int, device: torch.device
+def measure_layer_costs(
+    model: nn.Module, chain: LayerSequence, run: Callable[[], Any], rounds: int, device: torch.device
 ) -> list[float]:
     """The seconds of each unit in a forward of the plain model, the least of some rounds.
 

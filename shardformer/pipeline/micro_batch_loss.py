@@ -26,9 +26,9 @@ from torch.overrides import TorchFunctionMode
 from shardformer.comm.collectives import all_reduce
 from shardformer.errors import ConfigError, InputError, ShardFormerError
 from shardformer.mesh.parallel_context import Axis
-from shardformer.pipeline.label_tracing import Form, LabelTracer, Size, evaluate, find
-from shardformer.pipeline.micro_batches import Tensors, like, tensors_of
-from shardformer.torch_compat import has_values, numbers_in
+from shardformer.pipeline.label_tracing import LabelForm, LabelTracer, TensorSize, evaluate, find_label_forms
+from shardformer.pipeline.micro_batches import Tensors, named_tensors_in, rebuild_container
+from shardformer.torch_compat import has_data, to_list
 
 _CLASSES = "cross_entropy nll_loss linear_cross_entropy"
 _ELEMENTS = """
@@ -40,7 +40,7 @@ _OTHERS = """
     triplet_margin_loss triplet_margin_with_distance_loss gaussian_nll_loss ctc_loss
     """
 
-WATCHED: Mapping[Any, str] = {
+RECORDED_LOSSES: Mapping[Any, str] = {
     getattr(F, name): kind
     for kind, names in (("classes", _CLASSES), ("elements", _ELEMENTS), ("others", _OTHERS))
     for name in names.split()
@@ -51,7 +51,7 @@ WATCHED: Mapping[Any, str] = {
 _SUMS_WEIGHTS = tuple(getattr(F, name) for name in ("mse_loss", "l1_loss", "huber_loss"))
 """Their mean with weights is divided by the sum of the weights; that of the others by the number of elements."""
 
-Count = Tensor | int
+LossCount = Tensor | int
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +96,7 @@ class LossCall:
     @property
     def has_classes(self) -> bool:
         """Whether the basis holds class indices."""
-        return WATCHED[self.func] == "classes" and self.basis is not None and not self.basis.is_floating_point()
+        return RECORDED_LOSSES[self.func] == "classes" and self.basis is not None and not self.basis.is_floating_point()
 
     @property
     def has_weights(self) -> bool:
@@ -111,7 +111,7 @@ class LossCall:
         """The same loss as a sum."""
         return self._reduced("sum")
 
-    def count(self) -> Count:
+    def count(self) -> LossCount:
         """What the mean divides by, here."""
         if self.has_classes or self.has_weights:
             assert self.basis is not None
@@ -120,19 +120,19 @@ class LossCall:
         numel: int
         if self.reduction == "batchmean":
             return first.shape[0] if first.dim() else 1
-        if WATCHED[self.func] == "elements":
+        if RECORDED_LOSSES[self.func] == "elements":
             assert self.basis is not None
             numel = torch.broadcast_shapes(first.shape, self.basis.shape).numel()
             return numel
-        if WATCHED[self.func] == "classes":  # probabilities of classes
+        if RECORDED_LOSSES[self.func] == "classes":  # probabilities of classes
             assert self.basis is not None
             return self.basis.numel() // self._num_classes()
         with torch.no_grad():
             return self._reduced("none").numel()
 
-    def count_in(self, basis: Tensor, ignored: int | None) -> Count:
+    def count_in(self, basis: Tensor, ignored: int | None) -> LossCount:
         """What the mean divides by where ``basis`` is the labels, or the weights: all, if they have no values."""
-        if not has_values(basis):
+        if not has_data(basis):
             return basis.numel()
         weight: Tensor | None = self.named.get("weight")
         if not self.has_classes:
@@ -152,8 +152,8 @@ class LossCall:
         """The ignored class in another micro-batch: where it is the number of classes, that may be a length."""
         if self.ignored is None or not self.ignores_beyond:
             return self.ignored
-        size = Size.named(self.ignored, here)
-        return size.of(there) if isinstance(size, Size) else size
+        size = TensorSize.named(self.ignored, here)
+        return size.of(there) if isinstance(size, TensorSize) else size
 
     def _num_classes(self) -> int:
         if "linear_weight" in self.named:
@@ -190,14 +190,14 @@ Problem = Callable[[], ConfigError]
 
 
 @dataclass
-class _Loss:
+class _LossTotals:
     """The i-th call of a loss in every micro-batch: what it counts, of a mean as predicted."""
 
     name: str
     is_mean: bool
     n_m: list[float] = field(default_factory=list)
     total: float = 0.0  # of all micro-batches, and of those of other data ranks where these are averaged over
-    seen: dict[int, Count] = field(default_factory=dict)
+    seen: dict[int, LossCount] = field(default_factory=dict)
 
     def is_like(self, call: LossCall) -> bool:
         return (self.name, self.is_mean) == (call.name, call.is_mean)
@@ -237,7 +237,7 @@ class LossWeights:
         micro_batches: Sequence[Mapping[str, Any]],
         sizes: Sequence[int],
         loss_weight: LossWeight | None = None,
-        found: dict[int, Form] | None = None,
+        found: dict[int, LabelForm] | None = None,
         over: tuple[Axis, torch.device] | None = None,
         *,
         counts: bool = False,
@@ -250,12 +250,12 @@ class LossWeights:
         self._is_whole = len(micro_batches) == 1 and self._over is None
         self._counts, self._weight = counts, 0.0
         self._shares = None if loss_weight is None else self._shares_by(loss_weight)
-        self._losses: list[_Loss] = []
+        self._losses: list[_LossTotals] = []
         self._first: int | None = None
         self._forwards: dict[int, _Forward] = {}
         self._factors: dict[int, Tensor] = {}  # of each micro-batch's losses in its loss, all in one tensor
         self._later: list[tuple[Tensor, Problem]] = []
-        self._watch: _Watch | None = None
+        self._watch: _LossRecorder | None = None
         self._evaluates = not torch.is_grad_enabled()
         self.is_explained = self._shares is None
         """Whether all losses so far are means over classes that the batch holds: each sample has its own."""
@@ -284,8 +284,8 @@ class LossWeights:
             self._losses = []
         self._forwards[index] = _Forward()
         needs_labels = index == self._first and not self._is_whole
-        trace = LabelTracer(dict(tensors_of(self._micro_batches[index]))) if needs_labels else None
-        self._watch = _Watch(self, index, trace)
+        trace = LabelTracer(dict(named_tensors_in(self._micro_batches[index]))) if needs_labels else None
+        self._watch = _LossRecorder(self, index, trace)
         self._watch.__enter__()
 
     def stop(self) -> None:
@@ -323,7 +323,7 @@ class LossWeights:
         """After all forwards: raises ConfigError for what was not right in one of them."""
         checks, self._later = self._later, []
         if checks:
-            good = numbers_in(torch.stack([ok for ok, _ in checks]))
+            good = to_list(torch.stack([ok for ok, _ in checks]))
             for (_, problem), ok in zip(checks, good, strict=True):
                 if not ok:
                     raise problem()
@@ -347,12 +347,14 @@ class LossWeights:
         forward = self._forwards[index]
         forward.reductions.append(call.reduction)
         if self._is_whole:
-            self._losses.append(_Loss(call.name, call.is_mean, total=float(call.count()) if call.is_mean else 0.0))
+            self._losses.append(
+                _LossTotals(call.name, call.is_mean, total=float(call.count()) if call.is_mean else 0.0)
+            )
         if self._is_whole or call.reduction == "none":
             return call.given()
         number = len(forward.parts)
         if index == self._first:
-            self._losses.append(_Loss(call.name, call.is_mean))
+            self._losses.append(_LossTotals(call.name, call.is_mean))
             if call.is_mean:
                 self._total(self._losses[-1], partial(self._predict, index, trace, call, number))
             else:
@@ -372,7 +374,7 @@ class LossWeights:
         """Around what is done to the losses: in an evaluation, too, gradients tell how the whole depends on them."""
         return torch.enable_grad() if self._evaluates and self._forwards[index].parts else nullcontext()
 
-    def _part(self, loss: _Loss, index: int, call: LossCall) -> Tensor:
+    def _part(self, loss: _LossTotals, index: int, call: LossCall) -> Tensor:
         if not call.is_mean:
             loss.seen[index] = call.count()
             return call.given() * self._num_ranks if self._over is not None else call.given()
@@ -381,7 +383,7 @@ class LossWeights:
             return call.given()
         return call.given() * (n * self._num_ranks / total) if n else call.summed() * 0.0
 
-    def _total(self, loss: _Loss, counts: Callable[[], list[float]]) -> None:
+    def _total(self, loss: _LossTotals, counts: Callable[[], list[float]]) -> None:
         """Notes what a loss counts here, and in the whole batch. No rank waits for one on which that cannot be told."""
         try:
             loss.n_m = counts()
@@ -396,7 +398,7 @@ class LossWeights:
             return here
         axis, device = self._over
         summed = all_reduce(torch.tensor(here, dtype=torch.float64, device=device), axis, purpose="loss")
-        total = float(summed) if has_values(summed) else here * axis.size
+        total = float(summed) if has_data(summed) else here * axis.size
         if math.isnan(here) or not math.isnan(total):
             return total
         raise InputError(
@@ -419,7 +421,7 @@ class LossWeights:
     def _predict(self, first: int, trace: LabelTracer | None, call: LossCall, number: int) -> list[float]:
         """What the call counts in each micro-batch."""
         here = call.count()
-        tensors = [dict(tensors_of(m)) for m in self._micro_batches]
+        tensors = [dict(named_tensors_in(m)) for m in self._micro_batches]
         n_m = self._by_basis(first, trace, call, number, tensors)
         self.is_explained = self.is_explained and n_m is not None and call.has_classes
         if n_m is None:
@@ -439,7 +441,7 @@ class LossWeights:
             return None
         n, counts = call.count(), call.has_classes or call.has_weights
 
-        def count(m: int, there: Tensor) -> Count:
+        def count(m: int, there: Tensor) -> LossCount:
             if counts:
                 return call.count_in(there.to(basis.device), call.ignored_in(here, tensors[m]))
             assert isinstance(n, int)
@@ -457,7 +459,7 @@ class LossWeights:
             return None
         ignored = -100 if call.ignored is None else call.ignored
         used = [form for i, form in self._found.items() if i < number]
-        forms = find(basis, here, ignored, call.ignores_beyond, used)
+        forms = find_label_forms(basis, here, ignored, call.ignores_beyond, used)
         if not forms:
             return None
         form = self._found[number] if self._found.get(number) in forms else forms[0]
@@ -465,7 +467,7 @@ class LossWeights:
         there_m = [call.ignored_in(here, of_m) for of_m in tensors]
         return [count(m, form(tensors[m], ignored if i is None else i)) for m, i in enumerate(there_m)]
 
-    def _by_sample(self, first: int, call: LossCall, here: Count) -> list[Any]:
+    def _by_sample(self, first: int, call: LossCall, here: LossCount) -> list[Any]:
         """Counts in proportion to the samples, where nothing is ignored."""
         size = self._sizes[first]
         full = call.basis.numel() if call.has_classes and call.basis is not None else None
@@ -543,11 +545,11 @@ class LossWeights:
         """Raises the problem now where that costs nothing, and in ``finish`` where the device would be waited for."""
         if ok.device.type != "cpu":
             self._later.append((ok, problem))
-        elif not numbers_in(ok):
+        elif not to_list(ok):
             raise problem()
 
 
-class _Watch(TorchFunctionMode):
+class _LossRecorder(TorchFunctionMode):
     """Sees every function of torch while a head runs."""
 
     def __init__(self, weights: LossWeights, index: int, trace: LabelTracer | None) -> None:
@@ -558,7 +560,7 @@ class _Watch(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in WATCHED:
+        if func in RECORDED_LOSSES:
             return self._weights.call(self._index, self._trace, LossCall.of(func, args, kwargs))
         with self._weights.following(self._index):
             out = func(*args, **kwargs)
@@ -568,7 +570,7 @@ class _Watch(TorchFunctionMode):
 
 
 def _is_alike(x: Tensor, basis: Tensor) -> bool:
-    return x.shape == basis.shape and bool(numbers_in((x.detach().to(basis) == basis.detach()).all()))
+    return x.shape == basis.shape and bool(to_list((x.detach().to(basis) == basis.detach()).all()))
 
 
 def no_sum_of_means(what: str) -> ConfigError:
@@ -630,7 +632,7 @@ def _rows(value: Any, size: int, begin: int, end: int) -> Any:
         kind: Any = type(value)
         return kind(**fields)
     if isinstance(value, Mapping):
-        return like(value, {name: _rows(each, size, begin, end) for name, each in value.items()})
+        return rebuild_container(value, {name: _rows(each, size, begin, end) for name, each in value.items()})
     if isinstance(value, (list, tuple)):
-        return like(value, [_rows(each, size, begin, end) for each in value])
+        return rebuild_container(value, [_rows(each, size, begin, end) for each in value])
     return value

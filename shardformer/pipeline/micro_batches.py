@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from shardformer.errors import ConfigError, InputError
-from shardformer.torch_compat import numbers_in
+from shardformer.torch_compat import to_list
 
 # P patches, I images, B samples
 
-TOKENS, KINDS = "input_ids", "mm_token_type_ids"
+MEDIA_TOKEN_FIELDS, KINDS = "input_ids", "mm_token_type_ids"
 COUNTS = ("num", "count", "counts", "lengths")
 """In the names of inputs that say how many rows of another input each sample has."""
 Ids = Mapping[str, int]
@@ -39,27 +39,27 @@ Ends = list[int]
 """Where the rows of each sample end, with a 0 before."""
 
 
-def ids_of(config: Any) -> dict[str, int]:
+def special_token_ids(config: Any) -> dict[str, int]:
     """The tokens that a config names.
 
     >>> from types import SimpleNamespace
-    >>> ids_of(SimpleNamespace(image_token_id=7, video_token_index=8, hidden_size=9))
+    >>> special_token_ids(SimpleNamespace(image_token_id=7, video_token_index=8, hidden_size=9))
     {'image_token_id': 7, 'video_token_index': 8}
     """
     fields = vars(config) if hasattr(config, "__dict__") else {}
     return {n: x for n, x in fields.items() if n.endswith(("_token_id", "_token_index")) and type(x) is int}
 
 
-def flat_names(batch: Mapping[Any, Any]) -> set[str]:
+def flattened_inputs(batch: Mapping[Any, Any]) -> set[str]:
     """The grids of a batch, and the inputs that have a row for each of their patches."""
     names = set()
     for grid, units in _grids(batch):
-        flat = [name for name in _of_length(batch, sum(units)) if name not in (grid, TOKENS)]
+        flat = [name for name in _of_length(batch, sum(units)) if name not in (grid, MEDIA_TOKEN_FIELDS)]
         names |= {grid, *flat} if flat else set()
     return names
 
 
-def ends_of(batch: Mapping[Any, Any], samples: int, ids: Ids) -> dict[str, Ends]:
+def sample_ends(batch: Mapping[Any, Any], samples: int, ids: Ids) -> dict[str, Ends]:
     """Input -> where the rows of each sample end in it, of those that have not a row for each sample.
 
     Raises InputError where grids, tokens and inputs do not fit together, or several divisions would fit.
@@ -72,7 +72,7 @@ def ends_of(batch: Mapping[Any, Any], samples: int, ids: Ids) -> dict[str, Ends]
         images = _images_of(batch, grid, units, samples, ids)
         patches = [0, *accumulate(units)]
         found = {grid: images, **{name: [patches[i] for i in images] for name in names}}
-        for name in _beside(batch, grid, len(units), samples):
+        for name in _per_image_inputs(batch, grid, len(units), samples):
             found[name] = images
         for name, rows in found.items():
             if ends.setdefault(name, rows) != rows:
@@ -84,7 +84,7 @@ def _grids(batch: Mapping[Any, Any]) -> Iterator[tuple[str, list[int]]]:
     """Grid -> the patches of each image."""
     for name, x in batch.items():
         if isinstance(name, str) and "grid" in name and _is_whole(x) and x.dim() == 2 and x.shape[1] <= 3:
-            yield name, numbers_in(x.prod(-1))
+            yield name, to_list(x.prod(-1))
 
 
 def _counts(batch: Mapping[Any, Any], samples: int) -> Iterator[tuple[str, list[int]]]:
@@ -92,7 +92,7 @@ def _counts(batch: Mapping[Any, Any], samples: int) -> Iterator[tuple[str, list[
     for name, x in batch.items():
         words = set(name.split("_")) if isinstance(name, str) else set()
         if words & set(COUNTS) and _is_whole(x) and x.shape == (samples,):
-            yield name, numbers_in(x)
+            yield name, to_list(x)
 
 
 def _is_whole(x: Any) -> bool:
@@ -120,7 +120,7 @@ def _flat_of(batch: Mapping[Any, Any], grid: str, length: int, samples: int) -> 
     return names
 
 
-def _beside(batch: Mapping[Any, Any], grid: str, images: int, samples: int) -> Iterator[str]:
+def _per_image_inputs(batch: Mapping[Any, Any], grid: str, images: int, samples: int) -> Iterator[str]:
     """Other inputs with a row, or a number in a list, for each image."""
     if batch[grid].dim() == 1:
         return
@@ -136,7 +136,7 @@ def _images_of(batch: Mapping[Any, Any], grid: str, units: Sequence[int], sample
     """Where the images of each sample end."""
     if batch[grid].dim() == 1:
         return list(range(samples + 1))
-    ways, known = _ways(batch, grid, ids)
+    ways, known = _token_counts(batch, grid, ids)
     fitting = [ends for counts in ways if (ends := _division(counts, units)) is not None]
     if not ways and len(units) == samples:
         return list(range(samples + 1))  # nothing but images
@@ -148,9 +148,9 @@ def _images_of(batch: Mapping[Any, Any], grid: str, units: Sequence[int], sample
     raise _unclear(grid, batch[grid], samples, why)
 
 
-def _ways(batch: Mapping[Any, Any], grid: str, ids: Ids) -> tuple[list[list[int]], bool]:
+def _token_counts(batch: Mapping[Any, Any], grid: str, ids: Ids) -> tuple[list[list[int]], bool]:
     """How many tokens each sample has that may stand for the images; one way where it is known which do."""
-    kinds, tokens = batch.get(KINDS), batch.get(TOKENS)
+    kinds, tokens = batch.get(KINDS), batch.get(MEDIA_TOKEN_FIELDS)
     of = "video" if "video" in grid else "audio" if "audio" in grid else "image"
     if isinstance(kinds, Tensor):
         return [_per_row(kinds, {"image": 1, "video": 2, "audio": 3}[of])], True
@@ -160,11 +160,11 @@ def _ways(batch: Mapping[Any, Any], grid: str, ids: Ids) -> tuple[list[list[int]
     named = [counts for token in known if sum(counts := _per_row(tokens, token))]
     if named:
         return named[:1], True
-    return [_per_row(tokens, token) for token in numbers_in(tokens.unique())], False
+    return [_per_row(tokens, token) for token in to_list(tokens.unique())], False
 
 
 def _per_row(tokens: Tensor, token: int) -> list[int]:
-    found: list[int] = numbers_in((tokens == token).flatten(1).sum(-1))
+    found: list[int] = to_list((tokens == token).flatten(1).sum(-1))
     return found
 
 
@@ -196,30 +196,30 @@ def _unclear(name: str, value: Any, samples: int, why: str) -> InputError:
     )
 
 
-Name = tuple[Any, ...]
+TensorPath = tuple[Any, ...]
 """Where a tensor is in a micro-batch: the key, and those within it."""
 
-Tensors = Mapping[Name, Tensor]
+Tensors = Mapping[TensorPath, Tensor]
 
 
-def tensors_of(value: Any, name: Name = ()) -> Iterator[tuple[Name, Tensor]]:
+def named_tensors_in(value: Any, name: TensorPath = ()) -> Iterator[tuple[TensorPath, Tensor]]:
     """All tensors of a micro-batch, by where they are."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, Mapping):
         for key, part in value.items():
-            yield from tensors_of(part, (*name, key))
+            yield from named_tensors_in(part, (*name, key))
     elif isinstance(value, list | tuple):
         for i, part in enumerate(value):
-            yield from tensors_of(part, (*name, i))
+            yield from named_tensors_in(part, (*name, i))
 
 
-def sizes_of(batch_size: int, micro_batches: int | None, micro_batch_size: int | None) -> list[int]:
+def micro_batch_sizes(batch_size: int, micro_batches: int | None, micro_batch_size: int | None) -> list[int]:
     """How many samples each micro-batch has, by their number or by the size of all but the last.
 
-    >>> sizes_of(7, micro_batches=4, micro_batch_size=None)
+    >>> micro_batch_sizes(7, micro_batches=4, micro_batch_size=None)
     [2, 2, 2, 1]
-    >>> sizes_of(7, micro_batches=None, micro_batch_size=3)
+    >>> micro_batch_sizes(7, micro_batches=None, micro_batch_size=3)
     [3, 3, 1]
 
     Raises ConfigError unless exactly one is given, a positive int, and there is a sample for each micro-batch.
@@ -239,7 +239,7 @@ def sizes_of(batch_size: int, micro_batches: int | None, micro_batch_size: int |
     return [each + (i < extra) for i in range(micro_batches)]
 
 
-MOST = 2**14
+MAX_MICRO_BATCHES = 2**14
 """Micro-batches of a batch."""
 
 
@@ -260,10 +260,10 @@ def check_sizes(micro_batches: int | None, micro_batch_size: int | None) -> None
             rule=f"{name} is a whole number of at least 1",
             remedy="Use 1 or more, and no more than a batch has samples",
         )
-    if micro_batches is not None and micro_batches > MOST:
+    if micro_batches is not None and micro_batches > MAX_MICRO_BATCHES:
         raise ConfigError(
             f"micro_batches={micro_batches}",
-            rule=f"A schedule names each of them on each stage: {MOST} at the most",
+            rule=f"A schedule names each of them on each stage: {MAX_MICRO_BATCHES} at the most",
             remedy="Use no more than a batch has samples",
         )
 
@@ -274,8 +274,8 @@ def batch_size_of(batch: Mapping[str, Any], main: str | None = None) -> int:
     What has a row for each patch of all images, beside their grid, does not count where anything else is there.
     Raises ConfigError for a batch without such a tensor.
     """
-    named = _main_of(batch, main) if main in batch or flat_names(batch) else None
-    for _, tensor in tensors_of([named, _by_sample(batch), *_grids_of(batch)]):
+    named = _main_of(batch, main) if main in batch or flattened_inputs(batch) else None
+    for _, tensor in named_tensors_in([named, _by_sample(batch), *_grids_of(batch)]):
         if tensor.dim() > 0:
             return tensor.shape[0]
     raise ConfigError(
@@ -286,8 +286,8 @@ def batch_size_of(batch: Mapping[str, Any], main: str | None = None) -> int:
 
 
 def _main_of(batch: Mapping[Any, Any], main: str | None) -> Any:
-    flat = flat_names(batch)
-    known = (name for name in (main, TOKENS, "inputs_embeds") if name in batch and name not in flat)
+    flat = flattened_inputs(batch)
+    known = (name for name in (main, MEDIA_TOKEN_FIELDS, "inputs_embeds") if name in batch and name not in flat)
     return next((batch[name] for name in known), None)
 
 
@@ -295,13 +295,13 @@ def _by_sample(value: Any) -> Any:
     """Without what has rows of other things than samples."""
     if not isinstance(value, Mapping):
         return value
-    flat = flat_names(value)
+    flat = flattened_inputs(value)
     return {name: _by_sample(inner) for name, inner in value.items() if name not in flat}
 
 
 def _grids_of(batch: Mapping[Any, Any]) -> list[Any]:
     """What has a row for each image."""
-    return [batch[name] for name in batch if name in flat_names(batch) and "grid" in name]
+    return [batch[name] for name in batch if name in flattened_inputs(batch) and "grid" in name]
 
 
 def split_batch(
@@ -330,13 +330,13 @@ def split_batch(
         )
     if len(sizes) == 1:
         return [dict(batch)]
-    cut = _Cut([0, *accumulate(sizes)], _main_of(batch, main), ids)
+    cut = _BatchSplit([0, *accumulate(sizes)], _main_of(batch, main), ids)
     parts = cut.of_mapping(batch)
     return [{name: column[i] for name, column in parts.items()} for i in range(len(sizes))]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Cut:
+class _BatchSplit:
     """Where a batch is cut, in samples, and the input that it is known by."""
 
     ends: Ends
@@ -345,7 +345,7 @@ class _Cut:
 
     def of_mapping(self, batch: Mapping[Any, Any], path: str = "") -> dict[Any, list[Any]]:
         """Each value's parts."""
-        rows = ends_of(batch, self.ends[-1], self.ids)
+        rows = sample_ends(batch, self.ends[-1], self.ids)
         return {
             name: self._rows(value, [rows[name][end] for end in self.ends])
             if name in rows
@@ -358,12 +358,12 @@ class _Cut:
             return self._of_tensor(value, path)
         if has_entries(value, self.ends[-1]):
             return self._rows(value, self.ends)
-        if isinstance(value, Mapping) and any(True for _ in tensors_of(value)):
+        if isinstance(value, Mapping) and any(True for _ in named_tensors_in(value)):
             inner = self.of_mapping(value, f"{path}.")
-            return [like(value, {name: column[i] for name, column in inner.items()}) for i in self._each]
-        if isinstance(value, list | tuple) and any(True for _ in tensors_of(value)):
+            return [rebuild_container(value, {name: column[i] for name, column in inner.items()}) for i in self._each]
+        if isinstance(value, list | tuple) and any(True for _ in named_tensors_in(value)):
             columns = [self._parts(inner, f"{path}[{i}]") for i, inner in enumerate(value)]
-            return [like(value, [column[i] for column in columns]) for i in self._each]
+            return [rebuild_container(value, [column[i] for column in columns]) for i in self._each]
         return [value for _ in self._each]
 
     @property
@@ -435,11 +435,11 @@ def merge_outputs(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
     if isinstance(first, Mapping):
         if any(part.keys() != first.keys() for part in parts):
             return None
-        return like(first, {name: merge_outputs([part[name] for part in parts], sizes) for name in first})
+        return rebuild_container(first, {name: merge_outputs([part[name] for part in parts], sizes) for name in first})
     if isinstance(first, list | tuple):
         if any(len(part) != len(first) for part in parts):
             return None
-        return like(first, [merge_outputs(column, sizes) for column in zip(*parts)])
+        return rebuild_container(first, [merge_outputs(column, sizes) for column in zip(*parts)])
     return first if all(_is_equal(part, first) for part in parts) else None
 
 
@@ -459,7 +459,7 @@ def _merge_tensors(parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor | No
     return first if all(torch.equal(part, first) for part in parts) else None
 
 
-def like(one: Any, content: Any) -> Any:
+def rebuild_container(one: Any, content: Any) -> Any:
     """A container of the kind of ``one``: a named tuple stays one, and what cannot be built of its content is plain."""
     if isinstance(one, tuple) and hasattr(one, "_fields"):
         return type(one)(*content)
@@ -469,5 +469,5 @@ def like(one: Any, content: Any) -> Any:
         return content
 
 
-TARGET = "target of the loss"
+TARGET_KEY = "target of the loss"
 """The name, in a batch, of what the loss function alone reads."""

@@ -17,16 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardformer.comm.collectives import Pending, all_gather
+from shardformer.comm.collectives import PendingCollective, all_gather
 from shardformer.comm.recorder import bytes_of, record
 from shardformer.errors import ConfigError, InputError
 from shardformer.layout.shard_spec import even_bounds
 from shardformer.mesh.parallel_context import Axis, ParallelContext
-from shardformer.mesh.transport import Traffic
-from shardformer.pipeline.schedules import Action, Kind, Schedule, messages
-from shardformer.torch_compat import has_values
+from shardformer.mesh.transport import CollectiveLog
+from shardformer.pipeline.schedules import Action, ActionKind, Schedule, messages
+from shardformer.torch_compat import has_data
 
-UP, DOWN = 1, 2
+TO_NEXT_STAGE, TO_PREVIOUS_STAGE = 1, 2
 """Towards a higher rank, and towards a lower one; tags that no exchange has, which sends without one."""
 
 
@@ -39,31 +39,31 @@ class PointToPoint:
 
     def __init__(self, context: ParallelContext) -> None:
         self.axis = context.pipe
-        self._transports = {UP: self.axis.transport, DOWN: self.axis.transport}
+        self._transports = {TO_NEXT_STAGE: self.axis.transport, TO_PREVIOUS_STAGE: self.axis.transport}
         if self.axis.size > 1 and self.axis.transport.sends_in_turn(context.device) and context.world is not None:
-            self._transports[DOWN] = context.world.connect(context.grid.lines("pipe"))
+            self._transports[TO_PREVIOUS_STAGE] = context.world.connect(context.grid.lines("pipe"))
 
-    def send(self, x: Tensor, to: int, purpose: str) -> Pending:
+    def send(self, x: Tensor, to: int, purpose: str) -> PendingCollective:
         """Starts sending a contiguous tensor, which stays as it is until what is returned is done."""
-        way = UP if to > self.axis.rank else DOWN
+        way = TO_NEXT_STAGE if to > self.axis.rank else TO_PREVIOUS_STAGE
         noted = record("send", self.axis, bytes_of(x), purpose, ranks=2)
-        return Pending([self._transports[way].send(x, to, way)], lambda: x, noted)
+        return PendingCollective([self._transports[way].send(x, to, way)], lambda: x, noted)
 
-    def receive(self, x: Tensor, source: int, purpose: str) -> Pending:
+    def receive(self, x: Tensor, source: int, purpose: str) -> PendingCollective:
         """Starts receiving into ``x``."""
-        way = UP if source < self.axis.rank else DOWN
+        way = TO_NEXT_STAGE if source < self.axis.rank else TO_PREVIOUS_STAGE
         noted = record("receive", self.axis, bytes_of(x), purpose, ranks=2)
-        return Pending([self._transports[way].receive(x, source, way)], lambda: x, noted)
+        return PendingCollective([self._transports[way].receive(x, source, way)], lambda: x, noted)
 
 
 HEADER_BYTES = 1024
-AHEAD = 4
+PREFETCHED_MESSAGES = 4
 """How many messages of a rank are received ahead of their use. gloo lets one leave when its receiver asks for it, so in
 a schedule where a rank computes longer than the other sends, the second would only then set out."""
 
 
 @dataclass(frozen=True)
-class Shape:
+class TensorMeta:
     """What is known of one tensor of a parcel before it comes.
 
     Args:
@@ -81,7 +81,7 @@ class Shape:
         return int(torch.Size(self.sizes).numel())
 
 
-Shapes = tuple[Shape, ...]
+TensorMetas = tuple[TensorMeta, ...]
 
 
 @dataclass
@@ -117,15 +117,15 @@ class StageExchange:
 
     def __init__(self, point_to_point: PointToPoint, tensor: Axis, device: torch.device) -> None:
         self._point_to_point, self._tensor, self.device = point_to_point, tensor, device
-        self.known: dict[tuple[int, Hashable], Shapes] = {}
-        self.given: Mapping[tuple[int, Hashable], Shapes] = {}
+        self.known: dict[tuple[int, Hashable], TensorMetas] = {}
+        self.given: Mapping[tuple[int, Hashable], TensorMetas] = {}
         self._kept: dict[tuple[bool, int, int], list[Tensor]] = {}
         self._sent: deque[tuple[Any, Tensor]] = deque()
         self._incoming: dict[int, _Incoming] = {}
         self.waiting_for: int | None = None
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> CollectiveLog:
         """What this process hands to collectives."""
         return self._point_to_point.axis.traffic
 
@@ -149,10 +149,10 @@ class StageExchange:
         """
         receiver = self._schedule.placement[action.taker]
         key = (max(action.stage, action.taker), self._keys[action.micro_batch])
-        if action.kind is Kind.FORWARD:
+        if action.kind is ActionKind.FORWARD:
             given = [t for t in tensors if t is not None]
             shapes = tuple(
-                Shape(tuple(t.shape), t.dtype, t.requires_grad, c and self._tensor.size > 1)
+                TensorMeta(tuple(t.shape), t.dtype, t.requires_grad, c and self._tensor.size > 1)
                 for t, c in zip(given, is_cut, strict=True)
             )
             is_new = key not in self.known
@@ -175,7 +175,7 @@ class StageExchange:
             ]
             shapes = tuple(wanted)
         if receiver == self._point_to_point.axis.rank:
-            self._kept[_place(action)] = parts
+            self._kept[_result_key(action)] = parts
             return
         for part, shape in zip(parts, shapes, strict=True):
             if shape.is_cut:
@@ -183,7 +183,7 @@ class StageExchange:
                 part = part.reshape(-1)[start:end]
             self._start(part.contiguous(), receiver, _purpose(action))
 
-    def _own_bounds(self, shape: Shape) -> list[int]:
+    def _own_bounds(self, shape: TensorMeta) -> list[int]:
         """From where to where in all numbers this tensor rank's part of them is."""
         return even_bounds(shape.numel, self._tensor.size)[self._tensor.rank : self._tensor.rank + 2]
 
@@ -200,31 +200,31 @@ class StageExchange:
         for incoming in self._incoming.values():
             self._begin_next(incoming)
 
-    def activations(self, stage: int, micro_batch: int) -> tuple[list[Tensor], Shapes]:
+    def activations(self, stage: int, micro_batch: int) -> tuple[list[Tensor], TensorMetas]:
         """What the virtual stage before ``stage`` handed over, and what is known of it."""
-        parts = self._take(Action(Kind.FORWARD, stage - 1, micro_batch))
+        parts = self._take(Action(ActionKind.FORWARD, stage - 1, micro_batch))
         return parts, self.known[stage, self._keys[micro_batch]]
 
-    def gradients(self, stage: int, micro_batch: int, kind: Kind) -> list[Tensor]:
+    def gradients(self, stage: int, micro_batch: int, kind: ActionKind) -> list[Tensor]:
         """The gradients of what ``stage`` handed on, of the tensors that train."""
         return self._take(Action(kind, stage + 1, micro_batch))
 
     def _take(self, action: Action) -> list[Tensor]:
         """What came of an action."""
-        while _place(action) not in self._kept:
+        while _result_key(action) not in self._kept:
             incoming = self._incoming[self._schedule.placement[action.stage]]
             self._begin_next(incoming)
             posted = incoming.posted.popleft()
-            self._kept[_place(posted.action)] = self._finish(incoming, posted)
+            self._kept[_result_key(posted.action)] = self._finish(incoming, posted)
             self._begin_next(incoming)
-        return self._kept.pop(_place(action))
+        return self._kept.pop(_result_key(action))
 
     def _begin_next(self, incoming: _Incoming) -> None:
         posted = incoming.posted
-        while incoming.expected and len(posted) < AHEAD and not (posted and posted[-1].header):
+        while incoming.expected and len(posted) < PREFETCHED_MESSAGES and not (posted and posted[-1].header):
             action = incoming.expected[0]
             shapes = self._shapes_of(action)
-            if shapes is None and action.kind is not Kind.FORWARD:
+            if shapes is None and action.kind is not ActionKind.FORWARD:
                 return  # its own activation has not left yet, whose shapes it has
             posted.append(_Posted(incoming.expected.popleft()))
             if shapes is None:
@@ -233,7 +233,7 @@ class StageExchange:
             else:
                 self._post(incoming.source, posted[-1], shapes)
 
-    def _post(self, source: int, posted: _Posted, shapes: Shapes) -> None:
+    def _post(self, source: int, posted: _Posted, shapes: TensorMetas) -> None:
         for shape in shapes:
             start, end = self._own_bounds(shape)
             sizes = (end - start,) if shape.is_cut else shape.sizes
@@ -242,8 +242,8 @@ class StageExchange:
             if part.numel():
                 posted.works.append(self._point_to_point.receive(part, source, _purpose(posted.action)))
 
-    def _shapes_of(self, action: Action) -> Shapes | None:
-        if action.kind is Kind.FORWARD:
+    def _shapes_of(self, action: Action) -> TensorMetas | None:
+        if action.kind is ActionKind.FORWARD:
             return self.known.get((action.stage + 1, self._keys[action.micro_batch]))
         shapes = self.known.get((action.stage, self._keys[action.micro_batch]))
         return None if shapes is None else tuple(s for s in shapes if s.trains)
@@ -254,7 +254,7 @@ class StageExchange:
             header, work = posted.header
             work.wait()
             key = (action.stage + 1, self._keys[action.micro_batch])
-            self.known[key] = pickle.loads(bytes(header.tolist())) if has_values(header) else self._unread(*key)
+            self.known[key] = pickle.loads(bytes(header.tolist())) if has_data(header) else self._unread(*key)
             self._post(incoming.source, posted, self.known[key])
         for work in posted.works:
             work.wait()
@@ -263,7 +263,7 @@ class StageExchange:
         assert known is not None
         return [self._whole(part, shape) for part, shape in zip(posted.parts, known, strict=True)]
 
-    def _unread(self, boundary: int, key: Hashable) -> Shapes:
+    def _unread(self, boundary: int, key: Hashable) -> TensorMetas:
         """What a header without values would say: the same as at the nearest boundary before where it is known."""
         before = {
             b: shapes for (b, k), shapes in (*self.given.items(), *self.known.items()) if k == key and b <= boundary
@@ -276,7 +276,7 @@ class StageExchange:
             )
         return before[max(before)]
 
-    def _whole(self, part: Tensor, shape: Shape) -> Tensor:
+    def _whole(self, part: Tensor, shape: TensorMeta) -> Tensor:
         if not shape.is_cut:
             return part
         bounds = even_bounds(shape.numel, self._tensor.size)
@@ -290,16 +290,16 @@ class StageExchange:
             work.wait()
 
 
-def _place(action: Action) -> tuple[bool, int, int]:
+def _result_key(action: Action) -> tuple[bool, int, int]:
     """Where the result of an action is kept."""
-    return action.kind is Kind.FORWARD, action.taker, action.micro_batch
+    return action.kind is ActionKind.FORWARD, action.taker, action.micro_batch
 
 
 def _purpose(action: Action) -> str:
-    return "activation" if action.kind is Kind.FORWARD else "gradient"
+    return "activation" if action.kind is ActionKind.FORWARD else "gradient"
 
 
-def _header(shapes: Shapes, device: torch.device) -> Tensor:
+def _header(shapes: TensorMetas, device: torch.device) -> Tensor:
     written = pickle.dumps(shapes)
     assert len(written) <= HEADER_BYTES
     return torch.frombuffer(bytearray(written.ljust(HEADER_BYTES)), dtype=torch.uint8).to(device)

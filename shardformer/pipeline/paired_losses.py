@@ -22,15 +22,15 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shardformer.comm.collectives import all_gather, all_reduce, gather_numbers
+from shardformer.comm.collectives import all_gather, all_gather_numbers, all_reduce
 from shardformer.errors import ConfigError, ShardFormerError
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.pipeline.label_tracing import LabelTracer
 from shardformer.pipeline.micro_batch_loss import ABSOLUTE, IS_TRYING, RELATIVE, Gathers, LossCall, LossWeights
 from shardformer.pipeline.micro_batches import Ids, batch_size_of, merge_outputs, split_batch
-from shardformer.pipeline.runtime import Batch, Head, LossFn
+from shardformer.pipeline.runtime import Batch, LastStage, LossFn
 from shardformer.pipeline.stage_forward import StageForward
-from shardformer.random_state import forked_random
+from shardformer.random_state import fork_random_state
 from shardformer.torch_compat import is_compiled
 
 # A, B two parts of a batch; AB both as one batch
@@ -51,7 +51,7 @@ def gather_over_data(x: Tensor, context: Any) -> Tensor:
     micro-batch: those of one rank run one after the other.
 
     >>> def contrastive(output, batch):                                                           # doctest: +SKIP
-    ...     images, texts = (shardformer.gather_over_data(x, engine.context) for x in output)
+    ...     images, texts = (shardformer.pipeline.gather_over_data(x, engine.context) for x in output)
     ...     return torch.nn.functional.cross_entropy(images @ texts.T, torch.arange(len(images)))
 
     Args:
@@ -70,7 +70,7 @@ def gather_over_data(x: Tensor, context: Any) -> Tensor:
         raise Gathers
     if context.data.size == 1:
         return x
-    lengths = [row[0] for row in gather_numbers([len(x)], context.data)]
+    lengths = [row[0] for row in all_gather_numbers([len(x)], context.data)]
     gathered: Tensor = _GatherSamples.apply(x, context.data, lengths)
     return gathered
 
@@ -179,7 +179,7 @@ def trial_of(
     return None
 
 
-class TrialHead(Head):
+class TrialHead(LastStage):
     """Notes the losses of a trial. It raises no error: a loss that cannot be tried is not judged."""
 
     def __init__(
@@ -256,7 +256,7 @@ def tried(model: nn.Module, device: torch.device) -> Iterator[list[nn.Module]]:
         for each, registered in hooks:
             for number in [number for number, hook in registered.items() if _is_of_script(hook)]:
                 del each[number]
-        with torch.no_grad(), forked_random(device), eager, _disable_current_modes():  # no mode counts or traces it
+        with torch.no_grad(), fork_random_state(device), eager, _disable_current_modes():  # no mode counts or traces it
             yield writers
     finally:
         for each, registered in hooks:
@@ -315,12 +315,12 @@ def judge(findings: Sequence[int], into: str, *, refuses: bool, gathers: bool, n
             rule="Each part of a batch is run without the samples of the others. The loss of the whole batch is put "
             "together of the parts' losses, as means or sums of what counts in each",
             remedy="Leave the batch in one micro-batch on one data rank; or pass a loss_fn that gathers the embeddings "
-            "with shardformer.gather_over_data, and use one micro-batch. To train on the mean of the parts' losses, "
-            "each over its own samples, pass loss_weight=, or Parallel(average='ranks') over data ranks; see "
+            "with gather_over_data, and use one micro-batch. To train on the mean of the parts' losses, "
+            "each over its own samples, pass loss_weight=, or ParallelConfig(average='ranks') over data ranks; see "
             "docs/engine.md",
         )
     warnings.warn(
         f"{what}: each part compares its own samples alone, so that loss and weights differ from those of one device. "
-        "Use one micro-batch, and shardformer.gather_over_data in loss_fn; see docs/engine.md",
+        "Use one micro-batch, and shardformer.pipeline.gather_over_data in loss_fn; see docs/engine.md",
         stacklevel=2,
     )

@@ -13,21 +13,21 @@ from typing import Any
 
 from shardformer.errors import ConfigError
 
-CUTS = ("cost", "even")
+PARTITION_METHODS = ("cost", "even")
 """Ways to cut by name; besides there is the list of how many layers each stage has."""
 
 
-def balanced(costs: Sequence[float], parts: int, before: Sequence[float] | float = 0) -> list[int]:
+def partition_balanced(costs: Sequence[float], parts: int, before: Sequence[float] | float = 0) -> list[int]:
     """The bounds for which the largest cost of a stage is the smallest possible.
 
     Of the cuts that reach it, the one whose counts of layers are the most even (the sum of their squares is the
     smallest), then the one whose earlier stages have fewer layers, since they hold more micro-batches at a time.
 
-    >>> balanced([1, 1, 1, 1, 4], 2)
+    >>> partition_balanced([1, 1, 1, 1, 4], 2)
     [0, 4, 5]
-    >>> balanced([1, 1, 1, 1, 1], 2)
+    >>> partition_balanced([1, 1, 1, 1, 1], 2)
     [0, 2, 5]
-    >>> balanced([1, 1, 1, 1], 2, before=[2, 0])     # the first stage does something else as well
+    >>> partition_balanced([1, 1, 1, 1], 2, before=[2, 0])     # the first stage does something else as well
     [0, 1, 4]
 
     Args:
@@ -54,16 +54,16 @@ def balanced(costs: Sequence[float], parts: int, before: Sequence[float] | float
     return [0, *accumulate(counts)]
 
 
-def even(layers: int, parts: int) -> list[int]:
+def partition_uniform(layers: int, parts: int) -> list[int]:
     """The bounds for layers of one cost; where they do not divide, stages in the middle hold one more.
 
     The first stage holds the embedding as well and the last the head, so these two come last in getting one more, and
     the last, which computes the loss, after the first. Among the others the later ones come first: earlier stages hold
     more micro-batches at a time.
 
-    >>> even(12, 4)
+    >>> partition_uniform(12, 4)
     [0, 3, 6, 9, 12]
-    >>> even(14, 4)
+    >>> partition_uniform(14, 4)
     [0, 3, 7, 11, 14]
 
     Raises ConfigError for more parts than layers.
@@ -77,17 +77,17 @@ def even(layers: int, parts: int) -> list[int]:
     return [0, *accumulate(counts)]
 
 
-def explicit(asked: Sequence[int], layers: int, parts: int) -> list[int]:
+def partition_explicit(asked: Sequence[int], layers: int, parts: int) -> list[int]:
     """The bounds for counts of layers that the user gives, one a stage.
 
-    >>> explicit([3, 4, 4, 1], 12, 4)
+    >>> partition_explicit([3, 4, 4, 1], 12, 4)
     [0, 3, 7, 11, 12]
 
     Raises ConfigError when they are not one count a stage, of at least one layer, that sum to all layers.
     """
     shown = f"layers per stage {list(asked)}"
     _check_counts(layers, parts)
-    example = [b - a for a, b in zip(even(layers, parts), even(layers, parts)[1:])]
+    example = [b - a for a, b in zip(partition_uniform(layers, parts), partition_uniform(layers, parts)[1:])]
     remedy = f"Give {parts} counts that sum to {layers}, as {example}"
     if len(asked) != parts:
         names = "names 1 stage" if len(asked) == 1 else f"names {len(asked)} stages"

@@ -16,36 +16,36 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.comm.collectives import (
+    all_gather_numbers,
+    all_gather_objects,
     all_reduce,
     broadcast,
     broadcast_object,
     checksum,
-    gather_numbers,
-    gather_objects,
 )
-from shardformer.consistency.rank_divergence import FACTS, KIND_SHIFT, agree_on_step
-from shardformer.errors import ConfigError, InputError, expect
-from shardformer.layout.sharding_metadata import ShardedState, state_of
+from shardformer.consistency.rank_divergence import COMPARED_VALUES, KIND_SHIFT, check_step
+from shardformer.errors import ConfigError, InputError, check_argument
+from shardformer.layout.sharding_metadata import ShardingMetadata, metadata_of
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.rank_grid import AXES
 from shardformer.pipeline.micro_batch_loss import LossWeight, LossWeights, no_sum_of_means
 from shardformer.pipeline.micro_batches import (
-    TARGET,
+    TARGET_KEY,
     batch_size_of,
     check_sizes,
-    ids_of,
-    sizes_of,
+    micro_batch_sizes,
+    named_tensors_in,
+    special_token_ids,
     split_batch,
-    tensors_of,
 )
 from shardformer.pipeline.p2p_communication import StageExchange
 from shardformer.pipeline.paired_losses import Finding, Trial, TrialHead, findings_of, judge, trial_of, tried
-from shardformer.pipeline.runtime import Batch, Head, LossFn, NoOutput, Runtime, StepJob, Trace
+from shardformer.pipeline.runtime import Batch, LastStage, LossFn, NoOutput, Runtime, RunTrace, StepInputs
 from shardformer.pipeline.schedules import Schedule, fitting_micro_batches, forward_only, make_schedule
 from shardformer.pipeline.stage_forward import dtypes_of
-from shardformer.pipeline.stage_manager import PipelineStageManager, Stages, make_stages
-from shardformer.random_state import DrawObserver, forked_random, uses_dropout
-from shardformer.torch_compat import has_values, numbers_in, wrapped_name
+from shardformer.pipeline.stage_manager import PipelineStageManager, Stages, build_stages
+from shardformer.random_state import RandomUseDetector, fork_random_state, uses_dropout
+from shardformer.torch_compat import has_data, to_list, wrapped_name
 from shardformer.transformers_compat import keywords_of, with_mask_as_cached
 
 
@@ -89,7 +89,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         set_modes(model, before)
 
 
-OF_OPTIMIZERS = ("steps", "options")
+OPTIMIZER_VALUES = ("steps", "options")
 STEPS, OPTIONS = 6, 7
 """The places of an optimizer's steps and options among the numbers that stages compare."""
 
@@ -133,10 +133,10 @@ class Pipeline:
     ) -> None:
         for name, given in (("loss_fn", loss_fn), ("loss_weight", loss_weight)):
             rule = "It is a function" + (": (outputs, targets) -> loss" if name == "loss_fn" else ": batch -> a number")
-            expect(name, given, given is None or callable(given), rule, f"Give a function, or leave {name} out")
+            check_argument(name, given, given is None or callable(given), rule, f"Give a function, or leave {name} out")
         for name, switch in (("average_over_data", average_over_data), ("takes_short_batches", takes_short_batches)):
-            expect(name, switch, isinstance(switch, bool), "It is on or off", f"Write {name}=True or False")
-        state = state_of(model)
+            check_argument(name, switch, isinstance(switch, bool), "It is on or off", f"Write {name}=True or False")
+        state = metadata_of(model)
         self._model, self._state, self._context = model, state, state.context
         if micro_batches is None and micro_batch_size is None:
             micro_batches = 1 if state.stages is None else state.stages.manager.num_stages
@@ -233,9 +233,9 @@ class Pipeline:
         return output if axis.rank == last else NoOutput(axis.rank, last)
 
     @contextmanager
-    def trace(self) -> Iterator[Trace]:
+    def trace(self) -> Iterator[RunTrace]:
         """Notes when each action of this rank runs, and how many micro-batches are live."""
-        self._runtime.trace = Trace()
+        self._runtime.trace = RunTrace()
         try:
             yield self._runtime.trace
         finally:
@@ -251,7 +251,7 @@ class Pipeline:
         wants_output: bool = False,
         loss_scale: float = 1.0,
         counts: bool = False,
-    ) -> Head:
+    ) -> LastStage:
         self._runtime.check_goes_on()
         batches = _as_batches(batch)
         parts, sizes = self._cut(batches)
@@ -265,14 +265,14 @@ class Pipeline:
         self._refuse_compiled()
         draws = self._agree_on_step(batches)
         looks = not wants_output and self._looks_for_pairs(len(parts), backward=backward)
-        with forked_random(device):
+        with fork_random_state(device):
             keys, seed = self._agree(parts, backward, _next_seed() if draws else 0)
             seeds = [(seed + 7919 * i) % 2**62 if seed else None for i in range(len(parts))]
             self._take_over_checkpointing()
             head = self._head(parts, sizes, wants_output, counts, looks and manager.num_stages > 1)
             try:
                 with self._stages.installed(self._model):
-                    self._runtime.run(StepJob(schedule, inputs, keys, seeds, head, loss_scale))
+                    self._runtime.run(StepInputs(schedule, inputs, keys, seeds, head, loss_scale))
             finally:
                 head.close()
         if draws and self._draws():
@@ -283,8 +283,8 @@ class Pipeline:
             if self._compares_factors:
                 _check_factors(*noted[:2])
                 self._compares_factors = False
-            if looks and has_values(loss):
-                self._look_for_pairs(batches, len(parts), *map(bool, numbers_in(noted[-1] > 0)))
+            if looks and has_data(loss):
+                self._look_for_pairs(batches, len(parts), *map(bool, to_list(noted[-1] > 0)))
             in_fp64 = any(p.dtype == torch.float64 for p in self._model.parameters())
             head.loss = loss if in_fp64 else loss.float()
         return head
@@ -308,10 +308,10 @@ class Pipeline:
             watch.training = training
         elif not training:
             return False
-        given = [x for batch in batches for _, x in tensors_of(batch)]
-        return agree_on_step(self._state, given, self._draws()) and training
+        given = [x for batch in batches for _, x in named_tensors_in(batch)]
+        return check_step(self._state, given, self._draws()) and training
 
-    def _loss_of_all(self, head: Head, looks: bool) -> list[Tensor]:
+    def _loss_of_all(self, head: LastStage, looks: bool) -> list[Tensor]:
         """The loss of the batch, and facts that are sent in the same message.
 
         These are the mean of the factors of means and of their squares, and (whether the loss may compare samples,
@@ -333,13 +333,13 @@ class Pipeline:
 
     def _head(
         self, parts: Sequence[Batch], sizes: Sequence[int], wants_output: bool, counts: bool, looks: bool
-    ) -> Head:
+    ) -> LastStage:
         stage_forward, weights = self._stages.stage_forward, None
         assert stage_forward is not None
         if not wants_output:
             over = (self._context.data, self._context.device) if self._averages else None
             weights = LossWeights(parts, sizes, self._loss_weight, self._found, over, counts=counts)
-        return Head(parts, sizes, stage_forward, weights, self._loss_fn, looks=looks)
+        return LastStage(parts, sizes, stage_forward, weights, self._loss_fn, looks=looks)
 
     def _looks_for_pairs(self, num_parts: int, *, backward: bool) -> bool:
         """Whether this step finds out if the loss compares samples: the first one in each mode that divides its batch.
@@ -353,7 +353,7 @@ class Pipeline:
         """Whether the loss is to be that of the whole batch: the user did not choose the mean of the parts' losses."""
         return self._loss_weight is None and (num_parts > 1 or self._averages)
 
-    def _may_compare(self, head: Head) -> bool:
+    def _may_compare(self, head: LastStage) -> bool:
         """Whether samples have to be run apart and together. Over stages only a ``loss_fn`` is looked at, by itself."""
         if self._stages.manager.num_stages > 1:
             return False
@@ -374,7 +374,7 @@ class Pipeline:
             trial = trial_of(
                 batches[0],
                 getattr(self._model, "main_input_name", None),
-                ids_of(getattr(self._model, "config", None)),
+                special_token_ids(getattr(self._model, "config", None)),
                 fails_alone=self._state.parameters is not None,
                 weighs=self._loss_weight is None,
                 refused=refuses,
@@ -395,10 +395,10 @@ class Pipeline:
     def _findings(self, trial: Trial | None) -> tuple[Sequence[int] | None, list[nn.Module]]:
         """What all ranks found in their trials, None if the loss is random; and the modules that wrote to buffers."""
         world = self._context.merged(*AXES) if self._context.world is not None else Axis("world")
-        if not all(has_one for (has_one,) in gather_numbers([trial is not None], world)):
+        if not all(has_one for (has_one,) in all_gather_numbers([trial is not None], world)):
             return (), []
         assert trial is not None
-        found, draws = Finding.UNKNOWN, DrawObserver(self._context.device)
+        found, draws = Finding.UNKNOWN, RandomUseDetector(self._context.device)
         writers: list[nn.Module] = []
         try:
             with tried(self._model, self._context.device) as writers:
@@ -407,7 +407,7 @@ class Pipeline:
                 draws.end()
         except Exception:  # what cannot be tried is not judged
             found = Finding.UNKNOWN
-        return findings_of(gather_numbers([int(found), bool(draws.seen)], world)), writers
+        return findings_of(all_gather_numbers([int(found), bool(draws.seen)], world)), writers
 
     def _try(self, trial: Trial) -> Finding:
         """Runs the micro-batches of a trial, on the only stage."""
@@ -420,7 +420,7 @@ class Pipeline:
         try:
             with self._stages.installed(self._model):
                 schedule = forward_only(self._schedule(len(parts)))
-                self._runtime.run(StepJob(schedule, inputs, keys, [None] * len(parts), head))
+                self._runtime.run(StepInputs(schedule, inputs, keys, [None] * len(parts), head))
         finally:
             head.close()
             self._runtime.trace, self._compares = trace, compares
@@ -450,17 +450,17 @@ class Pipeline:
             size = batch_size_of(batch, main)
             if count is not None and self._takes_short:
                 count = min(count, max(size, 1))
-            each = sizes_of(size, count, self._micro_batch_size)
+            each = micro_batch_sizes(size, count, self._micro_batch_size)
             if self._micro_batch_size is not None and len(batches) == 1:
                 each = self._fitting(size, each)
-            parts += split_batch(batch, each, main, ids_of(getattr(self._model, "config", None)))
+            parts += split_batch(batch, each, main, special_token_ids(getattr(self._model, "config", None)))
             sizes += each
         return parts, sizes
 
     def _inputs(self, parts: Sequence[Batch]) -> Sequence[Batch]:
         """What the model is given: no cache, and nothing that only the loss function reads."""
         names = keywords_of(self._model) if self._loss_fn is not None else None
-        parts = [{n: x for n, x in p.items() if n != TARGET and (names is None or n in names)} for p in parts]
+        parts = [{n: x for n, x in p.items() if n != TARGET_KEY and (names is None or n in names)} for p in parts]
         if any("position_ids" in part for part in parts) and not self._is_checkpointed:
             self._is_checkpointed = any(
                 getattr(m, "gradient_checkpointing", None) is True for m in self._model.modules()
@@ -471,7 +471,7 @@ class Pipeline:
         """At most so many samples each: more parts where the schedule takes no such number of them."""
         manager = self._stages.manager
         count = fitting_micro_batches(manager.schedule, manager.num_stages, manager.num_model_chunks, len(each))
-        return sizes_of(size, count, None) if count != len(each) and count <= size else each
+        return micro_batch_sizes(size, count, None) if count != len(each) and count <= size else each
 
     def _schedule(self, micro_batches: int) -> Schedule:
         manager = self._stages.manager
@@ -491,16 +491,16 @@ class Pipeline:
         training = self._model.training
         if axis.size == 1:
             return [(s, (backward, training, autocast, kinds)) for s in shapes], seed
-        given = [t for part in parts for _, t in tensors_of(part)] if self._compares else []
-        seen = watch.batch(given) if watch is not None else _number([checksum(t) for t in given])
+        given = [t for part in parts for _, t in named_tensors_in(part)] if self._compares else []
+        seen = watch.batch(given) if watch is not None else _hash_of([checksum(t) for t in given])
         self._compares = self._compares and watch is not None
         steps, options = (watch.rounds_of_stage(), watch.options_of_stage()) if watch is not None else (0, 0)
-        modes = backward, training, _number(autocast)
-        mine = (_number(shapes), len(parts), *modes, seen, steps, options, _number(kinds), seed)
+        modes = backward, training, _hash_of(autocast)
+        mine = (_hash_of(shapes), len(parts), *modes, seen, steps, options, _hash_of(kinds), seed)
         with self._runtime.named("before a step"):
-            every = self._comparable(gather_numbers(mine, axis))
+            every = self._comparable(all_gather_numbers(mine, axis))
         if any(theirs[:-2] != every[0][:-2] for theirs in every):
-            raise _different(every, axis)
+            raise _first_difference(every, axis)
         stages = tuple(theirs[-2] for theirs in every)
         self._take_dtypes(stages)
         return [(s, (*modes, stages)) for s in shapes], next((theirs[-1] for theirs in every if theirs[-1]), 0)
@@ -512,7 +512,7 @@ class Pipeline:
         """
         if stages == self._kinds:
             return
-        everywhere = gather_objects(dtypes_of(self._model), self._stages.manager.axis)
+        everywhere = all_gather_objects(dtypes_of(self._model), self._stages.manager.axis)
         known: dict[str, tuple[int, torch.dtype]] = {}
         for stage, dtypes in enumerate(everywhere):
             for name, dtype in dtypes.items():
@@ -568,10 +568,10 @@ def _as_batches(batch: Any) -> list[Batch]:
 
 
 def _shapes_of(part: Batch) -> Hashable:
-    return tuple((name, tuple(t.shape), str(t.dtype)) for name, t in tensors_of(part))
+    return tuple((name, tuple(t.shape), str(t.dtype)) for name, t in named_tensors_in(part))
 
 
-def _number(thing: Any) -> int:
+def _hash_of(thing: Any) -> int:
     """A number of what a thing looks like in print, the same in every process."""
     return int.from_bytes(hashlib.sha256(repr(thing).encode()).digest()[:7], "big")
 
@@ -582,10 +582,10 @@ def _autocast(device: torch.device) -> torch.dtype | None:
 
 
 def _next_seed() -> int:
-    return 1 + int(numbers_in(torch.randint(2**62 - 1, (), device="cpu")))
+    return 1 + int(to_list(torch.randint(2**62 - 1, (), device="cpu")))
 
 
-def _different(every: Sequence[Sequence[int]], axis: Axis) -> InputError:
+def _first_difference(every: Sequence[Sequence[int]], axis: Axis) -> InputError:
     other = next(stage for stage, theirs in enumerate(every) if theirs[:-2] != every[0][:-2])
     kinds = (
         "shapes of batches",
@@ -594,17 +594,17 @@ def _different(every: Sequence[Sequence[int]], axis: Axis) -> InputError:
         "modes of training",
         "settings of autocast",
         "batches",
-        *OF_OPTIMIZERS,
+        *OPTIMIZER_VALUES,
     )
     what, ours, theirs = next((kind, a, b) for kind, a, b in zip(kinds, every[0], every[other], strict=False) if a != b)
-    if what in OF_OPTIMIZERS:
+    if what in OPTIMIZER_VALUES:
         ranks = axis.ranks[0], axis.ranks[other]
         numbers = f" ({ours}, and rank {ranks[1]} {theirs})" if what == "steps" else ""
         places = f"Ranks {ranks[0]} and {ranks[1]}, stages 0 and {other} of {axis.size},"
         return InputError(
-            f"{places} have come apart: they have different {FACTS[what].what}{numbers}",
-            rule=FACTS[what].rule,
-            remedy=FACTS[what].remedy,
+            f"{places} have come apart: they have different {COMPARED_VALUES[what].what}{numbers}",
+            rule=COMPARED_VALUES[what].rule,
+            remedy=COMPARED_VALUES[what].remedy,
         )
     return InputError(
         f"Stages 0 and {other} of {axis.size} were given different {what}",
@@ -620,14 +620,14 @@ def _normalizes(module: nn.Module) -> bool:
 
 def _check_factors(mean: Tensor, mean_square: Tensor) -> None:
     """The means in the loss have the same factors on all data ranks: else it is no sum of them."""
-    if has_values(mean) and not numbers_in(mean_square - mean.square() <= 1e-11 * mean_square):
+    if has_data(mean) and not to_list(mean_square - mean.square() <= 1e-11 * mean_square):
         raise no_sum_of_means("The means in the loss have other factors on other data ranks")
 
 
-def _single_stage(model: nn.Module, state: ShardedState) -> Stages:
+def _single_stage(model: nn.Module, state: ShardingMetadata) -> Stages:
     """The stages of a model that no pipeline cut: one, with all layers."""
     manager = PipelineStageManager(state.context, "1f1b")
-    state.stages = stages = make_stages(model, state.request.policy, manager)
+    state.stages = stages = build_stages(model, state.request.policy, manager)
     stages.draws = uses_dropout(model)
     stages.open(model, state.stream, state.context)
     return stages

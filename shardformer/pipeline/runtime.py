@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from shardformer.errors import ConfigError, InputError, LaunchError
-from shardformer.layout.activation_layout import StreamLayout
+from shardformer.layout.activation_layout import ActivationLayout
 from shardformer.mesh.rank_failures import LostPeerError
-from shardformer.pipeline.layer_sequence import Chain, UnitRange
+from shardformer.pipeline.layer_sequence import LayerRange, LayerSequence
 from shardformer.pipeline.micro_batch_loss import LossWeights, compares_outputs
-from shardformer.pipeline.micro_batches import merge_outputs, tensors_of
+from shardformer.pipeline.micro_batches import merge_outputs, named_tensors_in
 from shardformer.pipeline.p2p_communication import StageExchange
-from shardformer.pipeline.schedules import Action, Kind, Schedule
+from shardformer.pipeline.schedules import Action, ActionKind, Schedule
 from shardformer.pipeline.split_backward import WeightBackward, backward_of_inputs
-from shardformer.pipeline.stage_forward import Payload, StageForward, StagePass, is_placeholder
+from shardformer.pipeline.stage_forward import StageActivations, StageForward, StagePass, is_placeholder
 
 IGNORED = -100
 """The label of what does not count, in torch and transformers."""
@@ -35,7 +35,7 @@ Batch = Mapping[str, Any]
 LossFn = Callable[[Any, Batch], Tensor]
 
 
-class Head:
+class LastStage:
     """What is done with the outputs of the last stage: their losses are weighted, or they are kept.
 
     Args:
@@ -104,10 +104,12 @@ class Head:
     def _check_first(self, loss: Tensor, output: Any) -> None:
         """The first loss of all is a number, unless the model gives none; not NaN that stands for another stage's."""
         ended_well, self._stage_forward.ended_well = self._stage_forward.ended_well, None
-        outputs = [t for _, t in tensors_of({"output": output})]
+        outputs = [t for _, t in named_tensors_in({"output": output})]
         if not ended_well or not is_placeholder(loss) or not any(map(is_placeholder, outputs)):
             return
-        given = [(name[-1], t) for part in self._parts for name, t in tensors_of(part) if not t.is_floating_point()]
+        given = [
+            (name[-1], t) for part in self._parts for name, t in named_tensors_in(part) if not t.is_floating_point()
+        ]
         labels = [t for name, t in given if "label" in str(name)]
         if labels and all(bool((t == IGNORED).all()) for t in labels):
             raise InputError(
@@ -191,7 +193,7 @@ class NoOutput:
 
 def without_placeholders(output: Any) -> Any:
     """The output without what other stages made of it, which is NaN here where the output itself is not."""
-    tensors = [t for _, t in tensors_of({"output": output}) if t.is_floating_point() and t.numel()]
+    tensors = [t for _, t in named_tensors_in({"output": output}) if t.is_floating_point() and t.numel()]
     placeholders = {id(t) for t in tensors if is_placeholder(t)}
     if len(placeholders) == len(tensors):
         return output
@@ -199,7 +201,7 @@ def without_placeholders(output: Any) -> Any:
 
 
 @dataclass
-class _Live:
+class _InFlightMicroBatch:
     """A micro-batch in a stage between its forward and its backward."""
 
     received: list[Tensor]
@@ -208,7 +210,7 @@ class _Live:
 
 
 @dataclass
-class StepJob:
+class StepInputs:
     """One batch.
 
     Args:
@@ -223,12 +225,12 @@ class StepJob:
     batches: Sequence[Mapping[str, Any]]
     keys: Sequence[Hashable]
     seeds: Sequence[int | None]
-    head: Head
+    head: LastStage
     loss_scale: float = 1.0
 
 
 @dataclass
-class Trace:
+class RunTrace:
     """When each action of this rank ran, in seconds from the start, and how many micro-batches were live at most.
 
     Args:
@@ -255,19 +257,19 @@ class Runtime:
         self,
         model: nn.Module,
         stage_forward: StageForward,
-        chain: Chain,
-        spans: Sequence[UnitRange],
+        chain: LayerSequence,
+        spans: Sequence[LayerRange],
         exchange: StageExchange,
         stage: int,
-        stream: StreamLayout,
+        stream: ActivationLayout,
     ) -> None:
         self._model, self._stage_forward, self._chain = model, stage_forward, chain
         self._spans, self._exchange, self._stage = spans, exchange, stage
-        self._live: dict[tuple[int, int], _Live] = {}
+        self._live: dict[tuple[int, int], _InFlightMicroBatch] = {}
         self._weights: dict[tuple[int, int], WeightBackward] = {}
         self._stream = stream
         self._broken_off = ""
-        self.trace: Trace | None = None
+        self.trace: RunTrace | None = None
 
     def check_goes_on(self) -> None:
         """Raises LaunchError after a step that an error broke off: the other stages are still in it."""
@@ -279,7 +281,7 @@ class Runtime:
             remedy="Let the error end this process, and with it the others, and start again from what was saved",
         )
 
-    def run(self, job: StepJob) -> None:
+    def run(self, job: StepInputs) -> None:
         """Does what the schedule says for this rank. Raises LaunchError when another stage is gone."""
         self._job = job
         self._live.clear()
@@ -304,9 +306,9 @@ class Runtime:
 
     def _do(self, action: Action) -> float:
         """Carries out one action. Returns the seconds that it waited for others."""
-        if action.kind is Kind.FORWARD:
+        if action.kind is ActionKind.FORWARD:
             return self._forward(action)
-        if action.kind is Kind.WEIGHT:
+        if action.kind is ActionKind.WEIGHT:
             with self._outside_of_autocast():
                 self._weights.pop((action.stage, action.micro_batch)).run()
             return 0.0
@@ -330,7 +332,7 @@ class Runtime:
         if is_last:
             run.at_end = lambda: job.head.before(index)
         output, payload = self._stage_forward.run(self._model, run, lambda: self._model(**job.batches[index]))
-        live = _Live(received, [])
+        live = _InFlightMicroBatch(received, [])
         if is_last:
             live.loss = job.head.after(index, output)
         else:
@@ -341,7 +343,7 @@ class Runtime:
             self._live[stage, index] = live
         return waited
 
-    def _lies_whole(self, unit: int, payload: Payload) -> list[bool]:
+    def _lies_whole(self, unit: int, payload: StageActivations) -> list[bool]:
         """Which tensors of a payload all tensor ranks hold alike, at a boundary before ``unit``."""
         is_cut = self._chain.stacks[self._chain.stack_of(unit)].layout_in(self._stream).cuts_stacks
         return [name != "hidden" or not is_cut for name in payload]
@@ -368,7 +370,7 @@ class Runtime:
         self, action: Action, outputs: list[Tensor], grads: Sequence[Tensor | None], inputs: list[Tensor]
     ) -> list[Tensor | None]:
         pairs = [(y, g) for y, g in zip(outputs, grads, strict=False) if y.requires_grad]
-        if action.kind is Kind.INPUT:
+        if action.kind is ActionKind.INPUT:
             arrived, rest = backward_of_inputs([y for y, _ in pairs], [g for _, g in pairs], inputs)
             self._weights[action.stage, action.micro_batch] = rest
             return arrived
@@ -389,22 +391,22 @@ class Runtime:
             yield
         except Exception as error:
             if isinstance(error, LostPeerError) and self._exchange.waiting_for is not None:
-                raise _gone(self._exchange.waiting_for, where, error) from error
+                raise _lost_stage_error(self._exchange.waiting_for, where, error) from error
             error.add_note(f"In {where}.")
             raise
 
 
 def _describe_action(action: Action) -> str:
     kind = {
-        Kind.FORWARD: "forward",
-        Kind.BACKWARD: "backward",
-        Kind.INPUT: "backward of the input",
-        Kind.WEIGHT: "backward of the weights",
+        ActionKind.FORWARD: "forward",
+        ActionKind.BACKWARD: "backward",
+        ActionKind.INPUT: "backward of the input",
+        ActionKind.WEIGHT: "backward of the weights",
     }[action.kind]
     return f"action {action} ({kind} of micro-batch {action.micro_batch} in virtual stage {action.stage})"
 
 
-def _gone(stage: int, where: str, error: LostPeerError) -> LostPeerError:
+def _lost_stage_error(stage: int, where: str, error: LostPeerError) -> LostPeerError:
     return LostPeerError(
         f"Stage {stage} is gone, which {where} needs. {error.what}",
         rule="All stages of a pipeline run a step together, and end together",

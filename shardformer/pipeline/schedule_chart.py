@@ -13,28 +13,33 @@ from typing import TYPE_CHECKING
 
 from shardformer.errors import ConfigError
 from shardformer.filesystem.atomic_write import replacing
-from shardformer.pipeline.schedules import Action, Kind, Schedule, Timeline, formula
+from shardformer.pipeline.schedules import Action, ActionKind, Schedule, Timeline, bubble_formula
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-NAMES = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.INPUT: "backward (input)",
-    Kind.WEIGHT: "backward (weights)",
+ACTION_NAMES = {
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.INPUT: "backward (input)",
+    ActionKind.WEIGHT: "backward (weights)",
 }
-GOES_ON = "--"
+CONTINUATION_MARK = "--"
 MOST_COLUMNS = 2**15
 SUFFIXES = (".svg", ".png")
 # Blue and orange of Okabe and Ito, green of Tol: they and their shades differ for colour-blind eyes too.
-_COLOURS = {Kind.FORWARD: "#0072B2", Kind.BACKWARD: "#E69F00", Kind.INPUT: "#E69F00", Kind.WEIGHT: "#117733"}
+_COLOURS = {
+    ActionKind.FORWARD: "#0072B2",
+    ActionKind.BACKWARD: "#E69F00",
+    ActionKind.INPUT: "#E69F00",
+    ActionKind.WEIGHT: "#117733",
+}
 _IDLE_COLOUR = "#EDEDED"
 _INCHES = 0.3, 40.0  # a column of the chart where there is room, and the widest chart
 _POINTS = 3.0, 9.0  # the smallest number that is still written into a box, and the largest
 
 
-def as_text(schedule: Schedule, timeline: Timeline, width: int | None = None) -> str:
+def schedule_as_text(schedule: Schedule, timeline: Timeline, width: int | None = None) -> str:
     """The grid, and below it what its letters mean, the bubble, and how much each rank holds.
 
     Args:
@@ -52,7 +57,7 @@ def as_text(schedule: Schedule, timeline: Timeline, width: int | None = None) ->
         lines = ["time   ".rjust(len(heads[0]) + 1) + "".join(times).rstrip()]
         lines += [_line(head, row[first : first + in_band], cell) for head, row in zip(heads, rows)]
         bands.append("\n".join(lines))
-    return "\n\n".join([*bands, "\n".join([*_legend(schedule, timeline), *summary(schedule, timeline)])])
+    return "\n\n".join([*bands, "\n".join([*_legend(schedule, timeline), *schedule_summary(schedule, timeline)])])
 
 
 def grid(schedule: Schedule, timeline: Timeline) -> str:
@@ -66,10 +71,10 @@ def grid(schedule: Schedule, timeline: Timeline) -> str:
     return "\n".join(_line(f"rank {rank} |", row, cell) for rank, row in enumerate(rows))
 
 
-def summary(schedule: Schedule, timeline: Timeline) -> list[str]:
+def schedule_summary(schedule: Schedule, timeline: Timeline) -> list[str]:
     """What a schedule costs, in two lines."""
-    form = formula(schedule.name, schedule.stages, schedule.micro_batches, schedule.chunks)
-    by_formula = "" if form is None or _kinds(schedule) == [Kind.FORWARD] else f" (formula: {form:.1%})"
+    form = bubble_formula(schedule.name, schedule.stages, schedule.micro_batches, schedule.chunks)
+    by_formula = "" if form is None or _kinds(schedule) == [ActionKind.FORWARD] else f" (formula: {form:.1%})"
     held = ", ".join(map(str, timeline.in_flight))
     on = f" on ranks 0 to {schedule.stages - 1}" if schedule.stages > 1 else ""
     return [
@@ -87,7 +92,7 @@ def _line(head: str, cells: Sequence[str], cell: int) -> str:
 
 
 def _legend(schedule: Schedule, timeline: Timeline) -> list[str]:
-    lines = [", ".join(f"{kind} {NAMES[kind]}" for kind in _kinds(schedule)) + "; then the micro-batch"]
+    lines = [", ".join(f"{kind} {ACTION_NAMES[kind]}" for kind in _kinds(schedule)) + "; then the micro-batch"]
     if schedule.chunks > 1:
         size = schedule.stages
         of = [f"s {c * size}-{c * size + size - 1}" if size > 1 else f" {c}" for c in range(schedule.chunks)]
@@ -99,7 +104,7 @@ def _legend(schedule: Schedule, timeline: Timeline) -> list[str]:
     return lines
 
 
-def name_of(schedule: Schedule, action: Action) -> str:
+def action_label(schedule: Schedule, action: Action) -> str:
     """What stands in the grid where ``action`` begins."""
     return f"{action.kind}{action.micro_batch}{_letter(schedule, schedule.chunk_of(action.stage))}"
 
@@ -110,9 +115,9 @@ def _letter(schedule: Schedule, chunk: int) -> str:
     return ascii_lowercase[chunk] if schedule.chunks <= len(ascii_lowercase) else f".{chunk}"
 
 
-def _kinds(schedule: Schedule) -> list[Kind]:
+def _kinds(schedule: Schedule) -> list[ActionKind]:
     found = {action.kind for order in schedule.actions for action in order}
-    return [kind for kind in Kind if kind in found]
+    return [kind for kind in ActionKind if kind in found]
 
 
 def _unit(timeline: Timeline) -> float:
@@ -132,7 +137,7 @@ def _cells(schedule: Schedule, timeline: Timeline) -> list[list[str]]:
     for row, spans in zip(rows, timeline.spans):
         for action, start, end in spans:
             first, behind = _column(start, unit), _column(end, unit)
-            row[first:behind] = [name_of(schedule, action)] + [GOES_ON] * (behind - first - 1)
+            row[first:behind] = [action_label(schedule, action)] + [CONTINUATION_MARK] * (behind - first - 1)
     return rows
 
 
@@ -166,7 +171,7 @@ def check_file(path: Path) -> None:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[Path]:
+def reporting_write_errors(path: Path) -> Iterator[Path]:
     """Where a picture is written that takes the place of ``path`` when it is complete.
 
     Raises ConfigError where it cannot be written after all.
@@ -203,7 +208,7 @@ def save(schedule: Schedule, timeline: Timeline, path: Path) -> None:
         _draw_frame(axes, schedule, timeline)
         _draw_legend(axes, schedule)
         metadata = {"Date": None} if path.suffix.lower() == ".svg" else {}
-        with writing(path) as hidden:
+        with reporting_write_errors(path) as hidden:
             figure.savefig(hidden, dpi=160, metadata=metadata)
 
 
@@ -230,7 +235,9 @@ def _draw_frame(axes: Axes, schedule: Schedule, timeline: Timeline) -> None:
     ranks = range(schedule.stages)
     axes.set(xlim=(0, timeline.makespan), ylim=(schedule.stages - 0.5, -0.5))
     axes.set_yticks(list(ranks), [f"rank {rank}" for rank in ranks])
-    takes = next(span.end - span.start for row in timeline.spans for span in row if span.action.kind is Kind.FORWARD)
+    takes = next(
+        span.end - span.start for row in timeline.spans for span in row if span.action.kind is ActionKind.FORWARD
+    )
     what = "forward of one chunk" if schedule.chunks > 1 else "forward"
     axes.set_xlabel(f"time (a {what} takes {takes:g}); the number in a box is the micro-batch", fontsize=9)
     held = axes.secondary_yaxis("right")
@@ -256,7 +263,7 @@ def _draw_legend(axes: Axes, schedule: Schedule) -> None:
         for chunk in range(schedule.chunks):
             face = colours(schedule, Action(kind, chunk * schedule.stages, 0))[0]
             of = f", chunk {_letter(schedule, chunk)}" if schedule.chunks > 1 else ""
-            patches.append(Patch(facecolor=face, label=NAMES[kind] + of))
+            patches.append(Patch(facecolor=face, label=ACTION_NAMES[kind] + of))
     # a whole column, for matplotlib cuts the list into columns of one length
     patches += [Patch(facecolor=_IDLE_COLOUR, label="idle"), *[Patch(alpha=0, label="")] * (schedule.chunks - 1)]
     columns = len(patches) // schedule.chunks

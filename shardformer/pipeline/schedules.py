@@ -20,10 +20,10 @@ from functools import lru_cache
 from math import inf
 from typing import Any, NamedTuple
 
-from shardformer.errors import ConfigError, nearest
+from shardformer.errors import ConfigError, did_you_mean
 
 
-class Kind(StrEnum):
+class ActionKind(StrEnum):
     """What is done. A backward is either one ``B``, or an ``I`` and, at some later time, its ``W``."""
 
     FORWARD = "F"
@@ -36,11 +36,11 @@ class Kind(StrEnum):
 class Action:
     """One micro-batch through one virtual stage, forwards or backwards.
 
-    >>> print(Action(Kind.FORWARD, stage=2, micro_batch=3))
+    >>> print(Action(ActionKind.FORWARD, stage=2, micro_batch=3))
     F3@2
     """
 
-    kind: Kind
+    kind: ActionKind
     stage: int
     micro_batch: int
 
@@ -50,23 +50,23 @@ class Action:
     @property
     def taker(self) -> int:
         """The virtual stage that its result is for: behind a forward the next one, behind a backward the one before."""
-        return self.stage + (1 if self.kind is Kind.FORWARD else -1)
+        return self.stage + (1 if self.kind is ActionKind.FORWARD else -1)
 
     def needs(self, last: int) -> tuple[Action, ...]:
         """What must have been done before this, where ``last`` is the last virtual stage."""
-        forward = Action(Kind.FORWARD, self.stage, self.micro_batch)
-        if self.kind is Kind.FORWARD:
+        forward = Action(ActionKind.FORWARD, self.stage, self.micro_batch)
+        if self.kind is ActionKind.FORWARD:
             return (Action(self.kind, self.stage - 1, self.micro_batch),) if self.stage > 0 else ()
-        if self.kind is Kind.WEIGHT:
-            return (Action(Kind.INPUT, self.stage, self.micro_batch),)
+        if self.kind is ActionKind.WEIGHT:
+            return (Action(ActionKind.INPUT, self.stage, self.micro_batch),)
         return (forward, Action(self.kind, self.stage + 1, self.micro_batch)) if self.stage < last else (forward,)
 
 
-Order = tuple[Action, ...]
+RankActions = tuple[Action, ...]
 """What one rank does, one after another."""
 
 
-class _Play:
+class _PipelineState:
     """The pipeline as it is after some steps: what each rank did, and when it was done."""
 
     def __init__(self, ranks: int, last: int) -> None:
@@ -80,7 +80,7 @@ class _Play:
         """Whether all that ``action`` needs was done in an earlier step."""
         return all(self.done_at.get(need, self.now + 1) <= self.now for need in action.needs(self.last))
 
-    def run(self, total: int, choose: Callable[[int], Action | None]) -> tuple[Order, ...]:
+    def run(self, total: int, choose: Callable[[int], Action | None]) -> tuple[RankActions, ...]:
         """Steps until ``total`` actions are done. ``choose`` names what a rank does in this step, or None."""
         while len(self.done_at) < total:
             chosen = [choose(rank) for rank in range(len(self.orders))]
@@ -90,12 +90,12 @@ class _Play:
                 if action is not None:
                     self.done_at[action] = self.now + 1
                     self.orders[rank].append(action)
-                    self.held[rank] += {Kind.FORWARD: 1, Kind.WEIGHT: -1}.get(action.kind, 0)
+                    self.held[rank] += {ActionKind.FORWARD: 1, ActionKind.WEIGHT: -1}.get(action.kind, 0)
             self.now += 1
         return tuple(tuple(order) for order in self.orders)
 
 
-def fill_with_weights(orders: Sequence[Order], last: int) -> tuple[Order, ...]:
+def place_weight_gradients(orders: Sequence[RankActions], last: int) -> tuple[RankActions, ...]:
     """Splits every B of ``orders`` into an I in its place and a W where the rank would else be idle.
 
     A rank holds no more activations than the fullest rank of ``orders`` does; at that number a W comes before an F. For
@@ -106,36 +106,39 @@ def fill_with_weights(orders: Sequence[Order], last: int) -> tuple[Order, ...]:
         0 | F0a F1a F0b F1b F2a I0b W0b F3a I1b W1b F2b I0a W0a F3b I1a I2b W1a W2b I3b I2a I3a W3b W2a W3a .
         1 | .   F0a F1a F0b I0b F1b I1b F2a I0a W0b F3a I1a W1b F2b I2b W0a F3b I3b I2a I3a W1a W2b W3b W2a W3a
     """
-    wanted = [deque(replace(a, kind=Kind.INPUT) if a.kind is Kind.BACKWARD else a for a in order) for order in orders]
+    wanted = [
+        deque(replace(a, kind=ActionKind.INPUT) if a.kind is ActionKind.BACKWARD else a for a in order)
+        for order in orders
+    ]
     weights: list[deque[Action]] = [deque() for _ in orders]
-    limit = max(most_held(order) for order in orders)
-    play = _Play(len(orders), last)
+    limit = max(peak_in_flight(order) for order in orders)
+    play = _PipelineState(len(orders), last)
 
     def choose(rank: int) -> Action | None:
         full = play.held[rank] >= limit
         if wanted[rank]:
             first = wanted[rank][0]
-            if play.can(first) and not (full and first.kind is Kind.FORWARD):
+            if play.can(first) and not (full and first.kind is ActionKind.FORWARD):
                 wanted[rank].popleft()
-                if first.kind is Kind.INPUT:
-                    weights[rank].append(replace(first, kind=Kind.WEIGHT))
+                if first.kind is ActionKind.INPUT:
+                    weights[rank].append(replace(first, kind=ActionKind.WEIGHT))
                 return first
         return weights[rank].popleft() if weights[rank] else None
 
-    num_backwards = sum(a.kind is Kind.BACKWARD for order in orders for a in order)
+    num_backwards = sum(a.kind is ActionKind.BACKWARD for order in orders for a in order)
     return play.run(3 * num_backwards, choose)
 
 
-def most_held(order: Sequence[Action]) -> int:
+def peak_in_flight(order: Sequence[Action]) -> int:
     """The most (virtual stage, micro-batch) whose activations are held at a time: from F to B, or from F to W."""
     held = most = 0
     for action in order:
-        held += {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT: -1}.get(action.kind, 0)
+        held += {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1, ActionKind.WEIGHT: -1}.get(action.kind, 0)
         most = max(most, held)
     return most
 
 
-def zbv(stages: int, micro_batches: int) -> tuple[Order, ...]:
+def zbv(stages: int, micro_batches: int) -> tuple[RankActions, ...]:
     """Two chunks a rank on a way of the shape of a V: down to the last rank (a), and up to the first again (b).
 
     Once the pipeline is full a rank does F, I and W of one chunk, then of the other, so that a message has the time of
@@ -152,19 +155,21 @@ def zbv(stages: int, micro_batches: int) -> tuple[Order, ...]:
     return tuple(_zbv_of_rank(stages, micro_batches, rank) for rank in range(stages))
 
 
-def _zbv_of_rank(stages: int, micro_batches: int, rank: int) -> Order:
+def _zbv_of_rank(stages: int, micro_batches: int, rank: int) -> RankActions:
     """The order of the ZB-V schedule of Qi et al., 2024, for as many micro-batches as fill the V, or more."""
     down, up, behind = rank, 2 * stages - 1 - rank, stages - rank
-    counts = {(kind, stage): 0 for kind in Kind for stage in (down, up)}
+    counts = {(kind, stage): 0 for kind in ActionKind for stage in (down, up)}
     order: list[Action] = []
 
-    def add(times: int, *steps: tuple[Kind, int]) -> None:
+    def add(times: int, *steps: tuple[ActionKind, int]) -> None:
         for step in steps * times:
             if counts[step] < micro_batches:
                 order.append(Action(*step, counts[step]))
                 counts[step] += 1
 
-    of_down, of_up = ([(kind, stage) for kind in (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT)] for stage in (down, up))
+    of_down, of_up = (
+        [(kind, stage) for kind in (ActionKind.FORWARD, ActionKind.INPUT, ActionKind.WEIGHT)] for stage in (down, up)
+    )
     add(2 * behind - 1, of_down[0])
     add(rank, of_up[0], of_down[0])
     add(behind, *of_up)
@@ -176,7 +181,7 @@ def _zbv_of_rank(stages: int, micro_batches: int, rank: int) -> Order:
     return tuple(order)
 
 
-def _zbv_of_few(stages: int, micro_batches: int) -> tuple[Order, ...]:
+def _zbv_of_few(stages: int, micro_batches: int) -> tuple[RankActions, ...]:
     """For too few micro-batches to fill the V.
 
     The second chunk goes before the first and F before I, so that what was begun is ended; W comes when nothing else
@@ -184,16 +189,21 @@ def _zbv_of_few(stages: int, micro_batches: int) -> tuple[Order, ...]:
     rank for good.
     """
     last, limit = 2 * stages - 1, 2 * stages
-    play = _Play(stages, last)
-    following = {(kind, stage): 0 for kind in Kind for stage in range(last + 1)}  # the next micro-batch of each
+    play = _PipelineState(stages, last)
+    following = {(kind, stage): 0 for kind in ActionKind for stage in range(last + 1)}  # the next micro-batch of each
 
     def choose(rank: int) -> Action | None:
         down, up = rank, last - rank
-        wishes = [(Kind.FORWARD, up), (Kind.INPUT, up), (Kind.FORWARD, down), (Kind.INPUT, down)]
-        for kind, stage in (*wishes, (Kind.WEIGHT, up), (Kind.WEIGHT, down)):
+        wishes = [
+            (ActionKind.FORWARD, up),
+            (ActionKind.INPUT, up),
+            (ActionKind.FORWARD, down),
+            (ActionKind.INPUT, down),
+        ]
+        for kind, stage in (*wishes, (ActionKind.WEIGHT, up), (ActionKind.WEIGHT, down)):
             action = Action(kind, stage, following[kind, stage])
             room = limit - play.held[rank] - (stage == down)
-            if action.micro_batch < micro_batches and play.can(action) and (kind is not Kind.FORWARD or room > 0):
+            if action.micro_batch < micro_batches and play.can(action) and (kind is not ActionKind.FORWARD or room > 0):
                 following[kind, stage] += 1
                 return action
         return None
@@ -220,7 +230,7 @@ class Schedule:
     micro_batches: int
     chunks: int
     placement: tuple[int, ...]
-    actions: tuple[Order, ...]
+    actions: tuple[RankActions, ...]
 
     @property
     def last(self) -> int:
@@ -232,7 +242,7 @@ class Schedule:
         return stage // self.stages
 
 
-MOST_ACTIONS = 2**20
+MAX_ACTIONS = 2**20
 """Forwards of a schedule, on all stages."""
 
 
@@ -246,12 +256,12 @@ def make_schedule(name: str, stages: int, micro_batches: int, chunks: int | None
     Raises ConfigError when there is no such schedule, or not for these numbers.
     """
     chunks = default_chunks(name) if chunks is None else chunks
-    check_names(name, stages, chunks)
+    check_schedule_name(name, stages, chunks)
     _check_micro_batches(name, stages, micro_batches, chunks)
-    if stages * chunks * micro_batches > MOST_ACTIONS:
+    if stages * chunks * micro_batches > MAX_ACTIONS:
         raise ConfigError(
             f"{micro_batches} micro-batches over {stages} stages of {chunks} chunks",
-            rule=f"A schedule names each of them on each virtual stage: {MOST_ACTIONS:,} at the most",
+            rule=f"A schedule names each of them on each virtual stage: {MAX_ACTIONS:,} at the most",
             remedy="Use fewer micro-batches, stages or chunks",
         )
     placement = placement_of(name, stages, chunks)
@@ -262,7 +272,7 @@ def make_schedule(name: str, stages: int, micro_batches: int, chunks: int | None
     elif name == "interleaved":
         orders = _interleaved(stages, micro_batches, chunks)
     elif name == "interleaved_zb":
-        orders = fill_with_weights(_interleaved(stages, micro_batches, chunks), last=stages * chunks - 1)
+        orders = place_weight_gradients(_interleaved(stages, micro_batches, chunks), last=stages * chunks - 1)
     else:
         orders = zbv(stages, micro_batches)
     return Schedule(name, stages, micro_batches, chunks, placement, orders)
@@ -271,22 +281,22 @@ def make_schedule(name: str, stages: int, micro_batches: int, chunks: int | None
 def forward_only(schedule: Schedule) -> Schedule:
     """The same without the backwards, for evaluation."""
     return replace(
-        schedule, actions=tuple(tuple(a for a in order if a.kind is Kind.FORWARD) for order in schedule.actions)
+        schedule, actions=tuple(tuple(a for a in order if a.kind is ActionKind.FORWARD) for order in schedule.actions)
     )
 
 
-def messages(schedule: Schedule, sender: int, receiver: int) -> Order:
+def messages(schedule: Schedule, sender: int, receiver: int) -> RankActions:
     """The actions of rank ``sender`` whose result goes to rank ``receiver``, in the order in which they are done.
 
     After F of a virtual stage its output goes to the rank of the next one; after B or I the gradient of its input to
     the rank of the one before. What stays on a rank, and what W gives, is not sent.
     """
-    return tuple(a for a in schedule.actions[sender] if receiver != sender and receiver == goes_to(schedule, a))
+    return tuple(a for a in schedule.actions[sender] if receiver != sender and receiver == receiver_of(schedule, a))
 
 
-def goes_to(schedule: Schedule, action: Action) -> int | None:
+def receiver_of(schedule: Schedule, action: Action) -> int | None:
     """The rank that takes the result of ``action``, its own one among them; None if there is none."""
-    is_sent = action.kind is not Kind.WEIGHT and 0 <= action.taker <= schedule.last
+    is_sent = action.kind is not ActionKind.WEIGHT and 0 <= action.taker <= schedule.last
     return schedule.placement[action.taker] if is_sent else None
 
 
@@ -301,7 +311,7 @@ def placement_of(name: str, stages: int, chunks: int) -> tuple[int, ...]:
     >>> placement_of("zbv", stages=4, chunks=2)
     (0, 1, 2, 3, 3, 2, 1, 0)
     """
-    check_names(name, stages, chunks)
+    check_schedule_name(name, stages, chunks)
     if name == "zbv":
         return (*range(stages), *reversed(range(stages)))
     return tuple(range(stages)) * chunks
@@ -313,7 +323,7 @@ def default_chunks(name: str) -> int:
     return _CHUNKS.get(name, 2)
 
 
-def check_names(name: str, stages: int, chunks: int) -> None:
+def check_schedule_name(name: str, stages: int, chunks: int) -> None:
     """Raises ConfigError when there is no schedule of this name, or not for these numbers."""
     _check_name(name)
     if stages < 1:
@@ -335,13 +345,13 @@ def check_names(name: str, stages: int, chunks: int) -> None:
 def _check_name(name: str) -> None:
     if name not in SCHEDULES:
         raise ConfigError(
-            f"schedule={name!r}", rule=f"The schedules are {', '.join(SCHEDULES)}", remedy=nearest(name, SCHEDULES)
+            f"schedule={name!r}", rule=f"The schedules are {', '.join(SCHEDULES)}", remedy=did_you_mean(name, SCHEDULES)
         )
 
 
 def fitting_micro_batches(name: str, stages: int, chunks: int, at_least: int) -> int:
     """The smallest number of micro-batches from ``at_least`` on that the schedule takes."""
-    check_names(name, stages, chunks)
+    check_schedule_name(name, stages, chunks)
     step = stages if name.startswith("interleaved") else 1
     return max(1, -(-at_least // step)) * step
 
@@ -364,7 +374,7 @@ def _check_micro_batches(name: str, stages: int, micro_batches: int, chunks: int
 # ---------------------------------------------------------------------------------------------------------- the orders
 
 
-def _gpipe(stages: int, micro_batches: int) -> tuple[Order, ...]:
+def _gpipe(stages: int, micro_batches: int) -> tuple[RankActions, ...]:
     """All forwards, then all backwards (Huang et al., 2019). Every rank holds the activations of all m micro-batches.
 
     The backwards come in the order of the forwards, as in every schedule here, so that a stage sums its gradients in
@@ -379,7 +389,7 @@ def _gpipe(stages: int, micro_batches: int) -> tuple[Order, ...]:
     return _orders(stages, micro_batches, 1, lambda rank: micro_batches)
 
 
-def _one_f_one_b(stages: int, micro_batches: int) -> tuple[Order, ...]:
+def _one_f_one_b(stages: int, micro_batches: int) -> tuple[RankActions, ...]:
     """One forward, one backward in turn, once the pipeline is full (PipeDream-flush, Narayanan et al., 2021).
 
     Rank r first does p - 1 - r forwards more, and so holds the activations of p - r micro-batches, not m::
@@ -394,7 +404,7 @@ def _one_f_one_b(stages: int, micro_batches: int) -> tuple[Order, ...]:
     return _orders(stages, micro_batches, 1, lambda rank: stages - 1 - rank)
 
 
-def _interleaved(stages: int, micro_batches: int, chunks: int) -> tuple[Order, ...]:
+def _interleaved(stages: int, micro_batches: int, chunks: int) -> tuple[RankActions, ...]:
     """1F1B where a rank has v chunks, p virtual stages apart (Narayanan et al., 2021, section 2.2).
 
     Micro-batches come in groups of p. A group passes the first chunk of a rank, then its second, and so on; its
@@ -408,7 +418,7 @@ def _interleaved(stages: int, micro_batches: int, chunks: int) -> tuple[Order, .
     return _orders(stages, micro_batches, chunks, lambda rank: 2 * (stages - 1 - rank) + (chunks - 1) * stages)
 
 
-def _orders(stages: int, micro_batches: int, chunks: int, ahead: Callable[[int], int]) -> tuple[Order, ...]:
+def _orders(stages: int, micro_batches: int, chunks: int, ahead: Callable[[int], int]) -> tuple[RankActions, ...]:
     """For each rank some forwards ahead, then a forward and a backward in turn, then the backwards that are left."""
     orders = []
     for rank in range(stages):
@@ -419,7 +429,7 @@ def _orders(stages: int, micro_batches: int, chunks: int, ahead: Callable[[int],
                 for chunk in passed
                 for i in range(group, min(group + stages, micro_batches))
             ]
-            for kind, passed in ((Kind.FORWARD, range(chunks)), (Kind.BACKWARD, range(chunks)[::-1]))
+            for kind, passed in ((ActionKind.FORWARD, range(chunks)), (ActionKind.BACKWARD, range(chunks)[::-1]))
         )
         first = min(ahead(rank), len(forwards))
         pairs = zip(forwards[first:], backwards)
@@ -428,13 +438,18 @@ def _orders(stages: int, micro_batches: int, chunks: int, ahead: Callable[[int],
     return tuple(orders)
 
 
-DURATIONS: Mapping[Kind, float] = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.INPUT: 1.0, Kind.WEIGHT: 1.0}
+DURATIONS: Mapping[ActionKind, float] = {
+    ActionKind.FORWARD: 1.0,
+    ActionKind.BACKWARD: 2.0,
+    ActionKind.INPUT: 1.0,
+    ActionKind.WEIGHT: 1.0,
+}
 """In the time of the forward of one chunk. A backward is two matrix products for a forward's one."""
-Durations = Mapping[Kind, float] | Mapping[Kind | tuple[Kind, int], float]
+Durations = Mapping[ActionKind, float] | Mapping[ActionKind | tuple[ActionKind, int], float]
 _SHOWN_PROBLEMS = 5
 
 
-class Span(NamedTuple):
+class ActionSpan(NamedTuple):
     """When an action begins and ends."""
 
     action: Action
@@ -454,7 +469,7 @@ class Timeline:
             from its F to the end of its backward: its B, or its W.
     """
 
-    spans: tuple[tuple[Span, ...], ...]
+    spans: tuple[tuple[ActionSpan, ...], ...]
     makespan: float
     idle: tuple[float, ...]
     bubble: float
@@ -483,7 +498,7 @@ def simulate(schedule: Schedule, durations: Durations = DURATIONS, send: float =
             rule=f"The virtual stages are 0 to {schedule.last}",
             remedy="Name one of them, or the kind of action alone",
         )
-    spans, stuck = _play(schedule, of, send)
+    spans, stuck = _simulate_ranks(schedule, of, send)
     if stuck:
         raise _broken(schedule, [stuck])
     makespan = max((row[-1].end for row in spans if row), default=0.0)
@@ -493,11 +508,11 @@ def simulate(schedule: Schedule, durations: Durations = DURATIONS, send: float =
         makespan=makespan,
         idle=idle,
         bubble=sum(idle) / (len(idle) * makespan) if makespan else 0.0,
-        in_flight=tuple(most_held(order) for order in schedule.actions),
+        in_flight=tuple(peak_in_flight(order) for order in schedule.actions),
     )
 
 
-def formula(name: str, stages: int, micro_batches: int, chunks: int) -> float | None:
+def bubble_formula(name: str, stages: int, micro_batches: int, chunks: int) -> float | None:
     """The bubble in closed form, if sending takes no time, and F, I and W the same; None where there is no such form.
 
     With p stages, m micro-batches and v chunks a rank works for v m pairs of F and B, and waits for p - 1::
@@ -506,14 +521,14 @@ def formula(name: str, stages: int, micro_batches: int, chunks: int) -> float | 
         interleaved     (p - 1) / (v m + p - 1)        p=4, m=8, v=2: 3 / 19 = 16 %
         interleaved_zb  (p - 1) / (3 v m + p - 1)      p=4, m=8, v=2: 3 / 51 = 6 %
     """
-    check_names(name, stages, chunks)
+    check_schedule_name(name, stages, chunks)
     if name == "zbv":
         return None
     pairs = chunks * micro_batches * (3 if name == "interleaved_zb" else 1)
     return (stages - 1) / (pairs + stages - 1)
 
 
-def check(schedule: Schedule) -> None:
+def check_schedule(schedule: Schedule) -> None:
     """Raises ConfigError when a schedule cannot be run: see ``problems``."""
     found = problems(schedule)
     if found:
@@ -526,9 +541,13 @@ def problems(schedule: Schedule) -> list[str]:
     One without any backward is whole, too: it evaluates.
     """
     done = Counter(action for order in schedule.actions for action in order)
-    kinds = {action.kind for action in done} | {Kind.FORWARD}
+    kinds = {action.kind for action in done} | {ActionKind.FORWARD}
     found = []
-    if kinds not in ({Kind.FORWARD}, {Kind.FORWARD, Kind.BACKWARD}, {Kind.FORWARD, Kind.INPUT, Kind.WEIGHT}):
+    if kinds not in (
+        {ActionKind.FORWARD},
+        {ActionKind.FORWARD, ActionKind.BACKWARD},
+        {ActionKind.FORWARD, ActionKind.INPUT, ActionKind.WEIGHT},
+    ):
         found.append(f"its kinds are {', '.join(sorted(kinds))}, not F; F and B; or F, I and W")
     stages, micro_batches = range(schedule.last + 1), range(schedule.micro_batches)
     wanted = {Action(kind, stage, i) for kind in kinds for stage in stages for i in micro_batches}
@@ -539,13 +558,15 @@ def problems(schedule: Schedule) -> list[str]:
         for action in order:
             if action in wanted and schedule.placement[action.stage] != rank:
                 found.append(f"{action} is on rank {rank}, its stage on rank {schedule.placement[action.stage]}")
-    stuck = _play(schedule, DURATIONS, 0.0)[1]
+    stuck = _simulate_ranks(schedule, DURATIONS, 0.0)[1]
     return found + [stuck] if stuck else found
 
 
-def _play(schedule: Schedule, durations: Mapping[Any, float], send: float) -> tuple[list[list[Span]], str]:
+def _simulate_ranks(
+    schedule: Schedule, durations: Mapping[Any, float], send: float
+) -> tuple[list[list[ActionSpan]], str]:
     """The spans of each rank, and how it stands when no rank can go on ("" when all is done)."""
-    spans: list[list[Span]] = [[] for _ in schedule.actions]
+    spans: list[list[ActionSpan]] = [[] for _ in schedule.actions]
     ended: dict[Action, tuple[float, int]] = {}
     moved = True
     while moved:
@@ -560,7 +581,7 @@ def _play(schedule: Schedule, durations: Mapping[Any, float], send: float) -> tu
                 start = max([spans[rank][-1].end if spans[rank] else 0.0, *there])
                 at_stage = (action.kind, action.stage)
                 ended[action] = start + durations.get(at_stage, durations[action.kind]), rank
-                spans[rank].append(Span(action, start, ended[action][0]))
+                spans[rank].append(ActionSpan(action, start, ended[action][0]))
                 moved = True
     waiting = []
     for rank, order in enumerate(schedule.actions):

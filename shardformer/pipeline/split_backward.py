@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import CheckpointFunction
 
-from shardformer.torch_compat import Node, _as_tuple, _custom_function, _is_packed, _let_go_of_what_they_saved
+from shardformer.torch_compat import Node, as_tuple, custom_function_of, is_packed, release_saved_tensors
 
 Grads = tuple[Tensor | None, ...]
 
@@ -57,11 +57,11 @@ def backward_of_inputs(
     found: list[Tensor | None] = [None] * len(inputs)
     if not given:
         return found, WeightBackward(beside)
-    splits = in_order and not any(map(_runs_only_whole, chain)) and not any(_is_packed(fork.node) for fork in forks)
+    splits = in_order and not any(map(_runs_only_whole, chain)) and not any(is_packed(fork.node) for fork in forks)
     if not splits:
-        return _all_at_once(given + beside, inputs), WeightBackward([])
+        return _plain_backward(given + beside, inputs), WeightBackward([])
     reached = {i: edge for i, edge in wanted.items() if edge.node in chain}
-    ran: list[_Fork] = []
+    ran: list[_BranchNode] = []
     for fork in forks:
         fork.listen(ran)
     try:
@@ -73,7 +73,7 @@ def backward_of_inputs(
     for i, result in zip(reached, results, strict=True):
         found[i] = result
     if forks:
-        _let_go_of_what_they_saved(chain - {fork.node for fork in ran if fork.results is None})
+        release_saved_tensors(chain - {fork.node for fork in ran if fork.results is None})
     # a custom function's node is owned by the node before it, so the outputs' nodes are held
     return found, WeightBackward(beside, ran, [edge for edge, _ in given])
 
@@ -84,7 +84,7 @@ class WeightBackward:
     def __init__(
         self,
         beside: list[tuple[GradientEdge, Tensor]],
-        forks: list[_Fork] | None = None,
+        forks: list[_BranchNode] | None = None,
         held: list[GradientEdge] | None = None,
     ) -> None:
         self._beside, self._forks, self._held = beside, forks or [], held or []
@@ -99,7 +99,7 @@ class WeightBackward:
         called = [fork for fork in forks if fork.results is None]
         if called:
             exits = [edge for fork in called for edge in fork.exits.values()]
-            _call_in_a_backward_to(exits, called)
+            _run_nodes_towards(exits, called)
         for fork in forks:
             given.extend(fork.leaving())
         if given:
@@ -110,7 +110,7 @@ class WeightBackward:
 
 
 @dataclass(eq=False)
-class _Fork:
+class _BranchNode:
     """A node of the chain, and what its input part left for its weight part.
 
     Args:
@@ -127,7 +127,7 @@ class _Fork:
     asked: tuple[bool, ...] | None = None
     handles: list[Any] = field(default_factory=list)
 
-    def listen(self, ran: list[_Fork]) -> None:
+    def listen(self, ran: list[_BranchNode]) -> None:
         """As the node runs in the input part, notes what arrives and what it gives; those that run come to ``ran``."""
 
         def before(grads: Grads) -> None:
@@ -147,7 +147,7 @@ class _Fork:
         def after(results: Grads, _: Grads) -> None:
             # a custom function that does not look at what is asked computes all at once, and is not run a second time
             unasked = {k: results[k] for k in self.exits}
-            cannot = _custom_function(self.node) is not None and self.asked is None
+            cannot = custom_function_of(self.node) is not None and self.asked is None
             if cannot or any(grad is not None for grad in unasked.values()):
                 self.results, self.grads = unasked, ()
 
@@ -163,7 +163,7 @@ class _Fork:
 
     def _can_be_asked(self) -> bool:
         """Whether this is a custom function that can be told which gradients to compute, and called by hand."""
-        function = _custom_function(self.node)
+        function = custom_function_of(self.node)
         if function is None or getattr(function, "boxed_grads_call", False):
             return False
         needs: tuple[bool, ...] = self.node.needs_input_grad
@@ -183,10 +183,10 @@ class _Fork:
         """Computes the gradients of the exits, in a backward that goes to them and to nothing else."""
         grads, self.grads = self.grads, ()
         if self.asked is None:
-            results = _as_tuple(self.node(*grads))
+            results = as_tuple(self.node(*grads))
         else:
             self.node.needs_input_grad = self._asking_for(leaving=True)
-            given = _as_tuple(self.node.apply(*grads))
+            given = as_tuple(self.node.apply(*grads))
             wanted = [grad for grad, needs in zip(given, self.asked) if needs]
             results = dict(zip(self._places(), wanted, strict=True))
         self.results = {k: results[k] for k in self.exits}
@@ -215,7 +215,7 @@ class _Fork:
         return GradientEdge(view, 0)
 
 
-def _chain_between(starts: Iterable[Node], ends: set[Node]) -> tuple[set[Node], list[_Fork], bool]:
+def _chain_between(starts: Iterable[Node], ends: set[Node]) -> tuple[set[Node], list[_BranchNode], bool]:
     """The nodes on the ways from ``starts`` to ``ends``, those where other ways begin, and whether these keep order.
 
     They do not where a computed weight (a copy that autocast made) adds up three gradients or more, some from forks and
@@ -243,7 +243,7 @@ def _chain_between(starts: Iterable[Node], ends: set[Node]) -> tuple[set[Node], 
         edges = enumerate(node.next_functions)
         exits = {k: GradientEdge(f, i) for k, (f, i) in edges if f is not None and f not in chain}
         if exits:
-            forks.append(_Fork(node, exits))
+            forks.append(_BranchNode(node, exits))
             for edge in exits.values():
                 users = before[edge.node]
                 computed = getattr(edge.node, "variable", None) is None
@@ -251,7 +251,7 @@ def _chain_between(starts: Iterable[Node], ends: set[Node]) -> tuple[set[Node], 
     return chain, forks, in_order
 
 
-def _call_in_a_backward_to(edges: Sequence[GradientEdge], forks: Sequence[_Fork]) -> None:
+def _run_nodes_towards(edges: Sequence[GradientEdge], forks: Sequence[_BranchNode]) -> None:
     """Calls the nodes of ``forks`` in a backward of its own, so that they compute what flows to ``edges`` only.
 
     A node asks the backward that it runs in which of its gradients anybody waits for.
@@ -269,7 +269,7 @@ def _call_in_a_backward_to(edges: Sequence[GradientEdge], forks: Sequence[_Fork]
     torch.autograd.grad([end], [get_gradient_edge(start), *edges], allow_unused=True)
 
 
-def _all_at_once(given: Sequence[tuple[GradientEdge, Tensor]], inputs: Sequence[Tensor]) -> list[Tensor | None]:
+def _plain_backward(given: Sequence[tuple[GradientEdge, Tensor]], inputs: Sequence[Tensor]) -> list[Tensor | None]:
     """A plain backward, after which the inputs' ``.grad`` are as they were before."""
     before = [x.grad for x in inputs]
     for x in inputs:
@@ -284,5 +284,5 @@ def _all_at_once(given: Sequence[tuple[GradientEdge, Tensor]], inputs: Sequence[
 
 def _runs_only_whole(node: Node) -> bool:
     """Whether the node is a backward of its own that will not be run for some gradients only, or a second time."""
-    function = _custom_function(node)  # reentrant checkpointing, and what torch.compile has made
+    function = custom_function_of(node)  # reentrant checkpointing, and what torch.compile has made
     return function is CheckpointFunction or hasattr(function, "_aot_id")

@@ -25,15 +25,15 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from shardformer.context_parallel.sequence_sharded_tensor import local_part, placed_as
+from shardformer.context_parallel.sequence_sharded_tensor import shard_like, to_local
 from shardformer.errors import ConfigError
-from shardformer.pipeline.layer_sequence import Chain, StackDescription, UnitRange
-from shardformer.random_state import DrawObserver, seed_random
+from shardformer.pipeline.layer_sequence import LayerRange, LayerSequence, StackDescription
+from shardformer.random_state import RandomUseDetector, seed_random
 from shardformer.tensor_parallel.sequence_parallel import first_tensor
-from shardformer.torch_compat import has_values
+from shardformer.torch_compat import has_data
 
 
-class Placeholders:
+class MissingParams:
     """The stand-ins in a model, by module and name. They have the device of this rank, and the dtype of the parameter
     wherever it is."""
 
@@ -129,7 +129,7 @@ class Placeholders:
 class _NamedParameters:
     """``named_parameters`` of a module of which another stage holds parameters, in the order of the plain model."""
 
-    def __init__(self, module: nn.Module, placeholders: Placeholders) -> None:
+    def __init__(self, module: nn.Module, placeholders: MissingParams) -> None:
         self._module, self._placeholders = module, placeholders
 
     def __call__(
@@ -174,7 +174,7 @@ def _stand_in(param: Tensor) -> Tensor:
     return torch.full((), number, dtype=param.dtype, device=device).expand(tuple(param.shape))
 
 
-def output_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+def placeholder_output(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
     """What a table or a linear would give, without computing it: NaNs, to which a model may add in place."""
     x = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
     weight: Any = module.weight
@@ -188,17 +188,17 @@ def output_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 def has_nan(x: Any) -> bool:
     """Whether a NaN is in it: it may be computed, as a whole or in parts, of what another stage holds."""
-    looks = isinstance(x, Tensor) and x.is_floating_point() and x.numel() > 0 and has_values(x)
+    looks = isinstance(x, Tensor) and x.is_floating_point() and x.numel() > 0 and has_data(x)
     return looks and bool(x.isnan().any())
 
 
 def is_placeholder(x: Any) -> bool:
     """Whether nothing but NaN is in it, as in what is computed of what another stage holds."""
-    looks = isinstance(x, Tensor) and x.is_floating_point() and x.numel() > 0 and has_values(x)
+    looks = isinstance(x, Tensor) and x.is_floating_point() and x.numel() > 0 and has_data(x)
     return looks and bool(x.isnan().all())
 
 
-Payload = dict[str, Tensor]
+StageActivations = dict[str, Tensor]
 """What one stage hands to the next: the hidden states, and states of an earlier stack that this one reads."""
 
 SEED_STEP = 0x9E3779B97F4A7C15
@@ -215,8 +215,8 @@ class StagePass:
         at_end: called when the last unit of the chain has run, before what stands behind it.
     """
 
-    span: UnitRange
-    received: Payload
+    span: LayerRange
+    received: StageActivations
     seed: int | None = None
     at_end: Callable[[], None] | None = None
     context: Tensor | None = None
@@ -224,10 +224,10 @@ class StagePass:
     is_computed: bool = True  # the unit before, or the stage before
 
 
-class _Left(BaseException):  # nothing that looks for a failure of the model takes it for one
+class StageBoundaryReached(BaseException):  # nothing that looks for a failure of the model takes it for one
     """Ends a forward behind the last unit that is run."""
 
-    def __init__(self, payload: Payload) -> None:
+    def __init__(self, payload: StageActivations) -> None:
         self.payload = payload
 
 
@@ -252,8 +252,8 @@ class StageForward:
     def __init__(
         self,
         model: nn.Module,
-        chain: Chain,
-        placeholders: Placeholders,
+        chain: LayerSequence,
+        placeholders: MissingParams,
         home: Mapping[str, frozenset[int]],
         tables: Sequence[type[nn.Module]] = (nn.Embedding,),
         checkpointed: Iterable[int] = (),
@@ -271,8 +271,8 @@ class StageForward:
         self._checked: set[int] = set()
         self.ended_well: bool | None = None  # whether the last layer gave numbers when it first ran, once it has
         self.now: StagePass | None = None
-        self.when_left: list[Callable[[Payload], None]] = []  # called where a forward ends before its end
-        self.draws = DrawObserver(device or torch.device("cpu"))
+        self.when_left: list[Callable[[StageActivations], None]] = []  # called where a forward ends before its end
+        self.draws = RandomUseDetector(device or torch.device("cpu"))
         """Whether what runs on this stage draws random numbers."""
         self._replaced: list[tuple[nn.Module, Any]] = []
         self._hooks: list[RemovableHandle] = []
@@ -316,7 +316,7 @@ class StageForward:
 
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self._replaced.append((module, module.__dict__.get("forward")))
-        module.forward = _StandIn(forward, module.forward)
+        module.forward = _ForwardOverride(forward, module.forward)
 
     def checkpoint_layer(self, path: str) -> None:
         """From now on the layer at ``path`` computes its activations again in the backward."""
@@ -339,7 +339,7 @@ class StageForward:
             self._units[path] = now, index, unit
             self._stand_in_layer(now, index, unit)
 
-    def run(self, model: nn.Module, run: StagePass, forward: Callable[[], Any]) -> tuple[Any, Payload | None]:
+    def run(self, model: nn.Module, run: StagePass, forward: Callable[[], Any]) -> tuple[Any, StageActivations | None]:
         """Lets ``forward`` call the model, as far as the stage goes.
 
         Returns (the output, None) from the last stage, (None, what is handed on) from any other.
@@ -352,7 +352,7 @@ class StageForward:
         try:
             with self._placeholders.shown():
                 return forward(), None
-        except _Left as left:  # which passes by the hooks behind a forward
+        except StageBoundaryReached as left:  # which passes by the hooks behind a forward
             for end in self.when_left:
                 end(left.payload)
             return None, left.payload
@@ -390,7 +390,7 @@ class StageForward:
                 hidden = first_tensor(args, kwargs)
                 return (hidden, *[None] * (stack.stages.returns - 1)) if stack.stages.returns else hidden
             if at >= run.span.stop:
-                raise _Left(self._payload(run, at, args, kwargs))
+                raise StageBoundaryReached(self._payload(run, at, args, kwargs))
             if at == run.span.start and "hidden" in run.received:
                 before, hidden = first_tensor(args, kwargs), run.received["hidden"]
                 args = tuple(hidden if value is before else value for value in args)
@@ -432,16 +432,16 @@ class StageForward:
         for name, value in given:
             is_own = value is hidden and (not run.is_computed or at == run.span.start > 0 or not self._placeholders)
             if not is_own and any(map(has_nan, tree_leaves(value))):
-                raise _of_another_stage(path, name)
+                raise _other_stage_error(path, name)
 
-    def _payload(self, run: StagePass, at: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Payload:
+    def _payload(self, run: StagePass, at: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> StageActivations:
         payload = {}
         carried = self._chain.carried(at)
         if "hidden" in carried:
             payload["hidden"] = first_tensor(args, kwargs)
         if "context" in carried:
             assert run.context is not None
-            payload["context"] = local_part(run.context)
+            payload["context"] = to_local(run.context)
         return payload
 
     def _stand_at_entry(self, module: nn.Module, stack: StackDescription, start: int) -> None:
@@ -457,7 +457,7 @@ class StageForward:
             value = kwargs.get(name) if name in kwargs else (args[position] if position < len(args) else None)
             if run.span.start >= start and "context" in run.received:
                 if run.span.start in range(start, start + len(stack.units)):
-                    run.context = placed_as(run.received["context"], value)
+                    run.context = shard_like(run.received["context"], value)
                     if name in kwargs:
                         return args, {**kwargs, name: run.context}
                     return (*args[:position], run.context, *args[position + 1 :]), kwargs
@@ -469,7 +469,7 @@ class StageForward:
                     remedy="Call the model with what both of its stacks read, as in training it on one device",
                 )
             if run.span.stop <= start:
-                raise _Left({"context": local_part(value)})
+                raise StageBoundaryReached({"context": to_local(value)})
             run.context = value
             return None
 
@@ -482,7 +482,7 @@ class StageForward:
         def forward(*args: Any, **kwargs: Any) -> Any:
             run = self.now
             if run is not None and not any(unit in run.span for unit in home):
-                return output_of(module, args, kwargs)
+                return placeholder_output(module, args, kwargs)
             return original(*args, **kwargs)
 
         self._replace(module, forward)
@@ -496,7 +496,7 @@ def _put_back(module: nn.Module, forward: Any) -> None:
         module.forward = forward
 
 
-class _StandIn:
+class _ForwardOverride:
     """A forward in the place of a module's own. It knows that module, so a copied model would run the first one's."""
 
     def __init__(self, forward: Callable[..., Any], original: Callable[..., Any]) -> None:
@@ -514,10 +514,10 @@ class _StandIn:
         )
 
 
-def _of_another_stage(path: str, name: str) -> ConfigError:
+def _other_stage_error(path: str, name: str) -> ConfigError:
     return ConfigError(
         f"{path} is given {name}, which is computed of parameters that another stage holds, or of NaN in the batch",
         rule="A stage hands on the states between the layers; what a layer reads beside them is made on its own stage",
-        remedy="Name the module that makes it in a policy: Stack(..., stages=StageNeeds(everywhere=[...])), "
+        remedy="Name the module that makes it in a policy: LayerStack(..., stages=PipelineHints(everywhere=[...])), "
         "from_first=[...] where it stands in the first layer, before=[...] or after=[...] where one stage needs it",
     )

@@ -17,16 +17,24 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from shardformer.errors import ConfigError, expect, nearest
-from shardformer.layout.activation_layout import Place, StreamLayout
+from shardformer.errors import ConfigError, check_argument, did_you_mean
+from shardformer.layout.activation_layout import ActivationLayout, ModelRegion
 from shardformer.mesh.parallel_context import Axis, ParallelContext
-from shardformer.module_paths import configs_in, owner_of
-from shardformer.pipeline.layer_sequence import Chain, StackDescription, UnitRange, costs_of, holders, homes, no_chain
+from shardformer.module_paths import find_configs, parent_of
+from shardformer.pipeline.layer_sequence import (
+    LayerRange,
+    LayerSequence,
+    StackDescription,
+    estimate_layer_costs,
+    no_layers_error,
+    owner_layers,
+    owner_stages,
+)
 from shardformer.pipeline.p2p_communication import PointToPoint
-from shardformer.pipeline.partition import CUTS, balanced, even, explicit
-from shardformer.pipeline.schedules import check_names, default_chunks, placement_of
-from shardformer.pipeline.stage_forward import Placeholders, StageForward
-from shardformer.tensor_parallel.grid.layers import MODES
+from shardformer.pipeline.partition import PARTITION_METHODS, partition_balanced, partition_explicit, partition_uniform
+from shardformer.pipeline.schedules import check_schedule_name, default_chunks, placement_of
+from shardformer.pipeline.stage_forward import MissingParams, StageForward
+from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE
 
 
 class PipelineStageManager:
@@ -64,7 +72,7 @@ class PipelineStageManager:
             )
         self.context, self.schedule = context, schedule
         self.num_model_chunks = default_chunks(schedule) if num_model_chunks is None else num_model_chunks
-        check_names(schedule, self.axis.size, self.num_model_chunks)
+        check_schedule_name(schedule, self.axis.size, self.num_model_chunks)
         self.placement = placement_of(schedule, self.axis.size, self.num_model_chunks)
         self.cut, self.costs, self.checkpoint_layers = cut, costs, checkpoint_layers
         self._check_cut()
@@ -129,20 +137,20 @@ class PipelineStageManager:
     def _check_cut(self) -> None:
         is_row = isinstance(self.cut, Sequence) and not isinstance(self.cut, str)
         rule = "Stages are cut by 'cost', 'even', or by a list of how many layers each has"
-        expect("cut", self.cut, is_row or isinstance(self.cut, str), rule, "Write cut='even'")
+        check_argument("cut", self.cut, is_row or isinstance(self.cut, str), rule, "Write cut='even'")
         costs: Any = self.costs
         is_row = isinstance(costs, Sequence) and all(isinstance(c, int | float) and 0 <= c < math.inf for c in costs)
         rule, remedy = "They are numbers, one for each layer", "Leave costs out to have them estimated"
-        expect("costs", costs, costs is None or is_row, rule, remedy)
+        check_argument("costs", costs, costs is None or is_row, rule, remedy)
         asked: Any = self.checkpoint_layers
         is_row = isinstance(asked, Sequence) and not isinstance(asked, str)
         rule, remedy = "It is a number of layers, or one for each virtual stage", "Write checkpoint_layers=4"
-        expect("checkpoint_layers", asked, asked is None or is_row or type(asked) is int, rule, remedy)
-        if isinstance(self.cut, str) and self.cut not in CUTS:
+        check_argument("checkpoint_layers", asked, asked is None or is_row or type(asked) is int, rule, remedy)
+        if isinstance(self.cut, str) and self.cut not in PARTITION_METHODS:
             raise ConfigError(
                 f"cut={self.cut!r}",
                 rule="Stages are cut by 'cost', 'even', or by a list of how many layers each has",
-                remedy=nearest(self.cut, CUTS),
+                remedy=did_you_mean(self.cut, PARTITION_METHODS),
             )
         if self.costs is not None and self.cut != "cost":
             raise ConfigError(
@@ -152,8 +160,8 @@ class PipelineStageManager:
             )
 
 
-OF_EVERY_LAYER = ("output_router_logits", "output_hidden_states", "output_attentions")
-WHY_NOT = "It collects something of every layer, and a stage has its own layers only"
+ALL_LAYER_OUTPUTS = ("output_router_logits", "output_hidden_states", "output_attentions")
+ALL_LAYER_OUTPUTS_REASON = "It collects something of every layer, and a stage has its own layers only"
 
 
 class Chained(Protocol):
@@ -161,11 +169,11 @@ class Chained(Protocol):
 
     notes: Sequence[str]
 
-    def chain(self) -> Chain: ...
+    def chain(self) -> LayerSequence: ...
     def refuses_pipeline(self) -> str | None: ...
 
 
-class Asked(Protocol):
+class PartitionOptions(Protocol):
     """How a model is to be cut: what a ``PipelineStageManager`` says of it."""
 
     @property
@@ -194,18 +202,18 @@ class Stages:
     """
 
     manager: PipelineStageManager
-    chain: Chain
-    spans: list[UnitRange]
+    chain: LayerSequence
+    spans: list[LayerRange]
     costs: list[float]
     home: dict[str, frozenset[int]]
     holders: dict[str, frozenset[int]]
     state: dict[str, tuple[str, tuple[int, ...]]]
     parameters: dict[str, tuple[str, int]]
     shared: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    placeholders: Placeholders = field(default_factory=Placeholders)
+    placeholders: MissingParams = field(default_factory=MissingParams)
     stage_forward: StageForward | None = None
     draws: bool = False
-    stream: StreamLayout = field(default_factory=StreamLayout)
+    stream: ActivationLayout = field(default_factory=ActivationLayout)
     shared_params: list[dict[int, Tensor]] = field(default_factory=list)
 
     @property
@@ -239,13 +247,13 @@ class Stages:
         """Takes the other stages' parameters out of the model."""
         self.placeholders.remove(model, {name: self.is_here(name) for name in self.holders})
 
-    def _own_spans(self) -> list[UnitRange]:
+    def _own_spans(self) -> list[LayerRange]:
         return [self.spans[v] for v in self.manager.virtual_stages]
 
     def open(
         self,
         model: nn.Module,
-        stream: StreamLayout,
+        stream: ActivationLayout,
         context: ParallelContext,
         wrappers: Mapping[int, nn.Module] = MappingProxyType({}),
     ) -> None:
@@ -257,13 +265,13 @@ class Stages:
             wrappers: identity of a module -> the outermost of the wrappers that are around it when it runs.
         """
         self.stream = stream
-        share_from_first(model, self.chain, self._own_spans())
+        copy_shared_attributes(model, self.chain, self._own_spans())
         self.stage_forward = StageForward(
             model,
             self.chain,
             self.placeholders,
             self.home,
-            (nn.Embedding, *(layers.embedding for layers in MODES.values())),
+            (nn.Embedding, *(layers.embedding for layers in LAYERS_BY_MODE.values())),
             self._checkpointed(),
             partial(_random_stream, stream=stream, context=context),
             context.device,
@@ -287,23 +295,23 @@ class Stages:
                 self.shared_params.append(dict.fromkeys(self.shared[name], param))
 
 
-def _random_stream(stack: StackDescription, stream: StreamLayout, context: ParallelContext) -> int:
+def _random_stream(stack: StackDescription, stream: ActivationLayout, context: ParallelContext) -> int:
     layout = stack.layout_in(stream)
     is_whole = stack.whole_sequence is not None and not layout.cuts_stacks
-    return 0 if is_whole else layout.stream_of(Place.STACK, context.coords, context.sizes)
+    return 0 if is_whole else layout.stream_of(ModelRegion.STACK, context.coords, context.sizes)
 
 
-def make_stages(model: nn.Module, policy: Chained, manager: PipelineStageManager) -> Stages:
+def build_stages(model: nn.Module, policy: Chained, manager: PipelineStageManager) -> Stages:
     """Cuts a model, which is as it was, into the virtual stages of ``manager``.
 
     Raises ConfigError when the model has no stack that can be cut, fewer layers than stages, layers that are left out
     at random, or is asked for what no stage has.
     """
-    chain, home, costs, spans = cut_into(model, policy, manager)
+    chain, home, costs, spans = partition_model(model, policy, manager)
     state = {n: (first, tuple(t.shape)) for n, (first, t) in _by_first_name(model.state_dict(keep_vars=True)).items()}
     named = _by_first_name(dict(model.named_parameters(remove_duplicate=False)))
     parameters = {name: (first, p.numel()) for name, (first, p) in named.items()}
-    stages = Stages(manager, chain, spans, costs, home, holders(home, spans), state, parameters)
+    stages = Stages(manager, chain, spans, costs, home, owner_stages(home, spans), state, parameters)
     names: dict[str, list[str]] = {}
     for name, (first, _) in parameters.items() if manager.num_stages > 1 else ():
         names.setdefault(first, []).append(name)
@@ -314,17 +322,17 @@ def make_stages(model: nn.Module, policy: Chained, manager: PipelineStageManager
     return stages
 
 
-def cut_into(
-    model: nn.Module, policy: Chained, asked: Asked
-) -> tuple[Chain, dict[str, frozenset[int]], list[float], list[UnitRange]]:
+def partition_model(
+    model: nn.Module, policy: Chained, asked: PartitionOptions
+) -> tuple[LayerSequence, dict[str, frozenset[int]], list[float], list[LayerRange]]:
     """The layers of a model in a row, what goes with each, what each costs, and those of each virtual stage.
 
-    Raises as ``make_stages``.
+    Raises as ``build_stages``.
     """
     count = asked.num_virtual_stages
     chain = policy.chain()
     if count > 1 and not chain.stacks:
-        raise no_chain(model, str(asked.num_stages), policy.notes)
+        raise no_layers_error(model, str(asked.num_stages), policy.notes)
     if asked.num_stages > 1:
         _check_settings(model)
         if against := policy.refuses_pipeline():
@@ -334,8 +342,8 @@ def cut_into(
                 remedy="Leave pipe out: cut this model by tensor parallelism, or give each process its own part of the "
                 "batch",
             )
-    home = homes(model, chain) if chain.stacks else {}
-    costs = list(asked.costs) if asked.costs is not None else costs_of(model, chain, home)
+    home = owner_layers(model, chain) if chain.stacks else {}
+    costs = list(asked.costs) if asked.costs is not None else estimate_layer_costs(model, chain, home)
     if len(costs) != len(chain.units):
         raise ConfigError(
             f"costs has {len(costs)} numbers",
@@ -353,9 +361,9 @@ def cut_into(
     if count == 1:
         bounds = [0, len(costs)]
     elif isinstance(asked.cut, str):
-        bounds = even(len(costs), count) if asked.cut == "even" else balanced(costs, count)
+        bounds = partition_uniform(len(costs), count) if asked.cut == "even" else partition_balanced(costs, count)
     else:
-        bounds = explicit(asked.cut, len(costs), count)
+        bounds = partition_explicit(asked.cut, len(costs), count)
     return chain, home, costs, chain.spans(bounds)
 
 
@@ -365,20 +373,20 @@ def _by_first_name(tensors: Mapping[str, Any]) -> dict[str, tuple[str, Tensor]]:
     return {name: (first.setdefault(id(x), name), x) for name, x in tensors.items() if isinstance(x, Tensor)}
 
 
-def share_from_first(model: nn.Module, chain: Chain, spans: Sequence[UnitRange]) -> None:
+def copy_shared_attributes(model: nn.Module, chain: LayerSequence, spans: Sequence[LayerRange]) -> None:
     """The first layer of each stack in each of the spans gets what it needs of the first of all."""
     for stack, start in zip(chain.stacks, chain.starts, strict=True):
         for span in spans:
             at = max(span.start, start)
             for path in stack.stages.from_first if start < at < min(span.stop, start + len(stack.units)) else ():
-                first, name = owner_of(model.get_submodule(stack.units[0]), path)
-                owner, _ = owner_of(model.get_submodule(stack.units[at - start]), path)
+                first, name = parent_of(model.get_submodule(stack.units[0]), path)
+                owner, _ = parent_of(model.get_submodule(stack.units[at - start]), path)
                 owner.__dict__[name] = getattr(first, name)  # not as a module of its own, which would have two names
 
 
 def _check_settings(model: nn.Module) -> None:
     """Refuses what stages cannot do: layers dropped at random, and outputs that are gathered from all layers."""
-    for config in configs_in(model):
+    for config in find_configs(model):
         for name, value in vars(config).items():
             if name.endswith("layerdrop") and isinstance(value, float) and value > 0:
                 raise ConfigError(
@@ -387,9 +395,9 @@ def _check_settings(model: nn.Module) -> None:
                     remedy=f"Build the model with {name}=0",
                 )
             name = name.lstrip("_")  # transformers keeps some of them behind a property
-            if name in OF_EVERY_LAYER and value is True:
+            if name in ALL_LAYER_OUTPUTS and value is True:
                 raise ConfigError(
                     f"{name}=True with a pipeline",
-                    rule=WHY_NOT,
+                    rule=ALL_LAYER_OUTPUTS_REASON,
                     remedy=f"Set config.{name} = False",
                 )

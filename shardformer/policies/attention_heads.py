@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.layout.shard_spec import Split, even_bounds
-from shardformer.policies.roles import Counted
+from shardformer.policies.roles import LocalAttr
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class HeadLayout:
             parts.append(tuple(own))
         return Split(tuple(parts))
 
-    def parameter_split(self, path: str, full: Tensor, said: Counted) -> dict[int, Split]:
+    def parameter_split(self, path: str, full: Tensor, said: LocalAttr) -> dict[int, Split]:
         """How the dims of a parameter, or of a buffer, are cut of which one counts what is ``said``."""
         kind, dim = (said, None) if isinstance(said, str) else said
         if kind == "inside":
@@ -157,7 +157,7 @@ class HeadLayout:
         return {"heads": heads, "kv_heads": kv_heads, "groups": heads // kv_heads, "width": heads * self.head_dim}
 
 
-def unit_of(path: str, features: int, count: int, expected: int | None = None) -> int:
+def features_per_head(path: str, features: int, count: int, expected: int | None = None) -> int:
     """How many of the features each of ``count`` heads has. Raises PolicyError where that is not ``expected``."""
     if features % count or features != count * (expected or features // count):
         of = f" of {expected} features" if expected and not features % count else ""

@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from shardformer.errors import PolicyError, nearest
+from shardformer.errors import PolicyError, did_you_mean
 from shardformer.mesh.parallel_context import Axis
-from shardformer.module_paths import owner_of
+from shardformer.module_paths import parent_of
 from shardformer.policies.module_descriptions import (
     ModulePolicyDescription,
     SubModuleReplacementDescription,
-    check_kinds,
+    check_field_types,
 )
 from shardformer.tensor_parallel.layers import (
     FusedLinear1D_Col,
@@ -66,8 +66,9 @@ class Argument:
     param_funcs: list[Callable[[], list[Layer]]] | None = field(default_factory=list)
 
 
-class FirstForm:
-    """The functions that a policy of the first form overwrites; what they give, ``descriptions_of`` turns around."""
+class LegacyPolicy:
+    """The functions that a policy of the first form overwrites; what they give, ``legacy_descriptions`` turns
+    around."""
 
     model: Any
     axis: Axis
@@ -122,7 +123,7 @@ class FirstForm:
         return []
 
 
-def descriptions_of(policy: FirstForm) -> dict[Any, ModulePolicyDescription]:
+def legacy_descriptions(policy: LegacyPolicy) -> dict[Any, ModulePolicyDescription]:
     """What ``argument_policy`` says, as ``module_policy`` says it.
 
     Raises PolicyError for an argument that says nothing, and a layer that names no weight or not how it is cut.
@@ -142,14 +143,14 @@ def descriptions_of(policy: FirstForm) -> dict[Any, ModulePolicyDescription]:
             remedy="Write that; docs/policies.md has an example",
         )
     for argument in arguments.values():
-        check_kinds(argument)
-    heads = {_module_path(layer) for layer in _said(policy.unembedding())}
+        check_field_types(argument)
+    heads = {_module_path(layer) for layer in _returned(policy.unembedding())}
     return {key: _description(key, argument, heads) for key, argument in arguments.items()}
 
 
 def _description(key: Any, argument: Argument, heads: set[str]) -> ModulePolicyDescription:
     functions, attributes = argument.param_funcs or [], argument.attr_dict or {}
-    layers = [layer for function in functions for layer in _said(function())]
+    layers = [layer for function in functions for layer in _returned(function())]
     if not layers and not attributes:
         names = ", ".join(getattr(f, "__name__", str(f)) for f in functions) or "no functions"
         raise PolicyError(
@@ -163,19 +164,19 @@ def _description(key: Any, argument: Argument, heads: set[str]) -> ModulePolicyD
     )
 
 
-def inject(policy: FirstForm, model: nn.Module) -> tuple[type, type] | None:
+def inject_class(policy: LegacyPolicy, model: nn.Module) -> tuple[type, type] | None:
     """Gives the model the class that ``inject_policy`` names. Returns (the class before, the class now)."""
-    if not (pair := _said(policy.inject_policy())):
+    if not (pair := _returned(policy.inject_policy())):
         return None
     native, custom = pair
     model.__class__ = custom
     return native, custom
 
 
-def bind(policy: FirstForm, model: nn.Module) -> list[tuple[str, str]]:
+def bind_parameters(policy: LegacyPolicy, model: nn.Module) -> list[tuple[str, str]]:
     """Ties the parameters that ``binding_policy`` pairs. Returns (name, name that it is tied to) of each."""
     done = []
-    for source, target in dict(_said(policy.binding_policy())).items():
+    for source, target in dict(_returned(policy.binding_policy())).items():
         source_param = model.get_parameter(source)
         if source_param.shape != model.get_parameter(target).shape:
             raise PolicyError(
@@ -184,14 +185,14 @@ def bind(policy: FirstForm, model: nn.Module) -> list[tuple[str, str]]:
                 rule="Parameters that are bound have one shape and are cut the same way",
                 remedy="Shard both or neither",
             )
-        setattr(*owner_of(model, target), source_param)
+        setattr(*parent_of(model, target), source_param)
         done.append((target, source))
     return done
 
 
-def check(policy: FirstForm, model: nn.Module) -> None:
+def check_legacy(policy: LegacyPolicy, model: nn.Module) -> None:
     """Raises PolicyError when ``inject_policy`` or ``binding_policy`` names what the model does not have."""
-    pair = _said(policy.inject_policy())
+    pair = _returned(policy.inject_policy())
     if pair:
         native, custom = pair
         if not isinstance(model, native):
@@ -201,16 +202,16 @@ def check(policy: FirstForm, model: nn.Module) -> None:
                 remedy=f"Return ({type(model).__name__}, {custom.__name__})",
             )
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    for name in [n for bound in dict(_said(policy.binding_policy())).items() for n in bound]:
+    for name in [n for bound in dict(_returned(policy.binding_policy())).items() for n in bound]:
         if name not in names:
             raise PolicyError(
                 f"binding_policy names the parameter {name!r}, which {type(model).__name__} does not have",
                 rule="It returns a dict: name of a parameter -> name of the parameter that is bound to it",
-                remedy=nearest(name, names),
+                remedy=did_you_mean(name, names),
             )
 
 
-def _said(answer: Any) -> Any:
+def _returned(answer: Any) -> Any:
     """What a function of a policy returned; nothing, where it was not written: None, or an exception handed back."""
     is_exception = isinstance(answer, BaseException) or (isinstance(answer, type) and issubclass(answer, BaseException))
     return () if answer is None or is_exception else answer
@@ -223,7 +224,7 @@ def _module_path(layer: Layer) -> str:
             rule="A function of the first form gives a list of Col_Layer, Row_Layer and Layer",
             remedy="Write Col_Layer(weight='fc1.weight', bias='fc1.bias')",
         )
-    check_kinds(layer)
+    check_field_types(layer)
     path = layer.weight or layer.bias
     owners = {p.rpartition(".")[0] for p in (layer.weight, layer.bias) if p}
     if not path or len(owners) > 1 or "" in owners:

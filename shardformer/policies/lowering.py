@@ -17,39 +17,39 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardformer.errors import ConfigError, PolicyError, nearest
+from shardformer.errors import ConfigError, PolicyError, did_you_mean
 from shardformer.layout.shard_spec import Split
 from shardformer.mesh.parallel_context import Axis
 from shardformer.module_paths import (
-    existing,
-    features_of,
-    find,
-    is_there,
-    join,
-    linear_at,
-    matching,
-    module_at,
-    no_match,
-    relative,
-    several,
-    value_at,
+    as_path_list,
+    existing_paths,
+    find_module,
+    get_at,
+    get_linear,
+    get_module,
+    join_path,
+    match_paths,
+    module_exists,
+    no_match_error,
+    num_features,
+    resolve_path,
 )
-from shardformer.policies.attention_heads import HeadLayout, unit_of
+from shardformer.policies.attention_heads import HeadLayout, features_per_head
 from shardformer.policies.module_descriptions import (
     BlockArguments,
     BlockDescription,
     ModulePolicyDescription,
     SubModuleReplacementDescription,
-    merged,
+    merge_descriptions,
 )
-from shardformer.policies.roles import MLP, Attention, Experts, Projections, Role, Stack, exit_of
-from shardformer.tensor_parallel.grid.layers import MODES, ParallelLayers
+from shardformer.policies.roles import MLP, Attention, AttentionProjections, Experts, LayerStack, Role, exit_path
+from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE, ModeLayers
 
-Replacement = SubModuleReplacementDescription
+LayerReplacement = SubModuleReplacementDescription
 ALIGNED = 8
 """Each rank holds a multiple of so many features of an expert, where the whole expert does: torch's grouped matrix
 products take rows of a multiple of 16 bytes, in 16 bits too."""
-Columns = Mapping[str, dict[str, Any]]
+ColumnPaths = Mapping[str, dict[str, Any]]
 """Paths of linears, and the arguments of what takes their place."""
 
 
@@ -69,7 +69,7 @@ class LayerLowering:
     path: str
     axis: Axis
     is_stage: bool = False
-    classes: ParallelLayers = MODES["1d"]
+    classes: ModeLayers = LAYERS_BY_MODE["1d"]
 
     def has(self, role: Role) -> bool:
         """Whether the layer has what the role describes. Raises PolicyError where it has not and should.
@@ -78,23 +78,23 @@ class LayerLowering:
         (``check_exits`` sees to it that not all have).
         """
         names = [name for name, _ in self.layer.named_modules()]
-        has = bool(matching(role.at, names)) if "*" in role.at else find(self.layer, role.at) is not None
-        if has and role.optional and (out := exit_of(role)) is not None:
-            has = find(self.layer, out) is not None
+        has = bool(match_paths(role.at, names)) if "*" in role.at else find_module(self.layer, role.at) is not None
+        if has and role.optional and (out := exit_path(role)) is not None:
+            has = find_module(self.layer, out) is not None
         if not has and not role.optional:
-            raise no_match(self.path, role.at, self.layer)
+            raise no_match_error(self.path, role.at, self.layer)
         return has
 
     def mlps(self, mlp: MLP) -> ModulePolicyDescription:
         """One MLP, or each of those that a ``*`` stands for."""
         if "*" not in mlp.at:
             return self.mlp(mlp)
-        found = matching(mlp.at, [name for name, _ in self.layer.named_modules()])
-        return merged([self.mlp(replace(mlp, at=at)) for at in found])
+        found = match_paths(mlp.at, [name for name, _ in self.layer.named_modules()])
+        return merge_descriptions([self.mlp(replace(mlp, at=at)) for at in found])
 
     def mlp(self, mlp: MLP) -> ModulePolicyDescription:
-        ups = existing(several(mlp.up), mlp.at, self.layer, self.path)
-        down = relative(mlp.at, mlp.down)
+        ups = existing_paths(as_path_list(mlp.up), mlp.at, self.layer, self.path)
+        down = resolve_path(mlp.at, mlp.down)
         width = self.features(down, out=False)
         fused = mlp.fused or max(self.features(ups[0], out=True) // width, 1)
         for up in ups:
@@ -108,18 +108,18 @@ class LayerLowering:
         self._check_width(width, ups[0])
         split, row = Split.fused([width] * fused, self.axis.size), Split.even(width, self.axis.size)
         description, block = self.block(mlp.at, {up: {"split": split} for up in ups}, down, row)
-        norms = [] if mlp.norm is None else [relative(mlp.at, mlp.norm)]
-        norms = [norm.rstrip("?") for norm in norms if is_there(self.layer, norm, self.path)]
-        norms = [norm for norm in norms if not isinstance(find(self.layer, norm), nn.Identity)]
+        norms = [] if mlp.norm is None else [resolve_path(mlp.at, mlp.norm)]
+        norms = [norm.rstrip("?") for norm in norms if module_exists(self.layer, norm, self.path)]
+        norms = [norm for norm in norms if not isinstance(find_module(self.layer, norm), nn.Identity)]
         subs = description.sub_module_replacement or []
-        subs += [Replacement(norm, self.classes.norm, {"split": row}) for norm in norms]
+        subs += [LayerReplacement(norm, self.classes.norm, {"split": row}) for norm in norms]
         block.activated = fused == 1 and not norms
         block.exits_with = mlp.exits_with
         return description
 
     def experts(self, experts: Experts) -> ModulePolicyDescription:
-        module = module_at(self.layer, experts.at)
-        ups = several(experts.up)
+        module = get_module(self.layer, experts.at)
+        ups = as_path_list(experts.up)
         shapes = {name: tuple(self._stacked(module, experts, name).shape) for name in (*ups, experts.down)}
         dims = self._expert_dims(experts, shapes)
         width = shapes[experts.down][dims[experts.down]]
@@ -131,14 +131,14 @@ class LayerLowering:
         if experts.interleaved:
             up_split = Split.even(experts.fused * width, self.axis.size, experts.fused * unit)
         splits = dict.fromkeys(ups, up_split) | {experts.down: Split.even(width, self.axis.size, unit)}
-        parameters = {join(experts.at, name): {dims[name]: split} for name, split in splits.items()}
+        parameters = {join_path(experts.at, name): {dims[name]: split} for name, split in splits.items()}
         block = BlockDescription(experts.at, [], experts.at, summands=experts.summands)
         attributes = {} if is_aligned else _computed_one_by_one(module, experts.at)
         return ModulePolicyDescription(attribute_replacement=attributes, blocks=[block], parameters=parameters)
 
     def _expert_dims(self, experts: Experts, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, int]:
         """Which dim of each parameter is cut. Raises PolicyError where none fits, or several do and none is said."""
-        ways = [way for way in expert_dims(shapes, experts.down, experts.fused) if way.keys() == shapes.keys()]
+        ways = [way for way in find_expert_dims(shapes, experts.down, experts.fused) if way.keys() == shapes.keys()]
         if experts.dims or experts.fused == 1:
             said = dict(experts.dims) or {experts.down: 2}
             ways = [way for way in ways if way | said == way]
@@ -155,17 +155,19 @@ class LayerLowering:
         return ways[0]
 
     def block(
-        self, entry: str, entering: Columns, row: str, row_split: Split, others: Columns | None = None
+        self, entry: str, entering: ColumnPaths, row: str, row_split: Split, others: ColumnPaths | None = None
     ) -> tuple[ModulePolicyDescription, BlockDescription]:
         """The replacements of a block's linears, and the block, which stands in the description too."""
         others = others or {}
-        subs = [Replacement(name, self.classes.column, dict(kwargs)) for name, kwargs in {**entering, **others}.items()]
-        subs.append(Replacement(row, self.classes.row, {"split": row_split}))
+        subs = [
+            LayerReplacement(name, self.classes.column, dict(kwargs)) for name, kwargs in {**entering, **others}.items()
+        ]
+        subs.append(LayerReplacement(row, self.classes.row, {"split": row_split}))
         block = BlockDescription(entry, list(entering), row, list(others))
         return ModulePolicyDescription(sub_module_replacement=subs, blocks=[block]), block
 
     def features(self, name: str, *, out: bool) -> int:
-        return features_of(linear_at(self.layer, name, self.path), out=out)
+        return num_features(get_linear(self.layer, name, self.path), out=out)
 
     def _check_width(self, width: int, up: str) -> None:
         if width < self.axis.size:
@@ -193,24 +195,25 @@ def _computed_one_by_one(module: nn.Module, at: str) -> dict[str, Any]:
         return {}
     config = copy.deepcopy(config)
     config._experts_implementation = "eager"
-    return {join(at, "config"): config}
+    return {join_path(at, "config"): config}
 
 
-def check_exits(stack: Stack, path: str, layers: Sequence[nn.Module]) -> None:
+def check_exits(stack: LayerStack, path: str, layers: Sequence[nn.Module]) -> None:
     """Refuses an optional role whose module is there and whose exit no layer has: it would never be carried out."""
     for role in stack.blocks:
-        out = exit_of(role) if role.optional else None
-        there = [layer for layer in layers if find(layer, role.at) is not None]
-        if out is not None and there and all(find(layer, out) is None for layer in there):
+        out = exit_path(role) if role.optional else None
+        there = [layer for layer in layers if find_module(layer, role.at) is not None]
+        if out is not None and there and all(find_module(layer, out) is None for layer in there):
             raise PolicyError(
-                f"{len(there)} layers have {join(path, '*', role.at)!r}, and none has {join(path, '*', out)!r}",
+                f"{len(there)} layers have {join_path(path, '*', role.at)!r}, "
+                f"and none has {join_path(path, '*', out)!r}",
                 rule="An optional role is passed over where another module stands in its place, but not in every layer",
-                remedy=nearest(out, [name for name, _ in there[0].named_modules() if name])
+                remedy=did_you_mean(out, [name for name, _ in there[0].named_modules() if name])
                 + " Correct the path, or leave the role out",
             )
 
 
-def expert_dims(shapes: Mapping[str, Sequence[int]], down: str, fused: int) -> list[dict[str, int]]:
+def find_expert_dims(shapes: Mapping[str, Sequence[int]], down: str, fused: int) -> list[dict[str, int]]:
     """Each way in which the parameters of stacked experts fit together: which dim holds an expert's features.
 
     Of these ``down`` has one set, and the others ``fused`` times as many; biases without them are left out. Where they
@@ -249,7 +252,7 @@ class AttentionLowering:
             raise self._no_count()
         num_kv_heads = self._count(self.role.num_kv_heads) or num_heads
         out = self._path(self.role.projections.out)
-        unit = unit_of(f"{self.layer.path}.{out}", self.layer.features(out, out=False), num_heads)
+        unit = features_per_head(f"{self.layer.path}.{out}", self.layer.features(out, out=False), num_heads)
         return HeadLayout(num_heads, num_kv_heads, unit, self.layer.axis.size, self.role.projections.partitions)
 
     @property
@@ -259,12 +262,12 @@ class AttentionLowering:
         return heads if heads is not None and heads < self.layer.axis.size and self.layer.is_stage else None
 
     def _count(self, said: int | str | None) -> int | None:
-        count = value_at(self._owner(said), said.removeprefix(".")) if isinstance(said, str) else said
+        count = get_at(self._owner(said), said.removeprefix(".")) if isinstance(said, str) else said
         return count if isinstance(count, int) and count > 0 else None
 
     def _owner(self, said: str) -> Any:
         """What has the field that a number of heads is read from."""
-        return module_at(self.layer.layer, self.role.at) if said.startswith(".") else self.config
+        return get_module(self.layer.layer, self.role.at) if said.startswith(".") else self.config
 
     def _no_count(self) -> PolicyError:
         said = self.role.num_heads
@@ -276,12 +279,12 @@ class AttentionLowering:
             rule="Attention is cut by whole heads, so a policy says how many there are",
             remedy="Set it to the number, such as num_heads = 12, to the name of the config's field, or to that of the "
             "attention module's own attribute behind a dot. "
-            + (nearest(str(said), [n for n in vars(owner) if "head" in n]) if owner is not None else ""),
+            + (did_you_mean(str(said), [n for n in vars(owner) if "head" in n]) if owner is not None else ""),
         )
 
     def description(self) -> ModulePolicyDescription:
         at, inputs, rank = self.role.at, self.role.inputs, self.layer.axis.rank
-        linears = _present(self.role.projections, at, self.layer.layer)
+        linears = _existing_projections(self.role.projections, at, self.layer.layer)
         columns = self._columns(linears)
         from_context = inputs.from_context or inputs.arguments
         others = {*inputs.from_inside, *((linears.k, linears.v, linears.kv) if from_context else ())}
@@ -303,7 +306,7 @@ class AttentionLowering:
 
     def _path(self, name: str) -> str:
         """Relative to the layer."""
-        return relative(self.role.at, name)
+        return resolve_path(self.role.at, name)
 
     def _add_counted(self, description: ModulePolicyDescription, of_k: Mapping[str, Any]) -> dict[str, int]:
         """Adds what the role's ``counts`` name to the description. Returns the arguments that count heads.
@@ -317,18 +320,18 @@ class AttentionLowering:
         subs, classes, queries = description.sub_module_replacement or [], self.layer.classes, self.layout.query_split()
         for name, said in self.role.counts.items():
             path = self._path(name.rstrip("?"))
-            thing = value_at(self.layer.layer, path)
+            thing = get_at(self.layer.layer, path)
             if isinstance(thing, Tensor):
                 self.role.counted(name, "parameter")
                 parameters[path] = self.layout.parameter_split(path, thing, said)
             elif isinstance(thing, nn.Embedding):
                 self.role.counted(name, "embedding")
                 split = self.layout.query_split(1)
-                subs.append(Replacement(path, classes.table, {"split": split, "gather_output": False}))
+                subs.append(LayerReplacement(path, classes.table, {"split": split, "gather_output": False}))
             elif isinstance(thing, nn.Module):
                 of_q = self.role.counted(name, "norm") == "heads" or not of_k
                 if not isinstance(thing, nn.Identity):  # in the place of a norm that this model does not have
-                    subs.append(Replacement(path, classes.norm, {"split": queries} if of_q else dict(of_k)))
+                    subs.append(LayerReplacement(path, classes.norm, {"split": queries} if of_q else dict(of_k)))
             elif not isinstance(said, str) and not name.endswith("?"):
                 self.role.counted(name, "argument")
                 arguments[name] = said[1]
@@ -340,17 +343,17 @@ class AttentionLowering:
         return arguments
 
     def _nothing(self, name: str) -> PolicyError:
-        module = module_at(self.layer.layer, self.role.at)
-        owner = find(module, name.rpartition(".")[0]) or module
+        module = get_module(self.layer.layer, self.role.at)
+        owner = find_module(module, name.rpartition(".")[0]) or module
         known = [n for n in dir(owner) if n[:1] != "_"]
         return PolicyError(
             f"There is nothing at '{self.layer.path}.{self._path(name)}', and counts={{{name!r}: ...}}",
             rule="What an attention's counts name is an attribute, parameter, norm or embedding, or with a dim an "
             "argument of its forward",
-            remedy=nearest(name.rpartition(".")[2], known) + " Where some models lack it, end its name with a ?",
+            remedy=did_you_mean(name.rpartition(".")[2], known) + " Where some models lack it, end its name with a ?",
         )
 
-    def _columns(self, linears: Projections) -> dict[str, dict[str, Any]]:
+    def _columns(self, linears: AttentionProjections) -> dict[str, dict[str, Any]]:
         """How each of the projections but the one at the end is cut."""
         layout, q_unit = self.layout, None
         expand = layout.expand(self.layer.axis.rank)
@@ -370,12 +373,12 @@ class AttentionLowering:
 
     def _unit(self, name: str, count: int, expected: int | None = None) -> int:
         """The features of each of ``count`` heads."""
-        return unit_of(f"{self.layer.path}.{self._path(name)}", self._features(name), count, expected)
+        return features_per_head(f"{self.layer.path}.{self._path(name)}", self._features(name), count, expected)
 
     def _features(self, name: str) -> int:
         return self.layer.features(self._path(name), out=True)
 
-    def _fused(self, linears: Projections, name: str) -> Split:
+    def _fused(self, linears: AttentionProjections, name: str) -> Split:
         layout, features, has_q = self.layout, self._features(name), name == linears.qkv
         heads, kv_heads, d = layout.num_heads, layout.num_kv_heads, layout.head_dim
         sizes = [heads * d] * has_q + [kv_heads * d] * 2
@@ -401,12 +404,12 @@ class AttentionLowering:
         return Split.stack(splits, [size // layout.partitions for size in sizes] * layout.partitions)
 
 
-def _present(said: Projections, at: str, layer: nn.Module) -> Projections:
+def _existing_projections(said: AttentionProjections, at: str, layer: nn.Module) -> AttentionProjections:
     """The projections that this layer's module ``at`` has: what ends in ``?`` and is not there is left out."""
 
     def there(name: str | None) -> str | None:
         if name is None or not name.endswith("?"):
             return name
-        return name[:-1] if find(layer, relative(at, name[:-1])) is not None else None
+        return name[:-1] if find_module(layer, resolve_path(at, name[:-1])) is not None else None
 
     return replace(said, q=there(said.q), k=there(said.k), v=there(said.v), qkv=there(said.qkv), kv=there(said.kv))

@@ -18,8 +18,8 @@ from torch import nn
 
 from shardformer.errors import PolicyError
 from shardformer.layout.shard_spec import Split
-from shardformer.pipeline.layer_sequence import prefixed
-from shardformer.tensor_parallel.block import Bounds
+from shardformer.pipeline.layer_sequence import with_path_prefix
+from shardformer.tensor_parallel.block import HeadRange
 
 ModuleKey = str | type[nn.Module]
 """Which modules a description is about: their class, their class's name, or their path with ``*`` for indices."""
@@ -58,7 +58,7 @@ class BlockArguments:
     at: str
     entering: Sequence[str] = ()
     by_head: Mapping[str, int] = field(default_factory=dict)
-    bounds: Bounds = field(default=(0, 0, 0), repr=False)  # ranks differ in it, and agree on the rest
+    bounds: HeadRange = field(default=(0, 0, 0), repr=False)  # ranks differ in it, and agree on the rest
     width: int | None = field(default=None, repr=False)
     kv_heads: tuple[int, tuple[int, ...]] = field(default=(0, ()), repr=False)
 
@@ -94,8 +94,8 @@ class BlockDescription:
 
     def within(self, path: str) -> BlockDescription:
         """The same block of a model that holds the described module at ``path``."""
-        own = prefixed(self, path, "entry", "columns", "row", "others", "exits_with", "gathers_around")
-        return replace(own, arguments=self.arguments and prefixed(self.arguments, path, "at"))
+        own = with_path_prefix(self, path, "entry", "columns", "row", "others", "exits_with", "gathers_around")
+        return replace(own, arguments=self.arguments and with_path_prefix(self.arguments, path, "at"))
 
     @property
     def holds_exit(self) -> bool:
@@ -125,7 +125,7 @@ class ModulePolicyDescription:
     parameters: dict[str, dict[int, Split]] | None = None
 
 
-def merged(descriptions: Sequence[ModulePolicyDescription]) -> ModulePolicyDescription:
+def merge_descriptions(descriptions: Sequence[ModulePolicyDescription]) -> ModulePolicyDescription:
     """What several descriptions of one kind of module say together, of what roles say."""
     return ModulePolicyDescription(
         attribute_replacement={n: value for d in descriptions for n, value in (d.attribute_replacement or {}).items()},
@@ -135,10 +135,10 @@ def merged(descriptions: Sequence[ModulePolicyDescription]) -> ModulePolicyDescr
     )
 
 
-WORDS = {str: "a string", int: "a whole number", bool: "True or False", type(None): "None", Any: "anything"}
+TYPE_NAMES = {str: "a string", int: "a whole number", bool: "True or False", type(None): "None", Any: "anything"}
 
 
-def check_kinds(thing: Any) -> None:
+def check_field_types(thing: Any) -> None:
     """Raises PolicyError for a field of a dataclass, or of one in it, whose value is not what its type says.
 
     >>> from shardformer.policies.roles import MLP
@@ -149,42 +149,42 @@ def check_kinds(thing: Any) -> None:
     kind: Any = type(thing)
     for item in fields(thing):
         value = getattr(thing, item.name)
-        check_kind(kind.__name__, item.name, value, hints_of(kind)[item.name])
+        check_type(kind.__name__, item.name, value, type_hints_of(kind)[item.name])
         for inner in _described_in(value):
-            check_kinds(inner)
+            check_field_types(inner)
 
 
-def check_kind(owner: str, name: str, value: Any, hint: Any) -> None:
+def check_type(owner: str, name: str, value: Any, hint: Any) -> None:
     """Raises PolicyError for a value that the type ``hint`` does not allow."""
     if not _fits(value, hint):
         raise PolicyError(
             f"{owner} has {name}={value!r:.120}",
-            rule=f"`{name}` is {in_words(hint)}",
+            rule=f"`{name}` is {describe_type(hint)}",
             remedy=f"Write {name}=[{value!r:.80}]" if _fits([value], hint) else "Correct it in the policy",
         )
 
 
 @cache
-def hints_of(kind: Any) -> Mapping[str, Any]:
+def type_hints_of(kind: Any) -> Mapping[str, Any]:
     return get_type_hints(kind)
 
 
-def in_words(hint: Any) -> str:
+def describe_type(hint: Any) -> str:
     """A type as a sentence says it."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return " or ".join(in_words(each) for each in arguments)
+        return " or ".join(describe_type(each) for each in arguments)
     if hint is Callable or origin is Callable:
         return "a function"
     if origin is type:
         return "a class"
     if _is_of(origin, Mapping):
-        return f"a dict ({in_words(arguments[0])}: {in_words(arguments[1])})"
+        return f"a dict ({describe_type(arguments[0])}: {describe_type(arguments[1])})"
     if origin is tuple and arguments[-1] is not ...:
-        return f"({', '.join(map(in_words, arguments))})"
+        return f"({', '.join(map(describe_type, arguments))})"
     if _is_of(origin, Collection):
-        return f"a list (each {in_words(arguments[0])})"
-    return WORDS.get(hint) or f"{'an' if hint.__name__[0] in 'AEIOM' else 'a'} {hint.__name__}"
+        return f"a list (each {describe_type(arguments[0])})"
+    return TYPE_NAMES.get(hint) or f"{'an' if hint.__name__[0] in 'AEIOM' else 'a'} {hint.__name__}"
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -219,11 +219,11 @@ def _is_of(origin: Any, kind: type) -> bool:
 def _described_in(value: Any) -> Iterator[Any]:
     """The descriptions that stand in a field: one, or in a list."""
     for each in value if isinstance(value, Sequence) and not isinstance(value, str) else [value]:
-        if is_dataclass(each) and not isinstance(each, type) and type(each).__module__ in DESCRIBING:
+        if is_dataclass(each) and not isinstance(each, type) and type(each).__module__ in POLICY_MODULES:
             yield each
 
 
-DESCRIBING = (
+POLICY_MODULES = (
     "shardformer.policies.module_descriptions",
     "shardformer.policies.roles",
     "shardformer.pipeline.layer_sequence",

@@ -17,12 +17,12 @@ from torch import nn
 
 from shardformer.config import ShardConfig
 from shardformer.mesh.parallel_context import Axis
-from shardformer.pipeline.layer_sequence import Chain, StackDescription
-from shardformer.policies.legacy import FirstForm, descriptions_of
+from shardformer.pipeline.layer_sequence import LayerSequence, StackDescription
+from shardformer.policies.legacy import LegacyPolicy, legacy_descriptions
 from shardformer.policies.module_descriptions import ModuleKey, ModulePolicyDescription
 
 
-class Policy(FirstForm):
+class Policy(LegacyPolicy):
     """How a model is sharded. Overwrite what your model needs; see the module's docstring for the three forms."""
 
     name: str | None = None
@@ -63,7 +63,7 @@ class Policy(FirstForm):
 
     def module_policy(self) -> Mapping[ModuleKey, ModulePolicyDescription]:
         """Which modules become what. By default what the first form says."""
-        return descriptions_of(self)
+        return legacy_descriptions(self)
 
     def postprocess(self) -> nn.Module:
         """Work on the sharded model. Returns the model."""
@@ -74,9 +74,9 @@ class Policy(FirstForm):
         """The model's stacks of layers; sequence parallelism and pipelines need them."""
         return []
 
-    def chain(self) -> Chain:
+    def chain(self) -> LayerSequence:
         """The layers as a pipeline cuts them: one behind the other, in the order in which they run."""
-        return Chain.of(self.model, self.stacks())
+        return LayerSequence.of(self.model, self.stacks())
 
     def refuses_pipeline(self) -> str | None:
         """Why the layers of this model cannot be on several stages; None where they can."""

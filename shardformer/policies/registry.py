@@ -56,11 +56,11 @@ FAMILIES = MappingProxyType(
         "swin": PolicyLocation("swin", "SwinPolicy"),
         "swinv2": PolicyLocation("swin", "Swinv2Policy"),
         "t5": PolicyLocation("t5", "T5Policy"),
-        "timm:Beit": PolicyLocation("timm_beit", "TimmBeitPolicy"),
-        "timm:Eva": PolicyLocation("timm_beit", "TimmEvaPolicy"),
-        "timm:SwinTransformer": PolicyLocation("timm_swin", "TimmSwinPolicy"),
-        "timm:SwinTransformerV2": PolicyLocation("timm_swin", "TimmSwinV2Policy"),
-        "timm:VisionTransformer": PolicyLocation("timm_vit", "TimmViTPolicy"),
+        "timm:Beit": PolicyLocation("timm", "TimmBeitPolicy"),
+        "timm:Eva": PolicyLocation("timm", "TimmEvaPolicy"),
+        "timm:SwinTransformer": PolicyLocation("timm", "TimmSwinPolicy"),
+        "timm:SwinTransformerV2": PolicyLocation("timm", "TimmSwinV2Policy"),
+        "timm:VisionTransformer": PolicyLocation("timm", "TimmViTPolicy"),
         "vit": PolicyLocation("vit", "ViTPolicy"),
         "whisper": PolicyLocation("whisper", "WhisperPolicy"),
     }
@@ -69,7 +69,7 @@ FAMILIES = MappingProxyType(
 _REGISTERED: dict[str, type[Policy]] = {}
 
 
-def register(model_type: str, policy: type[Policy]) -> None:
+def register_policy(model_type: str, policy: type[Policy]) -> None:
     """Makes ``policy`` the one of a family for the rest of this process, before a registered one of ours.
 
     Args:
@@ -78,8 +78,8 @@ def register(model_type: str, policy: type[Policy]) -> None:
     """
     if not (isinstance(policy, type) and issubclass(policy, Policy)):
         raise PolicyError(
-            f"register({model_type!r}, {policy!r:.80})",
-            rule="A family's policy is a subclass of shardformer.Policy",
+            f"register_policy({model_type!r}, {policy!r:.80})",
+            rule="A family's policy is a subclass of shardformer.policies.Policy",
             remedy="Give the class itself",
         )
     _REGISTERED[model_type] = policy
@@ -95,7 +95,7 @@ def registered_policy(model: nn.Module) -> tuple[Policy, str] | None:
     return (FAMILIES[family].load()(), f"the registered family {family!r}") if family in FAMILIES else None
 
 
-def is_users(model: nn.Module) -> bool:
+def is_user_registered(model: nn.Module) -> bool:
     """Whether the policy of the model's family is one that the user registered."""
     return family_of(model) in _REGISTERED
 

@@ -16,14 +16,30 @@ from torch import nn
 
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.kernels.fused_ops import is_elementwise, norm_kind
-from shardformer.module_paths import find, is_linear, is_there, join, matching, module_at, no_match, relative, several
-from shardformer.pipeline.layer_sequence import Chain, StackDescription
-from shardformer.policies.lowering import AttentionLowering, LayerLowering, Replacement, check_exits
-from shardformer.policies.module_descriptions import ModuleKey, ModulePolicyDescription, check_kind, hints_of, merged
+from shardformer.module_paths import (
+    as_path_list,
+    find_module,
+    get_module,
+    is_linear,
+    join_path,
+    match_paths,
+    module_exists,
+    no_match_error,
+    resolve_path,
+)
+from shardformer.pipeline.layer_sequence import LayerSequence, StackDescription
+from shardformer.policies.lowering import AttentionLowering, LayerLowering, LayerReplacement, check_exits
+from shardformer.policies.module_descriptions import (
+    ModuleKey,
+    ModulePolicyDescription,
+    check_type,
+    merge_descriptions,
+    type_hints_of,
+)
 from shardformer.policies.policy import Policy
 from shardformer.policies.registry import registered_policy
-from shardformer.policies.roles import MLP, Attention, Experts, Role, Stack
-from shardformer.tensor_parallel.grid.layers import MODES, ParallelLayers
+from shardformer.policies.roles import MLP, Attention, Experts, LayerStack, Role
+from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE, ModeLayers
 
 BETWEEN_LAYERS = "it reads the states between its layers, of which a rank has a part"
 BETWEEN_STAGES = "it reads the states between its layers, of which a stage has those between its own"
@@ -46,7 +62,7 @@ class RolePolicy(Policy):
             the name of an attribute of the attention module.
     """
 
-    stack: Stack | Sequence[Stack] = ()
+    stack: LayerStack | Sequence[LayerStack] = ()
     embeddings: str | Sequence[str] = ()
     head: str | Sequence[str] = ()
     single: Sequence[Role] = ()
@@ -73,7 +89,7 @@ class RolePolicy(Policy):
     def set_model(self, model: nn.Module) -> None:
         super().set_model(model)
         for name in RolePolicy.__annotations__:
-            check_kind(type(self).__name__, name, getattr(self, name), hints_of(RolePolicy)[name])
+            check_type(type(self).__name__, name, getattr(self, name), type_hints_of(RolePolicy)[name])
 
     def config_sanity_check(self) -> None:
         against = self.refuses_sequence()
@@ -108,8 +124,8 @@ class RolePolicy(Policy):
         return next((why for _, policy in self._parts() if (why := policy.refuses_pipeline())), None)
 
     @property
-    def _classes(self) -> ParallelLayers:
-        return MODES[self.shard_config.tensor_parallel_mode]
+    def _classes(self) -> ModeLayers:
+        return LAYERS_BY_MODE[self.shard_config.tensor_parallel_mode]
 
     @property
     def base(self) -> str:
@@ -124,20 +140,20 @@ class RolePolicy(Policy):
         tensor = self.shard_config.resolve_context().tensor if self.axis.name == "column" else self.axis
         model = LayerLowering(self.model, "", tensor)
         out: dict[ModuleKey, ModulePolicyDescription] = {
-            "": merged([self._outside(), self._merged(self.single, model)])
+            "": merge_descriptions([self._outside(), self._merged(self.single, model)])
         }
         for stack, is_stage in self._present_stacks():
-            out |= self._layers(join(self.base, stack.layers), stack.blocks, is_stage)
+            out |= self._layers(join_path(self.base, stack.layers), stack.blocks, is_stage)
         for path, policy in self._parts():
-            out |= {join(path, str(key)): d for key, d in policy.module_policy().items()}
+            out |= {join_path(path, str(key)): d for key, d in policy.module_policy().items()}
             self.notes += policy.notes
         return out
 
     def _parts(self) -> list[tuple[str, Policy]]:
         """The policies of the submodules that are models themselves, by their paths."""
         out = []
-        for path in [part.rstrip("?") for part in self.parts if is_there(self.model, part)]:
-            policy = self._policy_of(model := module_at(self.model, path), path)
+        for path in [part.rstrip("?") for part in self.parts if module_exists(self.model, part)]:
+            policy = self._policy_of(model := get_module(self.model, path), path)
             policy.model, policy.shard_config, policy.axis = model, self.shard_config, self.axis
             out.append((path, policy))
         return out
@@ -150,14 +166,14 @@ class RolePolicy(Policy):
         raise PolicyError(
             f"{part!r} is a {type(model).__name__}, of no registered family",
             rule="A part of a model is described by the policy of its own model type",
-            remedy="Register one for it: shardformer.register(model_type, policy)",
+            remedy="Register one for it: shardformer.register_policy(model_type, policy)",
         )
 
     def _layers(self, path: str, blocks: Sequence[Role], is_stage: bool) -> dict[ModuleKey, ModulePolicyDescription]:
         """What becomes of each layer."""
-        layers = dict(module_at(self.model, path).named_children())
+        layers = dict(get_module(self.model, path).named_children())
         if not layers:
-            raise no_match(path, "0", module_at(self.model, path))
+            raise no_match_error(path, "0", get_module(self.model, path))
 
         def lowered(layer: nn.Module) -> ModulePolicyDescription:
             return self._merged(blocks, LayerLowering(layer, f"{path}.*", self.axis, is_stage, self._classes))
@@ -165,7 +181,7 @@ class RolePolicy(Policy):
         return {f"{path}.{name}": lowered(layer) for name, layer in layers.items()}
 
     def _merged(self, roles: Sequence[Role], where: LayerLowering) -> ModulePolicyDescription:
-        return merged([d for role in roles if (d := self._block(role, where)) is not None])
+        return merge_descriptions([d for role in roles if (d := self._block(role, where)) is not None])
 
     def stacks(self) -> list[StackDescription]:
         return [*self._own_stacks(), *(s.within(path) for path, policy in self._parts() for s in policy.stacks())]
@@ -177,72 +193,74 @@ class RolePolicy(Policy):
             any_norm: whether whatever takes the place of a final norm counts as one. A module that reads more than one
                 token at a time is given them all, behind the stack.
         """
-        base, out = module_at(self.model, self.base), []
+        base, out = get_module(self.model, self.base), []
         for s, _ in self._present_stacks():
-            norm = s.final_norm if s.final_norm and is_there(base, s.final_norm, self.base) else None
-            behind, layers = find(base, (norm or "").rstrip("?")), find(base, s.layers)
+            norm = s.final_norm if s.final_norm and module_exists(base, s.final_norm, self.base) else None
+            behind, layers = find_module(base, (norm or "").rstrip("?")), find_module(base, s.layers)
             if norm is not None and not any_norm and not _reads_each_token(behind, layers):
                 norm = None
             own = StackDescription(s.layers, norm, s.context, s.whole_sequence, s.reads_context, stages=s.stages)
             out.append(replace(own, sequence=s.sequence).within(self.base))
         return out
 
-    def chain(self) -> Chain:
-        own = Chain.of(self.model, self._own_stacks(any_norm=True)).stacks
+    def chain(self) -> LayerSequence:
+        own = LayerSequence.of(self.model, self._own_stacks(any_norm=True)).stacks
         every = [*own, *(s.within(path) for path, policy in self._parts() for s in policy.chain().stacks)]
         if every:  # some models register their head before the layers
-            tops = {head.partition(".")[0] for head in several(self.head) if is_there(self.model, f"{head}?")}
+            tops = {head.partition(".")[0] for head in as_path_list(self.head) if module_exists(self.model, f"{head}?")}
             beside = sorted(top for top in tops if not any(f"{s.layers}.".startswith(f"{top}.") for s in every))
             stages = every[-1].stages
             every[-1] = replace(every[-1], stages=replace(stages, after=(*stages.after, *beside)))
-        return Chain(tuple(every))
+        return LayerSequence(tuple(every))
 
     def replicated(self) -> list[str] | None:
-        base = module_at(self.model, self.base)
+        base = get_module(self.model, self.base)
         known = [name for name, _ in [*base.named_modules(), *base.named_parameters()]]
         out = []
         for path in self.whole:
             if path.startswith("."):
                 out.append(path[1:])
                 continue
-            found = matching(path.rstrip("?"), known)
+            found = match_paths(path.rstrip("?"), known)
             if not path.endswith("?") and not found:
-                raise no_match(self.base, path, base)
-            out += [join(self.base, name) for name in found]
-        out += [name for path in self._few for name in matching(path, [n for n, _ in self.model.named_modules()])]
+                raise no_match_error(self.base, path, base)
+            out += [join_path(self.base, name) for name in found]
+        out += [name for path in self._few for name in match_paths(path, [n for n, _ in self.model.named_modules()])]
         for path, policy in self._parts():
             inner = policy.replicated()
-            out += [path] if inner is None else [join(path, name) for name in inner]
+            out += [path] if inner is None else [join_path(path, name) for name in inner]
         return out
 
-    def _present_stacks(self) -> list[tuple[Stack, bool]]:
+    def _present_stacks(self) -> list[tuple[LayerStack, bool]]:
         """The stacks that the model has, one for each stage, and whether it is one of several."""
-        base = module_at(self.model, self.base)
+        base = get_module(self.model, self.base)
         names = [name for name, _ in base.named_modules()]
         out = []
-        for stack in [self.stack] if isinstance(self.stack, Stack) else self.stack:
-            found = matching(stack.layers, names)
+        for stack in [self.stack] if isinstance(self.stack, LayerStack) else self.stack:
+            found = match_paths(stack.layers, names)
             if not found and not stack.optional:
-                raise no_match(self.base, stack.layers, base)
-            layers = [layer for path in found for layer in module_at(base, path).children()]
-            check_exits(stack, join(self.base, stack.layers), layers)
+                raise no_match_error(self.base, stack.layers, base)
+            layers = [layer for path in found for layer in get_module(base, path).children()]
+            check_exits(stack, join_path(self.base, stack.layers), layers)
             out += [(replace(stack, layers=path), len(found) > 1) for path in found]
         return out
 
     def _outside(self) -> ModulePolicyDescription:
-        base = module_at(self.model, self.base)
-        embeddings = [path.rstrip("?") for path in several(self.embeddings) if is_there(base, path, self.base)]
-        subs = [Replacement(join(self.base, path), self._classes.embedding) for path in embeddings]
-        heads = [path.rstrip("?") for path in several(self.head)]
+        base = get_module(self.model, self.base)
+        embeddings = [
+            path.rstrip("?") for path in as_path_list(self.embeddings) if module_exists(base, path, self.base)
+        ]
+        subs = [LayerReplacement(join_path(self.base, path), self._classes.embedding) for path in embeddings]
+        heads = [path.rstrip("?") for path in as_path_list(self.head)]
         own = [path for path in heads if self._is_head_of_user(path)]
         self._few = [*self._few, *own]
         self.notes = [*self.notes, *(f"Whole, since it is no linear: {path}." for path in own)]
-        subs += [Replacement(p, self._classes.head, ignore_if_not_exist=True) for p in heads if p not in own]
+        subs += [LayerReplacement(p, self._classes.head, ignore_if_not_exist=True) for p in heads if p not in own]
         return ModulePolicyDescription(sub_module_replacement=subs)
 
     def _is_head_of_user(self, path: str) -> bool:
         """Whether a table of ours names a head in whose place there is another module: it stays whole."""
-        head = find(self.model, path)
+        head = find_module(self.model, path)
         is_ours = type(self).__module__.startswith("shardformer.")
         return is_ours and head is not None and not is_linear(head)
 
@@ -256,7 +274,10 @@ class RolePolicy(Policy):
         attention = self._attention(block, lowering)
         if (heads := attention.few_heads) is None:
             return attention.description()
-        at, out = join(lowering.path, block.at), join(lowering.path, relative(block.at, block.projections.out))
+        at, out = (
+            join_path(lowering.path, block.at),
+            join_path(lowering.path, resolve_path(block.at, block.projections.out)),
+        )
         self._few = [*self._few, at, out]
         note = f"Whole, since {heads} heads are fewer than {self.axis.size} ranks: {at}."
         self.notes = [*self.notes, *([note] if note not in self.notes else [])]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardformer.errors import PolicyError, nearest
-from shardformer.module_paths import relative
-from shardformer.pipeline.layer_sequence import SequenceNeeds, StageNeeds
-from shardformer.policies.module_descriptions import check_kinds
+from shardformer.errors import PolicyError, did_you_mean
+from shardformer.module_paths import resolve_path
+from shardformer.pipeline.layer_sequence import PipelineHints, SequenceParallelHints
+from shardformer.policies.module_descriptions import check_field_types
 
-Counted = str | tuple[str, int]
+LocalAttr = str | tuple[str, int]
 """What something counts, and which of its dims does where that has to be said."""
-COUNTED = {
+LOCAL_ATTR_KINDS = {
     "attribute": ("heads", "kv_heads", "groups", "width"),
     "parameter": ("heads", "kv_heads", "width", "inside"),
     "norm": ("heads", "kv_heads"),
@@ -23,7 +23,7 @@ COUNTED = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Projections:
+class AttentionProjections:
     """The linears of an attention. Name those it has: q, k and v, or a fused qkv, or q and a fused kv.
 
     Args:
@@ -46,11 +46,11 @@ class Projections:
     gates: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        check_kinds(self)
+        check_field_types(self)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inputs:
+class AttentionInputs:
     """What enters an attention, where that is not the first tensor argument of its module alone.
 
     Args:
@@ -73,7 +73,7 @@ class Inputs:
     whole_sequence: bool = False
 
     def __post_init__(self) -> None:
-        check_kinds(self)
+        check_field_types(self)
 
 
 @dataclass(frozen=True)
@@ -99,15 +99,15 @@ class Attention:
     """
 
     at: str
-    projections: Projections
-    counts: Mapping[str, Counted] = field(default_factory=dict)
-    inputs: Inputs = Inputs()
+    projections: AttentionProjections
+    counts: Mapping[str, LocalAttr] = field(default_factory=dict)
+    inputs: AttentionInputs = AttentionInputs()
     num_heads: int | str | None = None
     num_kv_heads: int | str | None = None
     optional: bool = False
 
     def __post_init__(self) -> None:
-        check_kinds(self)
+        check_field_types(self)
         for name in self.counts:
             self.counted(name)
 
@@ -115,12 +115,16 @@ class Attention:
         """What ``name`` counts. Raises PolicyError where nothing counts that, or not ``what`` it is the name of."""
         said = self.counts[name]
         kind = said if isinstance(said, str) else said[0]
-        kinds = COUNTED[what] if what else tuple(dict.fromkeys(kind for each in COUNTED.values() for kind in each))
+        kinds = (
+            LOCAL_ATTR_KINDS[what]
+            if what
+            else tuple(dict.fromkeys(kind for each in LOCAL_ATTR_KINDS.values() for kind in each))
+        )
         if kind not in kinds:
             raise PolicyError(
                 f"counts={{{name!r}: {said!r}}} of the attention {self.at!r}",
                 rule=f"What {f'an {what}' if what else 'something'} counts is {', '.join(kinds)}",
-                remedy=nearest(kind, kinds),
+                remedy=did_you_mean(kind, kinds),
             )
         return kind
 
@@ -150,7 +154,7 @@ class MLP:
     optional: bool = False
 
     def __post_init__(self) -> None:
-        check_kinds(self)
+        check_field_types(self)
 
 
 @dataclass(frozen=True)
@@ -181,21 +185,21 @@ class Experts:
     optional: bool = False
 
     def __post_init__(self) -> None:
-        check_kinds(self)
+        check_field_types(self)
 
 
 Role = Attention | MLP | Experts
 
 
-def exit_of(role: Role) -> str | None:
+def exit_path(role: Role) -> str | None:
     """Path of the module at the role's exit in its layer; None where that is no one module."""
     if isinstance(role, Experts) or "*" in role.at:
         return None
-    return relative(role.at, role.projections.out if isinstance(role, Attention) else role.down)
+    return resolve_path(role.at, role.projections.out if isinstance(role, Attention) else role.down)
 
 
 @dataclass(frozen=True)
-class Stack:
+class LayerStack:
     """A stack of layers.
 
     Args:
@@ -216,11 +220,11 @@ class Stack:
     context: tuple[str, str] | None = None
     whole_sequence: str | None = None
     optional: bool = False
-    stages: StageNeeds = field(default_factory=StageNeeds)
-    sequence: SequenceNeeds = field(default_factory=SequenceNeeds)
+    stages: PipelineHints = field(default_factory=PipelineHints)
+    sequence: SequenceParallelHints = field(default_factory=SequenceParallelHints)
 
     def __post_init__(self) -> None:
-        check_kinds(self)
+        check_field_types(self)
         name = self.context[1] if self.context and self.reads_context else None
         for role in self.blocks:
             arguments = role.inputs.arguments if isinstance(role, Attention) else ()

@@ -11,58 +11,70 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardformer.comm.collective_call import agree
+from shardformer.comm.collective_call import collective_call
 from shardformer.config import ShardConfig
-from shardformer.consistency.initial_weights import agree_on_weights, model_lines, tell_of_files
-from shardformer.consistency.rank_divergence import Watch
+from shardformer.consistency.initial_weights import check_same_files, model_fingerprint, sync_initial_weights
+from shardformer.consistency.rank_divergence import ConsistencyMonitor
 from shardformer.errors import PolicyError, first_line
-from shardformer.gradients.clipping import lead_clipping_here
-from shardformer.layout.activation_layout import StreamLayout
-from shardformer.layout.sharding_metadata import Request, ShardedState, cut_in
+from shardformer.gradients.clipping import patch_clip_grad_norm
+from shardformer.layout.activation_layout import ActivationLayout
+from shardformer.layout.sharding_metadata import ShardingMetadata, ShardingRequest, sharded_parameters
 from shardformer.mesh.init_distributed import launch_from_torch
 from shardformer.mesh.parallel_context import Axis
-from shardformer.mesh.tensor_grid import TensorGrid, in_a_sentence
-from shardformer.meta_init.materialize import fill, is_lazy, notes_of, recording
-from shardformer.module_paths import owner_of, value_at
-from shardformer.pipeline.layer_sequence import homes
-from shardformer.pipeline.stage_manager import PipelineStageManager, make_stages
+from shardformer.mesh.tensor_grid import TensorGrid, grid_summary
+from shardformer.meta_init.materialization import is_lazy, lazy_notes, materialize_parameters, record_changes
+from shardformer.module_paths import get_at, parent_of
+from shardformer.pipeline.layer_sequence import owner_layers
+from shardformer.pipeline.stage_manager import PipelineStageManager, build_stages
 from shardformer.policies import legacy
 from shardformer.policies.module_descriptions import SubModuleReplacementDescription
 from shardformer.policies.policy import Policy, WithoutRules
-from shardformer.random_state import align_random, random_kept_on_error, uses_dropout
+from shardformer.random_state import broadcast_random_state, random_kept_on_error, uses_dropout
 from shardformer.sharding.apply_context_parallel import (
-    Learned,
-    learned_of,
-    open_context,
-    start_context,
-    warn_of_whole,
-    with_context,
+    ContextFindings,
+    find_context_layout,
+    install_context_attention,
+    install_context_hooks,
+    plan_for_context,
+    warn_unsharded_attention,
 )
 from shardformer.sharding.apply_kernels import apply_optimizations
-from shardformer.sharding.apply_tensor_grid import Samples, learned_samples, on_grid, open_arguments, with_edges
-from shardformer.sharding.apply_tensor_parallel import OpenBlock, agree_on_gradients, open_regions
-from shardformer.sharding.checks import (
-    agree_on_group,
-    check_layouts,
-    check_plain,
-    check_stages,
-    check_unheld,
-    check_unhooked,
-    check_views,
-    checked_plan,
-    held_outside,
-    keep_ties,
-    ties_in,
-    unchanged_on_error,
+from shardformer.sharding.apply_tensor_grid import (
+    ArgumentSamples,
+    find_sample_dims,
+    install_argument_hooks,
+    plan_for_grid,
+    with_grid_context,
 )
-from shardformer.sharding.forward_checks import CacheHeads, Guard, Structure, parts_of, show_whole_behind
+from shardformer.sharding.apply_tensor_parallel import InstalledBlock, install_gradient_reduction, install_regions
+from shardformer.sharding.checks import (
+    check_layouts,
+    check_no_hooks,
+    check_no_optimizer,
+    check_process_group,
+    check_stages,
+    check_unsharded,
+    check_views,
+    find_ties,
+    held_outside,
+    make_checked_plan,
+    restore_on_error,
+    restore_ties,
+)
+from shardformer.sharding.forward_checks import (
+    CacheHeads,
+    ForwardChecks,
+    ModuleFingerprint,
+    local_input_modules,
+    show_whole_behind,
+)
 from shardformer.sharding.module_aliases import put_everywhere, unwrapped
-from shardformer.sharding.plan import Plan, name_of
+from shardformer.sharding.plan import ShardingPlan, qualified_name
 from shardformer.tensor_parallel.parallel_module import ParallelModule, keep_hooks, shard_parameter
-from shardformer.zero.torch_optimizers import lead_optimizers_here
+from shardformer.zero.torch_optimizers import patch_optimizers_and_scaler
 
 
-class Sharding:
+class Sharder:
     """Shards one model in place.
 
     Args:
@@ -88,16 +100,16 @@ class Sharding:
         find: Callable[[nn.Module, int], tuple[Policy, str]],
         *,
         prove: Callable[..., Any] | None = None,
-        prove_policy: Callable[[Plan, Policy, int], str | None] | None = None,
+        prove_policy: Callable[[ShardingPlan, Policy, int], str | None] | None = None,
         prove_grid: Callable[..., Any] | None = None,
         fresh: bool = False,
         optional: bool = False,
     ) -> None:
         self._optional = optional
         self.model, self._prove, self._prove_grid, self._prove_policy = model, prove, prove_grid, prove_policy
-        self._learned = Learned()
+        self._learned = ContextFindings()
         self._grid: TensorGrid | None = None
-        self._samples: Samples = {}
+        self._samples: ArgumentSamples = {}
         self._wrappers: Mapping[int, nn.Module] = {}
         self._fresh, self._outside = fresh, set[int]()
         self.shard_config = config
@@ -114,16 +126,16 @@ class Sharding:
         config = self.shard_config
         if config.context is None and config.tensor_parallel_process_group is None and not dist.is_initialized():
             launch_from_torch()
-        self._context = context = agree_on_group(config)
+        self._context = context = check_process_group(config)
         if config.is_grid and context.tensor.size > 1:
-            config, self._grid = on_grid(config, context)
+            config, self._grid = with_grid_context(config, context)
             self.shard_config, self._context = config, config.resolve_context()
             context = self._context
         self._outside = set() if self._fresh else held_outside(self.model)
-        with random_kept_on_error(context.device), unchanged_on_error(self.model):
+        with random_kept_on_error(context.device), restore_on_error(self.model):
             with ExitStack() as around:
                 take_out = partial(unwrapped, self.model, stages=context.pipe.size)
-                self._wrappers = agree(context, lambda: around.enter_context(take_out()))
+                self._wrappers = collective_call(context, lambda: around.enter_context(take_out()))
                 self._shard_together()
             then(self.model)
         stages = self._state.stages
@@ -132,22 +144,22 @@ class Sharding:
     def _shard_together(self) -> None:
         """Changes the model, once all ranks know that they do the same. Communicates."""
         context = self._context
-        plan = agree(context, self._plan, self._lines, explain=lambda: tell_of_files(self.model, context))
+        plan = collective_call(context, self._plan, self._lines, explain=lambda: check_same_files(self.model, context))
         state, axes = self._state, context.own_axes[::-1]
-        state.notes += agree_on_weights(self.model, axes)
+        state.notes += sync_initial_weights(self.model, axes)
         stages = state.stages
         if stages is not None:
             stages.take_out(self.model)
             plan = plan.restricted(stages.placeholders)
-        blocks = agree(context, lambda: self._carry_out(plan))
+        blocks = collective_call(context, lambda: self._carry_out(plan))
         for axis in (state.alike, context.pipe):
-            align_random(axis, context.device)
-        agree_on_gradients(self.model, plan if self._is_cut else Plan(self.model, []), blocks, state)
+            broadcast_random_state(axis, context.device)
+        install_gradient_reduction(self.model, plan if self._is_cut else ShardingPlan(self.model, []), blocks, state)
         state.attach(self.model)
-        lead_clipping_here()
-        lead_optimizers_here()
+        patch_clip_grad_norm()
+        patch_optimizers_and_scaler()
         if self._learned.is_whole and not self._fresh:
-            warn_of_whole(self.model, context)
+            warn_unsharded_attention(self.model, context)
         if stages is not None:
             stages.note_shared(self.model)
 
@@ -162,59 +174,59 @@ class Sharding:
         stages = self._context.pipe.size if manager is None else manager.num_virtual_stages
         return not self._optional or self._is_cut or self.shard_config.cuts_context or stages > 1
 
-    def _found_plan(self) -> tuple[Plan, str]:
+    def _found_plan(self) -> tuple[ShardingPlan, str]:
         """(the plan of the policy that was found, where that policy comes from)."""
         model, config = self.model, self.shard_config
         try:
             self._policy, source = self._find(model, self._context.tensor.size)
-            plan = checked_plan(model, self._policy, config, cuts=self._is_cut or not self._optional)
+            plan = make_checked_plan(model, self._policy, config, cuts=self._is_cut or not self._optional)
             if (chain := self._policy.chain()).stacks:
-                homes(plan.model, chain)
+                owner_layers(plan.model, chain)
         except Exception as error:  # the policy of a family, and a model that its user changed: anything can fail
             if self.needs_policy:
                 raise
             self._policy = WithoutRules()
             self._policy.notes = [f"The model has no policy, and needs none over data ranks: {first_line(error)}"]
-            plan, source = checked_plan(model, self._policy, config), "no policy"
+            plan, source = make_checked_plan(model, self._policy, config), "no policy"
         # over data ranks alone the rules change nothing, so they must not be a reason to refuse anything either
-        return plan if self._is_cut else Plan(plan.model, plan.stacks), source
+        return plan if self._is_cut else ShardingPlan(plan.model, plan.stacks), source
 
-    def _plan(self) -> Plan:
+    def _plan(self) -> ShardingPlan:
         """What is to be done, checked; the model is as it was, but for what the policy's ``preprocess`` does."""
         config, model = self.shard_config, self.model
-        check_plain(model)
+        check_unsharded(model)
         plan, source = self._found_plan()
         layout = config.stream_layout()
         if not self._is_cut:
-            layout = StreamLayout(tuple(cut for cut in layout.cuts if cut.axis not in layout.block))
-        request = Request(source, config.options(), config.extra_kwargs, self._policy)
-        self._state = ShardedState(self._context, request, layout)
-        self._state.watch = Watch(self._state) if config.watch else None
+            layout = ActivationLayout(tuple(cut for cut in layout.cuts if cut.axis not in layout.block))
+        request = ShardingRequest(source, config.options(), config.extra_kwargs, self._policy)
+        self._state = ShardingMetadata(self._context, request, layout)
+        self._state.watch = ConsistencyMonitor(self._state) if config.watch else None
         if self._is_cut and self._grid is None and self._prove_policy is not None:
             why_not = self._prove_policy(plan, self._policy, self._context.tensor.size)
             self._state.notes += [why_not] if why_not else []
         if self._grid is not None:
-            plan = with_edges(plan, self._grid)
+            plan = plan_for_grid(plan, self._grid)
             if self._prove_grid is not None:
-                learned = learned_samples(model, self._prove_grid, self._find, self._grid)
+                learned = find_sample_dims(model, self._prove_grid, self._find, self._grid)
                 self._samples, self._state.unproven = learned
         if config.cuts_context and self._prove is not None:
-            self._learned = learned_of(model, self._prove, self._find, self._context, config.context_parallel)
+            self._learned = find_context_layout(model, self._prove, self._find, self._context, config.context_parallel)
             has_stream = config.enable_sequence_parallelism and self._is_cut
-            plan = with_context(plan, self._learned, has_stream=has_stream)
+            plan = plan_for_context(plan, self._learned, has_stream=has_stream)
         self.model = plan.model
-        self._ties = ties_in(self.model)
+        self._ties = find_ties(self.model)
         self._state.notes += self._policy.notes
         if config.pipeline_stage_manager is not None or self._context.pipe.size > 1:
             manager = config.pipeline_stage_manager or PipelineStageManager(self._context)
-            self._state.stages = make_stages(self.model, self._policy, manager)
+            self._state.stages = build_stages(self.model, self._policy, manager)
             self._state.stages.draws = uses_dropout(self.model)
             check_stages(self._ties, self._state.stages.stages_of)
         self._state.unproven = self._unproven()
-        check_unhooked(self.model, plan)
+        check_no_hooks(self.model, plan)
         check_views(self.model, plan, self._state.stages)
         if not self._fresh:
-            check_unheld(self.model, plan, self._state.stages, self._outside)
+            check_no_optimizer(self.model, plan, self._state.stages, self._outside)
         return plan
 
     def _unproven(self) -> dict[str, str]:
@@ -234,56 +246,56 @@ class Sharding:
             for name, why in each.items()
         }
 
-    def _lines(self, plan: Plan) -> list[str]:
+    def _lines(self, plan: ShardingPlan) -> list[str]:
         config = self.shard_config
         asked = [self._state.request.source, str(config.options()), str(sorted(config.extra_kwargs.items()))]
         asked += [str(self._state.stream), f"watch={config.watch}"]
         stages = self._state.stages.lines() if self._state.stages is not None else []
-        return [*asked, *model_lines(self.model), *plan.lines(), *stages]
+        return [*asked, *model_fingerprint(self.model), *plan.lines(), *stages]
 
-    def _carry_out(self, plan: Plan) -> list[OpenBlock]:
+    def _carry_out(self, plan: ShardingPlan) -> list[InstalledBlock]:
         """Changes the model, and makes this rank's part of the values that it waits for. Returns its blocks.
 
         Communicates nothing, so a rank on which it fails keeps no other waiting.
         """
         waits = is_lazy(self.model)
-        self._state.notes += notes_of(self.model)
-        with recording(self.model):
+        self._state.notes += lazy_notes(self.model)
+        with record_changes(self.model):
             blocks = self._apply(plan)
         if waits:
-            fill(self.model, self._context.device)
-        structure = Structure(self.model, list(parts_of(plan, self._state, is_cut=self._is_cut)))
+            materialize_parameters(self.model, self._context.device)
+        structure = ModuleFingerprint(self.model, list(local_input_modules(plan, self._state, is_cut=self._is_cut)))
         caches = CacheHeads.of(self.model, plan.blocks if self._is_cut else (), self._context.tensor, self._grid)
-        Guard(self.model, self._state, structure, caches, is_cut=self._is_cut or self.shard_config.cuts_context)
+        ForwardChecks(self.model, self._state, structure, caches, is_cut=self._is_cut or self.shard_config.cuts_context)
         return blocks
 
-    def _apply(self, plan: Plan) -> list[OpenBlock]:
+    def _apply(self, plan: ShardingPlan) -> list[InstalledBlock]:
         config, policy, state = self.shard_config, self._policy, self._state
-        injected = legacy.inject(policy, self.model)
+        injected = legacy.inject_class(policy, self.model)
         if injected:
             state.note("", injected[0], injected[1], kind="class")
         if self._is_cut:
             self.replace_module(plan)
-        for target, source in legacy.bind(policy, self.model):
+        for target, source in legacy.bind_parameters(policy, self.model):
             state.note(target, "own parameter", f"tied to {source}", kind="tie")
         apply_optimizations(self.model, config, plan, state)
         if self._grid is not None:
-            state.notes.append(in_a_sentence(self._grid))
+            state.notes.append(grid_summary(self._grid))
         draws = uses_dropout(self.model)
         if config.cuts_context:
-            start_context(self.model, state, config.context_parallel, self._learned, draws=draws)
-        blocks = open_regions(self.model, plan, state, config, self._grid) if self._is_cut else []
+            install_context_attention(self.model, state, config.context_parallel, self._learned, draws=draws)
+        blocks = install_regions(self.model, plan, state, config, self._grid) if self._is_cut else []
         if self._grid is not None:
-            open_arguments(self.model, plan, state, self._samples)
+            install_argument_hooks(self.model, plan, state, self._samples)
         if config.cuts_context:
-            open_context(self.model, plan.stacks, state, self._learned, draws=draws)
+            install_context_hooks(self.model, plan.stacks, state, self._learned, draws=draws)
         show_whole_behind(self.model, plan)
         self.model = policy.postprocess() or self.model
         if state.stages is not None:
             state.stages.open(self.model, state.stream, state.context, self._wrappers)
         return blocks
 
-    def replace_module(self, plan: Plan) -> None:
+    def replace_module(self, plan: ShardingPlan) -> None:
         """Carries out the descriptions: submodules, attributes, parameters and methods."""
         shared: dict[int, nn.Parameter] = {}
         done: set[tuple[int, str]] = set()  # a module that several share is named for each of them
@@ -299,7 +311,7 @@ class Sharding:
             self._state.note(path, module, made[id(module)])
         put_everywhere(self.model, made)
         for path, splits in plan.parameters.items():
-            module, name = owner_of(self.model, path)
+            module, name = parent_of(self.model, path)
             if splits and (id(module), name) not in done:
                 done.add((id(module), name))
                 named = {split.axes[0] for split in splits.values()} & {"row", "column", "depth"}
@@ -307,7 +319,7 @@ class Sharding:
                 kept_alive.append(shard_parameter(module, name, splits, axis, shared))
                 self._state.note(path, "buffer" if name in module._buffers else "parameter", "a part")
         self._rebind(shared)
-        keep_ties(self.model, self._ties, {id(part): spec for _, part, spec in cut_in(self.model)})
+        restore_ties(self.model, self._ties, {id(part): spec for _, part, spec in sharded_parameters(self.model)})
         check_layouts(self.model, self._context.coords)
         self._change(plan)
 
@@ -333,19 +345,19 @@ class Sharding:
             if "argument" not in str(error):
                 raise
             raise PolicyError(
-                f"{name_of(sub.target_module)} for {path!r} with kwargs={sub.kwargs or {}}: {error}",
+                f"{qualified_name(sub.target_module)} for {path!r} with kwargs={sub.kwargs or {}}: {error}",
                 rule="The kwargs of a replacement are arguments that its from_native_module takes",
                 remedy="Correct the name in the policy",
             ) from error
         if not isinstance(new, nn.Module):
             raise PolicyError(
-                f"{name_of(sub.target_module)}.from_native_module gave {new!r:.80} for {path!r}",
+                f"{qualified_name(sub.target_module)}.from_native_module gave {new!r:.80} for {path!r}",
                 rule="It returns the module that takes the native one's place",
                 remedy="Return it",
             )
         return new
 
-    def _axis_at(self, path: str, plan: Plan) -> Axis:
+    def _axis_at(self, path: str, plan: ShardingPlan) -> Axis:
         """The axis over which what stands there is cut: on a grid heads and features in a stack lie over columns."""
         inside = self._grid is not None and path.startswith(tuple(f"{stack.layers}." for stack in plan.stacks))
         return self._grid.column if inside and self._grid is not None else self._context.tensor
@@ -357,7 +369,7 @@ class Sharding:
                 if param is not None and id(param) in shared:
                     module._parameters[name] = shared[id(param)]
 
-    def _change(self, plan: Plan) -> None:
+    def _change(self, plan: ShardingPlan) -> None:
         for path, value in plan.attributes.items():
             owner_path, _, name = path.rpartition(".")
             owner = _own(self.model, owner_path)
@@ -369,7 +381,7 @@ class Sharding:
             function(self.model.get_submodule(path))
             self._state.note(path, "parameters", function, kind="parameters")
         for path, method in plan.methods.items():
-            owner, name = owner_of(self.model, path)
+            owner, name = parent_of(self.model, path)
             before = getattr(owner, name)
             setattr(owner, name, method.__get__(owner))
             self._state.note(path, before, method, kind="method")
@@ -377,8 +389,8 @@ class Sharding:
 
 def _own(model: nn.Module, path: str) -> Any:
     """What stands at ``path``. A module's config, which others read too, becomes a copy of its own first."""
-    owner = value_at(model, path)
+    owner = get_at(model, path)
     if not isinstance(owner, nn.Module):
         owner = copy.copy(owner)
-        setattr(*owner_of(model, path), owner)
+        setattr(*parent_of(model, path), owner)
     return owner

@@ -10,24 +10,24 @@ from typing import Any
 from torch import nn
 
 from shardformer.context_parallel import attention
-from shardformer.context_parallel.model_hooks import ContextEntry, ContextStack, ContextWhole, pass_through
-from shardformer.context_parallel.sequence_layout import ContextRun, Dims
+from shardformer.context_parallel.model_hooks import FullSequenceHook, ModelInputHook, StackHook, pass_through
+from shardformer.context_parallel.sequence_layout import ContextParallelState, Dims
 from shardformer.errors import ConfigError
-from shardformer.kernels.attention_registration import attention_classes, configs, is_on_interface
-from shardformer.layout.sharding_metadata import ShardedState
+from shardformer.kernels.attention_registration import attention_classes, attention_configs, is_on_interface
+from shardformer.layout.sharding_metadata import ShardingMetadata
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.module_paths import find
+from shardformer.module_paths import find_module
 from shardformer.pipeline.layer_sequence import StackDescription
-from shardformer.sharding.plan import Plan
+from shardformer.sharding.plan import ShardingPlan
 from shardformer.tensor_parallel.parallel_module import ParallelModule
-from shardformer.torch_compat import with_values
+from shardformer.torch_compat import without_fake_tensors
 
 RING, GROUP = "ring", "ulysses"
 """The views of the sequence axis."""
 
 
 @dataclass(frozen=True)
-class Sizes:
+class RingSizes:
     """How the ranks of the sequence axis are laid out.
 
     Args:
@@ -67,8 +67,8 @@ def check_context(
             rule="The sequence is cut from the first layer of a stack to its last",
             remedy="Write the policy as roles (RolePolicy with a Stack), or leave the sequence axis out",
         )
-    if why := not_dispatched(model):
-        if is_said(context, way):
+    if why := attention_not_on_interface(model):
+        if is_explicit(context, way):
             raise ConfigError(
                 f"sequence={context.sequence.size} for {type(model).__name__}, which {why}",
                 rule="A ring, Ulysses or gathered keys are put in through transformers' AttentionInterface",
@@ -77,10 +77,10 @@ def check_context(
                 "parallelism",
             )
         return
-    sizes_for(model, context, way)
+    choose_ring_sizes(model, context, way)
 
 
-def not_dispatched(model: nn.Module) -> str | None:
+def attention_not_on_interface(model: nn.Module) -> str | None:
     """Why no other attention can be put in the place of a model's own; None where it can."""
     classes = attention_classes(model)
     own = sorted(cls.__name__ for cls, source in classes.items() if not is_on_interface(source))
@@ -89,19 +89,19 @@ def not_dispatched(model: nn.Module) -> str | None:
     return None if classes else "has no attention that is dispatched"
 
 
-def is_said(context: ParallelContext, way: str) -> bool:
+def is_explicit(context: ParallelContext, way: str) -> bool:
     """Whether somebody asks for a way of attending to other ranks' positions, and takes no other."""
     return way != "auto" or (RING in context.sizes and GROUP in context.sizes)
 
 
-def sizes_for(model: nn.Module, context: ParallelContext, way: str) -> Sizes:
+def choose_ring_sizes(model: nn.Module, context: ParallelContext, way: str) -> RingSizes:
     """The ring and the groups in it. Raises ConfigError where the way that was asked for does not fit.
 
     "auto" takes what sends the least by the formulas of ring attention and of Ulysses, with Ulysses inside of a host.
     """
     size, view = context.sequence.size, context.sizes
     if RING in view and GROUP in view:
-        sizes = Sizes(view[RING], view[GROUP], way == "gather")
+        sizes = RingSizes(view[RING], view[GROUP], way == "gather")
         if (way == "ring" and sizes.group > 1) or (way in ("ulysses", "gather") and sizes.ring > 1 < sizes.group):
             raise ConfigError(
                 f"context_parallel={way!r} on a sequence axis of {sizes.ring} x {sizes.group}",
@@ -110,13 +110,13 @@ def sizes_for(model: nn.Module, context: ParallelContext, way: str) -> Sizes:
             )
         return sizes
     if way == "ulysses":
-        return Sizes(1, size)
+        return RingSizes(1, size)
     if way in ("ring", "gather"):
-        return Sizes(size, 1, way == "gather")
+        return RingSizes(size, 1, way == "gather")
     return min(_possible(model, context), key=lambda found: found[0])[1]
 
 
-def _possible(model: nn.Module, context: ParallelContext) -> Iterator[tuple[float, Sizes]]:
+def _possible(model: nn.Module, context: ParallelContext) -> Iterator[tuple[float, RingSizes]]:
     size, queries, keys = context.sequence.size, *_head_counts(model)
     queries, keys = max(queries // context.tensor.size, 1), max(keys // context.tensor.size, 1)
     for group in range(1, size + 1):
@@ -126,7 +126,7 @@ def _possible(model: nn.Module, context: ParallelContext) -> Iterator[tuple[floa
         mine = max(keys / group, 1)
         sent = 4.5 * mine * (ring - 1) / ring
         sent += 4 * (queries + max(keys, group)) / ring * (group - 1) / group**2
-        yield sent, Sizes(ring, group)
+        yield sent, RingSizes(ring, group)
 
 
 def _head_counts(model: nn.Module) -> tuple[int, int]:
@@ -157,7 +157,7 @@ def _is_inside_host(context: ParallelContext, group: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Learned:
+class ContextFindings:
     """What a proof learnt of a model.
 
     Args:
@@ -175,12 +175,12 @@ class Learned:
     unproven: Mapping[str, str] = field(default_factory=dict)
 
 
-def learned_of(
+def find_context_layout(
     model: nn.Module, prove: Callable[..., Any], find: Callable[..., Any], context: ParallelContext, way: str
-) -> Learned:
+) -> ContextFindings:
     """What a proof learnt. Raises ConfigError where it fails."""
-    with with_values():
-        found = prove(model, find, sizes_for(model, context, way), may_be_whole=not is_said(context, way))
+    with without_fake_tensors():
+        found = prove(model, find, choose_ring_sizes(model, context, way), may_be_whole=not is_explicit(context, way))
     if found.against is not None:
         raise ConfigError(
             f"sequence={context.sequence.size} for {type(model).__name__}: {found.against}",
@@ -188,31 +188,33 @@ def learned_of(
             remedy="Leave the sequence axis out for this model: enable_sequence_parallelism cuts the sequence between "
             "the blocks of tensor parallelism",
         )
-    learned: Learned = found.learned
+    learned: ContextFindings = found.learned
     return learned
 
 
-def start_context(model: nn.Module, state: ShardedState, way: str, learned: Learned, *, draws: bool) -> None:
+def install_context_attention(
+    model: nn.Module, state: ShardingMetadata, way: str, learned: ContextFindings, *, draws: bool
+) -> None:
     """Puts in what attends to other ranks' positions, and stands around what is given all of them.
 
     Before the regions of tensor parallelism are opened, inside of whose edges it is. Communicates when groups are made.
     """
     context = state.context
-    sizes = sizes_for(model, context, way)
+    sizes = choose_ring_sizes(model, context, way)
     has_view = RING in context.axes and GROUP in context.axes
     view = context if has_view else context.view("sequence", **{RING: sizes.ring, GROUP: sizes.group})
-    state.context_run = run = ContextRun(
+    state.context_run = run = ContextParallelState(
         context.sequence, view.axis(RING), view.axis(GROUP), sizes.gathers, learned.is_whole, dims=dict(learned.dims)
     )
     classes = () if learned.is_whole else tuple(attention_classes(model))
     if not learned.is_whole:
         _put_in(model, run, classes)
-    ContextEntry(run, model, draws=draws)
+    ModelInputHook(run, model, draws=draws)
     for path, name in learned.gathers:
         for layer in model.get_submodule(path).children():
-            mixing = find(layer, name)
+            mixing = find_module(layer, name)
             if mixing is not None and not any(type(inner) in classes for inner in mixing.modules()):
-                state.edges.append(ContextWhole(run, (path, name), mixing, draws=draws))
+                state.edges.append(FullSequenceHook(run, (path, name), mixing, draws=draws))
     how = "attention is computed whole on every rank" if learned.is_whole else sizes
     state.notes.append(f"Context parallelism: {how}.")
     if learned.gathers:
@@ -221,18 +223,23 @@ def start_context(model: nn.Module, state: ShardedState, way: str, learned: Lear
         state.notes.append(f"All positions are computed on every rank of what mixes them{what}: {named}.")
 
 
-def _put_in(model: nn.Module, run: ContextRun, classes: tuple[type, ...]) -> None:
-    attention.register()
-    for config in configs(model):
+def _put_in(model: nn.Module, run: ContextParallelState, classes: tuple[type, ...]) -> None:
+    attention.register_context_attention()
+    for config in attention_configs(model):
         config._attn_implementation = attention.NAME
     for module in model.modules():
         if type(module) in classes:
             module.__dict__[attention.RUN] = run
-        attention.give_line(module, run)
+        attention.pass_relative_bias(module, run)
 
 
-def open_context(
-    model: nn.Module, stacks: Sequence[StackDescription], state: ShardedState, learned: Learned, *, draws: bool
+def install_context_hooks(
+    model: nn.Module,
+    stacks: Sequence[StackDescription],
+    state: ShardingMetadata,
+    learned: ContextFindings,
+    *,
+    draws: bool,
 ) -> None:
     """Cuts the sequence in the layers of a model, whose other changes are done. Communicates nothing."""
     run, inside = state.context_run, set[int]()
@@ -243,25 +250,25 @@ def open_context(
         layers = [layer for layer in model.get_submodule(stack.layers)._modules.values() if layer is not None]
         norm = model.get_submodule(stack.final_norm) if stack.final_norm else None
         last = [*(layers if learned.reads_between else ()), norm or layers[-1]]
-        state.edges.append(ContextStack(run, stack.layers, layers, last, draws=draws))
+        state.edges.append(StackHook(run, stack.layers, layers, last, draws=draws))
         inside |= {id(m) for layer in (*layers, *([norm] if norm is not None else [])) for m in layer.modules()}
     for module in model.modules():
         if isinstance(module, ParallelModule) and id(module) not in inside:
             pass_through(module)
 
 
-def warn_of_whole(model: nn.Module, context: ParallelContext) -> None:
+def warn_unsharded_attention(model: nn.Module, context: ParallelContext) -> None:
     """Says on the first rank that a model's attention is not shared out."""
     if context.rank == 0:
         warnings.warn(
             f"The attention of {type(model).__name__} cannot read other ranks' positions, so each of the "
             f"{context.sequence.size} ranks of the sequence axis computes it for all positions: time and memory shrink "
-            "with the ranks in the rest of the model alone. shardformer.describe(model) says more.",
+            "with the ranks in the rest of the model alone. shardformer.describe_sharding(model) says more.",
             stacklevel=5,
         )
 
 
-def with_context(plan: Plan, learned: Learned, *, has_stream: bool) -> Plan:
+def plan_for_context(plan: ShardingPlan, learned: ContextFindings, *, has_stream: bool) -> ShardingPlan:
     """The plan for a model whose attentions are given all positions: none of them exits with what is given some.
 
     Args:

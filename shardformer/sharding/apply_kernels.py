@@ -13,12 +13,12 @@ from torch import nn
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError
 from shardformer.kernels.attention_registration import check_flash_attention, use_flash_attention
-from shardformer.kernels.fused_ops import fused_norm, start
-from shardformer.layout.sharding_metadata import ShardedState
-from shardformer.module_paths import owner_of
+from shardformer.kernels.fused_ops import defer_bias, fused_norm
+from shardformer.layout.sharding_metadata import ShardingMetadata
+from shardformer.module_paths import parent_of
 from shardformer.policies.policy import Policy
 from shardformer.sharding.apply_context_parallel import check_context
-from shardformer.sharding.plan import Plan
+from shardformer.sharding.plan import ShardingPlan
 from shardformer.tensor_parallel.layers import Linear1D_Col
 from shardformer.tensor_parallel.parallel_module import ParallelModule, keep_hooks
 
@@ -45,7 +45,7 @@ def check_optimizations(model: nn.Module, config: ShardConfig, policy: Policy) -
         check_activations(model, config.resolve_context().device)
 
 
-def apply_optimizations(model: nn.Module, config: ShardConfig, plan: Plan, state: ShardedState) -> None:
+def apply_optimizations(model: nn.Module, config: ShardConfig, plan: ShardingPlan, state: ShardingMetadata) -> None:
     """Makes the replacements that the options ask for, and records them."""
     if config.enable_flash_attention and not config.cuts_context:  # whose kernels are fused ones, too
         replaced = partial(state.note, kind="method")
@@ -68,7 +68,7 @@ def check_activations(model: nn.Module, device: torch.device) -> None:
     raise ConfigError(problem, rule=rule, remedy="Leave enable_jit_fused off")
 
 
-def fuse_activations(model: nn.Module, plan: Plan, state: ShardedState) -> None:
+def fuse_activations(model: nn.Module, plan: ShardingPlan, state: ShardingMetadata) -> None:
     """Activations by torch's own kernels, and linears before one hand their bias on to it."""
     for path, native in list(model.named_modules(remove_duplicate=False)):
         if type(native).__name__ in WRITTEN_OUT:
@@ -79,7 +79,7 @@ def fuse_activations(model: nn.Module, plan: Plan, state: ShardedState) -> None:
         modules = [model.get_submodule(name) for name in block.columns if block.activated and acts]
         columns = [m for m in modules if isinstance(m, Linear1D_Col) and not m.skip_bias_add]
         for column in columns:
-            column.finish = start
+            column.finish = defer_bias
         if columns:
             terms = ("bias", " or ".join(acts), "gate")
             found[" and ".join(terms[columns[0].bias is None : 1 + len(columns)])] += 1
@@ -103,7 +103,7 @@ def check_norms(model: nn.Module) -> None:
     )
 
 
-def fuse_norms(model: nn.Module, state: ShardedState) -> None:
+def fuse_norms(model: nn.Module, state: ShardingMetadata) -> None:
     """Replaces and records every norm that is recognised; notes what stays."""
     left: Counter[str] = Counter()
     for path, norm in list(_norms(model)):
@@ -125,8 +125,8 @@ def _norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
-def _put(model: nn.Module, path: str, native: nn.Module, new: nn.Module, kind: str, state: ShardedState) -> None:
+def _put(model: nn.Module, path: str, native: nn.Module, new: nn.Module, kind: str, state: ShardingMetadata) -> None:
     """Puts a module into the place of another, with its hooks, and records it."""
     keep_hooks(new, native)
-    setattr(*owner_of(model, path), new)
+    setattr(*parent_of(model, path), new)
     state.note(path, native, new, kind=kind)

@@ -17,30 +17,30 @@ from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.kernels.fused_ops import is_elementwise, norm_kind
 from shardformer.layout.shard_spec import Split
-from shardformer.layout.sharding_metadata import ShardedState
+from shardformer.layout.sharding_metadata import ShardingMetadata
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.mesh.tensor_grid import TensorGrid, with_grid
-from shardformer.module_paths import find, is_transposed, join
+from shardformer.mesh.tensor_grid import TensorGrid, with_tensor_grid
+from shardformer.module_paths import find_module, is_transposed, join_path
 from shardformer.policies.module_descriptions import BlockArguments, BlockDescription, SubModuleReplacementDescription
-from shardformer.sharding.plan import Plan
+from shardformer.sharding.plan import ShardingPlan
 from shardformer.tensor_parallel.block import change_argument
-from shardformer.tensor_parallel.grid.layers import GridNorm, OnGrid
-from shardformer.tensor_parallel.grid.region import GridStream
+from shardformer.tensor_parallel.grid.layers import GridModule, GridNorm
+from shardformer.tensor_parallel.grid.region import GridStackActivations
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
 from shardformer.tensor_parallel.sequence_parallel import first_tensor
 from shardformer.transformers_compat import arguments_of, without_caches
 
-STREAM = "what flows through the stack"
-Samples = dict[tuple[str, str], int | None]
+HIDDEN_STATES = "what flows through the stack"
+ArgumentSamples = dict[tuple[str, str], int | None]
 """(path of an attention with * for indices, path of an argument) -> its dim that counts samples, or a multiple."""
 
 
-def on_grid(config: ShardConfig, context: ParallelContext) -> tuple[ShardConfig, TensorGrid]:
+def with_grid_context(config: ShardConfig, context: ParallelContext) -> tuple[ShardConfig, TensorGrid]:
     """The config whose tensor axis is seen as the grid of its mode, and that grid. All processes call it.
 
     Raises ConfigError where the sizes do not fit the mode.
     """
-    view = with_grid(context, config.tensor_parallel_mode)
+    view = with_tensor_grid(context, config.tensor_parallel_mode)
     if view is not config.context:
         manager = copy.copy(config.pipeline_stage_manager)
         if manager is not None:
@@ -49,9 +49,9 @@ def on_grid(config: ShardConfig, context: ParallelContext) -> tuple[ShardConfig,
     return config, TensorGrid.of(view, config.tensor_parallel_mode)
 
 
-def learned_samples(
+def find_sample_dims(
     model: nn.Module, prove: Callable[..., Any], find: Callable[..., Any], grid: TensorGrid
-) -> tuple[Samples, dict[str, str]]:
+) -> tuple[ArgumentSamples, dict[str, str]]:
     """What a proof learnt of the arguments of attentions, and the inputs with which it fails, and why.
 
     Raises ConfigError where the proof fails.
@@ -66,7 +66,7 @@ def learned_samples(
     return proof.samples, dict(proof.unproven)
 
 
-def with_edges(plan: Plan, grid: TensorGrid) -> Plan:
+def plan_for_grid(plan: ShardingPlan, grid: TensorGrid) -> ShardingPlan:
     """The plan with what is to be done between the blocks, where ranks have parts of the hidden features.
 
     Norms over them, and numbers for each of them, are cut. What else has parameters is given all features: the module
@@ -86,10 +86,10 @@ def with_edges(plan: Plan, grid: TensorGrid) -> Plan:
         width = _width(plan, blocks)
         if width is None:
             continue
-        inside = _Inside(blocks)
+        inside = _BlockInterior(blocks)
         for path, module in plan.model.get_submodule(stack.layers).named_modules(prefix=stack.layers):
             own = dict(module.named_parameters(recurse=False))
-            is_known = path in plan.replacements or (own and all(join(path, n) in plan.parameters for n in own))
+            is_known = path in plan.replacements or (own and all(join_path(path, n) in plan.parameters for n in own))
             if _has_numbers(module, width) and not is_known and not inside.holds(path):
                 _add(plan, grid, prefix, path, module, width)
         norm = plan.model.get_submodule(stack.final_norm) if stack.final_norm else None
@@ -114,7 +114,7 @@ def _has_numbers(module: nn.Module, width: int) -> bool:
     return own is not None or (not module._modules and getattr(module, "normalized_shape", None) == (width,))
 
 
-class _Inside:
+class _BlockInterior:
     """What stands between the entry and the exit of a block, where a rank has all features of its samples."""
 
     def __init__(self, blocks: list[BlockDescription]) -> None:
@@ -128,7 +128,7 @@ def _within(path: str, outer: list[str]) -> bool:
     return path.startswith(tuple(f"{name}." for name in outer))
 
 
-def _holds(outer: str, path: str) -> bool:
+def _contains(outer: str, path: str) -> bool:
     return f"{path}.".startswith(f"{outer}.")
 
 
@@ -136,10 +136,10 @@ def _is_norm(sub: SubModuleReplacementDescription) -> bool:
     return sub.target_module is GridNorm
 
 
-def _check_classes(plan: Plan, prefix: str) -> None:
+def _check_classes(plan: ShardingPlan, prefix: str) -> None:
     for path, sub in plan.replacements.items():
         target = sub.target_module
-        if not path.startswith(prefix) or not isinstance(target, type) or issubclass(target, OnGrid):
+        if not path.startswith(prefix) or not isinstance(target, type) or issubclass(target, GridModule):
             continue
         if issubclass(target, Linear1D_Col | Linear1D_Row) or not target.__module__.startswith("shardformer."):
             raise PolicyError(
@@ -149,14 +149,14 @@ def _check_classes(plan: Plan, prefix: str) -> None:
             )
 
 
-def _width(plan: Plan, blocks: list[BlockDescription]) -> int | None:
+def _width(plan: ShardingPlan, blocks: list[BlockDescription]) -> int | None:
     """The hidden features of a stack: what the exits of its blocks give."""
-    rows = (find(plan.model, block.row) for block in blocks if block.summands is None)
+    rows = (find_module(plan.model, block.row) for block in blocks if block.summands is None)
     found: list[Any] = [row for row in rows if row is not None]
     return next((row.nf if is_transposed(row) else row.out_features for row in found), None)
 
 
-def _add(plan: Plan, grid: TensorGrid, prefix: str, path: str, module: nn.Module, width: int) -> None:
+def _add(plan: ShardingPlan, grid: TensorGrid, prefix: str, path: str, module: nn.Module, width: int) -> None:
     """What becomes of a module between the blocks that has parameters of its own."""
     own = dict(module.named_parameters(recurse=False))
     shapes = {tuple(p.shape) for p in own.values()}
@@ -165,11 +165,11 @@ def _add(plan: Plan, grid: TensorGrid, prefix: str, path: str, module: nn.Module
         plan.replacements[path] = SubModuleReplacementDescription(path, GridNorm, kwargs)
     elif shapes == {(width,)} and (module._modules or is_elementwise(module)):
         for name in own:
-            plan.parameters[join(path, name)] = {0: Split.even(width, grid.hidden.size, axes=(grid.hidden.name,))}
+            plan.parameters[join_path(path, name)] = {0: Split.even(width, grid.hidden.size, axes=(grid.hidden.name,))}
     elif path.startswith(prefix) and path.count(".") > prefix.count("."):
         layer, child = path.removeprefix(prefix).split(".")[:2]
         holder = f"{prefix}{layer}.{child}"
-        holds_one_end = any(_holds(holder, block.entry) != _holds(holder, block.row) for _, block in plan.blocks)
+        holds_one_end = any(_contains(holder, block.entry) != _contains(holder, block.row) for _, block in plan.blocks)
         plan.gathered.append(path if holds_one_end else holder)
     else:
         raise ConfigError(
@@ -183,7 +183,7 @@ def _add(plan: Plan, grid: TensorGrid, prefix: str, path: str, module: nn.Module
 # --- what attentions are given for each sample
 
 
-def given_more(policy: Any) -> list[str]:
+def full_input_modules(policy: Any) -> list[str]:
     """The paths of modules that may be given more than the stream: with a block of an attention, and all of layers."""
     model, out = policy.model, []
     for stack in policy.stacks():
@@ -197,30 +197,31 @@ def given_more(policy: Any) -> list[str]:
         for block in description.blocks or []:
             if block.arguments is None or not isinstance(key, str):
                 continue
-            out.append(join(key, block.arguments.at) if block.arguments.at else key)
-    return [path for path in dict.fromkeys(out) if find(model, path) is not None]
+            out.append(join_path(key, block.arguments.at) if block.arguments.at else key)
+    return [path for path in dict.fromkeys(out) if find_module(model, path) is not None]
 
 
-def key_of(path: str, argument: str) -> tuple[str, str]:
+def argument_key(path: str, argument: str) -> tuple[str, str]:
     """What is known of an argument of the modules at this path, in whichever layer."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path), argument
 
 
-def tensors_in(module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-    """(argument, tensor) of all tensors that a module is given; what flows through the stack is called ``STREAM``."""
+def named_arguments(module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+    """(argument, tensor) of all tensors that a module is given; what flows through the stack is called
+    ``HIDDEN_STATES``."""
     if not any(isinstance(x, Tensor) for x in (*args[:1], *kwargs.values())):
         return
     hidden, names = first_tensor(args, kwargs), _names_of(module)
     for path, leaf in tree_flatten_with_path((args, kwargs))[0]:
         if isinstance(leaf, Tensor):
-            yield STREAM if leaf is hidden else _shown(path, names), leaf
+            yield HIDDEN_STATES if leaf is hidden else _argument_path(path, names), leaf
 
 
 def _names_of(module: nn.Module) -> list[str]:
     return list(inspect.signature(module.forward).parameters)
 
 
-def _shown(path: Any, names: list[str]) -> str:
+def _argument_path(path: Any, names: list[str]) -> str:
     """The argument, by its name however it is given, and the way to a tensor in it."""
     kind, key, *inner = path
     if kind.idx == 1:
@@ -228,11 +229,13 @@ def _shown(path: Any, names: list[str]) -> str:
     return f"{names[key.idx] if key.idx < len(names) else key.idx}{keystr(tuple(inner))}"
 
 
-def open_arguments(model: nn.Module, plan: Plan, state: ShardedState, samples: Samples) -> None:
+def install_argument_hooks(
+    model: nn.Module, plan: ShardingPlan, state: ShardingMetadata, samples: ArgumentSamples
+) -> None:
     """Each attention of a stack is given this rank's samples of its other arguments."""
-    streams = [edge for edge in state.edges if isinstance(edge, GridStream)]
+    streams = [edge for edge in state.edges if isinstance(edge, GridStackActivations)]
     stacks = [(f"{stack.layers}.", stream) for stack, stream in zip(plan.stacks, streams, strict=True)]
-    entering: dict[nn.Module, tuple[BlockArguments, GridStream]] = {}
+    entering: dict[nn.Module, tuple[BlockArguments, GridStackActivations]] = {}
     for _, block in plan.blocks:
         stream = next((stream for prefix, stream in stacks if block.entry.startswith(prefix)), None)
         if stream is not None and block.arguments is not None:
@@ -243,22 +246,24 @@ def open_arguments(model: nn.Module, plan: Plan, state: ShardedState, samples: S
             entering.setdefault(model.get_submodule(path), (BlockArguments(path), stream))
     model.register_forward_hook(partial(_without_cache, streams, arguments_of(model)))
     for module, (arguments, stream) in entering.items():
-        _GivesOwn(module, arguments, stream, samples)
+        _LocalSamplesHook(module, arguments, stream, samples)
     for stack, (_, stream) in zip(plan.stacks, stacks, strict=True):
-        stream.batch_dim = samples.get(key_of(stack.layers, STREAM)) or 0
+        stream.batch_dim = samples.get(argument_key(stack.layers, HIDDEN_STATES)) or 0
 
 
 def _without_cache(
-    streams: Sequence[GridStream], arguments: frozenset[str], model: nn.Module, args: Any, output: Any
+    streams: Sequence[GridStackActivations], arguments: frozenset[str], model: nn.Module, args: Any, output: Any
 ) -> Any:
     """Keys and values that a forward kept are of this rank's samples: nobody may go on with them."""
     return without_caches(output, arguments) if any(stream.is_cut for stream in streams[-1:]) else None
 
 
-class _GivesOwn:
+class _LocalSamplesHook:
     """Before the forward of an attention: what its block does not let enter is cut first, what enters behind that."""
 
-    def __init__(self, module: nn.Module, arguments: BlockArguments, stream: GridStream, samples: Samples) -> None:
+    def __init__(
+        self, module: nn.Module, arguments: BlockArguments, stream: GridStackActivations, samples: ArgumentSamples
+    ) -> None:
         self._arguments, self._stream, self._samples = arguments, stream, samples
         self._rows, self._names = 0, _names_of(module)
         module.register_forward_pre_hook(self._before_entry, with_kwargs=True, prepend=True)
@@ -274,12 +279,12 @@ class _GivesOwn:
         def own(path: Any, leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or leaf is hidden or not leaf.dim():
                 return leaf
-            name = _shown(path, self._names)
+            name = _argument_path(path, self._names)
             return leaf if name in self._arguments.entering else self._own(name, leaf)
 
         return tree_map_with_path(own, (args, kwargs))
 
     def _own(self, argument: str, x: Tensor) -> Tensor:
         by_chance = 0 if x.dim() > 1 and x.shape[0] == self._stream.samples else None
-        dim = self._samples.get(key_of(self._arguments.at, argument), by_chance)
+        dim = self._samples.get(argument_key(self._arguments.at, argument), by_chance)
         return x if dim is None or not self._stream.is_cut else self._stream.cut_argument(x, dim, self._rows)

@@ -16,46 +16,52 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardformer.config import ShardConfig
-from shardformer.context_parallel.sequence_sharded_tensor import of_positions
+from shardformer.context_parallel.sequence_sharded_tensor import map_local_positions
 from shardformer.errors import ConfigError, PolicyError
-from shardformer.gradients.buckets import Gradient
+from shardformer.gradients.buckets import GradientSlot
 from shardformer.gradients.reducer import BUCKET_BYTES, GradientReducer
-from shardformer.layout.activation_layout import Begin, Place, StreamLayout
+from shardformer.layout.activation_layout import ActivationLayout, ModelRegion, ShardedFrom
 from shardformer.layout.shard_spec import ShardSpec
-from shardformer.layout.sharding_metadata import Entry, Reduction, ShardedState, cut_in, reduction_of
+from shardformer.layout.sharding_metadata import (
+    ParamEntry,
+    Reduction,
+    ShardingMetadata,
+    reduction_of,
+    sharded_parameters,
+)
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.tensor_grid import TensorGrid
 from shardformer.pipeline.layer_sequence import StackDescription
 from shardformer.policies.module_descriptions import BlockArguments, BlockDescription
-from shardformer.random_state import agree_on_draws, uses_dropout
-from shardformer.sharding.plan import Plan
-from shardformer.tensor_parallel.block import Block, change_argument, enclose, of_local_heads
-from shardformer.tensor_parallel.grid.layers import MODES, OnGrid, ParallelLayers
-from shardformer.tensor_parallel.grid.region import GridBlock, GridStream
+from shardformer.random_state import same_random_in, uses_dropout
+from shardformer.sharding.plan import ShardingPlan
+from shardformer.tensor_parallel.block import TensorParallelBlock, change_argument, select_local_heads, wrap_as_block
+from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE, GridModule, ModeLayers
+from shardformer.tensor_parallel.grid.region import GridStackActivations, GridTensorParallelBlock
 from shardformer.tensor_parallel.parallel_module import ParallelModule
-from shardformer.tensor_parallel.region import enter
-from shardformer.tensor_parallel.sequence_parallel import Stream
+from shardformer.tensor_parallel.region import enter_region
+from shardformer.tensor_parallel.sequence_parallel import StackActivations
 
-OpenBlock = tuple[nn.Module, Block]
+InstalledBlock = tuple[nn.Module, TensorParallelBlock]
 """The module at the entry of a block, and the block."""
 
 
-def open_regions(
-    model: nn.Module, plan: Plan, state: ShardedState, config: ShardConfig, grid: TensorGrid | None = None
-) -> list[OpenBlock]:
+def install_regions(
+    model: nn.Module, plan: ShardingPlan, state: ShardingMetadata, config: ShardConfig, grid: TensorGrid | None = None
+) -> list[InstalledBlock]:
     """Registers the hooks of every stack and block, after all other changes: they stand on modules that stay."""
     axis, random = state.context.tensor, uses_dropout(model)
-    classes = MODES[config.tensor_parallel_mode]
+    classes = LAYERS_BY_MODE[config.tensor_parallel_mode]
     _check_stream(plan, state.stream)
-    streams: dict[str, Stream] = {}
+    streams: dict[str, StackActivations] = {}
     for stack in plan.stacks:
         layout = stack.layout_in(state.stream)
         if stack.whole_sequence and layout != state.stream:
             state.notes.append(f"The sequence stays whole in {stack.layers}: {stack.whole_sequence}.")
         stream = (
-            Stream(layout, axis, overlap=config.enable_sequence_overlap, random=random)
+            StackActivations(layout, axis, overlap=config.enable_sequence_overlap, random=random)
             if grid is None
-            else GridStream(layout, grid, random=random)
+            else GridStackActivations(layout, grid, random=random)
         )
         streams[f"{stack.layers}."] = stream
         if grid is not None and stack.final_norm and state.stages is not None:
@@ -67,7 +73,7 @@ def open_regions(
         for module in model.modules():
             if isinstance(module, classes.embedding):
                 module.__dict__["sums_later"] = True
-    alone = Stream(StreamLayout(), axis)
+    alone = StackActivations(ActivationLayout(), axis)
     arounds: list[Any] = []
     for path in (*plan.gathered, *plan.apart):
         of, module = _stream_at(path, streams, alone), model.get_submodule(path)
@@ -77,16 +83,16 @@ def open_regions(
         module.register_forward_pre_hook(of.recall_before, with_kwargs=True)
         change_argument(module, name, of.cut_beside if _is_layer(path, plan) else of.join_beside)
     without_stream = tuple(f"{path}." for path in (*plan.gathered, *plan.apart))
-    blocks: list[OpenBlock] = []
+    blocks: list[InstalledBlock] = []
     for path, description in plan.blocks:
         stream, of_block = _stream_at(f"{path}.", streams, alone), classes
         if stream is alone:
-            of_block = MODES["1d"]
+            of_block = LAYERS_BY_MODE["1d"]
         elif description.gathers_around is not None:
             arounds.append(stream.register_whole(model.get_submodule(description.gathers_around), random))
-            stream = Stream(StreamLayout(), stream.axis)
+            stream = StackActivations(ActivationLayout(), stream.axis)
         elif f"{description.entry}.".startswith(without_stream):
-            stream = Stream(StreamLayout(), stream.axis)
+            stream = StackActivations(ActivationLayout(), stream.axis)
         opened = _open_block(model, description, of_block, stream, random, axis)
         if opened is not None:
             blocks.append(opened)
@@ -96,7 +102,7 @@ def open_regions(
     return blocks
 
 
-def _is_layer(path: str, plan: Plan) -> bool:
+def _is_layer(path: str, plan: ShardingPlan) -> bool:
     return path.rpartition(".")[0] in {stack.layers for stack in plan.stacks}
 
 
@@ -104,30 +110,32 @@ def _handed_on(x: Tensor) -> Tensor:
     return x
 
 
-def _stream_at(path: str, streams: Mapping[str, Stream], alone: Stream) -> Stream:
+def _stream_at(path: str, streams: Mapping[str, StackActivations], alone: StackActivations) -> StackActivations:
     return next((stream for prefix, stream in streams.items() if path.startswith(prefix)), alone)
 
 
-def _check_stream(plan: Plan, stream: StreamLayout) -> None:
+def _check_stream(plan: ShardingPlan, stream: ActivationLayout) -> None:
     """Raises ConfigError where a stack would cut the stream, and a layer of it needs more than its own part."""
-    cut = {stack.layers for stack in plan.stacks if any(c.begin is Begin.STACK for c in stack.layout_in(stream).cuts)}
+    cut = {
+        stack.layers for stack in plan.stacks if any(c.begin is ShardedFrom.STACK for c in stack.layout_in(stream).cuts)
+    }
     for _, block in plan.blocks:
         if block.entry.rpartition(".")[0] in cut and block.gathers_around is None:
             raise ConfigError(
                 f"Sequence parallelism in {block.entry}, whose layers are blocks themselves",
                 rule="The sequence is cut from the first layer to the last: residuals are added inside of layers",
-                remedy="Leave enable_sequence_parallelism off, or name in Stack(layers=...) modules that add it",
+                remedy="Leave enable_sequence_parallelism off, or name in LayerStack(layers=...) modules that add it",
             )
 
 
-def _open_stack(model: nn.Module, stack: StackDescription, stream: Stream, axis: Axis, random: bool) -> None:
+def _open_stack(model: nn.Module, stack: StackDescription, stream: StackActivations, axis: Axis, random: bool) -> None:
     """Another stack's states enter once for all layers; the stream is cut from the first layer to the last.
 
     Where something reads it between two layers, each layer is a stack of its own; what none reads is not gathered.
     """
     if stack.context is not None and stack.reads_context:
         path, name = stack.context
-        change_argument(model.get_submodule(path), name, partial(of_positions, partial(enter, axis=axis)))
+        change_argument(model.get_submodule(path), name, partial(map_local_positions, partial(enter_region, axis=axis)))
     layers = model.get_submodule(stack.layers)
     children = [layer for layer in layers._modules.values() if layer is not None]  # one may be there several times
     ends = [*children, *([model.get_submodule(stack.final_norm)] if stack.final_norm else [])]
@@ -141,17 +149,17 @@ def _open_stack(model: nn.Module, stack: StackDescription, stream: Stream, axis:
     if random and alike is not None:
         for module in layers.modules():  # each rank has a part of every sample: all drop the same samples
             if type(module).__name__.endswith("DropPath"):  # in timm, and in each of transformers' families with one
-                agree_on_draws(alike, module)
+                same_random_in(alike, module)
 
 
 def _open_block(
     model: nn.Module,
     description: BlockDescription,
-    classes: ParallelLayers,
-    stream: Stream,
+    classes: ModeLayers,
+    stream: StackActivations,
     random: bool,
     axis: Axis,
-) -> OpenBlock | None:
+) -> InstalledBlock | None:
     """Opens one block; None where it needs no hooks of its own, or stands in two layers and is open already.
 
     Args:
@@ -161,15 +169,17 @@ def _open_block(
     if isinstance(row, classes.row) and getattr(row, "block", None) is not None:
         return None
     if description.summands is not None:
-        enclose(row, stream, description.summands)
+        wrap_as_block(row, stream, description.summands)
         return None
     arguments = description.arguments or BlockArguments("")
     brings = model.get_submodule(arguments.at)
     for name in arguments.entering:
-        change_argument(brings, name, partial(enter, axis=axis))
+        change_argument(brings, name, partial(enter_region, axis=axis))
     for name, dim in arguments.by_head.items():
-        change_argument(brings, name, partial(of_local_heads, dim=dim, bounds=arguments.bounds, axis=axis))
-    block = (GridBlock if issubclass(classes.row, OnGrid) else Block)(stream, random, arguments.width)
+        change_argument(brings, name, partial(select_local_heads, dim=dim, bounds=arguments.bounds, axis=axis))
+    block = (GridTensorParallelBlock if issubclass(classes.row, GridModule) else TensorParallelBlock)(
+        stream, random, arguments.width
+    )
     for name in [*description.columns, *description.others]:
         column = _expected(model, name, classes.column, "columns")
         column.block = block
@@ -195,27 +205,29 @@ def _expected(model: nn.Module, name: str, kind: type[nn.Module], what: str) -> 
     return module
 
 
-def agree_on_gradients(model: nn.Module, plan: Plan, blocks: Sequence[OpenBlock], state: ShardedState) -> None:
+def install_gradient_reduction(
+    model: nn.Module, plan: ShardingPlan, blocks: Sequence[InstalledBlock], state: ShardingMetadata
+) -> None:
     """Fills the table of parameters, and sees to it that every gradient is the one of the plain model.
 
     One reducer for what is this stage's own, and one for each set of stages that hold something together: these fill
     buckets in one order, whatever each calls the parameters. Communicates when groups are made, on all processes.
     """
     shared: dict[str, tuple[int, ...]] = {} if state.stages is None else state.stages.shared
-    places = Places(plan, state.stream)
-    specs = {id(param): spec for _, param, spec in cut_in(model)}
+    places = ParameterRegions(plan, state.stream)
+    specs = {id(param): spec for _, param, spec in sharded_parameters(model)}
     for name, param in model.named_parameters():
         spec = specs.get(id(param), ShardSpec(param.shape))
         layout, place = places.of(name)
         reduction = reduction_of(spec, layout, place, state.context.sizes, shared.get(name, ()))
-        state.entries.append(Entry(name, param, spec, reduction))
+        state.entries.append(ParamEntry(name, param, spec, reduction))
     axis_of = _axes(state, list(dict.fromkeys(shared.values())))
     order = {name: at for at, name in enumerate(shared)}
-    gradients: dict[tuple[int, ...], list[Gradient]] = {}
+    gradients: dict[tuple[int, ...], list[GradientSlot]] = {}
     for entry in sorted(state.entries, key=lambda entry: order.get(entry.name, 0)):
         axis = axis_of(entry.reduction)
         if axis.size > 1 or entry.reduction.divisor != 1:
-            gradients.setdefault(entry.reduction.stages, []).append(Gradient(entry, axis, state.coords))
+            gradients.setdefault(entry.reduction.stages, []).append(GradientSlot(entry, axis, state.coords))
     by_param = {id(g.param): g for found in gradients.values() for g in found if not g.entry.spec.is_sharded}
     for module, block in blocks:
         if block.stream.layout.cut_at_stack(block.axis.name) is None:
@@ -227,10 +239,10 @@ def agree_on_gradients(model: nn.Module, plan: Plan, blocks: Sequence[OpenBlock]
     ]
 
 
-class Places:
+class ParameterRegions:
     """Where each parameter stands: the stream there, and whether inside of a block, between blocks or outside."""
 
-    def __init__(self, plan: Plan, stream: StreamLayout) -> None:
+    def __init__(self, plan: ShardingPlan, stream: ActivationLayout) -> None:
         self._stream, blocks = stream, [block for _, block in plan.blocks]
         self._inside = tuple(_prefix(block.entry) for block in blocks)
         # of a block whose module is a block by itself, each rank adds a part of the bias
@@ -244,14 +256,14 @@ class Places:
             if prefix
         ]
 
-    def of(self, name: str) -> tuple[StreamLayout, Place]:
+    def of(self, name: str) -> tuple[ActivationLayout, ModelRegion]:
         """The stream around a parameter, and its place in it."""
         layout = next((layout for prefix, layout in self._stacks if name.startswith(prefix)), None)
         if name not in self._biases and name.startswith(self._inside):
-            return layout or self._stream, Place.BLOCK
+            return layout or self._stream, ModelRegion.BLOCK
         if layout is None:
-            return self._stream, Place.OUTSIDE
-        return layout, Place.GATHERED if name.startswith(self._whole) else Place.STACK
+            return self._stream, ModelRegion.OUTSIDE
+        return layout, ModelRegion.GATHERED if name.startswith(self._whole) else ModelRegion.STACK
 
 
 def _prefix(path: str) -> str:
@@ -259,14 +271,14 @@ def _prefix(path: str) -> str:
     return f"{path}." if path else ""
 
 
-def _axes(state: ShardedState, held: Sequence[tuple[int, ...]]) -> Callable[[Reduction], Axis]:
+def _axes(state: ShardingMetadata, held: Sequence[tuple[int, ...]]) -> Callable[[Reduction], Axis]:
     """The ranks that agree on a gradient, by how it is agreed on. All processes make them alike, in one order.
 
     Args:
         held: the sets of stages that hold a parameter together.
     """
     context = state.context
-    names = ("data", *state.stream.partial_over(Place.OUTSIDE))
+    names = ("data", *state.stream.partial_over(ModelRegion.OUTSIDE))
     outside = tuple(name for name in names if context.axis(name).size > 1)
     block = [name for name in state.stream.block if context.sizes.get(name, 1) > 1]
     choices = [(*outside, *chosen) for count in range(len(block) + 1) for chosen in combinations(block, count)]
@@ -287,11 +299,11 @@ def _axes(state: ShardedState, held: Sequence[tuple[int, ...]]) -> Callable[[Red
 
 
 @dataclass(eq=False)
-class _Side:
+class _RegionSideHook:
     """Before a module's forward: its gradients are summands between a block's entry and exit, and whole behind it."""
 
-    block: Block
-    gradients: list[Gradient]
+    block: TensorParallelBlock
+    gradients: list[GradientSlot]
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         for gradient in self.gradients:
@@ -299,7 +311,7 @@ class _Side:
             gradient.divisor = gradient.entry.reduction.divisor * alike
 
 
-def _watch_side(at: nn.Module, block: Block, by_param: dict[int, Gradient]) -> None:
+def _watch_side(at: nn.Module, block: TensorParallelBlock, by_param: dict[int, GradientSlot]) -> None:
     """ALBERT's attention holds its own norm behind the exit, T5's none: which side a module is on shows when it runs.
 
     Where the stack cuts the stream it makes no difference: behind the exit a rank sees its part of it.
@@ -308,4 +320,4 @@ def _watch_side(at: nn.Module, block: Block, by_param: dict[int, Gradient]) -> N
         params: list[Tensor] = list(module.parameters(recurse=False))
         mine = [by_param[id(p)] for p in params if id(p) in by_param]
         if mine and not isinstance(module, ParallelModule):
-            module.register_forward_pre_hook(_Side(block, mine))
+            module.register_forward_pre_hook(_RegionSideHook(block, mine))

@@ -25,29 +25,29 @@ from torch import nn
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, LaunchError, PolicyError, ShardFormerError
 from shardformer.layout.shard_spec import Coords, ShardSpec
-from shardformer.layout.sharding_metadata import PART, ROOT, cut_in
+from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, PARENT_METADATA_ATTRIBUTE, sharded_parameters
 from shardformer.layout.shared_memory import Group, Memory, overlapping, view_of
 from shardformer.mesh.init_distributed import ENDED
 from shardformer.mesh.parallel_context import ParallelContext, launcher_store
 from shardformer.mesh.rank_failures import LostPeerError
-from shardformer.meta_init.materialize import check_recipes, recording
-from shardformer.module_paths import configs_in
+from shardformer.meta_init.materialization import check_recipes, record_changes
+from shardformer.module_paths import find_configs
 from shardformer.pipeline.stage_manager import Stages
 from shardformer.policies import legacy
 from shardformer.policies.policy import Policy
 from shardformer.sharding.apply_kernels import check_optimizations
-from shardformer.sharding.plan import Plan, make_plan
+from shardformer.sharding.plan import ShardingPlan, make_plan
 from shardformer.tensor_parallel.parallel_module import ParallelModule
 
 ANNOUNCEMENTS = "shardformer/word"
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.002, 0.25
-BYSTANDER_S = 10.0
+OTHER_PROCESSES_TIMEOUT_S = 10.0
 """How long to wait for the word of processes outside of the group given: they may not shard anything at all."""
 
 T = TypeVar("T")
 
 
-def agree_on_group(config: ShardConfig) -> ParallelContext:
+def check_process_group(config: ShardConfig) -> ParallelContext:
     """The grid to shard over, once the processes know that they gave groups that fit together.
 
     Before this no collective is possible, so the word goes through the launcher's store: each process writes down which
@@ -68,7 +68,7 @@ def agree_on_group(config: ShardConfig) -> ParallelContext:
         word = _Announcement(ranks, f"{kind} {ranks}", str(problem or ""))
         rank = dist.get_rank()
         store.set(f"{ANNOUNCEMENTS}/{rank}/{store.add(f'{ANNOUNCEMENTS}/{rank}', 1)}", json.dumps(astuple(word)))
-        deadline = time.monotonic() + BYSTANDER_S
+        deadline = time.monotonic() + OTHER_PROCESSES_TIMEOUT_S
         # all are heard before anything is raised, so that a next call does not meet words of this one
         heard = [
             _read_announcements(store, other, word, deadline) for other in range(dist.get_world_size()) if other != rank
@@ -99,7 +99,7 @@ def _read_announcements(store: Any, other: int, mine: _Announcement, deadline: f
     place = f"{ANNOUNCEMENTS}/{me}/of/{other}"
     while True:
         key = f"{ANNOUNCEMENTS}/{other}/{store.add(place, 0) + 1}"
-        has_come, why = _comes(store, key, None if is_member else deadline, other)
+        has_come, why = _wait_for_key(store, key, None if is_member else deadline, other)
         if not has_come:
             if is_member and why:
                 return LaunchError(
@@ -137,7 +137,7 @@ def _other_group(kind: type[ShardFormerError], said: str) -> ShardFormerError:
     )
 
 
-def _comes(store: Any, key: str, deadline: float | None, other: int) -> tuple[bool, str]:
+def _wait_for_key(store: Any, key: str, deadline: float | None, other: int) -> tuple[bool, str]:
     """(whether ``key`` is written, the error that ended process ``other`` before, if it said so).
 
     Waits until the deadline, or the store's own timeout. It asks in place of ``store.wait``, which hears nothing of a
@@ -158,7 +158,10 @@ def _comes(store: Any, key: str, deadline: float | None, other: int) -> tuple[bo
 
 def check_not_sharded(model: nn.Module) -> None:
     """Raises ConfigError for a model that is sharded, even in part."""
-    if any({ROOT, PART} & m.__dict__.keys() or isinstance(m, ParallelModule) for m in model.modules()):
+    if any(
+        {METADATA_ATTRIBUTE, PARENT_METADATA_ATTRIBUTE} & m.__dict__.keys() or isinstance(m, ParallelModule)
+        for m in model.modules()
+    ):
         raise ConfigError(
             f"This {type(model).__name__} is sharded already",
             rule="A model is sharded once, and before anything is wrapped around it",
@@ -166,7 +169,7 @@ def check_not_sharded(model: nn.Module) -> None:
         )
 
 
-def check_plain(model: nn.Module) -> None:
+def check_unsharded(model: nn.Module) -> None:
     """Raises ConfigError for a model that is sharded already, even in part, or whose values cannot be had or cut."""
     check_not_sharded(model)
     if made := next((name for name, p in model.named_parameters() if p.is_inference()), None):
@@ -178,7 +181,7 @@ def check_plain(model: nn.Module) -> None:
     check_recipes(model)
 
 
-def checked_plan(model: nn.Module, policy: Policy, config: ShardConfig, *, cuts: bool = True) -> Plan:
+def make_checked_plan(model: nn.Module, policy: Policy, config: ShardConfig, *, cuts: bool = True) -> ShardingPlan:
     """What the policy does to the model, where all that was asked for can be.
 
     Args:
@@ -190,14 +193,14 @@ def checked_plan(model: nn.Module, policy: Policy, config: ShardConfig, *, cuts:
     policy.set_model(model)
     policy.set_shard_config(config)
     check_optimizations(model, config, policy)
-    with recording(model):
+    with record_changes(model):
         model = policy.preprocess() or model
     policy.set_model(model)
-    legacy.check(policy, model)
+    legacy.check_legacy(policy, model)
     return make_plan(model, policy, cuts=cuts)
 
 
-def check_unhooked(model: nn.Module, plan: Plan) -> None:
+def check_no_hooks(model: nn.Module, plan: ShardingPlan) -> None:
     """Raises ConfigError when a parameter that is to be cut has hooks: they would be lost, or be given a part."""
     cut = plan.cut()
     for p in model.parameters():
@@ -209,7 +212,7 @@ def check_unhooked(model: nn.Module, plan: Plan) -> None:
             )
 
 
-def check_views(model: nn.Module, plan: Plan, stages: Stages | None) -> None:
+def check_views(model: nn.Module, plan: ShardingPlan, stages: Stages | None) -> None:
     """Raises ConfigError where a buffer or an attribute shares the memory of a parameter that is cut, or elsewhere."""
     cut = plan.cut()
     moved = [(n, p) for n, p in model.named_parameters() if id(p) in cut or not (stages is None or stages.is_here(n))]
@@ -241,7 +244,7 @@ def _counts(model: nn.Module) -> Iterator[tuple[int, int]]:
                 yield id(p), sys.getrefcount(p)
 
 
-def check_unheld(model: nn.Module, plan: Plan, stages: Stages | None, outside: Collection[int]) -> None:
+def check_no_optimizer(model: nn.Module, plan: ShardingPlan, stages: Stages | None, outside: Collection[int]) -> None:
     """Raises ConfigError when an optimizer holds a parameter that is to be cut: it would go on with the whole one.
 
     Args:
@@ -270,7 +273,7 @@ def check_unheld(model: nn.Module, plan: Plan, stages: Stages | None, outside: C
 def check_layouts(model: nn.Module, coords: Coords) -> None:
     """Raises PolicyError where a part is not what the layout beside it says: tied weights that were cut in two ways."""
     seen: dict[int, tuple[str, ShardSpec]] = {}
-    for name, param, spec in cut_in(model):
+    for name, param, spec in sharded_parameters(model):
         other, first = seen.setdefault(id(param), (name, spec))
         if first != spec or tuple(param.shape) != spec.local_shape(coords):
             raise PolicyError(
@@ -282,7 +285,7 @@ def check_layouts(model: nn.Module, coords: Coords) -> None:
 
 
 @contextmanager
-def unchanged_on_error(model: nn.Module) -> Iterator[None]:
+def restore_on_error(model: nn.Module) -> Iterator[None]:
     """Puts modules, parameters, hooks, attributes and configs back as they were when the body raises.
 
     The values of parameters are not copied: what a policy's own functions wrote into them stays.
@@ -290,7 +293,7 @@ def unchanged_on_error(model: nn.Module) -> Iterator[None]:
     params = [(p, p.requires_grad, dict(vars(p)), _hooks_of(p)) for p in model.parameters()]
     modules = list(model.modules())
     before = [(m, type(m), dict(vars(m)), _tables(vars(m))) for m in modules]
-    settings = [(c, dict(vars(c))) for c in configs_in(model)]
+    settings = [(c, dict(vars(c))) for c in find_configs(model)]
     try:
         yield
     except BaseException:
@@ -333,7 +336,7 @@ def _set(table: Any, entries: Any) -> None:
 Ties = list[Group]
 
 
-def ties_in(model: nn.Module) -> Ties:
+def find_ties(model: nn.Module) -> Ties:
     """Groups of parameters, each by its first name, whose memory overlaps."""
     return overlapping(model.named_parameters())
 
@@ -345,7 +348,7 @@ def check_stages(ties: Ties, stages_of: Callable[[str], Sequence[int]]) -> None:
             raise _torn(group, "are held by different stages of the pipeline")
 
 
-def keep_ties(model: nn.Module, ties: Ties, specs: Mapping[int, ShardSpec]) -> None:
+def restore_ties(model: nn.Module, ties: Ties, specs: Mapping[int, ShardSpec]) -> None:
     """Lets parts share their memory where the parameters did that they are parts of.
 
     Args:

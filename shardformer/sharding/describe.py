@@ -19,18 +19,18 @@ from typing import Any
 
 from torch import nn
 
-from shardformer.layout.sharding_metadata import ShardedState, cut_in, specs_of, state_of
+from shardformer.layout.sharding_metadata import ShardingMetadata, metadata_of, shard_specs, sharded_parameters
 from shardformer.pipeline.schedules import fitting_micro_batches, make_schedule, simulate
 from shardformer.pipeline.stage_manager import Stages
 
 NAME_WIDTH = 52
 """Of the first column; longer lists of names go on in the next line."""
 
-Row = tuple[str, tuple[str, ...], int]
+TableRow = tuple[str, tuple[str, ...], int]
 """Path with ``*`` for the index of a layer, the cells behind it, and how many there are of it."""
 
 
-def table(head: tuple[str, ...], rows: Sequence[Row], layers: Mapping[str, int]) -> list[str]:
+def table(head: tuple[str, ...], rows: Sequence[TableRow], layers: Mapping[str, int]) -> list[str]:
     """The rows as aligned lines, under one line for each stack of layers.
 
     Args:
@@ -54,10 +54,10 @@ def table(head: tuple[str, ...], rows: Sequence[Row], layers: Mapping[str, int])
             first, *more = wrapped(names, NAME_WIDTH)
             indent = "  " if section else ""
             lines += [(indent + first, *cells), *[(f"{indent}  {rest}",) for rest in more]]
-    return aligned(lines)
+    return align_columns(lines)
 
 
-def aligned(lines: Sequence[Sequence[str]], numbers: int | None = None) -> list[str]:
+def align_columns(lines: Sequence[Sequence[str]], numbers: int | None = None) -> list[str]:
     """The lines with their cells in columns, from ``numbers`` on at the right; a line of one cell stands alone."""
     columns = range(max(map(len, lines)))
     widths = [max((len(line[i]) for line in lines if i < len(line) > 1), default=0) for i in columns]
@@ -80,7 +80,7 @@ def _in_two(path: str, width: int) -> str:
     return f"{path[:at]} {path[at:]}" if at else path
 
 
-def whole_rows(parameters: Iterable[tuple[str, str, int, float]]) -> list[Row]:
+def replicated_rows(parameters: Iterable[tuple[str, str, int, float]]) -> list[TableRow]:
     """Rows of whole parameters (path, shape, how many, share): those of a module, and modules alike, on one line."""
     leaves: dict[tuple[str, str, int], tuple[list[str], float]] = {}
     for path, shape, count, share in parameters:
@@ -93,7 +93,7 @@ def whole_rows(parameters: Iterable[tuple[str, str, int, float]]) -> list[Row]:
         key = (section, ", ".join(names), shape, count)
         owners, total = alike.get(key, ([], 0.0))
         alike[key] = ([*owners, _inside(section, owner)], total + share)
-    out: list[Row] = []
+    out: list[TableRow] = []
     for (section, names_, shape, count), (owners, share) in alike.items():
         text = f"{', '.join(owners)}: {names_}" if any(owners) else names_
         out.append((f"{section}.{text}" if section else text, (shape, percent(share)), count))
@@ -115,18 +115,18 @@ def _inside(section: str, path: str) -> str:
     return path[len(section) :].lstrip(".") or "the layer itself" if section else path
 
 
-def _sections(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
-    found: dict[str, list[Row]] = {"": []}
+def _sections(rows: Sequence[TableRow]) -> list[tuple[str, list[TableRow]]]:
+    found: dict[str, list[TableRow]] = {"": []}
     for path, cells, count in rows:
         section = _section(path)
         found.setdefault(section, []).append((_inside(section, path), cells, count))
     return [(section, members) for section, members in found.items() if members]
 
 
-def _merged(rows: Sequence[Row], num_layers: int) -> list[tuple[str, tuple[str, ...]]]:
+def _merged(rows: Sequence[TableRow], num_layers: int) -> list[tuple[str, tuple[str, ...]]]:
     """Names and cells; neighbours of one module that have the same cells share a line: ``attn.q, k, v``."""
 
-    def alike(row: Row) -> tuple[str, tuple[str, ...], int, str]:
+    def alike(row: TableRow) -> tuple[str, tuple[str, ...], int, str]:
         path, cells, count = row
         return path.rpartition(".")[0], cells, count, path if ": " in path else ""
 
@@ -193,7 +193,7 @@ def stage_rows(stages: Stages) -> list[StageRow]:
             StageRow(
                 stage,
                 held,
-                ", ".join(in_short([stages.chain.units[unit] for unit in units])),
+                ", ".join(abbreviate_paths([stages.chain.units[unit] for unit in units])),
                 ", ".join(modules_of(here - in_layers, names)),
                 size,
                 size / max(total, 1),
@@ -219,7 +219,7 @@ def stage_lines(rows: list[StageRow], stages: Stages) -> list[str]:
         "recomputed": any(row.checkpointed for row in rows),
     }
     shown = [[cell for title, cell in zip(head, line, strict=True) if says.get(title, True)] for line in lines]
-    return [*aligned(shown, shown[0].index("parameters")), "", *_schedule_lines(stages), *shared_lines(stages)]
+    return [*align_columns(shown, shown[0].index("parameters")), "", *_schedule_lines(stages), *shared_lines(stages)]
 
 
 def _schedule_lines(stages: Stages) -> list[str]:
@@ -263,12 +263,12 @@ def _listed(numbers: Iterable[int]) -> str:
     return f"{', '.join(most)} and {last}"
 
 
-def in_short(paths: Sequence[str]) -> list[str]:
+def abbreviate_paths(paths: Sequence[str]) -> list[str]:
     """Paths that end in indices, those of one stack in ranges; those that come several times with their number.
 
-    >>> in_short(["h.0", "h.1", "h.2", "h.6", "encoder.0"])
+    >>> abbreviate_paths(["h.0", "h.1", "h.2", "h.6", "encoder.0"])
     ['h.0-2, 6', 'encoder.0']
-    >>> in_short(["h.0", "h.0", "h.1"])
+    >>> abbreviate_paths(["h.0", "h.0", "h.1"])
     ['h.0 (2 times)', 'h.1']
     """
     times = Counter(paths)
@@ -308,7 +308,7 @@ def _ancestors(name: str) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Description:
+class ShardingDescription:
     """What ``describe`` gives: print it, or read its rows. In a path ``*`` stands for the index of a layer.
 
     Args:
@@ -344,17 +344,17 @@ class Description:
         if self.whole:
             share = f"{percent(sum(share for *_, share in self.whole))} of all"
             held = "whole on every rank of this stage" if self.stages else "whole on every rank"
-            lines += ["", *table((held, "shape", share), whole_rows(self.whole), self.layers)]
+            lines += ["", *table((held, "shape", share), replicated_rows(self.whole), self.layers)]
         return "\n".join([*lines, *[f"\n{note}" for note in self.notes]])
 
 
-def describe(model: nn.Module) -> Description:
+def describe_sharding(model: nn.Module) -> ShardingDescription:
     """What was replaced by what, with full and local shapes, what stayed whole, and who said so.
 
     Raises ConfigError for a model that is not sharded.
     """
-    state = state_of(model)
-    specs = specs_of(model)
+    state = metadata_of(model)
+    specs = shard_specs(model)
     stages = state.stages if state.stages is not None and state.stages.manager.num_stages > 1 else None
     layers: dict[str, int] = {}
 
@@ -362,7 +362,7 @@ def describe(model: nn.Module) -> Description:
         return _pattern(model, path, layers, stages)
 
     cut: dict[str, tuple[str, str]] = {}  # of a parameter, or of the first of a module that is cut: full shape, part's
-    for name, param, spec in cut_in(model):
+    for name, param, spec in sharded_parameters(model):
         for path in (name, name.rpartition(".")[0]) if spec.is_sharded else ():
             cut.setdefault(path, (_shape(spec.shape), _shape(param.shape)))
     rows: Counter[tuple[str, str, str, str, str]] = Counter()
@@ -385,7 +385,7 @@ def describe(model: nn.Module) -> Description:
     here = sum(prod(specs[n].shape) for n, _ in model.named_parameters())
     total = max(here if stages is None else stages.num_parameters, 1)
     rows_of_stages = [] if stages is None else stage_rows(stages)
-    return Description(
+    return ShardingDescription(
         _title(model, state, total),
         [(*row, n) for row, n in rows.items()],
         [(*change, n) for change, n in changes.items()],
@@ -397,7 +397,7 @@ def describe(model: nn.Module) -> Description:
     )
 
 
-def _title(model: nn.Module, state: ShardedState, total: int) -> str:
+def _title(model: nn.Module, state: ShardingMetadata, total: int) -> str:
     local = sum(p.numel() for p in model.parameters())
     given = [name for name, value in state.request.options.items() if value is True]
     effect = [n for n in given if n != "enable_tensor_parallelism" or state.context.tensor.size > 1]

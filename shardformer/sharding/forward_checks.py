@@ -23,21 +23,21 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils._pytree import keystr, tree_leaves, tree_map_with_path
 
-from shardformer.comm.autograd_collectives import enter_block, first_order_only
-from shardformer.comm.collectives import gather_objects
-from shardformer.comm.deferred_tensor import resolved
-from shardformer.consistency.rank_divergence import agree_on_step, compare_inputs
-from shardformer.consistency.usage_checks import check_ddp, refuse_wrappers
-from shardformer.context_parallel.sequence_sharded_tensor import CutTensor
+from shardformer.comm.autograd_collectives import copy_to_tp_region, once_differentiable
+from shardformer.comm.collectives import all_gather_objects
+from shardformer.comm.deferred_tensor import resolve_deferred
+from shardformer.consistency.rank_divergence import check_same_batch, check_step
+from shardformer.consistency.usage_checks import check_ddp, install_wrapper_guards
+from shardformer.context_parallel.sequence_sharded_tensor import SequenceShardedTensorBase
 from shardformer.errors import ConfigError, InputError
-from shardformer.layout.sharding_metadata import ShardedState, cut_in, state_of
+from shardformer.layout.sharding_metadata import ShardingMetadata, metadata_of, sharded_parameters
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.tensor_grid import TensorGrid
-from shardformer.pipeline.stage_manager import OF_EVERY_LAYER, WHY_NOT
+from shardformer.pipeline.stage_manager import ALL_LAYER_OUTPUTS, ALL_LAYER_OUTPUTS_REASON
 from shardformer.policies.module_descriptions import BlockDescription
-from shardformer.sharding.plan import Plan
-from shardformer.tensor_parallel.parallel_module import HOOKS, ParallelModule
-from shardformer.torch_compat import numbers_in
+from shardformer.sharding.plan import ShardingPlan
+from shardformer.tensor_parallel.parallel_module import MODULE_HOOK_TABLES, ParallelModule
+from shardformer.torch_compat import to_list
 from shardformer.transformers_compat import caches_in, holds_tokens, is_cache
 
 OF_THIS_RANK = "_shardformer_heads"
@@ -58,7 +58,7 @@ class Heads:
 
     def of(self, x_BNSD: Tensor, axis: Axis) -> Tensor:
         """This rank's heads of keys or values that have all of them."""
-        whole = enter_block(x_BNSD, axis) if x_BNSD.requires_grad and torch.is_grad_enabled() else x_BNSD
+        whole = copy_to_tp_region(x_BNSD, axis) if x_BNSD.requires_grad and torch.is_grad_enabled() else x_BNSD
         return whole.index_select(1, torch.tensor(self.own, device=whole.device))
 
 
@@ -137,28 +137,28 @@ class CacheHeads:
 
 OF_LIBRARIES = ("shardformer", "torch", "transformers", "timm", "accelerate")
 """Whose hooks do not look at the values, or are refused by themselves where they do."""
-INTO = ("_forward_pre_hooks", "_backward_hooks")
+INPUT_HOOK_TABLES = ("_forward_pre_hooks", "_backward_hooks")
 """The tables of hooks that are shown what goes into a module, and its gradient."""
 OUTSIDE = "hook the model, or a module after the final norm"
-Marks = tuple[tuple[Any, ...], ...]
+ModuleMarks = tuple[tuple[Any, ...], ...]
 
 
-class Structure:
+class ModuleFingerprint:
     """What a model was made of when it was sharded.
 
     Args:
         parts: of the modules that see a part of what they see in the plain model.
     """
 
-    def __init__(self, model: nn.Module, parts: Sequence[SeesPart]) -> None:
+    def __init__(self, model: nn.Module, parts: Sequence[LocalInputModule]) -> None:
         self._parts = {part.path: part for part in parts}
         self._modules = list(model.modules())
         self._params = _params_of(model)
         self._marks = self._seen()
         self._check_hooks(model)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Structure:
-        return _Anew(self._parts)  # what it is made of is seen when it is called
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleFingerprint:
+        return _CopiedModuleFingerprint(self._parts)  # what it is made of is seen when it is called
 
     def check(self, model: nn.Module) -> None:
         """Raises ConfigError where something came that the sharded model would do wrong."""
@@ -171,13 +171,13 @@ class Structure:
         self._modules = list(model.modules())
         self._marks = self._seen()
 
-    def _seen(self) -> Marks:
+    def _seen(self) -> ModuleMarks:
         return tuple(
             (
                 *map(id, module._modules.values()),
                 *map(id, module._parameters.values()),
                 *(p.shape for p in module._parameters.values() if p is not None),
-                *(len(getattr(module, table)) for table in HOOKS),
+                *(len(getattr(module, table)) for table in MODULE_HOOK_TABLES),
                 id(type(module)),
                 _own_forward(module),
             )
@@ -229,7 +229,7 @@ class Structure:
 
 
 @dataclass(frozen=True)
-class SeesPart:
+class LocalInputModule:
     """A module that sees a part of what it sees in the plain model.
 
     Args:
@@ -239,14 +239,14 @@ class SeesPart:
 
     path: str
     why: str
-    hooks: tuple[str, ...] = HOOKS
+    hooks: tuple[str, ...] = MODULE_HOOK_TABLES
     instead: str = "hook the whole attention or MLP"
 
 
-class _Anew(Structure):
+class _CopiedModuleFingerprint(ModuleFingerprint):
     """Of a copied model."""
 
-    def __init__(self, parts: dict[str, SeesPart]) -> None:
+    def __init__(self, parts: dict[str, LocalInputModule]) -> None:
         self._parts, self._params, self._modules = parts, {}, []
         self._marks = ((),)
 
@@ -261,7 +261,7 @@ def _params_of(model: nn.Module) -> dict[str, int]:
     return {name: id(p) for name, p in nn.Module.named_parameters(model, remove_duplicate=False)}
 
 
-def parts_of(plan: Plan, state: ShardedState, *, is_cut: bool) -> Iterator[SeesPart]:
+def local_input_modules(plan: ShardingPlan, state: ShardingMetadata, *, is_cut: bool) -> Iterator[LocalInputModule]:
     """The modules that see a part of what they see in the plain model."""
     cuts = [cut for cut in state.stream.cuts if state.context.sizes.get(cut.axis, 1) > 1]
     if cuts:
@@ -269,15 +269,15 @@ def parts_of(plan: Plan, state: ShardedState, *, is_cut: bool) -> Iterator[SeesP
         for stack in plan.stacks:
             for path, _ in plan.model.get_submodule(stack.layers).named_modules(prefix=stack.layers):
                 if path != stack.layers:
-                    yield SeesPart(path, why, instead=OUTSIDE)
+                    yield LocalInputModule(path, why, instead=OUTSIDE)
             if stack.final_norm is not None:
-                yield SeesPart(stack.final_norm, why, INTO, OUTSIDE)
+                yield LocalInputModule(stack.final_norm, why, INPUT_HOOK_TABLES, OUTSIDE)
     if is_cut:
         for _, block in plan.blocks:
             yield from _in_block(plan.model, block)
 
 
-def show_whole_behind(model: nn.Module, plan: Plan) -> None:
+def show_whole_behind(model: nn.Module, plan: ShardingPlan) -> None:
     """Hooks that were on a final norm see what it gives when the stack has ended, which is whole."""
     for path in (stack.final_norm for stack in plan.stacks if stack.final_norm is not None):
         hooks = model.get_submodule(path)._forward_hooks
@@ -285,23 +285,25 @@ def show_whole_behind(model: nn.Module, plan: Plan) -> None:
             hooks[key] = hooks.pop(key)
 
 
-def _in_block(model: nn.Module, block: BlockDescription) -> Iterator[SeesPart]:
+def _in_block(model: nn.Module, block: BlockDescription) -> Iterator[LocalInputModule]:
     why = "inside of a block each tensor rank has its own heads or features"
     if not block.holds_exit:  # the entry gives a part, and what holds the exit beside it is given one
-        yield SeesPart(block.entry, why, tuple(table for table in HOOKS if table not in INTO))
+        yield LocalInputModule(
+            block.entry, why, tuple(table for table in MODULE_HOOK_TABLES if table not in INPUT_HOOK_TABLES)
+        )
         ends = block.row.split(".")
         for path in (".".join(ends[:n]) for n in range(1, len(ends) + 1)):
             if not f"{block.entry}.".startswith(f"{path}."):
-                yield SeesPart(path, why, INTO)
+                yield LocalInputModule(path, why, INPUT_HOOK_TABLES)
     for path, _ in model.get_submodule(block.entry).named_modules(prefix=block.entry):
         if path != block.entry:
-            yield SeesPart(path, why)
+            yield LocalInputModule(path, why)
 
 
 def _check_shapes(model: nn.Module) -> None:
     """``param.data = whole`` is what no optimizer and no ``copy_`` would do: torch takes any shape there."""
-    coords = state_of(model).coords
-    for name, param, spec in cut_in(model):
+    coords = metadata_of(model).coords
+    for name, param, spec in sharded_parameters(model):
         part = spec.local_shape(coords)
         if tuple(param.shape) != part:
             raise ConfigError(
@@ -360,10 +362,10 @@ class _Compared(Function):
         return x.view_as(x)
 
     @staticmethod
-    @first_order_only
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         sums = torch.stack([grad.double().sum(), grad.double().abs().sum()])
-        every = gather_objects(numbers_in(sums), ctx.axis)
+        every = all_gather_objects(to_list(sums), ctx.axis)
         if any(abs(a - b) > NEAR * every[0][1] for theirs in every for a, b in zip(theirs, every[0], strict=True)):
             raise InputError(
                 f"The {ctx.axis.size} tensor ranks found different gradients of {ctx.name}",
@@ -383,7 +385,7 @@ def compared(
     """
 
     def trains(x: Any) -> bool:
-        return isinstance(x, Tensor) and x.requires_grad and not isinstance(x, CutTensor)
+        return isinstance(x, Tensor) and x.requires_grad and not isinstance(x, SequenceShardedTensorBase)
 
     if axis.size == 1 or not torch.is_grad_enabled() or not any(map(trains, tree_leaves((args, kwargs)))):
         return None
@@ -397,7 +399,7 @@ def compared(
     return changed
 
 
-class Guard:
+class ForwardChecks:
     """Before a forward: what an error broke off is forgotten, gradients are hooked; once, inputs are compared.
     What the model is made of is looked at.
 
@@ -406,20 +408,26 @@ class Guard:
     """
 
     def __init__(
-        self, model: nn.Module, state: ShardedState, structure: Structure, caches: CacheHeads, *, is_cut: bool
+        self,
+        model: nn.Module,
+        state: ShardingMetadata,
+        structure: ModuleFingerprint,
+        caches: CacheHeads,
+        *,
+        is_cut: bool,
     ) -> None:
         import torch._dynamo
 
         self._state, self._structure, self._is_cut = state, structure, is_cut  # first: pickle meets the state's refusal
         # torch.compile leaves it alone: what is done there is once, or with other processes. Of this model alone:
         # a model that is sharded later must not change what this one was compiled with
-        self._eager: Callable[..., None] = torch._dynamo.disable(Guard._look)
+        self._eager: Callable[..., None] = torch._dynamo.disable(ForwardChecks._look)
         self._caches = caches
         self._compared = not state.request.extra.get("check_inputs", True) or state.alike.size == 1
         model.register_forward_pre_hook(self._before, with_kwargs=True)
         model.register_forward_hook(self._behind, with_kwargs=True)
         if any(axis.size > 1 for axis in state.context.axes.values()):
-            refuse_wrappers(model, state.context)
+            install_wrapper_guards(model, state.context)
         state.check_call = self._check_call
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -442,16 +450,16 @@ class Guard:
         self._structure.check(model)
         if not self._compared:
             self._compared = True
-            compare_inputs([*args, *kwargs.values()], self._state.alike)
+            check_same_batch([*args, *kwargs.values()], self._state.alike)
         if self._state.watch is not None:
             self._state.watch.training = model.training
         if self._aligns(model, kwargs):
-            agree_on_step(self._state, [*args, *kwargs.values()])
+            check_step(self._state, [*args, *kwargs.values()])
 
     def _behind(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if isinstance(output, Mapping) and not torch.compiler.is_compiling():
             self._caches.leave(list(output.values()))
-        return resolved(output)
+        return resolve_deferred(output)
 
     def _aligns(self, model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
         """In a pipeline each micro-batch has its seed, and a recomputation has the random state of its forward.
@@ -522,7 +530,7 @@ class Guard:
                 bool(cuts),
                 "The loss of routers is one of all tokens, which no rank has",
             ),
-            *((name, in_stages, WHY_NOT) for name in OF_EVERY_LAYER),
+            *((name, in_stages, ALL_LAYER_OUTPUTS_REASON) for name in ALL_LAYER_OUTPUTS),
             ("use_cache", in_stages, "Keys and values would be kept by the stage that has the layer"),
         ):
             asked = kwargs.get(name, False if name == "use_cache" else None)

@@ -9,18 +9,18 @@ from typing import Any
 
 from torch import nn
 
-from shardformer.errors import ConfigError, PolicyError, nearest
+from shardformer.errors import ConfigError, PolicyError, did_you_mean
 from shardformer.layout.shard_spec import Split
-from shardformer.module_paths import find, join, module_at, owner_of, value_at
-from shardformer.pipeline.layer_sequence import SequenceNeeds, StackDescription
-from shardformer.pipeline.stage_forward import Placeholders
+from shardformer.module_paths import find_module, get_at, get_module, join_path, parent_of
+from shardformer.pipeline.layer_sequence import SequenceParallelHints, StackDescription
+from shardformer.pipeline.stage_forward import MissingParams
 from shardformer.policies.module_descriptions import (
     BlockDescription,
     ModuleKey,
     ModulePolicyDescription,
     SubModuleReplacementDescription,
-    check_kind,
-    check_kinds,
+    check_field_types,
+    check_type,
 )
 from shardformer.policies.policy import Policy
 from shardformer.sharding.module_aliases import readers_of
@@ -30,7 +30,7 @@ LARGE_SHARE = 0.1
 
 
 @dataclass(frozen=True)
-class Plan:
+class ShardingPlan:
     """What will be done to a model. All paths are those of the whole model.
 
     Args:
@@ -64,16 +64,16 @@ class Plan:
         """The identity of every parameter that is cut, and a name of it."""
         modules = {path: self.model.get_submodule(path) for path in self.replacements}
         out = {id(p): f"{path}.{n}" for path, m in modules.items() for n, p in m.named_parameters(recurse=False)}
-        return out | {id(value_at(self.model, name)): name for name, splits in self.parameters.items() if splits}
+        return out | {id(get_at(self.model, name)): name for name, splits in self.parameters.items() if splits}
 
-    def restricted(self, placeholders: Placeholders) -> Plan:
+    def restricted(self, placeholders: MissingParams) -> ShardingPlan:
         """What of it is about modules whose parameters are on this stage."""
 
         def is_here(path: str) -> bool:
             return not placeholders.has_any(self.model.get_submodule(path))
 
         def has(path: str) -> bool:
-            owner, name = owner_of(self.model, path)
+            owner, name = parent_of(self.model, path)
             return name in {**owner._parameters, **owner._buffers}
 
         return replace(
@@ -93,15 +93,17 @@ class Plan:
             module = self.model.get_submodule(path)
             shapes = [tuple(p.shape) for p in module.parameters(recurse=False)]
             kwargs = {k: v for k, v in (sub.kwargs or {}).items() if k != "expand"}
-            out.append(f"{path}: {type(module).__name__} {shapes} -> {name_of(sub.target_module)} {_text(kwargs)}")
+            out.append(
+                f"{path}: {type(module).__name__} {shapes} -> {qualified_name(sub.target_module)} {_text(kwargs)}"
+            )
         out += [f"{path}: {splits}" for path, splits in self.parameters.items()]
         # of attributes the names only: their values differ where ranks hold different numbers of heads
-        out += [*self.attributes, *self.methods, *(f"{path}: {name_of(f)}" for path, f in self.functions)]
+        out += [*self.attributes, *self.methods, *(f"{path}: {qualified_name(f)}" for path, f in self.functions)]
         out += [f"{path}: {block}" for path, block in self.blocks]
         return [*out, *(f"{path}: gathered" for path in self.gathered), *map(str, self.stacks)]
 
 
-def make_plan(model: nn.Module, policy: Policy, *, cuts: bool = True) -> Plan:
+def make_plan(model: nn.Module, policy: Policy, *, cuts: bool = True) -> ShardingPlan:
     """Matches the policy's rules against the model.
 
     Args:
@@ -111,7 +113,7 @@ def make_plan(model: nn.Module, policy: Policy, *, cuts: bool = True) -> Plan:
     Raises PolicyError for a rule that matches nothing, a submodule or attribute that does not exist, two rules for one
     module, or a large parameter that no rule explains.
     """
-    plan = Plan(model, policy.stacks())
+    plan = ShardingPlan(model, policy.stacks())
     for path, module, description in _match(model, _descriptions(policy) if cuts else {}):
         for sub in description.sub_module_replacement or []:
             _add_replacement(plan, path, module, sub)
@@ -122,7 +124,7 @@ def make_plan(model: nn.Module, policy: Policy, *, cuts: bool = True) -> Plan:
     for stack in plan.stacks:
         for needed in (stack.layers, stack.final_norm, stack.context[0] if stack.context else None):
             if needed is not None:
-                module_at(model, needed, hint="")
+                get_module(model, needed, hint="")
     if not cuts:
         return plan
     if policy.shard_config.enable_sequence_parallelism:
@@ -134,7 +136,7 @@ def make_plan(model: nn.Module, policy: Policy, *, cuts: bool = True) -> Plan:
     return plan
 
 
-def _gathered(plan: Plan) -> Iterator[str]:
+def _gathered(plan: ShardingPlan) -> Iterator[str]:
     """Paths of the modules that stacks name as given the whole sequence."""
     around = dict.fromkeys(_in_layers(plan, lambda needs: needs.around))
     ends = tuple(end for _, block in plan.blocks for end in (block.entry, block.row))
@@ -144,19 +146,21 @@ def _gathered(plan: Plan) -> Iterator[str]:
             yield path
 
 
-def _beside(plan: Plan) -> Iterator[tuple[str, str]]:
+def _beside(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
     for stack in plan.stacks:
         for index, layer in plan.model.get_submodule(stack.layers).named_children():
             for module, _, name in (said.rpartition(".") for said in stack.sequence.beside):
-                if find(layer, module) is not None:
-                    yield join(stack.layers, index, module), name
+                if find_module(layer, module) is not None:
+                    yield join_path(stack.layers, index, module), name
 
 
-def _in_layers(plan: Plan, named: Callable[[SequenceNeeds], Sequence[str]]) -> Iterator[str]:
+def _in_layers(plan: ShardingPlan, named: Callable[[SequenceParallelHints], Sequence[str]]) -> Iterator[str]:
     """Paths of the modules that stacks name so; not every layer has each."""
     for stack in plan.stacks:
         for index, layer in plan.model.get_submodule(stack.layers).named_children():
-            yield from (join(stack.layers, index, n) for n in named(stack.sequence) if find(layer, n) is not None)
+            yield from (
+                join_path(stack.layers, index, n) for n in named(stack.sequence) if find_module(layer, n) is not None
+            )
 
 
 def _descriptions(policy: Policy) -> Mapping[ModuleKey, ModulePolicyDescription]:
@@ -170,16 +174,16 @@ def _descriptions(policy: Policy) -> Mapping[ModuleKey, ModulePolicyDescription]
             remedy="Return that dict; docs/policies.md has an example",
         )
     for key, description in said.items():
-        check_kind(f"{type(policy).__name__}.module_policy()", "key", key, ModuleKey)
-        check_kinds(description)
+        check_type(f"{type(policy).__name__}.module_policy()", "key", key, ModuleKey)
+        check_field_types(description)
     return said
 
 
-def _add_replacement(plan: Plan, at: str, module: nn.Module, sub: SubModuleReplacementDescription) -> None:
-    path = join(at, sub.suffix)
-    if sub.ignore_if_not_exist and find(module, sub.suffix) is None:
+def _add_replacement(plan: ShardingPlan, at: str, module: nn.Module, sub: SubModuleReplacementDescription) -> None:
+    path = join_path(at, sub.suffix)
+    if sub.ignore_if_not_exist and find_module(module, sub.suffix) is None:
         return
-    module_at(module, sub.suffix, at, " Set ignore_if_not_exist=True if some models lack it")
+    get_module(module, sub.suffix, at, " Set ignore_if_not_exist=True if some models lack it")
     if not path:
         raise PolicyError(
             "A rule replaces the whole model",
@@ -188,7 +192,7 @@ def _add_replacement(plan: Plan, at: str, module: nn.Module, sub: SubModuleRepla
         )
     if not callable(getattr(sub.target_module, "from_native_module", None)):
         raise PolicyError(
-            f"{path!r} is to become a {name_of(sub.target_module)}, which has no from_native_module",
+            f"{path!r} is to become a {qualified_name(sub.target_module)}, which has no from_native_module",
             rule="A target module makes itself of the native one: from_native_module(module, process_group, **kwargs)",
             remedy="Give it that method, or name a parallel layer such as Linear1D_Col",
         )
@@ -199,34 +203,34 @@ def _add_replacement(plan: Plan, at: str, module: nn.Module, sub: SubModuleRepla
                 rule="A module is replaced once",
                 remedy="Remove one of the two",
             )
-    _check_alias(plan, path, module_at(plan.model, path), sub)
+    _check_alias(plan, path, get_module(plan.model, path), sub)
     plan.replacements[path] = sub
 
 
-def _check_alias(plan: Plan, path: str, module: nn.Module, sub: SubModuleReplacementDescription) -> None:
+def _check_alias(plan: ShardingPlan, path: str, module: nn.Module, sub: SubModuleReplacementDescription) -> None:
     """A module that the model holds under several names becomes one thing."""
     for other, known in plan.replacements.items():
         is_same = plan.model.get_submodule(other) is module
         if is_same and (known.target_module, known.kwargs or {}) != (sub.target_module, sub.kwargs or {}):
             raise PolicyError(
                 f"{other!r} and {path!r} are one module, which two rules replace: one by a "
-                f"{name_of(known.target_module)} with {_text(known.kwargs or {})}, the other by a "
-                f"{name_of(sub.target_module)} with {_text(sub.kwargs or {})}",
+                f"{qualified_name(known.target_module)} with {_text(known.kwargs or {})}, the other by a "
+                f"{qualified_name(sub.target_module)} with {_text(sub.kwargs or {})}",
                 rule="A module that is held under several names is replaced by one",
                 remedy="Give both rules the same class and arguments, or remove one of the two",
             )
 
 
-def _add_parameters(plan: Plan, at: str, module: nn.Module, parameters: Mapping[str, dict[int, Split]]) -> None:
+def _add_parameters(plan: ShardingPlan, at: str, module: nn.Module, parameters: Mapping[str, dict[int, Split]]) -> None:
     for inner, splits in parameters.items():
         owner_path, _, name = inner.rpartition(".")
-        owner, path = find(module, owner_path), join(at, inner)
+        owner, path = find_module(module, owner_path), join_path(at, inner)
         known = {} if owner is None else {**owner._parameters, **owner._buffers}
         if owner is None or known.get(name) is None:
             raise PolicyError(
                 f"There is no parameter or buffer {path!r}",
                 rule="Every rule of a policy matches something",
-                remedy=nearest(name if owner else owner_path, known or [n for n, _ in module.named_modules()]),
+                remedy=did_you_mean(name if owner else owner_path, known or [n for n, _ in module.named_modules()]),
             )
         if name in owner._buffers and name not in owner._non_persistent_buffers_set:
             raise PolicyError(
@@ -234,7 +238,7 @@ def _add_parameters(plan: Plan, at: str, module: nn.Module, parameters: Mapping[
                 rule="A policy cuts parameters, and buffers that are not saved: those are gathered by nobody",
                 remedy="Leave it whole, or register it with persistent=False",
             )
-        if (owner_path := join(at, owner_path)) in plan.replacements:
+        if (owner_path := join_path(at, owner_path)) in plan.replacements:
             raise PolicyError(
                 f"{path} is named, and {owner_path!r} is replaced",
                 rule="A module that is replaced brings its parameters with it",
@@ -243,12 +247,12 @@ def _add_parameters(plan: Plan, at: str, module: nn.Module, parameters: Mapping[
         plan.parameters[path] = splits
 
 
-def _add_block(plan: Plan, at: str, module: nn.Module, block: BlockDescription) -> None:
+def _add_block(plan: ShardingPlan, at: str, module: nn.Module, block: BlockDescription) -> None:
     for suffix in (*block.columns, *block.others, block.row):
-        module_at(module, suffix, at, "")
-    entry, block = module_at(module, block.entry, at, ""), block.within(at)
-    said = {*plan.parameters, *(join(block.entry, name) for name in block.summands or ())}
-    own = [n for name, _ in entry.named_parameters(recurse=False) if (n := join(block.entry, name)) not in said]
+        get_module(module, suffix, at, "")
+    entry, block = get_module(module, block.entry, at, ""), block.within(at)
+    said = {*plan.parameters, *(join_path(block.entry, name) for name in block.summands or ())}
+    own = [n for name, _ in entry.named_parameters(recurse=False) if (n := join_path(block.entry, name)) not in said]
     if own and block.entry not in (*block.columns, *block.others):
         raise PolicyError(
             f"{own[0]} is a parameter of the module at a block's entry itself",
@@ -258,29 +262,31 @@ def _add_block(plan: Plan, at: str, module: nn.Module, block: BlockDescription) 
     plan.blocks.append((at, block))
 
 
-def _add_changes(plan: Plan, at: str, module: nn.Module, description: ModulePolicyDescription, size: int) -> None:
+def _add_changes(
+    plan: ShardingPlan, at: str, module: nn.Module, description: ModulePolicyDescription, size: int
+) -> None:
     """Attributes, methods, and functions that change parameters."""
     default_cut = [s.suffix for s in description.sub_module_replacement or [] if "split" not in (s.kwargs or {})]
     for name, value in (description.attribute_replacement or {}).items():
         owner_path, _, attribute = name.rpartition(".")
-        if (owner := value_at(module, owner_path)) is None or not hasattr(owner, attribute):
+        if (owner := get_at(module, owner_path)) is None or not hasattr(owner, attribute):
             known = vars(owner) if owner is not None else [n for n, _ in module.named_modules() if n]
             raise PolicyError(
-                f"There is no attribute {attribute!r} on {join(at, owner_path) or 'the model'!r}",
+                f"There is no attribute {attribute!r} on {join_path(at, owner_path) or 'the model'!r}",
                 rule="An attribute that is rewritten exists and is read by the forward",
-                remedy=nearest(attribute if owner is not None else owner_path, [n for n in known if n[:1] != "_"]),
+                remedy=did_you_mean(attribute if owner is not None else owner_path, [n for n in known if n[:1] != "_"]),
             )
         evenly = [suffix for suffix in default_cut if f"{suffix}.".startswith(f"{owner_path}." if owner_path else "")]
         _check_count(name, getattr(owner, attribute), value, size, evenly)
-        plan.attributes[join(at, name)] = value
+        plan.attributes[join_path(at, name)] = value
     for name, method in (description.method_replacement or {}).items():
         if not callable(getattr(module, name, None)):
             raise PolicyError(
                 f"There is no method {name!r} on {at or 'the model'!r} ({type(module).__name__})",
                 rule="A method that is replaced exists",
-                remedy=nearest(name, [n for n in dir(module) if not n.startswith("_")]),
+                remedy=did_you_mean(name, [n for n in dir(module) if not n.startswith("_")]),
             )
-        plan.methods[join(at, name)] = method
+        plan.methods[join_path(at, name)] = method
     plan.functions.extend((at, function) for function in description.param_replacement or [])
 
 
@@ -304,9 +310,9 @@ def _match(
         if not found:
             known = {type(m).__name__ for _, m in modules} | {path for path, _ in modules if path}
             raise PolicyError(
-                f"The rule for {name_of(key)!r} matches no module of {type(model).__name__}",
+                f"The rule for {qualified_name(key)!r} matches no module of {type(model).__name__}",
                 rule="Every rule of a policy matches a module: by class, class name or path with * for an index",
-                remedy=nearest(name_of(key), known),
+                remedy=did_you_mean(qualified_name(key), known),
             )
         yield from found
 
@@ -319,24 +325,24 @@ def _matches(key: ModuleKey, path: str, module: nn.Module) -> bool:
     return "*" in key and key.count(".") == path.count(".") and fnmatchcase(path, key)
 
 
-def _check_tied(plan: Plan) -> None:
+def _check_tied(plan: ShardingPlan) -> None:
     """A weight that is cut in one module must not be used whole by another that it is tied to."""
     replaced = {id(plan.model.get_submodule(path)) for path in plan.replacements}
-    named = {(id(owner), name) for owner, name in (owner_of(plan.model, path) for path in plan.parameters)}
+    named = {(id(owner), name) for owner, name in (parent_of(plan.model, path) for path in plan.parameters)}
     for path, name, other in readers_of(plan.model, plan.cut(), replaced):
         if (id(plan.model.get_submodule(path)), name) not in named:
             raise PolicyError(
-                f"{join(path, name)} is tied to {other}, which is cut, but no rule names it",
+                f"{join_path(path, name)} is tied to {other}, which is cut, but no rule names it",
                 rule="Modules that share a weight are cut together or stay whole together",
                 remedy=f"Name {path!r} too (an embedding, or a head), or leave {other.rpartition('.')[0]!r} whole",
             )
 
 
-def _check_explained(policy: Policy, plan: Plan) -> None:
+def _check_explained(policy: Policy, plan: ShardingPlan) -> None:
     whole = policy.replicated()
     if whole is None:
         return
-    model, replaced = plan.model, {*plan.cut(), *(id(value_at(plan.model, name)) for name in plan.parameters)}
+    model, replaced = plan.model, {*plan.cut(), *(id(get_at(plan.model, name)) for name in plan.parameters)}
     total = sum(p.numel() for p in model.parameters())
     inside = tuple(f"{s.layers}." for s in plan.stacks)
     left: dict[str, nn.Parameter] = {}
@@ -364,7 +370,7 @@ def _in_any_layer(name: str, stacks: Sequence[str]) -> str:
     return f"{stack}*{dot}{rest}" if layer.isdigit() else name
 
 
-def name_of(key: Any) -> str:
+def qualified_name(key: Any) -> str:
     return key if isinstance(key, str) else getattr(key, "__name__", type(key).__name__)
 
 
@@ -376,4 +382,4 @@ def _text(value: Any) -> str:
         return "{" + ", ".join(f"{_text(k)}: {_text(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_text, value)) + "]"
-    return name_of(value)
+    return qualified_name(value)

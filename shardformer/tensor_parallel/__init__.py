@@ -1,29 +1,27 @@
-"""The parallel layers, by name: ``from shardformer.tensor_parallel import Linear1D_Col``."""
+"""Tensor-parallel layers, blocks, sequence parallelism, and vocabulary-parallel logits and loss."""
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
 
-_WHERE = {
-    "DistCrossEntropyLoss": "tensor_parallel.vocab_parallel_loss",
-    "DropoutForParallelInput": "tensor_parallel.layers",
-    "DropoutForReplicatedInput": "tensor_parallel.layers",
-    "Embedding1D": "tensor_parallel.layers",
-    "FusedLayerNorm": "kernels.fused_ops",
-    "FusedLinear1D_Col": "tensor_parallel.layers",
-    "FusedRMSNorm": "kernels.fused_ops",
-    "Linear1D_Col": "tensor_parallel.layers",
-    "Linear1D_Row": "tensor_parallel.layers",
-    "ParallelModule": "tensor_parallel.parallel_module",
-    "VocabParallelEmbedding1D": "tensor_parallel.layers",
-    "VocabParallelLMHead1D": "tensor_parallel.layers",
-    "cross_entropy_1d": "tensor_parallel.vocab_parallel_loss",
-    "vocab_parallel_cross_entropy": "tensor_parallel.vocab_parallel_loss",
-}
+from shardformer.public_names import lazy_names
 
+if TYPE_CHECKING:
+    from shardformer.kernels.fused_ops import FusedLayerNorm as FusedLayerNorm
+    from shardformer.kernels.fused_ops import FusedRMSNorm as FusedRMSNorm
+    from shardformer.tensor_parallel.layers import DropoutForParallelInput as DropoutForParallelInput
+    from shardformer.tensor_parallel.layers import DropoutForReplicatedInput as DropoutForReplicatedInput
+    from shardformer.tensor_parallel.layers import Embedding1D as Embedding1D
+    from shardformer.tensor_parallel.layers import FusedLinear1D_Col as FusedLinear1D_Col
+    from shardformer.tensor_parallel.layers import Linear1D_Col as Linear1D_Col
+    from shardformer.tensor_parallel.layers import Linear1D_Row as Linear1D_Row
+    from shardformer.tensor_parallel.layers import VocabParallelEmbedding1D as VocabParallelEmbedding1D
+    from shardformer.tensor_parallel.layers import VocabParallelLMHead1D as VocabParallelLMHead1D
+    from shardformer.tensor_parallel.parallel_module import ParallelModule as ParallelModule
+    from shardformer.tensor_parallel.vocab_parallel_loss import DistCrossEntropyLoss as DistCrossEntropyLoss
+    from shardformer.tensor_parallel.vocab_parallel_loss import cross_entropy_1d as cross_entropy_1d
+    from shardformer.tensor_parallel.vocab_parallel_loss import (
+        vocab_parallel_cross_entropy as vocab_parallel_cross_entropy,
+    )
 
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module 'shardformer.tensor_parallel' has no attribute {name!r}")
-    return getattr(import_module(f"shardformer.{_WHERE[name]}"), name)
+__getattr__, __all__ = lazy_names(__name__)

@@ -5,7 +5,8 @@
     ...
     return self.proj(x.transpose(1, 2).reshape(B, N, C))
 
-There C has to be the width of this rank's heads. ``LocalWidth`` says so when it is asked for its shape, and hands a
+There C has to be the width of this rank's heads. ``LocalWidthTensor`` says so when it is asked for its shape, and
+hands a
 product with the weight of one of the block's columns to the block. Turned, with its last dim where it was, it still
 says so (a forward that works on (N, B, C)). For anything else it is the plain tensor.
 
@@ -29,19 +30,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shardformer.comm.autograd_collectives import leave_block, scatter_output
-from shardformer.comm.deferred_tensor import PendingTensor
+from shardformer.comm.autograd_collectives import reduce_from_tp_region, reduce_scatter_to_sp_region
+from shardformer.comm.deferred_tensor import DeferredTensor
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.mesh.parallel_context import Axis
-from shardformer.random_state import RandomStream
-from shardformer.tensor_parallel.region import SEQUENCE, Column, Edges, SequenceEdges, WholeEdges, enter, project
-from shardformer.tensor_parallel.sequence_parallel import Stream, with_first_tensor
-from shardformer.torch_compat import has_values
+from shardformer.random_state import LocalRandomState
+from shardformer.tensor_parallel.region import (
+    SEQUENCE,
+    ColumnParallel,
+    ReplicatedRegion,
+    SequenceShardedRegion,
+    TpRegion,
+    column_projections,
+    enter_region,
+)
+from shardformer.tensor_parallel.sequence_parallel import StackActivations, with_first_tensor
+from shardformer.torch_compat import custom_function_of, has_data
 
 # B batch, N sequence, C width of the heads
 
 
-class Owner(Protocol):
+class LocalWidthBlock(Protocol):
     """The block that a tensor entered."""
 
     width: int | None
@@ -51,23 +60,23 @@ class Owner(Protocol):
 
 
 SHAPE: Any = getattr_static(Tensor, "shape").__get__
-TURNS = (Tensor.transpose, Tensor.permute, torch.transpose, torch.permute)
+PERMUTING_FUNCTIONS = (Tensor.transpose, Tensor.permute, torch.transpose, torch.permute)
 
 
-class LocalWidth(Tensor):
+class LocalWidthTensor(Tensor):
     """A tensor (B, N, H) that says of its last dim that it is ``block.width``, and is H otherwise."""
 
-    block: Owner
+    block: LocalWidthBlock
 
     @staticmethod
-    def of(x: Tensor, block: Owner) -> LocalWidth:
-        if not has_values(x):
+    def of(x: Tensor, block: LocalWidthBlock) -> LocalWidthTensor:
+        if not has_data(x):
             raise ConfigError(
                 "A step is traced whose block asks its input for the width of the heads",
                 rule="Fake tensors cannot be tensors of another class, which this block is given",
                 remedy="Count its collectives in a real step, with shardformer.local_ranks.threads.run_as_threads",
             )
-        entered = x.as_subclass(LocalWidth)
+        entered = x.as_subclass(LocalWidthTensor)
         entered.block = block
         return entered
 
@@ -81,17 +90,17 @@ class LocalWidth(Tensor):
     ) -> Any:
         given = dict(kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
-            if isinstance(args[0] if args else None, LocalWidth):
+            if isinstance(args[0] if args else None, LocalWidthTensor):
                 if func == SHAPE or func is Tensor.size:
-                    return _shown(func(*args, **given), args[0], *args[1:], **given)
+                    return _local_size(func(*args, **given), args[0], *args[1:], **given)
                 if func is F.linear:
                     return _linear(*args, **given)
-                if func in TURNS:
-                    return _turned(func(*args, **given), args[0])
+                if func in PERMUTING_FUNCTIONS:
+                    return _permuted(func(*args, **given), args[0])
             return func(*args, **given)
 
 
-def _shown(said: torch.Size | int, x: LocalWidth, dim: int | None = None) -> torch.Size | int:
+def _local_size(said: torch.Size | int, x: LocalWidthTensor, dim: int | None = None) -> torch.Size | int:
     width = x.block.width
     assert width is not None
     if isinstance(said, torch.Size):
@@ -99,13 +108,13 @@ def _shown(said: torch.Size | int, x: LocalWidth, dim: int | None = None) -> tor
     return width if dim in (-1, x.dim() - 1) else said
 
 
-def _turned(y: Tensor, x: LocalWidth) -> Tensor:
+def _permuted(y: Tensor, x: LocalWidthTensor) -> Tensor:
     """y, which is x with its dims in another order."""
     stays = y.shape[-1] == x.shape[-1] and y.stride(-1) == x.stride(-1)
-    return LocalWidth.of(y, x.block) if stays else y
+    return LocalWidthTensor.of(y, x.block) if stays else y
 
 
-def _linear(x: LocalWidth, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _linear(x: LocalWidthTensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     y = x.block.project_by_weight(weight, x)
     if y is None:
         return F.linear(x, weight, bias)
@@ -114,12 +123,9 @@ def _linear(x: LocalWidth, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 # B batch, S sequence, H hidden, F features of one linear; lower case: this rank's part (s = S / tensor, f = F / tensor)
 
-EXITS = ("RowExitBackward", "GridRowExitBackward", "_LeaveBlockBackward")
-"""The functions by which something leaves a block, as autograd names them."""
-
 
 @dataclass(eq=False)
-class Block:
+class TensorParallelBlock:
     """The two edges of one block, shared by its entry hook, its column-parallel linears and its row-parallel linear.
 
     Args:
@@ -128,22 +134,22 @@ class Block:
         width: what the forward is to read as the last dim of what entered, where it takes the heads' width from there.
     """
 
-    stream: Stream
+    stream: StackActivations
     random: bool = False
     width: int | None = None
-    columns: list[Column] = field(default_factory=list)
+    columns: list[ColumnParallel] = field(default_factory=list)
     is_flat: bool = False  # what entered last had lost the dim of the sequence, which the exit takes away again
-    _edges: Edges | None = None
+    _edges: TpRegion | None = None
     _source: Tensor | None = None
     _entered: Tensor | None = None
-    _pending: PendingTensor | None = None
+    _pending: DeferredTensor | None = None
     _outputs: dict[int, Tensor] = field(default_factory=dict)
     _node: Any = None
     _is_watched: bool = False
     _entry: str = "module"
 
     def __post_init__(self) -> None:
-        self._random = RandomStream(self.axis)
+        self._random = LocalRandomState(self.axis)
 
     @property
     def axis(self) -> Axis:
@@ -155,27 +161,27 @@ class Block:
         return self._source is not None
 
     @property
-    def edges(self) -> Edges:
+    def edges(self) -> TpRegion:
         """Those of the forward that is under way; of one that never entered, those of a stream that nobody cuts."""
-        return self._edges or WholeEdges(self.axis)
+        return self._edges or ReplicatedRegion(self.axis)
 
     def enter(self, x: Tensor, training: bool) -> Tensor:
         """This rank's x of the stream becomes the block's input (B, S, H). Communicates what ``edges`` says."""
         self._outputs = {}
-        if isinstance(x, PendingTensor):
+        if isinstance(x, DeferredTensor):
             x = x.value()
         self._edges = edges = self.stream.edges(x)
-        self.is_flat = isinstance(edges, SequenceEdges) and x.dim() == 2
+        self.is_flat = isinstance(edges, SequenceShardedRegion) and x.dim() == 2
         if self.is_flat:
             x = self.stream.unflatten(x)
-        if isinstance(edges, SequenceEdges):
+        if isinstance(edges, SequenceShardedRegion):
             self.stream.check(x)
         self._source = x
         entered = edges.enter(x)
-        self._pending = entered if isinstance(entered, PendingTensor) else None
+        self._pending = entered if isinstance(entered, DeferredTensor) else None
         self._node = entered if self._is_watched else None
         if self.width is not None:
-            entered = LocalWidth.of(entered if self._pending is None else self._pending.value(), self)
+            entered = LocalWidthTensor.of(entered if self._pending is None else self._pending.value(), self)
         self._entered = entered
         if training and self.random:
             self._random.enter(x)
@@ -192,7 +198,7 @@ class Block:
     def _enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return with_first_tensor(args, kwargs, lambda x: self.enter(x, module.training))
 
-    def project(self, column: Column, x: Tensor) -> Tensor:
+    def project(self, column: ColumnParallel, x: Tensor) -> Tensor:
         """The output (B, S, f) of one of the block's columns for what it was called with.
 
         Raises PolicyError when the module at the entry was passed by: its gradient would not be summed.
@@ -215,9 +221,9 @@ class Block:
     def _project_all(self, known: Tensor | None) -> tuple[Tensor | None, list[Tensor]]:
         """What the columns see, without history, and their outputs."""
         assert self._source is not None
-        return project(self._source, self.edges, self.columns, known)
+        return column_projections(self._source, self.edges, self.columns, known)
 
-    def _refuse_replaced(self, column: Column) -> None:
+    def _refuse_replaced(self, column: ColumnParallel) -> None:
         if any(own is column for own in self.columns):
             raise PolicyError(
                 f"The first linears of a block were called without the {self._entry}, which is its entry: another "
@@ -232,7 +238,7 @@ class Block:
         column = next((c for c in self.columns if c.weight is weight and c.bias is None), None)
         return None if column is None else self.project(column, x)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Block:
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallelBlock:
         """Without what a forward left here: a recomputation under checkpointing stops before the exit."""
         memo[id(self)] = twin = type(self)(deepcopy(self.stream, memo), self.random, self.width, is_flat=self.is_flat)
         twin.columns = deepcopy(self.columns, memo)
@@ -252,13 +258,13 @@ class Block:
         reached, seen = [out.grad_fn], set()
         while reached:
             node: Any = reached.pop()
-            if node is None or node in seen or type(node).__name__ in EXITS:
+            if node is None or node in seen or getattr(custom_function_of(node), "leaves_block", False):
                 continue
-            if node is entered.grad_fn or (isinstance(entered, PendingTensor) and entered.is_made_by(node)):
+            if node is entered.grad_fn or (isinstance(entered, DeferredTensor) and entered.is_made_by(node)):
                 raise PolicyError(
                     f"The {type(module).__name__} hands on what entered a block beside the block's exit",
                     rule="All that enters a block leaves by its row-parallel linear; a residual is added outside of it",
-                    remedy="Say where it enters instead: Attention(..., inputs=Inputs(entry=<its first projection>))",
+                    remedy="Say where it enters instead: inputs=AttentionInputs(entry=<its first projection>)",
                 )
             seen.add(node)
             reached += [following for following, _ in node.next_functions]
@@ -277,7 +283,7 @@ class Block:
             self._random.leave()
 
 
-Bounds = tuple[int, int, int]
+HeadRange = tuple[int, int, int]
 """How many heads there are, and from which to which this rank has."""
 
 
@@ -305,7 +311,7 @@ def change_argument(module: nn.Module, name: str, change: Callable[[Tensor], Ten
     module.register_forward_pre_hook(enter, with_kwargs=True)
 
 
-def of_local_heads(x: Tensor, dim: int, bounds: Bounds, axis: Axis) -> Tensor:
+def select_local_heads(x: Tensor, dim: int, bounds: HeadRange, axis: Axis) -> Tensor:
     """The part of this rank's heads: of a dim that counts heads, or samples times heads.
 
     Backward, where x needs a gradient: one all-reduce of x.
@@ -313,12 +319,12 @@ def of_local_heads(x: Tensor, dim: int, bounds: Bounds, axis: Axis) -> Tensor:
     heads, start, end = bounds
     if x.shape[dim] % heads:
         return x  # one for all heads
-    entered = enter(x, axis) if x.requires_grad else x
+    entered = enter_region(x, axis) if x.requires_grad else x
     by_head: Tensor = entered.unflatten(dim, (-1, heads))
     return by_head.narrow(dim + 1, start, end - start).flatten(dim, dim + 1)
 
 
-def enclose(module: nn.Module, stream: Stream, summands: Sequence[str] = ()) -> None:
+def wrap_as_block(module: nn.Module, stream: StackActivations, summands: Sequence[str] = ()) -> None:
     """Makes ``module`` a block by itself: every tensor that it is given enters, and its output is the ranks' sum.
 
     Where the stream is cut, what it is given for each token is gathered first, and each rank keeps its tokens' sums:
@@ -342,13 +348,13 @@ def enclose(module: nn.Module, stream: Stream, summands: Sequence[str] = ()) -> 
         tokens = stream.by_token(x)
         if tokens is not None:
             return stream.gathered(tokens).view(-1, *x.shape[1:]) if x.dim() == tokens.dim() - 1 else stream.gathered(x)
-        return enter(x, axis) if x.is_floating_point() and x.requires_grad else x
+        return enter_region(x, axis) if x.is_floating_point() and x.requires_grad else x
 
     def left(output: Tensor) -> Tensor:
         if not stream.is_cut:
-            return leave_block(output, axis)
+            return reduce_from_tp_region(output, axis)
         whole = output if output.dim() == 3 else output.view(-1, stream.full, *output.shape[1:])
-        part = scatter_output(whole, axis, SEQUENCE)
+        part = reduce_scatter_to_sp_region(whole, axis, SEQUENCE)
         return part if output.dim() == 3 else part.reshape(-1, *output.shape[1:])
 
     def enter_all(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

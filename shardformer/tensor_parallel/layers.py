@@ -18,27 +18,39 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardformer.comm.autograd_collectives import enter_block, join_dim, leave_block, split_dim
-from shardformer.comm.deferred_tensor import resolved
+from shardformer.comm.autograd_collectives import (
+    copy_to_tp_region,
+    gather_from_region,
+    reduce_from_tp_region,
+    scatter_to_region,
+)
+from shardformer.comm.deferred_tensor import resolve_deferred
 from shardformer.errors import ConfigError, InputError
 from shardformer.kernels.fused_ops import FusedLayerNorm, fused_norm, rms_norm
 from shardformer.layout.shard_spec import ShardSpec, Split
 from shardformer.mesh.parallel_context import Axis
 from shardformer.module_paths import is_linear, is_transposed
-from shardformer.random_state import RandomStream
-from shardformer.tensor_parallel.block import Block
+from shardformer.random_state import LocalRandomState
+from shardformer.tensor_parallel.block import TensorParallelBlock
 from shardformer.tensor_parallel.parallel_module import (
     GroupLike,
     ParallelModule,
     check_divides,
     check_native,
-    factor_of,
+    embedding_scale,
     keep_hooks,
     product_dtype,
 )
-from shardformer.tensor_parallel.region import Edges, RowExit, WholeEdges, matmul_in, project_alone, summed_later
+from shardformer.tensor_parallel.region import (
+    ReplicatedRegion,
+    RowParallelMatmul,
+    TpRegion,
+    deferred_all_reduce,
+    linear_matmul,
+    single_column_projection,
+)
 from shardformer.tensor_parallel.vocab_parallel_logits import shard_logits
-from shardformer.torch_compat import has_values
+from shardformer.torch_compat import has_data
 
 # B batch, S sequence, H in features, F out features; lower case: this rank's part (h = H / tensor, f = F / tensor)
 
@@ -148,7 +160,7 @@ class Linear1D_Col(_ParallelLinear):
         super().__init__(in_features, out_features, bias, **kwargs)
         self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
         self.expand = expand
-        self.block: Block | None = None
+        self.block: TensorParallelBlock | None = None
         self.finish: Callable[[Tensor, Tensor | None], Tensor] | None = None
 
     @property
@@ -158,7 +170,7 @@ class Linear1D_Col(_ParallelLinear):
 
     def multiply(self, x: Tensor) -> Tensor:
         """The local product, for an input that has entered the block already. Communicates nothing."""
-        return matmul_in(x, self.weight, self.fused_bias, self.transposed)
+        return linear_matmul(x, self.weight, self.fused_bias, self.transposed)
 
     def forward(self, x: Tensor) -> Any:
         if self.block is not None:
@@ -166,7 +178,7 @@ class Linear1D_Col(_ParallelLinear):
         elif self.axis.size == 1:
             y = self.multiply(x)
         else:
-            y = project_alone(self, x)
+            y = single_column_projection(self, x)
         if self.finish is not None:
             y = self.finish(y, self.bias)
         if self.expand is not None:
@@ -174,9 +186,9 @@ class Linear1D_Col(_ParallelLinear):
             y = y.unflatten(-1, (-1, width))[..., list(held), :].flatten(-2)
         bias: Tensor | None = self.bias
         if self.gather_output:
-            y = join_dim(y, self.axis, -1, self.split, "gather")
+            y = gather_from_region(y, self.axis, -1, self.split, "gather")
             if self.skip_bias_add and bias is not None:
-                bias = join_dim(bias, self.axis, 0, self.split, "gather")
+                bias = gather_from_region(bias, self.axis, 0, self.split, "gather")
         return (y, bias) if self.skip_bias_add else y
 
 
@@ -233,18 +245,18 @@ class Linear1D_Row(_ParallelLinear):
     ) -> None:
         super().__init__(in_features, out_features, bias, **kwargs)
         self.parallel_input, self.skip_bias_add = parallel_input, skip_bias_add
-        self.block: Block | None = None
+        self.block: TensorParallelBlock | None = None
         self.exits_with: tuple[Linear1D_Row, ...] = ()  # not as a module of this one
         self.product_of_other: tuple[Tensor, Tensor] | None = None
 
     def forward(self, x: Tensor) -> Any:
-        x = resolved(x)
+        x = resolve_deferred(x)
         if not self.parallel_input:
             x = self._part_of(x)
         weight: Tensor = self.weight
         if (dtype := product_dtype(x, weight)) is not None:
             x, weight = x.to(dtype), weight.to(dtype)
-        edges = WholeEdges(self.axis) if self.block is None else self.block.edges
+        edges = ReplicatedRegion(self.axis) if self.block is None else self.block.edges
         try:
             y = self._leave(x, weight, edges)
         finally:  # a recomputation under checkpointing stops in there, and may leave no activations behind
@@ -263,7 +275,7 @@ class Linear1D_Row(_ParallelLinear):
         """What is added to the sum."""
         return self.bias
 
-    def _leave(self, x: Tensor, weight: Tensor, edges: Edges) -> Tensor:
+    def _leave(self, x: Tensor, weight: Tensor, edges: TpRegion) -> Tensor:
         """The sum over the ranks, with the product that another row handed to this one; zero where this one did so."""
         if self.exits_with:
             self.exits_with[0].product_of_other = x, weight
@@ -271,13 +283,13 @@ class Linear1D_Row(_ParallelLinear):
         if self.product_of_other is not None:
             (other, its_weight), self.product_of_other = self.product_of_other, None
             x, weight = torch.cat((x, other), -1), torch.cat((weight, its_weight), 0 if self.transposed else 1)
-        y: Tensor = RowExit.apply(x, weight, self.transposed, edges)
+        y: Tensor = RowParallelMatmul.apply(x, weight, self.transposed, edges)
         return y
 
     def _part_of(self, x: Tensor) -> Tensor:
         if self.split == self._even_split().over(self.axis.name):
-            return split_dim(x, self.axis, -1, self.split)
-        return enter_block(x, self.axis).index_select(-1, self.split.indices(self.axis.rank).to(x.device))
+            return scatter_to_region(x, self.axis, -1, self.split)
+        return copy_to_tp_region(x, self.axis).index_select(-1, self.split.indices(self.axis.rank).to(x.device))
 
 
 class VocabParallelLMHead1D(Linear1D_Col):
@@ -341,7 +353,7 @@ class _ParallelEmbedding(ParallelModule):
                 rule="It stands for an nn.Embedding",
                 remedy="Name the embedding itself in the policy",
             )
-        factor = factor_of(module)
+        factor = embedding_scale(module)
         if factor is None or factor == 1:
             check_native(module, nn.Embedding)
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
@@ -387,11 +399,11 @@ class VocabParallelEmbedding1D(_ParallelEmbedding):
         partial = self._scaled(found.masked_fill(~mine.unsqueeze(-1), 0))
         # who hooks the output gets it as it is
         if self.sums_later and not self._forward_hooks and not self._backward_hooks:
-            return summed_later(partial, self.axis)
-        return leave_block(partial, self.axis)
+            return deferred_all_reduce(partial, self.axis)
+        return reduce_from_tp_region(partial, self.axis)
 
     def _check(self, ids: Tensor) -> None:
-        if ids.device.type != "cpu" or not has_values(ids):
+        if ids.device.type != "cpu" or not has_data(ids):
             torch._assert_async(((ids >= 0) & (ids < self.num_embeddings)).all())
             return
         if ids.numel() == 0:
@@ -425,13 +437,13 @@ class Embedding1D(_ParallelEmbedding):
         found = self._scaled(F.embedding(ids, self.weight, self.padding_idx))
         if not self.gather_output:
             return found
-        return join_dim(found, self.axis, -1, self.split, "gather")
+        return gather_from_region(found, self.axis, -1, self.split, "gather")
 
 
 # W features in all; w: those of this rank
 
 
-class SplitNorm(ParallelModule):
+class ShardedNorm(ParallelModule):
     """A layer norm or RMS norm over W features of which each rank has w: (..., w) -> (..., w).
 
     Communicates: forward one all-reduce of one number a token (two for a layer norm), backward the same.
@@ -474,7 +486,7 @@ class SplitNorm(ParallelModule):
         shapes = {tuple(p.shape) for p in norm.parameters()}
         if shapes - {(full,)}:
             raise ConfigError(
-                f"SplitNorm was given a norm over {shapes}",
+                f"ShardedNorm was given a norm over {shapes}",
                 rule=f"It stands for a norm over the {full} features that are cut",
                 remedy="Leave a norm over each head whole, it needs no rule",
             )
@@ -500,7 +512,7 @@ class SplitNorm(ParallelModule):
     def _mean(self, x: Tensor) -> Tensor:
         """The mean over all W features, on every rank; in the backward each rank brings its part of its gradient."""
         summed = (x if self.share is None else x * self.share.to(x.dtype)).sum(-1, keepdim=True)
-        return enter_block(leave_block(summed, self.axis), self.axis) / self.full
+        return copy_to_tp_region(reduce_from_tp_region(summed, self.axis), self.axis) / self.full
 
     def extra_repr(self) -> str:
         return f"{self.full}, kind={self.kind}, {self.axis}"
@@ -512,7 +524,7 @@ class DropoutForParallelInput(nn.Module):
     def __init__(self, p: float = 0.5, inplace: bool = False, process_group: GroupLike = None) -> None:
         super().__init__()
         self.p, self.inplace = p, inplace
-        self._stream = RandomStream(Axis.of(process_group))
+        self._stream = LocalRandomState(Axis.of(process_group))
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: GroupLike = None, **kwargs: Any) -> nn.Module:

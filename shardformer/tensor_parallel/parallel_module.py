@@ -26,7 +26,7 @@ from shardformer.errors import ConfigError, PolicyError
 from shardformer.layout.shard_spec import Coords, ShardSpec, Split
 from shardformer.layout.slice_tensor import mark_slices
 from shardformer.mesh.parallel_context import Axis
-from shardformer.torch_compat import with_values
+from shardformer.torch_compat import without_fake_tensors
 
 RUNNING = "running_mean"
 """The buffer of a norm that keeps statistics. torch takes the weight of such a norm only in their dtype."""
@@ -107,7 +107,7 @@ def _cast(params: Mapping[str, nn.Parameter], dtype: torch.dtype) -> dict[str, A
     return {name: param.to(dtype) for name, param in params.items()}
 
 
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+MODULE_HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 GroupLike = Axis | dist.ProcessGroup | None
 
 
@@ -185,7 +185,7 @@ def check_native(module: nn.Module, *kinds: type[nn.Module]) -> None:
         what = "a weight that is computed of others"
     elif type(module).forward not in {kind.forward for kind in kinds} or "forward" in vars(module):
         what = None if _is_plain(module) else "a forward of its own"
-    if what is None and _is_linear(module) and any(getattr(module, table) for table in HOOKS):
+    if what is None and _is_linear(module) and any(getattr(module, table) for table in MODULE_HOOK_TABLES):
         what = "hooks"
     if what is not None:
         raise ConfigError(
@@ -201,16 +201,18 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
-@with_values()
+@without_fake_tensors()
 def _is_plain(module: nn.Module) -> bool:
     """Whether a forward of its own gives what the plain class does (FalconLinear, Conv1D), tried on a few numbers.
 
     Its weights may have no values yet, so a copy with others of the same shapes is tried.
     """
     if isinstance(module, nn.Embedding):
-        return factor_of(module) == 1
+        return embedding_scale(module) == 1
     twin = copy.copy(module)
-    twin._parameters = {name: None if p is None else nn.Parameter(_waves(p)) for name, p in module._parameters.items()}
+    twin._parameters = {
+        name: None if p is None else nn.Parameter(_probe_values(p)) for name, p in module._parameters.items()
+    }
     weight: Any = twin.weight
     turned = weight.t() if type(twin).__name__ == "Conv1D" else weight
     x = torch.linspace(-1, 1, 2 * turned.shape[1], dtype=weight.dtype).view(2, -1)
@@ -226,8 +228,8 @@ def _is_plain(module: nn.Module) -> bool:
     return bool((out - expected).abs().max() <= allowed * expected.abs().max())
 
 
-@with_values()
-def factor_of(embedding: nn.Embedding) -> float | None:
+@without_fake_tensors()
+def embedding_scale(embedding: nn.Embedding) -> float | None:
     """What the embedding multiplies its vectors by (Gemma's and BART's own classes do); None where it does more.
 
     It is read off copies, one with weights of one and one with others, since there may be no values yet, for every
@@ -246,7 +248,7 @@ def factor_of(embedding: nn.Embedding) -> float | None:
 
     try:
         with torch.no_grad():
-            waves = _waves(weight)
+            waves = _probe_values(weight)
             out, found = output(waves, ids), F.embedding(ids, waves)
             dtypes = (weight.dtype, torch.float64)
             factors = [output(torch.ones(weight.shape, dtype=dtype), ids[:1]).flatten()[0].item() for dtype in dtypes]
@@ -257,7 +259,7 @@ def factor_of(embedding: nn.Embedding) -> float | None:
         return None
 
 
-def _waves(like: Tensor) -> Tensor:
+def _probe_values(like: Tensor) -> Tensor:
     """Numbers in (-1, 1) that take next to no memory: each is that of its indices, the i-th of them i + 1 times."""
     strides = [dim + 1 for dim in range(like.dim())]
     num = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, strides, strict=True))

@@ -24,26 +24,27 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from shardformer.comm.autograd_collectives import enter_block, first_order_only
+from shardformer.comm.autograd_collectives import CopyToTpRegion, copy_to_tp_region, once_differentiable
 from shardformer.comm.collectives import (
-    Pending,
+    PendingCollective,
     all_gather,
     all_reduce,
     reduce_scatter,
     start_all_reduce,
     start_reduce_scatter,
 )
-from shardformer.comm.deferred_tensor import PendingTensor
-from shardformer.comm.recorder import bytes_of, record, unheard
+from shardformer.comm.deferred_tensor import DeferredTensor
+from shardformer.comm.recorder import bytes_of, no_wait_event, record
 from shardformer.errors import PolicyError
 from shardformer.layout.activation_layout import Dim
 from shardformer.layout.shard_spec import even_bounds
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.transport import Work
 from shardformer.tensor_parallel.parallel_module import is_wider, product_dtype
+from shardformer.torch_compat import custom_function_of
 
 
-def ring_gather(x_BsH: Tensor, axis: Axis, full: int, use: Callable[[Tensor, int, int], None]) -> Tensor:
+def all_gather_matmul(x_BsH: Tensor, axis: Axis, full: int, use: Callable[[Tensor, int, int], None]) -> Tensor:
     """Joins every rank's part of dim 1, and calls ``use(part, start, end)`` for each as soon as it is here.
 
     Returns the joined tensor (B, full, H). Communicates one all-gather of it, in R-1 steps under the calls of ``use``.
@@ -73,7 +74,7 @@ def ring_gather(x_BsH: Tensor, axis: Axis, full: int, use: Callable[[Tensor, int
     return joined
 
 
-def ring_scatter(make: Callable[[int, int], Tensor], axis: Axis, full: int) -> Tensor:
+def matmul_reduce_scatter(make: Callable[[int, int], Tensor], axis: Axis, full: int) -> Tensor:
     """Sums ``make(start, end)`` of all ranks for each part of dim 1; every rank keeps its own.
 
     ``make`` computes this rank's summand for one part, and runs while the sum of the one before is on its way.
@@ -82,7 +83,7 @@ def ring_scatter(make: Callable[[int, int], Tensor], axis: Axis, full: int) -> T
     bounds = even_bounds(full, axis.size)
     after, before = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
     works: Sequence[Work] = ()
-    noted = unheard
+    noted = no_wait_event
     arriving: Tensor | None = None
     kept: list[Tensor] = []
     for step in range(axis.size):
@@ -113,7 +114,7 @@ Multiply = Callable[[Tensor], list[Tensor]]
 
 
 @dataclass(frozen=True)
-class WholeEdges:
+class ReplicatedRegion:
     """Both edges of a block in one forward, and in the backward of that, where all ranks hold the stream alike.
 
     Those of a stream that is cut have the same methods.
@@ -123,14 +124,14 @@ class WholeEdges:
 
     def enter(self, x: Tensor) -> Tensor:
         """What the forward of the block is given: the full tensor, of which the block uses a part."""
-        entered = enter_block(x, self.axis)
+        entered = copy_to_tp_region(x, self.axis)
         return x.view_as(x) if entered is x else entered
 
     def gathered(self, x: Tensor, multiply: Multiply, known: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
         """The full tensor of the ranks' x, ``known`` where it is given, and ``multiply`` of it."""
         return x, multiply(x)
 
-    def start_summed(self, x: Tensor) -> Pending:
+    def start_summed(self, x: Tensor) -> PendingCollective:
         """Starts the sum of the ranks' x, of which this rank gets what it holds of the stream."""
         return start_all_reduce(x, self.axis)
 
@@ -144,7 +145,7 @@ class WholeEdges:
 
 
 @dataclass(frozen=True)
-class SequenceEdges:
+class SequenceShardedRegion:
     """Each rank of the axis holds consecutive positions of a sequence of ``full``.
 
     Args:
@@ -157,7 +158,7 @@ class SequenceEdges:
 
     def enter(self, x: Tensor) -> Tensor:
         shape = (*x.shape[:SEQUENCE], self.full, *x.shape[SEQUENCE + 1 :])
-        return PendingTensor.make(
+        return DeferredTensor.make(
             x,
             shape,
             self.axis,
@@ -175,42 +176,42 @@ class SequenceEdges:
         def use(piece: Tensor, start: int, end: int) -> None:
             products[start] = multiply(piece)
 
-        joined = ring_gather(x, self.axis, self.full, use)
+        joined = all_gather_matmul(x, self.axis, self.full, use)
         columns = zip(*(products[start] for start in sorted(products)), strict=True)
         return joined, [torch.cat(pieces, SEQUENCE) for pieces in columns]
 
-    def start_summed(self, x: Tensor) -> Pending:
+    def start_summed(self, x: Tensor) -> PendingCollective:
         return start_reduce_scatter(x, self.axis, SEQUENCE)
 
     def summed(self, x: Tensor, multiply: Multiply) -> Tensor:
         if not self.overlap:
             return self.start_summed(multiply(x)[0]).wait()
-        return ring_scatter(lambda a, b: multiply(x[:, a:b])[0], self.axis, self.full)
+        return matmul_reduce_scatter(lambda a, b: multiply(x[:, a:b])[0], self.axis, self.full)
 
     def leading(self, x: Tensor) -> tuple[int, ...]:
-        return (*x.shape[:SEQUENCE], own_length(self.full, self.axis))
+        return (*x.shape[:SEQUENCE], local_length(self.full, self.axis))
 
 
-Edges = WholeEdges | SequenceEdges
-EDGES: Mapping[Dim | None, type[Edges]] = {None: WholeEdges, Dim.SEQUENCE: SequenceEdges}
+TpRegion = ReplicatedRegion | SequenceShardedRegion
+REGIONS_BY_DIM: Mapping[Dim | None, type[TpRegion]] = {None: ReplicatedRegion, Dim.SEQUENCE: SequenceShardedRegion}
 """Which dim of the stream a stack cuts over the axis of its blocks -> the edges of these."""
 
 
-def enter(x: Tensor, axis: Axis) -> Tensor:
+def enter_region(x: Tensor, axis: Axis) -> Tensor:
     """x enters blocks beside the hidden states: a tensor that all ranks hold, or the output of another stack.
 
     Backward: one all-reduce of the gradient of x, or one reduce-scatter of that of a stack's output.
 
     Raises PolicyError for one that has entered already, or is a view of such a one.
     """
-    if isinstance(x, PendingTensor):
+    if isinstance(x, DeferredTensor):
         if x.is_pending and x.edges is not None and x.axis is axis:
             entered: Tensor = x.edges.enter(x.local)
             return entered
         x = x.value()
     node: Any = x.grad_fn
     while node is not None:
-        if type(node).__name__ == "_EnterBlockBackward":
+        if custom_function_of(node) is CopyToTpRegion:
             raise PolicyError(
                 f"A tensor of shape {tuple(x.shape)} enters a block that has entered one already",
                 rule="The gradients of what enters are summed over the ranks once",
@@ -218,15 +219,15 @@ def enter(x: Tensor, axis: Axis) -> Tensor:
             )
         before = node.next_functions
         node = before[0][0] if len(before) == 1 else None  # a view has one
-    return enter_block(x, axis)
+    return copy_to_tp_region(x, axis)
 
 
-def summed_later(x: Tensor, axis: Axis) -> PendingTensor:
+def deferred_all_reduce(x: Tensor, axis: Axis) -> DeferredTensor:
     """The sum of the ranks' x, as a tensor that is pending: who cuts it at once needs a reduce-scatter only."""
-    return PendingTensor.make(x, tuple(x.shape), axis, None, lambda x: all_reduce(x.clone(), axis), lambda grad: grad)
+    return DeferredTensor.make(x, tuple(x.shape), axis, None, lambda x: all_reduce(x.clone(), axis), lambda grad: grad)
 
 
-def own_length(full: int, axis: Axis) -> int:
+def local_length(full: int, axis: Axis) -> int:
     """How many positions of a sequence this rank holds."""
     base, more = divmod(full, axis.size)
     return base + (axis.rank < more)
@@ -235,7 +236,7 @@ def own_length(full: int, axis: Axis) -> int:
 # B batch, S sequence, H hidden, F features of one linear; lower case: this rank's part (f = F / tensor)
 
 
-class Column(Protocol):
+class ColumnParallel(Protocol):
     """What a block must know of a column-parallel linear."""
 
     axis: Axis
@@ -253,8 +254,8 @@ class Column(Protocol):
         """The local product, for an input that has entered the block already."""
 
 
-def project(
-    x: Tensor, edges: Edges, columns: Sequence[Column], known: Tensor | None = None
+def column_projections(
+    x: Tensor, edges: TpRegion, columns: Sequence[ColumnParallel], known: Tensor | None = None
 ) -> tuple[Tensor, list[Tensor]]:
     """The tensor that the columns read, without history, and their outputs (B, S, f), for this rank's x of the stream.
 
@@ -268,26 +269,26 @@ def project(
     if (dtype := product_dtype(x, columns[0].weight)) is not None:
         x, known = x.to(dtype), known if known is None else known.to(dtype)
         weights = [None if w is None else w.to(dtype) for w in weights]
-    seen, *outputs = _Columns.apply(x, known, edges, [c.transposed for c in columns], *weights)
+    seen, *outputs = _ColumnProjections.apply(x, known, edges, [c.transposed for c in columns], *weights)
     return seen, outputs
 
 
-def project_alone(column: Column, x: Tensor) -> Tensor:
+def single_column_projection(column: ColumnParallel, x: Tensor) -> Tensor:
     """The output of a column-parallel linear that is a block's whole entry by itself.
 
     Backward: one all-reduce of x; of what leaves a stack that cuts it, one reduce-scatter.
     """
-    if isinstance(x, PendingTensor):
+    if isinstance(x, DeferredTensor):
         if x.is_pending and x.edges is not None and x.axis is column.axis:
-            seen, (y,) = project(x.local, x.edges, [column], x.known)
+            seen, (y,) = column_projections(x.local, x.edges, [column], x.known)
             if x.known is None and seen.dtype == x.dtype:
                 x.offer(seen)
             return y
         x = x.value()
-    return project(x, WholeEdges(column.axis), [column])[1][0]
+    return column_projections(x, ReplicatedRegion(column.axis), [column])[1][0]
 
 
-def matmul_in(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+def linear_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
     """x @ W^T + b for a weight stored (out, in), or x @ W + b for one stored (in, out)."""
     x = x.to(weight.dtype) if is_wider(x, weight) else x
     if not transposed:
@@ -302,18 +303,18 @@ def weight_grad(x: Tensor, grad: Tensor, transposed: bool) -> Tensor:
     return x2.t() @ g2 if transposed else g2.t() @ x2
 
 
-class _Columns(Function):
+class _ColumnProjections(Function):
     """All column-parallel linears behind one entry. Returns the input they saw and their outputs."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, known: Tensor | None, edges: Edges, transposed: list[bool], *weights: Tensor | None
+        ctx: Any, x: Tensor, known: Tensor | None, edges: TpRegion, transposed: list[bool], *weights: Tensor | None
     ) -> tuple[Tensor, ...]:
         # every linear has a weight
         pairs = cast("list[tuple[Tensor, Tensor | None]]", list(zip(weights[::2], weights[1::2], strict=True)))
 
         def multiply(piece: Tensor) -> list[Tensor]:
-            return [matmul_in(piece, w, b, t) for (w, b), t in zip(pairs, transposed, strict=True)]
+            return [linear_matmul(piece, w, b, t) for (w, b), t in zip(pairs, transposed, strict=True)]
 
         seen, outputs = edges.gathered(x, multiply, known)
         ctx.edges, ctx.transposed = edges, transposed
@@ -325,7 +326,7 @@ class _Columns(Function):
         return (visible, *outputs)
 
     @staticmethod
-    @first_order_only
+    @once_differentiable
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         seen, *weights = ctx.saved_tensors
         pending = None
@@ -354,27 +355,29 @@ def _input_grad(
     return torch.zeros_like(seen) if total is None else total.view(seen.shape)
 
 
-class RowExit(Function):
+class RowParallelMatmul(Function):
     """The row-parallel linear: this rank's partial product, summed over the ranks. The bias comes after.
 
     Communicates what the exit does, in the backward also where that is run in two halves, for the input first and for
     the weight later: once.
     """
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, transposed: bool, edges: Edges) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.transposed, ctx.edges, ctx.gathered = transposed, edges, None
-        return edges.summed(x, lambda piece: [matmul_in(piece, weight, None, transposed)])
+    leaves_block = True
 
     @staticmethod
-    @first_order_only
+    def forward(ctx: Any, x: Tensor, weight: Tensor, transposed: bool, edges: TpRegion) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.transposed, ctx.edges, ctx.gathered = transposed, edges, None
+        return edges.summed(x, lambda piece: [linear_matmul(piece, weight, None, transposed)])
+
+    @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad[:2]
 
         def multiply(piece: Tensor) -> list[Tensor]:
-            return [matmul_in(piece, weight, None, not ctx.transposed)] if needs_x else []
+            return [linear_matmul(piece, weight, None, not ctx.transposed)] if needs_x else []
 
         known, ctx.gathered = ctx.gathered, None
         full, x_grad = ctx.edges.gathered(grad, multiply, known)

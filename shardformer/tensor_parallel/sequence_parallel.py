@@ -9,19 +9,33 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from shardformer.comm.autograd_collectives import gather_input, join_dim, own_slices, scatter_output, split_dim
+from shardformer.comm.autograd_collectives import (
+    gather_from_region,
+    gather_from_sp_region,
+    local_slices,
+    reduce_scatter_to_sp_region,
+    scatter_to_region,
+)
 from shardformer.comm.collectives import all_gather, start_all_reduce
-from shardformer.comm.deferred_tensor import PendingTensor
+from shardformer.comm.deferred_tensor import DeferredTensor
 from shardformer.errors import ConfigError, InputError
-from shardformer.layout.activation_layout import Cut, Dim, Order, StreamLayout
+from shardformer.layout.activation_layout import ActivationLayout, ActivationShard, Dim, IndexOrder
 from shardformer.mesh.parallel_context import Axis
-from shardformer.random_state import RandomStream
-from shardformer.tensor_parallel.region import EDGES, SEQUENCE, Edges, SequenceEdges, WholeEdges, enter, own_length
+from shardformer.random_state import LocalRandomState
+from shardformer.tensor_parallel.region import (
+    REGIONS_BY_DIM,
+    SEQUENCE,
+    ReplicatedRegion,
+    SequenceShardedRegion,
+    TpRegion,
+    enter_region,
+    local_length,
+)
 
 # B batch, S sequence, H hidden; s: this rank's slice of the sequence (S / tensor)
 
 
-class Stream:
+class StackActivations:
     """The activations between the blocks of one stack.
 
     Args:
@@ -34,13 +48,13 @@ class Stream:
     length of the sequence that went in last, and each rank holds consecutive positions, as many as others or one more.
     """
 
-    def __init__(self, layout: StreamLayout, axis: Axis, *, overlap: bool = False, random: bool = False) -> None:
+    def __init__(self, layout: ActivationLayout, axis: Axis, *, overlap: bool = False, random: bool = False) -> None:
         self.layout, self.axis, self.overlap = layout, axis, overlap
         cut = layout.cut_at_stack(axis.name) if axis.size > 1 else None
-        if cut is not None and (cut.dim not in EDGES or cut.order is not Order.CONTIGUOUS):
+        if cut is not None and (cut.dim not in REGIONS_BY_DIM or cut.order is not IndexOrder.CONTIGUOUS):
             raise ConfigError(
                 f"A stack that cuts {cut}",
-                rule=f"Blocks know streams whose {', '.join(d for d in EDGES if d)} is cut into consecutive positions",
+                rule=f"Only {', '.join(d for d in REGIONS_BY_DIM if d)} can be cut at a stack, and in order",
                 remedy="Let the cut begin at the model's inputs, or write its edges (tensor_parallel/region.py)",
             )
         self._dim: Dim | None = None if cut is None else cut.dim
@@ -48,7 +62,7 @@ class Stream:
         self._is_open = False
         self._lengths: set[int] = set()
         self._are_alike = False
-        self._random = RandomStream(axis) if random and self._dim is not None else None
+        self._random = LocalRandomState(axis) if random and self._dim is not None else None
         self._is_random = False
 
     @property
@@ -61,13 +75,15 @@ class Stream:
         """The ranks that have parts of the same samples; None where nothing is cut."""
         return self.axis if self._dim is not None else None
 
-    def edges(self, x: Tensor) -> Edges:
+    def edges(self, x: Tensor) -> TpRegion:
         """The edges of a block that is given x."""
         if self._dim is None:
-            return WholeEdges(self.axis)
+            return ReplicatedRegion(self.axis)
         if x.dim() != 2:  # a layer's MLP that is given (B*s, H) follows its attention
             self.recall(x)
-        return SequenceEdges(self.axis, self.full, self.overlap) if self._is_open else WholeEdges(self.axis)
+        return (
+            SequenceShardedRegion(self.axis, self.full, self.overlap) if self._is_open else ReplicatedRegion(self.axis)
+        )
 
     # --- where the stack begins and ends
 
@@ -89,14 +105,14 @@ class Stream:
         self._is_random = training
         if self._random is not None and training:
             self._random.enter(x_BSH)
-        if isinstance(x_BSH, PendingTensor) and x_BSH.is_pending and x_BSH.known is None and x_BSH.edges is None:
-            return scatter_output(x_BSH.local, self.axis, SEQUENCE)
-        if isinstance(x_BSH, PendingTensor) and x_BSH.is_pending and self._is_own(x_BSH.edges):
+        if isinstance(x_BSH, DeferredTensor) and x_BSH.is_pending and x_BSH.known is None and x_BSH.edges is None:
+            return reduce_scatter_to_sp_region(x_BSH.local, self.axis, SEQUENCE)
+        if isinstance(x_BSH, DeferredTensor) and x_BSH.is_pending and self._is_own(x_BSH.edges):
             return x_BSH.local  # as the layer before left it
-        return split_dim(x_BSH, self.axis, SEQUENCE, self._split())
+        return scatter_to_region(x_BSH, self.axis, SEQUENCE, self._split())
 
     def _is_own(self, edges: Any) -> bool:
-        return isinstance(edges, SequenceEdges) and edges.axis is self.axis and edges.full == self.full
+        return isinstance(edges, SequenceShardedRegion) and edges.axis is self.axis and edges.full == self.full
 
     def leave_stack(self, x_BsH: Tensor) -> Tensor:
         """The stack's output is whole again, for whoever reads it.
@@ -110,17 +126,17 @@ class Stream:
             self._random.leave()
         axis, full, split = self.axis, self.full, self._split()
         shape = (*x_BsH.shape[:SEQUENCE], full, *x_BsH.shape[SEQUENCE + 1 :])
-        return PendingTensor.make(
+        return DeferredTensor.make(
             x_BsH,
             shape,
             axis,
-            SequenceEdges(axis, full, self.overlap),
+            SequenceShardedRegion(axis, full, self.overlap),
             lambda x: all_gather(x, axis, SEQUENCE, full),
-            lambda grad: own_slices(grad, axis, SEQUENCE, split),
+            lambda grad: local_slices(grad, axis, SEQUENCE, split),
         )
 
     def _split(self) -> Any:
-        return Cut(Dim.SEQUENCE, self.axis.name).split(self.full, self.axis.size)
+        return ActivationShard(Dim.SEQUENCE, self.axis.name).split(self.full, self.axis.size)
 
     def register(self, first: nn.Module, last: nn.Module) -> None:
         """Cuts before the forward of the stack's first module, and joins behind that of the last."""
@@ -144,24 +160,24 @@ class Stream:
         What an earlier layer made of its own positions is left as it is.
         """
         whole = self.is_cut and x_BS.dim() > 1 and x_BS.shape[SEQUENCE] == self.full
-        return split_dim(x_BS, self.axis, SEQUENCE, self._split()) if whole else x_BS
+        return scatter_to_region(x_BS, self.axis, SEQUENCE, self._split()) if whole else x_BS
 
     def join_beside(self, x_Bs: Tensor) -> Tensor:
         """All positions of what a module that is given them all takes for each token. Backward: this rank's slices."""
-        own = self.is_cut and x_Bs.dim() > 1 and x_Bs.shape[SEQUENCE] == own_length(self.full, self.axis)
-        return join_dim(x_Bs, self.axis, SEQUENCE, self._split()) if own else x_Bs
+        own = self.is_cut and x_Bs.dim() > 1 and x_Bs.shape[SEQUENCE] == local_length(self.full, self.axis)
+        return gather_from_region(x_Bs, self.axis, SEQUENCE, self._split()) if own else x_Bs
 
-    def register_apart(self, module: nn.Module, random: bool) -> Gathered | None:
+    def register_apart(self, module: nn.Module, random: bool) -> GatherHook | None:
         """Lets a module that is given no tokens be the same on all ranks. Backward: one all-reduce of what it gives."""
-        return None if self._dim is None else ModuleApart(self, module, random)
+        return None if self._dim is None else TokenFreeModule(self, module, random)
 
-    def register_whole(self, module: nn.Module, random: bool) -> Gathered | None:
+    def register_whole(self, module: nn.Module, random: bool) -> GatherHook | None:
         """Gives ``module`` the whole sequence, which its forward needs outside of its block too: it adds its residual.
 
         Forward: one all-gather of B*S*H; backward the same. What is inside of the module and outside of a block is
         computed by every rank.
         """
-        return None if self._dim is None else GatheredModule(self, module, random)
+        return None if self._dim is None else FullSequenceModule(self, module, random)
 
     def abandon(self) -> None:
         """After a forward that an error broke off: back to the random numbers outside."""
@@ -183,11 +199,11 @@ class Stream:
             self.full = int(start_all_reduce(length, self.axis, purpose="check").wait())
             return
         own = x_BsH.shape[SEQUENCE]
-        self.full = next((n for n in self._lengths if own_length(n, self.axis) == own), self.full)
+        self.full = next((n for n in self._lengths if local_length(n, self.axis) == own), self.full)
 
     def check(self, x_BsH: Tensor) -> None:
         """Raises ConfigError when x is not this rank's part: gathering it would wait for bytes that never come."""
-        length = own_length(self.full, self.axis)
+        length = local_length(self.full, self.axis)
         if x_BsH.dim() < 3 or x_BsH.shape[SEQUENCE] != length:
             raise ConfigError(
                 f"A block with sequence parallelism was given a tensor of shape {tuple(x_BsH.shape)}",
@@ -202,7 +218,7 @@ class Stream:
         """
         if not self.is_cut:
             return None
-        length = own_length(self.full, self.axis)
+        length = local_length(self.full, self.axis)
         if x.dim() > 1 and tuple(x.shape[:2]) == (self.samples, length):
             return x
         rows = self.samples * length
@@ -211,28 +227,28 @@ class Stream:
     def gathered(self, x_Bs: Tensor) -> Tensor:
         """(B, s, ...) of all ranks as (B, S, ...). One all-gather, and in the backward one reduce-scatter."""
         if x_Bs.is_floating_point():
-            return gather_input(x_Bs, self.axis, SEQUENCE, self.full)
+            return gather_from_sp_region(x_Bs, self.axis, SEQUENCE, self.full)
         return all_gather(x_Bs, self.axis, SEQUENCE, self.full)
 
     def unflatten(self, x: Tensor) -> Tensor:
         """(B*s, H), as some layers hand it to their MLP, as (B, s, H)."""
-        length = own_length(self.full, self.axis)
+        length = local_length(self.full, self.axis)
         samples = x.shape[0] // length if length else self.samples
         return x.view(samples, length, x.shape[-1]) if x.dim() == 2 and x.shape[0] == samples * length else x
 
 
-class Gathered(Protocol):
+class GatherHook(Protocol):
     """What stands around a module that is given more than this rank's part of the stream."""
 
     def abandon(self) -> None: ...
 
 
-class GatheredModule:
-    """Around a module that needs the whole sequence: see ``Stream.register_whole``."""
+class FullSequenceModule:
+    """Around a module that needs the whole sequence: see ``StackActivations.register_whole``."""
 
-    def __init__(self, stream: Stream, module: nn.Module, random: bool) -> None:
+    def __init__(self, stream: StackActivations, module: nn.Module, random: bool) -> None:
         self._stream = stream
-        self._random = RandomStream(stream.axis, aligned=True) if random else None
+        self._random = LocalRandomState(stream.axis, aligned=True) if random else None
         # before what gathers over other axes, which leaves first
         module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
         module.register_forward_hook(self._leave)
@@ -245,7 +261,7 @@ class GatheredModule:
         stream.check(x)
         if self._random is not None and module.training:
             self._random.enter(x)
-        whole = join_dim(x, stream.axis, SEQUENCE, stream._split())
+        whole = gather_from_region(x, stream.axis, SEQUENCE, stream._split())
         # some give their states as queries, keys and values
         own, named = [whole if a is x else a for a in args], {n: whole if a is x else a for n, a in kwargs.items()}
         return tuple(own), named
@@ -261,7 +277,7 @@ class GatheredModule:
         stream = self._stream
         if x.dim() == 2 and x.shape[0] == stream.samples * stream.full:
             return self._own_positions(x.unflatten(0, (stream.samples, stream.full))).flatten(0, 1)
-        return split_dim(x, stream.axis, SEQUENCE, stream._split())
+        return scatter_to_region(x, stream.axis, SEQUENCE, stream._split())
 
     def abandon(self) -> None:
         """Behind the module, or after a forward that an error broke off: back to the random numbers outside."""
@@ -269,8 +285,8 @@ class GatheredModule:
             self._random.leave()
 
 
-class ModuleApart(GatheredModule):
-    """Around a module that is given no tokens: see ``Stream.register_apart``."""
+class TokenFreeModule(FullSequenceModule):
+    """Around a module that is given no tokens: see ``StackActivations.register_apart``."""
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._stream.is_cut and self._random is not None and module.training:
@@ -278,7 +294,7 @@ class ModuleApart(GatheredModule):
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         def left(x: Any) -> Any:
-            return enter(x, self._stream.axis) if isinstance(x, Tensor) and x.requires_grad else x
+            return enter_region(x, self._stream.axis) if isinstance(x, Tensor) and x.requires_grad else x
 
         if not self._stream.is_cut:
             return output

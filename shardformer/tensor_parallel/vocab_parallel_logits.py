@@ -31,19 +31,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardformer.comm.deferred_tensor import writes
+from shardformer.comm.deferred_tensor import is_inplace
 from shardformer.mesh.parallel_context import Axis
 from shardformer.tensor_parallel.vocab_parallel_loss import vocab_parallel_cross_entropy
 from shardformer.tensor_parallel.vocab_sharded_tensor import (
-    VocabSharded,
-    like,
-    own_part,
-    part_of,
-    place,
-    refuse,
-    slice_of,
-    view_of,
-    write,
+    VocabShardedTensor,
+    local_shard,
+    local_slice,
+    local_slice_like,
+    make_view,
+    unsupported_vocab_op,
+    wrap_like,
+    wrap_local,
+    write_full,
 )
 
 Args = tuple[Any, ...]
@@ -197,8 +197,8 @@ VIEW_RULES: Mapping[str, Callable[..., Placed]] = {
 }
 """Functions under which the vocabulary may stay whole, methods of a tensor and functions of torch alike."""
 # B batch, S sequence, V vocabulary; lower case: this rank's part (v columns of V)
-Torch = Callable[..., Any]
-Rule = Callable[[Torch, Args, Kwargs], Any]
+TorchFunction = Callable[..., Any]
+Rule = Callable[[TorchFunction, Args, Kwargs], Any]
 
 
 def shard_logits(local: Tensor, axis: Axis, bounds: Sequence[int]) -> Tensor:
@@ -210,10 +210,10 @@ def shard_logits(local: Tensor, axis: Axis, bounds: Sequence[int]) -> Tensor:
     if axis.size == 1:
         return local
     assert local.shape[-1] == bounds[axis.rank + 1] - bounds[axis.rank], (tuple(local.shape), bounds, axis.rank)
-    return place(VocabParallelLogits, local, axis, tuple(bounds), local.dim() - 1, local.dtype)
+    return wrap_local(VocabParallelLogits, local, axis, tuple(bounds), local.dim() - 1, local.dtype)
 
 
-class VocabParallelLogits(VocabSharded):
+class VocabParallelLogits(VocabShardedTensor):
     """The full logits, of which this rank holds a slice of the vocabulary. Made by ``shard_logits``.
 
     Shape, dtype, device and ``requires_grad`` are those of the full logits. All ranks of the axis do the same with
@@ -235,54 +235,54 @@ class VocabParallelLogits(VocabSharded):
         return LOGITS_RULES.get(func, _gathered)(func, args, kwargs or {})
 
 
-def _gathered(func: Torch, args: Args, kwargs: Kwargs) -> Any:
+def _gathered(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Anything without a rule: the full logits, gathered once, as a plain tensor."""
     name = getattr(func, "__name__", "")
-    if name in _RECEIVES or writes(func, kwargs):
+    if name in _RECEIVES or is_inplace(func, kwargs):
         return _written(func, args, kwargs)
-    if name in ("__set__", "__delete__") or isinstance(kwargs.get("out"), VocabSharded):
-        refuse("Vocabulary-parallel logits were to be written to by an attribute or as out=")
+    if name in ("__set__", "__delete__") or isinstance(kwargs.get("out"), VocabShardedTensor):
+        unsupported_vocab_op("Vocabulary-parallel logits were to be written to by an attribute or as out=")
     return func(*_plain(args), **{key: _plain(value) for key, value in kwargs.items()})
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, VocabSharded):
+    if isinstance(value, VocabShardedTensor):
         return value.full_tensor()
     return type(value)(map(_plain, value)) if type(value) in (tuple, list) else value
 
 
-def _written(func: Torch, args: Args, kwargs: Kwargs) -> Any:
+def _written(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Writes into the full logits, and goes on with the own slice of them."""
     x = args[0]
-    if not isinstance(x, VocabSharded):
+    if not isinstance(x, VocabShardedTensor):
         return func(*_plain(args), **kwargs)
-    full, result = write(x, lambda full: func(full, *_plain(args[1:]), **kwargs))
+    full, result = write_full(x, lambda full: func(full, *_plain(args[1:]), **kwargs))
     return x if result is full else result
 
 
-def _from_shape(func: Torch, args: Args, kwargs: Kwargs) -> Any:
+def _metadata(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Shape, dtype, device and the like, which the wrapper knows."""
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
-def _from_blank(func: Torch, args: Args, kwargs: Kwargs) -> Any:
+def _factory(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """new_zeros, zeros_like and the like: they read no values, so a tensor without any stands in."""
     x = args[0]
-    if not isinstance(x, VocabSharded):
+    if not isinstance(x, VocabShardedTensor):
         return _gathered(func, args, kwargs)
     return func(_blank(x), *args[1:], **kwargs)
 
 
-def _blank(x: VocabSharded) -> Tensor:
+def _blank(x: VocabShardedTensor) -> Tensor:
     return x._local.new_empty((), dtype=x.full_dtype).expand(x.full_shape)
 
 
-def _view(func: Torch, args: Args, kwargs: Kwargs) -> Any:
+def _view(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     x = args[0]
-    if not isinstance(x, VocabSharded):
+    if not isinstance(x, VocabShardedTensor):
         return _gathered(func, args, kwargs)
-    local = own_part(x)
+    local = local_shard(x)
     placed = VIEW_RULES[func.__name__](x.full_shape, x.vocab_dim, args[1:], kwargs, local=local.shape[x.vocab_dim])
     if placed is None:
         return _gathered(func, args, kwargs)
@@ -292,35 +292,35 @@ def _view(func: Torch, args: Args, kwargs: Kwargs) -> Any:
     except (RuntimeError, IndexError):
         return _gathered(func, args, kwargs)  # which raises with the sizes that the caller knows
     if isinstance(result, Tensor):
-        return view_of(x, result, dim % result.dim(), lambda full: func(full, *args[1:], **kwargs))
+        return make_view(x, result, dim % result.dim(), lambda full: func(full, *args[1:], **kwargs))
 
     def replay(full: Tensor, number: int) -> Tensor:
         part: Tensor = func(full, *args[1:], **kwargs)[number]
         return part
 
-    return type(result)(view_of(x, part, dim, partial(replay, number=i)) for i, part in enumerate(result))
+    return type(result)(make_view(x, part, dim, partial(replay, number=i)) for i, part in enumerate(result))
 
 
-def _copied(func: Torch, args: Args, kwargs: Kwargs) -> Any:
+def _copied(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """clone and contiguous."""
-    before = own_part(args[0])
+    before = local_shard(args[0])
     local = func(before, *args[1:], **kwargs)
-    return args[0] if local is before else like(args[0], local)
+    return args[0] if local is before else wrap_like(args[0], local)
 
 
-def _detached(func: Torch, args: Args, kwargs: Kwargs) -> Any:
+def _detached(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """detach and data."""
     x = args[0]
-    return view_of(x, own_part(x).detach(), x.vocab_dim, func)
+    return make_view(x, local_shard(x).detach(), x.vocab_dim, func)
 
 
-def _cast(func: Torch, args: Args, kwargs: Kwargs) -> Any:
+def _cast(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Casts and moves. One from 16 bit to fp32 waits; one that changes nothing gives the logits themselves."""
     x = args[0]
-    others = [_blank(a) if isinstance(a, VocabSharded) else a for a in args[1:]]
-    if not isinstance(x, VocabSharded):  # another tensor is cast to what the logits are
+    others = [_blank(a) if isinstance(a, VocabShardedTensor) else a for a in args[1:]]
+    if not isinstance(x, VocabShardedTensor):  # another tensor is cast to what the logits are
         return func(x, *others, **kwargs)
-    local = own_part(x)
+    local = local_shard(x)
     target = func(local.new_empty(0, dtype=x.full_dtype), *others, **kwargs)  # torch reads the arguments
     if not isinstance(target, Tensor):
         return target  # type() gives a name
@@ -330,13 +330,13 @@ def _cast(func: Torch, args: Args, kwargs: Kwargs) -> Any:
             return x
         was_written = x._writes[0] > 0  # then the part is a view of what may be written into again
         if target.dtype in (local.dtype, torch.float32) and local.element_size() == 2 and not was_written:
-            return like(x, local, dtype=target.dtype)
-    return like(x, func(local, *others, **kwargs), dtype=target.dtype)
+            return wrap_like(x, local, dtype=target.dtype)
+    return wrap_like(x, func(local, *others, **kwargs), dtype=target.dtype)
 
 
-def _elementwise(func: Torch, args: Args, kwargs: Kwargs) -> Any:
+def _elementwise(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Functions of each number by itself, of the logits and of operands that need no gradient."""
-    x = next((a for a in args if isinstance(a, VocabSharded)), None)
+    x = next((a for a in args if isinstance(a, VocabShardedTensor)), None)
     if x is None or kwargs.get("inplace") or "out" in kwargs:
         return _gathered(func, args, kwargs)
     operands = [_operand(a, x) for a in (*args, *kwargs.values())]
@@ -344,14 +344,14 @@ def _elementwise(func: Torch, args: Args, kwargs: Kwargs) -> Any:
         return _gathered(func, args, kwargs)
     named = dict(zip(kwargs, operands[len(args) :], strict=True))
     local = func(*operands[: len(args)], **named)
-    return like(x, local, x.vocab_dim - x._local.dim() + local.dim(), local.dtype)
+    return wrap_like(x, local, x.vocab_dim - x._local.dim() + local.dim(), local.dtype)
 
 
-def _operand(value: Any, x: VocabSharded) -> Any:
+def _operand(value: Any, x: VocabShardedTensor) -> Any:
     """This rank's part of an operand; NotImplemented where the full logits are needed."""
     if not isinstance(value, Tensor):
         return value if value is None or isinstance(value, Number | str) else NotImplemented
-    if isinstance(value, VocabSharded):
+    if isinstance(value, VocabShardedTensor):
         is_alike = (value.axis, value.bounds, value.vocab_dim) == (x.axis, x.bounds, x.vocab_dim)
         return value.to_local() if is_alike and value.full_shape == x.full_shape else NotImplemented
     if value.requires_grad and torch.is_grad_enabled():
@@ -359,23 +359,23 @@ def _operand(value: Any, x: VocabSharded) -> Any:
     back = x.vocab_dim - x._local.dim()
     if value.dim() < -back or value.shape[back] == 1:
         return value
-    return slice_of(value, x.axis, x.bounds, back) if value.shape[back] == x.bounds[-1] else NotImplemented
+    return local_slice(value, x.axis, x.bounds, back) if value.shape[back] == x.bounds[-1] else NotImplemented
 
 
-def _cross_entropy(func: Torch, args: Args, kwargs: Kwargs) -> Any:
+def _cross_entropy(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """F.cross_entropy with class indices, over dim 1 as torch has it, or dim 0 of a single token's logits."""
     x, target = args[0], args[1] if len(args) == 2 else None
     if (
-        not isinstance(x, VocabSharded)
+        not isinstance(x, VocabShardedTensor)
         or not isinstance(target, Tensor)
-        or isinstance(target, VocabSharded)
+        or isinstance(target, VocabShardedTensor)
         or x.vocab_dim != min(x._local.dim() - 1, 1)
         or target.is_floating_point()
         or target.shape != (*x.full_shape[: x.vocab_dim], *x.full_shape[x.vocab_dim + 1 :])
         or any(kwargs.get(name) is not None for name in ("weight", "size_average", "reduce"))
     ):
         return _gathered(func, args, kwargs)
-    local = own_part(x)
+    local = local_shard(x)
     if local.dim() != 2:
         local = local.movedim(x.vocab_dim, -1)
         local = local.reshape(-1, local.shape[-1])
@@ -392,69 +392,69 @@ def _cross_entropy(func: Torch, args: Args, kwargs: Kwargs) -> Any:
     return loss.view(target.shape) if loss.dim() else loss
 
 
-def _hooked(func: Torch, args: Args, kwargs: Kwargs) -> Any:
+def _hooked(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """register_hook: the hook sees, and may replace, the gradient of the logits."""
     x, hook = (*args, *kwargs.values())
-    local = own_part(x)
+    local = local_shard(x)
     # the hook knows how the logits are placed, not the logits: they hold the graph, which would hold them for good
-    placed = like(x, local.new_empty([0] * local.dim()))
+    placed = wrap_like(x, local.new_empty([0] * local.dim()))
 
     def on_local(grad: Tensor) -> Tensor | None:
-        replaced = hook(like(placed, grad, dtype=grad.dtype))
-        return None if replaced is None else part_of(replaced, placed)
+        replaced = hook(wrap_like(placed, grad, dtype=grad.dtype))
+        return None if replaced is None else local_slice_like(replaced, placed)
 
     return local.register_hook(on_local)
 
 
-def _of_part(func: Torch, args: Args, kwargs: Kwargs) -> Any:
+def _query_local(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """What is asked of, or told to, the local part: requires_grad, retain_grad, is_contiguous and the like."""
-    result = func(own_part(args[0]), *args[1:], **kwargs)
+    result = func(local_shard(args[0]), *args[1:], **kwargs)
     return args[0] if isinstance(result, Tensor) else result
 
 
-def _get_grad(func: Torch, args: Args, kwargs: Kwargs) -> Any:
-    grad = own_part(args[0]).grad
-    return None if grad is None else like(args[0], grad, dtype=grad.dtype)
+def _get_grad(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+    grad = local_shard(args[0]).grad
+    return None if grad is None else wrap_like(args[0], grad, dtype=grad.dtype)
 
 
-def _set_grad(func: Torch, args: Args, kwargs: Kwargs) -> None:
+def _set_grad(func: TorchFunction, args: Args, kwargs: Kwargs) -> None:
     x, grad = args
-    own_part(x).grad = None if grad is None else part_of(grad, x)
+    local_shard(x).grad = None if grad is None else local_slice_like(grad, x)
 
 
-def _backward(func: Torch, args: Args, kwargs: Kwargs) -> Any:
+def _backward(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Tensor.backward, from a given gradient of the logits."""
     x, gradient = args[0], args[1] if len(args) > 1 else kwargs.get("gradient")
-    if gradient is None or not isinstance(x, VocabSharded):
+    if gradient is None or not isinstance(x, VocabShardedTensor):
         return _gathered(func, args, kwargs)
     named = {key: value for key, value in kwargs.items() if key != "gradient"}
     return func(*_start(x, gradient), *args[2:], **named)
 
 
-def _autograd_backward(func: Torch, args: Args, kwargs: Kwargs) -> Any:
+def _autograd_backward(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """torch.autograd.backward, from several tensors and perhaps to some."""
     tensors, given, inputs = args[0], kwargs.get("grad_tensors"), kwargs.get("inputs")
     gradients = [given] if isinstance(given, Tensor) else given or [None] * len(tensors)
     starts, gradients = zip(*map(_start, tensors, gradients), strict=True)
-    ends = inputs and [own_part(x) if isinstance(x, VocabSharded) else x for x in inputs]
+    ends = inputs and [local_shard(x) if isinstance(x, VocabShardedTensor) else x for x in inputs]
     return func(starts, **{**kwargs, "grad_tensors": gradients, "inputs": ends})
 
 
 def _start(x: Tensor, gradient: Any) -> tuple[Tensor, Any]:
     """The tensor and the gradient that backward starts from."""
-    if not isinstance(x, VocabSharded) or gradient is None:
+    if not isinstance(x, VocabShardedTensor) or gradient is None:
         return _plain(x), _plain(gradient)
     with torch.enable_grad():  # torch.autograd.backward may be called by a backward
-        local = own_part(x)
-    return local, part_of(gradient, x).to(local.dtype)
+        local = local_shard(x)
+    return local, local_slice_like(gradient, x).to(local.dtype)
 
 
-def _autograd_grad(func: Torch, args: Args, kwargs: Kwargs) -> Any:
+def _autograd_grad(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     outputs, inputs = args[:2]
-    locals_ = [own_part(x) if isinstance(x, VocabSharded) else x for x in inputs]
+    locals_ = [local_shard(x) if isinstance(x, VocabShardedTensor) else x for x in inputs]
     grads = func(_plain(outputs), locals_, *_plain(args[2:]), **{key: _plain(value) for key, value in kwargs.items()})
     return tuple(
-        like(x, grad, dtype=grad.dtype) if isinstance(x, VocabSharded) and grad is not None else grad
+        wrap_like(x, grad, dtype=grad.dtype) if isinstance(x, VocabShardedTensor) and grad is not None else grad
         for x, grad in zip(inputs, grads, strict=True)
     )
 
@@ -473,14 +473,14 @@ _NAMES: Mapping[Rule, str] = {
         tanh sigmoid relu softplus masked_fill where __pow__ __rpow__ __rsub__ __rdiv__
         """,
     _cross_entropy: "cross_entropy",
-    _from_shape: """
+    _metadata: """
         shape size dim ndim ndimension numel nelement __len__ dtype element_size itemsize nbytes is_floating_point
         is_complex is_signed device get_device is_cuda is_cpu is_meta layout is_sparse is_leaf grad_fn
         """,
-    _from_blank: """
+    _factory: """
         new_empty new_zeros new_ones new_full new_tensor empty_like zeros_like ones_like full_like rand_like randn_like
         """,
-    _of_part: "requires_grad requires_grad_ retain_grad retains_grad is_contiguous is_inference",
+    _query_local: "requires_grad requires_grad_ retain_grad retains_grad is_contiguous is_inference",
     _hooked: "register_hook",
     _backward: "backward",
 }
@@ -496,7 +496,7 @@ def _rules() -> Iterator[tuple[Any, Rule]]:
                     yield function.__get__, rule
                 elif callable(function) and not isinstance(function, type):
                     yield function, rule
-    yield tensor.requires_grad.__set__, _of_part
+    yield tensor.requires_grad.__set__, _query_local
     yield tensor.grad.__get__, _get_grad
     yield tensor.grad.__set__, _set_grad
     yield torch.autograd.grad, _autograd_grad

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from shardformer.comm.autograd_collectives import join_dim
+from shardformer.comm.autograd_collectives import gather_from_region
 from shardformer.errors import InputError
 from shardformer.layout.shard_spec import Split
 from shardformer.mesh.parallel_context import Axis
 
 # B batch, S sequence, V vocabulary; lower case: this rank's part (v columns of V)
 
-Replay = Callable[[Tensor], Tensor]
+ViewReplay = Callable[[Tensor], Tensor]
 """Takes from a full tensor the view that was taken of a sharded one."""
 
 
-class VocabSharded(Tensor):
+class VocabShardedTensor(Tensor):
     """Base of ``VocabParallelLogits``, which says what functions of torch do with it.
 
     A wrapper with the full shape around the local part. Autograd's history is the local part's; the wrapper stands
@@ -33,7 +33,7 @@ class VocabSharded(Tensor):
 
     _local: Tensor
     _full: Tensor | None
-    _origin: tuple[VocabSharded, Replay] | None
+    _origin: tuple[VocabShardedTensor, ViewReplay] | None
     _writes: list[int]
     _writes_seen: int
     axis: Axis
@@ -64,15 +64,15 @@ class VocabSharded(Tensor):
     ) -> Any:
         """What gets here was not called by name: autograd itself, or code written in C++."""
         if func in _ALIASES and (len(args) == 1 or tuple(args[1]) == args[0].full_shape):
-            return like(args[0], args[0]._local.detach())
+            return wrap_like(args[0], args[0]._local.detach())
         if func is torch.ops.aten.add.Tensor and len(args) == 2:  # autograd sums two gradients
-            x = next(a for a in args if isinstance(a, VocabSharded))
-            return like(x, part_of(args[0], x) + part_of(args[1], x))
-        refuse(f"{func} was called on vocabulary-parallel logits")
+            x = next(a for a in args if isinstance(a, VocabShardedTensor))
+            return wrap_like(x, local_slice_like(args[0], x) + local_slice_like(args[1], x))
+        unsupported_vocab_op(f"{func} was called on vocabulary-parallel logits")
 
     def to_local(self) -> Tensor:
         """This rank's part, (..., v) in the dtype of the logits, with its gradient. Communicates nothing."""
-        return own_part(self).to(self.full_dtype)
+        return local_shard(self).to(self.full_dtype)
 
     def full_tensor(self) -> Tensor:
         """The full logits as a plain tensor, the same on all ranks, with their gradient.
@@ -80,13 +80,13 @@ class VocabSharded(Tensor):
         Communicates one all-gather of the full logits the first time, in the dtype that they are held in; backward
         nothing.
         """
-        local, full = own_part(self), self._full
+        local, full = local_shard(self), self._full
         needs_grad = torch.is_grad_enabled() and local.requires_grad
         if full is not None and needs_grad <= full.requires_grad:
             if torch.is_inference_mode_enabled() or not full.is_inference():
                 return full
         split = Split(tuple(((a, b),) for a, b in pairwise(self.bounds)), (self.axis.name,))
-        self._full = join_dim(local, self.axis, self.vocab_dim, split, "gather").to(self.full_dtype)
+        self._full = gather_from_region(local, self.axis, self.vocab_dim, split, "gather").to(self.full_dtype)
         return self._full
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # mypy drops the keyword's name in a dunder
@@ -100,13 +100,13 @@ class VocabSharded(Tensor):
         return format(repr(self), spec)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
-        refuse("Vocabulary-parallel logits were to be copied with copy.deepcopy")
+        unsupported_vocab_op("Vocabulary-parallel logits were to be copied with copy.deepcopy")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        refuse("Vocabulary-parallel logits were to be copied or pickled")
+        unsupported_vocab_op("Vocabulary-parallel logits were to be copied or pickled")
 
 
-def refuse(what: str) -> NoReturn:
+def unsupported_vocab_op(what: str) -> NoReturn:
     raise InputError(
         what,
         rule="Each rank holds a slice of their vocabulary, and only functions of torch that are called by name know it",
@@ -114,24 +114,26 @@ def refuse(what: str) -> NoReturn:
     )
 
 
-def place(
-    kind: type[VocabSharded], local: Tensor, axis: Axis, bounds: tuple[int, ...], dim: int, dtype: torch.dtype
-) -> VocabSharded:
+def wrap_local(
+    kind: type[VocabShardedTensor], local: Tensor, axis: Axis, bounds: tuple[int, ...], dim: int, dtype: torch.dtype
+) -> VocabShardedTensor:
     """``local`` as the full tensor of which it is this rank's slice of ``dim``, with gradient history if it has one."""
     if local.requires_grad:
         if torch.is_grad_enabled():
-            out: VocabSharded = _Shard.apply(kind, local, axis, bounds, dim, dtype)
+            out: VocabShardedTensor = _Shard.apply(kind, local, axis, bounds, dim, dtype)
             return out
         local = local.detach()
     return kind(local, axis, bounds, dim, dtype)
 
 
-def like(x: VocabSharded, local: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> VocabSharded:
+def wrap_like(
+    x: VocabShardedTensor, local: Tensor, dim: int | None = None, dtype: torch.dtype | None = None
+) -> VocabShardedTensor:
     """``local`` placed as ``x`` is, where not said otherwise. A cast that waits goes on waiting."""
-    return place(type(x), local, x.axis, x.bounds, x.vocab_dim if dim is None else dim, dtype or x.full_dtype)
+    return wrap_local(type(x), local, x.axis, x.bounds, x.vocab_dim if dim is None else dim, dtype or x.full_dtype)
 
 
-def own_part(x: VocabSharded) -> Tensor:
+def local_shard(x: VocabShardedTensor) -> Tensor:
     """The local part, in the dtype that it is held in, with its gradient history.
 
     Autograd may hand the whole on without calling any function by name (a full backward hook, reentrant checkpointing,
@@ -148,14 +150,14 @@ def own_part(x: VocabSharded) -> Tensor:
     return x._local
 
 
-def view_of(x: VocabSharded, local: Tensor, dim: int, replay: Replay) -> VocabSharded:
+def make_view(x: VocabShardedTensor, local: Tensor, dim: int, replay: ViewReplay) -> VocabShardedTensor:
     """A view of ``x`` with the given part; ``replay`` takes the same view of the full tensor."""
-    out = like(x, local, dim)
+    out = wrap_like(x, local, dim)
     out._origin, out._writes, out._writes_seen = (x, replay), x._writes, x._writes_seen
     return out
 
 
-def write(x: VocabSharded, how: Callable[[Tensor], Any]) -> tuple[Tensor, Any]:
+def write_full(x: VocabShardedTensor, how: Callable[[Tensor], Any]) -> tuple[Tensor, Any]:
     """Writes into the full tensor, and into what ``x`` is a view of. The full tensor, and what ``how`` gave.
 
     Communicates one all-gather of what ``x`` is a view of, unless it was gathered before.
@@ -170,29 +172,29 @@ def write(x: VocabSharded, how: Callable[[Tensor], Any]) -> tuple[Tensor, Any]:
     full = fulls[-1]
     result = how(full)
     if (full.shape, full.dtype) != (x.full_shape, x.full_dtype):
-        refuse("The shape of vocabulary-parallel logits was to be changed in place")
+        unsupported_vocab_op("The shape of vocabulary-parallel logits was to be changed in place")
     x._writes[0] += 1
     for view, written in zip(reversed(chain), fulls, strict=True):
         _rewrite(view, written)
     return full, result
 
 
-def _rewrite(x: VocabSharded, full: Tensor) -> None:
+def _rewrite(x: VocabShardedTensor, full: Tensor) -> None:
     """Makes ``full`` the values and the history of ``x``."""
-    local = part_of(full, x)
+    local = local_slice_like(full, x)
     with torch._C.DisableTorchFunctionSubclass():
         _Rewrite.apply(x, local)
     x._local, x._full, x._writes_seen = local, full, x._writes[0]
 
 
-def part_of(full: Tensor, x: VocabSharded) -> Tensor:
+def local_slice_like(full: Tensor, x: VocabShardedTensor) -> Tensor:
     """This rank's slice of a tensor that is shaped as ``x``."""
-    return slice_of(full, x.axis, x.bounds, x.vocab_dim)
+    return local_slice(full, x.axis, x.bounds, x.vocab_dim)
 
 
-def slice_of(full: Tensor, axis: Axis, bounds: tuple[int, ...], dim: int) -> Tensor:
+def local_slice(full: Tensor, axis: Axis, bounds: tuple[int, ...], dim: int) -> Tensor:
     """This rank's slice of a full tensor, along ``dim``."""
-    if isinstance(full, VocabSharded):
+    if isinstance(full, VocabShardedTensor):
         if full.vocab_dim == dim:
             return full.to_local()
         full = full.full_tensor()
@@ -205,33 +207,33 @@ class _Shard(Function):
     @staticmethod
     def forward(
         ctx: Any,
-        kind: type[VocabSharded],
+        kind: type[VocabShardedTensor],
         local: Tensor,
         axis: Axis,
         bounds: tuple[int, ...],
         dim: int,
         dtype: torch.dtype,
-    ) -> VocabSharded:
+    ) -> VocabShardedTensor:
         ctx.place, ctx.dtype = (axis, bounds, dim), local.dtype
         return kind(local, axis, bounds, dim, dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None, None, None]:
-        return None, slice_of(grad, *ctx.place).to(ctx.dtype), None, None, None, None
+        return None, local_slice(grad, *ctx.place).to(ctx.dtype), None, None, None, None
 
 
 class _Unshard(Function):
     """The part of a whole that has a history of its own. Backward: the part's gradient as the whole's."""
 
     @staticmethod
-    def forward(ctx: Any, x: VocabSharded) -> Tensor:
+    def forward(ctx: Any, x: VocabShardedTensor) -> Tensor:
         ctx.place = (type(x), x.axis, x.bounds, x.vocab_dim, x.full_dtype)
         return x._local.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> VocabSharded:
+    def backward(ctx: Any, grad: Tensor) -> VocabShardedTensor:
         kind, *where = ctx.place
-        out: VocabSharded = kind(grad, *where)
+        out: VocabShardedTensor = kind(grad, *where)
         return out
 
 
@@ -239,14 +241,14 @@ class _Rewrite(Function):
     """A whole whose values are from now on those of another part."""
 
     @staticmethod
-    def forward(ctx: Any, x: VocabSharded, local: Tensor) -> VocabSharded:
+    def forward(ctx: Any, x: VocabShardedTensor, local: Tensor) -> VocabShardedTensor:
         ctx.place, ctx.dtype = (x.axis, x.bounds, x.vocab_dim), local.dtype
         ctx.mark_dirty(x)
         return x
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        return None, slice_of(grad, *ctx.place).to(ctx.dtype)
+        return None, local_slice(grad, *ctx.place).to(ctx.dtype)
 
 
 _ALIASES = {torch.ops.aten.view.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from shardformer.train_command.config_schema import read_config
-from shardformer.train_command.run import train
+from shardformer.train_command.config_schema import load_train_config
+from shardformer.train_command.run import run_training
 
 if __name__ == "__main__":
-    train(read_config(sys.argv[1], sys.argv[2:]))
+    run_training(load_train_config(sys.argv[1], sys.argv[2:]))

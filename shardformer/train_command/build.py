@@ -26,11 +26,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from shardformer.errors import ConfigError, ShardFormerError, first_line, nearest
+from shardformer.errors import ConfigError, ShardFormerError, did_you_mean, first_line
 from shardformer.meta_init.lazy_init import LazyInit
-from shardformer.train_command.config_schema import OptimizerTable, RunConfig, ScheduleTable, consent_or
-from shardformer.train_command.datasets import RunData
-from shardformer.train_command.model_config import from_data, own_config
+from shardformer.train_command.config_schema import OptimizerTable, ScheduleTable, TrainConfig, remote_code_hint
+from shardformer.train_command.datasets import TrainingData
+from shardformer.train_command.model_config import from_data, load_model_config
 from shardformer.training import hooks as included
 from shardformer.training.hook import Hook
 from shardformer.transformers_compat import configs_of, load_transformers
@@ -39,7 +39,7 @@ from shardformer.zero.optimizers import LAMB, LARS, HybridAdam
 
 NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 """Of names in lower case, as in transformers."""
-OURS = {kind.__name__: kind for kind in (LAMB, LARS, HybridAdam)}
+PACKAGE_OPTIMIZERS = {kind.__name__: kind for kind in (LAMB, LARS, HybridAdam)}
 
 
 MakeOptimizer = Callable[[nn.Module], Callable[[Iterable[nn.Parameter]], Optimizer]]
@@ -47,15 +47,15 @@ MakeOptimizer = Callable[[nn.Module], Callable[[Iterable[nn.Parameter]], Optimiz
 DECAY = "weight_decay"
 
 
-def optimizer_of(table: OptimizerTable) -> MakeOptimizer:
+def build_optimizer(table: OptimizerTable) -> MakeOptimizer:
     """How the optimizer is made. Raises ConfigError for a name, or an argument, that there is not."""
     theirs = {n: k for n, k in vars(torch.optim).items() if isinstance(k, type) and issubclass(k, Optimizer)}
-    known = {name: kind for name, kind in {**theirs, **OURS}.items() if name != "Optimizer"}
+    known = {name: kind for name, kind in {**theirs, **PACKAGE_OPTIMIZERS}.items() if name != "Optimizer"}
     if table.name not in known:
         raise ConfigError(
             f"optimizer.name = {table.name!r}",
-            rule=f"It is a class of torch.optim, or {', '.join(OURS)}",
-            remedy=nearest(table.name, known),
+            rule=f"It is a class of torch.optim, or {', '.join(PACKAGE_OPTIMIZERS)}",
+            remedy=did_you_mean(table.name, known),
         )
     kind = known[table.name]
     said = {key: tuple(v) if isinstance(v, list) else v for key, v in (table.model_extra or {}).items()}
@@ -131,7 +131,7 @@ def check_arguments(kind: Any, given: Mapping[str, Any], where: str, taken: Iter
             raise ConfigError(
                 f"{where}.{name} = {given[name]!r}",
                 rule=f"{kind.__name__} has no such argument",
-                remedy=nearest(name, known),
+                remedy=did_you_mean(name, known),
             )
     lacking = [name for name in known if parameters[name].default is inspect.Parameter.empty and name not in given]
     named = [name for name in lacking if parameters[name].kind in (parameters[name].POSITIONAL_OR_KEYWORD,)]
@@ -139,7 +139,7 @@ def check_arguments(kind: Any, given: Mapping[str, Any], where: str, taken: Iter
         raise ConfigError(f"{where} does not say {named[0]}", rule=f"{kind.__name__} needs it", remedy="Write it")
 
 
-def scheduler_of(table: ScheduleTable, num_steps: int) -> Callable[[Optimizer], LambdaLR]:
+def build_scheduler(table: ScheduleTable, num_steps: int) -> Callable[[Optimizer], LambdaLR]:
     """A function of the optimizer, for a run of so many steps."""
     share = shares_of(table, num_steps)
     return lambda optimizer: LambdaLR(optimizer, share)
@@ -149,13 +149,13 @@ def shares_of(table: ScheduleTable, num_steps: int) -> Callable[[int], float]:
     """step from 0 -> share of the learning rate, in a run of so many steps."""
     length = num_steps if table.steps is None else table.steps
     warmup = math.ceil(table.warmup * length) if table.warmup < 1 else round(table.warmup)
-    return partial(share_of_rate, table.name, warmup, length, table.final)
+    return partial(lr_factor, table.name, warmup, length, table.final)
 
 
-def share_of_rate(name: str, warmup: int, num_steps: int, final: float, step: int) -> float:
+def lr_factor(name: str, warmup: int, num_steps: int, final: float, step: int) -> float:
     """Of the learning rate, in a step counted from 0.
 
-    >>> [round(share_of_rate("linear", 2, 6, 0.0, step), 2) for step in range(6)]
+    >>> [round(lr_factor("linear", 2, 6, 0.0, step), 2) for step in range(6)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
     """
     if step < warmup:
@@ -172,15 +172,15 @@ FOLDERS = {"json_lines": ".", "checkpoint": "checkpoints"}
 """Inside of the run's folder; of any other hook with a folder it has the name of the hook."""
 
 
-def key_of(name: str) -> str:
+def hook_key(name: str) -> str:
     """``EarlyStopping`` as ``early_stopping``, as the config has it."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
 
 
-KNOWN = {key_of(name): getattr(included, name) for name in included.__all__}
+KNOWN_HOOKS = {hook_key(name): getattr(included, name) for name in included.__all__}
 
 
-def hooks_of(config: RunConfig) -> list[Hook]:
+def build_hooks(config: TrainConfig) -> list[Hook]:
     """Those that measure before those that write.
 
     Raises ConfigError for a hook that there is not, and for an argument that it does not take.
@@ -191,7 +191,7 @@ def hooks_of(config: RunConfig) -> list[Hook]:
     return [_make_hook(config, name, {} if wanted[name] is True else wanted[name]) for name in order]
 
 
-def _make_hook(config: RunConfig, name: str, arguments: dict[str, Any]) -> Hook:
+def _make_hook(config: TrainConfig, name: str, arguments: dict[str, Any]) -> Hook:
     kind = _kind(name)
     if "folder" in inspect.signature(kind).parameters:
         arguments = {"folder": str(config.path / FOLDERS.get(name, name)), **arguments}
@@ -229,18 +229,18 @@ def _check_types(kind: Any, arguments: dict[str, Any], where: str) -> None:
 def _kind(name: str) -> Any:
     file, colon, attribute = name.rpartition(":")
     if not colon:
-        if name not in KNOWN:
+        if name not in KNOWN_HOOKS:
             raise ConfigError(
                 f"hooks.{name}",
                 rule='A hook is one of those that come with the trainer, or of your own as "my_hooks.py:MyHook"',
-                remedy=nearest(name, KNOWN),
+                remedy=did_you_mean(name, KNOWN_HOOKS),
             )
-        return KNOWN[name]
+        return KNOWN_HOOKS[name]
     found = getattr(_module(file, name), attribute, None)
     if not (isinstance(found, type) and issubclass(found, Hook)):
         raise ConfigError(
             f"hooks.{name!r}: {file} has no hook {attribute!r}",
-            rule="It is a class that is derived from shardformer.Hook",
+            rule="It is a class that is derived from shardformer.hooks.Hook",
             remedy="Correct the name",
         )
     return found
@@ -279,7 +279,7 @@ HEAD_OF = {
 LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length")
 
 
-def head_of(config: RunConfig) -> Any:
+def model_class_for(config: TrainConfig) -> Any:
     """The class of transformers. Raises ConfigError where there is none of that name."""
     transformers = load_transformers()
 
@@ -288,12 +288,14 @@ def head_of(config: RunConfig) -> Any:
     is_model = isinstance(kind, type) and (issubclass(kind, nn.Module) or configs_of(kind) is not None)
     if not is_model or not hasattr(kind, "from_pretrained"):
         known = [n for n in dir(transformers) if re.search(r"For[A-Z]|Model$", n)]
-        raise ConfigError(f"model.head = {name!r}", rule="It is a model of transformers", remedy=nearest(name, known))
+        raise ConfigError(
+            f"model.head = {name!r}", rule="It is a model of transformers", remedy=did_you_mean(name, known)
+        )
     return kind
 
 
-def model_of(
-    config: RunConfig, data: RunData, saved: Any, *, lazy: bool = True, dtype: torch.dtype = torch.float32
+def build_model(
+    config: TrainConfig, data: TrainingData, saved: Any, *, lazy: bool = True, dtype: torch.dtype = torch.float32
 ) -> nn.Module:
     """The model, its weights not there yet, unless not ``lazy``: then they are random whatever the config says.
 
@@ -304,9 +306,9 @@ def model_of(
 
     Raises ConfigError where it cannot be, and where the data do not fit it.
     """
-    complete = own_config(config, from_data(config, data, saved))
+    complete = load_model_config(config, from_data(config, data, saved))
     _check_fits(config, data, complete)
-    kind = head_of(config)
+    kind = model_class_for(config)
     _check_task(config, complete, kind)
     torch.manual_seed(config.seed)
     try:
@@ -318,13 +320,13 @@ def model_of(
             f"transformers cannot build {kind.__name__} of {config.model.name!r}: {type(error).__name__}: "
             f"{first_line(error)}",
             rule="model.task and model.head fit the model, and the fields of model.config fit each other",
-            remedy=consent_or("Correct them", error),
+            remedy=remote_code_hint("Correct them", error),
         ) from error
     _check_loss(model)
     return model
 
 
-def _made(config: RunConfig, kind: Any, saved: Any, *, lazy: bool, dtype: torch.dtype) -> nn.Module:
+def _made(config: TrainConfig, kind: Any, saved: Any, *, lazy: bool, dtype: torch.dtype) -> nn.Module:
     trust = config.model.trust_remote_code
     if not lazy:
         return _built(kind, saved, dtype, trust)
@@ -356,7 +358,7 @@ def _built(kind: Any, saved: Any, dtype: torch.dtype, trust: bool) -> nn.Module:
         torch.set_default_dtype(before)
 
 
-def _check_task(config: RunConfig, saved: Any, kind: Any) -> None:
+def _check_task(config: TrainConfig, saved: Any, kind: Any) -> None:
     """Raises ConfigError where transformers has no model of this type for the task."""
     known = configs_of(kind)
     if known is None or type(saved) in known or kind.__name__ in (getattr(saved, "auto_map", None) or {}):
@@ -373,7 +375,7 @@ def _check_task(config: RunConfig, saved: Any, kind: Any) -> None:
     )
 
 
-def _check_fits(config: RunConfig, data: RunData, saved: Any) -> None:
+def _check_fits(config: TrainConfig, data: TrainingData, saved: Any) -> None:
     if data.tokens is None:
         return
     text = saved.get_text_config()

@@ -19,9 +19,9 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, create_model, field_validator
 
-from shardformer.config import Parallel
-from shardformer.errors import ConfigError, nearest
-from shardformer.mesh.rank_grid import total_of
+from shardformer.config import ParallelConfig
+from shardformer.errors import ConfigError, did_you_mean
+from shardformer.mesh.rank_grid import num_ranks
 
 Task = Literal["causal", "masked", "sequence_to_sequence", "classification", "image_classification"]
 Format = Literal["text", "jsonl", "datasets", "images"]
@@ -31,7 +31,7 @@ PATHS = ("folder", "name", "train", "validation", "tokenizer")
 """Keys that may name a file or a folder: no shell replaces the ~ in them."""
 
 
-class Table(BaseModel):
+class ConfigTable(BaseModel):
     """A table of the file; a key that it does not have is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
@@ -49,7 +49,7 @@ class Table(BaseModel):
         return os.path.expanduser(value) if isinstance(value, str) else value
 
 
-class ModelTable(Table):
+class ModelTable(ConfigTable):
     """What is trained."""
 
     name: str = Field(
@@ -73,7 +73,7 @@ class ModelTable(Table):
     )
 
 
-class DataTable(Table):
+class DataTable(ConfigTable):
     """What it is trained on."""
 
     train: str | list[str] = Field(
@@ -112,22 +112,23 @@ class DataTable(Table):
 
 
 def _of_file(name: str, default: Any) -> tuple[Any, Any]:
-    """A field of ``Parallel`` as a file can write it: its type without classes of this package, and its description."""
+    """A field of ``ParallelConfig`` as a file can write it: its type without classes of this package, and its
+    description."""
     hint, description = get_args(_HINTS[name])
     kinds = [kind for kind in get_args(hint) if not is_dataclass(kind)] if isinstance(hint, UnionType) else [hint]
     return reduce(or_, kinds), Field(default, description=description)
 
 
-_HINTS = get_type_hints(Parallel, include_extras=True)
+_HINTS = get_type_hints(ParallelConfig, include_extras=True)
 ParallelTable = create_model(
     "ParallelTable",
-    __base__=Table,
-    __doc__="The layout, and how a step is made: the fields of `shardformer.Parallel`.",
-    **{f.name: _of_file(f.name, f.default) for f in fields(Parallel)},
+    __base__=ConfigTable,
+    __doc__="The layout, and how a step is made: the fields of `shardformer.ParallelConfig`.",
+    **{f.name: _of_file(f.name, f.default) for f in fields(ParallelConfig)},
 )  # type: ignore[call-overload]
 
 
-class OptimizerTable(Table):
+class OptimizerTable(ConfigTable):
     """What updates the weights. Further keys are arguments of the optimizer, such as `betas` and `weight_decay`."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
@@ -141,7 +142,7 @@ class OptimizerTable(Table):
     )
 
 
-class ScheduleTable(Table):
+class ScheduleTable(ConfigTable):
     """How the learning rate changes over the run."""
 
     name: Literal["constant", "linear", "cosine"] = Field(
@@ -159,7 +160,7 @@ class ScheduleTable(Table):
     )
 
 
-class TrainingTable(Table):
+class TrainingTable(ConfigTable):
     """How long the run is, and when the model is tried."""
 
     steps: int | None = Field(default=None, ge=1, description="How many steps are made.")
@@ -174,7 +175,7 @@ class TrainingTable(Table):
     )
 
 
-class RunConfig(Table):
+class TrainConfig(ConfigTable):
     """A whole run."""
 
     folder: str = Field(
@@ -217,7 +218,7 @@ class RunConfig(Table):
     def _check_used(self) -> None:
         """Raises ConfigError for a key that is set and can have no effect beside the others."""
         task, layout = self.model.task, self.layout
-        images, tensor = task == "image_classification", total_of(layout.tensor, "tensor")
+        images, tensor = task == "image_classification", num_ranks(layout.tensor, "tensor")
         changes = self.schedule.name != "constant" or 0 < self.schedule.warmup < 1
         of_data_sets = (self.data.format == "datasets", "data.format = 'datasets'")
         used = {
@@ -248,9 +249,9 @@ class RunConfig(Table):
                 )
 
     @property
-    def layout(self) -> Parallel:
+    def layout(self) -> ParallelConfig:
         table: BaseModel = self.parallel
-        return Parallel(**table.model_dump())
+        return ParallelConfig(**table.model_dump())
 
     @property
     def path(self) -> Path:
@@ -258,7 +259,7 @@ class RunConfig(Table):
         return Path(self.folder)
 
 
-def consent_or(remedy: str, error: Exception) -> str:
+def remote_code_hint(remedy: str, error: Exception) -> str:
     """What to do about an error of transformers, which asks for ``trust_remote_code`` where code was not to run."""
     asks = "trust_remote_code" in str(error)
     return "Read that code; where it may run, write model.trust_remote_code = true" if asks else remedy
@@ -292,7 +293,7 @@ OF_TRAINER = {
 """What ``TrainingArguments`` of transformers calls a key -> what it is here."""
 
 
-def read_config(file: str | Path, changes: Sequence[str] = ()) -> RunConfig:
+def load_train_config(file: str | Path, changes: Sequence[str] = ()) -> TrainConfig:
     """The run that a TOML file says.
 
     Args:
@@ -307,7 +308,7 @@ def read_config(file: str | Path, changes: Sequence[str] = ()) -> RunConfig:
             raise OSError("it is no regular file")
         said = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
-        near = nearest(path.name, (other.name for other in path.absolute().parent.glob("*.toml")))
+        near = did_you_mean(path.name, (other.name for other in path.absolute().parent.glob("*.toml")))
         raise ConfigError(
             f"The config {str(file)!r} cannot be read: {error.strerror or error}",
             rule="A run is said by a file in TOML",
@@ -321,15 +322,15 @@ def read_config(file: str | Path, changes: Sequence[str] = ()) -> RunConfig:
         ) from error
     for change in changes:
         _change(said, change)
-    return config_of(said, str(file))
+    return parse_config(said, str(file))
 
 
-def config_of(said: dict[str, Any], where: str) -> RunConfig:
+def parse_config(said: dict[str, Any], where: str) -> TrainConfig:
     """The run that these tables say; ``where`` they stand is for errors."""
     try:
-        return RunConfig.model_validate(said)
+        return TrainConfig.model_validate(said)
     except ValidationError as error:
-        raise _in_four_parts(error, where) from error
+        raise _to_config_error(error, where) from error
 
 
 def _change(said: dict[str, Any], change: str) -> None:
@@ -356,7 +357,7 @@ def _change(said: dict[str, Any], change: str) -> None:
         table.pop(name, None)
 
 
-def _in_four_parts(error: ValidationError, where: str) -> ConfigError:
+def _to_config_error(error: ValidationError, where: str) -> ConfigError:
     """The first of what pydantic found, with the key as it stands in the file, and the names that there are."""
     first = error.errors()[0]
     place = [str(part) for part in first["loc"]]
@@ -385,7 +386,7 @@ def _in_four_parts(error: ValidationError, where: str) -> ConfigError:
     return ConfigError(
         f"{where} has {key} = {found!r:.80}",
         rule="; or ".join(dict.fromkeys(here)) + (f". {said}" if said else ""),
-        remedy=nearest(str(found), known) if first["type"] == "literal_error" else _value_for(first),
+        remedy=did_you_mean(str(found), known) if first["type"] == "literal_error" else _value_for(first),
     )
 
 
@@ -406,15 +407,17 @@ def _value_for(error: Mapping[str, Any]) -> str:
 
 def _meant(name: str, table: type[BaseModel] | None) -> str:
     """Where a key is that stands in the wrong table, or that the Trainer of transformers calls so."""
-    tables = {key: _table_at([key, ""]) for key in RunConfig.model_fields}
+    tables = {key: _table_at([key, ""]) for key in TrainConfig.model_fields}
     every = [f"{key}.{field}" for key, each in tables.items() if each is not None for field in each.model_fields]
-    places = OF_TRAINER.get(name, [key for key in (*RunConfig.model_fields, *every) if key.rpartition(".")[2] == name])
+    places = OF_TRAINER.get(
+        name, [key for key in (*TrainConfig.model_fields, *every) if key.rpartition(".")[2] == name]
+    )
     if places:
         return f"Write it as {' or '.join(places)}"
-    if table is RunConfig:
-        near = nearest(name, [*RunConfig.model_fields, *every])
+    if table is TrainConfig:
+        near = did_you_mean(name, [*TrainConfig.model_fields, *every])
         return f"{near} A key is under the name of its table, as [data] or data.batch_size"
-    return nearest(name, table.model_fields if table is not None else ())
+    return did_you_mean(name, table.model_fields if table is not None else ())
 
 
 def _without_unions(place: Iterable[str]) -> list[str]:
@@ -423,7 +426,7 @@ def _without_unions(place: Iterable[str]) -> list[str]:
 
 
 def _table_at(place: Sequence[str]) -> type[BaseModel] | None:
-    table: Any = RunConfig
+    table: Any = TrainConfig
     for part in place[:-1]:
         field = getattr(table, "model_fields", {}).get(part)
         if field is None:

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from shardformer.errors import ConfigError, InputError, first_line, nearest
-from shardformer.train_command.config_schema import DataTable, RunConfig, consent_or
+from shardformer.errors import ConfigError, InputError, did_you_mean, first_line
+from shardformer.train_command.config_schema import DataTable, TrainConfig, remote_code_hint
 from shardformer.transformers_compat import load_transformers
 
 SUFFIXES = {".txt": "text", ".md": "text", ".text": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl"}
@@ -34,7 +34,7 @@ _CONVERT = (
     "force_ascii=False), or read_parquet"
 )
 IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff"}
-Rows = Sequence[Mapping[str, Any]]
+DatasetRows = Sequence[Mapping[str, Any]]
 
 
 def names_of(data: DataTable, *, validation: bool = False) -> list[str]:
@@ -82,12 +82,12 @@ def _read(name: str) -> str:
         raise _unreadable(name, error.strerror or str(error)) from error
 
 
-def read_rows(data: DataTable, kind: str, names: Sequence[str], split: str) -> Rows:
+def read_rows(data: DataTable, kind: str, names: Sequence[str], split: str) -> DatasetRows:
     """The rows of files of JSON, or of a data set."""
     return _read_files(names) if kind == "jsonl" else _read_datasets(names, split)
 
 
-def column(rows: Rows, name: str, key: str) -> list[Any]:
+def column(rows: DatasetRows, name: str, key: str) -> list[Any]:
     """The values under one name. Raises InputError for a row that has none; ``key`` of the config says the name."""
     for number, row in enumerate(rows):
         if row.get(name) is None:
@@ -95,12 +95,12 @@ def column(rows: Rows, name: str, key: str) -> list[Any]:
             raise InputError(
                 f"Row {number + 1} of the data has {'nothing (null) as' if is_there else 'no'} {name!r}",
                 rule=f"{key} = {name!r} says which field is read, and every row has it",
-                remedy="Correct that row, or leave it out" if is_there else nearest(name, map(str, row)),
+                remedy="Correct that row, or leave it out" if is_there else did_you_mean(name, map(str, row)),
             )
     return [row[name] for row in rows]
 
 
-def texts_in(rows: Rows, name: str, key: str) -> list[str]:
+def texts_in(rows: DatasetRows, name: str, key: str) -> list[str]:
     """The texts under one name. Raises InputError for a row that has none, or something else."""
     values = column(rows, name, key)
     for number, value in enumerate(values):
@@ -113,7 +113,7 @@ def texts_in(rows: Rows, name: str, key: str) -> list[str]:
     return values
 
 
-def labels_in(rows: Rows, name: str) -> tuple[list[Any], list[str]]:
+def labels_in(rows: DatasetRows, name: str) -> tuple[list[Any], list[str]]:
     """The labels of rows, and the names of all classes where the data set has them (``ClassLabel``): labels by name."""
     labels = column(rows, name, "data.label")
     names = getattr((getattr(rows, "features", None) or {}).get(name), "names", None)
@@ -156,7 +156,7 @@ def _no_row(name: str, number: int, line: str, why: str) -> InputError:
     )
 
 
-def _read_datasets(names: Sequence[str], split: str) -> Rows:
+def _read_datasets(names: Sequence[str], split: str) -> DatasetRows:
     try:
         import datasets
     except ImportError as error:
@@ -185,7 +185,7 @@ def _read_datasets(names: Sequence[str], split: str) -> Rows:
             "which part of it",
             remedy="Correct data.train or data.split",
         ) from error
-    rows: Rows = found
+    rows: DatasetRows = found
     if not len(rows):
         raise InputError(f"The data set {name!r} has no row", rule="Data has rows", remedy="Correct data.split")
     return rows
@@ -194,7 +194,7 @@ def _read_datasets(names: Sequence[str], split: str) -> Rows:
 def _unreadable(name: str, why: str) -> InputError:
     folder = Path(name).absolute().parent
     others = [other.name for other in folder.glob("*") if other.name != Path(name).name] if folder.is_dir() else []
-    near = nearest(Path(name).name, others)
+    near = did_you_mean(Path(name).name, others)
     return InputError(
         f"The data {name!r} cannot be read: {why}",
         rule="data.train and data.validation name files that are there",
@@ -204,13 +204,13 @@ def _unreadable(name: str, why: str) -> InputError:
 
 HALF = (0.5, 0.5, 0.5)
 FILE, PROCESSOR = "preprocessor_config.json", "ViTImageProcessor"
-"""What transformers reads an image processor from, and the class that does no more than ``Look``."""
+"""What transformers reads an image processor from, and the class that does no more than ``ImageTransform``."""
 BICUBIC = 3
 """As PIL resizes an image that is not told how."""
 
 
 @dataclass(frozen=True)
-class Look:
+class ImageTransform:
     """How an image becomes numbers: its side in pixels, and the mean and deviation that its colours are scaled by."""
 
     size: int
@@ -218,7 +218,7 @@ class Look:
     std: Sequence[float] = HALF
 
     @classmethod
-    def of(cls, model: str, size: int) -> Look:
+    def of(cls, model: str, size: int) -> ImageTransform:
         """As a model's folder says in its preprocessor_config.json, where there is one."""
         file = Path(model) / FILE
         if not file.is_file():
@@ -243,10 +243,10 @@ class Look:
         return torch.from_numpy(scaled_HWC.transpose(2, 0, 1).copy())
 
 
-class Images(Dataset[dict[str, Any]]):
+class ImageDataset(Dataset[dict[str, Any]]):
     """Images of files or of PIL, each with its class."""
 
-    def __init__(self, images: Sequence[Any], labels: Sequence[int], look: Look) -> None:
+    def __init__(self, images: Sequence[Any], labels: Sequence[int], look: ImageTransform) -> None:
         self._images, self._labels, self._look = images, labels, look
 
     def __len__(self) -> int:
@@ -283,7 +283,7 @@ def as_image(value: Any) -> Any:
     return value
 
 
-def images_in(names: Sequence[str]) -> tuple[list[Path], list[str]]:
+def list_images(names: Sequence[str]) -> tuple[list[Path], list[str]]:
     """(files, the class of each): a folder holds a folder for each class.
 
     Raises InputError where there is none.
@@ -301,13 +301,13 @@ def images_in(names: Sequence[str]) -> tuple[list[Path], list[str]]:
 
 
 BYTES = "bytes"
-NOTHING, MASK, NUM_BYTES = 256, 257, 258
+PAD_TOKEN, MASK, NUM_BYTES = 256, 257, 258
 """Beside the 256 bytes: what stands for nothing (padding, the end of a text) and for what is masked."""
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.txt", "vocab.json")
 
 
 @dataclass(frozen=True, eq=False)
-class Tokens:
+class TextTokenizer:
     """A tokenizer of transformers, or bytes where there is none.
 
     Args:
@@ -319,8 +319,8 @@ class Tokens:
 
     name: str = BYTES
     size: int = NUM_BYTES
-    end: int | None = NOTHING
-    pad: int = NOTHING
+    end: int | None = PAD_TOKEN
+    pad: int = PAD_TOKEN
     mask: int | None = MASK
     tokenizer: Any = None
 
@@ -335,7 +335,7 @@ class Tokens:
         """A text, or two, as the model wants to see them: with tokens before and behind, and ``most`` in all."""
         if self.tokenizer is None:
             whole = text if pair is None else f"{text}\0{pair}"
-            return {"input_ids": [*whole.encode()[: most - 1], NOTHING]}
+            return {"input_ids": [*whole.encode()[: most - 1], PAD_TOKEN]}
         return dict(self.tokenizer(text, pair, truncation=True, max_length=most))
 
     @property
@@ -343,7 +343,7 @@ class Tokens:
         return self.tokenizer is None
 
 
-def tokens_of(name: str | None, model: str, *, random: bool, trust: bool = False) -> Tokens:
+def load_tokenizer(name: str | None, model: str, *, random: bool, trust: bool = False) -> TextTokenizer:
     """The tokenizer of this name; None: the model's own, and bytes where its weights are random.
 
     ``trust``: whether Python that lies beside the model may run, for its own tokenizer.
@@ -351,7 +351,7 @@ def tokens_of(name: str | None, model: str, *, random: bool, trust: bool = False
     Raises ConfigError where there is none.
     """
     if name == BYTES or (name is None and random):
-        return Tokens()
+        return TextTokenizer()
     where = model if name is None else name
     transformers = load_transformers()
 
@@ -368,14 +368,14 @@ def tokens_of(name: str | None, model: str, *, random: bool, trust: bool = False
         raise ConfigError(
             f"The tokenizer {where!r} cannot be loaded: {first_line(error)}",
             rule="It is a folder that save_pretrained of a tokenizer wrote, a name on the hub, or 'bytes'",
-            remedy=consent_or("Correct data.tokenizer", error) if where == model else "Correct data.tokenizer",
+            remedy=remote_code_hint("Correct data.tokenizer", error) if where == model else "Correct data.tokenizer",
         ) from error
     pad = next((t for t in (found.pad_token_id, found.eos_token_id, found.unk_token_id) if t is not None), 0)
     end = found.eos_token_id if found.eos_token_id is not None else found.sep_token_id
-    return Tokens(where, len(found), end, pad, found.mask_token_id, found)
+    return TextTokenizer(where, len(found), end, pad, found.mask_token_id, found)
 
 
-def joined(texts: Sequence[str], tokens: Tokens) -> list[int]:
+def concatenate_texts(texts: Sequence[str], tokens: TextTokenizer) -> list[int]:
     """All texts in a row, with the token for an end behind each but the last."""
     row: list[int] = []
     for number, text in enumerate(texts):
@@ -392,7 +392,7 @@ MASKED_SHARE, KEPT_SHARE, OTHER_SHARE = 0.15, 0.1, 0.1
 IGNORED = -100
 
 
-class Stretches(Dataset[dict[str, Tensor]]):
+class TokenBlocks(Dataset[dict[str, Tensor]]):
     """Stretches of a long row of tokens, one behind the other; what is left at its end is not used.
 
     Args:
@@ -405,7 +405,7 @@ class Stretches(Dataset[dict[str, Tensor]]):
     Raises InputError for a row shorter than a stretch.
     """
 
-    def __init__(self, row: Sequence[int], length: int, task: str, tokens: Tokens) -> None:
+    def __init__(self, row: Sequence[int], length: int, task: str, tokens: TextTokenizer) -> None:
         if len(row) < length:
             raise InputError(
                 f"The text has {len(row)} tokens ({tokens.name})",
@@ -420,14 +420,14 @@ class Stretches(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         ids_S = self._row[index * self._length : (index + 1) * self._length].long()
         if self._task == "masked":
-            return masked(ids_S, self._tokens)
+            return mask_tokens(ids_S, self._tokens)
         if self._task == "sequence_to_sequence":
             half = self._length // 2
             return {"input_ids": ids_S[:half], "labels": ids_S[half:]}
         return {"input_ids": ids_S, "labels": ids_S}
 
 
-def masked(ids_S: Tensor, tokens: Tokens) -> dict[str, Tensor]:
+def mask_tokens(ids_S: Tensor, tokens: TextTokenizer) -> dict[str, Tensor]:
     """A sample of which some tokens are to be guessed, the first of those drawn in any case."""
     assert tokens.mask is not None
     chosen_S = torch.rand(ids_S.shape) < MASKED_SHARE
@@ -442,11 +442,11 @@ def masked(ids_S: Tensor, tokens: Tokens) -> dict[str, Tensor]:
     }
 
 
-class Classified(Dataset[dict[str, Any]]):
+class ClassificationDataset(Dataset[dict[str, Any]]):
     """Texts, or pairs of them, each with its class."""
 
     def __init__(
-        self, texts: Sequence[str], pairs: Sequence[str] | None, labels: Sequence[int], tokens: Tokens, most: int
+        self, texts: Sequence[str], pairs: Sequence[str] | None, labels: Sequence[int], tokens: TextTokenizer, most: int
     ) -> None:
         self._texts, self._pairs, self._labels, self._tokens, self._most = texts, pairs, labels, tokens, most
 
@@ -458,10 +458,10 @@ class Classified(Dataset[dict[str, Any]]):
         return {**self._tokens.marked(self._texts[index], pair, self._most), "labels": self._labels[index]}
 
 
-class Written(Dataset[dict[str, Any]]):
+class Seq2SeqDataset(Dataset[dict[str, Any]]):
     """Texts, and those that are to be written from them."""
 
-    def __init__(self, texts: Sequence[str], targets: Sequence[str], tokens: Tokens, most: int) -> None:
+    def __init__(self, texts: Sequence[str], targets: Sequence[str], tokens: TextTokenizer, most: int) -> None:
         self._texts, self._targets, self._tokens, self._most = texts, targets, tokens, most
 
     def __len__(self) -> int:
@@ -473,26 +473,26 @@ class Written(Dataset[dict[str, Any]]):
 
 
 @dataclass(frozen=True)
-class Padded:
+class PaddingCollator:
     """Samples of unlike lengths as a batch: ids with ``pad``, their mask with 0, labels with what does not count."""
 
     pad: int
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         fill = {"input_ids": self.pad, "labels": IGNORED}
-        batch = {key: _column([sample[key] for sample in samples], fill.get(key, 0)) for key in samples[0]}
-        batch.setdefault("attention_mask", _column([[1] * len(sample["input_ids"]) for sample in samples], 0))
+        batch = {key: _pad_column([sample[key] for sample in samples], fill.get(key, 0)) for key in samples[0]}
+        batch.setdefault("attention_mask", _pad_column([[1] * len(sample["input_ids"]) for sample in samples], 0))
         return batch
 
 
-def _column(values: Sequence[Any], fill: int) -> Tensor:
+def _pad_column(values: Sequence[Any], fill: int) -> Tensor:
     if not isinstance(values[0], (list, Tensor)):
         return torch.tensor(values)
     rows = [torch.as_tensor(value) for value in values]
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)
 
 
-def classes_of(labels: Sequence[Any], names: Sequence[str] = ()) -> list[Any]:
+def label_classes(labels: Sequence[Any], names: Sequence[str] = ()) -> list[Any]:
     """The classes, in order: those of numbers by their size, those of words by the alphabet.
 
     Args:
@@ -523,7 +523,7 @@ def classes_of(labels: Sequence[Any], names: Sequence[str] = ()) -> list[Any]:
     return classes
 
 
-def as_numbers(labels: Sequence[Any], classes: Sequence[Any], which: str) -> list[int]:
+def encode_labels(labels: Sequence[Any], classes: Sequence[Any], which: str) -> list[int]:
     """Each label's place among the classes. Raises InputError for one that is not among them."""
     place = {name: number for number, name in enumerate(classes)}
     strange = next((label for label in labels if label not in place), None)
@@ -536,7 +536,7 @@ def as_numbers(labels: Sequence[Any], classes: Sequence[Any], which: str) -> lis
     return [place[label] for label in labels]
 
 
-def check_mask(task: str, tokens: Tokens) -> None:
+def check_mask(task: str, tokens: TextTokenizer) -> None:
     if task == "masked" and tokens.mask is None:
         raise ConfigError(
             f"model.task = 'masked' with the tokenizer {tokens.name!r}, which has no token for what is masked",
@@ -550,7 +550,7 @@ IMAGE_SIZE = 224
 
 
 @dataclass(frozen=True, eq=False)
-class RunData:
+class TrainingData:
     """What a run is trained on.
 
     Args:
@@ -565,9 +565,9 @@ class RunData:
     train: Any
     validation: Any = None
     collate: Callable[[Sequence[Any]], Any] | None = None
-    tokens: Tokens | None = None
+    tokens: TextTokenizer | None = None
     classes: Sequence[Any] | None = None
-    look: Look | None = None
+    look: ImageTransform | None = None
 
     @property
     def beside(self) -> Any:
@@ -575,7 +575,7 @@ class RunData:
         return self.look if self.tokens is None else self.tokens.tokenizer
 
 
-def data_of(config: RunConfig, image_size: int | None = None, names: Sequence[str] = ()) -> RunData:
+def load_data(config: TrainConfig, image_size: int | None = None, names: Sequence[str] = ()) -> TrainingData:
     """Reads the data that a config names.
 
     Args:
@@ -587,26 +587,26 @@ def data_of(config: RunConfig, image_size: int | None = None, names: Sequence[st
     if config.model.task == "image_classification":
         return _image_data(config, image_size or IMAGE_SIZE, names)
     model = config.model
-    tokens = tokens_of(config.data.tokenizer, model.name, random=model.random, trust=model.trust_remote_code)
+    tokens = load_tokenizer(config.data.tokenizer, model.name, random=model.random, trust=model.trust_remote_code)
     check_mask(config.model.task, tokens)
     if config.model.task == "classification":
         return _classified(config, tokens, names)
-    made = [_language(config, tokens, validation=which) for which in _parts(config)]
-    collate = Padded(tokens.pad) if isinstance(made[0], Written) else None
-    return RunData(_title(config), made[0], made[1] if len(made) > 1 else None, collate, tokens)
+    made = [_language_modeling_data(config, tokens, validation=which) for which in _parts(config)]
+    collate = PaddingCollator(tokens.pad) if isinstance(made[0], Seq2SeqDataset) else None
+    return TrainingData(_title(config), made[0], made[1] if len(made) > 1 else None, collate, tokens)
 
 
-def _parts(config: RunConfig) -> list[bool]:
+def _parts(config: TrainConfig) -> list[bool]:
     """Training data, and validation data where there are some."""
     has_validation = config.data.validation is not None or config.data.validation_split is not None
     return [False, True] if has_validation else [False]
 
 
-def _title(config: RunConfig) -> str:
+def _title(config: TrainConfig) -> str:
     return ", ".join(names_of(config.data))
 
 
-def _rows(config: RunConfig, validation: bool) -> Any:
+def _rows(config: TrainConfig, validation: bool) -> Any:
     data = config.data
     names = names_of(data, validation=validation)
     split = data.validation_split or data.split if validation else data.split
@@ -638,7 +638,7 @@ def _no_rows(task: str, kind: str, names: Sequence[str]) -> ConfigError:
     )
 
 
-def _language(config: RunConfig, tokens: Tokens, *, validation: bool) -> Any:
+def _language_modeling_data(config: TrainConfig, tokens: TextTokenizer, *, validation: bool) -> Any:
     data, task = config.data, config.model.task
     names = names_of(data, validation=validation)
     if format_of(data, names) == "text":
@@ -647,23 +647,25 @@ def _language(config: RunConfig, tokens: Tokens, *, validation: bool) -> Any:
         rows = _rows(config, validation)
         texts = texts_in(rows, data.text, "data.text")
         if task == "sequence_to_sequence":
-            return Written(texts, texts_in(rows, data.target, "data.target"), tokens, data.sequence)
-    return Stretches(joined(texts, tokens), data.sequence, task, tokens)
+            return Seq2SeqDataset(texts, texts_in(rows, data.target, "data.target"), tokens, data.sequence)
+    return TokenBlocks(concatenate_texts(texts, tokens), data.sequence, task, tokens)
 
 
-def _classified(config: RunConfig, tokens: Tokens, names: Sequence[str]) -> RunData:
+def _classified(config: TrainConfig, tokens: TextTokenizer, names: Sequence[str]) -> TrainingData:
     data = config.data
-    made: list[Classified] = []
+    made: list[ClassificationDataset] = []
     classes: list[Any] = []
     for validation in _parts(config):
         rows = _rows(config, validation)
         labels, own = labels_in(rows, data.label)
-        classes = classes or classes_of(labels, _order(own, names))
+        classes = classes or label_classes(labels, _order(own, names))
         pairs = texts_in(rows, data.pair, "data.pair") if data.pair is not None else None
-        numbers = as_numbers(labels, classes, "validation" if validation else "training")
-        made.append(Classified(texts_in(rows, data.text, "data.text"), pairs, numbers, tokens, data.sequence))
+        numbers = encode_labels(labels, classes, "validation" if validation else "training")
+        made.append(
+            ClassificationDataset(texts_in(rows, data.text, "data.text"), pairs, numbers, tokens, data.sequence)
+        )
     validation_data = made[1] if len(made) > 1 else None
-    return RunData(_title(config), made[0], validation_data, Padded(tokens.pad), tokens, classes)
+    return TrainingData(_title(config), made[0], validation_data, PaddingCollator(tokens.pad), tokens, classes)
 
 
 def _order(own: Sequence[str], names: Sequence[str]) -> Sequence[str]:
@@ -671,9 +673,9 @@ def _order(own: Sequence[str], names: Sequence[str]) -> Sequence[str]:
     return names if not own or set(own) <= set(names) else own
 
 
-def _image_data(config: RunConfig, size: int, known: Sequence[str]) -> RunData:
-    data, look = config.data, Look.of(config.model.name, size)
-    made: list[Images] = []
+def _image_data(config: TrainConfig, size: int, known: Sequence[str]) -> TrainingData:
+    data, look = config.data, ImageTransform.of(config.model.name, size)
+    made: list[ImageDataset] = []
     classes: list[Any] = []
     for validation in _parts(config):
         names = names_of(data, validation=validation)
@@ -682,8 +684,10 @@ def _image_data(config: RunConfig, size: int, known: Sequence[str]) -> RunData:
             images: Sequence[Any] = [as_image(each) for each in column(rows, data.image, "data.image")]
             labels, own = labels_in(rows, data.label)
         else:
-            images, labels = images_in(names)
+            images, labels = list_images(names)
             own = []
-        classes = classes or classes_of(labels, _order(own, known))
-        made.append(Images(images, as_numbers(labels, classes, "validation" if validation else "training"), look))
-    return RunData(_title(config), made[0], made[1] if len(made) > 1 else None, None, None, classes, look)
+        classes = classes or label_classes(labels, _order(own, known))
+        made.append(
+            ImageDataset(images, encode_labels(labels, classes, "validation" if validation else "training"), look)
+        )
+    return TrainingData(_title(config), made[0], made[1] if len(made) > 1 else None, None, None, classes, look)

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardformer.errors import ConfigError, first_line, nearest
-from shardformer.train_command.config_schema import RunConfig, consent_or
-from shardformer.train_command.datasets import RunData
+from shardformer.errors import ConfigError, did_you_mean, first_line
+from shardformer.train_command.config_schema import TrainConfig, remote_code_hint
+from shardformer.train_command.datasets import TrainingData
 from shardformer.transformers_compat import load_transformers
 
 Fields = Mapping[str, Any]
@@ -27,7 +27,7 @@ DECIDED_BY = {
 """Fields of a config that a run does not read -> the rule, and what to write instead."""
 
 
-def own_config(config: RunConfig, more: Fields | None = None) -> Any:
+def load_model_config(config: TrainConfig, more: Fields | None = None) -> Any:
     """The config of the model as it is saved, or of its model type, with the fields that the run sets.
 
     It is what the class of the config makes of all fields together: fields that the run leaves out and that the class
@@ -46,7 +46,7 @@ def own_config(config: RunConfig, more: Fields | None = None) -> Any:
     return _built(config, found, saved, fields) if fields else found
 
 
-def _as_saved(config: RunConfig) -> tuple[Any, Fields]:
+def _as_saved(config: TrainConfig) -> tuple[Any, Fields]:
     """The config without changes, and the fields that its file has; none for a model type."""
     transformers = load_transformers()
 
@@ -62,7 +62,7 @@ def _as_saved(config: RunConfig) -> tuple[Any, Fields]:
             f"model.name = {name!r}: {first_line(error)}",
             rule="It is a folder that save_pretrained wrote, a config.json, a name on the hub, or with random = true a "
             "model type of transformers",
-            remedy=consent_or(_remedy(name, types, random=random), error),
+            remedy=remote_code_hint(_remedy(name, types, random=random), error),
         ) from error
     if not random and Path(name).is_file():
         raise ConfigError(
@@ -75,7 +75,7 @@ def _as_saved(config: RunConfig) -> tuple[Any, Fields]:
 
 def _remedy(name: str, types: Sequence[str], *, random: bool) -> str:
     if random:
-        return nearest(name, types)
+        return did_you_mean(name, types)
     if name in types:
         return "Write model.random = true to begin with random weights, or give a folder that holds the weights"
     return "Correct the name"
@@ -114,7 +114,7 @@ def _check_fields(found: Any, fields: Fields, where: str = "model.config") -> No
             raise ConfigError(
                 f"{where} has {field!r}",
                 rule=f"The config of {found.model_type} has no such field",
-                remedy=nearest(field, known),
+                remedy=did_you_mean(field, known),
             )
         part = _part(found, field)
         if isinstance(value, Mapping) and part is not None:
@@ -157,7 +157,7 @@ def _merged(found: Any, saved: Fields, fields: Fields) -> dict[str, Any]:
     return merged
 
 
-def _built(config: RunConfig, found: Any, saved: Fields, fields: Fields) -> Any:
+def _built(config: TrainConfig, found: Any, saved: Fields, fields: Fields) -> Any:
     """A config of the same class with other fields.
 
     Of a model type the fields are those that the run sets, by the names that it has for them: what the class derives
@@ -227,7 +227,7 @@ def class_names_of(saved: Any) -> list[str]:
     return [names[number] for number in sorted(names)]
 
 
-def from_data(config: RunConfig, data: RunData, saved: Any) -> dict[str, Any]:
+def from_data(config: TrainConfig, data: TrainingData, saved: Any) -> dict[str, Any]:
     """Fields of the model's config that follow from the data, where the run does not set them."""
     fields: dict[str, Any] = {}
     if data.tokens is not None and data.tokens.is_bytes and config.model.random:
@@ -243,7 +243,7 @@ def from_data(config: RunConfig, data: RunData, saved: Any) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if saved.attribute_map.get(name, name) not in own}
 
 
-def _class_fields(config: RunConfig, classes: Sequence[Any], saved: Any) -> dict[str, Any]:
+def _class_fields(config: TrainConfig, classes: Sequence[Any], saved: Any) -> dict[str, Any]:
     """How many classes there are, and their names, which the exported config has."""
     own, names = config.model.config, class_names_of(saved)
     if "id2label" in own or "num_labels" in own:

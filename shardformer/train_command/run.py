@@ -19,41 +19,41 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardformer.comm.collective_call import first_does
-from shardformer.config import Parallel
+from shardformer.comm.collective_call import run_on_first_rank
+from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError, ShardFormerError, first_line
-from shardformer.local_ranks.fake_rank import LiveBytes, fake_context, fake_tensors
-from shardformer.mesh.parallel_context import ParallelContext, with_tensor
+from shardformer.local_ranks.fake_rank import MemoryTracker, fake_context, fake_tensors
+from shardformer.mesh.parallel_context import ParallelContext, with_grid_axes
 from shardformer.shard_model_api import shard_model
-from shardformer.sharding.describe import describe
-from shardformer.train_command.build import head_of, hooks_of, model_of, optimizer_of, scheduler_of
-from shardformer.train_command.config_schema import RunConfig
-from shardformer.train_command.datasets import RunData, data_of
-from shardformer.train_command.model_config import class_names_of, image_size_of, own_config
+from shardformer.sharding.describe import describe_sharding
+from shardformer.train_command.build import build_hooks, build_model, build_optimizer, build_scheduler, model_class_for
+from shardformer.train_command.config_schema import TrainConfig
+from shardformer.train_command.datasets import TrainingData, load_data
+from shardformer.train_command.model_config import class_names_of, image_size_of, load_model_config
 from shardformer.train_command.run_checks import Resume, check_task
-from shardformer.training.data_sources import collated
+from shardformer.training.data_sources import collate_samples
 from shardformer.training.engine import Engine
 from shardformer.training.hooks.checkpoint import Checkpoint
-from shardformer.training.initialize import grid_of, initialize, num_processes, pipeline_of
+from shardformer.training.initialize import initialize, make_context, make_pipeline, num_processes
 from shardformer.training.trainer import Trainer
 from shardformer.weights.save_pretrained import check_export, check_target
-from shardformer.zero.memory_estimate import Memory, memory
-from shardformer.zero.mixed_precision import Precision
+from shardformer.zero.memory_estimate import MemoryEstimate, estimate_memory
+from shardformer.zero.mixed_precision import MixedPrecision
 
 EXPORT = "model"
 """In the run's folder: where the trained model is written."""
 
 
-def train(config: RunConfig) -> dict[str, float]:
+def run_training(config: TrainConfig) -> dict[str, float]:
     """Trains, and goes on where the run's folder holds a checkpoint. Returns the last values.
 
     Raises, on all ranks, what ended the run; SystemExit where a signal did.
     """
-    layout = layout_of(config)
-    context = grid_of(None, layout)
-    trainer, data = trainer_of(config, layout, context)
+    layout = parallel_config_for(config)
+    context = make_context(None, layout)
+    trainer, data = build_trainer(config, layout, context)
     if config.training.export:
-        first_does(lambda: _check_export(config, config.path / EXPORT), trainer.engine.world, "Training")
+        run_on_first_rank(lambda: _check_export(config, config.path / EXPORT), trainer.engine.world, "Training")
     epochs = None if config.training.steps is not None else config.training.epochs or 1
     with _first_step(config, trainer):
         values = trainer.fit(
@@ -73,7 +73,7 @@ def train(config: RunConfig) -> dict[str, float]:
 
 
 @contextmanager
-def _first_step(config: RunConfig, trainer: Trainer) -> Iterator[None]:
+def _first_step(config: TrainConfig, trainer: Trainer) -> Iterator[None]:
     """Raises ConfigError where the model or the optimizer fails before a step is made: they do not fit the run.
 
     What no check can know before is known then: transformers accepts fields of a config that do not fit each other.
@@ -93,7 +93,7 @@ def _first_step(config: RunConfig, trainer: Trainer) -> Iterator[None]:
         ) from error
 
 
-def _check_export(config: RunConfig, folder: Path) -> None:
+def _check_export(config: TrainConfig, folder: Path) -> None:
     """Raises ConfigError where the trained model would take the place of what no export wrote."""
     base = Path(config.model.name)
     base = base if base.is_dir() else base.parent
@@ -107,7 +107,7 @@ def _check_export(config: RunConfig, folder: Path) -> None:
     check_target(folder)
 
 
-def _tell_unless_trained(config: RunConfig, trainer: Trainer) -> None:
+def _tell_unless_trained(config: TrainConfig, trainer: Trainer) -> None:
     if trainer.is_first and trainer.loss is None and not trainer.was_interrupted:
         key = "training.steps" if config.training.steps is not None else "training.epochs"
         done = f"{trainer.step} of {trainer.num_steps} steps are done"
@@ -127,29 +127,31 @@ def _tell_interrupted(trainer: Trainer) -> None:
         print(f"stopped after step {trainer.step}; saved in {folder}{more}: the same command resumes", flush=True)
 
 
-def layout_of(config: RunConfig) -> Parallel:
+def parallel_config_for(config: TrainConfig) -> ParallelConfig:
     """As it is asked for; where a launcher has started the processes once more, the one that fits those it started."""
     is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     return config.layout.fit(num_processes()) if is_restart else config.layout
 
 
-def trainer_of(config: RunConfig, layout: Parallel, context: ParallelContext) -> tuple[Trainer, RunData]:
+def build_trainer(
+    config: TrainConfig, layout: ParallelConfig, context: ParallelContext
+) -> tuple[Trainer, TrainingData]:
     """Everything that the config says, put together."""
-    hooks = hooks_of(config)
-    make_optimizer = optimizer_of(config.optimizer)
+    hooks = build_hooks(config)
+    make_optimizer = build_optimizer(config.optimizer)
     data, model = data_and_model_of(config)
     hooks.append(Resume(config, num_steps_of(config, data)))
     return Trainer(_engine(config, layout, context, model, data, make_optimizer), hooks), data
 
 
-def data_and_model_of(config: RunConfig) -> tuple[RunData, nn.Module]:
+def data_and_model_of(config: TrainConfig) -> tuple[TrainingData, nn.Module]:
     """Both, with the model's weights not there yet.
 
     Raises what cannot be before the first step, and what an export behind the last one would fail with.
     """
-    saved = own_config(config)
-    data = data_of(config, image_size_of(saved), class_names_of(saved))
-    model = model_of(config, data, saved)
+    saved = load_model_config(config)
+    data = load_data(config, image_size_of(saved), class_names_of(saved))
+    model = build_model(config, data, saved)
     check_task(config, model)
     if config.training.export:
         check_export(model, data.beside)
@@ -157,14 +159,19 @@ def data_and_model_of(config: RunConfig) -> tuple[RunData, nn.Module]:
 
 
 def _engine(
-    config: RunConfig, layout: Parallel, context: ParallelContext, model: Any, data: RunData, make_optimizer: Any
+    config: TrainConfig,
+    layout: ParallelConfig,
+    context: ParallelContext,
+    model: Any,
+    data: TrainingData,
+    make_optimizer: Any,
 ) -> Engine:
     torch.manual_seed(config.seed)
     return initialize(
         model,
         make_optimizer(model),
         train_data=data.train,
-        scheduler=scheduler_of(config.schedule, num_steps_of(config, data)),
+        scheduler=build_scheduler(config.schedule, num_steps_of(config, data)),
         parallel=layout,
         batch_size=config.data.batch_size,
         context=context,
@@ -178,7 +185,7 @@ def _engine(
     )
 
 
-def num_steps_of(config: RunConfig, data: RunData) -> int:
+def num_steps_of(config: TrainConfig, data: TrainingData) -> int:
     """Steps of the whole run."""
     if config.training.steps is not None:
         return config.training.steps
@@ -201,12 +208,12 @@ class RankMemory:
     """
 
     coords: dict[str, int]
-    kept: Memory
+    kept: MemoryEstimate
     step: int | None
 
 
 @dataclass(frozen=True)
-class RunPlan:
+class DryRunReport:
     """What ``--dry-run`` prints."""
 
     model: str
@@ -220,18 +227,18 @@ class RunPlan:
     why_untraced: str = ""
 
 
-def plan_of(config: RunConfig) -> RunPlan:
+def make_dry_run_report(config: TrainConfig) -> DryRunReport:
     """Reads config and data, and shards the model for each rank without its values.
 
     Raises what training would raise before its first step. Communicates nothing, and allocates no weights.
     """
-    hooks_of(config)
-    make_optimizer = optimizer_of(config.optimizer)
+    build_hooks(config)
+    make_optimizer = build_optimizer(config.optimizer)
     data, _ = data_and_model_of(config)
-    saved = own_config(config)
+    saved = load_model_config(config)
     layout = config.layout
     sizes = {name: size or 1 for name, size in layout.sizes.items()}
-    narrow = Precision.of(layout.precision).dtype
+    narrow = MixedPrecision.of(layout.precision).dtype
     ranks: list[RankMemory] = []
     said = why = ""
     num_parameters = 0
@@ -241,23 +248,23 @@ def plan_of(config: RunConfig) -> RunPlan:
         context = fake_context(
             coords, tensor=sizes["tensor"], data=sizes["data"], pipe=sizes["pipe"], sequence=sizes["sequence"]
         )
-        context = with_tensor(context, layout.tensor)
+        context = with_grid_axes(context, layout.tensor)
         with _without_values():
-            plain = model_of(config, data, saved, lazy=False)
+            plain = build_model(config, data, saved, lazy=False)
             num_parameters = num_parameters or sum(p.numel() for p in plain.parameters())
             of_params = make_optimizer(plain)
             model = shard_model(plain, config=layout.shard_config(context)).train()
-            said = said or str(describe(model))
-            kept = _kept(model, of_params, layout, sizes["data"])
+            said = said or str(describe_sharding(model))
+            kept = _persistent_memory(model, of_params, layout, sizes["data"])
         with _without_values() as copied:  # in the dtype in which a step computes
-            plain = model_of(config, data, saved, lazy=False, dtype=narrow or torch.float32)
+            plain = build_model(config, data, saved, lazy=False, dtype=narrow or torch.float32)
             model = shard_model(plain, config=layout.shard_config(context)).train()
             batch = copied(_batch(config, data, sizes["data"]))
-            step, reason = _traced(model, layout, batch, known.setdefault(tensor, {}))
+            step, reason = _peak_of_traced_step(model, layout, batch, known.setdefault(tensor, {}))
         why = why or reason
         ranks.append(RankMemory(coords, kept, step))
-    title = f"{head_of(config).__name__} of {config.model.name}"
-    return RunPlan(
+    title = f"{model_class_for(config).__name__} of {config.model.name}"
+    return DryRunReport(
         title, num_parameters, data.title, len(data.train), num_steps_of(config, data), sizes, said, ranks, why
     )
 
@@ -268,28 +275,32 @@ def _without_values() -> Iterator[Any]:
         yield copied
 
 
-def _kept(model: Any, make_optimizer: Any, layout: Parallel, data: int) -> Memory:
+def _persistent_memory(model: Any, make_optimizer: Any, layout: ParallelConfig, data: int) -> MemoryEstimate:
     optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
     stage = layout.zero_stage
-    return memory(model, optimizer, stage=stage or 0, precision=layout.precision, offload=layout.offload, data=data)
+    return estimate_memory(
+        model, optimizer, stage=stage or 0, precision=layout.precision, offload=layout.offload, data=data
+    )
 
 
-def _batch(config: RunConfig, data: RunData, ranks: int) -> Any:
+def _batch(config: TrainConfig, data: TrainingData, ranks: int) -> Any:
     """A data rank's part of the first batch."""
     count = max(-(-min(config.data.batch_size, len(data.train)) // ranks), 1)
     samples = [data.train[i % len(data.train)] for i in range(count)]
-    return (data.collate or collated)(samples)
+    return (data.collate or collate_samples)(samples)
 
 
-def _traced(model: Any, layout: Parallel, batch: Any, known: dict[Any, Any]) -> tuple[int | None, str]:
+def _peak_of_traced_step(
+    model: Any, layout: ParallelConfig, batch: Any, known: dict[Any, Any]
+) -> tuple[int | None, str]:
     """(the most bytes that a step holds beside the parameters, why that is not known).
 
     ``known`` are the shapes that earlier stages hand on, to which those of this one are added.
     """
     held = sum(p.numel() * p.element_size() for p in model.parameters())
     try:
-        with LiveBytes([*model.parameters()]) as live:
-            pipeline = pipeline_of(model, layout, None, None)
+        with MemoryTracker([*model.parameters()]) as live:
+            pipeline = make_pipeline(model, layout, None, None)
             if layout.pipe > 1:
                 pipeline.exchange.given = dict(known)
             pipeline.step(batch)

@@ -17,16 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from shardformer.discovery.reduced_model import twin_of
+from shardformer.discovery.reduced_model import reduce_model
 from shardformer.discovery.shrink_config import SMALL_NUMEL
 from shardformer.errors import ConfigError
 from shardformer.filesystem.atomic_write import make_folder, remove_left, replace_text
 from shardformer.meta_init.lazy_init import LazyInit
-from shardformer.meta_init.materialize import copy_with_values, is_lazy
+from shardformer.meta_init.materialization import is_lazy, materialized_copy
 from shardformer.train_command.build import shares_of
-from shardformer.train_command.config_schema import RunConfig, ScheduleTable
+from shardformer.train_command.config_schema import ScheduleTable, TrainConfig
 from shardformer.train_command.datasets import IGNORED
-from shardformer.training.hook import Hook, Run
+from shardformer.training.hook import Hook, TrainerProtocol
 
 FILE = "run.json"
 FIXED = ("model", "optimizer", "seed")
@@ -49,7 +49,7 @@ class Resume(Hook):
     that are left would change with the length of the run.
     """
 
-    def __init__(self, config: RunConfig, num_steps: int) -> None:
+    def __init__(self, config: TrainConfig, num_steps: int) -> None:
         self._config, self._num_steps = config, num_steps
         self._own: dict[str, Any] = json.loads(json.dumps(config.model_dump(), default=str))
         self._before: dict[str, Any] | None = None
@@ -60,7 +60,7 @@ class Resume(Hook):
     def load_state(self, state: Any) -> None:
         self._before = {"config": json.loads(state["config"]), "num_steps": state["num_steps"]}
 
-    def setup(self, trainer: Run) -> None:
+    def setup(self, trainer: TrainerProtocol) -> None:
         if self._before is None:
             if trainer.is_first and trainer.step == 0 and (self._config.path / FILE).exists():
                 print(f"begins anew: {self._config.path} has files of an earlier run, and no checkpoint", flush=True)
@@ -80,7 +80,7 @@ class Resume(Hook):
         if trainer.is_first and changes:
             _tell(changes, step, old, new, self._config.optimizer.lr)
 
-    def before_train(self, trainer: Run) -> None:
+    def before_train(self, trainer: TrainerProtocol) -> None:
         if trainer.is_first:
             folder = self._config.path
             make_folder(folder)
@@ -118,7 +118,7 @@ def _first_change(old: Callable[[int], float], new: Callable[[int], float], firs
     return next((step for step in range(first, last + 1, stride) if abs(old(step) - new(step)) > 1e-9), None)
 
 
-def _other_length(config: RunConfig, before: int, now: int, old: float, new: float, step: int) -> ConfigError:
+def _other_length(config: TrainConfig, before: int, now: int, old: float, new: float, step: int) -> ConfigError:
     lr = config.optimizer.lr
     return ConfigError(
         f"The run has {now} steps, and had {before}: with its schedule, {config.schedule.name!r}, the learning rate of "
@@ -129,7 +129,7 @@ def _other_length(config: RunConfig, before: int, now: int, old: float, new: flo
     )
 
 
-def _set_rates(trainer: Run, share: Callable[[int], float]) -> None:
+def _set_rates(trainer: TrainerProtocol, share: Callable[[int], float]) -> None:
     """The rates of the next step, which a checkpoint has of the schedule that there was."""
     for scheduler in trainer.engine.schedulers:
         assert isinstance(scheduler, LambdaLR)
@@ -164,7 +164,7 @@ MOVED = 0.05
 """How far parameters are moved: those that a class begins with at 0 hide what depends on what."""
 
 
-def check_task(config: RunConfig, model: Any) -> None:
+def check_task(config: TrainConfig, model: Any) -> None:
     """Raises ConfigError for a model that sees the token that it is to predict, or not what it needs for it.
 
     What cannot be run by itself, with tokens alone, is not checked. Communicates nothing; the random state is kept.
@@ -223,10 +223,10 @@ def seen_by_loss(model: Any) -> Seen | None:
 def _small(model: Any) -> tuple[nn.Module, Tensor]:
     """A model that runs on the CPU at once, and tokens for it."""
     if sum(p.numel() for p in model.parameters()) > SMALL_NUMEL:
-        twin = twin_of(model)
+        twin = reduce_model(model)
         small, ids_BS = twin.model, twin.batch["input_ids"][:1]
     else:
-        small = (copy_with_values if is_lazy(model) else copy.deepcopy)(model)
+        small = (materialized_copy if is_lazy(model) else copy.deepcopy)(model)
         special = {value for name, value in model.config.to_dict().items() if name.endswith("_token_id")}
         plain = [token for token in range(model.get_input_embeddings().num_embeddings) if token not in special]
         ids_BS = torch.tensor(plain)[torch.randperm(len(plain))[None, :LENGTH]]

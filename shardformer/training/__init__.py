@@ -1,0 +1,12 @@
+"""The engine, its data, and the trainer around it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardformer.public_names import lazy_names
+
+if TYPE_CHECKING:
+    from shardformer.training.data_loader import ShardedDataLoader as ShardedDataLoader
+
+__getattr__, __all__ = lazy_names(__name__)

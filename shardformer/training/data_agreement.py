@@ -15,7 +15,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from shardformer.comm.collective_call import come, gather_all, number_of
+from shardformer.comm.collective_call import all_gather_from_grid, come, number_of
 from shardformer.comm.collectives import checksum
 from shardformer.errors import ConfigError
 from shardformer.mesh.parallel_context import ParallelContext
@@ -46,7 +46,7 @@ def compare_data(
         return
     come("Batches.compare (by initialize, Trainer.fit or the first loop over the data)", *axes)
     found, sketches = ([], []) if read is None or not count else _contents(count, read)
-    every = gather_all((dict(settings), len(found)), context)
+    every = all_gather_from_grid((dict(settings), len(found)), context)
     first, reference = every[0][0], every[0][1][0]
     for rank, (theirs, _) in every:
         for name, value in theirs.items():
@@ -57,9 +57,9 @@ def compare_data(
                     remedy=WHOLE,
                 )
     least = min(number for _, (_, number) in every)
-    numbers = gather_all(number_of(found[:least]), context)
+    numbers = all_gather_from_grid(number_of(found[:least]), context)
     other = next((rank for rank, number in numbers if number != numbers[0][1]), None)
-    near = gather_all(sketches, context)
+    near = all_gather_from_grid(sketches, context)
     if other is None:
         other = next((rank for rank, theirs in near if not _are_near(theirs, near[0][1])), None)
     if other is not None:

@@ -17,22 +17,22 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import BatchSampler, DataLoader
 
-from shardformer.comm.collective_call import agree, number_of
+from shardformer.comm.collective_call import collective_call, number_of
 from shardformer.errors import ConfigError, InputError
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.pipeline.micro_batches import TARGET
+from shardformer.pipeline.micro_batches import TARGET_KEY
 from shardformer.training.data_agreement import compare_data
-from shardformer.training.data_sources import Collate, Share, Stream, shuffled, source_of
+from shardformer.training.data_sources import Collate, DataShard, StreamedSource, epoch_seed, make_source
 
 
 class NoLengthError(ConfigError, TypeError):
     """What ``len`` raises; ``list`` goes on without a length where it is a TypeError."""
 
 
-class Batches:
+class ShardedDataLoader:
     """Goes through data in whole batches, of which each data rank gets its part: what ``engine.data`` is.
 
-    >>> batches = Batches(list(range(10)), ParallelContext.of({}), batch_size=4, shuffle=False)
+    >>> batches = ShardedDataLoader(list(range(10)), ParallelContext.of({}), batch_size=4, shuffle=False)
     >>> [batch.tolist() for batch in batches]
     [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
@@ -83,12 +83,12 @@ class Batches:
             raise ConfigError(
                 f"accumulate={accumulate} without a DataLoader",
                 rule="It says how many batches of a loader make a step",
-                remedy="Say batch_size=, of the whole step; Parallel(micro_batch_size=) says how much runs at a time",
+                remedy="Say batch_size=, of the whole step; micro_batch_size= says how much runs at a time",
             )
         if is_loader:
-            _check_beside(source, num_workers, drop_last)
-        self._source = source_of(source, collate_fn, num_workers, shuffle)
-        self._share, self._context = Share(context.data.rank, context.data.size), context
+            _check_loader_arguments(source, num_workers, drop_last)
+        self._source = make_source(source, collate_fn, num_workers, shuffle)
+        self._share, self._context = DataShard(context.data.rank, context.data.size), context
         self._is_compared, self._thread = False, 0
         # a BatchSampler that was given to a loader has the size and the rest of it
         makes = source.batch_sampler if is_loader and type(source.batch_sampler) is BatchSampler else source
@@ -139,7 +139,7 @@ class Batches:
             "merge_last": self._merge_last,
             "accumulate": self._accumulate,
         }
-        if isinstance(self._source, Stream):
+        if isinstance(self._source, StreamedSource):
             compare_data(settings, None, None, self._context)
         else:
             compare_data(settings, self._source.size, self._source.read, self._context)
@@ -152,13 +152,13 @@ class Batches:
         is_known = self._thread in (0, threading.get_ident())
         position = number_of((self.epoch, self.seen)) if is_known else 0
         seen = self._source.number if is_known and self._thread else 0
-        return {"position": position, "samples" if isinstance(self._source, Stream) else "order": seen}
+        return {"position": position, "samples" if isinstance(self._source, StreamedSource) else "order": seen}
 
     def _group(self, found: Iterator[tuple[int, Any]]) -> list[tuple[int, Any]]:
         return [pair for _, pair in zip(range(self._accumulate), found)]
 
     def _found(self) -> Iterator[tuple[int, Any]]:
-        if isinstance(self._source, Stream):
+        if isinstance(self._source, StreamedSource):
             ends = (self._drop_last, self._merge_last)
             return self._source.batches(self.epoch, self.seed, self.batch_size, self._share, self.seen, *ends)
         return self._source.batches(self.epoch, self.seed, self._whole, self._share, self.seen)
@@ -166,7 +166,7 @@ class Batches:
     def _whole(self, order: Sequence[Any]) -> list[Sequence[Any]]:
         """What is left of an epoch's order, in whole batches."""
         if self._source.makes_batches:
-            batches = list(_behind(order, self.seen))
+            batches = list(_batches_after(order, self.seen))
         else:
             assert self.batch_size is not None
             starts = range(self.seen, len(order), self.batch_size)
@@ -195,12 +195,12 @@ class Batches:
 
     def generator(self, epoch: int) -> torch.Generator:
         """What the order of an epoch is drawn from, by ``torch.randperm``."""
-        return shuffled(self.seed, epoch)
+        return epoch_seed(self.seed, epoch)
 
     def share_among(self, context: ParallelContext) -> None:
         """From the next loop on the data ranks are those of another grid. Raises ConfigError as the first time."""
         self.check_ranks(context.data.size)
-        self._share, self._context = Share(context.data.rank, context.data.size), context
+        self._share, self._context = DataShard(context.data.rank, context.data.size), context
 
     def rewind(self) -> None:
         """The next loop begins with the first batch of the first epoch."""
@@ -267,14 +267,17 @@ class Batches:
             )
 
 
-def batches_of(source: Any, context: ParallelContext, **options: Any) -> Batches:
-    """``Batches`` that all ranks make together. Raises, on all, what one of them raises, or where their data differ."""
-    made = agree(context, lambda: Batches(source, context, **options), doing="divide the training data")
+def batches_of(source: Any, context: ParallelContext, **options: Any) -> ShardedDataLoader:
+    """``ShardedDataLoader`` that all ranks make together. Raises, on all, what one of them raises, or where their
+    data differ."""
+    made = collective_call(
+        context, lambda: ShardedDataLoader(source, context, **options), doing="divide the training data"
+    )
     made.compare()
     return made
 
 
-def _behind(batches: Sequence[Sequence[Any]], seen: int) -> Iterator[Sequence[Any]]:
+def _batches_after(batches: Sequence[Sequence[Any]], seen: int) -> Iterator[Sequence[Any]]:
     """The batches behind those of ``seen`` samples."""
     for batch in batches:
         if seen <= 0:
@@ -282,7 +285,7 @@ def _behind(batches: Sequence[Sequence[Any]], seen: int) -> Iterator[Sequence[An
         seen -= len(batch)
 
 
-def _check_beside(loader: DataLoader[Any], num_workers: int, drop_last: bool) -> None:
+def _check_loader_arguments(loader: DataLoader[Any], num_workers: int, drop_last: bool) -> None:
     """What is given beside a loader is what the loader has."""
     for name, value in (("num_workers", num_workers), ("drop_last", drop_last)):
         if value and value != getattr(loader, name):
@@ -335,10 +338,10 @@ def named_batch(batch: Any, model: nn.Module, *, has_target: bool) -> dict[str, 
             else "Give loss_fn=, which gets the last part, or a dict by name",
         )
     named = dict(zip(takes, inputs))
-    return named if inputs is batch else {**named, TARGET: batch[-1]}
+    return named if inputs is batch else {**named, TARGET_KEY: batch[-1]}
 
 
-def is_several(batch: Any) -> bool:
+def is_batch_list(batch: Any) -> bool:
     """Whether this is a list of batches, and not a row of tensors that is one."""
     return (
         isinstance(batch, (list, tuple)) and bool(batch) and all(isinstance(b, (Mapping, list, tuple)) for b in batch)
@@ -354,6 +357,6 @@ def loss_of_target(loss_fn: Callable[..., Any]) -> Callable[[Any, Mapping[str, A
     """(output, micro-batch) -> loss, where the loss function may expect (output, target)."""
 
     def loss(output: Any, part: Mapping[str, Any]) -> Any:
-        return loss_fn(output, part.get(TARGET, part))
+        return loss_fn(output, part.get(TARGET_KEY, part))
 
     return loss

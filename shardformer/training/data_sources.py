@@ -29,17 +29,17 @@ from torch.utils.data import (
 from shardformer.comm.collective_call import number_of
 from shardformer.errors import ConfigError, InputError, ShardFormerError
 from shardformer.layout.shard_spec import even_bounds
-from shardformer.pipeline.micro_batches import batch_size_of, like, split_batch
-from shardformer.random_state import Alike, drawing_from, put_back, seed_from, seed_of
+from shardformer.pipeline.micro_batches import batch_size_of, rebuild_container, split_batch
+from shardformer.random_state import SameRandomOnAllRanks, hash_seed, restored_generators, seed_generators, seeded
 from shardformer.training.data_agreement import content_of, ends_of
 
 
-def collated(samples: list[Any]) -> Any:
+def collate_samples(samples: list[Any]) -> Any:
     """Samples as a batch: as torch does it, and of mappings as a model takes them.
 
     There numbers and lists of numbers become tensors of torch's default dtype, and words stay a list.
 
-    >>> collated([{"ids": [5, 6], "score": 0.5, "text": "a"}, {"ids": [7, 8], "score": 1.0, "text": "b"}])
+    >>> collate_samples([{"ids": [5, 6], "score": 0.5, "text": "a"}, {"ids": [7, 8], "score": 1.0, "text": "b"}])
     {'ids': tensor([[5, 6],
             [7, 8]]), 'score': tensor([0.5000, 1.0000]), 'text': ['a', 'b']}
 
@@ -105,7 +105,7 @@ Collate = Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True)
-class Share:
+class DataShard:
     """Which samples of a whole batch a rank gets."""
 
     rank: int
@@ -116,7 +116,7 @@ class Share:
         return slice(bounds[self.rank], bounds[self.rank + 1])
 
 
-class Stream:
+class StreamedSource:
     """Data that is read in the order in which it comes: every rank reads all of it.
 
     Args:
@@ -128,18 +128,25 @@ class Stream:
         self.name, self.makes_batches = type(source).__name__, collate is None
         self.shuffle = None
         self.number = 0  # of samples of the batch that was handed out last
-        self.count = None if self.makes_batches else length_of(source)
-        self._going: _Reading | None = None
+        self.count = None if self.makes_batches else known_length(source)
+        self._going: _StreamReader | None = None
 
     @property
     def num_batches(self) -> int | None:
         """Of an epoch, where the source makes them and knows."""
-        return length_of(self._source) if self.makes_batches else None
+        return known_length(self._source) if self.makes_batches else None
 
     def batches(
-        self, epoch: int, seed: int, batch_size: int | None, share: Share, start: int, drop_last: bool, merge_last: bool
+        self,
+        epoch: int,
+        seed: int,
+        batch_size: int | None,
+        share: DataShard,
+        start: int,
+        drop_last: bool,
+        merge_last: bool,
     ) -> Iterator[tuple[int, Any]]:
-        """As those of ``Samples``. What was handed out before is read once more, and left out."""
+        """As those of ``IndexedSource``. What was handed out before is read once more, and left out."""
         reading = self._begun(epoch, seed, start)
         if self._collate is None:
             for whole, count, part in reading.cut(share, start):
@@ -156,15 +163,15 @@ class Stream:
                 check_enough(len(samples), share)
                 mine = share.of(len(samples))
                 self.number = content_of(samples[0], samples[-1])
-                with drawing_from(seed, epoch, reading.count - len(samples) + mine.start, "batch"):
+                with seeded(seed, epoch, reading.count - len(samples) + mine.start, "batch"):
                     part = self._collate(samples[mine])
                 yield len(samples), part
         self._going = None
 
-    def _begun(self, epoch: int, seed: int, start: int) -> _Reading:
+    def _begun(self, epoch: int, seed: int, start: int) -> _StreamReader:
         """A pass from the beginning; of what can be gone through once, the one that goes on."""
         if self._going is None:
-            reading = _Reading(self._source, epoch, seed)
+            reading = _StreamReader(self._source, epoch, seed)
             self._going = reading if isinstance(self._source, Iterator) else None
             return reading
         if self._going.count > start:
@@ -176,12 +183,12 @@ class Stream:
         return self._going
 
 
-class _Reading:
+class _StreamReader:
     """One pass through a stream, with random numbers of its own. ``count``: samples that were read."""
 
     def __init__(self, source: Any, epoch: int, seed: int) -> None:
         self.count = 0
-        self._alike = Alike(source, epoch, seed)
+        self._alike = SameRandomOnAllRanks(source, epoch, seed)
         with self._alike.drawing():
             self._iterator: Iterator[Any] = iter(source)
 
@@ -205,7 +212,7 @@ class _Reading:
         while self.count < count and self.take(min(count - self.count, 256)):
             pass
 
-    def cut(self, share: Share, start: int) -> Iterator[tuple[Any, int, Any]]:
+    def cut(self, share: DataShard, start: int) -> Iterator[tuple[Any, int, Any]]:
         """A rank's parts of what is a stream of whole batches, behind ``start`` samples: (batch, samples, part)."""
         while found := self.take_one():
             (batch,) = found
@@ -218,7 +225,7 @@ class _Reading:
             check_enough(left, share)
             sizes = [count - left, *(b - a for a, b in pairwise(even_bounds(left, share.size)))]
             part = split_batch(named, sizes)[1 + share.rank]
-            yield batch, left, like(batch, part) if named is batch else part["batch"]
+            yield batch, left, rebuild_container(batch, part) if named is batch else part["batch"]
 
     def take_one(self) -> list[Any]:
         """The next batch of a stream of batches, in a list; nothing at the end."""
@@ -226,7 +233,7 @@ class _Reading:
             return list(islice(self._iterator, 1))
 
 
-def length_of(data: Any) -> int | None:
+def known_length(data: Any) -> int | None:
     """None where it is not known."""
     try:
         return len(data)
@@ -234,7 +241,7 @@ def length_of(data: Any) -> int | None:
         return None
 
 
-def check_enough(count: int, share: Share) -> None:
+def check_enough(count: int, share: DataShard) -> None:
     """Raises InputError for a batch of fewer samples than there are data ranks."""
     if count < share.size:
         raise InputError(
@@ -244,10 +251,10 @@ def check_enough(count: int, share: Share) -> None:
         )
 
 
-Key = tuple[Any, int, int, int]
+SampleKey = tuple[Any, int, int, int]
 """Of a sample: its number in the data, the seed, the epoch, and its place in the epoch."""
 
-KEPT = (
+LOADER_OPTIONS = (
     "num_workers", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor", "multiprocessing_context",
     "persistent_workers",
 )  # fmt: skip
@@ -260,13 +267,13 @@ class _Seeded(Dataset[Any]):
     def __init__(self, data: Any) -> None:
         self._data = data
 
-    def __getitems__(self, keys: list[Key]) -> list[tuple[Key, Any]]:
-        with put_back():  # once for all of them: that takes longer than to seed
+    def __getitems__(self, keys: list[SampleKey]) -> list[tuple[SampleKey, Any]]:
+        with restored_generators():  # once for all of them: that takes longer than to seed
             return [(key, self.sample(key)) for key in keys]
 
-    def sample(self, key: Key) -> Any:
+    def sample(self, key: SampleKey) -> Any:
         index, *place = key
-        seed_from(*place)
+        seed_generators(*place)
         return self._data[index]
 
 
@@ -276,26 +283,26 @@ class _Collated:
     def __init__(self, collate: Collate) -> None:
         self._collate = collate
 
-    def __call__(self, samples: list[tuple[Key, Any]]) -> Any:
+    def __call__(self, samples: list[tuple[SampleKey, Any]]) -> Any:
         _, *place = samples[0][0]
         try:
-            with drawing_from(*place, "batch"):
+            with seeded(*place, "batch"):
                 return self._collate([sample for _, sample in samples])
         except ShardFormerError as error:
             return error  # raised in a worker process, it would come out as a RuntimeError
 
 
-class _Parts:
+class _LocalBatchSampler:
     """This rank's parts of the batches that are left of an epoch, by the keys of their samples."""
 
     def __init__(self) -> None:
-        self.left: Iterable[list[Key]] = ()
+        self.left: Iterable[list[SampleKey]] = ()
 
-    def __iter__(self) -> Iterator[list[Key]]:
+    def __iter__(self) -> Iterator[list[SampleKey]]:
         return iter(self.left)
 
 
-class Samples:
+class IndexedSource:
     """Data with a number for each sample.
 
     Args:
@@ -318,7 +325,7 @@ class Samples:
         self.name, self.shuffle, self.size = type(data).__name__, shuffle if sampler is None else None, len(data)
         self.number = 0  # of the order of the epoch, where a sampler chose it
         self.count: int | None = None if makes_batches else len(data) if sampler is None else len(sampler)
-        self._parts, self._generator = _Parts(), torch.Generator()
+        self._parts, self._generator = _LocalBatchSampler(), torch.Generator()
         made: DataLoader[Any] = DataLoader(
             _Seeded(data),
             batch_sampler=self._parts,
@@ -331,10 +338,15 @@ class Samples:
     @property
     def num_batches(self) -> int | None:
         """Of an epoch, where the source makes them and knows."""
-        return length_of(self._sampler) if self.makes_batches else None
+        return known_length(self._sampler) if self.makes_batches else None
 
     def batches(
-        self, epoch: int, seed: int, whole: Callable[[Sequence[Any]], Iterable[Sequence[Any]]], share: Share, start: int
+        self,
+        epoch: int,
+        seed: int,
+        whole: Callable[[Sequence[Any]], Iterable[Sequence[Any]]],
+        share: DataShard,
+        start: int,
     ) -> Iterator[tuple[int, Any]]:
         """(samples of the whole batch, this rank's part of it).
 
@@ -349,13 +361,13 @@ class Samples:
         for size in sizes:
             check_enough(size, share)
 
-        def parts() -> Iterator[list[Key]]:
+        def parts() -> Iterator[list[SampleKey]]:
             for batch, place in zip(batches, accumulate(sizes, initial=start)):
                 mine = share.of(len(batch))
                 yield [(n, seed, epoch, place + i) for i, n in enumerate(batch[mine], mine.start)]
 
         self._parts.left = parts()
-        self._generator.manual_seed(seed_of(seed, epoch, start))
+        self._generator.manual_seed(hash_seed(seed, epoch, start))
         for size, part in zip(sizes, self._loader, strict=True):
             if isinstance(part, ShardFormerError):
                 raise part
@@ -363,28 +375,30 @@ class Samples:
 
     def read(self, index: int) -> Any:
         """A sample, by its number. Random numbers that it draws move no others."""
-        with put_back():
+        with restored_generators():
             return _Seeded(self._data).sample((index, 0, 0, 0))
 
     def _order(self, epoch: int, seed: int) -> Sequence[Any]:
         if self._sampler is not None:
-            with Alike(self._sampler, epoch, seed).drawing():
+            with SameRandomOnAllRanks(self._sampler, epoch, seed).drawing():
                 found = list(self._sampler)
             return [[*map(_plain, batch)] for batch in found] if self.makes_batches else [*map(_plain, found)]
         count = len(self._data)
-        return torch.randperm(count, generator=shuffled(seed, epoch)).tolist() if self._shuffle else range(count)
+        return torch.randperm(count, generator=epoch_seed(seed, epoch)).tolist() if self._shuffle else range(count)
 
 
 def _plain(number: Any) -> Any:
     return number.item() if isinstance(number, Tensor) else number
 
 
-def shuffled(seed: int, epoch: int) -> torch.Generator:
+def epoch_seed(seed: int, epoch: int) -> torch.Generator:
     """What an epoch's order is drawn from."""
-    return torch.Generator().manual_seed(seed_of(seed, epoch, "order"))
+    return torch.Generator().manual_seed(hash_seed(seed, epoch, "order"))
 
 
-def source_of(data: Any, collate: Collate | None, num_workers: int, shuffle: bool | None) -> Samples | Stream:
+def make_source(
+    data: Any, collate: Collate | None, num_workers: int, shuffle: bool | None
+) -> IndexedSource | StreamedSource:
     """What was given as training data. Raises ConfigError for what is none."""
     if isinstance(data, DataLoader):
         return _of_loader(data, collate, shuffle)
@@ -397,7 +411,9 @@ def source_of(data: Any, collate: Collate | None, num_workers: int, shuffle: boo
         )
     if _has_numbers(data):
         _check_count(len(data), data)
-        return Samples(data, collate or collated, {"num_workers": num_workers}, shuffle=shuffle is not False)
+        return IndexedSource(
+            data, collate or collate_samples, {"num_workers": num_workers}, shuffle=shuffle is not False
+        )
     if shuffle or num_workers:
         asked = "shuffle=True" if shuffle else f"num_workers={num_workers}"
         raise ConfigError(
@@ -405,7 +421,7 @@ def source_of(data: Any, collate: Collate | None, num_workers: int, shuffle: boo
             rule="An iterable is read in its own order, by the process itself",
             remedy="Shuffle where it is made; for workers give a DataLoader of your own",
         )
-    return Stream(data, collate or collated)
+    return StreamedSource(data, collate or collate_samples)
 
 
 def _has_numbers(data: Any) -> bool:
@@ -413,7 +429,9 @@ def _has_numbers(data: Any) -> bool:
     return not isinstance(data, IterableDataset) and hasattr(data, "__getitem__") and hasattr(data, "__len__")
 
 
-def _of_loader(loader: DataLoader[Any], collate: Collate | None, shuffle: bool | None) -> Samples | Stream:
+def _of_loader(
+    loader: DataLoader[Any], collate: Collate | None, shuffle: bool | None
+) -> IndexedSource | StreamedSource:
     if collate is not None:
         raise ConfigError(
             "collate_fn is given beside a DataLoader",
@@ -436,26 +454,26 @@ def _of_loader(loader: DataLoader[Any], collate: Collate | None, shuffle: bool |
             remedy="Make the DataLoader with shuffle=True",
         )
     if not _has_numbers(loader.dataset) or batches is None:
-        return Stream(loader, None)
+        return StreamedSource(loader, None)
     _check_count(len(loader.dataset), loader.dataset)  # type: ignore[arg-type]
-    if type(batches) is BatchSampler and length_of(sampler) is None:
+    if type(batches) is BatchSampler and known_length(sampler) is None:
         raise ConfigError(
             f"The DataLoader has a {type(sampler).__name__} without a length",
             rule="A sampler says how many samples an epoch has",
             remedy="Give it a __len__, or give an IterableDataset",
         )
     data, make = loader.dataset, loader.collate_fn
-    options = {name: getattr(loader, name) for name in KEPT}
+    options = {name: getattr(loader, name) for name in LOADER_OPTIONS}
     if type(batches) is not BatchSampler:
-        return Samples(data, make, options, sampler=batches, makes_batches=True)
-    count = length_of(sampler) or 0
+        return IndexedSource(data, make, options, sampler=batches, makes_batches=True)
+    count = known_length(sampler) or 0
     _check_count(count, sampler)
     if count == len(data):  # type: ignore[arg-type]
         if type(sampler) is SequentialSampler:
-            return Samples(data, make, options, shuffle=False)
+            return IndexedSource(data, make, options, shuffle=False)
         if type(sampler) is RandomSampler and not sampler.replacement:
-            return Samples(data, make, options, shuffle=shuffle is not False)
-    return Samples(data, make, options, sampler=sampler)
+            return IndexedSource(data, make, options, shuffle=shuffle is not False)
+    return IndexedSource(data, make, options, sampler=sampler)
 
 
 def _check_count(count: int, data: Any) -> None:

@@ -21,44 +21,44 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardformer.checkpoint.directory import Keep, found_in
-from shardformer.checkpoint.load import Loaded, load_and_take
-from shardformer.checkpoint.reshard import Moved
-from shardformer.checkpoint.save import Saving, check_savable, save_checkpoint, start_checkpoint
-from shardformer.comm.collective_call import come, come_to_step, first_does
-from shardformer.comm.collectives import all_reduce, gather_objects
-from shardformer.config import Parallel
+from shardformer.checkpoint.directory import CheckpointRetention, list_checkpoints
+from shardformer.checkpoint.load import LoadedCheckpoint, load_and_take
+from shardformer.checkpoint.reshard import ReshardStats
+from shardformer.checkpoint.save import AsyncSave, async_save_checkpoint, check_savable, save_checkpoint
+from shardformer.comm.collective_call import come, come_to_step, run_on_first_rank
+from shardformer.comm.collectives import all_gather_objects, all_reduce
+from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError, InputError
 from shardformer.filesystem.atomic_write import path_of
 from shardformer.filesystem.lock import hold
 from shardformer.gradients.clipping import grad_norm, scale_gradients
-from shardformer.layout.sharding_metadata import state_of
+from shardformer.layout.sharding_metadata import metadata_of
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.mesh.rank_grid import AXES
 from shardformer.pipeline.pipeline import Pipeline, evaluating
 from shardformer.torch_compat import is_true
-from shardformer.training.data_loader import Batches, is_several, named_batch, on_device
+from shardformer.training.data_loader import ShardedDataLoader, is_batch_list, named_batch, on_device
 from shardformer.weights.save_pretrained import export_pretrained
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 
-PLACE, USER = "engine", "user"
+POSITION_KEY, USER_STATE_KEY = "engine", "user"
 """Under which names the engine's own values, and those of the user, stand in ``extra``."""
 
 
-def packed(steps: int, skipped: int, position: Any, extra: Any) -> dict[str, Any]:
-    return {PLACE: {"steps": steps, "skipped": skipped, "data": position}, USER: extra}
+def pack_engine_state(steps: int, skipped: int, position: Any, extra: Any) -> dict[str, Any]:
+    return {POSITION_KEY: {"steps": steps, "skipped": skipped, "data": position}, USER_STATE_KEY: extra}
 
 
-def unpacked(loaded: Loaded) -> tuple[int, int, Any, Loaded]:
+def unpack_engine_state(loaded: LoadedCheckpoint) -> tuple[int, int, Any, LoadedCheckpoint]:
     """(steps, skipped steps, position in the data, what was loaded, with the user's own values).
 
     Of a checkpoint that no engine saved its step is known.
     """
     said = loaded.extra
-    if not isinstance(said, dict) or said.keys() != {PLACE, USER}:
+    if not isinstance(said, dict) or said.keys() != {POSITION_KEY, USER_STATE_KEY}:
         return loaded.step, 0, None, loaded
-    place = said[PLACE]
-    return place["steps"], place["skipped"], place["data"], replace(loaded, extra=said[USER])
+    place = said[POSITION_KEY]
+    return place["steps"], place["skipped"], place["data"], replace(loaded, extra=said[USER_STATE_KEY])
 
 
 def take_folder(folder: str | os.PathLike[str], owner: object, world: Axis) -> None:
@@ -66,17 +66,17 @@ def take_folder(folder: str | os.PathLike[str], owner: object, world: Axis) -> N
 
     Raises, on all ranks, ConfigError where another process saves into it, InputError where it cannot be written to.
     """
-    first_does(lambda: hold(path_of(folder), owner), world, f"Saving into {folder}")
+    run_on_first_rank(lambda: hold(path_of(folder), owner), world, f"Saving into {folder}")
 
 
-def holds_checkpoint(folder: str | os.PathLike[str], world: Axis) -> bool:
+def has_checkpoint(folder: str | os.PathLike[str], world: Axis) -> bool:
     """Whether a folder has a checkpoint, as the first rank sees it."""
 
     def look() -> bool:
         path = path_of(folder)
-        return path.is_dir() and bool(found_in(path))
+        return path.is_dir() and bool(list_checkpoints(path))
 
-    return first_does(look, world, f"Looking into {folder}")
+    return run_on_first_rank(look, world, f"Looking into {folder}")
 
 
 class Engine:
@@ -109,18 +109,18 @@ class Engine:
         model: nn.Module,
         optimizers: list[Optimizer],
         pipeline: Pipeline,
-        parallel: Parallel,
+        parallel: ParallelConfig,
         context: ParallelContext,
         *,
         scheduler: Any = None,
         scheduler_every: str = "step",
-        data: Batches | None = None,
+        data: ShardedDataLoader | None = None,
         has_target: bool = False,
     ) -> None:
         self._trains(model, optimizers, pipeline)
         self.parallel, self.context = parallel, context
         self.scheduler, self._scheduler_every = scheduler, scheduler_every
-        self.data: Batches | None = None
+        self.data: ShardedDataLoader | None = None
         self._has_target = has_target
         self.steps = self.skipped = 0
         self.grad_norm: Tensor | None = None
@@ -128,15 +128,15 @@ class Engine:
         self.listener: Callable[[str], None] | None = None
         self._pending: Tensor | None = None
         self._is_backward_done = False
-        self._saving: Saving | None = None
+        self._saving: AsyncSave | None = None
         _ = self.world  # all ranks connect it here, and none has to later, where only some may come
-        self.rebuild: Callable[[Any], Moved] | None = None
+        self.rebuild: Callable[[Any], ReshardStats] | None = None
         if data is not None:
             self.take_data(data)
 
     def _trains(self, model: nn.Module, optimizers: list[Optimizer], pipeline: Pipeline) -> None:
         self.model, self.optimizers, self.pipeline = model, optimizers, pipeline
-        if (watch := state_of(model).watch) is not None:
+        if (watch := metadata_of(model).watch) is not None:
             watch.has_several_optimizers = sum(len(getattr(each, "inner", (each,))) for each in optimizers) > 1
 
     # --- a step
@@ -263,7 +263,7 @@ class Engine:
 
         The ranks of one data rank call it together; under stage 3 of ZeRO all ranks do.
         """
-        has_shards = state_of(self.model).parameters is not None
+        has_shards = metadata_of(self.model).parameters is not None
         come("engine.predict", *(axis for axis in self.context.own_axes if axis.name != "data" or has_shards))
         with evaluating(self.model):
             return self.pipeline.forward(self._taken(batch), gather=gather)
@@ -282,7 +282,7 @@ class Engine:
             optimizer.zero_grad()
 
     def _taken(self, batch: Any) -> Any:
-        if is_several(batch):
+        if is_batch_list(batch):
             return [self._taken(each) for each in batch]
         return on_device(named_batch(batch, self.model, has_target=self._has_target), self.context.device)
 
@@ -327,7 +327,7 @@ class Engine:
         grads = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
         values = {n: grad.coalesce().values() if grad.is_sparse else grad for n, grad in grads.items()}
         mine = [n for n, x in values.items() if not x.isfinite().all()]
-        names = list(dict.fromkeys(name for found in gather_objects(mine, self.world) for name in found))
+        names = list(dict.fromkeys(name for found in all_gather_objects(mine, self.world) for name in found))
         return f", not finite in {', '.join(names[:4])}{f' and {len(names) - 4} more' if len(names) > 4 else ''}"
 
     @property
@@ -365,7 +365,7 @@ class Engine:
                 remedy="Give initialize(model, optimizer), or call engine.eval() first",
             )
 
-    def take_data(self, data: Batches) -> None:
+    def take_data(self, data: ShardedDataLoader) -> None:
         """Trains on other data from here on."""
         self.data = data
         data.on_epoch_end = self._end_epoch
@@ -399,7 +399,7 @@ class Engine:
         folder: str | os.PathLike[str],
         *,
         extra: Any = None,
-        keep: Keep | int | None = None,
+        keep: CheckpointRetention | int | None = None,
         in_background: bool = False,
         position: Any = None,
     ) -> Path | None:
@@ -418,17 +418,17 @@ class Engine:
         self.wait()
         if position is None and self.data is not None:
             position = self.data.state()
-        said = packed(self.steps, self.skipped, position, extra)
-        make = start_checkpoint if in_background else save_checkpoint
+        said = pack_engine_state(self.steps, self.skipped, position, extra)
+        make = async_save_checkpoint if in_background else save_checkpoint
         made = make(
             folder, self.model, self.optimizer, step=self.steps, scheduler=self.scheduler, extra=said, keep=keep
         )
-        self._saving = made if isinstance(made, Saving) else None
-        return None if isinstance(made, Saving) else made
+        self._saving = made if isinstance(made, AsyncSave) else None
+        return None if isinstance(made, AsyncSave) else made
 
     def check_save(self, *, extra: Any = None, position: Any = None) -> None:
         """Raises, on all ranks, the error that ``save`` would raise for this training run. Writes nothing."""
-        said = packed(self.steps, self.skipped, position, extra)
+        said = pack_engine_state(self.steps, self.skipped, position, extra)
         check_savable(self.model, self.optimizer, scheduler=self.scheduler, extra=said)
 
     def wait(self) -> Path | None:
@@ -436,7 +436,7 @@ class Engine:
         saving, self._saving = self._saving, None
         return saving.wait() if saving is not None else None
 
-    def load(self, folder: str | os.PathLike[str]) -> Loaded:
+    def load(self, folder: str | os.PathLike[str]) -> LoadedCheckpoint:
         """Goes on from a checkpoint that was saved under any layout: see ``load_checkpoint``.
 
         Weights, optimizer, scheduler, random numbers, the number of steps and the position in the data. Where it
@@ -445,15 +445,15 @@ class Engine:
         return self.load_and_take(folder)
 
     def load_and_take(
-        self, folder: str | os.PathLike[str], take: Callable[[Loaded], object] = lambda _: None
-    ) -> Loaded:
+        self, folder: str | os.PathLike[str], take: Callable[[LoadedCheckpoint], object] = lambda _: None
+    ) -> LoadedCheckpoint:
         """``load``, where more than the engine takes up what was saved: see the function of this name."""
         come("engine.load", self.world)
         self.wait()
         before = self.steps, self.skipped, None if self.data is None else self.data.state()
 
-        def take_place(found: Loaded) -> None:
-            steps, skipped, position, loaded = unpacked(found)
+        def take_place(found: LoadedCheckpoint) -> None:
+            steps, skipped, position, loaded = unpack_engine_state(found)
             if self.data is not None and position is not None:
                 self.data.load_state(position)
             self.steps, self.skipped = steps, skipped
@@ -467,16 +467,16 @@ class Engine:
                 self.data.load_state(position)
             raise
         self.zero_grad()
-        return unpacked(found)[-1]
+        return unpack_engine_state(found)[-1]
 
-    def resume(self, folder: str | os.PathLike[str]) -> Loaded | None:
+    def resume(self, folder: str | os.PathLike[str]) -> LoadedCheckpoint | None:
         """``load`` where the folder holds a checkpoint; None where training is to begin: for runs that start again."""
         come("engine.resume", self.world)
-        return self.load(folder) if holds_checkpoint(folder, self.world) else None
+        return self.load(folder) if has_checkpoint(folder, self.world) else None
 
     # --- under another layout
 
-    def reshape(self, parallel: Parallel | dict[str, Any]) -> Moved:
+    def reshape(self, parallel: ParallelConfig | dict[str, Any]) -> ReshardStats:
         """Goes on under another layout of the same processes, without the disk.
 
         Weights, masters, optimizer states and random numbers move as a checkpoint would bring them: what a rank has
@@ -498,7 +498,7 @@ class Engine:
         model: nn.Module,
         optimizers: list[Optimizer],
         pipeline: Pipeline,
-        parallel: Parallel,
+        parallel: ParallelConfig,
         context: ParallelContext,
     ) -> None:
         """Trains this model from here on."""
@@ -524,4 +524,4 @@ def _is_stream(batches: Any) -> bool:
     """Whether this is not one batch, but an iterable of some."""
     if isinstance(batches, (Mapping, Tensor)):
         return False
-    return is_several(batches) if isinstance(batches, (list, tuple)) else isinstance(batches, Iterable)
+    return is_batch_list(batches) if isinstance(batches, (list, tuple)) else isinstance(batches, Iterable)

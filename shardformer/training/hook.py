@@ -6,11 +6,11 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from shardformer.checkpoint.load import Loaded
+from shardformer.checkpoint.load import LoadedCheckpoint
 from shardformer.errors import ConfigError
 from shardformer.training.engine import Engine
 
-MOMENTS = (
+HOOK_METHODS = (
     "setup",
     "before_train",
     "before_epoch",
@@ -33,7 +33,7 @@ MOMENTS = (
 moment between the forward and the backward of a batch."""
 
 
-class Run(Protocol):
+class TrainerProtocol(Protocol):
     """What a hook is given: the trainer, see there."""
 
     engine: Engine
@@ -64,11 +64,11 @@ class Run(Protocol):
     def validate(self) -> None: ...
     def save(self) -> None: ...
     def on_save(self, save: Any) -> None: ...
-    def load(self, folder: Any) -> Loaded: ...
+    def load(self, folder: Any) -> LoadedCheckpoint: ...
     def agree(self) -> None: ...
 
 
-def check_validates(hook: Hook, trainer: Run) -> None:
+def check_validates(hook: Hook, trainer: TrainerProtocol) -> None:
     """Raises ConfigError for a hook that acts behind a validation alone, in a run without validation data."""
     if not trainer.has_validation:
         raise ConfigError(
@@ -93,58 +93,58 @@ class Hook:
     ``before_forward`` to ``after_optimizer_step``.
     """
 
-    def setup(self, trainer: Run) -> None:
+    def setup(self, trainer: TrainerProtocol) -> None:
         """Before anything else; here a run that goes on loads its checkpoint."""
 
-    def before_train(self, trainer: Run) -> None:
+    def before_train(self, trainer: TrainerProtocol) -> None:
         """Before the first step of ``fit``; ``trainer.step`` is not 0 where a run goes on."""
 
-    def before_epoch(self, trainer: Run) -> None:
+    def before_epoch(self, trainer: TrainerProtocol) -> None:
         """Before the first batch of an epoch, or the first one of what is left of it."""
 
-    def before_step(self, trainer: Run) -> None:
+    def before_step(self, trainer: TrainerProtocol) -> None:
         """``trainer.batch`` is there: this rank's part of it."""
 
-    def before_forward(self, trainer: Run) -> None:
+    def before_forward(self, trainer: TrainerProtocol) -> None:
         """Before the batch goes through the model."""
 
-    def after_backward(self, trainer: Run) -> None:
+    def after_backward(self, trainer: TrainerProtocol) -> None:
         """The gradients are there; under ZeRO in its own memory."""
 
-    def before_optimizer_step(self, trainer: Run) -> None:
+    def before_optimizer_step(self, trainer: TrainerProtocol) -> None:
         """Before gradients are clipped and weights updated."""
 
-    def after_optimizer_step(self, trainer: Run) -> None:
+    def after_optimizer_step(self, trainer: TrainerProtocol) -> None:
         """The weights are updated, and the gradients are gone."""
 
-    def after_step(self, trainer: Run) -> None:
+    def after_step(self, trainer: TrainerProtocol) -> None:
         """``trainer.loss`` is that of the step; put numbers of your own into ``trainer.values``."""
 
-    def before_validation(self, trainer: Run) -> None:
+    def before_validation(self, trainer: TrainerProtocol) -> None:
         """The model is about to be tried on the validation data."""
 
-    def on_validation_batch(self, trainer: Run, batch: Any) -> None:
+    def on_validation_batch(self, trainer: TrainerProtocol, batch: Any) -> None:
         """For each batch of the validation data, in eval mode, behind its loss; all ranks are here."""
 
-    def after_validation(self, trainer: Run) -> None:
+    def after_validation(self, trainer: TrainerProtocol) -> None:
         """``trainer.values`` has ``validation/loss``, and what hooks add."""
 
-    def before_save(self, trainer: Run) -> None:
+    def before_save(self, trainer: TrainerProtocol) -> None:
         """Before a checkpoint is saved."""
 
-    def after_save(self, trainer: Run) -> None:
+    def after_save(self, trainer: TrainerProtocol) -> None:
         """A checkpoint was saved, or its writing was begun."""
 
-    def after_epoch(self, trainer: Run) -> None:
+    def after_epoch(self, trainer: TrainerProtocol) -> None:
         """Behind the last batch of an epoch."""
 
-    def on_signal(self, trainer: Run) -> None:
+    def on_signal(self, trainer: TrainerProtocol) -> None:
         """A signal came that asks the program to end, to one of the ranks; the run stops behind this."""
 
-    def on_exception(self, trainer: Run) -> None:
+    def on_exception(self, trainer: TrainerProtocol) -> None:
         """``trainer.problem`` ends the run. Do not communicate: other ranks may not be here."""
 
-    def after_train(self, trainer: Run) -> None:
+    def after_train(self, trainer: TrainerProtocol) -> None:
         """Behind the last step, not where an error ended the run."""
 
     def state(self) -> Any:

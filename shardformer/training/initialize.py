@@ -23,18 +23,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardformer.checkpoint.reshard import Departure, Moved
+from shardformer.checkpoint.reshard import ReshardSource, ReshardStats
 from shardformer.checkpoint.training_state import ModelTensors
-from shardformer.comm.collective_call import agree
-from shardformer.comm.collectives import gather_objects
-from shardformer.config import Parallel
-from shardformer.errors import ConfigError, expect, nearest
-from shardformer.layout.sharding_metadata import ROOT, check_module
+from shardformer.comm.collective_call import collective_call
+from shardformer.comm.collectives import all_gather_objects
+from shardformer.config import ParallelConfig
+from shardformer.errors import ConfigError, check_argument, did_you_mean
+from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, check_module
 from shardformer.mesh.init_distributed import launch_from_torch
-from shardformer.mesh.parallel_context import ParallelContext, local_device, with_tensor
-from shardformer.mesh.rank_grid import Grid
-from shardformer.meta_init.materialize import recording, without_values
-from shardformer.offload.activations import store_activations
+from shardformer.mesh.parallel_context import ParallelContext, local_device, with_grid_axes
+from shardformer.mesh.rank_grid import RankGrid
+from shardformer.meta_init.materialization import meta_copy, record_changes
+from shardformer.offload.activations import offload_activations
 from shardformer.pipeline.pipeline import Pipeline, modes_of, set_modes, start_training
 from shardformer.random_state import random_kept_on_error
 from shardformer.shard_model_api import ModelSharder
@@ -43,20 +43,20 @@ from shardformer.training.data_loader import batches_of, loss_of_target
 from shardformer.training.engine import Engine
 from shardformer.training.reshape import Changes, Key, Seen, seen_in
 from shardformer.zero.optimizer_state_view import let_go, unchanged_on_error
-from shardformer.zero.shard_optimizer import zero
+from shardformer.zero.shard_optimizer import shard_optimizer
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
+class ParamGroupNames:
     """A group of an optimizer: its list of parameters, and for each all names that the plain model has for it."""
 
     params: list[nn.Parameter]
     names: list[list[str]]
 
 
-class Held:
+class DetachedOptimizers:
     """Optimizers of a plain model, which let go of its parameters while it is sharded.
 
     The optimizers stay the objects that they were, so that schedulers made of them go on. Their lists of parameters are
@@ -70,7 +70,7 @@ class Held:
         for optimizer in optimizers:
             _check(optimizer, names)
         self._groups = [
-            Group(group["params"], [names[id(p)] for p in group["params"]])
+            ParamGroupNames(group["params"], [names[id(p)] for p in group["params"]])
             for o in optimizers
             for group in o.param_groups
         ]
@@ -100,7 +100,9 @@ class Held:
             )
 
 
-def fill(optimizers: Sequence[Optimizer], groups: Sequence[Sequence[Sequence[str]]], model: nn.Module) -> None:
+def rebind_parameters(
+    optimizers: Sequence[Optimizer], groups: Sequence[Sequence[Sequence[str]]], model: nn.Module
+) -> None:
     """Gives optimizers the parameters of a model, by name, of those that this rank has; and takes their states away."""
     here: dict[str, Any] = ModelTensors(model).tensors
     for optimizer, names in zip(optimizers, groups, strict=True):
@@ -128,7 +130,7 @@ def _check(optimizer: Optimizer, names: dict[int, list[str]]) -> None:
         )
 
 
-def as_optimizers(given: Any) -> list[Optimizer] | MakeOptimizer | None:
+def as_optimizer_factory(given: Any) -> list[Optimizer] | MakeOptimizer | None:
     """Those that were given, or the function that makes one. Raises ConfigError for what is neither."""
     if given is None:
         return None
@@ -146,9 +148,9 @@ def as_optimizers(given: Any) -> list[Optimizer] | MakeOptimizer | None:
     )
 
 
-LAUNCHED = ("RANK", "SLURM_PROCID")
+LAUNCHER_VARIABLES = ("RANK", "SLURM_PROCID")
 """What the environment of a process has that a launcher started."""
-Given = list[Optimizer] | MakeOptimizer | None
+OptimizerArgument = list[Optimizer] | MakeOptimizer | None
 
 
 def num_processes() -> int:
@@ -158,14 +160,14 @@ def num_processes() -> int:
     return int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1)
 
 
-def grid_of(context: ParallelContext | None, asked: Parallel) -> ParallelContext:
+def make_context(context: ParallelContext | None, asked: ParallelConfig) -> ParallelContext:
     if context is None:
-        if dist.is_initialized() or any(name in os.environ for name in LAUNCHED):
-            return with_tensor(launch_from_torch(**asked.sizes), asked.tensor)  # type: ignore[arg-type]
+        if dist.is_initialized() or any(name in os.environ for name in LAUNCHER_VARIABLES):
+            return with_grid_axes(launch_from_torch(**asked.sizes), asked.tensor)  # type: ignore[arg-type]
         context = ParallelContext.of({}, device=local_device())
     differs = [name for name, size in asked.sizes.items() if size not in (None, 1) and context.sizes[name] != size]
     if not differs:
-        return context if "row" in context.sizes else with_tensor(context, asked.tensor)
+        return context if "row" in context.sizes else with_grid_axes(context, asked.tensor)
     name = differs[0]
     alone = context.world is None and all(size == 1 for size in context.sizes.values())
     raise ConfigError(
@@ -177,9 +179,9 @@ def grid_of(context: ParallelContext | None, asked: Parallel) -> ParallelContext
 
 
 @contextmanager
-def _held(given: Any, model: nn.Module) -> Iterator[Held | None]:
+def _detached(given: Any, model: nn.Module) -> Iterator[DetachedOptimizers | None]:
     """The optimizers hold no parameters in here; where an error breaks it off they get those of the model back."""
-    held = Held(given, model) if isinstance(given, list) else None
+    held = DetachedOptimizers(given, model) if isinstance(given, list) else None
     if held is not None:
         held.let_go()
     try:
@@ -190,11 +192,11 @@ def _held(given: Any, model: nn.Module) -> Iterator[Held | None]:
         raise
 
 
-def sharded(
+def shard_with_optimizers(
     model: nn.Module,
-    given: Given,
+    given: OptimizerArgument,
     policy: Any,
-    asked: Parallel,
+    asked: ParallelConfig,
     grid: ParallelContext,
     then: Callable[[nn.Module], object] = lambda _: None,
 ) -> nn.Module:
@@ -205,18 +207,18 @@ def sharded(
     """
     lines = [f"{name}={value}" for name, value in vars(asked).items() if not callable(value)]
     lines += [type(each).__name__ for each in given] if isinstance(given, list) else []
-    agree(grid, lambda: lines, lambda lines: lines, doing="train as it was asked to")
-    with _held(given, model) as held:
+    collective_call(grid, lambda: lines, lambda lines: lines, doing="train as it was asked to")
+    with _detached(given, model) as held:
 
         def finish(model: nn.Module) -> None:
             if held is not None:
                 held.take(model)
             model.to(grid.device)
             if asked.activations != "device":
-                store_activations(model, asked.activations)
+                offload_activations(model, asked.activations)
             then(start_training(model))
 
-        if ROOT in model.__dict__:
+        if METADATA_ATTRIBUTE in model.__dict__:
             finish(model)
             return model
         sharder = ModelSharder(model, asked.shard_config(grid), policy)
@@ -224,7 +226,7 @@ def sharded(
         return sharder.model
 
 
-def trained_by(given: Given, scheduler: Any, model: nn.Module) -> tuple[list[Optimizer], Any]:
+def make_optimizers(given: OptimizerArgument, scheduler: Any, model: nn.Module) -> tuple[list[Optimizer], Any]:
     """The optimizers, and the scheduler."""
     if given is None:
         optimizers = []
@@ -235,7 +237,7 @@ def trained_by(given: Given, scheduler: Any, model: nn.Module) -> tuple[list[Opt
     return optimizers, _scheduler(scheduler, optimizers)
 
 
-def pipeline_of(model: nn.Module, asked: Parallel, loss_fn: Any, loss_weight: Any) -> Pipeline:
+def make_pipeline(model: nn.Module, asked: ParallelConfig, loss_fn: Any, loss_weight: Any) -> Pipeline:
     return Pipeline(
         model,
         asked.micro_batches,
@@ -260,8 +262,8 @@ def _scheduler(given: Any, optimizers: list[Optimizer]) -> Any:
     return given(optimizers[0])
 
 
-def zero_of(optimizers: list[Optimizer], model: nn.Module, asked: Parallel) -> Optimizer:
-    return zero(
+def shard_optimizers(optimizers: list[Optimizer], model: nn.Module, asked: ParallelConfig) -> Optimizer:
+    return shard_optimizer(
         optimizers,
         model,
         stage=asked.zero_stage or 0,
@@ -273,7 +275,7 @@ def zero_of(optimizers: list[Optimizer], model: nn.Module, asked: Parallel) -> O
 
 
 @dataclass(eq=False)
-class Recipe:
+class RebuildArguments:
     """Of what an engine is built once more.
 
     Args:
@@ -294,9 +296,9 @@ class Recipe:
             self.seen = seen_in(model, self.twin)
 
 
-def reshaped(engine: Engine, recipe: Recipe, given: Any) -> Moved:
+def reshard_engine(engine: Engine, recipe: RebuildArguments, given: Any) -> ReshardStats:
     """Moves what the engine trains into another layout: see ``Engine.reshape``."""
-    asked = Parallel.of(given)
+    asked = ParallelConfig.of(given)
     if recipe.twin is None:
         raise ConfigError(
             "reshape of an engine whose model was sharded before it was given to initialize",
@@ -308,21 +310,25 @@ def reshaped(engine: Engine, recipe: Recipe, given: Any) -> Moved:
         engine.data.check_ranks(grid.data.size)
     changes = Changes.since(recipe.seen, engine.model, recipe.twin, engine.world)
     _note_compiled(engine.model)
-    checkpointed = set().union(*gather_objects(engine.pipeline.checkpointed, engine.world))
+    checkpointed = set().union(*all_gather_objects(engine.pipeline.checkpointed, engine.world))
     optimizers = [own for each in engine.optimizers for own in getattr(each, "inner", [each])]
     undone = unchanged_on_error(optimizers, engine.schedulers)
-    with random_kept_on_error(engine.context.device), undone, closing(Departure(engine.model, engine.optimizer)) as old:
-        with recording(recipe.twin):
+    with (
+        random_kept_on_error(engine.context.device),
+        undone,
+        closing(ReshardSource(engine.model, engine.optimizer)) as old,
+    ):
+        with record_changes(recipe.twin):
             model = copy.deepcopy(recipe.twin)
         changes.apply(model)
         for path in checkpointed:
             vars(model.get_submodule(path))["gradient_checkpointing"] = True
         modes = modes_of(model)
-        model = sharded(model, None, copy.copy(recipe.policy), asked, grid)
-        pipeline = pipeline_of(model, asked, recipe.loss_fn, recipe.loss_weight)
-        fill(optimizers, old.groups, model)
+        model = shard_with_optimizers(model, None, copy.copy(recipe.policy), asked, grid)
+        pipeline = make_pipeline(model, asked, recipe.loss_fn, recipe.loss_weight)
+        rebind_parameters(optimizers, old.groups, model)
         if asked.zero_stage is not None and optimizers:
-            optimizers = [zero_of(optimizers, model, asked)]
+            optimizers = [shard_optimizers(optimizers, model, asked)]
         moved = old.arrive(model, optimizers)
     set_modes(model, modes)
     changes.apply(recipe.twin)
@@ -342,17 +348,17 @@ def _note_compiled(model: nn.Module) -> None:
         )
 
 
-def _other_grid(context: ParallelContext, asked: Parallel) -> ParallelContext:
+def _other_grid(context: ParallelContext, asked: ParallelConfig) -> ParallelContext:
     """Over the same processes."""
     if context.world is None or context.mesh is not None:
-        return grid_of(None, asked)
+        return make_context(None, asked)
     count = len(context.grid.ranks)
     sizes = {name: size or 1 for name, size in asked.sizes.items()}
     if asked.data is None:
         sizes["data"] = count // (prod(sizes.values()) or 1)
-    grid = Grid.of(sizes)
+    grid = RankGrid.of(sizes)
     other = ParallelContext.of(sizes, grid.coords(context.rank), world=context.world, device=context.device)
-    return with_tensor(other, asked.tensor)
+    return with_grid_axes(other, asked.tensor)
 
 
 EVERY = ("step", "epoch")
@@ -364,7 +370,7 @@ def initialize(
     loss_fn: Callable[..., Tensor] | None = None,
     train_data: Any = None,
     scheduler: Any = None,
-    parallel: Parallel | dict[str, Any] | Callable[[int], Parallel] | None = None,
+    parallel: ParallelConfig | dict[str, Any] | Callable[[int], ParallelConfig] | None = None,
     *,
     batch_size: int | None = None,
     policy: Any = None,
@@ -376,7 +382,7 @@ def initialize(
     """Shards a model, and gives the engine that trains it: the same script for one process and for many.
 
     >>> engine = shardformer.initialize(model, optimizer, train_data=data, batch_size=32,         # doctest: +SKIP
-    ...                                 parallel=shardformer.Parallel(tensor=2, zero=1))
+    ...                                 parallel=shardformer.ParallelConfig(tensor=2, zero=1))
     >>> for batch in engine.data:                                                                 # doctest: +SKIP
     ...     engine.train_step(batch)
 
@@ -390,7 +396,7 @@ def initialize(
             ``engine.data`` becomes.
         scheduler: of the learning rate, made of ``optimizer``; several in a list; or a function that makes one.
         parallel: the layout, and how a step is made; or a function that makes it of the number of processes, for runs
-            that go on with fewer: ``shardformer.Parallel(tensor=4).fit``.
+            that go on with fewer: ``shardformer.ParallelConfig(tensor=4).fit``.
         batch_size: samples of the whole batch, over all data ranks.
         policy: the user's own policy of sharding; None takes the one that is found.
         context: a grid that was laid already; None: over the processes that were launched, by the sizes in
@@ -404,14 +410,16 @@ def initialize(
     """
     _check_kinds(model, context, data_options, loss_fn=loss_fn, loss_weight=loss_weight)
     asked = _asked(parallel, scheduler_every)
-    given = as_optimizers(optimizer)
-    grid = grid_of(context, asked)
+    given = as_optimizer_factory(optimizer)
+    grid = make_context(context, asked)
     options = {"batch_size": batch_size, **(data_options or {})}
     data = None if train_data is None else batches_of(train_data, grid, **options)
-    twin = start_training(without_values(model)) if ROOT not in model.__dict__ else None
-    recipe, made = Recipe(twin, policy, loss_fn, loss_weight), list[Engine]()
+    twin = start_training(meta_copy(model)) if METADATA_ATTRIBUTE not in model.__dict__ else None
+    recipe, made = RebuildArguments(twin, policy, loss_fn, loss_weight), list[Engine]()
     make = partial(_engine_of, recipe=recipe, scheduler_every=scheduler_every, data=data)
-    sharded(model, given, policy, asked, grid, lambda model: made.append(make(model, given, scheduler, asked, grid)))
+    shard_with_optimizers(
+        model, given, policy, asked, grid, lambda model: made.append(make(model, given, scheduler, asked, grid))
+    )
     return made[0]
 
 
@@ -419,43 +427,49 @@ def _engine_of(
     model: nn.Module,
     given: list[Optimizer] | MakeOptimizer | None,
     scheduler: Any,
-    asked: Parallel,
+    asked: ParallelConfig,
     grid: ParallelContext,
     *,
-    recipe: Recipe,
+    recipe: RebuildArguments,
     **options: Any,
 ) -> Engine:
     """The engine of a sharded model. Where a rank fails to make what trains it, all raise."""
 
     def make() -> tuple[Pipeline, list[Optimizer], Any]:
-        pipeline = pipeline_of(model, asked, recipe.loss_fn, recipe.loss_weight)
-        return pipeline, *trained_by(given, scheduler, model)
+        pipeline = make_pipeline(model, asked, recipe.loss_fn, recipe.loss_weight)
+        return pipeline, *make_optimizers(given, scheduler, model)
 
-    pipeline, optimizers, schedulers = agree(grid, make, doing="make what trains the model")
+    pipeline, optimizers, schedulers = collective_call(grid, make, doing="make what trains the model")
     if asked.zero_stage is not None and optimizers:
         with unchanged_on_error(optimizers):
-            optimizers = [zero_of(optimizers, model, asked)]
+            optimizers = [shard_optimizers(optimizers, model, asked)]
     engine = Engine(
         model, optimizers, pipeline, asked, grid,
         scheduler=schedulers, has_target=recipe.loss_fn is not None, **options,
     )  # fmt: skip
     recipe.see(model)
-    engine.rebuild = partial(reshaped, engine, recipe)
+    engine.rebuild = partial(reshard_engine, engine, recipe)
     return engine
 
 
 def _check_kinds(model: Any, context: Any, data_options: Any, **functions: Any) -> None:
     check_module(model)
     for name, value in functions.items():
-        expect(name, value, value is None or callable(value), "It is a function", f"Give one, or leave {name} out")
+        check_argument(
+            name, value, value is None or callable(value), "It is a function", f"Give one, or leave {name} out"
+        )
     is_grid = context is None or isinstance(context, ParallelContext)
-    expect("context", context, is_grid, "It is the grid that launch_from_torch returned", "Leave context out")
+    check_argument("context", context, is_grid, "It is the grid that launch_from_torch returned", "Leave context out")
     is_dict = data_options is None or isinstance(data_options, dict)
-    expect("data_options", data_options, is_dict, "They are a dict of what Batches takes", "Leave data_options out")
+    check_argument(
+        "data_options", data_options, is_dict, "They are a dict of what Batches takes", "Leave data_options out"
+    )
 
 
-def _asked(parallel: Any, scheduler_every: str) -> Parallel:
+def _asked(parallel: Any, scheduler_every: str) -> ParallelConfig:
     if scheduler_every not in EVERY:
         rule = f"The scheduler steps every {' or '.join(EVERY)}"
-        raise ConfigError(f"scheduler_every={scheduler_every!r}", rule=rule, remedy=nearest(scheduler_every, EVERY))
-    return Parallel.of(parallel(num_processes()) if callable(parallel) else parallel)
+        raise ConfigError(
+            f"scheduler_every={scheduler_every!r}", rule=rule, remedy=did_you_mean(scheduler_every, EVERY)
+        )
+    return ParallelConfig.of(parallel(num_processes()) if callable(parallel) else parallel)

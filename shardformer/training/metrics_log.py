@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from shardformer.errors import ConfigError, InputError, nearest
+from shardformer.errors import ConfigError, InputError, did_you_mean
 from shardformer.filesystem.atomic_write import new_file, path_of, remove_left, replace_text, write_all
 from shardformer.filesystem.lock import hold, release
 
@@ -25,7 +25,7 @@ _EXAMPLE = '{"step": 10, "epoch": 0, "seconds": 4.2, "values": {"loss": 3.25}}'
 
 
 @dataclass(frozen=True)
-class Record:
+class MetricsRecord:
     """What was measured behind one step.
 
     Args:
@@ -42,7 +42,7 @@ class Record:
     values: dict[str, float]
 
 
-class RecordWriter:
+class MetricsWriter:
     """Writes records into ``folder/records.jsonl``, each at once, so that a killed run keeps all but the last.
 
     One process of a run writes, and has the folder while it does.
@@ -91,7 +91,7 @@ class RecordWriter:
             path.rename(_free_name(path))
         return new_file(path)
 
-    def write(self, record: Record) -> None:
+    def write(self, record: MetricsRecord) -> None:
         """Appends a line."""
         write_all(self._file, _line(record).encode())
 
@@ -100,7 +100,7 @@ class RecordWriter:
         release(self._folder, self)
 
 
-def read_records(path: str | Path) -> list[Record]:
+def read_records(path: str | Path) -> list[MetricsRecord]:
     """The records of a run, in the order in which they were written.
 
     Args:
@@ -130,7 +130,7 @@ def read_records(path: str | Path) -> list[Record]:
     return records
 
 
-def _line(record: Record) -> str:
+def _line(record: MetricsRecord) -> str:
     values = {name: _to_json(value) for name, value in record.values.items()}
     line = {"step": record.step, "epoch": record.epoch, "seconds": _to_json(record.seconds), "values": values}
     return json.dumps(line, allow_nan=False) + "\n"
@@ -141,7 +141,7 @@ def _to_json(value: float) -> float | str:
     return number if math.isfinite(number) else str(number)
 
 
-def _parse(line: bytes) -> Record:
+def _parse(line: bytes) -> MetricsRecord:
     """Raises ValueError with what is wrong, OverflowError for a number that is no float."""
     try:
         found = json.loads(line.decode("utf-8"))
@@ -155,7 +155,7 @@ def _parse(line: bytes) -> Record:
     if not isinstance(found["values"], dict):
         raise ValueError("values is not an object")
     values = {name: _to_float(name, value) for name, value in found["values"].items()}
-    return Record(found["step"], found["epoch"], _to_float("seconds", found["seconds"]), values)
+    return MetricsRecord(found["step"], found["epoch"], _to_float("seconds", found["seconds"]), values)
 
 
 def _to_float(name: str, value: Any) -> float:
@@ -212,7 +212,7 @@ def _remedy(path: Path) -> str:
     names = [str(file.parent.relative_to(above)) for file in _files_below(above) if file.parent.name != path.name]
     if not names:
         return f"There is no run in {above} either. Give the folder that training was told to write into"
-    return f"{nearest(path.name, names)} Give one of the runs in {above}"
+    return f"{did_you_mean(path.name, names)} Give one of the runs in {above}"
 
 
 def _files_below(folder: Path) -> list[Path]:

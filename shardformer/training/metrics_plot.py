@@ -11,14 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardformer.errors import ConfigError
-from shardformer.pipeline.schedule_chart import check_file, writing
-from shardformer.training.metrics_log import Record
+from shardformer.pipeline.schedule_chart import check_file, reporting_write_errors
+from shardformer.training.metrics_log import MetricsRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Runs: TypeAlias = Mapping[str, Sequence[Record]]
+Runs: TypeAlias = Mapping[str, Sequence[MetricsRecord]]
 Series: TypeAlias = tuple[NDArray[np.float64], NDArray[np.float64]]
 """Steps, and the values that were recorded behind them."""
 
@@ -50,7 +50,7 @@ def panel_names(runs: Runs) -> list[str]:
     return [name for name in _TITLES if name in found] + [name for name in found if name not in _TITLES]
 
 
-def series(records: Sequence[Record], name: str) -> Series:
+def series(records: Sequence[MetricsRecord], name: str) -> Series:
     """The steps and values of one name, in the order of steps; NaN and infinity included."""
     pairs = sorted(((r.step, r.values[name]) for r in records if name in r.values), key=lambda pair: pair[0])
     table = np.array(pairs, dtype=np.float64).reshape(-1, 2)
@@ -79,7 +79,7 @@ def is_smoothed(name: str, one: Series) -> bool:
     return name not in _NEVER_SMOOTHED and int(np.isfinite(one[1]).sum()) > _MANY_POINTS
 
 
-def drawn(name: str, one: Series) -> Series:
+def plotted_curve(name: str, one: Series) -> Series:
     """The curve of a series: itself, or its moving mean where it has many values; NaN where one is not finite."""
     steps, values = one
     good = np.isfinite(values)
@@ -89,7 +89,7 @@ def drawn(name: str, one: Series) -> Series:
     return steps, shown
 
 
-def alone(values: NDArray[np.float64]) -> NDArray[np.bool_]:
+def isolated_points(values: NDArray[np.float64]) -> NDArray[np.bool_]:
     """Where a finite value has none beside it, so that no line comes to it."""
     good = np.isfinite(values)
     padded = np.concatenate([[False], good, [False]])
@@ -126,7 +126,7 @@ def title_of(name: str) -> str:
 # ----------------------------------------------------------------------------------------------------------- the chart
 
 
-def draw(runs: Runs, path: Path, names: Sequence[str] | None = None) -> None:
+def draw_metrics(runs: Runs, path: Path, names: Sequence[str] | None = None) -> None:
     """Draws a chart, a panel for each value that was recorded, into a file whose name ends in .svg or .png.
 
     Each run has a colour. Values of the validation data are dashed. A curve of more than 100 points is their moving
@@ -163,7 +163,7 @@ def draw(runs: Runs, path: Path, names: Sequence[str] | None = None) -> None:
             is_lowest = number + columns >= len(names)
             _draw_panel(figure.add_subplot(cell), runs, name, is_lowest)
         _draw_legend(figure, runs, names)
-        with writing(path) as hidden:
+        with reporting_write_errors(path) as hidden:
             figure.savefig(hidden, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else {})
 
 
@@ -200,12 +200,12 @@ def _draw_panel(axes: Axes, runs: Runs, name: str, has_label: bool) -> None:
 
 
 def _draw_curve(axes: Axes, one: Series, colour: Any, name: str) -> None:
-    steps, curve = drawn(name, one)
+    steps, curve = plotted_curve(name, one)
     if is_smoothed(name, one):
         recorded = np.where(np.isfinite(one[1]), one[1], np.nan)
         axes.plot(steps, recorded, color=colour, alpha=0.25, linewidth=0.8)
     axes.plot(steps, curve, color=colour, linewidth=1.6)
-    axes.plot(steps[alone(curve)], curve[alone(curve)], "o", color=colour, markersize=3.5)
+    axes.plot(steps[isolated_points(curve)], curve[isolated_points(curve)], "o", color=colour, markersize=3.5)
 
 
 def _draw_validation(axes: Axes, one: Series, colour: Any) -> None:
@@ -280,7 +280,7 @@ def _short(name: str, most: int) -> str:
 # --------------------------------------------------------------------------------------------------------- the summary
 
 
-def summary(runs: Runs) -> list[dict[str, str]]:
+def metrics_summary(runs: Runs) -> list[dict[str, str]]:
     """A row for each run: how far it went, what it reached, how fast it was on the mean, what it held at the most.
 
     A best or mean value is of those that are finite; a last one is said as it is.
@@ -288,7 +288,7 @@ def summary(runs: Runs) -> list[dict[str, str]]:
     return [{"run": run, **_reached(records)} for run, records in runs.items()]
 
 
-def _reached(records: Sequence[Record]) -> dict[str, str]:
+def _reached(records: Sequence[MetricsRecord]) -> dict[str, str]:
     losses = {name: series(records, name)[1] for name in ("loss", VALIDATION + "loss")}
     cells = {
         "step": str(max((record.step for record in records), default=0)),
@@ -297,15 +297,15 @@ def _reached(records: Sequence[Record]) -> dict[str, str]:
     for name, values in losses.items():
         shown = name.replace("/", " ")
         best = values[np.isfinite(values)]
-        cells[f"last {shown}"] = _said_loss(values[-1]) if len(values) else ""
-        cells[f"best {shown}"] = _said_loss(best.min()) if len(best) else cells[f"last {shown}"]
+        cells[f"last {shown}"] = _format_loss(values[-1]) if len(values) else ""
+        cells[f"best {shown}"] = _format_loss(best.min()) if len(best) else cells[f"last {shown}"]
     speed, memory = finite(series(records, "tokens_per_s"))[1], finite(series(records, "memory_bytes"))[1]
     cells["mean tokens/s"] = _short_number(float(f"{speed.mean():.4g}")) if len(speed) else ""
     cells["peak memory"] = said_bytes(float(memory.max())) if len(memory) else ""
     return cells
 
 
-def _said_loss(value: float) -> str:
+def _format_loss(value: float) -> str:
     """Four digits behind the point, where they say something."""
     return f"{value:.4f}" if value == 0 or 1e-2 <= abs(value) < 1e5 or not isfinite(value) else f"{value:.3e}"
 

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from shardformer.comm.collective_call import tell_at_step
-from shardformer.comm.collectives import gather_objects
+from shardformer.comm.collectives import all_gather_objects
 from shardformer.errors import InputError, ShardFormerError
 from shardformer.launcher.shutdown import finishes_on_signals, has_launcher
 from shardformer.training.engine import Engine
@@ -23,11 +23,11 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 REPEATS_S = 5.0
 """A signal that comes again so soon is the same one, under a launcher: to it and to this process, by a scheduler."""
 _REPLACED: dict[int, Any] = {}
-"""Signal -> the handler that ``Agreement.signals`` replaced in this process, while it is replaced."""
+"""Signal -> the handler that ``StepSynchronizer.signals`` replaced in this process, while it is replaced."""
 
 
 @dataclass(frozen=True)
-class Asked:
+class StepRequests:
     """What any rank asks for."""
 
     stop: bool = False
@@ -35,12 +35,12 @@ class Asked:
     save: bool = False
     signal: bool = False
 
-    def __or__(self, other: Asked) -> Asked:
-        return Asked(*(a or b for a, b in zip(astuple(self), astuple(other))))
+    def __or__(self, other: StepRequests) -> StepRequests:
+        return StepRequests(*(a or b for a, b in zip(astuple(self), astuple(other))))
 
 
 @dataclass(frozen=True)
-class Failure:
+class HookFailure:
     """What failed on this rank, in a hook, or where there is none in what ``where`` says."""
 
     hook: Hook | None
@@ -60,7 +60,7 @@ class Failure:
         )
 
 
-class Agreement:
+class StepSynchronizer:
     """Notes what this rank asks for, until all ranks hear of it.
 
     A rank on which something failed calls no more hooks, and comes to the next agreement; a hook of another rank that
@@ -73,32 +73,32 @@ class Agreement:
     """
 
     def __init__(self) -> None:
-        self.failure: Failure | None = None
+        self.failure: HookFailure | None = None
         self.is_broken = False
         self.signal: signal.Signals | None = None
-        self._mine = self._heard = Asked()
+        self._mine = self._heard = StepRequests()
 
     def ask(self, **what: bool) -> None:
-        """``ask(save=True)``: a field of ``Asked``."""
+        """``ask(save=True)``: a field of ``StepRequests``."""
         self._mine = replace(self._mine, **what)
 
     def fail(self, hook: Hook | None, where: str, error: Exception) -> None:
-        self.failure = self.failure or Failure(hook, where, error)
+        self.failure = self.failure or HookFailure(hook, where, error)
 
     def check(self, engine: Engine) -> None:
         """All ranks hear of what any asks for. Raises, on all, what failed on one. Communicates five numbers."""
         world, mine = engine.world, [int(self.failure is not None), *map(int, astuple(self._mine))]
         failed, *asked = (any(column) for column in zip(*tell_at_step("Trainer.agree", world, mine), strict=True))
-        self._mine, self._heard = Asked(), self._heard | Asked(*asked)
+        self._mine, self._heard = StepRequests(), self._heard | StepRequests(*asked)
         if failed:
             self.is_broken = True
             said = None if self.failure is None else self.failure.in_words(world.rank)
-            first = next(said for said in gather_objects(said, world) if said is not None)
+            first = next(said for said in all_gather_objects(said, world) if said is not None)
             raise first from (self.failure.error if self.failure is not None else None)
 
-    def take(self) -> Asked:
+    def take(self) -> StepRequests:
         """What was asked for since the last time, as far as all ranks have heard of it."""
-        heard, self._heard = self._heard, Asked()
+        heard, self._heard = self._heard, StepRequests()
         return heard
 
     @contextmanager
@@ -141,7 +141,7 @@ class Agreement:
 
 
 def _put_back() -> None:
-    """Signals do what they did before ``Agreement.signals``."""
+    """Signals do what they did before ``StepSynchronizer.signals``."""
     for number, handler in _REPLACED.items():
         if handler is not None:  # None: not one of Python's
             signal.signal(number, handler)

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.comm.collective_call import all_tell
+from shardformer.comm.collective_call import gather_from_all_ranks
 from shardformer.errors import ConfigError
 from shardformer.mesh.parallel_context import Axis
 from shardformer.sharding.forward_checks import OF_LIBRARIES, is_of_library
-from shardformer.tensor_parallel.parallel_module import HOOKS
-from shardformer.torch_compat import COMPILED_CALL, has_values
+from shardformer.tensor_parallel.parallel_module import MODULE_HOOK_TABLES
+from shardformer.torch_compat import COMPILED_CALL, has_data
 
 Key = tuple[str, str, str]
 PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
@@ -68,7 +68,9 @@ def seen_in(model: nn.Module, plain: nn.Module) -> dict[Key, Seen]:
         tables = (param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None))
         found["parameter", name, "hooks"] = _hooks([hook for table in tables for hook in (table or {}).values()])
     for path, module in model.named_modules():
-        found["module", path, "hooks"] = _hooks([h for table in HOOKS for h in getattr(module, table).values()])
+        found["module", path, "hooks"] = _hooks(
+            [h for table in MODULE_HOOK_TABLES for h in getattr(module, table).values()]
+        )
         found["module", path, ""] = _module(module)
         found |= {("buffer", path, name): seen for name, seen in _buffers(module)}
         known = vars(modules[path]) if path in modules and _is_ours(module) else None
@@ -91,7 +93,7 @@ class Changes:
             mine.update(_differing(before, now))
             return {key: (seen.words, _sent(seen)) for key, seen in mine.items()}
 
-        every = all_tell(look, world, "Reshaping")
+        every = gather_from_all_ranks(look, world, "Reshaping")
         values: dict[Key, Any] = {}
         for key, (words, value) in [pair for theirs in every for pair in theirs.items()]:
             is_same = all(theirs[key][0] == words for theirs in every if key in theirs)
@@ -170,7 +172,7 @@ def _module(module: nn.Module) -> Seen:
 def _buffers(module: nn.Module) -> Iterator[tuple[str, Seen]]:
     """Those that are not saved, which no checkpoint would bring."""
     for name in module._non_persistent_buffers_set:
-        if (buffer := module._buffers.get(name)) is not None and has_values(buffer):
+        if (buffer := module._buffers.get(name)) is not None and has_data(buffer):
             yield name, _tensor(buffer)
 
 
@@ -190,7 +192,7 @@ def _attribute(name: str, value: Any, depth: int) -> Iterator[tuple[str, Seen]]:
     elif isinstance(value, Tensor):
         if value.grad_fn is not None:
             yield name, Seen(type(value).__qualname__, copies=False, is_computed=True)
-        elif not isinstance(value, nn.Parameter) and has_values(value):
+        elif not isinstance(value, nn.Parameter) and has_data(value):
             yield name, _tensor(value)
     elif (function := _function_in(value)) is not None:
         copies = not _knows_a_module(value)

@@ -12,19 +12,19 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from shardformer.checkpoint.load import Loaded
+from shardformer.checkpoint.load import LoadedCheckpoint
 from shardformer.errors import ConfigError
 from shardformer.launcher.shutdown import is_ended
 from shardformer.pipeline.pipeline import modes_of, set_modes, start_training
-from shardformer.training.data_loader import Batches, batches_of, is_several
+from shardformer.training.data_loader import ShardedDataLoader, batches_of, is_batch_list
 from shardformer.training.engine import Engine, needs_metric
 from shardformer.training.hook import Hook
 from shardformer.training.hooks.progress import Progress
 from shardformer.training.hooks.throughput import Throughput
-from shardformer.training.preemption import Agreement, Asked
+from shardformer.training.preemption import StepRequests, StepSynchronizer
 from shardformer.zero.optimizer_state_view import unchanged_on_error
 
-HOOKS, USER = "hooks", "user"
+HOOKS, TRAINER_USER_KEY = "hooks", "user"
 """Under which names the states of the hooks, and the user's own values, stand in a checkpoint."""
 
 
@@ -62,8 +62,8 @@ class Trainer:
         if strange is not None:
             raise ConfigError(
                 f"hooks holds {strange!r:.80}",
-                rule="A hook is an object of a class that is derived from shardformer.Hook",
-                remedy="Write class MyHook(shardformer.Hook), and give MyHook()",
+                rule="A hook is an object of a class that is derived from shardformer.hooks.Hook",
+                remedy="Write class MyHook(shardformer.hooks.Hook), and give MyHook()",
             )
         self.batch: Any = None
         self.loss: Tensor | None = None
@@ -75,9 +75,9 @@ class Trainer:
         self.stopped_by: str | None = None
         self.was_interrupted = False
         self.extra: Any = None
-        self._agreement = Agreement()
+        self._agreement = StepSynchronizer()
         self._why, self._doing = "", ""
-        self._validation: Batches | None = None
+        self._validation: ShardedDataLoader | None = None
         self._saves: list[Callable[..., Any]] = []
         self._position: Any = None
         self._validated_step = -1
@@ -141,7 +141,7 @@ class Trainer:
     # --- the loop
 
     @property
-    def _data(self) -> Batches:
+    def _data(self) -> ShardedDataLoader:
         if self.engine.data is None:
             raise ConfigError(
                 "The engine has no training data",
@@ -167,7 +167,7 @@ class Trainer:
         Args:
             train: data in the place of the engine's, as ``initialize`` takes it.
             steps, epochs: how many in all; one of the two.
-            validation: data to try the model on, as ``initialize`` takes it, or ``Batches``.
+            validation: data to try the model on, as ``initialize`` takes it, or ``ShardedDataLoader``.
             validate_every: steps from one validation to the next; None: behind every epoch. One more is at the end.
             batch_size: of ``train`` and ``validation``; None: that of the engine's data. A DataLoader has its own.
 
@@ -177,7 +177,7 @@ class Trainer:
         self._take_data(train, validation, validate_every, batch_size)
         self.last_step, self.last_epoch = steps, epochs
         self.problem, self.stopped_by, self.was_interrupted = None, None, False
-        self._agreement, self._began = Agreement(), time.perf_counter()
+        self._agreement, self._began = StepSynchronizer(), time.perf_counter()
         self._modes = modes_of(start_training(self.engine.model))
         self.engine.listener = self._call
         try:
@@ -280,7 +280,7 @@ class Trainer:
         if asked.stop and self.stopped_by is None:
             self.stopped_by = self._why or "a hook of another rank asked for it"
 
-    def _asked(self) -> Asked:
+    def _asked(self) -> StepRequests:
         """What all ranks have heard of since the last time; a signal ends the run, also one that came meanwhile."""
         asked = self._agreement.take()
         if asked.signal and not self.was_interrupted:
@@ -302,7 +302,7 @@ class Trainer:
                 scheduler.step(self.values["validation/loss"])
         self._moment("after_validation")
 
-    def _each_of(self, batches: Batches) -> Iterator[Any]:
+    def _each_of(self, batches: ShardedDataLoader) -> Iterator[Any]:
         for batch in batches:
             yield batch
             for hook in self.hooks:
@@ -321,7 +321,7 @@ class Trainer:
     def _saved(self) -> dict[str, Any]:
         """What a checkpoint has beside what the engine saves."""
         states = {name: hook.state() for name, hook in self._named_hooks().items()}
-        return {"extra": {HOOKS: states, USER: self.extra}, "position": self._position}
+        return {"extra": {HOOKS: states, TRAINER_USER_KEY: self.extra}, "position": self._position}
 
     def on_save(self, save: Callable[..., Any]) -> None:
         """Lets ``save(extra=, position=)`` be called where a checkpoint is asked for: for hooks that save.
@@ -330,7 +330,7 @@ class Trainer:
         """
         self._saves.append(save)
 
-    def load(self, folder: Any) -> Loaded:
+    def load(self, folder: Any) -> LoadedCheckpoint:
         """Goes on from a checkpoint that a trainer saved: ``engine.load``, and the states of the hooks.
 
         Where it raises, the engine and the hooks are as they were before.
@@ -339,14 +339,14 @@ class Trainer:
             loaded = self.engine.load_and_take(folder, self._take_hooks)
         said = loaded.extra
         if isinstance(said, dict) and HOOKS in said:
-            self.extra = said[USER]
+            self.extra = said[TRAINER_USER_KEY]
             hooks = self._named_hooks()
             left = [name for name, state in said[HOOKS].items() if state is not None and name not in hooks]
             if left and self.is_first:
                 warnings.warn(f"The checkpoint has states of hooks that are not here: {', '.join(left)}", stacklevel=2)
         return loaded
 
-    def _take_hooks(self, loaded: Loaded) -> None:
+    def _take_hooks(self, loaded: LoadedCheckpoint) -> None:
         hooks, said = self._named_hooks(), loaded.extra
         states = said[HOOKS] if isinstance(said, dict) and HOOKS in said else {}
         for name, state in states.items():
@@ -416,9 +416,11 @@ class Trainer:
                 remedy="Write fit(..., validation=data, validate_every=100), or leave it out",
             )
 
-    def _batches(self, data: Any, batch_size: int | None, before: Batches | None, **options: Any) -> Batches:
+    def _batches(
+        self, data: Any, batch_size: int | None, before: ShardedDataLoader | None, **options: Any
+    ) -> ShardedDataLoader:
         """Of data that ``fit`` was given; what it does not say is as in the engine's data."""
-        if isinstance(data, Batches):
+        if isinstance(data, ShardedDataLoader):
             return data
         if isinstance(data, DataLoader):
             options = {"merge_last": True} if options else {}
@@ -436,7 +438,9 @@ class Trainer:
 
 def _tokens_of_sample(batch: Any) -> float:
     """Numbers of ``input_ids`` in a sample of this rank's part, on average; 1 where there are none."""
-    parts = [part.get("input_ids") for part in (batch if is_several(batch) else [batch]) if isinstance(part, Mapping)]
+    parts = [
+        part.get("input_ids") for part in (batch if is_batch_list(batch) else [batch]) if isinstance(part, Mapping)
+    ]
     ids = [part for part in parts if isinstance(part, Tensor) and part.dim() > 1 and len(part)]
     return sum(part.numel() for part in ids) / sum(len(part) for part in ids) if ids else 1.0
 

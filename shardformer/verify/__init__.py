@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
 
-_WHERE = {
-    "Bounds": "report",
-    "Pipelined": "train_both",
-    "Report": "report",
-    "Training": "training_options",
-    "verify": "verification",
-}
+from shardformer.public_names import lazy_names
 
+if TYPE_CHECKING:
+    from shardformer.verify.report import Report as Report
+    from shardformer.verify.report import Tolerances as Tolerances
+    from shardformer.verify.train_both import VerifyPipeline as VerifyPipeline
+    from shardformer.verify.training_options import VerifyTraining as VerifyTraining
+    from shardformer.verify.verification import verify as verify
 
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module 'shardformer.verify' has no attribute {name!r}")
-    return getattr(import_module(f"shardformer.verify.{_WHERE[name]}"), name)
+__getattr__, __all__ = lazy_names(__name__)

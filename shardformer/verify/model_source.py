@@ -27,40 +27,40 @@ from urllib.request import Request, urlopen
 from torch import Tensor, nn
 
 from shardformer.discovery.shrink_config import first_architecture, model_class
-from shardformer.errors import TRACEBACK_VARIABLE, ConfigError, ShardFormerError, first_line, nearest
+from shardformer.errors import TRACEBACK_VARIABLE, ConfigError, ShardFormerError, did_you_mean, first_line
 from shardformer.policies.policy import Policy
 from shardformer.transformers_compat import load_transformers
-from shardformer.verify.model_types import SmallBatches, SmallOf, all_classes, reads_together
+from shardformer.verify.model_types import ExampleBatches, ReducedModelType, all_classes, is_multimodal
 from shardformer.verify.small_models import (
+    DEFAULT_HEAD,
     FAMILY_OF,
-    HEADS,
-    MAIN,
-    NEEDS,
-    SMALL,
-    Batches,
-    Sample,
+    HEAD_CLASSES,
+    HEAD_CONFIG,
+    SMALL_CONFIGS,
+    RandomBatches,
+    SmallModel,
     depth_of,
+    is_vision_only,
     sample_loss,
-    sees_alone,
 )
 
 HUB_TIMEOUT_S = 5.0
 
 
-def hub() -> str:
+def hub_url() -> str:
     from huggingface_hub import constants
 
     return str(constants.ENDPOINT)
 
 
-def hub_answers() -> bool:
+def is_hub_reachable() -> bool:
     """Whether the hub can be reached: asked once, where its own client would try each file for half a minute."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
         return False
     try:
-        with urlopen(Request(hub(), method="HEAD"), timeout=HUB_TIMEOUT_S):
+        with urlopen(Request(hub_url(), method="HEAD"), timeout=HUB_TIMEOUT_S):
             return True
     except HTTPError:
         return True  # an answer, if not a friendly one
@@ -68,7 +68,7 @@ def hub_answers() -> bool:
         return False
 
 
-FORMS = (
+MODULE_SPEC_FORMS = (
     "MODEL is a family, a model type of transformers, a folder, a config.json, a name on the Hugging Face hub, or "
     "module:function"
 )
@@ -87,7 +87,7 @@ def _module(name: str) -> ModuleType:
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        with _alone():
+        with _without_input():
             return import_module(name)
     except (Exception, SystemExit) as error:
         missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
@@ -95,28 +95,28 @@ def _module(name: str) -> ModuleType:
             raise _not_imported(f"The module {name!r}", error) from error  # it is there, and fails
         raise ConfigError(
             f"There is no module {name!r}: {error}",
-            rule=f"{FORMS}; modules are looked for in {str(Path.cwd())!r} and among what is installed",
+            rule=f"{MODULE_SPEC_FORMS}; modules are looked for in {str(Path.cwd())!r} and among what is installed",
             remedy="Correct the name, or give the file: path/to/file.py:function",
         ) from error
 
 
-def called(function: Callable[[], Any], name: str) -> Any:
+def call_user_function(function: Callable[[], Any], name: str) -> Any:
     """What a user's function returns. Raises ConfigError where it fails, ends the process, or asks for input."""
     try:
-        with _alone():
+        with _without_input():
             return function()
     except ShardFormerError:
         raise
     except (Exception, SystemExit) as error:
         raise ConfigError(
-            f"{name} failed: {_said(error)}",
+            f"{name} failed: {_error_with_location(error)}",
             rule="The function is called without arguments and without input, in every process",
             remedy=f"Mend it: `python -c 'import ...'` shows where it fails, and {TRACEBACK_VARIABLE}=1 here",
         ) from error
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
+def _without_input() -> Iterator[None]:
     """In here nobody is asked: what reads from the terminal finds its end."""
     before = sys.stdin
     with open(os.devnull, encoding="utf-8") as nothing:
@@ -127,7 +127,7 @@ def _alone() -> Iterator[None]:
             sys.stdin = before
 
 
-def _said(error: BaseException) -> str:
+def _error_with_location(error: BaseException) -> str:
     """The error, and the line of the user's file that it came from."""
     frames = traceback.extract_tb(error.__traceback__)
     line = getattr(error, "lineno", None) or (frames[-1].lineno if frames else None)
@@ -137,7 +137,7 @@ def _said(error: BaseException) -> str:
 
 def _not_imported(what: str, error: BaseException) -> ConfigError:
     return ConfigError(
-        f"{what} cannot be imported: {_said(error)}",
+        f"{what} cannot be imported: {_error_with_location(error)}",
         rule="What a command is given as a file or a module of Python is imported, in every process",
         remedy="Mend it: `python -c 'import ...'` shows where it fails",
     )
@@ -146,7 +146,9 @@ def _not_imported(what: str, error: BaseException) -> ConfigError:
 def _module_from_file(path: Path) -> ModuleType:
     spec = spec_from_file_location(path.stem, path)
     if not path.is_file() or spec is None or spec.loader is None:
-        raise ConfigError(f"There is no file {str(path)!r}", rule=FORMS, remedy="Correct the path before the colon")
+        raise ConfigError(
+            f"There is no file {str(path)!r}", rule=MODULE_SPEC_FORMS, remedy="Correct the path before the colon"
+        )
     loaded = sys.modules.get(path.stem)
     if loaded is not None and getattr(loaded, "__file__", None) != str(path):
         spec = spec_from_file_location(f"{path.stem}_of_the_user", path)
@@ -156,7 +158,7 @@ def _module_from_file(path: Path) -> ModuleType:
     module = sys.modules[spec.name] = module_from_spec(spec)
     assert spec.loader is not None
     try:
-        with _alone():
+        with _without_input():
             spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[spec.name]
@@ -166,7 +168,7 @@ def _module_from_file(path: Path) -> ModuleType:
 
 TOKENS = 13
 """Of a sample."""
-MOST_LAYERS, MOST_STAGES = 10_000, 256
+MAX_SMALL_LAYERS, MOST_STAGES = 10_000, 256
 _GIVEN = ("model_fn", "batch_fn", "loss_fn", "policy", "loss_weight")
 
 
@@ -189,7 +191,7 @@ class Pretrained:
     local: bool = True
 
     def config(self) -> Any:
-        config = read_config(self.where, self.local)
+        config = load_hf_config(self.where, self.local)
         if not self.dropout:
             for name, value in vars(config).items():
                 if "drop" in name and isinstance(value, float):
@@ -198,7 +200,7 @@ class Pretrained:
             config.pad_token_id = first_token(config.eos_token_id, 0)  # the head looks for the last token by it
         if self.head.endswith("ForQuestionAnswering"):
             config.num_labels = 2  # a start and an end
-        if NEEDS.get(self.head, {}).get("is_decoder"):
+        if HEAD_CONFIG.get(self.head, {}).get("is_decoder"):
             config.is_decoder = True
         return config
 
@@ -256,30 +258,30 @@ class ModelSource:
     @property
     def heads(self) -> tuple[str, ...]:
         """All head classes of the model's family. Raises ConfigError where they are not known."""
-        if self.model_type not in HEADS or not isinstance(self.model_fn, Sample | Pretrained):
+        if self.model_type not in HEAD_CLASSES or not isinstance(self.model_fn, SmallModel | Pretrained):
             raise ConfigError(
                 f"The heads of {self.title} are not known",
-                rule=f"The families whose heads are listed are {', '.join(HEADS)}, by name, folder, config or hub",
+                rule=f"Families with listed heads: {', '.join(HEAD_CLASSES)}, by name, folder, config or hub",
                 remedy="Name one head with --head, or give one of these families",
             )
-        return HEADS[self.model_type]
+        return HEAD_CLASSES[self.model_type]
 
     def with_head(self, head: str) -> ModelSource:
         """The same model under another head. Raises ConfigError for a head that the family does not have."""
-        if isinstance(self.model_fn, SmallOf):
+        if isinstance(self.model_fn, ReducedModelType):
             _check_class(head, self.title)
             return _of_type(self.model_type, head)
-        if not isinstance(self.model_fn, Sample | Pretrained):
+        if not isinstance(self.model_fn, SmallModel | Pretrained):
             raise ConfigError(
                 f"head={head!r} for {self.title}",
                 rule="A function gives the whole model, its head included",
                 remedy="Let the function build the head, and leave the option out",
             )
-        if self.model_type in HEADS and head not in HEADS[self.model_type]:
+        if self.model_type in HEAD_CLASSES and head not in HEAD_CLASSES[self.model_type]:
             raise ConfigError(
                 f"{self.model_type} has no head {head!r}",
-                rule=f"Its heads are {', '.join(HEADS[self.model_type])}",
-                remedy=nearest(head, HEADS[self.model_type]),
+                rule=f"Its heads are {', '.join(HEAD_CLASSES[self.model_type])}",
+                remedy=did_you_mean(head, HEAD_CLASSES[self.model_type]),
             )
         _check_class(head, self.title)
         model_fn = replace(self.model_fn, head=head)
@@ -287,7 +289,7 @@ class ModelSource:
 
     def deeper(self, layers: int) -> ModelSource:
         """A family's small model with so many layers or more; any other model is as deep as it is."""
-        if not isinstance(self.model_fn, Sample):
+        if not isinstance(self.model_fn, SmallModel):
             return self
         if layers > MOST_STAGES:
             raise ConfigError(
@@ -307,18 +309,18 @@ class ModelSource:
         """
         if "batch_fn" in self.own:
             batch_fn: Callable[[int], Mapping[str, Any]] = self.own["batch_fn"]
-            return batch_fn.with_samples(batch) if isinstance(batch_fn, SmallBatches) else batch_fn
+            return batch_fn.with_samples(batch) if isinstance(batch_fn, ExampleBatches) else batch_fn
         sizes = self.config.to_dict() if self.head in FAMILY_OF and hasattr(self.config, "to_dict") else {}
-        if sizes and sees_alone(self.head):
-            return Batches(self.head, batch=batch, num_labels=self.config.num_labels, changes=sizes)
-        if isinstance(self.model_fn, Pretrained) and not sizes and reads_together(self.head):
+        if sizes and is_vision_only(self.head):
+            return RandomBatches(self.head, batch=batch, num_labels=self.config.num_labels, changes=sizes)
+        if isinstance(self.model_fn, Pretrained) and not sizes and is_multimodal(self.head):
             if sequence != TOKENS:
                 raise ConfigError(
                     f"sequence={sequence} for {self.title}",
                     rule="A text with images or sounds in it has as many tokens as they ask for",
                     remedy="Leave it out",
                 )
-            return SmallBatches(self.model_fn, batch)
+            return ExampleBatches(self.model_fn, batch)
         vocab_size = _vocab_size(self.config)
         if vocab_size is None:
             raise ConfigError(
@@ -334,7 +336,7 @@ class ModelSource:
                 remedy=f"Use a sequence of {longest} or less",
             )
         eos = first_token(getattr(self.config, "eos_token_id", None), 2)
-        return Batches(self.head, vocab_size, batch, sequence, self.config.num_labels, eos, sizes)
+        return RandomBatches(self.head, vocab_size, batch, sequence, self.config.num_labels, eos, sizes)
 
     @property
     def loss_fn(self) -> Callable[[nn.Module, Mapping[str, Any]], Tensor] | None:
@@ -353,8 +355,8 @@ def find_model(name: str, *, dropout: bool = True) -> ModelSource:
 
     Raises ConfigError, with what was tried, when there is no such model.
     """
-    if name in SMALL:
-        sample = Sample(name)
+    if name in SMALL_CONFIGS:
+        sample = SmallModel(name)
         return ModelSource(f"the small random {name}", sample, sample.head_class, sample.config())
     path = Path(name).expanduser()
     if path.exists():
@@ -365,9 +367,11 @@ def find_model(name: str, *, dropout: bool = True) -> ModelSource:
         return _from_function(name)
     if name.startswith((".", "/", "~")) or name.endswith(".json") or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         raise ConfigError(
-            f"There is no folder or file {name!r} in {str(Path.cwd())!r}", rule=FORMS, remedy="Correct the path"
+            f"There is no folder or file {name!r} in {str(Path.cwd())!r}",
+            rule=MODULE_SPEC_FORMS,
+            remedy="Correct the path",
         )
-    return _from_pretrained(name, Pretrained(name, "", dropout=dropout, local=not hub_answers()))
+    return _from_pretrained(name, Pretrained(name, "", dropout=dropout, local=not is_hub_reachable()))
 
 
 def find_policy(name: str) -> type[Policy]:
@@ -383,13 +387,13 @@ def find_policy(name: str) -> type[Policy]:
             f"{where or name!r} has no policy {class_name!r}"
             if class_name
             else f"{where or name!r} has {len(own) or 'no'} policies, and none is named",
-            rule="A policy is a subclass of shardformer.Policy, and FILE:CLASS names one of several",
-            remedy=nearest(class_name, own),
+            rule="A policy is a subclass of shardformer.policies.Policy, and FILE:CLASS names one of several",
+            remedy=did_you_mean(class_name, own),
         )
     return kinds[class_name]
 
 
-def read_config(where: str, local: bool = True) -> Any:
+def load_hf_config(where: str, local: bool = True) -> Any:
     """The transformers config of a folder, a config.json or a name on the hub. Raises ConfigError."""
     transformers = load_transformers()
 
@@ -405,16 +409,20 @@ def read_config(where: str, local: bool = True) -> Any:
         said = first_line(error)
         raise ConfigError(
             f"There is no model {where!r}: no family has that name, nor has a folder or file in {str(Path.cwd())!r}, "
-            + (f"it was not fetched before, and {hub()} cannot be reached" if local else f"and {hub()} says: {said}"),
-            rule=f"{FORMS}; the families are {', '.join(SMALL)}",
+            + (
+                f"it was not fetched before, and {hub_url()} cannot be reached"
+                if local
+                else f"and {hub_url()} says: {said}"
+            ),
+            rule=f"{MODULE_SPEC_FORMS}; the families are {', '.join(SMALL_CONFIGS)}",
             remedy=f"{_did_you_mean(where)}Correct the name. For a machine without network, fetch the model on another "
             f"with `hf download {where} --local-dir DIR` and give DIR",
         ) from error
     layers = getattr(config, "num_hidden_layers", None)
-    if type(layers) is int and layers > MOST_LAYERS:
+    if type(layers) is int and layers > MAX_SMALL_LAYERS:
         raise ConfigError(
             f"{where!r} asks for {layers} layers",
-            rule=f"A model has {MOST_LAYERS} layers at the most: each is built, one after the other",
+            rule=f"A model has {MAX_SMALL_LAYERS} layers at the most: each is built, one after the other",
             remedy="Correct num_hidden_layers, or what this family calls it",
         )
     return config
@@ -428,13 +436,13 @@ def first_token(tokens: int | list[int] | None, default: int) -> int:
 
 
 def _of_type(model_type: str, head: str = "") -> ModelSource:
-    small = SmallOf(model_type, head)
+    small = ReducedModelType(model_type, head)
     return ModelSource(f"the small random {model_type}", small, small.head_class, small.config(), small.own())
 
 
 def _from_pretrained(title: str, found: Pretrained) -> ModelSource:
-    config = read_config(found.where, found.local)
-    head = first_architecture(config) or MAIN.get(config.model_type, "")
+    config = load_hf_config(found.where, found.local)
+    head = first_architecture(config) or DEFAULT_HEAD.get(config.model_type, "")
     _check_class(head, title)
     return ModelSource(title, replace(found, head=head), head, config)
 
@@ -457,8 +465,8 @@ def _check_class(head: str, title: str) -> None:
         )
 
 
-def _did_you_mean(name: str, known: Any = SMALL) -> str:
-    hint = nearest(name, known)
+def _did_you_mean(name: str, known: Any = SMALL_CONFIGS) -> str:
+    hint = did_you_mean(name, known)
     return f"{hint} " if hint.startswith("Did") else ""
 
 
@@ -474,7 +482,7 @@ def _from_function(name: str) -> ModelSource:
         raise ConfigError(
             f"{where!r} has no function {function_name!r}",
             rule="module:function names a function at the top of a module",
-            remedy=nearest(function_name, known),
+            remedy=did_you_mean(function_name, known),
         )
     if _takes_arguments(function):
         raise ConfigError(
@@ -482,7 +490,7 @@ def _from_function(name: str) -> ModelSource:
             rule="The function is called without arguments, in every process",
             remedy="Give its parameters defaults, or write a function around it",
         )
-    given = called(function, name)
+    given = call_user_function(function, name)
     if isinstance(given, nn.Module):
         return ModelSource(name, function, type(given).__name__, getattr(given, "config", None))
     own = dict(given) if isinstance(given, Mapping) else {}
@@ -497,7 +505,7 @@ def _from_function(name: str) -> ModelSource:
     model_fn = own.pop("model_fn")
     if "batch_fn" in own:
         return ModelSource(name, model_fn, "", own=own)
-    model = called(model_fn, f"model_fn of {name}")
+    model = call_user_function(model_fn, f"model_fn of {name}")
     return ModelSource(name, model_fn, type(model).__name__, getattr(model, "config", None), own)
 
 

@@ -14,16 +14,21 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.discovery.example_inputs import unknown_inputs
-from shardformer.discovery.reduced_model import Twin, first_batch, loss_of, twin_of
-from shardformer.discovery.shrink_config import model_class, model_of
+from shardformer.discovery.reduced_model import ReducedModel, first_batch, probe_loss, reduce_model
+from shardformer.discovery.shrink_config import build_meta_model, model_class
 from shardformer.errors import ConfigError, PolicyError, first_line
-from shardformer.pipeline.micro_batches import TOKENS, batch_size_of, ids_of, split_batch
+from shardformer.pipeline.micro_batches import MEDIA_TOKEN_FIELDS, batch_size_of, special_token_ids, split_batch
 from shardformer.transformers_compat import load_transformers
 from shardformer.verify.small_models import num_samples
 
 TASKS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION")
 """Those of docs/coverage.md."""
-TOGETHER = ("MULTIMODAL_LM", "IMAGE_TEXT_TO_TEXT", "ZERO_SHOT_IMAGE_CLASSIFICATION", "VISUAL_QUESTION_ANSWERING")
+MULTIMODAL_TASKS = (
+    "MULTIMODAL_LM",
+    "IMAGE_TEXT_TO_TEXT",
+    "ZERO_SHOT_IMAGE_CLASSIFICATION",
+    "VISUAL_QUESTION_ANSWERING",
+)
 """Those whose models read images and text together: a type that has several classes is known by this one."""
 
 
@@ -44,7 +49,7 @@ def all_classes() -> Mapping[str, str]:
     from transformers.models.auto import modeling_auto
 
     names = (re.fullmatch("MODEL_FOR_(.*)_MAPPING_NAMES", name) for name in dir(modeling_auto))
-    found = main_classes((*TOGETHER, *TASKS, *(name[1] for name in names if name)))
+    found = main_classes((*MULTIMODAL_TASKS, *TASKS, *(name[1] for name in names if name)))
     base = modeling_auto.MODEL_MAPPING_NAMES.items()
     return {**{kind: names if isinstance(names, str) else names[0] for kind, names in base}, **found}
 
@@ -54,7 +59,7 @@ CONTRAST = "return_loss"
 
 
 @dataclass(frozen=True)
-class SmallOf:
+class ReducedModelType:
     """A small model of a type, of its default config: call it to build the model. Picklable.
 
     Args:
@@ -80,14 +85,14 @@ class SmallOf:
 
     def own(self) -> dict[str, Any]:
         """What goes with the model: batches, and a loss for one that makes none of its own."""
-        batch_fn = SmallBatches(self)
+        batch_fn = ExampleBatches(self)
         batches: dict[str, Any] = {"batch_fn": batch_fn}
         own_loss = {"labels", CONTRAST} & batch_fn(0).keys()
-        return batches if own_loss else {**batches, "loss_fn": of_output, "loss_weight": num_samples}
+        return batches if own_loss else {**batches, "loss_fn": output_mean, "loss_weight": num_samples}
 
 
 @dataclass(frozen=True)
-class Fed:
+class ExampleBatch:
     """A batch that a model takes.
 
     Args:
@@ -101,13 +106,13 @@ class Fed:
     compares: bool
 
     @staticmethod
-    def of(model: nn.Module, batch: Mapping[str, Tensor]) -> Fed:
+    def of(model: nn.Module, batch: Mapping[str, Tensor]) -> ExampleBatch:
         compares = CONTRAST in inspect.signature(model.forward).parameters
-        return Fed(batch, ids_of(model.config), next(model.parameters()).dtype, compares)
+        return ExampleBatch(batch, special_token_ids(model.config), next(model.parameters()).dtype, compares)
 
 
 @dataclass(frozen=True)
-class SmallBatches:
+class ExampleBatches:
     """step -> a batch that a model takes: another one for each step and sample as far as tokens go.
 
     Args:
@@ -126,11 +131,11 @@ class SmallBatches:
         batch = {name: x.to(fed.dtype) if x.is_floating_point() else x for name, x in batch.items()}
         return {**batch, CONTRAST: torch.tensor(True)} if fed.compares and self.samples > 1 else batch
 
-    def with_samples(self, samples: int) -> SmallBatches:
+    def with_samples(self, samples: int) -> ExampleBatches:
         return replace(self, samples=samples)
 
 
-def reads_together(head: str) -> bool:
+def is_multimodal(head: str) -> bool:
     """Whether a class of transformers reads images or sounds, perhaps beside a text."""
     kind = model_class(head)
     names = inspect.signature(kind.forward).parameters if kind is not None else {}
@@ -139,33 +144,33 @@ def reads_together(head: str) -> bool:
 
 def _moved(sample: Mapping[str, Tensor], by: int, ids: Mapping[str, int]) -> Mapping[str, Tensor]:
     """A sample with its words in other places; tokens that stand for something stay where they are."""
-    if (tokens := sample.get(TOKENS)) is None:
+    if (tokens := sample.get(MEDIA_TOKEN_FIELDS)) is None:
         return sample
     words = ~torch.isin(tokens, torch.tensor([*ids.values(), -1]))
     moved = tokens.clone()
     moved[words] = tokens[words].roll(by)
-    return {**sample, TOKENS: moved}
+    return {**sample, MEDIA_TOKEN_FIELDS: moved}
 
 
-def of_output(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+def output_mean(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     """A mean over samples of all that a model gives."""
-    return loss_of(model(**batch), alike=True)
+    return probe_loss(model(**batch), alike=True)
 
 
 @lru_cache(maxsize=1)
-def _fed(model_fn: Callable[[], nn.Module]) -> Fed:
-    if isinstance(model_fn, SmallOf):
+def _fed(model_fn: Callable[[], nn.Module]) -> ExampleBatch:
+    if isinstance(model_fn, ReducedModelType):
         twin = _small(model_fn)
-        return Fed.of(twin.model, twin.batch)
+        return ExampleBatch.of(twin.model, twin.batch)
     model = model_fn().eval()
     try:
-        return Fed.of(model, first_batch(model))
+        return ExampleBatch.of(model, first_batch(model))
     except Exception as error:  # whatever its forward raises
         raise _unknown(model, f"{type(error).__name__}: {first_line(error)}") from error
 
 
 @lru_cache(maxsize=1)
-def _small(small: SmallOf) -> Twin:
+def _small(small: ReducedModelType) -> ReducedModel:
     transformers = load_transformers()
 
     try:
@@ -176,9 +181,9 @@ def _small(small: SmallOf) -> Twin:
             rule="A model type stands for a small model of its default config",
             remedy="Give a folder, a config.json, or module:function",
         ) from error
-    model = model_of(config)
+    model = build_meta_model(config)
     try:
-        return twin_of(model, together=True)
+        return reduce_model(model, together=True)
     except PolicyError as error:
         raise _unknown(model, error.what) from error
 

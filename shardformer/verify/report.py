@@ -19,7 +19,7 @@ WIDTH = 120
 
 
 @dataclass(frozen=True)
-class Bounds:
+class Tolerances:
     """The largest relative differences allowed, and the rounding of the dtype."""
 
     loss: float
@@ -51,7 +51,7 @@ class Report:
     layout: str
     steps: int
     dtype: str
-    bounds: Bounds
+    bounds: Tolerances
     loss: Difference
     gradient: Difference
     weight: Difference
@@ -80,15 +80,15 @@ class Report:
         return json.dumps({"passed": self.passed, **asdict(self), "collectives": calls}, indent=2)
 
     def __str__(self) -> str:
-        return as_text(self)
+        return report_as_text(self)
 
 
-def bounds_for(dtype: torch.dtype) -> Bounds:
+def tolerances_for(dtype: torch.dtype) -> Tolerances:
     """The bounds for a dtype. Raises ConfigError for one in which nothing can be told."""
     if dtype == torch.float64:
-        return Bounds(1e-10, 1e-10, 2.2e-16)
+        return Tolerances(1e-10, 1e-10, 2.2e-16)
     if dtype == torch.float32:
-        return Bounds(1e-5, 1e-4, 1.2e-7)
+        return Tolerances(1e-5, 1e-4, 1.2e-7)
     raise ConfigError(
         f"dtype={dtype}",
         rule="verify compares in fp64 or fp32: in 16 bits the noise is as wide as most mistakes",
@@ -96,15 +96,15 @@ def bounds_for(dtype: torch.dtype) -> Bounds:
     )
 
 
-def bounds_of_16_bits(dtype: torch.dtype) -> Bounds:
+def tolerances_of_16_bits(dtype: torch.dtype) -> Tolerances:
     """Where parameters have 16 bits and masters have more: over data ranks alone nothing differs, over others rounding.
 
     A part of a gradient that is left out, or counted twice, is told still. So is a ReLU that rounding lets flip (T5's).
     """
-    return Bounds(1e-2, 5e-2, torch.finfo(dtype).eps)
+    return Tolerances(1e-2, 5e-2, torch.finfo(dtype).eps)
 
 
-def as_text(report: Report) -> str:
+def report_as_text(report: Report) -> str:
     """The report without colours, at most 120 columns wide."""
     text = io.StringIO()
     console = Console(file=text, width=WIDTH, color_system=None, highlight=False, legacy_windows=False)

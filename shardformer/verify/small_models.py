@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from shardformer.errors import ConfigError, nearest
-from shardformer.torch_compat import has_values
+from shardformer.errors import ConfigError, did_you_mean
+from shardformer.torch_compat import has_data
 from shardformer.transformers_compat import load_transformers
 
 _BERT: dict[str, Any] = dict(
@@ -58,7 +58,7 @@ _SWIN: dict[str, Any] = dict(
 QFORMER: Mapping[str, Any] = MappingProxyType({**_BERT, "encoder_hidden_size": 48, "cross_attention_frequency": 2})
 """BLIP-2's second part; its first layer attends to the image, its second does not."""
 
-SMALL: dict[str, dict[str, Any]] = {
+SMALL_CONFIGS: dict[str, dict[str, Any]] = {
     "bert": _BERT,
     "gpt2": dict(
         vocab_size=127, n_embd=48, n_layer=2, n_head=6, n_inner=70, n_positions=64, resid_pdrop=0.0,
@@ -133,7 +133,7 @@ def _classes(prefix: str, *suffixes: str) -> tuple[str, ...]:
 _CLASSIFY, _TAG, _ANSWER = "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"
 _IMAGES = ("Model", "ForImageClassification", "ForMaskedImageModeling")
 
-HEADS: dict[str, tuple[str, ...]] = {
+HEAD_CLASSES: dict[str, tuple[str, ...]] = {
     "bert": _classes(
         "Bert", "Model", "ForPreTraining", "LMHeadModel", "ForMaskedLM", "ForNextSentencePrediction", _CLASSIFY,
         "ForMultipleChoice", _TAG, _ANSWER,
@@ -171,7 +171,7 @@ HEADS: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 
-MAIN: dict[str, str] = {
+DEFAULT_HEAD: dict[str, str] = {
     "bert": "BertForMaskedLM",
     "gpt2": "GPT2LMHeadModel",
     "llama": "LlamaForCausalLM",
@@ -198,15 +198,15 @@ MAIN: dict[str, str] = {
 """The head that a family is known by."""
 
 LANGUAGE_MODEL: Mapping[str, str] = MappingProxyType(
-    {family: MAIN[family] for family in ("bert", "gpt2", "llama", "t5")}
+    {family: DEFAULT_HEAD[family] for family in ("bert", "gpt2", "llama", "t5")}
 )
 """One family of each kind: an encoder, two decoders, an encoder with a decoder."""
 
-FAMILY_OF: dict[str, str] = {head: family for family, heads in HEADS.items() for head in heads}
+FAMILY_OF: dict[str, str] = {head: family for family, heads in HEAD_CLASSES.items() for head in heads}
 
 _DECODER: dict[str, Any] = {"is_decoder": True}
 _WITH_TEXT: dict[str, Any] = {"qformer_config": {**QFORMER, "use_qformer_text_input": True}}
-NEEDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+HEAD_CONFIG: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "BertLMHeadModel": _DECODER,
         "RobertaForCausalLM": _DECODER,
@@ -225,7 +225,7 @@ NEEDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 """Fields of the config that a head needs and its family's small model does not have."""
 
-PART: Mapping[str, str] = MappingProxyType(
+SUBMODEL_FIELDS: Mapping[str, str] = MappingProxyType(
     {
         "SamVisionModel": "vision_config",
         "Blip2VisionModel": "vision_config",
@@ -237,16 +237,16 @@ PART: Mapping[str, str] = MappingProxyType(
 _IMAGES_ALONE = ("vit", "beit", "swin", "swinv2", "sam")
 
 
-def sees_alone(head: str) -> bool:
+def is_vision_only(head: str) -> bool:
     """Whether a head takes images and no tokens."""
     return FAMILY_OF.get(head) in _IMAGES_ALONE or head == "Blip2VisionModel"
 
 
 def settings_of(head: str, changes: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
     """What the small model of a head says in its own config: of the part alone where the head is a part."""
-    family = SMALL[FAMILY_OF[head]]
-    settings = {**family, **NEEDS.get(head, {})}
-    return {**(settings[PART[head]] if head in PART else settings), **changes}
+    family = SMALL_CONFIGS[FAMILY_OF[head]]
+    settings = {**family, **HEAD_CONFIG.get(head, {})}
+    return {**(settings[SUBMODEL_FIELDS[head]] if head in SUBMODEL_FIELDS else settings), **changes}
 
 
 # B batch, C channels, P patches, Q points' groups, K points, S sequence, H hidden
@@ -362,13 +362,13 @@ FIRST_TOKEN = 5
 
 
 @dataclass(frozen=True)
-class Batches:
+class RandomBatches:
     """Random batches for a head class: call it with a step. Different samples in every row, padding, ignored labels.
 
     Every row counts equally many labels, so the loss of a batch is the mean of the losses of its parts.
 
     Args:
-        head: a class of transformers. One that is not in ``HEADS`` is taken to read tokens.
+        head: a class of transformers. One that is not in ``HEAD_CLASSES`` is taken to read tokens.
         vocab_size, num_labels, eos: of the model.
         batch, sequence: rows, and tokens in a row.
         changes: fields of the head's own config that differ from the small model's; they say the sizes of images and
@@ -388,7 +388,7 @@ class Batches:
         family = FAMILY_OF.get(self.head, "")
         if self.head == "SamModel":
             return sam_batch(generator, self._settings, self.batch)
-        if sees_alone(self.head):
+        if is_vision_only(self.head):
             return image_batch(self.head, generator, self._settings, self.batch, self.num_labels)
         ids = self._tokens(generator, self.batch, self.sequence)
         mask = torch.ones_like(ids)
@@ -458,8 +458,8 @@ def sample_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     """
     output = model(**batch)
     losses = [x for x in (getattr(output, "loss", None), getattr(output, "mc_loss", None)) if x is not None]
-    given = _floats(output) if isinstance(output, Mapping) else iter(())
-    distances = losses or [_distance(x) for x in _different(given)]
+    given = _float_outputs(output) if isinstance(output, Mapping) else iter(())
+    distances = losses or [_distance(x) for x in _unique_tensors(given)]
     if not distances:
         raise ConfigError(
             f"{type(model).__name__} gave no loss: its output, a {type(output).__name__}, has none",
@@ -469,7 +469,7 @@ def sample_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     return torch.stack([x.double() for x in distances]).sum()
 
 
-def counts_by_sample(head: str) -> bool:
+def weights_loss_by_sample(head: str) -> bool:
     """Whether what ``sample_loss`` gives of a head is no mean that torch's own losses compute.
 
     Over micro-batches such a loss is weighed by their numbers of samples: ``num_samples``.
@@ -484,24 +484,24 @@ def num_samples(batch: Mapping[str, Any]) -> float:
     return float(next(v.shape[0] for v in batch.values() if isinstance(v, Tensor) and v.dim() > 0))
 
 
-def _floats(output: Any) -> Iterator[Tensor]:
+def _float_outputs(output: Any) -> Iterator[Tensor]:
     """All tensors that float; a cache of keys and values is no such container, and is left out."""
     if isinstance(output, Tensor):
         if output.is_floating_point():
             yield output
     elif isinstance(output, Mapping):
         for value in output.values():
-            yield from _floats(value)
+            yield from _float_outputs(value)
     elif isinstance(output, tuple | list):
         for value in output:
-            yield from _floats(value)
+            yield from _float_outputs(value)
 
 
-def _different(tensors: Iterator[Tensor]) -> list[Tensor]:
+def _unique_tensors(tensors: Iterator[Tensor]) -> list[Tensor]:
     """Without what is given twice, such as logits and their transpose."""
     found: dict[tuple[int, int], Tensor] = {}
     for tensor in tensors:
-        place = tensor.data_ptr() if has_values(tensor) else tensor.untyped_storage()._cdata
+        place = tensor.data_ptr() if has_data(tensor) else tensor.untyped_storage()._cdata
         found.setdefault((place, tensor.numel()), tensor)
     return list(found.values())
 
@@ -541,11 +541,11 @@ def depth_of(family: str, head: str, layers: int) -> int:
     return stacks * (each + each % 2 if family == "gpt_neo" else each)
 
 
-def deepened(family: str, head: str, layers: int) -> dict[str, Any]:
+def with_layers(family: str, head: str, layers: int) -> dict[str, Any]:
     """The fields of the family's config with which a head has ``depth_of(family, head, layers)`` layers in all."""
     each = depth_of(family, head, layers) // STACKS.get(head, 1)
     if family in ("sam", "blip-2"):
-        settings = {**SMALL[family], **NEEDS.get(head, {})}
+        settings = {**SMALL_CONFIGS[family], **HEAD_CONFIG.get(head, {})}
         return {part: {**settings[part], "num_hidden_layers": each} for part in _PARTS if part in settings}
     if family == "t5":
         return {"num_layers": each, "num_decoder_layers": each}
@@ -570,19 +570,19 @@ def register_family(family: str, module: str, heads: tuple[str, ...], *, num_lay
         module: defines ``config(changes)`` and the classes named in ``heads``, of which the first is the main one.
         num_layers: the field of the config with the number of layers.
     """
-    SMALL[family], HEADS[family], MAIN[family], LIBRARIES[family] = {}, heads, heads[0], module
+    SMALL_CONFIGS[family], HEAD_CLASSES[family], DEFAULT_HEAD[family], LIBRARIES[family] = {}, heads, heads[0], module
     _FIELD[family] = num_layers
     FAMILY_OF.update(dict.fromkeys(heads, family))
 
 
 @dataclass(frozen=True)
-class Sample:
+class SmallModel:
     """A small model of a family: call it to build the model. Picklable.
 
     Args:
-        family: one of ``SMALL``.
+        family: one of ``SMALL_CONFIGS``.
         head: a class of transformers; by default the family's main one.
-        changes: fields of the family's config that differ from ``SMALL``.
+        changes: fields of the family's config that differ from ``SMALL_CONFIGS``.
     """
 
     family: str
@@ -591,22 +591,22 @@ class Sample:
     library: str = field(init=False, default="transformers")
 
     def __post_init__(self) -> None:
-        if self.family not in SMALL:
+        if self.family not in SMALL_CONFIGS:
             raise ConfigError(
                 f"There is no small model of {self.family!r}",
-                rule=f"The families are {', '.join(SMALL)}",
-                remedy=nearest(self.family, SMALL),
+                rule=f"The families are {', '.join(SMALL_CONFIGS)}",
+                remedy=did_you_mean(self.family, SMALL_CONFIGS),
             )
         object.__setattr__(self, "library", LIBRARIES.get(self.family, self.library))
 
     @property
     def head_class(self) -> str:
-        return self.head or MAIN[self.family]
+        return self.head or DEFAULT_HEAD[self.family]
 
-    def deeper(self, layers: int) -> Sample:
+    def deeper(self, layers: int) -> SmallModel:
         """The same with ``layers`` layers in all, for that many stages of a pipeline; with a few more where a family's
         layers come in pairs or in several stacks, or where the small model has more."""
-        return replace(self, changes={**self.changes, **deepened(self.family, self.head_class, layers)})
+        return replace(self, changes={**self.changes, **with_layers(self.family, self.head_class, layers)})
 
     def config(self) -> Any:
         """The config that the head takes: of its part of the family's where it is a part."""
@@ -616,9 +616,9 @@ class Sample:
 
         head = self.head_class
         num_labels = 2 if head.endswith("ForQuestionAnswering") else 3
-        settings = {**SMALL[self.family], "num_labels": num_labels, **NEEDS.get(head, {}), **self.changes}
+        settings = {**SMALL_CONFIGS[self.family], "num_labels": num_labels, **HEAD_CONFIG.get(head, {}), **self.changes}
         config = transformers.AutoConfig.for_model(self.family, **settings)
-        return getattr(config, PART[head]) if head in PART else config
+        return getattr(config, SUBMODEL_FIELDS[head]) if head in SUBMODEL_FIELDS else config
 
     def __call__(self) -> nn.Module:
         with _LOADS:
@@ -636,5 +636,5 @@ _LOADS = threading.Lock()
 def _fill_tables(model: nn.Module) -> None:
     """Random numbers for tables and tokens that start at zero, such as relative positions: a zero shows no mistake."""
     for param in model.parameters():
-        if param.dim() > 1 and has_values(param) and not param.any():
+        if param.dim() > 1 and has_data(param) and not param.any():
             param.normal_(std=0.02)

@@ -21,19 +21,19 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardformer.comm.collectives import all_reduce, broadcast_object, gather_all, gather_objects
-from shardformer.comm.recorder import Recorder
+from shardformer.comm.collectives import all_gather_objects, all_reduce, broadcast_object, gather_full_tensors
+from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.config import ShardConfig
-from shardformer.discovery.reduced_model import silence_dropout
+from shardformer.discovery.reduced_model import disable_dropout
 from shardformer.errors import ConfigError, ShardFormerError
 from shardformer.gradients.clipping import clip_grad_norm_
 from shardformer.gradients.reducer import no_sync
-from shardformer.layout.sharding_metadata import specs_of, state_of
-from shardformer.mesh.parallel_context import ParallelContext, with_sequence, with_tensor
-from shardformer.mesh.rank_grid import total_of
-from shardformer.mesh.tensor_grid import TensorGrid, with_grid
+from shardformer.layout.sharding_metadata import metadata_of, shard_specs
+from shardformer.mesh.parallel_context import ParallelContext, with_grid_axes, with_ring_axes
+from shardformer.mesh.rank_grid import num_ranks
+from shardformer.mesh.tensor_grid import TensorGrid, with_tensor_grid
 from shardformer.pipeline.micro_batch_loss import LossWeight
-from shardformer.pipeline.micro_batches import batch_size_of, sizes_of, split_batch, tensors_of
+from shardformer.pipeline.micro_batches import batch_size_of, micro_batch_sizes, named_tensors_in, split_batch
 from shardformer.pipeline.pipeline import Pipeline, start_training
 from shardformer.pipeline.runtime import loss_in
 from shardformer.pipeline.stage_manager import PipelineStageManager
@@ -41,10 +41,10 @@ from shardformer.policies.policy import Policy
 from shardformer.random_state import seed_random
 from shardformer.shard_model_api import shard_model
 from shardformer.training.data_loader import on_device
-from shardformer.verify.report import Bounds, bounds_for, bounds_of_16_bits
-from shardformer.verify.training_options import Plain, Training, optimizers_of
+from shardformer.verify.report import Tolerances, tolerances_for, tolerances_of_16_bits
+from shardformer.verify.training_options import ReferenceOptimizers, VerifyTraining, make_verify_optimizers
 from shardformer.weights.state_dict import full_state_dict
-from shardformer.zero.shard_optimizer import zero
+from shardformer.zero.shard_optimizer import shard_optimizer
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 
 WIDE: dict[Any, Any] = {
@@ -54,25 +54,25 @@ WIDE: dict[Any, Any] = {
 }
 """dtype, or cast to it -> what an fp64 model gets in its place."""
 
-LIKE_ANOTHER = (Tensor.to, Tensor.type, Tensor.type_as)
+LIKE_FUNCTIONS = (Tensor.to, Tensor.type, Tensor.type_as)
 """Casts whose dtype may be that of another tensor, or a name."""
-BACKWARDS = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+BACKWARD_FUNCTIONS = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
 UNITS = 4
 """By how many units in the last place an operation's result is off, at most."""
 
 
-class WithoutCasts(TorchFunctionMode):
+class ForceFp64(TorchFunctionMode):
     """Whoever asks for fewer bits than fp64 has gets fp64: LLaMA's norm, the upcast of logits, a softmax in fp32."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in BACKWARDS:
+        if func in BACKWARD_FUNCTIONS:
             return self._backward(func, args, kwargs)
         wide_args = [WIDE.get(a, a) if isinstance(a, torch.dtype) else a for a in args]
         wide_kwargs = {k: WIDE.get(v, v) if isinstance(v, torch.dtype) else v for k, v in kwargs.items()}
         out = WIDE.get(func, func)(*wide_args, **wide_kwargs)
-        if func in LIKE_ANOTHER and out.dtype in WIDE and args[0].dtype == torch.float64:
+        if func in LIKE_FUNCTIONS and out.dtype in WIDE and args[0].dtype == torch.float64:
             return args[0].to(out.device)
         return out
 
@@ -89,7 +89,7 @@ class WithoutCasts(TorchFunctionMode):
 class _Now(threading.local):
     """The mode in which this thread starts a backward."""
 
-    mode: WithoutCasts | None = None
+    mode: ForceFp64 | None = None
 
 
 _NOW = _Now()
@@ -145,8 +145,8 @@ class _Micro(Protocol):
     def num_parts(self) -> int: ...
 
 
-class Shares(Protocol):
-    """What of a ``Job`` says how batches are made and shared out."""
+class BatchSharing(Protocol):
+    """What of a ``VerifyJob`` says how batches are made and shared out."""
 
     @property
     def batch_fn(self) -> Callable[[int], Mapping[str, Any]]: ...
@@ -162,7 +162,7 @@ class Shares(Protocol):
     def computes_in(self) -> torch.dtype: ...
 
 
-def check_batch(job: Shares) -> None:
+def check_batch(job: BatchSharing) -> None:
     """Raises ConfigError for a first batch that data ranks and micro-batches cannot share.
 
     One that fails is left to the workers.
@@ -171,10 +171,10 @@ def check_batch(job: Shares) -> None:
         batch = job.batch_fn(0)
     except Exception:
         return
-    _micro_batches(job, part_of(job, batch, 0, job.data))
+    _micro_batches(job, data_rank_batch(job, batch, 0, job.data))
 
 
-def part_of(job: Shares, batch: Mapping[str, Any], rank: int, parts: int) -> dict[str, Any]:
+def data_rank_batch(job: BatchSharing, batch: Mapping[str, Any], rank: int, parts: int) -> dict[str, Any]:
     """What one of so many data ranks gets of a batch, in the precision of the models."""
     size = _batch_size(batch)
     if size % parts:
@@ -188,10 +188,10 @@ def part_of(job: Shares, batch: Mapping[str, Any], rank: int, parts: int) -> dic
     return {**part, **{name: x.to(job.computes_in) for name, x in floats.items()}}
 
 
-def check_apart(job: Shares, model: nn.Module) -> None:
+def check_independent_samples(job: BatchSharing, model: nn.Module) -> None:
     """Raises ConfigError for a model that compares the samples of a batch, which is then cut, with each other."""
-    whole = part_of(job, job.batch_fn(0), 0, job.num_parts)
-    part = part_of(job, job.batch_fn(0), 0, job.data)
+    whole = data_rank_batch(job, job.batch_fn(0), 0, job.num_parts)
+    part = data_rank_batch(job, job.batch_fn(0), 0, job.data)
     for larger, smaller, remedy in (
         (whole, part, "Compare with the parts themselves (--reference parts), or use one data rank"),
         (part, _micro_batches(job, part)[0], "Use one micro-batch (--micro-batches 1), or data ranks (--data 2)"),
@@ -221,14 +221,14 @@ def _tables(model: nn.Module, larger: Mapping[str, Any], smaller: Mapping[str, A
                 yield name
 
 
-def _micro_batches(job: Shares, part: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _micro_batches(job: BatchSharing, part: Mapping[str, Any]) -> list[dict[str, Any]]:
     if job.pipeline is None:
         return [dict(part)]
-    return split_batch(part, sizes_of(batch_size_of(part), job.pipeline.num_parts, None), ids=job.ids)
+    return split_batch(part, micro_batch_sizes(batch_size_of(part), job.pipeline.num_parts, None), ids=job.ids)
 
 
 def _batch_size(batch: Mapping[str, Any]) -> int:
-    if not any(x.dim() for _, x in tensors_of(batch)):
+    if not any(x.dim() for _, x in named_tensors_in(batch)):
         raise ConfigError(
             f"The batch holds {', '.join(batch) or 'nothing'} and no tensor",
             rule="A batch is a dict of tensors whose first dim is the batch",
@@ -237,7 +237,7 @@ def _batch_size(batch: Mapping[str, Any]) -> int:
     return batch_size_of(batch)
 
 
-class Replay(nn.Module):
+class PrecomputedForward(nn.Module):
     """The model for a loss function that calls it, when it has been called already: gives what it gave."""
 
     def __init__(self, model: nn.Module, output: Any, part: Mapping[str, Any]) -> None:
@@ -269,7 +269,7 @@ DRAWS = 3
 
 
 @dataclass(frozen=True)
-class Pipelined:
+class VerifyPipeline:
     """A pipeline to compare with the plain model.
 
     Args:
@@ -301,7 +301,7 @@ StepOf = Callable[[Mapping[str, Any], int, int], Tensor]
 
 
 @dataclass(frozen=True)
-class Job:
+class VerifyJob:
     model_fn: ModelFn
     batch_fn: BatchFn
     tensor: int
@@ -311,8 +311,8 @@ class Job:
     loss_fn: LossFn | None
     policy: Policy | type[Policy] | None
     config: Mapping[str, Any]
-    pipeline: Pipelined | None = None
-    training: Training = field(default_factory=Training)
+    pipeline: VerifyPipeline | None = None
+    training: VerifyTraining = field(default_factory=VerifyTraining)
     sequence: int | tuple[int, int] = 1
     grid: int | tuple[int, ...] = 1
     ids: Mapping[str, int] = field(default_factory=dict)  # field of the config -> a token that stands for images
@@ -331,8 +331,8 @@ class Job:
         return self.training.dtype or self.dtype
 
     @property
-    def bounds(self) -> Bounds:
-        return bounds_for(self.dtype) if self.training.dtype is None else bounds_of_16_bits(self.training.dtype)
+    def bounds(self) -> Tolerances:
+        return tolerances_for(self.dtype) if self.training.dtype is None else tolerances_of_16_bits(self.training.dtype)
 
     @property
     def pipe(self) -> int:
@@ -345,7 +345,7 @@ class Job:
 
 
 @dataclass
-class Trajectory:
+class TrainingTrace:
     """What one run leaves: per step the loss, the gradients and their norm; the weights before and after."""
 
     losses: list[float] = field(default_factory=list)
@@ -357,11 +357,11 @@ class Trajectory:
     collectives: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
-def run_job(job: Job) -> tuple[Trajectory | None, Trajectory, str, str]:
+def run_job(job: VerifyJob) -> tuple[TrainingTrace | None, TrainingTrace, str, str]:
     """Called on every worker: the plain trace (on the first only), the sharded one, the model's name, the layout."""
-    sizes = {"tensor": job.tensor, "pipe": job.pipe, "data": job.data, "sequence": total_of(job.sequence)}
+    sizes = {"tensor": job.tensor, "pipe": job.pipe, "data": job.data, "sequence": num_ranks(job.sequence)}
     context = ParallelContext.from_world(sizes, torch.device(job.device))
-    context = with_tensor(with_sequence(context, job.sequence), job.grid)
+    context = with_grid_axes(with_ring_axes(context, job.sequence), job.grid)
     plain = problem = None
     try:
         plain = _run_plain(job) if context.rank == 0 else None
@@ -375,17 +375,17 @@ def run_job(job: Job) -> tuple[Trajectory | None, Trajectory, str, str]:
     sharded, name = _run_sharded(job, context)
     layout = [str(context), *([str(job.pipeline)] if job.pipeline is not None else [])]
     mode = job.config.get("tensor_parallel_mode", "1d")
-    layout += [str(TensorGrid.of(with_grid(context, mode), mode))] if mode != "1d" else []
+    layout += [str(TensorGrid.of(with_tensor_grid(context, mode), mode))] if mode != "1d" else []
     layout += ["each batch plain in one"] if job.num_parts < job.data else []
     layout += [str(job.training)] if job.training.zero is not None else []
     return plain, sharded, name, ", ".join(layout)
 
 
-def build(job: Job) -> nn.Module:
+def build(job: VerifyJob) -> nn.Module:
     torch.manual_seed(0)
     dtype = torch.float32 if job.training.dtype is not None else job.dtype
     model = start_training(job.model_fn().to(torch.device(job.device), dtype))
-    silence_dropout(model)
+    disable_dropout(model)
     job.training.freeze(model)
     config: Any = getattr(model, "config", None)
     if job.computes_in == torch.float64 and getattr(config, "_experts_implementation", None):
@@ -393,7 +393,7 @@ def build(job: Job) -> nn.Module:
     return model
 
 
-def _loss(job: Job, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+def _loss(job: VerifyJob, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     if job.loss_fn is not None:
         return job.loss_fn(model, batch)
     output = model(**batch)
@@ -403,14 +403,16 @@ def _loss(job: Job, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     return loss
 
 
-def _loss_of_step(job: Job, model: nn.Module, part: Mapping[str, Any], step: int, rank: int, seed: int = 0) -> Tensor:
+def _loss_of_step(
+    job: VerifyJob, model: nn.Module, part: Mapping[str, Any], step: int, rank: int, seed: int = 0
+) -> Tensor:
     """The loss with random numbers of this step and part: what is drawn between blocks is the same in both layouts."""
     seed_random(1 + step * job.data + rank + seed * 2**31)
     return _loss(job, model, part)
 
 
-def _arithmetic(job: Job) -> AbstractContextManager[Any]:
-    return WithoutCasts() if job.computes_in == torch.float64 else nullcontext()
+def _arithmetic(job: VerifyJob) -> AbstractContextManager[Any]:
+    return ForceFp64() if job.computes_in == torch.float64 else nullcontext()
 
 
 def _no_loss(model: nn.Module, output: Any) -> ConfigError:
@@ -425,11 +427,11 @@ def _no_loss(model: nn.Module, output: Any) -> ConfigError:
     )
 
 
-def _run_plain(job: Job) -> Trajectory:
-    model, trace = build(job), Trajectory()
-    optimizer = Plain(model, job.training)
+def _run_plain(job: VerifyJob) -> TrainingTrace:
+    model, trace = build(job), TrainingTrace()
+    optimizer = ReferenceOptimizers(model, job.training)
     _check_repeats(job, model)
-    check_apart(job, model)
+    check_independent_samples(job, model)
     trace.before = {n: p.detach().clone().cpu() for n, p in model.named_parameters()}
     for step in range(job.steps):
         _backward(job, model, step, trace)
@@ -439,7 +441,7 @@ def _run_plain(job: Job) -> Trajectory:
     return trace
 
 
-def _backward(job: Job, model: nn.Module, step: int, trace: Trajectory) -> None:
+def _backward(job: VerifyJob, model: nn.Module, step: int, trace: TrainingTrace) -> None:
     """Notes a step's loss and gradients, which stay in ``.grad``, and how far rounding moves each gradient."""
 
     def gradients(rounding: AbstractContextManager[Any]) -> dict[str, Tensor | None]:
@@ -461,13 +463,13 @@ def _backward(job: Job, model: nn.Module, step: int, trace: Trajectory) -> None:
     trace.grads.append({name: None if grad is None else grad.cpu() for name, grad in grads.items()})
 
 
-def _part_of(job: Job, batch: Mapping[str, Any], rank: int, parts: int) -> Mapping[str, Any]:
+def _part_of(job: VerifyJob, batch: Mapping[str, Any], rank: int, parts: int) -> Mapping[str, Any]:
     """On the device of the models."""
-    part: Mapping[str, Any] = on_device(part_of(job, batch, rank, parts), torch.device(job.device))
+    part: Mapping[str, Any] = on_device(data_rank_batch(job, batch, rank, parts), torch.device(job.device))
     return part
 
 
-def _plain_loss(job: Job, model: nn.Module, step: int, seed: int = 0) -> Tensor:
+def _plain_loss(job: VerifyJob, model: nn.Module, step: int, seed: int = 0) -> Tensor:
     losses = []
     for backward in job.training.backwards(step):
         batch = job.batch_fn(backward)
@@ -477,7 +479,7 @@ def _plain_loss(job: Job, model: nn.Module, step: int, seed: int = 0) -> Tensor:
     return torch.stack(losses).mean()
 
 
-def _check_repeats(job: Job, model: nn.Module) -> None:
+def _check_repeats(job: VerifyJob, model: nn.Module) -> None:
     """Raises ConfigError for a model that draws what the sharded one cannot draw alike."""
     draws_anew = job.pipeline is not None or job.num_parts < job.data
     with torch.no_grad(), _arithmetic(job):
@@ -492,20 +494,22 @@ def _check_repeats(job: Job, model: nn.Module) -> None:
         )
 
 
-def _run_sharded(job: Job, context: ParallelContext) -> tuple[Trajectory, str]:
-    model, trace, options = build(job), Trajectory(), {"watch": False, **job.config}  # what differs is told below
+def _run_sharded(job: VerifyJob, context: ParallelContext) -> tuple[TrainingTrace, str]:
+    model, trace, options = build(job), TrainingTrace(), {"watch": False, **job.config}  # what differs is told below
     name = type(model).__name__
     if job.pipeline is not None:
         options["pipeline_stage_manager"] = PipelineStageManager(context, **job.pipeline.stages)
     model = shard_model(model, job.policy, config=ShardConfig(context=context, **options))
     job.training.checkpoint(model)
-    optimizer: Any = optimizers_of(model.parameters(), job.training)
-    optimizer = optimizer[0] if job.training.zero is None else zero(optimizer, model, **job.training.of_zero())
+    optimizer: Any = make_verify_optimizers(model.parameters(), job.training)
+    optimizer = (
+        optimizer[0] if job.training.zero is None else shard_optimizer(optimizer, model, **job.training.of_zero())
+    )
     asked = job.pipeline
     step_of = _pipelined_step(job, model, asked) if asked is not None else partial(_plain_step, job, model, optimizer)
     for step in range(job.steps):
-        with Recorder(context) as recorder, _arithmetic(job):
-            loss = _backwards(job, model, optimizer, step_of, step)
+        with CollectiveRecorder(context) as recorder, _arithmetic(job):
+            loss = _accumulated_backward(job, model, optimizer, step_of, step)
         mean = all_reduce(loss.detach().clone(), context.data, purpose="check") / context.data.size
         trace.losses.append(float(mean))
         trace.grads.append(
@@ -524,10 +528,10 @@ def _run_sharded(job: Job, context: ParallelContext) -> tuple[Trajectory, str]:
     return trace, name
 
 
-def _backwards(job: Job, model: nn.Module, optimizer: Any, step_of: StepOf, step: int) -> Tensor:
+def _accumulated_backward(job: VerifyJob, model: nn.Module, optimizer: Any, step_of: StepOf, step: int) -> Tensor:
     """All of one step. Returns the mean of their losses."""
     own = optimizer if isinstance(optimizer, ZeroOptimizer) else None
-    rank, last = state_of(model).context.data.rank, job.training.backwards(step)[-1]
+    rank, last = metadata_of(model).context.data.rank, job.training.backwards(step)[-1]
     losses = []
     for backward in job.training.backwards(step):
         part = _part_of(job, job.batch_fn(backward), rank, job.data)
@@ -545,7 +549,7 @@ def _gradient(optimizer: Any, name: str, param: Tensor) -> Tensor | None:
 
 
 def _plain_step(
-    job: Job, model: nn.Module, optimizer: Any, part: Mapping[str, Any], step: int, data_rank: int
+    job: VerifyJob, model: nn.Module, optimizer: Any, part: Mapping[str, Any], step: int, data_rank: int
 ) -> Tensor:
     loss = _loss_of_step(job, model, part, step, data_rank).double()
     share = loss / job.training.micro_steps
@@ -553,9 +557,9 @@ def _plain_step(
     return loss
 
 
-def _pipelined_step(job: Job, model: nn.Module, asked: Pipelined) -> StepOf:
+def _pipelined_step(job: VerifyJob, model: nn.Module, asked: VerifyPipeline) -> StepOf:
     loss_fn = job.loss_fn
-    given = None if loss_fn is None else lambda output, part: loss_fn(Replay(model, output, part), part)
+    given = None if loss_fn is None else lambda output, part: loss_fn(PrecomputedForward(model, output, part), part)
     pipeline = Pipeline(model, asked.micro_batches, loss_fn=given, loss_weight=asked.loss_weight)
 
     def step_of(part: Mapping[str, Any], step: int, data_rank: int) -> Tensor:
@@ -567,15 +571,15 @@ def _pipelined_step(job: Job, model: nn.Module, asked: Pipelined) -> StepOf:
 
 def _gathered(model: nn.Module, context: ParallelContext, own: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
     """The full tensors of all stages by the plain model's names. A tensor that stages do not hold alike is NaN."""
-    specs, state = specs_of(model), state_of(model)
+    specs, state = shard_specs(model), metadata_of(model)
     known = [(name, t) for name, t in own.items() if t is not None]
-    whole = gather_all([t for _, t in known], [specs[name] for name, _ in known], state.axis)
+    whole = gather_full_tensors([t for _, t in known], [specs[name] for name, _ in known], state.axis)
     full = {**own, **{name: x.cpu() for (name, _), x in zip(known, whole, strict=True)}}
     stages = state.stages
     if stages is None or context.pipe.size == 1:
         return full
     out: dict[str, Tensor | None] = {}
-    for theirs in gather_objects(full, context.pipe):
+    for theirs in all_gather_objects(full, context.pipe):
         for name, t in theirs.items():
             first = stages.state[name][0]
             before = out.setdefault(first, t)

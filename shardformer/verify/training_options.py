@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardformer.errors import ConfigError, nearest
-from shardformer.offload.host import Offload
+from shardformer.errors import ConfigError, did_you_mean
+from shardformer.offload.host import OffloadConfig
 from shardformer.tensor_parallel.parallel_module import accept_wide_inputs
-from shardformer.zero.config import STAGES
-from shardformer.zero.mixed_precision import LossScale, Precision
+from shardformer.zero.config import ZERO_STAGES
+from shardformer.zero.mixed_precision import LossScale, MixedPrecision
 from shardformer.zero.optimizers import LAMB, LARS
 
 LEARNING_RATE = 0.05
@@ -26,13 +26,13 @@ ADAPTIVE_BOUND = 1e-4
 SCALE = 2.0**14
 """Of the loss in fp16: small enough that no gradient of a small model overflows, since no step may be skipped here."""
 
-OTHERS = ("Optimizer", "LBFGS", "SparseAdam")
+SUPPORTED_OPTIMIZERS = ("Optimizer", "LBFGS", "SparseAdam")
 """Of torch.optim: the base of all, one that computes the loss itself, and one for sparse gradients."""
 REFERENCES = ("parts", "whole")
 
 
 @dataclass(frozen=True)
-class Training:
+class VerifyTraining:
     """How both models are trained.
 
     Args:
@@ -61,7 +61,7 @@ class Training:
     frozen: str = ""
 
     def __post_init__(self) -> None:
-        if self.zero is not None and self.zero not in STAGES:
+        if self.zero is not None and self.zero not in ZERO_STAGES:
             raise ConfigError(
                 f"zero={self.zero}", rule="The stages are 0, 1, 2 and 3", remedy="Write zero=1, or leave it out"
             )
@@ -75,7 +75,7 @@ class Training:
             ) from error
         if self.optimizer not in _known():
             rule = "The optimizer is one of torch.optim that steps on dense gradients without a closure, LAMB or LARS"
-            raise ConfigError(f"optimizer={self.optimizer!r}", rule=rule, remedy=nearest(self.optimizer, _known()))
+            raise ConfigError(f"optimizer={self.optimizer!r}", rule=rule, remedy=did_you_mean(self.optimizer, _known()))
         if self.zero is None and self.optimizer != "SGD":
             raise ConfigError(
                 f"optimizer={self.optimizer!r} without a stage of ZeRO",
@@ -84,12 +84,14 @@ class Training:
             )
         if self.reference not in REFERENCES:
             rule = f"The plain loss is that of the {' or the '.join(REFERENCES)}"
-            raise ConfigError(f"reference={self.reference!r}", rule=rule, remedy=nearest(self.reference, REFERENCES))
+            raise ConfigError(
+                f"reference={self.reference!r}", rule=rule, remedy=did_you_mean(self.reference, REFERENCES)
+            )
 
         self._check_kept()
 
     def _check_kept(self) -> None:
-        Precision.of(self.precision), Offload.of(self.offload)
+        MixedPrecision.of(self.precision), OffloadConfig.of(self.offload)
         if self.zero is None and (self.precision != "fp32" or self.offload is not None):
             asked = f"precision={self.precision!r}" if self.precision != "fp32" else f"offload={self.offload!r}"
             raise ConfigError(
@@ -122,7 +124,7 @@ class Training:
             raise ConfigError(
                 f"frozen={self.frozen!r} of a {type(model).__name__}",
                 rule="A parameter is frozen whose whole name the regular expression fits",
-                remedy=nearest(self.frozen, [name for name, _ in model.named_parameters()]),
+                remedy=did_you_mean(self.frozen, [name for name, _ in model.named_parameters()]),
             )
         for name in names:
             model.get_parameter(name).requires_grad_(False)
@@ -142,7 +144,7 @@ class Training:
     @property
     def dtype(self) -> torch.dtype | None:
         """Of the parameters, where they have 16 bits."""
-        return Precision.of(self.precision).dtype
+        return MixedPrecision.of(self.precision).dtype
 
     @property
     def scale(self) -> float:
@@ -151,7 +153,7 @@ class Training:
 
     def of_zero(self) -> dict[str, Any]:
         """What ``zero`` is called with."""
-        kept = Precision(self.precision, loss_scale=LossScale(SCALE))
+        kept = MixedPrecision(self.precision, loss_scale=LossScale(SCALE))
         return {"stage": self.zero, "precision": kept, "offload": self.offload}
 
     @property
@@ -169,18 +171,18 @@ class Training:
 
 def _known() -> dict[str, Any]:
     found = {n: kind for n, kind in vars(torch.optim).items() if isinstance(kind, type) and issubclass(kind, Optimizer)}
-    return {**{n: kind for n, kind in found.items() if n not in OTHERS}, "LAMB": LAMB, "LARS": LARS}
+    return {**{n: kind for n, kind in found.items() if n not in SUPPORTED_OPTIMIZERS}, "LAMB": LAMB, "LARS": LARS}
 
 
-class Plain:
+class ReferenceOptimizers:
     """The optimizers of the plain model. Where its parameters have 16 bits, they change masters in fp32."""
 
-    def __init__(self, model: nn.Module, asked: Training) -> None:
+    def __init__(self, model: nn.Module, asked: VerifyTraining) -> None:
         self._asked, self._model = asked, model
         trained = [p for p in model.parameters() if p.requires_grad]
         masters = trained if asked.dtype is None else [nn.Parameter(p.detach().clone()) for p in trained]
         self._pairs = list(zip(trained, masters, strict=True))
-        self._optimizers = optimizers_of(masters, asked)
+        self._optimizers = make_verify_optimizers(masters, asked)
         if asked.dtype is not None:
             for p in (p for p in model.parameters() if p.is_floating_point()):
                 p.data = p.data.to(asked.dtype)
@@ -201,7 +203,7 @@ class Plain:
         return norm
 
 
-def optimizers_of(params: Iterable[nn.Parameter], asked: Training) -> list[Optimizer]:
+def make_verify_optimizers(params: Iterable[nn.Parameter], asked: VerifyTraining) -> list[Optimizer]:
     """SGD with momentum; under ZeRO what was asked for, with a group of its own for what has one dim."""
     trainable = [p for p in params if p.requires_grad]
     if asked.zero is None or not trainable:  # a stage may have nothing that trains

@@ -26,35 +26,35 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.config import ShardConfig
-from shardformer.errors import ConfigError, ShardFormerError, WorkerError, nearest, wants_traceback
+from shardformer.errors import ConfigError, ShardFormerError, WorkerError, did_you_mean, wants_traceback
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.local_ranks.worker_process import RemoteCall
-from shardformer.mesh.parallel_context import ParallelContext, with_tensor
-from shardformer.mesh.rank_grid import total_of
-from shardformer.mesh.tensor_grid import GRID_MODES, with_grid
-from shardformer.pipeline.micro_batches import ids_of
+from shardformer.mesh.parallel_context import ParallelContext, with_grid_axes
+from shardformer.mesh.rank_grid import num_ranks
+from shardformer.mesh.tensor_grid import GRID_MODES, with_tensor_grid
+from shardformer.pipeline.micro_batches import special_token_ids
 from shardformer.pipeline.schedules import default_chunks, make_schedule
-from shardformer.pipeline.stage_manager import cut_into
+from shardformer.pipeline.stage_manager import partition_model
 from shardformer.policies.policy import Policy
 from shardformer.shard_model_api import resolve_policy
-from shardformer.sharding.checks import check_plain, checked_plan
-from shardformer.verify.report import Bounds, Difference, Report, bounds_for
+from shardformer.sharding.checks import check_unsharded, make_checked_plan
+from shardformer.verify.report import Difference, Report, Tolerances, tolerances_for
 from shardformer.verify.train_both import (
     MAX_NORM,
     BatchFn,
-    Job,
     LossFn,
     ModelFn,
-    Pipelined,
-    Trajectory,
+    TrainingTrace,
+    VerifyJob,
+    VerifyPipeline,
     check_batch,
     run_job,
 )
-from shardformer.verify.training_options import ADAPTIVE_BOUND, LEARNING_RATE, Training
+from shardformer.verify.training_options import ADAPTIVE_BOUND, LEARNING_RATE, VerifyTraining
 
 
 @dataclass(frozen=True)
-class AskedStages:
+class StageOptions:
     """What ``PipelineStageManager`` is asked for, without the processes that it stands on.
 
     Raises ConfigError for a schedule that there is not, or not for these numbers.
@@ -78,12 +78,12 @@ class AskedStages:
         return self.num_stages * chunks
 
 
-def check_split(
+def check_layout(
     model_fn: Callable[[], nn.Module],
     tensor: int | tuple[int, ...],
     policy: Policy | type[Policy] | None = None,
     options: Mapping[str, Any] | None = None,
-    stages: AskedStages | None = None,
+    stages: StageOptions | None = None,
 ) -> Any:
     """Makes the plan of the first of ``tensor`` ranks for a model that is built here once and thrown away.
 
@@ -105,30 +105,30 @@ def check_split(
             rule="It builds the plain model, a torch.nn.Module, in every process",
             remedy="Return the model",
         )
-    check_plain(model)
-    ranks = total_of(tensor, "tensor")
+    check_unsharded(model)
+    ranks = num_ranks(tensor, "tensor")
     if ranks == 1 and stages is None and policy is None and not options:
         return getattr(model, "config", None)  # nothing is sharded that a policy has to know, or a rank finds it
     # a copy: the one that was given is sent to the workers, without this model in it
     own = policy if isinstance(policy, type) else deepcopy(policy)
     chosen, _ = resolve_policy(model, own, tensor=ranks, copies=stages is not None)
     context, mode = ParallelContext.of({"tensor": ranks}), (options or {}).get("tensor_parallel_mode", "1d")
-    context = with_tensor(context, tensor)
-    config = ShardConfig(context=with_grid(context, mode) if mode in GRID_MODES else context, **(options or {}))
-    plan = checked_plan(model, chosen, config)
+    context = with_grid_axes(context, tensor)
+    config = ShardConfig(context=with_tensor_grid(context, mode) if mode in GRID_MODES else context, **(options or {}))
+    plan = make_checked_plan(model, chosen, config)
     if stages is not None:
-        cut_into(plan.model, chosen, stages)
+        partition_model(plan.model, chosen, stages)
     return getattr(model, "config", None)
 
 
-NOTHING = Difference(0.0, "", -1.0)
+NO_DIFFERENCE = Difference(0.0, "", -1.0)
 """Before anything was compared: what is then found equal to the bit is still said to be somewhere."""
 
 NOISE_FACTOR = 4.0
 """How many times its own noise a difference may be, where the noise is wider than the bound."""
 
 
-def compare(job: Job, plain: Trajectory, sharded: Trajectory, name: str, layout: str) -> Report:
+def compare(job: VerifyJob, plain: TrainingTrace, sharded: TrainingTrace, name: str, layout: str) -> Report:
     bounds = job.bounds
     if job.training.is_adaptive and job.training.dtype is None:
         bounds = replace(bounds, loss=ADAPTIVE_BOUND, gradient=ADAPTIVE_BOUND)
@@ -161,8 +161,8 @@ def _worst_scalar(plain: list[float], sharded: list[float], bound: float) -> Dif
     return max(found, key=lambda d: d.used)
 
 
-def _worst_gradient(plain: Trajectory, sharded: Trajectory, bounds: Bounds) -> tuple[Difference, list[str]]:
-    worst, missing = NOTHING, []
+def _worst_gradient(plain: TrainingTrace, sharded: TrainingTrace, bounds: Tolerances) -> tuple[Difference, list[str]]:
+    worst, missing = NO_DIFFERENCE, []
     for step, (ours, theirs) in enumerate(zip(sharded.grads, plain.grads, strict=True)):
         largest = max((float(g.abs().max()) for g in theirs.values() if g is not None and g.numel()), default=0.0)
         for name in {**theirs, **ours}:
@@ -176,9 +176,11 @@ def _worst_gradient(plain: Trajectory, sharded: Trajectory, bounds: Bounds) -> t
     return worst, missing
 
 
-def _worst_weight(job: Job, plain: Trajectory, sharded: Trajectory, bounds: Bounds) -> tuple[Difference, list[str]]:
+def _worst_weight(
+    job: VerifyJob, plain: TrainingTrace, sharded: TrainingTrace, bounds: Tolerances
+) -> tuple[Difference, list[str]]:
     """The differences against how far each weight has moved, not against the weight."""
-    worst = NOTHING
+    worst = NO_DIFFERENCE
     gone = [name for name in {**plain.after, **sharded.after} if (name in plain.after) != (name in sharded.after)]
     steps = len(plain.losses)
     for name, after in plain.after.items():
@@ -192,7 +194,7 @@ def _worst_weight(job: Job, plain: Trajectory, sharded: Trajectory, bounds: Boun
     return worst, gone
 
 
-def _is_rounding(plain: Trajectory, name: str) -> bool:
+def _is_rounding(plain: TrainingTrace, name: str) -> bool:
     """Whether a gradient is 0 but for rounding, as that of a bias of keys: an adaptive step makes it as long as any."""
     grads = [grad for step in plain.grads if (grad := step.get(name)) is not None and grad.numel()]
     return plain.noise.get(name, 0.0) > 1e-3 * max((float(grad.abs().max()) for grad in grads), default=0.0)
@@ -216,7 +218,7 @@ def _worse(worst: Difference, a: Tensor, b: Tensor, size: Tensor, bound: float, 
 NOTE_VARIABLE = "SHARDFORMER_UNGUARDED"
 
 
-def refuse_import() -> None:
+def check_main_guard() -> None:
     """Ends a process that imports its parent's script just now; raises ConfigError where that parent is not ours."""
     if not getattr(process.current_process(), "_inheriting", False):
         return
@@ -229,7 +231,7 @@ def refuse_import() -> None:
 
 
 @contextmanager
-def watch_workers() -> Iterator[None]:
+def report_main_guard() -> Iterator[None]:
     """Raises ConfigError, in place of WorkerError, when a worker left the note."""
     before = os.environ.get(NOTE_VARIABLE)
     with TemporaryDirectory(prefix="shardformer-") as folder:
@@ -274,8 +276,8 @@ def verify(
     policy: Policy | type[Policy] | None = None,
     config: Mapping[str, Any] | ShardConfig | None = None,
     *,
-    pipeline: Pipelined | None = None,
-    training: Training | None = None,
+    pipeline: VerifyPipeline | None = None,
+    training: VerifyTraining | None = None,
     pool: WorkerPool | None = None,
 ) -> Report:
     """Trains the plain and the sharded model side by side and compares everything.
@@ -292,37 +294,40 @@ def verify(
         loss_fn: (model, batch) -> loss; by default ``model(**batch).loss``.
         policy: the user's own policy.
         config: options of ``ShardConfig``, as one or as a dict.
-        pipeline: runs batches as micro-batches, over the stages that it says: ``Pipelined(pipe=2, micro_batches=4)``.
-        training: with which optimizer and stage of ZeRO, and beside which plain loss: ``Training(zero=3)``.
+        pipeline: runs batches as micro-batches, over the stages that it says: ``VerifyPipeline(pipe=2,
+        micro_batches=4)``.
+        training: with which optimizer and stage of ZeRO, and beside which plain loss: ``VerifyTraining(zero=3)``.
         pool: workers to run in, as many as needed; by default started and ended here.
 
     Returns the report. Raises ShardFormerError when the model cannot be sharded, or compared, as asked; where the plan
     or the first batch shows it, before any process starts, from a model that is built here once for that.
     """
-    refuse_import()
-    bounds_for(dtype)
+    check_main_guard()
+    tolerances_for(dtype)
     options = _options_of(config)
-    how = training or Training()
+    how = training or VerifyTraining()
     grid, sequence = _sizes_of(tensor)
-    tensor = total_of(grid, "tensor")
-    job = Job(model_fn, batch_fn, tensor, data, steps, dtype, loss_fn, policy, options, pipeline, how, sequence, grid)
+    tensor = num_ranks(grid, "tensor")
+    job = VerifyJob(
+        model_fn, batch_fn, tensor, data, steps, dtype, loss_fn, policy, options, pipeline, how, sequence, grid
+    )
     stages = None if pipeline is None else _stages_of(pipeline)
     start = time.perf_counter()
     RemoteCall.of(report_here, (job,), {})  # refuses what cannot be sent
-    job = replace(job, ids=ids_of(check_split(model_fn, grid, policy, job.config, stages)))
+    job = replace(job, ids=special_token_ids(check_layout(model_fn, grid, policy, job.config, stages)))
     check_batch(job)
     if pool is not None:
         report = _run_in(pool, job)
     else:
-        with WorkerPool(tensor * job.pipe * data * total_of(sequence), timeout_s=3600.0) as own:
+        with WorkerPool(tensor * job.pipe * data * num_ranks(sequence), timeout_s=3600.0) as own:
             report = _run_in(own, job)
     report.seconds = time.perf_counter() - start
     return report
 
 
-def _run_in(pool: WorkerPool, job: Job) -> Report:
+def _run_in(pool: WorkerPool, job: VerifyJob) -> Report:
     try:
-        with watch_workers():
+        with report_main_guard():
             report = pool.run(report_here, job)[0]
     except WorkerError:
         raise
@@ -342,18 +347,18 @@ def _sizes_of(tensor: int | Mapping[str, Any]) -> tuple[int | tuple[int, ...], i
         if name not in ("tensor", "sequence"):
             rule = "The dict in the place of tensor= has the sizes of tensor and of sequence"
             raise ConfigError(
-                f"There is no axis {name!r} in it", rule=rule, remedy=nearest(name, ("tensor", "sequence"))
+                f"There is no axis {name!r} in it", rule=rule, remedy=did_you_mean(name, ("tensor", "sequence"))
             )
     return tensor.get("tensor", 1), tensor.get("sequence", 1)
 
 
-def _stages_of(pipeline: Pipelined) -> AskedStages:
-    known = [name for name in AskedStages.__dataclass_fields__ if name not in ("num_stages", "micro_batches")]
+def _stages_of(pipeline: VerifyPipeline) -> StageOptions:
+    known = [name for name in StageOptions.__dataclass_fields__ if name not in ("num_stages", "micro_batches")]
     for name in pipeline.stages:
         if name not in known:
             rule = "Pipelined(stages=) is what PipelineStageManager takes beside the grid"
-            raise ConfigError(f"There is no option {name!r}", rule=rule, remedy=nearest(name, known))
-    return AskedStages(pipeline.pipe, pipeline.micro_batches, **pipeline.stages)
+            raise ConfigError(f"There is no option {name!r}", rule=rule, remedy=did_you_mean(name, known))
+    return StageOptions(pipeline.pipe, pipeline.micro_batches, **pipeline.stages)
 
 
 def _options_of(config: Mapping[str, Any] | ShardConfig | None) -> dict[str, Any]:
@@ -363,7 +368,7 @@ def _options_of(config: Mapping[str, Any] | ShardConfig | None) -> dict[str, Any
         for name in config or {}:
             if name not in fields:
                 rule = "Options are the fields of ShardConfig"
-                raise ConfigError(f"There is no option {name!r}", rule=rule, remedy=nearest(name, fields))
+                raise ConfigError(f"There is no option {name!r}", rule=rule, remedy=did_you_mean(name, fields))
         config = ShardConfig(**(config or {}))
     if config.context is not None or config.tensor_parallel_process_group is not None:
         raise ConfigError(
@@ -375,7 +380,7 @@ def _options_of(config: Mapping[str, Any] | ShardConfig | None) -> dict[str, Any
     return {name: value for name, value in vars(config).items() if value != usual[name]}
 
 
-def report_here(job: Job) -> Report | None:
+def report_here(job: VerifyJob) -> Report | None:
     """Called on every worker: the report on the first, None on the others."""
     plain, sharded, name, layout = run_job(job)
     return compare(job, plain, sharded, name, layout) if plain is not None else None

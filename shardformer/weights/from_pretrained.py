@@ -17,17 +17,17 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from shardformer.errors import ConfigError, expect, first_line
-from shardformer.meta_init.init_recipe import place_of, values_of
-from shardformer.meta_init.lazy_init import Loading, record_calls
-from shardformer.meta_init.materialize import NOTES
-from shardformer.meta_init.safetensors_source import tensors_of
+from shardformer.errors import ConfigError, check_argument, first_line
+from shardformer.meta_init.init_recipe import deferred_storage_of, values_of
+from shardformer.meta_init.lazy_init import LazyLoading, record_calls
+from shardformer.meta_init.materialization import NOTES
+from shardformer.meta_init.safetensors_source import lazy_tensors
 from shardformer.transformers_compat import load_transformers
 
 HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE, WEIGHTS_INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
 ASYNC = "HF_DEACTIVATE_ASYNC_LOAD"
-SHOWN = 8
+MAX_LISTED = 8
 CONSENT = "trust_remote_code=True runs the Python that lies beside the weights"
 
 _one_at_a_time = Lock()  # transformers changes things of the whole process while it loads
@@ -68,12 +68,12 @@ def from_pretrained(
         ("trust_remote_code", trust, "Leave it out to run no such code"),
         ("all_bytes", all_bytes, "Leave it out to compare samples"),
     ):
-        expect(name, value, isinstance(value, bool), "It is True or False", remedy)
+        check_argument(name, value, isinstance(value, bool), "It is True or False", remedy)
     config, kind = _config_and_class(kind, str(where), config, trust, hub, options)
-    files = [tensors_of(path, all_bytes=all_bytes) for path in _files(str(where), hub)]
+    files = [lazy_tensors(path, all_bytes=all_bytes) for path in _files(str(where), hub)]
     state = {key: tensor for file in files for key, tensor in file.items()}
     generation = _generation(str(where), hub)
-    with _one_at_a_time, _in_this_thread(), Loading():
+    with _one_at_a_time, _in_this_thread(), LazyLoading():
         model, info = _loaded(
             kind, str(where), config=config, state_dict=dict(state), dtype=dtype, generation_config=generation
         )
@@ -157,13 +157,13 @@ def _files(where: str, hub: Mapping[str, Any]) -> list[str]:
         single = cached_file(where, SINGLE, **quiet, **hub)
         if single is not None:
             return [single]
-        index = cached_file(where, INDEX, **quiet, **hub)
+        index = cached_file(where, WEIGHTS_INDEX_NAME, **quiet, **hub)
         if index is not None:
             _check_index(where, index)
             return list(get_checkpoint_shard_files(where, index, **hub)[0])
     except (OSError, ValueError, KeyError) as error:
         raise _no_files(where, first_line(error)) from error
-    raise _no_files(where, f"it has neither {SINGLE} nor {INDEX}")
+    raise _no_files(where, f"it has neither {SINGLE} nor {WEIGHTS_INDEX_NAME}")
 
 
 def _check_index(where: str, path: str) -> None:
@@ -173,11 +173,15 @@ def _check_index(where: str, path: str) -> None:
             index = json.load(file)
         names = list(index["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _no_files(where, f"{INDEX} is not an index ({type(error).__name__}: {first_line(error)})") from error
+        raise _no_files(
+            where, f"{WEIGHTS_INDEX_NAME} is not an index ({type(error).__name__}: {first_line(error)})"
+        ) from error
     for name in names:
         inside = isinstance(name, str) and not os.path.isabs(name) and ".." not in re.split(r"[/\\]", name)
         if not inside or not name.endswith(".safetensors"):
-            raise _no_files(where, f"{INDEX} names {name!r:.80}, and may name safetensors files of its folder alone")
+            raise _no_files(
+                where, f"{WEIGHTS_INDEX_NAME} names {name!r:.80}, and may name safetensors files of its folder alone"
+            )
 
 
 def _no_files(where: str, why: str) -> ConfigError:
@@ -242,7 +246,7 @@ def _tie_equal(model: Any) -> None:
     """Ties what is to be tied and was saved twice, as transformers does where both are equal."""
     for target, source in list(getattr(model, "all_tied_weights_keys", {}).items()):
         one, other = model.get_parameter(target), model.get_parameter(source)
-        if one is other or place_of(one) is None or place_of(other) is None:
+        if one is other or deferred_storage_of(one) is None or deferred_storage_of(other) is None:
             continue
         if torch.equal(values_of(one), values_of(other)):
             owner, _, name = target.rpartition(".")
@@ -261,4 +265,4 @@ def _notes(info: Mapping[str, Iterable[str]]) -> list[str]:
 
 
 def _listed(names: list[str]) -> str:
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+    return ", ".join(names[:MAX_LISTED]) + (f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else "")

@@ -21,23 +21,37 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.checkpoint import directory
-from shardformer.checkpoint.directory import check_folder, put_in_place, replace_folder
-from shardformer.checkpoint.file_format import Entry, Index, Written, damaged, sync, weighted_sum, write_file
+from shardformer.checkpoint.directory import check_output_directory, put_in_place, replace_directory
+from shardformer.checkpoint.file_format import (
+    CheckpointIndex,
+    IndexEntry,
+    TensorToWrite,
+    corrupt_checkpoint_error,
+    sync,
+    weighted_sum,
+    write_file,
+)
 from shardformer.checkpoint.load import BoxReader
-from shardformer.checkpoint.save import begun
+from shardformer.checkpoint.save import prepare_save
 from shardformer.checkpoint.training_state import WEIGHTS, ModelTensors
-from shardformer.comm.collective_call import agree, all_do, come, first_does, gather_all
+from shardformer.comm.collective_call import (
+    all_gather_from_grid,
+    collective_call,
+    come,
+    run_on_all_ranks,
+    run_on_first_rank,
+)
 from shardformer.errors import ConfigError, InputError
 from shardformer.filesystem.atomic_write import make_folder, path_of, private_path, remove, remove_left, write_new
 from shardformer.filesystem.lock import release
-from shardformer.layout.sharding_metadata import ShardedState, state_of
+from shardformer.layout.sharding_metadata import ShardingMetadata, metadata_of
 from shardformer.tensor_parallel.layers import Embedding1D, VocabParallelEmbedding1D
 from shardformer.transformers_compat import save_code
 from shardformer.weights.state_dict import full_state_dict
 
 MAX_BYTES = 5 * 10**9
 """Of a file, unless one tensor is larger."""
-PARTS, INDEX = ".parts", "model.safetensors.index.json"
+EXPORT_FILE_NAME, EXPORT_INDEX_NAME = ".parts", "model.safetensors.index.json"
 WRITTEN_BY = {"written_by": "shardformer.export_pretrained"}
 """In the header of each file of weights."""
 
@@ -67,27 +81,27 @@ def export_pretrained(
     tensors = ModelTensors(model)
     world, what = tensors.world, f"Exporting to {folder}"
     come("export_pretrained", world)
-    target = all_do(lambda: _checked(folder, tensors, max_file_bytes), world, what)
+    target = run_on_all_ranks(lambda: _checked(folder, tensors, max_file_bytes), world, what)
     place = Path(os.path.abspath(target))
-    hidden = place.parent / first_does(lambda: _begin(place), world, what)
+    hidden = place.parent / run_on_first_rank(lambda: _begin(place), world, what)
     try:
-        all_do(lambda: directory.check_seen(hidden), world, what)
-        with begun(hidden / PARTS, model) as job:
+        run_on_all_ranks(lambda: directory.check_visible(hidden), world, what)
+        with prepare_save(hidden / EXPORT_FILE_NAME, model) as job:
             parts = job.agree(partial(job.write, to_disk=False))
-        index = Index.read(parts)
+        index = CheckpointIndex.read(parts)
         files = _files_of(index, max_file_bytes)
 
         def put_together() -> None:
             for name, entries in list(files.items())[world.rank :: world.size]:
                 _put_together(hidden / name, entries, parts)
 
-        all_do(put_together, world, what)
+        run_on_all_ranks(put_together, world, what)
         if world.rank == 0:
-            release(hidden / PARTS, tensors.model)
-        first_does(lambda: _finish(hidden, place, tensors.model, files, tokenizer), world, what)
+            release(hidden / EXPORT_FILE_NAME, tensors.model)
+        run_on_first_rank(lambda: _finish(hidden, place, tensors.model, files, tokenizer), world, what)
     except BaseException:
         if world.rank == 0:
-            release(hidden / PARTS, tensors.model)
+            release(hidden / EXPORT_FILE_NAME, tensors.model)
             remove(hidden)
         raise
     return target
@@ -165,9 +179,9 @@ def _is_export(folder: Path) -> bool:
     return True
 
 
-def _files_of(index: Index, most: int) -> dict[str, list[tuple[str, Entry]]]:
+def _files_of(index: CheckpointIndex, most: int) -> dict[str, list[tuple[str, IndexEntry]]]:
     """Name of a file -> the tensors in it, in the order in which they were saved."""
-    files: list[list[tuple[str, Entry]]] = []
+    files: list[list[tuple[str, IndexEntry]]] = []
     used = most
     for full, entry in sorted(index.tensors.items()):
         kind, _, name = full.partition("/")
@@ -183,17 +197,17 @@ def _files_of(index: Index, most: int) -> dict[str, list[tuple[str, Entry]]]:
     return {f"model-{n:05d}-of-{len(files):05d}.safetensors": each for n, each in enumerate(files, 1)}
 
 
-def _bytes_of(entry: Entry) -> int:
+def _bytes_of(entry: IndexEntry) -> int:
     return int(prod(entry.shape) * getattr(torch, entry.dtype).itemsize)
 
 
-def _put_together(path: Path, entries: Sequence[tuple[str, Entry]], parts: Path) -> None:
+def _put_together(path: Path, entries: Sequence[tuple[str, IndexEntry]], parts: Path) -> None:
     reader = BoxReader(parts)
     try:
         write_file(
             path,
             [
-                Written(name, getattr(torch, entry.dtype), entry.shape, partial(_full, reader, name, entry))
+                TensorToWrite(name, getattr(torch, entry.dtype), entry.shape, partial(_full, reader, name, entry))
                 for name, entry in entries
             ],
             {"format": "pt", **WRITTEN_BY},
@@ -202,24 +216,26 @@ def _put_together(path: Path, entries: Sequence[tuple[str, Entry]], parts: Path)
         reader.close()
 
 
-def _full(reader: BoxReader, name: str, entry: Entry) -> Tensor:
+def _full(reader: BoxReader, name: str, entry: IndexEntry) -> Tensor:
     full = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
     for box in entry.boxes:
         view = full[tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))]
         reader.read(f"{WEIGHTS}/{name}", box, (box.start, box.size), view)
         if weighted_sum(view, box.start) != box.sum:
-            raise damaged(f"{name} is not what was written a moment ago: its checksum differs")
+            raise corrupt_checkpoint_error(f"{name} is not what was written a moment ago: its checksum differs")
     return full
 
 
-def _finish(hidden: Path, target: Path, model: Any, files: dict[str, list[tuple[str, Entry]]], tokenizer: Any) -> None:
+def _finish(
+    hidden: Path, target: Path, model: Any, files: dict[str, list[tuple[str, IndexEntry]]], tokenizer: Any
+) -> None:
     """What stands beside the weights; then the folder gets its name."""
-    remove(hidden / PARTS)
+    remove(hidden / EXPORT_FILE_NAME)
     if len(files) > 1:
         where = {name: file for file, held in files.items() for name, _ in held}
         total = sum(_bytes_of(entry) for held in files.values() for _, entry in held)
         found = {"metadata": {"total_size": total}, "weight_map": where}
-        write_new(hidden / INDEX, json.dumps(found, indent=2, sort_keys=True).encode())
+        write_new(hidden / EXPORT_INDEX_NAME, json.dumps(found, indent=2, sort_keys=True).encode())
     _save_beside(hidden, model, tokenizer)
     sync(hidden)
     check_target(target, model)  # it took a while to write
@@ -273,10 +289,10 @@ def _config_of(model: Any) -> Any:
 _EMBEDDINGS = (nn.Embedding, VocabParallelEmbedding1D, Embedding1D)
 
 
-def install_saving(model: nn.Module, state: ShardedState) -> None:
+def install_saving(model: nn.Module, state: ShardingMetadata) -> None:
     """Lets ``save_pretrained`` write full weights and ``num_parameters`` count them, and refuses them of a part."""
     for module in model.modules():
-        own = _save_pretrained if module is model else _refuse_part
+        own = _save_pretrained if module is model else _submodule_save_error
         for name, method in (("save_pretrained", own), ("resize_token_embeddings", _refuse_resize)):
             if hasattr(module, name):
                 setattr(module, name, method.__get__(module))
@@ -288,7 +304,7 @@ def install_saving(model: nn.Module, state: ShardedState) -> None:
 
 def _num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
     """Of the plain model. Communicates nothing."""
-    state = state_of(self)
+    state = metadata_of(self)
     if state.stages is not None and state.context.pipe.size > 1:
         if only_trainable or exclude_embeddings:
             raise ConfigError(
@@ -309,12 +325,12 @@ def _num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings:
 def _save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
     """As on the plain model: full weights, written by the first rank. All ranks call it.
 
-    They are written beside, and the folder takes its place at once: see ``replace_folder``.
+    They are written beside, and the folder takes its place at once: see ``replace_directory``.
     """
-    state = state_of(self)
+    state = metadata_of(self)
     context = state.context
     come("save_pretrained", *context.own_axes)
-    agree(context, lambda: _check_saving(state, save_directory, kwargs), doing="save this model")
+    collective_call(context, lambda: _check_saving(state, save_directory, kwargs), doing="save this model")
     kwargs.pop("is_main_process", None)
     weights = kwargs.pop("state_dict", None) or full_state_dict(self)
     problem: Exception | None = None
@@ -323,10 +339,10 @@ def _save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
         try:
             if kwargs.get("push_to_hub"):
                 kwargs.setdefault("repo_id", os.path.basename(os.path.realpath(save_directory)))
-            replace_folder(save_directory, lambda folder: native(self, folder, state_dict=weights, **kwargs))
+            replace_directory(save_directory, lambda folder: native(self, folder, state_dict=weights, **kwargs))
         except Exception as error:
             problem = error
-    said = [text for _, text in gather_all(str(problem) if problem else "", context)]
+    said = [text for _, text in all_gather_from_grid(str(problem) if problem else "", context)]
     if problem is not None:
         raise problem
     if any(said):
@@ -337,8 +353,8 @@ def _save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
         )
 
 
-def _check_saving(state: ShardedState, folder: Any, kwargs: Mapping[str, Any]) -> None:
-    check_folder(folder)
+def _check_saving(state: ShardingMetadata, folder: Any, kwargs: Mapping[str, Any]) -> None:
+    check_output_directory(folder)
     is_first = all(axis.rank == 0 for axis in state.context.axes.values())
     if is_first and not kwargs.get("is_main_process", True):
         raise ConfigError(
@@ -365,7 +381,7 @@ def _refuse_resize(self: Any, *args: Any, **kwargs: Any) -> None:
     )
 
 
-def _refuse_part(self: Any, *args: Any, **kwargs: Any) -> None:
+def _submodule_save_error(self: Any, *args: Any, **kwargs: Any) -> None:
     """Refused: only the model that was sharded knows how to gather its weights."""
     raise ConfigError(
         f"save_pretrained on a {type(self).__name__} inside of a sharded model",

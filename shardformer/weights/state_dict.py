@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.comm.collective_call import come
-from shardformer.comm.collectives import broadcast, gather_full, gather_objects
-from shardformer.errors import ConfigError, nearest
+from shardformer.comm.collectives import all_gather_objects, broadcast, gather_full
+from shardformer.errors import ConfigError, did_you_mean
 from shardformer.layout.shard_spec import ShardSpec
-from shardformer.layout.sharding_metadata import ShardedState, state_of
+from shardformer.layout.sharding_metadata import ShardingMetadata, metadata_of
 from shardformer.pipeline.stage_manager import Stages
 
 
@@ -26,8 +26,8 @@ def _load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], strict: boo
 
     Communicates nothing. Raises ConfigError, with the model as it was, for what is of another model.
     """
-    state = state_of(self)
-    _check_way(state, assign)
+    state = metadata_of(self)
+    _check_load_arguments(state, assign)
     here = {name: t for name, t in self.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
     elsewhere = set() if state.stages is None else set(state.stages.state) - set(here)
     _check_values({name: value for name, value in state_dict.items() if name in here or name in elsewhere})
@@ -48,7 +48,7 @@ def _load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], strict: boo
     return type(self).load_state_dict(self, local, strict=strict)
 
 
-def _check_way(state: ShardedState, assign: bool) -> None:
+def _check_load_arguments(state: ShardingMetadata, assign: bool) -> None:
     if assign:
         raise ConfigError(
             "load_state_dict(assign=True) of a sharded model",
@@ -59,7 +59,7 @@ def _check_way(state: ShardedState, assign: bool) -> None:
         raise ConfigError(
             "load_state_dict of a model whose parameters stage 3 of ZeRO keeps",
             rule="This rank has no parameters but while they are read",
-            remedy="Load before zero(...) is called, or use shardformer.load_checkpoint(folder, model, optimizer)",
+            remedy="Load before shard_optimizer(...) is called, or use load_checkpoint(folder, model, optimizer)",
         )
 
 
@@ -100,7 +100,7 @@ def _check_names(
     raise ConfigError(
         f"The state dict has no {name}, which this {kind} has" if missing else f"This {kind} has no {name}",
         rule="A state dict is loaded into a model of the class that it is of",
-        remedy=f"{nearest(name, whole if missing else here)} With strict=False, what is not in both is left alone",
+        remedy=f"{did_you_mean(name, whole if missing else here)} With strict=False, what is not in both is left alone",
     )
 
 
@@ -111,7 +111,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     the device, or one layer. Communicates one all-gather a sharded parameter over each axis that it is cut over, and
     over pipe one broadcast of each tensor.
     """
-    state = state_of(model)
+    state = metadata_of(model)
     axes = [state.context.tensor, state.context.pipe, *([state.context.data] if state.parameters else [])]
     come("full_state_dict", *axes)
     entries = state.by_param()
@@ -131,14 +131,14 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
         state.parameters.put_away()
     if state.stages is None or state.context.pipe.size == 1:
         return out
-    return _of_all_stages(out, state.stages, state)
+    return _broadcast_from_stages(out, state.stages, state)
 
 
-def _of_all_stages(own: dict[str, Tensor], stages: Stages, state: ShardedState) -> dict[str, Tensor]:
+def _broadcast_from_stages(own: dict[str, Tensor], stages: Stages, state: ShardingMetadata) -> dict[str, Tensor]:
     """What the stages have together, in the order of the plain model's; tied names give one tensor."""
     pipe, device = state.context.pipe, state.context.device
     whole: dict[str, Tensor] = {}
-    dtypes = gather_objects({name: t.dtype for name, t in own.items()}, pipe)
+    dtypes = all_gather_objects({name: t.dtype for name, t in own.items()}, pipe)
     for name, (first, shape) in stages.state.items():
         if first not in whole:
             source = stages.stages_of(name)[0]

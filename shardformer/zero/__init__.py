@@ -1,21 +1,32 @@
-"""ZeRO: optimizers whose state, gradients and parameters are sharded over data-parallel ranks.
-
-``shardformer.zero(optimizer, model)`` is also a function. Importing a module of this package would hide that function,
-so the package itself can be called.
-"""
+"""ZeRO: optimizers whose state, gradients and parameters are sharded over data-parallel ranks."""
 
 from __future__ import annotations
 
 import sys
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from shardformer.public_names import lazy_names
+
+if TYPE_CHECKING:
+    from shardformer.zero.memory_estimate import MemoryEstimate as MemoryEstimate
+    from shardformer.zero.mixed_precision import LossScale as LossScale
+    from shardformer.zero.optimizers import LAMB as LAMB
+    from shardformer.zero.optimizers import LARS as LARS
+    from shardformer.zero.optimizers import HybridAdam as HybridAdam
 
 
 class _CallablePackage(ModuleType):
+    """The package can be called, since ``shardformer.zero(optimizer, model)`` was a function of that name."""
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from shardformer.zero.shard_optimizer import zero
+        import warnings
 
-        return zero(*args, **kwargs)
+        from shardformer.zero.shard_optimizer import shard_optimizer
+
+        warnings.warn("shardformer.zero is now shardformer.shard_optimizer", DeprecationWarning, stacklevel=2)
+        return shard_optimizer(*args, **kwargs)
 
 
+__getattr__, __all__ = lazy_names(__name__)
 setattr(sys.modules[__name__], "__class__", _CallablePackage)  # noqa: B010  (an assignment to a subscript)

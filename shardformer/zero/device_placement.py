@@ -13,22 +13,22 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardformer.comm.collectives import gather_objects
+from shardformer.comm.collectives import all_gather_objects
 from shardformer.errors import ConfigError
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.offload.host import FREE
-from shardformer.zero.config import Settings
-from shardformer.zero.flat_shards import Shard
-from shardformer.zero.stage3_parameters import Residents
+from shardformer.offload.host import FREE_MEMORY
+from shardformer.zero.config import ZeroOptions
+from shardformer.zero.flat_shards import FlatShard
+from shardformer.zero.stage3_parameters import UnshardedCache
 
 MARGIN = 0.9
 """The part of what is free that is taken: memory of a GPU is handed out in blocks."""
 
 
-def check_free(settings: Settings, device: torch.device) -> None:
+def check_free(settings: ZeroOptions, device: torch.device) -> None:
     """Raises ConfigError where what is free was asked for, and is not known."""
-    brings = settings.offload.on_device == FREE
-    stays = settings.stage == 3 and settings.layout.reshard_after_forward == FREE
+    brings = settings.offload.on_device == FREE_MEMORY
+    stays = settings.stage == 3 and settings.layout.reshard_after_forward == FREE_MEMORY
     if (brings or stays) and device.type != "cuda":
         raise ConfigError(
             f"{'on_device' if brings else 'reshard_after_forward'}='free' on {device}",
@@ -37,7 +37,7 @@ def check_free(settings: Settings, device: torch.device) -> None:
         )
 
 
-class Room:
+class DevicePlacement:
     """Brings shards back to the device, and lets layers stay there: what was set now, the rest after the first step.
 
     Args:
@@ -47,16 +47,16 @@ class Room:
 
     def __init__(
         self,
-        settings: Settings,
-        shards: Sequence[Shard],
-        residents: Residents | None,
+        settings: ZeroOptions,
+        shards: Sequence[FlatShard],
+        residents: UnshardedCache | None,
         optimizers: Sequence[Optimizer],
         context: ParallelContext,
     ) -> None:
         asked = settings.offload.on_device
         self._shards, self._optimizers, self._context = shards, optimizers, context
-        self._brings = asked == FREE and bool(shards)
-        self._residents = residents if settings.layout.reshard_after_forward == FREE else None
+        self._brings = asked == FREE_MEMORY and bool(shards)
+        self._residents = residents if settings.layout.reshard_after_forward == FREE_MEMORY else None
         self._is_open = self._brings or self._residents is not None
         if self._is_open:
             torch.cuda.reset_peak_memory_stats(context.device)
@@ -70,7 +70,7 @@ class Room:
         self._is_open = False
         room: float = free_bytes(self._context.device) * MARGIN
         for axis in self._context.own_axes:
-            room = min(gather_objects(room, axis))
+            room = min(all_gather_objects(room, axis))
         if self._brings:
             room = self._bring(room, [self._bytes(shard) for shard in self._shards])
         if self._residents is not None:
@@ -81,16 +81,16 @@ class Room:
         for shard, size in zip(self._shards, sizes, strict=True):
             if size <= room:
                 room -= size
-                bring_back(shard, self._optimizers)
+                move_shard_to_device(shard, self._optimizers)
         return room
 
-    def _bytes(self, shard: Shard) -> float:
+    def _bytes(self, shard: FlatShard) -> float:
         """What a shard takes on the device: masters, the sum of the gradients, states."""
         found = shard.length * shard.wide.itemsize * (1 + (shard.wide != shard.dtype))
         for piece in shard.pieces:
             states = (optimizer.state.get(piece.value, {}) for optimizer in self._optimizers)
             found += sum(x.nbytes for state in states for x in state.values() if isinstance(x, Tensor))
-        most: float = max(gather_objects(found, shard.axis))
+        most: float = max(all_gather_objects(found, shard.axis))
         return most
 
 
@@ -100,7 +100,7 @@ def free_bytes(device: torch.device) -> float:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
 
 
-def bring_back(shard: Shard, optimizers: Sequence[Optimizer]) -> None:
+def move_shard_to_device(shard: FlatShard, optimizers: Sequence[Optimizer]) -> None:
     """Moves a shard's masters, and the optimizers' states of them, to the device, between two steps."""
     shard.leave_host()
     values = {id(piece.value): piece.value for piece in shard.pieces}

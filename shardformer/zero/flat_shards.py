@@ -17,23 +17,23 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from shardformer.comm.collectives import Pending, all_reduce, start_all_gather, start_all_gather_into
+from shardformer.comm.collectives import PendingCollective, all_reduce, start_all_gather, start_all_gather_into
 from shardformer.errors import ConfigError
-from shardformer.gradients.buckets import Bucket, Gradient
-from shardformer.layout.sharding_metadata import Entry
+from shardformer.gradients.buckets import Bucket, GradientSlot
+from shardformer.layout.sharding_metadata import ParamEntry
 from shardformer.mesh.parallel_context import Axis
-from shardformer.offload.host import Host, HostPart
-from shardformer.offload.host_device_copies import Copy, Link
-from shardformer.torch_compat import has_values, numbers_in
+from shardformer.offload.host import HostMemory, HostShard
+from shardformer.offload.host_device_copies import AsyncCopy, HostDeviceCopier
+from shardformer.torch_compat import has_data, to_list
 from shardformer.zero.gradient_view import ShardedGradient
-from shardformer.zero.mixed_precision import KAHAN, Held, Rounded
+from shardformer.zero.mixed_precision import KAHAN, RoundedSlice, RoundedWeights
 
 EDITS = 2**12
 """Numbers of edits: so small that sums of their squares over all ranks are exact."""
 
 
 @dataclass(eq=False)
-class Piece:
+class ParamSlice:
     """Numbers in a row of one parameter, or all of it, which this rank's optimizer changes.
 
     Args:
@@ -44,19 +44,19 @@ class Piece:
             device while the optimizer is not.
     """
 
-    gradient: Gradient
+    gradient: GradientSlot
     number: int
     stretch: slice
     at: slice
     value: nn.Parameter
 
     @property
-    def entry(self) -> Entry:
+    def entry(self) -> ParamEntry:
         return self.gradient.entry
 
 
 @dataclass(frozen=True)
-class Gathered:
+class UnshardOptions:
     """How parameters come that are gathered when they are read.
 
     Args:
@@ -65,10 +65,10 @@ class Gathered:
     """
 
     memory: Callable[[int, torch.dtype, torch.device], Tensor]
-    link: Link | None = None
+    link: HostDeviceCopier | None = None
 
 
-class Shard:
+class FlatShard:
     """This rank's part of a bucket. Communicates one all-gather of the parameters for each ``start_gather``.
 
     The model's parameters become views of one tensor, ``whole``, in which the ranks' parts lie behind each other, so
@@ -87,9 +87,9 @@ class Shard:
         bucket: Bucket,
         dtype: torch.dtype | None = None,
         *,
-        gathered: Gathered | None = None,
+        gathered: UnshardOptions | None = None,
         axis: Axis | None = None,
-        host: Host | None = None,
+        host: HostMemory | None = None,
         rounding: str | None = None,
     ) -> None:
         self.gradients, self.axis = bucket.gradients, axis or bucket.axis
@@ -109,7 +109,7 @@ class Shard:
             self.own = self._new(self.length) if self.whole is None else self._own_of(self.whole)
         self.host = host.part(self.length, self.wide) if host is not None else None
         rounds = rounding is not None and self.wide != self.dtype and host is None
-        self.rounded = Rounded(self.own, rests=rounding == KAHAN) if rounds else None
+        self.rounded = RoundedWeights(self.own, rests=rounding == KAHAN) if rounds else None
         self.has_masters = self.host is not None or self.wide != self.dtype
         self.pieces = [piece for n, g in enumerate(self.gradients) if (piece := self._take(n, g)) is not None]
         self._sum: Tensor | None = None
@@ -118,8 +118,8 @@ class Shard:
         self.edits = 0  # a number of what a script did to gradients, which all ranks do alike
         self._is_discarded = False  # whether a script has discarded the gradient of a parameter here
         self._shown: dict[int, tuple[ShardedGradient, Tensor | None]] = {}
-        self._going_up: Copy | None = None
-        self._fetched: tuple[Tensor, Copy] | None = None
+        self._going_up: AsyncCopy | None = None
+        self._fetched: tuple[Tensor, AsyncCopy] | None = None
         self._versions = self._current_versions()
 
     def hold(self, keys: Mapping[int, int]) -> None:
@@ -129,10 +129,10 @@ class Shard:
             keys: a number for each entry, by its identity.
         """
         if self.rounded is not None:
-            self.rounded.hold([Held(p.value, p.at, p.stretch.start, keys[id(p.entry)]) for p in self.pieces])
+            self.rounded.hold([RoundedSlice(p.value, p.at, p.stretch.start, keys[id(p.entry)]) for p in self.pieces])
 
     @property
-    def _masters(self) -> HostPart | Rounded | None:
+    def _masters(self) -> HostShard | RoundedWeights | None:
         """What says whether the pieces have their values now."""
         return self.host if self.host is not None else self.rounded
 
@@ -150,7 +150,7 @@ class Shard:
     def had(self) -> list[bool]:
         """For each parameter, whether any rank had a gradient of it. On a GPU the first look waits for it."""
         if self._counts is not None:
-            counts: list[float] = numbers_in(self._counts)
+            counts: list[float] = to_list(self._counts)
             self._had, self._counts = [a or b > 0 for a, b in zip(self._had, counts, strict=True)], None
         return self._had
 
@@ -164,7 +164,7 @@ class Shard:
 
     def moved(self) -> str | None:
         """The name of a parameter whose values are no longer where they were put; None where all are."""
-        if self.whole is None or not has_values(self.whole):
+        if self.whole is None or not has_data(self.whole):
             return None
         base, size = self.whole.data_ptr(), self.whole.element_size()
         for gradient, place in zip(self.gradients, self.places, strict=True):
@@ -189,7 +189,7 @@ class Shard:
         """What the parameters hold now is what this shard has."""
         self._versions = self._current_versions()
 
-    def _take_up(self, number: int, gradient: Gradient) -> None:
+    def _take_up(self, number: int, gradient: GradientSlot) -> None:
         flat = _flat(gradient, gradient.param.detach()) if self.whole is None else None
         for piece in (piece for piece in self.pieces if piece.number == number):
             if flat is not None:
@@ -208,7 +208,7 @@ class Shard:
         low, high = max(place.start, begin), min(place.stop, begin + self.length)
         return slice(low - place.start, high - place.start) if low < high else slice(0, 0)
 
-    def _take(self, number: int, gradient: Gradient) -> Piece | None:
+    def _take(self, number: int, gradient: GradientSlot) -> ParamSlice | None:
         """Moves a parameter here. Returns this rank's piece; one all-reduce where several ranks hold slices of it.
 
         Of a parameter without numbers each rank has a piece, as one process has it.
@@ -229,7 +229,7 @@ class Shard:
         else:
             value = flat[stretch].to(self.wide, copy=True) if self.has_masters else self.own[at]
         value = value.view(gradient.shape) if gradient.is_whole else value
-        return Piece(gradient, number, stretch, at, nn.Parameter(value, gradient.param.requires_grad))
+        return ParamSlice(gradient, number, stretch, at, nn.Parameter(value, gradient.param.requires_grad))
 
     def cut(self, number: int, state: dict[str, Any]) -> dict[str, Any]:
         """Of an optimizer's state of a parameter what goes with this rank's piece of it."""
@@ -246,7 +246,7 @@ class Shard:
         """What is no number of the parameter: a count of steps of a fused optimizer was where the parameter was."""
         return x.to("cpu") if self.host is not None and isinstance(x, Tensor) else x
 
-    def _cut(self, gradient: Gradient, x: Tensor, stretch: slice) -> Tensor:
+    def _cut(self, gradient: GradientSlot, x: Tensor, stretch: slice) -> Tensor:
         flat = _flat(gradient, x.to_dense() if x.is_sparse else x)
         flat = flat if self.host is None else flat.to("cpu")
         return flat.view(gradient.shape).clone() if gradient.is_whole else flat[stretch].clone()
@@ -274,7 +274,7 @@ class Shard:
 
     def show(self) -> None:
         """Parameters and pieces have their gradients in ``.grad``; on a GPU those of no rank too, as zeros."""
-        if not has_values(self.own) or (total := self.sum) is None:
+        if not has_data(self.own) or (total := self.sum) is None:
             return
         known = self.had if self._counts is None or not self._counts.is_cuda else [True] * len(self.gradients)
         views: dict[int, Tensor] = {}
@@ -439,7 +439,7 @@ class Shard:
         finally:
             masters.save()
 
-    def start_gather(self) -> Pending:
+    def start_gather(self) -> PendingCollective:
         """Starts bringing together what all ranks have, in the model's precision."""
         if self._going_up is not None:
             self._going_up.wait()
@@ -502,7 +502,7 @@ def set_by_hand(name: str) -> ConfigError:
     )
 
 
-def _flat(gradient: Gradient, value: Tensor) -> Tensor:
+def _flat(gradient: GradientSlot, value: Tensor) -> Tensor:
     """The numbers of a parameter, or of what goes with it, as a bucket has them; a view where a rank holds it alone."""
     if not gradient.is_shared:
         return value.reshape(-1)

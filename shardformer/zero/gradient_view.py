@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardformer.errors import ConfigError
-from shardformer.gradients.buckets import Gradient
+from shardformer.gradients.buckets import GradientSlot
 
 FOREACH = "_foreach_"
 ALSO_EACH = frozenset({"zero_", "fill_", "copy_", "clone", "detach", "alias", "_to_copy", "zero", "copy"})
@@ -27,7 +27,7 @@ class Home(Protocol):
     """What has the numbers of gradients: a ``Shard``."""
 
     @property
-    def gradients(self) -> Sequence[Gradient]: ...
+    def gradients(self) -> Sequence[GradientSlot]: ...
     @property
     def wide(self) -> torch.dtype: ...
     def numbers_of(self, number: int) -> Tensor: ...
@@ -190,5 +190,5 @@ def _refused(gradient: ShardedGradient, what: str) -> ConfigError:
     return ConfigError(
         f"{what} was called on the gradient of {name}, of which this rank has a part",
         rule="Under ZeRO p.grad takes functions that treat each number by itself, such as mul_, clamp_ and add_",
-        remedy=f"Read optimizer.full_gradient({name!r}) on all ranks; for the norm call shardformer.grad_norm(model)",
+        remedy=f"Read optimizer.full_gradient({name!r}) on all ranks; for the norm call grad_norm(model)",
     )

@@ -16,17 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardformer.comm.collectives import gather_objects
+from shardformer.comm.collectives import all_gather_objects
 from shardformer.errors import ConfigError
-from shardformer.gradients.buckets import Gradient
+from shardformer.gradients.buckets import GradientSlot
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.torch_compat import state_when_made, with_values
+from shardformer.torch_compat import state_when_made, without_fake_tensors
 
 SHAPES, CUT, STEPS, BOUND = ((6, 4), (4, 6)), 10, 3, 1e-6
 
 
-@with_values()
-def needs_whole(optimizer: Optimizer) -> bool:
+@without_fake_tensors()
+def needs_full_matrices(optimizer: Optimizer) -> bool:
     """Whether the optimizer gives other numbers for a matrix than for two parts of it.
 
     A few steps are made with the settings of each of its groups, on small matrices: one whole and in two parts, two
@@ -42,9 +42,9 @@ def _needs_whole(optimizer: Optimizer, group: dict[str, Any]) -> bool:
         together = _after(optimizer, group, [first, second])
         alone = _after(optimizer, group, [first]) + _after(optimizer, group, [second])
     except Exception as error:
-        raise _refused(optimizer, f"it cannot ({type(error).__name__}: {error!s:.120})") from error
+        raise _probe_error(optimizer, f"it cannot ({type(error).__name__}: {error!s:.120})") from error
     if (difference := _difference(together, alone)) >= BOUND:
-        raise _refused(optimizer, f"the numbers of one differ by {difference:.1e} when there is another")
+        raise _probe_error(optimizer, f"the numbers of one differ by {difference:.1e} when there is another")
     try:
         parts = _after(optimizer, group, [first.flatten()[:CUT], first.flatten()[CUT:]], like=[first])
     except Exception:  # some take matrices alone
@@ -52,8 +52,8 @@ def _needs_whole(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     return _difference([torch.cat(parts)], [alone[0].flatten()]) >= BOUND
 
 
-@with_values()
-def can_step_apart(optimizer: Optimizer) -> bool:
+@without_fake_tensors()
+def can_step_separately(optimizer: Optimizer) -> bool:
     """Whether it gives the same numbers where each parameter gets a step of its own, one after the other.
 
     One that counts its steps by itself, or in a group, does not; one with hooks would run them several times.
@@ -69,7 +69,7 @@ def _can_step_apart(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     ends = []
     for is_apart in (False, True):
         params = [nn.Parameter(value.clone()) for value in values]
-        tried = _twin(optimizer, group, params)
+        tried = _copy_optimizer(optimizer, group, params)
         for step in range(STEPS):
             for param, value in zip(params, values, strict=True):
                 param.grad = value.roll(step + 1, 0) / (step + 2)
@@ -94,7 +94,7 @@ def _after(
         like: the matrices of which the values are parts, whose gradients they get.
     """
     params = [nn.Parameter(value.clone()) for value in values]
-    tried = _twin(optimizer, group, params)
+    tried = _copy_optimizer(optimizer, group, params)
     for step in range(STEPS):
         grads = [value.roll(step + 1, 0) / (step + 2) for value in like or values]
         if like is not None:
@@ -105,7 +105,7 @@ def _after(
     return [param.detach() for param in params]
 
 
-def _twin(optimizer: Optimizer, group: dict[str, Any], params: list[nn.Parameter]) -> Any:
+def _copy_optimizer(optimizer: Optimizer, group: dict[str, Any], params: list[nn.Parameter]) -> Any:
     """The same optimizer of other parameters, without state and hooks.
 
     A scheduler puts a ``step`` of its own before the class's, which would step the optimizer itself.
@@ -124,11 +124,11 @@ def _twin(optimizer: Optimizer, group: dict[str, Any], params: list[nn.Parameter
     return tried
 
 
-def state_of_step(optimizer: Optimizer, group: dict[str, Any], value: Tensor) -> dict[str, Any]:
+def state_after_step(optimizer: Optimizer, group: dict[str, Any], value: Tensor) -> dict[str, Any]:
     """What the optimizer keeps of a parameter after a step."""
     param = nn.Parameter(value.clone())
     param.grad = torch.ones_like(param)
-    tried = _twin(optimizer, group, [param])
+    tried = _copy_optimizer(optimizer, group, [param])
     tried.step()
     return dict(tried.state[param])
 
@@ -140,8 +140,8 @@ def state_bytes(optimizer: Optimizer, group: dict[str, Any], param: Tensor, item
         itemsize: of the numbers that it updates; by default those of ``param``.
     """
     small = [min(n, 4) for n in param.shape]
-    with with_values():
-        state = state_of_step(optimizer, group, torch.zeros(small))
+    with without_fake_tensors():
+        state = state_after_step(optimizer, group, torch.zeros(small))
     found = 0.0
     for x in (x for x in state.values() if isinstance(x, Tensor) and x.dim()):
         full = [n if have == part else have for n, part, have in zip(param.shape, small, x.shape, strict=False)]
@@ -149,7 +149,7 @@ def state_bytes(optimizer: Optimizer, group: dict[str, Any], param: Tensor, item
     return found
 
 
-def _refused(optimizer: Optimizer, why: str) -> ConfigError:
+def _probe_error(optimizer: Optimizer, why: str) -> ConfigError:
     return ConfigError(
         f"{type(optimizer).__name__} was tried on small matrices: {why}",
         rule="zero gives an optimizer parts of parameters, or whole ones, but no rank gives it all of them",
@@ -157,19 +157,19 @@ def _refused(optimizer: Optimizer, why: str) -> ConfigError:
     )
 
 
-def give_to_owners(gradients: Sequence[Gradient], params: Collection[int], context: ParallelContext) -> None:
+def assign_owners(gradients: Sequence[GradientSlot], params: Collection[int], context: ParallelContext) -> None:
     """Lets one rank have all of each of these parameters, by identity. All processes call it, in one order.
 
     Communicates the names of the axes, where an optimizer of any rank asks for it, and the ranks' coordinates, and
     makes groups. Raises ConfigError for a cut parameter that several stages hold.
     """
     chosen = [gradient for gradient in gradients if id(gradient.param) in params]
-    cut = {id(g): _axes_of(g, context) for g in chosen if g.entry.spec.is_sharded}
+    cut = {id(g): _gradient_axes(g, context) for g in chosen if g.entry.spec.is_sharded}
     wanted = set(cut.values())
     for axis in context.own_axes:
-        wanted = {names for theirs in gather_objects(wanted, axis) for names in theirs}
+        wanted = {names for theirs in all_gather_objects(wanted, axis) for names in theirs}
     axes = {names: context.merged(*names) for names in sorted(wanted)}
-    holders = {names: gather_objects(dict(context.coords), axis) for names, axis in axes.items()}
+    holders = {names: all_gather_objects(dict(context.coords), axis) for names, axis in axes.items()}
     for gradient in chosen:
         if gradient.entry.reduction.stages and id(gradient) in cut:
             raise ConfigError(
@@ -184,6 +184,6 @@ def give_to_owners(gradients: Sequence[Gradient], params: Collection[int], conte
             gradient.bring_together(axes[names], holders[names])
 
 
-def _axes_of(gradient: Gradient, context: ParallelContext) -> tuple[str, ...]:
+def _gradient_axes(gradient: GradientSlot, context: ParallelContext) -> tuple[str, ...]:
     names = {*gradient.entry.reduction.sum_over, *gradient.entry.spec.axes}
     return tuple(n for n, size in context.grid.sizes.items() if size > 1 and ({n} | context.finest([n])) & names)

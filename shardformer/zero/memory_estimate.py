@@ -18,24 +18,24 @@ from math import prod
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardformer.errors import expect
-from shardformer.layout.sharding_metadata import ROOT, ShardedState, check_module
-from shardformer.offload.disk import Files, PagedPart
-from shardformer.offload.host import Host, Offload
-from shardformer.offload.host_device_copies import DOWN, UP
+from shardformer.errors import check_argument
+from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMetadata, check_module
+from shardformer.offload.disk import FileShard, FileStore
+from shardformer.offload.host import HostMemory, OffloadConfig
+from shardformer.offload.host_device_copies import DEVICE_TO_HOST, HOST_TO_DEVICE
 from shardformer.torch_compat import memory_of
-from shardformer.zero.config import Layout, Rules, Sending, Settings, as_list
-from shardformer.zero.flat_shards import Shard
+from shardformer.zero.config import BucketOptions, Stage3Options, StepOptions, ZeroOptions, as_optimizer_list
+from shardformer.zero.flat_shards import FlatShard
 from shardformer.zero.gradient_view import ShardedGradient
 from shardformer.zero.matrix_optimizers import state_bytes
-from shardformer.zero.mixed_precision import Precision
-from shardformer.zero.stage3_parameters import Unit, group_params
+from shardformer.zero.mixed_precision import MixedPrecision
+from shardformer.zero.stage3_parameters import ParamGroup, group_params
 
 GB = 1e9
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryEstimate:
     """Bytes on one rank, by kind. Print it.
 
     Args:
@@ -64,22 +64,22 @@ class Memory:
     def __str__(self) -> str:
         rows = {**self.__dict__, "host": 0, "disk": 0, "total": self.total, "on the host": self.host}
         rows["in files"] = self.disk
-        return "\n".join(f"{kind:12}{said_bytes(value):>12}" for kind, value in rows.items() if value)
+        return "\n".join(f"{kind:12}{format_bytes(value):>12}" for kind, value in rows.items() if value)
 
 
-def memory(
+def estimate_memory(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
     *,
     stage: int = 0,
-    precision: str | Precision = "fp32",
-    offload: str | Offload | None = None,
+    precision: str | MixedPrecision = "fp32",
+    offload: str | OffloadConfig | None = None,
     data: int | None = None,
-) -> Memory:
-    """What ``zero`` with the same arguments makes each rank keep. Allocates nothing.
+) -> MemoryEstimate:
+    """What ``shard_optimizer`` with the same arguments makes each rank keep. Allocates and communicates nothing.
 
     >>> model = nn.Linear(1000, 1000, bias=False, device="meta")
-    >>> print(memory(model, torch.optim.AdamW(model.parameters()), stage=2, precision="bf16", data=4))
+    >>> print(estimate_memory(model, torch.optim.AdamW(model.parameters()), stage=2, precision="bf16", data=4))
     parameters        2.0 MB
     gradients         1.0 MB
     masters           1.0 MB
@@ -89,15 +89,15 @@ def memory(
     Args:
         model: sharded or plain; it may be on the meta device, or wait for its weights.
         data: data ranks; by default those of the grid of a sharded model, else one.
-
-    Raises ConfigError for a stage that there is not. Communicates nothing.
     """
-    asked = Settings(stage, Precision.of(precision), Rules(), Sending(), Layout(), Offload.of(offload))
+    asked = ZeroOptions(
+        stage, MixedPrecision.of(precision), StepOptions(), BucketOptions(), Stage3Options(), OffloadConfig.of(offload)
+    )
     check_module(model)
-    optimizers = as_list(optimizer)
-    rule = "It is a number of data ranks, one or more"
-    expect("data", data, data is None or (type(data) is int and data > 0), rule, "Write data=4, or leave it out")
-    parts = _parts(model, data)
+    optimizers = as_optimizer_list(optimizer)
+    is_count = data is None or (type(data) is int and data > 0)
+    check_argument("data", data, is_count, "It is a number of data ranks, one or more", "Write data=4, or leave it out")
+    parts = _ranks_per_parameter(model, data)
     narrow = asked.precision.dtype
     size = {id(p): (narrow or p.dtype).itemsize for p in model.parameters() if p.is_floating_point()}
     cut = {key: n if stage > 0 else 1 for key, n in parts.items()}
@@ -109,7 +109,7 @@ def memory(
         return sum(p.numel() * bytes_of[id(p)] / (over[id(p)] if over else 1) for p in trained)
 
     units = [sum(p.numel() * size[id(p)] for p in ps if p.requires_grad) for _, ps in group_params(model)]
-    found = Memory(
+    found = MemoryEstimate(
         total(size, cut if stage == 3 else None),
         max((a + b for a, b in pairwise([*units, 0])), default=0) if stage == 3 else 0,
         total(size, None) if stage < 2 else total(wide, cut),
@@ -123,7 +123,7 @@ def memory(
         ),
     )
     if asked.offload.to is not None:
-        found = _elsewhere(found, asked, total(wide, cut), total(size, cut))
+        found = _offloaded(found, asked, total(wide, cut), total(size, cut))
     return replace(found, parameters=found.parameters + frozen)
 
 
@@ -131,7 +131,7 @@ _MASTERS = {"fp32": 1.0, "kahan": 0.5, "stochastic": 0.0}
 """Of the memory of masters in fp32."""
 
 
-def _elsewhere(here: Memory, asked: Settings, masters: float, gradients: float) -> Memory:
+def _offloaded(here: MemoryEstimate, asked: ZeroOptions, masters: float, gradients: float) -> MemoryEstimate:
     """What goes to the host, or into files.
 
     Args:
@@ -142,7 +142,7 @@ def _elsewhere(here: Memory, asked: Settings, masters: float, gradients: float) 
     stays = share if isinstance(share, (int, float)) else 0.0
     rests = here.parameters if asked.offload.parameters else 0.0
     gone = masters + here.states
-    return Memory(
+    return MemoryEstimate(
         here.parameters - rests,
         here.gathered,
         here.gradients * stays if asked.stage >= 2 else here.gradients,
@@ -153,10 +153,10 @@ def _elsewhere(here: Memory, asked: Settings, masters: float, gradients: float) 
     )
 
 
-def _parts(model: nn.Module, data: int | None) -> dict[int, int]:
+def _ranks_per_parameter(model: nn.Module, data: int | None) -> dict[int, int]:
     """By the identity of a parameter, over how many ranks ZeRO cuts it."""
-    state = model.__dict__.get(ROOT)
-    if not isinstance(state, ShardedState):
+    state = model.__dict__.get(METADATA_ATTRIBUTE)
+    if not isinstance(state, ShardingMetadata):
         return {id(p): data or 1 for p in model.parameters()}
     sizes = {**state.context.sizes, **({"data": data} if data else {})}
     return {
@@ -166,16 +166,16 @@ def _parts(model: nn.Module, data: int | None) -> dict[int, int]:
     }
 
 
-def said_bytes(value: float) -> str:
+def format_bytes(value: float) -> str:
     for unit, scale in (("GB", GB), ("MB", 1e6), ("KB", 1e3)):
         if value >= scale:
             return f"{value / scale:,.1f} {unit}"
     return f"{value:,.0f} B"
 
 
-def held(
-    table: ShardedState, shards: Sequence[Shard], units: Sequence[Unit], optimizers: Sequence[Optimizer]
-) -> Memory:
+def measure_memory(
+    table: ShardingMetadata, shards: Sequence[FlatShard], units: Sequence[ParamGroup], optimizers: Sequence[Optimizer]
+) -> MemoryEstimate:
     """What is there now: counted, each memory once."""
     cut_ones = [shard for unit in units for shard in unit.shards]
     cut = {id(gradient.param) for shard in cut_ones for gradient in shard.gradients}
@@ -184,14 +184,14 @@ def held(
     gathered = [base for unit in units for base in unit.bases]
     here = [shard for shard in shards if shard.host is None]
     states = {id(piece.value): piece for shard in here for piece in shard.pieces}
-    return Memory(
+    return MemoryEstimate(
         parameters=_bytes([*lasting, *(shard.own for shard in cut_ones if not shard.rests_on_host)]),
         gathered=_bytes(gathered),
         gradients=_bytes([s.sum for s in here if s.sum is not None] + _grads(table)),
         masters=_bytes([x for shard in here for x in _masters_of(shard)]),
         states=_bytes(_states(optimizers, states)),
         host=_bytes([*resting, *(x for s in shards if s.host is not None for x in _on_host(s, optimizers))]),
-        disk=sum(s.host.bytes_in_file for s in shards if isinstance(s.host, PagedPart)),
+        disk=sum(s.host.bytes_in_file for s in shards if isinstance(s.host, FileShard)),
     )
 
 
@@ -199,13 +199,13 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
     return sum({memory_of(x): x.untyped_storage().nbytes() for x in tensors}.values())
 
 
-def _grads(table: ShardedState) -> list[Tensor]:
+def _grads(table: ShardingMetadata) -> list[Tensor]:
     """What backwards left that are in ``no_sync``; else ``.grad`` shows what shards have."""
     grads = [entry.param.grad for entry in table.entries]
     return [grad for grad in grads if grad is not None and not isinstance(grad, ShardedGradient)]
 
 
-def _masters_of(shard: Shard) -> list[Tensor]:
+def _masters_of(shard: FlatShard) -> list[Tensor]:
     if shard.rounded is not None:
         return [shard.rounded.rest] if shard.rounded.rest is not None else []
     return [piece.value for piece in shard.pieces] if shard.has_masters else []
@@ -216,13 +216,15 @@ def _states(optimizers: Sequence[Optimizer], pieces: Mapping[int, object]) -> li
     return [x for state in found for x in state.values() if isinstance(x, Tensor) and x.dim()]
 
 
-def _on_host(shard: Shard, optimizers: Sequence[Optimizer]) -> Iterator[Tensor]:
+def _on_host(shard: FlatShard, optimizers: Sequence[Optimizer]) -> Iterator[Tensor]:
     assert shard.host is not None
     yield from shard.host.tensors()
     yield from _states(optimizers, {id(piece.value): piece for piece in shard.pieces})
 
 
-def lines(settings: Settings, optimizers: Sequence[Optimizer], memory: Memory, host: Host | None) -> str:
+def memory_lines(
+    settings: ZeroOptions, optimizers: Sequence[Optimizer], memory: MemoryEstimate, host: HostMemory | None
+) -> str:
     """For ``describe``."""
     precision, offload = settings.precision, settings.offload
     title = [f"ZeRO stage {settings.stage}", precision.parameters, *(type(o).__name__ for o in optimizers)]
@@ -232,8 +234,12 @@ def lines(settings: Settings, optimizers: Sequence[Optimizer], memory: Memory, h
         title.append(f"offload to {offload.to}")
     agrees = "in every backward, also under no_sync" if settings.stage >= 2 else "once a step under no_sync"
     found = [", ".join(title), f"gradients are agreed on {agrees}", "", "on this rank now", str(memory)]
-    speeds = {f"copied {way}": host.link.bandwidth(way) for way in (DOWN, UP)} if host is not None else {}
-    if isinstance(host, Files):
+    speeds = (
+        {f"copied {way}": host.link.bandwidth(way) for way in (DEVICE_TO_HOST, HOST_TO_DEVICE)}
+        if host is not None
+        else {}
+    )
+    if isinstance(host, FileStore):
         speeds |= {f"{way}, {host.disk.buffers} buffers": host.disk.bandwidth(way) for way in host.disk.moved}
-    measured = [f"{name}: {said_bytes(speed)} a second" for name, speed in speeds.items() if speed]
+    measured = [f"{name}: {format_bytes(speed)} a second" for name, speed in speeds.items() if speed]
     return "\n".join([*found, *measured])

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.errors import ConfigError, expect
+from shardformer.errors import ConfigError, check_argument
 
-DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-MASTERS = ("fp32", "kahan", "stochastic")
+PARAMETER_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+MASTER_WEIGHT_KINDS = ("fp32", "kahan", "stochastic")
 
 
 @dataclass
@@ -51,7 +51,7 @@ class LossScale:
             is_right = isinstance(given, int if is_count else int | float) and not isinstance(given, bool)
             is_right = is_right and (given >= least if is_count else 0 < given < math.inf)
             rule = f"It is a whole number, {least} or more" if is_count else "It is a number above 0"
-            expect(f"LossScale({name})", given, is_right, rule, f"Leave {name} out")
+            check_argument(f"LossScale({name})", given, is_right, rule, f"Leave {name} out")
 
     def update(self, is_finite: bool) -> None:
         """After a step."""
@@ -66,7 +66,7 @@ class LossScale:
 
 
 @dataclass
-class Precision:
+class MixedPrecision:
     """What ``zero`` keeps in how many bits.
 
     Args:
@@ -87,32 +87,34 @@ class Precision:
         for name, given in vars(self).items():
             is_right = isinstance(given, LossScale) if name == "loss_scale" else isinstance(given, str | None)
             rule = "It is a LossScale" if name == "loss_scale" else "It is a word"
-            expect(f"Precision({name})", given, is_right, rule, f"Write precision='bf16', or leave {name} out")
+            check_argument(
+                f"MixedPrecision({name})", given, is_right, rule, f"Write precision='bf16', or leave {name} out"
+            )
         for name, given in (("parameters", self.parameters), ("gradients", self.gradients or "fp32")):
-            if given not in DTYPES or (name == "gradients" and given != "fp32"):
-                known = ", ".join(map(repr, DTYPES if name == "parameters" else ["fp32", None]))
+            if given not in PARAMETER_DTYPES or (name == "gradients" and given != "fp32"):
+                known = ", ".join(map(repr, PARAMETER_DTYPES if name == "parameters" else ["fp32", None]))
                 raise ConfigError(
-                    f"precision={given!r}" if name == "parameters" else f"Precision(gradients={given!r})",
+                    f"precision={given!r}" if name == "parameters" else f"MixedPrecision(gradients={given!r})",
                     rule=f"The precisions are {known}",
                     remedy="Write precision='bf16', or leave it out",
                 )
 
-        if self.masters not in MASTERS or (self.masters != "fp32" and self.parameters != "bf16"):
+        if self.masters not in MASTER_WEIGHT_KINDS or (self.masters != "fp32" and self.parameters != "bf16"):
             raise ConfigError(
-                f"Precision({self.parameters!r}, masters={self.masters!r})",
-                rule=f"Of bf16 the masters are one of {', '.join(map(repr, MASTERS))}, of others there is no choice",
+                f"MixedPrecision({self.parameters!r}, masters={self.masters!r})",
+                rule=f"For bf16, masters is one of {', '.join(map(repr, MASTER_WEIGHT_KINDS))}",
                 remedy="Leave masters out",
             )
 
     @classmethod
-    def of(cls, given: Any) -> Precision:
+    def of(cls, given: Any) -> MixedPrecision:
         """From what ``zero`` was given. Raises ConfigError for what is none."""
         return given if isinstance(given, cls) else cls(given)
 
     @property
     def dtype(self) -> torch.dtype | None:
         """Of the parameters; None: as they are."""
-        return DTYPES[self.parameters]
+        return PARAMETER_DTYPES[self.parameters]
 
     @property
     def rounding(self) -> str | None:
@@ -136,7 +138,7 @@ _MIX = (0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class RoundedSlice:
     """An optimizer's parameter, where its numbers lie in the shard, and which ones of which parameter they are."""
 
     value: nn.Parameter
@@ -145,7 +147,7 @@ class Held:
     key: int
 
 
-class Rounded:
+class RoundedWeights:
     """The masters of one shard, which are there in a step alone.
 
     Args:
@@ -154,12 +156,12 @@ class Rounded:
     """
 
     def __init__(self, own: Tensor, *, rests: bool) -> None:
-        self._own, self._pieces = own, list[Held]()
+        self._own, self._pieces = own, list[RoundedSlice]()
         self.rest = torch.zeros_like(own) if rests else None
         self._values: Tensor | None = None
         self.step = 0  # rounds by chance that were made
 
-    def hold(self, pieces: Sequence[Held]) -> None:
+    def hold(self, pieces: Sequence[RoundedSlice]) -> None:
         """Their values are wide; from now on they are rounded."""
         self._pieces = list(pieces)
         self._values = torch.zeros_like(self._own, dtype=torch.float32)
@@ -197,7 +199,7 @@ class Rounded:
         self.step += 1
         for piece in self._pieces:
             wide = self._values[piece.at]
-            self._own[piece.at] = round_by_chance(wide, noise(wide, piece.first, piece.key, self.step))
+            self._own[piece.at] = stochastic_round(wide, random_bits(wide, piece.first, piece.key, self.step))
 
     def _keep_rest(self) -> None:
         if self.rest is not None and self._values is not None:
@@ -218,7 +220,7 @@ class Rounded:
         self.put_away()
 
 
-def noise(like: Tensor, first: int, key: int, step: int) -> Tensor:
+def random_bits(like: Tensor, first: int, key: int, step: int) -> Tensor:
     """16 random bits for each number, which are the same wherever this number of this parameter is kept.
 
     Args:
@@ -236,7 +238,7 @@ def _mixed(x: Tensor) -> Tensor:
     return x
 
 
-def round_by_chance(wide: Tensor, bits: Tensor) -> Tensor:
+def stochastic_round(wide: Tensor, bits: Tensor) -> Tensor:
     """fp32 to bf16: up as often as the rest that is left out is large. What is not finite stays as it is."""
     rounded = ((wide.view(torch.int32) + bits) & -0x10000).view(torch.float32)
     return torch.where(torch.isfinite(wide), rounded, wide).to(torch.bfloat16)

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardformer.comm.collective_call import agree, gather_all
+from shardformer.comm.collective_call import all_gather_from_grid, collective_call
 from shardformer.errors import ConfigError
 from shardformer.layout.shard_spec import ShardSpec
-from shardformer.layout.sharding_metadata import ShardedState, tables_here, tables_of
-from shardformer.zero.flat_shards import Piece, Shard
+from shardformer.layout.sharding_metadata import ShardingMetadata, tables_here, tables_of
+from shardformer.zero.flat_shards import FlatShard, ParamSlice
 
 Attributes = dict[str, Any]
 
@@ -91,7 +91,7 @@ HELD_BY = "_shardformer_held_by"
 """The attribute of an optimizer with a weak reference to the one that ``zero`` made of it."""
 
 
-class ZeroGrad:
+class ZeroGradMethod:
     """``zero_grad()``: throws away what the optimizer keeps too. Of a copy, and without that, it is the usual one."""
 
     def __init__(self, owner: nn.Module | Optimizer, optimizer: Optimizer | None) -> None:
@@ -105,13 +105,13 @@ class ZeroGrad:
         elif (owner := self._owner()) is not None:
             self._usual(owner, set_to_none)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ZeroGrad:
-        return ZeroGrad(memo[id(self._owner())], None)
+    def __deepcopy__(self, memo: dict[int, Any]) -> ZeroGradMethod:
+        return ZeroGradMethod(memo[id(self._owner())], None)
 
 
 def hold(optimizer: Any, zero: Optimizer) -> None:
     """From now on an optimizer is stepped by what ``zero`` made of it."""
-    optimizer.__dict__.update({HELD_BY: weakref.ref(zero), "zero_grad": ZeroGrad(optimizer, zero)})
+    optimizer.__dict__.update({HELD_BY: weakref.ref(zero), "zero_grad": ZeroGradMethod(optimizer, zero)})
 
 
 def let_go(optimizer: Any) -> None:
@@ -176,14 +176,16 @@ def _checking(original: Any) -> Any:
             return
         state_dict = _checked(self, state_dict, table)
         with unchanged_on_error([self]):
-            agree(table.context, lambda: original(self, state_dict), doing=f"load this {type(self).__name__}'s state")
+            collective_call(
+                table.context, lambda: original(self, state_dict), doing=f"load this {type(self).__name__}'s state"
+            )
 
     marked: Any = load_state_dict
     marked.of_torch = original
     return marked
 
 
-def _table_of(optimizer: Any) -> ShardedState | None:
+def _table_of(optimizer: Any) -> ShardingMetadata | None:
     """Of the model that an optimizer steps, if its ranks have other parameters than each other."""
     if (holder := holder_of(optimizer)) is not None:
         return holder.table  # type: ignore[no-any-return]
@@ -209,7 +211,7 @@ def place_of(optimizer: Any) -> Place:
     return {name: (axis.size, axis.rank) for name, axis in table.axes.items() if name in names and axis.size > 1}
 
 
-def _checked(optimizer: Any, state_dict: dict[str, Any], table: ShardedState) -> dict[str, Any]:
+def _checked(optimizer: Any, state_dict: dict[str, Any], table: ShardingMetadata) -> dict[str, Any]:
     """This rank's part of the state. Raises ConfigError, on all ranks, for what is not.
 
     Communicates one line, and a sum for each tensor of a state without a place.
@@ -228,7 +230,7 @@ def _checked(optimizer: Any, state_dict: dict[str, Any], table: ShardedState) ->
     except (AttributeError, KeyError, TypeError) as error:
         what = f"{type(error).__name__}: {error}"
         problem = f"What was to be loaded into this {kind} is not a state that an optimizer gave ({what})"
-    found = gather_all((problem, own, sums), table.context)
+    found = all_gather_from_grid((problem, own, sums), table.context)
     if problem is None:
         problem = next((f"Rank {rank}: {theirs}" for rank, (theirs, *_) in found if theirs is not None), None)
     if problem is None and any(
@@ -245,7 +247,7 @@ def _checked(optimizer: Any, state_dict: dict[str, Any], table: ShardedState) ->
     return state_dict
 
 
-def _cut(optimizer: Any, state_dict: dict[str, Any], table: ShardedState) -> dict[str, Any]:
+def _cut(optimizer: Any, state_dict: dict[str, Any], table: ShardingMetadata) -> dict[str, Any]:
     """Of the state of a plain model's optimizer this rank's part; what is this rank's already, as it is."""
     pairs = _pairs(optimizer, state_dict)
     specs = {id(entry.param): entry.spec for entry in table.entries if entry.spec.is_sharded}
@@ -281,7 +283,7 @@ def _said(place: Any) -> str:
     return ", ".join(f"{name} {rank} of {size}" for name, (size, rank) in place.items()) or "of a model that is not cut"
 
 
-def _sums(optimizer: Any, state_dict: Mapping[str, Any], table: ShardedState) -> list[float]:
+def _sums(optimizer: Any, state_dict: Mapping[str, Any], table: ShardingMetadata) -> list[float]:
     """A sum of each tensor of the state of parameters of which ranks have other parts."""
     cut = {id(entry.param) for entry in table.entries if entry.spec.is_sharded}
     states = [
@@ -303,9 +305,9 @@ class LiveState(MutableMapping[Tensor, State]):
     read of it is a tensor without numbers, so that a script edits the states of all parameters on all ranks.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], shards: Sequence[Shard]) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], shards: Sequence[FlatShard]) -> None:
         self._optimizers = optimizers
-        self._pieces: dict[int, Piece | None] = {id(g.param): None for shard in shards for g in shard.gradients}
+        self._pieces: dict[int, ParamSlice | None] = {id(g.param): None for shard in shards for g in shard.gradients}
         held = ((id(p), o) for o in optimizers for group in o.param_groups for p in group["params"])
         self._owners: dict[int, Optimizer] = dict(held)
         self._pieces |= {id(piece.gradient.param): piece for shard in shards for piece in shard.pieces}

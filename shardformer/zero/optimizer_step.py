@@ -19,22 +19,22 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardformer.comm.collectives import Pending, all_reduce, gather_objects
+from shardformer.comm.collectives import PendingCollective, all_gather_objects, all_reduce
 from shardformer.errors import ConfigError, InputError
-from shardformer.gradients.buckets import Gradient
-from shardformer.layout.sharding_metadata import ShardedState
+from shardformer.gradients.buckets import GradientSlot
+from shardformer.layout.sharding_metadata import ShardingMetadata
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.offload.disk import Files
-from shardformer.offload.host import Host
-from shardformer.torch_compat import has_values
-from shardformer.zero.flat_shards import EDITS, Shard
-from shardformer.zero.matrix_optimizers import can_step_apart
+from shardformer.offload.disk import FileStore
+from shardformer.offload.host import HostMemory
+from shardformer.torch_compat import has_data
+from shardformer.zero.flat_shards import EDITS, FlatShard
+from shardformer.zero.matrix_optimizers import can_step_separately
 
-UNDER_WAY = 8
+MAX_UPDATES_IN_FLIGHT = 8
 """Gathers at a time: of slices they take memory until they are written."""
 
 
-class Update:
+class OptimizerUpdate:
     """Steps of several optimizers on the pieces of shards.
 
     Args:
@@ -42,11 +42,15 @@ class Update:
     """
 
     def __init__(
-        self, optimizers: Sequence[Optimizer], shards: Sequence[Shard], host: Host | None, context: ParallelContext
+        self,
+        optimizers: Sequence[Optimizer],
+        shards: Sequence[FlatShard],
+        host: HostMemory | None,
+        context: ParallelContext,
     ) -> None:
         self._optimizers, self._shards, self._host, self._context = optimizers, shards, host, context
         comes = host is not None or any(shard.rounded is not None for shard in shards)
-        self._is_apart = comes and all(can_step_apart(optimizer) for optimizer in optimizers)
+        self._is_apart = comes and all(can_step_separately(optimizer) for optimizer in optimizers)
 
     def run(self) -> None:
         """Communicates one all-gather of the parameters of each shard that got a gradient.
@@ -61,16 +65,16 @@ class Update:
         lasting = [shard for shard in changed if shard.host is None and shard.rounded is None]
         rounded = [[shard] for shard in changed if shard.rounded is not None]
         there = [[shard] for shard in changed if shard.host is not None]
-        if isinstance(self._host, Files):
+        if isinstance(self._host, FileStore):
             self._run(there)
             self._end_files(self._host, [shard for turn in there for shard in turn])
             self._run([lasting])
         else:
             self._run([lasting, *rounded, *there] if self._is_apart else [changed])
 
-    def _run(self, turns: Sequence[Sequence[Shard]]) -> None:
+    def _run(self, turns: Sequence[Sequence[FlatShard]]) -> None:
         """Updates the shards of one turn after those of the other."""
-        hand_out = HandOut()
+        hand_out = ParamAllGather()
         with self._host.updating() if self._host is not None else nullcontext():
             for number, turn in enumerate(turns):
                 for shard in (shard for coming in turns[number : number + 2] for shard in coming):
@@ -84,11 +88,11 @@ class Update:
                     shard.put_away()
         hand_out.finish()
 
-    def _end_files(self, files: Files, shards: Sequence[Shard]) -> None:
+    def _end_files(self, files: FileStore, shards: Sequence[FlatShard]) -> None:
         said = files.end_step([shard.host for shard in shards if shard.host is not None], self._context)
         if said is None:
             return
-        hand_out = HandOut()
+        hand_out = ParamAllGather()
         for shard in shards:
             if shard.take():
                 shard.store()
@@ -105,7 +109,7 @@ class Update:
             remedy="Make room, then go on with the next batch; or save the model now",
         )
 
-    def _step(self, turn: Sequence[Shard] | None) -> None:
+    def _step(self, turn: Sequence[FlatShard] | None) -> None:
         """One step of the optimizers; of a turn alone where one is given."""
         if turn is None:
             for optimizer in self._optimizers:
@@ -113,19 +117,19 @@ class Update:
             return
         pieces = {id(piece.value) for shard in turn for piece in shard.pieces if piece.value.grad is not None}
         for optimizer in self._optimizers:
-            with only(optimizer, pieces):
+            with restricted_to(optimizer, pieces):
                 if optimizer.param_groups:
                     optimizer.step()
 
 
-class HandOut:
+class ParamAllGather:
     """Brings new parameters together on all ranks: of some shards while the next ones are stored."""
 
     def __init__(self) -> None:
-        self._stored: list[Shard] = []
-        self._under_way: deque[tuple[Shard, Pending]] = deque()
+        self._stored: list[FlatShard] = []
+        self._under_way: deque[tuple[FlatShard, PendingCollective]] = deque()
 
-    def add(self, shards: Sequence[Shard]) -> None:
+    def add(self, shards: Sequence[FlatShard]) -> None:
         """Their new values are stored. Starts to gather those that were added before."""
         self._gather()
         self._stored = list(shards)
@@ -134,7 +138,7 @@ class HandOut:
         """Of stage 3 the next forward gathers."""
         for shard in (shard for shard in self._stored if not shard.keeps):
             self._under_way.append((shard, shard.start_gather()))
-            self._land(UNDER_WAY)
+            self._land(MAX_UPDATES_IN_FLIGHT)
         self._stored = []
 
     def _land(self, most: int) -> None:
@@ -149,7 +153,7 @@ class HandOut:
 
 
 @contextmanager
-def only(optimizer: Optimizer, params: Collection[int]) -> Iterator[None]:
+def restricted_to(optimizer: Optimizer, params: Collection[int]) -> Iterator[None]:
     """In here the optimizer holds no other parameters than these, by identity."""
     groups = optimizer.param_groups
     held: list[list[Tensor]] = [group["params"] for group in groups]
@@ -170,9 +174,9 @@ DIFFER = 2.0**32
 """Is added to the number of ranks with a problem where ranks differ."""
 
 
-def norm_of_shards(
-    shards: Sequence[Shard],
-    table: ShardedState,
+def sharded_grad_norm(
+    shards: Sequence[FlatShard],
+    table: ShardingMetadata,
     stage: int,
     problem: Exception | None = None,
     only: Collection[int] | None = None,
@@ -195,8 +199,8 @@ def norm_of_shards(
     for shard in shards if problem is None else ():
         total, found = here if shard.host is None else there, shard.sum
         for piece in shard.pieces:
-            is_asked = only is None or id(piece.gradient.param) in only
-            if found is not None and is_asked and shard.had[piece.number] and _counts(piece.gradient, table, stage):
+            is_asked = shard.had[piece.number] and (only is None or id(piece.gradient.param) in only)
+            if found is not None and is_asked and _counts_in_norm(piece.gradient, table, stage):
                 total[0] += torch.linalg.vector_norm(found[piece.at]).to(total) ** 2
     total, count = here + there.to(device), 1
     axes = sorted(table.context.own_axes, key=lambda axis: axis.name not in ALIKE)
@@ -211,14 +215,14 @@ def norm_of_shards(
     if problem is not None:
         raise problem
     total, problems = total[0], total[1]
-    if has_values(problems) and bool(problems >= DIFFER):
+    if has_data(problems) and bool(problems >= DIFFER):
         raise ConfigError(
             "Ranks changed gradients in different ways since the last zero_grad",
             rule="Each rank has a part of a gradient, so that what a script does to p.grad it does on all ranks",
             remedy="Look for what one rank does alone: changes of p.grad under `if rank == 0:`, or where its own loss "
             "or batch decides",
         )
-    if has_values(problems) and bool(problems):
+    if has_data(problems) and bool(problems):
         raise ConfigError(
             "Another rank refused its gradients or parameters, and no rank made the step",
             rule="All ranks make a step together, or none does",
@@ -234,7 +238,7 @@ def _compared(total: Tensor, count: int) -> Tensor:
     return torch.stack([total[0], total[1] + DIFFER * differs, total[2], total[3]])
 
 
-def _counts(gradient: Gradient, table: ShardedState, stage: int) -> bool:
+def _counts_in_norm(gradient: GradientSlot, table: ShardingMetadata, stage: int) -> bool:
     """Whether this rank counts what it has of a parameter: of what ranks hold alike, the first one does."""
     reduction, context = gradient.entry.reduction, table.context
     coords = context.coords
@@ -249,7 +253,7 @@ def _counts(gradient: Gradient, table: ShardedState, stage: int) -> bool:
     return all(coords[name] == 0 for name in others)
 
 
-def nonfinite(shards: Sequence[Shard], table: ShardedState, norm: Tensor) -> InputError:
+def find_nonfinite(shards: Sequence[FlatShard], table: ShardingMetadata, norm: Tensor) -> InputError:
     """Names the first parameter whose gradient is not finite, and the first rank that keeps it. All ranks call it."""
     order = {id(entry): number for number, entry in enumerate(table.entries)}
     found = [
@@ -259,7 +263,7 @@ def nonfinite(shards: Sequence[Shard], table: ShardedState, norm: Tensor) -> Inp
         if shard.sum is not None and not bool(torch.isfinite(shard.sum[piece.at]).all())
     ]
     for axis in table.context.own_axes:
-        found = [item for theirs in gather_objects(found, axis) for item in theirs]
+        found = [item for theirs in all_gather_objects(found, axis) for item in theirs]
     _, rank, name = min(found, default=(0, 0, "some parameter"))
     return InputError(
         f"The gradient of {name} is not finite, on rank {rank}, and so is the norm of all: {norm}",

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Adam, Optimizer
 
 from shardformer.errors import ConfigError
-from shardformer.offload.host import FREE
+from shardformer.offload.host import FREE_MEMORY
 
 
 class HybridAdam(Adam):
@@ -23,7 +23,7 @@ class HybridAdam(Adam):
 
     The first step has all of them on the host. What it left free of the GPU, states move to; from then on both sides
     update at the same time. Without a GPU, and without ``offload``, it is the fused Adam. Any other optimizer may be
-    cut so, with ``Offload("cpu", on_device=...)``.
+    cut so, with ``OffloadConfig("cpu", on_device=...)``.
 
     Args:
         decoupled_weight_decay: that of AdamW; False: that of Adam.
@@ -39,13 +39,13 @@ class HybridAdam(Adam):
         weight_decay: float = 1e-2,
         *,
         decoupled_weight_decay: bool = True,
-        on_device: float | str = FREE,
+        on_device: float | str = FREE_MEMORY,
     ) -> None:
         super().__init__(
             params, lr, betas, eps, weight_decay, fused=True, decoupled_weight_decay=decoupled_weight_decay
         )
         has_gpu = any(p.is_cuda for group in self.param_groups for p in group["params"])
-        self.on_device = 0.0 if on_device == FREE and not has_gpu else on_device
+        self.on_device = 0.0 if on_device == FREE_MEMORY and not has_gpu else on_device
 
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]]

@@ -1,4 +1,4 @@
-"""What ``zero`` refuses of the optimizers and the model that it is given.
+"""What ``shard_optimizer`` refuses of the optimizers and the model that it is given.
 
 Also here, each to be said in one text by hand:
 
@@ -16,36 +16,42 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from shardformer.comm.collective_call import agree
+from shardformer.comm.collective_call import collective_call
 from shardformer.comm.collectives import broadcast
-from shardformer.consistency.usage_checks import check_ddp, check_parameters, refuse_wrappers
+from shardformer.consistency.usage_checks import check_ddp, check_parameters, install_wrapper_guards
 from shardformer.errors import ConfigError
-from shardformer.gradients.buckets import Gradient
-from shardformer.gradients.clipping import lead_clipping_here
+from shardformer.gradients.buckets import GradientSlot
+from shardformer.gradients.clipping import patch_clip_grad_norm
 from shardformer.gradients.reducer import GradientReducer
-from shardformer.layout.activation_layout import Place, StreamLayout
+from shardformer.layout.activation_layout import ActivationLayout, ModelRegion
 from shardformer.layout.shard_spec import ShardSpec
-from shardformer.layout.sharding_metadata import ROOT, Entry, ShardedState, check_module, reduction_of
+from shardformer.layout.sharding_metadata import (
+    METADATA_ATTRIBUTE,
+    ParamEntry,
+    ShardingMetadata,
+    check_module,
+    reduction_of,
+)
 from shardformer.layout.shared_memory import overlapping, view_of
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.offload.disk import check_room
-from shardformer.offload.host import Offload
-from shardformer.torch_compat import has_values
-from shardformer.zero.config import Layout, Rules, Sending, Settings, as_list, no_files
+from shardformer.offload.host import OffloadConfig
+from shardformer.torch_compat import has_data
+from shardformer.zero.config import BucketOptions, Stage3Options, StepOptions, ZeroOptions, as_optimizer_list, no_files
 from shardformer.zero.device_placement import check_free
-from shardformer.zero.matrix_optimizers import can_step_apart, state_bytes
-from shardformer.zero.mixed_precision import Precision
-from shardformer.zero.torch_optimizers import lead_optimizers_here
+from shardformer.zero.matrix_optimizers import can_step_separately, state_bytes
+from shardformer.zero.mixed_precision import MixedPrecision
+from shardformer.zero.torch_optimizers import patch_optimizers_and_scaler
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 
-Given = tuple[list[Optimizer], Settings]
+Given = tuple[list[Optimizer], ZeroOptions]
 
 
-def checked(given: Callable[[], Given], model: nn.Module, table: ShardedState) -> Given:
-    """The optimizers and settings that ``zero`` was given.
+def checked(given: Callable[[], Given], model: nn.Module, table: ShardingMetadata) -> Given:
+    """The optimizers and settings that ``shard_optimizer`` was given.
 
     Raises ConfigError, on every rank, where one cannot do what it was asked for, or was asked for something else.
-    Communicates as ``agree``.
+    Communicates as ``collective_call``.
     """
 
     def check() -> Given:
@@ -61,16 +67,16 @@ def checked(given: Callable[[], Given], model: nn.Module, table: ShardedState) -
         lines = [f"{name}={value!r}" for name, value in vars(settings).items()]
         return lines + [type(optimizer).__name__ for optimizer in optimizers]
 
-    return agree(table.context, check, lines_of, doing="train with these optimizers")
+    return collective_call(table.context, check, lines_of, doing="train with these optimizers")
 
 
-def check_optimizers(optimizers: Sequence[Optimizer], table: ShardedState) -> None:
+def check_optimizers(optimizers: Sequence[Optimizer], table: ShardingMetadata) -> None:
     """Raises ConfigError for optimizers that hold anything but the parameters of this model, each once."""
     if table.gradients is not None:
         raise ConfigError(
             "zero was called twice on this model",
             rule="One optimizer holds the pieces of a model's parameters",
-            remedy="Give both optimizers at once: zero([first, second], model)",
+            remedy="Give both optimizers at once: shard_optimizer([first, second], model)",
         )
     names = {id(entry.param): entry.name for entry in table.entries}
     seen: set[int] = set()
@@ -93,9 +99,9 @@ def check_optimizers(optimizers: Sequence[Optimizer], table: ShardedState) -> No
         seen |= {id(p) for p in given}
 
 
-def check_memory(model: nn.Module, table: ShardedState) -> None:
+def check_memory(model: nn.Module, table: ShardingMetadata) -> None:
     """Raises ConfigError where something shares memory with a parameter without being it: here each gets its own."""
-    params = [(entry.name, entry.param) for entry in table.entries if has_values(entry.param)]
+    params = [(entry.name, entry.param) for entry in table.entries if has_data(entry.param)]
     rule = "zero moves the values of each parameter to where the ranks' parts lie behind each other"
     if group := next(iter(overlapping(params)), None):
         first, second, *_ = (name for name, _ in params if name in group)
@@ -113,11 +119,11 @@ def check_memory(model: nn.Module, table: ShardedState) -> None:
         )
 
 
-def check_files(settings: Settings, optimizers: Sequence[Optimizer], table: ShardedState) -> None:
+def check_files(settings: ZeroOptions, optimizers: Sequence[Optimizer], table: ShardingMetadata) -> None:
     """Raises ConfigError where masters and states cannot be in files, or there is no room for them."""
     if (folder := settings.offload.folder) is None:
         return
-    if not all(map(can_step_apart, optimizers)):
+    if not all(map(can_step_separately, optimizers)):
         raise ConfigError(
             f"offload='nvme:{folder}' of {', '.join(type(o).__name__ for o in optimizers)}",
             rule="From files, a bucket is updated after the other; this optimizer gives other numbers then",
@@ -140,7 +146,7 @@ def check_files(settings: Settings, optimizers: Sequence[Optimizer], table: Shar
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 
 
-def table_of(model: nn.Module, context: ParallelContext | None) -> ShardedState:
+def metadata_for_training(model: nn.Module, context: ParallelContext | None) -> ShardingMetadata:
     """The table of a model that was sharded; a new one of any other. Raises ConfigError for one that is wrapped."""
     check_module(model)
     wrapper = next((name for m in model.modules() for c in type(m).__mro__ if (name := c.__name__) in WRAPPERS), None)
@@ -150,7 +156,7 @@ def table_of(model: nn.Module, context: ParallelContext | None) -> ShardedState:
             rule="zero agrees on the gradients itself",
             remedy="Give zero the model without the wrapper, and use that in the loop",
         )
-    if isinstance(table := model.__dict__.get(ROOT), ShardedState):
+    if isinstance(table := model.__dict__.get(METADATA_ATTRIBUTE), ShardingMetadata):
         if context is not None and context is not table.context:
             raise ConfigError(
                 "zero was given a context beside a model that was sharded over another",
@@ -158,16 +164,16 @@ def table_of(model: nn.Module, context: ParallelContext | None) -> ShardedState:
                 remedy="Leave context out",
             )
         return table
-    return _new_table(model, context or _all_as_data())
+    return _unsharded_metadata(model, context or _data_parallel_context())
 
 
-def _all_as_data() -> ParallelContext:
+def _data_parallel_context() -> ParallelContext:
     if dist.is_available() and dist.is_initialized():
         return ParallelContext.from_world({"data": dist.get_world_size()})
     return ParallelContext.of({})
 
 
-def _new_table(model: nn.Module, context: ParallelContext) -> ShardedState:
+def _unsharded_metadata(model: nn.Module, context: ParallelContext) -> ShardingMetadata:
     """All parameters whole on every rank, with the values of the first one."""
     if any(axis.size > 1 for name, axis in context.axes.items() if name != "data"):
         raise ConfigError(
@@ -175,20 +181,22 @@ def _new_table(model: nn.Module, context: ParallelContext) -> ShardedState:
             rule="Without sharding there are data ranks alone",
             remedy="Call shardformer.shard_model(model, context=context) first",
         )
-    lead_clipping_here()
-    lead_optimizers_here()
-    table, stream = ShardedState(context), StreamLayout()
+    patch_clip_grad_norm()
+    patch_optimizers_and_scaler()
+    table, stream = ShardingMetadata(context), ActivationLayout()
     for name, param in model.named_parameters():
         spec = ShardSpec(param.shape)
-        table.entries.append(Entry(name, param, spec, reduction_of(spec, stream, Place.OUTSIDE, context.sizes)))
+        table.entries.append(
+            ParamEntry(name, param, spec, reduction_of(spec, stream, ModelRegion.OUTSIDE, context.sizes))
+        )
     if context.data.size > 1:
         for tensor in [*model.parameters(), *model.buffers()]:
             broadcast(tensor.detach(), context.data)
-        table.reducers = [GradientReducer([Gradient(e, context.data, table.coords) for e in table.entries])]
+        table.reducers = [GradientReducer([GradientSlot(e, context.data, table.coords) for e in table.entries])]
     table.attach(model)
 
     if context.data.size > 1:
-        refuse_wrappers(model, context)
+        install_wrapper_guards(model, context)
 
     def before(module: nn.Module, args: tuple[Any, ...]) -> None:
         check_ddp(model, context)
@@ -200,13 +208,13 @@ def _new_table(model: nn.Module, context: ParallelContext) -> ShardedState:
     return table
 
 
-def zero(
+def shard_optimizer(
     optimizer: Optimizer | Sequence[Optimizer],
     model: nn.Module,
     *,
     stage: int = 1,
-    precision: str | Precision = "fp32",
-    offload: str | Offload | None = None,
+    precision: str | MixedPrecision = "fp32",
+    offload: str | OffloadConfig | None = None,
     max_grad_norm: float | None = None,
     on_nonfinite: str = "raise",
     keep_frozen: bool = True,
@@ -218,7 +226,7 @@ def zero(
     """Cuts what optimizers keep over the ranks that agree on the gradients, mostly those of the data axis.
 
     >>> model = shardformer.shard_model(model, context=context)                                   # doctest: +SKIP
-    >>> optimizer = shardformer.zero(torch.optim.AdamW(model.parameters()), model, stage=2)       # doctest: +SKIP
+    >>> optimizer = shard_optimizer(torch.optim.AdamW(model.parameters()), model, stage=2)       # doctest: +SKIP
 
     Args:
         optimizer: one of torch's or any other, or several, made of the parameters of ``model``. One that changes each
@@ -228,10 +236,10 @@ def zero(
         stage: 0 cuts nothing: every rank keeps all. 1 cuts the optimizer's state; 2 the gradients too, which then are
             agreed on in every backward; 3 the parameters too, which are gathered layer by layer when they are used.
         precision: "fp32" leaves the parameters as they are; "bf16" and "fp16" keep them in 16 bits, and a master of
-            each rank's pieces in fp32; a ``Precision`` says more. In fp16 call ``optimizer.backward(loss)``, which
+            each rank's pieces in fp32; a ``MixedPrecision`` says more. In fp16 call ``optimizer.backward(loss)``, which
             scales the loss.
         offload: "cpu" keeps masters, the optimizer's state and gradients on the host, and updates there; gradients come
-            down under the backward. "nvme:DIR" keeps masters and state in files. An ``Offload`` says more.
+            down under the backward. "nvme:DIR" keeps masters and state in files. An ``OffloadConfig`` says more.
         max_grad_norm: to which ``step`` clips the norm of all gradients; None leaves them as they are.
         on_nonfinite: what ``step`` does when a gradient is NaN or infinite: "raise" InputError on all ranks, before
             anything is changed; "skip" the step; "ignore". In fp16 the step is skipped and the scale made smaller.
@@ -246,13 +254,13 @@ def zero(
     Returns an optimizer to be used in the place of those given. Raises ConfigError for what does not fit. Communicates
     the weights of the first data rank to the others, where the model was not sharded.
     """
-    table = table_of(model, context)
+    table = metadata_for_training(model, context)
 
-    def given() -> tuple[list[Optimizer], Settings]:
-        optimizers = as_list(optimizer)
-        rules, sending = Rules(max_grad_norm, on_nonfinite), Sending(bucket_bytes, overlap)
-        layout = Layout(keep_frozen, reshard_after_forward)
-        places = Offload.of(offload, optimizers)
-        return optimizers, Settings(stage, Precision.of(precision), rules, sending, layout, places)
+    def given() -> tuple[list[Optimizer], ZeroOptions]:
+        optimizers = as_optimizer_list(optimizer)
+        rules, sending = StepOptions(max_grad_norm, on_nonfinite), BucketOptions(bucket_bytes, overlap)
+        layout = Stage3Options(keep_frozen, reshard_after_forward)
+        places = OffloadConfig.of(offload, optimizers)
+        return optimizers, ZeroOptions(stage, MixedPrecision.of(precision), rules, sending, layout, places)
 
     return ZeroOptimizer(model, table, *checked(given, model, table))

@@ -19,26 +19,34 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
 from shardformer.comm.collective_call import come
-from shardformer.comm.collectives import gather_numbers, gather_objects
+from shardformer.comm.collectives import all_gather_numbers, all_gather_objects
 from shardformer.errors import ConfigError, InputError
-from shardformer.gradients.buckets import Bucket, Gradient, HandOver
+from shardformer.gradients.buckets import Bucket, GradientSlot, ReduceScatterToShards
 from shardformer.gradients.reducer import GradientReducer
-from shardformer.layout.sharding_metadata import ShardedState
+from shardformer.layout.sharding_metadata import ShardingMetadata
 from shardformer.mesh.parallel_context import Axis
-from shardformer.offload.host import Host
+from shardformer.offload.host import HostMemory
 from shardformer.offload.saved_tensors import SavedTensorHooks, check_version
 from shardformer.torch_compat import memory_of
 from shardformer.transformers_compat import decode_together
-from shardformer.zero.config import Settings
-from shardformer.zero.flat_shards import Gathered, Shard
-from shardformer.zero.stage3_parameters import UNIT, Chunks, Residents, Saved, Unit, UnitReducer, group_params
+from shardformer.zero.config import ZeroOptions
+from shardformer.zero.flat_shards import FlatShard, UnshardOptions
+from shardformer.zero.stage3_parameters import (
+    GROUP_ATTRIBUTE,
+    GatherBufferPool,
+    ParamGroup,
+    ParamGroupReducer,
+    SavedParamView,
+    UnshardedCache,
+    group_params,
+)
 
 END = -1
 """In the place of a unit: there is none any more."""
 
 
 @dataclass
-class Plan:
+class GatherOrder:
     """The units in the order in which they are gathered, by index.
 
     Args:
@@ -82,7 +90,7 @@ class Plan:
             lower = [n for n in self.units if n < index]
             self.insert(index, self.units.index(max(lower)) + 1 if lower else 0)
 
-    def take_up(self, forward: Plan) -> None:
+    def take_up(self, forward: GatherOrder) -> None:
         """Of a backward: what no rank ran in the forward stands behind the one that comes after it there."""
         self.unseen, self.is_open = forward.unseen, self.is_open or forward.is_open
         for index in (index for index in self.unseen if index not in self.units):
@@ -90,7 +98,9 @@ class Plan:
             self.insert(index, len(self.units) - self.units[::-1].index(min(higher)) if higher else 0)
 
 
-def found_plan(record: Sequence[int], before: Plan | None, said: Sequence[tuple[list[int], Mapping[int, int]]]) -> Plan:
+def recorded_order(
+    record: Sequence[int], before: GatherOrder | None, said: Sequence[tuple[list[int], Mapping[int, int]]]
+) -> GatherOrder:
     """The plan of a walk that was found out on the way.
 
     Args:
@@ -98,11 +108,11 @@ def found_plan(record: Sequence[int], before: Plan | None, said: Sequence[tuple[
         before: the plan that a rank has left; None in the first walk of a kind.
         said: for each rank the units that it read, and for each unit the place in these where its last gradient came.
     """
-    plan = Plan(list(record))
+    plan = GatherOrder(list(record))
     if before is not None:
         plan.units, plan.unseen = before.units, before.unseen
         for own, _ in said:
-            plan.units = _merged(plan.units, own)
+            plan.units = _merge_orders(plan.units, own)
     plan.is_open = before is not None or any(own != plan.units for own, _ in said)
     last: dict[int, int] = {}
     for own, arrivals in said:
@@ -115,7 +125,7 @@ def found_plan(record: Sequence[int], before: Plan | None, said: Sequence[tuple[
     return plan
 
 
-def _merged(first: list[int], second: list[int]) -> list[int]:
+def _merge_orders(first: list[int], second: list[int]) -> list[int]:
     """A row in which both rows are found, in their order."""
     out: list[int] = []
     for _, a, b, c, d in SequenceMatcher(None, first, second, autojunk=False).get_opcodes():
@@ -123,11 +133,11 @@ def _merged(first: list[int], second: list[int]) -> list[int]:
     return out
 
 
-Kind = tuple[Any, ...]
+PassKind = tuple[Any, ...]
 """Of a forward: the module that was called, the part of it, whether it trains, and whether there are gradients."""
 
 
-class Walk:
+class GatherScheduler:
     """Gathers and drops the units of a model, and says when their gradients are sent.
 
     Args:
@@ -140,7 +150,7 @@ class Walk:
     def __init__(
         self,
         model: nn.Module,
-        units: Sequence[Unit],
+        units: Sequence[ParamGroup],
         axis: Axis,
         *,
         frees: bool,
@@ -148,24 +158,24 @@ class Walk:
         part: Callable[[], Any] = lambda: None,
     ) -> None:
         self.units, self.axis, self._frees, self._part = units, axis, frees, part
-        self._gathers_ahead, self.residents = gathers_ahead, Residents()
-        self.reducer: UnitReducer
-        self._plans: dict[Kind, Plan] = {}
-        self._kind: Kind | None = None  # of the forward or backward that is under way
+        self._gathers_ahead, self.residents = gathers_ahead, UnshardedCache()
+        self.reducer: ParamGroupReducer
+        self._plans: dict[PassKind, GatherOrder] = {}
+        self._kind: PassKind | None = None  # of the forward or backward that is under way
         self._is_backward = False
         self._is_ending = False  # whether autograd will say when the backward is through
-        self._plan: Plan | None = None  # None while it is being found out
-        self._record = Plan()
+        self._plan: GatherOrder | None = None  # None while it is being found out
+        self._record = GatherOrder()
         self._last_arrivals: dict[int, int] = {}
         self._own: list[int] = []  # what this rank read itself
         self._at = -1
-        self._where: dict[int, tuple[Unit, int]] = {}  # gathered memory -> whose it is
+        self._where: dict[int, tuple[ParamGroup, int]] = {}  # gathered memory -> whose it is
         for unit in units:
             unit.where, unit.on_read = self._where, self.read
         self._keep: Collection[int] = ()  # units that are read together
         self._backward_of = 0
         self._run = 0  # forwards are counted, so that a backward knows whose graph it goes through
-        self._kinds: dict[int, Kind] = {}
+        self._kinds: dict[int, PassKind] = {}
         self._caller: nn.Module | None = None
         self._saving: Any = None
         self._watch(model)
@@ -240,7 +250,7 @@ class Walk:
 
     def bring(self, param: Tensor) -> None:
         """Gathers the unit of a parameter for whoever saves it, and drops the others. All ranks call it."""
-        wanted = param.__dict__.get(UNIT)
+        wanted = param.__dict__.get(GROUP_ATTRIBUTE)
         for unit in self.units:
             if unit is not wanted:
                 unit.free()
@@ -254,12 +264,12 @@ class Walk:
 
     # --- one forward or backward
 
-    def _begin(self, kind: Kind, *, is_backward: bool = False) -> None:
+    def _begin(self, kind: PassKind, *, is_backward: bool = False) -> None:
         self._kind, self._is_backward, self._at = kind, is_backward, -1
-        self._plan, self._record, self._last_arrivals, self._own = self._plans.get(kind), Plan(), {}, []
+        self._plan, self._record, self._last_arrivals, self._own = self._plans.get(kind), GatherOrder(), {}, []
         self.reducer.is_sealed = self._plan is not None and not self._plan.is_open
 
-    def read(self, units: Sequence[Unit]) -> None:
+    def read(self, units: Sequence[ParamGroup]) -> None:
         """Before parameters of these units are read together."""
         if torch._C._current_graph_task_id() >= 0:
             self._begin_backward(None)
@@ -284,7 +294,7 @@ class Walk:
         if self._plan is None:
             self._negotiate(index)
 
-    def _follow(self, plan: Plan, index: int) -> None:
+    def _follow(self, plan: GatherOrder, index: int) -> None:
         """Goes on in the plan. Where a rank leaves it there is none any more."""
         end = len(plan.units) - 1 if index == END else plan.place(index, self._at)
         leaves = index != END and end == END
@@ -294,7 +304,7 @@ class Walk:
             self._refuse_order(index)
         while self._at < (len(plan.units) - 1 if leaves else end):
             self._step(plan.units[self._at + 1], plan.units[self._at + 2 : self._at + 4])
-        if plan.is_open and (leaves or index == END) and any(gather_objects(leaves, self.axis)):
+        if plan.is_open and (leaves or index == END) and any(all_gather_objects(leaves, self.axis)):
             self._plan = None
 
     def _step(self, index: int, coming: Sequence[int]) -> None:
@@ -314,14 +324,14 @@ class Walk:
             for unit in coming[1:]:
                 self.units[unit].fetch()
 
-    def _pass(self, unit: Unit) -> None:
+    def _pass(self, unit: ParamGroup) -> None:
         """A unit's turn is over."""
         reads_again = torch.is_grad_enabled() and not self._is_backward
         for gone in self.residents.leave(unit) if reads_again else [unit]:
             if gone.index not in self._keep:
                 self._drop(gone)
 
-    def _drop(self, unit: Unit) -> None:
+    def _drop(self, unit: ParamGroup) -> None:
         if self._frees:
             unit.free()
 
@@ -358,7 +368,7 @@ class Walk:
         """
         while True:
             done = [unit.index for unit in self.units if self._is_backward and self.reducer.is_complete(unit)]
-            said = gather_objects((want, [] if self.reducer.is_paused else done), self.axis)
+            said = all_gather_objects((want, [] if self.reducer.is_paused else done), self.axis)
             wanted = [index for index, _ in said if index != END]
             for index in sorted(set.intersection(*(set(done) for _, done in said)), reverse=True):
                 self.reducer.send(self.units[index])
@@ -369,7 +379,7 @@ class Walk:
             if chosen == want:
                 return
 
-    def arrived(self, unit: Unit) -> None:
+    def arrived(self, unit: ParamGroup) -> None:
         """A gradient of this unit arrived."""
         if self._kind is None or not self._is_backward:
             self._begin_backward(None)
@@ -381,16 +391,16 @@ class Walk:
         rest = {unit.index for unit in self.units if unit.index not in self.reducer.sent}
         if not self.reducer.is_sealed:
             again = [unit.index for unit in self.units if self.reducer.has_new(unit)]
-            rest |= {index for indices in gather_objects(again, self.axis) for index in indices}
+            rest |= {index for indices in all_gather_objects(again, self.axis) for index in indices}
         for index in sorted(rest, reverse=True):
             self.reducer.send(self.units[index])
         self.reducer.end_pass()
 
-    def _planned(self, before: Plan | None) -> Plan:
+    def _planned(self, before: GatherOrder | None) -> GatherOrder:
         """The plan that was found out; of one that a rank has left, one in which all that was read finds its place."""
         assert self._kind is not None
-        said = gather_objects((self._own, self._last_arrivals), self.axis)
-        plan = found_plan(self._record.units, before, said)
+        said = all_gather_objects((self._own, self._last_arrivals), self.axis)
+        plan = recorded_order(self._record.units, before, said)
         if before is None and self._is_backward:
             plan.take_up(self._plans[self._kind[:-1]])
         elif before is None:
@@ -399,7 +409,7 @@ class Walk:
 
     # --- what autograd saves
 
-    def _pack(self, x: Tensor) -> Saved | None:
+    def _pack(self, x: Tensor) -> SavedParamView | None:
         """Of a unit's values only where they lie is saved; others are left to others."""
         place = None if x.layout is not torch.strided else self._where.get(memory_of(x))
         if place is None:
@@ -407,9 +417,9 @@ class Walk:
         unit, base = place
         param = x if isinstance(x, nn.Parameter) else None
         run = self._backward_of if self._is_backward else self._run
-        return Saved(run, unit, param, base, (x.shape, x.stride(), x.storage_offset()), x._version)
+        return SavedParamView(run, unit, param, base, (x.shape, x.stride(), x.storage_offset()), x._version)
 
-    def _unpack(self, packed: Saved) -> Tensor:
+    def _unpack(self, packed: SavedParamView) -> Tensor:
         self._begin_backward(packed.run)
         self._keep = ()
         self._go_to(packed.unit.index)
@@ -464,13 +474,13 @@ class Walk:
             self._drop(unit)
 
 
-def lay_out_units(
+def set_up_stage3(
     model: nn.Module,
-    table: ShardedState,
-    settings: Settings,
-    end: HandOver,
-    host: Host | None,
-) -> tuple[Walk, list[Shard]]:
+    table: ShardingMetadata,
+    settings: ZeroOptions,
+    end: ReduceScatterToShards,
+    host: HostMemory | None,
+) -> tuple[GatherScheduler, list[FlatShard]]:
     """The walk, and the shards of what trains. What several stages hold together is left to its own reducer.
 
     Args:
@@ -486,42 +496,45 @@ def lay_out_units(
         (name, [gradients[id(p)] for p in params if _is_cut(p, settings.layout.keep_frozen) and id(p) in gradients])
         for name, params in group_params(model)
     ]
-    chunks = Chunks()
-    units, buckets = _make_units([each for each in members if each[1]], settings, host, chunks)
-    walk = _make_walk(model, table, units, settings)
+    chunks = GatherBufferPool()
+    units, buckets = _make_param_groups([each for each in members if each[1]], settings, host, chunks)
+    walk = _make_scheduler(model, table, units, settings)
     overlaps = settings.sending.overlap
     trained = [index for index, made in buckets.items() if made]
     if trained:
         buckets[min(trained)][-1].watch = table.watch
-    walk.reducer = UnitReducer(units, buckets, end, walk.arrived, table.entries, overlaps=overlaps, memory=chunks)
+    walk.reducer = ParamGroupReducer(units, buckets, end, walk.arrived, table.entries, overlaps=overlaps, memory=chunks)
     table.reducers = [walk.reducer, *rest]
     table.parameters = walk
     axis = walk.axis
     decode_together(
-        model, lambda: come("generate", axis), lambda mine: any(row[0] for row in gather_numbers([int(mine)], axis))
+        model, lambda: come("generate", axis), lambda mine: any(row[0] for row in all_gather_numbers([int(mine)], axis))
     )
     return walk, [shard for unit in units for shard in unit.shards if shard.gradients[0].param.requires_grad]
 
 
-def _make_units(
-    members: Sequence[tuple[str, list[Gradient]]], settings: Settings, host: Host | None, chunks: Chunks
-) -> tuple[list[Unit], dict[int, list[Bucket]]]:
+def _make_param_groups(
+    members: Sequence[tuple[str, list[GradientSlot]]],
+    settings: ZeroOptions,
+    host: HostMemory | None,
+    chunks: GatherBufferPool,
+) -> tuple[list[ParamGroup], dict[int, list[Bucket]]]:
     """The units, whose parameters are hidden from now on, and by their numbers the buckets of what trains."""
     precision = settings.precision
-    gathered = Gathered(chunks.take, host.link if host is not None and settings.offload.parameters else None)
-    units: list[Unit] = []
+    gathered = UnshardOptions(chunks.take, host.link if host is not None and settings.offload.parameters else None)
+    units: list[ParamGroup] = []
     buckets: dict[int, list[Bucket]] = {}
     sizes: list[int] = []
     for name, found in members:
         params: list[Any] = [g.param for g in found]
-        unit = Unit(len(units), name, params)
+        unit = ParamGroup(len(units), name, params)
         unit.give_back = chunks.give_back
         made = _buckets(found, precision.reduce_dtype)
         for bucket in made:
             trains = bucket.gradients[0].param.requires_grad
             bucket.memory = chunks.take
             there, rounding = (host, precision.rounding) if trains else (None, None)
-            unit.shards.append(Shard(bucket, precision.dtype, gathered=gathered, host=there, rounding=rounding))
+            unit.shards.append(FlatShard(bucket, precision.dtype, gathered=gathered, host=there, rounding=rounding))
         buckets[unit.index] = [bucket for bucket in made if bucket.gradients[0].param.requires_grad]
         parts = [_bytes_of(shard) for shard in unit.shards]
         unit.size = sum(parts)
@@ -532,15 +545,19 @@ def _make_units(
     return units, buckets
 
 
-def _bytes_of(shard: Shard) -> int:
+def _bytes_of(shard: FlatShard) -> int:
     """Of what is gathered, and of its gradients: behind each rank's part of these stands a count for each."""
     return (shard.length + len(shard.gradients)) * shard.axis.size * shard.dtype.itemsize
 
 
-def _make_walk(model: nn.Module, table: ShardedState, units: Sequence[Unit], settings: Settings) -> Walk:
+def _make_scheduler(
+    model: nn.Module, table: ShardingMetadata, units: Sequence[ParamGroup], settings: ZeroOptions
+) -> GatherScheduler:
     wide = [name for name, size in table.context.grid.sizes.items() if size > 1 and name != "pipe"]
     axis = table.context.merged(*(wide or ["data"]))
-    for unit, sizes in zip(units, zip(*gather_objects([unit.size for unit in units], axis), strict=True), strict=True):
+    for unit, sizes in zip(
+        units, zip(*all_gather_objects([unit.size for unit in units], axis), strict=True), strict=True
+    ):
         unit.size = max(sizes)
     asked = settings.layout.reshard_after_forward
     frees = table.context.pipe.size == 1 if asked is None else asked is not False
@@ -550,7 +567,7 @@ def _make_walk(model: nn.Module, table: ShardedState, units: Sequence[Unit], set
         run = stage_forward.now if stage_forward is not None else None
         return None if run is None else run.span.start
 
-    walk = Walk(model, units, axis, frees=frees, gathers_ahead=settings.sending.overlap, part=part)
+    walk = GatherScheduler(model, units, axis, frees=frees, gathers_ahead=settings.sending.overlap, part=part)
     walk.residents.room = asked if isinstance(asked, int) and not isinstance(asked, bool) else 0
     if stage_forward is not None:
         stage_forward.when_left.append(walk.leave_early)
@@ -565,7 +582,7 @@ def _is_cut(param: nn.Parameter, keep_frozen: bool) -> bool:
     return param.requires_grad or (not keep_frozen and (param.is_floating_point() or param.is_complex()))
 
 
-def _buckets(gradients: Sequence[Gradient], dtype: torch.dtype | None) -> list[Bucket]:
+def _buckets(gradients: Sequence[GradientSlot], dtype: torch.dtype | None) -> list[Bucket]:
     """One for each set of ranks, dtype and device, of what trains and of what does not."""
     found: dict[tuple[Any, ...], Bucket] = {}
     for gradient in gradients:

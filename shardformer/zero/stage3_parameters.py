@@ -21,19 +21,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shardformer.comm.collectives import Pending
+from shardformer.comm.collectives import PendingCollective
 from shardformer.errors import ConfigError
-from shardformer.gradients.buckets import Bucket, Gradient, HandOver
-from shardformer.gradients.reducer import Pausable
-from shardformer.layout.sharding_metadata import Entry
-from shardformer.torch_compat import has_values, memory_of
-from shardformer.zero.flat_shards import Shard
+from shardformer.gradients.buckets import Bucket, GradientSlot, ReduceScatterToShards
+from shardformer.gradients.reducer import PausableReducer
+from shardformer.layout.sharding_metadata import ParamEntry
+from shardformer.torch_compat import has_data, memory_of
+from shardformer.zero.flat_shards import FlatShard
 
-UNIT = "_shardformer_unit"
+GROUP_ATTRIBUTE = "_shardformer_unit"
 """The attribute of a parameter that holds its unit."""
 
 
-class Absent(nn.Parameter):
+class UngatheredParameter(nn.Parameter):
     """The class of a parameter while its values are elsewhere: whoever reads it gathers its unit, or is told.
 
     Shape, dtype, device, hooks and ``.grad`` are answered.
@@ -44,8 +44,8 @@ class Absent(nn.Parameter):
         kwargs = kwargs or {}
         if func not in _known_of_absent():
             params = [x for x in tree_leaves((args, kwargs)) if isinstance(x, nn.Parameter)]
-            units = {unit.index: unit for x in params if (unit := x.__dict__.get(UNIT)) is not None}
-            absent = next(x.__dict__[UNIT] for x in params if isinstance(x, Absent))
+            units = {unit.index: unit for x in params if (unit := x.__dict__.get(GROUP_ATTRIBUTE)) is not None}
+            absent = next(x.__dict__[GROUP_ATTRIBUTE] for x in params if isinstance(x, UngatheredParameter))
             absent.on_read(list(units.values()))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -74,33 +74,35 @@ def _known_of_absent() -> frozenset[Any]:
 
 
 @cache
-def absent(kind: Any) -> Any:
+def ungathered_class(kind: Any) -> Any:
     """The class of an absent parameter of this class."""
-    if issubclass(kind, Absent):
+    if issubclass(kind, UngatheredParameter):
         return kind
-    return Absent if kind is nn.Parameter else type(f"Absent{kind.__name__}", (Absent, kind), {})
+    return (
+        UngatheredParameter if kind is nn.Parameter else type(f"Absent{kind.__name__}", (UngatheredParameter, kind), {})
+    )
 
 
-def present(kind: Any) -> Any:
+def gathered_class(kind: Any) -> Any:
     """The class of a parameter that is here."""
-    if not issubclass(kind, Absent):
+    if not issubclass(kind, UngatheredParameter):
         return kind
-    return nn.Parameter if kind is Absent else kind.__bases__[1]
+    return nn.Parameter if kind is UngatheredParameter else kind.__bases__[1]
 
 
-SMALL = 2**15
+SMALL_GROUP_NUMEL = 2**15
 """Numbers: modules outside of layers that have fewer are put together in one unit."""
 LARGE = 0.25
 """The part of a model from which on a layer that holds layers is not one unit."""
 
-Read = Callable[[Sequence["Unit"]], None]
+Read = Callable[[Sequence["ParamGroup"]], None]
 
 
 _lasting = torch.inference_mode(False)
 """What is made in inference mode could not be used in a training step after it."""
 
 
-class Unit:
+class ParamGroup:
     """Parameters that are gathered together.
 
     Args:
@@ -119,13 +121,13 @@ class Unit:
     def __init__(self, index: int, name: str, params: Sequence[nn.Parameter]) -> None:
         self.index, self.name, self.params = index, name, list(params)
         self.is_layer = name.rpartition(".")[2].isdecimal()
-        self.shards: list[Shard] = []
+        self.shards: list[FlatShard] = []
         self.bases: list[Tensor] = []  # what the parameters are views of, while they are here
-        self.where: dict[int, tuple[Unit, int]] = {}
+        self.where: dict[int, tuple[ParamGroup, int]] = {}
         self.is_here = False
         self.size = 0  # in bytes, alike on all ranks
         self.give_back: Callable[[int], None] = lambda address: None
-        self._pending: list[Pending] = []
+        self._pending: list[PendingCollective] = []
         self._versions: list[int] = []
 
     @_lasting
@@ -152,7 +154,7 @@ class Unit:
             self._add_base(whole)
             for gradient, place in zip(shard.gradients, shard.places, strict=True):
                 param: Any = gradient.param
-                param.__class__ = present(type(param))
+                param.__class__ = gathered_class(type(param))
                 param.data = gradient.unpack(whole[place])
                 if gradient.is_shared:
                     self._add_base(param.data)
@@ -197,9 +199,9 @@ class Unit:
             for gradient in shard.gradients:
                 param: Any = gradient.param
                 param.data = torch.full((), torch.nan, dtype=shard.dtype, device=param.device).expand(param.shape)
-                param.__dict__[UNIT] = self
+                param.__dict__[GROUP_ATTRIBUTE] = self
                 kind: Any = type(param)
-                param.__class__ = absent(kind)
+                param.__class__ = ungathered_class(kind)
 
 
 def group_params(model: nn.Module) -> list[tuple[str, list[nn.Parameter]]]:
@@ -224,11 +226,11 @@ def group_params(model: nn.Module) -> list[tuple[str, list[nn.Parameter]]]:
         if not params and not recurse:
             continue
         numel = sum(p.numel() for p in params)
-        if is_open and not recurse and numel + sum(p.numel() for p in units[-1][1]) < SMALL:
+        if is_open and not recurse and numel + sum(p.numel() for p in units[-1][1]) < SMALL_GROUP_NUMEL:
             units[-1][1].extend(params)
         elif params:
             units.append((path or type(module).__name__, params))
-            is_open = not recurse and numel < SMALL
+            is_open = not recurse and numel < SMALL_GROUP_NUMEL
         else:
             is_open = False
     return units
@@ -256,7 +258,7 @@ OURS = 2
 """Counts of a chunk's storage where nobody else looks at it: the chunk's, and that of looking."""
 
 
-class Chunks:
+class GatherBufferPool:
     """Gives memory for gathered units, and for their gradients when these are sent.
 
     What has about the size that most units have gets a chunk that was used before; anything else gets new memory. A
@@ -276,7 +278,7 @@ class Chunks:
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         size = numel * dtype.itemsize
-        if not 0 < LEAST * self._size <= size <= self._size or not has_values(torch.empty(0)):
+        if not 0 < LEAST * self._size <= size <= self._size or not has_data(torch.empty(0)):
             return torch.empty(numel, dtype=dtype, device=device)
         found = next((chunk for chunk in self._free if chunk.device == device), None)
         if found is None:
@@ -295,7 +297,7 @@ class Chunks:
             self._free.append(chunk)
 
 
-class Residents:
+class UnshardedCache:
     """Units that stay on the device behind their use in a forward, since its backward reads them first.
 
     A backward goes through the layers from the last one, so that the unit that was used longest ago is needed last.
@@ -306,12 +308,12 @@ class Residents:
 
     def __init__(self, room: float = 0.0) -> None:
         self.room = room
-        self._kept: deque[Unit] = deque()
+        self._kept: deque[ParamGroup] = deque()
 
-    def __contains__(self, unit: Unit) -> bool:
+    def __contains__(self, unit: ParamGroup) -> bool:
         return unit in self._kept
 
-    def leave(self, unit: Unit) -> list[Unit]:
+    def leave(self, unit: ParamGroup) -> list[ParamGroup]:
         """A unit's turn is over in a forward. Returns those that have to go. All ranks call it alike."""
         if unit in self._kept:
             self._kept.remove(unit)
@@ -325,7 +327,7 @@ class Residents:
         self._kept.clear()
 
 
-class UnitReducer(Pausable):
+class ParamGroupReducer(PausableReducer):
     """Sends the gradients of one unit after the other, each when it is told to.
 
     Args:
@@ -338,14 +340,14 @@ class UnitReducer(Pausable):
 
     def __init__(
         self,
-        units: Sequence[Unit],
+        units: Sequence[ParamGroup],
         buckets: Mapping[int, Sequence[Bucket]],
-        end: HandOver,
-        arrived: Callable[[Unit], None],
-        entries: Sequence[Entry],
+        end: ReduceScatterToShards,
+        arrived: Callable[[ParamGroup], None],
+        entries: Sequence[ParamEntry],
         *,
         overlaps: bool = True,
-        memory: Chunks | None = None,
+        memory: GatherBufferPool | None = None,
     ) -> None:
         self._units, self._buckets, self._end, self._arrived = units, buckets, end, arrived
         self._overlaps, self._memory = overlaps, memory
@@ -357,7 +359,7 @@ class UnitReducer(Pausable):
             for gradient in (g for bucket in found for g in bucket.gradients):
                 self._hook(gradient, index)
 
-    def _hook(self, gradient: Gradient, index: int) -> None:
+    def _hook(self, gradient: GradientSlot, index: int) -> None:
         # by weak references alone: the collector does not see through the node of autograd that keeps hooks
         reducer, held = weakref.ref(self), weakref.ref(gradient)
 
@@ -379,7 +381,7 @@ class UnitReducer(Pausable):
         param.register_hook(arriving)
         param.register_post_accumulate_grad_hook(accumulated)
 
-    def _check(self, gradient: Gradient, unit: Unit) -> None:
+    def _check(self, gradient: GradientSlot, unit: ParamGroup) -> None:
         if self.is_sealed and unit.index in self.sent:
             raise ConfigError(
                 f"A gradient of {gradient.entry.name} arrived after those of {unit.name} had been sent",
@@ -387,16 +389,16 @@ class UnitReducer(Pausable):
                 remedy="Train with stage=2, which waits for the end of the backward",
             )
 
-    def is_complete(self, unit: Unit) -> bool:
+    def is_complete(self, unit: ParamGroup) -> bool:
         """Whether all parameters of a unit got their gradients here, and these were not sent."""
         found = self._buckets.get(unit.index, ())
         return bool(found) and unit.index not in self.sent and all(g.arrived for b in found for g in b.gradients)
 
-    def has_new(self, unit: Unit) -> bool:
+    def has_new(self, unit: ParamGroup) -> bool:
         """Whether there are gradients here that were not sent."""
         return any(gradient.is_new for bucket in self._buckets.get(unit.index, ()) for gradient in bucket.gradients)
 
-    def send(self, unit: Unit) -> None:
+    def send(self, unit: ParamGroup) -> None:
         """Starts to sum the gradients of a unit. All ranks call it for the same units in the same order.
 
         Communicates one reduce-scatter for each bucket.
@@ -454,11 +456,11 @@ class UnitReducer(Pausable):
 
 
 @dataclass
-class Saved:
+class SavedParamView:
     """What autograd saved of a unit's values: the parameter, or where a view of it lies in what is gathered."""
 
     run: int
-    unit: Unit
+    unit: ParamGroup
     param: nn.Parameter | None
     base: int
     layout: tuple[Any, ...]

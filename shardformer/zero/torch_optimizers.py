@@ -22,12 +22,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardformer.comm.collectives import all_reduce
-from shardformer.consistency.rank_divergence import models_of
+from shardformer.consistency.rank_divergence import models_trained_by
 from shardformer.consistency.usage_checks import agree_before_step
 from shardformer.errors import ConfigError
 from shardformer.layout.sharding_metadata import tables_of
-from shardformer.torch_compat import has_values
-from shardformer.zero.matrix_optimizers import needs_whole
+from shardformer.torch_compat import has_data
+from shardformer.zero.matrix_optimizers import needs_full_matrices
 from shardformer.zero.optimizer_state_view import holder_of, lead_states_here
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 
@@ -36,22 +36,22 @@ LOOKED_AT = "_shardformer_looked_at"
 """The attribute of an optimizer whose first step was looked at."""
 
 
-def lead_optimizers_here() -> None:
+def patch_optimizers_and_scaler() -> None:
     """From now on torch's scalers and optimizers know the sharded models of this process. Idempotent."""
     scaler: Any = torch.amp.GradScaler
     with _PATCHING:
         lead_states_here()
         if hasattr(scaler._unscale_grads_, "of_torch"):
             return
-        scaler._unscale_grads_ = _leading(scaler._unscale_grads_)
-        register_optimizer_step_pre_hook(_before_step)
+        scaler._unscale_grads_ = unscale_on_all_ranks(scaler._unscale_grads_)
+        register_optimizer_step_pre_hook(_warn_matrix_optimizer)
 
 
-def _leading(original: Any) -> Any:
+def unscale_on_all_ranks(original: Any) -> Any:
     @wraps(original)
     def unscale(self: Any, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
         found: dict[torch.device, Tensor] = original(self, optimizer, inv_scale, found_inf, allow_fp16)
-        for state in models_of(optimizer):
+        for state in models_trained_by(optimizer):
             axes = [axis for axis in state.context.own_axes if axis.size > 1]
             worst = torch.stack([x.to(found_inf.device) for x in (found_inf, *found.values())]).max()
             for axis in axes:
@@ -66,12 +66,12 @@ def _leading(original: Any) -> Any:
     return unscale
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _warn_matrix_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if (holder := holder_of(optimizer)) is not None and not holder.is_stepping:
         raise ConfigError(
             f"step was called on the {type(optimizer).__name__} that zero was given",
             rule="It has pieces of the parameters, and what zero returned steps it and brings them together",
-            remedy="Step what zero returned: optimizer = shardformer.zero(optimizer, model)",
+            remedy="Step what zero returned: optimizer = shardformer.shard_optimizer(optimizer, model)",
         )
     if isinstance(optimizer, ZeroOptimizer):
         return
@@ -83,16 +83,16 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     held = tables_of(p for group in optimizer.param_groups for p in group["params"])
     entries = [e for some in held.values() for e in some if e.spec.is_sharded]
     cut = [e.name for e in entries]
-    if not cut or not has_values(entries[0].param):
+    if not cut or not has_data(entries[0].param):
         return
     try:
-        reason = "looks at whole parameters" if needs_whole(optimizer) else None
+        reason = "looks at whole parameters" if needs_full_matrices(optimizer) else None
     except ConfigError as error:
         reason = f"is not known to change each number by itself ({error.what})"
     if reason is not None:
         warnings.warn(
             f"{type(optimizer).__name__} {reason}, and this rank has a part of {cut[0]}"
             f"{' and others' if len(cut) > 1 else ''}: it makes other steps than on one device. Write "
-            "optimizer = shardformer.zero(optimizer, model), which gives it whole ones.",
+            "optimizer = shardformer.shard_optimizer(optimizer, model), which gives it whole ones.",
             stacklevel=4,
         )

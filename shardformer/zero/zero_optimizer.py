@@ -17,30 +17,37 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardformer.comm.collective_call import agree
+from shardformer.comm.collective_call import collective_call
 from shardformer.errors import ConfigError
-from shardformer.gradients.buckets import Bucket, Gradient, HandAll, HandOver
+from shardformer.gradients.buckets import AllReduceToShards, Bucket, GradientSlot, ReduceScatterToShards
 from shardformer.gradients.reducer import BUCKET_BYTES, GradientReducer
-from shardformer.layout.sharding_metadata import ROOT, ShardedState
+from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMetadata
 from shardformer.mesh.parallel_context import Axis, ParallelContext
-from shardformer.offload.disk import Files, PagedPart
-from shardformer.offload.host import Host
+from shardformer.offload.disk import FileShard, FileStore
+from shardformer.offload.host import HostMemory
 from shardformer.tensor_parallel.parallel_module import accept_wide_inputs
 from shardformer.torch_compat import hooked_load, hooked_state, is_true
-from shardformer.zero.config import Settings, no_files
-from shardformer.zero.device_placement import Room
-from shardformer.zero.flat_shards import Piece, Shard, set_by_hand
-from shardformer.zero.matrix_optimizers import give_to_owners, needs_whole, state_bytes
-from shardformer.zero.memory_estimate import Memory, held, lines
+from shardformer.zero.config import ZeroOptions, no_files
+from shardformer.zero.device_placement import DevicePlacement
+from shardformer.zero.flat_shards import FlatShard, ParamSlice, set_by_hand
+from shardformer.zero.matrix_optimizers import assign_owners, needs_full_matrices, state_bytes
+from shardformer.zero.memory_estimate import MemoryEstimate, measure_memory, memory_lines
 from shardformer.zero.mixed_precision import LossScale
-from shardformer.zero.optimizer_state_view import LiveState, ZeroGrad, hold, load_in_place, place_of, unchanged_on_error
-from shardformer.zero.optimizer_step import HandOut, Update, nonfinite, norm_of_shards
-from shardformer.zero.stage3_gather_schedule import Walk, lay_out_units
-from shardformer.zero.stage3_parameters import Unit
+from shardformer.zero.optimizer_state_view import (
+    LiveState,
+    ZeroGradMethod,
+    hold,
+    load_in_place,
+    place_of,
+    unchanged_on_error,
+)
+from shardformer.zero.optimizer_step import OptimizerUpdate, ParamAllGather, find_nonfinite, sharded_grad_norm
+from shardformer.zero.stage3_gather_schedule import GatherScheduler, set_up_stage3
+from shardformer.zero.stage3_parameters import ParamGroup
 
 
 @contextmanager
-def reading(shards: Sequence[Shard]) -> Iterator[None]:
+def readable_state(shards: Sequence[FlatShard]) -> Iterator[None]:
     """The pieces and their states have their values in here."""
     for shard in shards:
         shard.take()
@@ -52,7 +59,9 @@ def reading(shards: Sequence[Shard]) -> Iterator[None]:
 
 
 @contextmanager
-def loading(shards: Sequence[Shard], walk: Walk | None, host: Host | None, context: ParallelContext) -> Iterator[None]:
+def writable_state(
+    shards: Sequence[FlatShard], walk: GatherScheduler | None, host: HostMemory | None, context: ParallelContext
+) -> Iterator[None]:
     """The pieces may be written to in here; behind it the parameters of all ranks have what was written.
 
     Communicates one all-gather of the parameters.
@@ -66,17 +75,17 @@ def loading(shards: Sequence[Shard], walk: Walk | None, host: Host | None, conte
                 shard.store()
     if walk is not None:
         walk.put_away()
-    hand_out = HandOut()
+    hand_out = ParamAllGather()
     hand_out.add(shards)
     with torch.no_grad():
         hand_out.finish()
     for shard in shards:
         shard.know_values()
-    if isinstance(host, Files):
+    if isinstance(host, FileStore):
         host.end_writing(context)
 
 
-def check_untouched(model: nn.Module, table: ShardedState, shards: Sequence[Shard]) -> None:
+def check_unmodified(model: nn.Module, table: ShardingMetadata, shards: Sequence[FlatShard]) -> None:
     """Before a step. Raises ConfigError for parameters that were replaced, and for gradients that were set by hand."""
     here = {id(p) for p in model.parameters()}
     rule = "zero moved the parameters to where the ranks' parts lie behind each other, and keeps the gradients itself"
@@ -96,7 +105,7 @@ def check_untouched(model: nn.Module, table: ShardedState, shards: Sequence[Shar
 
 
 class ZeroOptimizer(Optimizer):
-    """What ``shardformer.zero`` returns. It is used as any optimizer of torch is; its parameters are pieces of yours.
+    """What ``shard_optimizer`` returns. It is used as any optimizer of torch is; its parameters are pieces of yours.
 
     Attributes:
         grad_norm: the norm of the last step's gradients before they were clipped; None where it was not taken.
@@ -112,22 +121,24 @@ class ZeroOptimizer(Optimizer):
     def __init__(
         self,
         model: nn.Module,
-        table: ShardedState,
+        table: ShardingMetadata,
         optimizers: Sequence[Optimizer],
-        settings: Settings,
+        settings: ZeroOptions,
     ) -> None:
         self.inner, self._model, self._table, self._settings = list(optimizers), model, table, settings
         self._stage, self._precision = settings.stage, settings.precision
         device, asked = table.context.device, settings.offload
-        where = Files if asked.folder is not None else Host
+        where = FileStore if asked.folder is not None else HostMemory
         self._host = where(asked, device, overlaps=settings.sending.overlap) if asked.to is not None else None
         self.grad_norm: Tensor | None = None
         self.skipped = 0
-        self._walk: Walk | None = None
+        self._walk: GatherScheduler | None = None
         self._is_scaled = False
-        kind = HandAll if self._stage == 0 else HandOver
+        kind = AllReduceToShards if self._stage == 0 else ReduceScatterToShards
         self._end = kind(self._receive, self._check_scaled, self._hide, self._show)
-        whole = {id(p) for o in optimizers if needs_whole(o) for group in o.param_groups for p in group["params"]}
+        whole = {
+            id(p) for o in optimizers if needs_full_matrices(o) for group in o.param_groups for p in group["params"]
+        }
         self.shards = self._lay_out(whole)
         self._convert(self._precision.dtype)
         self._by_bucket = {id(shard.gradients): shard for shard in self.shards}
@@ -137,8 +148,8 @@ class ZeroOptimizer(Optimizer):
         keys = {id(entry): number for number, entry in enumerate(table.entries)}
         for shard in self.shards:
             shard.hold(keys)
-        self._update = Update(self.inner, self.shards, self._host, table.context)
-        if isinstance(self._host, Files):
+        self._update = OptimizerUpdate(self.inner, self.shards, self._host, table.context)
+        if isinstance(self._host, FileStore):
             self._put_into_files(self._host)
         known = [getattr(optimizer, "defaults", {}) for optimizer in self.inner]
         defaults = {name: value for name, value in known[0].items() if all(name in each for each in known)}
@@ -146,8 +157,8 @@ class ZeroOptimizer(Optimizer):
         self._is_laid_out = True
         self._state = LiveState(self.inner, self.shards)
         table.gradients = self
-        self.__dict__[ROOT] = table
-        model.__dict__["zero_grad"] = ZeroGrad(model, self)
+        self.__dict__[METADATA_ATTRIBUTE] = table
+        model.__dict__["zero_grad"] = ZeroGradMethod(model, self)
         for optimizer in self.inner:
             hold(optimizer, self)
 
@@ -167,7 +178,7 @@ class ZeroOptimizer(Optimizer):
     @property  # type: ignore[override]  # torch has an attribute
     def state(self) -> MutableMapping[Tensor, dict[str, Any]]:
         """The states that the optimizers use. Those in files are there inside of ``loading()`` alone."""
-        if isinstance(self._host, Files) and not self._is_open:
+        if isinstance(self._host, FileStore) and not self._is_open:
             raise ConfigError(
                 f"optimizer.state beside offload='nvme:{self._host.disk.folder}'",
                 rule="States are in files between two steps, and what is done to them in memory would be lost",
@@ -183,43 +194,43 @@ class ZeroOptimizer(Optimizer):
             raise _laid_out("state was set on")
         self.state.clear()
 
-    def _lay_out(self, whole: Collection[int]) -> list[Shard]:
+    def _lay_out(self, whole: Collection[int]) -> list[FlatShard]:
         """The shards of all buckets. Parameters that no ranks agree on get buckets of their own, of one rank."""
         table = self._table
         held = {id(gradient.param) for reducer in self._reducers() for gradient in reducer.gradients}
-        if alone := [Gradient(e, Axis("none"), table.coords) for e in table.entries if id(e.param) not in held]:
+        if alone := [GradientSlot(e, Axis("none"), table.coords) for e in table.entries if id(e.param) not in held]:
             table.reducers.append(GradientReducer(alone))
-        give_to_owners([g for reducer in self._reducers() for g in reducer.gradients], whole, table.context)
-        shards: list[Shard] = []
+        assign_owners([g for reducer in self._reducers() for g in reducer.gradients], whole, table.context)
+        shards: list[FlatShard] = []
         if self._stage == 3:
-            self._walk, shards = lay_out_units(self._model, table, self._settings, self._end, self._host)
+            self._walk, shards = set_up_stage3(self._model, table, self._settings, self._end, self._host)
         return shards + self._cut(self._reducers())
 
     def _reducers(self) -> list[GradientReducer]:
         return [reducer for reducer in self._table.reducers if isinstance(reducer, GradientReducer)]
 
-    def _cut(self, reducers: Sequence[GradientReducer]) -> list[Shard]:
+    def _cut(self, reducers: Sequence[GradientReducer]) -> list[FlatShard]:
         axis = Axis("none") if self._stage == 0 else None
         dtype, sending = self._precision.reduce_dtype, self._settings.sending
         size: Any = sending.bucket_bytes or self._table.request.extra.get("bucket_bytes", BUCKET_BYTES)
         found = [bucket for r in reducers for bucket in r.hand_over(self._end, dtype, size, sending.overlap)]
         narrow, rounding = self._precision.dtype, self._precision.rounding
-        return [Shard(bucket, narrow, axis=axis, host=self._host, rounding=rounding) for bucket in found]
+        return [FlatShard(bucket, narrow, axis=axis, host=self._host, rounding=rounding) for bucket in found]
 
-    def _make_room(self) -> Room:
+    def _make_room(self) -> DevicePlacement:
         last_first = self.shards if self._walk is not None else self.shards[::-1]
         there = [shard for shard in last_first if shard.host is not None]
         residents = self._walk.residents if self._walk is not None else None
-        return Room(self._settings, there, residents, self.inner, self._table.context)
+        return DevicePlacement(self._settings, there, residents, self.inner, self._table.context)
 
-    def _put_into_files(self, files: Files) -> None:
+    def _put_into_files(self, files: FileStore) -> None:
         """Raises ConfigError, on all ranks, where there is no room, or no such folder."""
         held = {id(p): (o, group) for o in self.inner for group in o.param_groups for p in group["params"]}
 
         def states(value: Tensor) -> dict[str, Any]:
             return held[id(value)][0].state[value] if id(value) in held else {}
 
-        parts = [(shard, shard.host) for shard in self.shards if isinstance(shard.host, PagedPart)]
+        parts = [(shard, shard.host) for shard in self.shards if isinstance(shard.host, FileShard)]
         for shard, part in parts:
             expected = sum(state_bytes(*held[id(p.value)], p.value) for p in shard.pieces if id(p.value) in held)
             part.hold([(p.value, p.at) for p in shard.pieces], states, round(expected))
@@ -237,7 +248,7 @@ class ZeroOptimizer(Optimizer):
     def _receive(self, bucket: Bucket, part: Tensor, had: Tensor) -> None:
         self._by_bucket[id(bucket.gradients)].receive(part, had, self._precision.scale)
 
-    def _hide(self, gradient: Gradient) -> None:
+    def _hide(self, gradient: GradientSlot) -> None:
         shard, number = self._places[id(gradient)]
         shard.hide(number)
 
@@ -250,7 +261,7 @@ class ZeroOptimizer(Optimizer):
 
         Communicates one all-reduce for each tensor of state of which several ranks hold slices.
         """
-        pieces: dict[int, list[Piece]] = {}
+        pieces: dict[int, list[ParamSlice]] = {}
         for shard in self.shards:
             for number, gradient in enumerate(shard.gradients):
                 param: Any = gradient.param
@@ -303,7 +314,7 @@ class ZeroOptimizer(Optimizer):
             for shard in self.shards:
                 for number in range(len(shard.gradients)):
                     shard.hide(number)
-            check_untouched(self._model, self._table, self.shards)
+            check_unmodified(self._model, self._table, self.shards)
         except Exception as error:  # any failure of one rank must reach the others, which would wait for it
             return error
         return None
@@ -323,7 +334,7 @@ class ZeroOptimizer(Optimizer):
         if is_scaled:
             scale.update(is_finite)
         elif not is_finite and rules.on_nonfinite == "raise":
-            raise nonfinite(self.shards, self._table, self.grad_norm)
+            raise find_nonfinite(self.shards, self._table, self.grad_norm)
         self.skipped += not is_finite
         if is_finite and rules.max_grad_norm is not None:
             self._clip(rules.max_grad_norm)
@@ -331,10 +342,10 @@ class ZeroOptimizer(Optimizer):
 
     def _raise_together(self, problem: Exception | None, *, in_stage: bool = False) -> None:
         """Raises, on all ranks, where one has a problem, or where scripts on them did other things to gradients."""
-        norm_of_shards(self.shards, self._table, self._stage, problem, (), in_stage=in_stage)
+        sharded_grad_norm(self.shards, self._table, self._stage, problem, (), in_stage=in_stage)
 
     def _norm(self, problem: Exception | None = None, only: Collection[int] | None = None) -> Tensor:
-        return norm_of_shards(self.shards, self._table, self._stage, problem, only)
+        return sharded_grad_norm(self.shards, self._table, self._stage, problem, only)
 
     def agree(self) -> None:
         """Sums what backwards left that were all in ``no_sync``. All ranks call it."""
@@ -416,7 +427,7 @@ class ZeroOptimizer(Optimizer):
         finally:
             self._is_scaled = False
 
-    def _check_scaled(self, gradient: Gradient) -> None:
+    def _check_scaled(self, gradient: GradientSlot) -> None:
         if self._precision.parameters == "fp16" and not self._is_scaled:
             raise ConfigError(
                 f"A gradient of {gradient.entry.name} arrived from a backward that optimizer.backward did not call",
@@ -478,7 +489,7 @@ class ZeroOptimizer(Optimizer):
 
     def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
         context, doing = self._table.context, "load this optimizer's state"
-        agree(context, lambda: self._check_saved(state_dict), doing=doing)
+        collective_call(context, lambda: self._check_saved(state_dict), doing=doing)
 
         def load() -> None:
             for optimizer, state in zip(self.inner, state_dict["optimizers"], strict=True):
@@ -487,7 +498,7 @@ class ZeroOptimizer(Optimizer):
         pieces = [piece for shard in self.shards for piece in shard.pieces]
         with self.loading():
             with unchanged_on_error(self.inner):
-                agree(context, load, doing=doing)
+                collective_call(context, load, doing=doing)
             for piece, master in zip(pieces, state_dict["masters"], strict=True):
                 piece.value.copy_(master)
         for name, value in state_dict["loss_scale"].items():
@@ -503,7 +514,7 @@ class ZeroOptimizer(Optimizer):
                 f"The state that was to be loaded has no {missing[0]!r}: it is not what this optimizer saved",
                 rule="Under ZeRO each rank loads what state_dict() of the same rank gave",
                 remedy="Load what optimizer.state_dict() gave; load the state of a plain optimizer into yours before "
-                "zero(optimizer, model); or let shardformer.save_checkpoint save, whose checkpoints fit any layout",
+                "shard_optimizer(optimizer, model); or let save_checkpoint save, whose checkpoints fit any layout",
             )
         saved, axes = state_dict["place"], place_of(self.inner[0])
         try:
@@ -529,7 +540,7 @@ class ZeroOptimizer(Optimizer):
     @contextmanager
     def reading(self) -> Iterator[None]:
         """The pieces and their states have their values in here. Between two steps."""
-        with reading(self.shards), self._opened():
+        with readable_state(self.shards), self._opened():
             yield
 
     @contextmanager
@@ -538,7 +549,7 @@ class ZeroOptimizer(Optimizer):
 
         All ranks call it. Communicates one all-gather of the parameters.
         """
-        with loading(self.shards, self._walk, self._host, self._table.context), self._opened():
+        with writable_state(self.shards, self._walk, self._host, self._table.context), self._opened():
             yield
 
     @contextmanager
@@ -565,12 +576,12 @@ class ZeroOptimizer(Optimizer):
             rounded.step = step
 
     @property
-    def table(self) -> ShardedState:
+    def table(self) -> ShardingMetadata:
         """Of the model."""
         return self._table
 
     @property
-    def units(self) -> Sequence[Unit]:
+    def units(self) -> Sequence[ParamGroup]:
         """Under stage 3, what is gathered together; else none."""
         return self._walk.units if self._walk is not None else ()
 
@@ -578,13 +589,13 @@ class ZeroOptimizer(Optimizer):
     def loss_scale(self) -> LossScale:
         return self._precision.loss_scale
 
-    def memory(self) -> Memory:
+    def memory(self) -> MemoryEstimate:
         """What this rank keeps now, in bytes, by kind."""
-        return held(self._table, self.shards, self.units, self.inner)
+        return measure_memory(self._table, self.shards, self.units, self.inner)
 
     def describe(self) -> str:
         """What was asked for, what this rank keeps now, and how fast it comes and goes."""
-        return lines(self._settings, self.inner, self.memory(), self._host)
+        return memory_lines(self._settings, self.inner, self.memory(), self._host)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ConfigError(

@@ -10,29 +10,29 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardformer.comm.recorder import Recorder
+from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, InputError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.offload.activations import PURPOSE, joined, own_part, store_activations
-from shardformer.offload.saved_tensors import Figures
+from shardformer.offload.activations import PURPOSE, gather_partitions, local_partition, offload_activations
+from shardformer.offload.saved_tensors import ActivationStats
 from shardformer.pipeline.pipeline import Pipeline
 from shardformer.pipeline.schedules import SCHEDULES
 from shardformer.pipeline.stage_manager import PipelineStageManager
 from shardformer.shard_model_api import shard_model
-from shardformer.verify.small_models import MAIN, Batches, Sample, sample_loss
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel, sample_loss
 from shardformer.weights.state_dict import full_state_dict
-from shardformer.zero.shard_optimizer import zero
+from shardformer.zero.shard_optimizer import shard_optimizer
 
 SMALL = 256
-Result = tuple[float, list[Tensor | None], Figures | None, Recorder | None]
+Result = tuple[float, list[Tensor | None], ActivationStats | None, CollectiveRecorder | None]
 
 
 def build(family: str, reentrant: bool | None = None, layers: int = 0) -> nn.Module:
     torch.manual_seed(0)
-    sample = Sample(family)
+    sample = SmallModel(family)
     model: Any = (sample.deeper(layers) if layers else sample)().double().train()
     if reentrant is not None:
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -40,7 +40,7 @@ def build(family: str, reentrant: bool | None = None, layers: int = 0) -> nn.Mod
 
 
 def batch_of(family: str, seed: int = 0) -> dict[str, Tensor]:
-    batch = Batches(MAIN[family], batch=3)(seed)
+    batch = RandomBatches(DEFAULT_HEAD[family], batch=3)(seed)
     return {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
 
 
@@ -51,8 +51,8 @@ def equal(a: Result, b: Result) -> bool:
 
 def trained(model: nn.Module, family: str, on: str | None, context: ParallelContext | None = None) -> Result:
     """Two forwards before one backward: the loss, the gradients, how much was where, and what was sent."""
-    store = store_activations(model, on, min_bytes=SMALL) if on else None
-    with Recorder(context or ParallelContext.of({})) as recorder:
+    store = offload_activations(model, on, min_bytes=SMALL) if on else None
+    with CollectiveRecorder(context or ParallelContext.of({})) as recorder:
         loss = sample_loss(model, batch_of(family)) + sample_loss(model, batch_of(family, 1))
         loss.backward()
     figures = store.figures() if store else None
@@ -142,9 +142,9 @@ def test_parts_of_any_size_are_joined(tensor: int) -> None:
     def run(context: ParallelContext) -> None:
         for size in (1, 3, 4, 10, 4097):
             whole = torch.arange(size).to(torch.uint8)
-            part, number = own_part(whole, context.tensor)
+            part, number = local_partition(whole, context.tensor)
             assert len(part) == -(-size // tensor)
-            assert torch.equal(joined(part, number, context.tensor, "It")[:size], whole)
+            assert torch.equal(gather_partitions(part, number, context.tensor, "It")[:size], whole)
 
     run_as_threads(run, tensor=tensor)
 
@@ -173,7 +173,7 @@ def test_what_a_checkpoint_saves_before_the_layer_is_called_is_cut(on: str) -> N
 
     def run(context: ParallelContext) -> Result:
         model: Any = shard_model(models[context.rank], context=context)
-        store = store_activations(model, on, min_bytes=SMALL)
+        store = offload_activations(model, on, min_bytes=SMALL)
         layers, model.config.use_cache = model.transformer.h, False  # a cache would grow again in the recomputation
         model.transformer.h = nn.ModuleList([Checkpointed(layer) for layer in layers])
         found = trained(model, "gpt2", None, context)
@@ -191,7 +191,7 @@ def test_what_is_not_the_same_on_all_ranks_raises_on_all_of_them() -> None:
 
     def run(context: ParallelContext) -> None:
         model: Any = shard_model(models[context.rank], context=context)
-        store_activations(model, "tensor", min_bytes=SMALL)
+        offload_activations(model, "tensor", min_bytes=SMALL)
 
         def differ(layer: nn.Module, args: Any, output: Tensor) -> Tensor:
             return output + 1e-9 * (context.rank == 1)
@@ -220,7 +220,7 @@ def _dropped(on: str | None, reentrant: bool) -> tuple[float, list[Tensor | None
     import shardformer
 
     context = shardformer.launch_from_torch()
-    sample = Sample("gpt2", changes={"resid_pdrop": 0.3, "attn_pdrop": 0.3, "embd_pdrop": 0.3})
+    sample = SmallModel("gpt2", changes={"resid_pdrop": 0.3, "attn_pdrop": 0.3, "embd_pdrop": 0.3})
     torch.manual_seed(0)
     model: Any = sample().double().train()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -281,10 +281,10 @@ def in_stages(on: str | None, schedule: str, tensor: int, reentrant: bool | None
     def run(context: ParallelContext) -> Result:
         manager = PipelineStageManager(context, schedule)
         model = shard_model(models[context.rank], config=ShardConfig(context=context, pipeline_stage_manager=manager))
-        store = store_activations(model, on, min_bytes=SMALL) if on else None
+        store = offload_activations(model, on, min_bytes=SMALL) if on else None
         pipeline = Pipeline(model, micro_batches=4)
-        with Recorder(context) as recorder:
-            losses = [float(pipeline.step(Batches(MAIN["gpt2"], batch=4)(step))) for step in (0, 1)]
+        with CollectiveRecorder(context) as recorder:
+            losses = [float(pipeline.step(RandomBatches(DEFAULT_HEAD["gpt2"], batch=4)(step))) for step in (0, 1)]
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         figures = store.figures() if store else None
         return sum(losses), [p.grad for p in model.parameters()], figures, recorder
@@ -328,8 +328,8 @@ def test_zero(stage: int, first: str, reentrant: bool | None) -> None:
         def run(context: ParallelContext) -> tuple[dict[str, Tensor], int]:
             model = shard_model(models[context.rank], context=context)
             steps: dict[str, Callable[[], Any]] = {
-                "store": lambda: store_activations(model, on, min_bytes=SMALL) if on else None,
-                "zero": lambda: zero(torch.optim.SGD(model.parameters(), lr=0.1), model, stage=stage),
+                "store": lambda: offload_activations(model, on, min_bytes=SMALL) if on else None,
+                "zero": lambda: shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, stage=stage),
             }
             made = {name: steps[name]() for name in sorted(steps, key=lambda name: name != first)}
             for step in range(3):
@@ -342,7 +342,7 @@ def test_zero(stage: int, first: str, reentrant: bool | None) -> None:
 
     on_host, expected = run_with("host"), run_with(None)
     plain_model = build("llama", reentrant)
-    store = store_activations(plain_model, "host", min_bytes=SMALL)
+    store = offload_activations(plain_model, "host", min_bytes=SMALL)
     sample_loss(plain_model, batch_of("llama")).backward()
     for (weights, most_host), (plain, _) in zip(on_host, expected, strict=True):
         assert all(torch.equal(weights[name], value) for name, value in plain.items())
@@ -355,8 +355,8 @@ def test_parts_on_the_host_beside_stage_3_over_data_and_tensor_ranks() -> None:
 
         def run(context: ParallelContext) -> dict[str, Tensor]:
             model = shard_model(models[context.rank], context=context)
-            optimizer = zero(torch.optim.SGD(model.parameters(), lr=0.1), model, stage=3)
-            store = store_activations(model, on, min_bytes=SMALL) if on else None
+            optimizer = shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, stage=3)
+            store = offload_activations(model, on, min_bytes=SMALL) if on else None
             for step in range(2):
                 sample_loss(model, batch_of("llama", 10 * step + context.data.rank)).backward()
                 optimizer.step()

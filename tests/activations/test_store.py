@@ -15,9 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from shardformer.errors import ConfigError
-from shardformer.offload.activations import AHEAD, ActivationStore, _attach, store_activations
-from shardformer.offload.host_device_copies import DOWN, UP, Link
-from shardformer.offload.saved_tensors import BROUGHT, Figures
+from shardformer.offload.activations import PREFETCH_COUNT, ActivationStore, _attach, offload_activations
+from shardformer.offload.host_device_copies import DEVICE_TO_HOST, HOST_TO_DEVICE, HostDeviceCopier
+from shardformer.offload.saved_tensors import FETCHED, ActivationStats
 
 Gradients = list[Tensor | None]
 
@@ -84,13 +84,13 @@ def same(a: Gradients, b: Gradients) -> bool:
     return all(x is y is None or (x is not None and y is not None and torch.equal(x, y)) for x, y in zip(a, b))
 
 
-def stored(model: nn.Module, link: Link | None = None, min_bytes: int = 0) -> ActivationStore:
+def stored(model: nn.Module, link: HostDeviceCopier | None = None, min_bytes: int = 0) -> ActivationStore:
     store = ActivationStore(True, None, min_bytes, link)
     _attach(model, store, {})
     return store
 
 
-def drained(store: ActivationStore) -> Figures:
+def drained(store: ActivationStore) -> ActivationStats:
     """The figures when all copies to the host are done."""
     while store._leaving:
         store._let_go(store._leaving.popleft())
@@ -107,12 +107,12 @@ def test_gradients_are_the_same_and_all_memory_is_given_back(
 ) -> None:
     model = Net()
     expected = gradients(model, use)
-    store = stored(model, Link(torch.device("cpu"), bandwidth=bandwidth))
+    store = stored(model, HostDeviceCopier(torch.device("cpu"), bandwidth=bandwidth))
     assert same(gradients(model, use), expected)
     gc.collect()
     figures = drained(store)
     assert (sum(figures.device.values()), figures.host) == (0, 0)
-    assert figures.most_host > 10_000 and figures.bandwidth[DOWN] is not None
+    assert figures.most_host > 10_000 and figures.bandwidth[DEVICE_TO_HOST] is not None
     assert "On the host: 0, at most" in str(figures)
 
 
@@ -214,19 +214,19 @@ def test_of_the_inputs_of_checkpoints_two_are_on_the_device_at_a_time(reentrant:
     expected = gradients(model, lambda m: m(x).sum().backward())
     seen: list[StorageWeakRef] = []
     model.at = lambda x: seen.append(StorageWeakRef(x.untyped_storage()))
-    store = stored(model, Link(torch.device("cpu"), bandwidth=2e7))
+    store = stored(model, HostDeviceCopier(torch.device("cpu"), bandwidth=2e7))
     model.zero_grad()
     loss = model(x).sum()
     forward = store.figures()
-    assert forward.most_host == 12 * size and forward.most <= (AHEAD + 1) * size
-    assert sum(not storage.expired() for storage in seen) <= AHEAD + 1  # the memory has really gone
+    assert forward.most_host == 12 * size and forward.most <= (PREFETCH_COUNT + 1) * size
+    assert sum(not storage.expired() for storage in seen) <= PREFETCH_COUNT + 1  # the memory has really gone
     held: list[int] = []
     for layer in model.layers:
-        layer.weight.register_hook(lambda grad: held.append(store.figures().device[BROUGHT]))
+        layer.weight.register_hook(lambda grad: held.append(store.figures().device[FETCHED]))
     store.reset()
     loss.backward()
     assert same([p.grad for p in model.parameters()], expected)
-    assert store.figures().most <= (2 * AHEAD + 1) * size
+    assert store.figures().most <= (2 * PREFETCH_COUNT + 1) * size
     assert sorted(held)[len(held) // 2] >= 2 * size, "nothing was brought ahead"
 
 
@@ -234,14 +234,14 @@ def test_of_the_inputs_of_checkpoints_two_are_on_the_device_at_a_time(reentrant:
 def test_on_a_gpu_the_allocator_gives_the_memory_back() -> None:
     def peak(on: str) -> tuple[int, Gradients]:
         model, x = Deep(24, 1024).cuda(), torch.randn(4096, 1024, device="cuda", requires_grad=True)
-        store = store_activations(model, on)
+        store = offload_activations(model, on)
         torch.cuda.reset_peak_memory_stats()
         begin = torch.cuda.memory_allocated()
         loss = model(x).sum()
         in_forward = torch.cuda.max_memory_allocated() - begin
         loss.backward()
         torch.cuda.synchronize()
-        assert on == "device" or (store.figures().bandwidth[UP] or 0) > 0
+        assert on == "device" or (store.figures().bandwidth[HOST_TO_DEVICE] or 0) > 0
         return in_forward, [p.grad for p in model.parameters()]
 
     (host, found), (device, expected) = peak("host"), peak("device")
@@ -250,7 +250,7 @@ def test_on_a_gpu_the_allocator_gives_the_memory_back() -> None:
 
 def test_it_takes_as_much_as_all_inputs_where_nothing_moves() -> None:
     model, x = Deep(), torch.randn(64, 32, requires_grad=True)
-    store = store_activations(model, "device", min_bytes=0)
+    store = offload_activations(model, "device", min_bytes=0)
     loss = model(x).sum()
     assert sum(store.figures().device.values()) == 12 * x.nbytes
     loss.backward()
@@ -259,18 +259,18 @@ def test_it_takes_as_much_as_all_inputs_where_nothing_moves() -> None:
 
 def test_what_is_smaller_than_min_bytes_stays() -> None:
     model, x = Deep(), torch.randn(64, 32, requires_grad=True)
-    store = store_activations(model, min_bytes=x.nbytes + 1)
+    store = offload_activations(model, min_bytes=x.nbytes + 1)
     model(x).sum().backward()
     assert (store.figures().most, store.figures().most_host) == (12 * x.nbytes, 0)
 
 
 def test_copies_up_are_made_in_the_order_in_which_the_backward_asks() -> None:
     model, x = Deep(5), torch.randn(64, 32, requires_grad=True)
-    store = stored(model, link := Link(torch.device("cpu")))
+    store = stored(model, link := HostDeviceCopier(torch.device("cpu")))
     loss = model(x).sum()
     drained(store)
     loss.backward()
-    assert [copied.way for copied in link.log] == [DOWN] * 5 + [UP] * 5
+    assert [copied.way for copied in link.log] == [DEVICE_TO_HOST] * 5 + [HOST_TO_DEVICE] * 5
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -373,17 +373,17 @@ def test_parts_that_are_compiled_and_models_that_are() -> None:
 
 
 def test_it_is_called_once_and_removed_for_good() -> None:
-    store = store_activations(model := Net(), min_bytes=0)
+    store = offload_activations(model := Net(), min_bytes=0)
     loss = model(X)
     with pytest.raises(ConfigError, match="store_activations of a Net whose activations are stored"):
-        store_activations(model)
+        offload_activations(model)
     store.remove()
     loss.backward()  # what was stored comes back
     store.reset()
     once(model)
     assert store.figures().most_host == 0
-    store_activations(model, min_bytes=0).remove()
+    offload_activations(model, min_bytes=0).remove()
     with pytest.raises(ConfigError, match=r"on='disk'.*device, host, tensor, tensor.host"):
-        store_activations(model, "disk")
+        offload_activations(model, "disk")
     with pytest.raises(ConfigError, match="on='tensor' for a Net that has no layers that are known"):
-        store_activations(model, "tensor")
+        offload_activations(model, "tensor")

@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch import nn
 
 from shardformer.checkpoint.load import load_checkpoint
-from shardformer.checkpoint.save import save_checkpoint, start_checkpoint
+from shardformer.checkpoint.save import async_save_checkpoint, save_checkpoint
 from shardformer.errors import ConfigError
 from shardformer.filesystem.atomic_write import private
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.zero.shard_optimizer import zero
+from shardformer.zero.shard_optimizer import shard_optimizer
 
 RANKS = 4
 
@@ -42,7 +42,7 @@ def save_for_ever(rank: int, folder: Path, store: Path, step: int, in_background
     )
     model = net()
     context = ParallelContext.from_world({"data": RANKS})
-    optimizer = zero(torch.optim.AdamW(model.parameters()), model, stage=2, context=context)
+    optimizer = shard_optimizer(torch.optim.AdamW(model.parameters()), model, stage=2, context=context)
     while True:
         step += 1
         with torch.no_grad():
@@ -50,7 +50,7 @@ def save_for_ever(rank: int, folder: Path, store: Path, step: int, in_background
                 tensor.fill_(step)
         extra = {"step": step}
         if in_background:
-            start_checkpoint(folder, model, optimizer, step=step, extra=extra, keep=2).wait()
+            async_save_checkpoint(folder, model, optimizer, step=step, extra=extra, keep=2).wait()
         else:
             save_checkpoint(folder, model, optimizer, step=step, extra=extra, keep=2)
         if rank == 0:

@@ -12,15 +12,15 @@ import torch
 import transformers
 from torch import nn
 
-from shardformer.checkpoint.load import Loaded, load_checkpoint
+from shardformer.checkpoint.load import LoadedCheckpoint, load_checkpoint
 from shardformer.checkpoint.save import save_checkpoint
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.pipeline.pipeline import Pipeline
 from shardformer.pipeline.stage_manager import PipelineStageManager
 from shardformer.shard_model_api import shard_model
-from shardformer.verify.small_models import MAIN, Batches, Sample
-from shardformer.zero.shard_optimizer import zero
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel
+from shardformer.zero.shard_optimizer import shard_optimizer
 
 SAMPLES = 4
 
@@ -70,7 +70,7 @@ class Run:
 
     def train(self, step: int) -> float:
         """One step on a batch of ``SAMPLES`` samples, over all data ranks. Returns its loss."""
-        batch = Batches(MAIN.get(self.family, "LlamaForCausalLM"), batch=SAMPLES)(step)
+        batch = RandomBatches(DEFAULT_HEAD.get(self.family, "LlamaForCausalLM"), batch=SAMPLES)(step)
         data = self.context.data
         each = SAMPLES // data.size
         own = {
@@ -88,8 +88,8 @@ class Run:
 
 def build(family: str) -> nn.Module:
     torch.manual_seed(0)
-    if family in MAIN:
-        return Sample(family)().double()
+    if family in DEFAULT_HEAD:
+        return SmallModel(family)().double()
     model: nn.Module = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(
             family, hidden_size=64, intermediate_size=80, num_hidden_layers=4, vocab_size=127,
@@ -112,12 +112,12 @@ def start(plain: nn.Module, layout: Layout, context: ParallelContext, family: st
     config: dict[str, Any] = {**layout.options, "context": context}
     if layout.pipe > 1:
         config["pipeline_stage_manager"] = PipelineStageManager(context)
-    if layout.sequence_parallel and family in MAIN:  # an inferred one may have positions of its own
+    if layout.sequence_parallel and family in DEFAULT_HEAD:  # an inferred one may have positions of its own
         config["enable_sequence_parallelism"] = True
     model = shard_model(copy.deepcopy(plain), **config)
     optimizer = make_optimizer(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    trained: Any = zero(optimizer, model, stage=layout.stage) if layout.stage is not None else optimizer
+    trained: Any = shard_optimizer(optimizer, model, stage=layout.stage) if layout.stage is not None else optimizer
     pipeline = Pipeline(model, micro_batches=2 if layout.pipe > 1 else 1, average_over_data=True)
     return Run(context, model, trained, scheduler, pipeline, family)
 
@@ -140,5 +140,5 @@ def save(run: Run, folder: Path, step: int) -> Path:
     )
 
 
-def load(run: Run, folder: Path) -> Loaded:
+def load(run: Run, folder: Path) -> LoadedCheckpoint:
     return load_checkpoint(folder, run.model, run.optimizer, scheduler=run.scheduler)

@@ -15,8 +15,8 @@ from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.training.engine import Engine
 from shardformer.training.initialize import initialize
-from shardformer.verify.small_models import MAIN, Batches, Sample
-from shardformer.zero.mixed_precision import LossScale, Precision
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel
+from shardformer.zero.mixed_precision import LossScale, MixedPrecision
 
 SAMPLES, BEFORE = 4, 2
 COPYING = threading.Lock()
@@ -35,12 +35,12 @@ def engine_of(context: ParallelContext, plain: nn.Module, precision: str, layout
     with COPYING:
         model = copy.deepcopy(plain)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    asked = Precision(precision, loss_scale=LossScale(2.0**24 if precision == "fp16" else 1.0, growth_interval=3))
+    asked = MixedPrecision(precision, loss_scale=LossScale(2.0**24 if precision == "fp16" else 1.0, growth_interval=3))
     return initialize(model, optimizer, parallel={**layout, "precision": asked}, context=context)
 
 
 def train(engine: Engine, steps: range) -> list[float]:
-    data, batches = engine.context.data, Batches(MAIN["llama"], batch=SAMPLES)
+    data, batches = engine.context.data, RandomBatches(DEFAULT_HEAD["llama"], batch=SAMPLES)
     own = [{name: x.chunk(data.size)[data.rank] for name, x in batches(step).items()} for step in steps]
     return [float(engine.train_step(batch)) for batch in own]
 
@@ -52,7 +52,7 @@ def axes_of(layout: Layout) -> dict[str, int]:
 
 def in_one_process(folder: Path) -> dict[str, Tensor]:
     """Masters and states in fp32, which a model that is not sharded takes from a checkpoint."""
-    model = Sample("llama")().float()
+    model = SmallModel("llama")().float()
     optimizer = torch.optim.AdamW(model.parameters())
     engine = initialize(model, optimizer)
     engine.load(folder)
@@ -70,7 +70,7 @@ def test_nothing_is_rounded_on_the_way_to_another_layout(
     precision: str, source: Layout, target: Layout, tmp_path: Path
 ) -> None:
     """A checkpoint that another layout loads and saves again holds the same numbers, and training goes on."""
-    plain, other = Sample("llama")().float().train(), Sample("llama")().float().train()
+    plain, other = SmallModel("llama")().float().train(), SmallModel("llama")().float().train()
 
     def first(context: ParallelContext) -> tuple[list[float], LossScale]:
         engine = engine_of(context, plain, precision, source)

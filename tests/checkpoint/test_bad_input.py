@@ -14,17 +14,17 @@ from torch import nn
 
 from shardformer.checkpoint import directory
 from shardformer.checkpoint import directory as folder_module
-from shardformer.checkpoint.directory import Keep
-from shardformer.checkpoint.file_format import Index
+from shardformer.checkpoint.directory import CheckpointRetention
+from shardformer.checkpoint.file_format import CheckpointIndex
 from shardformer.checkpoint.load import load_checkpoint
-from shardformer.checkpoint.save import Snapshot, save_checkpoint, write
+from shardformer.checkpoint.save import Snapshot, save_checkpoint, write_snapshot
 from shardformer.errors import ConfigError, InputError, ShardFormerError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.meta_init.lazy_init import LazyInit
 from shardformer.shard_model_api import shard_model
-from shardformer.verify.small_models import Sample
-from shardformer.zero.shard_optimizer import zero
+from shardformer.verify.small_models import SmallModel
+from shardformer.zero.shard_optimizer import shard_optimizer
 
 
 class Net(nn.Module):
@@ -125,7 +125,7 @@ def test_what_cannot_be_saved_is_said_on_all_ranks(name: str, tmp_path: Path) ->
 
     def do(context: ParallelContext) -> str:
         model = Net()
-        optimizer = zero(torch.optim.AdamW(model.parameters()), model, stage=1, context=context)
+        optimizer = shard_optimizer(torch.optim.AdamW(model.parameters()), model, stage=1, context=context)
         own = options if context.rank == 1 else {}
         with pytest.raises((ConfigError, InputError), match=said) as error:
             save_checkpoint(tmp_path / "root", model, optimizer, **own)
@@ -141,36 +141,36 @@ def test_a_save_whose_ranks_do_not_write_each_number_once_is_no_checkpoint(
 ) -> None:
     hidden = directory.hidden_folder(tmp_path, 7)
     hidden.mkdir()
-    snapshot = Snapshot(0, 1, Index(7, 0.0, {}), {"weights/x": ("float32", (4, 3))})
+    snapshot = Snapshot(0, 1, CheckpointIndex(7, 0.0, {}), {"weights/x": ("float32", (4, 3))})
     snapshot.pieces += [("weights/x", (row % 4, 0), torch.zeros(1, 3)) for row in rows]
     with pytest.raises(InputError, match=f"{count} of the 12 numbers of weights/x were written"):
-        write(snapshot, hidden, tmp_path, Keep(), to_disk=False)
-    assert directory.found_in(tmp_path) == []
+        write_snapshot(snapshot, hidden, tmp_path, CheckpointRetention(), to_disk=False)
+    assert directory.list_checkpoints(tmp_path) == []
 
 
 def test_an_age_below_zero() -> None:
     with pytest.raises(ConfigError, match="younger_than=-1"):
-        Keep(younger_than=-1)
+        CheckpointRetention(younger_than=-1)
 
 
 def test_the_optimizer_of_another_model_under_zero(tmp_path: Path) -> None:
     model, other = Net(), Net()
-    optimizer = zero(torch.optim.AdamW(other.parameters()), other, stage=1)
+    optimizer = shard_optimizer(torch.optim.AdamW(other.parameters()), other, stage=1)
     with pytest.raises(ConfigError, match="of another model"):
         save_checkpoint(tmp_path, model, optimizer)
 
 
 @pytest.mark.filterwarnings("ignore:Adafactor looks at whole parameters")
 def test_states_of_a_cut_matrix_that_are_not_cut_alike(tmp_path: Path) -> None:
-    """Rows and columns of a part are not those of the whole: with ``zero`` an owner has the whole."""
+    """Rows and columns of a part are not those of the whole: with ``shard_optimizer`` an owner has the whole."""
 
     torch.manual_seed(0)
-    plain = Sample("gpt2")()
+    plain = SmallModel("gpt2")()
 
     def do(context: ParallelContext) -> None:
         model = shard_model(copy.deepcopy(plain), context=context)
         optimizer = stepped(model, torch.optim.Adafactor)
-        with pytest.raises(ConfigError, match=r"Adafactor keeps 'row_var' .* Write shardformer.zero"):
+        with pytest.raises(ConfigError, match=r"Adafactor keeps 'row_var' .* Write shard_optimizer"):
             save_checkpoint(tmp_path, model, optimizer)
 
     run_as_threads(do, tensor=2)
@@ -194,7 +194,7 @@ def test_what_a_module_makes_when_it_is_asked_would_be_lost(tmp_path: Path) -> N
 def test_ranks_that_were_asked_for_different_things(what: str, tmp_path: Path) -> None:
     def do(context: ParallelContext) -> str:
         model = Net()
-        optimizer = zero(torch.optim.AdamW(model.parameters()), model, stage=1, context=context)
+        optimizer = shard_optimizer(torch.optim.AdamW(model.parameters()), model, stage=1, context=context)
         own = context.rank if what == "folder" else 0
         with pytest.raises(ConfigError) as error:
             save_checkpoint(tmp_path / str(own), model, optimizer, step=context.rank if what == "step" else 0)
@@ -218,7 +218,7 @@ def test_a_folder_that_other_hosts_do_not_see(tmp_path: Path, monkeypatch: pytes
 
     def do(context: ParallelContext) -> None:
         model = Net()
-        optimizer = zero(torch.optim.AdamW(model.parameters()), model, stage=1, context=context)
+        optimizer = shard_optimizer(torch.optim.AdamW(model.parameters()), model, stage=1, context=context)
         with pytest.raises(ConfigError, match="is not the folder of that name that the first rank has"):
             save_checkpoint(tmp_path, model, optimizer)
 

@@ -23,17 +23,17 @@ from shardformer.checkpoint import directory, file_format
 from shardformer.checkpoint import directory as folder
 from shardformer.checkpoint import file_format as files
 from shardformer.checkpoint import save as snapshot
-from shardformer.checkpoint.directory import LATEST, Keep
-from shardformer.checkpoint.file_format import INDEX, DamagedError
-from shardformer.checkpoint.load import Loaded, load_checkpoint
-from shardformer.checkpoint.save import save_checkpoint, start_checkpoint
+from shardformer.checkpoint.directory import LATEST, CheckpointRetention
+from shardformer.checkpoint.file_format import INDEX_FILE, CorruptCheckpointError
+from shardformer.checkpoint.load import LoadedCheckpoint, load_checkpoint
+from shardformer.checkpoint.save import async_save_checkpoint, save_checkpoint
 from shardformer.errors import ConfigError, InputError
 from shardformer.filesystem import atomic_write as writing
 from shardformer.filesystem.atomic_write import SAVING, Process, private_path
 from shardformer.filesystem.lock import LOCK
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.zero.shard_optimizer import zero
+from shardformer.zero.shard_optimizer import shard_optimizer
 from tests.scripts import PYTHON
 
 RANKS = 2
@@ -54,7 +54,7 @@ def saved(root: Path, step: int, keep: Any = None, save: Callable[..., Any] = sa
 
     def do(context: ParallelContext) -> Any:
         model = net(step)
-        optimizer = zero(torch.optim.AdamW(model.parameters()), model, stage=1, context=context)
+        optimizer = shard_optimizer(torch.optim.AdamW(model.parameters()), model, stage=1, context=context)
         (sum(p.sum() for p in model.parameters()) * 0).backward()
         optimizer.step()
         with torch.no_grad():
@@ -75,15 +75,15 @@ def settle() -> None:
 
 
 def in_background(*args: Any, **kwargs: Any) -> Path:
-    return start_checkpoint(*args, **kwargs).wait()
+    return async_save_checkpoint(*args, **kwargs).wait()
 
 
-def loaded(path: Path) -> tuple[Loaded, dict[str, Tensor]]:
+def loaded(path: Path) -> tuple[LoadedCheckpoint, dict[str, Tensor]]:
     model = net()
     return load_checkpoint(path, model, torch.optim.AdamW(model.parameters())), model.state_dict()
 
 
-def check(path: Path, step: int) -> Loaded:
+def check(path: Path, step: int) -> LoadedCheckpoint:
     """Loads, and looks whether all is of that step."""
     found, state = loaded(path)
     assert found.step == step
@@ -134,7 +134,7 @@ def test_a_flipped_bit_is_noticed_or_nothing(seed: int, copy: Path) -> None:
     path.write_bytes(bytes(data))
     try:
         alone, state = loaded(newest)
-    except DamagedError as error:
+    except CorruptCheckpointError as error:
         assert str(newest) in str(error)
         assert check(copy, 1).skipped
         return
@@ -164,7 +164,7 @@ def test_every_byte_of_what_is_read_counts(name: str, copy: Path) -> None:
         flip(path, name)
         for at in range(0, size, max(size // 40, 1)):
             flip(path, name, at)
-            with pytest.raises(DamagedError, match="checksum"):
+            with pytest.raises(CorruptCheckpointError, match="checksum"):
                 loaded(newest)
             flip(path, name, at)
     check(copy, 2)
@@ -173,7 +173,7 @@ def test_every_byte_of_what_is_read_counts(name: str, copy: Path) -> None:
 @pytest.mark.parametrize("what", ["missing", "short", "empty", "pickle", "swapped", "index", "no index"])
 def test_a_file_that_is_not_what_it_was(what: str, copy: Path) -> None:
     newest, ran = copy / "step-00000002", copy / "ran"
-    path = newest / (INDEX if "index" in what else "rank-00001.safetensors")
+    path = newest / (INDEX_FILE if "index" in what else "rank-00001.safetensors")
     if what in ("missing", "no index"):
         path.unlink()
     elif what == "short":
@@ -186,7 +186,7 @@ def test_a_file_that_is_not_what_it_was(what: str, copy: Path) -> None:
         shutil.copy(copy / "step-00000001" / path.name, path)
     else:
         path.write_text(path.read_text().replace('"step": 2', '"step": 3'))
-    with pytest.raises(DamagedError):
+    with pytest.raises(CorruptCheckpointError):
         loaded(newest)
     assert bool(check(copy, 1).skipped) == (what != "no index")
     assert not ran.exists()
@@ -209,14 +209,14 @@ def _forge(found: dict[str, Any], what: str) -> None:
     "what", ['"../x"', '"/x"', "-1", "0.5", "null", "[0]", "true", "dtype", "outside", "format", "tensors", "step"]
 )
 def test_an_index_whose_checksum_is_right_names_numbered_files_only(what: str, copy: Path) -> None:
-    path = copy / "step-00000002" / INDEX
+    path = copy / "step-00000002" / INDEX_FILE
     content = path.read_bytes().split(b"\n", 2)[1]
     found = json.loads(content)
     _forge(found, what)
     text = json.dumps(found)
     head = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "saved_at": found["saved_at"]}
     path.write_text(f'{json.dumps(head)[:-1]}, "content":\n{text}\n}}\n')
-    with pytest.raises(DamagedError, match="is no index of a checkpoint"):
+    with pytest.raises(CorruptCheckpointError, match="is no index of a checkpoint"):
         loaded(path.parent)
     check(copy, 1)
 
@@ -236,7 +236,7 @@ def test_nothing_is_changed_before_all_was_found_right(copy: Path) -> None:
     flip(newest / "rank-00001.safetensors", "weights")
     model = net(7)
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(DamagedError):
+    with pytest.raises(CorruptCheckpointError):
         load_checkpoint(newest, model, optimizer)
     assert all(bool((tensor == 7).all()) for tensor in model.state_dict().values())
     assert optimizer.state == {}
@@ -326,12 +326,12 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_what_is_kept(tmp_path: Path) -> None:
     for step in range(1, 7):
-        saved(tmp_path, step, Keep(last=2, every=3))
+        saved(tmp_path, step, CheckpointRetention(last=2, every=3))
     assert names(tmp_path) == [LATEST, *(f"step-0000000{n}" for n in (3, 5, 6))]
     assert (tmp_path / LATEST).read_text() == "step-00000006\n"
     saved(tmp_path, 6, 1)  # again
     assert names(tmp_path) == [LATEST, "step-00000006"]
-    saved(tmp_path, 7, Keep(last=1, younger_than=3600))
+    saved(tmp_path, 7, CheckpointRetention(last=1, younger_than=3600))
     check(tmp_path, 7)
     check(tmp_path / "step-00000006", 6)
 
@@ -353,8 +353,8 @@ def test_a_save_in_the_background_holds_what_was_there_when_it_began(
 
     def do(context: ParallelContext) -> tuple[Path, str]:
         model = net(3)
-        optimizer = zero(torch.optim.AdamW(model.parameters()), model, stage=1, context=context)
-        saving = start_checkpoint(tmp_path, model, optimizer, step=3)
+        optimizer = shard_optimizer(torch.optim.AdamW(model.parameters()), model, stage=1, context=context)
+        saving = async_save_checkpoint(tmp_path, model, optimizer, step=3)
         assert not saving.is_done
         with torch.no_grad():
             for tensor in model.state_dict().values():
@@ -363,7 +363,7 @@ def test_a_save_in_the_background_holds_what_was_there_when_it_began(
             save_checkpoint(tmp_path, model, optimizer, step=4)
         goes_on.set()
         path = saving.wait()
-        saving = start_checkpoint(tmp_path, model, optimizer, step=4)
+        saving = async_save_checkpoint(tmp_path, model, optimizer, step=4)
         saving.wait()
         return path, str(second.value)
 
@@ -389,7 +389,7 @@ def test_a_save_in_the_background_that_fails_says_so(tmp_path: Path, monkeypatch
 
 def saving_run(context: ParallelContext) -> tuple[nn.Module, Any]:
     model = net(3)
-    return model, zero(torch.optim.AdamW(model.parameters()), model, stage=1, context=context)
+    return model, shard_optimizer(torch.optim.AdamW(model.parameters()), model, stage=1, context=context)
 
 
 def test_older_checkpoints_go_when_the_disk_has_what_every_rank_wrote(
@@ -410,7 +410,7 @@ def test_older_checkpoints_go_when_the_disk_has_what_every_rank_wrote(
     settle()
     assert names(copy) == [LATEST, "step-00000003"]
     assert sorted(p.name for p in (copy / "step-00000003").iterdir()) == [
-        INDEX,
+        INDEX_FILE,
         "rank-00000.safetensors",
         "rank-00001.safetensors",
     ]
@@ -455,7 +455,7 @@ def test_a_step_that_is_saved_again_is_there_until_the_disk_has_the_new_one(
 ) -> None:
     """A loss of power may take what was named and not on the disk."""
     with monkeypatch.context() as patch:
-        patch.setattr("shardformer.checkpoint.save.settle", lambda *_: None)
+        patch.setattr("shardformer.checkpoint.save.wait_for_disk", lambda *_: None)
         saved(copy, 2)
     (copy / "step-00000002" / "rank-00000.safetensors").write_bytes(b"")
     assert check(copy, 2).skipped

@@ -16,13 +16,13 @@ from shardformer.checkpoint.load import load_checkpoint
 from shardformer.checkpoint.save import save_checkpoint
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.offload.host import Offload
+from shardformer.offload.host import OffloadConfig
 from shardformer.shard_model_api import shard_model
-from shardformer.verify.small_models import MAIN, Batches, Sample, sample_loss
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel, sample_loss
 from shardformer.weights.state_dict import full_state_dict
-from shardformer.zero.mixed_precision import Precision
+from shardformer.zero.mixed_precision import MixedPrecision
 from shardformer.zero.optimizers import LAMB
-from shardformer.zero.shard_optimizer import zero
+from shardformer.zero.shard_optimizer import shard_optimizer
 from tests.optim.test_owners import muon
 
 STOP, END = 3, 5
@@ -56,9 +56,9 @@ CASES = [
     Case("stage2-bf16", data=2, settings={"stage": 2, "precision": "bf16"}, freeze=True),
     Case("stage3-bf16", data=2, tensor=2, settings={"stage": 3, "precision": "bf16"}, family="gpt2"),
     Case("stage3-frozen", data=2, settings={"stage": 3, "keep_frozen": False}, freeze=True),
-    Case("stage3-on-host", data=2, settings={"stage": 3, "offload": Offload("cpu", parameters=True)}),
-    Case("kahan", data=2, settings={"stage": 1, "precision": Precision("bf16", masters="kahan")}),
-    Case("stochastic", data=3, settings={"stage": 2, "precision": Precision("bf16", masters="stochastic")}),
+    Case("stage3-on-host", data=2, settings={"stage": 3, "offload": OffloadConfig("cpu", parameters=True)}),
+    Case("kahan", data=2, settings={"stage": 1, "precision": MixedPrecision("bf16", masters="kahan")}),
+    Case("stochastic", data=3, settings={"stage": 2, "precision": MixedPrecision("bf16", masters="stochastic")}),
     Case("fp16", data=2, settings={"stage": 1, "precision": "fp16"}, family="bert"),
     Case("offload", data=2, settings={"stage": 2, "offload": "cpu", "precision": "bf16"}),
     Case("files", data=2, settings={"stage": 1, "offload": "nvme"}),
@@ -71,7 +71,7 @@ CASES = [
 
 def train(case: Case, model: nn.Module, optimizer: Any, scheduler: Any, steps: range, rank: int) -> None:
     for step in steps:
-        batch = Batches(MAIN[case.family], batch=2)(10 * step + rank)
+        batch = RandomBatches(DEFAULT_HEAD[case.family], batch=2)(10 * step + rank)
         loss = sample_loss(model, {k: x.to(case.dtype) if x.is_floating_point() else x for k, x in batch.items()})
         optimizer.backward(loss) if hasattr(optimizer, "backward") else loss.backward()
         skipped = getattr(optimizer, "skipped", 0)
@@ -83,7 +83,7 @@ def train(case: Case, model: nn.Module, optimizer: Any, scheduler: Any, steps: r
 
 def begin(case: Case, seed: int, context: ParallelContext, folder: Path) -> tuple[nn.Module, Any, Any]:
     torch.manual_seed(seed)
-    model = Sample(case.family)().to(case.dtype)
+    model = SmallModel(case.family)().to(case.dtype)
     if case.freeze:
         max(model.parameters(), key=lambda p: p.numel()).requires_grad_(False)
     model = shard_model(model, context=context)
@@ -96,7 +96,7 @@ def begin(case: Case, seed: int, context: ParallelContext, folder: Path) -> tupl
     settings = dict(case.settings)
     if settings.get("offload") == "nvme":
         settings["offload"] = f"nvme:{folder}"
-    return model, zero(inner, model, **settings), scheduler
+    return model, shard_optimizer(inner, model, **settings), scheduler
 
 
 @pytest.mark.slow
@@ -194,7 +194,9 @@ def test_averages_that_each_data_rank_has_for_itself_and_states_that_are_no_tens
 
     def made(context: ParallelContext) -> tuple[Counting, Any]:
         model = Counting()
-        return model, zero(torch.optim.AdamW(model.parameters(), lr=0.1), model, stage=stage, context=context)
+        return model, shard_optimizer(
+            torch.optim.AdamW(model.parameters(), lr=0.1), model, stage=stage, context=context
+        )
 
     def straight(context: ParallelContext) -> tuple[dict[str, Tensor], dict[str, int]]:
         model, optimizer = made(context)

@@ -17,8 +17,8 @@ from shardformer.checkpoint import directory
 from shardformer.errors import ConfigError, InputError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.meta_init.materialize import materialize
-from shardformer.verify.small_models import MAIN, Sample
+from shardformer.meta_init.materialization import materialize
+from shardformer.verify.small_models import DEFAULT_HEAD, SmallModel
 from shardformer.weights import save_pretrained
 from shardformer.weights import save_pretrained as export
 from shardformer.weights.from_pretrained import from_pretrained
@@ -41,7 +41,7 @@ def same(folder: Path, plain: nn.Module) -> None:
 @pytest.mark.parametrize("family", TEXT)
 def test_one_process_writes_what_transformers_reads(family: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = Sample(family)()
+    model = SmallModel(family)()
     export_pretrained(tmp_path / "out", model)
     same(tmp_path / "out", model)
 
@@ -85,7 +85,7 @@ class Words:
 
 
 def test_what_stands_beside_the_weights(tmp_path: Path) -> None:
-    model: Any = Sample("gpt2")().to(torch.bfloat16)
+    model: Any = SmallModel("gpt2")().to(torch.bfloat16)
     path = export_pretrained(tmp_path / "out", model, tokenizer=Words())
     assert {f.name for f in path.iterdir()} == {
         "config.json", "generation_config.json", "model.safetensors", "words.txt"
@@ -112,7 +112,7 @@ def test_parameters_without_dimensions_or_numbers_and_complex_ones_are_written(
         model = shardformer.shard_model(models[context.rank], context=context)
         optimizer: Any = unusual.sgd(model)
         if how is not None:
-            optimizer = shardformer.zero(optimizer, model, **how)
+            optimizer = shardformer.shard_optimizer(optimizer, model, **how)
         unusual.train(model, optimizer, [context.rank])
         export_pretrained(tmp_path / "out", model, max_file_bytes=50)
         return shardformer.full_state_dict(model)
@@ -134,7 +134,7 @@ def test_complex_numbers_of_128_bits_are_saved_and_exporting_them_is_refused(tmp
 
     def do(context: ParallelContext) -> None:
         model = shardformer.shard_model(models[context.rank], context=context)
-        optimizer = shardformer.zero(torch.optim.Adam(model.parameters()), model, stage=3)
+        optimizer = shardformer.shard_optimizer(torch.optim.Adam(model.parameters()), model, stage=3)
         with optimizer.loading():
             for shard in optimizer.shards:
                 shard.own.mul_(1 + 1e-9j)
@@ -236,7 +236,7 @@ def test_two_exports_to_one_folder_at_the_same_time_leave_one(tmp_path: Path, mo
 
 
 def test_an_export_does_not_take_the_place_of_another_model(tmp_path: Path) -> None:
-    plain = Sample("gpt2")()
+    plain = SmallModel("gpt2")()
     plain.save_pretrained(tmp_path / "base")
     with pytest.raises(ConfigError, match="is not an export of ShardFormer"):
         export_pretrained(tmp_path / "base", plain)
@@ -251,9 +251,9 @@ def test_a_disk_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     def full(*_: Any) -> Any:
         raise OSError("No space left on device")
 
-    plain = copy.deepcopy(Sample("gpt2")())
+    plain = copy.deepcopy(SmallModel("gpt2")())
     monkeypatch.setattr(export, "_put_together", full)
     with pytest.raises(InputError, match="No space left"):
         export_pretrained(tmp_path / "out", plain)
     assert list(tmp_path.iterdir()) == []
-    assert MAIN["gpt2"] == type(plain).__name__
+    assert DEFAULT_HEAD["gpt2"] == type(plain).__name__

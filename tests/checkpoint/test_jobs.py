@@ -15,17 +15,17 @@ from torch import nn
 
 from shardformer.checkpoint import file_format
 from shardformer.checkpoint import save as snapshot
-from shardformer.checkpoint.directory import LATEST, Keep
+from shardformer.checkpoint.directory import LATEST, CheckpointRetention
 from shardformer.checkpoint.file_format import order_of
 from shardformer.checkpoint.load import load_checkpoint
-from shardformer.checkpoint.save import save_checkpoint, start_checkpoint
+from shardformer.checkpoint.save import async_save_checkpoint, save_checkpoint
 from shardformer.errors import ConfigError, InputError
 from shardformer.filesystem import atomic_write
 from shardformer.filesystem.atomic_write import DROPPED, private
 from shardformer.filesystem.lock import LOCK
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.zero.shard_optimizer import zero
+from shardformer.zero.shard_optimizer import shard_optimizer
 from tests.disk.locks import elsewhere, killed, lock_of, parent
 
 
@@ -38,7 +38,7 @@ def net(value: float = 1.0) -> nn.Module:
 
 
 def save(root: Path, step: int, value: float = 1.0, **options: Any) -> Path:
-    return start_checkpoint(root, net(value), step=step, **options).wait()
+    return async_save_checkpoint(root, net(value), step=step, **options).wait()
 
 
 def newest(root: Path) -> int:
@@ -57,7 +57,7 @@ def on_two_ranks(root: Path, step: int = 5) -> list[str]:
 
     def do(context: ParallelContext) -> str:
         model = net()
-        optimizer = zero(torch.optim.AdamW(model.parameters()), model, stage=1, context=context)
+        optimizer = shard_optimizer(torch.optim.AdamW(model.parameters()), model, stage=1, context=context)
         try:
             save_checkpoint(root, model, optimizer, step=step)
         except (ConfigError, InputError) as error:
@@ -114,7 +114,7 @@ def test_a_save_in_the_background_goes_to_the_folder_that_was_meant(
         return write(*arguments, **options)
 
     monkeypatch.setattr(snapshot, "write_boxes", waiting)
-    saving = start_checkpoint("checkpoints", net(), step=1)
+    saving = async_save_checkpoint("checkpoints", net(), step=1)
     monkeypatch.chdir(tmp_path / "other")
     goes_on.set()
     assert saving.wait() == tmp_path / "checkpoints/step-00000001"
@@ -148,7 +148,7 @@ def test_two_models_of_one_process_save_different_steps_at_the_same_time(
 
     monkeypatch.setattr(snapshot, "write_boxes", together)
     models = [net(1.0), net(2.0)]
-    savings = [start_checkpoint(tmp_path, model, step=step) for step, model in enumerate(models, 1)]
+    savings = [async_save_checkpoint(tmp_path, model, step=step) for step, model in enumerate(models, 1)]
     for number, path in enumerate([saving.wait() for saving in savings], 1):
         again = net(0.0)
         assert load_checkpoint(path, again).step == number
@@ -179,7 +179,7 @@ def test_a_step_that_another_model_is_saving_in_the_background_is_not_saved(
 
     monkeypatch.setattr(snapshot, "write_boxes", slow)
     first, second = net(1.0), net(2.0)
-    saving = start_checkpoint(tmp_path, first, step=5)
+    saving = async_save_checkpoint(tmp_path, first, step=5)
     begun.wait(20)
     with pytest.raises(ConfigError, match="another model of this process"):
         save_checkpoint(tmp_path, second, step=5)
@@ -271,7 +271,7 @@ def test_what_was_not_a_save_is_not_deleted(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("mine")
     for step in (1, 2, 3):
-        save(tmp_path, step, keep=Keep(last=1))
+        save(tmp_path, step, keep=CheckpointRetention(last=1))
     assert all((tmp_path / name / "file").read_text() == "mine" for name in mine)
 
 

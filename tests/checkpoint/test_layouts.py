@@ -20,10 +20,10 @@ from shardformer.checkpoint import load as wanted
 from shardformer.checkpoint import training_state as holding
 from shardformer.checkpoint.load import load_checkpoint
 from shardformer.checkpoint.save import save_checkpoint
-from shardformer.checkpoint.training_state import random_tensors
+from shardformer.checkpoint.training_state import random_state_tensors
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.zero.shard_optimizer import zero
+from shardformer.zero.shard_optimizer import shard_optimizer
 from tests.checkpoint.runs import LAYOUTS, SAMPLES, Layout, Run, load, on_ranks, save
 
 pytestmark = pytest.mark.slow
@@ -97,7 +97,7 @@ def test_each_parameter_goes_on_with_its_step_count_of_the_rank_that_had_it(tmp_
 
     def saves(context: ParallelContext) -> None:
         model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-        optimizer = zero(torch.optim.AdamW(model.parameters()), model, stage=1, context=context)
+        optimizer = shard_optimizer(torch.optim.AdamW(model.parameters()), model, stage=1, context=context)
         for _ in range(3):
             model(torch.ones(2, 4)).sum().backward()
             optimizer.step()
@@ -114,7 +114,7 @@ def test_each_parameter_goes_on_with_its_step_count_of_the_rank_that_had_it(tmp_
 def test_an_fp32_model_starts_from_the_masters_of_a_16_bit_run(tmp_path: Path) -> None:
     torch.manual_seed(0)
     saved, model = nn.Linear(4, 4), nn.Linear(4, 4)
-    optimizer = zero(torch.optim.AdamW(saved.parameters()), saved, stage=1, precision="bf16")
+    optimizer = shard_optimizer(torch.optim.AdamW(saved.parameters()), saved, stage=1, precision="bf16")
     saved(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -130,15 +130,15 @@ def test_a_data_rank_goes_on_with_its_own_random_state(tmp_path: Path, monkeypat
     found: dict[str, Tensor] = {}
 
     def of_rank(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        tensors, numbers = random_tensors(device)
+        tensors, numbers = random_state_tensors(device)
         seed = int(threading.current_thread().name.removeprefix("rank-"))
         return tensors | {"torch.0": torch.Generator().manual_seed(seed).get_state()}, numbers
 
     def note(tensors: dict[str, Tensor], *_: Any) -> None:
         found[threading.current_thread().name] = tensors["torch.0"]
 
-    monkeypatch.setattr(holding, "random_tensors", of_rank)
-    monkeypatch.setattr(wanted, "set_random_tensors", note)
+    monkeypatch.setattr(holding, "random_state_tensors", of_rank)
+    monkeypatch.setattr(wanted, "set_random_state_tensors", note)
     on_ranks(Layout(data=2), "gpt2", lambda run: save(run, tmp_path, 0))
 
     def do(run: Run) -> tuple[int, Tensor]:

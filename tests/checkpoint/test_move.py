@@ -16,9 +16,18 @@ from torch import Tensor, nn
 
 from shardformer.checkpoint import reshard
 from shardformer.checkpoint import reshard as move
-from shardformer.checkpoint.chunks import Held, Item, Region, Stretch, overlap, without
-from shardformer.checkpoint.reshard import Listed, Moved, Said, Send, chunks, move_items, order, plan
-from shardformer.comm.recorder import Recorder
+from shardformer.checkpoint.chunks import ChunkBounds, FlatRegion, LocalChunk, TensorItem, overlap, subtract_chunks
+from shardformer.checkpoint.reshard import (
+    ChunkTransfer,
+    ItemListing,
+    RankListing,
+    ReshardStats,
+    batch_transfers,
+    exchange_items,
+    message_order,
+    plan_transfers,
+)
+from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.errors import ConfigError
 from shardformer.layout.shard_spec import EvenSplit, ShardSpec, Split, even_bounds
 from shardformer.local_ranks.threads import run_as_threads
@@ -26,12 +35,12 @@ from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
 
 MANY = settings(deadline=None, max_examples=50)
-CHUNKS = st.sampled_from([1, 7, 32, reshard.CHUNK_BYTES])
+CHUNKS = st.sampled_from([1, 7, 32, reshard.TRANSFER_BYTES])
 
-Pieces = list[Stretch]
+Pieces = list[ChunkBounds]
 
 
-def part_of(full: Tensor, piece: Stretch) -> Tensor:
+def part_of(full: Tensor, piece: ChunkBounds) -> Tensor:
     return full[tuple(slice(a, a + n) for a, n in zip(*piece, strict=True))]
 
 
@@ -39,24 +48,26 @@ def numbered(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor
     return torch.arange(1, prod(shape) + 1).reshape(tuple(shape)).to(dtype)
 
 
-def item_of(name: str, full: Tensor, pieces: Pieces) -> Item:
+def item_of(name: str, full: Tensor, pieces: Pieces) -> TensorItem:
     """Pieces as memory of their own, not contiguous where they have several dims."""
     held = []
     for start, size in pieces:
         memory = torch.empty(size[::-1], dtype=full.dtype).permute(tuple(reversed(range(len(size)))))
-        held.append(Held(start, memory.copy_(part_of(full, (start, size)))))
-    return Item(name, tuple(full.shape), full.dtype, held)
+        held.append(LocalChunk(start, memory.copy_(part_of(full, (start, size)))))
+    return TensorItem(name, tuple(full.shape), full.dtype, held)
 
 
 def moved(
-    have: Sequence[Sequence[Item]], want: Sequence[Sequence[Item]], chunk_bytes: int = reshard.CHUNK_BYTES
-) -> list[Moved]:
+    have: Sequence[Sequence[TensorItem]],
+    want: Sequence[Sequence[TensorItem]],
+    chunk_bytes: int = reshard.TRANSFER_BYTES,
+) -> list[ReshardStats]:
     """Moves them between as many threads as there are ranks, each of which notes what it sends."""
 
-    def do(context: ParallelContext) -> Moved:
+    def do(context: ParallelContext) -> ReshardStats:
         rank = context.data.rank
-        with Recorder(context) as recorder:
-            found = move_items(have[rank], want[rank], context.data, chunk_bytes=chunk_bytes)
+        with CollectiveRecorder(context) as recorder:
+            found = exchange_items(have[rank], want[rank], context.data, chunk_bytes=chunk_bytes)
         assert recorder.wire_bytes("send", purpose="move") == recorder.wire_bytes() == found.sent
         return found
 
@@ -98,7 +109,7 @@ def cases(draw: Any) -> tuple[list[tuple[int, ...]], list[list[Pieces]], list[li
     for i, shape in enumerate(shapes):
         held = [piece for each in have for piece in each[i] if prod(piece[1])]
         if prod(shape):
-            have[draw(st.sampled_from(ranks))][i] += without(((0,) * len(shape), shape), held)
+            have[draw(st.sampled_from(ranks))][i] += subtract_chunks(((0,) * len(shape), shape), held)
     return shapes, have, want
 
 
@@ -108,7 +119,7 @@ def test_each_number_arrives_and_no_more_than_is_missing_is_sent(case: Any, chun
     shapes, have, want = case
     full = [numbered(shape) for shape in shapes]
 
-    def items(of: list[list[Pieces]], values: list[Tensor]) -> list[list[Item]]:
+    def items(of: list[list[Pieces]], values: list[Tensor]) -> list[list[TensorItem]]:
         return [[item_of(f"x{i}", x, each[i]) for i, x in enumerate(values)] for each in of]
 
     wanted = items(want, [torch.zeros_like(x) for x in full])
@@ -160,11 +171,11 @@ def test_each_rank_receives_only_the_numbers_that_it_lacks(change: Any, chunk_by
     sizes, old, new = change
     full = numbered(old.shape, torch.int64)
 
-    def do(context: ParallelContext) -> tuple[Moved, dict[str, int]]:
+    def do(context: ParallelContext) -> tuple[ReshardStats, dict[str, int]]:
         x = torch.zeros(new.local_shape(context.coords), dtype=torch.int64)
-        have = Region(old.shape, old, context.coords).item("x", old.slice(full, context.coords))
-        want = Region(new.shape, new, context.coords).item("x", x)
-        found = move_items([have], [want], context.merged("data", "tensor"), chunk_bytes=chunk_bytes)
+        have = FlatRegion(old.shape, old, context.coords).item("x", old.slice(full, context.coords))
+        want = FlatRegion(new.shape, new, context.coords).item("x", x)
+        found = exchange_items([have], [want], context.merged("data", "tensor"), chunk_bytes=chunk_bytes)
         assert torch.equal(x, new.slice(full, context.coords))
         return found, context.coords
 
@@ -175,9 +186,9 @@ def test_each_rank_receives_only_the_numbers_that_it_lacks(change: Any, chunk_by
             assert found.copied == 8 * len(mine & before)
 
 
-def stretches(shape: tuple[int, ...], ranks: int, rank: int) -> Region:
+def stretches(shape: tuple[int, ...], ranks: int, rank: int) -> FlatRegion:
     bounds = even_bounds(prod(shape), ranks)
-    return Region(shape, None, {}, slice(bounds[rank], bounds[rank + 1]))
+    return FlatRegion(shape, None, {}, slice(bounds[rank], bounds[rank + 1]))
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 5, 100])
@@ -192,7 +203,7 @@ def test_stretches_over_four_ranks_become_stretches_over_three(chunk_bytes: int)
         "f": torch.empty(0, 3),
     }
 
-    def items(ranks: int, rank: int, values: dict[str, Tensor]) -> list[Item]:
+    def items(ranks: int, rank: int, values: dict[str, Tensor]) -> list[TensorItem]:
         found = []
         for name, x in values.items():
             region = stretches(tuple(x.shape), ranks, rank)
@@ -231,7 +242,7 @@ def test_numbers_travel_in_the_narrower_dtype_and_are_those_of_to(
     new = torch.zeros(5, 3, dtype=wanted)
     (sender, receiver) = moved(
         [[item_of("x", full, [((0, 0), (5, 3))])], [item_of("x", full, [((0, 0), (1, 3))])]],
-        [[], [Item("x", (5, 3), wanted, [Held((0, 0), new)])]],
+        [[], [TensorItem("x", (5, 3), wanted, [LocalChunk((0, 0), new)])]],
         chunk_bytes=10,
     )
     assert torch.equal(new, full.to(wanted))
@@ -242,17 +253,17 @@ def test_what_a_rank_wants_twice_is_sent_once_in_the_wider_dtype() -> None:
     """A parameter in bf16 and a part of its fp32 master."""
     full = torch.randn(10, generator=torch.Generator().manual_seed(0))
     weight, master = torch.zeros(10, dtype=torch.bfloat16), torch.zeros(4)
-    want = [Item("x", (10,), x.dtype, [Held((at,), x)]) for at, x in ((0, weight), (3, master))]
+    want = [TensorItem("x", (10,), x.dtype, [LocalChunk((at,), x)]) for at, x in ((0, weight), (3, master))]
     _, found = moved([[item_of("x", full, [((0,), (10,))])], []], [[], want])
     assert torch.equal(weight, full.bfloat16()) and torch.equal(master, full[3:7])
-    assert found == Moved(0, 4 * 4 + 6 * 2, 0)
+    assert found == ReshardStats(0, 4 * 4 + 6 * 2, 0)
 
 
 def test_of_what_a_rank_has_twice_the_wider_is_given() -> None:
     full = torch.randn(10, generator=torch.Generator().manual_seed(0))
     have = [item_of("x", full.bfloat16(), [((0,), (10,))]), item_of("x", full, [((3,), (4,))])]
     new = torch.zeros(10)
-    _, found = moved([have, []], [[], [Item("x", (10,), torch.float32, [Held((0,), new)])]])
+    _, found = moved([have, []], [[], [TensorItem("x", (10,), torch.float32, [LocalChunk((0,), new)])]])
     assert torch.equal(new, torch.cat([full[:3].bfloat16().float(), full[3:7], full[7:].bfloat16().float()]))
     assert found.received == 4 * 4 + 6 * 2
 
@@ -261,22 +272,22 @@ def test_one_rank_copies_into_memory_that_trains() -> None:
     full, param = numbered((4, 6)), nn.Parameter(torch.zeros(4, 3))
     found = moved(
         [[item_of("x", full, [((0, 0), (4, 6))])]],
-        [[Item("x", (4, 6), torch.float32, [Held((0, 2), param)])]],
+        [[TensorItem("x", (4, 6), torch.float32, [LocalChunk((0, 2), param)])]],
     )
-    assert found == [Moved(0, 0, 48)]
+    assert found == [ReshardStats(0, 0, 48)]
     assert torch.equal(param, full[:, 2:5]) and param.is_leaf
 
 
 # ------------------------------------------------------------------------------------------- who sends, and in what
 
 
-def whole(name: str, shape: tuple[int, ...]) -> Listed:
-    return Listed(name, shape, torch.float32, [((0,) * len(shape), shape)])
+def whole(name: str, shape: tuple[int, ...]) -> ItemListing:
+    return ItemListing(name, shape, torch.float32, [((0,) * len(shape), shape)])
 
 
-def sent_by(said: Sequence[Said]) -> list[int]:
+def sent_by(said: Sequence[RankListing]) -> list[int]:
     sent = [0] * len(said)
-    for send in plan(said):
+    for send in plan_transfers(said):
         if send.source != send.target:
             sent[send.source] += send.num_bytes
     return sent
@@ -284,22 +295,26 @@ def sent_by(said: Sequence[Said]) -> list[int]:
 
 def test_ranks_that_have_the_same_share_the_sending_by_bytes() -> None:
     names = {f"x{i}": (n, 5) for i, n in enumerate((9, 5, 4, 3, 3))}
-    owner = Said([whole(name, shape) for name, shape in names.items()], [])
-    taker = Said([], owner.have)
+    owner = RankListing([whole(name, shape) for name, shape in names.items()], [])
+    taker = RankListing([], owner.have)
     assert sorted(sent_by([owner, taker, owner, owner])) == [0, 7 * 20, 8 * 20, 9 * 20]
     assert sent_by([taker, owner, taker]) == [0, 2 * 24 * 20, 0]
 
 
 def test_a_rank_that_must_send_what_it_alone_has_sends_less_of_the_rest() -> None:
     alone, both = whole("a", (10, 1)), [whole(f"b{n}", (5, 1)) for n in range(2)]
-    assert sent_by([Said([alone, *both], []), Said(both, []), Said([], [alone, *both])]) == [40, 40, 0]
+    assert sent_by([RankListing([alone, *both], []), RankListing(both, []), RankListing([], [alone, *both])]) == [
+        40,
+        40,
+        0,
+    ]
 
 
 def test_the_plan_is_the_same_whatever_the_order_of_names() -> None:
     names = [whole(f"x{n}", (n % 3 + 1, 4)) for n in range(12)]
-    there = [Said(names, []), Said(names[::-1], []), Said([], names[::-1])]
-    again = [Said(names[::-1], []), Said(names, []), Said([], names)]
-    assert set(plan(there)) == set(plan(again))
+    there = [RankListing(names, []), RankListing(names[::-1], []), RankListing([], names[::-1])]
+    again = [RankListing(names[::-1], []), RankListing(names, []), RankListing([], names)]
+    assert set(plan_transfers(there)) == set(plan_transfers(again))
 
 
 def test_a_pair_sends_one_message_where_all_fits_into_it() -> None:
@@ -309,8 +324,8 @@ def test_a_pair_sends_one_message_where_all_fits_into_it() -> None:
     want = [[item_of(f"x{i}", torch.zeros_like(x), [rows[i][1 - r]]) for i, x in enumerate(full)] for r in range(2)]
 
     def do(context: ParallelContext) -> tuple[int, int]:
-        with Recorder(context) as recorder:
-            move_items(have[context.data.rank], want[context.data.rank], context.data)
+        with CollectiveRecorder(context) as recorder:
+            exchange_items(have[context.data.rank], want[context.data.rank], context.data)
         return recorder.count("send", purpose="move"), recorder.wire_bytes()
 
     assert run_as_threads(do, data=2) == [(1, 12 * 4 + 8 * 2)] * 2
@@ -321,8 +336,8 @@ def test_a_pair_sends_one_message_where_all_fits_into_it() -> None:
     st.integers(1, 100),
 )
 def test_chunks_have_each_number_once_and_are_full(sends: list[tuple[torch.dtype, int]], chunk_bytes: int) -> None:
-    given = [Send(f"x{i}", (2, 1), (n, 3), dtype, 0, 1) for i, (dtype, n) in enumerate(sends)]
-    found = list(chunks(given, chunk_bytes))
+    given = [ChunkTransfer(f"x{i}", (2, 1), (n, 3), dtype, 0, 1) for i, (dtype, n) in enumerate(sends)]
+    found = list(batch_transfers(given, chunk_bytes))
     count = {send.name: torch.zeros(40, 5) for send in given}
     for chunk in found:
         at = 0
@@ -340,7 +355,7 @@ def test_chunks_have_each_number_once_and_are_full(sends: list[tuple[torch.dtype
 @pytest.mark.parametrize("size", range(1, 10))
 def test_messages_that_start_when_both_ends_come_to_them_all_start(size: int) -> None:
     """As NCCL runs them: each rank in its order, a message when it is the next of both."""
-    waiting = [list(order(rank, size)) for rank in range(size)]
+    waiting = [list(message_order(rank, size)) for rank in range(size)]
     assert all(len(each) == 2 * (size - 1) == len(set(each)) for each in waiting)
     while any(waiting):
         ready = [
@@ -359,7 +374,7 @@ def test_the_cost_of_a_plan_grows_as_what_it_says(monkeypatch: pytest.MonkeyPatc
 
     calls = 0
 
-    def counted(one: Stretch, other: Stretch) -> Stretch | None:
+    def counted(one: ChunkBounds, other: ChunkBounds) -> ChunkBounds | None:
         nonlocal calls
         calls += 1
         return overlap(one, other)
@@ -369,10 +384,10 @@ def test_the_cost_of_a_plan_grows_as_what_it_says(monkeypatch: pytest.MonkeyPatc
         calls, pieces = 0, [((a,), (b - a,)) for a, b in pairwise(even_bounds(1000, ranks))]
         names = [f"x{i}" for i in range(tensors)]
         have, want = (
-            [[Listed(name, (1000,), torch.float32, [piece]) for name in names] for piece in each]
+            [[ItemListing(name, (1000,), torch.float32, [piece]) for name in names] for piece in each]
             for each in (pieces, [*pieces[1:], pieces[0]])
         )
-        assert len(list(plan(list(map(Said, have, want))))) == ranks * tensors
+        assert len(list(plan_transfers(list(map(RankListing, have, want))))) == ranks * tensors
         return calls
 
     monkeypatch.setattr(move, "overlap", counted)
@@ -383,19 +398,21 @@ def test_the_cost_of_a_plan_grows_as_what_it_says(monkeypatch: pytest.MonkeyPatc
 # ----------------------------------------------------------------------------------------------------- refusals
 
 
-Asked = Callable[[int, Tensor], tuple[list[Item], list[Item]]]
+Asked = Callable[[int, Tensor], tuple[list[TensorItem], list[TensorItem]]]
 
 
-def no_such_name(rank: int, x: Tensor) -> tuple[list[Item], list[Item]]:
-    return [item_of("layer.weight", x, [((0, 0), (4, 6))])], [Item("layer.weihgt", (4, 6), x.dtype, [])] if rank else []
+def no_such_name(rank: int, x: Tensor) -> tuple[list[TensorItem], list[TensorItem]]:
+    return [item_of("layer.weight", x, [((0, 0), (4, 6))])], [
+        TensorItem("layer.weihgt", (4, 6), x.dtype, [])
+    ] if rank else []
 
 
-def a_missing_part(rank: int, x: Tensor) -> tuple[list[Item], list[Item]]:
+def a_missing_part(rank: int, x: Tensor) -> tuple[list[TensorItem], list[TensorItem]]:
     have = [item_of("x", x, [((2 * min(rank, 1), 0), (2, 5 if rank else 6))])]
     return have, [item_of("x", torch.zeros_like(x), [((0, 2), (4, 4))])] if rank else []
 
 
-def another_shape(rank: int, x: Tensor) -> tuple[list[Item], list[Item]]:
+def another_shape(rank: int, x: Tensor) -> tuple[list[TensorItem], list[TensorItem]]:
     new = torch.zeros(6, 4) if rank else torch.zeros(4, 6)
     return [item_of("x", x, [((0, 0), (4, 6))])], [item_of("x", new, [((0, 0), tuple(new.shape))])]
 
@@ -412,8 +429,8 @@ def another_shape(rank: int, x: Tensor) -> tuple[list[Item], list[Item]]:
 def test_what_cannot_be_is_refused_on_all_ranks_before_anything_moves(asked: Asked, message: str) -> None:
     def do(context: ParallelContext) -> str:
         have, want = asked(context.data.rank, numbered((4, 6)))
-        with Recorder(context) as recorder, pytest.raises(ConfigError, match=message) as raised:
-            move_items(have, want, context.data)
+        with CollectiveRecorder(context) as recorder, pytest.raises(ConfigError, match=message) as raised:
+            exchange_items(have, want, context.data)
         assert recorder.calls == []
         assert all(not held.values.any() for item in want for held in item.held)
         return str(raised.value)
@@ -425,7 +442,7 @@ def test_what_cannot_be_is_refused_on_all_ranks_before_anything_moves(asked: Ask
 def test_chunks_without_bytes_and_unlike_ones_are_refused(given: list[Any]) -> None:
     def do(context: ParallelContext) -> None:
         with pytest.raises(ConfigError, match="chunk_bytes is"):
-            move_items([], [], context.data, chunk_bytes=given[context.data.rank])
+            exchange_items([], [], context.data, chunk_bytes=given[context.data.rank])
 
     run_as_threads(do, data=2)
 
@@ -433,7 +450,7 @@ def test_chunks_without_bytes_and_unlike_ones_are_refused(given: list[Any]) -> N
 # ---------------------------------------------------------------------------------------------------- processes
 
 
-def rows_become_columns(chunk_bytes: int) -> Moved:
+def rows_become_columns(chunk_bytes: int) -> ReshardStats:
     context = ParallelContext.from_world({"tensor": 2, "data": None})
     world = context.merged("data", "tensor")
     full = {f"x{i}": torch.randn(7, 9 + i, generator=torch.Generator().manual_seed(i)) for i in range(3)}
@@ -442,19 +459,19 @@ def rows_become_columns(chunk_bytes: int) -> Moved:
         old = ShardSpec(x.shape, {0: [Split.even(7, 2), EvenSplit("data", context.data.size)]})
         spec = ShardSpec(x.shape, {1: Split.even(x.shape[1], 2)})
         new[name] = spec, torch.zeros(spec.local_shape(context.coords), dtype=torch.bfloat16)
-        have.append(Region(old.shape, old, context.coords).item(name, old.slice(x, context.coords)))
-        want.append(Region(spec.shape, spec, context.coords).item(name, new[name][1]))
-    with Recorder(context) as recorder:
-        found = move_items(have, want, world, chunk_bytes=chunk_bytes)
+        have.append(FlatRegion(old.shape, old, context.coords).item(name, old.slice(x, context.coords)))
+        want.append(FlatRegion(spec.shape, spec, context.coords).item(name, new[name][1]))
+    with CollectiveRecorder(context) as recorder:
+        found = exchange_items(have, want, world, chunk_bytes=chunk_bytes)
     assert recorder.wire_bytes("send", purpose="move") == found.sent
     for name, (spec, values) in new.items():
         assert torch.equal(values, spec.slice(full[name].bfloat16(), context.coords))
     with pytest.raises(ConfigError, match="Rank 1 wants y, which no rank has"):
-        move_items(have, [Region((1,), None, {}).item("y", torch.zeros(1))] if world.rank else [], world)
+        exchange_items(have, [FlatRegion((1,), None, {}).item("y", torch.zeros(1))] if world.rank else [], world)
     return found
 
 
-@pytest.mark.parametrize("chunk_bytes", [20, reshard.CHUNK_BYTES])
+@pytest.mark.parametrize("chunk_bytes", [20, reshard.TRANSFER_BYTES])
 def test_processes_move_what_threads_do(pool4: WorkerPool, chunk_bytes: int) -> None:
     found = pool4.run(rows_become_columns, chunk_bytes)
     held = [(2, 0), (2, 1), (2, 0), (1, 1)]  # (rows, half of the columns)

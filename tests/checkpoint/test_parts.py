@@ -13,7 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardformer.checkpoint.chunks import Item, Region, overlap, share_out, stretch_boxes, without
+from shardformer.checkpoint.chunks import (
+    FlatRegion,
+    TensorItem,
+    assign_writes,
+    flat_range_to_chunks,
+    overlap,
+    subtract_chunks,
+)
 from shardformer.checkpoint.file_format import from_json, to_json, weighted_sum
 from shardformer.errors import InputError
 from shardformer.layout.shard_spec import ShardSpec, Split
@@ -116,13 +123,13 @@ def test_a_stretch_is_the_boxes_that_it_forms(shape: list[int], data: st.DataObj
     begin = data.draw(st.integers(0, numel))
     end = data.draw(st.integers(begin, numel))
     x = torch.arange(numel).view(shape)
-    region = Region(tuple(shape), None, {}, slice(begin, end))
+    region = FlatRegion(tuple(shape), None, {}, slice(begin, end))
     flat = x.reshape(-1)[begin:end]
     held = region.views(flat)
     assert [int(v) for h in held for v in h.values.reshape(-1)] == flat.tolist()
     for h in held:
         assert torch.equal(x[tuple(slice(a, a + n) for a, n in zip(h.start, h.values.shape, strict=True))], h.values)
-    assert len(list(stretch_boxes(tuple(shape), begin, end))) <= max(2 * len(shape) - 1, 1)
+    assert len(list(flat_range_to_chunks(tuple(shape), begin, end))) <= max(2 * len(shape) - 1, 1)
 
 
 Piece = tuple[tuple[int, int], tuple[int, int]]
@@ -135,7 +142,7 @@ def test_without_leaves_what_no_other_piece_has(piece: Piece, others: list[Piece
         (a, b), (n, m) = one
         return {(i, j) for i in range(a, a + n) for j in range(b, b + m)}
 
-    left = list(without(piece, others))
+    left = list(subtract_chunks(piece, others))
     assert set().union(*map(numbers, left)) == numbers(piece).difference(*map(numbers, others))
     assert sum(len(numbers(each)) for each in left) == len(set().union(*map(numbers, left)))
     for other in others:
@@ -151,16 +158,16 @@ def test_each_number_is_written_once_though_ranks_hold_it_together(overlaps: boo
     def do(context: ParallelContext) -> torch.Tensor:
         rank = context.tensor.rank
         if overlaps:
-            region = Region((6, 10), None, {}, slice(0, 60 - 7 * rank))
+            region = FlatRegion((6, 10), None, {}, slice(0, 60 - 7 * rank))
             x = full.reshape(-1)[: 60 - 7 * rank]
         else:
             split = Split((((0, 3),), ((0, 3),), ((3, 6),), ((2, 6),)))
             spec = ShardSpec((6, 10), {0: split})
-            region, x = Region((6, 10), spec, context.coords), spec.slice(full, context.coords)
+            region, x = FlatRegion((6, 10), spec, context.coords), spec.slice(full, context.coords)
         x = full.reshape(-1)[region.stretch] if overlaps else region.spec.slice(full, context.coords)  # type: ignore[union-attr]
         item = region.item("x", x)
         count = torch.zeros(6, 10)
-        for (_, start, size), pieces in share_out([item], context.tensor).items():
+        for (_, start, size), pieces in assign_writes([item], context.tensor).items():
             for piece in pieces:
                 assert overlap(piece, (start, size)) == piece
                 count[tuple(slice(a, a + n) for a, n in zip(*piece, strict=True))] += 1
@@ -172,8 +179,8 @@ def test_each_number_is_written_once_though_ranks_hold_it_together(overlaps: boo
 
 def test_of_what_all_hold_each_writes_about_as_much() -> None:
     def do(context: ParallelContext) -> int:
-        items = [Region((n, 3), None, {}).item(f"x{n}", torch.zeros(n, 3)) for n in (8, 5, 4, 3, 2)]
-        mine = share_out([*items, Item("none", (0, 3), torch.float32, [])], context.data)
+        items = [FlatRegion((n, 3), None, {}).item(f"x{n}", torch.zeros(n, 3)) for n in (8, 5, 4, 3, 2)]
+        mine = assign_writes([*items, TensorItem("none", (0, 3), torch.float32, [])], context.data)
         return sum(math.prod(size) for pieces in mine.values() for _, size in pieces)
 
     assert run_as_threads(do, data=3) == [24, 21, 21]

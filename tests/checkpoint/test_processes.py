@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardformer.checkpoint.load import load_checkpoint
-from shardformer.checkpoint.save import save_checkpoint, start_checkpoint
+from shardformer.checkpoint.save import async_save_checkpoint, save_checkpoint
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.random_state import seed_random
 from shardformer.shard_model_api import shard_model
-from shardformer.verify.small_models import MAIN, Batches, Sample, sample_loss
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel, sample_loss
 from shardformer.weights.state_dict import full_state_dict
-from shardformer.zero.shard_optimizer import zero
+from shardformer.zero.shard_optimizer import shard_optimizer
 
 DROPS = {"resid_pdrop": 0.1, "embd_pdrop": 0.2, "attn_pdrop": 0.1}
 
@@ -30,23 +30,23 @@ def trained(
     """The losses and weights of a run with dropout, that saves in the middle or goes on from there."""
     context = ParallelContext.from_world(sizes)
     seed_random(1 if resume else 0)
-    model = shard_model(Sample("gpt2", changes=DROPS)(), context=context).train()
+    model = shard_model(SmallModel("gpt2", changes=DROPS)(), context=context).train()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=3e-3)
     if stage is not None:
-        optimizer = zero(optimizer, model, stage=stage)
+        optimizer = shard_optimizer(optimizer, model, stage=stage)
     torch.manual_seed(100 + context.data.rank + 10 * resume)
     losses = []
     if resume:
         assert load_checkpoint(folder, model, optimizer).has_random
     saving = None
     for step in range(2 if resume else 0, 4):
-        loss = sample_loss(model, Batches(MAIN["gpt2"], batch=2)(10 * step + context.data.rank))
+        loss = sample_loss(model, RandomBatches(DEFAULT_HEAD["gpt2"], batch=2)(10 * step + context.data.rank))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss))
         if step == 1 and not resume:
-            saving = start_checkpoint(folder, model, optimizer, step=2)
+            saving = async_save_checkpoint(folder, model, optimizer, step=2)
     if saving is not None:
         saving.wait()
     return losses, full_state_dict(model)

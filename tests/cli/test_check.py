@@ -9,7 +9,7 @@ import pytest
 import typer
 
 from shardformer.cli import check as cli_check
-from shardformer.cli.check import Finding, check, measure_all_reduce
+from shardformer.cli.check import CheckResult, check, measure_all_reduce
 from shardformer.errors import WorkerError
 
 
@@ -87,25 +87,25 @@ def test_a_failed_requirement_is_status_1(monkeypatch: pytest.MonkeyPatch, capsy
 
 @pytest.mark.usefixtures("quick")
 def test_a_version_that_is_too_old_fails_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = check.version
+    real = cli_check.version
     monkeypatch.setattr(cli_check, "version", lambda name: "2.10.1+cpu" if name == "torch" else real(name))
-    torch = next(finding for finding in check._versions() if finding.name == "torch")
-    assert torch == Finding("versions", "torch", "failed", "2.10.1+cpu", "pip install 'torch>=2.11'")
+    torch = next(finding for finding in cli_check._versions() if finding.name == "torch")
+    assert torch == CheckResult("versions", "torch", "failed", "2.10.1+cpu", "pip install 'torch>=2.11'")
 
 
 def test_a_missing_optional_part_names_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(check.shutil, "which", lambda name: None)
-    findings = check._optional_parts()
+    monkeypatch.setattr(cli_check.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(cli_check.shutil, "which", lambda name: None)
+    findings = cli_check._optional_parts()
     assert {finding.status for finding in findings} == {"missing"}
     assert all("install" in finding.remedy for finding in findings)
 
 
 def with_version(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
-    found = check.version
+    found = cli_check.version
     monkeypatch.setattr(cli_check, "version", lambda asked: value if asked == name else found(asked))
     if name == "python":
-        monkeypatch.setattr(check.platform, "python_version", lambda: value)
+        monkeypatch.setattr(cli_check.platform, "python_version", lambda: value)
 
 
 @pytest.mark.usefixtures("quick")

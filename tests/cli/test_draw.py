@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from shardformer.cli import main
-from shardformer.pipeline.schedule_chart import as_text
-from shardformer.pipeline.schedules import SCHEDULES, Kind, make_schedule, simulate
+from shardformer.pipeline.schedule_chart import schedule_as_text
+from shardformer.pipeline.schedules import SCHEDULES, ActionKind, make_schedule, simulate
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def test_it_prints_the_picture_in_80_columns(name: str, capsys: pytest.CaptureFi
     assert run("--schedule", name, "--stages", "4", "--micro-batches", "8") == 0
     said = capsys.readouterr().out
     schedule = make_schedule(name, 4, 8)
-    assert said.split() == as_text(schedule, simulate(schedule), width=80).split()
+    assert said.split() == schedule_as_text(schedule, simulate(schedule), width=80).split()
     assert max(map(len, said.splitlines())) <= 80
     assert said.count("rank 3 |") > 1
 
@@ -37,7 +37,7 @@ def test_it_prints_the_picture_in_80_columns(name: str, capsys: pytest.CaptureFi
 def test_durations_and_the_time_on_the_way_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--stages", "2", "--micro-batches", "3", "--durations", "F=1, B=3", "--send", "1") == 0
     schedule = make_schedule("1f1b", 2, 3)
-    timeline = simulate(schedule, {Kind.BACKWARD: 3}, send=1)
+    timeline = simulate(schedule, {ActionKind.BACKWARD: 3}, send=1)
     assert f"{timeline.bubble:.1%} of {timeline.makespan:g} units" in capsys.readouterr().out
 
 

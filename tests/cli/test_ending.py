@@ -14,15 +14,15 @@ from torch.distributed.elastic.multiprocessing.api import PContext, SignalExcept
 
 from shardformer.launcher.shutdown import (
     AT_ONCE_S,
-    ENDS_S,
     FINISHES_S,
     FOLDER,
-    STUCK,
-    VARIABLE,
-    _look,
-    end_soon,
+    SHUTDOWN_TIMEOUT_S,
+    SHUTDOWN_TIMEOUT_VARIABLE,
+    STUCK_PROCESSES,
+    _process_states,
     finishes_on_signals,
     is_ended,
+    set_shutdown_timeout,
 )
 from shardformer.launcher.worker import record_failure
 
@@ -33,7 +33,7 @@ PROCESS: Any = SimpleNamespace(pids=lambda: {0: os.getpid()}, error_files={})
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     """(seconds that torch's launcher waits, whether processes hear that one of them failed), of each close."""
     found: list[tuple[int, bool]] = []
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(SHUTDOWN_TIMEOUT_VARIABLE, raising=False)
     monkeypatch.setattr(PContext, "close", lambda self, death_sig, timeout: found.append((timeout, is_ended())))
     return found
 
@@ -50,7 +50,7 @@ def close(by_signal: bool) -> None:
 
 @pytest.mark.parametrize("saves", [True, False])
 def test_what_saves_has_time_after_a_signal_and_not_after_a_failure(saves: bool, waits: list[Any]) -> None:
-    with end_soon(Namespace(shutdown_timeout=None)):
+    with set_shutdown_timeout(Namespace(shutdown_timeout=None)):
         if saves:
             with finishes_on_signals():
                 close(by_signal=False)
@@ -59,8 +59,8 @@ def test_what_saves_has_time_after_a_signal_and_not_after_a_failure(saves: bool,
         else:
             close(by_signal=False)
             close(by_signal=True)
-    expected = [(ENDS_S, True), (FINISHES_S, False), (AT_ONCE_S, False)]
-    assert waits == (expected if saves else [(ENDS_S, True), (ENDS_S, False)])
+    expected = [(SHUTDOWN_TIMEOUT_S, True), (FINISHES_S, False), (AT_ONCE_S, False)]
+    assert waits == (expected if saves else [(SHUTDOWN_TIMEOUT_S, True), (SHUTDOWN_TIMEOUT_S, False)])
     assert FOLDER not in os.environ
 
 
@@ -82,7 +82,7 @@ def test_ctrl_c_is_not_printed_by_each_rank(
 
 
 def test_the_time_that_is_asked_for_counts(waits: list[Any]) -> None:
-    with end_soon(Namespace(shutdown_timeout=77)), finishes_on_signals():
+    with set_shutdown_timeout(Namespace(shutdown_timeout=77)), finishes_on_signals():
         close(by_signal=True)
     assert waits == [(77, False)]
 
@@ -92,5 +92,5 @@ def test_a_process_that_is_killed_while_it_saves_is_told_so(tmp_path: Path, monk
 
     monkeypatch.setenv(FOLDER, str(tmp_path))
     with finishes_on_signals():
-        _look([os.getpid()], signal.SIGINT, 77)
-    assert "did not finish its step and save within 77 s of SIGINT" in STUCK.pop(os.getpid())
+        _process_states([os.getpid()], signal.SIGINT, 77)
+    assert "did not finish its step and save within 77 s of SIGINT" in STUCK_PROCESSES.pop(os.getpid())

@@ -9,13 +9,13 @@ import pytest
 import transformers
 
 from shardformer.cli import main
-from shardformer.discovery.shrink_config import shrunk
+from shardformer.discovery.shrink_config import shrink_config
 from shardformer.policies.role_policy import RolePolicy
 
 
 @pytest.mark.slow
 def test_it_prints_a_policy_that_can_be_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = shrunk(transformers.AutoConfig.for_model("mistral", architectures=["MistralForCausalLM"]))
+    config = shrink_config(transformers.AutoConfig.for_model("mistral", architectures=["MistralForCausalLM"]))
     config.save_pretrained(tmp_path)
     with pytest.raises(SystemExit) as ended:
         main(["infer", str(tmp_path), "--name", "MistralPolicy"])

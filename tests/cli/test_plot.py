@@ -13,18 +13,18 @@ import pytest
 
 from shardformer.cli import main
 from shardformer.cli.plot import _names
-from shardformer.training.metrics_log import Record, RecordWriter
+from shardformer.training.metrics_log import MetricsRecord, MetricsWriter
 
 needs_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is an extra")
 
 
 def write(folder: Path, steps: int = 19, last: float = 0.5) -> None:
-    writer = RecordWriter(folder)
+    writer = MetricsWriter(folder)
     for step in range(1, steps + 1):
         loss = 2 / step if step < steps else last
         values = {"loss": loss, "tokens_per_s": 1000.0 * step, "grad_norm": 1.0, "memory_bytes": 1e9}
-        writer.write(Record(step, 0, float(step), values))
-    writer.write(Record(steps, 0, float(steps), {"validation/loss": 1.25}))
+        writer.write(MetricsRecord(step, 0, float(step), values))
+    writer.write(MetricsRecord(steps, 0, float(steps), {"validation/loss": 1.25}))
     writer.close()
 
 
@@ -127,7 +127,7 @@ def test_without_matplotlib_the_table_is_printed_and_the_extra_is_named(
 def test_what_cannot_be_is_said_before_anything_is_drawn(
     arguments: tuple[str, ...], message: str, runs: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    RecordWriter("empty").close()
+    MetricsWriter("empty").close()
     if arguments == (".",):
         Path("empty/records.jsonl").unlink()
     code, out, err = said(capsys, *arguments)

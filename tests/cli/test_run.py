@@ -20,8 +20,8 @@ from shardformer.cli.run import parse
 from shardformer.errors import LaunchError, ShardFormerError
 from shardformer.launcher import hostfile as launcher_hostfile
 from shardformer.launcher.failure_report import describe_failures
-from shardformer.launcher.hostfile import Host, find_this_host, read_hostfile, select_hosts
-from shardformer.launcher.shutdown import PLACES
+from shardformer.launcher.hostfile import HostEntry, find_this_host, read_hostfile, select_hosts
+from shardformer.launcher.shutdown import STACK_LOCATIONS
 from tests.scripts import SHARDFORMER
 
 pytestmark = pytest.mark.slow
@@ -111,7 +111,7 @@ def test_the_rank_that_failed_first_is_named_last(tmp_path: Path) -> None:
     last = err.strip().splitlines()[-1]
     how = "(exit code 1|ended by the launcher on its way out)"
     assert re.search(f"rank 1 failed first, {how}: ValueError: label 7 is out of the vocabulary", last), last
-    assert "_worker.py" not in err
+    assert "worker.py" not in err
     assert err.count("Traceback") <= 2  # The workers' own, none of the launcher.
 
 
@@ -295,7 +295,7 @@ def test_the_last_line_says_who(failures: dict[int, Any], ranks: range, words: s
 def test_a_rank_that_did_something_else_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
     lost = ["LostPeerError", "Rank 0 does not reach rank 1", "Ranks make the same calls", "See rank 1"]
     failures = {0: failure(1, lost[1], 5, parts=lost, world_size=2), 1: failure(143)}
-    monkeypatch.setitem(PLACES, 1, '  File "train.py", line 7, in <module>\n    time.sleep(100)')
+    monkeypatch.setitem(STACK_LOCATIONS, 1, '  File "train.py", line 7, in <module>\n    time.sleep(100)')
     said = describe_failures(failures, range(2)).splitlines()
     assert said[-4].startswith("shardformer run: rank 1 had not failed") and said[-1].strip() == "time.sleep(100)"
     fault = {0: failure(1, "ValueError: x", 5), 1: failure(143)}
@@ -307,7 +307,7 @@ def test_a_rank_that_did_something_else_is_named_with_its_line(monkeypatch: pyte
 
 def test_a_host_file_is_read_with_comments_and_without_slots(tmp_path: Path) -> None:
     path = hostfile(tmp_path, "# the cluster\nnode1 slots=4  # first\n\n  node2   slots = 2\n10.0.0.3\n")
-    assert read_hostfile(path) == [Host("node1", 4), Host("node2", 2), Host("10.0.0.3", None)]
+    assert read_hostfile(path) == [HostEntry("node1", 4), HostEntry("node2", 2), HostEntry("10.0.0.3", None)]
 
 
 @pytest.mark.parametrize(
@@ -335,9 +335,9 @@ def test_a_missing_host_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_hosts_are_chosen_in_the_order_of_the_file() -> None:
-    hosts = [Host("a", 1), Host("b", 2), Host("c", 3)]
-    assert select_hosts("c,a", hosts) == [Host("a", 1), Host("c", 3)]
-    assert select_hosts("x, y", None) == [Host("x"), Host("y")]
+    hosts = [HostEntry("a", 1), HostEntry("b", 2), HostEntry("c", 3)]
+    assert select_hosts("c,a", hosts) == [HostEntry("a", 1), HostEntry("c", 3)]
+    assert select_hosts("x, y", None) == [HostEntry("x"), HostEntry("y")]
     for names in ("d", "", "a,a"):
         with pytest.raises(LaunchError) as caught:
             select_hosts(names, hosts)
@@ -348,13 +348,13 @@ def test_this_machine_is_found_by_name_and_by_address(monkeypatch: pytest.Monkey
     monkeypatch.setattr(socket, "gethostname", lambda: "node2")
     monkeypatch.setattr(socket, "getfqdn", lambda: "node2.cluster")
     # No name server is asked: only 127.0.0.1 is an address of this machine.
-    monkeypatch.setattr(cli_run, "_is_local", lambda name: name == "127.0.0.1")
-    assert find_this_host([Host("node1"), Host("node2"), Host("127.0.0.1")]) == 1
-    assert find_this_host([Host("node1.cluster"), Host("NODE2.cluster")]) == 1
-    assert find_this_host([Host("node1.other"), Host("node2.other")]) == 1
-    assert find_this_host([Host("192.0.2.1"), Host("127.0.0.1")]) == 1
+    monkeypatch.setattr(launcher_hostfile, "_is_local", lambda name: name == "127.0.0.1")
+    assert find_this_host([HostEntry("node1"), HostEntry("node2"), HostEntry("127.0.0.1")]) == 1
+    assert find_this_host([HostEntry("node1.cluster"), HostEntry("NODE2.cluster")]) == 1
+    assert find_this_host([HostEntry("node1.other"), HostEntry("node2.other")]) == 1
+    assert find_this_host([HostEntry("192.0.2.1"), HostEntry("127.0.0.1")]) == 1
     with pytest.raises(LaunchError) as caught:
-        find_this_host([Host("node7"), Host("node8")])
+        find_this_host([HostEntry("node7"), HostEntry("node8")])
     assert_four_parts(caught.value, "none of node7, node8")
     assert "--node_rank 0 or 1" in caught.value.remedy
 

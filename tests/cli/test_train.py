@@ -13,7 +13,7 @@ import pytest
 
 from shardformer.cli import main
 from shardformer.cli.train import _count
-from shardformer.config import Parallel
+from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError
 from shardformer.training.metrics_log import read_records
 from tests.runs.files import write_text
@@ -91,9 +91,9 @@ def test_an_option_of_processes_is_refused_where_none_are_started(
 
 
 def test_the_number_of_processes_is_the_layout_s() -> None:
-    assert _count(Parallel(tensor=2, pipe=2), None) == 4
-    assert _count(Parallel(tensor=2), 4) == 4
-    for layout, processes in ((Parallel(tensor=2), 3), (Parallel(tensor=2, data=1), 4)):
+    assert _count(ParallelConfig(tensor=2, pipe=2), None) == 4
+    assert _count(ParallelConfig(tensor=2), 4) == 4
+    for layout, processes in ((ParallelConfig(tensor=2), 3), (ParallelConfig(tensor=2, data=1), 4)):
         with pytest.raises(ConfigError, match=r"--processes"):
             _count(layout, processes)
 
@@ -102,7 +102,7 @@ def test_the_number_of_processes_is_the_layout_s() -> None:
 def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(folder: Path) -> None:
     (folder / "asks.py").write_text(
         "import pathlib, time, shardformer\n"
-        "class Asks(shardformer.Hook):\n"
+        "class Asks(shardformer.hooks.Hook):\n"
         "    def before_forward(self, trainer):\n"
         "        if trainer.step == 1:\n"
         "            pathlib.Path('begun').touch()\n"

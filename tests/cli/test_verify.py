@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from shardformer.cli import main
-from shardformer.local_ranks.worker_pool import Pools, WorkerPool
-from shardformer.verify.small_models import HEADS, Sample
+from shardformer.local_ranks.worker_pool import WorkerPool, WorkerPools
+from shardformer.verify.small_models import HEAD_CLASSES, SmallModel
 from tests.scripts import SHARDFORMER
 
 pytestmark = pytest.mark.slow
@@ -25,7 +25,7 @@ FORGETFUL = """
 from shardformer.mesh.parallel_context import Axis
 from shardformer.tensor_parallel.layers import Linear1D_Row
 from shardformer.policies.models.gpt2 import GPT2Policy
-from shardformer.verify.small_models import Batches, Sample
+from shardformer.verify.small_models import RandomBatches, SmallModel
 
 class Forgetful(GPT2Policy):
     def postprocess(self):
@@ -33,18 +33,18 @@ class Forgetful(GPT2Policy):
         rows[-1].block, rows[-1].axis = None, Axis("tensor")  # it believes to be alone, and leaves its all-reduce out
 
 def forgetful():
-    return {"model_fn": Sample("gpt2"), "batch_fn": Batches("GPT2LMHeadModel"), "policy": Forgetful}
+    return {"model_fn": SmallModel("gpt2"), "batch_fn": RandomBatches("GPT2LMHeadModel"), "policy": Forgetful}
 
 def nan_loss(model, batch):
     return model(**batch).loss * float("nan")
 
 def not_a_number():
-    return {"model_fn": Sample("gpt2"), "batch_fn": Batches("GPT2LMHeadModel"), "loss_fn": nan_loss}
+    return {"model_fn": SmallModel("gpt2"), "batch_fn": RandomBatches("GPT2LMHeadModel"), "loss_fn": nan_loss}
 """
 
 
 @pytest.fixture
-def run(pools: Pools, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def run(pools: WorkerPools, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Runs a command in this process, in the workers of the session: status, standard output and standard error."""
 
     @contextmanager
@@ -68,7 +68,7 @@ def run(pools: Pools, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 @pytest.fixture
 def bert(tmp_path: Path) -> Path:
     folder = tmp_path / "bert"
-    Sample("bert", "BertForTokenClassification")().save_pretrained(folder)
+    SmallModel("bert", "BertForTokenClassification")().save_pretrained(folder)
     return folder
 
 
@@ -116,7 +116,7 @@ def test_all_heads_have_a_line_each_and_one_verdict(run: Run) -> None:
     status, out, _ = run("verify", "llama", "--all-heads", "--steps", "1")
     lines = [line for line in out.splitlines() if line]
     assert status == 0, out
-    assert [line.split()[0] for line in lines[:-1]] == list(HEADS["llama"])
+    assert [line.split()[0] for line in lines[:-1]] == list(HEAD_CLASSES["llama"])
     assert all(" ok " in line for line in lines[:-1]) and lines[-1].startswith("Nobody can tell. 5 heads")
 
 
@@ -124,7 +124,7 @@ def test_all_heads_as_json(run: Run) -> None:
     status, out, _ = run("verify", "gpt2", "--all-heads", "--steps", "1", "--json")
     found = json.loads(out)
     assert status == 0 and found["passed"] is True
-    assert [report["model"] for report in found["reports"]] == list(HEADS["gpt2"])
+    assert [report["model"] for report in found["reports"]] == list(HEAD_CLASSES["gpt2"])
 
 
 def test_a_collective_that_is_left_out_is_told(run: Run, user_module: Path) -> None:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from shardformer.comm import collectives
-from shardformer.comm.recorder import Recorder
+from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.layout.shard_spec import even_bounds
-from shardformer.local_ranks.worker_pool import Pools, WorkerPool
+from shardformer.local_ranks.worker_pool import WorkerPool, WorkerPools
 from shardformer.mesh.parallel_context import Axis
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64]
@@ -27,7 +27,7 @@ def _all_reduce(shape: tuple[int, ...], dtype: torch.dtype, op: str) -> Tensor:
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("op", ["sum", "max"])
-def test_all_reduce(pools: Pools, ranks: int, dtype: torch.dtype, op: str) -> None:
+def test_all_reduce(pools: WorkerPools, ranks: int, dtype: torch.dtype, op: str) -> None:
     shape = (5, 3)
     every = torch.stack([_values(r, shape, dtype) for r in range(ranks)])
     want = {"sum": every.sum(0).to(dtype), "max": every.amax(0)}[op]
@@ -72,7 +72,9 @@ def _gather_and_scatter(length: int, dim: int) -> tuple[bool, bool, bool]:
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("length", [8, 7, 3, 1])
 @pytest.mark.parametrize("dim", [0, 1, 2])
-def test_gather_and_scatter_of_stretches_that_do_not_divide(pools: Pools, ranks: int, length: int, dim: int) -> None:
+def test_gather_and_scatter_of_stretches_that_do_not_divide(
+    pools: WorkerPools, ranks: int, length: int, dim: int
+) -> None:
     assert pools(ranks).run(_gather_and_scatter, length, dim) == [(True, True, True)] * ranks
 
 
@@ -91,7 +93,7 @@ def test_a_scatter_of_16_bit_numbers_adds_in_fp32(pool4: WorkerPool) -> None:
 def _traffic() -> dict[str, tuple[int, int]]:
     axis = Axis.of(None)
     x = torch.zeros(4, 6)
-    with Recorder(axis) as recorder:
+    with CollectiveRecorder(axis) as recorder:
         collectives.all_reduce(x.clone(), axis)
         collectives.all_gather(x, axis, 0)
         collectives.reduce_scatter(x, axis, 0)
@@ -100,7 +102,7 @@ def _traffic() -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_the_recorder_counts_what_the_formula_says(pools: Pools, ranks: int) -> None:
+def test_the_recorder_counts_what_the_formula_says(pools: WorkerPools, ranks: int) -> None:
     full = 4 * 6 * 4
     want = {
         "all_reduce": (1, 2 * (ranks - 1) * full),
@@ -112,7 +114,7 @@ def test_the_recorder_counts_what_the_formula_says(pools: Pools, ranks: int) -> 
 
 def test_an_axis_of_one_communicates_nothing() -> None:
     axis, x = Axis("tensor"), torch.ones(3)
-    with Recorder(axis) as recorder:
+    with CollectiveRecorder(axis) as recorder:
         assert collectives.all_reduce(x, axis) is x
         assert collectives.all_gather(x, axis, 0) is x
         assert collectives.reduce_scatter(x, axis, 0) is x
@@ -121,7 +123,9 @@ def test_an_axis_of_one_communicates_nothing() -> None:
 
 def _objects() -> tuple[list[int], str]:
     axis = Axis.of(None)
-    return collectives.gather_objects(axis.rank * 10, axis), collectives.broadcast_object(f"from {axis.rank}", axis, 1)
+    return collectives.all_gather_objects(axis.rank * 10, axis), collectives.broadcast_object(
+        f"from {axis.rank}", axis, 1
+    )
 
 
 def test_objects(pool2: WorkerPool) -> None:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from shardformer.comm import autograd_collectives
 from shardformer.comm.collectives import all_reduce
-from shardformer.layout.activation_layout import Cut, Dim, Order
+from shardformer.layout.activation_layout import ActivationShard, Dim, IndexOrder
 from shardformer.layout.shard_spec import Split
-from shardformer.local_ranks.worker_pool import Pools
+from shardformer.local_ranks.worker_pool import WorkerPools
 from shardformer.mesh.parallel_context import Axis
 
 B, S, H = 2, 7, 3
@@ -30,32 +30,50 @@ def _even(ranks: int) -> Split:
 
 
 def _striped(ranks: int) -> Split:
-    return Cut(Dim.SEQUENCE, "tensor", Order.STRIPED).split(S, ranks)
+    return ActivationShard(Dim.SEQUENCE, "tensor", IndexOrder.STRIPED).split(S, ranks)
 
 
 def _part(x: Tensor, axis: Axis, split: Split) -> Tensor:
-    return autograd_collectives.own_slices(x, axis, 1, split)
+    return autograd_collectives.local_slices(x, axis, 1, split)
 
 
 # name -> (function of x, how the input and the output are cut, is the input / the output replicated)
 Cuts = Callable[[int], Split] | None
 Case = tuple[Callable[[Tensor, Axis], Tensor], Cuts, Cuts, bool, bool]
 CASES: dict[str, Case] = {
-    "enter_block": (autograd_collectives.enter_block, None, None, True, False),
-    "leave_block": (autograd_collectives.leave_block, None, None, False, True),
-    "gather_input": (lambda x, a: autograd_collectives.gather_input(x, a, 1, S), _even, None, False, False),
-    "scatter_output": (lambda x, a: autograd_collectives.scatter_output(x, a, 1), None, _even, False, False),
-    "split_dim": (lambda x, a: autograd_collectives.split_dim(x, a, 1, _even(a.size)), None, _even, True, False),
-    "join_dim": (lambda x, a: autograd_collectives.join_dim(x, a, 1, _even(a.size)), _even, None, False, True),
+    "enter_block": (autograd_collectives.copy_to_tp_region, None, None, True, False),
+    "leave_block": (autograd_collectives.reduce_from_tp_region, None, None, False, True),
+    "gather_input": (lambda x, a: autograd_collectives.gather_from_sp_region(x, a, 1, S), _even, None, False, False),
+    "scatter_output": (
+        lambda x, a: autograd_collectives.reduce_scatter_to_sp_region(x, a, 1),
+        None,
+        _even,
+        False,
+        False,
+    ),
+    "split_dim": (
+        lambda x, a: autograd_collectives.scatter_to_region(x, a, 1, _even(a.size)),
+        None,
+        _even,
+        True,
+        False,
+    ),
+    "join_dim": (
+        lambda x, a: autograd_collectives.gather_from_region(x, a, 1, _even(a.size)),
+        _even,
+        None,
+        False,
+        True,
+    ),
     "split_dim striped": (
-        lambda x, a: autograd_collectives.split_dim(x, a, 1, _striped(a.size)),
+        lambda x, a: autograd_collectives.scatter_to_region(x, a, 1, _striped(a.size)),
         None,
         _striped,
         True,
         False,
     ),
     "join_dim striped": (
-        lambda x, a: autograd_collectives.join_dim(x, a, 1, _striped(a.size)),
+        lambda x, a: autograd_collectives.gather_from_region(x, a, 1, _striped(a.size)),
         _striped,
         None,
         False,
@@ -81,7 +99,7 @@ def _inner_products(name: str) -> tuple[float, float]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", list(CASES))
-def test_backward_is_the_transpose_of_forward(pools: Pools, ranks: int, name: str) -> None:
+def test_backward_is_the_transpose_of_forward(pools: WorkerPools, ranks: int, name: str) -> None:
     for left, right in pools(ranks).run(_inner_products, name):
         assert left == pytest.approx(right, rel=1e-12)
         assert abs(left) > 1e-3
@@ -91,13 +109,13 @@ def _uneven() -> tuple[Tensor, Tensor]:
     axis = Axis.of(None)
     split = Split((((0, 1),), ((1, 3),), ((3, 6),), ((6, 10),)))
     x = torch.full((2, split.length(axis.rank)), float(axis.rank), requires_grad=True)
-    whole = autograd_collectives.join_dim(x, axis, -1, split)
+    whole = autograd_collectives.gather_from_region(x, axis, -1, split)
     (whole * torch.arange(whole.shape[-1])).sum().backward()
     assert x.grad is not None
     return whole.detach(), x.grad
 
 
-def test_slices_of_any_length_are_joined(pools: Pools) -> None:
+def test_slices_of_any_length_are_joined(pools: WorkerPools) -> None:
     results = pools(4).run(_uneven)
     for whole, _ in results:
         assert whole[0].tolist() == [0, 1, 1, 2, 2, 2, 3, 3, 3, 3]
@@ -107,12 +125,12 @@ def test_slices_of_any_length_are_joined(pools: Pools) -> None:
 def _untouched() -> tuple[bool, bool]:
     axis = Axis.of(None)
     x = torch.ones(3, requires_grad=True)
-    y = autograd_collectives.leave_block(x, axis)
+    y = autograd_collectives.reduce_from_tp_region(x, axis)
     grad = torch.full((3,), 5.0)
-    z = autograd_collectives.enter_block(y, axis)
+    z = autograd_collectives.copy_to_tp_region(y, axis)
     z.backward(grad)
     return torch.equal(x.detach(), torch.ones(3)), torch.equal(grad, torch.full((3,), 5.0))
 
 
-def test_inputs_and_gradients_are_not_written_to(pools: Pools) -> None:
+def test_inputs_and_gradients_are_not_written_to(pools: WorkerPools) -> None:
     assert pools(2).run(_untouched) == [(True, True)] * 2

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardformer.comm.collectives import gather_all, gather_full
-from shardformer.comm.recorder import Recorder
+from shardformer.comm.collectives import gather_full, gather_full_tensors
+from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.layout.shard_spec import ShardSpec, Split
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
@@ -35,8 +35,8 @@ def test_all_at_once_are_what_each_is_alone() -> None:
         local = [spec.slice(x, here).clone() for spec, x in zip(SPECS, full, strict=True)]
         alone = [gather_full(x, spec, context.axis) for x, spec in zip(local, SPECS, strict=True)]
         assert all(torch.equal(a, b) for a, b in zip(alone, full, strict=True))
-        with Recorder(context) as recorder:
-            found = gather_all(local, SPECS, context.axis)
+        with CollectiveRecorder(context) as recorder:
+            found = gather_full_tensors(local, SPECS, context.axis)
         return found, {axis: count for (_, axis, _), (count, _) in recorder.table().items()}
 
     for found, calls in run_as_threads(gather, data=2, tensor=2):

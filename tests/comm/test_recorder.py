@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.comm.collectives import all_reduce, start_all_reduce
-from shardformer.comm.recorder import Recorder
+from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.pipeline.p2p_communication import PointToPoint
@@ -14,7 +14,7 @@ from shardformer.pipeline.p2p_communication import PointToPoint
 
 def test_starts_and_waits_in_order() -> None:
     def collect(context: ParallelContext) -> list[tuple[str, int]]:
-        with Recorder(context) as recorder:
+        with CollectiveRecorder(context) as recorder:
             first = start_all_reduce(torch.zeros(1), context.tensor)
             second = start_all_reduce(torch.zeros(2), context.tensor)
             second.wait()
@@ -31,7 +31,7 @@ def test_starts_and_waits_in_order() -> None:
 def test_what_is_received_is_an_event_and_no_call() -> None:
     def talk(context: ParallelContext) -> tuple[list[str], list[str], int]:
         wires = PointToPoint(context)
-        with Recorder(context) as recorder:
+        with CollectiveRecorder(context) as recorder:
             if context.pipe.rank == 0:
                 wires.send(torch.zeros(2), 1, "activation").wait()
             else:
@@ -63,7 +63,7 @@ def test_a_collective_carries_the_module_and_the_action() -> None:
     def run(context: ParallelContext) -> list[tuple[str, str]]:
         axis = context.tensor
         model = nn.Sequential(Reduce(axis), Reduce(axis, Reduce(axis)))
-        with Recorder(context, model) as recorder:
+        with CollectiveRecorder(context, model) as recorder:
             model(torch.ones(1))
             with context.traffic.within(action="F0@1"):
                 all_reduce(torch.ones(1), axis)

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from shardformer.comm.collectives import all_gather, local_chunk, reduce_scatter
-from shardformer.comm.recorder import Recorder
-from shardformer.local_ranks.worker_pool import Pools
+from shardformer.comm.recorder import CollectiveRecorder
+from shardformer.local_ranks.worker_pool import WorkerPools
 from shardformer.mesh.parallel_context import Axis
-from shardformer.tensor_parallel.region import ring_gather, ring_scatter
+from shardformer.tensor_parallel.region import all_gather_matmul, matmul_reduce_scatter
 
 B, H, F = 2, 3, 5
 
@@ -29,9 +29,9 @@ def _both(length: int) -> tuple[float, float, float, list[str]]:
         product[:, start:end] = stretch @ weight
 
     partial = _random(10 + axis.rank, B, length, H)
-    with Recorder(axis) as recorder:
-        joined = ring_gather(x, axis, length, use)
-        mine = ring_scatter(lambda a, b: partial[:, a:b] @ weight, axis, length)
+    with CollectiveRecorder(axis) as recorder:
+        joined = all_gather_matmul(x, axis, length, use)
+        mine = matmul_reduce_scatter(lambda a, b: partial[:, a:b] @ weight, axis, length)
     whole = all_gather(x, axis, 1, length)
     return (
         float((joined - whole).abs().max()),
@@ -43,7 +43,7 @@ def _both(length: int) -> tuple[float, float, float, list[str]]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("length", [8, 7, 3, 1])
-def test_a_ring_is_the_collective_and_the_matmul(pools: Pools, ranks: int, length: int) -> None:
+def test_a_ring_is_the_collective_and_the_matmul(pools: WorkerPools, ranks: int, length: int) -> None:
     for joined, product, scattered, calls in pools(ranks).run(_both, length):
         assert (joined, calls) == (0.0, ["all_gather", "reduce_scatter"])
         assert product < 1e-12 and scattered < 1e-12

@@ -18,7 +18,7 @@ from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.pipeline.pipeline import modes_of
 from shardformer.training.engine import Engine
-from shardformer.verify.small_models import Sample
+from shardformer.verify.small_models import SmallModel
 
 
 class Settings:
@@ -227,7 +227,7 @@ def test_a_reshape_that_fails_midway_changes_nothing(problem: str, monkeypatch: 
         torch.rand(3)
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(reshape, {"zero": "zero_of", "micro_batches": "pipeline_of"}[problem], fails)
+    monkeypatch.setattr(reshape, {"zero": "shard_optimizers", "micro_batches": "make_pipeline"}[problem], fails)
     groups, seed = engine.optimizer.param_groups, torch.get_rng_state()
     with pytest.raises(RuntimeError, match="no memory"):
         engine.reshape({"zero": 1})
@@ -238,7 +238,7 @@ def test_a_reshape_that_fails_midway_changes_nothing(problem: str, monkeypatch: 
 
 def llama_losses(context: ParallelContext | None, layouts: list[dict[str, Any] | None]) -> list[float]:
     torch.manual_seed(0)
-    made = Sample("llama")().double().train()
+    made = SmallModel("llama")().double().train()
     optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
     sizes = {"tensor": 2} if context is not None else {}
     engine = shardformer.initialize(made, optimizer, parallel=sizes, context=context)

@@ -23,7 +23,7 @@ from torch.utils.data import (
 
 from shardformer.errors import ConfigError, InputError
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.training.data_loader import Batches
+from shardformer.training.data_loader import ShardedDataLoader
 
 
 def place(rank: int = 0, ranks: int = 1, **others: int) -> ParallelContext:
@@ -32,7 +32,7 @@ def place(rank: int = 0, ranks: int = 1, **others: int) -> ParallelContext:
 
 def parts(make: Any, ranks: int, **options: Any) -> list[list[Any]]:
     """For each rank its parts of all batches of an epoch."""
-    return [list(Batches(make(), place(rank, ranks), **options)) for rank in range(ranks)]
+    return [list(ShardedDataLoader(make(), place(rank, ranks), **options)) for rank in range(ranks)]
 
 
 def joined(found: list[list[Tensor]]) -> list[list[int]]:
@@ -61,27 +61,29 @@ def test_the_parts_are_the_whole_batches_whatever_the_number_of_ranks(
     seen = [sample for each in whole for sample in each]
     assert len(seen) == len(set(seen)) == (count - rest if drop else count)
     assert {len(each) for each in whole[:-1]} <= {batch}
-    assert len(Batches(list(range(count)), place(), **options)) == len(whole)  # type: ignore[arg-type]
+    assert len(ShardedDataLoader(list(range(count)), place(), **options)) == len(whole)  # type: ignore[arg-type]
 
 
 def test_ranks_that_differ_along_other_axes_get_the_same() -> None:
-    first, second = (Batches(list(range(9)), place(1, 2, tensor=t), batch_size=4, drop_last=True) for t in (0, 1))
+    first, second = (
+        ShardedDataLoader(list(range(9)), place(1, 2, tensor=t), batch_size=4, drop_last=True) for t in (0, 1)
+    )
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def test_every_epoch_has_its_own_order_and_not_without_shuffle() -> None:
-    batches = Batches(list(range(20)), place(), batch_size=20)
+    batches = ShardedDataLoader(list(range(20)), place(), batch_size=20)
     one, other = (next(iter(list(batches))).tolist() for _ in range(2))
     assert one != other
     assert sorted(one) == sorted(other)
-    plain = Batches(list(range(20)), place(), batch_size=20, shuffle=False)
+    plain = ShardedDataLoader(list(range(20)), place(), batch_size=20, shuffle=False)
     assert next(iter(plain)).tolist() == list(range(20))
 
 
 @pytest.mark.slow
 @given(first=st.integers(1, 7), then=st.integers(1, 7), steps=st.integers(0, 12))
 def test_a_run_goes_on_at_the_same_sample(first: int, then: int, steps: int) -> None:
-    def samples(batches: Batches, number: int) -> list[int]:
+    def samples(batches: ShardedDataLoader, number: int) -> list[int]:
         found: list[int] = []
         while number:
             for batch in batches:
@@ -92,10 +94,10 @@ def test_a_run_goes_on_at_the_same_sample(first: int, then: int, steps: int) -> 
         return found
 
     data = list(range(17))
-    whole = samples(Batches(data, place(), batch_size=1), 17 * 15)
-    before = Batches(data, place(), batch_size=first)
+    whole = samples(ShardedDataLoader(data, place(), batch_size=1), 17 * 15)
+    before = ShardedDataLoader(data, place(), batch_size=first)
     found = samples(before, steps)
-    after = Batches(data, place(), batch_size=then, seed=99)
+    after = ShardedDataLoader(data, place(), batch_size=then, seed=99)
     after.load_state(before.state())
     found += samples(after, 4)
     assert found == whole[: len(found)]
@@ -129,7 +131,10 @@ def test_what_samples_draw_depends_on_neither_layout_nor_workers_nor_a_restart()
     assert rows(2) == expected
     assert rows(4) == expected
     assert rows(1, num_workers=2) == expected
-    begun, goes_on = Batches(Noisy(), place(), batch_size=4), Batches(Noisy(), place(), batch_size=4)
+    begun, goes_on = (
+        ShardedDataLoader(Noisy(), place(), batch_size=4),
+        ShardedDataLoader(Noisy(), place(), batch_size=4),
+    )
     next(iter(begun))
     goes_on.load_state(begun.state())
     assert [row for batch in goes_on for row in batch.tolist()] == expected[4:]
@@ -145,9 +150,9 @@ def test_the_random_numbers_of_training_stay_where_they_are(workers: int) -> Non
     torch.manual_seed(0)
     numpy.random.seed(0)
     random.seed(0)
-    list(Batches(Noisy(), place(), batch_size=4, num_workers=workers, collate_fn=noisy_collate))
-    list(Batches(DataLoader(Noisy(), 4, shuffle=True), place()))
-    list(Batches(Rows(Noisy()), place(), batch_size=4))
+    list(ShardedDataLoader(Noisy(), place(), batch_size=4, num_workers=workers, collate_fn=noisy_collate))
+    list(ShardedDataLoader(DataLoader(Noisy(), 4, shuffle=True), place()))
+    list(ShardedDataLoader(Rows(Noisy()), place(), batch_size=4))
     assert (float(torch.rand(())), numpy.random.rand(), random.random()) == expected
 
 
@@ -195,7 +200,7 @@ def test_a_loader_of_the_user_keeps_its_order_and_size() -> None:
 
 
 def test_a_sampler_of_the_user_says_the_order() -> None:
-    batches = Batches(loader(batch_size=6, sampler=Stepping(11)), place(0, 2))
+    batches = ShardedDataLoader(loader(batch_size=6, sampler=Stepping(11)), place(0, 2))
     assert [batch[0].tolist() for batch in batches] == [[0, 1, 2], [6, 7, 8]]
     assert [batch[0].tolist() for batch in batches] == [[1, 2, 3], [7, 8, 9]]
     weighted = WeightedRandomSampler([1.0] * 11, 8, generator=torch.Generator())
@@ -206,7 +211,7 @@ def test_a_sampler_of_the_user_says_the_order() -> None:
 def test_batches_that_the_users_sampler_makes_are_shared_out() -> None:
     own = [[3, 1, 2], [5, 4], [6, 7, 8, 9]]
     assert firsts(parts(lambda: loader(batch_sampler=own), 2)) == own
-    begun, goes_on = (Batches(loader(batch_sampler=own), place()) for _ in range(2))
+    begun, goes_on = (ShardedDataLoader(loader(batch_sampler=own), place()) for _ in range(2))
     next(iter(begun))
     goes_on.load_state(begun.state())
     assert [batch[0].tolist() for batch in goes_on] == own[1:]
@@ -227,7 +232,7 @@ def test_streams_are_shared_out_as_they_come() -> None:
     assert found[1][0]["words"] == ["no. 2", "no. 3"]
     whole = parts(lambda: DataLoader(Rows(data), batch_size=3), 3)
     assert [batch["x"].tolist() for batch in whole[2]] == [[2], [5], [8]]
-    begun, goes_on = (Batches(Rows(data), place(), batch_size=3) for _ in range(2))
+    begun, goes_on = (ShardedDataLoader(Rows(data), place(), batch_size=3) for _ in range(2))
     next(iter(begun))
     goes_on.load_state(begun.state())
     assert [batch["x"].tolist() for batch in goes_on] == [[3, 4, 5], [6, 7, 8]]
@@ -235,7 +240,7 @@ def test_streams_are_shared_out_as_they_come() -> None:
 
 def test_lists_of_numbers_become_tensors() -> None:
     data = [{"ids": [1, 2, 3], "label": 1, "array": numpy.ones(2), "word": "a"} for _ in range(4)]
-    (batch,) = Batches(data, place(), batch_size=4)
+    (batch,) = ShardedDataLoader(data, place(), batch_size=4)
     assert batch["ids"].shape == (4, 3)
     assert batch["array"].shape == (4, 2)
     assert batch["label"].tolist() == [1] * 4
@@ -245,7 +250,7 @@ def test_lists_of_numbers_become_tensors() -> None:
 def test_a_last_batch_that_is_too_small_can_be_merged() -> None:
     found = joined(parts(lambda: list(range(9)), 2, batch_size=4, merge_last=True, shuffle=False))
     assert found == [[0, 1, 2, 3], [4, 5, 6, 7, 8]]
-    assert len(Batches(list(range(9)), place(0, 2), batch_size=4, merge_last=True)) == 2
+    assert len(ShardedDataLoader(list(range(9)), place(0, 2), batch_size=4, merge_last=True)) == 2
 
 
 # ------------------------------------------------------------------------------------------------------------ bad input
@@ -276,19 +281,21 @@ def test_a_last_batch_that_is_too_small_can_be_merged() -> None:
 )
 def test_data_that_cannot_be_shared_out_is_refused(source: Any, options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        Batches(source, place(0, 2), **options)
+        ShardedDataLoader(source, place(0, 2), **options)
 
 
 def test_what_is_found_out_on_the_way_is_refused_too() -> None:
     with pytest.raises(InputError, match="'ids' of the shapes"):
-        list(Batches([{"ids": [1]}, {"ids": [1, 2]}], place(), batch_size=2))
-    once = Batches(iter([1, 2]), place(), batch_size=2)
+        list(ShardedDataLoader([{"ids": [1]}, {"ids": [1, 2]}], place(), batch_size=2))
+    once = ShardedDataLoader(iter([1, 2]), place(), batch_size=2)
     assert len(list(once)) == 1
     with pytest.raises(InputError, match="gave nothing in epoch 2"):
         list(once)
     with pytest.raises(ConfigError, match="does not know its length"):
         len(once)
     with pytest.raises(InputError, match="A batch of 1 samples for 2 data ranks"):
-        list(Batches(Rows([1, 2, 3]), place(0, 2), batch_size=2))
+        list(ShardedDataLoader(Rows([1, 2, 3]), place(0, 2), batch_size=2))
     with pytest.raises(ConfigError, match="Give the same data"):
-        Batches([1, 2], place(), batch_size=1).load_state(Batches([1], place(), batch_size=1).state())
+        ShardedDataLoader([1, 2], place(), batch_size=1).load_state(
+            ShardedDataLoader([1], place(), batch_size=1).state()
+        )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardformer.errors import InputError
-from shardformer.training.data_sources import collated
+from shardformer.training.data_sources import collate_samples
 
 
 @pytest.mark.parametrize(
@@ -30,17 +30,17 @@ from shardformer.training.data_sources import collated
     ],
 )
 def test_numbers_become_a_tensor(values: list[Any], expected: Tensor) -> None:
-    found = collated([{"x": value} for value in values])["x"]
+    found = collate_samples([{"x": value} for value in values])["x"]
     assert found.dtype == expected.dtype
     assert torch.equal(found, expected)
 
 
 def test_words_stay_a_list() -> None:
-    assert collated([{"text": "a"}, {"text": "bc"}]) == {"text": ["a", "bc"]}
+    assert collate_samples([{"text": "a"}, {"text": "bc"}]) == {"text": ["a", "bc"]}
 
 
 def test_other_samples_are_put_together_as_torch_does_it() -> None:
-    inputs, targets = collated([(torch.ones(2), 1), (torch.ones(2), 0)])
+    inputs, targets = collate_samples([(torch.ones(2), 1), (torch.ones(2), 0)])
     assert inputs.shape == (2, 2)
     assert targets.tolist() == [1, 0]
 
@@ -59,4 +59,4 @@ def test_other_samples_are_put_together_as_torch_does_it() -> None:
 )
 def test_samples_that_do_not_fit_together_are_refused(samples: list[dict[str, Any]], said: str) -> None:
     with pytest.raises(InputError, match=said):
-        collated(samples)
+        collate_samples(samples)

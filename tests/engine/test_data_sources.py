@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 from shardformer import random_state
 from shardformer.errors import ConfigError, InputError
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.training.data_loader import Batches
+from shardformer.training.data_loader import ShardedDataLoader
 
 
 def place(rank: int = 0, ranks: int = 1) -> ParallelContext:
@@ -35,21 +35,21 @@ class Process(Dataset[Any]):
 def test_a_sampler_of_torch_that_makes_batches_chooses_the_samples() -> None:
     """The loader has no batch size of its own then, and another sampler that it does not use."""
     made = BatchSampler(range(9, -1, -1), 4, drop_last=False)
-    parts = [list(Batches(DataLoader(range(10), batch_sampler=made), place(rank, 2))) for rank in range(2)]
+    parts = [list(ShardedDataLoader(DataLoader(range(10), batch_sampler=made), place(rank, 2))) for rank in range(2)]
     assert [part.tolist() for part in parts[0]] == [[9, 8], [5, 4], [1]]
     assert [part.tolist() for part in parts[1]] == [[7, 6], [3, 2], [0]]
     short = DataLoader(range(10), batch_sampler=BatchSampler(range(10), 4, drop_last=True))
-    assert [part.tolist() for part in Batches(short, place())] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [part.tolist() for part in ShardedDataLoader(short, place())] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 @pytest.mark.slow
 def test_workers_that_persist_are_the_same_in_every_epoch() -> None:
     options: dict[str, Any] = {"batch_size": 2, "num_workers": 1}
-    batches = Batches(DataLoader(Process(), persistent_workers=True, **options), place())
+    batches = ShardedDataLoader(DataLoader(Process(), persistent_workers=True, **options), place())
     next(iter(batches))  # a loop that is broken off
     rest, again = (torch.cat(list(batches)) for _ in range(2))
     assert len({*rest[:, 0].tolist(), *again[:, 0].tolist(), os.getpid()}) == 2
-    plain = Batches(DataLoader(Process(), batch_size=2), place())
+    plain = ShardedDataLoader(DataLoader(Process(), batch_size=2), place())
     expected = [torch.cat(list(plain))[:, 1] for _ in range(2)]
     assert torch.equal(rest[:, 1], expected[0][2:])
     assert torch.equal(again[:, 1], expected[1])
@@ -59,25 +59,26 @@ def test_workers_that_persist_are_the_same_in_every_epoch() -> None:
 def test_what_a_worker_finds_wrong_is_said_as_it_is() -> None:
     samples = [{"ids": [1]}, {"ids": [1, 2]}]
     with pytest.raises(InputError, match=r"^The samples of a batch have 'ids' of the shapes"):
-        list(Batches(samples, place(), batch_size=2, num_workers=1))
+        list(ShardedDataLoader(samples, place(), batch_size=2, num_workers=1))
 
 
 def test_batches_of_a_sampler_that_are_too_small() -> None:
     loader: DataLoader[Any] = DataLoader(list(range(5)), batch_sampler=[[0, 1], [2, 3], [4]])  # type: ignore[arg-type]
-    assert len(Batches(loader, place())) == 3
+    assert len(ShardedDataLoader(loader, place())) == 3
     with pytest.raises(InputError, match="A batch of 1 samples for 2 data ranks"):
-        next(iter(Batches(loader, place(0, 2))))
+        next(iter(ShardedDataLoader(loader, place(0, 2))))
     merged = [
-        torch.cat(parts).tolist() for parts in zip(*(Batches(loader, place(r, 2), merge_last=True) for r in (0, 1)))
+        torch.cat(parts).tolist()
+        for parts in zip(*(ShardedDataLoader(loader, place(r, 2), merge_last=True) for r in (0, 1)))
     ]
     assert merged == [[0, 1], [2, 3, 4]]
 
 
 def test_what_is_left_for_more_ranks_than_it_has_samples() -> None:
-    before = Batches(list(range(12)), place(0, 3), batch_size=3)
+    before = ShardedDataLoader(list(range(12)), place(0, 3), batch_size=3)
     for _ in zip(range(3), before):
         pass
-    after = Batches(list(range(12)), place(3, 4), batch_size=4)
+    after = ShardedDataLoader(list(range(12)), place(3, 4), batch_size=4)
     after.load_state(before.state())
     with pytest.raises(InputError, match="A batch of 3 samples for 4 data ranks"):
         next(iter(after))
@@ -88,7 +89,7 @@ def test_a_generator_of_the_user_is_left_alone() -> None:
     before = generator.get_state()
     data = list(range(6))
     sampler = RandomSampler(data, replacement=True, generator=generator)
-    orders = [[b.tolist() for b in Batches(DataLoader(data, 3, sampler=sampler), place())] for _ in range(2)]  # type: ignore[arg-type]
+    orders = [[b.tolist() for b in ShardedDataLoader(DataLoader(data, 3, sampler=sampler), place())] for _ in range(2)]  # type: ignore[arg-type]
     assert orders[0] == orders[1]
     assert sampler.generator is generator
     assert torch.equal(generator.get_state(), before)
@@ -111,14 +112,14 @@ def test_a_sampler_may_give_names_and_tensors() -> None:
 
         __iter__ = staticmethod(numbers)
 
-    assert list(Batches(DataLoader(Words(), 2, sampler=["a", "b"]), place())) == [["aa", "bb"]]  # type: ignore[arg-type]
-    (batch,) = Batches(DataLoader([5, 6, 7], 2, sampler=Numbers()), place())  # type: ignore[arg-type]
+    assert list(ShardedDataLoader(DataLoader(Words(), 2, sampler=["a", "b"]), place())) == [["aa", "bb"]]  # type: ignore[arg-type]
+    (batch,) = ShardedDataLoader(DataLoader([5, 6, 7], 2, sampler=Numbers()), place())  # type: ignore[arg-type]
     assert batch.tolist() == [7, 5]
 
 
 def test_shuffling_can_be_taken_from_a_loader() -> None:
     data: Any = list(range(6))
-    found = Batches(DataLoader(data, 3, shuffle=True), place(), shuffle=False)
+    found = ShardedDataLoader(DataLoader(data, 3, shuffle=True), place(), shuffle=False)
     assert [batch.tolist() for batch in found] == [[0, 1, 2], [3, 4, 5]]
 
 
@@ -136,7 +137,7 @@ def test_shuffling_can_be_taken_from_a_loader() -> None:
 )
 def test_what_would_be_ignored_is_refused(source: Any, options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        Batches(source, place(), **options)
+        ShardedDataLoader(source, place(), **options)
 
 
 def test_ranks_that_are_threads_draw_one_behind_the_other() -> None:
@@ -152,15 +153,15 @@ def test_ranks_that_are_threads_draw_one_behind_the_other() -> None:
         thread.start()
         thread.join()
 
-    own = random_state.OwnRandom(1)
+    own = random_state.PrivateRandomState(1)
     with own.drawing():
         ask()
         first = torch.rand(3)
-    with own.drawing(), random_state.drawing_from(2):  # a data set that is made of another run's data
+    with own.drawing(), random_state.seeded(2):  # a data set that is made of another run's data
         ask()
     with own.drawing():
         second = torch.rand(3)
     ask()
     assert free == [False, False, True]
-    with random_state.drawing_from(1):
+    with random_state.seeded(1):
         assert torch.equal(torch.cat([first, second]), torch.rand(6))

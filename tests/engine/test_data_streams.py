@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from shardformer.errors import InputError
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.training.data_loader import Batches
+from shardformer.training.data_loader import ShardedDataLoader
 
 
 def place(rank: int = 0, ranks: int = 1) -> ParallelContext:
@@ -57,9 +57,9 @@ MAKES: dict[str, Callable[[int, int], tuple[Any, dict[str, Any]]]] = {
 @pytest.mark.parametrize("kind", MAKES)
 @given(first=st.integers(2, 5), then=st.integers(2, 5), steps=st.integers(0, 2))
 def test_a_run_goes_on_at_the_same_sample(kind: str, first: int, then: int, steps: int) -> None:
-    def made(size: int) -> Batches:
+    def made(size: int) -> ShardedDataLoader:
         source, options = MAKES[kind](10, size)
-        return Batches(source, place(), **options)
+        return ShardedDataLoader(source, place(), **options)
 
     expected = rows(made(first))
     begun, goes_on = made(first), made(then)
@@ -73,14 +73,14 @@ def test_a_run_goes_on_at_the_same_sample(kind: str, first: int, then: int, step
 @pytest.mark.parametrize("kind", MAKES)
 def test_a_loop_that_was_broken_off_goes_on(kind: str) -> None:
     source, options = MAKES[kind](10, 4)
-    batches = Batches(source, place(), **options)
+    batches = ShardedDataLoader(source, place(), **options)
     found = [row for _, batch in zip(range(1), batches) for row in batch.tolist()]
     assert [row[0] for row in [*found, *rows(batches)]] == list(range(10))
     assert batches.epoch == 1
 
 
 def test_what_can_be_gone_through_once_does_not_go_back() -> None:
-    batches = Batches(iter(range(10)), place(), batch_size=4)
+    batches = ShardedDataLoader(iter(range(10)), place(), batch_size=4)
     next(iter(batches))
     batches.rewind()
     with pytest.raises(InputError, match="read up to sample 4, and was to go on at 0"):
@@ -91,7 +91,7 @@ def test_ranks_that_put_samples_together_draw_other_numbers() -> None:
     def noise(samples: list[Any]) -> Tensor:
         return torch.rand(3)
 
-    one, other = (next(iter(Batches(Count(4), place(r, 2), batch_size=4, collate_fn=noise))) for r in (0, 1))
+    one, other = (next(iter(ShardedDataLoader(Count(4), place(r, 2), batch_size=4, collate_fn=noise))) for r in (0, 1))
     assert not torch.equal(one, other)
 
 
@@ -105,7 +105,7 @@ def test_ranks_that_put_samples_together_draw_other_numbers() -> None:
 )
 @pytest.mark.parametrize("make", [lambda: Count(9), lambda: Counted(9), lambda: iter(Count(9)), lambda: list(Count(9))])
 def test_the_end_is_the_same_as_that_of_a_list(ends: dict[str, bool], expected: Any, make: Any) -> None:
-    found = [Batches(make(), place(r, 2), batch_size=4, shuffle=None, **ends) for r in (0, 1)]
+    found = [ShardedDataLoader(make(), place(r, 2), batch_size=4, shuffle=None, **ends) for r in (0, 1)]
     whole = [torch.cat(parts)[:, 0].tolist() for parts in zip(*found, strict=True)]
     if isinstance(make(), list):
         assert [len(batch) for batch in whole] == [len(batch) for batch in expected]
@@ -114,22 +114,22 @@ def test_the_end_is_the_same_as_that_of_a_list(ends: dict[str, bool], expected: 
 
 
 def test_merging_reads_nothing_ahead_that_a_broken_loop_would_lose() -> None:
-    batches = Batches(iter(range(9)), place(0, 2), batch_size=4, merge_last=True)
+    batches = ShardedDataLoader(iter(range(9)), place(0, 2), batch_size=4, merge_last=True)
     assert next(iter(batches)).tolist() == [0, 1]
     assert [batch.tolist() for batch in batches] == [[4, 5, 6]]
 
 
 def test_a_stream_that_gives_no_batch_is_refused() -> None:
     with pytest.raises(InputError, match="gave nothing in epoch 1"):
-        list(Batches(Count(0), place(), batch_size=4))
+        list(ShardedDataLoader(Count(0), place(), batch_size=4))
     with pytest.raises(InputError, match="gave nothing in epoch 1"):
-        list(Batches(Count(3), place(), batch_size=4, drop_last=True))
+        list(ShardedDataLoader(Count(3), place(), batch_size=4, drop_last=True))
 
 
 def test_lengths_that_are_known() -> None:
-    assert len(Batches(Counted(9), place(), batch_size=4)) == 3
-    assert len(Batches(DataLoader(Counted(9), 4), place())) == 3
-    assert len(Batches(DataLoader(Counted(9), 4), place(), accumulate=2)) == 2
+    assert len(ShardedDataLoader(Counted(9), place(), batch_size=4)) == 3
+    assert len(ShardedDataLoader(DataLoader(Counted(9), 4), place())) == 3
+    assert len(ShardedDataLoader(DataLoader(Counted(9), 4), place(), accumulate=2)) == 2
 
 
 def test_random_numbers_of_a_loader_are_its_own_and_the_same_on_all_ranks() -> None:
@@ -140,7 +140,7 @@ def test_random_numbers_of_a_loader_are_its_own_and_the_same_on_all_ranks() -> N
 
     def found(ranks: int) -> list[list[int]]:
         made = (DataLoader(data, batch_size=None, shuffle=True, generator=generator) for _ in range(ranks))  # type: ignore[arg-type]
-        parts = zip(*(Batches(loader, place(r, ranks)) for r, loader in enumerate(made)), strict=True)
+        parts = zip(*(ShardedDataLoader(loader, place(r, ranks)) for r, loader in enumerate(made)), strict=True)
         return [torch.cat(each).tolist() for each in parts]
 
     assert found(1) == found(2)

@@ -10,25 +10,25 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from shardformer.config import Parallel
+from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError, InputError, ShardFormerError
 from shardformer.local_ranks.threads import run_as_threads
-from shardformer.local_ranks.worker_pool import Pools, WorkerPool
+from shardformer.local_ranks.worker_pool import WorkerPool, WorkerPools
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.training.data_sources import shuffled
+from shardformer.training.data_sources import epoch_seed
 from shardformer.training.engine import Engine
-from shardformer.training.initialize import LAUNCHED, grid_of, initialize
-from shardformer.verify.small_models import Sample
+from shardformer.training.initialize import LAUNCHER_VARIABLES, initialize, make_context
+from shardformer.verify.small_models import SmallModel
 from shardformer.weights.state_dict import full_state_dict
 
-GPT2 = Sample("gpt2", changes={"n_layer": 4})
+GPT2 = SmallModel("gpt2", changes={"n_layer": 4})
 EXACT = 1e-6
 """GPT-2 computes its loss in fp32: another cut of a batch rounds otherwise."""
 
 Losses = list[float]
 
 
-def plain(sample: Sample = GPT2) -> nn.Module:
+def plain(sample: SmallModel = GPT2) -> nn.Module:
     torch.manual_seed(0)
     return sample().double().train()
 
@@ -54,7 +54,7 @@ def alone() -> tuple[Losses, dict[str, Tensor]]:
     losses = []
     samples = rows()
     for epoch in range(2):
-        order = torch.randperm(len(samples), generator=shuffled(0, epoch)).tolist()
+        order = torch.randperm(len(samples), generator=epoch_seed(0, epoch)).tolist()
         for start in range(0, len(order), 6):
             batch = [samples[i] for i in order[start : start + 6]]
             loss = model(**{k: torch.stack([s[k] for s in batch]) for k in batch[0]}).loss
@@ -130,7 +130,7 @@ def _seen_by_norms() -> list[Tensor]:
     """What layer norms are given in some steps, where tensor ranks hold slices of other sizes."""
     torch.manual_seed(0)
     parallel = {"tensor": 2, "data": 2, "zero": 3}
-    model = Sample("bert", changes={"vocab_size": 131})().double().train()
+    model = SmallModel("bert", changes={"vocab_size": 131})().double().train()
     engine = initialize(
         model, torch.optim.AdamW(model.parameters(), 1e-3), None, rows(), parallel=parallel, batch_size=4
     )
@@ -406,7 +406,7 @@ def test_where_it_is_refused_the_optimizer_has_its_parameters_still() -> None:
     optimizer = sgd(model)
     context = ParallelContext.of({"tensor": 3})
     with pytest.raises(ShardFormerError):
-        initialize(model, optimizer, context=context, parallel=Parallel(tensor=3))
+        initialize(model, optimizer, context=context, parallel=ParallelConfig(tensor=3))
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
 
 
@@ -423,7 +423,7 @@ def test_where_it_is_refused_the_optimizer_has_its_parameters_still() -> None:
 def test_a_layout_fits_another_number_of_processes(
     asked: dict[str, Any], processes: int, sizes: tuple[int, int, int]
 ) -> None:
-    fitted = Parallel(**asked).fit(processes)
+    fitted = ParallelConfig(**asked).fit(processes)
     assert (fitted.data, fitted.pipe, fitted.tensor) == sizes
 
 
@@ -434,7 +434,7 @@ def _resumed(tmp: str, first: dict[str, Any], then: dict[str, Any], dropout: flo
     """Seven steps without a break, against three, a checkpoint, and four more under another layout."""
 
     def run(parallel: dict[str, Any], start: Callable[[Engine], None], steps: int) -> tuple[Losses, Engine]:
-        model = plain(Sample("gpt2", changes={"n_layer": 4, "resid_pdrop": dropout}))
+        model = plain(SmallModel("gpt2", changes={"n_layer": 4, "resid_pdrop": dropout}))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
         engine = initialize(model, optimizer, train_data=rows(), batch_size=6, scheduler=scheduler, parallel=parallel)
@@ -469,13 +469,13 @@ def test_a_pipeline_goes_on_to_the_bit(pool2: WorkerPool, tmp_path: Any) -> None
     assert max(pool2.run(_resumed, str(tmp_path), {"pipe": 2, "zero": 1}, {"pipe": 2, "zero": 1})) == 0.0
 
 
-def test_it_goes_on_under_another_layout(pools: Pools, tmp_path: Any) -> None:
+def test_it_goes_on_under_another_layout(pools: WorkerPools, tmp_path: Any) -> None:
     assert max(pools(4).run(_resumed, str(tmp_path), {"tensor": 2, "zero": 2}, {"pipe": 2, "tensor": 2}, 0.0)) < EXACT
 
 
 def test_one_process_without_a_launcher_trains_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    for name in (*LAUNCHED, "LOCAL_RANK"):
+    for name in (*LAUNCHER_VARIABLES, "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    assert grid_of(None, Parallel()).device == torch.device("cuda", 0)
+    assert make_context(None, ParallelConfig()).device == torch.device("cuda", 0)

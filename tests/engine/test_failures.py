@@ -162,7 +162,7 @@ def test_a_load_that_fails_on_one_rank_changes_nothing_on_any(zero: int | None, 
     run_as_threads(do, data=2)
 
 
-class Refuses(shardformer.Hook):
+class Refuses(shardformer.hooks.Hook):
     def __init__(self) -> None:
         self.value = 1
 
@@ -246,12 +246,12 @@ BAD: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", BAD)
 @pytest.mark.parametrize("sizes", [{"data": 2}, {"tensor": 2}], ids=str)
 def test_initialize_that_fails_can_be_called_again(case: str, sizes: dict[str, int]) -> None:
-    from shardformer.verify.small_models import Sample
+    from shardformer.verify.small_models import SmallModel
 
     def do(context: ParallelContext) -> tuple[float, float]:
         def plain() -> Any:
             torch.manual_seed(0)
-            return Sample("llama")().double().train()
+            return SmallModel("llama")().double().train()
 
         ids = torch.randint(3, 60, (4, 8), generator=torch.Generator().manual_seed(0))
         given = {"input_ids": ids, "labels": ids}

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardformer.config import Parallel
+from shardformer.config import ParallelConfig
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.training.initialize import initialize
-from shardformer.verify.small_models import Sample
+from shardformer.verify.small_models import SmallModel
 from shardformer.weights.state_dict import full_state_dict
 
 IDS = torch.randint(3, 60, (4, 8), generator=torch.Generator().manual_seed(1))
@@ -23,7 +23,7 @@ GRIDS = {"tensor": {"tensor": 2}, "sequence": {"sequence": 2}, "data": {"data": 
 
 
 def model_of(**config: Any) -> Any:
-    model = Sample("llama")().double().train()
+    model = SmallModel("llama")().double().train()
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(3.0)  # so that attention matters
@@ -43,7 +43,7 @@ def check(plain: Any, batch: dict[str, Any], loss: Tensor, grid: dict[str, int],
         model = models[context.rank]
         rows = slice(2 * context.data.rank, 2 * context.data.rank + 2) if context.data.size > 1 else slice(None)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine = initialize(model, optimizer, loss_fn, context=context, parallel=Parallel(**grid))
+        engine = initialize(model, optimizer, loss_fn, context=context, parallel=ParallelConfig(**grid))
         found = engine.train_step({name: value[rows] for name, value in batch.items()})
         assert found.item() == pytest.approx(loss.item(), abs=1e-6)  # transformers computes it in fp32
         for name, value in full_state_dict(engine.model).items():

@@ -17,7 +17,7 @@ from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.pipeline.pipeline import evaluating, modes_of, set_modes
 from shardformer.training.engine import Engine
-from shardformer.verify.small_models import MAIN, Batches, Sample
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel
 
 
 class Classifier(nn.Module):
@@ -134,8 +134,8 @@ def test_a_part_alone_in_train_mode_is_all_that_trains() -> None:
 def test_a_step_trains_a_model_that_is_in_eval_mode(axes: dict[str, int]) -> None:
     """A model that its user put into eval mode trains without dropout."""
     torch.manual_seed(0)
-    plain: Any = Sample("gpt2", changes={"resid_pdrop": 0.5})().double().eval()
-    data = Batches(MAIN["gpt2"])(0)
+    plain: Any = SmallModel("gpt2", changes={"resid_pdrop": 0.5})().double().eval()
+    data = RandomBatches(DEFAULT_HEAD["gpt2"])(0)
     expected = float(plain(**data).loss.detach())
 
     def run(context: ParallelContext) -> list[float]:
@@ -154,7 +154,7 @@ def test_a_step_trains_a_model_that_is_in_eval_mode(axes: dict[str, int]) -> Non
         assert losses[0] == pytest.approx(expected, rel=1e-5) and losses[1] < losses[0]
 
 
-class Evaluates(shardformer.Hook):
+class Evaluates(shardformer.hooks.Hook):
     """Forgets that it has put the model into eval mode."""
 
     def after_step(self, trainer: Any) -> None:

@@ -14,24 +14,24 @@ from torch import Tensor, nn
 from torch.distributed import get_rank
 
 from shardformer.comm.collectives import all_reduce, gather_full
-from shardformer.comm.recorder import Recorder
+from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, InputError, ShardFormerError
 from shardformer.gradients.clipping import clip_grad_norm_
 from shardformer.gradients.reducer import no_sync
-from shardformer.layout.sharding_metadata import specs_of, state_of
+from shardformer.layout.sharding_metadata import metadata_of, shard_specs
 from shardformer.local_ranks.threads import run_as_threads
-from shardformer.local_ranks.worker_pool import Pools, WorkerPool
+from shardformer.local_ranks.worker_pool import WorkerPool, WorkerPools
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.meta_init.lazy_init import LazyInit
 from shardformer.pipeline.pipeline import Pipeline
 from shardformer.pipeline.stage_manager import PipelineStageManager
 from shardformer.shard_model_api import ShardFormer, shard_model
-from shardformer.verify.small_models import Sample
+from shardformer.verify.small_models import SmallModel
 from shardformer.weights.state_dict import full_state_dict
 
-GPT2 = Sample("gpt2", changes={"n_layer": 4})
-T5 = Sample("t5", changes={"num_layers": 2})
+GPT2 = SmallModel("gpt2", changes={"n_layer": 4})
+T5 = SmallModel("t5", changes={"num_layers": 2})
 DROPOUT = {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2}
 EXACT = 1e-12
 UPCAST = 1e-7
@@ -40,7 +40,7 @@ UPCAST = 1e-7
 Batch = dict[str, Tensor]
 
 
-def plain(sample: Sample = GPT2) -> nn.Module:
+def plain(sample: SmallModel = GPT2) -> nn.Module:
     torch.manual_seed(0)
     return sample().double()
 
@@ -54,7 +54,7 @@ def batch_of(samples: int, length: int, seed: int = 0) -> Batch:
     return {"input_ids": ids, "labels": labels}
 
 
-def sharded(sample: Sample = GPT2, sizes: dict[str, int] | None = None, **stages: Any) -> nn.Module:
+def sharded(sample: SmallModel = GPT2, sizes: dict[str, int] | None = None, **stages: Any) -> nn.Module:
     context = ParallelContext.from_world({"pipe": 2, **(sizes or {})})
     manager = PipelineStageManager(context, **stages)
     return shard_model(plain(sample), config=ShardConfig(pipeline_stage_manager=manager))
@@ -69,7 +69,7 @@ def alone() -> nn.Module:
 def difference(model: nn.Module, reference: nn.Module) -> float:
     """Between the gradients of this rank's parameters and the plain model's."""
     theirs = dict(reference.named_parameters(remove_duplicate=False))
-    specs, axis = specs_of(model), state_of(model).context.tensor
+    specs, axis = shard_specs(model), metadata_of(model).context.tensor
     found = [0.0]
     for name, p in model.named_parameters():
         expected = theirs[name].grad
@@ -112,7 +112,7 @@ def _headers(lengths: list[int]) -> list[int]:
     model = sharded()
     pipeline, out = Pipeline(model, micro_batches=2), []
     for length in lengths:
-        with Recorder(state_of(model).context) as recorder:
+        with CollectiveRecorder(metadata_of(model).context) as recorder:
             pipeline.step(batch_of(4, length))
         out.append(recorder.count("send", purpose="header"))
     return out
@@ -159,7 +159,7 @@ def _accumulated() -> float:
 
 
 def pipeline_data_rank(model: nn.Module) -> int:
-    rank: int = state_of(model).context.data.rank
+    rank: int = metadata_of(model).context.data.rank
     return rank
 
 
@@ -190,7 +190,7 @@ def difference_before_clip(model: nn.Module, reference: nn.Module, norm: float) 
 
 @pytest.mark.reduced(one_in=2, first=1)
 @pytest.mark.parametrize("sequence", [False, True])
-def test_tensor_pipe_and_data_on_eight_processes(pools: Pools, sequence: bool) -> None:
+def test_tensor_pipe_and_data_on_eight_processes(pools: WorkerPools, sequence: bool) -> None:
     for gradient, norm in pools(8).run(_grid_of_eight, sequence):
         assert gradient < UPCAST
         assert norm < UPCAST
@@ -208,7 +208,7 @@ def _losses(make: Callable[[], nn.Module], micro_batches: int) -> tuple[list[flo
 
 
 def _layouts() -> list[tuple[list[float], float, float]]:
-    with_dropout = Sample("gpt2", changes={"n_layer": 4, **DROPOUT})
+    with_dropout = SmallModel("gpt2", changes={"n_layer": 4, **DROPOUT})
     found = [_losses(_alone_with(with_dropout), 4)]
     for stages in (
         {}, {"schedule": "gpipe", "cut": [1, 3]}, {"schedule": "interleaved"}, {"schedule": "zbv"},
@@ -218,13 +218,13 @@ def _layouts() -> list[tuple[list[float], float, float]]:
     return found
 
 
-def _alone_with(sample: Sample) -> Callable[[], nn.Module]:
+def _alone_with(sample: SmallModel) -> Callable[[], nn.Module]:
     context = ParallelContext.from_group(Axis("tensor", ranks=(get_rank(),)))
     return lambda: shard_model(plain(sample), config=ShardConfig(context=context))
 
 
 def test_each_micro_batch_has_its_own_dropout_mask() -> None:
-    make = Sample("gpt2", changes={"n_layer": 2, **DROPOUT})
+    make = SmallModel("gpt2", changes={"n_layer": 2, **DROPOUT})
 
     def seen(context: ParallelContext) -> list[Tensor]:
         model, outputs = shard_model(plain(make), config=ShardConfig(context=context)).train(), []
@@ -305,11 +305,11 @@ def test_checkpointing_that_the_model_was_asked_for_works_in_stages(pool2: Worke
 
 def _frozen(prefixes: tuple[str, ...]) -> tuple[float, float, int]:
     reference, model = plain(), sharded()
-    context, batch = state_of(model).context, batch_of(4, 11)
+    context, batch = metadata_of(model).context, batch_of(4, 11)
     for name, p in [*reference.named_parameters(), *model.named_parameters()]:
         p.requires_grad_(not name.startswith(prefixes))
     pipeline = Pipeline(model, micro_batches=2)
-    with Recorder(context) as recorder:
+    with CollectiveRecorder(context) as recorder:
         pipeline.step(batch)
     back(reference, batch)
     while_frozen = difference(model, reference)
@@ -381,7 +381,7 @@ def _saved() -> tuple[bool, bool, int]:
     again = True
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        if state_of(model).context.pipe.rank == 0:
+        if metadata_of(model).context.pipe.rank == 0:
             loaded = transformers.GPT2LMHeadModel.from_pretrained(folder).state_dict()
             again = all(torch.equal(loaded[name].double(), whole[name].float().double()) for name in whole)
     return same, again, sum(p.numel() for p in model.parameters())
@@ -439,12 +439,12 @@ def _generated() -> None:
 
 def _stage_of_its_own_batch() -> None:
     model = sharded()
-    Pipeline(model, micro_batches=2).step(batch_of(4, 5 + state_of(model).context.pipe.rank))
+    Pipeline(model, micro_batches=2).step(batch_of(4, 5 + metadata_of(model).context.pipe.rank))
 
 
 def _stage_of_its_own_tokens() -> None:
     model = sharded()
-    Pipeline(model, micro_batches=2).step(batch_of(4, 5, state_of(model).context.pipe.rank))
+    Pipeline(model, micro_batches=2).step(batch_of(4, 5, metadata_of(model).context.pipe.rank))
 
 
 def _no_labels() -> None:
@@ -457,7 +457,7 @@ def _with(**more: Any) -> None:
 
 
 ASKED: dict[str, Callable[[], Any]] = {
-    "more stages than layers": lambda: sharded(Sample("gpt2", changes={"n_layer": 1})),
+    "more stages than layers": lambda: sharded(SmallModel("gpt2", changes={"n_layer": 1})),
     "a cut that skips a layer": lambda: sharded(cut=[1, 2]),
     "a cut of three": lambda: sharded(cut=[1, 2, 1]),
     "another way to cut": lambda: sharded(cut="cots"),
@@ -472,7 +472,7 @@ ASKED: dict[str, Callable[[], Any]] = {
     "a model without a stack": lambda: shard_model(
         nn.Sequential(nn.Linear(4, 4)), context=ParallelContext.from_world({"pipe": 2})
     ),
-    "layers dropped at random": lambda: sharded(Sample("opt", changes={"layerdrop": 0.1})),
+    "layers dropped at random": lambda: sharded(SmallModel("opt", changes={"layerdrop": 0.1})),
     "a model that was not sharded": lambda: Pipeline(plain(), micro_batches=2),
     "a stage called alone": _called_alone,
     "text generated over stages": _generated,
@@ -537,7 +537,7 @@ def _hybrid_traffic(sequence: bool) -> dict[str, tuple[int, int]]:
     model = shard_model(plain(), config=ShardConfig(context=context, enable_sequence_parallelism=sequence))
     pipeline = Pipeline(model, micro_batches=2)
     pipeline.step(batch_of(4, 12))
-    with Recorder(context) as recorder:
+    with CollectiveRecorder(context) as recorder:
         pipeline.step(batch_of(4, 12))
     return {
         purpose: (recorder.count(purpose=purpose), recorder.wire_bytes(purpose=purpose))
@@ -563,7 +563,7 @@ def _gathers(schedule: str) -> int:
     manager = PipelineStageManager(context, schedule, cut=[1, 3] if schedule == "1f1b" else [1, 1, 1, 1])
     config = ShardConfig(pipeline_stage_manager=manager, enable_sequence_parallelism=True)
     model = shard_model(plain(), config=config)
-    with Recorder(context) as recorder:
+    with CollectiveRecorder(context) as recorder:
         Pipeline(model, micro_batches=2).step(batch_of(4, 12))
     of_stage = recorder.count("all_gather", purpose="block")
     return int(all_reduce(torch.tensor(of_stage), context.pipe))

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from shardformer.checkpoint.reshard import Moved
+from shardformer.checkpoint.reshard import ReshardStats
 from shardformer.errors import ConfigError, InputError
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.training.engine import Engine
 from shardformer.training.initialize import initialize
-from shardformer.verify.small_models import MAIN, Sample
+from shardformer.verify.small_models import DEFAULT_HEAD, SmallModel
 from tests.checkpoint.runs import build
 from tests.engine.test_engine import rows
 
@@ -66,10 +66,12 @@ def pairs_in_a_row(count: int) -> list[int]:
     return way
 
 
-def _tour(family: str, layouts: list[Layout] | None = None, way: list[int] | None = None) -> tuple[float, list[Moved]]:
+def _tour(
+    family: str, layouts: list[Layout] | None = None, way: list[int] | None = None
+) -> tuple[float, list[ReshardStats]]:
     if layouts is None:
         # every pair for one of them; a family that is found is found anew for each layout
-        layouts = LAYOUTS if family == "llama" else LAYOUTS[:3] if family in MAIN else LAYOUTS[:2]
+        layouts = LAYOUTS if family == "llama" else LAYOUTS[:3] if family in DEFAULT_HEAD else LAYOUTS[:2]
     way = way or pairs_in_a_row(len(layouts))
     stays, engine = made(family, layouts[0]), made(family, layouts[0])
     expected, found = [next_loss(stays) for _ in way], [next_loss(engine)]
@@ -142,7 +144,7 @@ def test_nothing_outlives_its_step_or_its_engine(pool4: WorkerPool) -> None:
         assert found == [(layout, 0, False) for layout in KEPT]
 
 
-def _stays() -> tuple[Moved, Moved]:
+def _stays() -> tuple[ReshardStats, ReshardStats]:
     engine = made("llama", {"tensor": 2})
     losses(engine, 1)
     same = engine.reshape({"tensor": 2})
@@ -195,6 +197,6 @@ def test_it_is_refused_in_the_middle_of_a_step_and_for_a_model_that_came_sharded
     with pytest.raises(InputError, match="in the middle of a step"):
         engine.reshape({})
     context = ParallelContext.of({})
-    model: nn.Module = shard_model(Sample("gpt2")(), context=context)
+    model: nn.Module = shard_model(SmallModel("gpt2")(), context=context)
     with pytest.raises(ConfigError, match="plain model"):
         initialize(model, context=context).reshape({})

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 import shardformer
 from shardformer.comm.collectives import gather_full
-from shardformer.layout.sharding_metadata import specs_of
+from shardformer.layout.sharding_metadata import shard_specs
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.verify.small_models import SMALL, Batches, Sample, sample_loss
+from shardformer.sharding.describe import ShardingDescription
+from shardformer.verify.small_models import SMALL_CONFIGS, RandomBatches, SmallModel, sample_loss
 
-FAMILIES = tuple(SMALL)
+FAMILIES = tuple(SMALL_CONFIGS)
 # Of fp64 numbers; what a class computes in fp32 whatever comes (softmax, RMS norms) brings the noise of that.
 EXACT, CASTS = 1e-10, 1e-5
 SIZE = {"batch": 3, "sequence": 9}
@@ -28,7 +29,7 @@ class Outcome:
 
     loss: float
     gradients: dict[str, Tensor]
-    said: shardformer.Description | None = None
+    said: ShardingDescription | None = None
 
     @property
     def notes(self) -> str:
@@ -46,11 +47,11 @@ class Outcome:
 
 def build(family: str, changes: Mapping[str, Any]) -> nn.Module:
     torch.manual_seed(0)
-    return Sample(family, changes=changes)().double().train()
+    return SmallModel(family, changes=changes)().double().train()
 
 
 def batch_of(family: str, **size: int) -> dict[str, Tensor]:
-    batch = Batches(Sample(family).head_class, **(size or SIZE))(0)
+    batch = RandomBatches(SmallModel(family).head_class, **(size or SIZE))(0)
     return {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
 
 
@@ -65,9 +66,9 @@ def sharded(family: str, option: str, ranks: int = 2, **changes: Any) -> Outcome
     def train(context: ParallelContext) -> Outcome:
         options: dict[str, Any] = {option: True}
         model = shardformer.shard_model(models[context.tensor.rank], context=context, **options)
-        outcome, specs = _trained(model, batch), specs_of(model)
+        outcome, specs = _trained(model, batch), shard_specs(model)
         full = {name: gather_full(g, specs[name], context.axis) for name, g in outcome.gradients.items()}
-        return Outcome(outcome.loss, full, shardformer.describe(model))
+        return Outcome(outcome.loss, full, shardformer.describe_sharding(model))
 
     return run_as_threads(train, tensor=ranks)[0]
 

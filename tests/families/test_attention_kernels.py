@@ -77,7 +77,7 @@ def test_all_attention_calls_the_kernel_and_nobody_can_tell(family: str, scores:
     assert_same(ours, plain(family), EXACT if family in IN_FP64 else CASTS)
     assert "torch flash attention for the CPU" in ours.notes
     assert ("at a time for the position bias" in ours.notes) == (family in TRAINED_BIAS)
-    computes_itself = family in OWN and any(attention_registration.own_modules(build(family, {})))
+    computes_itself = family in OWN and any(attention_registration.overridden_modules(build(family, {})))
     assert (OWN.get(family) in ours.replaced()) == computes_itself
     assert scores
 
@@ -140,8 +140,8 @@ def test_dropout_that_a_class_leaves_out_is_no_reason_to_refuse() -> None:
 
 def test_a_method_that_has_changed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for method, takes in (("forward", r"\['hidden_states'"), ("_attn", r"\[\]")):
-        other = attention_registration.OwnAttention(method, attention_registration.gptj, "attention_dropout")
-        monkeypatch.setitem(attention_registration.OWN, "BloomAttention", other)
+        other = attention_registration.AttentionOverride(method, attention_registration.gptj, "attention_dropout")
+        monkeypatch.setitem(attention_registration.OVERRIDES, "BloomAttention", other)
         with pytest.raises(ConfigError, match=rf"BloomAttention\), whose {method} takes {takes}"):
             use_flash_attention(build("bloom", {}), CPU)
 
@@ -150,11 +150,11 @@ def test_a_class_that_dispatches_its_attention_in_this_version_keeps_its_methods
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As GPT-J, which transformers dispatches from 5.24 on, and computes itself before."""
-    own = attention_registration.OwnAttention("_attn", attention_registration.gptj, "attn_dropout")
-    monkeypatch.setitem(attention_registration.OWN, "LlamaAttention", own)
+    own = attention_registration.AttentionOverride("_attn", attention_registration.gptj, "attn_dropout")
+    monkeypatch.setitem(attention_registration.OVERRIDES, "LlamaAttention", own)
     model = build("llama", {})
     use_flash_attention(model, CPU)
-    assert [path for path, _, _ in attention_registration.own_modules(model)] == []
+    assert [path for path, _, _ in attention_registration.overridden_modules(model)] == []
     assert model.config._attn_implementation == ATTENTION_NAME
 
 

@@ -16,13 +16,18 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import shardformer
-from shardformer.context_parallel.attention_kernels import Part, Scores, attend, attend_backward
+from shardformer.context_parallel.attention_kernels import (
+    ScoreOptions,
+    VisibleBlock,
+    partial_attention,
+    partial_attention_backward,
+)
 from shardformer.kernels.attention import attention
 from shardformer.local_ranks.fake_device import misplaced
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.shard_model_api import shard_model
-from shardformer.verify.small_models import Batches, Sample
-from shardformer.zero.mixed_precision import LossScale, Precision
+from shardformer.verify.small_models import RandomBatches, SmallModel
+from shardformer.zero.mixed_precision import LossScale, MixedPrecision
 
 STEPS = 4
 
@@ -41,17 +46,17 @@ def train(
 
     Without options and zero it is the plain model with torch's optimizer.
     """
-    sample, where = Sample(family), torch.device(device)
+    sample, where = SmallModel(family), torch.device(device)
     torch.manual_seed(0)
     model = sample().to(where).train()
-    batch = {name: x.to(where) for name, x in Batches(sample.head_class)(0).items()}
+    batch = {name: x.to(where) for name, x in RandomBatches(sample.head_class)(0).items()}
     if options is not None or zero is not None:
         model = shard_model(model, context=ParallelContext.from_world({}, where), **(options or {}))
     if activations:
-        shardformer.store_activations(model, activations, min_bytes=0)
+        shardformer.offload.offload_activations(model, activations, min_bytes=0)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, **(adam or {}))
     if zero is not None:
-        optimizer = shardformer.zero(optimizer, model, **zero)
+        optimizer = shardformer.shard_optimizer(optimizer, model, **zero)
     losses = []
     for _ in range(steps):
         loss = model(**batch).loss
@@ -96,13 +101,13 @@ def half_precision(device: str) -> str:
     for precision in ("bf16", "fp16"):
         for stage in (0, 2, 3):
             scale = LossScale(2.0**10)
-            asked = Precision(precision, loss_scale=scale)
+            asked = MixedPrecision(precision, loss_scale=scale)
             _, optimizer, losses = train("llama", device, zero={"stage": stage, "precision": asked})
             off = max(abs(a - b) / abs(b) for a, b in zip(losses, wide, strict=True))
             assert off < 0.03, f"{precision}, stage {stage}: a loss differs from that in fp32 by {off:.1%}"
             assert optimizer.skipped == 0, f"{precision}, stage {stage}: skipped {optimizer.skipped} steps"
             found.append(off)
-    asked = Precision("fp16", loss_scale=LossScale(2.0**40))
+    asked = MixedPrecision("fp16", loss_scale=LossScale(2.0**40))
     _, optimizer, _ = train("llama", device, zero={"stage": 2, "precision": asked})
     assert optimizer.skipped == STEPS, f"with a scale of 2^40 {optimizer.skipped} of {STEPS} steps were skipped"
     assert optimizer.loss_scale.value == 2.0 ** (40 - STEPS), f"the scale is {optimizer.loss_scale.value:g}"
@@ -165,10 +170,10 @@ def context_kernels(device: str) -> str:
             k, v, grad = (torch.randn(2, heads, 40, 32, device=where, dtype=dtype) for heads in (2, 2, 4))
             positions = torch.arange(40, device=where)
             sees = (positions[:, None] >= positions[None, :]) | (positions[None, :] % 3 == 0)
-            part = Part(kind == "causal", sees[None, None] if kind == "sees" else None, positions, positions)
-            how = Scores(32**-0.5)
-            out, lse = attend(q, k, v, part, how)
-            ours = [out, *attend_backward(grad, q, k, v, out, lse, part, how)[:3]]
+            part = VisibleBlock(kind == "causal", sees[None, None] if kind == "sees" else None, positions, positions)
+            how = ScoreOptions(32**-0.5)
+            out, lse = partial_attention(q, k, v, part, how)
+            ours = [out, *partial_attention_backward(grad, q, k, v, out, lse, part, how)[:3]]
             wide = [x.double().requires_grad_() for x in (q, k, v)]
             seen = positions[:, None] >= positions[None, :] if kind == "causal" else sees if kind == "sees" else None
             expected = _attend_written_out(*wide, seen)
@@ -214,7 +219,7 @@ def offload(device: str) -> str:
             expected = shardformer.full_state_dict(here)
             shares = (0.0, 0.5, "free") if is_gpu else (0.0, 0.5)
             for share in shares:
-                place = shardformer.Offload("cpu", on_device=share, parameters=stage == 3)
+                place = shardformer.OffloadConfig("cpu", on_device=share, parameters=stage == 3)
                 model, optimizer, _ = train("llama", device, zero={**asked, "offload": place})
                 off, name = furthest(shardformer.full_state_dict(model), expected)
                 bound = 1e-3 if precision == "fp32" else 5e-2
@@ -256,7 +261,7 @@ def random_states(device: str) -> str:
 
 
 def memory(device: str) -> str:
-    """``shardformer.memory`` estimates within 10 percent what the GPU holds after a step."""
+    """``shardformer.estimate_memory`` estimates within 10 percent what the GPU holds after a step."""
     where, found = torch.device(device), []
     _warm_up(where)  # allocates the workspaces of cuBLAS, one per thread
     for zero in ({"stage": 0}, {"stage": 2, "precision": "bf16"}, {"stage": 3, "precision": "bf16"}):
@@ -281,9 +286,9 @@ def _kept(where: torch.device, zero: dict[str, Any], before: int) -> tuple[float
     model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8))).to(where)
     model = shard_model(model, context=ParallelContext.from_world({}, where))
     plain = torch.optim.AdamW(model.parameters())
-    expected = shardformer.memory(model, plain, **zero)
+    expected = shardformer.estimate_memory(model, plain, **zero)
     dtype = torch.bfloat16 if "precision" in zero else torch.float32
-    optimizer: Any = shardformer.zero(plain, model, **zero)
+    optimizer: Any = shardformer.shard_optimizer(plain, model, **zero)
     x = torch.randn(4, 2048, device=where, dtype=dtype)
     optimizer.backward(model(x).float().square().mean())
     optimizer.step()

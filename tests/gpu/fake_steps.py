@@ -13,7 +13,7 @@ from shardformer.local_ranks.fake_device import fake_device, misplaced, on_fake_
 from shardformer.local_ranks.fake_rank import fake_context
 from shardformer.pipeline.pipeline import Pipeline
 from shardformer.shard_model_api import shard_model
-from shardformer.verify.small_models import Batches, Sample
+from shardformer.verify.small_models import RandomBatches, SmallModel
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 
 
@@ -43,17 +43,17 @@ def misplaced_in_training(family: str, layout: Layout) -> list[str]:
     optimizer's parameters and state, which are on the host under offload.
     """
     device = fake_device()
-    sample = Sample(family)
+    sample = SmallModel(family)
     real = sample()  # some families read values while they are built
-    batch = Batches(sample.head_class)(0)
+    batch = RandomBatches(sample.head_class)(0)
     with on_fake_device(device) as to_device:
         context = fake_context(device=device, backend="nccl", **layout.sizes)
         model = shard_model(to_device(real).train(), context=context, **layout.options)
         if layout.activations != "device":
-            shardformer.store_activations(model, layout.activations, min_bytes=0)
+            shardformer.offload.offload_activations(model, layout.activations, min_bytes=0)
         optimizer: Any = torch.optim.AdamW(model.parameters(), **layout.adam)
         if layout.zero is not None:
-            optimizer = shardformer.zero(optimizer, model, max_grad_norm=1.0, **layout.zero)
+            optimizer = shardformer.shard_optimizer(optimizer, model, max_grad_norm=1.0, **layout.zero)
         pipeline = Pipeline(model, micro_batches=2) if layout.sizes.get("pipe", 1) > 1 else None
         for _ in range(2):
             loss = _backward(model, to_device(batch), optimizer, pipeline)

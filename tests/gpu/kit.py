@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from shardformer.errors import ShardFormerError
-from shardformer.local_ranks.worker_pool import Pools, WorkerPool
-from shardformer.verify.train_both import Job
+from shardformer.local_ranks.worker_pool import WorkerPool, WorkerPools
+from shardformer.verify.train_both import VerifyJob
 from shardformer.verify.verification import report_here
 from tests.gpu.checks import ONE_RANK
 from tests.gpu.ranks import two_ranks
@@ -72,7 +72,7 @@ def _alone(name: str, device: str) -> Callable[[WorkerPool], tuple[str, Mapping[
     return lambda pool: (pool.run(ONE_RANK[name], device)[0], {})
 
 
-def _together(job: Job) -> Callable[[WorkerPool], tuple[str, Mapping[str, float]]]:
+def _together(job: VerifyJob) -> Callable[[WorkerPool], tuple[str, Mapping[str, float]]]:
     def run(pool: WorkerPool) -> tuple[str, Mapping[str, float]]:
         report = pool.run(report_here, job)[0]
         assert report is not None
@@ -98,7 +98,7 @@ def _throughput(
 def run_checks(checks: Sequence[Check], limit_s: float = LIMIT_S, say: Callable[[str], None] = print) -> list[Result]:
     """Runs each check within its limit and all of them within ``limit_s``; a failed check does not stop the others."""
     end, results = time.monotonic() + limit_s, list[Result]()
-    with Pools(threads=4) as pools:
+    with WorkerPools(threads=4) as pools:
         for check in checks:
             left = min(check.limit_s, end - time.monotonic())
             results.append(_run(check, pools(check.ranks), left))

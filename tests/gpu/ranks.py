@@ -6,23 +6,30 @@ from typing import Any
 
 import torch
 
-from shardformer.verify.small_models import Batches, Sample
-from shardformer.verify.train_both import Job, Pipelined
-from shardformer.verify.training_options import Training
+from shardformer.verify.small_models import RandomBatches, SmallModel
+from shardformer.verify.train_both import VerifyJob, VerifyPipeline
+from shardformer.verify.training_options import VerifyTraining
 
 SEQUENCE = {"enable_sequence_parallelism": True}
 
 
-def job(family: str, device: str, dtype: torch.dtype = torch.float64, **asked: Any) -> Job:
+def job(family: str, device: str, dtype: torch.dtype = torch.float64, **asked: Any) -> VerifyJob:
     """A comparison of three steps, by default in fp64."""
-    sample = Sample(family).deeper(2) if "pipeline" in asked else Sample(family)
+    sample = SmallModel(family).deeper(2) if "pipeline" in asked else SmallModel(family)
     given: dict[str, Any] = {"tensor": 1, "data": 1, "config": {}, **asked}
-    return Job(
-        sample, Batches(sample.head_class), steps=3, dtype=dtype, loss_fn=None, policy=None, device=device, **given
+    return VerifyJob(
+        sample,
+        RandomBatches(sample.head_class),
+        steps=3,
+        dtype=dtype,
+        loss_fn=None,
+        policy=None,
+        device=device,
+        **given,
     )
 
 
-def two_ranks(device: str) -> dict[str, Job]:
+def two_ranks(device: str) -> dict[str, VerifyJob]:
     """Name of a check -> the layout that two ranks train."""
     return {
         "tensor 2": job("llama", device, tensor=2),
@@ -32,12 +39,12 @@ def two_ranks(device: str) -> dict[str, Job]:
             "llama", device, torch.float32, tensor=2, config={"enable_flash_attention": True}
         ),
         "data 2": job("bert", device, data=2),
-        "data 2, ZeRO 1": job("llama", device, data=2, training=Training(zero=1)),
-        "data 2, ZeRO 2": job("gpt2", device, data=2, training=Training(zero=2, optimizer="AdamW")),
-        "data 2, ZeRO 3": job("llama", device, data=2, training=Training(zero=3)),
-        "data 2, ZeRO 2 in bf16": job("llama", device, data=2, training=Training(zero=2, precision="bf16")),
-        "data 2, ZeRO 3 in fp16": job("llama", device, data=2, training=Training(zero=3, precision="fp16")),
-        "data 2, ZeRO 2 offloaded": job("llama", device, data=2, training=Training(zero=2, offload="cpu")),
-        "pipeline 2": job("llama", device, pipeline=Pipelined(2, 2)),
+        "data 2, ZeRO 1": job("llama", device, data=2, training=VerifyTraining(zero=1)),
+        "data 2, ZeRO 2": job("gpt2", device, data=2, training=VerifyTraining(zero=2, optimizer="AdamW")),
+        "data 2, ZeRO 3": job("llama", device, data=2, training=VerifyTraining(zero=3)),
+        "data 2, ZeRO 2 in bf16": job("llama", device, data=2, training=VerifyTraining(zero=2, precision="bf16")),
+        "data 2, ZeRO 3 in fp16": job("llama", device, data=2, training=VerifyTraining(zero=3, precision="fp16")),
+        "data 2, ZeRO 2 offloaded": job("llama", device, data=2, training=VerifyTraining(zero=2, offload="cpu")),
+        "pipeline 2": job("llama", device, pipeline=VerifyPipeline(2, 2)),
         "sequence 2": job("llama", device, sequence=2),
     }

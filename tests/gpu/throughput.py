@@ -74,6 +74,6 @@ def _plain(where: torch.device, size: dict[str, int]) -> tuple[Callable[[dict[st
 def _engine(where: torch.device, size: dict[str, int]) -> Callable[[dict[str, Tensor]], Any]:
     model = _model(where, size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    parallel = shardformer.Parallel(precision="bf16")
+    parallel = shardformer.ParallelConfig(precision="bf16")
     context = ParallelContext.from_world({}, where)
     return shardformer.initialize(model, optimizer, parallel=parallel, context=context).train_step

@@ -84,7 +84,7 @@ def _of_dataclass(make: Any, name: str, context: ParallelContext, given: dict[st
 
 def _zero(context: ParallelContext, given: dict[str, Any]) -> Trace:
     model = shardformer.shard_model(fresh(), context=context)
-    optimizer: Any = shardformer.zero(**{"optimizer": sgd(model), "model": model, **given})
+    optimizer: Any = shardformer.shard_optimizer(**{"optimizer": sgd(model), "model": model, **given})
     pipeline = shardformer.Pipeline(model, micro_batches=1) if context.pipe.size > 1 else None
 
     def step(number: int, batch: dict[str, Any]) -> Any:
@@ -127,7 +127,7 @@ def _pipeline(context: ParallelContext, given: dict[str, Any]) -> Trace:
 
 
 def _stages(context: ParallelContext, given: dict[str, Any]) -> Trace:
-    manager = shardformer.PipelineStageManager(**{"context": context, **given})
+    manager = shardformer.compat.PipelineStageManager(**{"context": context, **given})
     return loop_of(shardformer.shard_model(fresh(), context=context, pipeline_stage_manager=manager), context)
 
 
@@ -141,26 +141,34 @@ def _clip(context: ParallelContext, given: dict[str, Any]) -> Trace:
 
 def _with_model(function: Any, context: ParallelContext, given: dict[str, Any]) -> None:
     """Of what takes a model and gives something about it."""
-    model = fresh() if function is shardformer.infer else shardformer.shard_model(fresh(), context=context)
+    model = fresh() if function is shardformer.derive_policy else shardformer.shard_model(fresh(), context=context)
     names = list(inspect.signature(function).parameters)
     usual = {names[0]: model, **({"optimizer": sgd(model)} if "optimizer" in names else {})}
     function(**{**usual, **given})
 
 
-ABOUT_MODELS = ("describe", "full_state_dict", "grad_norm", "infer", "memory", "materialize", "no_sync")
+ABOUT_MODELS = (
+    shardformer.describe_sharding,
+    shardformer.full_state_dict,
+    shardformer.gradients.grad_norm,
+    shardformer.derive_policy,
+    shardformer.estimate_memory,
+    shardformer.meta_init.materialize,
+    shardformer.no_sync,
+)
 
 ENTRIES = (
-    Entry("shard_model", shardformer.ShardConfig, _shard),
+    Entry("shard_model", shardformer.compat.ShardConfig, _shard),
     Entry("shard_model", shardformer.shard_model, _shard, left_out=("kwargs", "options")),
-    Entry("zero", shardformer.zero, _zero, left_out=("max_grad_norm",)),
-    Entry("Precision", shardformer.Precision, partial(_of_dataclass, shardformer.Precision, "precision")),
-    Entry("Offload", shardformer.Offload, partial(_of_dataclass, shardformer.Offload, "offload")),
-    Entry("Parallel", shardformer.Parallel, _engine, left_out=("max_grad_norm",)),
+    Entry("zero", shardformer.shard_optimizer, _zero, left_out=("max_grad_norm",)),
+    Entry("Precision", shardformer.MixedPrecision, partial(_of_dataclass, shardformer.MixedPrecision, "precision")),
+    Entry("Offload", shardformer.OffloadConfig, partial(_of_dataclass, shardformer.OffloadConfig, "offload")),
+    Entry("Parallel", shardformer.ParallelConfig, _engine, left_out=("max_grad_norm",)),
     Entry("initialize", initialize, _initialize),
     Entry("Pipeline", shardformer.Pipeline, _pipeline),
-    Entry("PipelineStageManager", shardformer.PipelineStageManager, _stages),
+    Entry("PipelineStageManager", shardformer.compat.PipelineStageManager, _stages),
     Entry("clip_grad_norm_", shardformer.clip_grad_norm_, _clip, left_out=("max_norm",)),
-    *(Entry(n, getattr(shardformer, n), partial(_with_model, getattr(shardformer, n))) for n in ABOUT_MODELS),
+    *(Entry(function.__name__, function, partial(_with_model, function)) for function in ABOUT_MODELS),
 )
 
 

@@ -53,7 +53,7 @@ def _changes() -> Iterator[tuple[str, str, Callable[[str, int, ParallelContext],
             if type(value) in OTHER and OTHER[type(value)](value) is not None and not name.startswith("_"):
                 other = OTHER[type(value)](value)
                 yield f"config.{name}={other!r}", family, partial(_other_config, name, other)
-    options = {name: value for name, value in vars(shardformer.ShardConfig()).items() if type(value) is bool}
+    options = {name: value for name, value in vars(shardformer.compat.ShardConfig()).items() if type(value) is bool}
     for name, value in options.items():
         yield f"{name}={not value}", "llama", partial(_other_option, name, not value)
     for family in FAMILIES:

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.errors import ShardFormerError, WorkerError
-from shardformer.layout.sharding_metadata import state_of
+from shardformer.layout.sharding_metadata import metadata_of
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.verify.small_models import MAIN, Batches, Sample
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel
 from shardformer.weights.state_dict import full_state_dict
 
 STEPS = 3
@@ -91,7 +91,7 @@ class Outcome:
 def original(family: str) -> nn.Module:
     """With weights that are not those of their initialisation, so that no bias is 0."""
     generator = torch.Generator().manual_seed(7)
-    model = Sample(family)().train()
+    model = SmallModel(family)().train()
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.02 * torch.randn(p.shape, generator=generator))
@@ -103,7 +103,7 @@ def fresh(family: str = "llama") -> Any:
 
 
 def batch(family: str = "llama", step: int = 0) -> dict[str, Any]:
-    return Batches(MAIN[family])(step)
+    return RandomBatches(DEFAULT_HEAD[family])(step)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -147,7 +147,7 @@ def trained(
 def closed(trace: Trace, model: nn.Module) -> Trace:
     """With the weights that the model has now."""
     try:
-        state = state_of(model)
+        state = metadata_of(model)
     except ShardFormerError:
         trace.weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
         return trace

@@ -13,18 +13,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardformer.errors import ConfigError
-from shardformer.layout.activation_layout import StreamLayout
-from shardformer.local_ranks.worker_pool import Pools, WorkerPool
+from shardformer.layout.activation_layout import ActivationLayout
+from shardformer.local_ranks.worker_pool import WorkerPool, WorkerPools
 from shardformer.mesh.parallel_context import Axis, ParallelContext
-from shardformer.random_state import RandomStream, align_random
-from shardformer.tensor_parallel.block import Block
+from shardformer.random_state import LocalRandomState, broadcast_random_state
+from shardformer.tensor_parallel.block import TensorParallelBlock
 from shardformer.tensor_parallel.layers import (
     DropoutForParallelInput,
     DropoutForReplicatedInput,
     Linear1D_Col,
     Linear1D_Row,
 )
-from shardformer.tensor_parallel.sequence_parallel import Stream
+from shardformer.tensor_parallel.sequence_parallel import StackActivations
 
 SIZE = 1000
 ways_to_recompute = pytest.mark.parametrize("use_reentrant", [False, True], ids=["checkpoint", "reentrant"])
@@ -53,7 +53,7 @@ def masks(p: float, train: bool = True) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_masks_differ_by_rank_inside_and_are_one_outside(pools: Pools, ranks: int) -> None:
+def test_masks_differ_by_rank_inside_and_are_one_outside(pools: WorkerPools, ranks: int) -> None:
     found = pools(ranks).run(masks, 0.3)
     for name in ("same", "same again", "outside"):
         assert all(torch.equal(found[0][name], other[name]) for other in found[1:]), name
@@ -140,7 +140,7 @@ class Mlp(nn.Module):
 def sharded_mlp(axis: Axis, random: bool = True) -> Any:
     torch.manual_seed(0)
     mlp: Any = Mlp().double()
-    block = Block(Stream(StreamLayout(), axis), random)
+    block = TensorParallelBlock(StackActivations(ActivationLayout(), axis), random)
     mlp.up = Linear1D_Col.from_native_module(mlp.up, axis)
     mlp.down = Linear1D_Row.from_native_module(mlp.down, axis)
     mlp.up.block = mlp.down.block = block
@@ -205,7 +205,7 @@ def test_a_block_under_a_checkpoint_has_the_same_gradients(
 
 
 def streams(seed: int) -> list[Tensor]:
-    stream, x = RandomStream(axis_here()), torch.ones(1)
+    stream, x = LocalRandomState(axis_here()), torch.ones(1)
     torch.manual_seed(seed)
     out = []
     for _ in range(2):
@@ -232,7 +232,7 @@ def test_the_stream_inside_depends_on_rank_seed_and_time(pool2: WorkerPool) -> N
 def aligned() -> Tensor:
     axis = axis_here()
     torch.manual_seed(axis.rank)
-    align_random(axis, torch.device("cpu"))
+    broadcast_random_state(axis, torch.device("cpu"))
     return torch.rand(8)
 
 

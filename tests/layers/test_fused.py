@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardformer.kernels import fused_ops
 from shardformer.kernels import fused_ops as fused
-from shardformer.kernels.fused_ops import Fused, start
+from shardformer.kernels.fused_ops import FusedActivation, defer_bias
 
 HIDDEN = 8
 
@@ -32,7 +32,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def noted(act: Any, x: Tensor, bias: Tensor | None, gate: Tensor | None) -> Tensor:
         terms = {"bias": bias, "act": act, "gate": gate}
         found.append(" ".join(name for name, term in terms.items() if term is not None))
-        return fused_ops.compute(act, x, bias, gate)
+        return fused_ops.bias_activation_gate(act, x, bias, gate)
 
     monkeypatch.setattr(fused, "kernel", lambda device: noted)
     return found
@@ -124,7 +124,7 @@ USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("act", [F.gelu, lambda x: x], ids=["act", "bias"])
 def test_no_use_loses_a_gradient(use: str, act: Callable[[Tensor], Tensor]) -> None:
     assert_same(
-        lambda x, b, w: USES[use](act(start(x + 0, b)), w),
+        lambda x, b, w: USES[use](act(defer_bias(x + 0, b)), w),
         lambda x, b, w: USES[use](act(x + b), w),
         leaves((3, 4, HIDDEN), (HIDDEN,), (HIDDEN, HIDDEN)),
         1e-12,
@@ -134,7 +134,7 @@ def test_no_use_loses_a_gradient(use: str, act: Callable[[Tensor], Tensor]) -> N
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_layer_that_is_checkpointed_trains_as_before(reentrant: bool) -> None:
     def layer(x: Tensor, b: Tensor, w: Tensor) -> Tensor:
-        return F.linear(F.gelu(start(x + 0, b)), w)
+        return F.linear(F.gelu(defer_bias(x + 0, b)), w)
 
     assert_same(
         lambda x, b, w: checkpoint(layer, x, b, w, use_reentrant=reentrant),
@@ -153,7 +153,7 @@ ACTS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", ACTS)
 def test_a_bias_is_taken_in_by_the_activation(name: str, ran: list[str]) -> None:
     act = ACTS[name]
-    bias = lambda x, b: act(start(x + 0, b))  # noqa: E731
+    bias = lambda x, b: act(defer_bias(x + 0, b))  # noqa: E731
     assert_same(bias, lambda x, b: act(x + b), leaves((3, 4, HIDDEN), (HIDDEN,)), 1e-12)
     assert_same(bias, lambda x, b: act(x + b), leaves((HIDDEN,), (HIDDEN,)), 1e-12)
     if name != "ReLU":  # which of the two is the one in place, that ends what is fused
@@ -163,7 +163,7 @@ def test_a_bias_is_taken_in_by_the_activation(name: str, ran: list[str]) -> None
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_gate_is_taken_in_from_either_side(turned: bool, ran: list[str]) -> None:
     def gated(x: Tensor, b: Tensor, up: Tensor) -> Tensor:
-        h, up = F.silu(start(x, b)), start(up, b)
+        h, up = F.silu(defer_bias(x, b)), defer_bias(up, b)
         return up * h if turned else h * up
 
     assert_same(gated, lambda x, b, up: F.silu(x + b) * (up + b), leaves((3, 8), (8,), (3, 8)), 1e-12)
@@ -171,14 +171,14 @@ def test_a_gate_is_taken_in_from_either_side(turned: bool, ran: list[str]) -> No
 
 
 def test_a_factor_of_another_shape_is_no_gate(ran: list[str]) -> None:
-    assert_same(lambda x, w: F.silu(start(x, None)) * w, lambda x, w: F.silu(x) * w, leaves((3, 8), (8,)), 1e-12)
+    assert_same(lambda x, w: F.silu(defer_bias(x, None)) * w, lambda x, w: F.silu(x) * w, leaves((3, 8), (8,)), 1e-12)
     assert ran == ["act"]
 
 
 def test_nothing_is_computed_before_the_values_are_needed(ran: list[str]) -> None:
     x, b = leaves((3, 4, 8), (8,))
-    h = F.gelu(start(x.bfloat16(), b))
-    assert type(h) is Fused
+    h = F.gelu(defer_bias(x.bfloat16(), b))
+    assert type(h) is FusedActivation
     assert (h.shape, h.dtype, h.device, h.requires_grad) == (x.shape, torch.bfloat16, x.device, True)
     assert ran == []
     F.linear(h, torch.eye(8, dtype=torch.bfloat16))
@@ -191,7 +191,7 @@ def test_nothing_outlives_the_backward() -> None:
     kept: list[Tensor] = []
     x, b, w = leaves((3, 4, 8), (8,), (8, 8))
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t.clone(), lambda t: t):  # type: ignore[func-returns-value]
-        loss = F.linear(F.gelu(start(x * 2, b)), w).sum()
+        loss = F.linear(F.gelu(defer_bias(x * 2, b)), w).sum()
     assert len(kept) == 3  # the activation's input; the product's two
     loss.backward()
     assert x.grad is not None and b.grad is not None
@@ -201,7 +201,7 @@ def test_without_gradients_and_in_inference_mode() -> None:
     x, b = leaves((3, 8), (8,))
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
-            y = F.linear(F.gelu(start(x + 0, b)), torch.eye(8, dtype=x.dtype))
+            y = F.linear(F.gelu(defer_bias(x + 0, b)), torch.eye(8, dtype=x.dtype))
             torch.testing.assert_close(y, F.gelu(x + b))
             assert not y.requires_grad
 
@@ -213,14 +213,14 @@ def test_one_that_is_compiled_gives_the_plain_numbers_for_any_batch(
     monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
     """As on a GPU: in one graph."""
-    compiled = torch.compile(fused_ops.compute, dynamic=True, backend=backend)
+    compiled = torch.compile(fused_ops.bias_activation_gate, dynamic=True, backend=backend)
     monkeypatch.setattr(fused, "kernel", lambda device: compiled)
     counters = torch._dynamo.utils.counters["stats"]
     before = counters["unique_graphs"]
     for shape in ((4, 6, 8), (3, 5, 8)):
         inputs = leaves(shape, (8,), shape, dtype=torch.float32)
         assert_same(
-            lambda x, b, up: F.gelu(start(x, b), approximate="tanh") * up,
+            lambda x, b, up: F.gelu(defer_bias(x, b), approximate="tanh") * up,
             lambda x, b, up: F.gelu(x + b, approximate="tanh") * up,
             inputs,
             1e-6,

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError
-from shardformer.kernels.fused_ops import PROBES, FusedLayerNorm, FusedRMSNorm, fused_norm, norm_kind
+from shardformer.kernels.fused_ops import PROBE_INPUTS, FusedLayerNorm, FusedRMSNorm, fused_norm, norm_kind
 
 HIDDEN = 48
 CLASSES = {
@@ -103,7 +103,7 @@ def test_bf16_outputs_differ_by_one_unit_in_the_last_place_at_most(name: str) ->
 
 
 @pytest.mark.parametrize("name", ["llama", "t5", "gemma", "olmo2"])
-@pytest.mark.parametrize("dtypes", PROBES, ids=str)
+@pytest.mark.parametrize("dtypes", PROBE_INPUTS, ids=str)
 def test_mixed_dtypes_give_the_native_dtype_and_numbers(name: str, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     native = native_norm(name).to(dtypes[1])
     x = torch.randn(8, HIDDEN).to(dtypes[0])

@@ -17,8 +17,8 @@ from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
 from shardformer.tensor_parallel.parallel_module import accept_wide_inputs
 from shardformer.training.initialize import initialize
-from shardformer.verify.small_models import MAIN, Batches, Sample, sample_loss
-from shardformer.zero.shard_optimizer import zero
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel, sample_loss
+from shardformer.zero.shard_optimizer import shard_optimizer
 
 Layer = Callable[[], nn.Module]
 LAYERS: dict[str, tuple[Layer, list[tuple[int, ...]]]] = {
@@ -36,7 +36,7 @@ LAYERS: dict[str, tuple[Layer, list[tuple[int, ...]]]] = {
 
 
 def narrow(module: nn.Module) -> nn.Module:
-    """As ``zero`` converts it: the parameters alone."""
+    """As ``shard_optimizer`` converts it: the parameters alone."""
     for p in module.parameters():
         p.data = p.data.to(torch.bfloat16)
     return module
@@ -135,13 +135,13 @@ def test_parallel_linears_cast_before_they_send() -> None:
 def test_a_model_whose_buffer_reaches_a_layer() -> None:
     """Swin V2's table of relative coordinates, and pixels in fp32: to the bit what it computes all in 16 bits."""
     torch.manual_seed(0)
-    model = Sample("swinv2")().float().train()
-    batch = Batches(MAIN["swinv2"])(0)
+    model = SmallModel("swinv2")().float().train()
+    batch = RandomBatches(DEFAULT_HEAD["swinv2"])(0)
     batch = {name: x.float() if x.is_floating_point() else x for name, x in batch.items()}
     narrowed = copy.deepcopy(model).to(torch.bfloat16)
     torch.manual_seed(0)
     expected = sample_loss(narrowed, {n: x.bfloat16() if x.is_floating_point() else x for n, x in batch.items()})
-    optimizer = zero(torch.optim.SGD(model.parameters(), lr=0.1), model, stage=1, precision="bf16")
+    optimizer = shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, stage=1, precision="bf16")
     torch.manual_seed(0)
     loss = sample_loss(model, batch)
     assert any(b.dtype == torch.float32 for b in model.buffers()) and loss == expected
@@ -182,7 +182,7 @@ def test_a_stage_that_runs_past_layers_of_another_one() -> None:
     plain = transformers.M2M100ForConditionalGeneration(config).train()
     ids = torch.arange(3, 27).view(4, 6)
     alone = copy.deepcopy(plain)
-    zero(torch.optim.SGD(alone.parameters(), lr=0.1), alone, stage=1, precision="bf16")
+    shard_optimizer(torch.optim.SGD(alone.parameters(), lr=0.1), alone, stage=1, precision="bf16")
     expected = float(alone(input_ids=ids, labels=ids).loss.detach())
 
     def run(context: ParallelContext) -> float:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardformer.context_parallel.sequence_layout import Positions, rows_of
+from shardformer.context_parallel.sequence_layout import SequencePositions, chunk_indices
 from shardformer.errors import InputError
 
 SIZES = st.integers(1, 5)
@@ -14,18 +14,18 @@ SIZES = st.integers(1, 5)
 
 @given(length=st.integers(1, 70), ring=SIZES, group=SIZES)
 def test_each_position_is_with_one_rank(length: int, ring: int, group: int) -> None:
-    if length < Positions.least(ring, group):
+    if length < SequencePositions.least(ring, group):
         with pytest.raises(InputError, match=f"A sequence of {length} positions"):
-            Positions(length, ring, group)
+            SequencePositions(length, ring, group)
         return
-    positions = Positions(length, ring, group)
+    positions = SequencePositions(length, ring, group)
     assert positions.split.is_partition
     assert positions.split.full == length
     lengths = positions.split.lengths()
     assert min(lengths) > 0
     assert max(lengths) - min(lengths) <= 2
     for rank in range(ring):
-        mine = rows_of(positions, positions.chunks_of(rank)).tolist()
+        mine = chunk_indices(positions, positions.chunks_of(rank)).tolist()
         parts = [positions.indices(rank * group + i).tolist() for i in range(group)]
         assert [at for part in parts for at in part] == mine == sorted(mine)
         assert [len(part) for part in parts] == positions.stretches(rank)
@@ -34,6 +34,6 @@ def test_each_position_is_with_one_rank(length: int, ring: int, group: int) -> N
 
 @given(length=st.integers(8, 90), ring=st.integers(1, 4))
 def test_causal_attention_costs_all_ranks_about_the_same(length: int, ring: int) -> None:
-    positions = Positions(length, ring)
+    positions = SequencePositions(length, ring)
     pairs = [sum(int(i) + 1 for i in positions.indices(rank)) for rank in range(ring)]
     assert max(pairs) - min(pairs) <= 3 * length  # of length ** 2 / (2 * ring) each

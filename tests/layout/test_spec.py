@@ -16,7 +16,7 @@ from torch import Tensor
 from shardformer.errors import ConfigError
 from shardformer.layout import shard_spec as spec_module
 from shardformer.layout import shard_spec as split_module
-from shardformer.layout.shard_spec import EvenSplit, ShardSpec, Split, even_bounds, holders_of
+from shardformer.layout.shard_spec import EvenSplit, ShardSpec, Split, count_holders, even_bounds
 from shardformer.policies.attention_heads import HeadLayout
 
 AXES = ("tensor", "data", "column")
@@ -141,7 +141,7 @@ def test_a_slice_that_two_ranks_hold_is_counted_for_both() -> None:
 
 
 def test_holders_of_many_indices_take_no_time_for_each() -> None:
-    assert holders_of([[(0, 10**9)], [(0, 10)]]) == [(0, 10, 2), (10, 10**9, 1)]
+    assert count_holders([[(0, 10**9)], [(0, 10)]]) == [(0, 10, 2), (10, 10**9, 1)]
 
 
 def test_a_split_of_another_length_is_refused() -> None:

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from shardformer.comm.collectives import gather_full
-from shardformer.layout.activation_layout import Begin, Cut, Dim, Order, StreamLayout
-from shardformer.layout.sharding_metadata import specs_of
+from shardformer.layout.activation_layout import ActivationLayout, ActivationShard, Dim, IndexOrder, ShardedFrom
+from shardformer.layout.sharding_metadata import shard_specs
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.policies.roles import MLP, Stack
+from shardformer.policies.roles import MLP, LayerStack
 from shardformer.shard_model_api import shard_model
 from tests.policies.toy import HIDDEN, VOCAB, FeedForward, toy_batch
 
@@ -36,21 +36,21 @@ class TokenWise(nn.Module):
 
 
 class TokenWisePolicy(RolePolicy):
-    stack, embeddings, head = Stack("layers", [MLP("mlp", up="fc1", down="fc2")]), "embed", "head"
+    stack, embeddings, head = LayerStack("layers", [MLP("mlp", up="fc1", down="fc2")]), "embed", "head"
 
 
-@pytest.mark.parametrize("order", Order)
-def test_gradients_are_those_of_the_whole_sequence(order: Order) -> None:
+@pytest.mark.parametrize("order", IndexOrder)
+def test_gradients_are_those_of_the_whole_sequence(order: IndexOrder) -> None:
     plain, batch = TokenWise().double(), {name: x[:, :8] for name, x in toy_batch(0).items()}
     models = [copy.deepcopy(plain) for _ in range(4)]
     cross_entropy(plain(batch["ids"]).flatten(0, 1), batch["labels"].flatten()).backward()
-    cut = Cut(Dim.SEQUENCE, "sequence", order, Begin.INPUTS)
+    cut = ActivationShard(Dim.SEQUENCE, "sequence", order, ShardedFrom.INPUTS)
 
     def difference(context: ParallelContext) -> float:
-        model = shard_model(models[context.rank], TokenWisePolicy, context=context, stream=StreamLayout((cut,)))
+        model = shard_model(models[context.rank], TokenWisePolicy, context=context, stream=ActivationLayout((cut,)))
         own = [i for a, b in cut.split(8, 2).parts[context.sequence.rank] for i in range(a, b)]
         cross_entropy(model(batch["ids"][:, own]).flatten(0, 1), batch["labels"][:, own].flatten()).backward()
-        specs, want = specs_of(model), {name: p.grad for name, p in plain.named_parameters()}
+        specs, want = shard_specs(model), {name: p.grad for name, p in plain.named_parameters()}
         grads = {name: gather_full(p.grad, specs[name], context.axis) for name, p in model.named_parameters()}
         return max(float((grads[name] - want[name]).abs().max()) for name in want)
 

@@ -16,7 +16,7 @@ class Living:
     def __init__(self) -> None:
         self.now = self.peak = 0
 
-    def __call__(self, place: init_recipe.Place) -> Any:
+    def __call__(self, place: init_recipe.DeferredStorage) -> Any:
         storage = torch.empty(place.num_bytes, dtype=torch.uint8).untyped_storage()
         self.now += place.num_bytes
         self.peak = max(self.peak, self.now)

@@ -13,11 +13,11 @@ from torch import nn
 
 import shardformer
 from shardformer.errors import ConfigError
-from shardformer.layout.sharding_metadata import specs_of, state_of
+from shardformer.layout.sharding_metadata import metadata_of, shard_specs
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.meta_init.lazy_init import RecordedCall
-from shardformer.meta_init.materialize import materialize
+from shardformer.meta_init.materialization import materialize
 from shardformer.weights.from_pretrained import from_pretrained
 
 SMALL = dict(vocab_size=96, hidden_size=24, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
@@ -94,7 +94,7 @@ def test_ranks_make_their_parts_of_resized_embeddings(folder: Path) -> None:
         torch.manual_seed(3 + context.rank)
         model.resize_token_embeddings(101)
         shardformer.shard_model(model, context=context)
-        specs, coords = specs_of(model), state_of(model).coords
+        specs, coords = shard_specs(model), metadata_of(model).coords
         assert specs["model.embed_tokens.weight"].shape == (101, SMALL["hidden_size"])
         for name, p in model.named_parameters():
             torch.testing.assert_close(p, specs[name].slice(plain.get_parameter(name), coords), msg=name)

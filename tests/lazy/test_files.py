@@ -22,8 +22,8 @@ from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.meta_init import safetensors_source
 from shardformer.meta_init import safetensors_source as files
-from shardformer.meta_init.materialize import materialize
-from shardformer.meta_init.safetensors_source import Source, WeightsFile, tensors_of
+from shardformer.meta_init.materialization import materialize
+from shardformer.meta_init.safetensors_source import SafetensorsSource, WeightsFile, lazy_tensors
 from shardformer.shard_model_api import shard_model
 from shardformer.weights.from_pretrained import from_pretrained
 
@@ -191,23 +191,23 @@ def test_a_file_that_changes_while_it_is_read_is_refused_on_all_ranks(
     folders: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
-    read = Source.__call__
+    read = SafetensorsSource.__call__
 
-    def noted(self: Source) -> torch.Tensor:
+    def noted(self: SafetensorsSource) -> torch.Tensor:
         order.append(self.key)
         return read(self)
 
-    monkeypatch.setattr(Source, "__call__", noted)
+    monkeypatch.setattr(SafetensorsSource, "__call__", noted)
     materialize(load(folders[0]))
     last = order[-1]
 
-    def changed(self: Source) -> torch.Tensor:
+    def changed(self: SafetensorsSource) -> torch.Tensor:
         value = read(self)
         if self.key == last and self.file.path.startswith(str(folders[1])):
             touch(folders[1])
         return value
 
-    monkeypatch.setattr(Source, "__call__", changed)
+    monkeypatch.setattr(SafetensorsSource, "__call__", changed)
     models = [load(folder) for folder in folders[:2]]
     said = outcomes(models)
     assert all(str(folders[1] / NAME) in each and "was written to" in each for each in said), said
@@ -302,7 +302,7 @@ def test_absurd_files_are_four_parts(
     path = tmp_path / NAME
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=r"model.safetensors' cannot be read: .*anew") as caught:
-        tensors_of(str(path))
+        lazy_tensors(str(path))
     assert "\n" not in str(caught.value)
 
 
@@ -329,7 +329,7 @@ def test_a_length_that_is_none_takes_no_memory(length: int, tmp_path: Path) -> N
     tracemalloc.start()
     try:
         with pytest.raises(ConfigError, match="cannot be read"):
-            tensors_of(str(path))
+            lazy_tensors(str(path))
         assert tracemalloc.get_traced_memory()[1] < 2**24
     finally:
         tracemalloc.stop()

@@ -16,11 +16,11 @@ from tokenizers.models import WordLevel
 import shardformer
 from shardformer.discovery.shrink_config import model_class
 from shardformer.errors import ConfigError, ShardFormerError
-from shardformer.meta_init.materialize import materialize
-from shardformer.train_command.build import model_of
-from shardformer.train_command.config_schema import RunConfig, config_of
-from shardformer.train_command.datasets import RunData, tokens_of
-from shardformer.train_command.model_config import own_config
+from shardformer.meta_init.materialization import materialize
+from shardformer.train_command.build import build_model
+from shardformer.train_command.config_schema import TrainConfig, parse_config
+from shardformer.train_command.datasets import TrainingData, load_tokenizer
+from shardformer.train_command.model_config import load_model_config
 from shardformer.verify.model_source import find_model
 
 CONFIG_CODE = """
@@ -130,8 +130,8 @@ def with_tokenizer(folder: Path) -> Path:
     return folder
 
 
-def run_of(folder: Path, **model: Any) -> RunConfig:
-    return config_of({"model": {"name": str(folder), **model}, "data": {"train": "a.txt"}}, "run.toml")
+def run_of(folder: Path, **model: Any) -> TrainConfig:
+    return parse_config({"model": {"name": str(folder), **model}, "data": {"train": "a.txt"}}, "run.toml")
 
 
 @pytest.mark.parametrize("random", [False, True])
@@ -142,20 +142,20 @@ def test_a_run_says_whether_code_beside_its_model_may_run(
     monkeypatch.setattr(sys, "stdin", Asked())
     monkeypatch.setattr("builtins.input", Asked().readline)
     with_tokenizer(with_code(folder))
-    data = RunData("", None)
+    data = TrainingData("", None)
     for without in ({}, {"trust_remote_code": False}):
         with pytest.raises(ConfigError, match=r"write model\.trust_remote_code = true"):
-            own_config(run_of(folder, random=random, **without))
+            load_model_config(run_of(folder, random=random, **without))
     config = run_of(folder, random=random, trust_remote_code=True)
     for lazy in (True, False):
-        assert type(model_of(config, data, own_config(config), lazy=lazy)).__name__ == "OwnModel"
-    assert type(tokens_of(None, str(folder), random=False, trust=True).tokenizer).__name__ == "OwnTokenizer"
+        assert type(build_model(config, data, load_model_config(config), lazy=lazy)).__name__ == "OwnModel"
+    assert type(load_tokenizer(None, str(folder), random=False, trust=True).tokenizer).__name__ == "OwnTokenizer"
     with pytest.raises(ConfigError, match=r"model\.trust_remote_code"):
-        tokens_of(None, str(folder), random=False)
+        load_tokenizer(None, str(folder), random=False)
     with pytest.raises(
         ConfigError, match=r"custom code.*Correct data\.tokenizer"
     ):  # consent is for the model, not for another folder
-        tokens_of(str(folder), "another", random=False, trust=True)
+        load_tokenizer(str(folder), "another", random=False, trust=True)
 
 
 def test_a_head_that_only_code_of_the_folder_has_is_not_asked_for(
@@ -167,7 +167,7 @@ def test_a_head_that_only_code_of_the_folder_has_is_not_asked_for(
     change(folder, auto_map={"AutoModelForMaskedLM": "own.OwnModel"})
     config = run_of(folder, random=True, task="masked")
     with pytest.raises(ConfigError, match="trust_remote_code"):
-        model_of(config, RunData("", None), own_config(config))
+        build_model(config, TrainingData("", None), load_model_config(config))
     assert asked == []
 
 

@@ -18,8 +18,8 @@ TWO = """
     from shardformer.config import ShardConfig
     from shardformer.errors import ConfigError, LaunchError
     from shardformer.mesh.init_distributed import launch_from_torch
-    from shardformer.mesh.init_distributed import leave_process_group
-    from shardformer.sharding.checks import agree_on_group
+    from shardformer.mesh.init_distributed import destroy_process_group
+    from shardformer.sharding.checks import check_process_group
 
     first = os.fork()
     second = os.fork() if first else 0
@@ -28,13 +28,13 @@ TWO = """
         sys.exit()
     rank = int(bool(first))
     dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 2), rank=rank, world_size=2)
-    atexit.register(leave_process_group)
+    atexit.register(destroy_process_group)
     config = ShardConfig(context=launch_from_torch())
-    agree_on_group(config)
+    check_process_group(config)
     if rank == 1:
         raise ConfigError("'my-model' holds no config", rule="It does", remedy="Correct the path")
     try:
-        agree_on_group(config)
+        check_process_group(config)
     except LaunchError as error:
         print(error, flush=True)
 """

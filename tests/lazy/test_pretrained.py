@@ -14,18 +14,18 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shardformer.errors import ConfigError
-from shardformer.layout.sharding_metadata import specs_of
+from shardformer.layout.sharding_metadata import shard_specs
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.meta_init.materialize import materialize
+from shardformer.meta_init.materialization import materialize
 from shardformer.shard_model_api import shard_model
-from shardformer.sharding.describe import describe
-from shardformer.verify.small_models import SMALL, Batches, Sample, sample_loss
+from shardformer.sharding.describe import describe_sharding
+from shardformer.verify.small_models import SMALL_CONFIGS, RandomBatches, SmallModel, sample_loss
 from shardformer.weights.from_pretrained import from_pretrained
 from tests.lazy.families import FAMILIES, assert_same, build
 from tests.pairwise import in_turn
 
-BERT = Sample("bert")
+BERT = SmallModel("bert")
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +80,7 @@ def test_a_dtype_is_asked_for(dtype: Any, tmp_path: Path) -> None:
 def test_another_head_is_new_and_the_same_as_with_transformers(
     saved: str, kind: str, head: str, other: str, tmp_path: Path
 ) -> None:
-    save(Sample("bert", saved)(), tmp_path)
+    save(SmallModel("bert", saved)(), tmp_path)
     ours, plain = loaded_by_both(getattr(transformers, kind), tmp_path)
     notes = " ".join(vars(ours)["_shardformer_loading"])
     assert_same(materialize(ours), plain)
@@ -96,7 +96,7 @@ def test_an_auto_class_and_fields_of_the_config(tmp_path: Path) -> None:
 
 
 def test_generation_settings_come_along(tmp_path: Path) -> None:
-    model: Any = Sample("gpt2")()
+    model: Any = SmallModel("gpt2")()
     model.generation_config.max_new_tokens = 17
     model.generation_config.save_pretrained(tmp_path)
     save(model, tmp_path)
@@ -118,22 +118,22 @@ def test_tied_weights_that_were_saved_twice_are_tied_where_they_are_equal(tmp_pa
 @pytest.mark.feature("lazy initialization")
 # chatglm is not in transformers
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "size"), in_turn(sorted(SMALL.keys() - {"chatglm"}), (2,), (4,)))
+@pytest.mark.parametrize(("family", "size"), in_turn(sorted(SMALL_CONFIGS.keys() - {"chatglm"}), (2,), (4,)))
 def test_a_training_step_is_that_of_the_loaded_model(family: str, size: int, tmp_path: Path) -> None:
-    sample = Sample(family)
+    sample = SmallModel(family)
     kind: Any = getattr(transformers, sample.head_class)
     torch.manual_seed(3)
     save(sample(), tmp_path)
-    batch, plain = Batches(sample.head_class)(0), kind.from_pretrained(tmp_path)
+    batch, plain = RandomBatches(sample.head_class)(0), kind.from_pretrained(tmp_path)
     sample_loss(plain, batch).backward()
     lazy = [from_pretrained(kind, tmp_path) for _ in range(size)]
 
     def train(context: ParallelContext) -> None:
         rank = context.tensor.rank
         model = shard_model(lazy[rank], context=context)
-        assert str(tmp_path) in str(describe(model))
+        assert str(tmp_path) in str(describe_sharding(model))
         sample_loss(model, batch).backward()
-        specs = specs_of(model)
+        specs = shard_specs(model)
         for name, param in model.named_parameters():
             full = plain.get_parameter(name)
             assert torch.equal(param, specs[name].slice(full, {"tensor": rank})), name
@@ -146,7 +146,7 @@ def test_a_training_step_is_that_of_the_loaded_model(family: str, size: int, tmp
 
 
 def test_new_heads_are_the_same_on_all_ranks_whatever_their_seeds(tmp_path: Path) -> None:
-    save(Sample("bert", "BertModel")(), tmp_path)
+    save(SmallModel("bert", "BertModel")(), tmp_path)
     lazy = []
     for seed in (1, 2):
         torch.manual_seed(seed)
@@ -154,7 +154,7 @@ def test_new_heads_are_the_same_on_all_ranks_whatever_their_seeds(tmp_path: Path
 
     def head(context: ParallelContext) -> tuple[torch.Tensor, str]:
         model = shard_model(lazy[context.tensor.rank], context=context)
-        return model.get_parameter("classifier.weight"), str(describe(model))
+        return model.get_parameter("classifier.weight"), str(describe_sharding(model))
 
     (one, said), (other, _) = run_as_threads(head, tensor=2)
     assert torch.equal(one, other)
@@ -244,7 +244,10 @@ def test_quantized_weights(tmp_path: Path) -> None:
 
 
 def test_ranks_that_read_different_files_are_refused(tmp_path: Path) -> None:
-    folders = [save(Sample("bert")(), tmp_path / "a"), save(Sample("bert")(), tmp_path / "b", shard_size="60KB")]
+    folders = [
+        save(SmallModel("bert")(), tmp_path / "a"),
+        save(SmallModel("bert")(), tmp_path / "b", shard_size="60KB"),
+    ]
     lazy = [from_pretrained(transformers.BertForMaskedLM, folder) for folder in folders]
     with pytest.raises(ConfigError, match="Ranks disagree"):
         run_as_threads(lambda context: shard_model(lazy[context.tensor.rank], context=context), tensor=2)

@@ -17,10 +17,10 @@ from torch.nn import init
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from shardformer.errors import ConfigError
-from shardformer.meta_init.init_recipe import compute, place_of, recipe
+from shardformer.meta_init.init_recipe import deferred_storage_of, recipe_of, run_recipe
 from shardformer.meta_init.lazy_init import InitRecorder, LazyInit
-from shardformer.meta_init.materialize import materialize
-from shardformer.verify.small_models import Sample
+from shardformer.meta_init.materialization import materialize
+from shardformer.verify.small_models import SmallModel
 from tests.lazy.families import FAMILIES, assert_same, build
 
 
@@ -119,10 +119,10 @@ def test_a_value_that_is_asked_for_is_the_true_one() -> None:
 def test_only_the_numbers_that_are_kept_are_drawn_again() -> None:
     """nn.Embedding draws, and transformers draws anew and zeroes a row: the first draw is not in the recipe."""
     with LazyInit():
-        model = Sample("bert")()
-    place = place_of(model.get_parameter("bert.embeddings.word_embeddings.weight"))
+        model = SmallModel("bert")()
+    place = deferred_storage_of(model.get_parameter("bert.embeddings.word_embeddings.weight"))
     assert place is not None
-    steps = [str(step.func).removeprefix("aten.").partition(".")[0] for step in recipe(place)]
+    steps = [str(step.func).removeprefix("aten.").partition(".")[0] for step in recipe_of(place)]
     assert steps == ["normal_", "zero_"]
 
 
@@ -160,7 +160,7 @@ def test_the_meta_device_inside_is_refused() -> None:
 
 
 def test_from_pretrained_of_transformers_inside_is_refused(tmp_path: Path) -> None:
-    model: Any = Sample("bert")()
+    model: Any = SmallModel("bert")()
     model.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"shardformer.from_pretrained"), LazyInit():
         type(model).from_pretrained(tmp_path)
@@ -222,9 +222,9 @@ def test_ranks_that_are_threads_draw_the_same_numbers() -> None:
     before = torch.get_rng_state()
 
     def values(tensor: Tensor) -> Tensor:
-        place = place_of(tensor)
+        place = deferred_storage_of(tensor)
         assert place is not None
-        return torch.empty(0).set_(compute(place), 0, (1000, 100))
+        return torch.empty(0).set_(run_recipe(place), 0, (1000, 100))
 
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(values, lazy * 8))

@@ -12,9 +12,9 @@ import transformers
 from torch import Tensor, nn
 
 from shardformer.config import ShardConfig
-from shardformer.discovery.shrink_config import shrunk
+from shardformer.discovery.shrink_config import shrink_config
 from shardformer.errors import ConfigError, PolicyError
-from shardformer.layout.sharding_metadata import specs_of
+from shardformer.layout.sharding_metadata import shard_specs
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.init_distributed import launch_from_torch
@@ -25,9 +25,9 @@ from shardformer.meta_init.lazy_init import LazyInit
 from shardformer.policies.module_descriptions import ModulePolicyDescription, SubModuleReplacementDescription
 from shardformer.policies.policy import Policy
 from shardformer.shard_model_api import ShardFormer, shard_model
-from shardformer.sharding.describe import describe
+from shardformer.sharding.describe import describe_sharding
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
-from shardformer.verify.small_models import SMALL, Batches, Sample, sample_loss
+from shardformer.verify.small_models import SMALL_CONFIGS, RandomBatches, SmallModel, sample_loss
 from shardformer.weights.state_dict import full_state_dict
 from tests.lazy.living import Living
 from tests.pairwise import in_turn
@@ -51,7 +51,7 @@ def built_lazily(make: Callable[[], nn.Module], ranks: int, seeds: list[int] | N
 
 
 def assert_parts_of(model: nn.Module, plain: nn.Module, rank: int) -> None:
-    specs = specs_of(model)
+    specs = shard_specs(model)
     for name, param in model.named_parameters():
         assert torch.equal(param, specs[name].slice(plain.get_parameter(name), {"tensor": rank})), name
     for name, buffer in model.named_buffers():
@@ -62,7 +62,7 @@ def assert_parts_of(model: nn.Module, plain: nn.Module, rank: int) -> None:
 WAYS = ((2, {}), (4, OPTIONS), (2, OPTIONS), (4, {}))
 PAIRS = [  # each family once, over 2 or over 4 ranks, plainly or with all options
     pytest.param(family, size, options, id=f"{family}-{size}-{'options' if options else 'plain'}")
-    for family, size, options in in_turn(sorted(SMALL), *WAYS)
+    for family, size, options in in_turn(sorted(SMALL_CONFIGS), *WAYS)
 ]
 
 
@@ -74,8 +74,8 @@ def test_parts_and_a_training_step_are_those_of_the_eager_model(
 ) -> None:
     if family in ("swin", "swinv2", "sam"):  # which refuse it
         options = {name: on for name, on in options.items() if "sequence" not in name}
-    sample = Sample(family)
-    batch, plain, lazy = Batches(sample.head_class)(0), built(sample), built_lazily(sample, size)
+    sample = SmallModel(family)
+    batch, plain, lazy = RandomBatches(sample.head_class)(0), built(sample), built_lazily(sample, size)
     whole = plain.state_dict()
     eager = [built(sample) for _ in range(size)]
 
@@ -92,14 +92,14 @@ def test_parts_and_a_training_step_are_those_of_the_eager_model(
         assert ours_after.keys() == theirs_after.keys() == whole.keys()
         assert all(torch.equal(ours_after[name], value) for name, value in theirs_after.items())
         assert any(not torch.equal(ours_after[name], value) for name, value in whole.items())
-        assert "Built without values" in str(describe(ours))
+        assert "Built without values" in str(describe_sharding(ours))
 
     run_as_threads(train, tensor=size)
 
 
 @pytest.mark.parametrize("head", ["T5EncoderModel", "T5ForSequenceClassification"])
 def test_other_heads(head: str) -> None:
-    sample = Sample("t5", head)
+    sample = SmallModel("t5", head)
     plain, lazy = built(sample), built_lazily(sample, 2)
     run_as_threads(
         lambda c: assert_parts_of(shard_model(lazy[c.tensor.rank], context=c), plain, c.tensor.rank), tensor=2
@@ -107,7 +107,7 @@ def test_other_heads(head: str) -> None:
 
 
 def test_one_rank_alone_gets_everything() -> None:
-    sample = Sample("gpt2")
+    sample = SmallModel("gpt2")
     plain, (lazy,) = built(sample), built_lazily(sample, 1)
     context = ParallelContext.of({"tensor": 1})
     model, _ = ShardFormer(ShardConfig(context=context)).optimize(lazy)
@@ -134,7 +134,7 @@ def test_a_policy_that_is_found_fits_a_model_without_values() -> None:
 
     def shard(context: ParallelContext) -> None:
         model = shard_model(lazy[context.tensor.rank], context=context)
-        assert "inferred" in str(describe(model))
+        assert "inferred" in str(describe_sharding(model))
         assert_parts_of(model, plain, context.tensor.rank)
 
     run_as_threads(shard, tensor=2)
@@ -150,7 +150,7 @@ def stable_lm() -> nn.Module:
 @cache
 def stable_config() -> Any:
     """Made once, with models of its own, and outside of a lazy initialization."""
-    return shrunk(transformers.StableLmConfig(architectures=["StableLmForCausalLM"]))
+    return shrink_config(transformers.StableLmConfig(architectures=["StableLmForCausalLM"]))
 
 
 def test_a_model_that_nothing_is_known_of_asks_for_a_policy_as_it_does_with_values() -> None:
@@ -181,7 +181,7 @@ def test_a_policy_is_found_for_a_lazy_model_of_ones_own_on_a_copy_with_values() 
 
     def shard(context: ParallelContext) -> None:
         model = shard_model(lazy[context.tensor.rank], context=context)
-        assert "a policy that was inferred" in str(describe(model))
+        assert "a policy that was inferred" in str(describe_sharding(model))
         assert_parts_of(model, plain, context.tensor.rank)
 
     run_as_threads(shard, tensor=2)
@@ -189,8 +189,8 @@ def test_a_policy_is_found_for_a_lazy_model_of_ones_own_on_a_copy_with_values() 
 
 def train_on_processes(data: int) -> tuple[float, float]:
     context = launch_from_torch(data=data)
-    sample = Sample("llama")
-    batch = Batches(sample.head_class)(0)
+    sample = SmallModel("llama")
+    batch = RandomBatches(sample.head_class)(0)
     part = {k: v[context.data.rank * 4 // data : (context.data.rank + 1) * 4 // data] for k, v in batch.items()}
     plain = built(sample)
     with LazyInit():
@@ -213,15 +213,15 @@ def test_real_processes_agree_on_it_too(pool4: WorkerPool, data: int) -> None:
 
 def test_one_full_tensor_is_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what is made and not kept, the most that lives at once is the largest full tensor."""
-    sample = Sample("gpt2", changes={"n_layer": 4})
+    sample = SmallModel("gpt2", changes={"n_layer": 4})
     lazy = built_lazily(sample, 2)[0]
     living = Living()
     monkeypatch.setattr(recipe, "_allocate", living)
     largest = max(p.nbytes for p in lazy.parameters())
     whole = sum(p.nbytes for p in lazy.parameters())
-    for place in {init_recipe.place_of(p) for p in lazy.parameters()}:
+    for place in {init_recipe.deferred_storage_of(p) for p in lazy.parameters()}:
         assert place is not None
-        init_recipe.compute(place)
+        init_recipe.run_recipe(place)
     assert living.peak == largest < whole / 4
 
 
@@ -231,18 +231,18 @@ def test_a_cast_before_the_cut_holds_no_full_tensor_of_the_new_dtype() -> None:
         part = model.weight.detach().narrow(0, 0, 8).clone()
         joined = torch.cat([model.weight.detach()[:2], model.weight.detach()[5:7]])
     for taken in (part, joined):
-        place = init_recipe.place_of(taken)
+        place = init_recipe.deferred_storage_of(taken)
         assert place is not None
-        sizes = [(v.dtype, v.place.num_bytes) for s in init_recipe.recipe(place) for v in s.out if v is not None]
+        sizes = [(v.dtype, v.place.num_bytes) for s in init_recipe.recipe_of(place) for v in s.out if v is not None]
         assert (torch.bfloat16, 64 * 64 * 2) not in sizes
     assert torch.equal(_values(part), _values(model.weight)[:8])
     assert torch.equal(_values(joined), _values(model.weight)[[0, 1, 5, 6]])
 
 
 def _values(tensor: Tensor) -> Tensor:
-    place = init_recipe.place_of(tensor)
+    place = init_recipe.deferred_storage_of(tensor)
     assert place is not None
-    return init_recipe.view_of(tensor).of(init_recipe.compute(place)).clone()
+    return init_recipe.view_of(tensor).of(init_recipe.run_recipe(place)).clone()
 
 
 # ---------------------------------------------------------------------------------------- what a policy does to weights
@@ -323,20 +323,20 @@ def test_a_linear_with_a_forward_of_its_own_is_told_from_one_that_only_looks_so(
 
 
 def test_where_seeds_differ_all_ranks_draw_the_numbers_of_the_first() -> None:
-    sample = Sample("bert")
+    sample = SmallModel("bert")
     plain, lazy = built(sample, 5), built_lazily(sample, 2, seeds=[5, 6])
 
     def shard(context: ParallelContext) -> str:
         model = shard_model(lazy[context.tensor.rank], context=context)
         assert_parts_of(model, plain, context.tensor.rank)
-        return str(describe(model))
+        return str(describe_sharding(model))
 
     assert all("those of rank 0" in said for said in run_as_threads(shard, tensor=2))
 
 
 def test_ranks_that_build_in_different_ways_are_refused() -> None:
-    sample = Sample("bert")
-    wider = Sample("bert", changes={"initializer_range": 0.5})
+    sample = SmallModel("bert")
+    wider = SmallModel("bert", changes={"initializer_range": 0.5})
     lazy = [built_lazily(sample, 1)[0], built_lazily(wider, 1)[0]]
     lazy[1].config.initializer_range = lazy[0].config.initializer_range
     with pytest.raises(ConfigError, match=r"Ranks disagree.*normal_"):
@@ -344,14 +344,14 @@ def test_ranks_that_build_in_different_ways_are_refused() -> None:
 
 
 def test_a_lazy_and_an_eager_rank_are_refused() -> None:
-    sample = Sample("bert")
+    sample = SmallModel("bert")
     models = [built(sample), *built_lazily(sample, 1)]
     with pytest.raises(ConfigError, match="Ranks disagree"):
         run_as_threads(lambda context: shard_model(models[context.tensor.rank], context=context), tensor=2)
 
 
 def test_where_sharding_fails_the_model_is_as_it_was() -> None:
-    (lazy,) = built_lazily(Sample("llama"), 1)
+    (lazy,) = built_lazily(SmallModel("llama"), 1)
     before = {name: id(p) for name, p in lazy.named_parameters()}
     with pytest.raises(ConfigError):
         run_as_threads(lambda context: shard_model(lazy, Failing(), context=context), tensor=2)

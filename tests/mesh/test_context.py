@@ -16,11 +16,11 @@ import torch.distributed as dist
 from shardformer.comm.collectives import all_reduce
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, LaunchError, WorkerError
-from shardformer.layout.activation_layout import StreamLayout
-from shardformer.local_ranks.worker_pool import Pools, WorkerPool
+from shardformer.layout.activation_layout import ActivationLayout
+from shardformer.local_ranks.worker_pool import WorkerPool, WorkerPools
 from shardformer.mesh.init_distributed import first_slurm_host, launch, launch_from_slurm, launch_from_torch
-from shardformer.mesh.parallel_context import Axis, ParallelContext, with_sequence
-from shardformer.mesh.rank_grid import AXES, total_of
+from shardformer.mesh.parallel_context import Axis, ParallelContext, with_ring_axes
+from shardformer.mesh.rank_grid import AXES, num_ranks
 
 Place = dict[str, tuple[int, int, tuple[int, ...]]]
 
@@ -107,7 +107,7 @@ def test_a_context_says_what_it_is_and_is_copied_as_itself(pool4: WorkerPool) ->
     assert same_context and same_axis
 
 
-def test_one_process_communicates_with_nobody(pools: Pools) -> None:
+def test_one_process_communicates_with_nobody(pools: WorkerPools) -> None:
     assert pools(1).run(grid, {}) == [{}]
     context = ParallelContext.from_group(None)  # nobody launched anything here
     assert str(context) == "one process"
@@ -388,13 +388,13 @@ def test_a_context_by_arithmetic_reaches_nobody() -> None:
 def test_a_stream_of_ones_own_says_what_the_sequence_axis_cuts() -> None:
     context = ParallelContext.of({"sequence": 2})
     with pytest.raises(ConfigError, match=r"sequence=2"):
-        ShardConfig(context=context, stream=StreamLayout()).resolve_context()
+        ShardConfig(context=context, stream=ActivationLayout()).resolve_context()
 
 
 def test_the_sequence_axis_may_be_a_ring_of_groups() -> None:
-    context = with_sequence(ParallelContext.of({"sequence": 6}, {"sequence": 4}), (3, 2))
+    context = with_ring_axes(ParallelContext.of({"sequence": 6}, {"sequence": 4}), (3, 2))
     assert (str(context.axis("ring")), str(context.axis("ulysses"))) == ("ring 2/3", "ulysses 0/2")
-    assert total_of((3, 2)) == total_of(6) == 6
+    assert num_ranks((3, 2)) == num_ranks(6) == 6
     for wrong in ((2, 2, 2), (0, 2), ()):
         with pytest.raises(ConfigError, match=r"sequence"):
-            total_of(wrong)  # type: ignore[arg-type]
+            num_ranks(wrong)  # type: ignore[arg-type]

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from shardformer.errors import ConfigError
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.mesh.rank_grid import AXES, Grid
+from shardformer.mesh.rank_grid import AXES, RankGrid
 
 SIZES = st.fixed_dictionaries({name: st.integers(1, 4) for name in AXES})
 
 
 @st.composite
-def views(draw: st.DrawFn) -> tuple[Grid, list[str], dict[str, int]]:
+def views(draw: st.DrawFn) -> tuple[RankGrid, list[str], dict[str, int]]:
     """A grid with a view of one axis or of more, what it refolds, and the sizes of its axes."""
     sizes = draw(SIZES)
     of = [name for name in AXES if draw(st.booleans())] or ["tensor"]
@@ -25,7 +25,7 @@ def views(draw: st.DrawFn) -> tuple[Grid, list[str], dict[str, int]]:
         folded[name] = draw(st.sampled_from([n for n in range(1, left + 1) if left % n == 0]))
         left //= folded[name]
     folded["depth"] = left
-    return Grid.of(sizes).view(of, folded), of, folded
+    return RankGrid.of(sizes).view(of, folded), of, folded
 
 
 NAMES = st.sets(st.sampled_from(AXES), min_size=1)
@@ -34,7 +34,7 @@ NAMES = st.sets(st.sampled_from(AXES), min_size=1)
 @settings(deadline=None, max_examples=60)
 @given(SIZES, NAMES)
 def test_lines_partition_the_ranks(sizes: dict[str, int], names: set[str]) -> None:
-    grid = Grid.of(sizes)
+    grid = RankGrid.of(sizes)
     lines = grid.lines(*names)
     assert sorted(rank for line in lines for rank in line) == list(grid.ranks)
     assert {len(line) for line in lines} == {prod(sizes[name] for name in names)}
@@ -47,14 +47,14 @@ def test_lines_partition_the_ranks(sizes: dict[str, int], names: set[str]) -> No
 @settings(deadline=None, max_examples=60)
 @given(SIZES)
 def test_coordinates_name_each_rank_once(sizes: dict[str, int]) -> None:
-    grid = Grid.of(sizes)
+    grid = RankGrid.of(sizes)
     assert [grid.rank_at(grid.coords(rank)) for rank in grid.ranks] == list(grid.ranks)
 
 
 @settings(deadline=None, max_examples=60)
 @given(views(), NAMES)
 def test_a_view_merged_is_what_it_refolds_merged(
-    viewed: tuple[Grid, list[str], dict[str, int]], others: set[str]
+    viewed: tuple[RankGrid, list[str], dict[str, int]], others: set[str]
 ) -> None:
     grid, of, folded = viewed
     others -= set(of)
@@ -68,11 +68,11 @@ def test_a_view_merged_is_what_it_refolds_merged(
 
 @settings(deadline=None, max_examples=60)
 @given(views())
-def test_a_view_leaves_coordinates_as_they_are(viewed: tuple[Grid, list[str], dict[str, int]]) -> None:
+def test_a_view_leaves_coordinates_as_they_are(viewed: tuple[RankGrid, list[str], dict[str, int]]) -> None:
     grid, of, folded = viewed
     for rank in grid.ranks:
         coords = grid.coords(rank)
-        assert {name: coords[name] for name in AXES} == Grid.of(grid.sizes).coords(rank)
+        assert {name: coords[name] for name in AXES} == RankGrid.of(grid.sizes).coords(rank)
         place, seen = 0, 0
         for name in of:
             place = place * grid.sizes[name] + coords[name]
@@ -82,19 +82,19 @@ def test_a_view_leaves_coordinates_as_they_are(viewed: tuple[Grid, list[str], di
 
 
 def test_only_some_ranks_of_an_axis() -> None:
-    grid = Grid.of({"data": 2, "pipe": 3, "tensor": 2})
+    grid = RankGrid.of({"data": 2, "pipe": 3, "tensor": 2})
     assert grid.lines("pipe", only={"pipe": (0, 2)}) == ((0, 4), (1, 5), (6, 10), (7, 11))
     assert grid.lines("data", "pipe", only={"pipe": (0, 2)}) == ((0, 4, 6, 10), (1, 5, 7, 11))
 
 
 def test_experts_over_data_and_tensor() -> None:
-    grid = Grid.of({"data": 4, "pipe": 2, "tensor": 2}).view(["data", "tensor"], {"replica": 2, "expert": 4})
+    grid = RankGrid.of({"data": 4, "pipe": 2, "tensor": 2}).view(["data", "tensor"], {"replica": 2, "expert": 4})
     assert grid.lines("expert")[0] == (0, 1, 4, 5)
     assert grid.lines("replica")[0] == (0, 8)
     assert grid.lines("pipe", "replica")[0] == (0, 2, 8, 10)
 
 
-CUBE = Grid.of({"data": 2, "tensor": 8}).view(["tensor"], {"row": 2, "column": 2, "depth": 2})
+CUBE = RankGrid.of({"data": 2, "tensor": 8}).view(["tensor"], {"row": 2, "column": 2, "depth": 2})
 
 
 @pytest.mark.parametrize(
@@ -126,11 +126,11 @@ def test_axes_that_overlap_are_not_merged() -> None:
 
 
 def test_a_line_crosses_hosts() -> None:
-    grid = Grid.of({"data": 2, "tensor": 2}, hosts=["a", "a", "b", "b"])
+    grid = RankGrid.of({"data": 2, "tensor": 2}, hosts=["a", "a", "b", "b"])
     assert [grid.crosses_hosts(line) for line in (*grid.lines("tensor"), *grid.lines("data"))] == [False] * 2 + [
         True
     ] * 2
-    assert Grid.of({"tensor": 2}).crosses_hosts((0, 1)) is None
+    assert RankGrid.of({"tensor": 2}).crosses_hosts((0, 1)) is None
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from torch._C._distributed_c10d import TCPStore
 from shardformer.mesh import init_distributed, parallel_context
 from shardformer.mesh import rank_failures as meeting
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.mesh.rank_failures import LostPeerError, Meeting
-from shardformer.mesh.rank_grid import Grid
+from shardformer.mesh.rank_failures import LostPeerError, Rendezvous
+from shardformer.mesh.rank_grid import RankGrid
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def test_the_first_one_names_those_that_have_not_come(capfd: pytest.CaptureFixtu
     store = TCPStore("127.0.0.1", port, None, True, timedelta(seconds=5), wait_for_workers=False)
 
     def come(place: int) -> None:
-        with Meeting("127.0.0.1", port, place, 4, "rank").watched():
+        with Rendezvous("127.0.0.1", port, place, 4, "rank").watched():
             time.sleep(1.8)
 
     threads = [threading.Thread(target=come, args=[place]) for place in (0, 2)]
@@ -56,7 +56,7 @@ def test_who_has_not_joined_is_named_in_the_error(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("MASTER_PORT", str(port))
     with (
         pytest.raises(LostPeerError, match=r"(?s)Rank 0 has not met rank 1 of 2 .*keys: /?nobody.*timeout_s=0\.5"),
-        init_distributed._joined_by_all(0, 2, 0.5),
+        init_distributed._report_missing_ranks(0, 2, 0.5),
     ):
         store.wait(["nobody"], timedelta(seconds=0.5))
 
@@ -65,7 +65,7 @@ def test_who_has_not_joined_is_named_in_the_error(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(("place", "host"), [(1, "127.0.0.1"), (0, "127.0.0.1"), (1, "no.such.host.invalid")])
 def test_who_is_not_reached_is_said_with_the_reason(place: int, host: str, capfd: pytest.CaptureFixture[str]) -> None:
     port = free_port()
-    with Meeting(host, port, place, 2, "node").watched():
+    with Rendezvous(host, port, place, 2, "node").watched():
         time.sleep(2.5)
     said = capfd.readouterr().err
     assert f"node {place} (" in said and f"has not reached {host}:{port}" in said
@@ -76,13 +76,13 @@ def test_who_is_not_reached_is_said_with_the_reason(place: int, host: str, capfd
 
 def test_where_all_have_come_nothing_is_said(capfd: pytest.CaptureFixture[str]) -> None:
     begin = time.monotonic()
-    with Meeting("127.0.0.1", free_port(), 1, 2, "rank").watched():
+    with Rendezvous("127.0.0.1", free_port(), 1, 2, "rank").watched():
         pass
     assert time.monotonic() - begin < 0.5 and not capfd.readouterr().err
 
 
 def test_a_tensor_axis_over_hosts_is_told_what_it_costs() -> None:
-    grid = Grid({"data": 1, "pipe": 1, "sequence": 1, "tensor": 4}, (0, 1, 2, 3), hosts=("a", "a", "b", "b"))
+    grid = RankGrid({"data": 1, "pipe": 1, "sequence": 1, "tensor": 4}, (0, 1, 2, 3), hosts=("a", "a", "b", "b"))
     context = ParallelContext(grid, 0, {}, parallel_context.local_device(), None)._with_axes(tuple(grid.sizes))
     with pytest.warns(UserWarning, match=r"spans 2 hosts.*tensor=2.*2 times as many"):
-        init_distributed._warn_of_hosts(context)
+        init_distributed._warn_cross_host_tensor_axis(context)

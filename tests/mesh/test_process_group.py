@@ -12,12 +12,12 @@ import pytest
 
 from shardformer.mesh import init_distributed
 from shardformer.mesh import init_distributed as process_group
-from shardformer.mesh.init_distributed import INTERFACE, interface_towards
+from shardformer.mesh.init_distributed import INTERFACE, interface_for_host
 
 ENDINGS = """
     import atexit, os, sys
     import torch, torch.distributed as dist
-    from shardformer.mesh.init_distributed import leave_process_group
+    from shardformer.mesh.init_distributed import destroy_process_group
 
     for store in sys.argv[1:]:
         first = os.fork()
@@ -26,7 +26,7 @@ ENDINGS = """
             sys.setswitchinterval(5)  # a thread that asks for the interpreter gets it when it is let go of, not before
             dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=int(bool(first)), world_size=2)
             held = dist.group.WORLD  # as by a model whose layers use it
-            atexit.register(leave_process_group)
+            atexit.register(destroy_process_group)
             for _ in range(30):
                 dist.all_reduce(torch.ones(4), async_op=True).wait()
             sys.exit()
@@ -47,16 +47,16 @@ def test_a_process_ends_without_an_abort_in_a_thread_of_gloo(tmp_path: Path, rou
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the addresses of interfaces")
 def test_the_interface_towards_a_host_is_found() -> None:
-    assert interface_towards("127.0.0.1") == "lo"
-    assert interface_towards("no.such.host.invalid") is None
+    assert interface_for_host("127.0.0.1") == "lo"
+    assert interface_for_host("no.such.host.invalid") is None
 
 
 @pytest.mark.parametrize(
     ("env", "routes", "chosen"),
     [
         ({"LOCAL_WORLD_SIZE": "1"}, {"first": "eth3"}, "eth3"),
-        ({"LOCAL_WORLD_SIZE": "1"}, {"first": "lo", init_distributed.ELSEWHERE: "eth0"}, "eth0"),
-        ({"LOCAL_WORLD_SIZE": "1"}, {"first": "lo", init_distributed.ELSEWHERE: None}, None),
+        ({"LOCAL_WORLD_SIZE": "1"}, {"first": "lo", init_distributed.REMOTE_ADDRESS: "eth0"}, "eth0"),
+        ({"LOCAL_WORLD_SIZE": "1"}, {"first": "lo", init_distributed.REMOTE_ADDRESS: None}, None),
         ({"LOCAL_WORLD_SIZE": "1", INTERFACE: "ib0"}, {"first": "eth3"}, "ib0"),
         ({"LOCAL_WORLD_SIZE": "2"}, {"first": "eth3"}, None),
     ],
@@ -66,6 +66,6 @@ def test_several_hosts_use_the_interface_that_reaches_the_first(
 ) -> None:
     """The name of a host may stand for 127.0.0.1, at which no other reaches it."""
     monkeypatch.setattr(init_distributed.os, "environ", {"WORLD_SIZE": "2", "MASTER_ADDR": "first", **env})
-    monkeypatch.setattr(process_group, "interface_towards", routes.get)
-    init_distributed._choose_interface()
+    monkeypatch.setattr(process_group, "interface_for_host", routes.get)
+    init_distributed._select_network_interface()
     assert init_distributed.os.environ.get(INTERFACE) == chosen

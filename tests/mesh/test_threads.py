@@ -10,10 +10,10 @@ from torch import Tensor
 
 from shardformer.comm.collectives import (
     all_gather,
+    all_gather_objects,
     all_reduce,
     broadcast,
     broadcast_object,
-    gather_objects,
     reduce_scatter,
 )
 from shardformer.local_ranks.threads import ThreadTransport, run_as_threads
@@ -39,7 +39,7 @@ def test_collectives(size: int, direct: bool, monkeypatch: pytest.MonkeyPatch) -
             all_gather(mine[None], axis, 0),
             all_gather(uneven, axis, 0, size + 1),
             broadcast(mine.clone(), axis, 1),
-            gather_objects(axis.rank, axis),
+            all_gather_objects(axis.rank, axis),
             broadcast_object(axis.rank, axis, 1),
             reduce_scatter(rows.T.contiguous(), axis, 0),
         ]
@@ -93,6 +93,6 @@ def test_an_axis_and_its_merged_axes_do_not_hear_each_other() -> None:
     def collect(context: ParallelContext) -> list[list[int]]:
         both = context.merged("data", "tensor")
         assert context.merged("data", "tensor") is both
-        return [gather_objects(context.rank, axis) for axis in (both, context.tensor, both, context.data)]
+        return [all_gather_objects(context.rank, axis) for axis in (both, context.tensor, both, context.data)]
 
     assert run_as_threads(collect, data=2, tensor=2)[2] == [[0, 1, 2, 3], [2, 3], [0, 1, 2, 3], [0, 2]]

@@ -10,29 +10,29 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.comm.collectives import gather_full
-from shardformer.comm.recorder import Recorder
+from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.gradients.clipping import clip_grad_norm_, grad_norm
-from shardformer.layout.sharding_metadata import specs_of
+from shardformer.layout.sharding_metadata import shard_specs
 from shardformer.local_ranks.threads import run_as_threads
-from shardformer.local_ranks.worker_pool import Pools
+from shardformer.local_ranks.worker_pool import WorkerPools
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.policies.roles import Experts, Stack
+from shardformer.policies.roles import Experts, LayerStack
 from shardformer.shard_model_api import shard_model
-from shardformer.verify.small_models import Batches, Sample
+from shardformer.verify.small_models import RandomBatches, SmallModel
 
 
 def _clip(family: str, norm_type: float, max_norm: float) -> tuple[float, float, float, int]:
     context = ParallelContext.from_world({})
-    plain = Sample(family)().double().train()
+    plain = SmallModel(family)().double().train()
     model = shard_model(deepcopy(plain), context=context)
-    batch = Batches(Sample(family).head_class)(0)
+    batch = RandomBatches(SmallModel(family).head_class)(0)
     for m in (plain, model):
         m(**batch).loss.backward()
     want = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm, norm_type))
-    with Recorder(context) as recorder:
+    with CollectiveRecorder(context) as recorder:
         got = float(clip_grad_norm_(model, max_norm, norm_type))
-    specs, grads = specs_of(model), {n: p.grad for n, p in plain.named_parameters()}
+    specs, grads = shard_specs(model), {n: p.grad for n, p in plain.named_parameters()}
     worst = 0.0
     for name, p in model.named_parameters():
         assert p.grad is not None and grads[name] is not None
@@ -42,7 +42,7 @@ def _clip(family: str, norm_type: float, max_norm: float) -> tuple[float, float,
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])  # tied weights; KV heads that ranks share
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, math.inf])
-def test_clipping_is_torchs_on_the_plain_model(pools: Pools, family: str, norm_type: float) -> None:
+def test_clipping_is_torchs_on_the_plain_model(pools: WorkerPools, family: str, norm_type: float) -> None:
     for got, want, worst, calls in pools(4).run(_clip, family, norm_type, 0.01):
         assert got == pytest.approx(want, rel=2e-6) and want > 0.01
         assert worst < 1e-6 * want
@@ -72,7 +72,7 @@ class _OfExperts(nn.Module):
 
 
 class _ExpertsPolicy(RolePolicy):
-    stack = Stack("layers", [Experts("experts", "up", "down")])
+    stack = LayerStack("layers", [Experts("experts", "up", "down")])
 
 
 def test_a_model_without_one_parallel_layer_has_the_norm_of_all_its_parts() -> None:

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 import shardformer
 from shardformer.errors import ConfigError
-from shardformer.local_ranks.fake_rank import LiveBytes
+from shardformer.local_ranks.fake_rank import MemoryTracker
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.offload.host import Offload
+from shardformer.offload.host import OffloadConfig
 from shardformer.shard_model_api import shard_model
-from shardformer.zero.memory_estimate import Memory, memory
-from shardformer.zero.mixed_precision import Precision
+from shardformer.zero.memory_estimate import MemoryEstimate, estimate_memory
+from shardformer.zero.mixed_precision import MixedPrecision
 from shardformer.zero.optimizers import LAMB
-from shardformer.zero.shard_optimizer import zero
+from shardformer.zero.shard_optimizer import shard_optimizer
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 from tests.optim.test_zero import Job
 
@@ -29,7 +29,7 @@ from tests.optim.test_zero import Job
 def test_the_paper_s_example(stage: int, gigabytes: float) -> None:
     """7.5 billion parameters in 16 bits, Adam, 64 ranks. Where the paper keeps a 16-bit gradient, here is its sum."""
     model = nn.ModuleList([nn.Linear(25_000, 3_000, bias=False, device="meta") for _ in range(100)])
-    found = memory(model, torch.optim.Adam(model.parameters()), stage=stage, precision="bf16", data=64)
+    found = estimate_memory(model, torch.optim.Adam(model.parameters()), stage=stage, precision="bf16", data=64)
     sums = 2 * 7.5 / 64 if stage > 1 else 0.0
     assert (found.total - found.gathered) / 1e9 == pytest.approx(gigabytes + sums, abs=0.06)
     assert found.gathered == (2 * 2 * 75e6 if stage == 3 else 0)
@@ -47,12 +47,14 @@ def bytes_of(tensors: list[Tensor]) -> int:
 def test_a_rank_keeps_what_was_said(ranks: int, stage: int, precision: str) -> None:
     models = [Job().build().float() for _ in range(ranks)]
     counted = Job().build().float()
-    said = memory(counted, torch.optim.AdamW(counted.parameters()), stage=stage, precision=precision, data=ranks)
+    said = estimate_memory(
+        counted, torch.optim.AdamW(counted.parameters()), stage=stage, precision=precision, data=ranks
+    )
 
     def train(context: ParallelContext) -> dict[str, int]:
         model = shard_model(models[context.rank], context=context)
         optimizer = torch.optim.AdamW(model.parameters())
-        ours = zero(optimizer, model, stage=stage, precision=precision)
+        ours = shard_optimizer(optimizer, model, stage=stage, precision=precision)
         ids = torch.arange(12).view(2, 6)
         ours.backward(model(input_ids=ids, labels=ids).loss)
         sums = [shard.sum for shard in ours.shards if shard.sum is not None]
@@ -73,7 +75,7 @@ def test_a_rank_keeps_what_was_said(ranks: int, stage: int, precision: str) -> N
             assert value == pytest.approx(getattr(said, kind), rel=0.02), kind
 
 
-RESTS = Offload("cpu", parameters=True)
+RESTS = OffloadConfig("cpu", parameters=True)
 
 
 @pytest.mark.parametrize(
@@ -85,8 +87,8 @@ RESTS = Offload("cpu", parameters=True)
         (3, {"offload": "cpu", "precision": "bf16"}),
         (3, {"offload": RESTS, "precision": "bf16"}),
         (2, {"offload": "nvme:", "precision": "bf16"}),
-        (2, {"precision": Precision("bf16", masters="kahan")}),
-        (3, {"precision": Precision("bf16", masters="stochastic")}),
+        (2, {"precision": MixedPrecision("bf16", masters="kahan")}),
+        (3, {"precision": MixedPrecision("bf16", masters="stochastic")}),
         (2, {}),
     ],
     ids=str,
@@ -95,17 +97,17 @@ def test_what_is_elsewhere_is_what_was_said(stage: int, how: dict[str, Any], tmp
     models = [Job().build().float() for _ in range(2)]
     counted = Job().build().float()
     how = {**how, "offload": f"nvme:{tmp_path}"} if how.get("offload") == "nvme:" else how
-    said = memory(counted, torch.optim.AdamW(counted.parameters()), stage=stage, data=2, **how)
+    said = estimate_memory(counted, torch.optim.AdamW(counted.parameters()), stage=stage, data=2, **how)
 
-    def train(context: ParallelContext) -> tuple[Memory, Memory, str]:
+    def train(context: ParallelContext) -> tuple[MemoryEstimate, MemoryEstimate, str]:
         model = shard_model(models[context.rank], context=context)
-        ours = zero(torch.optim.AdamW(model.parameters()), model, stage=stage, **how)
+        ours = shard_optimizer(torch.optim.AdamW(model.parameters()), model, stage=stage, **how)
         ids = torch.arange(12).view(2, 6)
         ours.backward(model(input_ids=ids, labels=ids).loss)
         before = ours.memory()
         ours.step()
         ours.zero_grad()
-        return before, ours.memory(), str(shardformer.describe(model))
+        return before, ours.memory(), str(shardformer.describe_sharding(model))
 
     for before, after, described in run_as_threads(train, data=2):
         for kind in ("parameters", "masters", "states", "host", "disk"):
@@ -118,12 +120,12 @@ def test_what_is_elsewhere_is_what_was_said(stage: int, how: dict[str, Any], tmp
 
 def test_a_share_of_the_states_stays_on_the_device() -> None:
     model = nn.Sequential(*[nn.Linear(50, 50) for _ in range(10)])
-    optimizer = shardformer.HybridAdam(model.parameters(), on_device=0.5)
-    ours = zero(optimizer, model, offload="cpu", precision="bf16", bucket_bytes=5100)
+    optimizer = shardformer.zero.HybridAdam(model.parameters(), on_device=0.5)
+    ours = shard_optimizer(optimizer, model, offload="cpu", precision="bf16", bucket_bytes=5100)
     model(torch.ones(2, 50, dtype=torch.bfloat16)).float().square().sum().backward()
     ours.step()
     ours.zero_grad()
-    found, said = ours.memory(), memory(model, torch.optim.Adam(model.parameters()), precision="bf16")
+    found, said = ours.memory(), estimate_memory(model, torch.optim.Adam(model.parameters()), precision="bf16")
     assert 0.3 * said.states < found.states < 0.51 * said.states
 
 
@@ -139,36 +141,38 @@ def test_a_sharded_model_and_an_optimizer_with_factored_state() -> None:
 
     def count(context: ParallelContext) -> Any:
         model = shard_model(models[context.rank], context=context)
-        return memory(model, torch.optim.Adafactor(model.parameters()), stage=1)
+        return estimate_memory(model, torch.optim.Adafactor(model.parameters()), stage=1)
 
     found = run_as_threads(count, data=2, tensor=2)[0]
-    plain = memory(models[0], torch.optim.AdamW(models[0].parameters()), stage=1, data=2)
+    plain = estimate_memory(models[0], torch.optim.AdamW(models[0].parameters()), stage=1, data=2)
     assert found.states < plain.states / 10
     assert found.parameters == sum(p.numel() * 4 for p in models[0].parameters())
 
 
 def test_it_reads_as_a_table_and_refuses_what_there_is_not() -> None:
     model = nn.Linear(1000, 1000, device="meta")
-    said = str(shardformer.memory(model, LAMB(model.parameters()), stage=3, precision=Precision("fp16"), data=2))
+    said = str(
+        shardformer.estimate_memory(model, LAMB(model.parameters()), stage=3, precision=MixedPrecision("fp16"), data=2)
+    )
     assert said.splitlines()[-1].split() == ["total", "11.0", "MB"]
     with pytest.raises(ConfigError, match="stage=7"):
-        memory(model, LAMB(model.parameters()), stage=7)
+        estimate_memory(model, LAMB(model.parameters()), stage=7)
 
 
 LAYERS, WIDTH = 32, 64
 
 
-def peak_of(ranks: int, stage: int, **how: Any) -> tuple[float, Memory]:
+def peak_of(ranks: int, stage: int, **how: Any) -> tuple[float, MemoryEstimate]:
     """The most bytes that a rank holds in the second step, measured; and what was said."""
 
     def build() -> nn.Module:
         return nn.Sequential(nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]))
 
     def train(context: ParallelContext) -> float:
-        with LiveBytes() as live:
+        with MemoryTracker() as live:
             model = build()
             made = torch.optim.AdamW(model.parameters())
-            ours = zero(made, model, stage=stage, context=context, bucket_bytes=WIDTH * WIDTH * 4, **how)
+            ours = shard_optimizer(made, model, stage=stage, context=context, bucket_bytes=WIDTH * WIDTH * 4, **how)
             for _ in range(2):
                 live.peak = live.live
                 ours.backward(model(torch.ones(1, WIDTH, dtype=next(model.parameters()).dtype)).float().sum())
@@ -177,7 +181,7 @@ def peak_of(ranks: int, stage: int, **how: Any) -> tuple[float, Memory]:
         return live.peak
 
     model = build()
-    said = memory(model, torch.optim.AdamW(model.parameters()), stage=stage, data=ranks, **how)
+    said = estimate_memory(model, torch.optim.AdamW(model.parameters()), stage=stage, data=ranks, **how)
     return max(run_as_threads(train, data=ranks)), said
 
 

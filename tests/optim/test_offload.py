@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from shardformer.errors import ConfigError, InputError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.offload.host import Offload
+from shardformer.offload.host import OffloadConfig
 from shardformer.shard_model_api import shard_model
-from shardformer.verify.small_models import MAIN, Batches, Sample, sample_loss
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel, sample_loss
 from shardformer.weights.state_dict import full_state_dict
-from shardformer.zero.mixed_precision import Precision
+from shardformer.zero.mixed_precision import MixedPrecision
 from shardformer.zero.optimizers import HybridAdam
-from shardformer.zero.shard_optimizer import zero
+from shardformer.zero.shard_optimizer import shard_optimizer
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 
 STEPS = 3
@@ -70,15 +70,15 @@ def trained(
 ) -> list[tuple[Weights, list[tuple[Any, ...]], ZeroOptimizer]]:
     """For each rank the weights, and of each step the norm and the scale of the loss."""
     torch.manual_seed(0)
-    models = [Sample(family)() for _ in range(data)]
+    models = [SmallModel(family)() for _ in range(data)]
 
     def train(context: ParallelContext) -> tuple[Weights, list[tuple[Any, ...]], ZeroOptimizer]:
         model = shard_model(models[context.rank], context=context)
         made = OPTIMIZERS[optimizer](list(model.parameters()))
-        ours, seen = zero(made, model, offload=offload, bucket_bytes=4096, **how), []
+        ours, seen = shard_optimizer(made, model, offload=offload, bucket_bytes=4096, **how), []
         for step in range(STEPS):
             for n in range(micro):
-                batch = Batches(MAIN[family], batch=2)(10 * step + n + 5 * context.rank)
+                batch = RandomBatches(DEFAULT_HEAD[family], batch=2)(10 * step + n + 5 * context.rank)
                 with ours.no_sync() if n + 1 < micro else nullcontext():
                     ours.backward(sample_loss(model, batch) / micro)
             ours.step()
@@ -90,7 +90,7 @@ def trained(
 
 
 FP16 = "fp16"
-REDUCED = Precision("bf16", gradients="fp32")
+REDUCED = MixedPrecision("bf16", gradients="fp32")
 
 
 @pytest.mark.slow
@@ -114,7 +114,7 @@ REDUCED = Precision("bf16", gradients="fp32")
 @pytest.mark.parametrize("on_device", [0.0, 0.4])
 def test_the_weights_are_to_the_bit_those_without(optimizer: str, how: dict[str, Any], on_device: float) -> None:
     want = trained(None, optimizer=optimizer, **how)
-    ours = trained(Offload("cpu", on_device), optimizer=optimizer, **how)
+    ours = trained(OffloadConfig("cpu", on_device), optimizer=optimizer, **how)
     for (plain, seen, _), (weights, same, _) in zip(want, ours, strict=True):
         assert all(torch.equal(weights[name], value) for name, value in plain.items())
         assert seen == same
@@ -128,7 +128,7 @@ def test_hybrid_adam_is_adam(decoupled: bool) -> None:
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
     theirs = kind(plain.parameters(), lr=0.1, weight_decay=0.05, fused=True)
     made = HybridAdam(ours.parameters(), lr=0.1, weight_decay=0.05, decoupled_weight_decay=decoupled, on_device=0.6)
-    optimizer = zero(made, ours, offload="cpu", bucket_bytes=4)
+    optimizer = shard_optimizer(made, ours, offload="cpu", bucket_bytes=4)
     assert len({shard.host is None for shard in optimizer.shards}) == 2
     for step in range(3):
         x = torch.randn(4, 9, generator=torch.Generator().manual_seed(step))
@@ -141,7 +141,7 @@ def test_hybrid_adam_is_adam(decoupled: bool) -> None:
 
 def test_masters_states_and_gradients_are_on_the_host_but_for_the_share() -> None:
     for share in (0.0, 0.3, 1.0):
-        *_, ours = trained(Offload("cpu", share), stage=2)[0]
+        *_, ours = trained(OffloadConfig("cpu", share), stage=2)[0]
         there = sum(shard.length for shard in ours.shards if shard.host is not None)
         part = there / sum(shard.length for shard in ours.shards)
         assert 1 - share <= part < 1 - share + 0.2
@@ -154,11 +154,11 @@ def test_masters_states_and_gradients_are_on_the_host_but_for_the_share() -> Non
 def test_gradients_come_down_while_the_backward_runs(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the backward ends, most were sent down; without overlap none."""
     from shardformer.gradients.reducer import GradientReducer
-    from shardformer.zero.flat_shards import Shard
+    from shardformer.zero.flat_shards import FlatShard
 
     order: list[str] = []
-    receive, end = Shard.receive, GradientReducer._end_backward
-    monkeypatch.setattr(Shard, "receive", lambda self, *a: (order.append("down"), receive(self, *a))[1])
+    receive, end = FlatShard.receive, GradientReducer._end_backward
+    monkeypatch.setattr(FlatShard, "receive", lambda self, *a: (order.append("down"), receive(self, *a))[1])
     monkeypatch.setattr(GradientReducer, "_end_backward", lambda self: (order.append("end"), end(self))[1])
     *_, ours = trained("cpu", data=1, stage=2, overlap=overlap)[0]
     assert order.count("down") == STEPS * len(ours.shards)
@@ -169,7 +169,7 @@ def check_resumes(**how: Any) -> None:
     """A step behind what was saved is the same step again."""
     torch.manual_seed(0)
     model = nn.Linear(7, 5)
-    ours = zero(torch.optim.AdamW(model.parameters(), lr=0.1), model, **how)
+    ours = shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1), model, **how)
 
     def step(value: float) -> None:
         model(torch.full((2, 7), value, dtype=torch.bfloat16)).float().square().sum().backward()
@@ -196,7 +196,7 @@ def test_an_optimizer_of_the_host_is_saved_and_taken_up_again(files: bool, tmp_p
 def test_values_written_between_steps_reach_the_masters_of_the_host(files: bool, tmp_path: Path) -> None:
     offload = f"nvme:{tmp_path}" if files else "cpu"
     model = nn.Linear(3, 2)
-    ours = zero(torch.optim.SGD(model.parameters(), lr=0.1), model, offload=offload)
+    ours = shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, offload=offload)
     with torch.no_grad():
         model.weight.fill_(4.0)
     model(torch.ones(1, 3)).sum().backward()
@@ -226,7 +226,7 @@ def test_from_files_the_weights_and_states_are_to_the_bit_those_without(
 ) -> None:
     want = trained(None, optimizer=optimizer, **how)
     share = 0.3 if buffers == 4 else 0.0
-    ours = trained(Offload(f"nvme:{tmp_path}", share, buffers=buffers), optimizer=optimizer, **how)
+    ours = trained(OffloadConfig(f"nvme:{tmp_path}", share, buffers=buffers), optimizer=optimizer, **how)
     for (plain, seen, theirs), (weights, same, files) in zip(want, ours, strict=True):
         assert all(torch.equal(weights[name], value) for name, value in plain.items())
         assert seen == same
@@ -234,7 +234,7 @@ def test_from_files_the_weights_and_states_are_to_the_bit_those_without(
 
 
 def test_masters_and_states_are_in_files_between_steps(tmp_path: Path) -> None:
-    *_, ours = trained(Offload(f"nvme:{tmp_path}", buffers=3), stage=2, precision="bf16", data=1)[0]
+    *_, ours = trained(OffloadConfig(f"nvme:{tmp_path}", buffers=3), stage=2, precision="bf16", data=1)[0]
     for piece in (piece for shard in ours.shards for piece in shard.pieces):
         assert piece.value.untyped_storage().nbytes() == 4
         assert all(x.numel() < 2 for state in ours.inner[0].state.values() for x in state.values())
@@ -268,7 +268,9 @@ def test_a_full_disk_leaves_the_step_before(
     def train(context: ParallelContext) -> None:
         model = models[context.rank]
         made = torch.optim.AdamW(model.parameters(), lr=0.1)
-        ours = zero(made, model, offload=f"nvme:{tmp_path}", bucket_bytes=64, precision="bf16", context=context)
+        ours = shard_optimizer(
+            made, model, offload=f"nvme:{tmp_path}", bucket_bytes=64, precision="bf16", context=context
+        )
 
         def step(number: int) -> None:
             x = torch.randn(4, 5, generator=torch.Generator().manual_seed(2 * number + context.rank))
@@ -312,7 +314,7 @@ def test_a_folder_that_cannot_be_used_is_refused_on_all_ranks(
         model(torch.ones(1, 5)).sum().backward()
         optimizer.step()
         with pytest.raises(ConfigError) as error:
-            zero(optimizer, model, offload=f"nvme:{path}", context=context)
+            shard_optimizer(optimizer, model, offload=f"nvme:{path}", context=context)
         assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
         model(torch.ones(1, 5)).sum().backward()
         optimizer.step()  # as if zero had not been called
@@ -325,7 +327,7 @@ def test_a_folder_that_cannot_be_used_is_refused_on_all_ranks(
 def test_an_optimizer_that_counts_its_steps_is_not_updated_from_files(tmp_path: Path) -> None:
     model = nn.Linear(5, 3)
     with pytest.raises(ConfigError, match="Counting"):
-        zero(Counting(model.parameters(), lr=0.1), model, offload=f"nvme:{tmp_path}")
+        shard_optimizer(Counting(model.parameters(), lr=0.1), model, offload=f"nvme:{tmp_path}")
 
 
 def test_what_one_rank_alone_asks_for_in_vain_is_refused_on_all() -> None:
@@ -334,7 +336,9 @@ def test_what_one_rank_alone_asks_for_in_vain_is_refused_on_all() -> None:
     def refused(context: ParallelContext) -> None:
         model = models[context.rank]
         with pytest.raises(ConfigError, match="stage=9"):
-            zero(torch.optim.SGD(model.parameters()), model, stage=9 if context.rank == 1 else 1, context=context)
+            shard_optimizer(
+                torch.optim.SGD(model.parameters()), model, stage=9 if context.rank == 1 else 1, context=context
+            )
 
     run_as_threads(refused, data=2)
 
@@ -345,8 +349,8 @@ def test_what_one_rank_alone_asks_for_in_vain_is_refused_on_all() -> None:
         ({"offload": "gpu"}, "offload='gpu'"),
         ({"offload": "nvme:"}, "offload='nvme:'"),
         ({"offload": 1}, "offload=1"),
-        ({"offload": lambda: Offload("cpu", on_device=1.5)}, "on_device=1.5"),
-        ({"offload": lambda: Offload("cpu", on_device="free")}, "on_device='free' on cpu"),
+        ({"offload": lambda: OffloadConfig("cpu", on_device=1.5)}, "on_device=1.5"),
+        ({"offload": lambda: OffloadConfig("cpu", on_device="free")}, "on_device='free' on cpu"),
         ({"bucket_bytes": 0}, "bucket_bytes=0"),
         ({"max_grad_norm": -1.0}, "max_grad_norm=-1.0"),
         ({"max_grad_norm": float("nan")}, "max_grad_norm=nan"),
@@ -356,7 +360,9 @@ def test_what_does_not_fit_is_refused_and_the_optimizer_is_as_it_was(asked: dict
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigError) as error:
-        zero(optimizer, model, **{name: value() if callable(value) else value for name, value in asked.items()})
+        shard_optimizer(
+            optimizer, model, **{name: value() if callable(value) else value for name, value in asked.items()}
+        )
     assert said in str(error.value)
     assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
     model(torch.ones(1, 3)).sum().backward()

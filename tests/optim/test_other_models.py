@@ -19,8 +19,8 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 import shardformer
 from shardformer.comm.collectives import broadcast_object
-from shardformer.consistency.rank_divergence import models_of
-from shardformer.layout.sharding_metadata import ShardedState, state_of, tables_here, tables_of
+from shardformer.consistency.rank_divergence import models_trained_by
+from shardformer.layout.sharding_metadata import ShardingMetadata, metadata_of, tables_here, tables_of
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from tests.policies.toy import ToyLM, ToyPolicy, toy_batch, toy_loss
@@ -187,16 +187,18 @@ def test_an_optimizer_finds_the_models_of_its_own_parameters_and_reads_no_other(
 
     def find(context: ParallelContext) -> None:
         one, two, other = (shardformer.shard_model(plain_model(), ToyPolicy(), context=context) for _ in range(3))
-        state_of(other).entries = Untouchable()
+        metadata_of(other).entries = Untouchable()
         params = [*two.parameters(), *one.parameters()]
         optimizer = torch.optim.SGD(params, lr=0.1)
         for _ in range(2):  # found, and remembered
-            assert list(models_of(optimizer)) == [state_of(one), state_of(two)]
-        assert list(models_of(torch.optim.SGD(one.parameters(), lr=0.1))) == [state_of(one)]
+            assert list(models_trained_by(optimizer)) == [metadata_of(one), metadata_of(two)]
+        assert list(models_trained_by(torch.optim.SGD(one.parameters(), lr=0.1))) == [metadata_of(one)]
         backward(one)
         optimizer.step()
         optimizer.zero_grad()
-        assert [state.watch.steps for state in (state_of(one), state_of(two), state_of(other)) if state.watch] == [
+        assert [
+            state.watch.steps for state in (metadata_of(one), metadata_of(two), metadata_of(other)) if state.watch
+        ] == [
             1,
             1,
             0,
@@ -209,8 +211,8 @@ def test_the_optimizer_of_zero_is_that_of_its_model() -> None:
     def find(context: ParallelContext) -> None:
         models = [shardformer.shard_model(plain_model(), ToyPolicy(), context=context) for _ in range(2)]
         for model in models:
-            optimizer = shardformer.zero(torch.optim.AdamW(model.parameters()), model)
-            assert list(models_of(optimizer)) == [state_of(model)]
+            optimizer = shardformer.shard_optimizer(torch.optim.AdamW(model.parameters()), model)
+            assert list(models_trained_by(optimizer)) == [metadata_of(model)]
 
     run_as_threads(find, data=2)
 
@@ -229,7 +231,7 @@ def test_an_optimizer_is_looked_at_once_and_forgotten_with_its_models() -> None:
         assert not own & vars(copy.deepcopy(optimizer)).keys()
         assert not own & optimizer.__getstate__().keys()
         optimizer.param_groups[0]["params"].clear()
-        assert list(models_of(optimizer)) == []
+        assert list(models_trained_by(optimizer)) == []
 
     run_as_threads(step, tensor=2)
 
@@ -237,9 +239,9 @@ def test_an_optimizer_is_looked_at_once_and_forgotten_with_its_models() -> None:
 # ------------------------------------------------------------------------------------------- who has which parameter
 
 
-def table(model: nn.Module) -> ShardedState:
+def table(model: nn.Module) -> ShardingMetadata:
     """That of a model with one process."""
-    return state_of(shardformer.shard_model(model, ToyPolicy(), context=ParallelContext.of({})))
+    return metadata_of(shardformer.shard_model(model, ToyPolicy(), context=ParallelContext.of({})))
 
 
 def test_a_parameter_has_the_tables_of_the_models_that_hold_it() -> None:
@@ -251,7 +253,7 @@ def test_a_parameter_has_the_tables_of_the_models_that_hold_it() -> None:
     some = list(other.parameters())[:2]
     assert [e.param for e in tables_of(some)[second]] == some
     twin = copy.deepcopy(one)
-    assert list(tables_of(twin.parameters())) == [state_of(twin)]
+    assert list(tables_of(twin.parameters())) == [metadata_of(twin)]
 
 
 def test_a_model_that_is_gone_is_forgotten_and_its_parameters_can_be_swapped() -> None:
@@ -273,7 +275,7 @@ def test_a_rank_that_is_a_thread_has_its_own_models() -> None:
         model = shardformer.shard_model(plain_model(), ToyPolicy(), context=context)
         broadcast_object(None, context.tensor, 0)
         mine = [state for state in tables_here() if state.context.world is context.world]
-        return len(tables_here()) - len(mine), [state is state_of(model) for state in mine]
+        return len(tables_here()) - len(mine), [state is metadata_of(model) for state in mine]
 
     before = len(tables_here())
     assert run_as_threads(count, tensor=2) == [(before, [True])] * 2

@@ -12,17 +12,17 @@ import transformers
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardformer.comm.recorder import Recorder
+from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.errors import ConfigError
-from shardformer.gradients.buckets import Gradient
-from shardformer.layout.sharding_metadata import state_of
+from shardformer.gradients.buckets import GradientSlot
+from shardformer.layout.sharding_metadata import metadata_of
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.shard_model_api import shard_model
 from shardformer.weights.state_dict import full_state_dict
-from shardformer.zero.matrix_optimizers import needs_whole
+from shardformer.zero.matrix_optimizers import needs_full_matrices
 from shardformer.zero.optimizers import LAMB, LARS
-from shardformer.zero.shard_optimizer import zero
+from shardformer.zero.shard_optimizer import shard_optimizer
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 from tests.optim.test_zero import CLIP, SEQUENCE, Job, Weights
 
@@ -83,7 +83,7 @@ def with_zero(job: Job, make: Make, clips: bool = True) -> list[Weights]:
 
     def train(context: ParallelContext) -> Weights:
         model = shard_model(models[context.rank], context=context, **job.options)
-        optimizer = zero(make(model), model, stage=job.stage, max_grad_norm=CLIP if clips else None)
+        optimizer = shard_optimizer(make(model), model, stage=job.stage, max_grad_norm=CLIP if clips else None)
         for step in range(4):
             job.loss(model, step, 0, context.data.rank).backward()
             optimizer.step()
@@ -133,12 +133,12 @@ def test_what_is_put_before_an_optimizers_step_does_not_hide_what_it_is() -> Non
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     ran: list[int] = []
     optimizer.register_step_post_hook(lambda *_: ran.append(1))
-    assert needs_whole(optimizer)
+    assert needs_full_matrices(optimizer)
     assert ran == []
 
 
 def test_parts_of_a_matrix_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Gradient, "bring_together", lambda self, axis, holders=(): None)
+    monkeypatch.setattr(GradientSlot, "bring_together", lambda self, axis, holders=(): None)
     job = Job(tensor=2, stage=1)
     want = plainly(job, MAKERS["LAMB"])
     weights = with_zero(job, MAKERS["LAMB"])[0]
@@ -153,12 +153,12 @@ def test_of_a_cut_matrix_each_rank_sends_its_slices_alone() -> None:
 
     def sent(context: ParallelContext) -> tuple[dict[str, int], int]:
         model = shard_model(models[context.rank], context=context)
-        optimizer = zero(LAMB(model.parameters()), model, stage=2)
-        with Recorder(context) as recorder:
+        optimizer = shard_optimizer(LAMB(model.parameters()), model, stage=2)
+        with CollectiveRecorder(context) as recorder:
             job.loss(model, 0, 0, context.data.rank).backward()
             optimizer.step()
             optimizer.zero_grad()
-        cut = [prod(e.spec.shape) for e in state_of(model).entries if e.spec.is_sharded]
+        cut = [prod(e.spec.shape) for e in metadata_of(model).entries if e.spec.is_sharded]
         counted = {p: recorder.wire_bytes("all_to_all", purpose=p) for p in ("gradients", "parameters")}
         return counted, 8 * sum(cut)
 
@@ -176,7 +176,7 @@ def test_each_rank_keeps_the_state_of_about_as_much() -> None:
     def kept(context: ParallelContext) -> int:
         model = shard_model(models[context.rank], context=context)
         own = LAMB(model.parameters())
-        zero(own, model, stage=1)
+        shard_optimizer(own, model, stage=1)
         return sum(p.numel() for group in own.param_groups for p in group["params"])
 
     first, second = run_as_threads(kept, data=2)
@@ -201,13 +201,13 @@ class Coupled(Optimizer):
 def test_what_looks_at_all_parameters_together_is_refused() -> None:
     model = nn.Linear(3, 3)
     with pytest.raises(ConfigError, match=r"Coupled was tried .* the numbers of one differ .* when there is another"):
-        zero(Coupled(model.parameters()), model)
+        shard_optimizer(Coupled(model.parameters()), model)
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "RMSprop", "NAdam", "RAdam", "Adamax", "Adagrad", "Rprop"])
 def test_what_changes_each_number_by_itself_gets_parts(kind: str) -> None:
     made: Optimizer = getattr(torch.optim, kind)(nn.Linear(2, 2).parameters(), lr=0.1)
-    assert not needs_whole(made)
+    assert not needs_full_matrices(made)
 
 
 def test_a_class_that_is_asked_for_lengths_is_told_what_they_are() -> None:
@@ -238,7 +238,7 @@ def test_the_state_of_a_whole_matrix_goes_with_it() -> None:
     own.step()
     twin = nn.Linear(4, 4).double()
     twin.load_state_dict(model.state_dict())
-    ours: ZeroOptimizer = zero(own, model)
+    ours: ZeroOptimizer = shard_optimizer(own, model)
     other = torch.optim.Adafactor(twin.parameters(), lr=0.01)
     twin(torch.ones(2, 4).double()).sum().backward()
     other.step()

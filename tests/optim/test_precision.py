@@ -15,10 +15,10 @@ from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.pipeline.pipeline import Pipeline
 from shardformer.shard_model_api import shard_model
-from shardformer.verify.small_models import MAIN, Batches, Sample
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel
 from shardformer.weights.state_dict import full_state_dict
-from shardformer.zero.mixed_precision import LossScale, Precision
-from shardformer.zero.shard_optimizer import zero
+from shardformer.zero.mixed_precision import LossScale, MixedPrecision
+from shardformer.zero.shard_optimizer import shard_optimizer
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 from tests.optim.test_zero import Net, Weights, images, net
 
@@ -66,7 +66,7 @@ def over_ranks(
 
     def run(context: ParallelContext) -> Any:
         model = models[context.rank]
-        optimizer = zero(torch.optim.AdamW(model.parameters(), lr=0.05), model, context=context, **how)
+        optimizer = shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.05), model, context=context, **how)
         return use(model, optimizer, context)
 
     return run_as_threads(run, data=2)
@@ -79,7 +79,7 @@ def test_16_bits_with_masters_are_those_of_one_process_to_the_bit(name: str, gra
     """In fp16 a step overflows on one rank: all leave it out, and the scale is halved."""
     want, skipped = plainly(DTYPES[name], 2.0**10 if name == "fp16" else 1.0, wide=gradients is not None)
     assert (skipped > 0) == (name == "fp16")
-    precision = Precision(name, gradients, LossScale(2.0**10))
+    precision = MixedPrecision(name, gradients, LossScale(2.0**10))
 
     def use(model: Net, optimizer: ZeroOptimizer, context: ParallelContext) -> Weights:
         for step in range(5):
@@ -90,7 +90,7 @@ def test_16_bits_with_masters_are_those_of_one_process_to_the_bit(name: str, gra
         return full_state_dict(model)
 
     # each rank has a LossScale of its own, as processes do
-    for weights in over_ranks_with(use, lambda: Precision(name, gradients, LossScale(2.0**10)), stage):
+    for weights in over_ranks_with(use, lambda: MixedPrecision(name, gradients, LossScale(2.0**10)), stage):
         assert all(torch.equal(weights[key], value) for key, value in want.items())
     assert precision.loss_scale.value == 2.0**10
 
@@ -101,13 +101,13 @@ def test_without_masters_it_would_be_noticed(monkeypatch: pytest.MonkeyPatch) ->
         test_16_bits_with_masters_are_those_of_one_process_to_the_bit("bf16", None, 1)
 
 
-def over_ranks_with(use: Any, precision: Callable[[], Precision], stage: int) -> list[Any]:
+def over_ranks_with(use: Any, precision: Callable[[], MixedPrecision], stage: int) -> list[Any]:
     models = [net(torch.float32) for _ in range(2)]
 
     def run(context: ParallelContext) -> Any:
         model = models[context.rank]
         own = torch.optim.AdamW(model.parameters(), lr=0.05)
-        return use(model, zero(own, model, context=context, precision=precision(), stage=stage), context)
+        return use(model, shard_optimizer(own, model, context=context, precision=precision(), stage=stage), context)
 
     return run_as_threads(run, data=2)
 
@@ -125,7 +125,9 @@ def test_a_state_dict_keeps_the_scale_and_how_near_it_is_to_its_next_change() ->
     def made(value: float) -> ZeroOptimizer:
         model = net(torch.float32)
         scale = LossScale(value, growth_interval=3)
-        return zero(torch.optim.AdamW(model.parameters()), model, stage=1, precision=Precision("fp16", None, scale))
+        return shard_optimizer(
+            torch.optim.AdamW(model.parameters()), model, stage=1, precision=MixedPrecision("fp16", None, scale)
+        )
 
     saved, loaded = made(16.0), made(1024.0)
     for is_finite in (False, True, True):
@@ -183,11 +185,11 @@ def test_steps_with_such_gradients_are_skipped_or_made_as_asked() -> None:
 
 def test_a_pipeline_scales_the_loss_for_the_backward_alone() -> None:
     """And gives the loss as it is: of GPT-2 over two stages, beside one process in fp32."""
-    batches = Batches(MAIN["gpt2"], batch=4)
+    batches = RandomBatches(DEFAULT_HEAD["gpt2"], batch=4)
 
     def build() -> Any:
         torch.manual_seed(0)
-        return Sample("gpt2").deeper(4)()
+        return SmallModel("gpt2").deeper(4)()
 
     plain = build()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
@@ -203,7 +205,9 @@ def test_a_pipeline_scales_the_loss_for_the_backward_alone() -> None:
     def train(context: ParallelContext) -> list[float]:
         model = shard_model(models[context.rank], context=context)
         pipeline = Pipeline(model, micro_batches=2)
-        ours = zero(torch.optim.SGD(model.parameters(), lr=0.5), model, precision="fp16", max_grad_norm=100.0)
+        ours = shard_optimizer(
+            torch.optim.SGD(model.parameters(), lr=0.5), model, precision="fp16", max_grad_norm=100.0
+        )
         found = []
         for step in range(3):
             found.append(float(pipeline.step(batches(step))))
@@ -219,7 +223,7 @@ def test_a_pipeline_scales_the_loss_for_the_backward_alone() -> None:
 
 def test_what_would_train_wrongly_in_fp16_is_refused() -> None:
     model = net(torch.float32)
-    optimizer = zero(torch.optim.AdamW(model.parameters()), model, precision="fp16")
+    optimizer = shard_optimizer(torch.optim.AdamW(model.parameters()), model, precision="fp16")
     with pytest.raises(ConfigError, match="arrived from a backward that"):
         loss_of(model, 0, 0, torch.float16).backward()
     optimizer.zero_grad()
@@ -228,6 +232,6 @@ def test_what_would_train_wrongly_in_fp16_is_refused() -> None:
     with pytest.raises(ConfigError, match="A GradScaler was given the optimizer that zero returned"):
         scaler.step(optimizer)
     with pytest.raises(ConfigError, match="on_nonfinite='stop'"):
-        zero(torch.optim.AdamW(model.parameters()), net(), on_nonfinite="stop")
+        shard_optimizer(torch.optim.AdamW(model.parameters()), net(), on_nonfinite="stop")
     with pytest.raises(ConfigError, match="gradients='bf16'"):
-        shardformer.Precision("bf16", gradients="bf16")
+        shardformer.MixedPrecision("bf16", gradients="bf16")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardformer.local_ranks.fake_rank import fake_tensors
-from shardformer.zero.matrix_optimizers import can_step_apart, needs_whole, state_bytes
+from shardformer.zero.matrix_optimizers import can_step_separately, needs_full_matrices, state_bytes
 
 KINDS: dict[str, dict[str, Any]] = {
     "capturable": {"capturable": True},
@@ -21,8 +21,8 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_optimizer_for_a_gpu_is_tried_on_the_cpu(kind: str) -> None:
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(4, 4))], **KINDS[kind])
-    assert not needs_whole(optimizer)
-    assert can_step_apart(optimizer)
+    assert not needs_full_matrices(optimizer)
+    assert can_step_separately(optimizer)
     assert optimizer.param_groups[0]["capturable"] == KINDS[kind].get("capturable", False)
 
 
@@ -30,6 +30,6 @@ def test_an_optimizer_is_tried_on_numbers_where_its_parameters_have_none() -> No
     with fake_tensors():
         param = nn.Parameter(torch.ones(40, 40))
         optimizer = torch.optim.AdamW([param])
-        assert not needs_whole(optimizer)
-        assert can_step_apart(optimizer)
+        assert not needs_full_matrices(optimizer)
+        assert can_step_separately(optimizer)
         assert state_bytes(optimizer, optimizer.param_groups[0], param) == 2 * 4 * 1600

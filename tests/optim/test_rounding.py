@@ -11,30 +11,30 @@ from torch import Tensor, nn
 from shardformer.errors import ConfigError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.offload.host import Offload
+from shardformer.offload.host import OffloadConfig
 from shardformer.shard_model_api import shard_model
-from shardformer.verify.small_models import MAIN, Batches, Sample, sample_loss
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel, sample_loss
 from shardformer.weights.state_dict import full_state_dict
-from shardformer.zero.mixed_precision import Precision, noise, round_by_chance
-from shardformer.zero.shard_optimizer import zero
+from shardformer.zero.mixed_precision import MixedPrecision, random_bits, stochastic_round
+from shardformer.zero.shard_optimizer import shard_optimizer
 from tests.optim.test_offload import check_resumes
 
 
 def test_a_number_is_rounded_up_as_often_as_its_rest_is_large() -> None:
     value = 1 + 2**-7 * 0.3  # three tenths of the way to the next number
     wide = torch.full((20_000,), value)
-    rounded = round_by_chance(wide, noise(wide, 0, 1, 1)).float()
+    rounded = stochastic_round(wide, random_bits(wide, 0, 1, 1)).float()
     assert set(rounded.tolist()) == {1.0, 1 + 2**-7}
     assert float((rounded > 1).float().mean()) == pytest.approx(0.3, abs=0.02)
     odd = torch.tensor([torch.inf, -torch.inf, 0.0, -1.5, 3e38])
-    assert torch.equal(round_by_chance(odd, noise(odd, 0, 1, 1))[:4].float(), odd[:4])
-    assert bool(round_by_chance(torch.tensor([torch.nan]), torch.tensor([9], dtype=torch.int32)).isnan())
+    assert torch.equal(stochastic_round(odd, random_bits(odd, 0, 1, 1))[:4].float(), odd[:4])
+    assert bool(stochastic_round(torch.tensor([torch.nan]), torch.tensor([9], dtype=torch.int32)).isnan())
 
 
 def test_the_noise_is_that_of_the_number_of_the_parameter_wherever_it_lies() -> None:
-    whole = noise(torch.zeros(100), 0, 3, 7)
-    assert torch.equal(whole[40:], noise(torch.zeros(60), 40, 3, 7))
-    for other in (noise(torch.zeros(100), 0, 4, 7), noise(torch.zeros(100), 0, 3, 8)):
+    whole = random_bits(torch.zeros(100), 0, 3, 7)
+    assert torch.equal(whole[40:], random_bits(torch.zeros(60), 40, 3, 7))
+    for other in (random_bits(torch.zeros(100), 0, 4, 7), random_bits(torch.zeros(100), 0, 3, 8)):
         assert int((whole == other).sum()) < 3
 
 
@@ -47,7 +47,9 @@ def drift(masters: str, stage: int = 1) -> list[float]:
         with torch.no_grad():
             model.weight.fill_(1.0)
         made = torch.optim.SGD(model.parameters(), lr=2.5e-4)
-        ours = zero(made, model, stage=stage, precision=Precision("bf16", masters=masters), context=context)
+        ours = shard_optimizer(
+            made, model, stage=stage, precision=MixedPrecision("bf16", masters=masters), context=context
+        )
         for _ in range(400):
             model(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
             ours.step()
@@ -66,7 +68,7 @@ def test_small_updates_are_not_lost(masters: str, bound: float, stage: int) -> N
 
 
 def test_rounded_as_usual_they_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardformer.zero.mixed_precision.round_by_chance", lambda wide, bits: wide.bfloat16())
+    monkeypatch.setattr("shardformer.zero.mixed_precision.stochastic_round", lambda wide, bits: wide.bfloat16())
     assert drift("stochastic") == [0.0, 0.0]
 
 
@@ -74,14 +76,14 @@ def test_rounded_as_usual_they_would_be(monkeypatch: pytest.MonkeyPatch) -> None
 def test_tensor_ranks_round_alike_what_they_hold_alike(masters: str) -> None:
     """Their parts of an odd vocabulary differ in length, so that in their buckets the norms lie at other places."""
     torch.manual_seed(0)
-    models = [Sample("llama")() for _ in range(2)]
+    models = [SmallModel("llama")() for _ in range(2)]
 
     def train(context: ParallelContext) -> dict[str, Tensor]:
         model = shard_model(models[context.rank], context=context)
-        how = Precision("bf16", masters=masters)
-        ours = zero(torch.optim.AdamW(model.parameters(), lr=1e-2), model, precision=how)
+        how = MixedPrecision("bf16", masters=masters)
+        ours = shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), model, precision=how)
         for step in range(3):
-            ours.backward(sample_loss(model, Batches(MAIN["llama"], batch=2)(step)))
+            ours.backward(sample_loss(model, RandomBatches(DEFAULT_HEAD["llama"], batch=2)(step)))
             ours.step()
             ours.zero_grad()
         ends = [place.stop for shard in ours.shards for place in shard.places]
@@ -94,19 +96,19 @@ def test_tensor_ranks_round_alike_what_they_hold_alike(masters: str) -> None:
 
 @pytest.mark.parametrize("masters", ["kahan", "stochastic"])
 def test_what_was_saved_goes_on_the_same(masters: str) -> None:
-    check_resumes(precision=Precision("bf16", masters=masters))
+    check_resumes(precision=MixedPrecision("bf16", masters=masters))
 
 
 @pytest.mark.parametrize(
     ("precision", "offload", "said"),
     [
-        (lambda: Precision("bf16", masters="none"), None, "masters='none'"),
-        (lambda: Precision("fp16", masters="kahan"), None, "Precision('fp16', masters='kahan')"),
-        (lambda: Precision("bf16", masters="kahan"), "cpu", "beside offload='cpu'"),
+        (lambda: MixedPrecision("bf16", masters="none"), None, "masters='none'"),
+        (lambda: MixedPrecision("fp16", masters="kahan"), None, "MixedPrecision('fp16', masters='kahan')"),
+        (lambda: MixedPrecision("bf16", masters="kahan"), "cpu", "beside offload='cpu'"),
     ],
 )
-def test_what_does_not_fit_is_refused(precision: Any, offload: Offload | None, said: str) -> None:
+def test_what_does_not_fit_is_refused(precision: Any, offload: OffloadConfig | None, said: str) -> None:
     model = nn.Linear(3, 2)
     with pytest.raises(ConfigError) as error:
-        zero(torch.optim.SGD(model.parameters(), lr=0.1), model, precision=precision(), offload=offload)
+        shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, precision=precision(), offload=offload)
     assert said in str(error.value)

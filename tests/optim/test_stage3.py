@@ -14,23 +14,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardformer.comm.collectives import Pending
-from shardformer.comm.recorder import Recorder
+from shardformer.comm.collectives import PendingCollective
+from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.errors import ConfigError, InputError, WorkerError
-from shardformer.gradients.buckets import ALIGNED, HandOver
+from shardformer.gradients.buckets import ALIGNMENT_ELEMENTS, ReduceScatterToShards
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.offload.host import Offload
+from shardformer.offload.host import OffloadConfig
 from shardformer.pipeline.pipeline import Pipeline
-from shardformer.verify.small_models import Sample
+from shardformer.verify.small_models import SmallModel
 from shardformer.weights.state_dict import full_state_dict
 from shardformer.zero import stage3_parameters
 from shardformer.zero import stage3_parameters as units
 from shardformer.zero.gradient_view import ShardedGradient
-from shardformer.zero.shard_optimizer import zero
-from shardformer.zero.stage3_gather_schedule import Walk
-from shardformer.zero.stage3_parameters import Unit, group_params
+from shardformer.zero.shard_optimizer import shard_optimizer
+from shardformer.zero.stage3_gather_schedule import GatherScheduler
+from shardformer.zero.stage3_parameters import ParamGroup, group_params
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 from tests.optim.test_zero import CLIP, SEQUENCE, STAGED, Job, Weights, check_stages, check_weights
 
@@ -38,7 +38,7 @@ from tests.optim.test_zero import CLIP, SEQUENCE, STAGED, Job, Weights, check_st
 @pytest.fixture(autouse=True)
 def _units_of_one_module(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small modules too are units of their own."""
-    monkeypatch.setattr(units, "SMALL", 0)
+    monkeypatch.setattr(units, "SMALL_GROUP_NUMEL", 0)
 
 
 @pytest.mark.slow
@@ -120,7 +120,7 @@ class Case:
     forwards: int = 1
     backwards: int = 1
     reshard: bool | int | None = None
-    offload: Offload | None = None
+    offload: OffloadConfig | None = None
 
     def backward(self, model: nn.Module, step: int, rank: int, weight: float) -> None:
         losses = [
@@ -146,7 +146,7 @@ def plain_weights(case: Case, ranks: int, steps: int = 4) -> Weights:
 def weights_over(case: Case, context: ParallelContext, model: nn.Module, steps: int = 4) -> Weights:
     own = torch.optim.AdamW(model.parameters(), lr=0.02)
     how: dict[str, Any] = {"reshard_after_forward": case.reshard, "offload": case.offload}
-    optimizer = zero(own, model, stage=3, max_grad_norm=CLIP, context=context, **how)
+    optimizer = shard_optimizer(own, model, stage=3, max_grad_norm=CLIP, context=context, **how)
     for step in range(steps):
         case.backward(model, step, context.data.rank, 1.0)
         assert all(p.grad is None or isinstance(p.grad, ShardedGradient) for p in model.parameters())
@@ -174,7 +174,7 @@ def drops_on_all(step: int, rank: int) -> Collection[int]:
 
 
 ROOM = 1000  # bytes: two layers
-RESTS = Offload("cpu", parameters=True)
+RESTS = OffloadConfig("cpu", parameters=True)
 CASES = {
     "plain": Case(),
     "layers left out, others on each rank": Case(left_out=drops),
@@ -199,7 +199,7 @@ CASES = {
     "on the host": Case(offload=RESTS),
     "on the host, layers left out": Case(offload=RESTS, left_out=drops),
     "on the host, some layers stay, checkpoints": Case("reentrant", reshard=ROOM, offload=RESTS, left_out=drops_on_all),
-    "on the host, half of the state on the device": Case(offload=Offload("cpu", 0.5, parameters=True)),
+    "on the host, half of the state on the device": Case(offload=OffloadConfig("cpu", 0.5, parameters=True)),
     "on the host, two forwards": Case(offload=RESTS, forwards=2, backwards=2),
 }
 
@@ -216,7 +216,7 @@ def test_one_rank_and_three(ranks: int) -> None:
 
 
 def in_a_process() -> Weights:
-    stage3_parameters.SMALL = 0
+    stage3_parameters.SMALL_GROUP_NUMEL = 0
     context = ParallelContext.from_world({"data": 2})
     return weights_over(Case("two", left_out=drops), context, stack("two"))
 
@@ -237,7 +237,7 @@ def over_ranks(use: Callable[[Stack, ZeroOptimizer, ParallelContext], Any], rank
     def run(context: ParallelContext) -> Any:
         model = models[context.rank]
         own = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02)
-        return use(model, zero(own, model, stage=3, context=context, **how), context)
+        return use(model, shard_optimizer(own, model, stage=3, context=context, **how), context)
 
     return run_as_threads(run, data=ranks)
 
@@ -249,7 +249,7 @@ def test_16_bit_parameters_are_those_of_stage_1_to_the_bit() -> None:
         def train(context: ParallelContext) -> Weights:
             model = models[context.rank]
             own = torch.optim.AdamW(model.parameters(), lr=0.02)
-            optimizer = zero(own, model, stage=stage, precision="bf16", context=context)
+            optimizer = shard_optimizer(own, model, stage=stage, precision="bf16", context=context)
             for step in range(3):
                 loss_of(model, step, context.rank).backward()
                 optimizer.step()
@@ -281,7 +281,7 @@ def test_frozen_layers_stay_whole_or_are_cut_as_asked(keep_frozen: bool) -> None
     def train(context: ParallelContext) -> Weights:
         model = models[context.rank]
         own = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02)
-        ours = zero(own, model, stage=3, keep_frozen=keep_frozen, context=context)
+        ours = shard_optimizer(own, model, stage=3, keep_frozen=keep_frozen, context=context)
         assert (model.layers[1].linear.weight.untyped_storage().nbytes() > 8) == keep_frozen if keep_frozen else True
         for step in range(3):
             loss_of(model, step, context.rank).backward()
@@ -304,9 +304,9 @@ def test_over_stages_and_data_ranks(reshard: bool | None) -> None:
     def train(model: nn.Module, context: ParallelContext) -> int:
         pipeline = Pipeline(model, micro_batches=2)
         own = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        ours = zero(own, model, stage=3, max_grad_norm=CLIP, reshard_after_forward=reshard)
+        ours = shard_optimizer(own, model, stage=3, max_grad_norm=CLIP, reshard_after_forward=reshard)
         for step in range(3):
-            with Recorder(context) as recorder:
+            with CollectiveRecorder(context) as recorder:
                 pipeline.step(STAGED(10 * step + context.data.rank))
             ours.step()
             ours.zero_grad()
@@ -317,7 +317,7 @@ def test_over_stages_and_data_ranks(reshard: bool | None) -> None:
 
 def test_evaluation_and_generation() -> None:
     """Forwards without gradients, and of an encoder alone, between steps."""
-    model = Sample("t5")()
+    model = SmallModel("t5")()
     start = torch.tensor([[3, 4, 5, 6], [5, 6, 7, 1]])
     want = model.generate(start, max_new_tokens=4, do_sample=False)
     with torch.no_grad():
@@ -326,7 +326,7 @@ def test_evaluation_and_generation() -> None:
 
     def run(context: ParallelContext) -> None:
         ours: Any = models[context.rank]
-        zero(torch.optim.AdamW(ours.parameters()), ours, stage=3, context=context)
+        shard_optimizer(torch.optim.AdamW(ours.parameters()), ours, stage=3, context=context)
         assert torch.equal(ours.generate(start, max_new_tokens=4, do_sample=False), want)
         with torch.no_grad():
             assert torch.equal(ours(input_ids=start, decoder_input_ids=start).logits, logits)
@@ -351,7 +351,7 @@ class _Wrapped(nn.Module):
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"num_beams": 2}], ids=["greedy", "beams"])
 def test_data_ranks_generate_texts_of_different_lengths(options: dict[str, Any], is_wrapped: bool) -> None:
     """A rank whose text is finished goes on until all are; then all train."""
-    model: Any = Sample("llama")().eval()
+    model: Any = SmallModel("llama")().eval()
     prompts = [torch.randint(3, 60, (1, 5), generator=torch.Generator().manual_seed(seed)) for seed in (10, 11)]
 
     def generate(model: Any, rank: int) -> Tensor:
@@ -366,7 +366,7 @@ def test_data_ranks_generate_texts_of_different_lengths(options: dict[str, Any],
     def run(context: ParallelContext) -> None:
         ours = models[context.rank]
         whole = _Wrapped(ours) if is_wrapped else ours
-        optimizer = zero(torch.optim.SGD(whole.parameters(), lr=0.1), whole, stage=3, context=context)
+        optimizer = shard_optimizer(torch.optim.SGD(whole.parameters(), lr=0.1), whole, stage=3, context=context)
         assert torch.equal(generate(ours, context.rank), want[context.rank])
         whole.train()(input_ids=prompts[context.rank], labels=prompts[context.rank]).loss.backward()
         optimizer.step()
@@ -443,24 +443,24 @@ def test_what_is_sent_and_how_much_is_here_at_a_time(
     """The table is not gathered for the backward, and the last unit stays; two units of the model are here at most."""
     here: Counter[int] = Counter()
     most: Counter[int] = Counter()
-    wait, free = Unit.wait, Unit.free
+    wait, free = ParamGroup.wait, ParamGroup.free
 
-    def waits(self: Unit) -> None:
+    def waits(self: ParamGroup) -> None:
         here[id(self.where)] += 0 if self.is_here else sum(p.numel() for p in self.params)
         most[id(self.where)] = max(most[id(self.where)], here[id(self.where)])
         wait(self)
 
-    def frees(self: Unit) -> None:
+    def frees(self: ParamGroup) -> None:
         here[id(self.where)] -= sum(p.numel() for p in self.params) if self.is_here else 0
         free(self)
 
-    monkeypatch.setattr(Unit, "wait", waits)
-    monkeypatch.setattr(Unit, "free", frees)
+    monkeypatch.setattr(ParamGroup, "wait", waits)
+    monkeypatch.setattr(ParamGroup, "free", frees)
 
     def use(model: Stack, optimizer: ZeroOptimizer, context: ParallelContext) -> tuple[int, int]:
         for step in range(3):
             most.clear()
-            with Recorder(context) as recorder:
+            with CollectiveRecorder(context) as recorder:
                 loss_of(model, step, context.rank).backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -471,7 +471,10 @@ def test_what_is_sent_and_how_much_is_here_at_a_time(
 
     model = stack()
     total, layer, table = numel(model), numel(model.layers[0]), model.table.weight.numel()
-    most_sent = numel(model, ALIGNED), numel(model, ALIGNED) - numel(model.unused)  # and for the backward
+    most_sent = (
+        numel(model, ALIGNMENT_ELEMENTS),
+        numel(model, ALIGNMENT_ELEMENTS) - numel(model.unused),
+    )  # and for the backward
     for sent, held in over_ranks(use, reshard_after_forward=reshard):
         if twice:
             assert total * 8 < sent <= 1.02 * 8 * sum(most_sent)
@@ -577,7 +580,7 @@ def test_a_rank_whose_backward_reads_nothing_takes_part_in_that_of_others(first:
 
     def train(context: ParallelContext) -> Weights:
         model = models[context.rank]
-        optimizer = zero(torch.optim.AdamW(model.parameters(), lr=0.02), model, stage=3, context=context)
+        optimizer = shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.02), model, stage=3, context=context)
         for step in range(4):
             backward(model, step, context.rank, 1.0)
             optimizer.step()
@@ -603,7 +606,7 @@ def test_layers_in_another_order_are_refused() -> None:
 
     def run(context: ParallelContext) -> None:
         model = models[context.rank]
-        zero(torch.optim.AdamW(model.parameters()), model, stage=3, context=context)
+        shard_optimizer(torch.optim.AdamW(model.parameters()), model, stage=3, context=context)
         model(tokens(0, 0)).sum().backward()
         model.turned = True
         with pytest.raises(InputError, match=r"layers.2 was read at a place where it was not before"):
@@ -615,26 +618,26 @@ def test_layers_in_another_order_are_refused() -> None:
 # --------------------------------------------------------------------------------------- would it be noticed if not so?
 
 
-def alone(self: Walk, index: int) -> None:
+def alone(self: GatherScheduler, index: int) -> None:
     """Each rank gathers what it reads."""
     if index != -1 and index != self._last:
         self._step(index, ())
 
 
 def own_gradients(original: Any) -> Any:
-    def start(self: HandOver, bucket: Any) -> None:
+    def start(self: ReduceScatterToShards, bucket: Any) -> None:
         original(self, bucket)
         size = bucket.flat.numel() // bucket.axis.size
         part, waited = bucket.flat[bucket.axis.rank * size :][:size].clone(), bucket.work
-        bucket.work = Pending([waited], lambda: part)
+        bucket.work = PendingCollective([waited], lambda: part)
 
     return start
 
 
 def test_without_the_walk_or_the_sum_it_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch, pytest.raises((WorkerError, AssertionError, RuntimeError)):
-        patch.setattr(Walk, "_go_to", alone)
+        patch.setattr(GatherScheduler, "_go_to", alone)
         check(Case(left_out=drops))
     with monkeypatch.context() as patch, pytest.raises(AssertionError):
-        patch.setattr(HandOver, "start", own_gradients(HandOver.start))
+        patch.setattr(ReduceScatterToShards, "start", own_gradients(ReduceScatterToShards.start))
         check(Case())

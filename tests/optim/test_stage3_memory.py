@@ -6,25 +6,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardformer.comm.recorder import Recorder
+from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.offload.host import Offload
+from shardformer.offload.host import OffloadConfig
 from shardformer.torch_compat import memory_of
 from shardformer.zero import stage3_parameters as units
-from shardformer.zero.stage3_parameters import Chunks
+from shardformer.zero.stage3_parameters import GatherBufferPool
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 from tests.optim.test_stage3 import Stack, loss_of, over_ranks
 
 CPU = torch.device("cpu")
 
 
-def chunks(size: int = 4000) -> Chunks:
-    made = Chunks()
+def chunks(size: int = 4000) -> GatherBufferPool:
+    made = GatherBufferPool()
     made.fit([size, size, 100, size // 2])
     return made
 
 
-def used(memory: Chunks, numel: int) -> int:
+def used(memory: GatherBufferPool, numel: int) -> int:
     """The address of memory that was taken, and given back."""
     x = memory.take(numel, torch.float32, CPU)
     address, key = x.data_ptr(), memory_of(x)
@@ -57,20 +57,22 @@ def test_what_has_another_size_gets_memory_of_its_own() -> None:
     assert not memory._free
 
 
-@pytest.mark.parametrize("offload", [None, Offload("cpu", parameters=True)])
-def test_layers_and_their_gradients_lie_in_few_chunks(offload: Offload | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("offload", [None, OffloadConfig("cpu", parameters=True)])
+def test_layers_and_their_gradients_lie_in_few_chunks(
+    offload: OffloadConfig | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each rank allocates no more chunks than lie about at a time, over all steps."""
-    monkeypatch.setattr(units, "SMALL", 0)
+    monkeypatch.setattr(units, "SMALL_GROUP_NUMEL", 0)
     made: list[int] = []
-    take = Chunks.take
+    take = GatherBufferPool.take
 
-    def counting(self: Chunks, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def counting(self: GatherBufferPool, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         before = len(self._free)
         out = take(self, numel, dtype, device)
         made.append(memory_of(out) in self._lent and before == len(self._free))
         return out
 
-    monkeypatch.setattr(Chunks, "take", counting)
+    monkeypatch.setattr(GatherBufferPool, "take", counting)
 
     def use(model: Stack, optimizer: ZeroOptimizer, context: ParallelContext) -> None:
         for step in range(4):
@@ -89,18 +91,18 @@ def test_on_the_host_a_rank_keeps_no_parameters_on_the_device() -> None:
         optimizer.zero_grad()
         return [(shard.whole is None, shard._link is not None) for shard in optimizer.shards]
 
-    for found in over_ranks(use, offload=Offload("cpu", parameters=True)):
+    for found in over_ranks(use, offload=OffloadConfig("cpu", parameters=True)):
         assert len(found) > 1 and all(left and rests for left, rests in found)
 
 
 def test_what_may_stay_is_not_gathered_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(units, "SMALL", 0)
+    monkeypatch.setattr(units, "SMALL_GROUP_NUMEL", 0)
     sent = []
     for room in (True, 1000, 2**30):
 
         def use(model: Stack, optimizer: ZeroOptimizer, context: ParallelContext) -> int:
             for step in range(3):
-                with Recorder(context) as recorder:
+                with CollectiveRecorder(context) as recorder:
                     loss_of(model, step, context.rank).backward()
             return recorder.wire_bytes(purpose="parameters")
 

@@ -14,11 +14,11 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 import shardformer
 from shardformer.comm.collectives import gather_full
 from shardformer.errors import ConfigError
-from shardformer.layout.sharding_metadata import specs_of
+from shardformer.layout.sharding_metadata import shard_specs
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.verify.small_models import Batches, Sample
+from shardformer.verify.small_models import RandomBatches, SmallModel
 from tests.policies.toy import ToyLM, ToyPolicy, toy_batch, toy_loss
 
 
@@ -53,7 +53,7 @@ def test_the_norm_and_what_it_leaves_are_those_of_the_plain_model(norm_type: flo
         model = models[context.tensor.rank]
         model = shardformer.shard_model(model, ToyPolicy(), context=context, enable_sequence_parallelism=sequence)
         got = float(clip_grad_norm_(backward(model).parameters(), 0.01, norm_type))
-        specs = specs_of(model)
+        specs = shard_specs(model)
         full = {name: gather_full(g, specs[name], context.axis) for name, g in gradients(model).items()}
         return got, max(float((full[name] - expected[name]).abs().max()) for name in expected)
 
@@ -115,9 +115,9 @@ def test_what_is_no_gradient_of_a_sharded_model_stays_torchs(without_other_model
 def _clip_stages() -> tuple[float, float]:
     """All gradients, then those of the last norm, of which the first stage has none: measured, less the plain ones."""
     torch.manual_seed(0)
-    plain = Sample("llama")().double().train()
+    plain = SmallModel("llama")().double().train()
     model = shardformer.shard_model(copy.deepcopy(plain), context=ParallelContext.from_world({"pipe": 2}))
-    batch = Batches(Sample("llama").head_class)(0)
+    batch = RandomBatches(SmallModel("llama").head_class)(0)
     plain(**batch).loss.backward()
     shardformer.Pipeline(model, micro_batches=1).step(batch)
     found = []
@@ -139,8 +139,8 @@ def test_a_stage_that_clips_nothing_takes_part_in_the_norm_of_its_model() -> Non
     """Of another rank, which is a thread of the same process, it asks nothing."""
 
     def clip(context: ParallelContext) -> float:
-        model = shardformer.shard_model(Sample("llama")().train(), context=context)
-        shardformer.Pipeline(model, micro_batches=1).step(Batches(Sample("llama").head_class)(0))
+        model = shardformer.shard_model(SmallModel("llama")().train(), context=context)
+        shardformer.Pipeline(model, micro_batches=1).step(RandomBatches(SmallModel("llama").head_class)(0))
         params = [p for name, p in model.named_parameters() if name == "model.norm.weight"]
         assert len(params) == context.pipe.rank
         return float(clip_grad_norm_(params, 1e9))
@@ -174,7 +174,7 @@ def test_gradients_that_zero_keeps_are_clipped_as_in_the_plain_model(stage: int,
 
     def clip(context: ParallelContext) -> list[float]:
         model = shardformer.shard_model(models[context.rank], ToyPolicy(), context=context)
-        optimizer = shardformer.zero(torch.optim.AdamW(model.parameters()), model, stage=stage)
+        optimizer = shardformer.shard_optimizer(torch.optim.AdamW(model.parameters()), model, stage=stage)
         backward(model)
         pieces = [p for group in optimizer.param_groups for p in group["params"]]
         with pytest.raises(ConfigError, match="was given the pieces of parameters that zero's optimizer has"):

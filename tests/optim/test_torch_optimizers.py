@@ -13,13 +13,13 @@ import transformers
 import shardformer
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.verify.small_models import MAIN, Batches, Sample
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel
 
 SCALE = 2.0**10
 
 
 def plain() -> Any:
-    return Sample("llama")().train()
+    return SmallModel("llama")().train()
 
 
 def scaled_run(model: Any, rank: int, odd: int, *, unscales: bool, step: Any = None) -> tuple[list[float], Any]:
@@ -28,7 +28,7 @@ def scaled_run(model: Any, rank: int, odd: int, *, unscales: bool, step: Any = N
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
     scales = []
     for i in range(3):
-        scaler.scale(model(**Batches(MAIN["llama"])(i)).loss).backward()
+        scaler.scale(model(**RandomBatches(DEFAULT_HEAD["llama"])(i)).loss).backward()
         if i == 1 and rank == odd:
             next(p for n, p in model.named_parameters() if "up_proj" in n).grad.view(-1)[0] = float("inf")
         if unscales:
@@ -65,7 +65,7 @@ def test_a_stage_without_gradients_leaves_it_out_too() -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         scaler.scale(torch.ones(()))
-        pipeline.step(Batches(MAIN["llama"])(0))
+        pipeline.step(RandomBatches(DEFAULT_HEAD["llama"])(0))
         for p in model.parameters():
             p.grad = None if context.pipe.rank else torch.full_like(p, float("nan"))
         scaler.step(optimizer)
@@ -80,8 +80,8 @@ MAKES: dict[str, Any] = {
     "AdamW": lambda ps: torch.optim.AdamW(ps),
     "Adafactor": lambda ps: torch.optim.Adafactor(ps),
     "transformers": lambda ps: transformers.optimization.Adafactor(ps, lr=0.1, relative_step=False),
-    "LAMB": lambda ps: shardformer.LAMB(ps),
-    "LARS": lambda ps: shardformer.LARS(ps, lr=0.1),
+    "LAMB": lambda ps: shardformer.zero.LAMB(ps),
+    "LARS": lambda ps: shardformer.zero.LARS(ps, lr=0.1),
     "Muon": lambda ps: torch.optim.Muon([p for p in ps if p.dim() == 2]),
 }
 
@@ -95,8 +95,8 @@ def test_an_optimizer_that_looks_at_more_than_a_number_is_named(name: str, how: 
         if how == "zero":
             rest = [p for p in model.parameters() if p.dim() != 2] if name == "Muon" else []
             own = [optimizer, torch.optim.SGD(rest, 0.1)] if rest else optimizer
-            optimizer = shardformer.zero(own, model)
-        model(**Batches(MAIN["llama"])(0)).loss.backward()
+            optimizer = shardformer.shard_optimizer(own, model)
+        model(**RandomBatches(DEFAULT_HEAD["llama"])(0)).loss.backward()
         optimizer.step()
         optimizer.step()
 
@@ -106,4 +106,4 @@ def test_an_optimizer_that_looks_at_more_than_a_number_is_named(name: str, how: 
     said = [str(w.message) for w in caught if "than on one device" in str(w.message)]
     looks = name not in ("SGD", "AdamW") and how == "tensor"
     assert bool(said) == looks, said
-    assert all("shardformer.zero(optimizer, model)" in text for text in said)
+    assert all("shardformer.shard_optimizer(optimizer, model)" in text for text in said)

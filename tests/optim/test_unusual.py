@@ -15,7 +15,7 @@ from shardformer.gradients.clipping import clip_grad_norm_
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.weights.state_dict import full_state_dict
-from shardformer.zero.shard_optimizer import zero
+from shardformer.zero.shard_optimizer import shard_optimizer
 
 STEPS = 3
 
@@ -106,7 +106,7 @@ def check(found: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 
 CASES: list[dict[str, Any]] = [
     {"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, "keep_frozen": False},
-    {"stage": 2, "offload": "cpu"}, {"stage": 3, "offload": shardformer.Offload("cpu", parameters=True)},
+    {"stage": 2, "offload": "cpu"}, {"stage": 3, "offload": shardformer.OffloadConfig("cpu", parameters=True)},
     {"stage": 1, "offload": "nvme"}, {"stage": 3, "offload": "nvme"}, {"stage": 3, "bucket_bytes": 20},
 ]  # fmt: skip
 
@@ -122,7 +122,7 @@ def test_each_stage_trains_clips_and_goes_on_from_a_checkpoint(how: dict[str, An
     def over(context: ParallelContext) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
         def made(number: int, **how: Any) -> tuple[nn.Module, Any]:
             model = models[context.rank][number]
-            return model, zero(sgd(model), model, context=context, **how)
+            return model, shard_optimizer(sgd(model), model, context=context, **how)
 
         clipped, optimizer = made(0, **how)
         train(clipped, optimizer, [context.rank], clips=lambda model: clip_grad_norm_(model, 0.01))
@@ -156,7 +156,7 @@ def test_a_checkpoint_of_one_process_goes_on_under_stage_3(tmp_path: Path) -> No
 
     def over(context: ParallelContext) -> dict[str, Tensor]:
         model = models[context.rank]
-        ours = zero(sgd(model), model, stage=3, context=context)
+        ours = shard_optimizer(sgd(model), model, stage=3, context=context)
         shardformer.load_checkpoint(tmp_path, model, ours)
         train(model, ours, [context.rank], STEPS)
         return full_state_dict(model)
@@ -169,16 +169,16 @@ def test_zero_takes_over_the_state_of_an_optimizer_that_made_steps() -> None:
     model = model_of()
     optimizer = sgd(model)
     train(model, optimizer, [0, 1])
-    ours = zero(optimizer, model, stage=3)
+    ours = shard_optimizer(optimizer, model, stage=3)
     train(model, ours, [0, 1], STEPS)
     check(full_state_dict(model), plainly(2))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "kahan"])
 def test_complex_parameters_keep_their_precision_beside_16_bits(precision: str) -> None:
-    how = shardformer.Precision("bf16", masters="kahan") if precision == "kahan" else precision
+    how = shardformer.MixedPrecision("bf16", masters="kahan") if precision == "kahan" else precision
     model = model_of()
-    train(model, zero(sgd(model), model, precision=how), [0, 1])  # type: ignore[arg-type]  # a word, or more
+    train(model, shard_optimizer(sgd(model), model, precision=how), [0, 1])  # type: ignore[arg-type]  # a word, or more
     assert model.filter.dtype == torch.complex64 and model.temperature.dtype == torch.bfloat16
     want = plainly()
     assert (model.filter - want["filter"]).abs().max() < 2e-2
@@ -228,7 +228,7 @@ def test_sparse_gradients_over_data_ranks_are_those_of_one_process(kind: Any) ->
         assert model.table.weight.grad.is_sparse
         assert set(model.table.weight.grad.coalesce().indices()[0].tolist()) >= {7, 8}
         total = float(shardformer.clip_grad_norm_(model, 0.1))
-        assert total > 1 and float(shardformer.grad_norm(model)) == pytest.approx(0.1, abs=1e-6)
+        assert total > 1 and float(shardformer.gradients.grad_norm(model)) == pytest.approx(0.1, abs=1e-6)
         model.zero_grad()
         return steps_on(model, kind, [context.rank])
 
@@ -239,4 +239,4 @@ def test_sparse_gradients_over_data_ranks_are_those_of_one_process(kind: Any) ->
 def test_an_optimizer_that_takes_sparse_gradients_alone_is_refused_by_zero() -> None:
     model = nn.Embedding(9, 4, sparse=True)
     with pytest.raises(shardformer.ShardFormerError, match="SparseAdam was tried"):
-        zero(torch.optim.SparseAdam(model.parameters()), model)
+        shard_optimizer(torch.optim.SparseAdam(model.parameters()), model)

@@ -12,19 +12,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardformer.comm.collectives import Pending
+from shardformer.comm.collectives import PendingCollective
 from shardformer.errors import ConfigError
-from shardformer.gradients.buckets import HandOver
+from shardformer.gradients.buckets import ReduceScatterToShards
 from shardformer.gradients.clipping import clip_grad_norm_, grad_norm
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.offload.host import Offload
+from shardformer.offload.host import OffloadConfig
 from shardformer.pipeline.pipeline import Pipeline
 from shardformer.shard_model_api import shard_model
-from shardformer.verify.small_models import MAIN, Batches, Sample, sample_loss
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel, sample_loss
 from shardformer.weights.state_dict import full_state_dict
-from shardformer.zero.shard_optimizer import zero
+from shardformer.zero.shard_optimizer import shard_optimizer
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 
 STEPS, CLIP = 4, 0.5
@@ -46,16 +46,16 @@ class Job:
     stage: int = 1
     optimizer: str = "AdamW"
     micro: int = 1
-    offload: str | Offload | None = None
+    offload: str | OffloadConfig | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
     def build(self) -> nn.Module:
         torch.manual_seed(0)
-        return Sample(self.family)().double()
+        return SmallModel(self.family)().double()
 
     def loss(self, model: nn.Module, step: int, micro: int, rank: int) -> Tensor:
         """Of one data rank's part; every rank has its own samples."""
-        batch = Batches(MAIN[self.family], batch=3)(100 * step + 10 * micro + rank)
+        batch = RandomBatches(DEFAULT_HEAD[self.family], batch=3)(100 * step + 10 * micro + rank)
         batch = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
         return sample_loss(model, batch) / self.micro
 
@@ -95,7 +95,7 @@ def with_zero(job: Job) -> list[tuple[Weights, list[float], float]]:
         options = {"extra_kwargs": {"bucket_bytes": 4096}, **job.options}
         model = shard_model(models[context.rank], context=context, **options)
         own = optimizer_of(job.optimizer, model)
-        optimizer, norms = zero(own, model, stage=job.stage, max_grad_norm=CLIP, offload=job.offload), []
+        optimizer, norms = shard_optimizer(own, model, stage=job.stage, max_grad_norm=CLIP, offload=job.offload), []
         for step in range(STEPS):
             for micro in range(job.micro):
                 with optimizer.no_sync() if micro + 1 < job.micro else nullcontext():
@@ -201,7 +201,7 @@ def over_ranks(
     dtype: torch.dtype = torch.float64,
     **how: Any,
 ) -> list[Any]:
-    """What ``use`` gives on each rank, of a module that differs between them before ``zero`` is called."""
+    """What ``use`` gives on each rank, of a module that differs between them before ``shard_optimizer`` is called."""
     models = [net(dtype) for _ in range(ranks)]
     with torch.no_grad():
         for rank, model in enumerate(models):
@@ -209,7 +209,7 @@ def over_ranks(
 
     def run(context: ParallelContext) -> Any:
         model = models[context.rank]
-        optimizer = zero(torch.optim.AdamW(model.parameters(), lr=0.05), model, context=context, **how)
+        optimizer = shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.05), model, context=context, **how)
         return use(model, optimizer, context)
 
     return run_as_threads(run, data=ranks)
@@ -339,7 +339,7 @@ def test_schedulers_closures_and_what_was_saved() -> None:
 # ------------------------------------------------------------------------------------------------------------ pipelines
 
 
-STAGED = Batches(MAIN["gpt2"], batch=4)
+STAGED = RandomBatches(DEFAULT_HEAD["gpt2"], batch=4)
 
 
 def check_stages(trained_by: Callable[[nn.Module, ParallelContext], Any]) -> list[Any]:
@@ -351,7 +351,7 @@ def check_stages(trained_by: Callable[[nn.Module, ParallelContext], Any]) -> lis
 
     def build() -> nn.Module:
         torch.manual_seed(0)
-        return Sample("gpt2").deeper(4)().double()
+        return SmallModel("gpt2").deeper(4)().double()
 
     plain = build()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
@@ -382,7 +382,7 @@ def test_over_stages_and_data_ranks(stage: int) -> None:
     def train(model: nn.Module, context: ParallelContext) -> None:
         pipeline = Pipeline(model, micro_batches=2)
         own = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        optimizer = zero(own, model, stage=stage, max_grad_norm=CLIP)
+        optimizer = shard_optimizer(own, model, stage=stage, max_grad_norm=CLIP)
         for step in range(3):
             pipeline.step(STAGED(10 * step + context.data.rank))
             optimizer.step()
@@ -418,13 +418,13 @@ def sharing(model: Any) -> nn.Module:
 def test_what_does_not_fit_is_refused(make: Callable[[nn.Module], Any], how: dict[str, Any], said: str) -> None:
     model = net()
     with pytest.raises(ConfigError, match=said):
-        zero(make(model), model, **how)
+        shard_optimizer(make(model), model, **how)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop, torch.optim.NAdam])
 def test_what_changes_each_number_by_itself_is_taken(kind: Any) -> None:
     model = net()
-    assert zero(kind(model.parameters(), lr=0.1), model).param_groups[0]["lr"] == 0.1
+    assert shard_optimizer(kind(model.parameters(), lr=0.1), model).param_groups[0]["lr"] == 0.1
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -446,7 +446,7 @@ def test_state_that_was_there_goes_with_the_pieces(kind: Any, stage: int) -> Non
 
     def train(context: ParallelContext) -> Weights:
         model = models[context.rank]
-        trained(model, zero(stepped(model), model, stage=stage, context=context), [context.rank])
+        trained(model, shard_optimizer(stepped(model), model, stage=stage, context=context), [context.rank])
         return full_state_dict(model)
 
     for weights in run_as_threads(train, data=2):
@@ -459,7 +459,7 @@ def test_torchs_data_parallel_around_it_is_refused(pool2: WorkerPool) -> None:
 
 def wrapped() -> None:
     model = net()
-    zero(adam(model), model)
+    shard_optimizer(adam(model), model)
     with pytest.raises(ConfigError, match="DistributedDataParallel around a model"):
         nn.parallel.DistributedDataParallel(model)
 
@@ -481,7 +481,7 @@ def test_a_copied_model_is_one_without_zero() -> None:
 def in_a_process() -> Weights:
     context = ParallelContext.from_world({"data": 2})
     model = net()
-    optimizer = zero(torch.optim.AdamW(model.parameters(), lr=0.05), model, stage=2)
+    optimizer = shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.05), model, stage=2)
     trained(model, optimizer, [context.rank])
     return dict(model.state_dict())
 
@@ -496,9 +496,9 @@ def test_processes_do_what_threads_do(pool2: WorkerPool) -> None:
 def test_what_comes_too_late_is_refused() -> None:
     model = net()
     model.b.requires_grad_(False)
-    optimizer = zero(adam(model), model)
+    optimizer = shard_optimizer(adam(model), model)
     with pytest.raises(ConfigError, match="zero was called twice"):
-        zero(adam(model), model)
+        shard_optimizer(adam(model), model)
     with pytest.raises(ConfigError, match="add_param_group"):
         optimizer.add_param_group({"params": list(model.b.parameters())})
     model.b.requires_grad_(True)
@@ -579,22 +579,24 @@ def no_counts(original: Any) -> Any:
 def own_part(original: Any) -> Any:
     """Every rank takes its part of what it has itself."""
 
-    def start(self: HandOver, bucket: Any) -> None:
+    def start(self: ReduceScatterToShards, bucket: Any) -> None:
         axis = bucket.axis
         original(self, bucket)
         size = bucket.flat.numel() // axis.size
         part = bucket.flat[axis.rank * size : (axis.rank + 1) * size].clone()
         waited = bucket.work
-        bucket.work = Pending([waited], lambda: part)
+        bucket.work = PendingCollective([waited], lambda: part)
 
     return start
 
 
 @pytest.mark.parametrize("what", ["the counts", "the sum"])
 def test_what_is_left_out_is_seen(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardformer.zero.flat_shards import Shard
+    from shardformer.zero.flat_shards import FlatShard
 
-    owner, name, change = (Shard, "receive", no_counts) if what == "the counts" else (HandOver, "start", own_part)
+    owner, name, change = (
+        (FlatShard, "receive", no_counts) if what == "the counts" else (ReduceScatterToShards, "start", own_part)
+    )
     monkeypatch.setattr(owner, name, change(getattr(owner, name)))
     with pytest.raises(AssertionError):
         test_a_layer_that_some_ranks_or_all_leave_out(2, 1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.pipeline.micro_batch_loss import LossWeights
-from shardformer.verify.small_models import FAMILY_OF, Batches, Sample
+from shardformer.verify.small_models import FAMILY_OF, RandomBatches, SmallModel
 
 SIZES = (3, 2, 2, 1)
 Batch = dict[str, Any]
@@ -21,14 +21,14 @@ BATCH_NORM = ("BeitForSemanticSegmentation",)
 
 def model_of(head: str, **changes: Any) -> nn.Module:
     torch.manual_seed(0)
-    model = Sample(FAMILY_OF[head], head, changes)().double()
+    model = SmallModel(FAMILY_OF[head], head, changes)().double()
     return model.eval() if head in BATCH_NORM else model.train()
 
 
 def batch_of(head: str, nothing_in: Sequence[int] = (3, 4), **changes: Any) -> Batch:
     """A batch of 8 rows. In the rows ``nothing_in`` no label counts, where labels can be ignored."""
     num_labels = 2 if head == "AlbertForPreTraining" else 3
-    batch = Batches(head, batch=sum(SIZES), num_labels=num_labels, **changes)(0)
+    batch = RandomBatches(head, batch=sum(SIZES), num_labels=num_labels, **changes)(0)
     batch = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
     labels = batch.get("labels")
     if labels is not None and labels.dim() > 1 and not labels.is_floating_point():

@@ -15,7 +15,7 @@ from shardformer.errors import ConfigError, ShardFormerError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.verify.small_models import Sample
+from shardformer.verify.small_models import SmallModel
 from tests.policies.toy import VOCAB, ToyLM, ToyPolicy
 
 Batch = dict[str, Tensor]
@@ -102,7 +102,7 @@ def test_a_rank_that_cannot_tell_what_counts_keeps_no_other_waiting() -> None:
 
 def _over_a_grid() -> tuple[float, float]:
     torch.manual_seed(0)
-    plain: nn.Module = Sample("gpt2", changes={"n_layer": 4})().double()
+    plain: nn.Module = SmallModel("gpt2", changes={"n_layer": 4})().double()
     context = ParallelContext.from_world({"pipe": 2, "data": 2})
     model = shardformer.shard_model(copy.deepcopy(plain), context=context)
     batches = [{"input_ids": b["ids"], "labels": b["labels"]} for b in BATCHES]

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardformer.comm.recorder import Recorder
-from shardformer.gradients.buckets import Gradient
+from shardformer.comm.recorder import CollectiveRecorder
+from shardformer.gradients.buckets import GradientSlot
 from shardformer.gradients.reducer import GradientReducer
 from shardformer.layout.shard_spec import ShardSpec
-from shardformer.layout.sharding_metadata import Entry, Reduction
+from shardformer.layout.sharding_metadata import ParamEntry, Reduction
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import Axis
 from shardformer.pipeline.split_backward import backward_of_inputs
@@ -479,7 +479,7 @@ def test_gradients_are_averaged_in_one_backward() -> None:
             ends.append(1)  # there is nobody to average with
 
     quarter = Reduction(divisor=0.25)
-    gradients = [Gradient(Entry("", p, ShardSpec(p.shape), quarter), axis, {}) for p in model.parameters()]
+    gradients = [GradientSlot(ParamEntry("", p, ShardSpec(p.shape), quarter), axis, {}) for p in model.parameters()]
     reducer = Counted(gradients, bucket_bytes=1 << 30)
     plainly(plain, some(2, H))
     in_parts(model, some(2, H))[1]()
@@ -579,12 +579,12 @@ def _over_ranks() -> tuple[int, int, int]:
     model, x = made("tensor parallel"), some(2, 4, H)
     plain = deepcopy(model)
     assert isinstance(model, TensorParallel) and isinstance(plain, TensorParallel)
-    with Recorder(plain.up.axis) as whole:
+    with CollectiveRecorder(plain.up.axis) as whole:
         want = plainly(plain, x)
-    with Recorder(model.up.axis) as first:
+    with CollectiveRecorder(model.up.axis) as first:
         found, rest = in_parts(model, x)
     assert all(p.grad is None for p in model.parameters())
-    with Recorder(model.up.axis) as second:
+    with CollectiveRecorder(model.up.axis) as second:
         rest()
     assert_same(found, want)
     assert_same(grads_of(model), grads_of(plain))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from shardformer.errors import ConfigError
 from shardformer.pipeline import partition as balance
-from shardformer.pipeline.partition import balanced, even, explicit
+from shardformer.pipeline.partition import partition_balanced, partition_explicit, partition_uniform
 
 COSTS = st.lists(st.one_of(st.integers(0, 5), st.floats(0, 10, width=32)), min_size=1, max_size=8)
 
@@ -46,7 +46,7 @@ def assert_a_cut(bounds: list[int], layers: int, parts: int) -> None:
 def test_no_other_cut_has_a_smaller_peak(costs: list[float], parts: int, data: st.DataObject) -> None:
     parts = min(parts, len(costs))
     before = data.draw(st.lists(st.integers(0, 5), min_size=parts, max_size=parts))
-    bounds = balanced(costs, parts, before)
+    bounds = partition_balanced(costs, parts, before)
     assert_a_cut(bounds, len(costs), parts)
     best = min(peak(costs, cut, before) for cut in all_cuts(len(costs), parts))
     assert peak(costs, bounds, before) == pytest.approx(best, rel=1e-12)
@@ -60,28 +60,28 @@ def test_of_equal_cuts_the_most_even_whose_earlier_stages_are_lighter(costs: lis
     def badness(cut: list[int]) -> tuple[float, int, list[int]]:
         return peak(costs, cut, [0] * parts), sum(n * n for n in counts_of(cut)), counts_of(cut)
 
-    assert balanced(costs, parts) == min(all_cuts(len(costs), parts), key=badness)
+    assert partition_balanced(costs, parts) == min(all_cuts(len(costs), parts), key=badness)
 
 
 def test_rounding_does_not_choose_between_equal_cuts() -> None:
-    assert counts_of(balanced([0.1] * 12, 4)) == [3, 3, 3, 3]
-    assert counts_of(balanced([0.1, 0.2, 0.3, 0.3, 0.2, 0.1], 2)) == [3, 3]
+    assert counts_of(partition_balanced([0.1] * 12, 4)) == [3, 3, 3, 3]
+    assert counts_of(partition_balanced([0.1, 0.2, 0.3, 0.3, 0.2, 0.1], 2)) == [3, 3]
 
 
 def test_a_number_before_each_stage_changes_nothing_and_one_before_the_first_takes_layers_from_it() -> None:
-    assert balanced([1] * 8, 4, before=3.5) == balanced([1] * 8, 4) == [0, 2, 4, 6, 8]
-    assert counts_of(balanced([1] * 9, 3, before=[2, 0, 1])) == [2, 4, 3]
+    assert partition_balanced([1] * 8, 4, before=3.5) == partition_balanced([1] * 8, 4) == [0, 2, 4, 6, 8]
+    assert counts_of(partition_balanced([1] * 9, 3, before=[2, 0, 1])) == [2, 4, 3]
 
 
 def test_a_long_model_is_cut_at_once() -> None:
-    bounds = balanced([1.0 + (i % 7) / 10 for i in range(200)], 16)
+    bounds = partition_balanced([1.0 + (i % 7) / 10 for i in range(200)], 16)
     assert_a_cut(bounds, 200, 16)
 
 
 @given(st.integers(1, 60), st.integers(1, 12))
 def test_even_counts_differ_by_one_and_the_ends_get_more_last(layers: int, parts: int) -> None:
     parts = min(layers, parts)
-    bounds = even(layers, parts)
+    bounds = partition_uniform(layers, parts)
     assert_a_cut(bounds, layers, parts)
     counts = counts_of(bounds)
     assert max(counts) - min(counts) <= 1
@@ -93,7 +93,7 @@ def test_even_counts_differ_by_one_and_the_ends_get_more_last(layers: int, parts
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=9))
 def test_explicit_counts_are_taken_as_they_are(asked: list[int]) -> None:
-    bounds = explicit(asked, sum(asked), len(asked))
+    bounds = partition_explicit(asked, sum(asked), len(asked))
     assert_a_cut(bounds, sum(asked), len(asked))
     assert counts_of(bounds) == asked
 
@@ -116,11 +116,14 @@ def test_explicit_counts_are_taken_as_they_are(asked: list[int]) -> None:
 )
 def test_explicit_says_what_is_wrong_and_gives_counts_that_do(asked: list[Any], what: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(what)) as error:
-        explicit(asked, 12, 4)
+        partition_explicit(asked, 12, 4)
     assert "[3, 3, 3, 3]" in error.value.remedy and error.value.rule
 
 
-@pytest.mark.parametrize("cut", [lambda n, p: balanced([1.0] * n, p), even, lambda n, p: explicit([1] * p, n, p)])
+@pytest.mark.parametrize(
+    "cut",
+    [lambda n, p: partition_balanced([1.0] * n, p), partition_uniform, lambda n, p: partition_explicit([1] * p, n, p)],
+)
 @pytest.mark.parametrize(
     ("layers", "parts", "what", "remedy"),
     [
@@ -140,11 +143,11 @@ def test_stages_that_cannot_be_name_both_numbers(cut: Any, layers: int, parts: i
 @pytest.mark.parametrize("bad", [-1, math.nan, math.inf])
 def test_a_cost_that_is_none_is_refused(bad: float) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"costs[1]={bad}")):
-        balanced([1, bad, 1], 2)
+        partition_balanced([1, bad, 1], 2)
     with pytest.raises(ConfigError, match=re.escape(f"before[1]={bad}")):
-        balanced([1, 1, 1], 2, before=[0, bad])
+        partition_balanced([1, 1, 1], 2, before=[0, bad])
 
 
 def test_before_is_one_number_a_stage() -> None:
     with pytest.raises(ConfigError, match="3 numbers for 2 stages"):
-        balanced([1, 1, 1], 2, before=[0, 0, 0])
+        partition_balanced([1, 1, 1], 2, before=[0, 0, 0])

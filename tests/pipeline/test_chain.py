@@ -12,13 +12,13 @@ from torch import nn
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.pipeline.layer_sequence import Chain, StackDescription, UnitRange, holders, homes
-from shardformer.pipeline.stage_forward import Placeholders, StageForward, StagePass
+from shardformer.pipeline.layer_sequence import LayerRange, LayerSequence, StackDescription, owner_layers, owner_stages
+from shardformer.pipeline.stage_forward import MissingParams, StageForward, StagePass
 from shardformer.shard_model_api import resolve_policy
-from shardformer.verify.small_models import Batches, Sample
+from shardformer.verify.small_models import RandomBatches, SmallModel
 
 
-def chain_of(sample: Sample) -> tuple[nn.Module, Chain]:
+def chain_of(sample: SmallModel) -> tuple[nn.Module, LayerSequence]:
     model = sample()
     policy, _ = resolve_policy(model, None)
     policy.set_model(model)
@@ -26,24 +26,24 @@ def chain_of(sample: Sample) -> tuple[nn.Module, Chain]:
     return model, policy.chain()
 
 
-def home_of(sample: Sample) -> dict[str, frozenset[int]]:
-    return homes(*chain_of(sample))
+def home_of(sample: SmallModel) -> dict[str, frozenset[int]]:
+    return owner_layers(*chain_of(sample))
 
 
 def test_units_are_the_layers_in_the_order_in_which_they_run() -> None:
-    _, chain = chain_of(Sample("whisper"))
+    _, chain = chain_of(SmallModel("whisper"))
     assert [unit.split(".")[-3] for unit in chain.units] == ["encoder", "encoder", "decoder", "decoder"]
     assert chain.starts == (0, 2)
-    _, albert = chain_of(Sample("albert", changes={"num_hidden_layers": 5, "num_hidden_groups": 2}))
+    _, albert = chain_of(SmallModel("albert", changes={"num_hidden_layers": 5, "num_hidden_groups": 2}))
     assert [unit[-1] for unit in albert.units] == list("00011"), "groups of the five layers, as the model calls them"
 
 
 def test_what_a_stage_is_handed_depends_on_where_it_begins() -> None:
-    _, chain = chain_of(Sample("t5"))
+    _, chain = chain_of(SmallModel("t5"))
     assert [chain.carried(unit) for unit in range(4)] == [(), ("hidden",), ("context",), ("hidden", "context")]
-    _, swin = chain_of(Sample("swin"))
+    _, swin = chain_of(SmallModel("swin"))
     assert {swin.carried(unit) for unit in range(1, 3)} == {("hidden",)}
-    _, blip = chain_of(Sample("blip-2"))
+    _, blip = chain_of(SmallModel("blip-2"))
     handed = [chain_.carried(unit) for chain_ in [blip] for unit in range(6)]
     assert handed == [(), ("hidden",), ("context",), ("hidden", "context"), ("context",), ("hidden", "context")]
 
@@ -62,34 +62,34 @@ def test_what_a_stage_is_handed_depends_on_where_it_begins() -> None:
 def test_embeddings_go_with_the_first_layer_and_the_head_with_the_last(
     family: str, first: list[str], last: list[str]
 ) -> None:
-    model, chain = chain_of(Sample(family))
-    home = homes(model, chain)
+    model, chain = chain_of(SmallModel(family))
+    home = owner_layers(model, chain)
     assert {home[name] for name in first} == {frozenset({0})}
     assert {home[name] for name in last} == {frozenset({len(chain.units) - 1})}
 
 
 def test_each_stack_of_several_has_what_stands_around_it() -> None:
-    whisper = home_of(Sample("whisper"))
+    whisper = home_of(SmallModel("whisper"))
     assert whisper["model.encoder.conv1.weight"] == {0}
     assert whisper["model.encoder.layer_norm.weight"] == {1}
     assert whisper["model.decoder.embed_tokens.weight"] == {2}
     assert whisper["proj_out.weight"] == {3}
-    swin = home_of(Sample("swin"))
+    swin = home_of(SmallModel("swin"))
     assert swin["swin.encoder.layers.0.downsample.reduction.weight"] == {1}
-    blip = home_of(Sample("blip-2"))
+    blip = home_of(SmallModel("blip-2"))
     assert blip["query_tokens"] == {2}
     assert blip["vision_model.post_layernorm.weight"] == {1}
     assert blip["language_projection.weight"] == {4}
 
 
 def test_what_all_layers_read_is_on_every_stage_of_the_stack() -> None:
-    t5 = home_of(Sample("t5"))
+    t5 = home_of(SmallModel("t5"))
     assert t5["encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"] == {0, 1}
     assert t5["decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"] == {2, 3}
-    albert = home_of(Sample("albert"))
+    albert = home_of(SmallModel("albert"))
     assert albert["albert.encoder.albert_layer_groups.0.albert_layers.0.ffn.weight"] == {0, 1}
     beit = home_of(
-        Sample("beit", changes={"use_relative_position_bias": False, "use_shared_relative_position_bias": True})
+        SmallModel("beit", changes={"use_relative_position_bias": False, "use_shared_relative_position_bias": True})
     )
     shared = [name for name in beit if "shared_position_bias" in name or name.startswith("beit.relative_position_bias")]
     assert shared
@@ -97,8 +97,8 @@ def test_what_all_layers_read_is_on_every_stage_of_the_stack() -> None:
 
 
 def test_every_parameter_is_held_by_a_stage() -> None:
-    model, chain = chain_of(Sample("blip-2"))
-    held = holders(homes(model, chain), chain.spans([0, 1, 5, 6]))
+    model, chain = chain_of(SmallModel("blip-2"))
+    held = owner_stages(owner_layers(model, chain), chain.spans([0, 1, 5, 6]))
     assert all(held[name] for name, _ in model.named_parameters())
     assert {stage for stages in held.values() for stage in stages} == {0, 1, 2}
 
@@ -106,41 +106,41 @@ def test_every_parameter_is_held_by_a_stage() -> None:
 # ------------------------------------------------------------------------------------------------------------ one stage
 
 
-def stretch(model: nn.Module, chain: Chain, span: UnitRange) -> StageForward:
+def stretch(model: nn.Module, chain: LayerSequence, span: LayerRange) -> StageForward:
     """The model as the stage that runs ``span`` has it."""
-    home, placeholders = homes(model, chain), Placeholders()
+    home, placeholders = owner_layers(model, chain), MissingParams()
     placeholders.remove(model, {name: any(unit in span for unit in units) for name, units in home.items()})
     return StageForward(model, chain, placeholders, home)
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3])
 def test_stretches_one_behind_the_other_are_the_model(cut: int) -> None:
-    model, chain = chain_of(Sample("llama", changes={"num_hidden_layers": 4}))
-    batch = Batches("LlamaForCausalLM")(0)
+    model, chain = chain_of(SmallModel("llama", changes={"num_hidden_layers": 4}))
+    batch = RandomBatches("LlamaForCausalLM")(0)
     expected = model.eval()(**batch).loss
     first, second = copy.deepcopy(model), copy.deepcopy(model)
-    head, tail = stretch(first, chain, UnitRange(0, cut)), stretch(second, chain, UnitRange(cut, 4))
-    output, payload = head.run(first, StagePass(UnitRange(0, cut), {}), partial(first, **batch))
+    head, tail = stretch(first, chain, LayerRange(0, cut)), stretch(second, chain, LayerRange(cut, 4))
+    output, payload = head.run(first, StagePass(LayerRange(0, cut), {}), partial(first, **batch))
     assert output is None
     assert payload is not None
-    output, rest = tail.run(second, StagePass(UnitRange(cut, 4), payload), partial(second, **batch))
+    output, rest = tail.run(second, StagePass(LayerRange(cut, 4), payload), partial(second, **batch))
     assert rest is None
     assert torch.equal(output.loss, expected)
     assert sum(p.numel() for m in (first, second) for p in m.parameters()) == sum(p.numel() for p in model.parameters())
 
 
 def test_the_same_without_what_was_handed_over_shows_as_nan() -> None:
-    model, chain = chain_of(Sample("llama"))
-    batch = Batches("LlamaForCausalLM")(0)
-    stage = stretch(model, chain, UnitRange(1, 2))
-    output, _ = stage.run(model, StagePass(UnitRange(1, 2), {}), partial(model, **batch))
+    model, chain = chain_of(SmallModel("llama"))
+    batch = RandomBatches("LlamaForCausalLM")(0)
+    stage = stretch(model, chain, LayerRange(1, 2))
+    output, _ = stage.run(model, StagePass(LayerRange(1, 2), {}), partial(model, **batch))
     assert output.loss.isnan()
 
 
 def test_names_stay_and_absent_weights_need_no_memory() -> None:
-    model, chain = chain_of(Sample("gpt2"))
+    model, chain = chain_of(SmallModel("gpt2"))
     before = dict(model.named_parameters())
-    stretch(model, chain, UnitRange(1, 2))
+    stretch(model, chain, LayerRange(1, 2))
     assert set(dict(model.named_parameters())) < {*before, "lm_head.weight"}
     absent = model.get_submodule("transformer.h.0.mlp.c_fc").weight
     assert tuple(absent.shape) == tuple(before["transformer.h.0.mlp.c_fc.weight"].shape)
@@ -148,20 +148,20 @@ def test_names_stay_and_absent_weights_need_no_memory() -> None:
 
 
 def test_stand_ins_follow_the_model_to_another_precision() -> None:
-    model, chain = chain_of(Sample("gpt2"))
-    stage = stretch(model, chain, UnitRange(1, 2))
+    model, chain = chain_of(SmallModel("gpt2"))
+    stage = stretch(model, chain, LayerRange(1, 2))
     for dtype in (torch.float64, torch.bfloat16):
         model.to(dtype)
         hidden = torch.zeros(2, 13, 48, dtype=dtype)
         batch = {"input_ids": torch.ones(2, 13, dtype=torch.long)}
-        output, _ = stage.run(model, StagePass(UnitRange(1, 2), {"hidden": hidden}), partial(model, **batch))
+        output, _ = stage.run(model, StagePass(LayerRange(1, 2), {"hidden": hidden}), partial(model, **batch))
         assert output.logits.dtype == dtype
         assert output.logits.isfinite().all()
 
 
 def test_a_stage_cannot_be_copied() -> None:
-    model, chain = chain_of(Sample("gpt2"))
-    stretch(model, chain, UnitRange(0, 2))
+    model, chain = chain_of(SmallModel("gpt2"))
+    stretch(model, chain, LayerRange(0, 2))
     with pytest.raises(ConfigError, match="was copied"):
         copy.deepcopy(model)
 
@@ -182,15 +182,15 @@ class LateNorm(nn.Module):
 
 @pytest.mark.parametrize("before", [0, 1])
 def test_states_that_another_stage_should_have_made_are_refused_and_not_nan(before: int) -> None:
-    chain = Chain((StackDescription("layers", units=("layers.0", "layers.1", "layers.2")),))
+    chain = LayerSequence((StackDescription("layers", units=("layers.0", "layers.1", "layers.2")),))
     model = LateNorm(before)
-    stage = stretch(model, chain, UnitRange(0, 2))
+    stage = stretch(model, chain, LayerRange(0, 2))
     said = rf"layers\.{before} is given input, which is computed of parameters that another stage holds.*before="
     with pytest.raises(ConfigError, match=said):
-        stage.run(model, StagePass(UnitRange(0, 2), {}), partial(model, torch.ones(1, 4)))
+        stage.run(model, StagePass(LayerRange(0, 2), {}), partial(model, torch.ones(1, 4)))
     whole = LateNorm(before)
-    output, _ = stretch(whole, chain, UnitRange(0, 3)).run(
-        whole, StagePass(UnitRange(0, 3), {}), partial(whole, torch.full((1, 4), torch.nan))
+    output, _ = stretch(whole, chain, LayerRange(0, 3)).run(
+        whole, StagePass(LayerRange(0, 3), {}), partial(whole, torch.full((1, 4), torch.nan))
     )
     assert output.isnan().all(), "what is NaN by itself is as in the plain model"
 
@@ -210,7 +210,7 @@ class Twice(nn.Module):
 
 
 def test_layers_that_run_a_second_time_are_refused() -> None:
-    model, chain = Twice(), Chain((StackDescription("layers", units=("layers.0", "layers.1")),))
-    stage = stretch(model, chain, UnitRange(0, 2))
+    model, chain = Twice(), LayerSequence((StackDescription("layers", units=("layers.0", "layers.1")),))
+    stage = stretch(model, chain, LayerRange(0, 2))
     with pytest.raises(ConfigError, match="run a second time"):
-        stage.run(model, StagePass(UnitRange(0, 2), {}), partial(model, torch.zeros(1, 4)))
+        stage.run(model, StagePass(LayerRange(0, 2), {}), partial(model, torch.zeros(1, 4)))

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardformer.errors import InputError
 from shardformer.pipeline import micro_batches as flat
 from shardformer.pipeline.micro_batches import batch_size_of, split_batch
-from shardformer.training.data_sources import Share, Stream
+from shardformer.training.data_sources import DataShard, StreamedSource
 
 IMAGE, VIDEO = 90, 91
 GRID = torch.tensor([[1, 2, 4], [1, 4, 4], [1, 2, 2]])
@@ -120,6 +120,6 @@ def test_a_loaders_batches_are_shared_out_by_their_images() -> None:
     batches = [batch_of([[0, 1], [2]])]
     parts = [
         part for rank in range(2)
-        for _, part in Stream(batches, None).batches(0, 0, None, Share(rank, 2), 0, False, False)
+        for _, part in StreamedSource(batches, None).batches(0, 0, None, DataShard(rank, 2), 0, False, False)
     ]  # fmt: skip
     assert [images_in(part) for part in parts] == [[0, 1], [2]]

@@ -17,7 +17,7 @@ from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import Axis
 from shardformer.pipeline.micro_batch_loss import LossWeights
 from shardformer.tensor_parallel.vocab_parallel_logits import VocabParallelLogits, shard_logits
-from shardformer.verify.small_models import HEADS
+from shardformer.verify.small_models import HEAD_CLASSES
 from tests.pipeline.heads import SIZES, Batch, at_once, batch_of, cut, gradients, in_parts, model_of, own_loss, sizes_of
 
 WITHOUT_LOSS = (
@@ -26,7 +26,7 @@ WITHOUT_LOSS = (
 MASKED_IMAGES = ("ViTForMaskedImageModeling", "SwinForMaskedImageModeling", "Swinv2ForMaskedImageModeling")
 TRAINABLE = [
     head
-    for head in (head for heads in HEADS.values() for head in heads)
+    for head in (head for heads in HEAD_CLASSES.values() for head in heads)
     if head.endswith("LMHeadModel") or head in ("GPT2DoubleHeadsModel", "Blip2Model") or not head.endswith(WITHOUT_LOSS)
 ]  # fmt: skip
 IN_FP32 = ("GPTNeo", "GPTJ")  # attention that transformers computes in fp32 whatever the model is in

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardformer.errors import ConfigError
 from shardformer.pipeline import micro_batches as microbatches
-from shardformer.pipeline.micro_batches import batch_size_of, merge_outputs, sizes_of, split_batch
+from shardformer.pipeline.micro_batches import batch_size_of, merge_outputs, micro_batch_sizes, split_batch
 
 
 def test_the_examples_of_the_docstrings() -> None:
@@ -27,10 +27,10 @@ def test_the_examples_of_the_docstrings() -> None:
 @given(st.integers(1, 50), st.integers(1, 50))
 def test_sizes_hold_every_sample_once(batch_size: int, count: int) -> None:
     count = min(count, batch_size)
-    sizes = sizes_of(batch_size, count, None)
+    sizes = micro_batch_sizes(batch_size, count, None)
     assert len(sizes) == count and sum(sizes) == batch_size and max(sizes) - min(sizes) <= 1
     assert sizes == sorted(sizes, reverse=True)
-    sizes = sizes_of(batch_size, None, count)
+    sizes = micro_batch_sizes(batch_size, None, count)
     assert sum(sizes) == batch_size and set(sizes[:-1]) <= {count} and 0 < sizes[-1] <= count
 
 
@@ -49,11 +49,11 @@ def test_sizes_hold_every_sample_once(batch_size: int, count: int) -> None:
 )
 def test_sizes_that_cannot_be_are_refused(asked: tuple[Any, Any], what: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(what)):
-        sizes_of(8, *asked)
+        micro_batch_sizes(8, *asked)
 
 
 def test_a_size_above_the_batchs_gives_one_micro_batch() -> None:
-    assert sizes_of(3, None, 8) == [3]
+    assert micro_batch_sizes(3, None, 8) == [3]
 
 
 def test_the_batch_size_is_that_of_the_main_input_or_of_the_first_tensor() -> None:

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from shardformer.comm.collectives import gather_objects
-from shardformer.config import Parallel
+from shardformer.comm.collectives import all_gather_objects
+from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
@@ -99,7 +99,7 @@ def training(model: nn.Module, loss_fn: Any = None, batch: Any = None, **options
     loss_weight, context = options.pop("loss_weight", None), options.pop("context", None)
     return initialize(
         model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn,
-        parallel=Parallel(**options), loss_weight=loss_weight, context=context,
+        parallel=ParallelConfig(**options), loss_weight=loss_weight, context=context,
     )  # fmt: skip
 
 
@@ -244,7 +244,7 @@ def test_a_gather_of_the_users_own_is_right_with_one_micro_batch() -> None:
 
     def run(context: ParallelContext) -> None:
         def gathered(output: Tensor, target: Tensor) -> Tensor:
-            others = torch.stack(gather_objects(output.detach(), context.data))
+            others = torch.stack(all_gather_objects(output.detach(), context.data))
             return F.mse_loss(output - others.mean((0, 1)), target)
 
         mine = INPUTS[4 * context.rank :][:4]

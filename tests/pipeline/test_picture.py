@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from shardformer.errors import ConfigError
-from shardformer.pipeline.schedule_chart import as_text, check_file, colours, grid, save
-from shardformer.pipeline.schedules import SCHEDULES, Action, Kind, forward_only, make_schedule, simulate
+from shardformer.pipeline.schedule_chart import check_file, colours, grid, save, schedule_as_text
+from shardformer.pipeline.schedules import SCHEDULES, Action, ActionKind, forward_only, make_schedule, simulate
 
 needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is an extra")
 
 
 def test_the_text_says_what_is_drawn_and_what_it_costs() -> None:
     schedule = make_schedule("interleaved", 2, 2)
-    assert as_text(schedule, simulate(schedule)).splitlines() == [
+    assert schedule_as_text(schedule, simulate(schedule)).splitlines() == [
         "  time   0                   5                   10",
         "rank 0 | F0a F1a F0b F1b .   .   B0b --  .   B1b --  B0a --  B1a --",
         "rank 1 | .   F0a F1a F0b B0b --  F1b B1b --  B0a --  B1a --  .   .",
@@ -32,7 +32,7 @@ def test_the_text_says_what_is_drawn_and_what_it_costs() -> None:
 
 def test_a_forward_alone_has_no_formula_and_one_rank_no_others() -> None:
     schedule = forward_only(make_schedule("1f1b", 1, 3))
-    assert as_text(schedule, simulate(schedule)).splitlines()[-3:] == [
+    assert schedule_as_text(schedule, simulate(schedule)).splitlines()[-3:] == [
         "F forward; then the micro-batch",
         "bubble     0.0% of 3 units of time",
         "in flight  at most 3 micro-batches",
@@ -44,7 +44,7 @@ def test_a_forward_alone_has_no_formula_and_one_rank_no_others() -> None:
 def test_a_long_grid_is_folded_into_bands_that_fit_and_lose_nothing(name: str, width: int) -> None:
     schedule = make_schedule(name, 4, 16)
     timeline = simulate(schedule)
-    folded = as_text(schedule, timeline, width).split("\n\n")[:-1]
+    folded = schedule_as_text(schedule, timeline, width).split("\n\n")[:-1]
     assert len(folded) > 1 and max(len(line) for band in folded for line in band.splitlines()) <= width
     for rank, whole in enumerate(grid(schedule, timeline).splitlines()):
         parts = [band.splitlines()[1 + rank].partition("|")[2].split() for band in folded]
@@ -53,8 +53,8 @@ def test_a_long_grid_is_folded_into_bands_that_fit_and_lose_nothing(name: str, w
 
 def test_a_band_begins_with_the_time_of_its_first_column() -> None:
     schedule = make_schedule("1f1b", 2, 8)
-    timeline = simulate(schedule, {Kind.FORWARD: 0.5, Kind.BACKWARD: 1})
-    bands = as_text(schedule, timeline, width=45).split("\n\n")[:-1]
+    timeline = simulate(schedule, {ActionKind.FORWARD: 0.5, ActionKind.BACKWARD: 1})
+    bands = schedule_as_text(schedule, timeline, width=45).split("\n\n")[:-1]
     assert [band.splitlines()[0].split() for band in bands] == [
         ["time", "0", "2.5"],
         ["time", "5", "7.5"],
@@ -64,19 +64,19 @@ def test_a_band_begins_with_the_time_of_its_first_column() -> None:
 
 def test_the_rows_are_in_line_when_ranks_and_micro_batches_have_two_digits() -> None:
     schedule = make_schedule("1f1b", 11, 12)
-    rows = as_text(schedule, simulate(schedule)).split("\n\n")[0].splitlines()[1:]
+    rows = schedule_as_text(schedule, simulate(schedule)).split("\n\n")[0].splitlines()[1:]
     assert len({row.index("|") for row in rows}) == 1
     assert {match.start() % 4 for row in rows for match in re.finditer(r"[FB]\d+", row)} == {rows[0].index("F") % 4}
 
 
 def test_times_that_are_no_multiples_are_rounded_and_said_to_be() -> None:
     schedule = make_schedule("1f1b", 2, 2)
-    timeline = simulate(schedule, {Kind.FORWARD: 1, Kind.BACKWARD: 2.4}, send=0.3)
-    text = as_text(schedule, timeline)
+    timeline = simulate(schedule, {ActionKind.FORWARD: 1, ActionKind.BACKWARD: 2.4}, send=0.3)
+    text = schedule_as_text(schedule, timeline)
     assert "a column is 1 units of time, to which the grid is rounded" in text
     for action in (action for order in schedule.actions for action in order):
         assert re.search(rf"^rank {action.stage} .* {action.kind}{action.micro_batch}\b", text, re.MULTILINE)
-    assert "rounded" not in as_text(schedule, simulate(schedule))
+    assert "rounded" not in schedule_as_text(schedule, simulate(schedule))
 
 
 # ----------------------------------------------------------------------------------------------------------- the chart
@@ -114,7 +114,7 @@ def test_a_chart_can_be_a_png_and_is_no_wider_than_can_be_looked_at(tmp_path: Pa
 
 def test_kinds_and_chunks_have_colours_of_their_own() -> None:
     schedule = make_schedule("interleaved_zb", 2, 2, 4)
-    kinds = (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT)
+    kinds = (ActionKind.FORWARD, ActionKind.INPUT, ActionKind.WEIGHT)
     faces = {colours(schedule, Action(kind, 2 * chunk, 0))[0] for kind in kinds for chunk in range(4)}
     assert len(faces) == 12
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from shardformer.pipeline.stage_forward import Placeholders, is_placeholder, output_of
+from shardformer.pipeline.stage_forward import MissingParams, is_placeholder, placeholder_output
 
 
-def parts() -> tuple[nn.Module, Placeholders]:
+def parts() -> tuple[nn.Module, MissingParams]:
     """A table and a head of another stage, and a layer of this one."""
     model = nn.ModuleDict({"table": nn.Embedding(5, 4), "layer": nn.Linear(4, 4), "head": nn.Linear(4, 5)})
-    placeholders = Placeholders()
+    placeholders = MissingParams()
     held = {name: name.startswith("layer") for name, _ in model.named_parameters()}
     placeholders.remove(model, held)
     return model, placeholders
@@ -45,7 +45,7 @@ def test_where_no_stage_says_it_is_converted_as_the_parameters_here_were() -> No
 def test_a_module_with_two_names_has_the_dtype_by_either() -> None:
     model = nn.ModuleDict({"table": nn.Embedding(5, 4), "layer": nn.Linear(4, 4)})
     model["again"] = model["table"]
-    placeholders = Placeholders()
+    placeholders = MissingParams()
     placeholders.remove(model, {"table.weight": False, "again.weight": False})
     placeholders.take_dtypes(model, {"again.weight": torch.float16})
     assert stands(model, "table.weight").dtype == torch.float16
@@ -56,6 +56,8 @@ def test_what_a_linear_would_give_has_the_dtype_of_autocast_and_a_table_its_own(
     x, ids = torch.zeros(2, 4), torch.zeros(2, dtype=torch.long)
     for dtype in (torch.bfloat16, torch.float16):
         with torch.autocast("cpu", dtype=dtype):
-            assert output_of(linear, (x,), {}).dtype == linear(x).dtype == dtype
-            assert output_of(table, (ids,), {}).dtype == table(ids).dtype == torch.float32
-    assert output_of(linear, (x,), {}).dtype == torch.float32 and is_placeholder(output_of(linear, (x,), {}))
+            assert placeholder_output(linear, (x,), {}).dtype == linear(x).dtype == dtype
+            assert placeholder_output(table, (ids,), {}).dtype == table(ids).dtype == torch.float32
+    assert placeholder_output(linear, (x,), {}).dtype == torch.float32 and is_placeholder(
+        placeholder_output(linear, (x,), {})
+    )

@@ -14,10 +14,10 @@ from shardformer.config import ShardConfig
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.pipeline.pipeline import Pipeline
-from shardformer.pipeline.schedules import Action, Kind, make_schedule, simulate
+from shardformer.pipeline.schedules import Action, ActionKind, make_schedule, simulate
 from shardformer.pipeline.stage_manager import PipelineStageManager
 from shardformer.shard_model_api import shard_model
-from shardformer.verify.small_models import Batches, Sample
+from shardformer.verify.small_models import RandomBatches, SmallModel
 from tests.scripts import SHARDFORMER
 
 pytestmark = pytest.mark.slow
@@ -25,10 +25,10 @@ pytestmark = pytest.mark.slow
 DYING = """
 import os, signal, sys
 import shardformer
-from shardformer.verify.small_models import Batches, Sample
+from shardformer.verify.small_models import RandomBatches, SmallModel
 
 context = shardformer.launch_from_torch(pipe=2, seed=0)
-model = shardformer.shard_model(Sample("gpt2")(), context=context)
+model = shardformer.shard_model(SmallModel("gpt2")(), context=context)
 seen = []
 
 def die(*_):
@@ -42,7 +42,7 @@ model.transformer.h[1].register_forward_pre_hook(die)
 pipeline = shardformer.Pipeline(model, micro_batches=4)
 for step in range(3):
     try:
-        pipeline.step(Batches("GPT2LMHeadModel", batch=4)(step))
+        pipeline.step(RandomBatches("GPT2LMHeadModel", batch=4)(step))
     except Exception as error:
         if sys.argv[1] != "caught":
             raise
@@ -71,10 +71,10 @@ def test_when_a_stage_dies_the_others_end_and_say_what_they_waited_for(tmp_path:
 def _trace(schedule: str, micro_batches: int) -> tuple[list[Action], int, bool]:
     manager = PipelineStageManager(ParallelContext.from_world({"pipe": 2}), schedule)
     torch.manual_seed(0)
-    model = Sample("gpt2", changes={"n_layer": 4})()
+    model = SmallModel("gpt2", changes={"n_layer": 4})()
     model = shard_model(model, config=ShardConfig(pipeline_stage_manager=manager))
     pipeline = Pipeline(model, micro_batches=micro_batches)
-    batch: Any = Batches("GPT2LMHeadModel", batch=8)(0)
+    batch: Any = RandomBatches("GPT2LMHeadModel", batch=8)(0)
     with pipeline.trace() as trace:
         pipeline.step(batch)
     in_order = all(a[2] <= b[1] for a, b in zip(trace.spans, trace.spans[1:], strict=False))
@@ -88,4 +88,4 @@ def test_what_runs_is_the_schedule_and_holds_as_much_as_it_says(pool2: WorkerPoo
         assert tuple(actions) == said.actions[rank]
         assert in_order
         assert in_flight == simulate(said).in_flight[rank]
-        assert any(action.kind in (Kind.BACKWARD, Kind.INPUT) for action in actions)
+        assert any(action.kind in (ActionKind.BACKWARD, ActionKind.INPUT) for action in actions)

@@ -15,12 +15,12 @@ from shardformer.pipeline.schedule_chart import grid
 from shardformer.pipeline.schedules import (
     SCHEDULES,
     Action,
-    Kind,
-    check,
-    check_names,
+    ActionKind,
+    bubble_formula,
+    check_schedule,
+    check_schedule_name,
     default_chunks,
     fitting_micro_batches,
-    formula,
     forward_only,
     make_schedule,
     messages,
@@ -93,7 +93,7 @@ def test_a_schedule_is_its_picture(name: str, stages: int, micro_batches: int) -
         ("gpipe", schedules._gpipe.__doc__),
         ("1f1b", schedules._one_f_one_b.__doc__),
         ("interleaved", schedules._interleaved.__doc__),
-        ("interleaved_zb", schedules.fill_with_weights.__doc__),
+        ("interleaved_zb", schedules.place_weight_gradients.__doc__),
         ("zbv", schedules.zbv.__doc__),
     ],
 )
@@ -116,7 +116,7 @@ def test_every_schedule_of_every_size_can_be_run(name: str, chunks: int) -> None
         schedule = make_schedule(name, stages, micro_batches, chunks)
         assert problems(schedule) == [], (stages, micro_batches)
         assert problems(forward_only(schedule)) == [], (stages, micro_batches)
-    check(make_schedule(name, 8, 64, chunks))
+    check_schedule(make_schedule(name, 8, 64, chunks))
 
 
 @pytest.mark.parametrize(("name", "chunks"), WITH_CHUNKS)
@@ -133,7 +133,11 @@ def test_a_zero_bubble_schedule_splits_every_backward_and_the_others_none(name: 
     schedule = make_schedule(name, 4, 8)
     counts = Counter(action.kind for order in schedule.actions for action in order)
     of_each = schedule.stages * schedule.chunks * schedule.micro_batches
-    kinds = (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT) if name in ("interleaved_zb", "zbv") else (Kind.FORWARD, "B")
+    kinds = (
+        (ActionKind.FORWARD, ActionKind.INPUT, ActionKind.WEIGHT)
+        if name in ("interleaved_zb", "zbv")
+        else (ActionKind.FORWARD, "B")
+    )
     assert counts == dict.fromkeys(kinds, of_each)
 
 
@@ -141,7 +145,7 @@ def test_the_forwards_alone_keep_their_order() -> None:
     for name in SCHEDULES:
         schedule = make_schedule(name, 4, 8)
         for alone, order in zip(forward_only(schedule).actions, schedule.actions):
-            assert alone == tuple(action for action in order if action.kind is Kind.FORWARD)
+            assert alone == tuple(action for action in order if action.kind is ActionKind.FORWARD)
 
 
 def test_a_schedule_is_made_once() -> None:
@@ -149,7 +153,7 @@ def test_a_schedule_is_made_once() -> None:
 
 
 def test_an_action_in_a_message_is_short() -> None:
-    assert str(Action(Kind.INPUT, stage=2, micro_batch=13)) == "I13@2"
+    assert str(Action(ActionKind.INPUT, stage=2, micro_batch=13)) == "I13@2"
 
 
 # ----------------------------------------------------------------------------------------------- what each one promises
@@ -159,14 +163,14 @@ def test_an_action_in_a_message_is_short() -> None:
 def test_the_bubble_is_that_of_the_formula(name: str, chunks: int) -> None:
     for stages, micro_batches in sizes(name, chunks):
         bubble = simulate(make_schedule(name, stages, micro_batches, chunks)).bubble
-        assert bubble == pytest.approx(formula(name, stages, micro_batches, chunks)), (stages, micro_batches)
+        assert bubble == pytest.approx(bubble_formula(name, stages, micro_batches, chunks)), (stages, micro_batches)
 
 
 def test_the_formulas_are_those_of_the_papers() -> None:
-    assert formula("gpipe", 4, 8, 1) == formula("1f1b", 4, 8, 1) == 3 / 11
-    assert formula("interleaved", 4, 8, 2) == 3 / 19
-    assert formula("interleaved_zb", 4, 8, 2) == 3 / 51
-    assert formula("zbv", 4, 8, 2) is None
+    assert bubble_formula("gpipe", 4, 8, 1) == bubble_formula("1f1b", 4, 8, 1) == 3 / 11
+    assert bubble_formula("interleaved", 4, 8, 2) == 3 / 19
+    assert bubble_formula("interleaved_zb", 4, 8, 2) == 3 / 51
+    assert bubble_formula("zbv", 4, 8, 2) is None
 
 
 def test_gpipe_holds_all_micro_batches_and_1f1b_as_many_as_stages_follow() -> None:
@@ -194,7 +198,7 @@ def test_zbv_hides_messages_and_actions_of_other_lengths(stages: int, micro_batc
     schedule = make_schedule("zbv", stages, micro_batches)
     ideal = simulate(schedule).bubble
     assert simulate(schedule, send=0.1).bubble < 1.5 * ideal
-    assert simulate(schedule, {Kind.INPUT: 1.2, Kind.WEIGHT: 0.9}).bubble < 1.25 * ideal
+    assert simulate(schedule, {ActionKind.INPUT: 1.2, ActionKind.WEIGHT: 0.9}).bubble < 1.25 * ideal
 
 
 def test_zbv_holds_no_more_than_1f1b_and_is_idle_only_at_the_ends() -> None:
@@ -206,7 +210,7 @@ def test_zbv_holds_no_more_than_1f1b_and_is_idle_only_at_the_ends() -> None:
         if micro_batches >= 2 * stages:
             assert timeline.makespan <= 6 * micro_batches + stages + 1, (stages, micro_batches)
         if stages > 1:
-            one_f_one_b = formula("1f1b", stages, micro_batches, 1)
+            one_f_one_b = bubble_formula("1f1b", stages, micro_batches, 1)
             assert one_f_one_b is not None and timeline.bubble < one_f_one_b, (stages, micro_batches)
 
 
@@ -246,7 +250,7 @@ def test_the_fitting_number_is_the_smallest_that_is_taken(pair: tuple[str, int],
 
 def test_the_default_number_of_chunks_is_taken() -> None:
     for name in SCHEDULES:
-        check_names(name, 4, default_chunks(name))
+        check_schedule_name(name, 4, default_chunks(name))
         assert make_schedule(name, 4, 8) == make_schedule(name, 4, 8, default_chunks(name))
 
 
@@ -272,7 +276,10 @@ def test_an_interleaved_pipeline_is_a_ring_and_a_v_is_not() -> None:
     assert {action.stage for action in messages(ring, 0, 2)} == {3}
     assert messages(v, 2, 0) == messages(v, 0, 2) == messages(v, 2, 2) == ()
     # rank 2 has stages 2 and 3: its F of 3 goes up, its I of 2 comes back; F of 2 and I of 3 stay
-    assert {(action.kind, action.stage) for action in messages(v, 2, 1)} == {(Kind.FORWARD, 3), (Kind.INPUT, 2)}
+    assert {(action.kind, action.stage) for action in messages(v, 2, 1)} == {
+        (ActionKind.FORWARD, 3),
+        (ActionKind.INPUT, 2),
+    }
 
 
 @pytest.mark.parametrize(("name", "chunks"), WITH_CHUNKS)

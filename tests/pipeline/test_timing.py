@@ -13,16 +13,16 @@ from shardformer.errors import ConfigError
 from shardformer.pipeline.schedules import (
     SCHEDULES,
     Action,
-    Kind,
+    ActionKind,
     Schedule,
-    check,
+    check_schedule,
     forward_only,
     make_schedule,
     problems,
     simulate,
 )
 
-F, B, INPUT, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT
+F, B, INPUT, W = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT, ActionKind.WEIGHT
 
 
 def changed(schedule: Schedule, rank: int, order: tuple[Action, ...]) -> Schedule:
@@ -34,7 +34,7 @@ def test_a_missing_action_is_named() -> None:
     broken = changed(schedule, 0, tuple(a for a in schedule.actions[0] if a != Action(B, 0, 2)))
     assert problems(broken) == ["B2@0 is missing"]
     with pytest.raises(ConfigError, match=r"'1f1b' cannot be run: B2@0 is missing"):
-        check(broken)
+        check_schedule(broken)
 
 
 def test_an_action_that_is_there_twice_is_named() -> None:
@@ -95,7 +95,7 @@ def test_kinds_that_do_not_belong_together_are_named() -> None:
 def test_of_many_problems_a_few_are_said() -> None:
     schedule = make_schedule("1f1b", 2, 8)
     with pytest.raises(ConfigError, match=r"B4@1 is missing; and \d+ more"):
-        check(changed(schedule, 1, ()))
+        check_schedule(changed(schedule, 1, ()))
 
 
 @given(st.sampled_from(SCHEDULES), st.integers(1, 5), st.data())

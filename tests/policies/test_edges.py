@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardformer
-from shardformer.comm.collectives import checksum, gather_objects
+from shardformer.comm.collectives import all_gather_objects, checksum
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, InputError, PolicyError, ShardFormerError
 from shardformer.local_ranks.threads import run_as_threads
@@ -28,11 +28,11 @@ from shardformer.policies.legacy import Argument, Col_Layer, ColumnOrEmbedding, 
 from shardformer.policies.legacy import Layer as ShardedLayer
 from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.policies.roles import MLP, Attention, Inputs, Projections, Stack
+from shardformer.policies.roles import MLP, Attention, AttentionInputs, AttentionProjections, LayerStack
 from shardformer.shard_model_api import ModelSharder, ShardFormer, resolve_policy, shard_model
 from shardformer.sharding.checks import held_outside
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
-from shardformer.verify.small_models import MAIN, Batches, Sample, sample_loss
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel, sample_loss
 from tests.ops import seeing_parts
 from tests.policies.toy import HEADS, HIDDEN, VOCAB, Layer, SelfAttention, ToyLM, ToyPolicy, toy_batch, toy_loss
 
@@ -109,7 +109,7 @@ def test_a_weight_that_is_computed_is_not_cut() -> None:
 
 def test_hooks_of_an_embedding_stay() -> None:
     def make() -> nn.Module:
-        model: Any = Sample("llama")()
+        model: Any = SmallModel("llama")()
         model.enable_input_require_grads()
         frozen: nn.Module = model.requires_grad_(False)
         return frozen
@@ -127,10 +127,10 @@ def test_hooks_of_an_embedding_stay() -> None:
 
 
 class LostExit(ToyPolicy):
-    stack = Stack(
+    stack = LayerStack(
         "layers",
         [
-            Attention("attn", Projections(q="q", k="k", v="v", out="o"), counts={"num_heads": "heads"}),
+            Attention("attn", AttentionProjections(q="q", k="k", v="v", out="o"), counts={"num_heads": "heads"}),
             MLP("mlp", up="fc1", down="fc3", optional=True),
         ],
     )
@@ -149,7 +149,7 @@ class OtherModule(nn.Module):
 
 
 class PassedOver(ToyPolicy):
-    stack = Stack("layers", [LostExit.stack.blocks[0], MLP("mlp", up="fc1", down="fc2", optional=True)])
+    stack = LayerStack("layers", [LostExit.stack.blocks[0], MLP("mlp", up="fc1", down="fc2", optional=True)])
     whole = ("layers.*.mlp.fc3",)
 
 
@@ -181,13 +181,13 @@ def test_a_residual_around_the_exit_is_refused_at_the_first_forward() -> None:
 
 
 class EntersAtQ(ToyPolicy):
-    stack = Stack(
+    stack = LayerStack(
         "layers",
         [
             Attention(
                 "attn",
-                Projections(q="q", k="k", v="v", out="o"),
-                inputs=Inputs(entry="q"),
+                AttentionProjections(q="q", k="k", v="v", out="o"),
+                inputs=AttentionInputs(entry="q"),
                 counts={"num_heads": "heads"},
             ),
             MLP("mlp", up="fc1", down="fc2"),
@@ -233,10 +233,10 @@ def test_a_second_derivative_is_an_error() -> None:
 def draws_alike(name: str) -> bool:
     context = launch_from_torch()
     torch.manual_seed(context.tensor.rank)
-    model = shard_model(Sample(name)(), context=context)
+    model = shard_model(SmallModel(name)(), context=context)
     numbers = torch.rand(3)
     assert model is not None
-    return all(torch.equal(numbers, other) for other in gather_objects(numbers, context.tensor))
+    return all(torch.equal(numbers, other) for other in all_gather_objects(numbers, context.tensor))
 
 
 def test_ranks_draw_the_same_numbers_outside_of_blocks_even_without_dropout(pool2: WorkerPool) -> None:
@@ -260,7 +260,7 @@ def drops_alike() -> bool:
     model.norm.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
     for step in range(2):
         toy_loss(model, toy_batch(step)).backward()
-    return all(all(map(torch.equal, seen, other)) for other in gather_objects(seen, context.tensor))
+    return all(all(map(torch.equal, seen, other)) for other in all_gather_objects(seen, context.tensor))
 
 
 def test_dropout_that_is_no_module(pool2: WorkerPool) -> None:
@@ -271,8 +271,10 @@ def after_a_broken_forward() -> bool:
     context = launch_from_torch()
     torch.manual_seed(0)
     dropouts = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
-    model = shard_model(Sample("gpt2", changes=dropouts)(), context=context, enable_sequence_parallelism=True).train()
-    batch = Batches("GPT2LMHeadModel")(0)
+    model = shard_model(
+        SmallModel("gpt2", changes=dropouts)(), context=context, enable_sequence_parallelism=True
+    ).train()
+    batch = RandomBatches("GPT2LMHeadModel")(0)
 
     @seeing_parts
     def fail(module: nn.Module, args: Any) -> None:
@@ -286,7 +288,7 @@ def after_a_broken_forward() -> bool:
     seen: list[Tensor] = []
     model.get_submodule("transformer.drop").register_forward_hook(lambda module, args, out: seen.append(out.detach()))
     sample_loss(model, batch).backward()
-    return all(torch.equal(seen[0], other) for other in gather_objects(seen[0], context.tensor))
+    return all(torch.equal(seen[0], other) for other in all_gather_objects(seen[0], context.tensor))
 
 
 def test_a_forward_that_broke_off_inside_of_a_block_leaves_no_trace(pool2: WorkerPool) -> None:
@@ -334,7 +336,7 @@ def test_nothing_is_searched_where_only_the_model_has_its_parameters(
         raise AssertionError("the collector is asked")
 
     monkeypatch.setattr(gc, "get_referrers", refuse)
-    run_as_threads(lambda context: bool(shard_model(Sample(family)(), context=context)), tensor=2)
+    run_as_threads(lambda context: bool(shard_model(SmallModel(family)(), context=context)), tensor=2)
 
 
 def test_a_parameter_that_something_else_has_is_known_by_its_references() -> None:
@@ -361,7 +363,7 @@ def test_parameters_that_come_afterwards_are_refused() -> None:
 
 def test_what_the_first_rank_cannot_write_all_say(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
-    models = [Sample("llama")(), Sample("llama")()]
+    models = [SmallModel("llama")(), SmallModel("llama")()]
 
     def save(context: ParallelContext) -> str:
         model: Any = shard_model(models[context.tensor.rank], context=context)
@@ -382,7 +384,7 @@ def saved_by_one(folder: str) -> str:
         parallel_context.ASK_EVERY_S,
     ) = 0.2, 0.1, 0.1, 0.1
     context = launch_from_torch()
-    model: Any = shard_model(Sample("llama")(), context=context)
+    model: Any = shard_model(SmallModel("llama")(), context=context)
     if context.tensor.rank == 0:
         try:
             model.save_pretrained(folder)
@@ -401,7 +403,7 @@ def test_a_model_that_only_one_rank_saves(pool2: WorkerPool, tmp_path: Path) -> 
 
 
 def test_outputs_of_a_model_that_is_not_cut() -> None:
-    models = [Sample("llama", changes={"attn_implementation": "eager"})() for _ in range(2)]
+    models = [SmallModel("llama", changes={"attn_implementation": "eager"})() for _ in range(2)]
 
     def run(context: ParallelContext) -> int:
         model = shard_model(models[context.tensor.rank], context=context, enable_tensor_parallelism=False)
@@ -416,8 +418,8 @@ def test_outputs_of_a_model_that_is_not_cut() -> None:
 def left_over(family: str) -> int:
     """How many parameters of a model that was trained are alive when the model is not."""
     context = launch_from_torch(tensor=2)
-    model = shard_model(Sample(family)(), context=context, enable_sequence_parallelism=True)
-    sample_loss(model, Batches(MAIN[family])(0)).backward()
+    model = shard_model(SmallModel(family)(), context=context, enable_sequence_parallelism=True)
+    sample_loss(model, RandomBatches(DEFAULT_HEAD[family])(0)).backward()
     refs = [weakref.ref(p) for p in model.parameters()]
     del model
     gc.collect()
@@ -432,7 +434,7 @@ def test_a_model_that_nobody_holds_is_freed(pool2: WorkerPool, family: str) -> N
 def part_alone() -> list[tuple[int, int]]:
     """Checksums of the gradients of a part of a model, the rest of which is gone, on data of this rank's own."""
     context = launch_from_torch(tensor=1, data=2)
-    model: Any = shard_model(Sample("llama")(), context=context)
+    model: Any = shard_model(SmallModel("llama")(), context=context)
     part = model.model
     del model
     gc.collect()
@@ -476,7 +478,7 @@ def test_heads_that_a_rule_would_tear() -> None:
 )
 def test_kv_heads_that_a_fused_projection_cannot_repeat_are_refused(family: str, heads: dict[str, int]) -> None:
     """The second of three ranks has query heads 3, 4 and 5: one on the first KV head, and two on the second."""
-    models = [Sample(family, changes=heads)() for _ in range(3)]
+    models = [SmallModel(family, changes=heads)() for _ in range(3)]
     with pytest.raises(ConfigError, match=r"tensor size of 3 cuts the 2 KV heads of .* unevenly"):
         run_as_threads(lambda context: shard_model(models[context.tensor.rank], context=context), tensor=3)
 
@@ -514,9 +516,9 @@ def test_what_is_no_policy() -> None:
     with pytest.raises(PolicyError, match=r"says 'embedings'.*Did you mean 'embeddings'"):
         type("Misspelt", (RolePolicy,), {"embedings": "embed"})
     with pytest.raises(PolicyError, match=r"'num_heads': 'head'.*'heads'"):
-        Attention("attn", Projections(out="o"), {"num_heads": "head"})
+        Attention("attn", AttentionProjections(out="o"), {"num_heads": "head"})
     with pytest.raises(PolicyError, match="A family's policy is a subclass"):
-        shardformer.register("toy", ToyPolicy())  # type: ignore[arg-type]  # wrong on purpose
+        shardformer.register_policy("toy", ToyPolicy())  # type: ignore[arg-type]  # wrong on purpose
 
 
 class NoMaker(ColumnOrEmbedding):
@@ -545,7 +547,7 @@ def test_a_registered_policy_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     class Mine(ToyPolicy):
         pass
 
-    shardformer.register("toy", Mine)
+    shardformer.register_policy("toy", Mine)
     model = ToyLM()
     model.config = type("Config", (), {"model_type": "toy"})()
     policy, source = resolve_policy(model, None)

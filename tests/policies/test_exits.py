@@ -8,23 +8,23 @@ from typing import Any
 import pytest
 from torch import nn
 
-from shardformer.comm.recorder import Recorder
+from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.shard_model_api import shard_model
-from shardformer.verify.small_models import MAIN, Batches, Sample, sample_loss
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel, sample_loss
 
 PARALLEL = {"gptj": {}, "falcon": {}, "falcon of one KV head": {"new_decoder_architecture": False, "multi_query": True}}
 
 
 def collectives(family: str, changes: dict[str, Any], training: bool = True, **options: bool) -> Counter[str]:
     """What the blocks of one forward communicate."""
-    models: list[nn.Module] = [Sample(family, changes=changes)().train(training) for _ in range(2)]
+    models: list[nn.Module] = [SmallModel(family, changes=changes)().train(training) for _ in range(2)]
 
     def forward(context: ParallelContext) -> Counter[str]:
         model = shard_model(models[context.tensor.rank], context=context, **options)
-        with Recorder(context) as recorder:
-            sample_loss(model, Batches(MAIN[family])(0))
+        with CollectiveRecorder(context) as recorder:
+            sample_loss(model, RandomBatches(DEFAULT_HEAD[family])(0))
         return Counter(call.op for call in recorder.calls if call.purpose == "block")
 
     return run_as_threads(forward, tensor=2)[0]

@@ -17,7 +17,7 @@ from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.policies.legacy import Argument, Col_Layer, Layer, Row_Layer
 from shardformer.policies.policy import Policy
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row, VocabParallelEmbedding1D
-from shardformer.verify.small_models import Sample
+from shardformer.verify.small_models import SmallModel
 from tests.policies.toy import ToyLM, check_sample, toy_batch, toy_loss
 from tests.scripts import SHARDFORMER
 
@@ -141,11 +141,11 @@ class FirstGPT2(Policy):
 
 @pytest.mark.parametrize("policy", [FirstBert, FirstBertDefaults])
 def test_bert_by_the_first_form(pool2: WorkerPool, policy: type[Policy]) -> None:
-    check_sample(Sample("bert"), policy, pool2)
+    check_sample(SmallModel("bert"), policy, pool2)
 
 
 def test_gpt2_by_the_first_form(pool2: WorkerPool) -> None:
-    check_sample(Sample("gpt2"), FirstGPT2, pool2)
+    check_sample(SmallModel("gpt2"), FirstGPT2, pool2)
 
 
 class Bound(Policy):
@@ -187,7 +187,7 @@ def _bound() -> tuple[bool, str, float, str]:
         model.head.weight is model.embed.weight,
         type(model).__name__,
         abs(float(difference)),
-        str(shardformer.describe(model)),
+        str(shardformer.describe_sharding(model)),
     )
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardformer
-from shardformer.local_ranks.worker_pool import Pools, WorkerPool
+from shardformer.local_ranks.worker_pool import WorkerPool, WorkerPools
 from shardformer.mesh.parallel_context import Axis
 from shardformer.pipeline.layer_sequence import StackDescription
 from shardformer.policies.module_descriptions import (
@@ -22,7 +22,7 @@ from shardformer.policies.module_descriptions import (
 )
 from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.policies.roles import MLP, Attention, Projections, Stack
+from shardformer.policies.roles import MLP, Attention, AttentionProjections, LayerStack
 from shardformer.shard_model_api import ModelSharder
 from shardformer.tensor_parallel.layers import (
     FusedLinear1D_Col,
@@ -32,7 +32,7 @@ from shardformer.tensor_parallel.layers import (
     VocabParallelLMHead1D,
 )
 from shardformer.verify.report import Report
-from shardformer.verify.small_models import Batches, Sample
+from shardformer.verify.small_models import RandomBatches, SmallModel
 from tests.policies.toy import HIDDEN, ToyLM, ToyPolicy, check_sample, check_toy, toy_batch, toy_loss
 
 SEQUENCE = {"enable_sequence_parallelism": True}
@@ -47,7 +47,7 @@ def test_roles_on_a_model_written_by_hand(pool2: WorkerPool, config: Mapping[str
     check_toy(ToyPolicy, pool2, config=config)
 
 
-def test_five_heads_over_four_ranks_and_a_data_axis(pools: Pools) -> None:
+def test_five_heads_over_four_ranks_and_a_data_axis(pools: WorkerPools) -> None:
     check_toy(ToyPolicy, pools(4))
     check_toy(ToyPolicy, pools(4), partial(ToyLM, tied=True), SEQUENCE, data=2)
 
@@ -93,8 +93,8 @@ class FlatLM(ToyLM):
 
 
 class FlatPolicy(ToyPolicy):
-    attention = Attention("attn", Projections(q="q", k="k", v="v", out="o"), counts={"num_heads": "heads"})
-    stack = Stack("layers", [attention, MLP("fc1", up=".fc1", down=".fc2")], final_norm="norm")
+    attention = Attention("attn", AttentionProjections(q="q", k="k", v="v", out="o"), counts={"num_heads": "heads"})
+    stack = LayerStack("layers", [attention, MLP("fc1", up=".fc1", down=".fc2")], final_norm="norm")
 
 
 @pytest.mark.parametrize("config", [{}, OVERLAP])
@@ -103,10 +103,10 @@ def test_linears_that_stand_in_the_layer_itself(pool2: WorkerPool, config: Mappi
 
 
 class MyGPT2(RolePolicy):
-    stack = Stack(
+    stack = LayerStack(
         "h",
         [
-            Attention("attn", Projections(qkv="c_attn", out="c_proj"), counts={"split_size": "width"}),
+            Attention("attn", AttentionProjections(qkv="c_attn", out="c_proj"), counts={"split_size": "width"}),
             MLP("mlp", up="c_fc", down="c_proj"),
         ],
         final_norm="ln_f",
@@ -115,7 +115,7 @@ class MyGPT2(RolePolicy):
 
 
 def test_roles_on_gpt2(pool2: WorkerPool) -> None:
-    check_sample(Sample("gpt2"), MyGPT2, pool2, SEQUENCE)
+    check_sample(SmallModel("gpt2"), MyGPT2, pool2, SEQUENCE)
 
 
 def test_with_tensor_parallelism_off_the_ranks_hold_all_and_train_alike(pool2: WorkerPool) -> None:
@@ -195,7 +195,7 @@ class MyBertByQualifiedName(MyBert):
 
 @pytest.mark.parametrize("policy", [MyBert, MyBertByClass, MyBertByPath, MyBertByQualifiedName])
 def test_bert_by_module_policy(pool2: WorkerPool, policy: type[Policy]) -> None:
-    check_sample(Sample("bert"), policy, pool2)
+    check_sample(SmallModel("bert"), policy, pool2)
 
 
 class MyBertInBlocks(MyBert):
@@ -216,14 +216,14 @@ class MyBertInBlocks(MyBert):
 
 
 def test_blocks_make_one_collective_of_three(pool2: WorkerPool) -> None:
-    alone = check_sample(Sample("bert"), MyBert, pool2)
-    blocks = check_sample(Sample("bert"), MyBertInBlocks, pool2)
+    alone = check_sample(SmallModel("bert"), MyBert, pool2)
+    blocks = check_sample(SmallModel("bert"), MyBertInBlocks, pool2)
 
     def count(report: Report) -> int:
         return sum(n for name, (n, _) in report.collectives.items() if "all_reduce" in name and "block" in name)
 
     assert count(alone) - count(blocks) == 2 * 2  # two layers, in which q, k and v now share one
-    check_sample(Sample("bert"), MyBertInBlocks, pool2, SEQUENCE)
+    check_sample(SmallModel("bert"), MyBertInBlocks, pool2, SEQUENCE)
 
 
 class Doubled(nn.Module):
@@ -281,7 +281,7 @@ class EveryField(Policy):
             "FeedForward": ModulePolicyDescription(method_replacement={"act": squared_relu}),
         }
 
-    def heads(self, width: int) -> shardformer.Split:
+    def heads(self, width: int) -> shardformer.layout.Split:
         return shardformer.Split.even(HIDDEN, self.axis.size, unit=width)
 
 
@@ -296,7 +296,7 @@ def _every_field() -> tuple[float, str]:
     model = shardformer.shard_model(sharded, EveryField)
     batch = toy_batch(0)
     difference = toy_loss(plain, batch) - toy_loss(model, batch)
-    return abs(float(difference.detach())), str(shardformer.describe(model))
+    return abs(float(difference.detach())), str(shardformer.describe_sharding(model))
 
 
 def test_every_field_of_a_description_does_what_it_says(pool2: WorkerPool) -> None:
@@ -312,10 +312,10 @@ def test_every_field_of_a_description_does_what_it_says(pool2: WorkerPool) -> No
 def _quick_start() -> list[str]:
     import transformers
 
-    from shardformer import ShardConfig, ShardFormer
+    from shardformer.compat import ShardConfig, ShardFormer
 
     shardformer.launch_from_torch(config={})
-    model = Sample("bert")()
+    model = SmallModel("bert")()
     group = torch.distributed.new_group([0, 1])
     shard_config = ShardConfig(
         tensor_parallel_process_group=group,
@@ -332,15 +332,15 @@ def _quick_start() -> list[str]:
     shard_former = ShardFormer(shard_config=shard_config)
     sharded_model, shared_params = shard_former.optimize(model).to("cpu")
     assert isinstance(sharded_model, transformers.BertForMaskedLM) and shared_params == []
-    sharded_model(**Batches("BertForMaskedLM")(0)).loss.backward()
+    sharded_model(**RandomBatches("BertForMaskedLM")(0)).loss.backward()
 
-    ours, shared_params = shard_former.optimize(Sample("bert")(), MyBertInBlocks())
+    ours, shared_params = shard_former.optimize(SmallModel("bert")(), MyBertInBlocks())
     assert shared_params == []
-    by_hand = Sample("bert")()
+    by_hand = SmallModel("bert")()
     assert ModelSharder(by_hand, ShardConfig(), MyBert()).shard() == []
-    first_form = Sample("bert")()
+    first_form = SmallModel("bert")()
     ModelSharder(first_form, MyBert).shard()
-    return [str(shardformer.describe(m)).splitlines()[0] for m in (sharded_model, ours, by_hand, first_form)]
+    return [str(shardformer.describe_sharding(m)).splitlines()[0] for m in (sharded_model, ours, by_hand, first_form)]
 
 
 def test_the_quick_start_runs_letter_for_letter(pool2: WorkerPool) -> None:
@@ -371,7 +371,7 @@ def _by_hand() -> tuple[float, bool, list[str]]:
     direct = Linear1D_Col(6, 14, process_group=Axis.of(group))
     part = full.chunk(2)[direct.axis.rank]
     modules = (table, up, down, fused, direct)
-    assert all(isinstance(m, shardformer.ParallelModule) for m in modules)
+    assert all(isinstance(m, shardformer.tensor_parallel.ParallelModule) for m in modules)
     return float(difference.detach().abs().max()), torch.equal(direct.weight, part), [type(m).__name__ for m in modules]
 
 

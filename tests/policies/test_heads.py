@@ -7,12 +7,12 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shardformer.discovery.reduced_model import Reference
-from shardformer.discovery.validation import mismatch
+from shardformer.discovery.reduced_model import ReferenceGradients
+from shardformer.discovery.validation import validate_policy
 from shardformer.errors import ConfigError
 from shardformer.policies.attention_heads import HeadLayout
 from shardformer.policies.models.llama import LlamaPolicy
-from shardformer.verify.small_models import Sample
+from shardformer.verify.small_models import SmallModel
 
 LAYOUTS = st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(1, 4), st.integers(1, 8))
 
@@ -69,10 +69,10 @@ def test_llama_trains_alike_where_ranks_share_kv_heads(ranks: int, kernel: str) 
     """Six query heads on two KV heads; the eager kernel repeats these as often as the attention says."""
     torch.manual_seed(0)
     changes = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8, "attn_implementation": kernel}
-    model = Sample("llama", changes=changes)().double()
+    model = SmallModel("llama", changes=changes)().double()
     ids = torch.arange(3, 17).view(2, 7)
-    reference = Reference.of(model, lambda model: model(input_ids=ids, use_cache=False).logits)
-    assert mismatch(reference, LlamaPolicy, ranks) is None
+    reference = ReferenceGradients.of(model, lambda model: model(input_ids=ids, use_cache=False).logits)
+    assert validate_policy(reference, LlamaPolicy, ranks) is None
 
 
 @pytest.mark.parametrize(

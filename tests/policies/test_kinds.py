@@ -10,36 +10,40 @@ import pytest
 from shardformer.errors import PolicyError
 from shardformer.layout.shard_spec import Split
 from shardformer.local_ranks.threads import run_as_threads
-from shardformer.pipeline.layer_sequence import StageNeeds
+from shardformer.pipeline.layer_sequence import PipelineHints
 from shardformer.policies.legacy import Argument
-from shardformer.policies.module_descriptions import ModulePolicyDescription, SubModuleReplacementDescription, in_words
+from shardformer.policies.module_descriptions import (
+    ModulePolicyDescription,
+    SubModuleReplacementDescription,
+    describe_type,
+)
 from shardformer.policies.policy import Policy
-from shardformer.policies.roles import MLP, Attention, Inputs, Projections, Stack
+from shardformer.policies.roles import MLP, Attention, AttentionInputs, AttentionProjections, LayerStack
 from shardformer.shard_model_api import shard_model
 from shardformer.tensor_parallel.layers import Linear1D_Col
 from tests.policies.toy import SelfAttention, ToyLM, ToyPolicy
 from tests.test_bad_input import refusal_of, refused
 
-HEADS = Projections(q="q", k="k", v="v", out="o")
+HEADS = AttentionProjections(q="q", k="k", v="v", out="o")
 
 
 @pytest.mark.parametrize(
     ("write", "what", "rule"),
     [
         (lambda: Attention(None, HEADS), "Attention has at=None", "`at` is a string"),
-        (lambda: Attention("attn", "q"), "Attention has projections='q'", "`projections` is a Projections"),
+        (lambda: Attention("attn", "q"), "Attention has projections='q'", "`projections` is an AttentionProjections"),
         (lambda: Attention("attn", HEADS, {"n": 3}), "counts={'n': 3}", "a string or (a string, a whole number)"),
         (lambda: Attention("attn", HEADS, ["num_heads"]), "counts=['num_heads']", "`counts` is a dict"),
         (lambda: Attention("attn", HEADS, num_heads=True), "num_heads=True", "a whole number or a string or None"),
-        (lambda: Projections(q=["q"], out="o"), "Projections has q=['q']", "`q` is a string or None"),
-        (lambda: Projections(q="q", out=None), "Projections has out=None", "`out` is a string"),
-        (lambda: Inputs(arguments="key"), "Inputs has arguments='key'", "Write arguments=['key']"),
+        (lambda: AttentionProjections(q=["q"], out="o"), "Projections has q=['q']", "`q` is a string or None"),
+        (lambda: AttentionProjections(q="q", out=None), "Projections has out=None", "`out` is a string"),
+        (lambda: AttentionInputs(arguments="key"), "Inputs has arguments='key'", "Write arguments=['key']"),
         (lambda: MLP("mlp", up=3, down="fc2"), "MLP has up=3", "`up` is a string or a list (each a string)"),
         (lambda: MLP("mlp", up="fc1", down="fc2", fused="2"), "fused='2'", "a whole number or None"),
-        (lambda: Stack("layers", MLP("mlp", up="a", down="b")), "Stack has blocks=MLP(", "Write blocks=[MLP("),
-        (lambda: Stack("layers", ["attn"]), "blocks=['attn']", "an Attention or an MLP or an Experts"),
-        (lambda: Stack("layers", [], context="x"), "context='x'", "(a string, a string) or None"),
-        (lambda: Stack("layers", [], stages=StageNeeds(before="x")), "before='x'", "Write before=['x']"),
+        (lambda: LayerStack("layers", MLP("mlp", up="a", down="b")), "Stack has blocks=MLP(", "Write blocks=[MLP("),
+        (lambda: LayerStack("layers", ["attn"]), "blocks=['attn']", "an Attention or an MLP or an Experts"),
+        (lambda: LayerStack("layers", [], context="x"), "context='x'", "(a string, a string) or None"),
+        (lambda: LayerStack("layers", [], stages=PipelineHints(before="x")), "before='x'", "Write before=['x']"),
     ],
 )
 def test_a_role_is_refused_where_it_is_written(write: Callable[[], Any], what: str, rule: str) -> None:
@@ -75,7 +79,7 @@ class FirstForm(Policy):
 @pytest.mark.parametrize(
     ("policy", "words"),
     [
-        (table(stack="layers"), ("MyPolicy has stack='layers'", "a Stack or a list (each a Stack)")),
+        (table(stack="layers"), ("MyPolicy has stack='layers'", "a LayerStack or a list (each a LayerStack)")),
         (table(embeddings=[3]), ("embeddings=[3]", "a string or a list (each a string)")),
         (table(head=None), ("head=None", "a string or a list")),
         (table(whole="layers.*.mlp"), ("whole='layers.*.mlp'", "Write whole=['layers.*.mlp']")),
@@ -108,6 +112,6 @@ def test_a_policy_is_refused_when_it_is_planned(policy: type[Policy], words: tup
 
 
 def test_lists_may_be_tuples_and_pairs_lists() -> None:
-    Stack("layers", (MLP("mlp", up=("gate", "up"), down="down"),), context=["decoder", "states"])  # type: ignore[arg-type]
+    LayerStack("layers", (MLP("mlp", up=("gate", "up"), down="down"),), context=["decoder", "states"])  # type: ignore[arg-type]
     Attention("attn", HEADS, {"alibi": ("heads", 0)}, num_heads=4)
-    assert in_words(dict[int, Split] | None) == "a dict (a whole number: a Split) or None"
+    assert describe_type(dict[int, Split] | None) == "a dict (a whole number: a Split) or None"

@@ -15,16 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardformer
-from shardformer.comm.recorder import Recorder
-from shardformer.discovery.reduced_model import Reference
-from shardformer.discovery.validation import mismatch
+from shardformer.comm.recorder import CollectiveRecorder
+from shardformer.discovery.reduced_model import ReferenceGradients
+from shardformer.discovery.validation import validate_policy
 from shardformer.errors import PolicyError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.policies.roles import MLP, Attention, Inputs, Projections, Stack
+from shardformer.policies.roles import MLP, Attention, AttentionInputs, AttentionProjections, LayerStack
 from shardformer.shard_model_api import shard_model
-from shardformer.tensor_parallel.layers import SplitNorm
+from shardformer.tensor_parallel.layers import ShardedNorm
 
 B, S, HIDDEN, HEADS = 2, 7, 30, 5
 
@@ -80,7 +80,7 @@ class Model(nn.Module):
 
 ATTENTION = Attention(
     "attn",
-    Projections(qkv="qkv", q="q?", out="out"),
+    AttentionProjections(qkv="qkv", q="q?", out="out"),
     counts={
         "num_heads": "heads",
         "head_count?": "heads",
@@ -93,24 +93,24 @@ ATTENTION = Attention(
         "absent?": "heads",
         "norm": "heads",
     },
-    inputs=Inputs(give_width=True),
+    inputs=AttentionInputs(give_width=True),
 )
 
 
 class PartsPolicy(RolePolicy):
-    stack = Stack("layers", [ATTENTION, MLP("mlp", up="0", down="2")])
+    stack = LayerStack("layers", [ATTENTION, MLP("mlp", up="0", down="2")])
     num_heads = ".num_heads"
 
 
 def changed(**changes: Any) -> type[RolePolicy]:
     """The policy with other words on the attention."""
-    stack = Stack("layers", [replace(ATTENTION, **changes), PartsPolicy.stack.blocks[1]])
+    stack = LayerStack("layers", [replace(ATTENTION, **changes), PartsPolicy.stack.blocks[1]])
     return type("Changed", (PartsPolicy,), {"stack": stack})
 
 
-def reference(norm: bool = False) -> Reference:
+def reference(norm: bool = False) -> ReferenceGradients:
     x = torch.randn(B, S, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    return Reference.of(Model(norm).double(), lambda model: model(x))
+    return ReferenceGradients.of(Model(norm).double(), lambda model: model(x))
 
 
 MODES: dict[str, dict[str, bool]] = {
@@ -123,19 +123,19 @@ MODES: dict[str, dict[str, bool]] = {
 @pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_nobody_can_tell(ranks: int, mode: str) -> None:
-    assert mismatch(reference(), PartsPolicy, ranks, **MODES[mode]) is None
+    assert validate_policy(reference(), PartsPolicy, ranks, **MODES[mode]) is None
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"inputs": Inputs()}, "shape '[2, 7, 30]' is invalid"),
+        ({"inputs": AttentionInputs()}, "shape '[2, 7, 30]' is invalid"),
         ({"counts": {**ATTENTION.counts, "scale": "inside"}}, "must match the size of tensor"),
         ({"counts": {n: k for n, k in ATTENTION.counts.items() if n != "shift"}}, "shift is a parameter of"),
     ],
 )
 def test_each_word_is_needed(changes: dict[str, Any], said: str) -> None:
-    assert said in (mismatch(reference(), changed(**changes), 2) or "")
+    assert said in (validate_policy(reference(), changed(**changes), 2) or "")
 
 
 @pytest.mark.parametrize("mode", list(MODES))
@@ -147,7 +147,7 @@ def test_a_block_still_enters_once(mode: str) -> None:
 
     def train(context: ParallelContext) -> dict[str, int]:
         model = shard_model(Model(), PartsPolicy, context=context, **MODES[mode])
-        with Recorder(context) as recorder:
+        with CollectiveRecorder(context) as recorder:
             model(torch.randn(B, S, HIDDEN, generator=torch.Generator().manual_seed(1))).square().mean().backward()
         counts: dict[str, int] = {}
         for (op, _, why), (count, _) in recorder.table().items():
@@ -165,7 +165,7 @@ def test_layouts_are_told_and_full_weights_gathered() -> None:
 
     def shard(context: ParallelContext) -> tuple[str, dict[str, Tensor]]:
         model = shard_model(models[context.tensor.rank], PartsPolicy, context=context)
-        return str(shardformer.describe(model)), shardformer.full_state_dict(model)
+        return str(shardformer.describe_sharding(model)), shardformer.full_state_dict(model)
 
     for said, state in run_as_threads(shard, tensor=2):
         assert re.search(r"attn\.scale +parameter +a part +5 x 1 x 1 +[32] x 1 x 1", said), said
@@ -174,9 +174,9 @@ def test_layouts_are_told_and_full_weights_gathered() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_norm_over_all_heads_sums_its_statistics(ranks: int) -> None:
-    assert mismatch(reference(norm=True), PartsPolicy, ranks) is None
-    with mock.patch.object(SplitNorm, "_mean", lambda self, x: x.mean(-1, keepdim=True)):
-        assert mismatch(reference(norm=True), PartsPolicy, ranks) is not None
+    assert validate_policy(reference(norm=True), PartsPolicy, ranks) is None
+    with mock.patch.object(ShardedNorm, "_mean", lambda self, x: x.mean(-1, keepdim=True)):
+        assert validate_policy(reference(norm=True), PartsPolicy, ranks) is not None
 
 
 def square() -> nn.Module:
@@ -213,4 +213,4 @@ def test_what_does_not_fit_is_refused(make: Callable[[], nn.Module], counts: dic
 
 def test_a_wrong_count_is_refused_where_it_is_written() -> None:
     with pytest.raises(PolicyError, match=r"counts=\{'scale': 'head'\}.*'heads'"):
-        Attention("attn", Projections(out="o"), {"scale": "head"})
+        Attention("attn", AttentionProjections(out="o"), {"scale": "head"})

@@ -68,7 +68,7 @@ def test_then_the_family_that_the_config_names() -> None:
 
 def test_a_policy_that_the_user_registers_for_a_known_family_replaces_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_REGISTERED", {})
-    registry.register("t5", ToyPolicy)
+    registry.register_policy("t5", ToyPolicy)
     policy, source = resolve_policy(Named("t5"), None)
     assert isinstance(policy, ToyPolicy) and source == "the policy registered by the user for 't5'"
 
@@ -80,7 +80,7 @@ TO_WRITE = (*FAMILIES, "class MyPolicy(RolePolicy)", "docs/policies.md")
     ("model", "words"),
     [
         (Named("bertt"), ("No policy for Named", "model type 'bertt'", "Did you mean 'bert'", *TO_WRITE)),
-        (ToyLM(), ("No policy for ToyLM", 'infer(model, batch={"ids": ...})', "docs/policies.md")),
+        (ToyLM(), ("No policy for ToyLM", 'derive_policy(model, batch={"ids": ...})', "docs/policies.md")),
     ],
 )
 def test_else_an_error_says_what_was_tried_and_what_to_write(model: nn.Module, words: tuple[str, ...]) -> None:
@@ -92,7 +92,7 @@ def test_else_an_error_says_what_was_tried_and_what_to_write(model: nn.Module, w
 
 @pytest.mark.parametrize("wrong", ["bert", int, nn.Linear, {"stack": "layers"}, ToyLM])
 def test_what_is_no_policy_is_refused(wrong: Any) -> None:
-    with pytest.raises(PolicyError, match=r"A policy is an instance or a subclass of shardformer\.Policy"):
+    with pytest.raises(PolicyError, match=r"A policy is an instance or a subclass of shardformer\.policies\.Policy"):
         resolve_policy(ToyLM(), wrong)
 
 

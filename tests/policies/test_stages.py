@@ -7,15 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardformer.discovery.reduced_model import Reference
-from shardformer.discovery.validation import mismatch
+from shardformer.discovery.reduced_model import ReferenceGradients
+from shardformer.discovery.validation import validate_policy
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.local_ranks.threads import run_as_threads
-from shardformer.module_paths import matching
+from shardformer.module_paths import match_paths
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.policies.roles import MLP, Attention, Projections, Stack
+from shardformer.policies.roles import MLP, Attention, AttentionProjections, LayerStack
 from shardformer.shard_model_api import shard_model
-from shardformer.sharding.describe import describe
+from shardformer.sharding.describe import describe_sharding
 
 
 class Heads(nn.Module):
@@ -68,10 +68,10 @@ class Staged(nn.Module):
 
 
 class StagedPolicy(RolePolicy):
-    stack = Stack(
+    stack = LayerStack(
         "layers.*.blocks",
         [
-            Attention("attn", Projections(qkv="qkv", out="out"), counts={"num_heads": "heads"}),
+            Attention("attn", AttentionProjections(qkv="qkv", out="out"), counts={"num_heads": "heads"}),
             MLP("mlp", up="0", down="2"),
         ],
     )
@@ -84,20 +84,20 @@ class Misnamed(StagedPolicy):
     num_heads = ".num_head"
 
 
-def reference() -> Reference:
+def reference() -> ReferenceGradients:
     torch.manual_seed(0)
     x = torch.randn(2, 5, 6, dtype=torch.float64)
-    return Reference.of(Staged().double(), lambda model: model(x))
+    return ReferenceGradients.of(Staged().double(), lambda model: model(x))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_each_stage_is_cut_by_its_own_heads(ranks: int) -> None:
-    assert mismatch(reference(), StagedPolicy, ranks) is None
+    assert validate_policy(reference(), StagedPolicy, ranks) is None
 
 
 def test_a_stage_with_fewer_heads_than_ranks_keeps_its_attention_whole() -> None:
     said = run_as_threads(
-        lambda context: str(describe(shard_model(Staged(), StagedPolicy, context=context))), tensor=4
+        lambda context: str(describe_sharding(shard_model(Staged(), StagedPolicy, context=context))), tensor=4
     )[0]
     assert "Whole, since 3 heads are fewer than 4 ranks: layers.0.blocks.*.attn." in said
     assert "layers.1.blocks" not in said.partition("Whole, since")[2]
@@ -105,7 +105,7 @@ def test_a_stage_with_fewer_heads_than_ranks_keeps_its_attention_whole() -> None
 
 def test_an_index_stands_for_every_stage() -> None:
     names = ["layers", "layers.0", "layers.0.blocks", "layers.1.blocks", "layers.x.blocks", "layers.0.blocks.1"]
-    assert matching("layers.*.blocks", names) == ["layers.0.blocks", "layers.1.blocks"]
+    assert match_paths("layers.*.blocks", names) == ["layers.0.blocks", "layers.1.blocks"]
     policy = StagedPolicy()
     policy.set_model(Staged())
     assert [stack.layers for stack in policy.stacks()] == ["layers.0.blocks", "layers.1.blocks"]
@@ -127,7 +127,7 @@ def test_an_attribute_that_is_not_there_is_named() -> None:
 
 def test_a_stack_that_matches_nothing_is_refused() -> None:
     class Elsewhere(StagedPolicy):
-        stack = Stack("stages.*.blocks", StagedPolicy.stack.blocks)
+        stack = LayerStack("stages.*.blocks", StagedPolicy.stack.blocks)
 
     with pytest.raises(PolicyError, match=r"There is no module 'stages\.\*\.blocks'.*'layers"):
         run_as_threads(lambda context: shard_model(Staged(), Elsewhere, context=context), tensor=2)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.policies.roles import MLP, Attention, Projections, Stack
+from shardformer.policies.roles import MLP, Attention, AttentionProjections, LayerStack
 from shardformer.verify.report import Report
-from shardformer.verify.small_models import Batches, Sample
+from shardformer.verify.small_models import RandomBatches, SmallModel
 from shardformer.verify.verification import verify
 
 B, S, HIDDEN, HEADS, WIDTH, VOCAB = 4, 9, 30, 5, 41, 101
@@ -84,10 +84,10 @@ class ToyLM(nn.Module):
 
 
 class ToyPolicy(RolePolicy):
-    stack = Stack(
+    stack = LayerStack(
         "layers",
         [
-            Attention("attn", Projections(q="q", k="k", v="v", out="o"), counts={"num_heads": "heads"}),
+            Attention("attn", AttentionProjections(q="q", k="k", v="v", out="o"), counts={"num_heads": "heads"}),
             MLP("mlp", up="fc1", down="fc2"),
         ],
         final_norm="norm",
@@ -120,9 +120,9 @@ def check_toy(
     return report
 
 
-def check_sample(sample: Sample, policy: type[Policy], pool: WorkerPool, config: Any = None) -> Report:
+def check_sample(sample: SmallModel, policy: type[Policy], pool: WorkerPool, config: Any = None) -> Report:
     report = verify(
-        sample, Batches(sample.head_class), pool.num_workers, policy=policy, config=config, pool=pool, steps=2
+        sample, RandomBatches(sample.head_class), pool.num_workers, policy=policy, config=config, pool=pool, steps=2
     )
     assert report.passed, report
     assert "all_reduce" in " ".join(report.collectives)  # it was cut at all

@@ -20,17 +20,17 @@ from torch import Tensor, nn
 
 import shardformer
 from shardformer.comm.collectives import all_reduce
-from shardformer.config import Parallel
+from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError
 from shardformer.local_ranks.threads import run_as_threads
-from shardformer.mesh.parallel_context import ParallelContext, with_sequence, with_tensor
-from shardformer.mesh.rank_grid import total_of
+from shardformer.mesh.parallel_context import ParallelContext, with_grid_axes, with_ring_axes
+from shardformer.mesh.rank_grid import num_ranks
 from shardformer.pipeline.pipeline import Pipeline
 from shardformer.shard_model_api import shard_model
-from shardformer.verify.small_models import counts_by_sample, num_samples, sample_loss
-from shardformer.verify.train_both import Replay, WithoutCasts, _gathered, _gradient
-from shardformer.zero.mixed_precision import LossScale, Precision
-from shardformer.zero.shard_optimizer import zero
+from shardformer.verify.small_models import num_samples, sample_loss, weights_loss_by_sample
+from shardformer.verify.train_both import ForceFp64, PrecomputedForward, _gathered, _gradient
+from shardformer.zero.mixed_precision import LossScale, MixedPrecision
+from shardformer.zero.shard_optimizer import shard_optimizer
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SCALE = 2.0**10
@@ -49,7 +49,7 @@ class Entry:
     Args:
         kind: "zero", "engine" (both keep masters), "autocast" (in the user's loop), "converted" or "converted later"
             (the model's parameters, before and after it is sharded).
-        options: of ``Parallel``: the stage of ZeRO, offload.
+        options: of ``ParallelConfig``: the stage of ZeRO, offload.
         checkpointing: whether layers are computed again in the backward.
     """
 
@@ -71,9 +71,9 @@ class Entry:
         return SCALE if self.precision == "fp16" else 1.0
 
     @property
-    def asked(self) -> Precision:
+    def asked(self) -> MixedPrecision:
         """Each rank has a scale of its own, as processes have."""
-        return Precision(self.precision, loss_scale=LossScale(SCALE))
+        return MixedPrecision(self.precision, loss_scale=LossScale(SCALE))
 
     def autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast("cpu", dtype=self.dtype) if self.kind == "autocast" else nullcontext()
@@ -108,7 +108,7 @@ class Reference:
             exact = copy.deepcopy(self.model).to(entry.of_inputs).double()
             if getattr(config := getattr(exact, "config", None), "_experts_implementation", None):
                 config._experts_implementation = "eager"  # type: ignore[union-attr]  # the others have no fp64
-            with WithoutCasts():
+            with ForceFp64():
                 loss = sample_loss(exact, floats_in(floats_in(self.batch, entry.of_inputs), torch.float64))
                 loss.backward()
             self._known[key] = Found(float(loss.detach()), _gradients(exact)), narrow
@@ -123,7 +123,7 @@ class Reference:
     def refused(self, layout: Mapping[str, Any]) -> None:
         """Shards the model as it is. Raises what that is refused with."""
 
-        def shard(model: nn.Module, parallel: Parallel, context: ParallelContext) -> None:
+        def shard(model: nn.Module, parallel: ParallelConfig, context: ParallelContext) -> None:
             model = shard_model(model, config=parallel.shard_config(context))
             if context.pipe.size > 1:
                 Pipeline(model, parallel.micro_batches or 2)
@@ -138,16 +138,18 @@ class Reference:
         assert all(other.loss == first.loss for other in others)
         return first
 
-    def _on_ranks(self, layout: Mapping[str, Any], do: Callable[[nn.Module, Parallel, ParallelContext], R]) -> list[R]:
+    def _on_ranks(
+        self, layout: Mapping[str, Any], do: Callable[[nn.Module, ParallelConfig, ParallelContext], R]
+    ) -> list[R]:
         """Calls ``do`` with a copy of the model on each rank of a layout. Ranks are threads."""
-        parallel = Parallel(**layout)
+        parallel = ParallelConfig(**layout)
         axes = {name: size for name, size in parallel.sizes.items() if size is not None}
-        axes["sequence"] = total_of(parallel.sequence)
+        axes["sequence"] = num_ranks(parallel.sequence)
 
         def run(context: ParallelContext) -> R:
             with _COPYING:
                 model = copy.deepcopy(self.model)
-            return do(model, parallel, with_tensor(with_sequence(context, parallel.sequence), parallel.tensor))
+            return do(model, parallel, with_grid_axes(with_ring_axes(context, parallel.sequence), parallel.tensor))
 
         return run_as_threads(run, **axes, in_turn=True)
 
@@ -156,7 +158,7 @@ class Reference:
 class _Rank:
     of: Reference
     entry: Entry
-    parallel: Parallel
+    parallel: ParallelConfig
     context: ParallelContext
 
     def train(self, model: Any) -> Found:
@@ -176,7 +178,9 @@ class _Rank:
         keeps = entry.kind == "zero" or "zero" in entry.options
         if keeps:
             asked = {"stage" if name == "zero" else name: value for name, value in entry.options.items()}
-            optimizer = zero(optimizer, model, **asked, precision=entry.asked if entry.kind == "zero" else "fp32")
+            optimizer = shard_optimizer(
+                optimizer, model, **asked, precision=entry.asked if entry.kind == "zero" else "fp32"
+            )
         if self.context.pipe.size > 1:
             scale = 1.0 if keeps else entry.scale
             with entry.autocast():
@@ -192,8 +196,8 @@ class _Rank:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         parallel = replace(self.parallel, **self.entry.options, precision=self.entry.asked)
         own: dict[str, Any] = {}
-        if counts_by_sample(self.of.head):  # it gives no loss
-            own["loss_fn"] = lambda out, part: sample_loss(Replay(model, out, part), part)
+        if weights_loss_by_sample(self.of.head):  # it gives no loss
+            own["loss_fn"] = lambda out, part: sample_loss(PrecomputedForward(model, out, part), part)
             own["loss_weight"] = num_samples
         engine = shardformer.initialize(model, optimizer, parallel=parallel, context=self.context, **own)
         if self.entry.checkpointing:
@@ -205,11 +209,11 @@ class _Rank:
     def _pipeline(self, model: nn.Module, scale: float) -> Pipeline:
         """One that scales the loss itself, where no optimizer does."""
         count = self.parallel.micro_batches or 2
-        weight = num_samples if counts_by_sample(self.of.head) else None
+        weight = num_samples if weights_loss_by_sample(self.of.head) else None
         return Pipeline(
             model,
             count,
-            loss_fn=lambda out, part: sample_loss(Replay(model, out, part), part) * scale,
+            loss_fn=lambda out, part: sample_loss(PrecomputedForward(model, out, part), part) * scale,
             loss_weight=weight,
         )
 

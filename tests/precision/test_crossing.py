@@ -10,8 +10,8 @@ import pytest
 import torch
 import transformers
 
-from shardformer.discovery.reduced_model import silence_dropout
-from shardformer.verify.small_models import MAIN, SMALL, Batches, Sample
+from shardformer.discovery.reduced_model import disable_dropout
+from shardformer.verify.small_models import DEFAULT_HEAD, SMALL_CONFIGS, RandomBatches, SmallModel
 from tests.precision.crossing import Entry, Reference, assert_as_exact
 from tests.verify.deep import deep
 
@@ -62,22 +62,22 @@ CHANGES: Mapping[str, dict[str, Any]] = {
 
 @cache
 def reference(family: str, *, is_deep: bool) -> Reference:
-    sample = deep(family) if is_deep else Sample(family)
+    sample = deep(family) if is_deep else SmallModel(family)
     torch.manual_seed(0)
     changes = dict(sample.changes)
     for name, value in CHANGES.get(family, {}).items():
-        inside = changes.get(name, SMALL[family].get(name, {}))
+        inside = changes.get(name, SMALL_CONFIGS[family].get(name, {}))
         changes[name] = {**inside, **value} if isinstance(value, dict) else value
-    model = Sample(family, changes=changes)().float().train()
-    silence_dropout(model)
-    head = MAIN[family]
-    return Reference(model, Batches(head)(0), head)
+    model = SmallModel(family, changes=changes)().float().train()
+    disable_dropout(model)
+    head = DEFAULT_HEAD[family]
+    return Reference(model, RandomBatches(head)(0), head)
 
 
 # Every family meets every layout, and each entry point every layout. Not Swin V2: a ReLU is in its position bias.
 CASES = [
     (family, layout, list(ENTRIES)[(4 * i + j) % len(ENTRIES)])
-    for i, family in enumerate(name for name in SMALL if name != "swinv2")
+    for i, family in enumerate(name for name in SMALL_CONFIGS if name != "swinv2")
     for j, layout in enumerate(LAYOUTS)
 ]
 
@@ -113,7 +113,7 @@ def derived(family: str) -> Reference:
     else:
         config = transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=4)
         model = transformers.MixtralForCausalLM(config)
-    return Reference(model.train(), Batches("LlamaForCausalLM")(0), "LlamaForCausalLM")
+    return Reference(model.train(), RandomBatches("LlamaForCausalLM")(0), "LlamaForCausalLM")
 
 
 @pytest.mark.slow

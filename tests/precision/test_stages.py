@@ -17,7 +17,7 @@ from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.pipeline.pipeline import Pipeline
 from shardformer.pipeline.stage_manager import PipelineStageManager
 from shardformer.shard_model_api import shard_model
-from shardformer.verify.small_models import MAIN, Batches, Sample
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel
 from shardformer.verify.train_both import _gathered
 from tests.precision.crossing import floats_in
 from tests.verify.deep import deep
@@ -61,7 +61,7 @@ def autocast(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
     return nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
 
 
-def sample_of(family: str) -> Sample:
+def sample_of(family: str) -> SmallModel:
     if family == "falcon with ALiBi":
         return deep("falcon", **VARIANTS["falcon of groups with ALiBi"].changes)
     return deep(family)
@@ -84,7 +84,8 @@ def test_what_is_converted_after_sharding_is_computed_to_the_bit(family: str, co
     model = sample().float().train()
     plain = convert(copy.deepcopy(model))
     batch = floats_in(
-        Batches(MAIN[sample.family])(0), torch.float32 if dtype is not None else next(plain.parameters()).dtype
+        RandomBatches(DEFAULT_HEAD[sample.family])(0),
+        torch.float32 if dtype is not None else next(plain.parameters()).dtype,
     )
     with autocast(dtype):
         loss = plain(**batch).loss
@@ -112,7 +113,7 @@ def test_a_model_may_change_between_steps() -> None:
     """Stages remember the shapes of what they hand to each other, and of each dtype others."""
     torch.manual_seed(0)
     model = deep("llama")().float().train()
-    batch = Batches(MAIN["llama"])(0)
+    batch = RandomBatches(DEFAULT_HEAD["llama"])(0)
     changes: list[tuple[Convert, torch.dtype | None]] = [
         (nn.Module.float, None),
         (nn.Module.float, torch.bfloat16),
@@ -147,7 +148,7 @@ def test_tied_weights_of_two_dtypes_are_refused_on_all_stages() -> None:
     """The table is converted, and with it on one device the head; on the last stage there is the head alone."""
     torch.manual_seed(0)
     model = deep("bloom")().float().train()
-    batch = Batches(MAIN["bloom"])(0)
+    batch = RandomBatches(DEFAULT_HEAD["bloom"])(0)
 
     def train(context: ParallelContext) -> None:
         ours = cut(model, context)
@@ -162,7 +163,7 @@ def test_tied_weights_of_two_dtypes_are_refused_on_all_stages() -> None:
 def test_stages_under_different_autocast_are_refused_on_all() -> None:
     torch.manual_seed(0)
     model = deep("llama")().float().train()
-    batch = Batches(MAIN["llama"])(0)
+    batch = RandomBatches(DEFAULT_HEAD["llama"])(0)
 
     def train(context: ParallelContext) -> None:
         pipeline = Pipeline(cut(model, context), 2)
@@ -180,7 +181,7 @@ def test_a_backward_is_outside_of_autocast(schedule: str) -> None:
     """Products that a forward computes in fp32, without autocast, go back in fp32."""
     torch.manual_seed(0)
     model = deep("llama")().float().train()
-    batch = Batches(MAIN["llama"])(0)
+    batch = RandomBatches(DEFAULT_HEAD["llama"])(0)
 
     def widen(model: Any) -> Any:
         for layer in model.model.layers:

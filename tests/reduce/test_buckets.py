@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardformer.comm.collectives import all_gather
-from shardformer.gradients.buckets import ALIGNED, Bucket, Gradient, HandOver
+from shardformer.gradients.buckets import ALIGNMENT_ELEMENTS, Bucket, GradientSlot, ReduceScatterToShards
 from shardformer.gradients.reducer import GradientReducer
 from shardformer.layout.shard_spec import ShardSpec, Split
-from shardformer.layout.sharding_metadata import Entry, Reduction
+from shardformer.layout.sharding_metadata import ParamEntry, Reduction
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import Axis
 
@@ -35,9 +35,9 @@ def _data(seed: int) -> Tensor:
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
 
 
-def _gradient(param: Tensor, axis: Axis, divisor: float, spec: ShardSpec | None = None) -> Gradient:
-    entry = Entry("", param, spec or ShardSpec(param.shape), Reduction((axis.name,), divisor))
-    return Gradient(entry, axis, {axis.name: axis.rank})
+def _gradient(param: Tensor, axis: Axis, divisor: float, spec: ShardSpec | None = None) -> GradientSlot:
+    entry = ParamEntry("", param, spec or ShardSpec(param.shape), Reduction((axis.name,), divisor))
+    return GradientSlot(entry, axis, {axis.name: axis.rank})
 
 
 def _reducer(model: nn.Module, axis: Axis, bucket_bytes: int = 64) -> GradientReducer:
@@ -236,7 +236,7 @@ def _handed_over(bucket_bytes: int) -> tuple[float, bool]:
         got.append(([g.param for g in bucket.gradients], shard, had))
 
     gradients = [_gradient(p, axis, axis.size) for p in model.parameters()]
-    reducer = GradientReducer(gradients, bucket_bytes, HandOver(receive))
+    reducer = GradientReducer(gradients, bucket_bytes, ReduceScatterToShards(receive))
     both = [_data(0), _data(1)]
     model(both[axis.rank], use_b=axis.rank == 0).backward()
     want = _want(plain, [plain(both[0]), plain(both[1], use_b=False)])
@@ -251,7 +251,7 @@ def _handed_over(bucket_bytes: int) -> tuple[float, bool]:
             assert expected is not None and count == (1 if name.startswith("b.") else 2)
             worst = max(worst, float((whole[at : at + param.numel()].view_as(param) - expected).abs().max()))
             whole[at : at + param.numel()] = 0
-            at += -(-param.numel() // ALIGNED) * ALIGNED
+            at += -(-param.numel() // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
         assert not whole.any()  # neither between the gradients nor behind them
     del reducer
     return worst, all(p.grad is None for p in model.parameters())

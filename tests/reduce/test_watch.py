@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 import shardformer
-from shardformer.comm.recorder import Recorder
+from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.consistency import rank_divergence as watches
-from shardformer.consistency.rank_divergence import BITS, Watch
+from shardformer.consistency.rank_divergence import BITS, ConsistencyMonitor
 from shardformer.errors import InputError
-from shardformer.layout.sharding_metadata import state_of
+from shardformer.layout.sharding_metadata import metadata_of
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.verify.small_models import MAIN, Batches, Sample
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel
 
 STEPS, AT = 4, 2
 Change = Callable[["Run"], None]
@@ -33,15 +33,15 @@ class Run:
     def __init__(self, context: ParallelContext, *, zero: int | None = None, **options: Any) -> None:
         torch.manual_seed(0)
         self.context = context
-        self.model: Any = shardformer.shard_model(Sample("llama")().train(), context=context, **options)
+        self.model: Any = shardformer.shard_model(SmallModel("llama")().train(), context=context, **options)
         self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         if zero is not None:
-            self.optimizer = shardformer.zero(self.optimizer, self.model, stage=zero)
+            self.optimizer = shardformer.shard_optimizer(self.optimizer, self.model, stage=zero)
         self.pipeline = shardformer.Pipeline(self.model, micro_batches=2) if context.pipe.size > 1 else None
         self.skips = False
 
     def batch(self, step: int) -> dict[str, Tensor]:
-        return Batches(MAIN["llama"])(10 * step + self.context.data.rank)
+        return RandomBatches(DEFAULT_HEAD["llama"])(10 * step + self.context.data.rank)
 
     def step(self, batch: dict[str, Tensor]) -> None:
         if self.pipeline is not None:
@@ -54,7 +54,7 @@ class Run:
 
 
 def other_batch(run: Run) -> None:
-    run.batch = lambda step: Batches(MAIN["llama"])(999)  # type: ignore[method-assign]
+    run.batch = lambda step: RandomBatches(DEFAULT_HEAD["llama"])(999)  # type: ignore[method-assign]
 
 
 def eval_mode(run: Run) -> None:
@@ -156,16 +156,16 @@ def test_stages_may_have_optimizers_of_other_classes() -> None:
 def test_an_engine_may_have_optimizers_of_which_each_stage_has_one_with_other_options() -> None:
     def do(context: ParallelContext) -> int:
         torch.manual_seed(0)
-        model = Sample("llama")().train()
+        model = SmallModel("llama")().train()
         parts: tuple[list[Any], list[Any]] = ([], [])
         for name, param in model.named_parameters():
             parts[any(part in name for part in ("layers.1.", "model.norm", "lm_head"))].append(param)
         optimizers = [torch.optim.AdamW(part, lr=rate) for part, rate in zip(parts, (0.01, 0.1), strict=True)]
         engine = shardformer.initialize(
-            model, optimizers, parallel=shardformer.Parallel(pipe=2, micro_batches=2), context=context
+            model, optimizers, parallel=shardformer.ParallelConfig(pipe=2, micro_batches=2), context=context
         )
         for step in range(3):
-            engine.backward(engine(Batches(MAIN["llama"])(step)))
+            engine.backward(engine(RandomBatches(DEFAULT_HEAD["llama"])(step)))
             engine.step()
         return engine.steps
 
@@ -181,7 +181,7 @@ def test_nobody_is_told_of_ranks_that_go_together(sizes: dict[str, int]) -> None
 
 @torch.no_grad()
 def rounded(run: Run) -> None:
-    for entry in state_of(run.model).entries:
+    for entry in metadata_of(run.model).entries:
         if not entry.spec.axes:
             entry.param.mul_(1 + 2e-7)
 
@@ -226,7 +226,7 @@ def sampled() -> list[int]:
     """A text on each rank, whose random numbers are its own."""
     context = ParallelContext.from_world({"tensor": 2})
     torch.manual_seed(0)
-    model: Any = shardformer.shard_model(Sample("llama")(), context=context).eval()
+    model: Any = shardformer.shard_model(SmallModel("llama")(), context=context).eval()
     torch.manual_seed(context.rank)
     text: list[int] = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=8, do_sample=True)[0].tolist()
     return text
@@ -241,13 +241,13 @@ def test_it_can_be_left_out() -> None:
     assert set(came_apart(other_rate, 1, {"tensor": 2}, watch=False)) == {""}
     assert set(came_apart(other_rate, 1, {"data": 2}, watch=False)) == {""}
     with pytest.raises(shardformer.ShardFormerError, match="watch='no'"):
-        shardformer.ShardConfig(watch="no")  # type: ignore[arg-type]
+        shardformer.compat.ShardConfig(watch="no")  # type: ignore[arg-type]
 
 
 def test_ranks_that_were_asked_differently_are_told_so() -> None:
     def do(context: ParallelContext) -> None:
         with pytest.raises(shardformer.ShardFormerError, match="watch="):
-            shardformer.shard_model(Sample("llama")(), context=context, watch=context.rank == 0)
+            shardformer.shard_model(SmallModel("llama")(), context=context, watch=context.rank == 0)
 
     run_as_threads(do, tensor=2)
 
@@ -262,7 +262,7 @@ def test_nothing_is_sent_for_it_alone(sizes: dict[str, int]) -> None:
         for on in (True, False):
             run = Run(context, watch=on)
             run.step(run.batch(0))
-            with Recorder(context) as recorder:
+            with CollectiveRecorder(context) as recorder:
                 run.step(run.batch(1))
             found[on] = len(recorder.events), recorder.wire_bytes()
         return found
@@ -320,7 +320,7 @@ def test_a_copy_of_a_model_is_watched_by_itself() -> None:
         run.step(run.batch(0))
         twin = copy.deepcopy(run.model)
         state = twin.__dict__["_shardformer"]
-        assert isinstance(state.watch, Watch)
+        assert isinstance(state.watch, ConsistencyMonitor)
         assert state.watch.state is state
         assert state.watch.steps == 0
         for step in range(2):

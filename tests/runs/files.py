@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy
 
-from shardformer.train_command.config_schema import RunConfig, config_of
+from shardformer.train_command.config_schema import TrainConfig, parse_config
 
 SMALL: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2},
@@ -52,7 +52,7 @@ def write_images(folder: Path, count: int = 6) -> str:
     return str(folder / "images")
 
 
-def config(where: Path, kind: str, data: dict[str, Any], **tables: Any) -> RunConfig:
+def config(where: Path, kind: str, data: dict[str, Any], **tables: Any) -> TrainConfig:
     """A run of a small random model."""
     model = {"name": kind, "random": True, "config": SMALL[kind], **tables.pop("model", {})}
     said: dict[str, Any] = {
@@ -65,4 +65,4 @@ def config(where: Path, kind: str, data: dict[str, Any], **tables: Any) -> RunCo
     }
     if "optimizer" in tables:
         said["optimizer"] = {"lr": 1e-2, **tables["optimizer"]}
-    return config_of(said, "run.toml")
+    return parse_config(said, "run.toml")

@@ -12,12 +12,12 @@ from PIL import Image
 from transformers import AutoImageProcessor
 
 from shardformer.errors import ConfigError, InputError, ShardFormerError
-from shardformer.train_command.datasets import IGNORED, MASK, NOTHING, Padded, data_of, format_of
+from shardformer.train_command.datasets import IGNORED, MASK, PAD_TOKEN, PaddingCollator, format_of, load_data
 from tests.runs.files import WORDS, config, labelled, write_images, write_rows, write_text
 
 
 def test_text_is_cut_into_stretches_of_bytes(tmp_path: Path) -> None:
-    found = data_of(config(tmp_path, "gpt2", {"train": write_text(tmp_path)}))
+    found = load_data(config(tmp_path, "gpt2", {"train": write_text(tmp_path)}))
     assert len(found.train) == len(WORDS) * 20 // 16
     assert bytes(found.train[1]["input_ids"].tolist()).decode() == (WORDS * 2)[16:32]
     assert torch.equal(found.train[1]["labels"], found.train[1]["input_ids"])
@@ -25,19 +25,19 @@ def test_text_is_cut_into_stretches_of_bytes(tmp_path: Path) -> None:
 
 def test_texts_of_several_files_have_an_end_between_them(tmp_path: Path) -> None:
     names = [write_text(tmp_path, name, times=1) for name in ("a.txt", "b.txt")]
-    found = data_of(config(tmp_path, "gpt2", {"train": names, "sequence": len(WORDS) + 1}))
-    assert found.train[0]["input_ids"][-1] == NOTHING
+    found = load_data(config(tmp_path, "gpt2", {"train": names, "sequence": len(WORDS) + 1}))
+    assert found.train[0]["input_ids"][-1] == PAD_TOKEN
 
 
 def test_rows_of_json_are_texts_too(tmp_path: Path) -> None:
     rows = [{"words": "abc"}, {"words": "defg"}]
-    found = data_of(config(tmp_path, "gpt2", {"train": write_rows(tmp_path, rows), "text": "words", "sequence": 8}))
-    assert found.train[0]["input_ids"].tolist() == [*b"abc", NOTHING, *b"defg"]
+    found = load_data(config(tmp_path, "gpt2", {"train": write_rows(tmp_path, rows), "text": "words", "sequence": 8}))
+    assert found.train[0]["input_ids"].tolist() == [*b"abc", PAD_TOKEN, *b"defg"]
 
 
 def test_some_tokens_are_masked_anew_each_time(tmp_path: Path) -> None:
     made = config(tmp_path, "bert", {"train": write_text(tmp_path), "sequence": 200}, model={"task": "masked"})
-    found = data_of(made).train
+    found = load_data(made).train
     torch.manual_seed(0)
     first, again = found[0], found[0]
     chosen = first["labels"] != IGNORED
@@ -52,14 +52,14 @@ def test_some_tokens_are_masked_anew_each_time(tmp_path: Path) -> None:
 
 def test_the_second_half_is_written_from_the_first(tmp_path: Path) -> None:
     data = {"train": write_text(tmp_path)}
-    found = data_of(config(tmp_path, "t5", data, model={"task": "sequence_to_sequence"})).train[0]
+    found = load_data(config(tmp_path, "t5", data, model={"task": "sequence_to_sequence"})).train[0]
     assert bytes(found["input_ids"].tolist()) == WORDS[:8].encode()
     assert bytes(found["labels"].tolist()) == WORDS[8:16].encode()
 
 
 def test_a_target_is_written_from_a_text(tmp_path: Path) -> None:
     data = {"train": write_rows(tmp_path, labelled()), "target": "other"}
-    found = data_of(config(tmp_path, "t5", data, model={"task": "sequence_to_sequence"}))
+    found = load_data(config(tmp_path, "t5", data, model={"task": "sequence_to_sequence"}))
     batch = found.collate([found.train[0], found.train[11]])  # type: ignore[misc]
     assert {name: tuple(value.shape) for name, value in batch.items()} == {
         "input_ids": (2, 16), "labels": (2, 9), "attention_mask": (2, 16),
@@ -69,23 +69,23 @@ def test_a_target_is_written_from_a_text(tmp_path: Path) -> None:
 
 def test_texts_have_classes(tmp_path: Path) -> None:
     data = {"train": write_rows(tmp_path, labelled()), "pair": "other"}
-    found = data_of(config(tmp_path, "bert", data, model={"task": "classification"}))
+    found = load_data(config(tmp_path, "bert", data, model={"task": "classification"}))
     assert found.classes == ["bad", "good"]
     assert [found.train[i]["labels"] for i in range(3)] == [0, 1, 0]
     assert bytes(found.train[0]["input_ids"][:-1]) == b"sentence 0 \0rep"
-    assert isinstance(found.collate, Padded)
+    assert isinstance(found.collate, PaddingCollator)
 
 
 def test_validation_data_that_lack_a_class_have_the_numbers_of_the_training(tmp_path: Path) -> None:
     good = [row for row in labelled() if row["label"] == "good"]
     data = {"train": write_rows(tmp_path, labelled()), "validation": write_rows(tmp_path, good, "good.jsonl")}
-    found = data_of(config(tmp_path, "bert", data, model={"task": "classification"}))
+    found = load_data(config(tmp_path, "bert", data, model={"task": "classification"}))
     assert {found.validation[i]["labels"] for i in range(len(good))} == {1}
 
 
 def test_images_have_the_class_of_their_folder(tmp_path: Path) -> None:
     made = config(tmp_path, "vit", {"train": write_images(tmp_path)}, model={"task": "image_classification"})
-    found = data_of(made, 32)
+    found = load_data(made, 32)
     assert found.classes == ["cat", "dog"]
     assert found.train[0]["pixel_values"].shape == (3, 32, 32)
     assert -1 <= found.train[0]["pixel_values"].min() < found.train[0]["pixel_values"].max() <= 1
@@ -98,10 +98,10 @@ def test_data_sets_of_the_library(tmp_path: Path) -> None:
     whole = datasets.Dataset.from_list(labelled())
     datasets.DatasetDict({"train": whole, "test": whole.select(range(4))}).save_to_disk(str(tmp_path / "saved"))
     data = {"train": str(tmp_path / "saved"), "format": "datasets", "validation_split": "test"}
-    found = data_of(config(tmp_path, "bert", data, model={"task": "classification"}))
+    found = load_data(config(tmp_path, "bert", data, model={"task": "classification"}))
     assert (len(found.train), len(found.validation)) == (12, 4)
     with pytest.raises(ConfigError, match=r"cannot be read"):
-        data_of(config(tmp_path, "bert", {**data, "split": "trian"}, model={"task": "classification"}))
+        load_data(config(tmp_path, "bert", {**data, "split": "trian"}, model={"task": "classification"}))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_data_that_cannot_be_is_told(
     (tmp_path / "latin.txt").write_bytes("dé ".encode("latin-1") * 20)
     write_rows(tmp_path, [{"text": "a", "label": "ugly"}], "others.jsonl")
     with pytest.raises(ShardFormerError, match=words):
-        data_of(config(tmp_path, "gpt2", changes, model={"task": task}))
+        load_data(config(tmp_path, "gpt2", changes, model={"task": task}))
 
 
 @pytest.mark.parametrize("form", ["lines", "list", "crlf", "mark"])
@@ -150,16 +150,16 @@ def test_a_text_has_any_character_that_json_has(form: str, tmp_path: Path) -> No
     rows = [json.dumps({"text": word}, ensure_ascii=False) for word in words]
     whole = {"list": f" [{', '.join(rows)}]", "crlf": "\r\n".join(rows)}.get(form, "\n".join(rows))
     (tmp_path / "rows.jsonl").write_bytes(whole.encode("utf-8-sig" if form == "mark" else "utf-8"))
-    found = data_of(config(tmp_path, "gpt2", {"train": str(tmp_path / "rows.jsonl"), "sequence": 2}))
+    found = load_data(config(tmp_path, "gpt2", {"train": str(tmp_path / "rows.jsonl"), "sequence": 2}))
     expected = [*"\0".join(words).encode()]
     tokens = [int(token) for i in range(len(found.train)) for token in found.train[i]["input_ids"]]
-    assert tokens == [NOTHING if byte == 0 else byte for byte in expected][: len(tokens)]
+    assert tokens == [PAD_TOKEN if byte == 0 else byte for byte in expected][: len(tokens)]
     assert len(tokens) >= len(expected) - 1
 
 
 def test_an_image_processor_of_transformers_sees_what_the_model_was_trained_on(tmp_path: Path) -> None:
     made = config(tmp_path, "vit", {"train": write_images(tmp_path)}, model={"task": "image_classification"})
-    found = data_of(made, 32)
+    found = load_data(made, 32)
     found.beside.save_pretrained(tmp_path)
     processor = AutoImageProcessor.from_pretrained(tmp_path)
     with Image.open(tmp_path / "images/cat/0.png") as image:
@@ -170,12 +170,12 @@ def test_an_image_processor_of_transformers_sees_what_the_model_was_trained_on(t
 def test_rows_name_files_of_images(tmp_path: Path) -> None:
     files = sorted(Path(write_images(tmp_path)).glob("*/*"))
     rows = write_rows(tmp_path, [{"image": str(file), "label": file.parent.name} for file in files])
-    found = data_of(config(tmp_path, "vit", {"train": rows}, model={"task": "image_classification"}), 32)
+    found = load_data(config(tmp_path, "vit", {"train": rows}, model={"task": "image_classification"}), 32)
     assert found.classes == ["cat", "dog"]
     assert found.train[0]["pixel_values"].shape == (3, 32, 32)
     wrong = write_rows(tmp_path, [{"image": 3, "label": "cat"}], "wrong.jsonl")
     with pytest.raises(InputError, match=r"has 3 as its image"):
-        data_of(config(tmp_path, "vit", {"train": wrong}, model={"task": "image_classification"}), 32)
+        load_data(config(tmp_path, "vit", {"train": wrong}, model={"task": "image_classification"}), 32)
 
 
 def test_unlike_names_say_no_format(tmp_path: Path) -> None:
@@ -187,4 +187,4 @@ def test_unlike_names_say_no_format(tmp_path: Path) -> None:
 def test_labels_of_two_kinds_are_refused(tmp_path: Path) -> None:
     rows = [{"text": "a", "label": 1}, {"text": "b", "label": "one"}]
     with pytest.raises(InputError, match=r"int, str"):
-        data_of(config(tmp_path, "bert", {"train": write_rows(tmp_path, rows)}, model={"task": "classification"}))
+        load_data(config(tmp_path, "bert", {"train": write_rows(tmp_path, rows)}, model={"task": "classification"}))

@@ -10,10 +10,10 @@ import pytest
 import transformers
 
 from shardformer.errors import ConfigError
-from shardformer.train_command.config_schema import config_of
-from shardformer.train_command.datasets import RunData, data_of
-from shardformer.train_command.model_config import class_names_of, from_data, own_config
-from shardformer.train_command.run import data_and_model_of, plan_of
+from shardformer.train_command.config_schema import parse_config
+from shardformer.train_command.datasets import TrainingData, load_data
+from shardformer.train_command.model_config import class_names_of, from_data, load_model_config
+from shardformer.train_command.run import data_and_model_of, make_dry_run_report
 from tests.runs.files import SMALL, config, labelled, write_rows, write_text
 
 FEW = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -22,7 +22,7 @@ QWEN = {**FEW, "intermediate_size": 96, "num_key_value_heads": 2, "head_dim": 16
 
 def run_of(name: str, fields: dict[str, Any], *, random: bool = True, task: str = "causal") -> Any:
     model = {"name": name, "random": random, "config": fields, "task": task}
-    return config_of({"model": model, "data": {"train": "text.txt"}}, "run.toml")
+    return parse_config({"model": model, "data": {"train": "text.txt"}}, "run.toml")
 
 
 def plain(found: Any) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def plain(found: Any) -> dict[str, Any]:
     ids=str,
 )
 def test_fields_of_a_model_type_build_what_transformers_builds(name: str, fields: dict[str, Any]) -> None:
-    found = own_config(run_of(name, fields))
+    found = load_model_config(run_of(name, fields))
     assert plain(found) == plain(transformers.AutoConfig.for_model(name, **fields))
 
 
@@ -58,7 +58,7 @@ def test_fields_of_a_model_type_build_what_transformers_builds(name: str, fields
 def test_fields_of_a_file_stay_unless_the_class_then_refuses_the_whole(form: str, tmp_path: Path) -> None:
     transformers.AutoConfig.for_model("qwen3", **{**QWEN, "num_hidden_layers": 4}).save_pretrained(tmp_path)
     where = str(tmp_path if form == "folder" else tmp_path / "config.json")
-    found = own_config(run_of(where, {"num_hidden_layers": 2, "hidden_size": 32}))
+    found = load_model_config(run_of(where, {"num_hidden_layers": 2, "hidden_size": 32}))
     assert found.layer_types == ["full_attention"] * 2  # derived, and refused with four
     assert (found.hidden_size, found.head_dim, found.num_key_value_heads) == (32, 16, 2)
 
@@ -68,8 +68,8 @@ def test_a_list_that_the_file_does_not_derive_is_not_thrown_away(tmp_path: Path)
     fields = {**QWEN, "num_hidden_layers": 3, "layer_types": kinds, "use_sliding_window": True, "sliding_window": 8}
     transformers.AutoConfig.for_model("qwen3", **fields).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"num_hidden_layers = 2.*`num_hidden_layers` \(2\) must be equal"):
-        own_config(run_of(str(tmp_path), {"num_hidden_layers": 2}))
-    assert own_config(run_of(str(tmp_path), {"hidden_size": 32})).layer_types == kinds
+        load_model_config(run_of(str(tmp_path), {"num_hidden_layers": 2}))
+    assert load_model_config(run_of(str(tmp_path), {"hidden_size": 32})).layer_types == kinds
 
 
 @pytest.mark.parametrize(
@@ -83,18 +83,18 @@ def test_a_list_that_the_file_does_not_derive_is_not_thrown_away(tmp_path: Path)
 )
 def test_values_that_do_not_fit_are_refused(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        own_config(run_of("qwen3", fields))
+        load_model_config(run_of("qwen3", fields))
 
 
 def test_a_field_inside_of_another_config_is_checked_too() -> None:
     with pytest.raises(ConfigError, match=r"model.config.text_config has 'hiden_size'.*Did you mean 'hidden_size'"):
-        own_config(run_of("clip", {"text_config": {"hiden_size": 64}}))
+        load_model_config(run_of("clip", {"text_config": {"hiden_size": 64}}))
 
 
 def test_the_vocabulary_of_a_model_of_texts_and_images_is_that_of_its_text(tmp_path: Path) -> None:
     made = config(tmp_path, "gpt2", {"train": write_text(tmp_path)}, model={"name": "llava", "config": {}})
-    data = data_of(made)
-    found = own_config(made, from_data(made, data, own_config(made)))
+    data = load_data(made)
+    found = load_model_config(made, from_data(made, data, load_model_config(made)))
     assert found.text_config.vocab_size == 258
     assert plain(found.vision_config) == plain(transformers.AutoConfig.for_model("llava").vision_config)
 
@@ -102,7 +102,7 @@ def test_the_vocabulary_of_a_model_of_texts_and_images_is_that_of_its_text(tmp_p
 # ------------------------------------------------------------------------------------------------------------- classes
 
 
-def classified(tmp_path: Path, names: list[Any], model: dict[str, Any]) -> tuple[RunData, Any]:
+def classified(tmp_path: Path, names: list[Any], model: dict[str, Any]) -> tuple[TrainingData, Any]:
     """(the data, the complete config) of a run whose labels are these, in turn."""
     rows = [{"text": f"row {i}", "label": names[i % len(names)]} for i in range(12)]
     made = config(
@@ -111,9 +111,9 @@ def classified(tmp_path: Path, names: list[Any], model: dict[str, Any]) -> tuple
         {"train": write_rows(tmp_path, rows), "tokenizer": "bytes"},
         model={"task": "classification", **model},
     )
-    saved = own_config(made)
-    data = data_of(made, names=class_names_of(saved))
-    return data, own_config(made, from_data(made, data, saved))
+    saved = load_model_config(made)
+    data = load_data(made, names=class_names_of(saved))
+    return data, load_model_config(made, from_data(made, data, saved))
 
 
 def saved_with(tmp_path: Path, names: list[str]) -> dict[str, Any]:
@@ -177,10 +177,10 @@ def test_names_of_a_data_set_are_those_of_its_classes(tmp_path: Path) -> None:
     )
     data = {"train": str(tmp_path / "d"), "format": "datasets"}
     made = config(tmp_path, "bert", data, model={"task": "classification"})
-    found = data_of(made, names=["LABEL_0", "LABEL_1"])
+    found = load_data(made, names=["LABEL_0", "LABEL_1"])
     assert found.classes == names
     assert [found.train[i]["labels"] for i in range(2)] == [0, 1]
-    assert own_config(made, from_data(made, found, own_config(made))).id2label == dict(enumerate(names))
+    assert load_model_config(made, from_data(made, found, load_model_config(made))).id2label == dict(enumerate(names))
 
 
 # -------------------------------------------------------------------------------------------------------------- export
@@ -202,13 +202,13 @@ def test_what_an_export_would_fail_with_is_refused_before_the_first_step(tmp_pat
         with pytest.raises(ConfigError, match=r"cannot be exported.*temperature"):
             data_and_model_of(made)
         with pytest.raises(ConfigError, match=r"cannot be exported"):
-            plan_of(made)
+            make_dry_run_report(made)
 
 
 def test_classes_of_a_run_are_in_the_exported_config(tmp_path: Path) -> None:
-    from shardformer.train_command.run import train
+    from shardformer.train_command.run import run_training
 
     data = {"train": write_rows(tmp_path, labelled())}
     training = {"steps": 1, "export": True}
-    train(config(tmp_path, "bert", data, model={"task": "classification"}, training=training))
+    run_training(config(tmp_path, "bert", data, model={"task": "classification"}, training=training))
     assert transformers.AutoConfig.from_pretrained(tmp_path / "run" / "model").id2label == {0: "bad", 1: "good"}

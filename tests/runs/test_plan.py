@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from shardformer.errors import InputError
-from shardformer.train_command.run import RunPlan, plan_of
+from shardformer.train_command.run import DryRunReport, make_dry_run_report
 from tests.runs.files import config, write_text
 
 
-def plan(folder: Path, **parallel: Any) -> RunPlan:
+def plan(folder: Path, **parallel: Any) -> DryRunReport:
     made = config(folder, "gpt2", {"train": write_text(folder), "batch_size": 8}, parallel=parallel)
-    found = plan_of(made)
+    found = make_dry_run_report(made)
     assert found.why_untraced == ""
     assert not made.path.exists()
     return found
@@ -46,4 +46,4 @@ def test_zero_takes_states_away(tmp_path: Path) -> None:
 def test_what_training_would_refuse_is_refused(tmp_path: Path) -> None:
     made = config(tmp_path, "gpt2", {"train": write_text(tmp_path), "sequence": 1000})
     with pytest.raises(InputError, match=r"1260 tokens"):
-        plan_of(made.model_copy(update={"data": made.data.model_copy(update={"sequence": 5000})}))
+        make_dry_run_report(made.model_copy(update={"data": made.data.model_copy(update={"sequence": 5000})}))

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from shardformer.config import Parallel
+from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError
-from shardformer.offload.host import Offload
-from shardformer.train_command.config_schema import ParallelTable, RunConfig, config_of, read_config
+from shardformer.offload.host import OffloadConfig
+from shardformer.train_command.config_schema import ParallelTable, TrainConfig, load_train_config, parse_config
 
 LEAST: dict[str, Any] = {"model": {"name": "gpt2"}, "data": {"train": "a.txt"}}
 
 
-def said(**changes: Any) -> RunConfig:
+def said(**changes: Any) -> TrainConfig:
     """``table__key=value``."""
     tables: dict[str, Any] = {name: dict(table) for name, table in LEAST.items()}
     for name, value in changes.items():
@@ -25,20 +25,20 @@ def said(**changes: Any) -> RunConfig:
             tables.setdefault(table, {})[key] = value
         else:
             tables[table] = value
-    return config_of(tables, "run.toml")
+    return parse_config(tables, "run.toml")
 
 
 def test_the_least_that_a_run_says() -> None:
     found = said()
-    assert found.layout == Parallel()
+    assert found.layout == ParallelConfig()
     assert (found.folder, found.seed, found.optimizer.name) == ("run", 0, "AdamW")
 
 
 def test_a_layout_has_the_fields_of_parallel() -> None:
-    assert list(ParallelTable.model_fields) == [field.name for field in fields(Parallel)]
+    assert list(ParallelTable.model_fields) == [field.name for field in fields(ParallelConfig)]
     assert all(field.description for field in ParallelTable.model_fields.values())
     found = said(parallel__tensor=2, parallel__cut=[1, 3], parallel__pipe=2, parallel__precision="bf16")
-    assert found.layout == Parallel(tensor=2, pipe=2, cut=[1, 3], precision="bf16")
+    assert found.layout == ParallelConfig(tensor=2, pipe=2, cut=[1, 3], precision="bf16")
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_a_file_is_read_and_keys_are_changed(tmp_path: Path) -> None:
         "folder=",
         "training.epochs=",
     ]
-    found = read_config(file, changes)
+    found = load_train_config(file, changes)
     assert (found.model.name, found.layout.tensor, found.data.train) == ("gpt2", 2, ["a.txt", "b.txt"])
     assert found.hooks == {"progress": False}
     assert found.folder == "run", "its default"
@@ -119,26 +119,26 @@ def test_a_path_may_begin_in_the_home_folder(monkeypatch: pytest.MonkeyPatch) ->
     assert found.path == Path("/home/me/run")
     assert (found.model.name, found.data.tokenizer) == ("/home/me/base", "/home/me/t")
     assert found.data.train == ["/home/me/a.txt", "b~.txt"]
-    assert Offload("nvme:~/states").folder == "/home/me/states"
+    assert OffloadConfig("nvme:~/states").folder == "/home/me/states"
 
 
 @pytest.mark.parametrize("change", ["parallel.tensor", "=3", "parallel.=2", ".x=2"])
 def test_a_change_is_a_key_and_a_value(change: str, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text("", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"--set"):
-        read_config(tmp_path / "run.toml", [change])
+        load_train_config(tmp_path / "run.toml", [change])
 
 
 def test_a_change_inside_of_what_is_no_table_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text("folder = 'a'\n[hooks]\nprogress = true\n", encoding="utf-8")
     for change in ("hooks.progress.every_s=2", "folder.x=2"):
         with pytest.raises(ConfigError, match=r"no table"):
-            read_config(tmp_path / "run.toml", [change])
+            load_train_config(tmp_path / "run.toml", [change])
 
 
 def test_a_file_that_is_not_there_or_is_no_toml(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text("model = \n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"Did you mean 'run.toml'"):
-        read_config(tmp_path / "rum.toml")
+        load_train_config(tmp_path / "rum.toml")
     with pytest.raises(ConfigError, match=r"is no TOML.*line 1"):
-        read_config(tmp_path / "run.toml")
+        load_train_config(tmp_path / "run.toml")

@@ -10,21 +10,21 @@ from typing import Any
 import pytest
 
 from shardformer.errors import ConfigError
-from shardformer.train_command.config_schema import RunConfig
-from shardformer.train_command.run import train
+from shardformer.train_command.config_schema import TrainConfig
+from shardformer.train_command.run import run_training
 from shardformer.training.metrics_log import read_records
 from tests.runs.files import config, labelled, write_rows, write_text
 
 LR = 1e-2
 
 
-def run(tmp_path: Path, steps: int, **tables: Any) -> RunConfig:
+def run(tmp_path: Path, steps: int, **tables: Any) -> TrainConfig:
     hooks = {"throughput": False, "progress": False, "checkpoint": {"in_background": False}}
     data = {"train": write_text(tmp_path), **tables.pop("data", {})}
     return config(tmp_path, "gpt2", data, training={"steps": steps}, hooks=hooks, **tables)
 
 
-def rates(made: RunConfig) -> list[float]:
+def rates(made: TrainConfig) -> list[float]:
     return [round(record.values["learning_rate"] / LR, 6) for record in read_records(made.path)]
 
 
@@ -37,17 +37,17 @@ def test_another_length_does_not_silently_change_the_schedule(name: str, steps: 
     with pytest.raises(
         ConfigError, match=rf"{steps} steps, and had 6.*schedule.steps = 6 to keep.*schedule.steps = {steps}"
     ):
-        train(run(tmp_path, steps, schedule={"name": name}))
+        run_training(run(tmp_path, steps, schedule={"name": name}))
     assert (cut.path / "records.jsonl").read_bytes() == records
     assert json.loads((cut.path / "run.json").read_text())["training"]["steps"] == 6
 
 
-def stop_behind(made: RunConfig, steps: int) -> None:
+def stop_behind(made: TrainConfig, steps: int) -> None:
     """Trains so many steps of a longer run."""
     from shardformer.mesh.parallel_context import ParallelContext
-    from shardformer.train_command.run import trainer_of
+    from shardformer.train_command.run import build_trainer
 
-    trainer, _ = trainer_of(made, made.layout, ParallelContext.of({}))
+    trainer, _ = build_trainer(made, made.layout, ParallelContext.of({}))
     trainer.fit(steps=steps)
 
 
@@ -59,21 +59,21 @@ def test_a_schedule_is_kept_or_changed_where_the_run_says_so(
     stop_behind(kept, 4)
     assert "training.steps = 7 (was 6)" in capsys.readouterr().out
     changed = run(tmp_path, 10, schedule={"name": "linear", "steps": 10})
-    train(changed)
+    run_training(changed)
     assert "the learning rate changes: 0.006 in step 5 (was 0.00333)" in capsys.readouterr().out
     assert rates(changed) == [1.0, 0.833333, 0.666667, 0.5, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]
 
 
 def test_a_schedule_of_the_same_rates_goes_on(tmp_path: Path) -> None:
     """A warm-up that is a share of all steps would be longer, and is over."""
-    train(run(tmp_path, 4, schedule={"warmup": 0.25}))
+    run_training(run(tmp_path, 4, schedule={"warmup": 0.25}))
     longer = run(tmp_path, 5, schedule={"warmup": 0.25})
-    train(longer)
+    run_training(longer)
     assert rates(longer) == [1.0] * 5
 
 
 def test_more_epochs_are_another_length(tmp_path: Path) -> None:
-    def of(epochs: int) -> RunConfig:
+    def of(epochs: int) -> TrainConfig:
         data = {"train": write_rows(tmp_path, labelled())}
         model = {"task": "classification"}
         training = {"epochs": epochs}
@@ -81,7 +81,7 @@ def test_more_epochs_are_another_length(tmp_path: Path) -> None:
 
     stop_behind(of(2), 2)
     with pytest.raises(ConfigError, match=r"9 steps, and had 6"):
-        train(of(3))
+        run_training(of(3))
 
 
 @pytest.mark.parametrize(
@@ -98,27 +98,27 @@ def test_more_epochs_are_another_length(tmp_path: Path) -> None:
     ids=str,
 )
 def test_what_would_have_no_effect_is_refused(tables: dict[str, Any], words: str, tmp_path: Path) -> None:
-    train(run(tmp_path, 2))
+    run_training(run(tmp_path, 2))
     with pytest.raises(ConfigError, match=words):
-        train(run(tmp_path, 3, **tables))
+        run_training(run(tmp_path, 3, **tables))
 
 
 def test_a_run_that_cannot_be_resumed_says_that_it_begins_anew(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(run(tmp_path, 2))
+    run_training(run(tmp_path, 2))
     assert "begins anew" not in capsys.readouterr().out
     shutil.rmtree(tmp_path / "run/checkpoints")
-    train(run(tmp_path, 2))
+    run_training(run(tmp_path, 2))
     assert "begins anew" in capsys.readouterr().out
-    train(run(tmp_path, 2))
+    run_training(run(tmp_path, 2))
     assert "nothing to train: 2 of 2 steps are done; raise training.steps" in capsys.readouterr().out
 
 
 def test_what_changes_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train(run(tmp_path, 2))
-    train(run(tmp_path, 3))
+    run_training(run(tmp_path, 2))
+    run_training(run(tmp_path, 3))
     assert "resumed with other settings: training.steps = 3 (was 2)\n" in capsys.readouterr().out
-    train(run(tmp_path, 3, data={"drop_last": True}))
+    run_training(run(tmp_path, 3, data={"drop_last": True}))
     assert "data.drop_last = true (was false)" in capsys.readouterr().out
     assert json.loads((tmp_path / "run" / "run.json").read_text())["data"]["drop_last"] is True

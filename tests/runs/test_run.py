@@ -15,8 +15,8 @@ import transformers
 from shardformer.errors import ConfigError, ShardFormerError
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.train_command.config_schema import RunConfig
-from shardformer.train_command.run import train, trainer_of
+from shardformer.train_command.config_schema import TrainConfig
+from shardformer.train_command.run import build_trainer, run_training
 from shardformer.training.metrics_log import read_records
 from tests.runs.files import SMALL, config, labelled, write_images, write_rows, write_text
 
@@ -44,7 +44,7 @@ def data_for(task: str, folder: Path) -> dict[str, Any]:
 def test_each_task_is_learnt_and_exported(kind: str, task: str, tmp_path: Path) -> None:
     training = {"steps": 12, "export": True}
     made = config(tmp_path, kind, data_for(task, tmp_path), model={"task": task}, training=training)
-    values = train(made)
+    values = run_training(made)
     losses = [record.values["loss"] for record in read_records(made.path)]
     assert len(losses) == 12
     assert losses[-1] == values["loss"]
@@ -58,11 +58,11 @@ def test_each_task_is_learnt_and_exported(kind: str, task: str, tmp_path: Path) 
 def test_what_was_trained_is_trained_further(tmp_path: Path) -> None:
     data = {"train": write_text(tmp_path)}
     first = config(tmp_path, "gpt2", data, training={"steps": 3, "export": True})
-    train(first)
+    run_training(first)
     saved = transformers.AutoModelForCausalLM.from_pretrained(first.path / "model")
     model = {"name": str(first.path / "model"), "random": False, "config": {}}
     second = config(tmp_path, "gpt2", {**data, "tokenizer": "bytes"}, folder=str(tmp_path / "second"), model=model)
-    trainer, _ = trainer_of(second, second.layout, ParallelContext.of({}))
+    trainer, _ = build_trainer(second, second.layout, ParallelContext.of({}))
     torch.testing.assert_close(
         dict(trainer.engine.model.named_parameters())["transformer.h.0.attn.c_attn.weight"],
         saved.transformer.h[0].attn.c_attn.weight,
@@ -76,7 +76,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("name", ["run/model", "run/../run/model", "link", "run/model/config.json", "copy"])
 def test_a_run_does_not_overwrite_the_model_that_it_starts_from(name: str, tmp_path: Path) -> None:
     data = {"train": write_text(tmp_path)}
-    train(config(tmp_path, "gpt2", data, training={"steps": 1, "export": True}))
+    run_training(config(tmp_path, "gpt2", data, training={"steps": 1, "export": True}))
     base = tmp_path / "run" / "model"
     if name == "copy":  # which transformers wrote: it is in the place of the export
         model = transformers.AutoModelForCausalLM.from_pretrained(base)
@@ -93,25 +93,25 @@ def test_a_run_does_not_overwrite_the_model_that_it_starts_from(name: str, tmp_p
     }
     said = "not an export of ShardFormer" if name == "copy" else "from where model.name"
     with pytest.raises(ConfigError, match=said):
-        train(config(tmp_path, "gpt2", {**data, "tokenizer": "bytes"}, **tables))
+        run_training(config(tmp_path, "gpt2", {**data, "tokenizer": "bytes"}, **tables))
     assert contents(base) == before
     assert [record.step for record in read_records(tmp_path / "run")] == [1], "it was refused before it trained"
 
 
 def test_a_run_that_is_made_longer_replaces_its_export(tmp_path: Path) -> None:
     data = {"train": write_text(tmp_path)}
-    train(config(tmp_path, "gpt2", data, training={"steps": 1, "export": True}))
+    run_training(config(tmp_path, "gpt2", data, training={"steps": 1, "export": True}))
     base = tmp_path / "run" / "model"
     (base / "NOTES.md").write_text("my notes")
     before = contents(base)
-    train(config(tmp_path, "gpt2", data, training={"steps": 2, "export": True}))
+    run_training(config(tmp_path, "gpt2", data, training={"steps": 2, "export": True}))
     after = contents(base)
     assert after.keys() == before.keys() and after["NOTES.md"] == b"my notes"
     assert after["model.safetensors"] != before["model.safetensors"]
 
 
-def losses_of(made: RunConfig) -> list[float]:
-    train(made)
+def losses_of(made: TrainConfig) -> list[float]:
+    run_training(made)
     return [record.values["loss"] for record in read_records(made.path)]
 
 
@@ -120,7 +120,7 @@ def test_the_layout_changes_nothing(parallel: dict[str, Any], pool2: WorkerPool,
     data = {"train": write_text(tmp_path), "batch_size": 6}
     model = {"config": {**SMALL["gpt2"], **NO_DROPOUT}}
 
-    def made(name: str, **tables: Any) -> RunConfig:
+    def made(name: str, **tables: Any) -> TrainConfig:
         hooks = {"progress": False, "throughput": False}
         return config(tmp_path, "gpt2", data, model=model, folder=str(tmp_path / name), hooks=hooks, **tables)
 
@@ -130,15 +130,15 @@ def test_the_layout_changes_nothing(parallel: dict[str, Any], pool2: WorkerPool,
 
 
 def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
-    def made(name: str, steps: int) -> RunConfig:
+    def made(name: str, steps: int) -> TrainConfig:
         data = {"train": write_text(tmp_path), "validation": write_text(tmp_path, "other.txt")}
         schedule = {"name": "constant", "warmup": 2}
         training = {"steps": steps, "validate_every": 4}
         return config(tmp_path, "gpt2", data, folder=str(tmp_path / name), training=training, schedule=schedule)
 
-    whole = train(made("whole", 9))
-    train(made("cut", 5))
-    cut = train(made("cut", 9))
+    whole = run_training(made("whole", 9))
+    run_training(made("cut", 5))
+    cut = run_training(made("cut", 9))
     for name in ("loss", "validation/loss", "learning_rate"):
         assert cut[name] == whole[name]
     steps = [record.step for record in read_records(tmp_path / "cut") if "loss" in record.values]
@@ -148,7 +148,7 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
 def test_hooks_are_named_with_their_arguments(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import shardformer\n"
-        "class Stops(shardformer.Hook):\n"
+        "class Stops(shardformer.hooks.Hook):\n"
         "    def __init__(self, at): self.at = at\n"
         "    def after_step(self, trainer):\n"
         "        if trainer.step == self.at: trainer.stop()\n",
@@ -158,7 +158,7 @@ def test_hooks_are_named_with_their_arguments(tmp_path: Path) -> None:
     hooks |= {f"{tmp_path}/mine.py:Stops": {"at": 2}, "checkpoint": {"every_steps": 1, "keep": None}, "progress": False}
     data = {"train": write_text(tmp_path), "validation": write_text(tmp_path, "other.txt", 2)}
     made = config(tmp_path, "gpt2", data, hooks=hooks)
-    train(made)
+    run_training(made)
     assert sorted(path.name for path in (made.path / "checkpoints").glob("step-*")) == [
         "step-00000001",
         "step-00000002",
@@ -168,14 +168,14 @@ def test_hooks_are_named_with_their_arguments(tmp_path: Path) -> None:
 def test_an_interrupted_run_has_saved_itself_and_says_so(tmp_path: Path) -> None:
     (tmp_path / "kills.py").write_text(
         "import os, signal, shardformer\n"
-        "class Kills(shardformer.Hook):\n"
+        "class Kills(shardformer.hooks.Hook):\n"
         "    def after_step(self, trainer):\n"
         "        if trainer.step == 2: os.kill(os.getpid(), signal.SIGTERM)\n",
         encoding="utf-8",
     )
     made = config(tmp_path, "gpt2", {"train": write_text(tmp_path)}, hooks={f"{tmp_path}/kills.py:Kills": True})
     with pytest.raises(SystemExit) as ended:
-        train(made)
+        run_training(made)
     assert ended.value.code == 143
     assert [path.name for path in (made.path / "checkpoints").glob("step-*")] == ["step-00000002"]
 
@@ -213,7 +213,7 @@ def test_an_interrupted_run_has_saved_itself_and_says_so(tmp_path: Path) -> None
 )
 def test_what_cannot_be_is_told(tables: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(ShardFormerError, match=words):
-        train(config(tmp_path, "gpt2", {"train": write_text(tmp_path)}, **tables))
+        run_training(config(tmp_path, "gpt2", {"train": write_text(tmp_path)}, **tables))
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
@@ -221,14 +221,14 @@ def test_a_hook_whose_file_fails_is_named_with_the_line(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import shardformer\nimport nothing_of_that_name\n", encoding="utf-8")
     hooks = {f"{tmp_path}/mine.py:Mine": True}
     with pytest.raises(ConfigError, match=r"mine.py, line 2: ModuleNotFoundError: No module named 'nothing_of_that"):
-        train(config(tmp_path, "gpt2", {"train": write_text(tmp_path)}, hooks=hooks))
+        run_training(config(tmp_path, "gpt2", {"train": write_text(tmp_path)}, hooks=hooks))
 
 
 def test_a_run_begins_where_a_killed_one_of_the_same_number_left_a_file(tmp_path: Path) -> None:
     made = config(tmp_path, "gpt2", {"train": write_text(tmp_path)}, training={"steps": 1})
     made.path.mkdir()
     (made.path / f".run.json-{os.getpid()}").touch()  # in a container all runs have the same number
-    train(made)
+    run_training(made)
     assert json.loads((made.path / "run.json").read_text())["training"]["steps"] == 1
 
 
@@ -244,12 +244,12 @@ def test_what_fails_in_the_first_step_is_told_and_nothing_is_saved(
     tables: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        train(config(tmp_path, "gpt2", {"train": write_text(tmp_path)}, **tables))
+        run_training(config(tmp_path, "gpt2", {"train": write_text(tmp_path)}, **tables))
     assert not [*(tmp_path / "run").rglob("step-*")]
-    train(config(tmp_path, "gpt2", {"train": write_text(tmp_path)}))
+    run_training(config(tmp_path, "gpt2", {"train": write_text(tmp_path)}))
 
 
 def test_fewer_samples_than_a_batch_with_the_last_dropped(tmp_path: Path) -> None:
     data = {"train": write_text(tmp_path, times=1), "batch_size": 100, "drop_last": True}
     with pytest.raises(ConfigError, match=r"samples for batches of 100"):
-        train(config(tmp_path, "gpt2", data))
+        run_training(config(tmp_path, "gpt2", data))

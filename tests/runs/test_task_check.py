@@ -11,7 +11,7 @@ import transformers
 
 from shardformer.errors import ConfigError
 from shardformer.meta_init.lazy_init import LazyInit
-from shardformer.train_command.run import data_and_model_of, plan_of
+from shardformer.train_command.run import data_and_model_of, make_dry_run_report
 from shardformer.train_command.run_checks import check_task, seen_by_loss
 from tests.runs.files import SMALL, config, write_text
 
@@ -47,7 +47,7 @@ def test_whether_a_model_reads_what_it_is_to_predict(kind: str, fields: dict[str
 
 def test_an_encoder_is_not_trained_to_copy_its_input(tmp_path: Path) -> None:
     made = config(tmp_path, "bert", {"train": write_text(tmp_path)})
-    for call in (data_and_model_of, plan_of):
+    for call in (data_and_model_of, make_dry_run_report):
         with pytest.raises(ConfigError, match=r"BertLMHeadModel reads.*task = 'masked'; or .*is_decoder = true"):
             call(made)
     fixed = config(

@@ -11,9 +11,9 @@ import transformers
 from torch import nn
 
 from shardformer.errors import ConfigError
-from shardformer.train_command.build import optimizer_of, scheduler_of
+from shardformer.train_command.build import build_optimizer, build_scheduler
 from shardformer.train_command.config_schema import OptimizerTable, ScheduleTable
-from shardformer.train_command.datasets import data_of
+from shardformer.train_command.datasets import load_data
 from shardformer.train_command.run import num_steps_of
 from tests.runs.files import config, labelled, write_rows
 
@@ -33,7 +33,7 @@ def test_the_learning_rate_of_each_step_is_the_share_of_its_schedule(
     table: dict[str, Any], expected: list[float]
 ) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-    scheduler = scheduler_of(ScheduleTable(**table), 4)(optimizer)
+    scheduler = build_scheduler(ScheduleTable(**table), 4)(optimizer)
     rates = []
     for _ in range(4):
         rates.append(optimizer.param_groups[0]["lr"])
@@ -48,13 +48,13 @@ def test_the_steps_of_a_run_are_those_of_the_batches_that_it_trains_on(
 ) -> None:
     data = {"train": write_rows(tmp_path, labelled(12)), "batch_size": 5, "drop_last": drop_last}
     made = config(tmp_path, "bert", data, model={"task": "classification"}, training={"epochs": 2})
-    assert num_steps_of(made, data_of(made)) == steps
+    assert num_steps_of(made, load_data(made)) == steps
 
 
 def grouped(model: Any, **table: Any) -> dict[float, set[str]]:
     """Weight decay -> the parameters that have it."""
     names = {id(param): name for name, param in model.named_parameters()}
-    optimizer = optimizer_of(OptimizerTable(**table))(model)(list(model.parameters()))
+    optimizer = build_optimizer(OptimizerTable(**table))(model)(list(model.parameters()))
     return {group["weight_decay"]: {names[id(param)] for param in group["params"]} for group in optimizer.param_groups}
 
 
@@ -90,4 +90,4 @@ def test_all_parameters_decay_where_the_config_says_so() -> None:
     assert grouped(model, weight_decay=0.1, decay_biases_and_norms=True) == {0.1: set(dict(model.named_parameters()))}
     assert list(grouped(model, name="SGD")) == [0]
     with pytest.raises(ConfigError, match=r"decay_biases_and_norms = true with SGD and no weight_decay"):
-        optimizer_of(OptimizerTable(name="SGD", decay_biases_and_norms=True))
+        build_optimizer(OptimizerTable(name="SGD", decay_biases_and_norms=True))

@@ -17,7 +17,7 @@ from shardformer.policies.role_policy import RolePolicy
 def found_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within a test that does not change its models: who has the same class and config gets the same policy."""
     lock, found = threading.Lock(), dict[Any, type[RolePolicy]]()
-    find: Callable[[Any], RolePolicy] = derive_policy.infer
+    find: Callable[[Any], RolePolicy] = derive_policy.derive_policy
 
     def once(model: Any) -> RolePolicy:
         with lock:
@@ -26,4 +26,4 @@ def found_once(monkeypatch: pytest.MonkeyPatch) -> None:
                 found[key] = type(find(model))
             return found[key]()
 
-    monkeypatch.setattr(sharder, "infer", once)
+    monkeypatch.setattr(sharder, "derive_policy", once)

@@ -16,7 +16,7 @@ from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.policies.module_descriptions import ModulePolicyDescription, SubModuleReplacementDescription
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
-from shardformer.verify.small_models import MAIN, Batches, Sample
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel
 from tests.policies.toy import VOCAB, ToyLM, ToyPolicy, toy_batch, toy_loss
 
 
@@ -45,9 +45,9 @@ def test_every_name_gives_what_it_gives_in_the_plain_model() -> None:
 
 
 def test_a_second_name_of_transformers_embedding_trains_with_the_first() -> None:
-    plain: Any = Sample("llama")().double().train()
+    plain: Any = SmallModel("llama")().double().train()
     plain.alias = plain.model.embed_tokens
-    ids = Batches(MAIN["llama"])(0)["input_ids"]
+    ids = RandomBatches(DEFAULT_HEAD["llama"])(0)["input_ids"]
     plain.alias(ids).square().sum().backward()
     expected = plain.alias.weight.grad.abs().sum().item()
 

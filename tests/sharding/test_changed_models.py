@@ -11,20 +11,20 @@ import torch
 from torch import Tensor, nn
 
 import shardformer
-from shardformer.config import Parallel
+from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.local_ranks.threads import run_as_threads
-from shardformer.mesh.parallel_context import ParallelContext, with_sequence, with_tensor
-from shardformer.mesh.rank_grid import total_of
+from shardformer.mesh.parallel_context import ParallelContext, with_grid_axes, with_ring_axes
+from shardformer.mesh.rank_grid import num_ranks
 from shardformer.pipeline.pipeline import Pipeline
 from shardformer.shard_model_api import shard_model
-from shardformer.verify.small_models import MAIN, Batches, Sample
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel
 from shardformer.weights.state_dict import full_state_dict
-from shardformer.zero.shard_optimizer import zero
+from shardformer.zero.shard_optimizer import shard_optimizer
 
 pytestmark = pytest.mark.slow
 
-BATCH = Batches(MAIN["llama"])(0)
+BATCH = RandomBatches(DEFAULT_HEAD["llama"])(0)
 Layout = Mapping[str, Any]
 TENSOR: list[Layout] = [
     {"tensor": 2},
@@ -36,7 +36,7 @@ UNCUT: list[Layout] = [{"pipe": 2}, {"sequence": 2}, {"pipe": 2, "data": 2}]
 
 def llama() -> Any:
     torch.manual_seed(0)
-    model: Any = Sample("llama")().double().train()
+    model: Any = SmallModel("llama")().double().train()
     model.config.use_cache = False
     return model
 
@@ -92,16 +92,16 @@ def again(model: Any) -> Any:
 
 def check(plain: Any, layout: Layout) -> None:
     """One step over these ranks gives the weights that it gives the plain model."""
-    parallel = Parallel(**layout)
+    parallel = ParallelConfig(**layout)
     axes = {name: size for name, size in parallel.sizes.items() if size is not None}
-    axes["sequence"] = total_of(parallel.sequence)
+    axes["sequence"] = num_ranks(parallel.sequence)
     expected = copy.deepcopy(plain)
     optimizer = torch.optim.SGD([p for p in expected.parameters() if p.requires_grad], lr=0.5)
     expected(**BATCH).loss.backward()
     optimizer.step()
 
     def train(context: ParallelContext) -> dict[str, Tensor]:
-        context = with_tensor(with_sequence(context, parallel.sequence), parallel.tensor)
+        context = with_grid_axes(with_ring_axes(context, parallel.sequence), parallel.tensor)
         model: Any = shard_model(copy.deepcopy(plain), config=parallel.shard_config(context))
         own = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
         data = context.data
@@ -148,7 +148,9 @@ def test_a_head_of_the_users_own_stays_whole(layout: Layout) -> None:
 
 def test_that_a_head_stays_whole_is_noted() -> None:
     plain = own_head()
-    pages = run_as_threads(lambda c: str(shardformer.describe(shard_model(copy.deepcopy(plain), context=c))), tensor=2)
+    pages = run_as_threads(
+        lambda c: str(shardformer.describe_sharding(shard_model(copy.deepcopy(plain), context=c))), tensor=2
+    )
     assert "Whole, since it is no linear: lm_head." in pages[0]
 
 
@@ -186,7 +188,7 @@ def test_a_view_of_a_weight_is_refused_where_the_weight_moves(how: str) -> None:
         assert torch.equal(model.view, model.linear.weight.detach()[4 - len(model.view) :])
         model = Viewing(how)
         with pytest.raises(ConfigError, match=r"view is a view of the parameter linear\.weight"):
-            zero(torch.optim.SGD(model.parameters(), lr=0.1), model, stage=1, context=context)
+            shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, stage=1, context=context)
 
     run_as_threads(run, data=2, in_turn=True)
 
@@ -212,7 +214,7 @@ def test_two_parameters_that_lie_beside_each_other_in_one_storage_are_two() -> N
         model.a, model.b = nn.Parameter(flat[:4].clone()), nn.Parameter(flat[4:].clone())
         whole = flat.clone()
         model.a.data, model.b.data = whole[:4], whole[4:]
-        optimizer = zero(torch.optim.SGD(model.parameters(), lr=1.0), model, stage=2, context=context)
+        optimizer = shard_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, stage=2, context=context)
         (model.a.sum() + 2 * model.b.sum()).backward()
         optimizer.step()
         return [model.a.detach(), model.b.detach()]

@@ -19,18 +19,18 @@ from shardformer.context_parallel import ring_attention
 from shardformer.context_parallel import ring_attention as ring
 from shardformer.context_parallel import sequence_sharded_tensor as cut_tensor
 from shardformer.context_parallel import ulysses as heads
-from shardformer.context_parallel.sequence_sharded_tensor import CutTensor
+from shardformer.context_parallel.sequence_sharded_tensor import SequenceShardedTensorBase
 from shardformer.discovery import forward_trace
 from shardformer.discovery import validation as prove_context
-from shardformer.discovery.example_inputs import batches_for
-from shardformer.discovery.shrink_config import shrunk
-from shardformer.layout.sharding_metadata import Reduction, specs_of
+from shardformer.discovery.example_inputs import example_batches
+from shardformer.discovery.shrink_config import shrink_config
+from shardformer.layout.sharding_metadata import Reduction, shard_specs
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
-from shardformer.mesh.parallel_context import ParallelContext, with_sequence
+from shardformer.mesh.parallel_context import ParallelContext, with_ring_axes
 from shardformer.sharding import apply_tensor_parallel as sharding_gradients
-from shardformer.verify.small_models import MAIN, Batches, Sample
-from shardformer.verify.training_options import Training
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel
+from shardformer.verify.training_options import VerifyTraining
 from shardformer.verify.verification import verify
 from tests.pairwise import in_turn
 
@@ -61,7 +61,7 @@ def in_fp64(batch: Batch) -> dict[str, Any]:
 @cache
 def plain_of(family: str) -> nn.Module:
     torch.manual_seed(0)
-    model: nn.Module = Sample(family)().double().train()
+    model: nn.Module = SmallModel(family)().double().train()
     return model
 
 
@@ -102,7 +102,7 @@ def check(
     weights = dict(alone.named_parameters())
 
     def compute(context: ParallelContext) -> None:
-        grid = with_sequence(context, sequence)
+        grid = with_ring_axes(context, sequence)
         model = shardformer.shard_model(
             copy.deepcopy(plain), context=grid, context_parallel=layout.get("way", "auto"), **options
         )
@@ -110,7 +110,7 @@ def check(
         losses, first = train(model, own, **pipeline)
         if parts == 1:
             assert losses == pytest.approx(expected, rel=max(bound, 1e-6))  # in fp32, where a model casts its logits
-        specs = specs_of(model)
+        specs = shard_specs(model)
         for name, param in model.named_parameters():
             if param.is_meta or name not in gradients:
                 continue
@@ -147,7 +147,7 @@ def train_in_parts(model: nn.Module, batches: list[list[dict[str, Any]]]) -> tup
 
 
 def batches_of(family: str, length: int = 13) -> list[dict[str, Any]]:
-    source = Batches(MAIN[family], batch=SAMPLES, sequence=length)
+    source = RandomBatches(DEFAULT_HEAD[family], batch=SAMPLES, sequence=length)
     return [in_fp64(source(step)) for step in range(STEPS)]
 
 
@@ -209,7 +209,7 @@ def test_that_attention_is_computed_whole_is_said() -> None:
             return str(shardformer.shard_model(copy.deepcopy(plain_of("bloom")), context=context))
         with pytest.warns(UserWarning, match="each of the 2 ranks of the sequence axis computes it for all positions"):
             model = shardformer.shard_model(copy.deepcopy(plain_of("bloom")), context=context)
-        return str(shardformer.describe(model))
+        return str(shardformer.describe_sharding(model))
 
     found = run_as_threads(said, sequence=2)[0]
     assert "attention is computed whole on every rank" in found
@@ -283,9 +283,9 @@ def test_a_stage_sends_its_positions(family: str, layout: dict[str, Any]) -> Non
 
 def hybrid(family: str, head: str) -> tuple[nn.Module, list[dict[str, Any]]]:
     torch.manual_seed(0)
-    config = shrunk(transformers.AutoConfig.for_model(family, architectures=[head]))
+    config = shrink_config(transformers.AutoConfig.for_model(family, architectures=[head]))
     plain = getattr(transformers, head)(config).double().train()
-    return plain, [{**batch, "labels": batch["input_ids"]} for batch in batches_for(plain)[:1]] * STEPS
+    return plain, [{**batch, "labels": batch["input_ids"]} for batch in example_batches(plain)[:1]] * STEPS
 
 
 @pytest.mark.full
@@ -317,11 +317,11 @@ def test_that_it_is_given_them_is_found_and_said(monkeypatch: pytest.MonkeyPatch
 
     def said(context: ParallelContext) -> str:
         model = shardformer.shard_model(copy.deepcopy(plain), context=context)
-        return str(shardformer.describe(model))
+        return str(shardformer.describe_sharding(model))
 
     assert "of what mixes them without attention: model.layers.*.mamba." in run_as_threads(said, sequence=2)[0]
-    monkeypatch.setattr(prove_context, "_KNOWN", {})
-    monkeypatch.setattr(forward_trace.TokensIn, "mixing", lambda _: iter(()))
+    monkeypatch.setattr(prove_context, "_CONTEXT_RESULTS", {})
+    monkeypatch.setattr(forward_trace.TokenUse, "mixing", lambda _: iter(()))
     assert "differs" in refused(plain)
 
 
@@ -348,7 +348,7 @@ def test_the_logits_are_cut_and_behave_as_the_full_ones() -> None:
         model = shardformer.shard_model(copy.deepcopy(plain), context=context, context_parallel="ring")
         out = model(**batch)
         logits = out.logits
-        assert isinstance(logits, CutTensor)
+        assert isinstance(logits, SequenceShardedTensorBase)
         assert logits.shape == expected.logits.shape
         assert logits.local.shape[1] < logits.shape[1]
         near("logits", logits.full_tensor().detach(), expected.logits.detach(), 1e-9)
@@ -404,7 +404,7 @@ def refused(plain: nn.Module, batch: Batch | None = None, sequence: Any = 2, **o
 
     def compute(context: ParallelContext) -> str:
         try:
-            model = shardformer.shard_model(copy.deepcopy(plain), context=with_sequence(context, sequence), **options)
+            model = shardformer.shard_model(copy.deepcopy(plain), context=with_ring_axes(context, sequence), **options)
             if batch is not None:
                 model(**batch)
         except shardformer.ShardFormerError as error:
@@ -444,7 +444,7 @@ def test_what_cannot_be_is_said_on_all_ranks(batch: Batch | None, sequence: Any,
 
 @pytest.mark.slow
 @pytest.mark.feature("context parallel")
-@pytest.mark.parametrize("family", [name for name in MAIN if name not in (*FAMILIES, *OF_THEIR_OWN)])
+@pytest.mark.parametrize("family", [name for name in DEFAULT_HEAD if name not in (*FAMILIES, *OF_THEIR_OWN)])
 def test_a_model_that_cannot_be_cut_is_refused_before_it_is(
     family: str, record_property: Callable[[str, object], None]
 ) -> None:
@@ -456,7 +456,7 @@ def test_a_model_that_cannot_be_cut_is_refused_before_it_is(
 def test_a_way_that_does_not_fit_the_axis_is_refused() -> None:
     assert "context_parallel='ring'" in refused(plain_of("llama"), sequence=(2, 2), context_parallel="ring")
     with pytest.raises(shardformer.ShardFormerError, match=r"context_parallel='rign'.*'ring'"):
-        shardformer.ShardConfig(context_parallel="rign")
+        shardformer.compat.ShardConfig(context_parallel="rign")
 
 
 def test_other_batches_on_the_ranks_of_a_sequence_are_refused() -> None:
@@ -475,19 +475,21 @@ def test_other_batches_on_the_ranks_of_a_sequence_are_refused() -> None:
     ids=str,
 )
 def test_processes_give_what_one_gives(pool4: WorkerPool, sizes: dict[str, Any]) -> None:
-    report = verify(Sample("llama"), Batches("LlamaForCausalLM"), sizes, pool=pool4)
+    report = verify(SmallModel("llama"), RandomBatches("LlamaForCausalLM"), sizes, pool=pool4)
     assert report.passed, str(report)
 
 
 @pytest.mark.parametrize("zero", [1, 3])
 def test_zero_beside_the_sequence_axis(pool4: WorkerPool, zero: int) -> None:
     sizes = {"tensor": 1, "sequence": 2}
-    report = verify(Sample("gpt2"), Batches("GPT2LMHeadModel"), sizes, 2, training=Training(zero), pool=pool4)
+    report = verify(
+        SmallModel("gpt2"), RandomBatches("GPT2LMHeadModel"), sizes, 2, training=VerifyTraining(zero), pool=pool4
+    )
     assert report.passed, str(report)
 
 
 def run_page(block: str) -> float:
-    names = {"model": Sample("llama")().train(), "batch": Batches("LlamaForCausalLM")(0)}
+    names = {"model": SmallModel("llama")().train(), "batch": RandomBatches("LlamaForCausalLM")(0)}
     exec(compile(block, "long-sequences.md", "exec"), names)
     return float(names["loss"].detach())  # type: ignore[attr-defined]
 
@@ -513,7 +515,7 @@ def _not_swapped(x: list[Tensor], shapes: Any, axis: Any) -> list[Tensor]:
 
 LEFT_OUT: dict[str, tuple[str, Any, str, Any]] = {
     "keys of other ranks": ("ring", ring, "_exchange", _nothing_arrives),
-    "gradients of keys, home": ("ring", ring_attention._Home, "finish", lambda self: None),
+    "gradients of keys, home": ("ring", ring_attention._KeyValueGradients, "finish", lambda self: None),
     "keys that are gathered": ("gather", ring, "all_gather", lambda x, axis, *_, **__: torch.cat([x] * axis.size, 3)),
     "heads for positions": ("ulysses", heads, "_swapped", _not_swapped),
     "the loss": ("ring", cut_tensor, "all_reduce", lambda x, *_, **__: x),
@@ -524,6 +526,6 @@ LEFT_OUT: dict[str, tuple[str, Any, str, Any]] = {
 @pytest.mark.parametrize("name", LEFT_OUT)
 def test_a_collective_that_is_left_out_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     way, owner, attribute, instead = LEFT_OUT[name]
-    monkeypatch.setattr(prove_context, "_KNOWN", {})
+    monkeypatch.setattr(prove_context, "_CONTEXT_RESULTS", {})
     monkeypatch.setattr(owner, attribute, instead)
     assert re.search("differs|does not run", refused(plain_of("llama"), context_parallel=way))  # by the proof

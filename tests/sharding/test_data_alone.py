@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import shardformer
 from shardformer.errors import PolicyError
-from shardformer.layout.sharding_metadata import state_of
+from shardformer.layout.sharding_metadata import metadata_of
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.verify.small_models import Sample
+from shardformer.verify.small_models import SmallModel
 
 IDS = torch.randint(3, 60, (4, 8), generator=torch.Generator().manual_seed(0))
 
@@ -36,7 +36,7 @@ class Classifier(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder = Sample("bert", "BertModel")()
+        self.encoder = SmallModel("bert", "BertModel")()
         self.config = self.encoder.config
         self.head = nn.Linear(self.config.hidden_size, 3)
 
@@ -59,7 +59,7 @@ class WithoutLayers(nn.Module):
 
 
 def llama() -> Any:
-    return Sample("llama")()
+    return SmallModel("llama")()
 
 
 def other_layer(model: Any) -> None:
@@ -156,13 +156,13 @@ def test_an_optimizer_made_before_shard_model_goes_on() -> None:
 
 def test_describe_reports_that_there_is_no_policy() -> None:
     def do(context: ParallelContext) -> str:
-        return str(shardformer.describe(shardformer.shard_model(Classifier(), context=context)))
+        return str(shardformer.describe_sharding(shardformer.shard_model(Classifier(), context=context)))
 
     assert "No small twin of Classifier can be built" in run_as_threads(do, data=2, in_turn=True)[0]
 
 
-class Wrong(shardformer.RolePolicy):
-    stack = shardformer.Stack("model.blocks", [])
+class Wrong(shardformer.policies.RolePolicy):
+    stack = shardformer.policies.LayerStack("model.blocks", [])
 
 
 def test_a_policy_that_the_user_passes_must_describe_the_model() -> None:
@@ -186,7 +186,7 @@ def test_a_tensor_axis_needs_the_policy() -> None:
 
 def test_the_family_is_still_found_where_it_fits() -> None:
     def do(context: ParallelContext) -> str:
-        return state_of(shardformer.shard_model(llama(), context=context)).request.source
+        return metadata_of(shardformer.shard_model(llama(), context=context)).request.source
 
     assert "llama" in run_as_threads(do, data=2, in_turn=True)[0]
     assert transformers.__version__  # the family is one of transformers

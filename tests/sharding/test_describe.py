@@ -18,14 +18,14 @@ from shardformer.policies.registry import FAMILIES
 from shardformer.sharding import describe
 from shardformer.sharding import describe as listing
 from shardformer.sharding import describe as stage_table
-from shardformer.sharding.describe import Description, StageRow
-from shardformer.verify.small_models import SMALL, Sample
+from shardformer.sharding.describe import ShardingDescription, StageRow
+from shardformer.verify.small_models import SMALL_CONFIGS, SmallModel
 from tests.policies.toy import ToyLM, ToyPolicy
 
 
-def _describe(family: str) -> tuple[str, Description]:
-    model = shardformer.shard_model(Sample(family)(), enable_fused_normalization=True)
-    description = shardformer.describe(model)
+def _describe(family: str) -> tuple[str, ShardingDescription]:
+    model = shardformer.shard_model(SmallModel(family)(), enable_fused_normalization=True)
+    description = shardformer.describe_sharding(model)
     return str(description), description
 
 
@@ -68,11 +68,11 @@ def test_the_page_of_a_gpt2(pool2: WorkerPool) -> None:
 
 
 @pytest.mark.reduced(family=("llama", "gpt2", "bert", "t5"))
-@pytest.mark.parametrize("family", [family for family in SMALL if family in FAMILIES])
+@pytest.mark.parametrize("family", [family for family in SMALL_CONFIGS if family in FAMILIES])
 def test_a_page_is_narrow_and_accounts_for_every_parameter(pool2: WorkerPool, family: str) -> None:
     text, description = pool2.run(_describe, family)[0]
     assert max(len(line) for line in text.splitlines()) <= 120
-    model = Sample(family)()
+    model = SmallModel(family)()
     whole = sum(share for *_, share in description.whole)
     names = {n.removesuffix(".weight") for n, _ in model.named_parameters()}
     rows = [re.compile(re.escape(path).replace("\\*", r"\d+")) for path, *_ in description.rows]
@@ -84,7 +84,7 @@ def test_a_page_is_narrow_and_accounts_for_every_parameter(pool2: WorkerPool, fa
 
 
 def _describe_toy() -> str:
-    return str(shardformer.describe(shardformer.shard_model(ToyLM(), ToyPolicy)))
+    return str(shardformer.describe_sharding(shardformer.shard_model(ToyLM(), ToyPolicy)))
 
 
 def test_a_model_of_ones_own_is_described_by_its_own_policy(pool2: WorkerPool) -> None:
@@ -102,7 +102,7 @@ def test_layers_that_differ_are_counted() -> None:
 
 def test_long_lists_of_names_go_on_in_the_next_line() -> None:
     parameters = [(f"h.*.block_{i}.norm.weight", "64", 2, 0.01) for i in range(9)]
-    lines = describe.table(("whole", "shape", "share"), describe.whole_rows(parameters), {"h.*": 2})
+    lines = describe.table(("whole", "shape", "share"), describe.replicated_rows(parameters), {"h.*": 2})
     assert max(map(len, lines)) < 80
     assert lines[-1].endswith("block_8.norm: weight") and lines[2].endswith("64     9.0%")
 
@@ -110,7 +110,7 @@ def test_long_lists_of_names_go_on_in_the_next_line() -> None:
 @pytest.mark.parametrize("model", [ToyLM(), nn.Linear(2, 2)])
 def test_a_model_that_is_not_sharded_has_no_page(model: nn.Module) -> None:
     with pytest.raises(ConfigError, match=r"is not sharded\..*Call shardformer.shard_model"):
-        shardformer.describe(model)
+        shardformer.describe_sharding(model)
 
 
 # --- the stages of a pipeline
@@ -142,9 +142,9 @@ def _describe_stages(
     context = ParallelContext.from_world({"tensor": tensor, "pipe": 2, "data": 1})
     manager = PipelineStageManager(context, schedule, **stages)  # type: ignore[arg-type]  # options by name
     config = ShardConfig(pipeline_stage_manager=manager)
-    model = shardformer.ShardFormer(config).optimize(Sample(family, head).deeper(4)())[0]
+    model = shardformer.compat.ShardFormer(config).optimize(SmallModel(family, head).deeper(4)())[0]
     sizes = {name: p.numel() for name, p in model.named_parameters()}
-    description = shardformer.describe(model)
+    description = shardformer.describe_sharding(model)
     return str(description), description.stages, sizes, sum(sizes.values())
 
 
@@ -158,7 +158,7 @@ def test_the_page_of_stages(pool4: WorkerPool) -> None:
 @pytest.mark.parametrize("family", ["llama", "t5", "albert", "bert", "blip-2", "swin"])
 def test_the_rows_of_stages_are_what_each_of_them_holds(pool2: WorkerPool, family: str) -> None:
     pages = pool2.run(_describe_stages, family)
-    total = sum(p.numel() for p in Sample(family).deeper(4)().parameters())
+    total = sum(p.numel() for p in SmallModel(family).deeper(4)().parameters())
     for stage, (text, rows, _, here) in enumerate(pages):
         row = rows[stage]
         assert (row.stage, row.virtual_stages, row.parameters) == (stage, (stage,), here)

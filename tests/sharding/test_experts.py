@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from shardformer.layout.sharding_metadata import specs_of
+from shardformer.layout.sharding_metadata import shard_specs
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.policies.roles import Experts, Stack
+from shardformer.policies.roles import Experts, LayerStack
 from shardformer.shard_model_api import shard_model
 from shardformer.weights.state_dict import full_state_dict
 
@@ -61,12 +61,12 @@ class Model(nn.Module):
 
 
 class OfMixtral(RolePolicy):
-    stack = Stack("layers", [KINDS["mixtral"][2]])
+    stack = LayerStack("layers", [KINDS["mixtral"][2]])
     whole = ("layers.*.router",)
 
 
 class OfGptOss(RolePolicy):
-    stack = Stack("layers", [KINDS["gpt_oss"][2]])
+    stack = LayerStack("layers", [KINDS["gpt_oss"][2]])
     whole = ("layers.*.router", "layers.*.experts.down_proj_bias")
 
 
@@ -97,7 +97,7 @@ def test_parts_of_any_size_are_computed(kind: str, width: int, ranks: int, dtype
     def compute(context: ParallelContext) -> None:
         model = models[context.tensor.rank]
         shard_model(model, POLICIES[kind](), context=context)
-        specs = specs_of(model)
+        specs = shard_specs(model)
         for name, ours in trained(model, x).items():
             wide = specs[name].slice(exact[name], {"tensor": context.tensor.rank}) if name in specs else exact[name]
             assert (ours - wide).norm() <= bounds[name], name

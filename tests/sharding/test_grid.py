@@ -16,23 +16,23 @@ import transformers
 from torch import Tensor, nn
 
 import shardformer
-from shardformer.comm.collectives import Pending, local_chunk
-from shardformer.comm.recorder import Recorder
+from shardformer.comm.collectives import PendingCollective, local_chunk
+from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.discovery import validation as prove_grid
-from shardformer.discovery.example_inputs import batches_for
-from shardformer.discovery.shrink_config import shrunk
+from shardformer.discovery.example_inputs import example_batches
+from shardformer.discovery.shrink_config import shrink_config
 from shardformer.errors import ConfigError, InputError, PolicyError
-from shardformer.layout.sharding_metadata import specs_of
+from shardformer.layout.sharding_metadata import shard_specs
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
-from shardformer.mesh.parallel_context import ParallelContext, with_tensor
+from shardformer.mesh.parallel_context import ParallelContext, with_grid_axes
 from shardformer.sharding import apply_tensor_grid as grid_plan
 from shardformer.tensor_parallel.grid.layers import GridNorm
-from shardformer.tensor_parallel.grid.region import GridEdges
+from shardformer.tensor_parallel.grid.region import GridRegion
 from shardformer.transformers_compat import is_cache
-from shardformer.verify.small_models import MAIN, Batches, Sample, sample_loss
-from shardformer.verify.train_both import WithoutCasts
-from shardformer.verify.training_options import Training
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel, sample_loss
+from shardformer.verify.train_both import ForceFp64
+from shardformer.verify.training_options import VerifyTraining
 from shardformer.verify.verification import verify
 from tests.pairwise import in_turn
 
@@ -50,7 +50,7 @@ GRIDS: list[tuple[str, Sizes]] = [
     ("2d", (2, 3)),
     ("3d", (2, 1, 2)),
 ]
-FAMILIES = [name for name in MAIN if name not in ("sam", "albert", "gpt_neo")]  # these below, or refused
+FAMILIES = [name for name in DEFAULT_HEAD if name not in ("sam", "albert", "gpt_neo")]  # these below, or refused
 
 
 def in_fp64(batch: Batch) -> dict[str, Any]:
@@ -60,12 +60,12 @@ def in_fp64(batch: Batch) -> dict[str, Any]:
 @cache
 def plain_of(family: str) -> nn.Module:
     torch.manual_seed(0)
-    model: nn.Module = Sample(family)().double().train()
+    model: nn.Module = SmallModel(family)().double().train()
     return model
 
 
 def batches_of(family: str, samples: int = SAMPLES, steps: int = STEPS) -> list[dict[str, Any]]:
-    batches = Batches(MAIN[family], batch=samples)
+    batches = RandomBatches(DEFAULT_HEAD[family], batch=samples)
     return [in_fp64(batches(step)) for step in range(steps)]
 
 
@@ -81,7 +81,7 @@ def train(
         if step is not None:
             loss = step(batch)
         else:
-            with WithoutCasts() if casts is None else nullcontext():  # its backward is for one thread alone
+            with ForceFp64() if casts is None else nullcontext():  # its backward is for one thread alone
                 loss = sample_loss(model, batch)
             loss.backward()
         first = first or {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -114,11 +114,11 @@ def check(
     weights = dict(alone.named_parameters())
 
     def compute(context: ParallelContext) -> None:
-        grid = with_tensor(context, sizes)
+        grid = with_grid_axes(context, sizes)
         model = shardformer.shard_model(copy.deepcopy(plain), context=grid, tensor_parallel_mode=mode)
         losses, first = train(model, batches, casts, **pipeline)
         assert losses == pytest.approx(expected, rel=bound)
-        specs = specs_of(model)
+        specs = shard_specs(model)
         for name, param in model.named_parameters():
             if param.is_meta or name not in gradients or not param.numel():
                 continue
@@ -203,11 +203,11 @@ def test_stacks_that_are_computed_again_as_a_whole(mode: str, sizes: Sizes) -> N
 @pytest.mark.full
 def test_dropout_is_drawn_alike_where_stacks_are_computed_again() -> None:
     torch.manual_seed(0)
-    plain = Sample("swin", changes={"hidden_dropout_prob": 0.3})().double().train()
+    plain = SmallModel("swin", changes={"hidden_dropout_prob": 0.3})().double().train()
     batch = batches_of("swin", 3, steps=1)[0]
 
     def gradients(context: ParallelContext, again: bool) -> dict[str, Tensor]:
-        grid = with_tensor(context, (2, 2))
+        grid = with_grid_axes(context, (2, 2))
         model: Any = shardformer.shard_model(copy.deepcopy(plain), context=grid, tensor_parallel_mode="2d")
         if again:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -226,10 +226,10 @@ def test_dropout_is_drawn_alike_where_stacks_are_computed_again() -> None:
 
 def mixture(family: str, head: str) -> tuple[nn.Module, list[dict[str, Any]]]:
     torch.manual_seed(0)
-    config = shrunk(transformers.AutoConfig.for_model(family, architectures=[head]))
+    config = shrink_config(transformers.AutoConfig.for_model(family, architectures=[head]))
     config._experts_implementation = "eager"
     model = getattr(transformers, head)(config).double().train()
-    batch = next(batch for batch in batches_for(model))
+    batch = next(batch for batch in example_batches(model))
     return model, [{**in_fp64(batch), "labels": batch["input_ids"]}] * STEPS
 
 
@@ -244,7 +244,7 @@ def test_a_mixture_of_experts_is_given_all_features(family: str, head: str) -> N
 
 
 def test_what_is_said_of_a_grid() -> None:
-    said = run_as_threads(lambda c: str(shardformer.describe(sharded(c, "llama", "2d", (2, 2)))), tensor=4)[0]
+    said = run_as_threads(lambda c: str(shardformer.describe_sharding(sharded(c, "llama", "2d", (2, 2)))), tensor=4)[0]
     assert "has 1/2 of the samples and 1/2 of the hidden features, so 1/4 of the activations" in said
     assert "it sends 2.5 N H + 0.75 W numbers" in said and "in one dimension 6 N H" in said
 
@@ -262,8 +262,8 @@ def test_what_is_said_of_a_grid() -> None:
 def test_norms_that_write_out_their_formula(family: str, head: str, mode: str, sizes: Sizes) -> None:
     """Cohere's casts as none of torch does; OLMo's has no parameters and does not say its epsilon."""
     torch.manual_seed(0)
-    plain = getattr(transformers, head)(shrunk(transformers.AutoConfig.for_model(family, architectures=[head])))
-    check(plain.double().train(), [dict(batches_for(plain)[0])], mode, sizes)
+    plain = getattr(transformers, head)(shrink_config(transformers.AutoConfig.for_model(family, architectures=[head])))
+    check(plain.double().train(), [dict(example_batches(plain)[0])], mode, sizes)
 
 
 @pytest.mark.slow
@@ -271,13 +271,13 @@ def test_norms_that_write_out_their_formula(family: str, head: str, mode: str, s
 def test_an_attention_that_stays_whole_is_given_its_own_samples() -> None:
     """Of the mask and the positions, too."""
     torch.manual_seed(0)
-    config = shrunk(transformers.AutoConfig.for_model("diffllama", architectures=["DiffLlamaForCausalLM"]))
+    config = shrink_config(transformers.AutoConfig.for_model("diffllama", architectures=["DiffLlamaForCausalLM"]))
     plain = transformers.DiffLlamaForCausalLM(config).double().train()
-    check(plain, [dict(batches_for(plain)[0])], "2d", (2, 2))
+    check(plain, [dict(example_batches(plain)[0])], "2d", (2, 2))
 
 
 def test_a_norm_of_no_known_formula_is_given_all_features(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prove_grid, "_KNOWN", {})
+    monkeypatch.setattr(prove_grid, "_GRID_RESULTS", {})
     monkeypatch.setattr(grid_plan, "norm_kind", lambda module: None)
     check(plain_of("bert"), batches_of("bert"), "2d", (2, 2))
 
@@ -297,7 +297,7 @@ def test_positions_and_masks_of_each_sample(mode: str, sizes: Sizes) -> None:
 
 def sharded(context: ParallelContext, family: str, mode: str, sizes: Sizes, **options: Any) -> nn.Module:
     plain = copy.deepcopy(plain_of(family))
-    return shardformer.shard_model(plain, context=with_tensor(context, sizes), tensor_parallel_mode=mode, **options)
+    return shardformer.shard_model(plain, context=with_grid_axes(context, sizes), tensor_parallel_mode=mode, **options)
 
 
 @pytest.mark.slow
@@ -407,9 +407,9 @@ def test_what_is_sent_is_what_the_formulas_say() -> None:
     weights = 4 * hidden * hidden + 3 * hidden * width
 
     def sent(context: ParallelContext, mode: str, sizes: Sizes) -> tuple[float, float]:
-        grid = with_tensor(context, sizes)
+        grid = with_grid_axes(context, sizes)
         model = shardformer.shard_model(copy.deepcopy(plain), context=grid, tensor_parallel_mode=mode)
-        with Recorder(grid) as recorder:
+        with CollectiveRecorder(grid) as recorder:
             model(input_ids=ids, labels=ids).loss.backward()
         table = recorder.table()
         of_weights = sum(n / grid.sizes[axis] for (_, axis, why), (_, n) in table.items() if why == "weights")
@@ -460,26 +460,26 @@ def test_each_rank_has_its_share_of_the_weights() -> None:
 # --- a test that cannot fail is a defect
 
 
-def _kept(self: GridEdges, x: Tensor, *_: Any) -> Pending:
-    return Pending((), lambda: local_chunk(x, self.grid.column, x.dim() - 1))
+def _kept(self: GridRegion, x: Tensor, *_: Any) -> PendingCollective:
+    return PendingCollective((), lambda: local_chunk(x, self.grid.column, x.dim() - 1))
 
 
 LEFT_OUT: dict[str, Callable[..., Any]] = {
     "start_scatter": _kept,
-    "start_weight_grad": lambda self, grad, dim: Pending((), lambda: local_chunk(grad, self.grid.row, dim)),
+    "start_weight_grad": lambda self, grad, dim: PendingCollective((), lambda: local_chunk(grad, self.grid.row, dim)),
 }
 
 
 @pytest.mark.parametrize("name", LEFT_OUT)
 def test_a_collective_that_is_left_out_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prove_grid, "_KNOWN", {})
-    monkeypatch.setattr(GridEdges, name, LEFT_OUT[name])
+    monkeypatch.setattr(prove_grid, "_GRID_RESULTS", {})
+    monkeypatch.setattr(GridRegion, name, LEFT_OUT[name])
     with pytest.raises(ConfigError, match="differs"):  # the proof on the twin sees it
         run_as_threads(lambda context: sharded(context, "qwen2", "2d", (2, 2)), tensor=4)
 
 
 def test_a_norm_of_this_ranks_features_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prove_grid, "_KNOWN", {})
+    monkeypatch.setattr(prove_grid, "_GRID_RESULTS", {})
     monkeypatch.setattr(GridNorm, "forward", lambda self, x: nn.functional.rms_norm(x, x.shape[-1:]) * self.weight)
     with pytest.raises(ConfigError, match="differs"):
         run_as_threads(lambda context: sharded(context, "mistral", "2d", (1, 2)), tensor=2)
@@ -509,16 +509,16 @@ def test_sizes_that_do_not_fit(tensor: int, sizes: Any, mode: str, said: str) ->
 
 def test_what_a_grid_does_not_go_with() -> None:
     with pytest.raises(ConfigError, match="enable_sequence_parallelism=True"):
-        shardformer.ShardConfig(tensor_parallel_mode="2d", enable_sequence_parallelism=True)
+        shardformer.compat.ShardConfig(tensor_parallel_mode="2d", enable_sequence_parallelism=True)
     with pytest.raises(ConfigError, match="a sequence axis"):
         run_as_threads(lambda c: sharded(c, "llama", "2d", (2, 1)), tensor=2, sequence=2)
 
 
 def test_a_policy_that_knows_one_axis() -> None:
-    class Own(shardformer.Policy):
+    class Own(shardformer.policies.Policy):
         def module_policy(self) -> Any:
-            sub = shardformer.SubModuleReplacementDescription("fc", shardformer.tensor_parallel.Linear1D_Col)
-            return {"h.0": shardformer.ModulePolicyDescription(sub_module_replacement=[sub])}
+            sub = shardformer.policies.SubModuleReplacementDescription("fc", shardformer.tensor_parallel.Linear1D_Col)
+            return {"h.0": shardformer.policies.ModulePolicyDescription(sub_module_replacement=[sub])}
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -528,7 +528,9 @@ def test_a_policy_that_knows_one_axis() -> None:
 
     with pytest.raises((PolicyError, ConfigError), match="names no stack"):
         run_as_threads(
-            lambda c: shardformer.shard_model(Model(), Own, context=with_tensor(c, (2, 1)), tensor_parallel_mode="2d"),
+            lambda c: shardformer.shard_model(
+                Model(), Own, context=with_grid_axes(c, (2, 1)), tensor_parallel_mode="2d"
+            ),
             tensor=2,
         )
 
@@ -550,7 +552,10 @@ def test_keys_of_another_forward_are_refused_in_training() -> None:
 
 
 def run_page(block: str) -> float:
-    names: dict[str, Any] = {"model": Sample("llama")(), "batch": Batches(MAIN["llama"], batch=SAMPLES)(0)}
+    names: dict[str, Any] = {
+        "model": SmallModel("llama")(),
+        "batch": RandomBatches(DEFAULT_HEAD["llama"], batch=SAMPLES)(0),
+    }
     exec(compile(block, "tensor-grids.md", "exec"), names)
     return float(names["loss"].detach())
 
@@ -566,17 +571,18 @@ def test_the_page_of_grids_runs(pool4: WorkerPool) -> None:
 @pytest.mark.parametrize(
     ("family", "mode", "sizes", "training"),
     [
-        ("llama", "2d", (2, 2), Training()),
-        ("bert", "2.5d", (2, 1, 2), Training(zero=1, optimizer="AdamW")),
-        ("t5", "2d", (4, 1), Training(zero=3)),
-        ("gpt2", "3d", (2, 1, 2), Training(zero=2, micro_steps=2)),
+        ("llama", "2d", (2, 2), VerifyTraining()),
+        ("bert", "2.5d", (2, 1, 2), VerifyTraining(zero=1, optimizer="AdamW")),
+        ("t5", "2d", (4, 1), VerifyTraining(zero=3)),
+        ("gpt2", "3d", (2, 1, 2), VerifyTraining(zero=2, micro_steps=2)),
     ],
     ids=str,
 )
-def test_over_processes(pool4: WorkerPool, family: str, mode: str, sizes: Sizes, training: Training) -> None:
+def test_over_processes(pool4: WorkerPool, family: str, mode: str, sizes: Sizes, training: VerifyTraining) -> None:
     config = {"tensor_parallel_mode": mode}
     report = verify(
-        Sample(family), Batches(MAIN[family], batch=SAMPLES), {"tensor": sizes}, dtype=torch.float64, config=config,
+        SmallModel(family), RandomBatches(DEFAULT_HEAD[family], batch=SAMPLES), {"tensor": sizes},
+        dtype=torch.float64, config=config,
         training=training, pool=pool4, loss_fn=sample_loss,
     )  # fmt: skip
     assert report.passed, str(report)
@@ -584,7 +590,7 @@ def test_over_processes(pool4: WorkerPool, family: str, mode: str, sizes: Sizes,
 
 def test_with_data_ranks(pool4: WorkerPool) -> None:
     report = verify(
-        Sample("llama"), Batches(MAIN["llama"], batch=6), {"tensor": (2, 1)}, 2, dtype=torch.float64,
-        config={"tensor_parallel_mode": "2d"}, training=Training(zero=2), pool=pool4,
+        SmallModel("llama"), RandomBatches(DEFAULT_HEAD["llama"], batch=6), {"tensor": (2, 1)}, 2, dtype=torch.float64,
+        config={"tensor_parallel_mode": "2d"}, training=VerifyTraining(zero=2), pool=pool4,
     )  # fmt: skip
     assert report.passed, str(report)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import shardformer
 from shardformer.errors import ConfigError, InputError
-from shardformer.layout.sharding_metadata import specs_of, state_of
+from shardformer.layout.sharding_metadata import metadata_of, shard_specs
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 
@@ -60,7 +60,7 @@ def test_the_gradient_of_embeddings_is_whole_and_that_of_their_table_too(layout:
         model = shardformer.shard_model(copy.deepcopy(plain), context=context, **options)
         found, _ = perturbed(model)
         torch.testing.assert_close(found, expected)
-        specs, coords = specs_of(model), state_of(model).coords
+        specs, coords = shard_specs(model), metadata_of(model).coords
         for name, p in model.named_parameters():
             torch.testing.assert_close(p.grad, specs[name].slice(gradients[name], coords), msg=name)
 

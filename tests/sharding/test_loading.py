@@ -16,14 +16,14 @@ import shardformer
 from shardformer.errors import ConfigError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.verify.small_models import MAIN, Batches, Sample
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel
 from tests.scripts import PYTHON
 
 FAMILIES = ("llama", "gpt2", "t5", "bert")
 
 
 def plain(family: str = "llama", seed: int = 0) -> Any:
-    model = Sample(family)().train()
+    model = SmallModel(family)().train()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
@@ -32,7 +32,7 @@ def plain(family: str = "llama", seed: int = 0) -> Any:
 
 
 def batch(family: str = "llama") -> dict[str, Any]:
-    return Batches(MAIN[family])(0)
+    return RandomBatches(DEFAULT_HEAD[family])(0)
 
 
 @pytest.mark.slow
@@ -122,7 +122,7 @@ def test_what_is_in_both_goes_in_where_that_is_asked_for() -> None:
 def test_under_stage_3_nothing_is_loaded_past_the_optimizer() -> None:
     def do(context: ParallelContext) -> None:
         model: Any = shardformer.shard_model(plain(), context=context)
-        shardformer.zero(torch.optim.AdamW(model.parameters()), model, stage=3)
+        shardformer.shard_optimizer(torch.optim.AdamW(model.parameters()), model, stage=3)
         with pytest.raises(ConfigError, match="load_checkpoint"):
             model.load_state_dict(plain().state_dict())
 

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 import shardformer
 from shardformer.comm.collectives import gather_full
 from shardformer.errors import ConfigError
-from shardformer.layout.sharding_metadata import specs_of
+from shardformer.layout.sharding_metadata import shard_specs
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.policies.roles import MLP, Attention, Projections, Stack
+from shardformer.policies.roles import MLP, Attention, AttentionProjections, LayerStack
 from shardformer.sharding.apply_kernels import WRITTEN_OUT, check_activations, check_norms
 from tests.policies.toy import HIDDEN, FeedForward, SelfAttention, ToyLM, ToyPolicy, toy_batch, toy_loss
 
@@ -48,11 +48,13 @@ class Activated(FeedForward):
 
 
 class NormedPolicy(RolePolicy):
-    stack = Stack(
+    stack = LayerStack(
         "layers",
         [
             Attention(
-                "attn", Projections(q="q.0", k="k", v="v", out="o"), counts={"q.1": "heads", "num_heads": "heads"}
+                "attn",
+                AttentionProjections(q="q.0", k="k", v="v", out="o"),
+                counts={"q.1": "heads", "num_heads": "heads"},
             ),
             MLP("mlp", up="fc1", down="fc2"),
         ],
@@ -78,13 +80,13 @@ def check(change: Callable[[Any], None], policy: type[Policy] = ToyPolicy, **opt
     def train(context: ParallelContext) -> str:
         arguments: dict[str, Any] = options
         model = shardformer.shard_model(models[context.tensor.rank], policy, context=context, **arguments)
-        loss, specs = toy_loss(model, toy_batch(0)), specs_of(model)
+        loss, specs = toy_loss(model, toy_batch(0)), shard_specs(model)
         loss.backward()
         torch.testing.assert_close(loss, expected)
         for (name, param), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
             assert param.grad is not None
             torch.testing.assert_close(gather_full(param.grad, specs[name], context.axis), theirs.grad, msg=name)
-        return str(shardformer.describe(model))
+        return str(shardformer.describe_sharding(model))
 
     return run_as_threads(train, tensor=2)[0]
 
@@ -100,7 +102,7 @@ def with_doubled_norm(layer: Any) -> None:
 
 def test_a_norm_that_is_cut_stays_and_is_said() -> None:
     said = check(with_norm_over_heads, NormedPolicy, enable_fused_normalization=True)
-    assert "Norms that stay as they are: 2 SplitNorm (its statistics are summed over the ranks)." in said
+    assert "Norms that stay as they are: 2 ShardedNorm (its statistics are summed over the ranks)." in said
     assert "FusedLayerNorm" in said
 
 

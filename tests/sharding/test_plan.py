@@ -19,8 +19,8 @@ from shardformer.policies.module_descriptions import (
     SubModuleReplacementDescription,
 )
 from shardformer.policies.policy import Policy
-from shardformer.policies.roles import MLP, Attention, Projections, Stack
-from shardformer.sharding.plan import Plan, make_plan
+from shardformer.policies.roles import MLP, Attention, AttentionProjections, LayerStack
+from shardformer.sharding.plan import ShardingPlan, make_plan
 from shardformer.tensor_parallel.layers import (
     Linear1D_Col,
     Linear1D_Row,
@@ -45,12 +45,12 @@ class Written(Policy):
         return self._stacks
 
 
-def plan_of(policy: Policy, model: nn.Module | None = None, size: int = 2) -> Plan:
+def plan_of(policy: Policy, model: nn.Module | None = None, size: int = 2) -> ShardingPlan:
     """The plan of one of ``size`` ranks. Nothing is communicated."""
     policy.set_model(model or ToyLM())
     policy.axis = Axis("tensor", size)
     plan = make_plan(policy.model, policy)
-    legacy.check(policy, policy.model)
+    legacy.check_legacy(policy, policy.model)
     return plan
 
 
@@ -199,8 +199,8 @@ class Other(ToyPolicy):
         vars(self).update(changes)
 
 
-def block(*blocks: Attention | MLP) -> Stack:
-    return Stack("layers", blocks)
+def block(*blocks: Attention | MLP) -> LayerStack:
+    return LayerStack("layers", blocks)
 
 
 GOOD_ATTENTION, GOOD_MLP = ToyPolicy.stack.blocks
@@ -209,20 +209,20 @@ GOOD_ATTENTION, GOOD_MLP = ToyPolicy.stack.blocks
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"stack": Stack("layer", [GOOD_MLP])}, ("no module 'layer'", "'layers.0'")),
+        ({"stack": LayerStack("layer", [GOOD_MLP])}, ("no module 'layer'", "'layers.0'")),
         (
-            {"stack": block(Attention("atn", Projections(q="q", k="k", v="v", out="o")))},
+            {"stack": block(Attention("atn", AttentionProjections(q="q", k="k", v="v", out="o")))},
             ("no module 'layers.*.atn'", "'attn'"),
         ),
         (
-            {"stack": block(Attention("attn", Projections(q="wq", k="k", v="v", out="o")))},
+            {"stack": block(Attention("attn", AttentionProjections(q="wq", k="k", v="v", out="o")))},
             ("no module 'layers.*.attn.wq'",),
         ),
         ({"stack": block(MLP("mlp", up="up", down="fc2"))}, ("no module 'layers.*.mlp.up'",)),
         ({"stack": block(MLP("mlp", up=["up?"], down="fc2"))}, ("no module 'layers.*.mlp.up'",)),
         ({"stack": block(MLP("mlp", up="fc1", down="norm"))}, ("layers.*.mlp.norm is a Identity", "nn.Linear")),
         ({"stack": block(MLP("mlp", up="fc1", down="fc1"))}, ("41 output features", "30 input features")),
-        ({"stack": Stack("layers", [GOOD_ATTENTION, GOOD_MLP], final_norm="nrm")}, ("no module 'nrm'", "'norm'")),
+        ({"stack": LayerStack("layers", [GOOD_ATTENTION, GOOD_MLP], final_norm="nrm")}, ("no module 'nrm'", "'norm'")),
         ({"embeddings": "embd"}, ("no module 'embd'", "'embed'")),
         ({"whole": ("positions",)}, ("no module 'positions'",)),
         ({"num_heads": "n_head"}, ("num_heads is 'n_head'", "no config", "num_heads = 12")),
@@ -239,7 +239,7 @@ def test_a_table_that_does_not_fit_the_model(changes: dict[str, Any], words: tup
 
 
 def test_what_may_lack_and_what_stays_whole_on_purpose() -> None:
-    extra = Attention("cross", Projections(q="q", k="k", v="v", out="o"), optional=True)
+    extra = Attention("cross", AttentionProjections(q="q", k="k", v="v", out="o"), optional=True)
     gate = MLP("mlp", up=["fc1", "gate?"], down="fc2")
     plan = plan_of(Other(stack=block(GOOD_ATTENTION, extra, gate), embeddings=(), whole=("embed", "pooler?")))
     assert [path for path in plan.replacements if path.startswith("layers.0")] == [

@@ -10,15 +10,15 @@ import transformers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardformer.comm.recorder import Recorder
-from shardformer.discovery.derive_policy import infer
+from shardformer.comm.recorder import CollectiveRecorder
+from shardformer.discovery.derive_policy import derive_policy
 from shardformer.errors import ConfigError
-from shardformer.layout.sharding_metadata import specs_of
+from shardformer.layout.sharding_metadata import shard_specs
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.pipeline.layer_sequence import SequenceNeeds
+from shardformer.pipeline.layer_sequence import SequenceParallelHints
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.policies.roles import MLP, Experts, Stack
+from shardformer.policies.roles import MLP, Experts, LayerStack
 from shardformer.shard_model_api import shard_model
 from tests.optim.test_grad_norm import Bank
 from tests.sharding.test_shared import AttentionsOnly, AttentionsOnlyPolicy
@@ -45,7 +45,7 @@ class OfExperts(nn.Module):
 
 
 class ExpertsPolicy(RolePolicy):
-    stack = Stack("layers", [Experts("experts", "up", "down")])
+    stack = LayerStack("layers", [Experts("experts", "up", "down")])
 
 
 def test_a_layer_that_needs_more_than_its_part_is_refused() -> None:
@@ -74,11 +74,11 @@ def test_experts_are_given_the_tokens_of_all_ranks(length: int, ranks: int) -> N
     def compute(context: ParallelContext) -> None:
         model = models[context.tensor.rank]
         shard_model(model, ExpertsPolicy(), context=context, enable_sequence_parallelism=True).zero_grad()
-        with Recorder(context) as recorder:
+        with CollectiveRecorder(context) as recorder:
             out = model(x)
             out.square().sum().backward()
         torch.testing.assert_close(out, expected, rtol=1e-11, atol=1e-8)
-        specs = specs_of(model)
+        specs = shard_specs(model)
         for name, param in model.named_parameters():
             own = specs[name].slice(gradients[name], {"tensor": context.tensor.rank})
             torch.testing.assert_close(param.grad, own, rtol=1e-11, atol=1e-8)
@@ -99,7 +99,7 @@ class BiasedBank(Bank):
 
 
 class BiasedExpertsPolicy(RolePolicy):
-    stack = Stack("layers", [Experts("experts", "up", "down", summands=["bias"])])
+    stack = LayerStack("layers", [Experts("experts", "up", "down", summands=["bias"])])
     whole = ("layers.*.experts.bias",)
 
 
@@ -135,7 +135,7 @@ def test_experts_of_transformers_are_cut_beside_the_sequence(family: str) -> Non
     config = transformers.AutoConfig.for_model(family)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    policy = infer(model)
+    policy = derive_policy(model)
     assert policy.against_sequence is None
 
 
@@ -173,10 +173,10 @@ class Diffusion(nn.Module):
 
 
 class DiffusionPolicy(RolePolicy):
-    stack = Stack(
+    stack = LayerStack(
         "layers",
         [MLP("mlp", "up", "down"), MLP("time", "up", "down")],
-        sequence=SequenceNeeds(beside=["of_tokens"], apart=["time"]),
+        sequence=SequenceParallelHints(beside=["of_tokens"], apart=["time"]),
     )
     whole = ("layers.*.gate",)
 
@@ -201,7 +201,7 @@ def test_what_is_given_beside_the_stream_is_cut_as_it_is_also_when_layers_are_co
         model = copy.deepcopy(plain)
         shard_model(model, DiffusionPolicy(), context=context, enable_sequence_parallelism=True)
         train(model)
-        specs = specs_of(model)
+        specs = shard_specs(model)
         for name, param in model.named_parameters():
             whole = expected[name]
             assert whole is not None and param.grad is not None

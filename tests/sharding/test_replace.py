@@ -10,7 +10,7 @@ import pytest
 
 from shardformer.checkpoint import directory
 from shardformer.checkpoint import directory as replace
-from shardformer.checkpoint.directory import replace_folder
+from shardformer.checkpoint.directory import replace_directory
 from shardformer.filesystem.atomic_write import REPLACED, Process, private, private_path
 
 OLD = (
@@ -52,7 +52,7 @@ def test_the_files_of_an_older_model_are_replaced_and_others_kept(
     if how == "with a folder in it":
         inner.mkdir()
         number = inner.stat().st_ino, target.stat().st_ino
-    replace_folder(target, write)
+    replace_directory(target, write)
     assert contents(target) == NEW
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     if how == "with a folder in it":
@@ -70,7 +70,7 @@ def test_a_file_that_comes_while_the_folder_is_exchanged_is_kept(
         (target / "late.txt").write_text("late")
 
     monkeypatch.setattr(replace, "_link", late)
-    replace_folder(target, write)
+    replace_directory(target, write)
     assert contents(target) == {**NEW, "late.txt": "late"}
 
 
@@ -80,7 +80,7 @@ def test_what_is_next_to_the_folder_is_left_alone(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("mine")
     fill(tmp_path / "model")
-    replace_folder(tmp_path / "model", write)
+    replace_directory(tmp_path / "model", write)
     assert all((tmp_path / name / "file").read_text() == "mine" for name in others)
 
 
@@ -98,7 +98,7 @@ def test_what_a_killed_process_left_is_put_back_or_removed(is_there: bool, tmp_p
         raise OSError("No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
-        replace_folder(target, fails)
+        replace_directory(target, fails)
     assert contents(target) == {**dict.fromkeys((*OLD, *MINE), "old"), "late.txt": "late"}
     assert not [path for path in tmp_path.iterdir() if private(path)]
 
@@ -115,6 +115,6 @@ def test_a_failure_leaves_the_folder_as_it_was(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(os, "rename", fails)
     with pytest.raises(OSError, match="Input/output"):
-        replace_folder(target, write)
+        replace_directory(target, write)
     assert contents(target) == before
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 import shardformer
 from shardformer.comm.collectives import gather_full
 from shardformer.errors import ConfigError
-from shardformer.layout.sharding_metadata import specs_of
+from shardformer.layout.sharding_metadata import shard_specs
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.policies.roles import Attention, Projections, Stack
+from shardformer.policies.roles import Attention, AttentionProjections, LayerStack
 from tests.policies.toy import HEADS, HIDDEN, VOCAB, FeedForward, SelfAttention, ToyLM, ToyPolicy, toy_batch, toy_loss
 
 
@@ -28,7 +28,7 @@ def difference(make: Callable[[], nn.Module], policy: type[Policy], **options: A
 
     def run(context: ParallelContext) -> float:
         model = shardformer.shard_model(models[context.tensor.rank], policy(), context=context, **options)
-        specs, got = specs_of(model), trained(model)
+        specs, got = shard_specs(model), trained(model)
         full = {name: gather_full(x, specs[name.removeprefix("gradient of ")], context.axis) for name, x in got.items()}
         return max(float((full[name] - want[name]).abs().max()) for name in want)
 
@@ -111,7 +111,9 @@ class AttentionsOnly(nn.Module):
 
 
 class AttentionsOnlyPolicy(RolePolicy):
-    stack = Stack("layers", [Attention("", Projections(q="q", k="k", v="v", out="o"), counts={"num_heads": "heads"})])
+    stack = LayerStack(
+        "layers", [Attention("", AttentionProjections(q="q", k="k", v="v", out="o"), counts={"num_heads": "heads"})]
+    )
     embeddings = "embed"
     head = "head"
     num_heads = HEADS
@@ -144,7 +146,7 @@ def test_parts_share_memory_where_parameters_did(make: Callable[[], nn.Module]) 
 
 
 def test_values_that_come_later_share_memory_too() -> None:
-    with shardformer.LazyInit():
+    with shardformer.meta_init.LazyInit():
         torch.manual_seed(0)
         models = [tied_by_memory() for _ in range(2)]
 

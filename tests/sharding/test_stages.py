@@ -10,10 +10,10 @@ from torch import nn
 
 from shardformer.config import ShardConfig
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.pipeline.layer_sequence import costs_of, homes
-from shardformer.pipeline.partition import balanced
-from shardformer.shard_model_api import measure_costs, resolve_policy
-from shardformer.verify.small_models import Batches, Sample
+from shardformer.pipeline.layer_sequence import estimate_layer_costs, owner_layers
+from shardformer.pipeline.partition import partition_balanced
+from shardformer.shard_model_api import measure_pipeline_costs, resolve_policy
+from shardformer.verify.small_models import RandomBatches, SmallModel
 
 
 def estimated(model: nn.Module) -> list[float]:
@@ -21,20 +21,20 @@ def estimated(model: nn.Module) -> list[float]:
     policy.set_model(model)
     policy.set_shard_config(ShardConfig(context=ParallelContext.of({"tensor": 1})))
     chain = policy.chain()
-    return costs_of(model, chain, homes(model, chain))
+    return estimate_layer_costs(model, chain, owner_layers(model, chain))
 
 
 def test_the_head_counts_with_the_last_layer_and_a_table_nothing() -> None:
-    model = Sample("llama", changes={"num_hidden_layers": 4, "vocab_size": 1270})()
+    model = SmallModel("llama", changes={"num_hidden_layers": 4, "vocab_size": 1270})()
     first, *middle, last = estimated(model)
     layer = sum(p.numel() for p in model.get_submodule("model.layers.1").parameters() if p.dim() == 2)
     assert first == middle[0] == pytest.approx(layer)
     assert last == pytest.approx(layer + 48 * 1270)
-    assert balanced([first, *middle, last], 2) == [0, 3, 4], "the head weighs more than three layers"
+    assert partition_balanced([first, *middle, last], 2) == [0, 3, 4], "the head weighs more than three layers"
 
 
 def test_a_layer_that_is_called_again_costs_each_time() -> None:
-    costs = estimated(Sample("albert", changes={"num_hidden_layers": 4})())
+    costs = estimated(SmallModel("albert", changes={"num_hidden_layers": 4})())
     assert costs[1] == costs[2] > 1000
 
 
@@ -67,18 +67,18 @@ class Slow(nn.Module):
 
 
 def test_measured_costs_see_what_no_weight_tells() -> None:
-    model = Sample("llama", changes={"num_hidden_layers": 4, "use_cache": False})().eval()
+    model = SmallModel("llama", changes={"num_hidden_layers": 4, "use_cache": False})().eval()
     layers: Any = model.get_submodule("model.layers")
     policy, _ = resolve_policy(model, None)
     layers[1] = Slow(layers[1])
-    costs = measure_costs(model, Batches("LlamaForCausalLM")(0), type(policy), rounds=2)
+    costs = measure_pipeline_costs(model, RandomBatches("LlamaForCausalLM")(0), type(policy), rounds=2)
     assert len(costs) == 4
     assert costs[1] > 5 * max(costs[2], costs[3])
     assert all(cost > 0 for cost in costs)
 
 
 def test_measuring_changes_neither_buffers_nor_random_states() -> None:
-    model: Any = Sample("llama", changes={"use_cache": False})().train()
+    model: Any = SmallModel("llama", changes={"use_cache": False})().train()
     policy, _ = resolve_policy(model, None)
     model.register_buffer("calls", torch.zeros(()))
 
@@ -87,5 +87,5 @@ def test_measuring_changes_neither_buffers_nor_random_states() -> None:
 
     model.model.layers[0].register_forward_hook(writes)
     seed = torch.get_rng_state()
-    measure_costs(model, Batches("LlamaForCausalLM")(0), type(policy), rounds=1)
+    measure_pipeline_costs(model, RandomBatches("LlamaForCausalLM")(0), type(policy), rounds=1)
     assert model.calls == 0 and torch.get_rng_state().equal(seed)

@@ -17,16 +17,16 @@ import shardformer
 from shardformer.errors import ConfigError, InputError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.sharding.forward_checks import Guard
-from shardformer.verify.small_models import MAIN, Batches, Sample
+from shardformer.sharding.forward_checks import ForwardChecks
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel
 
 
 def plain() -> Any:
-    return Sample("llama")().train()
+    return SmallModel("llama")().train()
 
 
 def batch(step: int = 0) -> dict[str, Any]:
-    return Batches(MAIN["llama"])(step)
+    return RandomBatches(DEFAULT_HEAD["llama"])(step)
 
 
 def sharded(context: ParallelContext, **options: Any) -> Any:
@@ -198,10 +198,10 @@ def test_a_hook_on_a_parameter_that_is_cut_is_refused(register: str) -> None:
 
 def test_what_is_given_a_part_beside_the_entry_of_a_block_may_not_be_hooked() -> None:
     def do(context: ParallelContext) -> None:
-        model: Any = shardformer.shard_model(Sample("bert")().train(), context=context)
+        model: Any = shardformer.shard_model(SmallModel("bert")().train(), context=context)
         output = model.bert.encoder.layer[0].output
         output.register_forward_hook(see)
-        given = Batches(MAIN["bert"])(0)
+        given = RandomBatches(DEFAULT_HEAD["bert"])(0)
         model(**given)
         output.register_forward_pre_hook(see)
         with pytest.raises(ConfigError, match=r"A hook on bert.encoder.layer.0.output \(BertOutput\)"):
@@ -256,14 +256,16 @@ def test_a_model_that_is_sharded_later_changes_nothing_of_one_that_was() -> None
     """torch.compile guards what it read of the guard of a model: another function there compiles the model again."""
 
     def do(context: ParallelContext) -> None:
-        before = dict(vars(Guard))
+        before = dict(vars(ForwardChecks))
         model = sharded(context)
         (guard,) = {
-            h.__self__ for h in model._forward_pre_hooks.values() if isinstance(getattr(h, "__self__", 0), Guard)
+            h.__self__
+            for h in model._forward_pre_hooks.values()
+            if isinstance(getattr(h, "__self__", 0), ForwardChecks)
         }
         own = guard._eager
         sharded(context)(**batch())
-        assert dict(vars(Guard)) == before
+        assert dict(vars(ForwardChecks)) == before
         assert guard._eager is own
 
     run_as_threads(do, tensor=2)

@@ -17,20 +17,20 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 import shardformer
 from shardformer.errors import ConfigError
-from shardformer.layout.sharding_metadata import specs_of, state_of
+from shardformer.layout.sharding_metadata import metadata_of, shard_specs
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.torch_compat import wrapped_name
-from shardformer.verify.small_models import MAIN, Batches, Sample
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel
 
-BATCH = Batches(MAIN["llama"])(0)
+BATCH = RandomBatches(DEFAULT_HEAD["llama"])(0)
 LAYOUTS = [{"data": 2}, {"tensor": 2}, {"sequence": 2}, {"pipe": 2}, {"tensor": 2, "sequence": 2}]
 
 
 def plain() -> Any:
     """Without a cache, to which a recomputation would add a second time in the plain model, too."""
     torch.manual_seed(0)
-    model: Any = Sample("llama")().double().train()
+    model: Any = SmallModel("llama")().double().train()
     model.config.use_cache = False
     return model
 
@@ -47,7 +47,7 @@ def norm_of(model: Any) -> Tensor:
 
 
 def gradient(model: Any) -> Tensor | None:
-    if state_of(model).context.pipe.size > 1:
+    if metadata_of(model).context.pipe.size > 1:
         shardformer.Pipeline(model, micro_batches=2).step(BATCH)
     else:
         model(**BATCH).loss.backward()
@@ -177,7 +177,7 @@ def test_what_is_compiled_is_kept_around_layers_and_refused_where_it_cannot_be()
         other.model.layers[0].mlp.down_proj = torch.compile(other.model.layers[0].mlp.down_proj, backend="eager")
         with pytest.raises(ConfigError, match="is cut itself"):
             shardformer.shard_model(other, context=context)
-        assert specs_of(plain())
+        assert shard_specs(plain())
 
     run_as_threads(check, tensor=2)
     run_as_threads(check, pipe=2)

@@ -15,7 +15,7 @@ from shardformer.errors import ConfigError
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.policies.roles import MLP, Stack
+from shardformer.policies.roles import MLP, LayerStack
 from shardformer.shard_model_api import shard_model
 
 
@@ -42,7 +42,7 @@ class Model(nn.Module):
 
 
 class ModelPolicy(RolePolicy):
-    stack = Stack("layers", [MLP("", up="up", down="down")])
+    stack = LayerStack("layers", [MLP("", up="up", down="down")])
 
 
 def _each_layer(model: nn.Module) -> nn.Module:

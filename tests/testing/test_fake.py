@@ -17,16 +17,16 @@ from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import masking_utils
 
-from shardformer.comm.collectives import all_gather, gather_objects
-from shardformer.comm.recorder import Recorder
+from shardformer.comm.collectives import all_gather, all_gather_objects
+from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.errors import ConfigError
-from shardformer.local_ranks.fake_rank import LiveBytes, fake_context, fake_tensors
+from shardformer.local_ranks.fake_rank import MemoryTracker, fake_context, fake_tensors
 from shardformer.local_ranks.threads import ThreadTransport, run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.mesh.transport import Collective, Event
+from shardformer.mesh.transport import CollectiveEvent, CollectiveRecord
 from shardformer.pipeline.pipeline import Pipeline
 from shardformer.shard_model_api import shard_model
-from shardformer.verify.small_models import Batches, Sample
+from shardformer.verify.small_models import RandomBatches, SmallModel
 
 SEQUENCE = {"enable_sequence_parallelism": True}
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, bool]]] = {
@@ -42,8 +42,8 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, bool]]] = {
 class Step:
     """What a rank did in a step."""
 
-    calls: list[Collective]
-    events: list[Event]
+    calls: list[CollectiveRecord]
+    events: list[CollectiveEvent]
     peaks: tuple[int, int]
     shapes: Mapping[Any, Any]
 
@@ -69,15 +69,15 @@ class Unwatched:
         return call
 
 
-def batch_of(sample: Sample, *, masked: bool) -> dict[str, torch.Tensor]:
-    batch = Batches(sample.head_class)(0)
+def batch_of(sample: SmallModel, *, masked: bool) -> dict[str, torch.Tensor]:
+    batch = RandomBatches(sample.head_class)(0)
     mask = batch.pop("attention_mask")
     return {**batch, "attention_mask": torch.ones_like(mask)} if masked else batch
 
 
 def step(
     context: ParallelContext,
-    sample: Sample,
+    sample: SmallModel,
     batch: dict[str, torch.Tensor],
     options: Mapping[str, bool],
     given: Mapping[Any, Any],
@@ -86,7 +86,10 @@ def step(
     rest = {name: value for name, value in options.items() if name != "average_over_data"}
     model = shard_model(sample(), context=context, **rest)
     optimizer = torch.optim.AdamW(model.parameters())
-    with Recorder(context, model) as recorder, LiveBytes([*model.parameters(), *batch.values()]) as memory:
+    with (
+        CollectiveRecorder(context, model) as recorder,
+        MemoryTracker([*model.parameters(), *batch.values()]) as memory,
+    ):
         pipeline = Pipeline(model, micro_batches=2, average_over_data=averages)
         pipeline.exchange.given = given
         pipeline.step(batch)
@@ -97,7 +100,11 @@ def step(
 
 
 def traced(
-    sizes: Mapping[str, int], sample: Sample, batch: dict[str, torch.Tensor], options: Mapping[str, bool], **fake: Any
+    sizes: Mapping[str, int],
+    sample: SmallModel,
+    batch: dict[str, torch.Tensor],
+    options: Mapping[str, bool],
+    **fake: Any,
 ) -> list[Step]:
     """Every rank's step, each traced alone, the first stage before the others."""
     steps: list[Step] = []
@@ -111,7 +118,7 @@ def traced(
 
 
 def computed(
-    sizes: Mapping[str, int], sample: Sample, batch: dict[str, torch.Tensor], options: Mapping[str, bool]
+    sizes: Mapping[str, int], sample: SmallModel, batch: dict[str, torch.Tensor], options: Mapping[str, bool]
 ) -> list[Step]:
     """Every rank's step, with threads as ranks."""
     sample()  # transformers is imported here, which two threads at a time cannot
@@ -140,21 +147,21 @@ def assert_alike(found: list[Step], expected: list[Step]) -> None:
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
 def test_a_trace_has_the_collectives_and_the_peak_memory_of_a_real_step(family: str, layout: str) -> None:
     sizes, options = LAYOUTS[layout]
-    sample = Sample(family)
+    sample = SmallModel(family)
     batch = batch_of(sample, masked=False)
     assert_alike(traced(sizes, sample, batch, options), computed(sizes, sample, batch, options))
 
 
 @pytest.mark.parametrize("family", ["llama", "bert"])
 def test_a_mask_without_padding_is_no_mask_in_a_trace_either(family: str) -> None:
-    sample = Sample(family)
+    sample = SmallModel(family)
     batch = batch_of(sample, masked=True)
     expected = computed({"tensor": 2}, sample, batch, {})
     assert_alike(traced({"tensor": 2}, sample, batch, {}), expected)
 
 
 def test_a_trace_may_take_a_batch_for_padded() -> None:
-    sample = Sample("llama")
+    sample = SmallModel("llama")
     batch = batch_of(sample, masked=True)
     batch["attention_mask"][:, -3:] = 0
     expected = computed({"tensor": 2}, sample, batch, {})
@@ -165,7 +172,7 @@ def test_a_trace_may_take_a_batch_for_padded() -> None:
 
 
 def test_a_trace_gathers_as_nccl_does_where_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    sample, sizes = Sample("llama"), {"tensor": 2}
+    sample, sizes = SmallModel("llama"), {"tensor": 2}
     batch = batch_of(sample, masked=False)
     over_gloo = traced(sizes, sample, batch, SEQUENCE)
     monkeypatch.setattr(ThreadTransport, "exchanges_directly", lambda self, x: False)
@@ -175,7 +182,7 @@ def test_a_trace_gathers_as_nccl_does_where_that_is_asked(monkeypatch: pytest.Mo
 
 
 def test_a_model_with_dropout_is_traced() -> None:
-    sample = Sample("gpt2", changes={"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1})
+    sample = SmallModel("gpt2", changes={"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1})
     batch = batch_of(sample, masked=False)
     sizes = {"pipe": 2, "tensor": 2}
     for trace, real in zip(traced(sizes, sample, batch, {}), computed(sizes, sample, batch, {}), strict=True):
@@ -183,7 +190,7 @@ def test_a_model_with_dropout_is_traced() -> None:
 
 
 def test_a_stage_is_traced_with_the_shapes_that_the_one_before_hands_on() -> None:
-    sample = Sample("llama")
+    sample = SmallModel("llama")
     with fake_tensors() as copied:
         fakes = copied(batch_of(sample, masked=False))
         with pytest.raises(ConfigError, match="Stage 1 is traced, and nothing says"):
@@ -192,8 +199,8 @@ def test_a_stage_is_traced_with_the_shapes_that_the_one_before_hands_on() -> Non
 
 def test_a_block_that_asks_for_the_width_of_its_heads_is_refused() -> None:
     """BLIP-2's vision: its input is a tensor of a class of its own, which a fake tensor cannot be."""
-    sample = Sample("blip-2")
-    real, batch = sample(), Batches(sample.head_class)(0)
+    sample = SmallModel("blip-2")
+    real, batch = sample(), RandomBatches(sample.head_class)(0)
     with fake_tensors() as copied:
         model = shard_model(copied(real), context=fake_context(tensor=2))
         with pytest.raises(ConfigError, match="asks its input for the width of the heads"):
@@ -204,7 +211,7 @@ def test_every_other_rank_says_what_this_one_says() -> None:
     context = fake_context({"data": 2, "tensor": 1}, tensor=4, data=8)
     assert (context.rank, context.coords["data"]) == (9, 2)
     assert context.merged("data", "tensor").size == 32
-    assert gather_objects("here", context.tensor) == ["here"] * 4
+    assert all_gather_objects("here", context.tensor) == ["here"] * 4
     with fake_tensors():
         whole = all_gather(torch.zeros(3, 2), context.tensor, 1, full=7)
     assert isinstance(whole, FakeTensor) and whole.shape == (3, 7)
@@ -212,7 +219,7 @@ def test_every_other_rank_says_what_this_one_says() -> None:
 
 def test_a_trace_leaves_the_masks_of_other_threads_as_they_are() -> None:
     """Rows of two texts, while another thread traces; of two traces the first to begin ends first."""
-    model = Sample("llama", changes={"attn_implementation": "sdpa"})().eval()
+    model = SmallModel("llama", changes={"attn_implementation": "sdpa"})().eval()
     ids = torch.arange(5, 15).view(1, 10)
     rows = {"input_ids": ids, "position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4]])}
     with torch.no_grad():
@@ -247,7 +254,7 @@ def test_a_trace_leaves_the_masks_of_other_threads_as_they_are() -> None:
 
 def test_live_bytes_follow_what_is_made_and_what_goes() -> None:
     held = torch.zeros(100)
-    with LiveBytes([held]) as memory:
+    with MemoryTracker([held]) as memory:
         assert memory.live == 400
         x = held + 1
         view = x[:10]
@@ -266,10 +273,10 @@ import re, time
 from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from shardformer.comm.recorder import Recorder
+from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.pipeline.pipeline import Pipeline
 from shardformer.shard_model_api import shard_model
-from shardformer.local_ranks.fake_rank import LiveBytes, fake_context, fake_tensors
+from shardformer.local_ranks.fake_rank import MemoryTracker, fake_context, fake_tensors
 
 config = LlamaConfig(vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
                      num_attention_heads=32, use_cache=False)
@@ -278,7 +285,7 @@ with fake_tensors():
     context = fake_context({"data": 17, "tensor": 5}, tensor=8, pipe=4, data=32)
     model = shard_model(LlamaForCausalLM._from_config(config, dtype=torch.bfloat16), context=context)
     ids = torch.zeros(4, 2048, dtype=torch.long)
-    with Recorder(context, model) as recorder, LiveBytes(model.parameters()) as memory:
+    with CollectiveRecorder(context, model) as recorder, MemoryTracker(model.parameters()) as memory:
         Pipeline(model, micro_batches=4).step({"input_ids": ids, "labels": ids})
 weights = sum(p.numel() * p.element_size() for p in model.parameters())
 print(context.rank, recorder.count("all_reduce", axis="tensor"), recorder.count("send", purpose="activation"),

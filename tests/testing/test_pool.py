@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardformer.errors import ConfigError, InputError, LaunchError, WorkerError
-from shardformer.local_ranks.worker_pool import Pools, WorkerPool
+from shardformer.local_ranks.worker_pool import WorkerPool, WorkerPools
 
 pytestmark = pytest.mark.slow
 
@@ -137,7 +137,7 @@ def sleep_long() -> None:
 # ------------------------------------------------------------------------------------------------------ what comes back
 
 
-def test_results_come_in_rank_order(pools: Pools) -> None:
+def test_results_come_in_rank_order(pools: WorkerPools) -> None:
     for n in (1, 2, 4):
         assert pools(n).run(rank_and_environment) == [(r, n, [str(r), str(r), str(n), "127.0.0.1"]) for r in range(n)]
 
@@ -305,7 +305,7 @@ def test_a_worker_that_died_between_calls_is_replaced(pool: WorkerPool) -> None:
 
 
 def test_closed_pools_leave_no_process_and_refuse_calls() -> None:
-    with Pools() as pools:
+    with WorkerPools() as pools:
         assert pools(2) is pools(2) and pools(1) is not pools(2)
         assert pools(2).run(echo, 1) == [(1,), (1,)] and pools(1).run(echo, 2) == [(2,)]
         pool, pids = pools(2), pools(1).pids + pools(2).pids

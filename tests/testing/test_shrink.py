@@ -10,9 +10,9 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from shardformer.discovery.config_fields import Kind, kinds_of
-from shardformer.discovery.derive_policy import infer
-from shardformer.discovery.shrink_config import ODD, Shrinker, model_of
+from shardformer.discovery.config_fields import FieldMeaning, field_meanings
+from shardformer.discovery.derive_policy import derive_policy
+from shardformer.discovery.shrink_config import ODD, ConfigShrinker, build_meta_model
 from shardformer.policies.roles import MLP, Attention
 
 
@@ -81,14 +81,14 @@ def odd() -> nn.Module:
 
 
 def test_what_the_numbers_of_an_unheard_of_config_count_is_measured(odd: nn.Module) -> None:
-    small = Shrinker(odd).config()
+    small = ConfigShrinker(odd).config()
     assert (small.span, small.voices, small.echoes, small.reach) == (ODD.hidden, ODD.heads, ODD.fewer, ODD.head_dim)
     assert (small.meadow, small.storeys, small.lexicon) == (ODD.widths[0], 2, ODD.words)
 
 
 @pytest.mark.slow
 def test_a_model_of_unheard_of_names_is_found(odd: nn.Module) -> None:
-    policy: Any = infer(odd)
+    policy: Any = derive_policy(odd)
     attention, mlp = policy.stack.blocks
     assert isinstance(attention, Attention) and isinstance(mlp, MLP)
     assert policy.stack.layers == "storeys" and policy.against_pipeline is None
@@ -105,31 +105,63 @@ class Named(OddModel):
 
 @pytest.mark.slow
 def test_a_class_that_takes_more_than_a_config_is_its_own_twin(odd: nn.Module) -> None:
-    policy: Any = infer(Named(Shrinker(odd).config(), "mine"))
+    policy: Any = derive_policy(Named(ConfigShrinker(odd).config(), "mine"))
     assert policy.stack.layers == "storeys"
 
 
 @pytest.mark.parametrize(
     ("model_type", "name", "expected"),
     [
-        ("mistral", "MistralForCausalLM", {"num_attention_heads": Kind.HEADS, "num_key_value_heads": Kind.HEADS}),
-        ("bert", "BertForMaskedLM", {"num_attention_heads": Kind.HEADS, "intermediate_size": Kind.WIDTH}),
-        ("t5", "T5ForConditionalGeneration", {"d_kv": Kind.HEAD_DIM, "num_heads": Kind.HEADS, "d_ff": Kind.WIDTH}),
-        ("falcon", "FalconForCausalLM", {"num_attention_heads": Kind.HEADS, "hidden_size": Kind.HIDDEN}),
-        ("mixtral", "MixtralForCausalLM", {"num_local_experts": Kind.EXPERTS, "intermediate_size": Kind.WIDTH}),
-        ("recurrent_gemma", "RecurrentGemmaForCausalLM", {"num_attention_heads": Kind.HEADS}),  # blocks of a diagonal
-        ("deepseek_v3", "DeepseekV3ForCausalLM", {"qk_nope_head_dim": Kind.HEAD_DIM, "kv_lora_rank": Kind.WIDTH}),
-        ("vit", "ViTForImageClassification", {"patch_size": None, "num_channels": None, "hidden_size": Kind.HIDDEN}),
+        (
+            "mistral",
+            "MistralForCausalLM",
+            {"num_attention_heads": FieldMeaning.HEADS, "num_key_value_heads": FieldMeaning.HEADS},
+        ),
+        (
+            "bert",
+            "BertForMaskedLM",
+            {"num_attention_heads": FieldMeaning.HEADS, "intermediate_size": FieldMeaning.WIDTH},
+        ),
+        (
+            "t5",
+            "T5ForConditionalGeneration",
+            {"d_kv": FieldMeaning.HEAD_DIM, "num_heads": FieldMeaning.HEADS, "d_ff": FieldMeaning.WIDTH},
+        ),
+        (
+            "falcon",
+            "FalconForCausalLM",
+            {"num_attention_heads": FieldMeaning.HEADS, "hidden_size": FieldMeaning.HIDDEN},
+        ),
+        (
+            "mixtral",
+            "MixtralForCausalLM",
+            {"num_local_experts": FieldMeaning.EXPERTS, "intermediate_size": FieldMeaning.WIDTH},
+        ),
+        (
+            "recurrent_gemma",
+            "RecurrentGemmaForCausalLM",
+            {"num_attention_heads": FieldMeaning.HEADS},
+        ),  # blocks of a diagonal
+        (
+            "deepseek_v3",
+            "DeepseekV3ForCausalLM",
+            {"qk_nope_head_dim": FieldMeaning.HEAD_DIM, "kv_lora_rank": FieldMeaning.WIDTH},
+        ),
+        (
+            "vit",
+            "ViTForImageClassification",
+            {"patch_size": None, "num_channels": None, "hidden_size": FieldMeaning.HIDDEN},
+        ),
     ],
 )
 def test_numbers_of_families_count_what_they_are_called(
-    model_type: str, name: str, expected: dict[str, Kind | None]
+    model_type: str, name: str, expected: dict[str, FieldMeaning | None]
 ) -> None:
-    model = model_of(transformers.AutoConfig.for_model(model_type, architectures=[name]))
-    kinds = kinds_of(Shrinker(model).found)
+    model = build_meta_model(transformers.AutoConfig.for_model(model_type, architectures=[name]))
+    kinds = field_meanings(ConfigShrinker(model).found)
     assert {field: kinds.get((field,)) for field in expected} == expected
 
 
 def test_a_config_keeps_its_own_fields(odd: nn.Module) -> None:
-    Shrinker(odd).config()
+    ConfigShrinker(odd).config()
     assert vars(odd.config)["span"] == 1024

@@ -10,15 +10,15 @@ import numpy
 import pytest
 import torch
 
-from shardformer.comm.collectives import all_reduce, gather_objects
-from shardformer.comm.recorder import Recorder
+from shardformer.comm.collectives import all_gather_objects, all_reduce
+from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.errors import ConfigError, LaunchError, WorkerError
-from shardformer.layout.sharding_metadata import specs_of
+from shardformer.layout.sharding_metadata import shard_specs
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.pipeline.pipeline import Pipeline
 from shardformer.shard_model_api import shard_model
-from shardformer.verify.small_models import Batches, Sample, sample_loss
+from shardformer.verify.small_models import RandomBatches, SmallModel, sample_loss
 
 OVERLAP = {"enable_sequence_parallelism": True, "enable_sequence_overlap": True}
 
@@ -27,8 +27,8 @@ OVERLAP = {"enable_sequence_parallelism": True, "enable_sequence_overlap": True}
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "t5"])
 def test_a_sharded_model_has_the_plain_gradients(family: str, options: dict[str, bool]) -> None:
     torch.manual_seed(0)
-    sample = Sample(family)
-    plain, batch = sample().double(), Batches(sample.head_class)(0)
+    sample = SmallModel(family)
+    plain, batch = sample().double(), RandomBatches(sample.head_class)(0)
     sample_loss(plain, batch).backward()
 
     def train(context: ParallelContext) -> None:
@@ -36,7 +36,7 @@ def test_a_sharded_model_has_the_plain_gradients(family: str, options: dict[str,
         model.zero_grad()
         shard_model(model, context=context, **options)
         sample_loss(model, batch).backward()
-        specs = specs_of(model)
+        specs = shard_specs(model)
         for name, param in model.named_parameters():
             expected = plain.get_parameter(name).grad
             assert (param.grad is None) == (expected is None)
@@ -50,9 +50,9 @@ def test_a_sharded_model_has_the_plain_gradients(family: str, options: dict[str,
 @pytest.mark.parametrize("options", [{}, OVERLAP], ids=["plain", "overlap"])
 def test_a_step_over_data_pipe_and_tensor_has_the_plain_gradients(options: dict[str, bool]) -> None:
     torch.manual_seed(0)
-    sample = Sample("gpt2")  # its table is tied to the head, on two stages
+    sample = SmallModel("gpt2")  # its table is tied to the head, on two stages
     plain = sample().double().eval()
-    batches = [Batches(sample.head_class)(i) for i in range(2)]
+    batches = [RandomBatches(sample.head_class)(i) for i in range(2)]
     losses = [sample_loss(plain, batch) for batch in batches]
     (sum(losses) / 2).backward()
 
@@ -60,11 +60,11 @@ def test_a_step_over_data_pipe_and_tensor_has_the_plain_gradients(options: dict[
         model = copy.deepcopy(plain)
         model.zero_grad()
         shard_model(model, context=context, **options)
-        with Recorder(context) as recorder:
+        with CollectiveRecorder(context) as recorder:
             loss = Pipeline(model, micro_batches=2).step(batches[context.data.rank])
         for name, param in model.named_parameters():
             if param.grad is not None:
-                expected = specs_of(model)[name].slice(plain.get_parameter(name).grad, context.coords)
+                expected = shard_specs(model)[name].slice(plain.get_parameter(name).grad, context.coords)
                 torch.testing.assert_close(param.grad, expected, rtol=1e-5, atol=1e-7)
         return {call.axis for call in recorder.calls}, [n for n, _ in model.named_parameters()], float(loss)
 
@@ -102,7 +102,7 @@ def end_early(context: ParallelContext) -> None:
 
 def call_others(context: ParallelContext) -> None:
     if context.rank == 1:
-        gather_objects(1, context.tensor)
+        all_gather_objects(1, context.tensor)
     all_reduce(torch.ones(3), context.tensor, op="max")
 
 

@@ -17,18 +17,18 @@ from shardformer.pipeline.micro_batch_loss import LossWeights
 from shardformer.pipeline.micro_batches import split_batch
 from shardformer.shard_model_api import resolve_policy
 from shardformer.verify.small_models import (
+    DEFAULT_HEAD,
     FAMILY_OF,
-    HEADS,
+    HEAD_CLASSES,
+    HEAD_CONFIG,
     LANGUAGE_MODEL,
-    MAIN,
-    NEEDS,
-    SMALL,
-    Batches,
-    Sample,
-    counts_by_sample,
+    SMALL_CONFIGS,
+    RandomBatches,
+    SmallModel,
     depth_of,
     num_samples,
     sample_loss,
+    weights_loss_by_sample,
 )
 from tests.verify.variants import VARIANTS, Changed
 
@@ -66,20 +66,25 @@ def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> float:
         return float(sample_loss(model, doubled(batch)))
 
 
-@pytest.mark.parametrize("family", [family for family in HEADS if family != "chatglm"])  # whose code is not in there
+@pytest.mark.parametrize(
+    "family", [family for family in HEAD_CLASSES if family != "chatglm"]
+)  # whose code is not in there
 def test_the_heads_are_all_that_transformers_has(family: str) -> None:
     modeling = getattr(transformers.models, family.replace("-", "_"))
     classes = {name for name in dir(modeling) if isinstance(getattr(modeling, name), type)}
     models = {n for n in classes if issubclass(getattr(modeling, n), nn.Module) and not n.endswith("PreTrainedModel")}
     models -= {n for n in models if not issubclass(getattr(modeling, n), transformers.PreTrainedModel)}
-    assert models == set(HEADS[family]) and len(HEADS[family]) == len(models)
+    assert models == set(HEAD_CLASSES[family]) and len(HEAD_CLASSES[family]) == len(models)
 
 
 def test_the_tables_fit_each_other() -> None:
-    assert list(SMALL) == list(HEADS) == list(MAIN)
-    assert all(head in HEADS[family] for family, head in MAIN.items()) and NEEDS.keys() <= FAMILY_OF.keys()
-    assert LANGUAGE_MODEL.items() <= MAIN.items()
-    assert {variant.family for variant in VARIANTS.values()} == SMALL.keys()
+    assert list(SMALL_CONFIGS) == list(HEAD_CLASSES) == list(DEFAULT_HEAD)
+    assert (
+        all(head in HEAD_CLASSES[family] for family, head in DEFAULT_HEAD.items())
+        and HEAD_CONFIG.keys() <= FAMILY_OF.keys()
+    )
+    assert LANGUAGE_MODEL.items() <= DEFAULT_HEAD.items()
+    assert {variant.family for variant in VARIANTS.values()} == SMALL_CONFIGS.keys()
 
 
 @pytest.mark.reduced(one_in=8)
@@ -89,7 +94,7 @@ def test_a_head_trains_on_its_batches(name: str) -> None:
     sample = EVERYTHING[name].sample
     model = sample().double().train()
     assert type(model).__name__ == sample.head_class
-    loss = sample_loss(model, doubled(Batches(sample.head_class)(0)))
+    loss = sample_loss(model, doubled(RandomBatches(sample.head_class)(0)))
     loss.backward()
     assert loss.dim() == 0 and torch.isfinite(loss)
     grads = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
@@ -104,7 +109,7 @@ def test_no_weight_is_out_of_the_reach_of_the_loss(head: str) -> None:
     """A gradient in the noise would show no mistake. That of a bias may be nothing, as that of a softmax's keys."""
     torch.manual_seed(0)
     model = EVERY_HEAD[head].sample().double().train()
-    sample_loss(model, doubled(Batches(head)(0))).backward()
+    sample_loss(model, doubled(RandomBatches(head)(0))).backward()
     largest = {n: float(p.grad.abs().max()) for n, p in model.named_parameters() if p.grad is not None}
     top = max(largest.values())
     # a mask decoder's weights for the one mask that is not asked for among several have none
@@ -119,7 +124,7 @@ def test_the_loss_of_a_batch_is_the_mean_of_those_of_its_halves(name: str) -> No
     sample = EVERYTHING[name].sample
     model = sample().double().train(name not in BATCH_NORM)
     for step in (0, 1):
-        batch = Batches(sample.head_class)(step)
+        batch = RandomBatches(sample.head_class)(step)
         halves = [loss_of(model, half(batch, start)) for start in (0, 2)]
         # some losses are had in fp32
         assert loss_of(model, batch) == pytest.approx(sum(halves) / 2, rel=1e-6)
@@ -128,7 +133,7 @@ def test_the_loss_of_a_batch_is_the_mean_of_those_of_its_halves(name: str) -> No
 
 @pytest.mark.parametrize("head", EVERY_HEAD)
 def test_a_batch_is_told_by_its_step(head: str) -> None:
-    batches = Batches(head, batch=3)
+    batches = RandomBatches(head, batch=3)
     first, again, other = batches(0), pickle.loads(pickle.dumps(batches))(0), batches(1)
     assert first.keys() == again.keys() and all(torch.equal(first[name], again[name]) for name in first)
     assert any(not torch.equal(first[name], other[name]) for name in first)
@@ -137,14 +142,14 @@ def test_a_batch_is_told_by_its_step(head: str) -> None:
         assert not first["attention_mask"].all(), "some of it is padding"
 
 
-@pytest.mark.parametrize("family", SMALL)
+@pytest.mark.parametrize("family", SMALL_CONFIGS)
 def test_a_sample_is_a_value(family: str) -> None:
-    sample = pickle.loads(pickle.dumps(Sample(family)))
-    assert sample == Sample(family)
+    sample = pickle.loads(pickle.dumps(SmallModel(family)))
+    assert sample == SmallModel(family)
     torch.manual_seed(0)
     first = sample().state_dict()
     torch.manual_seed(0)
-    assert all(torch.equal(value, first[name]) for name, value in Sample(family)().state_dict().items())
+    assert all(torch.equal(value, first[name]) for name, value in SmallModel(family)().state_dict().items())
 
 
 @pytest.mark.reduced(one_in=8)
@@ -152,11 +157,13 @@ def test_a_sample_is_a_value(family: str) -> None:
 def test_nothing_is_left_to_chance(name: str) -> None:
     """A model in training gives one batch one loss, so there is no dropout, and no stochastic depth."""
     sample = EVERYTHING[name].sample
-    model, batch = sample().double().train(), Batches(sample.head_class)(0)
+    model, batch = sample().double().train(), RandomBatches(sample.head_class)(0)
     assert loss_of(model, batch) == loss_of(model, batch)
 
 
-@pytest.mark.parametrize("head", [head for head in EVERY_HEAD if head in MAIN.values() or head.endswith("Model")])
+@pytest.mark.parametrize(
+    "head", [head for head in EVERY_HEAD if head in DEFAULT_HEAD.values() or head.endswith("Model")]
+)
 def test_no_table_starts_at_zero(head: str) -> None:
     assert [n for n, p in EVERY_HEAD[head].sample().named_parameters() if p.dim() > 1 and not p.any()] == []
 
@@ -164,16 +171,16 @@ def test_no_table_starts_at_zero(head: str) -> None:
 def test_windows_are_shifted_and_padded() -> None:
     shifts: list[Any] = []
     for family in ("swin", "swinv2"):
-        config = Sample(family).config()
+        config = SmallModel(family).config()
         grid = config.image_size // config.patch_size
         assert config.depths[0] > 1 and grid > config.window_size and grid % config.window_size
-        shifts += [getattr(module, "shift_size", 0) for module in Sample(family)().modules()]
+        shifts += [getattr(module, "shift_size", 0) for module in SmallModel(family)().modules()]
     assert any(shifts)
 
 
 def test_a_family_without_a_small_model_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"no small model of 'brt'.*Did you mean 'bert'"):
-        Sample("brt")
+        SmallModel("brt")
 
 
 def test_the_loss_of_a_model_that_gives_none_is_refused() -> None:
@@ -191,17 +198,17 @@ def test_what_a_model_gives_counts_once() -> None:
     assert float(sample_loss(Twice(), {"x": x})) == pytest.approx(float((x.double() - wave).square().mean()))
 
 
-def _split(head: str, sample: Sample) -> tuple[nn.Module, list[dict[str, Tensor]]]:
+def _split(head: str, sample: SmallModel) -> tuple[nn.Module, list[dict[str, Tensor]]]:
     config = sample.config()
     changes = config.to_dict() if hasattr(config, "to_dict") else {}
-    batch = doubled(Batches(head, num_labels=config.num_labels, changes=changes)(0))
+    batch = doubled(RandomBatches(head, num_labels=config.num_labels, changes=changes)(0))
     model = sample().double()
     return model, split_batch(batch, [2, 2], getattr(model, "main_input_name", None))
 
 
 @pytest.mark.parametrize("head", FAMILY_OF)
 def test_a_head_is_made_as_deep_as_a_pipeline_needs(head: str) -> None:
-    sample = Sample(FAMILY_OF[head], head).deeper(5)
+    sample = SmallModel(FAMILY_OF[head], head).deeper(5)
     model = sample()
     policy, _ = resolve_policy(model, None)
     policy.set_model(model)
@@ -213,9 +220,9 @@ def test_a_head_is_made_as_deep_as_a_pipeline_needs(head: str) -> None:
 @pytest.mark.reduced(one_in=8)
 @pytest.mark.parametrize("head", FAMILY_OF)
 def test_what_counts_by_sample_is_what_is_no_mean_of_torch(head: str) -> None:
-    model, parts = _split(head, Sample(FAMILY_OF[head], head))
+    model, parts = _split(head, SmallModel(FAMILY_OF[head], head))
     weights = LossWeights(parts, [2, 2])
-    refused = pytest.raises(ConfigError, match="loss_weight") if counts_by_sample(head) else nullcontext()
+    refused = pytest.raises(ConfigError, match="loss_weight") if weights_loss_by_sample(head) else nullcontext()
     with refused:
         for index, part in enumerate(parts):
             with weights.weighing(index):

@@ -6,19 +6,19 @@ from collections.abc import Iterator
 
 import pytest
 
-from shardformer.local_ranks.worker_pool import Pools, WorkerPool
+from shardformer.local_ranks.worker_pool import WorkerPool, WorkerPools
 from tests.timm.process import FOLDER, is_there
 
 
 @pytest.fixture(scope="session")
-def timm_pools() -> Iterator[Pools]:
+def timm_pools() -> Iterator[WorkerPools]:
     """``timm_pools(n)``: n workers in which ``tests.timm.process.timm()`` gives timm."""
     if not is_there():
         pytest.fail(f"timm is neither in this environment nor in {FOLDER}: make test puts it there")
-    with Pools() as pools:
+    with WorkerPools() as pools:
         yield pools
 
 
 @pytest.fixture(scope="session")
-def timm_worker(timm_pools: Pools) -> WorkerPool:
+def timm_worker(timm_pools: WorkerPools) -> WorkerPool:
     return timm_pools(1)

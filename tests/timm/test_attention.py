@@ -33,7 +33,7 @@ def said_of(name: str) -> tuple[str, int]:
     """What is said of the kernels, and how many forwards were led there."""
 
     def use(model: Any) -> tuple[str, int]:
-        said = shardformer.describe(model)
+        said = shardformer.describe_sharding(model)
         return "\n".join(said.notes), sum(
             n for *_, now, n in said.changes if now in ("forward_on_kernels", "timm_swinv2")
         )

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import shardformer
-from shardformer.layout.sharding_metadata import specs_of
+from shardformer.layout.sharding_metadata import shard_specs
 from shardformer.local_ranks.threads import run_as_threads
-from shardformer.local_ranks.worker_pool import Pools, WorkerPool
+from shardformer.local_ranks.worker_pool import WorkerPool, WorkerPools
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.meta_init import init_recipe as recipe
 from tests.lazy.families import assert_same
@@ -28,7 +28,7 @@ def built(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def built_lazily(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    with shardformer.LazyInit():
+    with shardformer.meta_init.LazyInit():
         model = built(name, dtype)
     assert all(p.is_meta for p in model.parameters()), name
     return model
@@ -39,7 +39,7 @@ def filled(name: str, dtype: torch.dtype) -> None:
     state = torch.get_rng_state()
     lazy = built_lazily(name, dtype)
     assert torch.equal(torch.get_rng_state(), state), "what is drawn next is the same too"
-    assert_same(shardformer.materialize(lazy), plain)
+    assert_same(shardformer.meta_init.materialize(lazy), plain)
 
 
 @pytest.mark.reduced(one_in=5)
@@ -56,10 +56,10 @@ def created() -> None:
     torch.manual_seed(3)
     plain = timm().create_model("vit_tiny_patch16_224", **arguments)
     torch.manual_seed(3)
-    with shardformer.LazyInit():
+    with shardformer.meta_init.LazyInit():
         lazy = timm().create_model("vit_tiny_patch16_224", **arguments)
     assert all(p.is_meta for p in lazy.parameters())
-    assert_same(shardformer.materialize(lazy), plain)
+    assert_same(shardformer.meta_init.materialize(lazy), plain)
 
 
 def test_a_model_that_timm_creates_by_its_name(timm_worker: WorkerPool) -> None:
@@ -80,7 +80,7 @@ def sharded_both_ways(name: str, ranks: int, options: dict[str, bool]) -> list[i
         ours = shardformer.shard_model(lazy[rank], context=context, **options)
         theirs = shardformer.shard_model(eager[rank], context=context, **options)
         assert_same(ours, theirs)
-        specs = specs_of(ours)
+        specs = shard_specs(ours)
         for parameter_name, parameter in ours.named_parameters():
             part = specs[parameter_name].slice(plain.get_parameter(parameter_name), {"tensor": rank})
             assert torch.equal(parameter, part), parameter_name
@@ -92,7 +92,7 @@ def sharded_both_ways(name: str, ranks: int, options: dict[str, bool]) -> list[i
         assert after.keys() == expected.keys() == whole.keys()
         assert all(torch.equal(after[key], value) for key, value in expected.items())
         assert any(not torch.equal(after[key], value) for key, value in whole.items())
-        assert "Built without values" in str(shardformer.describe(ours))
+        assert "Built without values" in str(shardformer.describe_sharding(ours))
         return sum(spec.is_sharded for spec in specs.values())
 
     return run_as_threads(train, tensor=ranks)
@@ -115,19 +115,19 @@ def held_while_sharding(name: str) -> tuple[int, int, int, int]:
     """Bytes: the most that a rank holds of full tensors at once; the largest; those that are not cut; all of them."""
     context = ParallelContext.from_world({"tensor": 2, "data": 1})
     module, cls, arguments = MODELS[name]
-    with shardformer.LazyInit():
+    with shardformer.meta_init.LazyInit():
         model = getattr(timm(f"models.{module}"), cls)(**{**arguments, "depth": 6})
     sizes = [p.nbytes for p in model.parameters()]
     living = Living()
     with patch.object(recipe, "_allocate", living):
         model = shardformer.shard_model(model, context=context)
-    specs = specs_of(model)
+    specs = shard_specs(model)
     whole = [p.nbytes for key, p in model.named_parameters() if not specs[key].is_sharded]
     return living.peak, max(sizes), sum([*whole, *(b.nbytes for b in model.buffers())]), sum(sizes)
 
 
 @pytest.mark.reduced(one_in=3)
 @pytest.mark.parametrize("name", ["vit", "beit", "eva02"])
-def test_one_full_tensor_is_held_beside_the_part(timm_pools: Pools, name: str) -> None:
+def test_one_full_tensor_is_held_beside_the_part(timm_pools: WorkerPools, name: str) -> None:
     for peak, largest, not_cut, everything in timm_pools(2).run(held_while_sharding, name):
         assert largest <= peak <= largest + not_cut < everything / 5

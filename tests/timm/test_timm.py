@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 import shardformer
-from shardformer.discovery.reduced_model import Reference
-from shardformer.discovery.validation import mismatch
+from shardformer.discovery.reduced_model import ReferenceGradients
+from shardformer.discovery.validation import validate_policy
 from shardformer.errors import ShardFormerError
 from shardformer.layout.sharding_metadata import Reduction
 from shardformer.local_ranks.threads import run_as_threads
-from shardformer.local_ranks.worker_pool import Pools, WorkerPool
+from shardformer.local_ranks.worker_pool import WorkerPool, WorkerPools
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.shard_model_api import resolve_policy
-from shardformer.verify.train_both import Pipelined
+from shardformer.verify.train_both import VerifyPipeline
 from shardformer.verify.verification import verify
 from tests.ops import seeing_parts
 from tests.pairwise import in_turn
@@ -56,9 +56,11 @@ def differences(name: str, ranks: tuple[int, ...], changes: dict[str, Any], opti
     torch.manual_seed(0)
     model = Small(name, changes)().double()
     x = images(0)["x"].double()
-    reference = Reference.of(model, lambda sharded: sharded(x))
+    reference = ReferenceGradients.of(model, lambda sharded: sharded(x))
     policy = type(resolve_policy(model, None)[0])
-    return [f"over {n}: {said}" for n in ranks if (said := mismatch(reference, policy, n, **options)) is not None]
+    return [
+        f"over {n}: {said}" for n in ranks if (said := validate_policy(reference, policy, n, **options)) is not None
+    ]
 
 
 def sharded(name: str, options: dict[str, bool], use: Callable[[Any], Any], ranks: int = 2) -> Any:
@@ -100,7 +102,7 @@ def test_stages_over_three_ranks(timm_worker: WorkerPool, name: str) -> None:
         ("swin v2", 2, "plain"),
     ],
 )
-def test_weights_after_three_steps(timm_pools: Pools, name: str, tensor: int, mode: str) -> None:
+def test_weights_after_three_steps(timm_pools: WorkerPools, name: str, tensor: int, mode: str) -> None:
     report = verify(Small(name), images, tensor=tensor, loss_fn=loss, config=MODES[mode], pool=timm_pools(tensor))
     assert report.passed, str(report)
     assert report.gradient.where and any("over tensor (block)" in name for name in report.collectives)
@@ -118,7 +120,7 @@ def test_weights_after_three_steps(timm_pools: Pools, name: str, tensor: int, mo
         ("swin v2", "plain"),
     ],
 )
-def test_tensor_times_data(timm_pools: Pools, name: str, mode: str) -> None:
+def test_tensor_times_data(timm_pools: WorkerPools, name: str, mode: str) -> None:
     """Each data rank has its own two of the four images, and every gradient is that of all four."""
     report = verify(Small(name), images, tensor=2, data=2, loss_fn=loss, config=MODES[mode], pool=timm_pools(4))
     assert report.passed, str(report)
@@ -218,7 +220,7 @@ def dropped(mode: dict[str, bool], checkpointed: bool) -> list[list[bool]]:
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("mode", list(MODES))
-def test_ranks_drop_the_same_samples(timm_pools: Pools, mode: str, checkpointed: bool) -> None:
+def test_ranks_drop_the_same_samples(timm_pools: WorkerPools, mode: str, checkpointed: bool) -> None:
     first, second = timm_pools(2).run(dropped, MODES[mode], checkpointed)
     assert first == second and len({tuple(samples) for samples in first}) > 1
     assert first[6:] == ([first[4], first[2], first[0]] if checkpointed else [])
@@ -230,14 +232,14 @@ def test_ranks_drop_the_same_samples(timm_pools: Pools, mode: str, checkpointed:
 def test_the_class_is_the_family(timm_worker: WorkerPool) -> None:
     said = in_worker(timm_worker, described, "deit distilled")
     assert "by the registered family 'timm:VisionTransformer'" in said
-    assert "LayerNorm  SplitNorm" in in_worker(timm_worker, described, "eva02 with a norm in the mlp")
+    assert "LayerNorm  ShardedNorm" in in_worker(timm_worker, described, "eva02 with a norm in the mlp")
     swin = in_worker(timm_worker, described, "swin", 4)
     assert "Whole, since 3 heads are fewer than 4 ranks: layers.0.blocks.*.attn." in swin
     assert "attn.relative_position_bias_table  parameter" in swin
 
 
 def described(name: str, ranks: int = 2) -> str:
-    said: str = sharded(name, {}, lambda model: str(shardformer.describe(model)), ranks)
+    said: str = sharded(name, {}, lambda model: str(shardformer.describe_sharding(model)), ranks)
     return said
 
 
@@ -286,7 +288,7 @@ def test_methods_that_do_not_know_of_ranks(
     assert said in in_worker(timm_worker, error_of, "beit", options, method)
 
 
-def test_another_class_of_timm_is_named(timm_pools: Pools) -> None:
+def test_another_class_of_timm_is_named(timm_pools: WorkerPools) -> None:
     with pytest.raises(ShardFormerError, match=r"it is of the model type 'timm:MlpMixer'"):
         timm_pools(1).run(shard_mixer)
 
@@ -303,10 +305,12 @@ def test_transformers_runs_beside_it(timm_worker: WorkerPool) -> None:
 def bert_beside_timm() -> str | None:
     timm()
     from shardformer.policies.models.bert import BertPolicy
-    from shardformer.verify.small_models import Sample
+    from shardformer.verify.small_models import SmallModel
 
     ids = torch.arange(10).view(2, 5)
-    return mismatch(Reference.of(Sample("bert")().double(), lambda model: model(input_ids=ids)), BertPolicy, 2)
+    return validate_policy(
+        ReferenceGradients.of(SmallModel("bert")().double(), lambda model: model(input_ids=ids)), BertPolicy, 2
+    )
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "timm.md"
@@ -323,7 +327,7 @@ def run_the_page() -> tuple[str, bool]:
     return printed.getvalue(), bool(names["loss"] < 1.0)
 
 
-def test_the_script_of_the_page_runs(timm_pools: Pools) -> None:
+def test_the_script_of_the_page_runs(timm_pools: WorkerPools) -> None:
     (printed, learnt), (nothing, _) = timm_pools(2).run(run_the_page)
     assert "VisionTransformer over tensor=2" in printed and nothing == ""
     assert re.search(r"attn.num_heads +3 +2", printed) and learnt
@@ -342,10 +346,10 @@ def test_timm_is_not_imported_by_the_tests(timm_worker: WorkerPool) -> None:
     ("name", "schedule"),
     [of(name, "pipeline parallel", beside=way) for name, *way in in_turn(MODELS, ("1f1b",), ("interleaved",))],
 )
-def test_pipeline_parallel(timm_pools: Pools, name: str, schedule: str) -> None:
+def test_pipeline_parallel(timm_pools: WorkerPools, name: str, schedule: str) -> None:
     """Four layers over two ranks; the bias or the rotations that all of them read are on both."""
     small = Small(name, None if name in STAGED else {"depth": 4})
-    pipeline = Pipelined(2, 2, {"schedule": schedule})
+    pipeline = VerifyPipeline(2, 2, {"schedule": schedule})
     with timm_pools(2).with_timeout(300) as pool:
         report = verify(small, images, tensor=1, steps=2, loss_fn=loss, pipeline=pipeline, pool=pool)
     assert report.passed, str(report)
@@ -353,7 +357,7 @@ def test_pipeline_parallel(timm_pools: Pools, name: str, schedule: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["vit with all between", "beit with one bias for all", "eva with mixed rope", "swin"])
-def test_tensor_times_pipe(timm_pools: Pools, name: str) -> None:
-    small, pipeline = Small(name, None if name in STAGED else {"depth": 4}), Pipelined(2, 2)
+def test_tensor_times_pipe(timm_pools: WorkerPools, name: str) -> None:
+    small, pipeline = Small(name, None if name in STAGED else {"depth": 4}), VerifyPipeline(2, 2)
     report = verify(small, images, tensor=2, steps=2, loss_fn=loss, pipeline=pipeline, pool=timm_pools(4))
     assert report.passed, str(report)

@@ -11,18 +11,26 @@ import numpy as np
 import pytest
 
 from shardformer.errors import ConfigError
-from shardformer.training.metrics_log import Record
-from shardformer.training.metrics_plot import alone, draw, drawn, is_log, panel_names, series, summary
+from shardformer.training.metrics_log import MetricsRecord
+from shardformer.training.metrics_plot import (
+    draw_metrics,
+    is_log,
+    isolated_points,
+    metrics_summary,
+    panel_names,
+    plotted_curve,
+    series,
+)
 
 needs_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is an extra")
 
 
-def run(count: int, **values: float) -> list[Record]:
-    return [Record(s, 0, float(s), {"loss": 3 / s, "memory_bytes": 1e9, **values}) for s in range(1, count + 1)]
+def run(count: int, **values: float) -> list[MetricsRecord]:
+    return [MetricsRecord(s, 0, float(s), {"loss": 3 / s, "memory_bytes": 1e9, **values}) for s in range(1, count + 1)]
 
 
-def of(name: str, *values: float) -> list[Record]:
-    return [Record(step, 0, float(step), {name: value}) for step, value in enumerate(values, start=1)]
+def of(name: str, *values: float) -> list[MetricsRecord]:
+    return [MetricsRecord(step, 0, float(step), {name: value}) for step, value in enumerate(values, start=1)]
 
 
 def words(file: Path) -> list[str]:
@@ -31,27 +39,27 @@ def words(file: Path) -> list[str]:
 
 
 def test_there_is_a_panel_for_each_value_and_one_for_both_losses() -> None:
-    records = [*run(3, kappa=0.5), Record(3, 1, 3.0, {"validation/loss": 1.0, "validation/f1": 0.5})]
+    records = [*run(3, kappa=0.5), MetricsRecord(3, 1, 3.0, {"validation/loss": 1.0, "validation/f1": 0.5})]
     assert panel_names({"a": records}) == ["loss", "memory_bytes", "kappa", "f1"]
 
 
 def test_a_series_is_in_the_order_of_steps() -> None:
-    steps, values = series([*of("loss", 1.0, 2.0)[::-1], Record(9, 0, 0.0, {"other": 1.0})], "loss")
+    steps, values = series([*of("loss", 1.0, 2.0)[::-1], MetricsRecord(9, 0, 0.0, {"other": 1.0})], "loss")
     assert steps.tolist() == [1, 2] and values.tolist() == [1, 2]
 
 
 def test_a_curve_of_many_values_is_their_mean_and_breaks_where_one_is_not_finite() -> None:
     values = [1.0, 3.0] * 100
     values[40] = math.inf
-    _, curve = drawn("loss", series(of("loss", *values), "loss"))
+    _, curve = plotted_curve("loss", series(of("loss", *values), "loss"))
     assert np.flatnonzero(np.isnan(curve)).tolist() == [40]
     assert np.abs(curve[10:30] - 2.0).max() < 0.2  # of 11 values 5 or 6 are 1
-    assert drawn("learning_rate", series(of("learning_rate", *values), "learning_rate"))[1][0] == 1.0
+    assert plotted_curve("learning_rate", series(of("learning_rate", *values), "learning_rate"))[1][0] == 1.0
 
 
 def test_values_without_a_neighbour_are_found() -> None:
     values = np.array([1.0, np.nan, 2.0, 3.0, np.inf, 4.0])
-    assert alone(values).tolist() == [True, False, False, False, False, True]
+    assert isolated_points(values).tolist() == [True, False, False, False, False, True]
 
 
 def test_only_a_loss_or_a_norm_over_decades_is_logarithmic() -> None:
@@ -63,13 +71,13 @@ def test_only_a_loss_or_a_norm_over_decades_is_logarithmic() -> None:
 @needs_matplotlib
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
 def test_runs_are_drawn(suffix: str, tmp_path: Path) -> None:
-    bad = [*run(4), Record(5, 0, 5.0, {"loss": math.nan}), Record(6, 0, 6.0, {"loss": math.inf})]
+    bad = [*run(4), MetricsRecord(5, 0, 5.0, {"loss": math.nan}), MetricsRecord(6, 0, 6.0, {"loss": math.inf})]
     runs = {"long": run(250, tokens_per_s=5e4), "bad": bad, "one": run(1), "wide": of("loss", 1e6), "none": []}
     file = tmp_path / f"picture{suffix}"
-    draw(runs, file)
+    draw_metrics(runs, file)
     assert file.stat().st_size > 10_000
     if suffix == ".svg":
-        draw(runs, tmp_path / "again.svg")
+        draw_metrics(runs, tmp_path / "again.svg")
         assert (tmp_path / "again.svg").read_bytes() == file.read_bytes()
 
 
@@ -78,16 +86,16 @@ def test_the_legend_says_what_is_drawn_and_nothing_else(tmp_path: Path) -> None:
     records = [*run(150), *of("grad_norm", 1.0, 2.0), *of("validation/loss", 1.0, math.nan)]
     runs = {"validation": records, "_second $x$": run(3)}
     kinds = ["validation", "moving mean", "as recorded", "not finite"]
-    draw(runs, tmp_path / "all.svg")
+    draw_metrics(runs, tmp_path / "all.svg")
     assert [word for word in words(tmp_path / "all.svg") if word in [*runs, *kinds]] == [*runs, *kinds]
-    draw(runs, tmp_path / "norm.svg", ["grad_norm"])
+    draw_metrics(runs, tmp_path / "norm.svg", ["grad_norm"])
     assert [word for word in words(tmp_path / "norm.svg") if word in [*runs, *kinds]] == list(runs)
 
 
 @needs_matplotlib
 def test_a_value_between_two_that_are_not_finite_is_seen(tmp_path: Path) -> None:
     def num_marks(*values: float) -> int:
-        draw({"a": of("loss", *values)}, tmp_path / "a.svg")
+        draw_metrics({"a": of("loss", *values)}, tmp_path / "a.svg")
         return (tmp_path / "a.svg").read_text(encoding="utf-8").count("<use")
 
     # as many crosses, and axes with as many numbers
@@ -96,17 +104,17 @@ def test_a_value_between_two_that_are_not_finite_is_seen(tmp_path: Path) -> None
 
 @needs_matplotlib
 def test_many_runs_have_a_colour_each(tmp_path: Path) -> None:
-    draw({f"run {i}": run(5) for i in range(12)}, tmp_path / "many.svg", ["loss"])
+    draw_metrics({f"run {i}": run(5) for i in range(12)}, tmp_path / "many.svg", ["loss"])
     strokes = re.findall(r"stroke: (#[0-9a-f]{6}); stroke-width: 1.6", (tmp_path / "many.svg").read_text("utf-8"))
     assert len(set(strokes)) == 12
 
 
 def test_what_cannot_be_drawn_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"\.svg or \.png"):
-        draw({"a": run(2)}, tmp_path / "a.pdf")
+        draw_metrics({"a": run(2)}, tmp_path / "a.pdf")
     if find_spec("matplotlib") is not None:
         with pytest.raises(ConfigError, match=r"nothing to draw in a"):
-            draw({"a": [Record(1, 0, 1.0, {})]}, tmp_path / "a.png")
+            draw_metrics({"a": [MetricsRecord(1, 0, 1.0, {})]}, tmp_path / "a.png")
 
 
 @needs_matplotlib
@@ -118,7 +126,7 @@ def test_a_picture_takes_the_place_of_a_link_and_a_failure_leaves_the_old_one(
     precious, path = tmp_path / "precious", tmp_path / "curves.svg"
     precious.write_text("precious")
     path.symlink_to(precious)
-    draw({"a": run(3)}, path)
+    draw_metrics({"a": run(3)}, path)
     assert precious.read_text() == "precious" and not path.is_symlink()
     before, real = path.read_bytes(), Figure.savefig
 
@@ -128,22 +136,23 @@ def test_a_picture_takes_the_place_of_a_link_and_a_failure_leaves_the_old_one(
 
     monkeypatch.setattr(Figure, "savefig", full)
     with pytest.raises(ConfigError, match="No space left"):
-        draw({"a": run(4)}, path)
+        draw_metrics({"a": run(4)}, path)
     assert path.read_bytes() == before
     assert sorted(file.name for file in tmp_path.iterdir()) == ["curves.svg", "precious"]
 
 
-def recorded(count: int) -> list[Record]:
+def recorded(count: int) -> list[MetricsRecord]:
     values = {"tokens_per_s": 1000.0, "memory_bytes": 2e9}
-    return [Record(step, 0, step * 0.5, {"loss": 3.0 / step, **values}) for step in range(1, count + 1)]
+    return [MetricsRecord(step, 0, step * 0.5, {"loss": 3.0 / step, **values}) for step in range(1, count + 1)]
 
 
 def test_a_run_is_summed_up() -> None:
     speeds = [
-        Record(41 + n, 0, 20.0 + n, {"tokens_per_s": speed}) for n, speed in enumerate([4000.0, 80000.0, math.nan])
+        MetricsRecord(41 + n, 0, 20.0 + n, {"tokens_per_s": speed})
+        for n, speed in enumerate([4000.0, 80000.0, math.nan])
     ]
     runs = {"a": [*recorded(40), *speeds], "b": of("loss", 4.0, 2.0, math.nan), "c": of("loss", math.inf), "d": []}
-    assert summary(runs) == [
+    assert metrics_summary(runs) == [
         {
             "run": "a", "step": "43", "time": "0:22", "last loss": "0.0750", "best loss": "0.0750",
             "last validation loss": "", "best validation loss": "", "mean tokens/s": "2952", "peak memory": "2.0 GB",
@@ -164,5 +173,5 @@ def test_a_run_is_summed_up() -> None:
 
 
 def test_small_and_large_losses_keep_their_digits() -> None:
-    small, large = summary({"small": of("loss", 1.5e-6), "large": of("loss", 2.5e9)})
+    small, large = metrics_summary({"small": of("loss", 1.5e-6), "large": of("loss", 2.5e9)})
     assert (small["last loss"], large["last loss"]) == ("1.500e-06", "2.500e+09")

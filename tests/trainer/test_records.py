@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from shardformer.errors import ConfigError, InputError
-from shardformer.training.metrics_log import FILE, Record, RecordWriter, file_of, read_records
+from shardformer.training.metrics_log import FILE, MetricsRecord, MetricsWriter, file_of, read_records
 from tests.disk.locks import killed, lock_of, parent
 
 
-def record(step: int, **values: float) -> Record:
-    return Record(step, step // 3, step / 2, {"loss": 1.0 / step, **values})
+def record(step: int, **values: float) -> MetricsRecord:
+    return MetricsRecord(step, step // 3, step / 2, {"loss": 1.0 / step, **values})
 
 
 def write(folder: Path, steps: range, resume_at: int | None = None) -> None:
-    writer = RecordWriter(folder, resume_at)
+    writer = MetricsWriter(folder, resume_at)
     for step in steps:
         writer.write(record(step))
     writer.close()
@@ -27,7 +27,7 @@ def write(folder: Path, steps: range, resume_at: int | None = None) -> None:
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     strange = record(1, nan=math.nan, inf=math.inf, minus=-math.inf)
-    writer = RecordWriter(tmp_path)
+    writer = MetricsWriter(tmp_path)
     writer.write(strange)
     found = read_records(tmp_path)[0]  # though the run goes on
     writer.close()
@@ -53,7 +53,7 @@ def test_a_second_job_does_not_write_into_the_folder_of_a_running_one(tmp_path: 
     before = (tmp_path / FILE).read_bytes()
     for resume_at in (None, 2):
         with pytest.raises(ConfigError, match="is in use by process"):
-            RecordWriter(tmp_path, resume_at)
+            MetricsWriter(tmp_path, resume_at)
     assert (tmp_path / FILE).read_bytes() == before
     lock_of(killed(), tmp_path)
     write(tmp_path, range(3, 5), resume_at=2)
@@ -102,7 +102,7 @@ def test_a_run_goes_on_behind_half_a_line(tmp_path: Path) -> None:
 
 
 def test_each_record_is_in_the_file_at_once(tmp_path: Path) -> None:
-    writer = RecordWriter(tmp_path)
+    writer = MetricsWriter(tmp_path)
     for step in range(1, 4):
         writer.write(record(step))
         assert len(read_records(tmp_path)) == step
@@ -110,8 +110,8 @@ def test_each_record_is_in_the_file_at_once(tmp_path: Path) -> None:
 
 
 def test_numbers_of_numpy_and_torch_are_written(tmp_path: Path) -> None:
-    writer = RecordWriter(tmp_path)
-    writer.write(Record(1, 0, 0.5, {"a": np.float32(0.5), "b": torch.tensor(0.25), "c": 2}))
+    writer = MetricsWriter(tmp_path)
+    writer.write(MetricsRecord(1, 0, 0.5, {"a": np.float32(0.5), "b": torch.tensor(0.25), "c": 2}))
     writer.close()
     assert read_records(tmp_path)[0].values == {"a": 0.5, "b": 0.25, "c": 2.0}
 
@@ -158,4 +158,4 @@ def test_what_is_no_run_is_told_with_those_beside_it(tmp_path: Path) -> None:
         read_records(tmp_path / "empty")
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"is a file"):
-        RecordWriter(tmp_path / "file")
+        MetricsWriter(tmp_path / "file")

@@ -16,7 +16,7 @@ from shardformer.launcher.shutdown import FOLDER, finishes
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.training.engine import Engine
-from shardformer.training.hook import MOMENTS, Hook, Run
+from shardformer.training.hook import HOOK_METHODS, Hook, TrainerProtocol
 from shardformer.training.initialize import initialize
 from shardformer.training.trainer import Trainer
 
@@ -53,7 +53,7 @@ def _note(moment: str) -> Any:
     return note
 
 
-for _moment in (*MOMENTS, "on_validation_batch"):
+for _moment in (*HOOK_METHODS, "on_validation_batch"):
     setattr(Diary, _moment, _note(_moment))
 
 STEP = [
@@ -70,7 +70,7 @@ def test_the_moments_come_in_their_order() -> None:
 
 
 def test_every_moment_is_a_method_of_a_hook() -> None:
-    assert all(callable(getattr(Hook, moment)) for moment in MOMENTS)
+    assert all(callable(getattr(Hook, moment)) for moment in HOOK_METHODS)
 
 
 def test_a_run_is_the_loop_of_its_engine() -> None:
@@ -267,7 +267,7 @@ def _ends(context: ParallelContext, engine: Engine, hook: Hook | None) -> tuple[
     return "", engine.steps
 
 
-MOMENTS_THAT_COME = [m for m in MOMENTS if m not in ("on_signal", "on_exception", "before_save", "after_save")]
+MOMENTS_THAT_COME = [m for m in HOOK_METHODS if m not in ("on_signal", "on_exception", "before_save", "after_save")]
 
 
 @pytest.mark.parametrize("moment", [*MOMENTS_THAT_COME, "on_validation_batch"])
@@ -348,7 +348,7 @@ class StopsAt(Hook):
     def __init__(self, step: int) -> None:
         self.at = step
 
-    def after_step(self, trainer: Run) -> None:
+    def after_step(self, trainer: TrainerProtocol) -> None:
         if trainer.step == self.at:
             trainer.stop()
 
@@ -364,12 +364,12 @@ def test_a_run_that_was_stopped_goes_on_with_the_batch_that_was_next() -> None:
 
 
 class AgreesBeforeAStep(Hook):
-    def before_step(self, trainer: Run) -> None:
+    def before_step(self, trainer: TrainerProtocol) -> None:
         trainer.agree()
 
 
 class FailsOnOne(Hook):
-    def after_step(self, trainer: Run) -> None:
+    def after_step(self, trainer: TrainerProtocol) -> None:
         if trainer.engine.world.rank == 1:
             raise ValueError("broken on purpose")
 

@@ -8,15 +8,15 @@ from typing import Any
 
 from torch import Tensor
 
-from shardformer.verify.small_models import HEADS, SMALL, STACKS, Batches, Sample
+from shardformer.verify.small_models import HEAD_CLASSES, SMALL_CONFIGS, STACKS, RandomBatches, SmallModel
 
 IGNORED = -100
 PIXEL_IGNORED = 255
 
 
-def deep(family: str, head: str = "", **changes: Any) -> Sample:
+def deep(family: str, head: str = "", **changes: Any) -> SmallModel:
     """The small model with four layers, or six over all its stacks."""
-    sample = Sample(family, head)
+    sample = SmallModel(family, head)
     deeper = sample.deeper(6 if STACKS.get(sample.head_class, 1) > 1 else 4)
     return replace(deeper, changes={**deeper.changes, **changes})
 
@@ -37,7 +37,7 @@ class Uneven:
     changes: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, step: int) -> dict[str, Tensor]:
-        batch = Batches(self.head, batch=self.batch, changes=self.changes)(step)
+        batch = RandomBatches(self.head, batch=self.batch, changes=self.changes)(step)
         labels = batch.get("labels")
         if labels is not None and labels.dim() > 1:
             ignored = PIXEL_IGNORED if self.head.endswith("ForSemanticSegmentation") else IGNORED
@@ -52,4 +52,4 @@ class Uneven:
         return batch
 
 
-EVERY_HEAD = [(family, head) for family in SMALL for head in HEADS[family]]
+EVERY_HEAD = [(family, head) for family in SMALL_CONFIGS for head in HEAD_CLASSES[family]]

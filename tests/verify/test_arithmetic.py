@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardformer.local_ranks.worker_pool import Pools
-from shardformer.verify.train_both import Job, RandomRounding, Trajectory, WithoutCasts, run_job
+from shardformer.local_ranks.worker_pool import WorkerPools
+from shardformer.verify.train_both import ForceFp64, RandomRounding, TrainingTrace, VerifyJob, run_job
 
 X = torch.linspace(0.1, 0.9, 6, dtype=torch.float64).view(2, 3)
 CASTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -38,7 +38,7 @@ CASTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("cast", CASTS)
 def test_a_cast_to_fewer_bits_gives_fp64(cast: str) -> None:
-    with WithoutCasts():
+    with ForceFp64():
         out = CASTS[cast](X)
     assert out.dtype == torch.float64
     rounded = CASTS[cast](X.float()).double()
@@ -47,7 +47,7 @@ def test_a_cast_to_fewer_bits_gives_fp64(cast: str) -> None:
 
 
 def test_other_casts_stay() -> None:
-    with WithoutCasts():
+    with ForceFp64():
         assert X.to(torch.int64).dtype == X.long().dtype == torch.int64
         assert (X > 0.5).to(torch.bool).dtype == torch.bool
         assert X.to("cpu") is X and X.double() is X
@@ -86,10 +86,10 @@ def choice(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch["x"]), batch["labels"])
 
 
-def test_the_noise_of_a_gradient_that_is_zero_is_the_rounding_of_what_cancels(pools: Pools) -> None:
+def test_the_noise_of_a_gradient_that_is_zero_is_the_rounding_of_what_cancels(pools: WorkerPools) -> None:
     """The summands are of the size of the gradient of a score, 0.1, whatever the largest gradient is."""
-    job = Job(Chooser, choices, 1, 1, 2, torch.float64, choice, None, {})
-    plain: Trajectory = pools(1).run(plain_of, job)[0]
+    job = VerifyJob(Chooser, choices, 1, 1, 2, torch.float64, choice, None, {})
+    plain: TrainingTrace = pools(1).run(plain_of, job)[0]
     for grads in plain.grads:
         bias, weight = grads["scorer.bias"], grads["scorer.weight"]
         assert bias is not None and weight is not None
@@ -98,7 +98,7 @@ def test_the_noise_of_a_gradient_that_is_zero_is_the_rounding_of_what_cancels(po
     assert plain.noise["scorer.weight"] < 1e-14, "far below the bound of what is real, 1e-10 of it"
 
 
-def plain_of(job: Job) -> Trajectory | None:
+def plain_of(job: VerifyJob) -> TrainingTrace | None:
     return run_job(job)[0]
 
 
@@ -130,7 +130,7 @@ def test_a_backward_of_another_thread_has_its_casts() -> None:
             assert number == 0 or ends[number - 1].wait(20)
 
         x = torch.ones(2, dtype=torch.float64, requires_grad=True)
-        with WithoutCasts() if is_wide else nullcontext():
+        with ForceFp64() if is_wide else nullcontext():
             Casts.apply(x, seen, wait).sum().backward()
         ends[number].set()
         return seen[0]

@@ -15,12 +15,12 @@ import transformers
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError
-from shardformer.local_ranks.worker_pool import Pools, WorkerPool
-from shardformer.verify.small_models import LANGUAGE_MODEL, Batches, Sample
-from shardformer.verify.train_both import Pipelined
+from shardformer.local_ranks.worker_pool import WorkerPool, WorkerPools
+from shardformer.verify.small_models import LANGUAGE_MODEL, RandomBatches, SmallModel
+from shardformer.verify.train_both import VerifyPipeline
 from shardformer.verify.verification import verify
 
-LLAMA_BATCHES = Batches(LANGUAGE_MODEL["llama"])
+LLAMA_BATCHES = RandomBatches(LANGUAGE_MODEL["llama"])
 SEQUENCE = {"enable_sequence_parallelism": True}
 CONVOLUTIONS = {"conv_dim": (16, 16), "conv_stride": (5, 4), "conv_kernel": (10, 3)}
 SMALL = {
@@ -57,7 +57,9 @@ def test_what_is_covered_of_a_sound_is_drawn_alike(pool2: WorkerPool, kind: str)
 
 @pytest.mark.reduced(one_in=2, first=1)
 @pytest.mark.parametrize("config", [{}, SEQUENCE])
-def test_each_data_rank_draws_what_the_plain_model_drew_for_its_part(pools: Pools, config: dict[str, Any]) -> None:
+def test_each_data_rank_draws_what_the_plain_model_drew_for_its_part(
+    pools: WorkerPools, config: dict[str, Any]
+) -> None:
     report = verify(Listener("Wav2Vec2"), sounds, tensor=2, data=2, steps=2, config=config, pool=pools(4))
     assert report.passed, str(report)
 
@@ -72,7 +74,7 @@ def drawn(draw: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("draw", ["torch", "python"])
 def test_what_a_model_draws_between_its_blocks_is_drawn_alike(pool2: WorkerPool, draw: str) -> None:
-    report = verify(Sample("llama"), LLAMA_BATCHES, tensor=2, loss_fn=partial(drawn, draw), pool=pool2)
+    report = verify(SmallModel("llama"), LLAMA_BATCHES, tensor=2, loss_fn=partial(drawn, draw), pool=pool2)
     assert report.passed, str(report)
 
 
@@ -83,9 +85,9 @@ def by_chance(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 def test_a_model_that_no_seed_governs_is_refused(pool2: WorkerPool) -> None:
     with pytest.raises(ConfigError, match=r"when it is computed again. The same random numbers"):
-        verify(Sample("gpt2"), Batches("GPT2LMHeadModel"), loss_fn=by_chance, pool=pool2)
+        verify(SmallModel("gpt2"), RandomBatches("GPT2LMHeadModel"), loss_fn=by_chance, pool=pool2)
 
 
 def test_what_is_drawn_for_a_batch_is_not_compared_with_what_is_drawn_for_its_parts(pool2: WorkerPool) -> None:
     with pytest.raises(ConfigError, match=r"Each micro-batch of a pipeline, and .* draws its own numbers"):
-        verify(Listener("Wav2Vec2"), sounds, tensor=1, pipeline=Pipelined(2), pool=pool2)
+        verify(Listener("Wav2Vec2"), sounds, tensor=1, pipeline=VerifyPipeline(2), pool=pool2)

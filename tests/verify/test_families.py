@@ -15,10 +15,17 @@ import transformers
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError
-from shardformer.local_ranks.worker_pool import Pools
+from shardformer.local_ranks.worker_pool import WorkerPools
 from shardformer.policies.registry import FAMILIES
 from shardformer.verify.report import Report
-from shardformer.verify.small_models import HEADS, MAIN, SMALL, Batches, Sample, sample_loss
+from shardformer.verify.small_models import (
+    DEFAULT_HEAD,
+    HEAD_CLASSES,
+    SMALL_CONFIGS,
+    RandomBatches,
+    SmallModel,
+    sample_loss,
+)
 from shardformer.verify.verification import verify
 from tests.pairwise import in_turn
 from tests.verify.variants import VARIANTS
@@ -30,14 +37,16 @@ MODES: dict[str, dict[str, Any]] = {
     "overlap": {**SEQUENCE, "enable_sequence_overlap": True},
 }
 # Of the small models, those whose family has a policy.
-REGISTERED = [family for family in SMALL if family in FAMILIES]
+REGISTERED = [family for family in SMALL_CONFIGS if family in FAMILIES]
 READERS = [
-    family for family in REGISTERED if Batches(MAIN[family])(0).keys() == {"input_ids", "attention_mask", "labels"}
+    family
+    for family in REGISTERED
+    if RandomBatches(DEFAULT_HEAD[family])(0).keys() == {"input_ids", "attention_mask", "labels"}
 ]
 SLOW = "bloom slow but exact"
 WITHOUT_SEQUENCE = ("swin", "swinv2", "sam")
 OF_QFORMER_ALONE = ("Blip2QFormerModel", "Blip2TextModelWithProjection")
-EVERY_HEAD = [(family, head) for family in REGISTERED for head in HEADS[family]]
+EVERY_HEAD = [(family, head) for family in REGISTERED for head in HEAD_CLASSES[family]]
 Recorded = Callable[[str, object], None]
 # What a block's two edges communicate, which shows that the mode was on.
 EDGES = {"plain": {"all_reduce"}, "sequence": {"all_gather", "reduce_scatter"}}
@@ -55,7 +64,7 @@ def assert_nobody_can_tell(report: Report, mode: str = "plain", tensor: int = 2)
     assert made >= EDGES[mode] if tensor > 1 else not made
 
 
-def _runs(sample: Sample, mode: str) -> bool:
+def _runs(sample: SmallModel, mode: str) -> bool:
     """Whether the model can cut the sequence; where it cannot, sharding says why."""
     head = sample.head_class
     between = head.endswith(("Backbone", "ForSemanticSegmentation")) or "use_weighted_layer_sum" in sample.changes
@@ -63,7 +72,12 @@ def _runs(sample: Sample, mode: str) -> bool:
 
 
 def check(
-    pools: Pools, sample: Sample, batches: Batches, tensor: int, mode: str, dtype: torch.dtype = torch.float64
+    pools: WorkerPools,
+    sample: SmallModel,
+    batches: RandomBatches,
+    tensor: int,
+    mode: str,
+    dtype: torch.dtype = torch.float64,
 ) -> str | None:
     """Verifies, or returns why the mode is refused."""
 
@@ -80,105 +94,107 @@ def check(
 
 @pytest.mark.reduced(family=("bert", "t5"))
 @pytest.mark.parametrize(("family", "head", "tensor", "mode"), in_turn(EVERY_HEAD, (2, "plain"), (4, "sequence")))
-def test_every_head(pools: Pools, family: str, head: str, tensor: int, mode: str) -> None:
-    check(pools, Sample(family, head), Batches(head), tensor, mode)
+def test_every_head(pools: WorkerPools, family: str, head: str, tensor: int, mode: str) -> None:
+    check(pools, SmallModel(family, head), RandomBatches(head), tensor, mode)
 
 
 @pytest.mark.reduced
 @pytest.mark.feature("tensor parallel")
 @over_two_and_four
 @pytest.mark.parametrize("family", REGISTERED)
-def test_tensor_parallel(pools: Pools, family: str, tensor: int) -> None:
-    check(pools, Sample(family), Batches(MAIN[family]), tensor, "plain")
+def test_tensor_parallel(pools: WorkerPools, family: str, tensor: int) -> None:
+    check(pools, SmallModel(family), RandomBatches(DEFAULT_HEAD[family]), tensor, "plain")
 
 
 @pytest.mark.feature("sequence parallel")
 @pytest.mark.parametrize(("family", "tensor"), in_turn(REGISTERED, (2,), (4,)))
 def test_sequence_parallel(
-    pools: Pools, family: str, tensor: int, record_property: Callable[[str, object], None]
+    pools: WorkerPools, family: str, tensor: int, record_property: Callable[[str, object], None]
 ) -> None:
-    if refused := check(pools, Sample(family), Batches(MAIN[family]), tensor, "sequence"):
+    if refused := check(pools, SmallModel(family), RandomBatches(DEFAULT_HEAD[family]), tensor, "sequence"):
         record_property("feature", refused)
 
 
 @pytest.mark.feature("overlap")
 @pytest.mark.parametrize(("family", "tensor"), in_turn(REGISTERED, (4,), (2,)))
-def test_overlap(pools: Pools, family: str, tensor: int, record_property: Recorded) -> None:
-    if refused := check(pools, Sample(family), Batches(MAIN[family]), tensor, "overlap"):
+def test_overlap(pools: WorkerPools, family: str, tensor: int, record_property: Recorded) -> None:
+    if refused := check(pools, SmallModel(family), RandomBatches(DEFAULT_HEAD[family]), tensor, "overlap"):
         record_property("feature", refused)
 
 
 @pytest.mark.reduced(family=("llama", "gpt2", "bert", "t5"))
 @pytest.mark.parametrize(("family", "mode"), in_turn(REGISTERED, *((mode,) for mode in MODES)))
-def test_single_precision(pools: Pools, family: str, mode: str) -> None:
-    check(pools, Sample(family), Batches(MAIN[family]), 2, mode, torch.float32)
+def test_single_precision(pools: WorkerPools, family: str, mode: str) -> None:
+    check(pools, SmallModel(family), RandomBatches(DEFAULT_HEAD[family]), 2, mode, torch.float32)
 
 
 @pytest.mark.reduced(one_in=4)
 @pytest.mark.parametrize(
     ("name", "tensor", "mode"), in_turn([n for n in VARIANTS if n != SLOW], (2, "overlap"), (4, "plain"))
 )
-def test_other_settings(pools: Pools, name: str, tensor: int, mode: str) -> None:
+def test_other_settings(pools: WorkerPools, name: str, tensor: int, mode: str) -> None:
     sample = VARIANTS[name].sample
-    check(pools, sample, Batches(sample.head_class, batch=3, sequence=9), tensor, mode)
+    check(pools, sample, RandomBatches(sample.head_class, batch=3, sequence=9), tensor, mode)
 
 
-def test_what_multiplies_slices_of_weights_itself_is_refused(pools: Pools) -> None:
+def test_what_multiplies_slices_of_weights_itself_is_refused(pools: WorkerPools) -> None:
     with pytest.raises(ConfigError, match="slow_but_exact=True with pretraining_tp=2"):
-        verify(VARIANTS[SLOW].sample, Batches("BloomForCausalLM"), 2, loss_fn=sample_loss, pool=pools(2))
+        verify(VARIANTS[SLOW].sample, RandomBatches("BloomForCausalLM"), 2, loss_fn=sample_loss, pool=pools(2))
 
 
 @over_two_and_four
-def test_bert_in_chunks_of_the_sequence(pools: Pools, tensor: int) -> None:
-    sample = Sample("bert", changes={"chunk_size_feed_forward": 1})
-    assert_nobody_can_tell(verify(sample, Batches("BertForMaskedLM"), tensor=tensor, pool=pools(tensor)))
+def test_bert_in_chunks_of_the_sequence(pools: WorkerPools, tensor: int) -> None:
+    sample = SmallModel("bert", changes={"chunk_size_feed_forward": 1})
+    assert_nobody_can_tell(verify(sample, RandomBatches("BertForMaskedLM"), tensor=tensor, pool=pools(tensor)))
     with pytest.raises(ConfigError, match="chunk_size_feed_forward"):
-        verify(sample, Batches("BertForMaskedLM"), tensor=tensor, config=SEQUENCE, pool=pools(tensor))
+        verify(sample, RandomBatches("BertForMaskedLM"), tensor=tensor, config=SEQUENCE, pool=pools(tensor))
 
 
 @pytest.mark.reduced(family=("llama", "gpt2", "bert", "t5"))
 @pytest.mark.parametrize(("family", "mode"), in_turn(REGISTERED, *((mode,) for mode in reversed(MODES))))
-def test_tensor_times_data(pools: Pools, family: str, mode: str) -> None:
-    head = MAIN[family]
-    batches = Batches(head, batch=6)  # three samples on each data rank
-    mode = mode if _runs(Sample(family), mode) else "plain"
-    report = verify(Sample(family), batches, 2, 2, loss_fn=sample_loss, config=MODES[mode], pool=pools(4))
+def test_tensor_times_data(pools: WorkerPools, family: str, mode: str) -> None:
+    head = DEFAULT_HEAD[family]
+    batches = RandomBatches(head, batch=6)  # three samples on each data rank
+    mode = mode if _runs(SmallModel(family), mode) else "plain"
+    report = verify(SmallModel(family), batches, 2, 2, loss_fn=sample_loss, config=MODES[mode], pool=pools(4))
     assert_nobody_can_tell(report, mode)
     assert any("over data" in name or "over data_tensor" in name for name in report.collectives)
 
 
 @pytest.mark.reduced(family=("llama", "bert"))
 @pytest.mark.parametrize(("family", "data"), in_turn(REGISTERED, (2,), (4,)))
-def test_data_alone(pools: Pools, family: str, data: int) -> None:
-    batches = Batches(MAIN[family], batch=4)
-    report = verify(Sample(family), batches, tensor=1, data=data, loss_fn=sample_loss, pool=pools(data))
+def test_data_alone(pools: WorkerPools, family: str, data: int) -> None:
+    batches = RandomBatches(DEFAULT_HEAD[family], batch=4)
+    report = verify(SmallModel(family), batches, tensor=1, data=data, loss_fn=sample_loss, pool=pools(data))
     assert_nobody_can_tell(report, tensor=1)
     assert list(report.collectives) == ["all_reduce over data (gradients)"]
 
 
 @pytest.mark.reduced(family=("llama", "gpt2", "bert", "t5"))
 @pytest.mark.parametrize(("family", "mode"), in_turn(REGISTERED, *((mode,) for mode in MODES)))
-def test_one_process_communicates_nothing(pools: Pools, family: str, mode: str) -> None:
-    config = MODES[mode if _runs(Sample(family), mode) else "plain"]
-    report = verify(Sample(family), Batches(MAIN[family]), 1, loss_fn=sample_loss, config=config, pool=pools(1))
+def test_one_process_communicates_nothing(pools: WorkerPools, family: str, mode: str) -> None:
+    config = MODES[mode if _runs(SmallModel(family), mode) else "plain"]
+    report = verify(
+        SmallModel(family), RandomBatches(DEFAULT_HEAD[family]), 1, loss_fn=sample_loss, config=config, pool=pools(1)
+    )
     assert_nobody_can_tell(report, tensor=1)
     assert report.collectives == {}
 
 
 @pytest.mark.reduced(family=("llama", "bert", "t5"))
 @pytest.mark.parametrize(("family", "sequence", "tensor"), in_turn(READERS, (1, 2), (3, 4), (1, 4)))
-def test_sequences_shorter_than_the_ranks(pools: Pools, family: str, sequence: int, tensor: int) -> None:
+def test_sequences_shorter_than_the_ranks(pools: WorkerPools, family: str, sequence: int, tensor: int) -> None:
     """Some ranks hold nothing of the sequence."""
     for mode in ("sequence", "overlap"):
         report = verify(
-            Sample(family), Short(family, sequence), tensor=tensor, steps=1, config=MODES[mode], pool=pools(tensor)
+            SmallModel(family), Short(family, sequence), tensor=tensor, steps=1, config=MODES[mode], pool=pools(tensor)
         )
         assert_nobody_can_tell(report, mode)
 
 
 @dataclass(frozen=True)
 class Short:
-    """Batches of sequences so short that ``Batches`` would pad them away."""
+    """Batches of sequences so short that ``RandomBatches`` would pad them away."""
 
     family: str
     sequence: int
@@ -186,7 +202,7 @@ class Short:
     def __call__(self, step: int) -> dict[str, Tensor]:
         ids = torch.randint(5, 127, (3, self.sequence + 1), generator=torch.Generator().manual_seed(step))
         # a causal model predicts the next token: with a single one there is none, so it gets two
-        causal = self.family == "chatglm" or MAIN[self.family].endswith(("LMHeadModel", "ForCausalLM"))
+        causal = self.family == "chatglm" or DEFAULT_HEAD[self.family].endswith(("LMHeadModel", "ForCausalLM"))
         length = max(self.sequence, 2) if causal else self.sequence
         return {"input_ids": ids[:, :length], "labels": ids[:, :length].clone()}
 
@@ -217,15 +233,15 @@ class BertOnStates(transformers.BertLMHeadModel):
 
 
 def gpt2_on_states() -> nn.Module:
-    return GPT2OnStates(Sample("gpt2", changes={"add_cross_attention": True}).config())
+    return GPT2OnStates(SmallModel("gpt2", changes={"add_cross_attention": True}).config())
 
 
 def bert_on_states() -> nn.Module:
-    return BertOnStates(Sample("bert", changes={"is_decoder": True, "add_cross_attention": True}).config())
+    return BertOnStates(SmallModel("bert", changes={"is_decoder": True, "add_cross_attention": True}).config())
 
 
 def batch_with_states(step: int) -> dict[str, Tensor]:
-    batch = Batches("GPT2LMHeadModel")(step)
+    batch = RandomBatches("GPT2LMHeadModel")(step)
     generator = torch.Generator().manual_seed(step)
     mask = torch.ones(4, 7, dtype=torch.long)
     mask[1:, -2:] = 0
@@ -237,9 +253,9 @@ def batch_with_states(step: int) -> dict[str, Tensor]:
 @in_each_mode
 @over_two_and_four
 @pytest.mark.parametrize("model_fn", [gpt2_on_states, bert_on_states])
-def test_cross_attention(pools: Pools, model_fn: Callable[[], nn.Module], tensor: int, mode: str) -> None:
+def test_cross_attention(pools: WorkerPools, model_fn: Callable[[], nn.Module], tensor: int, mode: str) -> None:
     """The states' gradient, a parameter here, is one of those compared."""
-    batches = Batches("GPT2LMHeadModel")
+    batches = RandomBatches("GPT2LMHeadModel")
     report = verify(model_fn, batches, tensor=tensor, config=MODES[mode], pool=pools(tensor))
     assert_nobody_can_tell(report, mode)
 
@@ -247,7 +263,9 @@ def test_cross_attention(pools: Pools, model_fn: Callable[[], nn.Module], tensor
 @pytest.mark.reduced
 @pytest.mark.parametrize("mode", ["plain", "overlap"])
 @pytest.mark.parametrize("model_fn", [gpt2_on_states, bert_on_states])
-def test_cross_attention_on_states_of_the_batch(pools: Pools, model_fn: Callable[[], nn.Module], mode: str) -> None:
+def test_cross_attention_on_states_of_the_batch(
+    pools: WorkerPools, model_fn: Callable[[], nn.Module], mode: str
+) -> None:
     report = verify(
         model_fn, batch_with_states, tensor=2, data=2, loss_fn=loss_beside_states, config=MODES[mode], pool=pools(4)
     )

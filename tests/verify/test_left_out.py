@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from shardformer.gradients import clipping as grad_norm
-from shardformer.layout.sharding_metadata import Entry
+from shardformer.layout.sharding_metadata import ParamEntry
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import Axis
 from shardformer.pipeline import micro_batch_loss, runtime, stage_forward
 from shardformer.sharding import apply_tensor_parallel as gradients
 from shardformer.verify.report import Report
-from shardformer.verify.train_both import Job, Pipelined
+from shardformer.verify.train_both import VerifyJob, VerifyPipeline
 from shardformer.verify.verification import report_here
 from tests.verify.deep import Uneven, deep
 
@@ -108,7 +108,7 @@ def every_stage_counts_all() -> Any:
     """What two stages hold counts twice in the norm."""
 
     def make(original: Any) -> Any:
-        def term(entry: Entry, *args: Any) -> Any:
+        def term(entry: ParamEntry, *args: Any) -> Any:
             return original(replace(entry, reduction=replace(entry.reduction, stages=())), *args)
 
         return term
@@ -128,7 +128,7 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
 }
 
 
-def report_without(mutation: str, job: Job) -> Report | None:
+def report_without(mutation: str, job: VerifyJob) -> Report | None:
     with MUTATIONS[mutation]():
         return report_here(job)
 
@@ -193,6 +193,6 @@ def test_nothing_left_out_is_nothing_seen(pool2: WorkerPool, family: str) -> Non
 
 def report_of(pool: WorkerPool, case: Case) -> Report | None:
     sample = deep(case.family)
-    pipeline = Pipelined(2, 4, {"schedule": case.schedule, "cut": case.cut})
-    job = Job(sample, Uneven(sample.head_class), 1, 1, 1, torch.float64, None, None, {}, pipeline)
+    pipeline = VerifyPipeline(2, 4, {"schedule": case.schedule, "cut": case.cut})
+    job = VerifyJob(sample, Uneven(sample.head_class), 1, 1, 1, torch.float64, None, None, {}, pipeline)
     return pool.run(report_without, case.mutation, job)[0]

@@ -14,16 +14,16 @@ from shardformer.errors import ConfigError
 from shardformer.verify import model_source
 from shardformer.verify import model_source as hub
 from shardformer.verify.model_source import ModelSource, Pretrained, find_model
-from shardformer.verify.small_models import HEADS, MAIN, Batches, Sample
+from shardformer.verify.small_models import DEFAULT_HEAD, HEAD_CLASSES, RandomBatches, SmallModel
 
 USER_MODULE = """
-from shardformer.verify.small_models import Batches, Sample
-def model(): return Sample("llama")()
-def model_of_size(size): return Sample("llama")()
-def pair(): return Sample("llama"), Batches("LlamaForCausalLM")
-def table(): return {"model_fn": Sample("llama"), "loss_fn": max, "policy": str}
+from shardformer.verify.small_models import RandomBatches, SmallModel
+def model(): return SmallModel("llama")()
+def model_of_size(size): return SmallModel("llama")()
+def pair(): return SmallModel("llama"), RandomBatches("LlamaForCausalLM")
+def table(): return {"model_fn": SmallModel("llama"), "loss_fn": max, "policy": str}
 def number(): return 3
-def misspelt(): return {"model_fn": Sample("llama"), "bach_fn": Batches("LlamaForCausalLM")}
+def misspelt(): return {"model_fn": SmallModel("llama"), "bach_fn": RandomBatches("LlamaForCausalLM")}
 size = 3
 """
 
@@ -39,15 +39,15 @@ def user_module(tmp_path: Path) -> Path:
 def bert(tmp_path: Path) -> Path:
     """A folder that save_pretrained wrote."""
     folder = tmp_path / "bert"
-    sample = Sample("bert", "BertForSequenceClassification", {"hidden_dropout_prob": 0.1})
+    sample = SmallModel("bert", "BertForSequenceClassification", {"hidden_dropout_prob": 0.1})
     sample().save_pretrained(folder)
     return folder
 
 
-@pytest.mark.parametrize("family", HEADS)
+@pytest.mark.parametrize("family", HEAD_CLASSES)
 def test_a_family_is_its_small_model(family: str) -> None:
     source = find_model(family)
-    assert source.heads == HEADS[family] and source.head == MAIN[family]
+    assert source.heads == HEAD_CLASSES[family] and source.head == DEFAULT_HEAD[family]
     batch = source.batches(batch=2, sequence=9)(0)
     assert {len(value) for value in batch.values()} == {2}
     assert source.loss_fn is not None and torch.isfinite(source.loss_fn(source.model_fn(), batch))
@@ -65,8 +65,8 @@ def test_a_family_is_its_small_model(family: str) -> None:
 def test_what_a_config_says_is_what_it_is_fed(
     tmp_path: Path, family: str, changes: dict[str, Any], shapes: dict[str, tuple[int, ...]]
 ) -> None:
-    config = Sample(family, changes=changes).config()
-    config.architectures = [MAIN[family]]
+    config = SmallModel(family, changes=changes).config()
+    config.architectures = [DEFAULT_HEAD[family]]
     config.save_pretrained(tmp_path)
     source = find_model(str(tmp_path / "config.json"))
     batch = source.batches(batch=2, sequence=9)(0)
@@ -124,7 +124,7 @@ def test_a_function_gives_a_model(user_module: Path) -> None:
 
 def test_a_function_gives_a_pair_or_a_table(user_module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = find_model(f"{user_module}:pair")
-    assert isinstance(pair.batches(), Batches) and pair.loss_fn is None
+    assert isinstance(pair.batches(), RandomBatches) and pair.loss_fn is None
     monkeypatch.syspath_prepend(user_module.parent)
     table = find_model("models_of_a_user:table")
     assert table.own == {"loss_fn": max, "policy": str} and table.loss_fn is max
@@ -170,7 +170,7 @@ def test_the_hub_is_not_asked_where_that_is_forbidden(monkeypatch: pytest.Monkey
         raise AssertionError("the network was used")
 
     monkeypatch.setattr(hub, "urlopen", refuse)
-    assert not model_source.hub_answers()  # the tests run with HF_HUB_OFFLINE=1
+    assert not model_source.is_hub_reachable()  # the tests run with HF_HUB_OFFLINE=1
 
 
 def test_what_cannot_be_fed_is_refused() -> None:
@@ -204,5 +204,5 @@ def test_any_model_type_of_transformers_has_a_small_model() -> None:
 
 def test_a_folder_comes_before_a_model_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Sample("llama").config().save_pretrained("mamba")
+    SmallModel("llama").config().save_pretrained("mamba")
     assert find_model("mamba").model_type == "llama"

@@ -16,8 +16,15 @@ from torch import Tensor, nn
 from shardformer.errors import ConfigError, ShardFormerError
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.verify.report import Report
-from shardformer.verify.small_models import MAIN, SMALL, Sample, counts_by_sample, num_samples, sample_loss
-from shardformer.verify.train_both import Pipelined
+from shardformer.verify.small_models import (
+    DEFAULT_HEAD,
+    SMALL_CONFIGS,
+    SmallModel,
+    num_samples,
+    sample_loss,
+    weights_loss_by_sample,
+)
+from shardformer.verify.train_both import VerifyPipeline
 from shardformer.verify.verification import verify
 from tests.pairwise import in_turn
 from tests.verify.deep import EVERY_HEAD, Uneven, deep
@@ -34,7 +41,7 @@ Recorded = Callable[[str, object], None]
 
 def check(
     pool: WorkerPool,
-    sample: Sample,
+    sample: SmallModel,
     schedule: str = "1f1b",
     *,
     pipe: int = 2,
@@ -53,8 +60,8 @@ def check(
         batches = Uneven(head, batch=5 * data)
     # the interleaved schedules take the stages' number of micro-batches, or a multiple of it
     count = micro_batches or (4 if pipe == 4 or "interleaved" in schedule else 3)
-    weight = num_samples if counts_by_sample(head) else None
-    pipeline = Pipelined(pipe, count, {"schedule": schedule, **stages}, weight)
+    weight = num_samples if weights_loss_by_sample(head) else None
+    pipeline = VerifyPipeline(pipe, count, {"schedule": schedule, **stages}, weight)
     report = verify(sample, batches, tensor, data, steps, loss_fn=loss_fn, config=config, pipeline=pipeline, pool=pool)
     assert report.passed, str(report)
     assert report.gradient.where and report.weight.where, "something was compared"
@@ -68,7 +75,7 @@ def check(
 @pytest.mark.reduced
 @pytest.mark.feature("pipeline parallel")
 @pytest.mark.parametrize(
-    ("family", "schedule"), [*in_turn(SMALL, ("gpipe",), ("1f1b",)), *in_turn(SMALL, ("interleaved",))]
+    ("family", "schedule"), [*in_turn(SMALL_CONFIGS, ("gpipe",), ("1f1b",)), *in_turn(SMALL_CONFIGS, ("interleaved",))]
 )
 def test_pipeline_parallel(pool2: WorkerPool, family: str, schedule: str, record_property: Recorded) -> None:
     check(pool2, deep(family), schedule, steps=3)
@@ -78,14 +85,14 @@ def test_pipeline_parallel(pool2: WorkerPool, family: str, schedule: str, record
 
 @pytest.mark.reduced(family=("llama", "gpt2", "bert", "t5"))
 @pytest.mark.feature("pipeline parallel")
-@pytest.mark.parametrize("family", SMALL)
+@pytest.mark.parametrize("family", SMALL_CONFIGS)
 def test_tensor_times_pipe(pool4: WorkerPool, family: str) -> None:
     report = check(pool4, deep(family), tensor=2, steps=3)
     assert any("over tensor (block)" in name for name in report.collectives)
 
 
 @pytest.mark.reduced(family=("llama", "gpt2", "bert", "t5"))
-@pytest.mark.parametrize("family", [family for family in SMALL if family not in WITHOUT_SEQUENCE])
+@pytest.mark.parametrize("family", [family for family in SMALL_CONFIGS if family not in WITHOUT_SEQUENCE])
 def test_tensor_with_cut_sequences_times_pipe(pool4: WorkerPool, family: str) -> None:
     report = check(pool4, deep(family), tensor=2, config=SEQUENCE)
     assert any("reduce_scatter over tensor (block)" in name for name in report.collectives)
@@ -95,7 +102,7 @@ def test_tensor_with_cut_sequences_times_pipe(pool4: WorkerPool, family: str) ->
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("family", FOUR_KINDS)
 def test_four_stages(pool4: WorkerPool, family: str, schedule: str) -> None:
-    check(pool4, Sample(family).deeper(8), schedule, pipe=4)
+    check(pool4, SmallModel(family).deeper(8), schedule, pipe=4)
 
 
 @pytest.mark.reduced
@@ -296,6 +303,6 @@ def test_untied_parameters_are_summed_over_no_stages(pool2: WorkerPool) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "t5"])
 def test_single_precision(pool2: WorkerPool, family: str) -> None:
-    pipeline = Pipelined(2, 3)
-    report = verify(deep(family), Uneven(MAIN[family]), 1, dtype=torch.float32, pipeline=pipeline, pool=pool2)
+    pipeline = VerifyPipeline(2, 3)
+    report = verify(deep(family), Uneven(DEFAULT_HEAD[family]), 1, dtype=torch.float32, pipeline=pipeline, pool=pool2)
     assert report.passed, str(report)

@@ -10,11 +10,11 @@ import transformers
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError
-from shardformer.local_ranks.worker_pool import Pools, WorkerPool
+from shardformer.local_ranks.worker_pool import WorkerPool, WorkerPools
 from shardformer.verify.report import Report
-from shardformer.verify.small_models import Sample
-from shardformer.verify.train_both import Pipelined
-from shardformer.verify.training_options import Training
+from shardformer.verify.small_models import SmallModel
+from shardformer.verify.train_both import VerifyPipeline
+from shardformer.verify.training_options import VerifyTraining
 from shardformer.verify.verification import verify
 from tests.verify.test_drawn import Listener, sounds
 
@@ -42,14 +42,14 @@ def tokens(step: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-def found(pools: Pools, model_fn: Any, reference: str, tensor: int = 1, **options: Any) -> Report:
+def found(pools: WorkerPools, model_fn: Any, reference: str, tensor: int = 1, **options: Any) -> Report:
     pool = pools(2 * tensor)
-    return verify(model_fn, tokens, tensor, 2, 2, training=Training(reference=reference), pool=pool, **options)
+    return verify(model_fn, tokens, tensor, 2, 2, training=VerifyTraining(reference=reference), pool=pool, **options)
 
 
 @pytest.mark.reduced(one_in=2, first=1)
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_the_load_of_experts_is_balanced_in_each_part_and_not_in_the_whole(pools: Pools, tensor: int) -> None:
+def test_the_load_of_experts_is_balanced_in_each_part_and_not_in_the_whole(pools: WorkerPools, tensor: int) -> None:
     parts = found(pools, experts, "parts", tensor)
     assert parts.passed, str(parts)
     whole = found(pools, experts, "whole", tensor)
@@ -58,21 +58,21 @@ def test_the_load_of_experts_is_balanced_in_each_part_and_not_in_the_whole(pools
 
 
 @pytest.mark.parametrize("reference", ["parts", "whole"])
-def test_a_mean_over_as_many_labels_is_that_of_the_whole(pools: Pools, reference: str) -> None:
-    report = found(pools, Sample("gpt2"), reference, tensor=2)
+def test_a_mean_over_as_many_labels_is_that_of_the_whole(pools: WorkerPools, reference: str) -> None:
+    report = found(pools, SmallModel("gpt2"), reference, tensor=2)
     assert report.passed, str(report)
     assert ("each batch plain in one" in str(report)) == (reference == "whole")
 
 
-def test_a_pipeline_s_parts_are_compared_with_the_whole_too(pools: Pools) -> None:
+def test_a_pipeline_s_parts_are_compared_with_the_whole_too(pools: WorkerPools) -> None:
     report = verify(
-        Sample("gpt2").deeper(4),
+        SmallModel("gpt2").deeper(4),
         tokens,
         1,
         2,
         2,
-        pipeline=Pipelined(2),
-        training=Training(reference="whole"),
+        pipeline=VerifyPipeline(2),
+        training=VerifyTraining(reference="whole"),
         pool=pools(4),
     )
     assert report.passed, str(report)
@@ -85,15 +85,17 @@ def unlike(step: int) -> dict[str, Tensor]:
 
 
 def test_unlike_numbers_of_labels_are_told_from_the_whole(pool2: WorkerPool) -> None:
-    assert verify(Sample("gpt2"), unlike, 1, 2, 1, pool=pool2).passed
-    assert not verify(Sample("gpt2"), unlike, 1, 2, 1, training=Training(reference="whole"), pool=pool2).passed
+    assert verify(SmallModel("gpt2"), unlike, 1, 2, 1, pool=pool2).passed
+    assert not verify(
+        SmallModel("gpt2"), unlike, 1, 2, 1, training=VerifyTraining(reference="whole"), pool=pool2
+    ).passed
 
 
 def test_another_reference_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"reference='hole'.*Did you mean 'whole'"):
-        Training(reference="hole")
+        VerifyTraining(reference="hole")
 
 
 def test_what_is_drawn_for_a_whole_batch_is_not_drawn_for_its_parts(pool2: WorkerPool) -> None:
     with pytest.raises(ConfigError, match="each data rank's part of a whole batch, draws its own numbers"):
-        verify(Listener("Wav2Vec2"), sounds, 1, 2, training=Training(reference="whole"), pool=pool2)
+        verify(Listener("Wav2Vec2"), sounds, 1, 2, training=VerifyTraining(reference="whole"), pool=pool2)

@@ -16,15 +16,15 @@ from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.verify.small_models import Batches, Sample, sample_loss
-from shardformer.verify.train_both import Replay
-from shardformer.verify.verification import check_split, verify
+from shardformer.verify.small_models import RandomBatches, SmallModel, sample_loss
+from shardformer.verify.train_both import PrecomputedForward
+from shardformer.verify.verification import check_layout, verify
 from tests.scripts import PYTHON
 from tests.verify.tower import Tower, TowerPolicy, numbers
 
 
 def without_labels(step: int) -> dict[str, Tensor]:
-    batch = Batches("GPT2LMHeadModel")(step)
+    batch = RandomBatches("GPT2LMHeadModel")(step)
     del batch["labels"]
     return batch
 
@@ -40,10 +40,10 @@ def without_tensors(step: int) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ({"batch_fn": Batches("GPT2LMHeadModel", batch=3), "tensor": 1, "data": 2}, "3 samples over data=2"),
-        ({"batch_fn": Batches("GPT2LMHeadModel", batch=4), "tensor": 1, "data": 3}, "4 samples over data=3"),
+        ({"batch_fn": RandomBatches("GPT2LMHeadModel", batch=3), "tensor": 1, "data": 2}, "3 samples over data=2"),
+        ({"batch_fn": RandomBatches("GPT2LMHeadModel", batch=4), "tensor": 1, "data": 3}, "4 samples over data=3"),
         ({"batch_fn": without_labels}, "GPT2LMHeadModel gave no loss.*Add labels"),
-        ({"model_fn": Sample("gpt2", "GPT2Model"), "batch_fn": without_labels}, "has none.*Give loss_fn="),
+        ({"model_fn": SmallModel("gpt2", "GPT2Model"), "batch_fn": without_labels}, "has none.*Give loss_fn="),
         ({"model_fn": Tower, "batch_fn": only_x, "policy": TowerPolicy}, "its output, a Tensor, has none"),
         (
             {"model_fn": Tower, "batch_fn": only_x, "policy": TowerPolicy, "loss_fn": sample_loss},
@@ -66,7 +66,7 @@ def test_what_cannot_be_compared_is_refused_alike_on_all_ranks(
 ) -> None:
     pool2.run(torch.add, 1, 1)
     pids = pool2.pids
-    call = {"model_fn": Sample("gpt2"), "batch_fn": Batches("GPT2LMHeadModel"), "tensor": 2, **asked}
+    call = {"model_fn": SmallModel("gpt2"), "batch_fn": RandomBatches("GPT2LMHeadModel"), "tensor": 2, **asked}
     with pytest.raises(ConfigError, match=words) as caught:
         verify(**call, pool=pool2)
     assert "".join(traceback.format_exception(caught.value)).count(str(caught.value)) == 1, "it is said once"
@@ -76,16 +76,16 @@ def test_what_cannot_be_compared_is_refused_alike_on_all_ranks(
 def test_a_config_that_names_a_group_is_refused(pool2: WorkerPool) -> None:
     config = ShardConfig(context=ParallelContext.of({}))
     with pytest.raises(ConfigError, match="lays its own grid"):
-        verify(Sample("gpt2"), Batches("GPT2LMHeadModel"), config=config, pool=pool2)
+        verify(SmallModel("gpt2"), RandomBatches("GPT2LMHeadModel"), config=config, pool=pool2)
 
 
 @pytest.mark.slow
 def test_a_call_without_a_guard_is_one_sentence_that_says_where(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "from shardformer.verify.small_models import Batches, Sample\n"
+        "from shardformer.verify.small_models import RandomBatches, SmallModel\n"
         "from shardformer.verify.verification import verify\n"
-        "verify(Sample('gpt2'), Batches('GPT2LMHeadModel'), steps=1)\n"
+        "verify(SmallModel('gpt2'), RandomBatches('GPT2LMHeadModel'), steps=1)\n"
     )
     done = subprocess.run([PYTHON, str(script)], capture_output=True, text=True, timeout=300, env=os.environ)
     assert done.returncode == 1
@@ -98,15 +98,15 @@ def test_a_call_without_a_guard_is_one_sentence_that_says_where(tmp_path: Path) 
 def test_the_plan_is_made_ahead_without_a_trace() -> None:
     policy = TowerPolicy()
     before = torch.random.get_rng_state()
-    check_split(Tower, 2, policy)
+    check_layout(Tower, 2, policy)
     assert policy.model is None and torch.equal(before, torch.random.get_rng_state())
     with pytest.raises(PolicyError, match="No policy for Tower"):
-        check_split(Tower, 2)
+        check_layout(Tower, 2)
 
 
 def test_a_loss_that_calls_the_model_on_something_else_is_told_in_a_pipeline() -> None:
     batch = {"input_ids": torch.ones(2, 5), "labels": torch.ones(2, 5)}
-    replay = Replay(nn.Linear(2, 2), "output", batch)
+    replay = PrecomputedForward(nn.Linear(2, 2), "output", batch)
     assert replay(**batch) == replay(batch["input_ids"]) == "output"
     assert replay.in_features == 2
     with pytest.raises(ConfigError, match="calls the model with argument 0, a tensor that is not in the batch"):

@@ -12,16 +12,16 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from shardformer.discovery.example_inputs import in_text, inputs_of, runner
-from shardformer.discovery.reduced_model import Twin
+from shardformer.discovery.example_inputs import forward_call, insert_media_tokens, named_inputs
+from shardformer.discovery.reduced_model import ReducedModel
 from shardformer.errors import ConfigError, PolicyError
-from shardformer.pipeline.micro_batches import ids_of
+from shardformer.pipeline.micro_batches import special_token_ids
 from shardformer.verify import model_types
 from shardformer.verify import model_types as any_type
 from shardformer.verify.model_source import find_model
-from shardformer.verify.model_types import SmallOf, all_classes
-from shardformer.verify.train_both import Job, Pipelined, check_apart, part_of
-from shardformer.verify.training_options import Training
+from shardformer.verify.model_types import ReducedModelType, all_classes
+from shardformer.verify.train_both import VerifyJob, VerifyPipeline, check_independent_samples, data_rank_batch
+from shardformer.verify.training_options import VerifyTraining
 
 IMAGE = 126
 TEXT = dict(
@@ -65,7 +65,7 @@ def of_clip(step: int) -> Mapping[str, Tensor]:
 
 def of_qwen(step: int) -> Mapping[str, Tensor]:
     model = qwen()
-    return next(in_text(model, dict(inputs_of(model))))
+    return next(insert_media_tokens(model, dict(named_inputs(model))))
 
 
 def in_fp64(batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def in_fp64(batch: Mapping[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(("model_fn", "tokens"), [(qwen, [4, 8]), (llava, [4, 4])])
 def test_a_token_stands_in_the_text_for_each_feature(model_fn: Any, tokens: list[int]) -> None:
     model = model_fn()
-    batch = next(in_text(model, dict(inputs_of(model))))
+    batch = next(insert_media_tokens(model, dict(named_inputs(model))))
     assert (batch["input_ids"] == IMAGE).sum(-1).tolist() == tokens
     assert batch["attention_mask"].shape == batch["input_ids"].shape
     assert torch.isfinite(model(**in_fp64(batch)).logits).all()
@@ -83,15 +83,15 @@ def test_a_token_stands_in_the_text_for_each_feature(model_fn: Any, tokens: list
 
 def test_a_model_without_tokens_for_images_has_nothing_in_its_text() -> None:
     model = clip()
-    assert [*in_text(model, dict(inputs_of(model)))] == []
+    assert [*insert_media_tokens(model, dict(named_inputs(model)))] == []
 
 
 def test_data_ranks_get_the_patches_of_their_own_images() -> None:
-    job = Job(qwen, of_qwen, 1, 2, 1, torch.float64, None, None, {}, ids=ids_of(qwen().config))
+    job = VerifyJob(qwen, of_qwen, 1, 2, 1, torch.float64, None, None, {}, ids=special_token_ids(qwen().config))
     batch = {name: x for name, x in of_qwen(0).items() if name != "mm_token_type_ids"}
     words = batch["input_ids"] = batch["input_ids"].masked_fill(batch["input_ids"] == 7, 8)
     words[1, -3:] = 7  # as if each stood for 16 patches, all of the second sample: the config says that they do not
-    parts = [part_of(job, batch, rank, 2) for rank in (0, 1)]
+    parts = [data_rank_batch(job, batch, rank, 2) for rank in (0, 1)]
     assert [len(part["pixel_values"]) for part in parts] == [16, 32]
     assert [part["image_grid_thw"].tolist() for part in parts] == [[[1, 4, 4]], [[1, 4, 8]]]
 
@@ -99,16 +99,16 @@ def test_data_ranks_get_the_patches_of_their_own_images() -> None:
 @pytest.mark.parametrize(
     ("cut", "remedy"),
     [
-        ({"data": 2, "training": Training(reference="whole")}, "--reference parts"),
-        ({"pipeline": Pipelined(1, 2)}, "--micro-batches 1"),
+        ({"data": 2, "training": VerifyTraining(reference="whole")}, "--reference parts"),
+        ({"pipeline": VerifyPipeline(1, 2)}, "--micro-batches 1"),
     ],
 )
 def test_samples_that_are_compared_with_each_other_are_not_cut_apart(cut: dict[str, Any], remedy: str) -> None:
-    whole = Job(clip, of_clip, 1, 1, 1, torch.float64, None, None, {})
-    check_apart(whole, clip())
-    check_apart(replace(whole, data=2), clip())  # beside the plain model of the same parts
+    whole = VerifyJob(clip, of_clip, 1, 1, 1, torch.float64, None, None, {})
+    check_independent_samples(whole, clip())
+    check_independent_samples(replace(whole, data=2), clip())  # beside the plain model of the same parts
     with pytest.raises(ConfigError, match=r"CLIPModel compares the samples of a batch.*logits_per_") as caught:
-        check_apart(replace(whole, **cut), clip())
+        check_independent_samples(replace(whole, **cut), clip())
     assert remedy in caught.value.remedy
 
 
@@ -122,26 +122,26 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Makes the small model of each type in a moment: what a function gives."""
     for known in (model_types._small, model_types._fed):
         known.cache_clear()
-    yield lambda twin_of: monkeypatch.setattr(any_type, "twin_of", twin_of)
+    yield lambda twin_of: monkeypatch.setattr(any_type, "reduce_model", twin_of)
     for known in (model_types._small, model_types._fed):
         known.cache_clear()
 
 
 def test_a_type_that_cannot_be_fed_names_the_input(small: Any) -> None:
-    def none(model: nn.Module, together: bool) -> Twin:
+    def none(model: nn.Module, together: bool) -> ReducedModel:
         raise PolicyError("TypeError", rule="", remedy="")
 
     small(none)
     with pytest.raises(ConfigError, match=r"ran with none of the batches.*; without bbox, .*TypeError") as caught:
-        SmallOf("bros").config()
+        ReducedModelType("bros").config()
     assert "module:function" in caught.value.remedy
     with pytest.raises(ConfigError, match=r"nothing is known of past_values, which its forward needs"):
-        SmallOf("patchtst").config()
+        ReducedModelType("patchtst").config()
 
 
 def test_a_contrastive_model_is_fed_pairs_that_differ(small: Any) -> None:
     two = {name: x[:2] for name, x in of_clip(0).items() if x.dim()}
-    small(lambda model, together: Twin(clip(), runner(clip(), two), two))
+    small(lambda model, together: ReducedModel(clip(), forward_call(clip(), two), two))
     source = find_model("clip")
     batch = source.batches(4)(0)
     assert source.loss_fn is None and bool(batch["return_loss"])

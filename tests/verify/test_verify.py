@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from shardformer.comm import autograd_collectives
 from shardformer.comm import autograd_collectives as conjugates
-from shardformer.comm.collectives import Pending
+from shardformer.comm.collectives import PendingCollective
 from shardformer.config import ShardConfig
 from shardformer.gradients import clipping as grad_norm
-from shardformer.layout.activation_layout import Place
+from shardformer.layout.activation_layout import ModelRegion
 from shardformer.layout.shard_spec import ShardSpec, Split, even_bounds
-from shardformer.layout.sharding_metadata import ShardedState
-from shardformer.local_ranks.worker_pool import Pools, WorkerPool
+from shardformer.layout.sharding_metadata import ShardingMetadata
+from shardformer.local_ranks.worker_pool import WorkerPool, WorkerPools
 from shardformer.mesh.parallel_context import Axis
 from shardformer.shard_model_api import ModelSharder
 from shardformer.sharding import apply as sharder
@@ -37,15 +37,15 @@ from shardformer.tensor_parallel import region as projection
 from shardformer.tensor_parallel import sequence_parallel as stream
 from shardformer.tensor_parallel import vocab_parallel_loss as loss
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
-from shardformer.verify.report import Bounds, Report
-from shardformer.verify.small_models import LANGUAGE_MODEL, Batches, Sample, sample_loss
-from shardformer.verify.train_both import Job
+from shardformer.verify.report import Report, Tolerances
+from shardformer.verify.small_models import LANGUAGE_MODEL, RandomBatches, SmallModel, sample_loss
+from shardformer.verify.train_both import VerifyJob
 from shardformer.verify.verification import report_here, verify
 from tests.verify.tower import ForgetfulPolicy, Tower, TowerPolicy, distance, numbers
 
 pytestmark = pytest.mark.slow
 
-LLAMA_BATCHES = Batches(LANGUAGE_MODEL["llama"])
+LLAMA_BATCHES = RandomBatches(LANGUAGE_MODEL["llama"])
 SEQUENCE = {"enable_sequence_parallelism": True}
 OVERLAP = {**SEQUENCE, "enable_sequence_overlap": True}
 
@@ -69,7 +69,7 @@ def left_out(owner: Any, name: str, alone: Callable[..., Tensor], *, backward: b
             if in_backward() != backward:
                 return original(*args, **kwargs)
             mine = alone(*args, **kwargs)
-            return Pending((), lambda: mine) if name.startswith("start_") else mine
+            return PendingCollective((), lambda: mine) if name.startswith("start_") else mine
 
         return maybe
 
@@ -81,7 +81,7 @@ def own(x: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 def own_part(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    return autograd_collectives.own_slices(x, axis, dim, Split.even(x.shape[dim], axis.size))
+    return autograd_collectives.local_slices(x, axis, dim, Split.even(x.shape[dim], axis.size))
 
 
 def own_part_in_zeros(
@@ -127,11 +127,11 @@ def not_partial(chosen: str) -> Any:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def of(self: Any, name: str) -> Any:
             layout, place = original(self, name)
-            return layout, Place.OUTSIDE if re.search(chosen, name) else place
+            return layout, ModelRegion.OUTSIDE if re.search(chosen, name) else place
 
         return of
 
-    return replaced(apply_tensor_parallel.Places, "of", make)
+    return replaced(apply_tensor_parallel.ParameterRegions, "of", make)
 
 
 def shared_heads_alone() -> Any:
@@ -180,8 +180,8 @@ def no_weight_gradient() -> Any:
     return mock.patch.object(projection, "weight_grad", lambda *_: None)
 
 
-def without_reducers(model: nn.Module, plan: Any, blocks: Any, state: ShardedState) -> None:
-    apply_tensor_parallel.agree_on_gradients(model, plan, blocks, state)
+def without_reducers(model: nn.Module, plan: Any, blocks: Any, state: ShardingMetadata) -> None:
+    apply_tensor_parallel.install_gradient_reduction(model, plan, blocks, state)
     state.reducers = []
 
 
@@ -194,11 +194,11 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
     "the sum at a block's exit": lambda: left_out(edges, "start_all_reduce", own, backward=False),
     "the sum of a block's input gradient": lambda: left_out(edges, "start_all_reduce", own, backward=True),
     "the sum of the head's input gradient": lambda: replaced(
-        linear, "project_alone", lambda _: lambda column, x: column.multiply(x)
+        linear, "single_column_projection", lambda _: lambda column, x: column.multiply(x)
     ),
-    "the sum of the embedding": lambda: replaced(embedding, "leave_block", lambda _: own),
+    "the sum of the embedding": lambda: replaced(embedding, "reduce_from_tp_region", lambda _: own),
     "the sum of an embedding that a layer follows": lambda: replaced(edges, "all_reduce", lambda _: own),
-    "the sum of the gradient of another stack's states": lambda: replaced(regions, "enter", lambda _: own),
+    "the sum of the gradient of another stack's states": lambda: replaced(regions, "enter_region", lambda _: own),
     "a row's bias": lambda: with_bias(lambda axis: 0),
     "a row's bias after the sum": lambda: with_bias(lambda axis: axis.size),
     "the other ranks' part of the loss": labels_of_this_rank,
@@ -210,21 +210,21 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
         conjugates, "all_gather", own_part_in_zeros, backward=True
     ),
     "the gather of the stack's output": lambda: left_out(stream, "all_gather", own_part_in_zeros, backward=False),
-    "the ring's gather": lambda: replaced(edges, "ring_gather", lambda _: ring_of_one),
-    "the ring's sum": lambda: replaced(edges, "ring_scatter", lambda _: own_ring),
+    "the ring's gather": lambda: replaced(edges, "all_gather_matmul", lambda _: ring_of_one),
+    "the ring's sum": lambda: replaced(edges, "matmul_reduce_scatter", lambda _: own_ring),
     "the sum of a norm's gradient": lambda: not_partial("ln|layernorm|LayerNorm|layer_norm|norm"),
     "the sum of a late bias's gradient": lambda: not_partial("bias$"),
     "the sum of a shared KV head's gradient": shared_heads_alone,
     "which KV head a query head reads": expanded_wrongly,
     "the blocks of a fused projection": unfused,
-    "the mean over data": lambda: mock.patch.object(sharder, "agree_on_gradients", without_reducers),
+    "the mean over data": lambda: mock.patch.object(sharder, "install_gradient_reduction", without_reducers),
     "the other ranks' part of the norm": lambda: replaced(grad_norm, "all_reduce", lambda _: lambda x, axis, **_: x),
     "the gradient of a block's weights": no_weight_gradient,
     "other owners of a parameter": nothing_replaced_elsewhere,
 }
 
 
-def report_without(mutation: str, job: Job) -> Report | None:
+def report_without(mutation: str, job: VerifyJob) -> Report | None:
     with MUTATIONS[mutation]():
         return report_here(job)
 
@@ -299,10 +299,10 @@ CASES = [
 
 @pytest.mark.reduced(one_in=2)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_whatever_is_left_out_is_seen(pools: Pools, case: Case) -> None:
-    sample = Sample(case.family, changes=case.changes)
-    batches = Batches(sample.head_class)
-    job = Job(sample, batches, case.tensor, case.data, 1, torch.float64, None, None, case.config)
+def test_whatever_is_left_out_is_seen(pools: WorkerPools, case: Case) -> None:
+    sample = SmallModel(case.family, changes=case.changes)
+    batches = RandomBatches(sample.head_class)
+    job = VerifyJob(sample, batches, case.tensor, case.data, 1, torch.float64, None, None, case.config)
     report = pools(case.tensor * case.data).run(report_without, case.mutation, job)[0]
     assert report is not None and not report.passed
     assert "SOMEBODY CAN TELL" in str(report)
@@ -317,9 +317,11 @@ def test_whatever_is_left_out_is_seen(pools: Pools, case: Case) -> None:
 
 
 @pytest.mark.parametrize(("tensor", "data", "config"), [(2, 1, {}), (2, 1, OVERLAP), (2, 2, SEQUENCE)])
-def test_nothing_left_out_is_nothing_seen(pools: Pools, tensor: int, data: int, config: dict[str, Any]) -> None:
+def test_nothing_left_out_is_nothing_seen(pools: WorkerPools, tensor: int, data: int, config: dict[str, Any]) -> None:
     """What was seen above is what was left out, not the way in which it was; and none of it outlives its test."""
-    job = Job(Sample("gpt2"), Batches("GPT2LMHeadModel"), tensor, data, 2, torch.float64, None, None, config)
+    job = VerifyJob(
+        SmallModel("gpt2"), RandomBatches("GPT2LMHeadModel"), tensor, data, 2, torch.float64, None, None, config
+    )
     report = pools(tensor * data).run(report_without, "nothing", job)[0]
     assert report is not None and report.passed, str(report)
 
@@ -328,8 +330,8 @@ def test_nothing_left_out_is_nothing_seen(pools: Pools, tensor: int, data: int, 
 
 
 def test_a_report_reads_as_a_table_and_as_json(pool2: WorkerPool) -> None:
-    batches = Batches("GPT2LMHeadModel")
-    report = verify(Sample("gpt2"), batches, tensor=2, steps=2, config=SEQUENCE, dtype=torch.float32, pool=pool2)
+    batches = RandomBatches("GPT2LMHeadModel")
+    report = verify(SmallModel("gpt2"), batches, tensor=2, steps=2, config=SEQUENCE, dtype=torch.float32, pool=pool2)
     assert report.passed
     assert (report.model, report.layout) == ("GPT2LMHeadModel", "tensor=2, sequence_parallelism")
     assert (report.steps, report.dtype, report.missing) == (2, "float32", [])
@@ -363,10 +365,10 @@ def test_a_report_reads_as_a_table_and_as_json(pool2: WorkerPool) -> None:
 @pytest.mark.parametrize("family", ["llama", "gpt2", "t5", "vit", "swin", "bloom"])
 def test_a_model_that_casts_is_held_to_the_bounds_of_fp64(pool2: WorkerPool, family: str) -> None:
     """Norms, logits and scores that a model computes in fp32 are fp64 on both sides."""
-    sample = Sample(family)
-    report = verify(sample, Batches(sample.head_class), tensor=2, loss_fn=sample_loss, pool=pool2)
+    sample = SmallModel(family)
+    report = verify(sample, RandomBatches(sample.head_class), tensor=2, loss_fn=sample_loss, pool=pool2)
     assert report.passed, str(report)
-    assert report.bounds == Bounds(1e-10, 1e-10, 2.2e-16)
+    assert report.bounds == Tolerances(1e-10, 1e-10, 2.2e-16)
     assert report.loss.relative < 1e-12 and report.gradient.used < 0.1
     assert "casts to fewer bits, off in both" in str(report)
 

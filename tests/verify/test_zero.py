@@ -8,28 +8,28 @@ import pytest
 import torch
 
 from shardformer.errors import ConfigError
-from shardformer.gradients.buckets import HandOver
+from shardformer.gradients.buckets import ReduceScatterToShards
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.verify.model_source import find_model
-from shardformer.verify.model_types import SmallBatches, SmallOf
-from shardformer.verify.small_models import Batches, Sample
-from shardformer.verify.train_both import Pipelined
-from shardformer.verify.training_options import Training
+from shardformer.verify.model_types import ExampleBatches, ReducedModelType
+from shardformer.verify.small_models import RandomBatches, SmallModel
+from shardformer.verify.train_both import VerifyPipeline
+from shardformer.verify.training_options import VerifyTraining
 from shardformer.verify.verification import verify
 
 
 @pytest.mark.parametrize(
     ("family", "head", "training"),
     [
-        ("gpt2", "GPT2LMHeadModel", Training(3)),
-        ("bert", "BertForMaskedLM", Training(2, "AdamW")),
-        ("llama", "LlamaForCausalLM", Training(0, "LAMB")),
-        ("llama", "LlamaForCausalLM", Training(2, "AdamW", precision="bf16", offload="cpu")),
-        ("bert", "BertForMaskedLM", Training(3, precision="fp16")),
+        ("gpt2", "GPT2LMHeadModel", VerifyTraining(3)),
+        ("bert", "BertForMaskedLM", VerifyTraining(2, "AdamW")),
+        ("llama", "LlamaForCausalLM", VerifyTraining(0, "LAMB")),
+        ("llama", "LlamaForCausalLM", VerifyTraining(2, "AdamW", precision="bf16", offload="cpu")),
+        ("bert", "BertForMaskedLM", VerifyTraining(3, precision="fp16")),
     ],
 )
-def test_over_data_and_tensor_ranks(family: str, head: str, training: Training, pool4: WorkerPool) -> None:
-    report = verify(Sample(family), Batches(head), 2, 2, pool=pool4, training=training)
+def test_over_data_and_tensor_ranks(family: str, head: str, training: VerifyTraining, pool4: WorkerPool) -> None:
+    report = verify(SmallModel(family), RandomBatches(head), 2, 2, pool=pool4, training=training)
     assert report.passed, report
     assert f"ZeRO stage {training.zero}, {training.optimizer}" in str(report)
 
@@ -37,8 +37,8 @@ def test_over_data_and_tensor_ranks(family: str, head: str, training: Training, 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_16_bits_over_data_ranks_are_those_of_one_process(stage: int, precision: str, pool2: WorkerPool) -> None:
-    how = Training(stage, precision=precision, offload="cpu" if stage == 2 else None)
-    report = verify(Sample("gpt2"), Batches("GPT2LMHeadModel"), 1, 2, steps=3, training=how, pool=pool2)
+    how = VerifyTraining(stage, precision=precision, offload="cpu" if stage == 2 else None)
+    report = verify(SmallModel("gpt2"), RandomBatches("GPT2LMHeadModel"), 1, 2, steps=3, training=how, pool=pool2)
     # the norm by which gradients are clipped is summed in another order, so that a last bit may differ
     assert report.passed and max(report.gradient.relative, report.weight.relative) < 2**-8, report
 
@@ -48,51 +48,55 @@ FROZEN = r"transformer\.wte\.weight|.*mlp\.c_fc\.weight"
 
 @pytest.mark.parametrize("stage", [None, 0, 1, 2, 3])
 def test_several_backwards_with_checkpoints_and_frozen_weights(stage: int | None, pool4: WorkerPool) -> None:
-    how = Training(stage, micro_steps=3, checkpointing=True, frozen=FROZEN, offload="cpu" if stage == 2 else None)
-    report = verify(Sample("gpt2"), Batches("GPT2LMHeadModel"), 2, 2, steps=2, training=how, pool=pool4)
+    how = VerifyTraining(stage, micro_steps=3, checkpointing=True, frozen=FROZEN, offload="cpu" if stage == 2 else None)
+    report = verify(SmallModel("gpt2"), RandomBatches("GPT2LMHeadModel"), 2, 2, steps=2, training=how, pool=pool4)
     assert report.passed, report
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_stage_of_a_pipeline_may_have_nothing_that_trains(stage: int, pool4: WorkerPool) -> None:
-    how = Training(stage, frozen=r"transformer\.(wte|wpe|h\.0)\..*")
-    report = verify(Sample("gpt2"), Batches("GPT2LMHeadModel"), 1, 2, training=how, pipeline=Pipelined(2), pool=pool4)
+    how = VerifyTraining(stage, frozen=r"transformer\.(wte|wpe|h\.0)\..*")
+    report = verify(
+        SmallModel("gpt2"), RandomBatches("GPT2LMHeadModel"), 1, 2, training=how, pipeline=VerifyPipeline(2), pool=pool4
+    )
     assert report.passed, report
 
 
 def test_over_stages_and_data_ranks(pool4: WorkerPool) -> None:
     model = find_model("stablelm").deeper(2)
     batches = model.batches(4)
-    report = verify(model.model_fn, batches, 1, 2, training=Training(2), pipeline=Pipelined(2), pool=pool4)
+    report = verify(model.model_fn, batches, 1, 2, training=VerifyTraining(2), pipeline=VerifyPipeline(2), pool=pool4)
     assert report.passed, report
 
 
 def wrong() -> None:
     """A rank takes half of what all have."""
-    start = HandOver.start
+    start = ReduceScatterToShards.start
 
-    def halved(self: HandOver, bucket: object) -> None:
+    def halved(self: ReduceScatterToShards, bucket: object) -> None:
         start(self, bucket)  # type: ignore[arg-type]
         bucket.flat.mul_(0.5)  # type: ignore[attr-defined]
 
-    HandOver.start = halved  # type: ignore[method-assign,assignment]
+    ReduceScatterToShards.start = halved  # type: ignore[method-assign,assignment]
 
 
-def right(start: object = HandOver.start) -> None:
-    HandOver.start = start  # type: ignore[method-assign,assignment]
+def right(start: object = ReduceScatterToShards.start) -> None:
+    ReduceScatterToShards.start = start  # type: ignore[method-assign,assignment]
 
 
 def test_a_wrong_sum_is_told(pool2: WorkerPool) -> None:
     pool2.run(wrong)
     try:
-        report = verify(Sample("gpt2"), Batches("GPT2LMHeadModel"), 1, 2, steps=1, training=Training(1), pool=pool2)
+        report = verify(
+            SmallModel("gpt2"), RandomBatches("GPT2LMHeadModel"), 1, 2, steps=1, training=VerifyTraining(1), pool=pool2
+        )
     finally:
         pool2.run(right)
     assert not report.passed
 
 
 def test_batches_of_a_small_model_are_as_large_as_asked() -> None:
-    batches = SmallBatches(SmallOf("stablelm"))
+    batches = ExampleBatches(ReducedModelType("stablelm"))
     assert batches(0)["input_ids"].shape[0] == 2
     five = batches.with_samples(5)(1)
     assert {x.shape[0] for x in five.values()} == {5}
@@ -113,17 +117,21 @@ def test_batches_of_a_small_model_are_as_large_as_asked() -> None:
 )
 def test_what_there_is_not_is_refused(asked: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        Training(**asked)
+        VerifyTraining(**asked)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("training", "pipeline", "said"),
     [
-        (Training(1, micro_steps=2), Pipelined(2), "micro_steps=2 beside pipe=2"),
-        (Training(1, frozen="h.0.attn"), None, "frozen='h.0.attn'"),
+        (VerifyTraining(1, micro_steps=2), VerifyPipeline(2), "micro_steps=2 beside pipe=2"),
+        (VerifyTraining(1, frozen="h.0.attn"), None, "frozen='h.0.attn'"),
     ],
 )
-def test_what_a_model_cannot_do_is_refused(training: Training, pipeline: Pipelined | None, said: str) -> None:
+def test_what_a_model_cannot_do_is_refused(
+    training: VerifyTraining, pipeline: VerifyPipeline | None, said: str
+) -> None:
     with pytest.raises(ConfigError, match=said), WorkerPool(2) as pool:
-        verify(Sample("gpt2"), Batches("GPT2LMHeadModel"), 1, 2, training=training, pipeline=pipeline, pool=pool)
+        verify(
+            SmallModel("gpt2"), RandomBatches("GPT2LMHeadModel"), 1, 2, training=training, pipeline=pipeline, pool=pool
+        )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.policies.roles import MLP, Stack
+from shardformer.policies.roles import MLP, LayerStack
 
 
 class Layer(nn.Module):
@@ -49,7 +49,7 @@ class Tower(nn.Module):
 
 
 class TowerPolicy(RolePolicy):
-    stack = Stack("layers", [MLP("mlp", up="up", down="down")])
+    stack = LayerStack("layers", [MLP("mlp", up="up", down="down")])
     whole = ("out",)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardformer.verify.small_models import SMALL, Sample
+from shardformer.verify.small_models import SMALL_CONFIGS, SmallModel
 
 
 @dataclass(frozen=True)
@@ -18,11 +18,11 @@ class Changed:
     head: str = ""
 
     @property
-    def sample(self) -> Sample:
-        return Sample(self.family, self.head, self.changes)
+    def sample(self) -> SmallModel:
+        return SmallModel(self.family, self.head, self.changes)
 
 
-_T5_TEXT = {**SMALL["t5"], "model_type": "t5"}
+_T5_TEXT = {**SMALL_CONFIGS["t5"], "model_type": "t5"}
 _POST_NORM = {"do_layer_norm_before": False}
 _OLD_FALCON = {"new_decoder_architecture": False, "num_kv_heads": None}
 _WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
@@ -139,10 +139,11 @@ VARIANTS: dict[str, Changed] = {
     # transformers 5.23 fails on swinv2's use_absolute_embeddings: one position too many
     "swinv2 without biases": Changed("swinv2", {"qkv_bias": False, "window_size": 2}),
     "sam without relative positions": Changed(
-        "sam", {"vision_config": {**SMALL["sam"]["vision_config"], "use_rel_pos": False, "qkv_bias": False}}
+        "sam", {"vision_config": {**SMALL_CONFIGS["sam"]["vision_config"], "use_rel_pos": False, "qkv_bias": False}}
     ),
     "sam with a last window": Changed(
-        "sam", {"vision_config": {**SMALL["sam"]["vision_config"], "global_attn_indexes": [0], "use_abs_pos": False}}
+        "sam",
+        {"vision_config": {**SMALL_CONFIGS["sam"]["vision_config"], "global_attn_indexes": [0], "use_abs_pos": False}},
     ),
     "blip-2 with t5": Changed("blip-2", {"text_config": _T5_TEXT}),
     "blip-2 with gated t5, untied": Changed(
@@ -151,9 +152,9 @@ VARIANTS: dict[str, Changed] = {
     ),
     "blip-2 model with t5": Changed("blip-2", {"text_config": _T5_TEXT}, "Blip2Model"),
     "blip-2 without biases": Changed(
-        "blip-2", {"vision_config": {**SMALL["blip-2"]["vision_config"], "qkv_bias": False}}
+        "blip-2", {"vision_config": {**SMALL_CONFIGS["blip-2"]["vision_config"], "qkv_bias": False}}
     ),
     "blip-2 that reads the image in each layer": Changed(
-        "blip-2", {"qformer_config": {**SMALL["blip-2"]["qformer_config"], "cross_attention_frequency": 1}}
+        "blip-2", {"qformer_config": {**SMALL_CONFIGS["blip-2"]["qformer_config"], "cross_attention_frequency": 1}}
     ),
 }

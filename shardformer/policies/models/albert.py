@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from shardformer.pipeline.layer_sequence import Chain, StackDescription
+from shardformer.pipeline.layer_sequence import LayerSequence, StackDescription
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.policies.roles import MLP, Attention, Inputs, Projections, Stack
+from shardformer.policies.roles import MLP, Attention, AttentionInputs, AttentionProjections, LayerStack
 
 
 class AlbertPolicy(RolePolicy):
-    stack = Stack(
+    stack = LayerStack(
         "encoder.albert_layer_groups.*.albert_layers",
         [
             Attention(
                 "attention",
-                Projections(q="query", k="key", v="value", out="dense"),
-                inputs=Inputs(entry="query", whole_sequence=True),
+                AttentionProjections(q="query", k="key", v="value", out="dense"),
+                inputs=AttentionInputs(entry="query", whole_sequence=True),
             ),
             MLP("ffn", up="", down=".ffn_output"),
         ],
@@ -28,9 +28,9 @@ class AlbertPolicy(RolePolicy):
         "pooler?",
     )
 
-    def chain(self) -> Chain:
+    def chain(self) -> LayerSequence:
         """As many units as there are layers to compute, each a call of one of the few groups there are."""
         config, groups = self.model.config, "encoder.albert_layer_groups"
         depth, kinds = config.num_hidden_layers, config.num_hidden_groups
         units = tuple(f"{groups}.{at * kinds // depth}" for at in range(depth))
-        return Chain((StackDescription(groups, units=units).within(self.base),))
+        return LayerSequence((StackDescription(groups, units=units).within(self.base),))

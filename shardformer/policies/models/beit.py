@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from shardformer.pipeline.layer_sequence import StageNeeds
+from shardformer.pipeline.layer_sequence import PipelineHints
 from shardformer.policies.role_policy import BETWEEN_LAYERS, BETWEEN_STAGES, RolePolicy
-from shardformer.policies.roles import MLP, Attention, Projections, Stack
+from shardformer.policies.roles import MLP, Attention, AttentionProjections, LayerStack
 
 
 class BeitPolicy(RolePolicy):
-    stack = Stack(
+    stack = LayerStack(
         "layers",
         [
             Attention(
                 "attention",
-                Projections(q="q_proj", k="k_proj", v="v_proj", out="o_proj"),
+                AttentionProjections(q="q_proj", k="k_proj", v="v_proj", out="o_proj"),
                 counts={
                     ".relative_position_bias.relative_position_bias_table?": "heads",
                     "attention_mask": ("heads", 1),
@@ -22,7 +22,7 @@ class BeitPolicy(RolePolicy):
             MLP("mlp", up="fc1", down="fc2"),
         ],
         final_norm="layernorm?",
-        stages=StageNeeds(everywhere=["shared_position_bias?", "relative_position_bias?"]),
+        stages=PipelineHints(everywhere=["shared_position_bias?", "relative_position_bias?"]),
     )
     head = "lm_head"
     whole = ("embeddings", "pooler?", "relative_position_bias?", ".decode_head", ".auxiliary_head", ".fpn")

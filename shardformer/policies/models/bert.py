@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.policies.roles import MLP, Attention, Inputs, Projections, Stack
+from shardformer.policies.roles import MLP, Attention, AttentionInputs, AttentionProjections, LayerStack
 
 
 class BertPolicy(RolePolicy):
-    stack = Stack(
+    stack = LayerStack(
         "encoder.layer",
         [
-            Attention("attention.self", Projections(q="query", k="key", v="value", out=".attention.output.dense")),
+            Attention(
+                "attention.self", AttentionProjections(q="query", k="key", v="value", out=".attention.output.dense")
+            ),
             Attention(
                 "crossattention.self",
-                Projections(q="query", k="key", v="value", out=".crossattention.output.dense"),
-                inputs=Inputs(from_context=True),
+                AttentionProjections(q="query", k="key", v="value", out=".crossattention.output.dense"),
+                inputs=AttentionInputs(from_context=True),
                 optional=True,
             ),
             MLP("intermediate", up="dense", down=".output.dense"),

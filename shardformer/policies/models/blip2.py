@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from shardformer.pipeline.layer_sequence import Chain, StageNeeds
+from shardformer.pipeline.layer_sequence import LayerSequence, PipelineHints
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.policies.roles import MLP, Attention, Inputs, Projections, Role, Stack
+from shardformer.policies.roles import MLP, Attention, AttentionInputs, AttentionProjections, LayerStack, Role
 
 VISION: list[Role] = [
     Attention(
         "self_attn",
-        Projections(qkv="qkv", out="projection"),
+        AttentionProjections(qkv="qkv", out="projection"),
         counts={"num_heads": "heads"},
-        inputs=Inputs(give_width=True),
+        inputs=AttentionInputs(give_width=True),
         num_heads=".num_heads",
     ),
     MLP("mlp", up="fc1", down="fc2"),
@@ -24,7 +24,7 @@ VISION: list[Role] = [
 def _attention(at: str, **kwargs: Any) -> Attention:
     return Attention(
         f"{at}.attention",
-        Projections(q="query", k="key", v="value", out=f".{at}.output.dense"),
+        AttentionProjections(q="query", k="key", v="value", out=f".{at}.output.dense"),
         counts={"num_attention_heads": "heads", "all_head_size": "width"},
         **kwargs,
     )
@@ -32,29 +32,29 @@ def _attention(at: str, **kwargs: Any) -> Attention:
 
 QFORMER: list[Role] = [
     _attention("attention"),
-    _attention("crossattention", inputs=Inputs(arguments=["encoder_hidden_states"]), optional=True),
+    _attention("crossattention", inputs=AttentionInputs(arguments=["encoder_hidden_states"]), optional=True),
     MLP("intermediate_query", up="dense", down=".output_query.dense"),
     MLP("intermediate", up="dense", down=".output.dense", optional=True),
 ]
-BEFORE = StageNeeds(before=["query_tokens"])
+BEFORE = PipelineHints(before=["query_tokens"])
 WHOLE = "the Q-Former sends its queries and its text through different layers"
 
 
 class Blip2VisionPolicy(RolePolicy):
-    stack = Stack("encoder.layers", VISION)
+    stack = LayerStack("encoder.layers", VISION)
     whole = ("embeddings",)
     num_heads = ".num_heads"
 
 
 class Blip2QFormerPolicy(RolePolicy):
-    stack = Stack("encoder.layer", QFORMER, whole_sequence=WHOLE)
+    stack = LayerStack("encoder.layer", QFORMER, whole_sequence=WHOLE)
     num_heads = ".num_attention_heads"
 
 
 class Blip2Policy(RolePolicy):
     stack = (
-        Stack("vision_model.encoder.layers", VISION, optional=True),
-        Stack("qformer.encoder.layer", QFORMER, whole_sequence=WHOLE, optional=True, stages=BEFORE),
+        LayerStack("vision_model.encoder.layers", VISION, optional=True),
+        LayerStack("qformer.encoder.layer", QFORMER, whole_sequence=WHOLE, optional=True, stages=BEFORE),
     )
     parts = ("language_model?",)
     embeddings = "embeddings.word_embeddings?"
@@ -64,7 +64,7 @@ class Blip2Policy(RolePolicy):
     )  # fmt: skip
     num_heads = ".num_attention_heads"
 
-    def chain(self) -> Chain:
+    def chain(self) -> LayerSequence:
         """Image encoder, Q-Former, language model: what the one before has made comes in by a door of its own."""
         doors = {
             "qformer.encoder.layer": ("qformer", "encoder_hidden_states"),
@@ -76,4 +76,4 @@ class Blip2Policy(RolePolicy):
             if at and door is not None and door not in entered:
                 entered.add(door)
                 found[at] = replace(stack, context=doors[door])
-        return Chain(tuple(found))
+        return LayerSequence(tuple(found))

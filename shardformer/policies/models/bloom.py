@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from shardformer.errors import ConfigError
-from shardformer.pipeline.layer_sequence import StageNeeds
+from shardformer.pipeline.layer_sequence import PipelineHints
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.policies.roles import MLP, Attention, Projections, Stack
+from shardformer.policies.roles import MLP, Attention, AttentionProjections, LayerStack
 
 
 class BloomPolicy(RolePolicy):
-    stack = Stack(
+    stack = LayerStack(
         "h",
         [
             Attention(
                 "self_attention",
-                Projections(qkv="query_key_value", interleaved=True, out="dense"),
+                AttentionProjections(qkv="query_key_value", interleaved=True, out="dense"),
                 counts={"num_heads": "heads", "alibi": ("heads", 0)},
             ),
             MLP("mlp", up="dense_h_to_4h", down="dense_4h_to_h"),
         ],
         final_norm="ln_f",
-        stages=StageNeeds(returns=1),
+        stages=PipelineHints(returns=1),
     )
     embeddings = "word_embeddings"
     head = "lm_head"

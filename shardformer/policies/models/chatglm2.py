@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.policies.roles import MLP, Attention, Projections, Stack
+from shardformer.policies.roles import MLP, Attention, AttentionProjections, LayerStack
 
 
 class ChatGLMPolicy(RolePolicy):
-    stack = Stack(
+    stack = LayerStack(
         "encoder.layers",
         [
             Attention(
                 "self_attention",
-                Projections(qkv="query_key_value", out="dense"),
+                AttentionProjections(qkv="query_key_value", out="dense"),
                 counts={
                     "num_attention_heads_per_partition": "heads",
                     "num_multi_query_groups_per_partition": "kv_heads",

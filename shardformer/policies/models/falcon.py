@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from shardformer.pipeline.layer_sequence import StageNeeds
+from shardformer.pipeline.layer_sequence import PipelineHints
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.policies.roles import MLP, Attention, Projections, Stack
+from shardformer.policies.roles import MLP, Attention, AttentionProjections, LayerStack
 
 
 class FalconPolicy(RolePolicy):
-    stack = Stack(
+    stack = LayerStack(
         "h",
         [
             Attention(
                 "self_attention",
-                Projections(qkv="query_key_value", interleaved=True, out="dense"),
+                AttentionProjections(qkv="query_key_value", interleaved=True, out="dense"),
                 counts={
                     "num_heads": "heads",
                     "num_kv_heads": "kv_heads",
@@ -24,7 +24,7 @@ class FalconPolicy(RolePolicy):
             MLP("mlp", up="dense_h_to_4h", down="dense_4h_to_h", exits_with="self_attention.dense"),
         ],
         final_norm="ln_f",
-        stages=StageNeeds(returns=1),
+        stages=PipelineHints(returns=1),
     )
     embeddings = "word_embeddings"
     head = "lm_head"

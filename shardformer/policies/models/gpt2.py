@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.policies.roles import MLP, Attention, Inputs, Projections, Stack
+from shardformer.policies.roles import MLP, Attention, AttentionInputs, AttentionProjections, LayerStack
 
 
 class GPT2Policy(RolePolicy):
-    stack = Stack(
+    stack = LayerStack(
         "h",
         [
-            Attention("attn", Projections(qkv="c_attn", out="c_proj"), counts={"split_size": "width"}),
+            Attention("attn", AttentionProjections(qkv="c_attn", out="c_proj"), counts={"split_size": "width"}),
             Attention(
                 "crossattention",
-                Projections(q="q_attn", kv="c_attn", out="c_proj"),
+                AttentionProjections(q="q_attn", kv="c_attn", out="c_proj"),
                 counts={"split_size": "width"},
-                inputs=Inputs(from_context=True),
+                inputs=AttentionInputs(from_context=True),
                 optional=True,
             ),
             MLP("mlp", up="c_fc", down="c_proj"),

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from shardformer.pipeline.layer_sequence import StageNeeds
+from shardformer.pipeline.layer_sequence import PipelineHints
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.policies.roles import MLP, Attention, Projections, Stack
+from shardformer.policies.roles import MLP, Attention, AttentionProjections, LayerStack
 
 
 class GPTJPolicy(RolePolicy):
-    stack = Stack(
+    stack = LayerStack(
         "h",
         [
             Attention(
                 "attn",
-                Projections(q="q_proj", k="k_proj", v="v_proj", out="out_proj"),
+                AttentionProjections(q="q_proj", k="k_proj", v="v_proj", out="out_proj"),
                 counts={"num_attention_heads": "heads"},
             ),
             MLP("mlp", up="fc_in", down="fc_out", exits_with="attn.out_proj"),
         ],
         final_norm="ln_f",
-        stages=StageNeeds(returns=1),
+        stages=PipelineHints(returns=1),
     )
     embeddings = "wte"
     head = "lm_head"

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.policies.roles import MLP, Attention, Projections, Stack
+from shardformer.policies.roles import MLP, Attention, AttentionProjections, LayerStack
 
 
 class LlamaPolicy(RolePolicy):
-    stack = Stack(
+    stack = LayerStack(
         "layers",
         [
             Attention(
                 "self_attn",
-                Projections(q="q_proj", k="k_proj", v="v_proj", out="o_proj"),
+                AttentionProjections(q="q_proj", k="k_proj", v="v_proj", out="o_proj"),
                 counts={"num_key_value_groups": "groups"},
             ),
             MLP("mlp", up=["gate_proj", "up_proj"], down="down_proj"),

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from shardformer.pipeline.layer_sequence import StageNeeds
+from shardformer.pipeline.layer_sequence import PipelineHints
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.policies.roles import MLP, Attention, Projections, Stack
+from shardformer.policies.roles import MLP, Attention, AttentionProjections, LayerStack
 
 
 class OPTPolicy(RolePolicy):
-    stack = Stack(
+    stack = LayerStack(
         "decoder.layers",
         [
             Attention(
                 "self_attn",
-                Projections(q="q_proj", k="k_proj", v="v_proj", out="out_proj"),
+                AttentionProjections(q="q_proj", k="k_proj", v="v_proj", out="out_proj"),
                 counts={"num_heads": "heads"},
             ),
             MLP("fc1", up="", down=".fc2"),
         ],
         final_norm="decoder.final_layer_norm?",
-        stages=StageNeeds(after=["decoder.project_out?"]),
+        stages=PipelineHints(after=["decoder.project_out?"]),
     )
     embeddings = "decoder.embed_tokens"
     head = "lm_head"

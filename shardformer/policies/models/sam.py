@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from shardformer.pipeline.layer_sequence import Chain, StageNeeds
+from shardformer.pipeline.layer_sequence import LayerSequence, PipelineHints
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.policies.roles import MLP, Attention, Inputs, Projections, Role, Stack
+from shardformer.policies.roles import MLP, Attention, AttentionInputs, AttentionProjections, LayerStack, Role
 
 
 def _attention(at: str) -> Attention:
     return Attention(
         at,
-        Projections(q="q_proj", k="k_proj", v="v_proj", out="out_proj"),
+        AttentionProjections(q="q_proj", k="k_proj", v="v_proj", out="out_proj"),
         counts={"num_attention_heads": "heads"},
-        inputs=Inputs(arguments=["key", "value"]),
+        inputs=AttentionInputs(arguments=["key", "value"]),
     )
 
 
 LAYERS: list[Role] = [
     Attention(
         "attn",
-        Projections(qkv="qkv", out="proj"),
+        AttentionProjections(qkv="qkv", out="proj"),
         counts={"num_attention_heads": "heads", "rel_pos_h?": "inside", "rel_pos_w?": "inside"},
     ),
     MLP("mlp", up="lin1", down="lin2"),
@@ -27,7 +27,7 @@ LAYERS: list[Role] = [
 
 
 class SamVisionPolicy(RolePolicy):
-    stack = Stack("vision_encoder.layers", LAYERS)
+    stack = LayerStack("vision_encoder.layers", LAYERS)
     whole = ("vision_encoder.patch_embed", "vision_encoder.neck", "vision_encoder.pos_embed?")
     num_heads = ".num_attention_heads"
     against_sequence = "its windows cut the image, so no sequence stays whole between its blocks"
@@ -35,8 +35,8 @@ class SamVisionPolicy(RolePolicy):
 
 class SamPolicy(RolePolicy):
     stack = (
-        Stack("vision_encoder.layers", LAYERS, stages=StageNeeds(after=["shared_image_embedding"])),
-        Stack(
+        LayerStack("vision_encoder.layers", LAYERS, stages=PipelineHints(after=["shared_image_embedding"])),
+        LayerStack(
             "mask_decoder.transformer.layers",
             [
                 _attention("self_attn"),
@@ -55,6 +55,6 @@ class SamPolicy(RolePolicy):
     num_heads = ".num_attention_heads"
     against_sequence = SamVisionPolicy.against_sequence
 
-    def chain(self) -> Chain:
+    def chain(self) -> LayerSequence:
         """The image's encoder; the small decoder behind it, which hands on two streams, stays in one piece."""
-        return Chain(super().chain().stacks[:1])
+        return LayerSequence(super().chain().stacks[:1])

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from shardformer.pipeline.layer_sequence import StageNeeds
+from shardformer.pipeline.layer_sequence import PipelineHints
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.policies.roles import MLP, Attention, Inputs, Projections, Stack
+from shardformer.policies.roles import MLP, Attention, AttentionInputs, AttentionProjections, LayerStack
 
 AGAINST_SEQUENCE = "its windows cut the image anew in every layer, so no sequence stays cut between them"
 BIAS = "continuous_position_bias_mlp.2"
 
 
 class SwinPolicy(RolePolicy):
-    stack = Stack(
+    stack = LayerStack(
         "encoder.layers.*.blocks",
         [
             Attention(
                 "attention",
-                Projections(q="q_proj", k="k_proj", v="v_proj", out="o_proj"),
+                AttentionProjections(q="q_proj", k="k_proj", v="v_proj", out="o_proj"),
                 counts={"relative_position_bias.relative_position_bias_table": "heads"},
             ),
             MLP("mlp", up="fc1", down="fc2"),
         ],
-        stages=StageNeeds(returns=2),
+        stages=PipelineHints(returns=2),
     )
     whole = ("embeddings", "encoder.layers.*.downsample?", ".decoder")
     num_heads = ".num_attention_heads"
@@ -31,18 +31,18 @@ class SwinPolicy(RolePolicy):
 class Swinv2Policy(RolePolicy):
     """Swin V2: norms behind, cosine attention with a scale a head, and an MLP that makes the bias of every head."""
 
-    stack = Stack(
+    stack = LayerStack(
         "encoder.layers.*.blocks",
         [
             Attention(
                 "attention.self",
-                Projections(q="query", k="key", v="value", out=".attention.output.dense", gates=[BIAS]),
+                AttentionProjections(q="query", k="key", v="value", out=".attention.output.dense", gates=[BIAS]),
                 counts={"num_attention_heads": "heads", "all_head_size": "width", "logit_scale": "heads"},
-                inputs=Inputs(from_inside=[BIAS]),
+                inputs=AttentionInputs(from_inside=[BIAS]),
             ),
             MLP("intermediate", up="dense", down=".output.dense"),
         ],
-        stages=StageNeeds(returns=1),
+        stages=PipelineHints(returns=1),
     )
     whole = (
         "embeddings",

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from shardformer.pipeline.layer_sequence import StageNeeds
+from shardformer.pipeline.layer_sequence import PipelineHints
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.policies.roles import MLP, Attention, Inputs, Projections, Stack
+from shardformer.policies.roles import MLP, Attention, AttentionInputs, AttentionProjections, LayerStack
 
 TABLE = ("layer.0.SelfAttention.relative_attention_bias", "layer.0.SelfAttention.has_relative_attention_bias")
-STAGES = StageNeeds(returns=3, from_first=TABLE)
+STAGES = PipelineHints(returns=3, from_first=TABLE)
 """Only the first layer makes the biases, and hands them on: with a pipeline the first layer of each stage does."""
 
 
-def _attention(at: str, inputs: Inputs = Inputs()) -> Attention:
+def _attention(at: str, inputs: AttentionInputs = AttentionInputs()) -> Attention:
     counts = {"n_heads": "heads", "relative_attention_bias?": "heads"}
-    return Attention(at, Projections(q="q", k="k", v="v", out="o"), counts, inputs)
+    return Attention(at, AttentionProjections(q="q", k="k", v="v", out="o"), counts, inputs)
 
 
 class T5Policy(RolePolicy):
     stack = (
-        Stack(
+        LayerStack(
             "encoder.block",
             [
                 _attention("layer.0.SelfAttention"),
@@ -27,11 +27,11 @@ class T5Policy(RolePolicy):
             final_norm="encoder.final_layer_norm",
             stages=STAGES,
         ),
-        Stack(
+        LayerStack(
             "decoder.block",
             [
                 _attention("layer.0.SelfAttention"),
-                _attention("layer.1.EncDecAttention", Inputs(from_context=True)),
+                _attention("layer.1.EncDecAttention", AttentionInputs(from_context=True)),
                 MLP("layer.2.DenseReluDense", up=["wi?", "wi_0?", "wi_1?"], down="wo"),
             ],
             final_norm="decoder.final_layer_norm",

@@ -15,13 +15,13 @@ from typing import Any, NoReturn
 from torch import nn
 
 from shardformer.errors import ConfigError
-from shardformer.module_paths import module_at, value_at
-from shardformer.pipeline.layer_sequence import StageNeeds
+from shardformer.module_paths import get_at, get_module
+from shardformer.pipeline.layer_sequence import PipelineHints
 from shardformer.policies.lowering import LayerLowering
 from shardformer.policies.models.swin import AGAINST_SEQUENCE
 from shardformer.policies.module_descriptions import ModuleKey, ModulePolicyDescription
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.policies.roles import MLP, Attention, Counted, Inputs, Projections, Stack
+from shardformer.policies.roles import MLP, Attention, AttentionInputs, AttentionProjections, LayerStack, LocalAttr
 
 REBUILD = ("set_input_size", "reset_classifier", "prune_intermediate_layers")
 LOOK_BETWEEN = ("forward_intermediates", "get_intermediate_layers")
@@ -38,19 +38,19 @@ class TimmPolicy(RolePolicy):
     """
 
     num_heads = ".num_heads"
-    per_head: Mapping[str, Counted] = {}
+    per_head: Mapping[str, LocalAttr] = {}
 
     def module_policy(self) -> Mapping[ModuleKey, ModulePolicyDescription]:
         said = dict(super().module_policy())
         if self.per_head:
             stack, _ = self._present_stacks()[0]
-            layer = LayerLowering(module_at(self.model, f"{stack.layers}.0"), stack.layers, self.axis)
+            layer = LayerLowering(get_module(self.model, f"{stack.layers}.0"), stack.layers, self.axis)
             first = next(block for block in stack.blocks if isinstance(block, Attention))
             layout = self._attention(first, layer).layout
             said[""].parameters = {
                 path: layout.parameter_split(path, full, counted)
                 for path, counted in self.per_head.items()
-                if (full := value_at(self.model, path)) is not None
+                if (full := get_at(self.model, path)) is not None
             }
         return said
 
@@ -58,11 +58,11 @@ class TimmPolicy(RolePolicy):
         between = LOOK_BETWEEN if self.shard_config.enable_sequence_parallelism else ()
         for name in [*REBUILD, *between] if self.axis.size > 1 else []:
             if hasattr(self.model, name):
-                setattr(self.model, name, _Refused(name))
+                setattr(self.model, name, _UnsupportedMethod(name))
         return super().postprocess()
 
 
-class _Refused:
+class _UnsupportedMethod:
     """Stands for a method that does not know of ranks."""
 
     def __init__(self, name: str) -> None:
@@ -89,11 +89,13 @@ OUTSIDE = ("patch_embed", "pos_embed?", "cls_token?", "reg_token?", "attn_pool?"
 class TimmBeitPolicy(TimmPolicy):
     attention = Attention(
         "attn",
-        Projections(qkv="qkv", out="proj"),
+        AttentionProjections(qkv="qkv", out="proj"),
         counts={"num_heads": "heads", **BIASES, "relative_position_bias_table?": ("heads", -1)},
-        inputs=Inputs(give_width=True),
+        inputs=AttentionInputs(give_width=True),
     )
-    stack = Stack("blocks", [attention, TIMM_MLP], final_norm="norm", stages=StageNeeds(everywhere=["rel_pos_bias?"]))
+    stack = LayerStack(
+        "blocks", [attention, TIMM_MLP], final_norm="norm", stages=PipelineHints(everywhere=["rel_pos_bias?"])
+    )
     per_head = {"rel_pos_bias.relative_position_bias_table": ("heads", -1)}
     whole = OUTSIDE
 
@@ -101,7 +103,7 @@ class TimmBeitPolicy(TimmPolicy):
 class TimmEvaPolicy(TimmPolicy):
     attention = Attention(
         "attn",
-        Projections(qkv="qkv?", q="q_proj?", k="k_proj?", v="v_proj?", out="proj"),
+        AttentionProjections(qkv="qkv?", q="q_proj?", k="k_proj?", v="v_proj?", out="proj"),
         counts={
             "num_heads": "heads",
             "num_kv_heads?": "kv_heads",
@@ -110,10 +112,10 @@ class TimmEvaPolicy(TimmPolicy):
             **BIASES,
             "norm": "heads",
         },
-        inputs=Inputs(give_width=True),
+        inputs=AttentionInputs(give_width=True),
         num_kv_heads=".num_kv_heads",
     )
-    stack = Stack("blocks", [attention, TIMM_MLP], final_norm="norm", stages=StageNeeds(everywhere=["rope?"]))
+    stack = LayerStack("blocks", [attention, TIMM_MLP], final_norm="norm", stages=PipelineHints(everywhere=["rope?"]))
     per_head = {"rope.freqs": ("heads", 2)}
     whole = OUTSIDE
 
@@ -121,10 +123,10 @@ class TimmEvaPolicy(TimmPolicy):
 class TimmSwinPolicy(TimmPolicy):
     attention = Attention(
         "attn",
-        Projections(qkv="qkv", out="proj"),
+        AttentionProjections(qkv="qkv", out="proj"),
         counts={"num_heads": "heads", "relative_position_bias_table": ("heads", -1)},
     )
-    stack = Stack("layers.*.blocks", [attention, TIMM_MLP])
+    stack = LayerStack("layers.*.blocks", [attention, TIMM_MLP])
     whole = ("patch_embed", "layers.*.downsample", "head?")
     against_sequence = AGAINST_SEQUENCE
 
@@ -132,7 +134,7 @@ class TimmSwinPolicy(TimmPolicy):
 class TimmSwinV2Policy(TimmPolicy):
     attention = Attention(
         "attn",
-        Projections(qkv="qkv", out="proj"),
+        AttentionProjections(qkv="qkv", out="proj"),
         counts={
             "num_heads": "heads",
             **BIASES,
@@ -140,22 +142,22 @@ class TimmSwinV2Policy(TimmPolicy):
             "cpb_mlp.0.weight": "inside",
             "cpb_mlp.2.weight": ("heads", 0),
         },
-        inputs=Inputs(give_width=True),
+        inputs=AttentionInputs(give_width=True),
     )
-    stack = Stack("layers.*.blocks", [attention, TIMM_MLP])
+    stack = LayerStack("layers.*.blocks", [attention, TIMM_MLP])
     whole = ("patch_embed", "layers.*.downsample", "head?")
     against_sequence = AGAINST_SEQUENCE
 
 
 class TimmViTPolicy(TimmPolicy):
-    stack = Stack(
+    stack = LayerStack(
         "blocks",
         [
             Attention(
                 "attn",
-                Projections(qkv="qkv", out="proj"),
+                AttentionProjections(qkv="qkv", out="proj"),
                 counts={"num_heads": "heads", "attn_dim?": "width", "norm": "heads"},
-                inputs=Inputs(give_width=True),  # where there is no attn_dim
+                inputs=AttentionInputs(give_width=True),  # where there is no attn_dim
             ),
             TIMM_MLP,
         ],

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.policies.roles import MLP, Attention, Projections, Stack
+from shardformer.policies.roles import MLP, Attention, AttentionProjections, LayerStack
 
 
 class ViTPolicy(RolePolicy):
-    stack = Stack(
+    stack = LayerStack(
         "layers",
         [
-            Attention("attention", Projections(q="q_proj", k="k_proj", v="v_proj", out="o_proj")),
+            Attention("attention", AttentionProjections(q="q_proj", k="k_proj", v="v_proj", out="o_proj")),
             MLP("mlp", up="fc1", down="fc2"),
         ],
         final_norm="layernorm",

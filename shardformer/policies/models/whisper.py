@@ -5,23 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from shardformer.policies.role_policy import BETWEEN_LAYERS, BETWEEN_STAGES, RolePolicy
-from shardformer.policies.roles import MLP, Attention, Inputs, Projections, Stack
+from shardformer.policies.roles import MLP, Attention, AttentionInputs, AttentionProjections, LayerStack
 
-CONTEXT = Inputs(from_context=True)
+CONTEXT = AttentionInputs(from_context=True)
 FEED_FORWARD = MLP("fc1", up="", down=".fc2")
 
 
 def _attention(at: str, **kwargs: Any) -> Attention:
-    projections = Projections(q="q_proj", k="k_proj", v="v_proj", out="out_proj")
+    projections = AttentionProjections(q="q_proj", k="k_proj", v="v_proj", out="out_proj")
     return Attention(at, projections, counts={"num_heads": "heads"}, **kwargs)
 
 
 class WhisperPolicy(RolePolicy):
     stack = (
-        Stack(
+        LayerStack(
             "encoder.layers", [_attention("self_attn"), FEED_FORWARD], final_norm="encoder.layer_norm", optional=True
         ),
-        Stack(
+        LayerStack(
             "decoder.layers",
             [_attention("self_attn"), _attention("encoder_attn", inputs=CONTEXT), FEED_FORWARD],
             final_norm="decoder.layer_norm",

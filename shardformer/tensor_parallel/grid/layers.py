@@ -18,29 +18,34 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from shardformer.comm.autograd_collectives import first_order_only, gather_input, join_dim, leave_block
+from shardformer.comm.autograd_collectives import (
+    gather_from_region,
+    gather_from_sp_region,
+    once_differentiable,
+    reduce_from_tp_region,
+)
 from shardformer.comm.collectives import all_gather, all_reduce
 from shardformer.errors import ConfigError
 from shardformer.kernels.fused_ops import rms_norm
 from shardformer.layout.shard_spec import AnySplit, Coords, EvenSplit, ShardSpec, Split
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.tensor_grid import GRID_MODES, TensorGrid
-from shardformer.tensor_parallel.grid.region import GridEdges, GridRowExit, hidden_dim, length_of
+from shardformer.tensor_parallel.grid.region import GridRegion, GridRowParallelMatmul, even_length, hidden_dim
 from shardformer.tensor_parallel.layers import (
     Embedding1D,
     Linear1D_Col,
     Linear1D_Row,
-    SplitNorm,
+    ShardedNorm,
     VocabParallelEmbedding1D,
     VocabParallelLMHead1D,
 )
 from shardformer.tensor_parallel.parallel_module import ParallelModule
-from shardformer.tensor_parallel.region import Edges, matmul_in
+from shardformer.tensor_parallel.region import TpRegion, linear_matmul
 
 # b samples of this rank, S sequence, H hidden, F features; lower case: this rank's part
 
 
-class OnGrid(ParallelModule):
+class GridModule(ParallelModule):
     """A layer that is given the tensor grid in the place of one axis."""
 
     takes_grid = True
@@ -65,7 +70,7 @@ def hidden_splits(full: int, grid: TensorGrid) -> list[AnySplit]:
     return [*of_contraction, EvenSplit(grid.row.name, grid.row.size)]
 
 
-class GridLinear_Col(Linear1D_Col, OnGrid):
+class GridLinear_Col(Linear1D_Col, GridModule):
     """A linear that reads what enters a block: (b, S, H) -> (b, S, f).
 
     Its weight is cut along F over columns, as the role says, and along H over rows (in 3D over depth first). In a block
@@ -88,11 +93,11 @@ class GridLinear_Col(Linear1D_Col, OnGrid):
         return ShardSpec(shape, splits), ShardSpec((self.out_features,), {0: self.split})
 
     def multiply(self, x: Tensor) -> Tensor:
-        weight = whole_weight(self.weight, self.grid, hidden_dim(self.transposed), self.in_features)
-        return matmul_in(x, weight, self.fused_bias, self.transposed)
+        weight = gather_weight(self.weight, self.grid, hidden_dim(self.transposed), self.in_features)
+        return linear_matmul(x, weight, self.fused_bias, self.transposed)
 
 
-class GridLinear_Row(Linear1D_Row, OnGrid):
+class GridLinear_Row(Linear1D_Row, GridModule):
     """The linear at a block's exit: (b, S, f) -> this rank's part (b, S, h) of the stream.
 
     Its weight is cut as that of a ``GridLinear_Col``; its bias along H as the stream is.
@@ -114,37 +119,37 @@ class GridLinear_Row(Linear1D_Row, OnGrid):
         of_bias = Split.even(self.out_features, grid.hidden.size, axes=(grid.hidden.name,))
         return ShardSpec(shape, splits), ShardSpec((self.out_features,), {0: of_bias})
 
-    def _leave(self, x: Tensor, weight: Tensor, edges: Edges) -> Tensor:
+    def _leave(self, x: Tensor, weight: Tensor, edges: TpRegion) -> Tensor:
         if self.exits_with:
             self.exits_with[0].product_of_other = x, weight
-            width = length_of(self.out_features, self.grid.hidden.size, self.grid.hidden.rank)
-            if not isinstance(edges, GridEdges):
+            width = even_length(self.out_features, self.grid.hidden.size, self.grid.hidden.rank)
+            if not isinstance(edges, GridRegion):
                 return x.new_zeros((*x.shape[:-1], self.out_features))
             return x.new_zeros((*edges.leading(x), width))
         if self.product_of_other is not None:
             (other, its_weight), self.product_of_other = self.product_of_other, None
             x, weight = torch.cat((x, other), -1), torch.cat((weight, its_weight), 0 if self.transposed else 1)
-        if isinstance(edges, GridEdges):
-            y: Tensor = GridRowExit.apply(x, weight, self.transposed, edges)
+        if isinstance(edges, GridRegion):
+            y: Tensor = GridRowParallelMatmul.apply(x, weight, self.transposed, edges)
             return y
-        weight = whole_weight(weight, self.grid, 1 - hidden_dim(self.transposed), self.out_features)
-        return leave_block(matmul_in(x, weight, None, self.transposed), self.grid.column)
+        weight = gather_weight(weight, self.grid, 1 - hidden_dim(self.transposed), self.out_features)
+        return reduce_from_tp_region(linear_matmul(x, weight, None, self.transposed), self.grid.column)
 
     def _bias_for(self, y: Tensor) -> Tensor | None:
         if self.bias is None or y.shape[-1] != self.out_features:
             return self.bias
         split = Split.even(self.out_features, self.grid.hidden.size, axes=(self.grid.hidden.name,))
-        return join_dim(self.bias, self.grid.hidden, 0, split)
+        return gather_from_region(self.bias, self.grid.hidden, 0, split)
 
 
-def whole_weight(weight: Tensor, grid: TensorGrid, dim: int, full: int) -> Tensor:
+def gather_weight(weight: Tensor, grid: TensorGrid, dim: int, full: int) -> Tensor:
     """The weight with its hidden dim whole. Backward: each rank brings its samples' gradient of all of it."""
-    contracted = length_of(full, grid.contraction.size, grid.contraction.rank)
-    return gather_input(gather_input(weight, grid.row, dim, contracted), grid.contraction, dim, full)
+    contracted = even_length(full, grid.contraction.size, grid.contraction.rank)
+    return gather_from_sp_region(gather_from_sp_region(weight, grid.row, dim, contracted), grid.contraction, dim, full)
 
 
 @dataclass(frozen=True)
-class ParallelLayers:
+class ModeLayers:
     """The layers of one mode.
 
     Args:
@@ -164,20 +169,20 @@ class ParallelLayers:
     head: type[ParallelModule]
 
 
-_1D = ParallelLayers(
+_1D = ModeLayers(
     column=Linear1D_Col,
     row=Linear1D_Row,
-    norm=SplitNorm,
+    norm=ShardedNorm,
     table=Embedding1D,
     embedding=VocabParallelEmbedding1D,
     head=VocabParallelLMHead1D,
 )
-MODES = {"1d": _1D} | dict.fromkeys(GRID_MODES, replace(_1D, column=GridLinear_Col, row=GridLinear_Row))
+LAYERS_BY_MODE = {"1d": _1D} | dict.fromkeys(GRID_MODES, replace(_1D, column=GridLinear_Col, row=GridLinear_Row))
 """``tensor_parallel_mode`` -> its layers."""
 # H hidden; h: this rank's part
 
 
-class GridNorm(SplitNorm):
+class GridNorm(ShardedNorm):
     """A layer norm or RMS norm over the H features of the stream: (..., h) -> (..., h), or of all (..., H) -> (..., H).
 
     Communicates: forward, of an RMS norm one all-reduce of one number a token, of a layer norm one all-gather of its
@@ -189,7 +194,7 @@ class GridNorm(SplitNorm):
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: Any = None, **kwargs: Any) -> nn.Module:
-        """Cuts a norm that holds the full weight over a ``TensorGrid``. Raises ConfigError as ``SplitNorm``."""
+        """Cuts a norm that holds the full weight over a ``TensorGrid``. Raises ConfigError as ``ShardedNorm``."""
         grid: TensorGrid = process_group
         return super().from_native_module(module, grid.hidden, **kwargs)
 
@@ -201,7 +206,10 @@ class GridNorm(SplitNorm):
                 return super().forward(x)
             own = (self._parameters["weight"], self._parameters.get("bias"))
             return layer_norm(x, *own, self.axis, self.full, self.eps)
-        whole = {n: None if p is None else join_dim(p, self.axis, 0, self.split) for n, p in self._parameters.items()}
+        whole = {
+            n: None if p is None else gather_from_region(p, self.axis, 0, self.split)
+            for n, p in self._parameters.items()
+        }
         weight, bias = whole["weight"], whole.get("bias")
         if self.kind != "layer":
             return rms_norm(self.kind, x, weight, self.eps)
@@ -235,7 +243,7 @@ class _Normalise(Function):
         return y
 
     @staticmethod
-    @first_order_only
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         y, scale = ctx.saved_tensors
         sums = torch.stack((grad.sum(-1), (grad * y).sum(-1)))

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from shardformer.comm.autograd_collectives import first_order_only, join_dim, split_dim
+from shardformer.comm.autograd_collectives import gather_from_region, once_differentiable, scatter_to_region
 from shardformer.comm.collectives import (
-    Pending,
+    PendingCollective,
     all_gather,
     local_chunk,
     reduce_scatter,
@@ -38,24 +38,24 @@ from shardformer.comm.collectives import (
 from shardformer.comm.collectives import (
     start_reduce_scatter as start_scatter,
 )
-from shardformer.comm.deferred_tensor import PendingTensor, resolved
+from shardformer.comm.deferred_tensor import DeferredTensor, resolve_deferred
 from shardformer.errors import InputError
-from shardformer.layout.activation_layout import StreamLayout
+from shardformer.layout.activation_layout import ActivationLayout
 from shardformer.layout.shard_spec import Split, even_bounds
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.tensor_grid import TensorGrid
-from shardformer.random_state import RandomStream
-from shardformer.tensor_parallel.block import Block
+from shardformer.random_state import LocalRandomState
+from shardformer.tensor_parallel.block import TensorParallelBlock
 from shardformer.tensor_parallel.parallel_module import product_dtype
-from shardformer.tensor_parallel.region import Column, Edges, WholeEdges, matmul_in, weight_grad
-from shardformer.tensor_parallel.sequence_parallel import Stream, with_first_output, with_first_tensor
+from shardformer.tensor_parallel.region import ColumnParallel, ReplicatedRegion, TpRegion, linear_matmul, weight_grad
+from shardformer.tensor_parallel.sequence_parallel import StackActivations, with_first_output, with_first_tensor
 from shardformer.transformers_compat import caches_in, holds_tokens
 
 # B batch, b this rank's samples, S sequence, H hidden, h this rank's part of it
 
 
 @dataclass(frozen=True)
-class GridEdges:
+class GridRegion:
     """Both edges of a block between which each rank has some samples, and some heads or features.
 
     Args:
@@ -74,7 +74,7 @@ class GridEdges:
     @property
     def contracted(self) -> int:
         """The hidden features that the ranks of one row have together: all of them, or in 3D this layer's."""
-        return length_of(self.full, self.grid.contraction.size, self.grid.contraction.rank)
+        return even_length(self.full, self.grid.contraction.size, self.grid.contraction.rank)
 
     def samples_inside(self, x: Tensor) -> int:
         """Of the ranks' samples x, how many a rank has in a block."""
@@ -92,7 +92,7 @@ class GridEdges:
     def enter(self, x: Tensor) -> Tensor:
         """The block's input (b, S, H) of this rank's x, for a forward that reads more than its shape."""
         shape = (*x.shape[: self._dim(x)], self.samples_inside(x), *x.shape[self._dim(x) + 1 : -1], self.full)
-        return PendingTensor.make(x, shape, self.grid.column, None, self._whole, self._part)
+        return DeferredTensor.make(x, shape, self.grid.column, None, self._whole, self._part)
 
     def _whole(self, x: Tensor) -> Tensor:
         if not self.is_cube:
@@ -109,21 +109,21 @@ class GridEdges:
 
     # --- what the products of the columns and of the row begin and end with
 
-    def start_gather(self, x: Tensor) -> Pending:
+    def start_gather(self, x: Tensor) -> PendingCollective:
         """What is multiplied, of the ranks' parts of the stream: (b, S, H), or in 3D (more samples, S, h)."""
         if self.is_cube:
             return start_all_gather(x, self.grid.column, self._dim(x))
         return start_all_gather(x, self.grid.column, -1, self.full)
 
-    def start_scatter(self, x: Tensor) -> Pending:
+    def start_scatter(self, x: Tensor) -> PendingCollective:
         """This rank's part of the sum over the ranks of a row."""
         return start_scatter(x, self.grid.column, self._dim(x) if self.is_cube else -1)
 
-    def start_weight(self, weight: Tensor, dim: int) -> Pending:
+    def start_weight(self, weight: Tensor, dim: int) -> PendingCollective:
         """The weight that is multiplied with, of this rank's part of its hidden dim."""
         return start_all_gather(weight, self.grid.row, dim, self.contracted, purpose="weights")
 
-    def start_weight_grad(self, grad: Tensor, dim: int) -> Pending:
+    def start_weight_grad(self, grad: Tensor, dim: int) -> PendingCollective:
         return start_scatter(grad, self.grid.row, dim, purpose="weights")
 
     def inside(self, x: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ class GridEdges:
         return all_gather(x, self.grid.contraction, self._dim(x))
 
 
-def length_of(full: int, ranks: int, rank: int) -> int:
+def even_length(full: int, ranks: int, rank: int) -> int:
     """How many of ``full`` a rank has, cut as even as can be."""
     bounds = even_bounds(full, ranks)
     return bounds[rank + 1] - bounds[rank]
@@ -144,8 +144,8 @@ def length_of(full: int, ranks: int, rank: int) -> int:
 # b samples of this rank, S sequence, H hidden, F features of one linear; lower case: this rank's part
 
 
-def project_on_grid(
-    x: Tensor, edges: GridEdges, columns: Sequence[Column], known: Tensor | None = None
+def grid_column_projections(
+    x: Tensor, edges: GridRegion, columns: Sequence[ColumnParallel], known: Tensor | None = None
 ) -> tuple[Tensor | None, list[Tensor]]:
     """What the columns read, without history, and their outputs, for this rank's x of the stream.
 
@@ -158,18 +158,18 @@ def project_on_grid(
     if (dtype := product_dtype(x, columns[0].weight)) is not None:
         x, known = x.to(dtype), known if known is None else known.to(dtype)
         weights = [None if w is None else w.to(dtype) for w in weights]
-    seen, *outputs = _Columns.apply(
+    seen, *outputs = _GridColumnProjections.apply(
         x, None if edges.is_cube else known, edges, [c.transposed for c in columns], *weights
     )
     return None if edges.is_cube else seen, outputs
 
 
-class _Columns(Function):
+class _GridColumnProjections(Function):
     """All column-parallel linears behind one entry. Saves what this rank holds of their input and weights."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, known: Tensor | None, edges: GridEdges, transposed: list[bool], *params: Tensor | None
+        ctx: Any, x: Tensor, known: Tensor | None, edges: GridRegion, transposed: list[bool], *params: Tensor | None
     ) -> tuple[Tensor, ...]:
         weights, biases = params[::2], params[1::2]
         ctx.edges, ctx.transposed, ctx.has_bias = edges, transposed, [b is not None for b in biases]
@@ -181,14 +181,14 @@ class _Columns(Function):
         assert seen is not None
         outputs = []
         for weight, t, bias in zip(gathered, transposed, biases, strict=True):
-            y = edges.inside(matmul_in(seen, weight.wait(), None, t))
+            y = edges.inside(linear_matmul(seen, weight.wait(), None, t))
             outputs.append(y if bias is None else y + bias)
         visible = seen.detach()
         ctx.mark_non_differentiable(visible)
         return (visible, *outputs)
 
     @staticmethod
-    @first_order_only
+    @once_differentiable
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         edges, (x, *weights) = ctx.edges, ctx.saved_tensors
         needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
@@ -199,11 +199,11 @@ class _Columns(Function):
         for weight, grad, t in zip(arriving, wide, ctx.transposed, strict=False):
             whole = weight.wait()
             if grad is not None:
-                part = matmul_in(grad, whole, None, not t)
+                part = linear_matmul(grad, whole, None, not t)
                 summed = part if summed is None else summed.add_(part)
         leaving = None if summed is None else edges.start_scatter(summed)
         seen = None if again is None else again.wait()
-        pending: list[Pending | None] = []
+        pending: list[PendingCollective | None] = []
         for i, (grad, t) in enumerate(zip(wide, ctx.transposed, strict=True)):
             of_weight = weight_grad(seen, grad, t) if needs[2 * i] and grad is not None and seen is not None else None
             pending.append(None if of_weight is None else edges.start_weight_grad(of_weight, hidden_dim(t)))
@@ -216,23 +216,25 @@ class _Columns(Function):
         return (x_grad, None, None, None, *out)
 
 
-class GridRowExit(Function):
+class GridRowParallelMatmul(Function):
     """The row-parallel linear: partial products, summed over the ranks of a row. The bias comes after.
 
     In a backward that is run in two halves, for the input first and for the weight later, the gradient that comes in is
     gathered once.
     """
 
+    leaves_block = True
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, transposed: bool, edges: GridEdges) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, transposed: bool, edges: GridRegion) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.transposed, ctx.edges, ctx.gathered = transposed, edges, None
         arriving = edges.start_weight(weight, 1 - hidden_dim(transposed))
         wide = edges.across(x)
-        return edges.start_scatter(matmul_in(wide, arriving.wait(), None, transposed)).wait()
+        return edges.start_scatter(linear_matmul(wide, arriving.wait(), None, transposed)).wait()
 
     @staticmethod
-    @first_order_only
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         edges, (x, weight), t = ctx.edges, ctx.saved_tensors, ctx.transposed
         needs_x, needs_weight = ctx.needs_input_grad[:2]
@@ -244,7 +246,7 @@ class GridRowExit(Function):
             pending = edges.start_weight_grad(weight_grad(edges.across(x), wide, t), dim)
         else:
             ctx.gathered = wide
-        x_grad = None if arriving is None else edges.inside(matmul_in(wide, arriving.wait(), None, not t))
+        x_grad = None if arriving is None else edges.inside(linear_matmul(wide, arriving.wait(), None, not t))
         return x_grad, None if pending is None else pending.wait(), None, None
 
 
@@ -253,18 +255,20 @@ def hidden_dim(transposed: bool) -> int:
     return 0 if transposed else 1
 
 
-def _start_weights(edges: GridEdges, weights: Sequence[Tensor | None], transposed: Sequence[bool]) -> list[Pending]:
+def _start_weights(
+    edges: GridRegion, weights: Sequence[Tensor | None], transposed: Sequence[bool]
+) -> list[PendingCollective]:
     return [edges.start_weight(w, hidden_dim(t)) for w, t in zip(weights, transposed, strict=True) if w is not None]
 
 
-class GridBlock(Block):
+class GridTensorParallelBlock(TensorParallelBlock):
     """The edges of one block. Where what enters is whole, as in a module that is given it so, weights are gathered."""
 
     def _project_all(self, known: Tensor | None) -> tuple[Tensor | None, list[Tensor]]:
         edges, source = self.edges, self._source
         assert source is not None
-        if isinstance(edges, GridEdges):
-            return project_on_grid(source, edges, self.columns, known)
+        if isinstance(edges, GridRegion):
+            return grid_column_projections(source, edges, self.columns, known)
         entered = self._entered
         assert entered is not None
         return None, [column.multiply(entered) for column in self.columns]
@@ -273,19 +277,19 @@ class GridBlock(Block):
 # B batch, b this rank's samples, S sequence, H hidden, h this rank's part of it
 
 
-class GridStream(Stream):
+class GridStackActivations(StackActivations):
     """The activations between the blocks of one stack.
 
     A batch that does not divide is padded with copies of its last sample, of whose outputs nothing is read. A forward
     that goes on with keys and values of another one, or keeps them to be gone on with, is computed whole on all ranks.
     """
 
-    def __init__(self, layout: StreamLayout, grid: TensorGrid, *, random: bool = False) -> None:
-        super().__init__(StreamLayout(), grid.column)
+    def __init__(self, layout: ActivationLayout, grid: TensorGrid, *, random: bool = False) -> None:
+        super().__init__(ActivationLayout(), grid.column)
         self.layout, self.grid, self.width = layout, grid, 0
         self.batch_dim = 0
         self._known: set[int] = set()
-        self._random = RandomStream(grid.whole) if random else None
+        self._random = LocalRandomState(grid.whole) if random else None
 
     @property
     def is_cut(self) -> bool:
@@ -295,10 +299,10 @@ class GridStream(Stream):
     def shares_samples(self) -> Axis | None:
         return self.grid.hidden
 
-    def edges(self, x: Tensor) -> Edges | GridEdges:  # type: ignore[override]  # a block asks only for what both have
+    def edges(self, x: Tensor) -> TpRegion | GridRegion:  # type: ignore[override]  # a block asks only for what both have
         if torch._C._current_graph_task_id() >= 0:
             self._is_open = True  # what is recomputed was trained
-        return GridEdges(self.grid, self.width, self.batch_dim) if self._is_open else WholeEdges(self.axis)
+        return GridRegion(self.grid, self.width, self.batch_dim) if self._is_open else ReplicatedRegion(self.axis)
 
     def register(self, first: nn.Module, last: nn.Module) -> None:
         first.register_forward_pre_hook(self._enter_module, with_kwargs=True)
@@ -314,7 +318,7 @@ class GridStream(Stream):
                 rule="On a tensor grid each rank has some samples, and what was kept is of all of them",
                 remedy="Leave the cache out in training (prefix tuning needs tensor_parallel_mode='1d')",
             )
-        return with_first_tensor(args, kwargs, lambda x: self.enter_stack(resolved(x), module.training))
+        return with_first_tensor(args, kwargs, lambda x: self.enter_stack(resolve_deferred(x), module.training))
 
     def enter_stack(self, x_BSH: Tensor, training: bool) -> Tensor:
         """The stack's input (B, S, H) becomes this rank's (b, S, h). Backward: one all-gather over all ranks."""
@@ -342,9 +346,9 @@ class GridStream(Stream):
         left: Tensor = _Leave.apply(x_bSh, self.grid, samples, self.width, self.batch_dim)
         return left
 
-    def register_whole(self, module: nn.Module, random: bool) -> GridGathered:
+    def register_whole(self, module: nn.Module, random: bool) -> GridFullHiddenModule:
         """Gives ``module`` all hidden features of this rank's samples. One all-gather, and backward one too."""
-        return GridGathered(self, module, random)
+        return GridFullHiddenModule(self, module, random)
 
     def cut_argument(self, x: Tensor, dim: int, samples: int) -> Tensor:
         """This rank's samples of what a block is given for each, x, whose ``dim`` counts samples or a multiple."""
@@ -353,7 +357,7 @@ class GridStream(Stream):
             return x
         by_sample = x.unflatten(dim, (batch, -1))
         core = self.grid.core
-        cut: Tensor = padded(by_sample, -batch % self.grid.samples, dim).chunk(core.size, dim)[core.rank]
+        cut: Tensor = pad_with_last(by_sample, -batch % self.grid.samples, dim).chunk(core.size, dim)[core.rank]
         return cut.flatten(dim, dim + 1)
 
     def batch_of(self, samples: int) -> int | None:
@@ -366,18 +370,18 @@ class GridStream(Stream):
         """How many samples of a batch a rank has between the blocks."""
         return -(-batch // self.grid.samples) * self.grid.samples // self.grid.batch.size
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> GridStream:
-        memo[id(self)] = twin = GridStream(self.layout, self.grid, random=self._random is not None)
+    def __deepcopy__(self, memo: dict[int, Any]) -> GridStackActivations:
+        memo[id(self)] = twin = GridStackActivations(self.layout, self.grid, random=self._random is not None)
         twin.width, twin.samples, twin.batch_dim = self.width, self.samples, self.batch_dim
         return twin
 
 
-class GridGathered:
+class GridFullHiddenModule:
     """Around a module that reads all hidden features: a mixture of experts with its router."""
 
-    def __init__(self, stream: GridStream, module: nn.Module, random: bool) -> None:
+    def __init__(self, stream: GridStackActivations, module: nn.Module, random: bool) -> None:
         self._stream, hidden = stream, stream.grid.hidden
-        self._random = RandomStream(hidden, aligned=True) if random else None
+        self._random = LocalRandomState(hidden, aligned=True) if random else None
         module.register_forward_pre_hook(self._enter, with_kwargs=True)
         module.register_forward_hook(self._leave)
 
@@ -391,7 +395,7 @@ class GridGathered:
                 return x
             if self._random is not None and module.training:
                 self._random.enter(x)
-            return join_dim(x, self._stream.grid.hidden, -1, self._split())
+            return gather_from_region(x, self._stream.grid.hidden, -1, self._split())
 
         return with_first_tensor(args, kwargs, join)
 
@@ -399,7 +403,7 @@ class GridGathered:
         if not self._stream.is_cut:
             return output
         self.abandon()
-        return with_first_output(output, lambda x: split_dim(x, self._stream.grid.hidden, -1, self._split()))
+        return with_first_output(output, lambda x: scatter_to_region(x, self._stream.grid.hidden, -1, self._split()))
 
     def abandon(self) -> None:
         """Behind the module, or after a forward that an error broke off: back to the random numbers outside."""
@@ -407,7 +411,7 @@ class GridGathered:
             self._random.leave()
 
 
-def padded(x: Tensor, more: int, dim: int = 0) -> Tensor:
+def pad_with_last(x: Tensor, more: int, dim: int = 0) -> Tensor:
     """x with so many copies of the last of a dim behind it."""
     if not more:
         return x
@@ -415,12 +419,12 @@ def padded(x: Tensor, more: int, dim: int = 0) -> Tensor:
     return torch.cat((x, last.expand([more if d == dim else n for d, n in enumerate(x.shape)])), dim)
 
 
-def _own(x: Tensor, grid: TensorGrid, dim: int) -> Tensor:
+def _local_samples(x: Tensor, grid: TensorGrid, dim: int) -> Tensor:
     mine = local_chunk(local_chunk(x, grid.batch, dim), grid.hidden, x.dim() - 1)
     return mine.clone(memory_format=torch.contiguous_format)  # a view would keep all of x
 
 
-def _whole(x: Tensor, grid: TensorGrid, dim: int, samples: int, width: int) -> Tensor:
+def _all_samples(x: Tensor, grid: TensorGrid, dim: int, samples: int, width: int) -> Tensor:
     return all_gather(all_gather(x, grid.hidden, -1, width), grid.batch, dim).narrow(dim, 0, samples)
 
 
@@ -428,24 +432,24 @@ class _Enter(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, grid: TensorGrid, dim: int) -> Tensor:
         ctx.grid, ctx.dim, ctx.samples, ctx.width = grid, dim, x.shape[dim], x.shape[-1]
-        return _own(padded(x, -x.shape[dim] % grid.samples, dim), grid, dim)
+        return _local_samples(pad_with_last(x, -x.shape[dim] % grid.samples, dim), grid, dim)
 
     @staticmethod
-    @first_order_only
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _whole(grad, ctx.grid, ctx.dim, ctx.samples, ctx.width), None, None
+        return _all_samples(grad, ctx.grid, ctx.dim, ctx.samples, ctx.width), None, None
 
 
 class _Leave(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, grid: TensorGrid, samples: int, width: int, dim: int) -> Tensor:
         ctx.grid, ctx.dim = grid, dim
-        return _whole(x, grid, dim, samples, width)
+        return _all_samples(x, grid, dim, samples, width)
 
     @staticmethod
-    @first_order_only
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         more = -grad.shape[ctx.dim] % ctx.grid.samples
         shape = [more if d == ctx.dim else n for d, n in enumerate(grad.shape)]
         whole = torch.cat((grad, grad.new_zeros(shape)), ctx.dim) if more else grad
-        return _own(whole, ctx.grid, ctx.dim), None, None, None, None
+        return _local_samples(whole, ctx.grid, ctx.dim), None, None, None, None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardformer.training.hooks.checkpoint import Checkpoint
 from shardformer.training.hooks.early_stopping import EarlyStopping
-from shardformer.training.hooks.gradient_monitor import GradientWatch
+from shardformer.training.hooks.gradient_monitor import GradientMonitor
 from shardformer.training.hooks.json_lines import JsonLines
 from shardformer.training.hooks.metrics import Metrics
 from shardformer.training.hooks.moving_average import MovingAverage
@@ -16,7 +16,7 @@ from shardformer.training.hooks.throughput import Throughput
 __all__ = [
     "Checkpoint",
     "EarlyStopping",
-    "GradientWatch",
+    "GradientMonitor",
     "JsonLines",
     "Metrics",
     "MovingAverage",

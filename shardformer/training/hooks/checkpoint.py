@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from shardformer.checkpoint.directory import Keep
+from shardformer.checkpoint.directory import CheckpointRetention
 from shardformer.errors import ConfigError
 from shardformer.filesystem.atomic_write import path_of
-from shardformer.training.engine import holds_checkpoint, take_folder
-from shardformer.training.hook import Hook, Run
+from shardformer.training.engine import has_checkpoint, take_folder
+from shardformer.training.hook import Hook, TrainerProtocol
 from shardformer.training.hooks.json_lines import check_every
 
 
@@ -34,7 +34,7 @@ class Checkpoint(Hook):
         every_epoch: whether one is saved behind each epoch.
         at_end: whether one is saved behind the last step, and where a hook stops the run.
         on_signal: whether one is saved behind the step in which SIGTERM or SIGINT (Ctrl-C) comes.
-        keep: how many are kept, or a ``Keep``; None: all.
+        keep: how many are kept, or a ``CheckpointRetention``; None: all.
         in_background: whether a thread writes while training goes on.
         resume: whether a run goes on from what the folder holds. If not, the folder holds no checkpoint yet.
 
@@ -49,7 +49,7 @@ class Checkpoint(Hook):
         every_epoch: bool = False,
         at_end: bool = True,
         on_signal: bool = True,
-        keep: Keep | int | None = 3,
+        keep: CheckpointRetention | int | None = 3,
         in_background: bool = True,
         resume: bool = True,
     ) -> None:
@@ -70,12 +70,12 @@ class Checkpoint(Hook):
         self._saved_at = 0.0
         self._engine: Any = None
 
-    def setup(self, trainer: Run) -> None:
+    def setup(self, trainer: TrainerProtocol) -> None:
         self._engine = trainer.engine
         trainer.on_save(self._save)
         trainer.agree()
         take_folder(self.folder, self, trainer.engine.world)
-        if not holds_checkpoint(self.folder, trainer.engine.world):
+        if not has_checkpoint(self.folder, trainer.engine.world):
             return
         if self.resume:
             trainer.load(self.folder)
@@ -92,24 +92,24 @@ class Checkpoint(Hook):
         """Of the newest checkpoint of this run; -1 without."""
         return self._saved_step
 
-    def before_train(self, trainer: Run) -> None:
+    def before_train(self, trainer: TrainerProtocol) -> None:
         self._saved_at = time.monotonic()
 
-    def after_step(self, trainer: Run) -> None:
+    def after_step(self, trainer: TrainerProtocol) -> None:
         by_steps = self.every_steps is not None and trainer.step % self.every_steps == 0
         minutes = (time.monotonic() - self._saved_at) / 60
         if by_steps or (self.every_minutes is not None and minutes >= self.every_minutes):
             trainer.save()
 
-    def after_epoch(self, trainer: Run) -> None:
+    def after_epoch(self, trainer: TrainerProtocol) -> None:
         if self.every_epoch:
             trainer.save()
 
-    def on_signal(self, trainer: Run) -> None:
+    def on_signal(self, trainer: TrainerProtocol) -> None:
         if self.saves_on_signal:
             trainer.save()
 
-    def after_train(self, trainer: Run) -> None:
+    def after_train(self, trainer: TrainerProtocol) -> None:
         if self.at_end and not trainer.was_interrupted:
             trainer.save()
 

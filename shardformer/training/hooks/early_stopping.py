@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from shardformer.errors import ConfigError, InputError, nearest
-from shardformer.training.hook import Hook, Run, check_validates
+from shardformer.errors import ConfigError, InputError, did_you_mean
+from shardformer.training.hook import Hook, TrainerProtocol, check_validates
 
 MODES = ("min", "max")
 
@@ -39,7 +39,7 @@ class EarlyStopping(Hook):
     ) -> None:
         if mode not in MODES:
             rule = "Less is better, or more is: min or max"
-            raise ConfigError(f"EarlyStopping(mode={mode!r})", rule=rule, remedy=nearest(str(mode), MODES))
+            raise ConfigError(f"EarlyStopping(mode={mode!r})", rule=rule, remedy=did_you_mean(str(mode), MODES))
         if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
             raise ConfigError(
                 f"EarlyStopping(patience={patience!r})",
@@ -56,15 +56,15 @@ class EarlyStopping(Hook):
         self.best: float | None = None
         self.without_progress = 0
 
-    def setup(self, trainer: Run) -> None:
+    def setup(self, trainer: TrainerProtocol) -> None:
         check_validates(self, trainer)
 
-    def after_validation(self, trainer: Run) -> None:
+    def after_validation(self, trainer: TrainerProtocol) -> None:
         if self.metric not in trainer.values:
             raise InputError(
                 f"EarlyStopping looks at {self.metric!r}, which the values of this run do not have",
                 rule="A value is named as loggers write it; hooks that add one come before those that read it",
-                remedy=nearest(self.metric, trainer.values),
+                remedy=did_you_mean(self.metric, trainer.values),
             )
         value = trainer.values[self.metric]
         if self._is_better(value):

@@ -1,4 +1,4 @@
-"""``GradientWatch``: the norm of the gradients, and what is wrong with it."""
+"""``GradientMonitor``: the norm of the gradients, and what is wrong with it."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from collections import deque
 from typing import Any
 
 from shardformer.errors import ConfigError, InputError
-from shardformer.training.hook import Hook, Run
-from shardformer.zero.mixed_precision import Precision
+from shardformer.training.hook import Hook, TrainerProtocol
+from shardformer.zero.mixed_precision import MixedPrecision
 
 REMEMBERED = 100
 LEAST = 10
 """Steps that are needed to say what is usual."""
 
 
-class GradientWatch(Hook):
+class GradientMonitor(Hook):
     """Records the norm of all gradients, of all ranks, warns of jumps, and ends a run whose gradients stay not finite.
 
     Puts ``grad_norm`` (before it is clipped) and, once there are some, ``skipped_steps`` into ``trainer.values``. To
-    what a single step with gradients that are not finite leads says ``Parallel(on_nonfinite=)``: to an error that names
+    what a single step with gradients that are not finite leads says ``ParallelConfig(on_nonfinite=)``: to an error
+    that names
     their parameters, to a step that is left out, or to nothing.
 
     Communicates what ``grad_norm`` does, in each step, where it is not clipped anyway.
@@ -50,14 +51,16 @@ class GradientWatch(Hook):
         self._norms: deque[float] = deque(maxlen=REMEMBERED)
         self._bad = 0
 
-    def before_train(self, trainer: Run) -> None:
+    def before_train(self, trainer: TrainerProtocol) -> None:
         trainer.engine.takes_grad_norm = True
 
-    def after_step(self, trainer: Run) -> None:
+    def after_step(self, trainer: TrainerProtocol) -> None:
         norm = trainer.values.get("grad_norm", math.nan)
         if trainer.engine.skipped:
             trainer.values["skipped_steps"] = float(trainer.engine.skipped)
-        has_scale = Precision.of(trainer.engine.parallel.precision).parameters == "fp16"  # which looks for its size
+        has_scale = (
+            MixedPrecision.of(trainer.engine.parallel.precision).parameters == "fp16"
+        )  # which looks for its size
         if not math.isfinite(norm) or not math.isfinite(trainer.values["loss"]):
             self._bad += not (has_scale and math.isfinite(trainer.values["loss"]))
             if self._bad >= self.patience:
@@ -80,10 +83,10 @@ class GradientWatch(Hook):
                 )
         self._norms.append(norm)
 
-    def after_train(self, trainer: Run) -> None:
+    def after_train(self, trainer: TrainerProtocol) -> None:
         trainer.engine.takes_grad_norm = False
 
-    def on_exception(self, trainer: Run) -> None:
+    def on_exception(self, trainer: TrainerProtocol) -> None:
         trainer.engine.takes_grad_norm = False
 
     def state(self) -> Any:

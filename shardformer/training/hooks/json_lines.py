@@ -7,8 +7,8 @@ from typing import Any
 
 from shardformer.errors import ConfigError
 from shardformer.filesystem.atomic_write import path_of
-from shardformer.training.hook import Hook, Run
-from shardformer.training.metrics_log import Record, RecordWriter
+from shardformer.training.hook import Hook, TrainerProtocol
+from shardformer.training.metrics_log import MetricsRecord, MetricsWriter
 
 VALIDATION = "validation/"
 
@@ -32,25 +32,25 @@ class JsonLines(Hook):
     def __init__(self, folder: str | Path, every: int = 1) -> None:
         check_every("JsonLines", every)
         self.folder, self.every = path_of(folder), every
-        self._writer: RecordWriter | None = None
+        self._writer: MetricsWriter | None = None
         self._seconds_before = 0.0
         self._seconds = 0.0
 
-    def before_train(self, trainer: Run) -> None:
+    def before_train(self, trainer: TrainerProtocol) -> None:
         if trainer.is_first:
-            self._writer = RecordWriter(self.folder, trainer.step or None)
+            self._writer = MetricsWriter(self.folder, trainer.step or None)
 
-    def after_step(self, trainer: Run) -> None:
+    def after_step(self, trainer: TrainerProtocol) -> None:
         if trainer.step % self.every == 0:
             self._write(trainer, {n: v for n, v in trainer.values.items() if not n.startswith(VALIDATION)})
 
-    def after_validation(self, trainer: Run) -> None:
+    def after_validation(self, trainer: TrainerProtocol) -> None:
         self._write(trainer, {n: v for n, v in trainer.values.items() if n.startswith(VALIDATION)})
 
-    def after_train(self, trainer: Run) -> None:
+    def after_train(self, trainer: TrainerProtocol) -> None:
         self._close()
 
-    def on_exception(self, trainer: Run) -> None:
+    def on_exception(self, trainer: TrainerProtocol) -> None:
         self._close()
 
     def state(self) -> Any:
@@ -59,10 +59,10 @@ class JsonLines(Hook):
     def load_state(self, state: Any) -> None:
         self._seconds_before = self._seconds = state["seconds"]
 
-    def _write(self, trainer: Run, values: dict[str, float]) -> None:
+    def _write(self, trainer: TrainerProtocol, values: dict[str, float]) -> None:
         self._seconds = self._seconds_before + trainer.seconds
         if self._writer is not None:
-            self._writer.write(Record(trainer.step, trainer.epoch, self._seconds, values))
+            self._writer.write(MetricsRecord(trainer.step, trainer.epoch, self._seconds, values))
 
     def _close(self) -> None:
         if self._writer is not None:

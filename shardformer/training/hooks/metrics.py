@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardformer.comm.collectives import gather_objects
-from shardformer.errors import ConfigError, InputError, nearest
-from shardformer.pipeline.micro_batches import TARGET
+from shardformer.comm.collectives import all_gather_objects
+from shardformer.errors import ConfigError, InputError, did_you_mean
+from shardformer.pipeline.micro_batches import TARGET_KEY
 from shardformer.training.data_loader import named_batch
-from shardformer.training.hook import Hook, Run, check_validates
+from shardformer.training.hook import Hook, TrainerProtocol, check_validates
 
 IGNORED = -100
 PERPLEXITY = "perplexity"
@@ -56,13 +56,13 @@ class Metrics(Hook):
             self._functions[name] = _checked(name, function)
         self._found: list[tuple[Tensor, Tensor]] = []
 
-    def setup(self, trainer: Run) -> None:
+    def setup(self, trainer: TrainerProtocol) -> None:
         check_validates(self, trainer)
 
-    def before_validation(self, trainer: Run) -> None:
+    def before_validation(self, trainer: TrainerProtocol) -> None:
         self._found = []
 
-    def on_validation_batch(self, trainer: Run, batch: Any) -> None:
+    def on_validation_batch(self, trainer: TrainerProtocol, batch: Any) -> None:
         if not self._functions:
             return
         trainer.agree()
@@ -81,7 +81,7 @@ class Metrics(Hook):
         counts = labels != IGNORED
         self._found.append((labels[counts], predictions[counts]))
 
-    def after_validation(self, trainer: Run) -> None:
+    def after_validation(self, trainer: TrainerProtocol) -> None:
         if self._with_perplexity:
             loss = trainer.values["validation/loss"]
             trainer.values["validation/perplexity"] = math.exp(loss) if loss < 700 else math.inf
@@ -89,7 +89,7 @@ class Metrics(Hook):
             return
         trainer.agree()
         mine, self._found = self._found, []
-        everyone = gather_objects(mine, trainer.engine.context.data)
+        everyone = all_gather_objects(mine, trainer.engine.context.data)
         pairs = [pair for found in everyone for pair in found]
         labels = torch.cat([labels for labels, _ in pairs]).numpy()
         predictions = torch.cat([predictions for _, predictions in pairs]).numpy()
@@ -121,7 +121,7 @@ def _labels(batch: Any, model: Any) -> Tensor:
     """Of a batch: what stands under ``labels``, or behind the inputs of a row."""
     found = (batch if isinstance(batch, Mapping) else named_batch(batch, model, has_target=True)).get("labels")
     if found is None and not isinstance(batch, Mapping):
-        found = named_batch(batch, model, has_target=True).get(TARGET)
+        found = named_batch(batch, model, has_target=True).get(TARGET_KEY)
     if not isinstance(found, Tensor):
         raise InputError(
             f"The batch has no labels: {', '.join(map(str, batch)) if isinstance(batch, Mapping) else type(batch)}",
@@ -150,7 +150,7 @@ def _of_sklearn(name: str) -> Callable[[Any, Any], float]:
         raise ConfigError(
             f"Metrics({name!r})",
             rule="A name is perplexity, or a function of sklearn.metrics with or without _score at its end",
-            remedy=nearest(name, [*known, "f1", PERPLEXITY]),
+            remedy=did_you_mean(name, [*known, "f1", PERPLEXITY]),
         )
     return found  # type: ignore[no-any-return]
 

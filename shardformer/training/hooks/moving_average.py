@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardformer.errors import ConfigError, InputError
-from shardformer.layout.sharding_metadata import known_state
-from shardformer.offload.host import Offload
-from shardformer.training.hook import Hook, Run
-from shardformer.zero.matrix_optimizers import state_of_step
-from shardformer.zero.mixed_precision import Precision
+from shardformer.layout.sharding_metadata import find_metadata
+from shardformer.offload.host import OffloadConfig
+from shardformer.training.hook import Hook, TrainerProtocol
+from shardformer.zero.matrix_optimizers import state_after_step
+from shardformer.zero.mixed_precision import MixedPrecision
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 
 KEY = "moving_average"
@@ -71,7 +71,7 @@ class MovingAverage(Hook):
         self._weights: list[tuple[Tensor, Tensor]] | None = None
         self._engine: Any = None
 
-    def before_train(self, trainer: Run) -> None:
+    def before_train(self, trainer: TrainerProtocol) -> None:
         self._engine = engine = trainer.engine
         _check(engine)
         self._skipped = engine.skipped
@@ -96,7 +96,7 @@ class MovingAverage(Hook):
             )
 
     @torch.no_grad()
-    def after_optimizer_step(self, trainer: Run) -> None:
+    def after_optimizer_step(self, trainer: TrainerProtocol) -> None:
         engine = trainer.engine
         self._step = engine.steps
         was_skipped, self._skipped = engine.skipped > self._skipped, engine.skipped
@@ -108,15 +108,15 @@ class MovingAverage(Hook):
             average = self._average_of(param)
             average.lerp_(param.detach().to(average.dtype), 1 - decay)
 
-    def before_validation(self, trainer: Run) -> None:
+    def before_validation(self, trainer: TrainerProtocol) -> None:
         if self.validate:
             trainer.agree()
             self._apply(trainer.engine)
 
-    def after_validation(self, trainer: Run) -> None:
+    def after_validation(self, trainer: TrainerProtocol) -> None:
         self._put_back(trainer.engine)
 
-    def before_save(self, trainer: Run) -> None:
+    def before_save(self, trainer: TrainerProtocol) -> None:
         if self._weights is not None:
             raise InputError(
                 "A checkpoint was to be saved while the averaged weights are applied",
@@ -125,13 +125,13 @@ class MovingAverage(Hook):
             )
         self._hand_in(trainer.engine)
 
-    def after_save(self, trainer: Run) -> None:
+    def after_save(self, trainer: TrainerProtocol) -> None:
         self._take_out(trainer.engine)
 
-    def after_train(self, trainer: Run) -> None:
+    def after_train(self, trainer: TrainerProtocol) -> None:
         self._hand_in(trainer.engine)  # for engine.save and engine.reshape
 
-    def on_exception(self, trainer: Run) -> None:
+    def on_exception(self, trainer: TrainerProtocol) -> None:
         self._put_back(trainer.engine)
         self._take_out(trainer.engine)
 
@@ -207,17 +207,17 @@ class MovingAverage(Hook):
         for x, before in weights:
             x.detach().copy_(before)
         if (zero := _zero_of(engine)) is not None:
-            if (gathered := known_state(engine.model).parameters) is not None:
+            if (gathered := find_metadata(engine.model).parameters) is not None:
                 gathered.put_away()
             for shard in zero.shards:
                 shard.know_values()
 
 
 def _check(engine: Any) -> None:
-    precision, offload = Precision.of(engine.parallel.precision), Offload.of(engine.parallel.offload)
+    precision, offload = MixedPrecision.of(engine.parallel.precision), OffloadConfig.of(engine.parallel.offload)
     if precision.rounding is not None:
         raise ConfigError(
-            f"MovingAverage beside Precision(masters={precision.masters!r})",
+            f"MovingAverage beside MixedPrecision(masters={precision.masters!r})",
             rule="Weights that are put back would be rounded once more, to others than they were",
             remedy="Use precision='bf16' with its masters, or leave the hook out",
         )
@@ -263,4 +263,4 @@ def _written(engine: Any) -> Iterator[Tensor]:
 def _keeps_state(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> bool:
     """Whether the optimizer has a state of a parameter once that had a gradient: alike on all ranks."""
     small = torch.zeros([min(n, 2) for n in param.shape])
-    return bool(state_of_step(optimizer, group, small))
+    return bool(state_after_step(optimizer, group, small))

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from shardformer.errors import ConfigError
 from shardformer.filesystem.atomic_write import path_of, replace_text, replacing
-from shardformer.training.hook import Hook, Run
+from shardformer.training.hook import Hook, TrainerProtocol
 
 ROWS = 25
 
@@ -53,7 +53,7 @@ class Profiler(Hook):
         self._active, self._cycle, self._is_ending = active, wait + 1 + active, False
         self.written: list[Path] = []
 
-    def before_train(self, trainer: Run) -> None:
+    def before_train(self, trainer: TrainerProtocol) -> None:
         self._place = self.folder / f"rank{trainer.engine.world.rank}"
         if self._place.is_symlink():
             raise ConfigError(
@@ -75,18 +75,18 @@ class Profiler(Hook):
         self._made, self._is_ending = 0, False
         self._profile.__enter__()
 
-    def after_step(self, trainer: Run) -> None:
+    def after_step(self, trainer: TrainerProtocol) -> None:
         self._step = trainer.step
         if self._profile is not None:
             self._made += 1
             self._profile.step()
 
-    def after_train(self, trainer: Run) -> None:
+    def after_train(self, trainer: TrainerProtocol) -> None:
         self._stop()
         if not self.written and trainer.is_first:
             warnings.warn("Profiler: the run was too short for a trace; use fewer steps in wait", stacklevel=2)
 
-    def on_exception(self, trainer: Run) -> None:
+    def on_exception(self, trainer: TrainerProtocol) -> None:
         self._stop()
 
     def _stop(self) -> None:

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from shardformer.errors import ConfigError
-from shardformer.training.hook import Hook, Run
+from shardformer.training.hook import Hook, TrainerProtocol
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,7 +41,7 @@ class Progress(Hook):
         self._last = self._told = 0.0
         self._told_step = -1
 
-    def before_train(self, trainer: Run) -> None:
+    def before_train(self, trainer: TrainerProtocol) -> None:
         self._told, self._told_step = -self.every_s, -1
         if not trainer.is_first:
             return
@@ -53,32 +53,32 @@ class Progress(Hook):
         elif trainer.step:
             console.print(f"goes on from step {trainer.step}", soft_wrap=True)
 
-    def after_step(self, trainer: Run) -> None:
+    def after_step(self, trainer: TrainerProtocol) -> None:
         if not trainer.is_first:
             return
         if self._bar is not None:
-            self._bar.update(self._task, completed=trainer.step, description=described(trainer.values))
+            self._bar.update(self._task, completed=trainer.step, description=format_metrics(trainer.values))
         elif time.perf_counter() - self._told >= self.every_s or trainer.step == trainer.num_steps:
-            self._tell(trainer, described(trainer.values))
+            self._tell(trainer, format_metrics(trainer.values))
 
-    def after_validation(self, trainer: Run) -> None:
+    def after_validation(self, trainer: TrainerProtocol) -> None:
         found = {name: value for name, value in trainer.values.items() if name.startswith("validation/")}
         if trainer.is_first:
             self._tell(trainer, "  ".join(f"{name} {value:.4g}" for name, value in found.items()))
 
-    def after_train(self, trainer: Run) -> None:
+    def after_train(self, trainer: TrainerProtocol) -> None:
         if not trainer.is_first:
             return
         if self._bar is None and self._told_step != trainer.step and trainer.values:
-            self._tell(trainer, described(trainer.values))
+            self._tell(trainer, format_metrics(trainer.values))
         self._stop()
         if trainer.stopped_by is not None:
             _console().print(f"ended at step {trainer.step}: {trainer.stopped_by}", soft_wrap=True, markup=False)
 
-    def on_exception(self, trainer: Run) -> None:
+    def on_exception(self, trainer: TrainerProtocol) -> None:
         self._stop()
 
-    def _tell(self, trainer: Run, what: str) -> None:
+    def _tell(self, trainer: TrainerProtocol, what: str) -> None:
         self._told, self._told_step = time.perf_counter(), trainer.step
         of = f"/{trainer.num_steps}" if trainer.num_steps is not None else ""
         console = self._bar.console if self._bar is not None else _console()
@@ -90,7 +90,7 @@ class Progress(Hook):
             self._bar = None
 
 
-def described(values: dict[str, float]) -> str:
+def format_metrics(values: dict[str, float]) -> str:
     """The loss, the learning rate, speed and memory, as far as they are known, in a line."""
     shown = [text.format(values[name]) for name, text in PLAIN.items() if name in values]
     shown += [text.format(*short(values[name])) for name, text in SCALED.items() if name in values]

@@ -7,7 +7,7 @@ from typing import Any
 
 from shardformer.errors import ConfigError
 from shardformer.filesystem.atomic_write import path_of
-from shardformer.training.hook import Hook, Run
+from shardformer.training.hook import Hook, TrainerProtocol
 from shardformer.training.hooks.json_lines import VALIDATION, check_every
 
 
@@ -30,25 +30,25 @@ class TensorBoard(Hook):
         self._writer: Any = None
         _summary_writer()
 
-    def before_train(self, trainer: Run) -> None:
+    def before_train(self, trainer: TrainerProtocol) -> None:
         if trainer.is_first:
             purge = trainer.step + 1 if trainer.step else None
             self._writer = _summary_writer()(str(self.folder), purge_step=purge)
 
-    def after_step(self, trainer: Run) -> None:
+    def after_step(self, trainer: TrainerProtocol) -> None:
         if trainer.step % self.every == 0:
             self._write(trainer, is_validation=False)
 
-    def after_validation(self, trainer: Run) -> None:
+    def after_validation(self, trainer: TrainerProtocol) -> None:
         self._write(trainer, is_validation=True)
 
-    def after_train(self, trainer: Run) -> None:
+    def after_train(self, trainer: TrainerProtocol) -> None:
         self._close()
 
-    def on_exception(self, trainer: Run) -> None:
+    def on_exception(self, trainer: TrainerProtocol) -> None:
         self._close()
 
-    def _write(self, trainer: Run, *, is_validation: bool) -> None:
+    def _write(self, trainer: TrainerProtocol, *, is_validation: bool) -> None:
         if self._writer is None:
             return
         for name, value in trainer.values.items():

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import flop_registry
 
 from shardformer.comm.collectives import all_reduce
 from shardformer.errors import ConfigError
-from shardformer.training.hook import Hook, Run
+from shardformer.training.hook import Hook, TrainerProtocol
 
 
 class Throughput(Hook):
@@ -51,19 +51,19 @@ class Throughput(Hook):
         self._since = self._away = self._left = 0.0
         self._seen = 0
 
-    def before_train(self, trainer: Run) -> None:
+    def before_train(self, trainer: TrainerProtocol) -> None:
         self._steps.clear()
         self._since, self._away, self._seen = time.perf_counter(), 0.0, 0
 
-    def before_forward(self, trainer: Run) -> None:
+    def before_forward(self, trainer: TrainerProtocol) -> None:
         if self.flops and self._flops_of_token is None:
             self._counter = _Counter()
             self._counter.__enter__()
 
-    def after_backward(self, trainer: Run) -> None:
+    def after_backward(self, trainer: TrainerProtocol) -> None:
         self._end_count()
 
-    def after_step(self, trainer: Run) -> None:
+    def after_step(self, trainer: TrainerProtocol) -> None:
         now = time.perf_counter()
         seconds, self._since, self._away = now - self._since - self._away, now, 0.0
         self._seen += 1
@@ -81,15 +81,15 @@ class Throughput(Hook):
         if self._flops_of_token is not None:
             trainer.values["flops_per_s"] = self._flops_of_token * trainer.values["tokens_per_s"]
 
-    def before_validation(self, trainer: Run) -> None:
+    def before_validation(self, trainer: TrainerProtocol) -> None:
         self._left = time.perf_counter()
 
-    def after_validation(self, trainer: Run) -> None:
+    def after_validation(self, trainer: TrainerProtocol) -> None:
         self._away += time.perf_counter() - self._left
 
     before_save, after_save = before_validation, after_validation
 
-    def on_exception(self, trainer: Run) -> None:
+    def on_exception(self, trainer: TrainerProtocol) -> None:
         self._end_count()
 
     def _end_count(self) -> None:
@@ -127,7 +127,7 @@ def _held(device: torch.device) -> float:
     return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def _over_ranks(trainer: Run, value: float, op: str) -> float:
+def _over_ranks(trainer: TrainerProtocol, value: float, op: str) -> float:
     trainer.agree()
     mine = torch.tensor(value, dtype=torch.float64, device=trainer.engine.context.device)
     return float(all_reduce(mine, trainer.engine.world, op=op, purpose="throughput"))

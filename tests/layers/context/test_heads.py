@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardformer.context_parallel.ulysses import Exchange, key_heads, query_heads, to_heads, to_positions
+from shardformer.context_parallel.ulysses import HeadExchange, key_heads, query_heads, to_heads, to_positions
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 
@@ -34,7 +34,7 @@ def test_heads_for_positions_and_back(queries: int, keys: int, ranks: int) -> No
     def exchange(context: ParallelContext) -> tuple[Tensor, Tensor]:
         axis = context.sequence
         own = full.detach().split(stretches, 2)[axis.rank].clone().requires_grad_()
-        there = to_heads(own, Exchange(axis, heads, stretches, keys))
+        there = to_heads(own, HeadExchange(axis, heads, stretches, keys))
         there.backward(grads[axis.rank])
         assert own.grad is not None
         return there.detach(), own.grad
@@ -52,7 +52,7 @@ def test_what_was_exchanged_comes_back(count: int, ranks: int) -> None:
 
     def back(context: ParallelContext) -> bool:
         own = full.split(stretches, 2)[context.sequence.rank]
-        exchange = Exchange(context.sequence, query_heads(count, ranks), stretches, count)
+        exchange = HeadExchange(context.sequence, query_heads(count, ranks), stretches, count)
         return torch.equal(to_positions(to_heads(own, exchange), exchange), own)
 
     assert all(run_as_threads(back, sequence=ranks))

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardformer.comm.collectives import gather_objects
-from shardformer.comm.recorder import Recorder
+from shardformer.comm.collectives import all_gather_objects
+from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.context_parallel import masks
 from shardformer.context_parallel import masks as mask
-from shardformer.context_parallel.attention_kernels import Bias, Dropout, Scores
-from shardformer.context_parallel.masks import Mask, Predicate, causal
-from shardformer.context_parallel.ring_attention import Travel, ring_attention
-from shardformer.context_parallel.sequence_layout import Positions
+from shardformer.context_parallel.attention_kernels import Dropout, RelativePositionBias, ScoreOptions
+from shardformer.context_parallel.masks import ChunkedMask, Predicate, causal
+from shardformer.context_parallel.ring_attention import RingExchange, ring_attention
+from shardformer.context_parallel.sequence_layout import SequencePositions
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from tests.pairwise import all_pairs
@@ -53,7 +53,7 @@ def kind_of(name: str, length: int) -> Kind:
 
 
 def in_one_place(
-    q: Tensor, k: Tensor, v: Tensor, sees: Tensor, how: Scores, sinks: Tensor | None, line: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, sees: Tensor, how: ScoreOptions, sinks: Tensor | None, line: Tensor | None
 ) -> Tensor:
     """Written out; a query that sees nothing gives zeros, as torch's attention does."""
     k, v = (x.repeat_interleave(HEADS // KEYS, 1) for x in (k, v))
@@ -61,7 +61,7 @@ def in_one_place(
     if how.cap is not None:
         scores = how.cap * torch.tanh(scores / how.cap)
     if line is not None:
-        scores = scores + Bias(line).between(torch.arange(q.shape[2]), torch.arange(k.shape[2]))
+        scores = scores + RelativePositionBias(line).between(torch.arange(q.shape[2]), torch.arange(k.shape[2]))
     scores = scores.masked_fill(~sees, torch.finfo(q.dtype).min)
     if sinks is not None:
         scores = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
@@ -88,17 +88,17 @@ CASES = all_pairs(
 def test_nobody_can_tell_in_how_many_places_it_was_computed(case: dict[str, Any]) -> None:
     torch.manual_seed(0)
     length, ring = case["length"], case["ring"]
-    positions, kind = Positions(length, ring), kind_of(case["mask"], length)
+    positions, kind = SequencePositions(length, ring), kind_of(case["mask"], length)
     tensors = [
         torch.randn(BATCH, heads, length, WIDTH, dtype=torch.float64, requires_grad=True)
         for heads in (HEADS, KEYS, KEYS)
     ]
     sinks = torch.randn(HEADS, dtype=torch.float64, requires_grad=True) if case["sinks"] else None
     dropout = Dropout(0.3, 5, torch.arange(HEADS)) if case["scores"] == "dropped" else None
-    how = Scores(SCALE, 2.0 if case["scores"] == "capped" else None, dropout)
+    how = ScoreOptions(SCALE, 2.0 if case["scores"] == "capped" else None, dropout)
 
-    def mask() -> Mask:
-        return Mask(kind.predicate, kind.padding, positions, positions, BATCH, by_vmap=kind.by_vmap)
+    def mask() -> ChunkedMask:
+        return ChunkedMask(kind.predicate, kind.padding, positions, positions, BATCH, by_vmap=kind.by_vmap)
 
     places = torch.arange(length)
     line = torch.randn(HEADS, 2 * length - 1, dtype=torch.float64, requires_grad=True)
@@ -113,7 +113,7 @@ def test_nobody_can_tell_in_how_many_places_it_was_computed(case: dict[str, Any]
         at = positions.indices(context.sequence.rank)
         mine = [t.detach()[:, :, at].requires_grad_() for t in tensors]
         own = [None if x is None else x.detach().requires_grad_() for x in (sinks, line)]
-        out = ring_attention(*mine, Travel(context.sequence, mask(), how, case["gathers"]), *own)
+        out = ring_attention(*mine, RingExchange(context.sequence, mask(), how, case["gathers"]), *own)
         inputs = [*mine, *(x for x in own if x is not None)]
         return out.detach(), list(torch.autograd.grad(out, inputs, grad[:, :, at]))
 
@@ -132,14 +132,16 @@ def test_nobody_can_tell_in_how_many_places_it_was_computed(case: dict[str, Any]
 def test_what_is_sent_is_the_formula(predicate: Predicate | None, share: float, ring: int) -> None:
     """Numbers that a rank sends on average, forward and backward: 4.5 N K D (P-1)/P with causality, 6 without."""
     length = 16 * ring
-    positions = Positions(length, ring)
+    positions = SequencePositions(length, ring)
 
     def compute(context: ParallelContext) -> int:
         q, k, v = (
             torch.randn(BATCH, heads, length // ring, WIDTH, requires_grad=True) for heads in (HEADS, KEYS, KEYS)
         )
-        travel = Travel(context.sequence, Mask(predicate, None, positions, positions, BATCH), Scores(SCALE))
-        with Recorder(context) as recorder:
+        travel = RingExchange(
+            context.sequence, ChunkedMask(predicate, None, positions, positions, BATCH), ScoreOptions(SCALE)
+        )
+        with CollectiveRecorder(context) as recorder:
             ring_attention(q, k, v, travel).sum().backward()
         assert recorder.wire_bytes() == recorder.wire_bytes("send", purpose="context")
         return recorder.wire_bytes()
@@ -150,12 +152,17 @@ def test_what_is_sent_is_the_formula(predicate: Predicate | None, share: float, 
 
 def test_a_window_is_sent_to_those_alone_who_look_through_it() -> None:
     length, ring = 64, 4
-    positions = Positions(length, ring)
+    positions = SequencePositions(length, ring)
 
     def compute(context: ParallelContext) -> int:
         q, k, v = (torch.randn(1, 2, length // ring, 4) for _ in range(3))
-        with Recorder(context) as recorder:
-            ring_attention(q, k, v, Travel(context.sequence, Mask(window, None, positions, positions, 1), Scores(1.0)))
+        with CollectiveRecorder(context) as recorder:
+            ring_attention(
+                q,
+                k,
+                v,
+                RingExchange(context.sequence, ChunkedMask(window, None, positions, positions, 1), ScoreOptions(1.0)),
+            )
         return recorder.count("send")
 
     # chunk c is needed by the owner of chunk c + 1; the two in the middle have one owner
@@ -167,17 +174,19 @@ def test_16_bits_over_a_long_ring_are_as_near_as_in_one_kernel() -> None:
     """Of outputs and gradients, 1.3 times the error of one kernel at the most."""
     torch.manual_seed(0)
     length, ring = 512, 32
-    positions = Positions(length, ring)
+    positions = SequencePositions(length, ring)
     exact = [torch.randn(1, 2, length, 16, dtype=torch.float64) for _ in range(4)]
 
     def attend(dtype: torch.dtype, ranks: int) -> list[Tensor]:
         q, k, v, grad = (x.bfloat16().to(dtype) for x in exact)
-        at = Positions(length, ranks)
+        at = SequencePositions(length, ranks)
 
         def compute(context: ParallelContext) -> list[Tensor]:
             own = at.indices(context.sequence.rank)
             mine = [x[:, :, own].requires_grad_() for x in (q, k, v)]
-            out = ring_attention(*mine, Travel(context.sequence, Mask(causal, None, at, at, 1), Scores(0.25)))
+            out = ring_attention(
+                *mine, RingExchange(context.sequence, ChunkedMask(causal, None, at, at, 1), ScoreOptions(0.25))
+            )
             return [out.detach(), *torch.autograd.grad(out, mine, grad[:, :, own])]
 
         order = torch.cat([at.indices(rank) for rank in range(ranks)]).argsort()
@@ -196,28 +205,28 @@ def late(samples: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> Tenso
 
 @pytest.mark.parametrize("predicate", [causal, late, window, None])
 def test_a_mask_that_is_looked_at_in_parts_is_the_same(predicate: Predicate, monkeypatch: pytest.MonkeyPatch) -> None:
-    positions, chunks = Positions(16, 2), range(4)
+    positions, chunks = SequencePositions(16, 2), range(4)
 
-    def found() -> dict[tuple[int, int], masks.Sees]:
+    def found() -> dict[tuple[int, int], masks.Visibility]:
         monkeypatch.setattr(mask, "_REMEMBERED", masks._Remembered())
-        sees = Mask(predicate, None, positions, positions, 1)
+        sees = ChunkedMask(predicate, None, positions, positions, 1)
         return {(row, col): sees.between(row, col) for row in chunks for col in chunks}
 
     at_once = found()
-    monkeypatch.setattr(mask, "AT_ONCE", 1)
+    monkeypatch.setattr(mask, "POSITIONS_PER_CALL", 1)
     assert found() == at_once
 
 
 def test_windows_of_two_sizes_are_two_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mask, "_REMEMBERED", masks._Remembered())
-    positions = Positions(16, 2)
+    positions = SequencePositions(16, 2)
 
     def looking_back(size: int) -> Predicate:
         return lambda samples, heads, queries, keys: (keys <= queries) & (queries - keys < size)
 
-    wide, narrow = (Mask(looking_back(size), None, positions, positions, 1) for size in (16, 5))
-    assert wide.between(3, 0) is masks.Sees.ALL
-    assert narrow.between(3, 0) is masks.Sees.NOTHING
+    wide, narrow = (ChunkedMask(looking_back(size), None, positions, positions, 1) for size in (16, 5))
+    assert wide.between(3, 0) is masks.Visibility.ALL
+    assert narrow.between(3, 0) is masks.Visibility.NOTHING
 
 
 def test_what_a_thread_remembers_of_masks_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,8 +235,8 @@ def test_what_a_thread_remembers_of_masks_is_its_own(monkeypatch: pytest.MonkeyP
 
     def ask(context: ParallelContext) -> list[int]:
         for length in (8, 12, 16):
-            Mask(causal, None, Positions(length, 2), Positions(length, 2), 1).between(0, 0)
-        gather_objects(None, context.tensor)
+            ChunkedMask(causal, None, SequencePositions(length, 2), SequencePositions(length, 2), 1).between(0, 0)
+        all_gather_objects(None, context.tensor)
         return [id(known) for known in masks._REMEMBERED.masks.values()]
 
     one, other = run_as_threads(ask, tensor=2)

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardformer.context_parallel.sequence_layout import Positions, Rows
-from shardformer.context_parallel.sequence_sharded_tensor import SequenceCut
+from shardformer.context_parallel.sequence_layout import IndexShards, SequencePositions
+from shardformer.context_parallel.sequence_sharded_tensor import SequenceShardedTensor
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 
@@ -21,11 +21,11 @@ def full() -> Tensor:
     return torch.randn(B, S, V, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
-def cut(x: Tensor, context: ParallelContext) -> tuple[Tensor, SequenceCut]:
+def cut(x: Tensor, context: ParallelContext) -> tuple[Tensor, SequenceShardedTensor]:
     """This rank's rows, which need a gradient, and the tensor that they are of."""
-    rows = Rows.of(Positions(S, RANKS), context.sequence)
+    rows = IndexShards.of(SequencePositions(S, RANKS), context.sequence)
     local = rows.take(x, 1).requires_grad_()
-    return local, SequenceCut(local, rows, 1)
+    return local, SequenceShardedTensor(local, rows, 1)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def cut(x: Tensor, context: ParallelContext) -> tuple[Tensor, SequenceCut]:
 def test_a_slice_is_that_of_the_full_tensor(taken: slice) -> None:
     def take(context: ParallelContext) -> Tensor:
         out: Any = cut(full(), context)[1][:, taken]
-        assert isinstance(out, SequenceCut)
+        assert isinstance(out, SequenceShardedTensor)
         assert torch.equal(out.local, out.rows.take(full()[:, taken], 1)), "labels are taken by its rows"
         return out.full_tensor().detach()
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from benchmarks.summa_linear import Linear2D
 from shardformer.comm.collectives import all_gather, local_chunk
-from shardformer.comm.recorder import Recorder
+from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.errors import ConfigError
 from shardformer.local_ranks.threads import run_as_threads
-from shardformer.mesh.parallel_context import Axis, ParallelContext, with_tensor
+from shardformer.mesh.parallel_context import Axis, ParallelContext, with_grid_axes
 from shardformer.mesh.tensor_grid import TensorGrid
 from shardformer.tensor_parallel.grid.layers import layer_norm
 
@@ -47,7 +47,7 @@ def plain() -> tuple[nn.Linear, Tensor, Tensor]:
 
 
 def grid_of(context: ParallelContext, mode: str, sizes: tuple[int, ...]) -> TensorGrid:
-    return TensorGrid.of(with_tensor(context, sizes), mode)
+    return TensorGrid.of(with_grid_axes(context, sizes), mode)
 
 
 def ranks_of(sizes: tuple[int, ...]) -> int:
@@ -88,7 +88,7 @@ def test_a_layer_norm_is_the_plain_one(mode: str, sizes: tuple[int, ...]) -> Non
         grid = grid_of(context, mode, sizes)
         part = own(x, grid.batch, grid.hidden).requires_grad_()
         weight, bias = (local_chunk(p, grid.hidden, 0).detach() for p in (norm.weight, norm.bias))
-        with Recorder(grid.hidden) as recorder:
+        with CollectiveRecorder(grid.hidden) as recorder:
             out = layer_norm(part, weight, bias, grid.hidden, IN, norm.eps)
         assert torch.allclose(out, own(norm(x), grid.batch, grid.hidden), atol=1e-12)
         out.backward(own(grad, grid.batch, grid.hidden))
@@ -107,7 +107,7 @@ def test_what_a_product_in_steps_sends() -> None:
         grid = grid_of(context, "2d", (side, side))
         layer = Linear2D.from_native_module(linear, grid)
         part = own(x, grid.batch, grid.hidden).requires_grad_()
-        with Recorder(grid.whole) as recorder:
+        with CollectiveRecorder(grid.whole) as recorder:
             layer(part).backward(own(grad, grid.core, grid.column))
         ops = ("broadcast", "reduce")
         return sum(recorder.wire_bytes(op) for op in ops) // side // 8  # of one rank, in numbers of fp64

@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardformer.comm.collectives import gather_full
-from shardformer.comm.deferred_tensor import resolved
-from shardformer.comm.recorder import Recorder
+from shardformer.comm.deferred_tensor import resolve_deferred
+from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.errors import ConfigError
-from shardformer.layout.activation_layout import SEQUENCE_PARALLEL, StreamLayout
-from shardformer.layout.sharding_metadata import specs_of
-from shardformer.local_ranks.worker_pool import Pools, WorkerPool
+from shardformer.layout.activation_layout import SEQUENCE_PARALLEL, ActivationLayout
+from shardformer.layout.sharding_metadata import shard_specs
+from shardformer.local_ranks.worker_pool import WorkerPool, WorkerPools
 from shardformer.mesh.parallel_context import Axis, ParallelContext
-from shardformer.tensor_parallel.block import Block
+from shardformer.tensor_parallel.block import TensorParallelBlock
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
-from shardformer.tensor_parallel.sequence_parallel import Stream
+from shardformer.tensor_parallel.sequence_parallel import StackActivations
 
 B, S, H, F = 2, 7, 6, 9
 MODES = ("plain", "sequence", "overlap")
@@ -190,21 +190,21 @@ class Stack(nn.Module):
         self.layers = nn.ModuleList([Gate(body)])
         self.double()
         self.call = call
-        self.region: Stream | None = None
+        self.region: StackActivations | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         region = self.region
         if region is not None:
             x = region.enter_stack(x, True)
         x = x + self.call(self.layers[0], x)
-        return x if region is None else resolved(region.leave_stack(x))
+        return x if region is None else resolve_deferred(region.leave_stack(x))
 
 
-def cut(stack: Stack, axis: Axis, mode: str) -> Block:
+def cut(stack: Stack, axis: Axis, mode: str) -> TensorParallelBlock:
     """What the sharder does to a layer."""
     if mode != "plain":
-        stack.region = Stream(SEQUENCE_PARALLEL, axis, overlap=mode == "overlap")
-    block, gate = Block(stack.region or Stream(StreamLayout(), axis)), stack.layers[0]
+        stack.region = StackActivations(SEQUENCE_PARALLEL, axis, overlap=mode == "overlap")
+    block, gate = TensorParallelBlock(stack.region or StackActivations(ActivationLayout(), axis)), stack.layers[0]
     for name in ("up", "gate"):
         column: Any = Linear1D_Col.from_native_module(getattr(gate, name), axis)
         column.block = block
@@ -238,7 +238,7 @@ def compared(
     for out in outs:
         if out.requires_grad:
             (out * w).sum().backward()
-    specs = specs_of(ours)
+    specs = shard_specs(ours)
     pairs: dict[str, tuple[Tensor | None, Tensor | None]] = {
         "output": (outs[0], outs[1]),
         "x": (xs[0].grad, xs[1].grad),
@@ -267,7 +267,7 @@ def difference(a: Tensor | None, b: Tensor | None) -> float:
 @over_two_and_four
 @in_each_mode
 @pytest.mark.parametrize("body", BODIES, ids=lambda f: f.__name__)
-def test_whatever_the_forward_does(pools: Pools, body: Forward, mode: str, ranks: int) -> None:
+def test_whatever_the_forward_does(pools: WorkerPools, body: Forward, mode: str, ranks: int) -> None:
     for found in pools(ranks).run(compared, body, once, mode):
         assert max(found.values()) < 1e-12, found
 
@@ -304,9 +304,9 @@ def sent(mode: str, body: Forward, length: int = S, frozen: bool = False) -> tup
     for p in stack.parameters():
         p.requires_grad_(not frozen)
     x = torch.randn(B, length, H).double().requires_grad_(not frozen)
-    with Recorder(axis) as forward:
+    with CollectiveRecorder(axis) as forward:
         y = stack(x)
-    with Recorder(axis) as backward:
+    with CollectiveRecorder(axis) as backward:
         if not frozen:
             y.sum().backward()
     return [(c.op, c.payload_bytes) for c in forward.calls], [(c.op, c.payload_bytes) for c in backward.calls]
@@ -316,7 +316,7 @@ WHOLE = B * S * H * 8
 
 
 @over_two_and_four
-def test_a_block_sends_one_tensor_each_way(pools: Pools, ranks: int) -> None:
+def test_a_block_sends_one_tensor_each_way(pools: WorkerPools, ranks: int) -> None:
     for forward, backward in pools(ranks).run(sent, "plain", straight):
         assert forward == [("all_reduce", WHOLE)]
         assert backward == [("all_reduce", WHOLE)]
@@ -324,7 +324,7 @@ def test_a_block_sends_one_tensor_each_way(pools: Pools, ranks: int) -> None:
 
 @over_two_and_four
 @pytest.mark.parametrize("mode", ["sequence", "overlap"])
-def test_with_sequence_parallelism_it_gathers_and_scatters_one(pools: Pools, mode: str, ranks: int) -> None:
+def test_with_sequence_parallelism_it_gathers_and_scatters_one(pools: WorkerPools, mode: str, ranks: int) -> None:
     for forward, backward in pools(ranks).run(sent, mode, straight):
         # the block's gather and scatter, then the end of the stack; and the other way around
         assert forward == [("all_gather", WHOLE), ("reduce_scatter", WHOLE), ("all_gather", WHOLE)]

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from shardformer.comm.collectives import gather_full
-from shardformer.comm.recorder import Recorder
+from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.errors import ConfigError, InputError
-from shardformer.layout.sharding_metadata import specs_of
+from shardformer.layout.sharding_metadata import shard_specs
 from shardformer.local_ranks.threads import run_as_threads
-from shardformer.local_ranks.worker_pool import Pools, WorkerPool
+from shardformer.local_ranks.worker_pool import WorkerPool, WorkerPools
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.tensor_parallel.layers import Embedding1D, VocabParallelEmbedding1D
 
@@ -32,14 +32,14 @@ def compared(kind: str, padding_idx: int | None, options: dict[str, Any]) -> dic
     w = torch.randn(B, S, H).double()
     want = plain(IDS)
     (want * w).sum().backward()
-    with Recorder(axis) as forward:
+    with CollectiveRecorder(axis) as forward:
         found = table(IDS)
     if options.get("gather_output") is False:
         own = table.split.indices(axis.rank)
         want, w = want[..., own], w[..., own]
-    with Recorder(axis) as backward:
+    with CollectiveRecorder(axis) as backward:
         (found * w).sum().backward()
-    spec, grad = specs_of(table)["weight"], table.weight.grad
+    spec, grad = shard_specs(table)["weight"], table.weight.grad
     assert plain.weight.grad is not None and grad is not None
     whole = gather_full(grad, spec, lambda _: axis)
     return {
@@ -55,14 +55,14 @@ def compared(kind: str, padding_idx: int | None, options: dict[str, Any]) -> dic
 @over_one_two_and_four
 @pytest.mark.parametrize("padding_idx", [None, 0, 64, 126, -1])
 @of_both_kinds
-def test_a_cut_table_is_the_plain_one(pools: Pools, kind: str, padding_idx: int | None, ranks: int) -> None:
+def test_a_cut_table_is_the_plain_one(pools: WorkerPools, kind: str, padding_idx: int | None, ranks: int) -> None:
     for found in pools(ranks).run(compared, kind, padding_idx, {}):
         assert found["output"] < 1e-12 and found["gradient"] < 1e-12
         assert found["padding's gradient"] in (None, 0.0)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_what_is_sent_is_what_the_docstring_says(pools: Pools, ranks: int) -> None:
+def test_what_is_sent_is_what_the_docstring_says(pools: WorkerPools, ranks: int) -> None:
     whole = B * S * H * 8
     for found in pools(ranks).run(compared, "vocabulary", None, {}):
         assert (found["forward"], found["backward"]) == ([("all_reduce", whole)], [])
@@ -91,7 +91,7 @@ def constructed(kind: str) -> list[float]:
 
 @over_one_two_and_four
 @of_both_kinds
-def test_direct_construction_is_the_slice_of_the_plain_one(pools: Pools, kind: str, ranks: int) -> None:
+def test_direct_construction_is_the_slice_of_the_plain_one(pools: WorkerPools, kind: str, ranks: int) -> None:
     for found in pools(ranks).run(constructed, kind):
         assert found == [0.0, 0.0, 0.0]
 
@@ -167,7 +167,7 @@ def test_an_embedding_that_scales_what_it_gives_is_cut_with_its_factor(kind: str
         out: torch.Tensor = table(ids)
         out.square().sum().backward()
         weight: Any = table.weight
-        return out.detach(), gather_full(weight.grad, specs_of(table)["weight"], context.axis)
+        return out.detach(), gather_full(weight.grad, shard_specs(table)["weight"], context.axis)
 
     expected = native(ids)
     expected.square().sum().backward()

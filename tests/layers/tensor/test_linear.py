@@ -12,11 +12,11 @@ import transformers
 from torch import Tensor, nn
 
 from shardformer.comm.collectives import gather_full
-from shardformer.comm.recorder import Recorder
+from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.errors import ConfigError
 from shardformer.layout.shard_spec import Split
-from shardformer.layout.sharding_metadata import specs_of
-from shardformer.local_ranks.worker_pool import Pools, WorkerPool
+from shardformer.layout.sharding_metadata import shard_specs
+from shardformer.local_ranks.worker_pool import WorkerPool, WorkerPools
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.tensor_parallel.layers import FusedLinear1D_Col, Linear1D_Col, Linear1D_Row, VocabParallelLMHead1D
 from shardformer.tensor_parallel.vocab_parallel_logits import VocabParallelLogits
@@ -85,7 +85,7 @@ def compared(case: Case) -> Found:
     own = layer.split.indices(axis.rank)  # of the input of a row, of the output of a column
     takes_part = case.kind == "row" and layer.parallel_input
     x = (x[..., own] if takes_part else x).clone().requires_grad_()
-    with Recorder(axis) as forward:
+    with CollectiveRecorder(axis) as forward:
         y = layer(x)
     if layer.skip_bias_add:
         y, bias = y
@@ -94,9 +94,9 @@ def compared(case: Case) -> Found:
         y = y.to_local()
     gives_part = case.kind != "row" and not layer.gather_output
     loss = (y * (w[..., own] if gives_part else w)).sum()
-    with Recorder(axis) as backward:
+    with CollectiveRecorder(axis) as backward:
         loss.backward()
-    specs = specs_of(layer)
+    specs = shard_specs(layer)
     wants = {
         "output": (y, want[..., own] if gives_part else want),
         "input's gradient": (x.grad, want_x.grad[..., own] if takes_part else want_x.grad),
@@ -144,7 +144,7 @@ def name_of(case: Case) -> str:
 @pytest.mark.reduced
 @over_two_and_four
 @pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_a_cut_layer_is_the_plain_one(pools: Pools, case: Case, ranks: int) -> None:
+def test_a_cut_layer_is_the_plain_one(pools: WorkerPools, case: Case, ranks: int) -> None:
     bound = 1e-12 if case.dtype == torch.float64 else 1e-5
     for found in pools(ranks).run(compared, case):
         assert max(found.differences.values()) < bound, found.differences
@@ -168,14 +168,14 @@ INPUT, OUTPUT = B * S * 8 * SIZE, B * S * 12 * SIZE
     ids=lambda value: name_of(value) if isinstance(value, Case) else "",
 )
 def test_what_is_sent_is_what_the_docstring_says(
-    pools: Pools, case: Case, forward: list[Any], backward: list[Any], ranks: int
+    pools: WorkerPools, case: Case, forward: list[Any], backward: list[Any], ranks: int
 ) -> None:
     for found in pools(ranks).run(compared, case):
         assert (found.forward, found.backward) == (forward, backward)
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_alone_nothing_is_sent(pools: Pools, case: Case) -> None:
+def test_alone_nothing_is_sent(pools: WorkerPools, case: Case) -> None:
     found = pools(1).run(compared, case)[0]
     assert (found.forward, found.backward) == ([], [])
 
@@ -201,7 +201,7 @@ def constructed(kind: str) -> list[float]:
 
 @over_two_and_four
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_direct_construction_is_the_slice_of_the_plain_one(pools: Pools, kind: str, ranks: int) -> None:
+def test_direct_construction_is_the_slice_of_the_plain_one(pools: WorkerPools, kind: str, ranks: int) -> None:
     for found in pools(ranks).run(constructed, kind):
         assert found == [0.0] * 5
 
@@ -322,10 +322,10 @@ def head_losses() -> dict[str, float]:
     want = nn.functional.cross_entropy(plain(x).view(-1, 127), labels)
     want.backward()
     logits = head(x)
-    with Recorder(axis) as recorder:
+    with CollectiveRecorder(axis) as recorder:
         loss = nn.functional.cross_entropy(logits.view(-1, logits.shape[-1]), labels)
     loss.backward()
-    spec = specs_of(head)["weight"]
+    spec = shard_specs(head)["weight"]
     assert plain.weight.grad is not None
     return {
         "loss": float((loss - want).detach().abs()),
@@ -337,7 +337,7 @@ def head_losses() -> dict[str, float]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_head_gives_logits_that_behave_as_the_full_ones(pools: Pools, ranks: int) -> None:
+def test_a_head_gives_logits_that_behave_as_the_full_ones(pools: WorkerPools, ranks: int) -> None:
     for found in pools(ranks).run(head_losses):
         assert max(found.values()) < 1e-12, found
 
@@ -358,7 +358,7 @@ def in_autocast(kind: str) -> tuple[str, str, list[int]]:
     axis = ParallelContext.from_world({}).tensor
     layer = KINDS[kind](8, 12, process_group=axis)
     x = torch.randn(B, S, layer.weight.shape[1], requires_grad=True)
-    with Recorder(axis) as recorder, torch.autocast("cpu", torch.bfloat16):
+    with CollectiveRecorder(axis) as recorder, torch.autocast("cpu", torch.bfloat16):
         y = layer(x)
     with recorder:
         y.float().sum().backward()

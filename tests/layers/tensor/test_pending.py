@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardformer.comm.deferred_tensor import PendingTensor
+from shardformer.comm.deferred_tensor import DeferredTensor
 
 
-def doubled(x: Tensor, calls: list[int] | None = None) -> PendingTensor:
+def doubled(x: Tensor, calls: list[int] | None = None) -> DeferredTensor:
     """Two times x; ``calls`` counts how often that was computed."""
 
     def resolve(local: Tensor) -> Tensor:
@@ -21,7 +21,7 @@ def doubled(x: Tensor, calls: list[int] | None = None) -> PendingTensor:
             calls.append(1)
         return local * 2
 
-    return PendingTensor.make(x, tuple(x.shape), None, None, resolve, lambda grad: grad * 2)
+    return DeferredTensor.make(x, tuple(x.shape), None, None, resolve, lambda grad: grad * 2)
 
 
 def add_in_place(x: Tensor, y: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ def test_what_is_written_into_it_is_in_it(use: Callable[[Tensor, Tensor], Tensor
         torch.manual_seed(0)
         x, y = (torch.randn(4, 3, dtype=torch.float64, requires_grad=trains) for _ in range(2))
         out = use(make(x), y)
-        out = out.value() if isinstance(out, PendingTensor) else out
+        out = out.value() if isinstance(out, DeferredTensor) else out
         if trains:
             (out**2).sum().backward()
         found.append([out.detach(), x.grad, y.grad])
@@ -112,7 +112,7 @@ def write_into_a_view(x: Tensor) -> None:
 
 
 def write_into_the_values(x: Tensor) -> None:
-    assert isinstance(x, PendingTensor)
+    assert isinstance(x, DeferredTensor)
     x.value().zero_()
 
 

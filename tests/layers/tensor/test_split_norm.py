@@ -12,7 +12,7 @@ from shardformer.kernels.fused_ops import fused_norm
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.policies.attention_heads import HeadLayout
-from shardformer.tensor_parallel.layers import SplitNorm
+from shardformer.tensor_parallel.layers import ShardedNorm
 
 B, S, HEAD_DIM = 2, 3, 4
 LAYOUTS = {
@@ -41,7 +41,7 @@ def test_a_norm_over_kv_heads_is_the_plain_one(kind: Any, layout: HeadLayout) ->
     def normalise(context: ParallelContext) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         rank = context.tensor.rank
         expand = layout.expand(rank)
-        norm = SplitNorm(
+        norm = ShardedNorm(
             fused_norm(plain), layout.kv_split(), None if expand is None else (HEAD_DIM, expand), context.tensor
         )
         mine = x.detach()[..., indices[rank]].requires_grad_()

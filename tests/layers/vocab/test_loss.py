@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardformer.comm.recorder import Recorder
+from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.errors import ConfigError, InputError
 from shardformer.layout.shard_spec import even_bounds
-from shardformer.local_ranks.worker_pool import Pools, WorkerPool
+from shardformer.local_ranks.worker_pool import WorkerPool, WorkerPools
 from shardformer.mesh.parallel_context import Axis
 from shardformer.tensor_parallel import vocab_parallel_loss
 from shardformer.tensor_parallel.vocab_parallel_loss import (
@@ -49,7 +49,7 @@ def recorded_traffic(logits_TV: Tensor, targets_T: Tensor, **options: Any) -> li
     axis = Axis.of(None)
     bounds = even_bounds(logits_TV.shape[1], axis.size)
     local_Tv = logits_TV[:, bounds[axis.rank] : bounds[axis.rank + 1]].clone().requires_grad_()
-    with Recorder(axis) as recorder:
+    with CollectiveRecorder(axis) as recorder:
         vocab_parallel_cross_entropy(local_Tv, targets_T, axis, bounds, **options).sum().backward()
     return [(call.op, call.purpose, call.payload_bytes) for call in recorder.calls]
 
@@ -58,7 +58,7 @@ def refused_before_anything_is_sent(logits_TV: Tensor, targets_T: Tensor) -> str
     axis = Axis.of(None)
     bounds = even_bounds(logits_TV.shape[1], axis.size)
     local_Tv = logits_TV[:, bounds[axis.rank] : bounds[axis.rank + 1]]
-    recorder = Recorder(axis)
+    recorder = CollectiveRecorder(axis)
     try:
         with recorder:
             vocab_parallel_cross_entropy(local_Tv, targets_T, axis, bounds)
@@ -135,7 +135,7 @@ class Allocations(TorchDispatchMode):
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("ignore_index", [-100, 63])
 def test_it_is_the_cross_entropy_of_the_full_logits(
-    pools: Pools, num_ranks: int, reduction: str, label_smoothing: float, ignore_index: int
+    pools: WorkerPools, num_ranks: int, reduction: str, label_smoothing: float, ignore_index: int
 ) -> None:
     options = {"reduction": reduction, "label_smoothing": label_smoothing, "ignore_index": ignore_index}
     logits_TV, targets_T = batch(ignored=ignore_index)
@@ -242,7 +242,7 @@ def test_a_label_out_of_the_vocabulary_is_named_on_all_ranks(pool4: WorkerPool, 
     (2, 0.0, torch.float32), (4, 0.0, torch.float64), (4, 0.1, torch.bfloat16),
 ])  # fmt: skip
 def test_three_numbers_a_token_are_sent_once(
-    pools: Pools, num_ranks: int, label_smoothing: float, dtype: torch.dtype
+    pools: WorkerPools, num_ranks: int, label_smoothing: float, dtype: torch.dtype
 ) -> None:
     logits_TV, targets_T = batch(dtype)
     traffic = pools(num_ranks).run(recorded_traffic, logits_TV, targets_T, label_smoothing=label_smoothing)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardformer.comm.recorder import Recorder
+from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.errors import InputError
 from shardformer.layout.shard_spec import even_bounds
 from shardformer.local_ranks.worker_pool import WorkerPool
@@ -222,7 +222,7 @@ def through_a_whole_model(name: str) -> None:
     model.zero_grad()
     axis = Axis.of(None)
     cut_head(model, head, axis)
-    with Recorder(axis) as recorder:
+    with CollectiveRecorder(axis) as recorder:
         output = model(**batch)
     assert [call.purpose for call in recorder.calls] == ["loss"]
     torch.testing.assert_close(output.loss, expected.loss, rtol=1e-6, atol=0)  # transformers casts to fp32 by itself

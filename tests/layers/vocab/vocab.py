@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardformer.comm.recorder import Recorder
+from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.layout.shard_spec import even_bounds
 from shardformer.mesh.parallel_context import Axis
 from shardformer.tensor_parallel.vocab_parallel_logits import VocabParallelLogits, shard_logits
@@ -14,14 +14,16 @@ B, S, V = 2, 3, 127
 SHAPE = (B, S, V)
 
 
-def make(dtype: torch.dtype = torch.float64, shape: tuple[int, ...] = SHAPE) -> tuple[Tensor, Tensor, Tensor, Recorder]:
+def make(
+    dtype: torch.dtype = torch.float64, shape: tuple[int, ...] = SHAPE
+) -> tuple[Tensor, Tensor, Tensor, CollectiveRecorder]:
     """The plain logits, this rank's part of them, the part as the full logits, and a recorder of what is sent."""
     axis = Axis.of(None)
     bounds = even_bounds(shape[-1], axis.size)
     plain = torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(dtype)
     local = plain[..., bounds[axis.rank] : bounds[axis.rank + 1]].clone().requires_grad_()
     # A head's output is not a leaf.
-    return plain.requires_grad_(), local, shard_logits(local * 1, axis, bounds), Recorder(axis)
+    return plain.requires_grad_(), local, shard_logits(local * 1, axis, bounds), CollectiveRecorder(axis)
 
 
 def own(full: Tensor, axis_dim: int = -1) -> Tensor:

@@ -117,8 +117,8 @@ MUTANTS = [
     mutant(
         "windows-of-two-sizes-are-one",
         "shardformer/context_parallel/masks.py",
-        "parts = tuple(map(recipe, [thing.__code__, *cells, *(thing.__defaults__ or ()), thing.__kwdefaults__]))",
-        "parts = tuple(map(recipe, [thing.__code__, *(thing.__defaults__ or ()), thing.__kwdefaults__]))",
+        "map(mask_fingerprint, [thing.__code__, *cells, *(thing.__defaults__ or ()), thing.__kwdefaults__])",
+        "map(mask_fingerprint, [thing.__code__, *(thing.__defaults__ or ()), thing.__kwdefaults__])",
         "The second sliding window that a process meets sees what the first one saw.",
         first=(
             "tests/layers/context/test_ring.py::test_windows_of_two_sizes_are_two_masks",

@@ -20,8 +20,8 @@ MUTANTS = [
     mutant(
         "each-epoch-in-the-same-order",
         "shardformer/training/data_sources.py",
-        'return torch.Generator().manual_seed(seed_of(seed, epoch, "order"))',
-        'return torch.Generator().manual_seed(seed_of(seed, "order"))',
+        'return torch.Generator().manual_seed(hash_seed(seed, epoch, "order"))',
+        'return torch.Generator().manual_seed(hash_seed(seed, "order"))',
         "Every epoch goes through the samples in the order of the first.",
         first=("tests/engine/test_data.py::test_every_epoch_has_its_own_order_and_not_without_shuffle",),
     ),
@@ -98,7 +98,7 @@ MUTANTS = [
     mutant(
         "metrics-of-own-samples",
         "shardformer/training/hooks/metrics.py",
-        "everyone = gather_objects(mine, trainer.engine.context.data)",
+        "everyone = all_gather_objects(mine, trainer.engine.context.data)",
         "everyone = [mine]",
         "Accuracy is that of one data rank's samples.",
         first=("tests/trainer/hooks/test_metrics.py::test_metrics_are_scikit_learn_s_over_all_samples",),
@@ -144,8 +144,8 @@ MUTANTS = [
     mutant(
         "validation-numbers-its-own-classes",
         "shardformer/train_command/datasets.py",
-        "classes = classes or classes_of(labels, _order(own, names))",
-        "classes = classes_of(labels, _order(own, names))",
+        "classes = classes or label_classes(labels, _order(own, names))",
+        "classes = label_classes(labels, _order(own, names))",
         "Validation data that lacks a class is compared with wrong labels.",
         first=(
             "tests/runs/test_data.py::test_validation_data_that_lack_a_class_have_the_numbers_of_the_training",

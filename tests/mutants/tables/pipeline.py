@@ -74,8 +74,8 @@ MUTANTS = [
     mutant(
         "split-backward-loses-other-outputs",
         "shardformer/pipeline/split_backward.py",
-        "return _all_at_once(given + beside, inputs), WeightBackward([])",
-        "return _all_at_once(given, inputs), WeightBackward([])",
+        "return _plain_backward(given + beside, inputs), WeightBackward([])",
+        "return _plain_backward(given, inputs), WeightBackward([])",
         "With a zero-bubble schedule and checkpointing, an output that reads no input of the stage passes no gradient.",
         first=(
             "tests/pipeline/test_backward.py::test_both_parts_are_one_backward_to_the_bit",

@@ -33,8 +33,8 @@ MUTANTS = [
     mutant(
         "bert-cross-attention-not-summed",
         "shardformer/policies/models/bert.py",
-        "inputs=Inputs(from_context=True),",
-        "inputs=Inputs(),",
+        "inputs=AttentionInputs(from_context=True),",
+        "inputs=AttentionInputs(),",
         "A BERT decoder passes its encoder a part of the gradient.",
         first=(
             "tests/verify/test_families.py::test_cross_attention",
@@ -87,8 +87,8 @@ MUTANTS = [
     mutant(
         "t5-stage-without-positions",
         "shardformer/policies/models/t5.py",
-        "STAGES = StageNeeds(returns=3, from_first=TABLE)",
-        "STAGES = StageNeeds(returns=3)",
+        "STAGES = PipelineHints(returns=3, from_first=TABLE)",
+        "STAGES = PipelineHints(returns=3)",
         "In a pipeline the later stages of T5 have no relative positions.",
         first=("tests/verify/test_pipelines.py::test_several_stacks_cut_anywhere",),
     ),
@@ -142,7 +142,7 @@ MUTANTS = [
     mutant(
         "unknown-kind-of-layer-is-cut",
         "shardformer/discovery/derive_policy.py",
-        "if kind_of(self.model.get_submodule(path)) not in made:",
+        "if layer_kind(self.model.get_submodule(path)) not in made:",
         "if not made:",
         "A derived policy shards layers of a kind that its validation never saw.",
         first=("tests/policies/infer/test_infer.py::test_a_layer_that_the_twin_does_not_have_is_refused",),

@@ -37,8 +37,8 @@ MUTANTS = [
     mutant(
         "router-gradient-summed",
         "shardformer/sharding/apply_tensor_parallel.py",
-        "return layout, Place.GATHERED if name.startswith(self._whole) else Place.STACK",
-        "return layout, Place.STACK",
+        "return layout, ModelRegion.GATHERED if name.startswith(self._whole) else ModelRegion.STACK",
+        "return layout, ModelRegion.STACK",
         "A module that is given the whole sequence (a router) gets its gradient once for each tensor rank.",
         first=(
             "tests/sharding/test_regions.py::test_experts_are_given_the_tokens_of_all_ranks",

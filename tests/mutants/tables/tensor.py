@@ -69,8 +69,8 @@ MUTANTS = [
     mutant(
         "split-norm-backward-not-summed",
         "shardformer/tensor_parallel/layers.py",
-        "return enter_block(leave_block(summed, self.axis), self.axis) / self.full",
-        "return leave_block(summed, self.axis) / self.full",
+        "return copy_to_tp_region(reduce_from_tp_region(summed, self.axis), self.axis) / self.full",
+        "return reduce_from_tp_region(summed, self.axis) / self.full",
         "A norm over all heads of q or k has wrong gradients; its outputs are right.",
         first=(
             "tests/layers/tensor/test_split_norm.py::test_a_norm_over_kv_heads_is_the_plain_one",
@@ -97,7 +97,7 @@ MUTANTS = [
     mutant(
         "row-takes-its-part-without-a-sum",
         "shardformer/tensor_parallel/layers.py",
-        "return enter_block(x, self.axis).index_select(-1, self.split.indices(self.axis.rank).to(x.device))",
+        "return copy_to_tp_region(x, self.axis).index_select(-1, self.split.indices(self.axis.rank).to(x.device))",
         "return x.index_select(-1, self.split.indices(self.axis.rank).to(x.device))",
         "A row-parallel linear with parallel_input=False and its own split passes back a part of the gradient.",
         first=("tests/layers/tensor/test_linear.py::test_a_row_takes_its_part_by_its_own_split",),
@@ -133,8 +133,8 @@ MUTANTS = [
     mutant(
         "ranks-keep-their-own-weights",
         "shardformer/consistency/initial_weights.py",
-        "if axis.size > 1 and tensors and differs([checksum(t) for t in tensors], axis):",
-        "if axis.size > 1 and not tensors and differs([checksum(t) for t in tensors], axis):",
+        "if axis.size > 1 and tensors and differs_across_ranks([checksum(t) for t in tensors], axis):",
+        "if axis.size > 1 and not tensors and differs_across_ranks([checksum(t) for t in tensors], axis):",
         "Ranks that built their models from different seeds train parts of different models.",
         first=(
             "tests/test_bad_input.py::test_where_weights_differ_those_of_the_first_rank_are_taken_and_that_is_noted",

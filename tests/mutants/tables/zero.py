@@ -83,8 +83,8 @@ MUTANTS = [
     mutant(
         "rounding-depends-on-the-layout",
         "shardformer/zero/mixed_precision.py",
-        "noise(wide, piece.first, piece.key, self.step)",
-        "noise(wide, piece.at.start, piece.key, self.step)",
+        "random_bits(wide, piece.first, piece.key, self.step)",
+        "random_bits(wide, piece.at.start, piece.key, self.step)",
         'masters="stochastic" rounds the same weight differently on another number of data ranks.',
         first=(
             "tests/optim/test_rounding.py::test_tensor_ranks_round_alike_what_they_hold_alike",
@@ -172,7 +172,7 @@ MUTANTS = [
         "shardformer/zero/mixed_precision.py",
         "return torch.float32 if self.gradients else None",
         "return None",
-        'Precision("bf16", gradients="fp32") sums gradients in bf16.',
+        'MixedPrecision("bf16", gradients="fp32") sums gradients in bf16.',
         first=("tests/optim/test_precision.py::test_16_bits_with_masters_are_those_of_one_process_to_the_bit",),
     ),
     mutant(

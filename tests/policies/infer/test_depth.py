@@ -12,16 +12,16 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from shardformer.discovery.derive_policy import InferredPolicy, infer_stacks
-from shardformer.discovery.layer_stacks import along_depth
-from shardformer.discovery.reduced_model import Reference, twin_of
-from shardformer.discovery.shrink_config import shrunk
-from shardformer.discovery.validation import stage_mismatch
+from shardformer.discovery.derive_policy import DerivedPolicy, derive_layer_stacks
+from shardformer.discovery.layer_stacks import find_pipeline_hints
+from shardformer.discovery.reduced_model import ReferenceGradients, reduce_model
+from shardformer.discovery.shrink_config import shrink_config
+from shardformer.discovery.validation import validate_stages
 from shardformer.local_ranks.worker_pool import WorkerPool
-from shardformer.policies.roles import Stack
+from shardformer.policies.roles import LayerStack
 from shardformer.shard_model_api import resolve_policy
 from shardformer.verify.small_models import num_samples
-from shardformer.verify.train_both import Pipelined
+from shardformer.verify.train_both import VerifyPipeline
 from shardformer.verify.verification import verify
 from tests.policies.toy import ToyLM
 
@@ -43,14 +43,16 @@ REFUSED = {
 """Attentions and MLPs that stand in lists of their own, in turn; layers that return more than their states."""
 
 
-def truth_of(family: str, name: str) -> Reference:
+def truth_of(family: str, name: str) -> ReferenceGradients:
     torch.manual_seed(0)
-    twin = twin_of(getattr(transformers, name)(shrunk(transformers.AutoConfig.for_model(family, architectures=[name]))))
-    return Reference.of(twin.model, twin.run)
+    twin = reduce_model(
+        getattr(transformers, name)(shrink_config(transformers.AutoConfig.for_model(family, architectures=[name])))
+    )
+    return ReferenceGradients.of(twin.model, twin.run)
 
 
-def stacks_of(policy: Any) -> list[Stack]:
-    return [policy.stack] if isinstance(policy.stack, Stack) else list(policy.stack)
+def stacks_of(policy: Any) -> list[LayerStack]:
+    return [policy.stack] if isinstance(policy.stack, LayerStack) else list(policy.stack)
 
 
 @pytest.mark.reduced(one_in=3)
@@ -58,10 +60,10 @@ def stacks_of(policy: Any) -> list[Stack]:
 def test_what_stages_need_is_found_and_without_it_they_differ(family: str) -> None:
     name, needs = FOUND[family]
     reference = truth_of(family, name)
-    policy = type(infer_stacks(reference.model))
+    policy = type(derive_layer_stacks(reference.model))
     stacks = stacks_of(policy)
     assert policy.against_pipeline is None
-    assert stage_mismatch(reference, policy, stacks) is None
+    assert validate_stages(reference, policy, stacks) is None
     ((field, paths),) = needs.items()
     assert any(
         set(paths) <= set(getattr(stack if field == "context" else stack.stages, field) or ()) for stack in stacks
@@ -70,14 +72,14 @@ def test_what_stages_need_is_found_and_without_it_they_differ(family: str) -> No
         without = [replace(stack, context=None) for stack in stacks]
     else:
         without = [replace(stack, stages=replace(stack.stages, **{field: ()})) for stack in stacks]
-    assert stage_mismatch(reference, policy, without) is not None
+    assert validate_stages(reference, policy, without) is not None
 
 
 @pytest.mark.reduced(one_in=2)
 @pytest.mark.parametrize("family", REFUSED)
 def test_what_cannot_be_cut_is_refused_before_training(family: str) -> None:
     name, why = REFUSED[family]
-    policy = infer_stacks(truth_of(family, name).model)
+    policy = derive_layer_stacks(truth_of(family, name).model)
     policy.model = truth_of(family, name).model
     assert why in str(policy.refuses_pipeline())
 
@@ -86,9 +88,9 @@ def test_one_layer_proves_nothing() -> None:
     reference = truth_of("opt", "OPTForCausalLM")
     layers: Any = reference.model.get_submodule("model.decoder.layers")
     del layers[1:]
-    policy = type("Table", (InferredPolicy,), {"base": "", "stack": Stack("model.decoder.layers", [])})
+    policy = type("Table", (DerivedPolicy,), {"base": "", "stack": LayerStack("model.decoder.layers", [])})
     assert (
-        along_depth(Reference.of(reference.model, reference.run), policy)[1]
+        find_pipeline_hints(ReferenceGradients.of(reference.model, reference.run), policy)[1]
         == "no two layers of it run one behind the other"
     )
 
@@ -125,9 +127,9 @@ class OfFour(nn.Module):
 def test_stages_may_begin_behind_the_first_layer_and_before_the_last(reader: int | None, is_refused: bool) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 6, dtype=torch.float64)
-    policy = type("Table", (InferredPolicy,), {"base": "", "stack": Stack("layers", [])})
-    reference = Reference.of(OfFour(reader).double(), lambda model: model(x))
-    assert (stage_mismatch(reference, policy, stacks_of(policy)) is not None) == is_refused
+    policy = type("Table", (DerivedPolicy,), {"base": "", "stack": LayerStack("layers", [])})
+    reference = ReferenceGradients.of(OfFour(reader).double(), lambda model: model(x))
+    assert (validate_stages(reference, policy, stacks_of(policy)) is not None) == is_refused
 
 
 # ------------------------------------------------------------------------------------------- models without a policy
@@ -146,7 +148,7 @@ def images(size: int, step: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("pipe", "data"), [(2, 1), (1, 2)])
 def test_a_model_of_no_policy_trains_where_nothing_is_cut_by_tensor(pool2: WorkerPool, pipe: int, data: int) -> None:
-    pipeline = Pipelined(pipe, 3) if pipe > 1 else None
+    pipeline = VerifyPipeline(pipe, 3) if pipe > 1 else None
     report = verify(convnext, partial(images, 6), 1, data, pipeline=pipeline, pool=pool2)
     assert report.passed, str(report)
     assert report.collectives
@@ -167,5 +169,5 @@ def test_a_model_whose_inputs_are_not_known_has_data_ranks_and_stages(pool2: Wor
     assert "What to feed ToyLM is not known" in policy.notes[0]
     report = verify(ToyLM, tokens, 1, 2, loss_fn=toy_loss, pool=pool2)
     assert report.passed, str(report)
-    report = verify(ToyLM, tokens, 1, loss_fn=toy_loss, pipeline=Pipelined(2, 2, {}, num_samples), pool=pool2)
+    report = verify(ToyLM, tokens, 1, loss_fn=toy_loss, pipeline=VerifyPipeline(2, 2, {}, num_samples), pool=pool2)
     assert report.passed, str(report)

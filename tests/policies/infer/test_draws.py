@@ -14,8 +14,8 @@ from torch import Tensor
 
 import shardformer
 from shardformer.comm.collectives import all_reduce
-from shardformer.discovery.derive_policy import infer
-from shardformer.discovery.reduced_model import twin_of
+from shardformer.discovery.derive_policy import derive_policy
+from shardformer.discovery.reduced_model import reduce_model
 from shardformer.local_ranks.threads import drawing, run_as_threads, states
 from shardformer.mesh.parallel_context import ParallelContext
 from tests.policies.toy import ToyLM, toy_batch
@@ -48,7 +48,7 @@ def test_a_model_that_draws_is_found_and_gives_what_the_plain_one_gives(how: str
     plain = Masked().double()
     plain.how = how
     ids = toy_batch(0)["ids"]
-    policy = infer(plain, batch={"ids": ids})
+    policy = derive_policy(plain, batch={"ids": ids})
     assert "Attention" in str(policy) and "MLP" in str(policy)
     with drawing(5):
         expected = plain(ids).detach()
@@ -103,7 +103,7 @@ def test_ranks_that_take_turns_draw_numbers_of_their_own() -> None:
 def test_finding_a_policy_leaves_the_random_states_as_they_were() -> None:
     model = Masked()
     before = states()
-    twin = twin_of(model, {"ids": toy_batch(0)["ids"]})
+    twin = reduce_model(model, {"ids": toy_batch(0)["ids"]})
     twin.run(twin.model)
     after = states()
     assert torch.equal(before[0], after[0]) and before[2] == after[2]

@@ -10,14 +10,14 @@ import transformers
 from torch import nn
 
 from shardformer.config import ShardConfig
-from shardformer.discovery.derive_policy import RANKS, _ranks_for, infer_on
-from shardformer.discovery.example_inputs import batches_for, runner
-from shardformer.discovery.reduced_model import Reference
-from shardformer.discovery.shrink_config import shrunk
-from shardformer.discovery.validation import mismatch
+from shardformer.discovery.derive_policy import VALIDATION_RANKS, _ranks_for, derive_policy_on
+from shardformer.discovery.example_inputs import example_batches, forward_call
+from shardformer.discovery.reduced_model import ReferenceGradients
+from shardformer.discovery.shrink_config import shrink_config
+from shardformer.discovery.validation import validate_policy
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.policies.registry import FAMILIES
-from shardformer.policies.roles import MLP, Attention, Projections
+from shardformer.policies.roles import MLP, Attention, AttentionProjections
 from shardformer.sharding.plan import make_plan
 
 FOUND = {
@@ -40,7 +40,7 @@ def drawn(family: str) -> nn.Module:
     """A small model none of whose parameters is zero: a bias that is added twice shows."""
     name = FOUND[family][0]
     given = transformers.AutoConfig.for_model(family, architectures=[name], **SMALLER.get(family, {}))
-    model: nn.Module = getattr(transformers, name)(shrunk(given, even=family in EVEN)).double().eval()
+    model: nn.Module = getattr(transformers, name)(shrink_config(given, even=family in EVEN)).double().eval()
     generator = torch.Generator().manual_seed(0)
     for param in model.parameters():
         param.data += 0.1 * torch.randn(param.shape, generator=generator, dtype=param.dtype)
@@ -53,9 +53,9 @@ def drawn(family: str) -> nn.Module:
 def test_it_is_found_and_its_weights_are_cut(family: str) -> None:
     assert family not in FAMILIES
     model = drawn(family)
-    run = runner(model, batches_for(model)[0])
-    policy = infer_on(model, run)
-    assert mismatch(Reference.of(model, run), policy, 3) is None
+    run = forward_call(model, example_batches(model)[0])
+    policy = derive_policy_on(model, run)
+    assert validate_policy(ReferenceGradients.of(model, run), policy, 3) is None
     described = policy()
     described.set_model(model)
     described.set_shard_config(ShardConfig(context=ParallelContext.of({"tensor": 2})))
@@ -69,6 +69,11 @@ def test_it_is_found_and_its_weights_are_cut(family: str) -> None:
 def test_interleaved_heads_are_also_tried_over_ranks_that_hold_no_whole_partitions() -> None:
     """Over 2 and 4 ranks they are CodeGen's four partitions, and over 3 they are not."""
     split = {"qkv": "qkv", "out": "out"}
-    assert [*_ranks_for(Attention("attn", Projections(**split, interleaved=True)), RANKS)] == [*RANKS, 3]
-    assert [*_ranks_for(Attention("attn", Projections(**split, partitions=4)), RANKS)] == [*RANKS]
-    assert [*_ranks_for(MLP("mlp", up="up", down="down"), RANKS)] == [*RANKS]
+    assert [*_ranks_for(Attention("attn", AttentionProjections(**split, interleaved=True)), VALIDATION_RANKS)] == [
+        *VALIDATION_RANKS,
+        3,
+    ]
+    assert [*_ranks_for(Attention("attn", AttentionProjections(**split, partitions=4)), VALIDATION_RANKS)] == [
+        *VALIDATION_RANKS
+    ]
+    assert [*_ranks_for(MLP("mlp", up="up", down="down"), VALIDATION_RANKS)] == [*VALIDATION_RANKS]

@@ -23,28 +23,28 @@ from shardformer.policies.models.llama import LlamaPolicy
 from shardformer.policies.module_descriptions import ModulePolicyDescription, SubModuleReplacementDescription
 from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.policies.roles import MLP, Attention, Projections, Stack
+from shardformer.policies.roles import MLP, Attention, AttentionProjections, LayerStack
 from shardformer.shard_model_api import shard_model
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
-from shardformer.verify.small_models import Sample
+from shardformer.verify.small_models import SmallModel
 from tests.policies.toy import HIDDEN, WIDTH, FeedForward, SelfAttention, ToyLM, ToyPolicy
 from tests.test_bad_input import OnlyMLP, Refusal, Written, refusal_of, refused
 from tests.verify.tower import Tower, TowerPolicy
 
 COUNTS = {"num_heads": "heads"}
-ATTENTION = Attention("attn", Projections(q="q", k="k", v="v", out="o"), counts=COUNTS)
+ATTENTION = Attention("attn", AttentionProjections(q="q", k="k", v="v", out="o"), counts=COUNTS)
 FEED_FORWARD = MLP("mlp", up="fc1", down="fc2")
 
 
 def table(*blocks: Any, **fields: Any) -> type[RolePolicy]:
-    return type("MyPolicy", (ToyPolicy,), {"stack": Stack("layers", blocks, final_norm="norm"), **fields})
+    return type("MyPolicy", (ToyPolicy,), {"stack": LayerStack("layers", blocks, final_norm="norm"), **fields})
 
 
 def sharded(make: Callable[[], nn.Module], policy: Any, ranks: int = 2) -> list[str]:
     models = [make() for _ in range(ranks)]
 
     def shard(context: ParallelContext) -> str:
-        return str(shardformer.describe(shard_model(models[context.tensor.rank], policy, context=context)))
+        return str(shardformer.describe_sharding(shard_model(models[context.tensor.rank], policy, context=context)))
 
     return run_as_threads(shard, tensor=ranks)
 
@@ -104,7 +104,7 @@ def with_attention(kind: type[SelfAttention]) -> Callable[[], nn.Module]:
 class ColumnAlone(Policy):
     @staticmethod
     def argument_policy(model_config: Any, shard_config: int) -> dict[Any, Any]:
-        return {FeedForward: shardformer.Argument(param_funcs=[ColumnAlone.mlp_in])}
+        return {FeedForward: shardformer.compat.Argument(param_funcs=[ColumnAlone.mlp_in])}
 
     @staticmethod
     def mlp_in() -> list[Any]:
@@ -114,7 +114,7 @@ class ColumnAlone(Policy):
 WRONG: dict[str, tuple[Callable[[], nn.Module], Any, Sequence[str]]] = {
     "q and o swapped": (
         ToyLM,
-        table(Attention("attn", Projections(q="o", k="k", v="v", out="q"), counts=COUNTS), FEED_FORWARD),
+        table(Attention("attn", AttentionProjections(q="o", k="k", v="v", out="q"), counts=COUNTS), FEED_FORWARD),
         ("the Attention 'attn' of MyPolicy alone, ToyLM does not run", "'layers.0.attn.q'", "behind the heads is out"),
     ),
     "up and down swapped": (
@@ -129,12 +129,12 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], Any, Sequence[str]]] = {
     ),
     "no counts": (
         ToyLM,
-        table(Attention("attn", Projections(q="q", k="k", v="v", out="o")), FEED_FORWARD),
+        table(Attention("attn", AttentionProjections(q="q", k="k", v="v", out="o")), FEED_FORWARD),
         ("the Attention 'attn'", "It reads num_heads=5, of which counts= says nothing"),
     ),
     "heads that tear": (
         with_attention(TornHeads),
-        table(Attention("attn", Projections(q="q", k="k", v="v", out="o")), FEED_FORWARD),
+        table(Attention("attn", AttentionProjections(q="q", k="k", v="v", out="o")), FEED_FORWARD),
         ("the Attention 'attn' of MyPolicy alone, ToyLM ", "'layers.0.attn.o'"),
     ),
     "a norm in between": (
@@ -179,8 +179,8 @@ def test_a_weight_that_gets_no_gradient_is_a_difference() -> None:
     def shard(model: nn.Module, context: ParallelContext) -> None:
         shard_model(model, ToyPolicy, context=context).get_parameter("norm.weight").requires_grad_(False)
 
-    reference = reduced_model.Reference.of(ToyLM().double(), lambda model: model(ids))
-    assert validation.difference(reference, shard, tensor=2) == "norm.weight has no gradient"
+    reference = reduced_model.ReferenceGradients.of(ToyLM().double(), lambda model: model(ids))
+    assert validation.validate_sharding(reference, shard, tensor=2) == "norm.weight has no gradient"
 
 
 class TwoHeads(SelfAttention):
@@ -192,7 +192,7 @@ class TwoHeads(SelfAttention):
 
 def test_a_policy_is_tried_over_as_many_ranks_as_there_are() -> None:
     """Ten heads that are said, where there are two, happen to be cut right over two ranks."""
-    policy = table(Attention("attn", Projections(q="q", k="k", v="v", out="o")), FEED_FORWARD, num_heads=10)
+    policy = table(Attention("attn", AttentionProjections(q="q", k="k", v="v", out="o")), FEED_FORWARD, num_heads=10)
     sharded(with_attention(TwoHeads), policy)
     refused(
         refusals(with_attention(TwoHeads), policy, ranks=3), PolicyError, "the Attention 'attn'", "num_heads, here 10"
@@ -333,7 +333,7 @@ class SoftLlama(transformers.LlamaForCausalLM):
 
 def test_a_larger_model_is_tried_as_a_small_one_of_its_config(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(given, "SMALL_NUMEL", 0)
-    config = Sample("llama")().config
+    config = SmallModel("llama")().config
     for said in sharded(lambda: transformers.LlamaForCausalLM(config), Renamed):
         assert "was not tried" not in said
     words = ("the MLP 'mlp' of Renamed alone, SoftLlama ", "model.layers.0.mlp.down_proj")

@@ -14,14 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardformer
-from shardformer.comm.recorder import Recorder
-from shardformer.discovery.derive_policy import infer_on
-from shardformer.discovery.reduced_model import UNTRIED, twin_of
+from shardformer.comm.recorder import CollectiveRecorder
+from shardformer.discovery.derive_policy import derive_policy_on
+from shardformer.discovery.reduced_model import UNTRIED, reduce_model
 from shardformer.errors import ConfigError, ShardFormerError
-from shardformer.layout.sharding_metadata import specs_of, state_of
+from shardformer.layout.sharding_metadata import metadata_of, shard_specs
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.pipeline.layer_sequence import SequenceNeeds
+from shardformer.pipeline.layer_sequence import SequenceParallelHints
 from shardformer.policies.policy import Policy
 from tests.policies.toy import HIDDEN, Layer
 
@@ -115,9 +115,9 @@ def loss_of(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
 
 
 def policy_of(model: Seer) -> Policy:
-    twin = twin_of(model)
+    twin = reduce_model(model)
     with torch.enable_grad():
-        return infer_on(twin.model, twin.run, twin)()
+        return derive_policy_on(twin.model, twin.run, twin)()
 
 
 def check(
@@ -145,7 +145,7 @@ def check(
             found = loss_of(model(**batch), batch)
             found.backward()
         torch.testing.assert_close(found.detach(), loss.detach())
-        specs, coords = specs_of(model), state_of(model).coords
+        specs, coords = shard_specs(model), metadata_of(model).coords
         for name, p in model.named_parameters():
             if (grad := gradients[name]) is not None:
                 assert p.grad is not None, name
@@ -193,14 +193,14 @@ def test_what_no_code_reads_between_two_layers_is_not_gathered() -> None:
     plain = seer("deep")
     deep: Any = policy_of(plain)
     without = copy.deepcopy(deep)
-    without.stack = replace(deep.stack, sequence=SequenceNeeds())
+    without.stack = replace(deep.stack, sequence=SequenceParallelHints())
 
     def sent(policy: Any) -> Any:
         def run(context: ParallelContext) -> Any:
             model = shardformer.shard_model(
                 copy.deepcopy(plain), copy.deepcopy(policy), context=context, enable_sequence_parallelism=True
             )
-            with Recorder(context) as recorder:
+            with CollectiveRecorder(context) as recorder:
                 loss_of(model(**batch_of(images=False)), batch_of(images=False)).backward()
             return recorder.table()
 
@@ -227,9 +227,9 @@ def test_where_images_cannot_be_batches_with_them_are_refused_on_all_ranks() -> 
 
 def test_a_policy_that_was_not_tried_with_images_gives_an_error_and_no_nan() -> None:
     plain = seer()
-    twin = twin_of(plain)
+    twin = reduce_model(plain)
     with torch.enable_grad():
-        policy = infer_on(twin.model, twin.run)()
+        policy = derive_policy_on(twin.model, twin.run)()
 
     def step(context: ParallelContext) -> None:
         model = shardformer.shard_model(copy.deepcopy(plain), copy.deepcopy(policy), context=context)
@@ -276,7 +276,7 @@ def test_a_tower_of_another_stage_has_its_dtype_and_no_parameters_of_its_own() -
 
     def check_dtype(context: ParallelContext) -> None:
         model: Any = shardformer.shard_model(copy.deepcopy(plain), copy.deepcopy(policy), context=context)
-        stages = state_of(model).stages
+        stages = metadata_of(model).stages
         assert stages is not None
         seen = [name for name, _ in model.named_parameters()]
         with stages.placeholders.shown():

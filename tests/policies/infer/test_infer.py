@@ -13,26 +13,26 @@ from torch import nn
 
 import shardformer
 from shardformer.config import ShardConfig
-from shardformer.discovery.derive_policy import InferredPolicy, infer, infer_on, source_of
-from shardformer.discovery.example_inputs import batches_for, runner
-from shardformer.discovery.reduced_model import Reference, twin_of
-from shardformer.discovery.shrink_config import kinds_of_layers, model_of, shrunk
-from shardformer.discovery.validation import mismatch
+from shardformer.discovery.derive_policy import DerivedPolicy, derive_policy, derive_policy_on, policy_module_source
+from shardformer.discovery.example_inputs import example_batches, forward_call
+from shardformer.discovery.reduced_model import ReferenceGradients, reduce_model
+from shardformer.discovery.shrink_config import build_meta_model, layer_kinds, shrink_config
+from shardformer.discovery.validation import validate_policy
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.policies.models.gpt2 import GPT2Policy
 from shardformer.policies.policy import Policy
 from shardformer.policies.registry import FAMILIES
-from shardformer.policies.roles import MLP, Attention, Projections, Stack
+from shardformer.policies.roles import MLP, Attention, AttentionProjections, LayerStack
 from shardformer.shard_model_api import shard_model
 from shardformer.sharding.plan import make_plan
-from shardformer.verify.small_models import SMALL, Sample
+from shardformer.verify.small_models import SMALL_CONFIGS, SmallModel
 from tests.policies.toy import ToyLM
 
 # family -> its class, and what share of the linear weights of its layers the policy cuts
 BY_HAND = {"albert", "beit", "blip-2", "chatglm", "falcon", "gptj", "sam", "swin", "swinv2"}
-FOUND = {family for family in FAMILIES if family in SMALL} - BY_HAND
+FOUND = {family for family in FAMILIES if family in SMALL_CONFIGS} - BY_HAND
 """The registered families whose table inference finds by itself."""
 UNDESCRIBED = {
     "opt": ("OPTForCausalLM", 1.0),
@@ -59,7 +59,7 @@ UNDESCRIBED = {
 
 
 def small(family: str) -> nn.Module:
-    config = shrunk(transformers.AutoConfig.for_model(family, architectures=[UNDESCRIBED[family][0]]))
+    config = shrink_config(transformers.AutoConfig.for_model(family, architectures=[UNDESCRIBED[family][0]]))
     torch.manual_seed(0)
     model: nn.Module = getattr(transformers, UNDESCRIBED[family][0])(config)
     return model
@@ -79,8 +79,10 @@ def cut_lines(model: nn.Module, policy: Policy) -> list[str]:
 @pytest.mark.reduced(one_in=4)
 @pytest.mark.parametrize("family", sorted(FOUND))
 def test_the_registered_families_are_found_as_they_are_written(family: str) -> None:
-    model = Sample(family)()
-    assert _without_hints(cut_lines(model, infer(model))) == _without_hints(cut_lines(model, FAMILIES[family].load()()))
+    model = SmallModel(family)()
+    assert _without_hints(cut_lines(model, derive_policy(model))) == _without_hints(
+        cut_lines(model, FAMILIES[family].load()())
+    )
 
 
 def _without_hints(lines: list[str]) -> list[str]:
@@ -93,11 +95,13 @@ def _without_hints(lines: list[str]) -> list[str]:
 @pytest.mark.parametrize("family", sorted(UNDESCRIBED))
 def test_a_family_that_nobody_described(family: str) -> None:
     model = small(family)
-    policy = infer(model)
-    reference = Reference.of(model.double().eval(), runner(model, batches_for(model)[0]))
+    policy = derive_policy(model)
+    reference = ReferenceGradients.of(model.double().eval(), forward_call(model, example_batches(model)[0]))
     for ranks in (2, 3):
-        assert mismatch(reference, type(policy), ranks) is None
-    sequence = mismatch(reference, type(policy), 2, enable_sequence_parallelism=True, enable_sequence_overlap=True)
+        assert validate_policy(reference, type(policy), ranks) is None
+    sequence = validate_policy(
+        reference, type(policy), 2, enable_sequence_parallelism=True, enable_sequence_overlap=True
+    )
     assert sequence is None and policy.against_sequence is None
     policy.set_model(model)
     replaced = {id(model.get_submodule(path)) for path in make_plan(model, policy).replacements}
@@ -127,22 +131,22 @@ def test_a_family_that_nobody_described(family: str) -> None:
 def test_what_sequence_parallelism_needs_is_found(
     family: str, head: str, need: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    twin = twin_of(model_of(transformers.AutoConfig.for_model(family, architectures=[head])))
-    policy = infer_on(twin.model, twin.run)()
-    stacks = [policy.stack] if isinstance(policy.stack, Stack) else policy.stack
+    twin = reduce_model(build_meta_model(transformers.AutoConfig.for_model(family, architectures=[head])))
+    policy = derive_policy_on(twin.model, twin.run)()
+    stacks = [policy.stack] if isinstance(policy.stack, LayerStack) else policy.stack
     assert any(name in getattr(stack.sequence, need) for stack in stacks) and policy.against_sequence is None
-    assert f'"{name}"' in source_of(policy), "it is written down too"
-    reference = Reference.of(twin.model, twin.run)
-    assert mismatch(reference, type(policy), 3, enable_sequence_parallelism=True) is None
+    assert f'"{name}"' in policy_module_source(policy), "it is written down too"
+    reference = ReferenceGradients.of(twin.model, twin.run)
+    assert validate_policy(reference, type(policy), 3, enable_sequence_parallelism=True) is None
     without = [replace(s, sequence=replace(s.sequence, **{need: ()})) for s in stacks]
     monkeypatch.setattr(type(policy), "stack", without)
-    assert mismatch(reference, type(policy), 2, enable_sequence_parallelism=True) is not None
+    assert validate_policy(reference, type(policy), 2, enable_sequence_parallelism=True) is not None
 
 
 @pytest.mark.slow
 def test_it_is_the_last_link_of_the_chain_and_said_so() -> None:
     def shard(context: ParallelContext) -> str:
-        return str(shardformer.describe(shard_model(small("convbert"), context=context)))
+        return str(shardformer.describe_sharding(shard_model(small("convbert"), context=context)))
 
     said = run_as_threads(shard, tensor=2)[0]
     assert "by a policy that was inferred and proven" in said
@@ -155,9 +159,9 @@ def test_it_is_the_last_link_of_the_chain_and_said_so() -> None:
 @pytest.mark.parametrize("family", ["opt", "phi3", "bart"])
 def test_what_is_printed_is_the_policy(family: str) -> None:
     model = small(family)
-    policy = infer(model)
+    policy = derive_policy(model)
     names: dict[str, Any] = {}
-    exec(source_of(policy, "Written"), names)
+    exec(policy_module_source(policy, "Written"), names)
     assert cut_lines(model, names["Written"]()) == cut_lines(model, policy)
 
 
@@ -166,81 +170,89 @@ def test_what_is_printed_is_the_policy(family: str) -> None:
 def test_what_is_printed_says_what_is_given_the_whole_sequence(family: str) -> None:
     model = small(family).double().eval()
     names: dict[str, Any] = {}
-    exec(source_of(infer(model), "Written"), names)
-    reference = Reference.of(model, runner(model, batches_for(model)[0]))
-    assert mismatch(reference, names["Written"], 2, enable_sequence_parallelism=True) is None
+    exec(policy_module_source(derive_policy(model), "Written"), names)
+    reference = ReferenceGradients.of(model, forward_call(model, example_batches(model)[0]))
+    assert validate_policy(reference, names["Written"], 2, enable_sequence_parallelism=True) is None
 
 
 @pytest.mark.slow
 def test_of_a_config() -> None:
     config = transformers.AutoConfig.for_model("opt", architectures=["OPTForCausalLM"])
-    assert "decoder.layers" in str(infer(config).stack)
+    assert "decoder.layers" in str(derive_policy(config).stack)
 
 
 class WholeMLP(GPT2Policy):
-    stack = Stack("h", [Attention("attn", Projections(qkv="c_attn", out="c_proj"), counts={"split_size": "width"})])
+    stack = LayerStack(
+        "h", [Attention("attn", AttentionProjections(qkv="c_attn", out="c_proj"), counts={"split_size": "width"})]
+    )
     whole = ("h.*.mlp",)
 
 
 class Interleaved(WholeMLP):
-    stack = Stack(
+    stack = LayerStack(
         "h",
-        [Attention("attn", Projections(qkv="c_attn", out="c_proj", interleaved=True), counts={"split_size": "width"})],
+        [
+            Attention(
+                "attn",
+                AttentionProjections(qkv="c_attn", out="c_proj", interleaved=True),
+                counts={"split_size": "width"},
+            )
+        ],
     )
 
 
 class RowTwice(WholeMLP):
-    stack = Stack("h", [MLP("attn", up="c_attn", down="c_proj", fused=3)])
+    stack = LayerStack("h", [MLP("attn", up="c_attn", down="c_proj", fused=3)])
 
 
 class NoAttribute(WholeMLP):
-    stack = Stack("h", [Attention("attn", Projections(qkv="c_attn", out="c_proj"))])
+    stack = LayerStack("h", [Attention("attn", AttentionProjections(qkv="c_attn", out="c_proj"))])
 
 
 @pytest.mark.parametrize("policy", [Interleaved, RowTwice, NoAttribute])
 def test_a_wrong_table_is_not_proven(policy: type[GPT2Policy]) -> None:
-    model = Sample("gpt2")().double().eval()
-    reference = Reference.of(model, runner(model, batches_for(model)[0]))
-    assert mismatch(reference, WholeMLP, 2) is None
-    assert "does not run" in (said := str(mismatch(reference, policy, 2))) or "differs" in said
+    model = SmallModel("gpt2")().double().eval()
+    reference = ReferenceGradients.of(model, forward_call(model, example_batches(model)[0]))
+    assert validate_policy(reference, WholeMLP, 2) is None
+    assert "does not run" in (said := str(validate_policy(reference, policy, 2))) or "differs" in said
 
 
 def test_a_cut_that_does_not_run_is_said_in_words_before_the_raw_error() -> None:
-    model = Sample("gpt2")().double().eval()
-    said = mismatch(Reference.of(model, runner(model, batches_for(model)[0])), NoAttribute, 2)
+    model = SmallModel("gpt2")().double().eval()
+    said = validate_policy(ReferenceGradients.of(model, forward_call(model, example_batches(model)[0])), NoAttribute, 2)
     assert said is not None and re.fullmatch(r"cut so, it does not run \(ValueError: .{,100}\)", said)
 
 
 def test_blocks_that_hold_over_two_ranks_but_not_over_four_stay_whole() -> None:
-    config = shrunk(transformers.OPTConfig())
+    config = shrink_config(transformers.OPTConfig())
     config.num_attention_heads = 3
     model = transformers.OPTForCausalLM(config).double().eval()
-    policy: Any = infer_on(model, runner(model, batches_for(model)[0]))
+    policy: Any = derive_policy_on(model, forward_call(model, example_batches(model)[0]))
     assert [type(block) for block in policy.stack.blocks] == [MLP]
     assert "no way of cutting it that was tried is right: A tensor size of 4 is more than the 3" in policy.notes[1]
 
 
 def test_a_proof_leaves_the_model_without_gradients_and_its_numbers_alone() -> None:
-    model = Sample("gpt2")().double().eval()
-    reference = Reference.of(model, runner(model, batches_for(model)[0]))
+    model = SmallModel("gpt2")().double().eval()
+    reference = ReferenceGradients.of(model, forward_call(model, example_batches(model)[0]))
     before = {name: p.clone() for name, p in model.named_parameters()}
-    assert mismatch(reference, GPT2Policy, 2) is None
+    assert validate_policy(reference, GPT2Policy, 2) is None
     assert all(p.grad is None and p.equal(before[name]) for name, p in model.named_parameters())
 
 
 @pytest.mark.slow
 def test_what_cannot_be_inferred_says_why() -> None:
     with pytest.raises(PolicyError, match=r"What to feed ToyLM is not known.*batch="):
-        infer(ToyLM())
+        derive_policy(ToyLM())
     with pytest.raises(PolicyError, match="a config of transformers"):
-        infer("opt")
+        derive_policy("opt")
     with pytest.raises(PolicyError, match="could be inferred: it stands outside of the layers"):
-        infer(nn.Sequential(nn.Linear(3, 4)), batch={"input": torch.ones(2, 3, dtype=torch.float64)})
+        derive_policy(nn.Sequential(nn.Linear(3, 4)), batch={"input": torch.ones(2, 3, dtype=torch.float64)})
 
 
 def odd_one(num_layers: int) -> Any:
     """A model whose last layer is made of other modules than the others."""
-    config = shrunk(transformers.Olmo2Config())
+    config = shrink_config(transformers.Olmo2Config())
     config.num_hidden_layers = num_layers
     model: Any = transformers.Olmo2ForCausalLM(config)
     model.model.layers[-1].mlp.gate_proj = nn.Sequential(nn.Linear(48, 70))
@@ -249,16 +261,16 @@ def odd_one(num_layers: int) -> Any:
 
 def test_a_sharded_model_is_refused_on_all_ranks() -> None:
     def refused(context: ParallelContext) -> None:
-        model = shard_model(Sample("gpt2")(), context=context)
+        model = shard_model(SmallModel("gpt2")(), context=context)
         with pytest.raises(ConfigError, match="is sharded already"):
-            infer(model)
+            derive_policy(model)
 
     run_as_threads(refused, in_turn=True, tensor=2)
 
 
 @pytest.mark.slow
 def test_a_layer_that_the_twin_does_not_have_is_refused() -> None:
-    policy = infer(transformers.Olmo2ForCausalLM(shrunk(transformers.Olmo2Config())))
+    policy = derive_policy(transformers.Olmo2ForCausalLM(shrink_config(transformers.Olmo2Config())))
     policy.set_model(odd_one(3))
     with pytest.raises(PolicyError, match=r"model.layers.2 is made of other modules"):
         policy.set_shard_config(ShardConfig(context=ParallelContext.of({"tensor": 2})))
@@ -266,8 +278,8 @@ def test_a_layer_that_the_twin_does_not_have_is_refused() -> None:
 
 @pytest.mark.slow
 def test_a_small_model_whose_twin_lacks_a_layer_is_its_own_twin() -> None:
-    stack = infer(odd_one(3)).stack
-    assert isinstance(stack, Stack)
+    stack = derive_policy(odd_one(3)).stack
+    assert isinstance(stack, LayerStack)
     assert "mlp" not in [block.at for block in stack.blocks]
 
 
@@ -275,15 +287,15 @@ def test_a_twin_has_a_layer_of_each_kind() -> None:
     config = transformers.MllamaTextConfig(cross_attention_layers=[3], num_hidden_layers=8)
     with torch.device("meta"):
         model = transformers.MllamaForCausalLM(config)
-    assert kinds_of_layers(twin_of(model).model) == kinds_of_layers(model)
+    assert layer_kinds(reduce_model(model).model) == layer_kinds(model)
 
 
 @pytest.mark.slow
 def test_a_model_whose_gradients_are_not_finite_in_fp64_is_proven_in_fp32() -> None:
     """Its mask is the lowest number of fp64, on which a softmax in fp32 gives none; and it attends on (S, B, H)."""
-    model = transformers.LongformerForMaskedLM(shrunk(transformers.LongformerConfig()))
-    assert next(twin_of(model).model.parameters()).dtype == torch.float32
-    policy: Any = infer(model)
+    model = transformers.LongformerForMaskedLM(shrink_config(transformers.LongformerConfig()))
+    assert next(reduce_model(model).model.parameters()).dtype == torch.float32
+    policy: Any = derive_policy(model)
     assert [block.at for block in policy.stack.blocks] == ["attention.self", "intermediate"]
 
 
@@ -294,7 +306,7 @@ def test_a_twin_that_gives_nothing_to_compare_is_none() -> None:
             return super().forward(input).log() * 0
 
     with pytest.raises(PolicyError, match=r"the output is not finite, in torch.float32"):
-        infer(NoNumber(3, 4), batch={"input": -torch.ones(2, 3)})
+        derive_policy(NoNumber(3, 4), batch={"input": -torch.ones(2, 3)})
 
 
 OTHER_STATES = {
@@ -310,8 +322,8 @@ OTHER_STATES = {
 @pytest.mark.parametrize("name", OTHER_STATES)
 def test_states_that_enter_by_further_arguments_of_the_attention(name: str) -> None:
     native: Any = getattr(transformers, name)
-    policy: Any = infer(native.config_class(architectures=[name]))
-    stacks = [policy.stack] if isinstance(policy.stack, Stack) else policy.stack
+    policy: Any = derive_policy(native.config_class(architectures=[name]))
+    stacks = [policy.stack] if isinstance(policy.stack, LayerStack) else policy.stack
     attentions = [block for stack in stacks for block in stack.blocks if isinstance(block, Attention)]
     said = [list(block.inputs.arguments) for block in attentions if block.inputs.arguments]
     assert said == [OTHER_STATES[name]]
@@ -319,18 +331,18 @@ def test_states_that_enter_by_further_arguments_of_the_attention(name: str) -> N
 
 
 def test_a_number_for_each_layer_is_shrunk_and_one_for_each_stage_is_not() -> None:
-    assert shrunk(transformers.LEDConfig(attention_window=[512] * 12)).attention_window == [8, 8]
-    assert list(shrunk(transformers.PvtConfig()).num_attention_heads) == [1, 2, 5, 8]
+    assert shrink_config(transformers.LEDConfig(attention_window=[512] * 12)).attention_window == [8, 8]
+    assert list(shrink_config(transformers.PvtConfig()).num_attention_heads) == [1, 2, 5, 8]
 
 
 def test_the_twin_of_a_model_that_attends_in_blocks_does_so_too() -> None:
     """BigBird puts another class in the attention's place where a batch is short."""
-    twin = twin_of(transformers.BigBirdForMaskedLM(shrunk(transformers.BigBirdConfig()))).model
+    twin = reduce_model(transformers.BigBirdForMaskedLM(shrink_config(transformers.BigBirdConfig()))).model
     assert "BigBirdBlockSparseAttention" in {type(module).__name__ for module in twin.modules()}
 
 
 def test_sequence_parallelism_that_was_not_proven_is_refused() -> None:
-    policy = InferredPolicy()
+    policy = DerivedPolicy()
     policy.set_model(ToyLM())
     policy.against_sequence = "the output differs"
     with pytest.raises(ConfigError, match="of this ToyLM it is known that the output differs"):

@@ -11,14 +11,14 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from shardformer.discovery.derive_policy import infer, source_of
-from shardformer.discovery.shrink_config import shrunk
+from shardformer.discovery.derive_policy import derive_policy, policy_module_source
+from shardformer.discovery.shrink_config import shrink_config
 from shardformer.errors import ShardFormerError
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.policies.registry import FAMILIES
-from shardformer.policies.roles import Stack
+from shardformer.policies.roles import LayerStack
 from shardformer.verify.report import Report
-from shardformer.verify.train_both import Pipelined
+from shardformer.verify.train_both import VerifyPipeline
 from shardformer.verify.verification import verify
 
 CLASSES = {
@@ -52,7 +52,7 @@ class Small:
     name: str
 
     def __call__(self) -> nn.Module:
-        config: Any = shrunk(
+        config: Any = shrink_config(
             transformers.AutoConfig.for_model(self.family, architectures=[self.name]), even=self.family == "mpt"
         )
         for field in ("num_hidden_layers", "n_layer", "n_layers"):
@@ -78,7 +78,7 @@ def tokens(step: int) -> Mapping[str, Tensor]:
 
 def report_of(pool: WorkerPool, family: str, name: str) -> Report:
     with pool.with_timeout(300) as patient:
-        return verify(Small(family, name), tokens, tensor=1, steps=2, pipeline=Pipelined(2, 3), pool=patient)
+        return verify(Small(family, name), tokens, tensor=1, steps=2, pipeline=VerifyPipeline(2, 3), pool=patient)
 
 
 @pytest.mark.reduced(one_in=5)
@@ -98,6 +98,6 @@ def test_what_reads_between_the_layers_is_named(pool2: WorkerPool) -> None:
 
 @pytest.mark.parametrize(("family", "returns"), [("mpt", 2), ("deberta-v2", 2), ("olmo2", 0)])
 def test_how_many_things_layers_return_is_found_and_written_down(family: str, returns: int) -> None:
-    policy = infer(Small(family, CLASSES[family])())
-    assert isinstance(policy.stack, Stack) and policy.stack.stages.returns == returns
-    assert (f"returns={returns}" in source_of(policy)) == (returns > 0)
+    policy = derive_policy(Small(family, CLASSES[family])())
+    assert isinstance(policy.stack, LayerStack) and policy.stack.stages.returns == returns
+    assert (f"returns={returns}" in policy_module_source(policy)) == (returns > 0)

@@ -11,26 +11,26 @@ import torch
 import transformers
 from torch import nn
 
-from shardformer.discovery.derive_policy import infer, infer_on
-from shardformer.discovery.example_inputs import batches_for, runner
-from shardformer.discovery.reduced_model import Reference, loss_of, twin_of
-from shardformer.discovery.shrink_config import model_of
-from shardformer.discovery.validation import mismatch
+from shardformer.discovery.derive_policy import derive_policy, derive_policy_on
+from shardformer.discovery.example_inputs import example_batches, forward_call
+from shardformer.discovery.reduced_model import ReferenceGradients, probe_loss, reduce_model
+from shardformer.discovery.shrink_config import build_meta_model
+from shardformer.discovery.validation import validate_policy
 from shardformer.errors import PolicyError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.policies.lowering import LayerLowering
-from shardformer.policies.roles import MLP, Attention, Experts, Inputs, Projections, Stack
+from shardformer.policies.roles import MLP, Attention, AttentionInputs, AttentionProjections, Experts, LayerStack
 from shardformer.shard_model_api import shard_model
-from shardformer.tensor_parallel.region import enter
+from shardformer.tensor_parallel.region import enter_region
 
 
 def test_outputs_that_are_exchanged_have_another_loss() -> None:
     output = {"logits": torch.arange(12.0, dtype=torch.float64).view(3, 4)}
-    assert loss_of({"logits": output["logits"].flip(-1)}) != loss_of(output)
-    assert loss_of({"logits": output["logits"].flip(0)}) != loss_of(output)
-    of_other_samples = loss_of({"logits": output["logits"].flip(0)}, alike=True)
-    torch.testing.assert_close(of_other_samples, loss_of(output, alike=True), rtol=1e-12, atol=0)
+    assert probe_loss({"logits": output["logits"].flip(-1)}) != probe_loss(output)
+    assert probe_loss({"logits": output["logits"].flip(0)}) != probe_loss(output)
+    of_other_samples = probe_loss({"logits": output["logits"].flip(0)}, alike=True)
+    torch.testing.assert_close(of_other_samples, probe_loss(output, alike=True), rtol=1e-12, atol=0)
 
 
 @pytest.mark.slow
@@ -38,33 +38,33 @@ def test_outputs_that_are_exchanged_have_another_loss() -> None:
 @pytest.mark.parametrize("name", ["T5Gemma2ForConditionalGeneration", "FSMTForConditionalGeneration"])
 def test_states_of_the_encoder_enter_once_although_a_pipeline_knows_where_they_come_in(name: str) -> None:
     native: Any = getattr(transformers, name)
-    twin = twin_of(model_of(native.config_class(architectures=[name])))
-    policy: Any = infer_on(twin.model, twin.run)
+    twin = reduce_model(build_meta_model(native.config_class(architectures=[name])))
+    policy: Any = derive_policy_on(twin.model, twin.run)
     assert policy.against_pipeline is None and policy.stack[1].context == ("decoder", "encoder_hidden_states")
     assert any(block.inputs.arguments for block in policy.stack[1].blocks if isinstance(block, Attention))
-    assert mismatch(Reference.of(twin.model, twin.run), policy, 2) is None
+    assert validate_policy(ReferenceGradients.of(twin.model, twin.run), policy, 2) is None
 
 
 def test_states_that_a_table_lets_enter_twice_are_refused_when_it_is_written() -> None:
-    linears = Projections(q="q", k="k", v="v", out="o")
-    cross = Attention("cross", linears, inputs=Inputs(from_context=True))
-    other = Attention("attn", linears, inputs=Inputs(arguments=["states"]))
+    linears = AttentionProjections(q="q", k="k", v="v", out="o")
+    cross = Attention("cross", linears, inputs=AttentionInputs(from_context=True))
+    other = Attention("attn", linears, inputs=AttentionInputs(arguments=["states"]))
     with pytest.raises(PolicyError, match=r"attention 'attn' twice: .* arguments \['states'\]"):
-        Stack("layers", [cross, other], context=("decoder", "states"))
-    Stack("layers", [cross, other], context=("decoder", "other_states"))
+        LayerStack("layers", [cross, other], context=("decoder", "states"))
+    LayerStack("layers", [cross, other], context=("decoder", "other_states"))
 
 
 def test_a_view_of_what_has_entered_does_not_enter_again() -> None:
     def twice(context: ParallelContext) -> None:
         x = torch.ones(2, 3, 4, requires_grad=True)
-        enter(enter(x, context.tensor).transpose(0, 1), context.tensor)
+        enter_region(enter_region(x, context.tensor).transpose(0, 1), context.tensor)
 
     with pytest.raises(PolicyError, match=r"shape \(3, 2, 4\) enters a block that has entered one already"):
         run_as_threads(twice, tensor=2)
 
 
 def test_the_proof_is_the_call_that_training_makes() -> None:
-    twin = twin_of(transformers.OPTForCausalLM(transformers.OPTConfig(vocab_size=60, num_hidden_layers=2)))
+    twin = reduce_model(transformers.OPTForCausalLM(transformers.OPTConfig(vocab_size=60, num_hidden_layers=2)))
     assert twin.model.training and "labels" in twin.batch
     output = twin.run(twin.model)
     assert output.loss.requires_grad and torch.equal(output.loss, twin.run(twin.model).loss)
@@ -76,15 +76,15 @@ def test_a_twin_that_is_random_without_dropout_is_proven_in_eval_mode() -> None:
             return super().forward(input + torch.rand(()) * self.training)
 
     batch = {"input": torch.ones(2, 3)}
-    assert not twin_of(Noisy(3, 4), batch).model.training
-    assert twin_of(nn.Linear(3, 4), batch).model.training
+    assert not reduce_model(Noisy(3, 4), batch).model.training
+    assert reduce_model(nn.Linear(3, 4), batch).model.training
 
 
 @pytest.fixture(scope="module")
 def bird() -> tuple[nn.Module, Any]:
     """BigBird, and what is inferred of it. In training each head attends to blocks that it draws itself."""
-    model = model_of(transformers.BigBirdConfig(architectures=["BigBirdForMaskedLM"]))
-    return twin_of(model).model, infer(model)
+    model = build_meta_model(transformers.BigBirdConfig(architectures=["BigBirdForMaskedLM"]))
+    return reduce_model(model).model, derive_policy(model)
 
 
 def test_heads_that_differ_by_their_index_in_training_stay_whole(bird: tuple[nn.Module, Any]) -> None:
@@ -93,7 +93,7 @@ def test_heads_that_differ_by_their_index_in_training_stay_whole(bird: tuple[nn.
 
 BIRD = Attention(
     "attention.self",
-    Projections(q="query", k="key", v="value", out=".attention.output.dense"),
+    AttentionProjections(q="query", k="key", v="value", out=".attention.output.dense"),
     counts={"num_attention_heads": "heads", "all_head_size": "width"},
 )
 
@@ -103,7 +103,7 @@ def test_a_module_that_takes_an_entrys_place_in_the_forward(bird: tuple[nn.Modul
     """BigBird puts another class in the attention's place where a batch is short."""
     native, policy = bird
     whole: Any = type(policy)
-    cut = {"stack": Stack(whole.stack.layers, [BIRD, *whole.stack.blocks])}
+    cut = {"stack": LayerStack(whole.stack.layers, [BIRD, *whole.stack.blocks])}
     chosen = type("Cut", (whole,), cut) if cuts_attention else whole
     ids = torch.randint(5, 60, (2, 4))
     expected = copy.deepcopy(native).eval()(input_ids=ids).logits
@@ -131,9 +131,12 @@ def test_of_experts_as_wide_as_the_hidden_states_the_dim_is_cut_that_was_proven_
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 2, "num_experts_per_tok": 2}
     model = transformers.OlmoeForCausalLM(transformers.OlmoeConfig(**sizes, **heads)).double()
     model.config._experts_implementation = "eager"
-    policy: Any = infer(model)
+    policy: Any = derive_policy(model)
     assert policy.stack.blocks[1].dims == {"gate_up_proj": 1, "down_proj": 2}
-    assert mismatch(Reference.of(model, runner(model, batches_for(model)[0])), type(policy), 2) is None
+    assert (
+        validate_policy(ReferenceGradients.of(model, forward_call(model, example_batches(model)[0])), type(policy), 2)
+        is None
+    )
 
 
 def test_dims_that_sizes_do_not_tell_are_asked_for() -> None:
@@ -153,12 +156,14 @@ def test_dims_that_sizes_do_not_tell_are_asked_for() -> None:
 def test_what_a_pipeline_needs_is_left_out_where_ranks_would_differ_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    twin = twin_of(transformers.OPTForCausalLM(transformers.OPTConfig(vocab_size=60, num_hidden_layers=2)))
-    native: Any = infer_on(twin.model, twin.run)
+    twin = reduce_model(transformers.OPTForCausalLM(transformers.OPTConfig(vocab_size=60, num_hidden_layers=2)))
+    native: Any = derive_policy_on(twin.model, twin.run)
     attention, *others = native.stack.blocks
     torn = [replace(native.stack, blocks=[replace(attention, counts={}), *others])]
-    monkeypatch.setattr("shardformer.discovery.derive_policy.along_depth", lambda reference, policy: (torn, None))
-    policy: Any = infer_on(twin.model, twin.run)
+    monkeypatch.setattr(
+        "shardformer.discovery.derive_policy.find_pipeline_hints", lambda reference, policy: (torn, None)
+    )
+    policy: Any = derive_policy_on(twin.model, twin.run)
     assert policy.stack.blocks == native.stack.blocks
     assert "cut so, it does not run" in policy.against_pipeline
 
@@ -167,7 +172,7 @@ def test_what_a_pipeline_needs_is_left_out_where_ranks_would_differ_with_it(
 @torch.no_grad()
 def test_a_policy_is_found_although_no_gradients_are_wanted() -> None:
     model = transformers.OPTForCausalLM(transformers.OPTConfig(vocab_size=60, num_hidden_layers=2))
-    assert infer(model).against_pipeline is None
+    assert derive_policy(model).against_pipeline is None
 
 
 def test_what_cancels_out_in_fp32_inside_is_rounding_and_what_is_left_out_is_not() -> None:
@@ -184,7 +189,7 @@ def test_what_cancels_out_in_fp32_inside_is_rounding_and_what_is_left_out_is_not
 
     torch.manual_seed(0)
     x = torch.randn(32, 64, dtype=torch.float64)
-    reference = Reference.of(Inside(), lambda model: model(x))
+    reference = ReferenceGradients.of(Inside(), lambda model: model(x))
     largest = max(float(g.abs().max()) for g in reference.gradients.values() if g is not None)
     assert 0 < reference.rounding["scale"] < 1e-5 * largest
     assert reference.is_near("scale", reference.rounding["scale"]) and not reference.is_near("scale", 1e-3 * largest)

@@ -18,7 +18,7 @@ import shardformer
 from shardformer.errors import PolicyError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.verify.small_models import MAIN, Batches, Sample
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel
 
 
 class OverFeatures(LlamaMLP):
@@ -54,7 +54,7 @@ class OwnLlama(transformers.LlamaForCausalLM):
 
 @cache
 def first() -> Any:
-    return Sample("llama")().train()
+    return SmallModel("llama")().train()
 
 
 def plain() -> Any:
@@ -97,7 +97,7 @@ def with_activation() -> Any:
 
 @pytest.mark.parametrize("make", [of_class(OtherOrder), patched(OtherOrder.forward), with_activation], ids=range(3))
 def test_what_a_proof_covers_is_cut(make: Callable[[], Any]) -> None:
-    batch = Batches(MAIN["llama"])(0)
+    batch = RandomBatches(DEFAULT_HEAD["llama"])(0)
     expected = float(make()(**batch).loss.detach())
 
     def do(context: ParallelContext) -> None:
@@ -121,12 +121,14 @@ def test_what_the_policy_does_not_know_is_refused(make: Callable[[], Any]) -> No
 
     for said in run_as_threads(do, tensor=2):
         assert "runs code that LlamaPolicy was not written for" in said
-        assert "shardformer.infer(model)" in said
+        assert "shardformer.derive_policy(model)" in said
 
 
 def test_where_nothing_is_cut_by_tensor_anything_goes() -> None:
     def do(context: ParallelContext) -> None:
-        shardformer.shard_model(of_class(OverFeatures)(), context=context)(**Batches(MAIN["llama"])(0)).loss.backward()
+        shardformer.shard_model(of_class(OverFeatures)(), context=context)(
+            **RandomBatches(DEFAULT_HEAD["llama"])(0)
+        ).loss.backward()
 
     run_as_threads(do, data=2)
 

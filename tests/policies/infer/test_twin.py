@@ -8,19 +8,19 @@ import transformers
 from torch import nn
 
 from shardformer.config import ShardConfig
-from shardformer.discovery.derive_policy import infer
-from shardformer.discovery.reduced_model import twin_of
-from shardformer.discovery.shrink_config import ODD, kinds_of_layers, model_of, shrunk
+from shardformer.discovery.derive_policy import derive_policy
+from shardformer.discovery.reduced_model import reduce_model
+from shardformer.discovery.shrink_config import ODD, build_meta_model, layer_kinds, shrink_config
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.policies.roles import MLP, Attention, Stack
+from shardformer.policies.roles import MLP, Attention, LayerStack
 from shardformer.sharding.plan import make_plan
 
 pytestmark = pytest.mark.slow
 
 
 def native(model_type: str, name: str, **settings: object) -> nn.Module:
-    return model_of(transformers.AutoConfig.for_model(model_type, architectures=[name], **settings))
+    return build_meta_model(transformers.AutoConfig.for_model(model_type, architectures=[name], **settings))
 
 
 def cut_in_layers(model: nn.Module, policy: RolePolicy) -> set[str]:
@@ -48,12 +48,12 @@ def cut_in_layers(model: nn.Module, policy: RolePolicy) -> set[str]:
 )
 @pytest.mark.filterwarnings("ignore:`acoustic_tokenizer_chunk_size` is deprecated")  # transformers 5.17 of its own call
 def test_a_twin_of_special_sizes_or_inputs_runs(model_type: str, name: str, shapes: dict[str, tuple[int, ...]]) -> None:
-    batch = twin_of(native(model_type, name)).batch
+    batch = reduce_model(native(model_type, name)).batch
     assert {name: tuple(batch[name].shape) for name in shapes} == shapes
 
 
 def test_a_class_derives_sizes_from_the_small_ones() -> None:
-    small = shrunk(transformers.ZambaConfig(), anew=True)
+    small = shrink_config(transformers.ZambaConfig(), anew=True)
     assert small.attention_hidden_size == 2 * ODD.heads * ODD.head_dim
     assert small.attention_head_dim == 2 * ODD.head_dim
 
@@ -69,12 +69,12 @@ def test_a_class_derives_sizes_from_the_small_ones() -> None:
 )
 def test_a_config_is_made_anew_where_its_fields_alone_do_not_fit(model_type: str, name: str) -> None:
     model = native(model_type, name)
-    assert kinds_of_layers(twin_of(model).model) == kinds_of_layers(model)
+    assert layer_kinds(reduce_model(model).model) == layer_kinds(model)
 
 
 def test_a_head_inside_another_model_is_cut_with_the_embedding_whose_weight_it_has() -> None:
     model = native("shieldgemma2", "ShieldGemma2ForImageClassification")
-    assert infer(model).head == ("model.lm_head",)
+    assert derive_policy(model).head == ("model.lm_head",)
 
 
 def test_layers_that_read_the_keys_and_values_of_earlier_ones_are_cut_with_them() -> None:
@@ -82,22 +82,22 @@ def test_layers_that_read_the_keys_and_values_of_earlier_ones_are_cut_with_them(
     model = native(
         "gemma4_text", "Gemma4ForCausalLM", num_hidden_layers=8, layer_types=layer_types, num_kv_shared_layers=4
     )
-    twin = twin_of(model).model
-    assert kinds_of_layers(twin) == kinds_of_layers(model)
-    policy = infer(model)
+    twin = reduce_model(model).model
+    assert layer_kinds(twin) == layer_kinds(model)
+    policy = derive_policy(model)
     cut = cut_in_layers(model, policy)
     assert {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.down_proj"} <= cut
 
 
 def test_a_model_of_stages_is_shrunk_to_a_small_image() -> None:
-    mobilevit = twin_of(native("mobilevit", "MobileViTForImageClassification"))
+    mobilevit = reduce_model(native("mobilevit", "MobileViTForImageClassification"))
     assert mobilevit.batch["pixel_values"].shape == torch.Size([2, 3, 64, 64])
-    assert max(shrunk(transformers.CvtConfig()).depth) == 3
+    assert max(shrink_config(transformers.CvtConfig()).depth) == 3
 
 
 def test_layers_in_a_sequential_are_layers_and_projections_of_convolved_states_are_cut() -> None:
     sizes = {"embed_dim": (12, 24, 48), "num_heads": (1, 2, 4), "depth": (1, 2, 3)}
-    policy = infer(native("cvt", "CvtForImageClassification", **sizes))
-    assert isinstance(policy.stack, Stack)
+    policy = derive_policy(native("cvt", "CvtForImageClassification", **sizes))
+    assert isinstance(policy.stack, LayerStack)
     assert policy.stack.layers == "encoder.stages.*.layers"
     assert [type(role) for role in policy.stack.blocks] == [Attention, MLP]

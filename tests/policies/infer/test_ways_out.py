@@ -99,9 +99,9 @@ def test_a_model_with_an_input_of_its_own_is_told_how_to_give_one_and_that_works
     with pytest.raises(PolicyError) as error:
         shard(model)
     line = re.search(r"policy = (.*)", str(error.value))
-    assert line is not None and line[1] == 'shardformer.infer(model, batch={"words_of_text": ...})'
+    assert line is not None and line[1] == 'shardformer.derive_policy(model, batch={"words_of_text": ...})'
     batch = {"words_of_text": torch.randint(0, 32, (2, 5))}
-    policy = shardformer.infer(model, batch=batch)
+    policy = shardformer.derive_policy(model, batch=batch)
     expected = model(**batch)
 
     def train(context: ParallelContext) -> Tensor:
@@ -119,10 +119,12 @@ def fed_like(model: nn.Module) -> nn.Module:
 
 
 def test_what_is_printed_of_a_policy_is_python_that_says_the_same() -> None:
-    said = str(shardformer.infer(Fed(), batch={"words_of_text": torch.randint(0, 32, (2, 5))}))
+    said = str(shardformer.derive_policy(Fed(), batch={"words_of_text": torch.randint(0, 32, (2, 5))}))
     names: dict[str, Any] = {}
     exec(said, names)
-    assert said.startswith("# The policy was inferred") and issubclass(names["MyPolicy"], shardformer.RolePolicy)
+    assert said.startswith("# The policy was inferred") and issubclass(
+        names["MyPolicy"], shardformer.policies.RolePolicy
+    )
 
 
 @pytest.mark.parametrize("kind", ["mamba", "convolutions"])
@@ -152,34 +154,37 @@ def test_an_attention_in_a_layer_is_told_the_line_that_keeps_it_whole_and_the_po
     assert re.search(r"Provided sizes \[3, 8\] .*, in \S*test_ways_out.py, line \d+: `q, k, v = .*self.sizes", said)
     names: dict[str, Any] = {}
     exec(
-        textwrap.dedent(said[said.index("    from shardformer import") : said.index("Or leave the tensor axis")]), names
+        textwrap.dedent(
+            said[said.index("    from shardformer.policies import") : said.index("Or leave the tensor axis")]
+        ),
+        names,
     )
     trains_alike(AttentionModel((-1, 8)), names["MyPolicy"])  # as it says: with -1 for the number of heads
 
 
 def test_an_attention_beside_what_is_cut_has_its_line_and_its_role_among_the_notes() -> None:
-    notes = " ".join(shardformer.infer(AttentionModel((3, 8), up=40)).notes)
+    notes = " ".join(shardformer.derive_policy(AttentionModel((3, 8), up=40)).notes)
     assert re.search(r"Whole, since .*test_ways_out.py, line \d+: .*self.sizes.*: layers.\*.q, layers.\*.k", notes)
-    assert 'The nearest way to cut layers: Attention("", Projections(out="o", q="q", k="k", v="v")' in notes
+    assert 'The nearest way to cut layers: Attention("", AttentionProjections(out="o", q="q", k="k", v="v")' in notes
 
 
 def test_heads_that_nobody_counts_are_counted_by_their_features() -> None:
-    policy = shardformer.infer(AttentionModel((-1, 4)))
+    policy = shardformer.derive_policy(AttentionModel((-1, 4)))
     assert "num_heads=6" in str(policy)
     trains_alike(AttentionModel((-1, 4)), type(policy), ranks=3)
     named = AttentionModel((-1, 4))
     for layer in named.layers:
         layer.head_dim = 4
-    assert "num_heads=6" in str(shardformer.infer(named))  # and not the 4 that stands there
+    assert "num_heads=6" in str(shardformer.derive_policy(named))  # and not the 4 that stands there
 
 
-def trains_alike(model: AttentionModel, policy: type[shardformer.Policy], ranks: int = 2) -> None:
+def trains_alike(model: AttentionModel, policy: type[shardformer.policies.Policy], ranks: int = 2) -> None:
     ids = torch.randint(0, 32, (2, 5))
     expected, models = model(ids), [copy.deepcopy(model) for _ in range(ranks)]
 
     def train(context: ParallelContext) -> Tensor:
         sharded = shardformer.shard_model(models[context.tensor.rank], policy, context=context)
-        assert "Linear1D_Col" in str(shardformer.describe(sharded))
+        assert "Linear1D_Col" in str(shardformer.describe_sharding(sharded))
         found: Tensor = sharded(ids)
         return found.detach()
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from shardformer.checkpoint.directory import found_in
+from shardformer.checkpoint.directory import list_checkpoints
 from shardformer.errors import ConfigError, ShardFormerError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.training.hook import Hook, Run
+from shardformer.training.hook import Hook, TrainerProtocol
 from shardformer.training.hooks.checkpoint import Checkpoint
 from shardformer.training.hooks.early_stopping import EarlyStopping
 from shardformer.training.trainer import Trainer
@@ -36,7 +36,7 @@ def trained(folder: Path, steps: int, context: ParallelContext | None = None, **
     began: list[int] = []
 
     class Notes(Hook):
-        def before_train(self, trainer: Run) -> None:
+        def before_train(self, trainer: TrainerProtocol) -> None:
             began.append(trainer.step)
 
     values = Trainer(engine, [Checkpoint(folder, **options), Notes()]).fit(steps=steps)
@@ -81,7 +81,7 @@ def test_checkpoints_come_behind_epochs(tmp_path: Path) -> None:
 class Kills(Hook):
     """Sends SIGTERM to the own process in its second step."""
 
-    def after_step(self, trainer: Run) -> None:
+    def after_step(self, trainer: TrainerProtocol) -> None:
         if trainer.step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.05)
@@ -141,7 +141,7 @@ def test_a_new_run_does_not_mix_with_an_old_one(tmp_path: Path) -> None:
     trained(tmp_path, 2)
     with pytest.raises(ConfigError, match="resume=False"):
         trained(tmp_path, 2, resume=False)
-    assert found_in(tmp_path)
+    assert list_checkpoints(tmp_path)
 
 
 @pytest.mark.parametrize("options", [{"every_steps": 0}, {"every_minutes": 0}, {"every_minutes": True}])

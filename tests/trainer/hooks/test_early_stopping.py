@@ -13,7 +13,7 @@ from torch import nn
 from shardformer.errors import ConfigError, InputError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.training.hook import Hook, Run
+from shardformer.training.hook import Hook, TrainerProtocol
 from shardformer.training.hooks.early_stopping import EarlyStopping
 from shardformer.training.initialize import initialize
 from shardformer.training.trainer import Trainer
@@ -27,7 +27,7 @@ class Says(Hook):
     def __init__(self, values: Sequence[float], name: str = "validation/loss") -> None:
         self.values, self.name = list(values), name
 
-    def after_validation(self, trainer: Run) -> None:
+    def after_validation(self, trainer: TrainerProtocol) -> None:
         trainer.values[self.name] = self.values.pop(0)
 
 

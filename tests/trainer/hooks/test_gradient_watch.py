@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from shardformer.config import Parallel
+from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError, InputError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.training.hooks.gradient_monitor import GradientWatch
+from shardformer.training.hooks.gradient_monitor import GradientMonitor
 from shardformer.training.initialize import initialize
 from shardformer.training.trainer import Trainer
 from tests.trainer.hooks.runs import Net, engine_of, pairs
@@ -23,7 +23,7 @@ def test_the_norm_is_that_of_the_plain_model() -> None:
     torch.manual_seed(0)
     model = Net(dropout=0.0)
     engine = initialize(model, torch.optim.SGD(model.parameters(), lr=0.0), nn.MSELoss(), pairs(), batch_size=10)
-    found = Trainer(engine, [GradientWatch()]).fit(steps=1)
+    found = Trainer(engine, [GradientMonitor()]).fit(steps=1)
     plain = Net(dropout=0.0)
     inputs, targets = (torch.stack(each) for each in zip(*pairs()))
     nn.MSELoss()(plain(inputs), targets).backward()
@@ -32,8 +32,10 @@ def test_the_norm_is_that_of_the_plain_model() -> None:
     assert not engine.takes_grad_norm
 
 
-@pytest.mark.parametrize("parallel", [Parallel(), Parallel(zero=1), Parallel(zero=2, on_nonfinite="ignore")], ids=str)
-def test_data_ranks_have_the_same_norm(parallel: Parallel) -> None:
+@pytest.mark.parametrize(
+    "parallel", [ParallelConfig(), ParallelConfig(zero=1), ParallelConfig(zero=2, on_nonfinite="ignore")], ids=str
+)
+def test_data_ranks_have_the_same_norm(parallel: ParallelConfig) -> None:
     def run(context: ParallelContext | None) -> dict[str, float]:
         model = Net(dropout=0.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -46,7 +48,7 @@ def test_data_ranks_have_the_same_norm(parallel: Parallel) -> None:
             batch_size=4,
             parallel=parallel if context else None,
         )
-        return Trainer(engine, [GradientWatch()]).fit(steps=3)
+        return Trainer(engine, [GradientMonitor()]).fit(steps=3)
 
     alone = run(None)
     for found in run_as_threads(run, data=2):
@@ -61,15 +63,17 @@ def test_a_jump_is_told() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         options = {"shuffle": False}
         engine = initialize(model, optimizer, nn.MSELoss(), data, batch_size=1, data_options=options)
-        Trainer(engine, [GradientWatch()]).fit(epochs=1)
+        Trainer(engine, [GradientMonitor()]).fit(epochs=1)
 
 
 def broken(context: ParallelContext | None = None, **how: Any) -> Trainer:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = [(torch.full((4,), math.nan), torch.zeros(1))] * 8
-    engine = initialize(model, optimizer, nn.MSELoss(), data, context=context, batch_size=4, parallel=Parallel(**how))
-    return Trainer(engine, [GradientWatch(patience=3)])
+    engine = initialize(
+        model, optimizer, nn.MSELoss(), data, context=context, batch_size=4, parallel=ParallelConfig(**how)
+    )
+    return Trainer(engine, [GradientMonitor(patience=3)])
 
 
 def test_a_step_that_is_not_finite_names_the_parameters() -> None:
@@ -92,11 +96,11 @@ def test_a_run_that_stays_not_finite_ends_on_all_ranks() -> None:
 @pytest.mark.parametrize("options", [{"factor": 1}, {"factor": True}, {"patience": 0}])
 def test_arguments_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
-        GradientWatch(**options)
+        GradientMonitor(**options)
 
 
 def test_it_goes_on_from_a_checkpoint_with_what_is_usual() -> None:
-    first, second = GradientWatch(), GradientWatch()
+    first, second = GradientMonitor(), GradientMonitor()
     Trainer(engine_of(), [first]).fit(steps=4)
     second.load_state(first.state())
     assert second.state() == first.state()

@@ -10,12 +10,12 @@ import torch
 import transformers
 from torch import Tensor
 
-from shardformer.config import Parallel
+from shardformer.config import ParallelConfig
 from shardformer.errors import InputError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.training.engine import Engine
-from shardformer.training.hooks.gradient_monitor import GradientWatch
+from shardformer.training.hooks.gradient_monitor import GradientMonitor
 from shardformer.training.initialize import initialize
 from shardformer.training.trainer import Trainer
 from shardformer.weights.state_dict import full_state_dict
@@ -49,7 +49,7 @@ def gpt2(context: ParallelContext | None, **parallel: Any) -> Engine:
         None,
         data(),
         context=context,
-        parallel=Parallel(**parallel),
+        parallel=ParallelConfig(**parallel),
         batch_size=8,
         data_options=options,
     )
@@ -67,7 +67,7 @@ def test_the_norm_is_that_of_the_plain_model_under_every_layout() -> None:
 
         def run(context: ParallelContext, how: Any = how, sizes: Any = sizes) -> float:
             engine = gpt2(context, **how, **sizes)
-            return Trainer(engine, [GradientWatch()]).fit(steps=1)["grad_norm"]
+            return Trainer(engine, [GradientMonitor()]).fit(steps=1)["grad_norm"]
 
         assert run_as_threads(run, **sizes) == pytest.approx([want] * max([1, *sizes.values()]), rel=1e-5), (sizes, how)
 
@@ -83,7 +83,7 @@ def test_what_is_not_finite_is_named_as_in_the_plain_model(sizes: dict[str, int]
             if n == name:
                 p.register_hook(lambda g: g * math.inf)
         with pytest.raises(InputError) as caught:
-            Trainer(engine, [GradientWatch()]).fit(steps=3)
+            Trainer(engine, [GradientMonitor()]).fit(steps=3)
         return str(caught.value)
 
     for said in run_as_threads(run, **sizes):
@@ -93,24 +93,24 @@ def test_what_is_not_finite_is_named_as_in_the_plain_model(sizes: dict[str, int]
 @pytest.mark.parametrize("zero", [None, 1])
 def test_training_on_with_what_is_not_finite_is_as_without_the_hook(zero: int | None) -> None:
     def run(hooks: list[Any]) -> dict[str, Tensor]:
-        engine = engine_of(parallel=Parallel(on_nonfinite="ignore", zero=zero))
+        engine = engine_of(parallel=ParallelConfig(on_nonfinite="ignore", zero=zero))
         torch.manual_seed(3)
         next(engine.model.parameters()).register_hook(lambda g: g.masked_fill(torch.arange(4) == 0, math.inf))
         Trainer(engine, hooks).fit(steps=1)
         return full_state_dict(engine.model)
 
-    torch.testing.assert_close(run([GradientWatch()]), run([]), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(run([GradientMonitor()]), run([]), rtol=0, atol=0, equal_nan=True)
 
 
 def test_the_norm_of_an_earlier_run_is_not_told_again() -> None:
     engine = engine_of()
-    Trainer(engine, [GradientWatch()]).fit(steps=2)
+    Trainer(engine, [GradientMonitor()]).fit(steps=2)
     torch.manual_seed(0)
     assert "grad_norm" not in Trainer(engine, []).fit(steps=4)
 
 
 def test_one_that_goes_on_counts_what_is_usual_once() -> None:
-    hook = GradientWatch()
+    hook = GradientMonitor()
     Trainer(engine_of(), [hook]).fit(steps=4)
     hook.load_state(hook.state())
     assert len(hook.state()["norms"]) == 4

@@ -12,7 +12,7 @@ import transformers
 from sklearn import metrics as sklearn_metrics
 from torch import Tensor, nn
 
-from shardformer.config import Parallel
+from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError, InputError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
@@ -76,7 +76,7 @@ def test_functions_and_metrics_of_torchmetrics() -> None:
     assert found["validation/of_torch"] == pytest.approx((labels == predictions).mean())
 
 
-def language_model(context: ParallelContext | None, parallel: Parallel) -> dict[str, float]:
+def language_model(context: ParallelContext | None, parallel: ParallelConfig) -> dict[str, float]:
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         n_embd=16, n_layer=2, n_head=2, vocab_size=23, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
@@ -93,12 +93,12 @@ def language_model(context: ParallelContext | None, parallel: Parallel) -> dict[
 
 
 def test_a_language_model_is_compared_with_the_next_token() -> None:
-    alone = language_model(None, Parallel())
+    alone = language_model(None, ParallelConfig())
     torch.manual_seed(0)
     assert alone["validation/perplexity"] == pytest.approx(math.exp(alone["validation/loss"]))
     assert alone["validation/accuracy"] * 42 == pytest.approx(round(alone["validation/accuracy"] * 42))  # 6 x (8 - 1)
     for sizes in ({"tensor": 2}, {"pipe": 2}, {"data": 2}):
-        for found in run_as_threads(lambda c, sizes=sizes: language_model(c, Parallel(**sizes)), **sizes):
+        for found in run_as_threads(lambda c, sizes=sizes: language_model(c, ParallelConfig(**sizes)), **sizes):
             assert found["validation/accuracy"] == alone["validation/accuracy"]
             assert found["validation/perplexity"] == pytest.approx(alone["validation/perplexity"], rel=1e-5)
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardformer.config import Parallel
+from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError, InputError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.training.hook import Hook, Run
+from shardformer.training.hook import Hook, TrainerProtocol
 from shardformer.training.hooks.checkpoint import Checkpoint
 from shardformer.training.hooks.moving_average import MovingAverage
 from shardformer.training.initialize import initialize
@@ -26,7 +26,7 @@ def engine_of(context: ParallelContext | None = None, kind: Any = torch.optim.Ad
     model = Net(dropout=0.0)
     optimizer = kind(model.parameters(), lr=0.05)
     return initialize(
-        model, optimizer, nn.MSELoss(), pairs(), context=context, parallel=Parallel(**parallel), batch_size=4
+        model, optimizer, nn.MSELoss(), pairs(), context=context, parallel=ParallelConfig(**parallel), batch_size=4
     )
 
 
@@ -68,7 +68,7 @@ def test_a_step_that_is_skipped_does_not_move_it(zero: int | None) -> None:
         model, (good, bad) = Net(dropout=0.0), pairs(2)
         engine = initialize(
             model, torch.optim.SGD(model.parameters(), lr=0.05), nn.MSELoss(), [good, (bad[0] * torch.inf, bad[1])],
-            parallel=Parallel(zero=zero, max_grad_norm=1.0, on_nonfinite="skip"), batch_size=1,
+            parallel=ParallelConfig(zero=zero, max_grad_norm=1.0, on_nonfinite="skip"), batch_size=1,
             data_options={"shuffle": False},
         )  # fmt: skip
         average = MovingAverage(0.9, warmup=False)
@@ -110,10 +110,10 @@ class Sees(Hook):
     def __init__(self) -> None:
         self.seen: list[Tensor] = []
 
-    def on_validation_batch(self, trainer: Run, batch: Any) -> None:
+    def on_validation_batch(self, trainer: TrainerProtocol, batch: Any) -> None:
         self.seen.append(next(trainer.engine.model.parameters()).detach().clone())
 
-    def after_step(self, trainer: Run) -> None:
+    def after_step(self, trainer: TrainerProtocol) -> None:
         self.seen.append(next(trainer.engine.model.parameters()).detach().clone())
 
 

@@ -10,12 +10,12 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from shardformer.config import Parallel
+from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError, ShardFormerError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.training.engine import Engine
-from shardformer.training.hook import Hook, Run
+from shardformer.training.hook import Hook, TrainerProtocol
 from shardformer.training.hooks.checkpoint import Checkpoint
 from shardformer.training.hooks.moving_average import MovingAverage
 from shardformer.training.initialize import initialize
@@ -72,7 +72,7 @@ def language_model(
     ids = torch.randint(23, (8, 9), generator=torch.Generator().manual_seed(1))
     data = [{"input_ids": row, "labels": row} for row in ids]
     engine = initialize(
-        model, make(model.parameters()), None, data, context=context, parallel=Parallel(**parallel), batch_size=4,
+        model, make(model.parameters()), None, data, context=context, parallel=ParallelConfig(**parallel), batch_size=4,
         data_options={"shuffle": False},
     )  # fmt: skip
     hook = MovingAverage(DECAY, warmup=False)
@@ -129,11 +129,11 @@ class Fails(Hook):
     def __init__(self, moment: str) -> None:
         self.moment = moment
 
-    def on_validation_batch(self, trainer: Run, batch: Any) -> None:
+    def on_validation_batch(self, trainer: TrainerProtocol, batch: Any) -> None:
         if self.moment == "batch":
             raise ValueError("an error in between")
 
-    def after_validation(self, trainer: Run) -> None:
+    def after_validation(self, trainer: TrainerProtocol) -> None:
         if self.moment == "after":
             raise ValueError("an error in between")
 
@@ -142,7 +142,7 @@ class Fails(Hook):
 @pytest.mark.parametrize("zero", [None, 1, 3])
 def test_the_weights_are_back_when_an_error_comes_between(moment: str, zero: int | None) -> None:
     def run(context: ParallelContext) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        options: dict[str, Any] = {"parallel": Parallel(zero=zero)}
+        options: dict[str, Any] = {"parallel": ParallelConfig(zero=zero)}
         engine, plainly = engine_of(context, **options), engine_of(context, **options)
         with pytest.raises(ShardFormerError, match="an error in between"):
             Trainer(engine, [Fails(moment), MovingAverage(DECAY)]).fit(steps=2, validation=pairs(4))
@@ -157,7 +157,7 @@ def test_the_weights_are_back_when_an_error_comes_between(moment: str, zero: int
 def test_a_run_that_goes_on_has_the_average_of_one_that_was_not_interrupted(tmp_path: Path, zero: int | None) -> None:
     def run(context: ParallelContext, folder: Path, *ends: int) -> dict[str, Tensor]:
         for end in ends:
-            engine, hook = engine_of(context, parallel=Parallel(zero=zero)), MovingAverage(DECAY)
+            engine, hook = engine_of(context, parallel=ParallelConfig(zero=zero)), MovingAverage(DECAY)
             Trainer(engine, [hook, Checkpoint(folder)]).fit(steps=end)
         return averaged(engine, hook)
 
@@ -168,7 +168,7 @@ def test_a_run_that_goes_on_has_the_average_of_one_that_was_not_interrupted(tmp_
 
 def test_a_run_may_go_on_under_another_layout(tmp_path: Path) -> None:
     def run(context: ParallelContext | None, end: int, folder: Path, **parallel: Any) -> dict[str, Tensor]:
-        engine, hook = engine_of(context, parallel=Parallel(**parallel)), MovingAverage(DECAY)
+        engine, hook = engine_of(context, parallel=ParallelConfig(**parallel)), MovingAverage(DECAY)
         Trainer(engine, [hook, Checkpoint(folder)]).fit(steps=end)
         return averaged(engine, hook)
 
@@ -225,7 +225,7 @@ def test_an_average_that_was_not_kept_up_is_not_gone_on_with(tmp_path: Path) -> 
 
 
 def test_masters_in_files(tmp_path: Path) -> None:
-    parallel = Parallel(zero=1, offload=f"nvme:{tmp_path / 'files'}")
+    parallel = ParallelConfig(zero=1, offload=f"nvme:{tmp_path / 'files'}")
     (tmp_path / "files").mkdir()
     engine, hook = engine_of(parallel=parallel), MovingAverage(DECAY, warmup=False)
     try:
@@ -239,15 +239,15 @@ def test_masters_in_files(tmp_path: Path) -> None:
 
 def test_the_engine_may_change_its_layout_between_two_fits() -> None:
     def run(context: ParallelContext) -> dict[str, Tensor]:
-        engine, hook = engine_of(context, parallel=Parallel(zero=1)), MovingAverage(DECAY)
+        engine, hook = engine_of(context, parallel=ParallelConfig(zero=1)), MovingAverage(DECAY)
         trainer = Trainer(engine, [hook])
         trainer.fit(steps=3)
-        engine.reshape(Parallel(zero=3))
+        engine.reshape(ParallelConfig(zero=3))
         trainer.fit(steps=5)
         return averaged(engine, hook)
 
     def straight(context: ParallelContext) -> dict[str, Tensor]:
-        engine, hook = engine_of(context, parallel=Parallel(zero=1)), MovingAverage(DECAY)
+        engine, hook = engine_of(context, parallel=ParallelConfig(zero=1)), MovingAverage(DECAY)
         Trainer(engine, [hook]).fit(steps=5)
         return averaged(engine, hook)
 

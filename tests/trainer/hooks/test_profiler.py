@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardformer.errors import ConfigError
-from shardformer.training.hook import Hook, Run
+from shardformer.training.hook import Hook, TrainerProtocol
 from shardformer.training.hooks.profiler import Profiler, memory_over_time
 from shardformer.training.trainer import Trainer
 from tests.trainer.hooks.runs import engine_of
@@ -29,7 +29,7 @@ def test_traces_tables_and_pictures_are_written(tmp_path: Path) -> None:
 
 
 class Fails(Hook):
-    def after_step(self, trainer: Run) -> None:
+    def after_step(self, trainer: TrainerProtocol) -> None:
         raise ValueError("on purpose")
 
 

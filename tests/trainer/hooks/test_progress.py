@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shardformer.errors import ConfigError
-from shardformer.training.hooks.progress import Progress, described, short
+from shardformer.training.hooks.progress import Progress, format_metrics, short
 from shardformer.training.hooks.throughput import Throughput
 from shardformer.training.trainer import Trainer
 from tests.trainer.hooks.runs import engine_of, pairs
@@ -47,8 +47,8 @@ def test_why_a_run_ended_early_is_said(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_numbers_are_short() -> None:
     assert [" ".join(short(v)) for v in (0.5, 12, 51200, 1.5e6, 2e12)] == ["0.5 ", "12 ", "51.2 k", "1.5 M", "2 T"]
-    assert described({"loss": 1.0, "memory_bytes": 2.1e9, "other": 3.0}) == "loss 1.0000  2.1 GB"
-    assert described({"tokens_per_s": 51200.0, "flops_per_s": 2.5e9}) == "51.2k tokens/s  2.5 GFLOP/s"
+    assert format_metrics({"loss": 1.0, "memory_bytes": 2.1e9, "other": 3.0}) == "loss 1.0000  2.1 GB"
+    assert format_metrics({"tokens_per_s": 51200.0, "flops_per_s": 2.5e9}) == "51.2k tokens/s  2.5 GFLOP/s"
 
 
 @pytest.mark.parametrize("every_s", [-1, True, "10"])

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from shardformer.errors import ConfigError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.training.hook import Hook, Run
+from shardformer.training.hook import Hook, TrainerProtocol
 from shardformer.training.hooks.throughput import Throughput
 from shardformer.training.trainer import Trainer
 from tests.trainer.hooks.runs import Net, engine_of, pairs
@@ -50,7 +50,7 @@ def test_what_is_not_asked_for_is_not_counted() -> None:
 class FailsOn(Hook):
     """On the second rank."""
 
-    def after_step(self, trainer: Run) -> None:
+    def after_step(self, trainer: TrainerProtocol) -> None:
         if trainer.engine.world.rank == 1:
             raise ValueError("broken on purpose")
 

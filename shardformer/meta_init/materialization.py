@@ -11,34 +11,34 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardformer.errors import ConfigError, expect
+from shardformer.errors import ConfigError, check_argument
 from shardformer.layout.sharding_metadata import check_module
-from shardformer.meta_init.init_recipe import Place, compute, make_place, place_of, view_of
+from shardformer.meta_init.init_recipe import DeferredStorage, defer_storage, deferred_storage_of, run_recipe, view_of
 from shardformer.meta_init.lazy_init import VERSION, InitRecorder, end_recorded_calls, was_written
-from shardformer.meta_init.safetensors_source import files_of
+from shardformer.meta_init.safetensors_source import weight_files
 
 NOTES = "_shardformer_loading"
 
 
 def is_lazy(model: nn.Module) -> bool:
     """Whether some parameter or buffer of the model waits for its values."""
-    return any(place_of(t) is not None for _, t in named_tensors(model))
+    return any(deferred_storage_of(t) is not None for _, t in named_tensors(model))
 
 
-def recording(model: nn.Module) -> AbstractContextManager[Any]:
+def record_changes(model: nn.Module) -> AbstractContextManager[Any]:
     """Where a model without values is changed: what is done to its tensors goes into their recipes."""
     return InitRecorder() if is_lazy(model) else nullcontext()
 
 
-def copy_with_values(model: nn.Module) -> nn.Module:
+def materialized_copy(model: nn.Module) -> nn.Module:
     """A whole copy, with values, of a model that has none and goes on without."""
-    with recording(model):
+    with record_changes(model):
         twin = copy.deepcopy(model)
     end_recorded_calls(twin)  # which are those of the first model
-    return fill(twin)
+    return materialize_parameters(twin)
 
 
-def without_values(model: nn.Module) -> nn.Module:
+def meta_copy(model: nn.Module) -> nn.Module:
     """A copy of a plain model whose parameters have no values, and take no memory.
 
     ``shard_model`` makes of it a model whose parameters are memory of this rank's part, with any numbers in it, for who
@@ -48,16 +48,16 @@ def without_values(model: nn.Module) -> nn.Module:
     for param in model.parameters():
         empty = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
         empty.__dict__.update({name: value for name, value in vars(param).items() if name != VERSION})
-        make_place(empty)
+        defer_storage(empty)
         memo[id(param)] = empty
     for value in (value for module in model.modules() for value in vars(module).values()):
         if isinstance(value, Tensor) and value.grad_fn is not None:  # as torch.nn.utils.weight_norm and prune keep them
             memo[id(value)] = value.detach().clone()
-    with recording(model):
+    with record_changes(model):
         return copy.deepcopy(model, memo)
 
 
-def notes_of(model: nn.Module) -> list[str]:
+def lazy_notes(model: nn.Module) -> list[str]:
     """What is worth knowing of where a model's values come from."""
     if not is_lazy(model):
         return []
@@ -77,40 +77,40 @@ def materialize(model: nn.Module, device: torch.device | str | None = None) -> n
     """
     check_module(model)
     check_recipes(model)
-    return fill(model, _device_of(device))
+    return materialize_parameters(model, _device_of(device))
 
 
 def _device_of(device: torch.device | str | None) -> torch.device | None:
     if device is None:
         return None
     rule, remedy = "It is a device of torch, with its values", "Write device='cuda:0', or leave it out"
-    expect("device", device, isinstance(device, torch.device | str), rule, remedy)
+    check_argument("device", device, isinstance(device, torch.device | str), rule, remedy)
     try:
         found = torch.device(device)
     except RuntimeError as error:
         raise ConfigError(f"device={device!r}", rule=rule, remedy=remedy) from error
-    expect("device", device, found.type != "meta", rule, remedy)
+    check_argument("device", device, found.type != "meta", rule, remedy)
     return found
 
 
-def fill(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
+def materialize_parameters(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
     """Puts values in the place of tensors without, one after the other: a recipe's tensors are freed with it.
 
     Raises ConfigError where a file changed while its weights were read.
     """
-    files = files_of(model)
-    storages: dict[Place, UntypedStorage] = {}
+    files = weight_files(model)
+    storages: dict[DeferredStorage, UntypedStorage] = {}
     done: dict[int, Tensor] = {}
     cpu = torch.device("cpu")
 
     def filled(tensor: Tensor, target: torch.device) -> Tensor:
-        place = place_of(tensor)
+        place = deferred_storage_of(tensor)
         if place is None and target in (tensor.device, cpu):
             return tensor
         if id(tensor) not in done:
             with torch.no_grad():
                 if place is not None and place not in storages:
-                    whole = torch.empty(0, dtype=torch.uint8).set_(compute(place))
+                    whole = torch.empty(0, dtype=torch.uint8).set_(run_recipe(place))
                     storages[place] = whole.to(target).untyped_storage()
                 new = tensor.to(target) if place is None else view_of(tensor).of(storages[place])
             if isinstance(tensor, nn.Parameter):
@@ -126,7 +126,7 @@ def fill(model: nn.Module, device: torch.device | str | None = None) -> nn.Modul
         for name, value in list(vars(module).items()):  # what is kept beside the tables does not move with the model
             if type(value) not in (Tensor, nn.Parameter, list, tuple, dict) or any(value is table for table in tables):
                 continue
-            if any(place_of(x) is not None for x in tree_leaves(value)):
+            if any(deferred_storage_of(x) is not None for x in tree_leaves(value)):
                 vars(module)[name] = tree_map_only(Tensor, lambda x: filled(x, cpu), value)
     for file in files:
         file.check()
@@ -139,13 +139,13 @@ def check_recipes(model: nn.Module) -> None:
 
     Or where the files that it reads are not those that were loaded.
     """
-    empty = [name for name, t in named_tensors(model) if t.is_meta and place_of(t) is None]
+    empty = [name for name, t in named_tensors(model) if t.is_meta and deferred_storage_of(t) is None]
     if empty:
         raise ConfigError(
             f"{len(empty)} tensors of this {type(model).__name__} are on the meta device and nothing says what their "
             f"values are, the first is {empty[0]!r}",
-            rule="Values are made for what was built under shardformer.LazyInit, and converted or copied in there",
-            remedy="Build the model in `with shardformer.LazyInit():` in place of torch.device('meta'), with its .to() "
+            rule="Values are made for what was built under LazyInit, and converted or copied in there",
+            remedy="Build the model in `with LazyInit():` in place of torch.device('meta'), with its .to() "
             "and .half() inside, or load it with shardformer.from_pretrained",
         )
     changed = [name for name, p in model.named_parameters() if was_written(p)]
@@ -155,5 +155,5 @@ def check_recipes(model: nn.Module) -> None:
             rule="A tensor without values keeps what is done to it inside of LazyInit only",
             remedy="Change weights inside of the `with`, or after shard_model or materialize",
         )
-    for file in files_of(model):
+    for file in weight_files(model):
         file.check(reads=True)

@@ -1,0 +1,22 @@
+"""Hooks of the trainer, and the base class for your own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardformer.public_names import lazy_names
+
+if TYPE_CHECKING:
+    from shardformer.training.hook import Hook as Hook
+    from shardformer.training.hooks import Checkpoint as Checkpoint
+    from shardformer.training.hooks import EarlyStopping as EarlyStopping
+    from shardformer.training.hooks import GradientMonitor as GradientMonitor
+    from shardformer.training.hooks import JsonLines as JsonLines
+    from shardformer.training.hooks import Metrics as Metrics
+    from shardformer.training.hooks import MovingAverage as MovingAverage
+    from shardformer.training.hooks import Profiler as Profiler
+    from shardformer.training.hooks import Progress as Progress
+    from shardformer.training.hooks import TensorBoard as TensorBoard
+    from shardformer.training.hooks import Throughput as Throughput
+
+__getattr__, __all__ = lazy_names(__name__)

@@ -1,0 +1,58 @@
+"""Public names of a package that are imported when they are first used.
+
+A package lists its public names as imports under ``if TYPE_CHECKING:``, where type checkers and editors see them, and
+gets its ``__getattr__`` from here. Importing the package then imports none of their modules.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from inspect import getsource
+from typing import Any
+
+from shardformer.errors import did_you_mean
+
+
+def lazy_names(package: str, renamed: Mapping[str, str] | None = None) -> tuple[Callable[[str], Any], list[str]]:
+    """Returns the ``__getattr__`` and the ``__all__`` of a package.
+
+    Args:
+        package: its ``__name__``.
+        renamed: an earlier name -> the full name that replaces it. Using one raises a DeprecationWarning.
+
+    ``__getattr__`` raises AttributeError for an unknown name, with the nearest known one.
+    """
+    found = _names_in(getsource(sys.modules[package]))
+
+    def load(name: str) -> Any:
+        if name in found:
+            module, original = found[name]
+            if module == package:  # a module of the package
+                return import_module(f"{package}.{name}")
+            return getattr(import_module(module), original)
+        if name in (renamed or {}):
+            new = (renamed or {})[name]
+            warnings.warn(f"{package}.{name} is now {new}", DeprecationWarning, stacklevel=2)
+            home, _, last = new.rpartition(".")
+            return getattr(import_module(home), last)
+        # a package is asked for private names by importlib, copy and pickle
+        hint = "" if name.startswith("_") else f". {did_you_mean(name, [*found, *(renamed or {})])}"
+        raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}", name=name, obj=sys.modules[package])
+
+    return load, sorted(found)
+
+
+def _names_in(source: str) -> dict[str, tuple[str, str]]:
+    """Public name -> (module, its name there), of the imports under ``if TYPE_CHECKING:``."""
+    return {
+        alias.asname or alias.name: (statement.module or "", alias.name)
+        for node in ast.parse(source).body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for statement in node.body
+        if isinstance(statement, ast.ImportFrom)
+        for alias in statement.names
+    }
