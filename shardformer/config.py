@@ -1,8 +1,6 @@
-"""ShardConfig: what is asked of the sharder. Every combination is either done or refused before anything changes.
+"""The configuration of a parallel run: ``ShardConfig`` and ``ParallelConfig``.
 
-Also here, each to be said in one text by hand:
-
-- ``ParallelConfig``: over how many processes a model is trained in which way, and how a batch runs through it.
+Every combination of options is either applied, or refused before anything changes.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
-"""Reads pieces of boxes out of the files of a checkpoint, into memory that is there.
+"""Loads a checkpoint into a training run of any layout: each rank reads only the pieces that it will hold.
 
-Also here, each to be said in one text by hand:
-
-- Reads the pieces that a rank will hold, and checks, together with the other ranks, all that was saved of them.
-- What a rank wants of a training run that was saved under some layout, to go on under its own.
-- Loads a checkpoint into a training run of any layout.
+Together the ranks verify the checksums of everything that was saved.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
-"""What a rank has to write of a training run, and how the ranks' files become one checkpoint.
+"""Saves what a training run needs to resume: each rank writes its own pieces, each number once.
 
 Ranks do not speak while they write: each leaves a note beside its file, which the first one collects. So a checkpoint
 can be written by threads, beside training and its collectives.
-
-Also here, each to be said in one text by hand:
-
-- Saves what a training run needs to go on: each rank its own pieces, each number once.
 """
 
 from __future__ import annotations

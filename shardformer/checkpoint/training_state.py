@@ -1,10 +1,6 @@
-"""The tensors of a model by the names that the plain model has for them, and what this rank holds of each.
+"""The state of a training run under the names and full shapes of the plain model.
 
-Also here, each to be said in one text by hand:
-
-- The states of optimizers by the names and in the full shapes of the plain model's parameters.
-- The random streams of a rank as tensors and plain numbers.
-- What the ranks hold of a training run: what a checkpoint is written of, and what moves into another layout.
+Parameters, optimizer states and random states of this rank: what a checkpoint contains, and what resharding moves.
 """
 
 from __future__ import annotations

@@ -1,11 +1,4 @@
-"""A verb's options as a dataclass, a field an option: the table that its help is made of and that its tests read.
-
-Also here, each to be said in one text by hand:
-
-- Is there a model in the folder that was given?
-- How many processes a command may start on one machine.
-- The options of a pipeline on the command line.
-"""
+"""Options that several commands share, and their checks."""
 
 from __future__ import annotations
 

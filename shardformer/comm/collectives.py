@@ -1,11 +1,7 @@
-"""Collectives on plain tensors over one axis. An axis of size 1 makes each of them the identity.
+"""Collectives on plain tensors over one axis. On an axis of size 1 each is the identity.
 
 The one place that chooses an algorithm. Where the transport exchanges directly (gloo), parts are sent from rank to rank
 and added in rank order, which also makes the result the same to the bit on all ranks; large all-reduces are left to it.
-
-Also here, each to be said in one text by hand:
-
-- The full tensor of which every rank holds a part.
 """
 
 from __future__ import annotations

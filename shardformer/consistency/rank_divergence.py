@@ -1,4 +1,4 @@
-"""A running job notices that its ranks have come apart, by numbers that ride on messages which are sent anyway.
+"""Detects during training that ranks have diverged, from numbers that are added to messages sent anyway.
 
 What is compared at every step of training, and along which ranks:
 

@@ -1,11 +1,21 @@
-"""A tensor of which each rank of an axis holds some rows: how it is placed, gathered and seen by autograd.
+"""A tensor whose sequence is sharded over the ranks of an axis, and that behaves like the full tensor.
 
 Gradients are those of data parallelism: each rank's count P times, and the P ranks' are averaged. So what is computed
 of a gathered tensor, on all ranks alike, is right, and what each rank computes of its own positions is too.
 
-Also here, each to be said in one text by hand:
+What leaves a stack of layers under context parallelism is one of these, and so are the logits that a head makes of it:
 
-- A tensor whose sequence is cut over the ranks of an axis, and that behaves as the full one.
+    hidden = model.model(input_ids).last_hidden_state     # SequenceCut (B, S, H); this rank holds (B, s, H)
+    logits = model.lm_head(hidden)                        # still: each position by itself
+    F.cross_entropy(logits.view(-1, V), labels.view(-1))  # of this rank's positions, and one number is summed
+    hidden[:, 0]                                          # a plain tensor: one all-gather of (B, S, H)
+
+What functions of torch do with it is the table ``SEQUENCE_RULES`` at the end of this file; one that is not in it
+gathers the
+full tensor and goes on with a plain one, the same on all ranks.
+
+Gradients are those of data parallelism: each rank's count P times, and the P ranks' are averaged. So what is computed
+of a gathered tensor, on all ranks alike, is right, and what each rank computes of its own positions is too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """The norm of all gradients of a sharded model, each element counted once, and clipping by it.
 
-Also here, each to be said in one text by hand:
-
-- ``torch.nn.utils.clip_grad_norm_`` for sharded parameters: the norm that it takes is that of the whole model.
+``torch.nn.utils.clip_grad_norm_`` computes the same norm for parameters of a sharded model.
 """
 
 from __future__ import annotations

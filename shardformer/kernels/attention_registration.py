@@ -1,12 +1,8 @@
-"""Attention that transformers does not dispatch, on the fused kernels: a function that takes a method's place each.
+"""Runs attention on fused kernels: models that use transformers' interface, and classes with their own attention.
 
 A class is named here that computes softmax attention in its own forward. The function computes what its method does
 and calls ``attention``; all around it stays the model's own. What the class says for sharding (its number of heads) is
 read where the class reads it.
-
-Also here, each to be said in one text by hand:
-
-- Attention on fused kernels: for every model on transformers' interface, and for classes that are not on it.
 """
 
 from __future__ import annotations

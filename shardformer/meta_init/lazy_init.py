@@ -1,9 +1,4 @@
-"""LazyInit: a model is built as always, and holds no values.
-
-Also here, each to be said in one text by hand:
-
-- Methods of a model whose weights are not read yet: what they do to weights is recorded, as it is under ``LazyInit``.
-"""
+"""LazyInit: builds a model without values, and records how each value is made."""
 
 from __future__ import annotations
 

@@ -1,13 +1,9 @@
-"""The chain: a model as layers that run one behind the other, which a pipeline cuts into spans.
+"""The layers of a model in the order in which they run, what each costs, and what stages need beside them.
 
 A *unit* is one call of a layer. Most layers are called once, so unit and layer are the same; ALBERT calls one layer
 again and again. The units of all stacks, in the order in which they run, are the chain: of an encoder-decoder first
 the encoder's, then the decoder's. What stands before a stack (its *front*: embeddings) goes with its first unit, what
 stands behind it (a norm, a pooler, the head) with its last.
-
-Also here, each to be said in one text by hand:
-
-- What each layer of a chain costs: estimated by its weights, or measured.
 """
 
 from __future__ import annotations

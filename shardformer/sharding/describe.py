@@ -1,10 +1,4 @@
-"""How ``describe`` prints: rows under the stack of layers they belong to, siblings alike on one line.
-
-Also here, each to be said in one text by hand:
-
-- What ``describe`` says of a pipeline: which stage holds what, what it costs, and how long stages wait.
-- What was done to a model, in words and rows.
-"""
+"""Describes a sharded model: what was replaced, how parameters are sharded, and what each stage holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A gather and a matmul, or a matmul and a scatter, in parts around a ring: communication runs under computation.
+"""Communication where a tensor-parallel block begins and ends, and the matrix products next to it.
+
+With overlap, a collective and a matrix product run in parts around a ring:
 
 With R ranks a part is passed on R-1 times; while one is on the way, the matmul of the one that is here runs
 (Wang et al. 2023, "Overlap communication with dependent computation via decomposition"). For R = 2, in time:
@@ -7,10 +9,13 @@ With R ranks a part is passed on R-1 times; while one is on the way, the matmul 
     rank 1   | send x1, multiply x1 | multiply x0 |        rank 1   | multiply for 0, send | multiply for 1, add |
                   gather, then matmul                            matmul, then scatter
 
-Also here, each to be said in one text by hand:
+    x --> entry --> columns (q, k, v; gate, up) --> local heads or features --> row (o; down) --> exit
 
-- What is communicated where a block begins and ends, by how the stream between the blocks lies.
-- The matrix products of a block: the column-parallel linears behind its entry, the row-parallel one at its exit.
+    stream                    entry, forward | backward          exit, forward | backward
+    whole on all ranks        nothing        | all-reduce        all-reduce      | nothing
+    sequence cut              all-gather     | reduce-scatter    reduce-scatter  | all-gather
+
+Each kind of stream is a class here. ``REGIONS_BY_DIM`` says which belongs to a cut.
 """
 
 from __future__ import annotations

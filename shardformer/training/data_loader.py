@@ -1,9 +1,4 @@
-"""The batches of a training run: the part of each that this process trains on, in an order that all processes know.
-
-Also here, each to be said in one text by hand:
-
-- A batch as users have it, by the names that the model's forward has for its parts, on the device.
-"""
+"""Batches of a training run: this process's part of each batch, in an order that does not depend on the layout."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""Puts samples together to a batch, where the user says nothing else.
-
-Also here, each to be said in one text by hand:
-
-- Data that is read in the order in which it comes: every rank reads all of it, and keeps its part of each batch.
-- Where batches come from. Of data with a number for each sample a rank reads its own part of a batch.
-"""
+"""Where batches come from: indexed data sets, iterable data sets, and how samples are collated."""
 
 from __future__ import annotations
 

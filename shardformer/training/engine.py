@@ -1,9 +1,4 @@
-"""What a checkpoint has of an engine, beside its model and what trains it.
-
-Also here, each to be said in one text by hand:
-
-- The engine: one object that trains a model, by the same calls under every layout, one process included.
-"""
+"""Engine: one object that trains a model by the same calls under every layout, in one process or many."""
 
 from __future__ import annotations
 

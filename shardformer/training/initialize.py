@@ -1,11 +1,4 @@
-"""The optimizer that a user made of the plain model, given the parameters of the sharded one.
-
-Also here, each to be said in one text by hand:
-
-- The parts of an engine: the grid, the model over it, what trains it, and the pipeline that runs it.
-- An engine goes on under another layout, without the disk.
-- ``initialize``: a model, an optimizer and data become an engine.
-"""
+"""``initialize``: makes an engine of a model, an optimizer and data. Also moves an engine to another layout."""
 
 from __future__ import annotations
 

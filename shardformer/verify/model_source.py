@@ -1,9 +1,10 @@
-"""Where models are fetched from, and whether it can be reached.
+"""Resolves MODEL on the command line: a model type, a folder, a config.json, a hub name, or a function.
 
-Also here, each to be said in one text by hand:
-
-- The modules and files of Python that commands are given.
-- What a user may write for MODEL: a family or model type, a folder, a config.json, a name on the hub, or a function.
+bert                    a small random model of that family, or of any model type of transformers
+./my-bert               a folder that save_pretrained wrote: its weights
+./my-bert/config.json   a config: random weights
+bert-base-uncased       a name on the hub
+my_models:tiny          a function of a module, or of a file (./my_models.py:tiny)
 """
 
 from __future__ import annotations

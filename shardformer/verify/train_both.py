@@ -1,11 +1,4 @@
-"""How the two models compute: in fp64 without casts of their own, and how far rounding alone moves a gradient.
-
-Also here, each to be said in one text by hand:
-
-- How a batch is shared out among data ranks and micro-batches, and what cannot be.
-- A model that has been called already, for a loss function that calls it.
-- What runs in the workers: the plain model on the first, the sharded one on all.
-"""
+"""Trains the plain model on the first worker and the sharded one on all, in fp64 where the model allows it."""
 
 from __future__ import annotations
 

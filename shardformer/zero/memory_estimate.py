@@ -1,11 +1,7 @@
-"""What one rank keeps in training, in bytes, by kind: counted from shapes, before anything is allocated.
+"""The memory that a rank needs in training, in bytes by kind, computed from shapes without allocating.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), section 3.1 and
 figure 1. The activations are not in it: they depend on the batch.
-
-Also here, each to be said in one text by hand:
-
-- What a rank keeps under ZeRO, in bytes by kind, and how fast what it keeps elsewhere comes and goes.
 """
 
 from __future__ import annotations

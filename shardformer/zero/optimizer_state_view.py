@@ -1,11 +1,5 @@
-"""What trains a model is as it was before, where an operation on it fails.
-
-Also here, each to be said in one text by hand:
-
-- ``zero_grad()`` of a model, and of optimizers, whose gradients the optimizer keeps that ``zero`` returned.
-- The state of an optimizer of torch, whose parameters are this rank's parts, is loaded by the same rank alone.
-- ``optimizer.state`` under ZeRO: the states that the optimizers use, which scripts read, edit and clear.
-"""
+"""What scripts see of an optimizer: ``state``, ``state_dict`` and ``zero_grad``, under ZeRO or with sharded
+parameters."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""HybridAdam: Adam on both sides of an offload at the same time.
-
-Also here, each to be said in one text by hand:
-
-- LAMB and LARS: steps whose length is measured against the length of each parameter.
-"""
+"""HybridAdam, and the layer-wise optimizers LAMB and LARS."""
 
 from __future__ import annotations
 

@@ -1,11 +1,6 @@
-"""Linears of which each rank of a tensor grid has a rectangle: heads or features over columns, hidden over rows.
+"""Linears and norms on a tensor grid, and which parallel layer replaces which plain module in each mode.
 
 They stand in the blocks of a model. ``benchmarks.summa_linear`` has linears that stand alone.
-
-Also here, each to be said in one text by hand:
-
-- Which layer takes the place of which plain module, by ``tensor_parallel_mode``: the one place that says so.
-- A norm between the blocks, over hidden features of which each rank of a tensor grid has a part.
 """
 
 from __future__ import annotations

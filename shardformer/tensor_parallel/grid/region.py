@@ -1,4 +1,4 @@
-"""What is communicated where a block on a tensor grid begins and ends.
+"""Communication where a block on a tensor grid begins and ends.
 
               2D, 2.5D                                3D
     entry     all-gather of hidden over columns       all-gather of samples over columns
@@ -9,12 +9,6 @@ Backward, each all-gather is a reduce-scatter and the other way round, and what 
 what this rank holds. Rectangles beside squares: every axis has a size of its own (Xu et al. 2021, "An efficient 2D
 method for training super-large deep learning models"; Wang et al. 2021, "2.5-dimensional distributed model training";
 Bian et al. 2021, "Maximizing parallelism in distributed training for huge neural networks").
-
-Also here, each to be said in one text by hand:
-
-- The matrix products of a block on a tensor grid. Weights are gathered over rows, and again in the backward.
-- A block on a tensor grid: its columns are computed together, its heads or features lie over the columns.
-- What flows between the blocks of a stack on a tensor grid: some samples, some hidden features of each.
 """
 
 from __future__ import annotations
