@@ -113,6 +113,7 @@ _RENAMED_MODULES = {
     "shardformer.layers": "shardformer.tensor_parallel",
     "shardformer.layout.spec": "shardformer.layout.shard_spec",
     "shardformer.layout.stream": "shardformer.layout.activation_layout",
+    "shardformer.policies.basepolicy": "shardformer.compat",
     "shardformer.testing.pool": "shardformer.local_ranks.worker_pool",
     "shardformer.testing.threads": "shardformer.local_ranks.threads",
     "shardformer.trainer": "shardformer.training.trainer",

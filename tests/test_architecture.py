@@ -215,6 +215,19 @@ def test_what_versions_of_transformers_name_differently_is_known_to_one_module(p
         assert "transformers" not in named, "load_transformers() makes it ready where docstrings are missing"
 
 
+MAY_BE_SHORT = re.compile(
+    r"(.*/)?__\w+__\.py|policies/models/\w+\.py|training/hooks/\w+\.py|cli/[a-z]\w*\.py|compat\.py|hooks\.py"
+)
+"""Package files, family tables, hooks, commands, and modules of public names."""
+
+
+def test_the_package_has_few_files_of_one_concept_each() -> None:
+    lines = {path.relative_to(PACKAGE).as_posix(): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
+    assert len(lines) <= 230
+    assert sum(lines.values()) <= 56_600  # lower it when the package gets smaller
+    assert [path for path, count in lines.items() if count < 60 and not MAY_BE_SHORT.fullmatch(path)] == []
+
+
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_files_functions_and_signatures_stay_short(path: Path) -> None:
     text = path.read_text(encoding="utf-8")

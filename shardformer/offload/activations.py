@@ -24,7 +24,7 @@ from shardformer.comm.collectives import digest, start_all_gather_into
 from shardformer.errors import ConfigError, InputError, did_you_mean
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMetadata, find_metadata
 from shardformer.mesh.parallel_context import Axis
-from shardformer.offload.host_device_copies import DEVICE_TO_HOST, HOST_TO_DEVICE, HostDeviceCopier
+from shardformer.offload.host import DEVICE_TO_HOST, HOST_TO_DEVICE, HostDeviceCopier
 from shardformer.offload.saved_tensors import (
     COPYING_TO_HOST,
     FETCHED,

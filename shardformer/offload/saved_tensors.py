@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from shardformer.offload.host_device_copies import AsyncCopy
+from shardformer.offload.host import AsyncCopy
 
 HookPair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 

@@ -16,8 +16,7 @@ from shardformer.comm.collective_call import collective_call, number_of
 from shardformer.errors import ConfigError, InputError
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.pipeline.micro_batches import TARGET_KEY
-from shardformer.training.data_agreement import compare_data
-from shardformer.training.data_sources import Collate, DataShard, StreamedSource, epoch_seed, make_source
+from shardformer.training.data_sources import Collate, DataShard, StreamedSource, compare_data, epoch_seed, make_source
 
 
 class NoLengthError(ConfigError, TypeError):

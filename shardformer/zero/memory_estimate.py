@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 from shardformer.errors import check_argument
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMetadata, check_module
 from shardformer.offload.disk import FileShard, FileStore
-from shardformer.offload.host import HostMemory, OffloadConfig
-from shardformer.offload.host_device_copies import DEVICE_TO_HOST, HOST_TO_DEVICE
+from shardformer.offload.host import DEVICE_TO_HOST, HOST_TO_DEVICE, HostMemory, OffloadConfig
 from shardformer.torch_compat import memory_of
 from shardformer.zero.config import BucketOptions, Stage3Options, StepOptions, ZeroOptions, as_optimizer_list
 from shardformer.zero.flat_shards import FlatShard
