@@ -142,17 +142,9 @@ def start_all_gather_into(out: Tensor, x: Tensor, axis: Axis, purpose: str) -> P
     )
 
 
-def all_gather(
-    x: Tensor,
-    axis: Axis,
-    dim: int,
-    full: int | None = None,
-    *,
-    purpose: str = "block",
-    lengths: Sequence[int] | None = None,
-) -> Tensor:
-    """Every rank's ``x`` joined along ``dim``: see ``start_all_gather``."""
-    return start_all_gather(x, axis, dim, full, purpose=purpose, lengths=lengths).wait()
+def all_gather(x: Tensor, axis: Axis, dim: int, full: int | None = None, **options: Any) -> Tensor:
+    """Every rank's ``x`` joined along ``dim``: see ``start_all_gather``, whose options it takes."""
+    return start_all_gather(x, axis, dim, full, **options).wait()
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis, dim: int, *, purpose: str = "block") -> PendingCollective:

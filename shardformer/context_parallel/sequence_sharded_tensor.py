@@ -40,6 +40,7 @@ from shardformer.context_parallel.sequence_layout import IndexShards
 from shardformer.errors import InputError
 from shardformer.mesh.parallel_context import Axis
 from shardformer.random_state import LocalRandomState
+from shardformer.tensor_parallel.vocab_sharded_tensor import metadata_of_wrapper
 
 # B batch, S sequence, H hidden, V vocabulary, P ranks; s: this rank's positions
 
@@ -249,12 +250,6 @@ def _gathered(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
         )
     args, kwargs = to_full_tensors((args, dict(kwargs)))
     return func(*args, **kwargs)
-
-
-def _metadata(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Shape, dtype, device and the like, which the wrapper knows."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
 
 
 def _blank(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
@@ -494,7 +489,7 @@ _NORMS = (F.layer_norm, F.rms_norm)
 
 # Methods and attributes of a tensor, and functions of torch and torch.nn.functional, by name.
 _NAMES: Mapping[Callable[[TorchFunction, Args, Kwargs], Any], str] = {
-    _metadata: """
+    metadata_of_wrapper: """
         shape size dim ndim ndimension numel nelement __len__ dtype element_size itemsize nbytes is_floating_point
         is_complex is_signed device get_device is_cuda is_cpu is_meta layout is_sparse is_leaf grad_fn __hash__
         """,

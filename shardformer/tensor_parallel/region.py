@@ -259,6 +259,17 @@ class ColumnParallel(Protocol):
         """The local product, for an input that has entered the block already."""
 
 
+def projection_operands(
+    x: Tensor, columns: Sequence[ColumnParallel], known: Tensor | None
+) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
+    """x, the known input, and the weights and biases of the columns, cast to the dtype of their products."""
+    weights: list[Tensor | None] = [p for c in columns for p in (c.weight, c.fused_bias)]
+    if (dtype := product_dtype(x, columns[0].weight)) is not None:
+        x, known = x.to(dtype), known if known is None else known.to(dtype)
+        weights = [None if w is None else w.to(dtype) for w in weights]
+    return x, known, weights
+
+
 def column_projections(
     x: Tensor, edges: TpRegion, columns: Sequence[ColumnParallel], known: Tensor | None = None
 ) -> tuple[Tensor, list[Tensor]]:
@@ -270,10 +281,7 @@ def column_projections(
     Args:
         known: the full tensor of x, where it was gathered before.
     """
-    weights: list[Tensor | None] = [p for c in columns for p in (c.weight, c.fused_bias)]
-    if (dtype := product_dtype(x, columns[0].weight)) is not None:
-        x, known = x.to(dtype), known if known is None else known.to(dtype)
-        weights = [None if w is None else w.to(dtype) for w in weights]
+    x, known, weights = projection_operands(x, columns, known)
     seen, *outputs = _ColumnProjections.apply(x, known, edges, [c.transposed for c in columns], *weights)
     return seen, outputs
 

@@ -46,6 +46,7 @@ from shardformer.tensor_parallel.vocab_sharded_tensor import (
     local_slice,
     local_slice_like,
     make_view,
+    metadata_of_wrapper,
     unsupported_vocab_op,
     wrap_like,
     wrap_local,
@@ -266,12 +267,6 @@ def _written(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     return x if result is full else result
 
 
-def _metadata(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Shape, dtype, device and the like, which the wrapper knows."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
-
-
 def _factory(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """new_zeros, zeros_like and the like: they read no values, so a tensor without any stands in."""
     x = args[0]
@@ -479,7 +474,7 @@ _NAMES: Mapping[Rule, str] = {
         tanh sigmoid relu softplus masked_fill where __pow__ __rpow__ __rsub__ __rdiv__
         """,
     _cross_entropy: "cross_entropy",
-    _metadata: """
+    metadata_of_wrapper: """
         shape size dim ndim ndimension numel nelement __len__ dtype element_size itemsize nbytes is_floating_point
         is_complex is_signed device get_device is_cuda is_cpu is_meta layout is_sparse is_leaf grad_fn
         """,

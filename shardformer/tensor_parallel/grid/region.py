@@ -40,8 +40,14 @@ from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.tensor_grid import TensorGrid
 from shardformer.random_state import LocalRandomState
 from shardformer.tensor_parallel.block import TensorParallelBlock
-from shardformer.tensor_parallel.parallel_module import product_dtype
-from shardformer.tensor_parallel.region import ColumnParallel, ReplicatedRegion, TpRegion, linear_matmul, weight_grad
+from shardformer.tensor_parallel.region import (
+    ColumnParallel,
+    ReplicatedRegion,
+    TpRegion,
+    linear_matmul,
+    projection_operands,
+    weight_grad,
+)
 from shardformer.tensor_parallel.sequence_parallel import StackActivations, with_first_output, with_first_tensor
 from shardformer.transformers_compat import caches_in, holds_tokens
 
@@ -148,10 +154,7 @@ def grid_column_projections(
     Args:
         known: the input of the block, where it was gathered before.
     """
-    weights: list[Tensor | None] = [p for c in columns for p in (c.weight, c.fused_bias)]
-    if (dtype := product_dtype(x, columns[0].weight)) is not None:
-        x, known = x.to(dtype), known if known is None else known.to(dtype)
-        weights = [None if w is None else w.to(dtype) for w in weights]
+    x, known, weights = projection_operands(x, columns, known)
     seen, *outputs = _GridColumnProjections.apply(
         x, None if edges.is_cube else known, edges, [c.transposed for c in columns], *weights
     )
