@@ -404,9 +404,11 @@ class AllReduceToGrad:
             mine = grad.coalesce().indices() if grad is not None and grad.is_sparse else None
             rows = [theirs.to(value.device) for theirs in all_gather_objects(mine, gradient.axis) if theirs is not None]
             indices = torch.cat(rows, 1).unique(dim=1)
-            gradient.param.grad = torch.sparse_coo_tensor(
-                indices, value[tuple(indices)], value.shape, is_coalesced=True, check_invariants=False
-            )
+            checks = torch.sparse.check_sparse_tensor_invariants
+            with checks(checks.is_enabled()):  # type: ignore[no-untyped-call]  # torch 2.11 warns if this is not set
+                gradient.param.grad = torch.sparse_coo_tensor(
+                    indices, value[tuple(indices)], value.shape, is_coalesced=True
+                )
 
 
 class ReduceScatterToShards:

@@ -8,6 +8,7 @@ stands behind it (a norm, a pooler, the head) with its last.
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -44,14 +45,23 @@ class PipelineHints:
         from_first: attributes of the first unit's module, modules among them, that the first unit of every stage
             has too.
         everywhere: paths of what every stage with a unit of this stack has.
-        returns: how many things a layer returns; 0 for its hidden states alone.
+        returns: how many things a layer returns; 0 for its hidden states alone. None: 0 if its forward is annotated
+            to return a tensor, 1 otherwise.
     """
 
     before: Sequence[str] = ()
     after: Sequence[str] = ()
     from_first: Sequence[str] = ()
     everywhere: Sequence[str] = ()
-    returns: int = 0
+    returns: int | None = 0
+
+    def for_layers(self, layers: nn.Module) -> PipelineHints:
+        """The same, with the number of things that the first of ``layers`` returns."""
+        if self.returns is not None:
+            return self
+        forward = type(next(layers.children())).forward
+        is_tensor = inspect.signature(forward).return_annotation in (torch.Tensor, "Tensor", "torch.Tensor")
+        return replace(self, returns=int(not is_tensor))
 
 
 @dataclass(frozen=True)

@@ -385,8 +385,8 @@ class StageForward:
                 )
             run.calls.append(at)
             if at < run.span.start:
-                hidden = first_tensor(args, kwargs)
-                return (hidden, *[None] * (stack.stages.returns - 1)) if stack.stages.returns else hidden
+                hidden, returns = first_tensor(args, kwargs), stack.stages.returns
+                return (hidden, *[None] * (returns - 1)) if returns else hidden
             if at >= run.span.stop:
                 raise StageBoundaryReached(self._payload(run, at, args, kwargs))
             if at == run.span.start and "hidden" in run.received:
