@@ -22,7 +22,7 @@ from shardformer.context_parallel.ring_attention import RingExchange, ring_atten
 from shardformer.context_parallel.sequence_layout import ContextParallelState, SequencePositions, current_state
 from shardformer.context_parallel.ulysses import HeadExchange, key_heads, query_heads, to_heads, to_positions
 from shardformer.errors import ConfigError, InputError
-from shardformer.kernels.attention_registration import import_lock
+from shardformer.kernels.attention_registration import register_attention
 from shardformer.torch_compat import has_data
 
 # B batch, N query heads, K key heads, s positions of this rank, D head dim
@@ -258,9 +258,4 @@ def _fitted(padding: Tensor, length: int) -> Tensor:
 
 def register_context_attention() -> None:
     """Registers both functions. Idempotent."""
-    with import_lock():
-        from transformers import AttentionInterface, AttentionMaskInterface
-        from transformers.masking_utils import sdpa_mask  # noqa: F401  # loaded here, by one thread
-
-    AttentionInterface.register(NAME, context_attention)
-    AttentionMaskInterface.register(NAME, context_mask)
+    register_attention(NAME, context_attention, context_mask)

@@ -20,7 +20,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from types import ModuleType
@@ -38,6 +38,7 @@ from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.mesh.rank_grid import RankGrid
 from shardformer.mesh.transport import Meeting, RankGroups, Transport, Word, Work
 from shardformer.torch_compat import has_data
+from shardformer.torch_patches import Patch, Undo, temporarily
 
 
 def fake_context(
@@ -196,39 +197,28 @@ class _Here(threading.local):
 
 
 _HERE = _Here()
-_PATCHING = threading.Lock()
-_TRACES = 0
-"""Those of all threads: the first changes transformers, and the last changes it back."""
-_UNDO = ExitStack()
+MASK_PATCH = Patch(
+    "transformers.masking_utils: sdpa_mask, find_packed_sequence_indices",
+    "shardformer.local_ranks.fake_rank",
+    "while one rank is traced under fake tensors: a batch without values needs no mask",
+)
 
 
 @contextmanager
 def _unpadded() -> Iterator[None]:
-    global _TRACES
     if find_spec("transformers") is None:
         yield
         return
-    with _PATCHING:
-        if not _TRACES:
-            _leave_masks_out(_UNDO)
-        _TRACES += 1
-    _HERE.traces += 1
-    try:
-        yield
-    finally:
-        _HERE.traces -= 1
-        with _PATCHING:
-            _TRACES -= 1
-            if not _TRACES:
-                _UNDO.close()
+    with temporarily(MASK_PATCH, _leave_masks_out):
+        _HERE.traces += 1
+        try:
+            yield
+        finally:
+            _HERE.traces -= 1
 
 
-def _leave_masks_out(undo: ExitStack) -> None:
-    """transformers makes no mask of a batch without values. In other threads it makes the masks that it always makes.
-
-    Args:
-        undo: gets what changes it back.
-    """
+def _leave_masks_out() -> Undo:
+    """transformers makes no mask of a batch without values. In other threads it makes those that it always makes."""
     from transformers import masking_utils
 
     make, find = masking_utils.sdpa_mask, masking_utils.find_packed_sequence_indices
@@ -248,7 +238,7 @@ def _leave_masks_out(undo: ExitStack) -> None:
             masking_utils.AttentionMaskInterface.register(name, made)
 
     put(lambda position_ids: None if _HERE.traces else find(position_ids), mask)
-    undo.callback(put, find, make)
+    return lambda: put(find, make)
 
 
 NAME = "fakegpu"

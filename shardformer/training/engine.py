@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from shardformer.checkpoint.directory import CheckpointRetention, list_checkpoints
 from shardformer.checkpoint.load import LoadedCheckpoint, load_and_take
-from shardformer.checkpoint.reshard import ReshardStats
+from shardformer.checkpoint.reshard_in_memory import ReshardStats
 from shardformer.checkpoint.save import AsyncSave, async_save_checkpoint, check_savable, save_checkpoint
 from shardformer.comm.collective_call import come, come_to_step, run_on_first_rank
 from shardformer.comm.collectives import all_gather_objects, all_reduce

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardformer.checkpoint.reshard import ReshardSource, ReshardStats
+from shardformer.checkpoint.reshard_in_memory import ReshardSource, ReshardStats
 from shardformer.checkpoint.training_state import ModelTensors
 from shardformer.comm.collective_call import collective_call
 from shardformer.comm.collectives import all_gather_objects

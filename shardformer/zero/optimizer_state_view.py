@@ -19,6 +19,7 @@ from shardformer.comm.collective_call import all_gather_from_grid, collective_ca
 from shardformer.errors import ConfigError
 from shardformer.layout.shard_spec import ShardSpec
 from shardformer.layout.sharding_metadata import ShardingMetadata, tables_here, tables_of
+from shardformer.torch_patches import Patch, install, replace_attribute
 from shardformer.zero.flat_shards import FlatShard, ParamSlice
 
 Attributes = dict[str, Any]
@@ -142,11 +143,20 @@ def checked() -> Iterator[None]:
         _LOADING.is_checked = before
 
 
-def lead_states_here() -> None:
-    """From now on optimizers of torch note and check the place of their rank. The caller holds a lock."""
-    kind: Any = Optimizer
-    if not hasattr(kind.state_dict, "of_torch"):
-        kind.state_dict, kind.load_state_dict = _noting(kind.state_dict), _checking(kind.load_state_dict)
+STATE_PATCHES = tuple(
+    Patch(f"torch.optim.Optimizer.{name}", "shardformer.zero.optimizer_state_view", reason)
+    for name, reason in {
+        "state_dict": "notes the place of the rank, whose parameters are parts",
+        "load_state_dict": "cuts the state of a plain model; refuses that of another rank, on all ranks",
+    }.items()
+)
+
+
+def patch_state_dicts() -> None:
+    """From now on optimizers of torch note and check the place of their rank."""
+    saving, loading = STATE_PATCHES
+    install(saving, lambda: replace_attribute(Optimizer, "state_dict", _noting(Optimizer.state_dict)))
+    install(loading, lambda: replace_attribute(Optimizer, "load_state_dict", _checking(Optimizer.load_state_dict)))
 
 
 def _noting(original: Any) -> Any:
@@ -157,9 +167,7 @@ def _noting(original: Any) -> Any:
             found[PLACE] = place
         return found
 
-    marked: Any = state_dict
-    marked.of_torch = original
-    return marked
+    return state_dict
 
 
 def _checking(original: Any) -> Any:
@@ -174,9 +182,7 @@ def _checking(original: Any) -> Any:
                 table.context, lambda: original(self, state_dict), doing=f"load this {type(self).__name__}'s state"
             )
 
-    marked: Any = load_state_dict
-    marked.of_torch = original
-    return marked
+    return load_state_dict
 
 
 def _table_of(optimizer: Any) -> ShardingMetadata | None:
