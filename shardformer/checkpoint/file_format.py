@@ -150,7 +150,7 @@ class CheckpointIndex:
 
     @classmethod
     def read(cls, folder: Path) -> CheckpointIndex:
-        """Reads the index of a checkpoint. Raises DamagedError for what is none, or not what was written."""
+        """Reads the index of a checkpoint. Raises CorruptCheckpointError for what is none, or not what was written."""
         try:
             head, content, _ = (folder / INDEX_FILE).read_bytes().split(b"\n", 2)
             text = content.decode()

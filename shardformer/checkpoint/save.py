@@ -299,7 +299,7 @@ def save_checkpoint(
     Communicates names and sizes, no weights.
 
     Args:
-        optimizer: one, several in a list, or what ``zero`` returned.
+        optimizer: one, several in a list, or what ``shard_optimizer`` returned.
         step: how many training steps were made; the name of the checkpoint.
         scheduler: anything with a ``state_dict`` of plain values, or a list of such: schedulers, a GradScaler.
         extra: plain values that ``load_checkpoint`` gives back: numbers, words, lists, dictionaries. The first rank's.

@@ -41,7 +41,7 @@ class ModelTensors:
 
     Attributes:
         model: without what wraps it.
-        zero: the optimizer that keeps its values; None where no ``zero`` does.
+        zero: the optimizer that keeps its values; None without ZeRO.
         world: all ranks that train it together.
         tensors: parameters and persistent buffers by their names in the plain model, each once.
         extra_states: what modules give in ``get_extra_state``, by their names in a state dict.
@@ -370,7 +370,7 @@ class OptimizerStates:
 
 
 def optimizer_states(optimizer: Any, tensors: ModelTensors) -> list[OptimizerStates]:
-    """What is saved of an optimizer, of several, or of those that ``zero`` was given."""
+    """What is saved of an optimizer, of several, or of those that ``shard_optimizer`` was given."""
     found = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer] if optimizer is not None else []
     plain: list[Optimizer] = []
     for each in found:

@@ -150,7 +150,7 @@ FREE_MEMORY, TO_CPU, TO_NVME = "free", "cpu", "nvme:"
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """What ``zero`` keeps elsewhere than on the device.
+    """What ``shard_optimizer`` keeps elsewhere than on the device.
 
     Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training" (2021); for files, Rajbhandari et al.,
     "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning" (2021).
@@ -204,7 +204,7 @@ class OffloadConfig:
 
     @classmethod
     def of(cls, given: Any, optimizers: Sequence[Any] = ()) -> OffloadConfig:
-        """From what ``zero`` was given. Where that says no more, an optimizer may say what stays on the device.
+        """The config of the argument ``offload``, with what an optimizer asks to keep on the device.
 
         Raises ConfigError for what is none.
         """

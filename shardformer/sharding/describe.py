@@ -303,7 +303,7 @@ def _ancestors(name: str) -> list[str]:
 
 @dataclass(frozen=True)
 class ShardingDescription:
-    """What ``describe`` gives: print it, or read its rows. In a path ``*`` stands for the index of a layer.
+    """What ``describe_sharding`` gives: print it, or read its rows. In a path ``*`` stands for the index of a layer.
 
     Args:
         title: the model, the grid, the policy's source, the options that are on, how many parameters.

@@ -547,7 +547,7 @@ class TrainingData:
 
     Args:
         title: for people.
-        collate: samples -> batch; None: as ``Batches`` does it.
+        collate: samples -> batch; None: as ``ShardedDataLoader`` does it.
         tokens: None for images.
         classes: their names, where there are some.
         look: of images.

@@ -58,7 +58,7 @@ def compare_data(
     axes = context.own_axes
     if context.world is None or all(axis.size == 1 for axis in axes):
         return
-    come("Batches.compare (by initialize, Trainer.fit or the first loop over the data)", *axes)
+    come("ShardedDataLoader.compare (by initialize, Trainer.fit or the first loop over the data)", *axes)
     found, sketches = ([], []) if read is None or not count else _contents(count, read)
     every = all_gather_from_grid((dict(settings), len(found)), context)
     first, reference = every[0][0], every[0][1][0]

@@ -87,7 +87,7 @@ class Engine:
 
     Attributes:
         model: the sharded model.
-        optimizers: what steps: the user's, or what ``zero`` made of them. Without any nothing is trained.
+        optimizers: what steps: the user's, or what ``shard_optimizer`` made of them. Without any nothing is trained.
         scheduler: the user's; it steps behind each step that was made, or behind each epoch.
         data: the training data, this rank's part of each batch; None where none was given.
         pipeline: through which every batch goes.

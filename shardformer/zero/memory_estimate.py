@@ -220,7 +220,7 @@ def _on_host(shard: FlatShard, optimizers: Sequence[Optimizer]) -> Iterator[Tens
 def memory_lines(
     settings: ZeroOptions, optimizers: Sequence[Optimizer], memory: MemoryEstimate, host: HostMemory | None
 ) -> str:
-    """For ``describe``."""
+    """For ``describe_sharding``."""
     precision, offload = settings.precision, settings.offload
     title = [f"ZeRO stage {settings.stage}", precision.parameters, *(type(o).__name__ for o in optimizers)]
     if precision.rounding is not None:

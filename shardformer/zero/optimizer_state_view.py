@@ -83,7 +83,7 @@ class _Optimizer:
 
 
 HELD_BY = "_shardformer_held_by"
-"""The attribute of an optimizer with a weak reference to the one that ``zero`` made of it."""
+"""The attribute of an optimizer with a weak reference to the one that ``shard_optimizer`` made of it."""
 
 
 class ZeroGradMethod:
@@ -105,7 +105,7 @@ class ZeroGradMethod:
 
 
 def hold(optimizer: Any, zero: Optimizer) -> None:
-    """From now on an optimizer is stepped by what ``zero`` made of it."""
+    """From now on an optimizer is stepped by what ``shard_optimizer`` made of it."""
     optimizer.__dict__.update({HELD_BY: weakref.ref(zero), "zero_grad": ZeroGradMethod(optimizer, zero)})
 
 
@@ -116,7 +116,7 @@ def let_go(optimizer: Any) -> None:
 
 
 def holder_of(optimizer: Any) -> Any:
-    """What ``zero`` made of an optimizer; None of others, and of copies."""
+    """What ``shard_optimizer`` made of an optimizer; None of others, and of copies."""
     zero = optimizer.__dict__[HELD_BY]() if HELD_BY in optimizer.__dict__ else None
     return zero if zero is not None and any(optimizer is each for each in zero.inner) else None
 
