@@ -28,6 +28,7 @@ from shardformer.discovery.reduced_model import (
     twin_or_copy_of,
 )
 from shardformer.discovery.shrink_config import BuildModel, build_meta_model, layer_kind
+from shardformer.discovery.transformers_plan import role_in_plan, transformers_plan_of
 from shardformer.discovery.validation import validate_policy
 from shardformer.errors import PolicyError, did_you_mean
 from shardformer.module_paths import is_linear, match_paths
@@ -153,8 +154,9 @@ def derive_policy(model: nn.Module | Any, batch: Mapping[str, Tensor] | None = N
     if isinstance(model, nn.Module):
         check_not_sharded(model)
     with ONE_AT_A_TIME, torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        twin = reduce_model(model if isinstance(model, nn.Module) else build_meta_model(model), batch)
-        return derive_policy_on(twin.model, twin.run, twin)()
+        full = model if isinstance(model, nn.Module) else build_meta_model(model)
+        twin = reduce_model(full, batch)
+        return derive_policy_on(twin.model, twin.run, twin, transformers_plan_of(full))()
 
 
 def derive_layer_stacks(model: nn.Module, *, copies: bool = False) -> RolePolicy:
@@ -198,18 +200,22 @@ def _numel(model: nn.Module, path: str) -> int:
     return sum(p.numel() for p in model.get_submodule(path).parameters())
 
 
-def derive_policy_on(model: nn.Module, run: Forward, twin: ReducedModel | None = None) -> type[DerivedPolicy]:
+def derive_policy_on(
+    model: nn.Module, run: Forward, twin: ReducedModel | None = None, plan: Mapping[str, str] = MappingProxyType({})
+) -> type[DerivedPolicy]:
     """The proven policy of a small model that ``run`` calls with a batch. Raises PolicyError when there is none.
 
     Args:
         twin: the model with further calls, for which the policy is proven as well; where it does not hold for them, it
             says so, and batches with these inputs are refused.
+        plan: the tensor-parallel plan of transformers. If the roles that agree with it do not hold, all are searched.
     """
     twin = twin or ReducedModel(model, run, {})
     proof = _ValidationCache(ReferenceGradients.of(model, run))
     # each block over two ranks and all of them over more; only where that fails, each block over more
-    for ranks in (VALIDATION_RANKS[:1], VALIDATION_RANKS):
-        blocks, whole = _blocks(proof, ranks)
+    tries: list[tuple[Sequence[int], Mapping[str, str]]] = [(VALIDATION_RANKS[:1], {}), (VALIDATION_RANKS, {})]
+    for ranks, draft in [(VALIDATION_RANKS[:1], plan), *tries] if plan else tries:
+        blocks, whole = _blocks(proof, ranks, draft)
         outside = _vocabulary(model)
         if blocks and proof.of(_policy(model, blocks, outside), VALIDATION_RANKS) is not None:
             if (against := proof.of(_policy(model, [], outside), VALIDATION_RANKS)) is not None:
@@ -218,7 +224,7 @@ def derive_policy_on(model: nn.Module, run: Forward, twin: ReducedModel | None =
         policy = _policy(model, blocks, outside)
         nothing = "; ".join(sorted(set(whole.values()))) or "no linear gives to another"
         problem = proof.of(policy, VALIDATION_RANKS) if blocks else nothing
-        if problem is None or not blocks:
+        if problem is None or not (blocks or draft):
             break
     if problem is not None:
         refusal = (PolicyError if blocks else NothingShardedError)(
@@ -269,14 +275,18 @@ def _along(
     return stacks, against
 
 
-def _blocks(proof: _ValidationCache, ranks: Sequence[int]) -> tuple[list[BlockCandidates], dict[str, str]]:
-    """The blocks that hold, each by itself, and what stays whole and why."""
+def _blocks(
+    proof: _ValidationCache, ranks: Sequence[int], plan: Mapping[str, str]
+) -> tuple[list[BlockCandidates], dict[str, str]]:
+    """The blocks that hold, each by itself, or that ``plan`` describes, and what stays whole and why."""
     model, run = proof.reference.model, proof.reference.run
     whole = {
         path: OUTSIDE_LAYERS_REASON for path, m in model.named_modules() if is_linear(m) and not _in_layers(model, path)
     }
     while True:
-        blocks, again = _validated_role(proof, candidate_blocks(model, trace_forward(model, run, whole)), whole, ranks)
+        blocks, again = _validated_role(
+            proof, candidate_blocks(model, trace_forward(model, run, whole)), whole, ranks, plan
+        )
         if not again:
             return blocks, whole
         whole |= again
@@ -360,7 +370,11 @@ def _ranks_for(role: Role, ranks: Sequence[int]) -> Sequence[int]:
 
 
 def _validated_role(
-    proof: _ValidationCache, blocks: Sequence[BlockCandidates], whole: Mapping[str, str], ranks: Sequence[int]
+    proof: _ValidationCache,
+    blocks: Sequence[BlockCandidates],
+    whole: Mapping[str, str],
+    ranks: Sequence[int],
+    plan: Mapping[str, str],
 ) -> tuple[list[BlockCandidates], dict[str, str]]:
     """The blocks with the role that holds; or the columns of the first one that no role describes, and why.
 
@@ -369,6 +383,9 @@ def _validated_role(
     proven: list[BlockCandidates] = []
     for block in blocks:
         why = block.why
+        if (planned := role_in_plan(plan, block.layers, block.roles)) is not None:  # validated with all others
+            proven.append(replace(block, roles=[planned]))
+            continue
         for role in block.roles[:MAX_TRIES]:
             alone = replace(block, roles=[role])
             if (problem := proof.of(_policy(proof.reference.model, [alone], {}), _ranks_for(role, ranks))) is None:
