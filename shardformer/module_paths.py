@@ -24,7 +24,7 @@ OPTIONAL_HINT = " Where some models lack it, end the path with a ?, or give the 
 
 
 def join_path(*parts: str) -> str:
-    return ".".join(p for p in parts if p)
+    return ".".join(filter(None, parts))
 
 
 def resolve_path(at: str, name: str) -> str:
@@ -71,6 +71,8 @@ def match_paths(path: str, names: Iterable[str]) -> list[str]:
     >>> match_paths("layers.*.blocks", ["layers.0", "layers.0.blocks", "layers.1.blocks", "layers.0.down.blocks"])
     ['layers.0.blocks', 'layers.1.blocks']
     """
+    if "*" not in path:
+        return [name for name in names if name == path]
     parts = path.split(".")
     return [
         name

@@ -299,4 +299,4 @@ def uses_dropout(model: nn.Module) -> bool:
         if isinstance(module, _DropoutNd) and module.p > 0:
             return True
     fields = [item for config in find_configs(model) for item in vars(config).items()]
-    return any("drop" in name and isinstance(v, float) and v > 0 for name, v in fields)
+    return any([name for name, value in fields if "drop" in name and isinstance(value, float) and value > 0])

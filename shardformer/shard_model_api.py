@@ -4,36 +4,124 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shardformer.comm.collective_call import collective_call
 from shardformer.config import ShardConfig
+from shardformer.consistency.initial_weights import check_same_files
 from shardformer.discovery.derive_policy import derive_layer_stacks, derive_policy, no_policy_error
 from shardformer.discovery.user_policy_validation import check_registered_policy, validate_user_policy
 from shardformer.discovery.validation import validate_context_parallel, validate_tensor_grid
-from shardformer.errors import ConfigError, PolicyError, did_you_mean
+from shardformer.errors import ConfigError, PolicyError, did_you_mean, first_line
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.pipeline.layer_sequence import measure_layer_costs, no_layers_error
-from shardformer.policies.policy import Policy
+from shardformer.policies.policy import Policy, WithoutRules
 from shardformer.policies.registry import is_user_registered, registered_policy
 from shardformer.random_state import fork_random_state
-from shardformer.sharding.apply import Sharder
+from shardformer.sharding.apply import ResolvedPolicy, Sharder, resolve_as
+from shardformer.sharding.apply_context_parallel import choose_ring_sizes, is_explicit
+from shardformer.sharding.checks import check_unsharded
+from shardformer.sharding.plan import ShardingPlan
 from shardformer.torch_compat import without_fake_tensors
 from shardformer.weights.save_pretrained import install_saving
 from shardformer.weights.state_dict import install_loading
 
 
-class ModelSharder(Sharder):
-    """Shards one model in place.
+def shard_in_place(
+    model: nn.Module,
+    config: ShardConfig,
+    policy: Policy | type[Policy] | None = None,
+    then: Callable[[nn.Module], object] = lambda _: None,
+) -> tuple[nn.Module, list[dict[int, Tensor]]]:
+    """Shards a model: resolve its policy, validate it, apply it on all ranks, and install saving and loading.
 
     Args:
         model: the plain model, the same on every rank (where weights differ, rank 0's are taken).
-        shard_config: what is asked for. (A policy in its place is taken as the policy.)
-        policy: the user's own, as an instance or a class; None takes the one that the chain finds.
+        policy: the user's own, as an instance or a class; None takes the one that is registered or derived.
+        then: called with the sharded model. Where it raises, the model is restored, too.
 
-    Raises ShardFormerError, on every rank and with the model as it was, when something cannot be.
+    Returns (the sharded model, the parameters that several pipeline stages hold: see ``Sharder.shard``). Raises
+    ShardFormerError on every rank, with the model as it was, if the model cannot be sharded so.
+    """
+    sharder = Sharder(model, config)
+
+    def plan() -> ShardingPlan:
+        check_unsharded(model)
+        resolved = _resolve(sharder, policy)
+        if resolved.source != NO_POLICY:
+            _validate(sharder, resolved, is_users=policy is not None or is_user_registered(model))
+        return sharder.plan(resolved)
+
+    with sharder.restoring_on_error():
+        explain = partial(check_same_files, model, sharder.context)
+        shared_params = sharder.shard(collective_call(sharder.context, plan, sharder.lines, explain=explain))
+        install_saving(sharder.model, sharder.state)
+        install_loading(sharder.model)
+        then(sharder.model)
+    return sharder.model, shared_params
+
+
+NO_POLICY = "no policy"
+
+
+def _resolve(sharder: Sharder, policy: Policy | type[Policy] | None) -> ResolvedPolicy:
+    """The policy of a model and what it does; a policy without rules where none is found and none is needed."""
+    cuts = sharder.is_cut or policy is not None
+    is_needed = sharder.needs_policy or policy is not None
+    try:
+        tensor = sharder.context.tensor.size
+        return resolve_as(sharder, *resolve_policy(sharder.model, policy, tensor=tensor, copies=is_needed), cuts=cuts)
+    except Exception as error:  # the policy of a family, and a model that its user changed: anything can fail
+        if is_needed:
+            raise
+        note = f"The model has no policy, and needs none over data ranks: {first_line(error)}"
+        return resolve_as(sharder, WithoutRules(), NO_POLICY, notes=[note])
+
+
+def _validate(sharder: Sharder, resolved: ResolvedPolicy, *, is_users: bool) -> None:
+    """Validates the policy and the layout on a reduced model, and notes what is learned.
+
+    Raises PolicyError for a policy of the user's that is wrong, ConfigError for a layout that the model cannot have.
+    """
+    model, config, context, policy = sharder.model, sharder.config, sharder.context, resolved.policy
+    if sharder.is_cut and sharder.grid is None and is_users:
+        why_not = validate_user_policy(resolved.plan, policy, context.tensor.size)
+        resolved.notes = [why_not] if why_not else []
+    if sharder.grid is not None:
+        found = validate_tensor_grid(model, policy, sharder.grid)
+        if found.against is not None:
+            raise ConfigError(
+                f"tensor_parallel_mode={sharder.grid.mode!r} for {type(model).__name__}: {found.against}",
+                rule="A model is cut over a grid where a small twin of it trains so as it does whole",
+                remedy="Use tensor_parallel_mode='1d' for this model, or another of the modes",
+            )
+        resolved.samples, resolved.unvalidated = found.samples, found.unproven
+    if config.cuts_context:
+        way = config.context_parallel
+        sizes, may_be_whole = choose_ring_sizes(model, context, way), not is_explicit(context, way)
+        with without_fake_tensors():
+            learned = validate_context_parallel(model, policy, sizes, may_be_whole=may_be_whole)
+        if learned.against is not None:
+            raise ConfigError(
+                f"sequence={context.sequence.size} for {type(model).__name__}: {learned.against}",
+                rule="A sequence is cut over ranks where a small twin of the model trains so as it does whole",
+                remedy="Leave the sequence axis out for this model: enable_sequence_parallelism cuts the sequence "
+                "between the blocks of tensor parallelism",
+            )
+        resolved.context = learned.learned
+
+
+class ModelSharder:
+    """Shards one model in place: the class of the first API for ``shard_model``.
+
+    Args:
+        model: the plain model, the same on every rank (where weights differ, rank 0's are taken).
+        shard_config: the configuration. (A policy in its place is taken as the policy.)
+        policy: the user's own, as an instance or a class; None takes the one that is registered or derived.
     """
 
     def __init__(
@@ -44,26 +132,12 @@ class ModelSharder(Sharder):
     ) -> None:
         if policy is None and _is_policy(shard_config):
             shard_config, policy = None, shard_config  # the first form: ModelSharder(model, policy)
+        self.model, self.shard_config, self._policy = model, _checked(shard_config), policy
 
-        def find(model: nn.Module, tensor: int) -> tuple[Policy, str]:
-            return resolve_policy(model, policy, tensor=tensor, copies=self.needs_policy)
-
-        given = validate_user_policy if policy is not None or is_user_registered(model) else None
-        super().__init__(
-            model, _checked(shard_config), find,
-            prove=validate_context_parallel, prove_policy=given, prove_grid=validate_tensor_grid,
-            optional=policy is None,
-        )  # fmt: skip
-
-    def shard(self, then: Callable[[nn.Module], object] = lambda _: None) -> list[dict[int, Tensor]]:
-        """Shards the model, and installs the saving and loading of its whole weights. Arguments: see ``Sharder``."""
-
-        def finish(model: nn.Module) -> None:
-            install_saving(model, self._state)
-            install_loading(model)
-            then(model)
-
-        return super().shard(finish)
+    def shard(self) -> list[dict[int, Tensor]]:
+        """Shards the model, and returns the parameters that several pipeline stages hold: see ``Sharder.shard``."""
+        self.model, shared_params = shard_in_place(self.model, self.shard_config, self._policy)
+        return shared_params
 
 
 def _is_policy(thing: Any) -> bool:
@@ -104,9 +178,7 @@ class ShardFormer:
         Returns (model, shared_params). Raises ShardFormerError on every rank, with the model as it was, when something
         cannot be; LaunchError when no launcher started this process.
         """
-        sharder = ModelSharder(model, self.shard_config, policy)
-        shared_params = sharder.shard()
-        return ShardedModel((sharder.model, shared_params))
+        return ShardedModel(shard_in_place(model, self.shard_config, policy))
 
 
 def shard_model(
@@ -149,7 +221,7 @@ def shard_model(
                 remedy=did_you_mean(unknown[0], ShardConfig.__dataclass_fields__),
             )
         config = ShardConfig(context=context, **options)
-    return ShardFormer(config).optimize(model, policy)[0]
+    return shard_in_place(model, _checked(config), policy)[0]
 
 
 def measure_pipeline_costs(

@@ -15,7 +15,7 @@ from shardformer.comm.collectives import all_gather_objects, broadcast, broadcas
 from shardformer.errors import ConfigError
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.meta_init.init_recipe import deferred_storage_of, random_steps, recipe_as_text
-from shardformer.meta_init.materialization import named_tensors
+from shardformer.meta_init.materialization import is_lazy, named_tensors
 from shardformer.meta_init.safetensors_source import FileFingerprint, weight_files
 from shardformer.module_paths import find_configs
 
@@ -29,7 +29,7 @@ def model_fingerprint(model: nn.Module) -> list[str]:
         + [f"{n} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in model.named_parameters()]
         + [
             f"{n}: {recipe_as_text(place)}"
-            for n, t in named_tensors(model)
+            for n, t in (named_tensors(model) if is_lazy(model) else ())
             if (place := deferred_storage_of(t)) is not None
         ]
     )
@@ -58,8 +58,10 @@ def sync_initial_weights(model: nn.Module, axes: list[Axis]) -> list[str]:
     And draw the first rank's random numbers for those that wait for their values. Returns notes of what was done.
     Communicates two numbers a tensor; the tensors, or the states of random numbers, only if they differ.
     """
-    tensors = [t for _, t in named_tensors(model) if t.numel() and not t.is_meta]
-    places = [place for _, t in named_tensors(model) if (place := deferred_storage_of(t)) is not None]
+    named = named_tensors(model)
+    tensors = [t for _, t in named if t.numel() and not t.is_meta]
+    waiting = named if is_lazy(model) else ()
+    places = [place for _, t in waiting if (place := deferred_storage_of(t)) is not None]
     steps = [step for place in places for step in random_steps(place)]
     notes = []
     for axis in axes:

@@ -50,7 +50,7 @@ from shardformer.module_paths import as_path_list, get_at, join_path, match_path
 from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import MLP, Attention, Experts, LayerStack, Role
-from shardformer.sharding.apply import Sharder
+from shardformer.sharding.apply import shard_with
 from shardformer.sharding.plan import ShardingPlan
 
 OF_DESCRIPTIONS = (
@@ -426,7 +426,7 @@ class _PolicyTrial:
             own.find_part = lambda part: copy.copy(self._parts.setdefault(type(part), find(part)))
         try:
             config = ShardConfig(context=context, extra_kwargs=dict(policy.shard_config.extra_kwargs))
-            Sharder(model, config, lambda *_: (own, "to be proven"), fresh=True).shard()
+            shard_with(model, config, own)
         except Exception as error:
             raise _NotValidated(error_summary(error)) from error
 

@@ -46,7 +46,7 @@ from shardformer.pipeline.stage_manager import copy_shared_attributes
 from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import LayerStack
-from shardformer.sharding.apply import Sharder
+from shardformer.sharding.apply import shard_with
 from shardformer.sharding.apply_context_parallel import ContextFindings, RingSizes, attention_not_on_interface
 from shardformer.sharding.apply_tensor_grid import ArgumentSamples, argument_key, full_input_modules, named_arguments
 
@@ -106,7 +106,7 @@ def validate_policy(reference: ReferenceGradients, policy: type[Policy], ranks: 
 
     def shard(model: nn.Module, context: ParallelContext) -> None:
         config = ShardConfig(context=context, **options)  # type: ignore[arg-type]  # of switches alone
-        Sharder(model, config, lambda *_: (policy(), "to be proven"), fresh=True).shard()
+        shard_with(model, config, policy())
 
     return validate_sharding(reference, shard, tensor=ranks)
 
@@ -263,9 +263,6 @@ def _sums(whole: nn.Module, models: Sequence[nn.Module]) -> dict[str, Tensor]:
     return out
 
 
-ResolvePolicy = Callable[[nn.Module, int], tuple[Policy, str]]
-
-
 @dataclass(frozen=True)
 class ContextValidation:
     """What was found on the twin.
@@ -283,12 +280,12 @@ _CONTEXT_RESULTS: dict[Hashable, ContextValidation] = {}
 
 
 def validate_context_parallel(
-    model: nn.Module, find: ResolvePolicy, sizes: RingSizes, *, may_be_whole: bool = True
+    model: nn.Module, policy: Policy, sizes: RingSizes, *, may_be_whole: bool = True
 ) -> ContextValidation:
     """The proof for a model, made once for models of a library's classes with one config. Communicates nothing.
 
     Args:
-        find: (model, number of tensor ranks) -> its policy, and where that comes from.
+        policy: that of the model, which a small twin shares.
         sizes: how the ranks of the sequence axis are laid out.
         may_be_whole: whether attentions may stay as they are, each computed for all positions on every rank.
     """
@@ -298,27 +295,23 @@ def validate_context_parallel(
         if key in _CONTEXT_RESULTS:
             return _CONTEXT_RESULTS[key]
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-            proof = _validate_context(model, find, RingSizes(ring, group, sizes.gathers), may_be_whole)
+            proof = _validate_context(model, policy, RingSizes(ring, group, sizes.gathers), may_be_whole)
         if kind is not None:
             _CONTEXT_RESULTS[key] = proof
         return proof
 
 
-def _validate_context(model: nn.Module, find: ResolvePolicy, sizes: RingSizes, may_be_whole: bool) -> ContextValidation:
+def _validate_context(model: nn.Module, policy: Policy, sizes: RingSizes, may_be_whole: bool) -> ContextValidation:
     try:
         twin = twin_or_copy_of(model)
     except PolicyError as error:
         return ContextValidation(error.what)
     reference = twin.reference()
-    found, source = find(twin.model, 1)  # once for all ranks: it may be inferred
-    policy = copy.copy(found)
-    policy.set_model(twin.model)
-    stacks = [TokenUse(reference, stack.layers) for stack in policy.stacks()]
+    own = copy.copy(policy)
+    own.set_model(twin.model)
+    stacks = [TokenUse(reference, stack.layers) for stack in own.stacks()]
     if any(tokens.shape[0] != twin.samples == tokens.shape[1] for tokens in stacks):
         return ContextValidation("its layers are given (sequence, batch, hidden)")
-
-    def find_copy(*_: Any) -> tuple[Policy, str]:
-        return copy.copy(found), source  # a user's own one is that of the model itself
 
     def tried(learned: ContextFindings, reference: ReferenceGradients) -> ContextValidation:
         runs: list[Any] = []
@@ -327,8 +320,7 @@ def _validate_context(model: nn.Module, find: ResolvePolicy, sizes: RingSizes, m
             if not learned.is_whole:
                 context = context.view("sequence", ring=sizes.ring, ulysses=sizes.group)
             config = ShardConfig(context=context, context_parallel="gather" if sizes.gathers else "auto")
-            proven = ContextValidation(None, learned)
-            Sharder(model, config, find_copy, prove=lambda *_, **__: proven, optional=True, fresh=True).shard()
+            shard_with(model, config, copy.copy(policy), cuts=False, context=learned)
             if context.rank == 0:
                 runs.append(metadata_of(model).context_run)
 
@@ -404,13 +396,13 @@ class GridValidation:
 _GRID_RESULTS: dict[Hashable, GridValidation] = {}
 
 
-def validate_tensor_grid(model: nn.Module, find: ResolvePolicy, grid: TensorGrid) -> GridValidation:
+def validate_tensor_grid(model: nn.Module, policy: Policy, grid: TensorGrid) -> GridValidation:
     """The proof for a model, made once for models of a library's classes with one config. Communicates nothing.
 
     It is made on two ranks along each axis that has more than one.
 
     Args:
-        find: (model, number of tensor ranks) -> its policy, and where that comes from.
+        policy: that of the model, which a small twin shares.
     """
     kind = known_by(model)
     sizes = tuple(min(axis.size, 2) for axis in (grid.row, grid.column, grid.depth))
@@ -419,13 +411,13 @@ def validate_tensor_grid(model: nn.Module, find: ResolvePolicy, grid: TensorGrid
         if key in _GRID_RESULTS:
             return _GRID_RESULTS[key]
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-            proof = _validate_grid(model, find, grid.mode, dict(zip(GRID_AXIS_NAMES, sizes, strict=True)))
+            proof = _validate_grid(model, policy, grid.mode, dict(zip(GRID_AXIS_NAMES, sizes, strict=True)))
         if kind is not None:
             _GRID_RESULTS[key] = proof
         return proof
 
 
-def _validate_grid(model: nn.Module, find: ResolvePolicy, mode: str, sizes: dict[str, int]) -> GridValidation:
+def _validate_grid(model: nn.Module, policy: Policy, mode: str, sizes: dict[str, int]) -> GridValidation:
     try:
         twin = reduce_model(model)
     except PolicyError as error:
@@ -434,19 +426,15 @@ def _validate_grid(model: nn.Module, find: ResolvePolicy, mode: str, sizes: dict
     reference = twin.reference(wider)
     total = sizes["row"] * sizes["column"] * sizes["depth"]
 
-    found, source = find(twin.model, total)  # once for all ranks: it may be inferred
-    policy = copy.copy(found)  # a user's own one is that of the model itself
-    policy.set_model(twin.model)
-    policy.set_shard_config(ShardConfig(context=ParallelContext.of({})))
-    samples = _samples_in(twin, wider, full_input_modules(policy), [s.layers for s in policy.stacks()])
+    own = copy.copy(policy)
+    own.set_model(twin.model)
+    own.set_shard_config(ShardConfig(context=ParallelContext.of({})))
+    samples = _samples_in(twin, wider, full_input_modules(own), [s.layers for s in own.stacks()])
     proof = GridValidation(None, samples)
-
-    def find_copy(*_: Any) -> tuple[Policy, str]:
-        return copy.copy(found), source
 
     def shard(model: nn.Module, context: ParallelContext) -> None:
         config = ShardConfig(context=context.view("tensor", **sizes), tensor_parallel_mode=mode)
-        Sharder(model, config, find_copy, prove_grid=lambda *_: proof, fresh=True).shard()
+        shard_with(model, config, copy.copy(policy), samples=samples)
 
     against = validate_sharding(reference, shard, tensor=total)
     if (

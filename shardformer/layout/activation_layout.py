@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from math import prod
 
 from shardformer.layout.shard_spec import Coords, Split
@@ -99,6 +100,8 @@ class ActivationLayout:
 
     def in_force(self, place: ModelRegion) -> tuple[ActivationShard, ...]:
         """The cuts of what a module at this place reads: a block's entry undoes those that begin at the stack."""
+        if not self.cuts:
+            return ()
         in_stack = {ModelRegion.STACK: list(Dim), ModelRegion.GATHERED: [Dim.BATCH]}.get(place, [])
         return tuple(c for c in self.cuts if c.begin is ShardedFrom.INPUTS or c.dim in in_stack)
 
@@ -113,12 +116,17 @@ class ActivationLayout:
 
     def partial_over(self, place: ModelRegion) -> tuple[str, ...]:
         """The axes over whose ranks a whole parameter at this place has summands of its gradient."""
-        axes = [cut.axis for cut in self.in_force(place)] + [a for a in self.block if place is ModelRegion.BLOCK]
-        return tuple(dict.fromkeys(axes))
+        axes = [cut.axis for cut in self.in_force(place)]
+        return tuple(dict.fromkeys((*axes, *self.block) if place is ModelRegion.BLOCK else axes))
+
+    @cached_property
+    def input_axes(self) -> tuple[str, ...]:
+        """The axes over which the model's inputs are cut."""
+        return tuple(cut.axis for cut in self.in_force(ModelRegion.OUTSIDE))
 
     def num_parts(self, sizes: Mapping[str, int]) -> int:
         """Into how many parts the model's inputs are cut. Each rank's loss is the mean of its own part."""
-        return prod(sizes[cut.axis] for cut in self.cuts if cut.begin is ShardedFrom.INPUTS)
+        return prod(map(sizes.__getitem__, self.input_axes))
 
     def stream_of(self, place: ModelRegion, coords: Coords, sizes: Mapping[str, int]) -> int:
         """Which of several independent streams of random numbers a rank draws from at this place.

@@ -101,7 +101,12 @@ class Split:
     @cached_property
     def full(self) -> int:
         """The length of the full dim."""
-        return max((b for part in self.parts for _, b in part), default=0)
+        return max([b for part in self.parts for _, b in part], default=0)
+
+    @cached_property
+    def holders(self) -> list[tuple[int, int, int]]:
+        """(start, end, how many ranks hold it), as ``count_holders``."""
+        return count_holders(self.parts)
 
     def indices(self, rank: int) -> Tensor:
         """The indices of the full dim that ``rank`` holds, in the order in which it holds them."""
@@ -110,12 +115,12 @@ class Split:
     @property
     def multiplicity(self) -> tuple[int, ...]:
         """For each index of the full dim, how many ranks hold it."""
-        return tuple(count for a, b, count in count_holders(self.parts) for _ in range(a, b))
+        return tuple(count for a, b, count in self.holders for _ in range(a, b))
 
     @property
     def is_partition(self) -> bool:
         """Whether every index is held by exactly one rank."""
-        return all(count == 1 for *_, count in count_holders(self.parts))
+        return all(count == 1 for *_, count in self.holders)
 
 
 @dataclass(frozen=True)
@@ -156,10 +161,12 @@ def count_holders(parts: Sequence[Sequence[Slice]]) -> list[tuple[int, int, int]
     [(0, 1, 1), (1, 2, 2), (2, 3, 1), (3, 4, 0), (4, 5, 1)]
     """
     changes: dict[int, int] = {0: 0}
-    for a, b in (stretch for part in parts for stretch in part if stretch[0] < stretch[1]):
-        changes[a], changes[b] = changes.get(a, 0) + 1, changes.get(b, 0) - 1
+    for part in parts:
+        for a, b in part:
+            if a < b:
+                changes[a], changes[b] = changes.get(a, 0) + 1, changes.get(b, 0) - 1
     places = sorted(changes)
-    counts = accumulate(changes[place] for place in places)
+    counts = accumulate(map(changes.__getitem__, places))
     runs: list[tuple[int, int, int]] = []
     for (a, b), count in zip(pairwise(places), counts, strict=False):
         if runs and runs[-1][2] == count:
@@ -183,6 +190,8 @@ def merge_slices(slices: Sequence[Slice]) -> tuple[Slice, ...]:
 
 
 def _rank(axes: Axes, sizes: Sequence[int], coords: Coords) -> int:
+    if len(axes) == 1 and sizes[0] > 1:
+        return coords[axes[0]]
     rank = 0
     for axis, size in zip(axes, sizes, strict=True):
         rank = rank * size + (coords.get(axis, 0) if size == 1 else coords[axis])
@@ -234,14 +243,19 @@ class ShardSpec:
     splits: Mapping[int, tuple[AnySplit, ...]]
 
     def __init__(self, shape: Sequence[int], splits: Mapping[int, AnySplit | Sequence[AnySplit]] | None = None) -> None:
-        ordered = {d: tuple(s) if isinstance(s, Sequence) else (s,) for d, s in (splits or {}).items()}
+        ordered: dict[int, tuple[AnySplit, ...]] = {}
+        for dim, of_dim in (splits or {}).items():
+            if found := tuple(of_dim) if isinstance(of_dim, Sequence) else (of_dim,):
+                ordered[dim] = found
         object.__setattr__(self, "shape", tuple(shape))
-        object.__setattr__(self, "splits", {d: s for d, s in ordered.items() if s})
-        self._check()
+        object.__setattr__(self, "splits", ordered)
+        if ordered:
+            self._check()
 
     def _check(self) -> None:
         axes = [axis for splits in self.splits.values() for split in splits for axis in split.axes]
-        if twice := next((axis for axis in axes if axes.count(axis) > 1), None):
+        if len(axes) > len(set(axes)):
+            twice = next(axis for axis in axes if axes.count(axis) > 1)
             raise ConfigError(
                 f"A tensor of shape {self.shape} is cut twice over the axis {twice!r}",
                 rule="An axis cuts one dim of a tensor, once",
@@ -255,7 +269,7 @@ class ShardSpec:
                     rule="The slices of all ranks together cover the dim",
                     remedy="Build the split from the size of the dim, for example Split.even(shape[dim], ranks)",
                 )
-            if any(count == 0 for *_, count in self._holders[dim]):
+            if 0 in [count for *_, count in self._holders[dim]]:
                 raise ConfigError(
                     f"A split of dim {dim} of shape {self.shape} leaves out a part of it: {splits}",
                     rule="The slices of all ranks together cover the dim",
@@ -266,7 +280,7 @@ class ShardSpec:
     def is_sharded(self) -> bool:
         return bool(self.splits)
 
-    @property
+    @cached_property
     def axes(self) -> dict[str, int]:
         """The axes that the tensor is cut over, and their sizes."""
         return {axis: size for splits in self.splits.values() for axis, size in _axes_of(splits).items()}
@@ -285,14 +299,19 @@ class ShardSpec:
 
     def slices_of(self, dim: int, coords: Coords) -> tuple[Slice, ...]:
         """What the rank holds of one dim."""
-        held: tuple[Slice, ...] = merge_slices([(0, self.shape[dim])])
-        for split in self.splits.get(dim, ()):
-            held = _slices_of(held, split.slices(sum(b - a for a, b in held), coords))
+        length, splits = self.shape[dim], self.splits.get(dim, ())
+        held: tuple[Slice, ...] = ((0, length),) if length else ()
+        for at, split in enumerate(splits):
+            inner = split.slices(sum([b - a for a, b in held]), coords)
+            held = _slices_of(held, inner) if at else merge_slices(inner)
         return held
 
     def local_shape(self, coords: Coords) -> Offsets:
         """The shape of the part of the rank at these coordinates."""
-        return tuple(sum(b - a for a, b in self.slices_of(d, coords)) for d in range(len(self.shape)))
+        shape = list(self.shape)
+        for dim in self.splits:
+            shape[dim] = sum([b - a for a, b in self.slices_of(dim, coords)])
+        return tuple(shape)
 
     def slice(self, full: Tensor, coords: Coords) -> Tensor:
         """The part of ``full`` that the rank at these coordinates holds, as memory of its own.
@@ -326,15 +345,21 @@ class ShardSpec:
     @cached_property
     def _holders(self) -> dict[int, list[tuple[int, int, int]]]:
         """Dim -> (start, end, how many ranks hold it) of each dim that is cut."""
-        return {
-            dim: count_holders([self.slices_of(dim, coords) for coords in _places(_axes_of(splits))])
-            for dim, splits in self.splits.items()
-        }
+        holders = {}
+        for dim, splits in self.splits.items():
+            first = splits[0]
+            if len(splits) == 1 and isinstance(first, Split):
+                holders[dim] = first.holders
+            else:
+                holders[dim] = count_holders([self.slices_of(dim, coords) for coords in _places(_axes_of(splits))])
+        return holders
 
-    @property
+    @cached_property
     def shared_axes(self) -> tuple[str, ...]:
         """The axes over whose ranks numbers are held more than once."""
-        shared = [d for d, runs in self._holders.items() if any(count > 1 for *_, count in runs)]
+        if not self.splits:
+            return ()
+        shared = [dim for dim, runs in self._holders.items() if max([count for *_, count in runs], default=0) > 1]
         return tuple(axis for dim in shared for axis in _axes_of(self.splits[dim]))
 
     @property

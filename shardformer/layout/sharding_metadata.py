@@ -56,9 +56,9 @@ def reduction_of(
     on each rank of an axis over which it is not cut itself, and so have the slices of a cut parameter that several
     ranks hold, and what several stages hold.
     """
-    partial = tuple(axis for axis in stream.partial_over(place) if axis not in spec.axes)
-    inputs = tuple(cut.axis for cut in stream.in_force(ModelRegion.OUTSIDE))
-    over = [axis for axis in sizes if axis in {"data", *partial, *inputs, *spec.shared_axes} and sizes[axis] > 1]
+    partial = set(stream.partial_over(place)) - spec.axes.keys()
+    summed = {"data", *partial, *stream.input_axes, *spec.shared_axes}
+    over = [axis for axis, size in sizes.items() if size > 1 and axis in summed]
     divisor = float(sizes.get("data", 1) * stream.num_parts(sizes))
     pipe = ("pipe",) if sizes.get("pipe", 1) > 1 else ()
     # on a grid the tensor axis is counted along its rows and columns, so that no rank is counted twice
@@ -282,7 +282,8 @@ class ShardingMetadata:
 
     def _refuse_pickling(self) -> set[int]:
         """Refuses to pickle parameters that are this rank's part of the model. Returns their identities."""
-        parts = [e for e in self.entries if self._is_stage or tuple(e.param.shape) != e.spec.shape]
+        in_stages = self._is_stage
+        parts = [e for e in self.entries if in_stages or tuple(e.param.shape) != e.spec.shape]
         for entry in parts:
             refuse_pickling(entry.name, entry.param)
         return {id(entry.param) for entry in parts}
@@ -331,11 +332,15 @@ def _register_metadata(table: ShardingMetadata) -> None:
     table.number = next(_NUMBERS)
     with _REMEMBERING:
         _TABLES.add(table)
-        for key in [key for key, owners in _OWNERS.items() if all(owner() is None for owner in owners)]:
-            del _OWNERS[key]
+        for key, owners in list(_OWNERS.items()):
+            if not any([owner() for owner in owners]):
+                del _OWNERS[key]
+        mine = ref(table)
         for entry in table.entries:
-            others = [owner for owner in _OWNERS.get(id(entry.param), ()) if owner() not in (None, table)]
-            _OWNERS[id(entry.param)] = (*others, ref(table))
+            others = _OWNERS.get(id(entry.param))
+            _OWNERS[id(entry.param)] = (
+                (*[each for each in others if each() not in (None, table)], mine) if others else (mine,)
+            )
 
 
 def _name(thing: Any) -> str:

@@ -23,7 +23,13 @@ class Memory:
     @classmethod
     def of(cls, x: Tensor) -> Memory:
         storage = x.untyped_storage()
-        span = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+        span = 0
+        if x.numel():
+            span = (
+                x.numel()
+                if x.is_contiguous()
+                else 1 + sum([(n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)])
+            )
         begin = int(x.storage_offset()) * x.element_size()
         view = (x.dtype, tuple(x.shape), tuple(x.stride()))
         address = storage.data_ptr() if has_data(x) else 0
@@ -35,13 +41,14 @@ Group = dict[str, Memory]
 
 def overlapping(named: Iterable[tuple[str, Tensor]]) -> list[Group]:
     """Groups of tensors, each by its name, whose memory overlaps."""
-    found = sorted(
-        ((m, name) for name, x in named if (m := Memory.of(x)).begin < m.end),
-        key=lambda at: (at[0].storage, at[0].begin),
-    )
+    found = []
+    for at, (name, x) in enumerate(named):
+        memory = Memory.of(x)
+        if memory.begin < memory.end:
+            found.append((memory.storage, memory.begin, at, name, memory))
     groups: list[Group] = []
     storage, end = -1, 0
-    for memory, name in found:
+    for _, _, _, name, memory in sorted(found):
         if memory.storage != storage or memory.begin >= end:
             groups.append({})
             storage, end = memory.storage, memory.end

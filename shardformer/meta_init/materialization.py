@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,7 +21,13 @@ NOTES = "_shardformer_loading"
 
 def is_lazy(model: nn.Module) -> bool:
     """Whether some parameter or buffer of the model waits for its values."""
-    return any(deferred_storage_of(t) is not None for _, t in named_tensors(model))
+    return has_meta_tensors(model) and any(deferred_storage_of(t) is not None for _, t in named_tensors(model))
+
+
+def has_meta_tensors(model: nn.Module) -> bool:
+    """Whether some parameter or buffer has no values: most models have none, which this finds without a call each."""
+    with torch._C.DisableTorchFunction():  # inside of LazyInit tensors report another device
+        return any([t.is_meta for t in (*model.parameters(), *model.buffers())])
 
 
 def record_changes(model: nn.Module) -> AbstractContextManager[Any]:
@@ -64,10 +69,9 @@ def lazy_notes(model: nn.Module) -> list[str]:
     return ["Built without values: each rank made its own part of them.", *vars(model).get(NOTES, ())]
 
 
-def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     """(name, tensor) of every parameter and buffer, each once."""
-    yield from model.named_parameters()
-    yield from model.named_buffers()
+    return [*model.named_parameters(), *model.named_buffers()]
 
 
 def materialize(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
@@ -139,6 +143,8 @@ def check_recipes(model: nn.Module) -> None:
 
     Or where the files that it reads are not those that were loaded.
     """
+    if not has_meta_tensors(model):
+        return
     empty = [name for name, t in named_tensors(model) if t.is_meta and deferred_storage_of(t) is None]
     if empty:
         raise ConfigError(

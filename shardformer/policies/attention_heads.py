@@ -63,7 +63,7 @@ class HeadLayout:
             partitions=1,
         )
 
-    @property
+    @cached_property
     def group(self) -> int:
         return self.num_heads // self.num_kv_heads
 
@@ -79,7 +79,8 @@ class HeadLayout:
 
     def _read(self, rank: int) -> list[int]:
         """For each local query head, the KV head that it reads."""
-        return [h // self.group for h in self._own(rank)]
+        group = self.group
+        return [h // group for h in self._own(rank)]
 
     def _own(self, rank: int) -> range:
         return range(self.query_bounds[rank], self.query_bounds[rank + 1])

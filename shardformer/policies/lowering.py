@@ -234,18 +234,21 @@ class AttentionLowering:
         role: the attention.
         layer: the layer that has it.
         config: the model's, in which numbers of heads are looked up.
+        num_heads, num_kv_heads: these numbers, or where they are looked up: the role's, or else the policy's.
     """
 
     role: Attention
     layer: LayerLowering
     config: Any
+    num_heads: int | str | None
+    num_kv_heads: int | str | None
 
     @cached_property
     def layout(self) -> HeadLayout:
-        num_heads = self._count(self.role.num_heads)
+        num_heads = self._count(self.num_heads)
         if num_heads is None:
             raise self._no_count()
-        num_kv_heads = self._count(self.role.num_kv_heads) or num_heads
+        num_kv_heads = self._count(self.num_kv_heads) or num_heads
         out = self._path(self.role.projections.out)
         unit = features_per_head(f"{self.layer.path}.{out}", self.layer.features(out, out=False), num_heads)
         return HeadLayout(num_heads, num_kv_heads, unit, self.layer.axis.size, self.role.projections.partitions)
@@ -253,7 +256,7 @@ class AttentionLowering:
     @property
     def few_heads(self) -> int | None:
         """How many heads there are, in the first of several stages, where these are fewer than ranks."""
-        heads = self._count(self.role.num_heads)
+        heads = self._count(self.num_heads)
         return heads if heads is not None and heads < self.layer.axis.size and self.layer.is_stage else None
 
     def _count(self, said: int | str | None) -> int | None:
@@ -265,7 +268,7 @@ class AttentionLowering:
         return get_module(self.layer.layer, self.role.at) if said.startswith(".") else self.config
 
     def _no_count(self) -> PolicyError:
-        said = self.role.num_heads
+        said = self.num_heads
         owner = self._owner(str(said))
         where = f"the {type(owner).__name__}" if isinstance(owner, nn.Module) else "the config"
         return PolicyError(
@@ -407,4 +410,6 @@ def _existing_projections(said: AttentionProjections, at: str, layer: nn.Module)
             return name
         return name[:-1] if find_module(layer, resolve_path(at, name[:-1])) is not None else None
 
+    if not any([name.endswith("?") for name in (said.q, said.k, said.v, said.qkv, said.kv) if name]):
+        return said
     return replace(said, q=there(said.q), k=there(said.k), v=there(said.v), qkv=there(said.qkv), kv=there(said.kv))

@@ -42,6 +42,12 @@ class Policy(LegacyPolicy):
         self.find_part: Callable[[nn.Module], Policy] | None = None
         """Finds the policy of a model inside this one; None: of a registered family only."""
 
+    @property
+    def changes_classes_or_ties(self) -> bool:
+        """Whether it overwrites ``inject_policy`` or ``binding_policy`` of the first form."""
+        functions = (self.inject_policy, self.binding_policy)
+        return functions != (LegacyPolicy.inject_policy, LegacyPolicy.binding_policy)
+
     def set_model(self, model: nn.Module) -> None:
         """Makes the model known as ``self.model``."""
         self.model = model

@@ -32,6 +32,7 @@ from shardformer.policies.lowering import AttentionLowering, LayerLowering, Laye
 from shardformer.policies.module_descriptions import (
     ModuleKey,
     ModulePolicyDescription,
+    check_field_types,
     check_type,
     merge_descriptions,
     type_hints_of,
@@ -88,7 +89,8 @@ class RolePolicy(Policy):
 
     def set_model(self, model: nn.Module) -> None:
         super().set_model(model)
-        for name in RolePolicy.__annotations__:
+        written = vars(self) if is_shipped(self) else RolePolicy.__annotations__
+        for name in (name for name in RolePolicy.__annotations__ if name in written):
             check_type(type(self).__name__, name, getattr(self, name), type_hints_of(RolePolicy)[name])
 
     def config_sanity_check(self) -> None:
@@ -145,7 +147,7 @@ class RolePolicy(Policy):
         for stack, is_stage in self._present_stacks():
             out |= self._layers(join_path(self.base, stack.layers), stack.blocks, is_stage)
         for path, policy in self._parts():
-            out |= {join_path(path, str(key)): d for key, d in policy.module_policy().items()}
+            out |= {join_path(path, str(key)): d for key, d in checked_descriptions(policy).items()}
             self.notes += policy.notes
         return out
 
@@ -243,7 +245,7 @@ class RolePolicy(Policy):
                 raise no_match_error(self.base, stack.layers, base)
             layers = [layer for path in found for layer in get_module(base, path).children()]
             check_exits(stack, join_path(self.base, stack.layers), layers)
-            out += [(replace(stack, layers=path), len(found) > 1) for path in found]
+            out += [(stack if path == stack.layers else replace(stack, layers=path), len(found) > 1) for path in found]
         return out
 
     def _outside(self) -> ModulePolicyDescription:
@@ -262,8 +264,7 @@ class RolePolicy(Policy):
     def _is_head_of_user(self, path: str) -> bool:
         """Whether a table of ours names a head in whose place there is another module: it stays whole."""
         head = find_module(self.model, path)
-        is_ours = type(self).__module__.startswith("shardformer.")
-        return is_ours and head is not None and not is_linear(head)
+        return is_shipped(self) and head is not None and not is_linear(head)
 
     def _block(self, block: Role, lowering: LayerLowering) -> ModulePolicyDescription | None:
         if not lowering.has(block):
@@ -287,8 +288,35 @@ class RolePolicy(Policy):
     def _attention(self, role: Attention, where: LayerLowering) -> AttentionLowering:
         """The attention with the policy's numbers of heads where it has none of its own."""
         heads, kv_heads = role.num_heads or self.num_heads, role.num_kv_heads or self.num_kv_heads
-        role = replace(role, num_heads=heads, num_kv_heads=kv_heads)
-        return AttentionLowering(role, where, getattr(self.model, "config", None))
+        return AttentionLowering(role, where, getattr(self.model, "config", None), heads, kv_heads)
+
+
+def is_shipped(policy: Policy) -> bool:
+    """Whether the class of a policy is part of this package, whose tests check it, or derived."""
+    return type(policy).__module__.startswith("shardformer.")
+
+
+def checked_descriptions(policy: Policy) -> Mapping[ModuleKey, ModulePolicyDescription]:
+    """What ``module_policy`` of a policy returns.
+
+    Raises PolicyError for values of other types than the fields have. Roles are checked when they are written, so only
+    a user's own descriptions are checked here.
+    """
+    found: Any = policy.module_policy()
+    if is_shipped(policy) or type(policy).module_policy is RolePolicy.module_policy:
+        return found  # type: ignore[no-any-return]
+    values = list(found.values()) if isinstance(found, Mapping) else [found]
+    wrong = next((v for v in values if not isinstance(v, ModulePolicyDescription)), None)
+    if wrong is not None or not isinstance(found, Mapping):
+        raise PolicyError(
+            f"{type(policy).__name__}.module_policy() gave {wrong!r:.80}",
+            rule="It returns a dict: class, class name or path of modules -> ModulePolicyDescription",
+            remedy="Return that dict; docs/policies.md has an example",
+        )
+    for key, description in found.items():
+        check_type(f"{type(policy).__name__}.module_policy()", "key", key, ModuleKey)
+        check_field_types(description)
+    return found
 
 
 def _reads_each_token(norm: nn.Module | None, layers: nn.Module | None) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +20,6 @@ from shardformer.module_paths import find_module
 from shardformer.pipeline.layer_sequence import StackDescription
 from shardformer.sharding.plan import ShardingPlan
 from shardformer.tensor_parallel.parallel_module import ParallelModule
-from shardformer.torch_compat import without_fake_tensors
 
 RING, GROUP = "ring", "ulysses"
 """The views of the sequence axis."""
@@ -173,23 +172,6 @@ class ContextFindings:
     is_whole: bool = False
     reads_between: bool = False
     unproven: Mapping[str, str] = field(default_factory=dict)
-
-
-def find_context_layout(
-    model: nn.Module, prove: Callable[..., Any], find: Callable[..., Any], context: ParallelContext, way: str
-) -> ContextFindings:
-    """What a proof learnt. Raises ConfigError where it fails."""
-    with without_fake_tensors():
-        found = prove(model, find, choose_ring_sizes(model, context, way), may_be_whole=not is_explicit(context, way))
-    if found.against is not None:
-        raise ConfigError(
-            f"sequence={context.sequence.size} for {type(model).__name__}: {found.against}",
-            rule="A sequence is cut over ranks where a small twin of the model trains so as it does whole",
-            remedy="Leave the sequence axis out for this model: enable_sequence_parallelism cuts the sequence between "
-            "the blocks of tensor parallelism",
-        )
-    learned: ContextFindings = found.learned
-    return learned
 
 
 def install_context_attention(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -47,23 +47,6 @@ def with_grid_context(config: ShardConfig, context: ParallelContext) -> tuple[Sh
             manager.context = view
         config = replace(config, context=view, pipeline_stage_manager=manager, tensor_parallel_process_group=None)
     return config, TensorGrid.of(view, config.tensor_parallel_mode)
-
-
-def find_sample_dims(
-    model: nn.Module, prove: Callable[..., Any], find: Callable[..., Any], grid: TensorGrid
-) -> tuple[ArgumentSamples, dict[str, str]]:
-    """What a proof learnt of the arguments of attentions, and the inputs with which it fails, and why.
-
-    Raises ConfigError where the proof fails.
-    """
-    proof = prove(model, find, grid)
-    if proof.against is not None:
-        raise ConfigError(
-            f"tensor_parallel_mode={grid.mode!r} for {type(model).__name__}: {proof.against}",
-            rule="A model is cut over a grid where a small twin of it trains so as it does whole",
-            remedy="Use tensor_parallel_mode='1d' for this model, or another of the modes",
-        )
-    return proof.samples, dict(proof.unproven)
 
 
 def plan_for_grid(plan: ShardingPlan, grid: TensorGrid) -> ShardingPlan:

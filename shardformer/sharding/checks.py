@@ -152,10 +152,8 @@ def _wait_for_key(store: Any, key: str, deadline: float | None, other: int) -> t
 
 def check_not_sharded(model: nn.Module) -> None:
     """Raises ConfigError for a model that is sharded, even in part."""
-    if any(
-        {METADATA_ATTRIBUTE, PARENT_METADATA_ATTRIBUTE} & m.__dict__.keys() or isinstance(m, ParallelModule)
-        for m in model.modules()
-    ):
+    marks = {METADATA_ATTRIBUTE, PARENT_METADATA_ATTRIBUTE}
+    if any([isinstance(m, ParallelModule) or not marks.isdisjoint(vars(m)) for m in model.modules()]):
         raise ConfigError(
             f"This {type(model).__name__} is sharded already",
             rule="A model is sharded once, and before anything is wrapped around it",
@@ -166,7 +164,7 @@ def check_not_sharded(model: nn.Module) -> None:
 def check_unsharded(model: nn.Module) -> None:
     """Raises ConfigError for a model that is sharded already, even in part, or whose values cannot be had or cut."""
     check_not_sharded(model)
-    if made := next((name for name, p in model.named_parameters() if p.is_inference()), None):
+    if made := next(iter([name for name, p in model.named_parameters() if p.is_inference()]), None):
         raise ConfigError(
             f"{made} of this {type(model).__name__} was made under torch.inference_mode()",
             rule="Parameters take gradients and count their changes, which torch refuses of such tensors for good",
@@ -190,7 +188,8 @@ def make_checked_plan(model: nn.Module, policy: Policy, config: ShardConfig, *, 
     with record_changes(model):
         model = policy.preprocess() or model
     policy.set_model(model)
-    legacy.check_legacy(policy, model)
+    if policy.changes_classes_or_ties:
+        legacy.check_legacy(policy, model)
     return make_plan(model, policy, cuts=cuts)
 
 
@@ -227,15 +226,17 @@ def held_outside(model: nn.Module) -> set[int]:
     alone = nn.Module()
     alone.only = nn.Parameter(torch.empty(0))
     ((_, by_counting),) = _counts(alone)
-    times = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
+    times = Counter([id(p) for m in model.modules() for p in m._parameters.values() if p is not None])
     return {key for key, count in _counts(model) if count - (by_counting - 1) > times[key]}
 
 
-def _counts(model: nn.Module) -> Iterator[tuple[int, int]]:
+def _counts(model: nn.Module) -> list[tuple[int, int]]:
+    held: list[tuple[int, int]] = []
     for module in model.modules():
         for p in module._parameters.values():
             if p is not None:
-                yield id(p), sys.getrefcount(p)
+                held.append((id(p), sys.getrefcount(p)))
+    return held
 
 
 def check_no_optimizer(model: nn.Module, plan: ShardingPlan, stages: Stages | None, outside: Collection[int]) -> None:
@@ -284,7 +285,7 @@ def restore_on_error(model: nn.Module) -> Iterator[None]:
 
     The values of parameters are not copied: what a policy's own functions wrote into them stays.
     """
-    params = [(p, p.requires_grad, dict(vars(p)), _hooks_of(p)) for p in model.parameters()]
+    params = [(p, p.requires_grad, dict(vars(p)), list(map(set, _hook_tables(p)))) for p in model.parameters()]
     modules = list(model.modules())
     before = [(m, type(m), dict(vars(m)), _tables(vars(m))) for m in modules]
     settings = [(c, dict(vars(c))) for c in find_configs(model)]
@@ -310,11 +311,7 @@ def restore_on_error(model: nn.Module) -> Iterator[None]:
 
 def _hook_tables(p: nn.Parameter) -> list[dict[int, Any]]:
     """The hooks on a parameter, by the keys of their handles."""
-    return [getattr(p, name, None) or {} for name in ("_backward_hooks", "_post_accumulate_grad_hooks")]
-
-
-def _hooks_of(p: nn.Parameter) -> list[set[int]]:
-    return [set(table) for table in _hook_tables(p)]
+    return [p._backward_hooks or {}, getattr(p, "_post_accumulate_grad_hooks", None) or {}]
 
 
 def _tables(attributes: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -134,7 +135,8 @@ OF_LIBRARIES = ("shardformer", "torch", "transformers", "timm", "accelerate")
 INPUT_HOOK_TABLES = ("_forward_pre_hooks", "_backward_hooks")
 """The tables of hooks that are shown what goes into a module, and its gradient."""
 OUTSIDE = "hook the model, or a module after the final norm"
-ModuleMarks = tuple[tuple[Any, ...], ...]
+ModuleMarks = list[tuple[Any, ...]]
+_hook_tables_of = attrgetter(*MODULE_HOOK_TABLES)
 
 
 class ModuleFingerprint:
@@ -166,17 +168,17 @@ class ModuleFingerprint:
         self._marks = self._seen()
 
     def _seen(self) -> ModuleMarks:
-        return tuple(
+        return [
             (
                 *map(id, module._modules.values()),
                 *map(id, module._parameters.values()),
-                *(p.shape for p in module._parameters.values() if p is not None),
-                *(len(getattr(module, table)) for table in MODULE_HOOK_TABLES),
+                *[p.shape for p in module._parameters.values() if p is not None],
+                *map(len, _hook_tables_of(module)),
                 id(type(module)),
-                _own_forward(module),
+                _own_forward(module) if "forward" in vars(module) else 0,
             )
             for module in self._modules
-        )
+        ]
 
     def _check_params(self, model: nn.Module) -> None:
         now = _params_of(model)
@@ -242,7 +244,7 @@ class _CopiedModuleFingerprint(ModuleFingerprint):
 
     def __init__(self, parts: dict[str, LocalInputModule]) -> None:
         self._parts, self._params, self._modules = parts, {}, []
-        self._marks = ((),)
+        self._marks = [()]
 
     def _check_params(self, model: nn.Module) -> None:
         if self._params:

@@ -26,10 +26,14 @@ def put_everywhere(model: nn.Module, made: Mapping[int, nn.Module]) -> None:
             if id(child) in made:
                 module._modules[name] = made[id(child)]
         for name, value in vars(module).items():
-            if name not in _TABLES and (new := _with_new(value, made, set())) is not value:
+            if not isinstance(value, _HOLDERS) or not value or name in _TABLES:
+                continue
+            if (new := _with_new(value, made, set())) is not value:
                 vars(module)[name] = new
 
 
+_HOLDERS = (nn.Module, list, dict, tuple)
+"""What may be a module, or hold some."""
 _TABLES = frozenset(vars(nn.Module()))
 """The tables of ``nn.Module`` itself."""
 
@@ -42,7 +46,8 @@ def _with_new(value: Any, made: Mapping[int, nn.Module], seen: set[int]) -> Any:
         return value
     seen.add(id(value))
     held = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
-    changed = {key: new for key, each in held if (new := _with_new(each, made, seen)) is not each}
+    inner = [(key, each) for key, each in held if isinstance(each, _HOLDERS)]
+    changed = {key: new for key, each in inner if (new := _with_new(each, made, seen)) is not each}
     if changed and isinstance(value, tuple):
         return tuple(changed.get(at, each) for at, each in held)
     for key, new in changed.items():
@@ -107,8 +112,9 @@ def unwrapped(model: nn.Module, *, stages: int = 1) -> Iterator[Mapping[int, nn.
     """
     found: list[_Wrapped] = []
     outermost: dict[int, nn.Module] = {}
+    has_wrappers = any(map(wrapped_name, {type(module): module for module in model.modules()}.values()))
     try:
-        for path, owner in _outside_of_wrappers(model):
+        for path, owner in _outside_of_wrappers(model) if has_wrappers else ():
             for name, child in list(owner._modules.items()):
                 outer = child
                 while child is not None and (key := wrapped_name(child)) is not None:

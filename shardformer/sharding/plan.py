@@ -19,10 +19,9 @@ from shardformer.policies.module_descriptions import (
     ModuleKey,
     ModulePolicyDescription,
     SubModuleReplacementDescription,
-    check_field_types,
-    check_type,
 )
 from shardformer.policies.policy import Policy
+from shardformer.policies.role_policy import checked_descriptions
 from shardformer.sharding.module_aliases import readers_of
 
 LARGE_SHARE = 0.1
@@ -114,7 +113,7 @@ def make_plan(model: nn.Module, policy: Policy, *, cuts: bool = True) -> Shardin
     module, or a large parameter that no rule explains.
     """
     plan = ShardingPlan(model, policy.stacks())
-    for path, module, description in _match(model, _descriptions(policy) if cuts else {}):
+    for path, module, description in _match(model, checked_descriptions(policy) if cuts else {}):
         for sub in description.sub_module_replacement or []:
             _add_replacement(plan, path, module, sub)
         _add_parameters(plan, path, module, description.parameters or {})
@@ -161,22 +160,6 @@ def _in_layers(plan: ShardingPlan, named: Callable[[SequenceParallelHints], Sequ
             yield from (
                 join_path(stack.layers, index, n) for n in named(stack.sequence) if find_module(layer, n) is not None
             )
-
-
-def _descriptions(policy: Policy) -> Mapping[ModuleKey, ModulePolicyDescription]:
-    said: Any = policy.module_policy()
-    values = list(said.values()) if isinstance(said, Mapping) else [said]
-    wrong = next((v for v in values if not isinstance(v, ModulePolicyDescription)), None)
-    if wrong is not None or not isinstance(said, Mapping):
-        raise PolicyError(
-            f"{type(policy).__name__}.module_policy() gave {wrong!r:.80}",
-            rule="It returns a dict: class, class name or path of modules -> ModulePolicyDescription",
-            remedy="Return that dict; docs/policies.md has an example",
-        )
-    for key, description in said.items():
-        check_type(f"{type(policy).__name__}.module_policy()", "key", key, ModuleKey)
-        check_field_types(description)
-    return said
 
 
 def _add_replacement(plan: ShardingPlan, at: str, module: nn.Module, sub: SubModuleReplacementDescription) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -178,9 +179,9 @@ def check_native(module: nn.Module, *kinds: type[nn.Module]) -> None:
     what = None
     if module._parameters.get("weight") is None:
         what = "a weight that is computed of others"
-    elif type(module).forward not in {kind.forward for kind in kinds} or "forward" in vars(module):
+    elif type(module).forward not in [kind.forward for kind in kinds] or "forward" in vars(module):
         what = None if _is_plain(module) else "a forward of its own"
-    if what is None and _is_linear(module) and any(getattr(module, table) for table in MODULE_HOOK_TABLES):
+    if what is None and _is_linear(module) and any(attrgetter(*MODULE_HOOK_TABLES)(module)):
         what = "hooks"
     if what is not None:
         raise ConfigError(

@@ -30,7 +30,7 @@ from shardformer.meta_init.materialization import meta_copy, record_changes
 from shardformer.offload.activations import offload_activations
 from shardformer.pipeline.pipeline import Pipeline, modes_of, set_modes, start_training
 from shardformer.random_state import random_kept_on_error
-from shardformer.shard_model_api import ModelSharder
+from shardformer.shard_model_api import shard_in_place
 from shardformer.torch_compat import is_compiled_in_place
 from shardformer.training.data_loader import batches_of, loss_of_target
 from shardformer.training.engine import Engine
@@ -214,9 +214,7 @@ def shard_with_optimizers(
         if METADATA_ATTRIBUTE in model.__dict__:
             finish(model)
             return model
-        sharder = ModelSharder(model, asked.shard_config(grid), policy)
-        sharder.shard(finish)
-        return sharder.model
+        return shard_in_place(model, asked.shard_config(grid), policy, finish)[0]
 
 
 def make_optimizers(given: OptimizerArgument, scheduler: Any, model: nn.Module) -> tuple[list[Optimizer], Any]:

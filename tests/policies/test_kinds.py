@@ -7,20 +7,30 @@ from typing import Any
 
 import pytest
 
+from shardformer.config import ShardConfig
 from shardformer.errors import PolicyError
 from shardformer.layout.shard_spec import Split
 from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.pipeline.layer_sequence import PipelineHints
 from shardformer.policies.legacy import Argument
+from shardformer.policies.models.llama import LlamaPolicy
 from shardformer.policies.module_descriptions import (
+    ModuleKey,
     ModulePolicyDescription,
     SubModuleReplacementDescription,
+    check_field_types,
+    check_type,
     describe_type,
+    type_hints_of,
 )
 from shardformer.policies.policy import Policy
+from shardformer.policies.registry import registered_policy
+from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import MLP, Attention, AttentionInputs, AttentionProjections, LayerStack
 from shardformer.shard_model_api import shard_model
 from shardformer.tensor_parallel.layers import Linear1D_Col
+from shardformer.verify.small_models import LIBRARIES, SMALL_CONFIGS, SmallModel
 from tests.policies.toy import SelfAttention, ToyLM, ToyPolicy
 from tests.test_bad_input import refusal_of, refused
 
@@ -109,6 +119,31 @@ def test_a_policy_is_refused_when_it_is_planned(policy: type[Policy], words: tup
         return refusal_of(lambda: shard_model(model, policy, context=context), model)
 
     refused(run_as_threads(refuse, tensor=2), PolicyError, *words)
+
+
+@pytest.mark.parametrize("family", sorted(name for name in SMALL_CONFIGS if name not in LIBRARIES))
+def test_descriptions_of_shipped_policies_have_the_types_of_their_fields(family: str) -> None:
+    """They are not checked when a model is sharded."""
+    model = SmallModel(family)()
+    known = registered_policy(model)
+    assert known is not None
+    policy: Any = known[0]
+    policy.set_model(model)
+    policy.set_shard_config(ShardConfig(context=ParallelContext.of({"tensor": 2})))
+    for name in RolePolicy.__annotations__:
+        check_type(family, name, getattr(policy, name), type_hints_of(RolePolicy)[name])
+    descriptions = policy.module_policy()
+    assert descriptions
+    for key, description in descriptions.items():
+        check_type(family, "key", key, ModuleKey)
+        check_field_types(description)
+
+
+def test_an_instance_of_a_shipped_policy_is_checked_where_it_was_changed() -> None:
+    policy = LlamaPolicy()
+    policy.num_heads = 5.0  # type: ignore[assignment]
+    with pytest.raises(PolicyError, match=r"num_heads=5\.0"):
+        policy.set_model(SmallModel("llama")())
 
 
 def test_lists_may_be_tuples_and_pairs_lists() -> None:

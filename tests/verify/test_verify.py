@@ -25,11 +25,11 @@ from shardformer.layout.shard_spec import ShardSpec, Split, even_bounds
 from shardformer.layout.sharding_metadata import ShardingMetadata
 from shardformer.local_ranks.worker_pool import WorkerPool, WorkerPools
 from shardformer.mesh.parallel_context import Axis
-from shardformer.shard_model_api import ModelSharder
 from shardformer.sharding import apply as sharder
 from shardformer.sharding import apply_tensor_parallel
 from shardformer.sharding import apply_tensor_parallel as gradients
 from shardformer.sharding import apply_tensor_parallel as regions
+from shardformer.sharding.apply import Sharder
 from shardformer.tensor_parallel import layers as embedding
 from shardformer.tensor_parallel import layers as linear
 from shardformer.tensor_parallel import region as edges
@@ -186,7 +186,7 @@ def without_reducers(model: nn.Module, plan: Any, blocks: Any, state: ShardingMe
 
 
 def nothing_replaced_elsewhere() -> Any:
-    return mock.patch.object(ModelSharder, "_rebind", lambda self, shared: None)
+    return mock.patch.object(Sharder, "_rebind", lambda self, shared: None)
 
 
 MUTATIONS: dict[str, Callable[[], Any]] = {

@@ -1,0 +1,43 @@
+"""Over which axes the gradient of a parameter is summed, by its layout and its place in the model."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardformer.layout.activation_layout import ActivationLayout, ActivationShard, Dim, ModelRegion, ShardedFrom
+from shardformer.layout.shard_spec import ShardSpec, Split
+from shardformer.layout.sharding_metadata import reduction_of
+
+SIZES = {"data": 2, "sequence": 2, "tensor": 2, "pipe": 1}
+CONTEXT = ActivationShard(Dim.SEQUENCE, "sequence", begin=ShardedFrom.INPUTS)
+SEQUENCE = ActivationShard(Dim.SEQUENCE, "tensor")
+FULL = ShardSpec((4,))
+
+
+def over(axis: str) -> ShardSpec:
+    return ShardSpec((4,), {0: Split.even(4, 2).over(axis)})
+
+
+@pytest.mark.parametrize(
+    ("spec", "cuts", "region", "axes", "divisor"),
+    [
+        (FULL, (), ModelRegion.OUTSIDE, ("data",), 2),
+        (FULL, (), ModelRegion.BLOCK, ("data", "tensor"), 2),
+        (over("tensor"), (), ModelRegion.BLOCK, ("data",), 2),
+        (over("data"), (), ModelRegion.OUTSIDE, ("data",), 2),
+        (over("data"), (), ModelRegion.BLOCK, ("data", "tensor"), 2),
+        (FULL, (SEQUENCE,), ModelRegion.STACK, ("data", "tensor"), 2),
+        (over("tensor"), (SEQUENCE,), ModelRegion.STACK, ("data",), 2),
+        (FULL, (SEQUENCE,), ModelRegion.OUTSIDE, ("data",), 2),
+        (FULL, (CONTEXT,), ModelRegion.OUTSIDE, ("data", "sequence"), 4),
+        (over("tensor"), (CONTEXT,), ModelRegion.BLOCK, ("data", "sequence"), 4),
+        (over("sequence"), (CONTEXT,), ModelRegion.OUTSIDE, ("data", "sequence"), 4),
+        (ShardSpec((4,), {0: Split((((0, 3),), ((1, 4),)))}), (), ModelRegion.BLOCK, ("data", "tensor"), 2),
+    ],
+)
+def test_a_gradient_is_summed_over_the_ranks_that_have_a_part_of_it(
+    spec: ShardSpec, cuts: tuple[ActivationShard, ...], region: ModelRegion, axes: tuple[str, ...], divisor: float
+) -> None:
+    """Also over an axis that shards the parameter itself, if each of its ranks has its own samples."""
+    found = reduction_of(spec, ActivationLayout(cuts), region, SIZES)
+    assert (found.sum_over, found.divisor) == (axes, divisor)

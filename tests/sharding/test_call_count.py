@@ -1,0 +1,38 @@
+"""What sharding a model costs on the host: how many functions of the package it calls, and how many files it enters."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import shardformer
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.shard_model_api import shard_model
+from shardformer.verify.small_models import SmallModel
+
+PACKAGE = str(Path(shardformer.__file__).parent)
+MAX_CALLS = 5_000
+MAX_FILES = 46
+
+
+def test_shard_model_calls_few_functions_of_the_package() -> None:
+    models, calls = [SmallModel("llama", changes={"num_hidden_layers": 2})() for _ in range(2)], Counter[str]()
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            calls[frame.f_code.co_filename] += 1
+
+    def shard(context: Any) -> None:
+        before = sys.getprofile()
+        sys.setprofile(count if context.rank == 0 else before)
+        try:
+            shard_model(models[context.rank], context=context)
+        finally:
+            sys.setprofile(before)
+
+    run_as_threads(shard, tensor=2)
+    assert 1_000 < calls.total() <= MAX_CALLS, calls.most_common(10)
+    assert len(calls) <= MAX_FILES, sorted(calls)
