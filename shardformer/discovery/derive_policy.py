@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.discovery.candidate_roles import BlockCandidates, candidate_blocks
+from shardformer.discovery.candidate_roles import BlockCandidates, candidate_blocks, role_in_plan, transformers_plan_of
 from shardformer.discovery.example_inputs import Forward, UnknownInputsError, required_arguments
 from shardformer.discovery.forward_trace import outputs_per_layer, trace_forward
 from shardformer.discovery.layer_stacks import find_layer_stacks, find_pipeline_hints, find_sequence_hints
@@ -28,7 +28,6 @@ from shardformer.discovery.reduced_model import (
     twin_or_copy_of,
 )
 from shardformer.discovery.shrink_config import BuildModel, build_meta_model, layer_kind
-from shardformer.discovery.transformers_plan import role_in_plan, transformers_plan_of
 from shardformer.discovery.validation import validate_policy
 from shardformer.errors import PolicyError, did_you_mean
 from shardformer.module_paths import is_linear, match_paths

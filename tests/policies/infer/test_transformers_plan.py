@@ -8,8 +8,8 @@ import pytest
 import transformers
 
 from shardformer.discovery import derive_policy as deriving
+from shardformer.discovery.candidate_roles import role_in_plan, transformers_plan_of
 from shardformer.discovery.derive_policy import derive_policy
-from shardformer.discovery.transformers_plan import role_in_plan, transformers_plan_of
 from shardformer.policies.roles import MLP, Attention, AttentionProjections, Experts
 
 FEW = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)
