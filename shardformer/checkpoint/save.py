@@ -38,7 +38,7 @@ from shardformer.checkpoint.file_format import (
 )
 from shardformer.checkpoint.training_state import ModelTensors, collect_state
 from shardformer.comm.collective_call import come, run_on_all_ranks
-from shardformer.errors import ConfigError, InputError
+from shardformer.errors import ConfigError, InputError, check_int
 from shardformer.filesystem.atomic_write import path_of, remove, write_new
 from shardformer.filesystem.lock import release
 from shardformer.layout.shard_spec import Offsets
@@ -377,7 +377,7 @@ def prepare_save(
         """What this rank was asked for, where that can be."""
         nonlocal root
         root = path_of(folder)
-        _check_step(step)
+        check_int("step", step, 0, unit="training steps")
         CheckpointRetention.of(keep)
         _check_free(tensors.model.__dict__.get(SAVE))
         return SaveRequest(str(Path(folder)), step, platform.node(), directory.hidden_folder(root, step).name)
@@ -434,15 +434,6 @@ def _check_same_request(asked: Sequence[SaveRequest]) -> None:
             f"{each.folder}",
             rule="All ranks save one checkpoint together, into one folder",
             remedy="Give all ranks the same folder, on a disk that all see, and the same step",
-        )
-
-
-def _check_step(step: int) -> None:
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise ConfigError(
-            f"step={step!r}",
-            rule="A checkpoint is named by how many training steps were made",
-            remedy="Give an int from 0 on",
         )
 
 

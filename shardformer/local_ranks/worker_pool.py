@@ -18,7 +18,7 @@ from multiprocessing.process import BaseProcess
 from tempfile import TemporaryDirectory
 from typing import Any, ParamSpec, Self, TypeVar
 
-from shardformer.errors import ConfigError, LaunchError, WorkerError
+from shardformer.errors import ConfigError, LaunchError, WorkerError, check_int
 from shardformer.local_ranks import worker_process
 from shardformer.local_ranks.worker_process import RemoteCall, RemoteFailure, RemoteReply, RemoteRequest
 
@@ -66,10 +66,8 @@ class WorkerPool:
         imports: Sequence[str] = ("torch",),
         grace_s: float = 5.0,
     ) -> None:
-        for name, count in (("num_workers", num_workers), ("threads", threads)):
-            if count < 1:
-                rule = "A pool has at least one worker, and a worker at least one thread"
-                raise ConfigError(f"{name}={count}", rule=rule, remedy=f"Use {name}=1 or more")
+        check_int("num_workers", num_workers)
+        check_int("threads", threads)
         self.num_workers, self.timeout_s, self.grace_s = num_workers, timeout_s, grace_s
         self._threads, self._imports = threads, tuple(imports)
         self._workers: list[_Worker] = []

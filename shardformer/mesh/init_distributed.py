@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistError
 
-from shardformer.errors import ConfigError, LaunchError, did_you_mean, first_line
+from shardformer.errors import ConfigError, LaunchError, check_choice, check_number, did_you_mean, first_line
 from shardformer.mesh.parallel_context import (
     ParallelContext,
     launcher_store,
@@ -284,13 +284,8 @@ def _warn_cross_host_tensor_axis(context: ParallelContext) -> None:
 
 
 def _init_default_group(backend: str | None, timeout_s: float | None) -> None:
-    is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
-    if timeout_s is not None and not (is_number and 0 < timeout_s < math.inf):
-        raise ConfigError(
-            f"timeout_s={timeout_s!r}",
-            rule="It is a number of seconds above 0, after which a collective that not all joined is an error",
-            remedy="Write timeout_s=600, or leave it out",
-        )
+    if timeout_s is not None:
+        check_number("timeout_s", timeout_s, below=math.inf, unit="seconds", example=600)
     if not dist.is_initialized():
         init_process_group(local_device(), backend, TIMEOUT_S if timeout_s is None else float(timeout_s))
         return
@@ -381,13 +376,8 @@ def _parallel_sizes(settings: Mapping[str, Any]) -> dict[str, Any]:
             remedy="Write pipe alone",
         )
     for name, value in asked.items():
-        axis = {"pipeline": "pipe"}.get(str(name), name)
-        if axis not in AXES:
-            raise ConfigError(
-                f"The config asks for parallel axis {name!r}",
-                rule=f"The axes are {', '.join(AXES)}",
-                remedy=did_you_mean(name, AXES),
-            )
+        axis = "pipe" if name == "pipeline" else str(name)
+        check_choice("axis", axis, AXES)
         size = value.get("size", 1) if isinstance(value, Mapping) else value
         if isinstance(value, Mapping) and (unknown := set(value) - {"size", "mode", "depth"}):
             raise ConfigError(

@@ -23,7 +23,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from shardformer.errors import ConfigError, InputError
+from shardformer.errors import ConfigError, InputError, check_int
 from shardformer.torch_compat import to_list
 
 # P patches, I images, B samples
@@ -252,12 +252,7 @@ def check_sizes(micro_batches: int | None, micro_batch_size: int | None) -> None
     name, value = (
         ("micro_batches", micro_batches) if micro_batch_size is None else ("micro_batch_size", micro_batch_size)
     )
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(
-            f"{name}={value!r}",
-            rule=f"{name} is a whole number of at least 1",
-            remedy="Use 1 or more, and no more than a batch has samples",
-        )
+    check_int(name, value)
     if micro_batches is not None and micro_batches > MAX_MICRO_BATCHES:
         raise ConfigError(
             f"micro_batches={micro_batches}",

@@ -19,7 +19,7 @@ from functools import lru_cache
 from math import inf
 from typing import Any, NamedTuple
 
-from shardformer.errors import ConfigError, did_you_mean
+from shardformer.errors import ConfigError, check_choice, check_int
 
 
 class ActionKind(StrEnum):
@@ -318,15 +318,14 @@ def placement_of(name: str, stages: int, chunks: int) -> tuple[int, ...]:
 
 def default_chunks(name: str) -> int:
     """How many chunks a rank holds when nobody says."""
-    _check_name(name)
+    check_choice("schedule", name, SCHEDULES)
     return _CHUNKS.get(name, 2)
 
 
 def check_schedule_name(name: str, stages: int, chunks: int) -> None:
     """Raises ConfigError when there is no schedule of this name, or not for these numbers."""
-    _check_name(name)
-    if stages < 1:
-        raise ConfigError(f"stages={stages}", rule="A pipeline has one stage or more", remedy="Use 1 or more")
+    check_choice("schedule", name, SCHEDULES)
+    check_int("stages", stages)
     if name in _CHUNKS and chunks != _CHUNKS[name]:
         raise ConfigError(
             f"chunks={chunks} for the schedule {name!r}",
@@ -338,13 +337,6 @@ def check_schedule_name(name: str, stages: int, chunks: int) -> None:
             f"chunks={chunks} for the schedule {name!r}",
             rule="An interleaved schedule has two chunks on each rank, or more",
             remedy="Use 2 or more" + (", or the schedule '1f1b'" if chunks == 1 else ""),
-        )
-
-
-def _check_name(name: str) -> None:
-    if name not in SCHEDULES:
-        raise ConfigError(
-            f"schedule={name!r}", rule=f"The schedules are {', '.join(SCHEDULES)}", remedy=did_you_mean(name, SCHEDULES)
         )
 
 

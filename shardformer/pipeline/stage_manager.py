@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from shardformer.errors import ConfigError, check_argument, did_you_mean
+from shardformer.errors import ConfigError, check_argument, check_choice
 from shardformer.layout.activation_layout import ActivationLayout, ModelRegion
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.module_paths import find_configs, parent_of
@@ -141,12 +141,8 @@ class PipelineStageManager:
         is_row = isinstance(asked, Sequence) and not isinstance(asked, str)
         rule, remedy = "It is a number of layers, or one for each virtual stage", "Write checkpoint_layers=4"
         check_argument("checkpoint_layers", asked, asked is None or is_row or type(asked) is int, rule, remedy)
-        if isinstance(self.cut, str) and self.cut not in PARTITION_METHODS:
-            raise ConfigError(
-                f"cut={self.cut!r}",
-                rule="Stages are cut by 'cost', 'even', or by a list of how many layers each has",
-                remedy=did_you_mean(self.cut, PARTITION_METHODS),
-            )
+        if isinstance(self.cut, str):
+            check_choice("cut", self.cut, PARTITION_METHODS, "Stages are cut by 'cost', 'even', or a list of counts")
         if self.costs is not None and self.cut != "cost":
             raise ConfigError(
                 f"costs are given with cut={self.cut!r}",

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import BatchSampler, DataLoader
 
 from shardformer.comm.collective_call import collective_call, number_of
-from shardformer.errors import ConfigError, InputError
+from shardformer.errors import ConfigError, InputError, check_int
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.pipeline.micro_batches import TARGET_KEY
 from shardformer.training.data_sources import Collate, DataShard, StreamedSource, compare_data, epoch_seed, make_source
@@ -71,7 +71,7 @@ class ShardedDataLoader:
         num_workers: int = 0,
     ) -> None:
         for name, value, least in (("accumulate", accumulate, 1), ("num_workers", num_workers, 0)):
-            _check_number(name, value, least)
+            check_int(name, value, least)
         is_loader = isinstance(source, DataLoader)
         if accumulate > 1 and not is_loader:
             raise ConfigError(
@@ -224,7 +224,7 @@ class ShardedDataLoader:
                     rule="A batch is shared out over the data ranks, and its size is that of the whole",
                     remedy="Write batch_size=32",
                 )
-            _check_number("batch_size", asked, 1)
+            check_int("batch_size", asked)
             return asked
         if asked is not None and asked != of_loader:
             raise ConfigError(
@@ -288,13 +288,6 @@ def _check_loader_arguments(loader: DataLoader[Any], num_workers: int, drop_last
                 rule="A loader says how its samples are read",
                 remedy=f"Give {name} to the DataLoader",
             )
-
-
-def _check_number(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(
-            f"{name}={value!r}", rule=f"It is a whole number from {least} on", remedy=f"Write {name}={max(least, 1)}"
-        )
 
 
 def named_batch(batch: Any, model: nn.Module, *, has_target: bool) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from shardformer.checkpoint.training_state import ModelTensors
 from shardformer.comm.collective_call import collective_call
 from shardformer.comm.collectives import all_gather_objects
 from shardformer.config import ParallelConfig
-from shardformer.errors import ConfigError, check_argument, did_you_mean
+from shardformer.errors import ConfigError, check_argument, check_callable, check_choice
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, check_module
 from shardformer.mesh.init_distributed import launch_from_torch
 from shardformer.mesh.parallel_context import ParallelContext, local_device, with_grid_axes
@@ -449,9 +449,7 @@ def _engine_of(
 def _check_kinds(model: Any, context: Any, data_options: Any, **functions: Any) -> None:
     check_module(model)
     for name, value in functions.items():
-        check_argument(
-            name, value, value is None or callable(value), "It is a function", f"Give one, or leave {name} out"
-        )
+        check_callable(name, value, "It is a function")
     is_grid = context is None or isinstance(context, ParallelContext)
     check_argument("context", context, is_grid, "It is the grid that launch_from_torch returned", "Leave context out")
     is_dict = data_options is None or isinstance(data_options, dict)
@@ -460,9 +458,5 @@ def _check_kinds(model: Any, context: Any, data_options: Any, **functions: Any) 
 
 
 def _asked(parallel: Any, scheduler_every: str) -> ParallelConfig:
-    if scheduler_every not in EVERY:
-        rule = f"The scheduler steps every {' or '.join(EVERY)}"
-        raise ConfigError(
-            f"scheduler_every={scheduler_every!r}", rule=rule, remedy=did_you_mean(scheduler_every, EVERY)
-        )
+    check_choice("scheduler_every", scheduler_every, EVERY)
     return ParallelConfig.of(parallel(num_processes()) if callable(parallel) else parallel)

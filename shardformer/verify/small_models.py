@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from shardformer.errors import ConfigError, did_you_mean
+from shardformer.errors import ConfigError, check_choice
 from shardformer.torch_compat import has_data
 from shardformer.transformers_compat import load_transformers
 
@@ -580,12 +580,7 @@ class SmallModel:
     library: str = field(init=False, default="transformers")
 
     def __post_init__(self) -> None:
-        if self.family not in SMALL_CONFIGS:
-            raise ConfigError(
-                f"There is no small model of {self.family!r}",
-                rule=f"The families are {', '.join(SMALL_CONFIGS)}",
-                remedy=did_you_mean(self.family, SMALL_CONFIGS),
-            )
+        check_choice("SmallModel.family", self.family, SMALL_CONFIGS)
         object.__setattr__(self, "library", LIBRARIES.get(self.family, self.library))
 
     @property

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from shardformer.errors import ConfigError, check_argument, first_line
+from shardformer.errors import ConfigError, check_bool, first_line
 from shardformer.meta_init.init_recipe import deferred_storage_of, values_of
 from shardformer.meta_init.lazy_init import LazyLoading, record_calls
 from shardformer.meta_init.materialization import NOTES
@@ -64,11 +64,8 @@ def from_pretrained(
     """
     hub = {name: options.pop(name) for name in HUB if name in options}
     trust = options.pop("trust_remote_code", False)
-    for name, value, remedy in (
-        ("trust_remote_code", trust, "Leave it out to run no such code"),
-        ("all_bytes", all_bytes, "Leave it out to compare samples"),
-    ):
-        check_argument(name, value, isinstance(value, bool), "It is True or False", remedy)
+    check_bool("trust_remote_code", trust)
+    check_bool("all_bytes", all_bytes)
     config, kind = _config_and_class(kind, str(where), config, trust, hub, options)
     files = [lazy_tensors(path, all_bytes=all_bytes) for path in _files(str(where), hub)]
     state = {key: tensor for file in files for key, tensor in file.items()}

@@ -36,7 +36,7 @@ from shardformer.comm.collective_call import (
     run_on_all_ranks,
     run_on_first_rank,
 )
-from shardformer.errors import ConfigError, InputError
+from shardformer.errors import ConfigError, InputError, check_int
 from shardformer.filesystem.atomic_write import make_folder, path_of, private_path, remove, remove_left, write_new
 from shardformer.filesystem.lock import release
 from shardformer.layout.sharding_metadata import ShardingMetadata, metadata_of
@@ -104,12 +104,7 @@ def export_pretrained(
 
 def _checked(folder: Any, tensors: ModelTensors, max_file_bytes: int) -> Path:
     """The path of a folder that may be written. Raises ConfigError."""
-    if isinstance(max_file_bytes, bool) or not isinstance(max_file_bytes, int) or max_file_bytes < 1:
-        raise ConfigError(
-            f"max_file_bytes={max_file_bytes!r}",
-            rule="It is a number of bytes, one or more",
-            remedy="Leave it out for files of 5 GB",
-        )
+    check_int("max_file_bytes", max_file_bytes, unit="bytes", example=5 * 10**9)
     if unknown := [name for name, x in tensors.tensors.items() if x.dtype == torch.complex128]:
         raise ConfigError(
             f"{unknown[0]} holds numbers of the kind complex128",

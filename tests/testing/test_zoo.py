@@ -179,7 +179,7 @@ def test_windows_are_shifted_and_padded() -> None:
 
 
 def test_a_family_without_a_small_model_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"no small model of 'brt'.*Did you mean 'bert'"):
+    with pytest.raises(ConfigError, match=r"family='brt'.*Did you mean 'bert'"):
         SmallModel("brt")
 
 

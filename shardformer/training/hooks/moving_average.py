@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardformer.errors import ConfigError, InputError
+from shardformer.errors import ConfigError, InputError, check_int, check_number
 from shardformer.layout.sharding_metadata import find_metadata
 from shardformer.offload.host import OffloadConfig
 from shardformer.training.hook import Hook, TrainerProtocol
@@ -53,16 +53,8 @@ class MovingAverage(Hook):
     """
 
     def __init__(self, decay: float = 0.999, every: int = 1, warmup: bool = True, validate: bool = True) -> None:
-        if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay < 1:
-            raise ConfigError(
-                f"MovingAverage(decay={decay!r})",
-                rule="It is what is kept of the average in an update: a number from 0 to below 1",
-                remedy="Write decay=0.999",
-            )
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ConfigError(
-                f"MovingAverage(every={every!r})", rule="It is a number of steps, from 1 on", remedy="Write every=1"
-            )
+        check_number("MovingAverage.decay", decay, least=0, below=1, example=0.999)
+        check_int("MovingAverage.every", every, unit="steps")
         self.decay, self.every, self.warmup, self.validate = decay, every, warmup, validate
         self.updates = 0
         self._step = 0  # up to which the average is kept
