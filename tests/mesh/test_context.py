@@ -17,10 +17,11 @@ from shardformer.comm.collectives import all_reduce
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, LaunchError, WorkerError
 from shardformer.layout.activation_layout import ActivationLayout
-from shardformer.local_ranks.worker_pool import WorkerPool, WorkerPools
+from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.init_distributed import first_slurm_host, launch, launch_from_slurm, launch_from_torch
 from shardformer.mesh.parallel_context import Axis, ParallelContext, with_ring_axes
 from shardformer.mesh.rank_grid import AXES, num_ranks
+from tests.pools import WorkerPools
 
 Place = dict[str, tuple[int, int, tuple[int, ...]]]
 

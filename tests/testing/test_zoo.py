@@ -30,6 +30,7 @@ from shardformer.verify.small_models import (
     sample_loss,
     weights_loss_by_sample,
 )
+from tests.pipeline.heads import weighing
 from tests.verify.variants import VARIANTS, Changed
 
 EVERY_HEAD = {head: Changed(family, {}, head) for head, family in FAMILY_OF.items()}
@@ -225,7 +226,7 @@ def test_what_counts_by_sample_is_what_is_no_mean_of_torch(head: str) -> None:
     refused = pytest.raises(ConfigError, match="loss_weight") if weights_loss_by_sample(head) else nullcontext()
     with refused:
         for index, part in enumerate(parts):
-            with weights.weighing(index):
+            with weighing(weights, index):
                 loss = sample_loss(model, part)
             weights.of(index, loss)
         weights.finish()

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.errors import ConfigError, InputError
 from shardformer.layout.shard_spec import even_bounds
-from shardformer.local_ranks.worker_pool import WorkerPool, WorkerPools
+from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import Axis
 from shardformer.tensor_parallel import vocab_parallel_loss
 from shardformer.tensor_parallel.vocab_parallel_loss import (
@@ -23,6 +23,7 @@ from shardformer.tensor_parallel.vocab_parallel_loss import (
     cross_entropy_1d,
     vocab_parallel_cross_entropy,
 )
+from tests.pools import WorkerPools
 
 NUM_TOKENS, VOCAB = 23, 127
 Loss = tuple[Tensor, Tensor]
