@@ -79,10 +79,13 @@ BIASES = {"q_bias?": "width", "k_bias?": "width", "v_bias?": "width"}
 OUTSIDE = ("patch_embed", "pos_embed?", "cls_token?", "reg_token?", "attn_pool?", "head?")
 
 
+FUSED = AttentionProjections(qkv="qkv", out="proj")
+
+
 class TimmBeitPolicy(TimmPolicy):
     attention = Attention(
         "attn",
-        AttentionProjections(qkv="qkv", out="proj"),
+        FUSED,
         counts={"num_heads": "heads", **BIASES, "relative_position_bias_table?": ("heads", -1)},
         inputs=AttentionInputs(give_width=True),
     )
@@ -114,11 +117,7 @@ class TimmEvaPolicy(TimmPolicy):
 
 
 class TimmSwinPolicy(TimmPolicy):
-    attention = Attention(
-        "attn",
-        AttentionProjections(qkv="qkv", out="proj"),
-        counts={"num_heads": "heads", "relative_position_bias_table": ("heads", -1)},
-    )
+    attention = Attention("attn", FUSED, counts={"num_heads": "heads", "relative_position_bias_table": ("heads", -1)})
     stack = LayerStack("layers.*.blocks", [attention, TIMM_MLP])
     whole = ("patch_embed", "layers.*.downsample", "head?")
     against_sequence = AGAINST_SEQUENCE
@@ -127,7 +126,7 @@ class TimmSwinPolicy(TimmPolicy):
 class TimmSwinV2Policy(TimmPolicy):
     attention = Attention(
         "attn",
-        AttentionProjections(qkv="qkv", out="proj"),
+        FUSED,
         counts={
             "num_heads": "heads",
             **BIASES,
@@ -143,26 +142,11 @@ class TimmSwinV2Policy(TimmPolicy):
 
 
 class TimmViTPolicy(TimmPolicy):
-    stack = LayerStack(
-        "blocks",
-        [
-            Attention(
-                "attn",
-                AttentionProjections(qkv="qkv", out="proj"),
-                counts={"num_heads": "heads", "attn_dim?": "width", "norm": "heads"},
-                inputs=AttentionInputs(give_width=True),  # where there is no attn_dim
-            ),
-            TIMM_MLP,
-        ],
-        final_norm="norm",
+    attention = Attention(
+        "attn",
+        FUSED,
+        counts={"num_heads": "heads", "attn_dim?": "width", "norm": "heads"},
+        inputs=AttentionInputs(give_width=True),  # where there is no attn_dim
     )
-    whole = (
-        "patch_embed",
-        "pos_embed?",
-        "cls_token?",
-        "reg_token?",
-        "dist_token?",
-        "attn_pool?",
-        "head?",
-        "head_dist?",
-    )
+    stack = LayerStack("blocks", [attention, TIMM_MLP], final_norm="norm")
+    whole = (*OUTSIDE, "dist_token?", "head_dist?")
