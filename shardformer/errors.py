@@ -1,6 +1,7 @@
 """Error classes, and checks of arguments that raise them.
 
-Every error has four parts: what went wrong, the value that came, the rule it breaks, and the remedy.
+An error states what happened, with the value that was passed, and what to do about it. It adds the rule that was broken
+where that is not obvious.
 """
 
 from __future__ import annotations
@@ -27,11 +28,9 @@ class ShardFormerError(Exception):
     tensor=3 does not divide 4 processes. Axes multiply to the number of processes. Use a tensor size of 1, 2 or 4.
     """
 
-    def __init__(self, what: str, *, rule: str, remedy: str) -> None:
+    def __init__(self, what: str, *, remedy: str, rule: str = "") -> None:
         self.what, self.rule, self.remedy = what, rule, remedy
-        super().__init__(
-            " ".join(part if part.endswith((".", "\n", "!", "?")) else f"{part}." for part in (what, rule, remedy))
-        )
+        super().__init__(" ".join(_ended(part) for part in (what, rule, remedy) if part))
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), self.what, self.rule, self.remedy))

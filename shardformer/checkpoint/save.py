@@ -128,7 +128,6 @@ def wait_for_disk(snapshot: Snapshot, path: Path, root: Path, keep: CheckpointRe
     except OSError as error:
         raise InputError(
             f"{path} was written, and may not be on the disk: {error}",
-            rule="A checkpoint that was saved is on the disk before older ones are taken away",
             remedy="Look after the disk, or give another folder; the older checkpoints are there",
         ) from error
 
@@ -161,7 +160,6 @@ def _merge_rank_notes(snapshot: Snapshot, hidden: Path) -> None:
         if (covered := sum(prod(box.size) for box in entry.boxes)) != prod(entry.shape):
             raise InputError(
                 f"{covered} of the {prod(entry.shape)} numbers of {name} were written",
-                rule="The ranks together hold every number of every tensor, and each is written once",
                 remedy="Save the whole model, on all ranks that train it, with the optimizer of every rank",
             )
 
@@ -176,7 +174,6 @@ def _wait_for(rank: int, hidden: Path) -> Path:
             why = "failed" if failed.exists() or not is_there else "did not come"
             raise InputError(
                 f"Rank {rank} {why} while it wrote its part of a checkpoint into {hidden}",
-                rule="A checkpoint is there when all ranks have written their parts, into one folder that all see",
                 remedy="See what that rank says; on several hosts give a folder of a file system that they share",
             )
         time.sleep(LOOK_EVERY_S)
@@ -432,7 +429,6 @@ def _check_same_request(asked: Sequence[SaveRequest]) -> None:
         raise ConfigError(
             f"Rank 0 was to save step {first.step} into {first.folder}, and rank {rank} step {each.step} into "
             f"{each.folder}",
-            rule="All ranks save one checkpoint together, into one folder",
             remedy="Give all ranks the same folder, on a disk that all see, and the same step",
         )
 
@@ -444,7 +440,6 @@ def _check_free(before: AsyncSave | None) -> None:
     if not before.was_waited_for:
         raise InputError(
             f"A checkpoint was to be saved while one {'is written' if not before.is_done else 'was not waited for'}",
-            rule="One is written at a time, and a program looks whether it came to be there",
             remedy="Call wait() on what start_checkpoint returned, before the next save",
         )
     before.result()

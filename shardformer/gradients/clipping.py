@@ -265,7 +265,6 @@ def _model_of_other_stage() -> dict[ShardingMetadata, list[ParamEntry]]:
     if len(states) > 1:
         raise ConfigError(
             f"torch.nn.utils.clip_grad_norm_ was given no gradients, in a process with stages of {len(states)} models",
-            rule="All stages of a model take its norm together, and its gradients tell which model is meant",
             remedy="Write shardformer.clip_grad_norm_(model, max_norm), which is given the model",
         )
     return {state: [] for state in states}
@@ -274,7 +273,6 @@ def _model_of_other_stage() -> dict[ShardingMetadata, list[ParamEntry]]:
 def _kept_by_zero(what: str) -> ConfigError:
     return ConfigError(
         f"torch.nn.utils.clip_grad_norm_ was given {what}, in a process where zero keeps the gradients of a model",
-        rule="The norm is that of the model's gradients on all ranks, which have a part of them each",
         remedy="Clip model.parameters(); or write shardformer.clip_grad_norm_(model, max_norm), or "
         "shard_optimizer(..., max_grad_norm=max_norm)",
     )

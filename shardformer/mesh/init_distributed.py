@@ -294,7 +294,6 @@ def _init_default_group(backend: str | None, timeout_s: float | None) -> None:
         if value is not None:
             raise ConfigError(
                 f"launch_from_torch({name}={value!r}) where torch.distributed is initialized already",
-                rule="The processes have joined, with a backend and a timeout",
                 remedy=f"Leave {name} out, or give it to torch.distributed.init_process_group",
             )
 
@@ -342,7 +341,6 @@ def _read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> d
     if not os.path.isfile(config):
         raise ConfigError(
             f"The config file {os.fspath(config)!r} does not exist",
-            rule="config is a dict or the path of a Python file whose names are the settings",
             remedy="Give the path relative to where the command runs, for example --config config.py",
         )
     return {k: v for k, v in runpy.run_path(os.fspath(config)).items() if not k.startswith("_")}
@@ -357,23 +355,13 @@ def _parallel_sizes(settings: Mapping[str, Any]) -> dict[str, Any]:
             misplaced = f"{name} = {value} outside of parallel"
         else:
             continue
-        raise ConfigError(
-            f"The config says {misplaced}",
-            rule="The sizes of the axes stand in a dict called parallel",
-            remedy="Write parallel = dict(tensor=2)",
-        )
+        raise ConfigError(f"The config says {misplaced}", remedy="Write parallel = dict(tensor=2)")
     asked = settings.get("parallel") or {}
     if not isinstance(asked, Mapping):
-        raise ConfigError(
-            f"The config says parallel = {asked!r:.80}",
-            rule="It is a dict: the name of an axis -> its size",
-            remedy="Write parallel = dict(tensor=2)",
-        )
+        raise ConfigError(f"The config says parallel = {asked!r:.80}", remedy="Write parallel = dict(tensor=2)")
     if "pipe" in asked and "pipeline" in asked:
         raise ConfigError(
-            f"The config says both pipe={asked['pipe']!r} and pipeline={asked['pipeline']!r}",
-            rule="They are two names of one axis",
-            remedy="Write pipe alone",
+            f"The config says both pipe={asked['pipe']!r} and pipeline={asked['pipeline']!r}", remedy="Write pipe alone"
         )
     for name, value in asked.items():
         axis = "pipe" if name == "pipeline" else str(name)

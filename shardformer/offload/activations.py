@@ -456,7 +456,6 @@ def offload_activations(model: nn.Module, on: str = "host", *, min_bytes: int = 
     if STORE in model.__dict__:
         raise ConfigError(
             f"store_activations of a {type(model).__name__} whose activations are stored",
-            rule="What a model saves is kept in one way",
             remedy="Call .remove() of what the first call returned, then call it again",
         )
     axis = find_metadata(model).axes["tensor"] if "tensor" in on else None

@@ -397,9 +397,7 @@ class LossWeights:
         if math.isnan(here) or not math.isnan(total):
             return total
         raise InputError(
-            "What counts in the loss could not be told on another data rank",
-            rule="Every data rank knows what counts in its own batch, before the loss is averaged over all of them",
-            remedy="Read the error of that rank",
+            "What counts in the loss could not be told on another data rank", remedy="Read the error of that rank"
         )
 
     def _shares_by(self, loss_weight: LossWeight) -> list[float]:

@@ -516,7 +516,6 @@ class Pipeline:
                 if before != dtype:
                     raise InputError(
                         f"{first} is {before} on stage {other} and {dtype} on stage {stage}",
-                        rule="The stages that hold a parameter update the same numbers",
                         remedy="Convert the whole model, model.to(dtype), or these weights by all of their names",
                     )
         self._stages.placeholders.take_dtypes(self._model, {n: d for each in everywhere for n, d in each.items()})

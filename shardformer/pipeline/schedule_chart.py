@@ -163,11 +163,7 @@ def check_file(path: Path) -> None:
             remedy="Make the folder first, or name another",
         )
     if find_spec("matplotlib") is None:
-        raise ConfigError(
-            f"No chart {str(path)!r}: there is no matplotlib",
-            rule="A chart is drawn with matplotlib, the text without",
-            remedy="pip install 'shardformer[plot]'",
-        )
+        raise ConfigError(f"No chart {str(path)!r}: there is no matplotlib", remedy="pip install 'shardformer[plot]'")
 
 
 @contextmanager
@@ -181,9 +177,7 @@ def reporting_write_errors(path: Path) -> Iterator[Path]:
             yield hidden
     except OSError as error:
         raise ConfigError(
-            f"The file {str(path)!r} cannot be written: {error.strerror or error}",
-            rule="A chart is a file in a folder that exists and can be written to",
-            remedy="Name another file",
+            f"The file {str(path)!r} cannot be written: {error.strerror or error}", remedy="Name another file"
         ) from error
 
 

@@ -350,9 +350,7 @@ def fitting_micro_batches(name: str, stages: int, chunks: int, at_least: int) ->
 def _check_micro_batches(name: str, stages: int, micro_batches: int, chunks: int) -> None:
     above = fitting_micro_batches(name, stages, chunks, at_least=micro_batches)
     if micro_batches < 1:
-        raise ConfigError(
-            f"micro_batches={micro_batches}", rule="A batch is cut into one part or more", remedy=f"Use {above} or more"
-        )
+        raise ConfigError(f"micro_batches={micro_batches}", remedy=f"Use {above} or more")
     if above != micro_batches:
         below = above - stages
         raise ConfigError(
@@ -587,6 +585,5 @@ def _broken(schedule: Schedule, found: list[str]) -> ConfigError:
     more = f"; and {len(found) - _SHOWN_PROBLEMS} more" if len(found) > _SHOWN_PROBLEMS else ""
     return ConfigError(
         f"The schedule {schedule.name!r} cannot be run: {'; '.join(found[:_SHOWN_PROBLEMS])}{more}",
-        rule="Every action is done once, by the rank of its stage, after what it needs",
         remedy="Build it with make_schedule, or mend the named actions",
     )

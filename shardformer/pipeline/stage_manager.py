@@ -62,7 +62,6 @@ class PipelineStageManager:
         if not isinstance(context, ParallelContext):
             raise ConfigError(
                 f"PipelineStageManager was given {context!r:.60}",
-                rule="The stages stand along the pipe axis of the grid",
                 remedy="Give it what launch_from_torch(pipe=...) returned",
             )
         self.context, self.schedule = context, schedule
@@ -144,11 +143,7 @@ class PipelineStageManager:
         if isinstance(self.cut, str):
             check_choice("cut", self.cut, PARTITION_METHODS, "Stages are cut by 'cost', 'even', or a list of counts")
         if self.costs is not None and self.cut != "cost":
-            raise ConfigError(
-                f"costs are given with cut={self.cut!r}",
-                rule="Costs decide where to cut, and here something else does",
-                remedy="Leave one of the two out",
-            )
+            raise ConfigError(f"costs are given with cut={self.cut!r}", remedy="Leave one of the two out")
 
 
 ALL_LAYER_OUTPUTS = ("output_router_logits", "output_hidden_states", "output_attentions")
@@ -345,7 +340,6 @@ def partition_model(
         raise ConfigError(
             f"{asked.num_stages} stages of {count // asked.num_stages} chunks each, so {count} virtual stages, for the "
             f"{len(costs)} layers of {type(model).__name__}",
-            rule="Every virtual stage holds at least one layer",
             remedy="Use the schedule '1f1b', which has one a stage, fewer stages, or a model of "
             f"{count} layers or more",
         )

@@ -67,7 +67,6 @@ def _read(name: str) -> str:
     except UnicodeDecodeError as error:
         raise InputError(
             f"The data {name!r} is not in UTF-8: {error.reason} at byte {error.start}",
-            rule="Files of text and of JSON are read as UTF-8",
             remedy="Convert it, for example with iconv --from-code LATIN1 --to-code UTF-8",
         ) from error
     except OSError as error:
@@ -86,7 +85,6 @@ def column(rows: DatasetRows, name: str, key: str) -> list[Any]:
             is_there = name in row
             raise InputError(
                 f"Row {number + 1} of the data has {'nothing (null) as' if is_there else 'no'} {name!r}",
-                rule=f"{key} = {name!r} says which field is read, and every row has it",
                 remedy="Correct that row, or leave it out" if is_there else did_you_mean(name, map(str, row)),
             )
     return [row[name] for row in rows]
@@ -99,7 +97,6 @@ def texts_in(rows: DatasetRows, name: str, key: str) -> list[str]:
         if not isinstance(value, str):
             raise InputError(
                 f"Row {number + 1} of the data has {value!r:.60} as {name!r}, which is not a text",
-                rule=f"{key} = {name!r} says which field holds the text, a string",
                 remedy=f"Write such values as strings, or name another field with {key}",
             )
     return values
@@ -154,13 +151,10 @@ def _read_datasets(names: Sequence[str], split: str) -> DatasetRows:
     except ImportError as error:
         raise ConfigError(
             f"data.format = 'datasets' for {names[0]!r}, and the library datasets is not installed",
-            rule="Data sets of the hub, and those that save_to_disk wrote, are read by it",
             remedy="pip install 'shardformer[data]', or give files",
         ) from error
     if len(names) > 1:
-        raise ConfigError(
-            f"data.train names {len(names)} data sets", rule="One is read", remedy="Join them, and give one"
-        )
+        raise ConfigError(f"data.train names {len(names)} data sets", remedy="Join them, and give one")
     name = names[0]
     try:
         found: Any
@@ -188,9 +182,7 @@ def _unreadable(name: str, why: str) -> InputError:
     others = [other.name for other in folder.glob("*") if other.name != Path(name).name] if folder.is_dir() else []
     near = did_you_mean(Path(name).name, others)
     return InputError(
-        f"The data {name!r} cannot be read: {why}",
-        rule="data.train and data.validation name files that are there",
-        remedy=near if near.startswith("Did") else "Correct the path",
+        f"The data {name!r} cannot be read: {why}", remedy=near if near.startswith("Did") else "Correct the path"
     )
 
 
@@ -359,7 +351,6 @@ def load_tokenizer(name: str | None, model: str, *, random: bool, trust: bool = 
     except Exception as error:  # a file may hold anything, and so may its code
         raise ConfigError(
             f"The tokenizer {where!r} cannot be loaded: {first_line(error)}",
-            rule="It is a folder that save_pretrained of a tokenizer wrote, a name on the hub, or 'bytes'",
             remedy=remote_code_hint("Correct data.tokenizer", error) if where == model else "Correct data.tokenizer",
         ) from error
     pad = next((t for t in (found.pad_token_id, found.eos_token_id, found.unk_token_id) if t is not None), 0)
@@ -401,7 +392,6 @@ class TokenBlocks(Dataset[dict[str, Tensor]]):
         if len(row) < length:
             raise InputError(
                 f"The text has {len(row)} tokens ({tokens.name})",
-                rule=f"A sample is a stretch of data.sequence = {length} tokens",
                 remedy="Give a longer text, or a smaller data.sequence",
             )
         self._row, self._length, self._task, self._tokens = torch.tensor(row, dtype=torch.int32), length, task, tokens
@@ -532,7 +522,6 @@ def check_mask(task: str, tokens: TextTokenizer) -> None:
     if task == "masked" and tokens.mask is None:
         raise ConfigError(
             f"model.task = 'masked' with the tokenizer {tokens.name!r}, which has no token for what is masked",
-            rule="Tokens that are to be guessed are replaced by it",
             remedy="Use the tokenizer of a masked language model, or 'bytes', or another task",
         )
 

@@ -67,7 +67,6 @@ def compare_data(
             if value != reference[name]:
                 raise ConfigError(
                     f"Rank {first} has training data with {name} {reference[name]!r}, and rank {rank} with {value!r}",
-                    rule="Each data rank trains on its part of every batch, so all ranks have the same data",
                     remedy=WHOLE,
                 )
     least = min(number for _, (_, number) in every)
@@ -80,7 +79,6 @@ def compare_data(
         raise ConfigError(
             f"Ranks {first} and {other} have different samples at the same places of the training data, a "
             f"{settings['type']}",
-            rule="Each data rank trains on its part of every batch, so all ranks have the same data in the same order",
             remedy=WHOLE,
         )
 
@@ -200,7 +198,6 @@ def collate_samples(samples: list[Any]) -> Any:
     if other is not None:
         raise InputError(
             f"The samples of a batch have the keys {sorted(map(str, first))} and {sorted(map(str, other))}",
-            rule="A batch holds each key of its samples once for every sample",
             remedy="Give all samples the same keys, or give collate_fn",
         )
     return {key: _column(str(key), [sample[key] for sample in samples]) for key in first}
@@ -244,7 +241,6 @@ def _leaf(value: Any) -> Any:
 def _of_other_lengths(key: str, shapes: str) -> InputError:
     return InputError(
         f"The samples of a batch have {key!r} of the shapes {shapes}",
-        rule="What is put together into one tensor has one shape",
         remedy="Pad it in the data, or give collate_fn, such as transformers.DataCollatorWithPadding(tokenizer)",
     )
 
@@ -325,7 +321,6 @@ class StreamedSource:
         if self._going.count > start:
             raise InputError(
                 f"A {self.name} was read up to sample {self._going.count}, and was to go on at {start}",
-                rule="It is gone through once, and does not go back",
                 remedy="Give a list, or an object whose __iter__ begins anew",
             )
         return self._going
@@ -394,7 +389,6 @@ def check_enough(count: int, share: DataShard) -> None:
     if count < share.size:
         raise InputError(
             f"A batch of {count} samples for {share.size} data ranks",
-            rule="Every data rank has a sample of each batch",
             remedy="Give drop_last=True, or a batch size that leaves no such rest",
         )
 
@@ -566,7 +560,6 @@ def make_source(
         asked = "shuffle=True" if shuffle else f"num_workers={num_workers}"
         raise ConfigError(
             f"{asked} for a {type(data).__name__}",
-            rule="An iterable is read in its own order, by the process itself",
             remedy="Shuffle where it is made; for workers give a DataLoader of your own",
         )
     return StreamedSource(data, collate or collate_samples)
@@ -581,11 +574,7 @@ def _of_loader(
     loader: DataLoader[Any], collate: Collate | None, shuffle: bool | None
 ) -> IndexedSource | StreamedSource:
     if collate is not None:
-        raise ConfigError(
-            "collate_fn is given beside a DataLoader",
-            rule="A loader says how its samples are put together",
-            remedy="Give collate_fn to the DataLoader",
-        )
+        raise ConfigError("collate_fn is given beside a DataLoader", remedy="Give collate_fn to the DataLoader")
     batches = loader.batch_sampler
     sampler = batches.sampler if type(batches) is BatchSampler else loader.sampler  # of one that was given, too
     for each in (sampler, batches, getattr(batches, "sampler", None)):
@@ -598,7 +587,6 @@ def _of_loader(
     if shuffle and not isinstance(sampler, RandomSampler):
         raise ConfigError(
             "shuffle=True is given beside a DataLoader that does not shuffle",
-            rule="A loader says in which order its samples come",
             remedy="Make the DataLoader with shuffle=True",
         )
     if not _has_numbers(loader.dataset) or batches is None:
@@ -607,7 +595,6 @@ def _of_loader(
     if type(batches) is BatchSampler and known_length(sampler) is None:
         raise ConfigError(
             f"The DataLoader has a {type(sampler).__name__} without a length",
-            rule="A sampler says how many samples an epoch has",
             remedy="Give it a __len__, or give an IterableDataset",
         )
     data, make = loader.dataset, loader.collate_fn
@@ -627,7 +614,5 @@ def _of_loader(
 def _check_count(count: int, data: Any) -> None:
     if count < 1:
         raise ConfigError(
-            f"The training data, a {type(data).__name__}, is empty",
-            rule="There is a sample for each data rank, or more",
-            remedy="Look at what it was read from",
+            f"The training data, a {type(data).__name__}, is empty", remedy="Look at what it was read from"
         )

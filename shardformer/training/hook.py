@@ -73,7 +73,6 @@ def check_validates(hook: Hook, trainer: TrainerProtocol) -> None:
     if not trainer.has_validation:
         raise ConfigError(
             f"{type(hook).__name__} in a run without validation data",
-            rule="It acts on what a validation gives",
             remedy="Pass fit(validation=data), or data.validation in the file of a run; or leave the hook out",
         )
 

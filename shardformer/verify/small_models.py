@@ -452,7 +452,6 @@ def sample_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     if not distances:
         raise ConfigError(
             f"{type(model).__name__} gave no loss: its output, a {type(output).__name__}, has none",
-            rule="A model of transformers gives a ModelOutput, with a loss or with tensors",
             remedy="Give loss_fn=, a function (model, batch) -> loss",
         )
     return torch.stack([x.double() for x in distances]).sum()

@@ -171,9 +171,7 @@ def data_rank_batch(job: BatchSharing, batch: Mapping[str, Any], rank: int, part
     size = _batch_size(batch)
     if size % parts:
         raise ConfigError(
-            f"A batch of {size} samples over data={parts}",
-            rule="Every data rank gets the same number of samples",
-            remedy=f"Let batch_fn give a multiple of {parts}",
+            f"A batch of {size} samples over data={parts}", remedy=f"Let batch_fn give a multiple of {parts}"
         )
     part = split_batch(batch, [size // parts] * parts, ids=job.ids)[rank]
     floats = {name: x for name, x in part.items() if isinstance(x, Tensor) and x.is_floating_point()}
@@ -223,7 +221,6 @@ def _batch_size(batch: Mapping[str, Any]) -> int:
     if not any(x.dim() for _, x in named_tensors_in(batch)):
         raise ConfigError(
             f"The batch holds {', '.join(batch) or 'nothing'} and no tensor",
-            rule="A batch is a dict of tensors whose first dim is the batch",
             remedy="Let batch_fn return what the model's forward takes",
         )
     return batch_size_of(batch)
@@ -412,7 +409,6 @@ def _no_loss(model: nn.Module, output: Any) -> ConfigError:
     return ConfigError(
         f"{type(model).__name__} gave no loss"
         + ("" if labels else f": its output, a {type(output).__name__}, has none"),
-        rule="verify trains, by default on model(**batch).loss",
         remedy="Add labels to the batch, or give loss_fn="
         if labels
         else "Give loss_fn=, a function (model, batch) -> loss",

@@ -86,11 +86,7 @@ class VerifyTraining:
         MixedPrecision.of(self.precision), OffloadConfig.of(self.offload)
         if self.zero is None and (self.precision != "fp32" or self.offload is not None):
             asked = f"precision={self.precision!r}" if self.precision != "fp32" else f"offload={self.offload!r}"
-            raise ConfigError(
-                f"{asked} without a stage of ZeRO",
-                rule="zero keeps the masters, where it is told to",
-                remedy="Add zero=0, 1, 2 or 3 (--zero)",
-            )
+            raise ConfigError(f"{asked} without a stage of ZeRO", remedy="Add zero=0, 1, 2 or 3 (--zero)")
 
         if self.micro_steps < 1:
             rule = "A step has one backward or more"
@@ -100,9 +96,7 @@ class VerifyTraining:
         """Raises ConfigError for what is asked of a pipeline in another way."""
         if pipe > 1 and self.micro_steps > 1:
             raise ConfigError(
-                f"micro_steps={self.micro_steps} beside pipe={pipe}",
-                rule="A pipeline goes through the parts of a batch by itself",
-                remedy="Use micro_batches= (--micro-batches)",
+                f"micro_steps={self.micro_steps} beside pipe={pipe}", remedy="Use micro_batches= (--micro-batches)"
             )
 
     def backwards(self, step: int) -> range:
@@ -124,11 +118,7 @@ class VerifyTraining:
     def checkpoint(self, model: Any) -> None:
         """Raises ConfigError for a model that does not know how."""
         if self.checkpointing and not getattr(model, "supports_gradient_checkpointing", False):
-            raise ConfigError(
-                f"checkpointing=True of a {type(model).__name__}",
-                rule="Models of transformers have gradient_checkpointing_enable(), but not all of them",
-                remedy="Leave it out",
-            )
+            raise ConfigError(f"checkpointing=True of a {type(model).__name__}", remedy="Leave it out")
         if self.checkpointing:  # which transformers has by a new name
             enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
             enable()

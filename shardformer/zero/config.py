@@ -73,7 +73,6 @@ class ZeroOptions:
         if self.offload.to is not None and self.precision.rounding is not None:
             raise ConfigError(
                 f"MixedPrecision(masters={self.precision.masters!r}) beside offload={self.offload.to!r}",
-                rule="Under offload the masters are on the host, where they take no memory of the device",
                 remedy="Leave one of the two out",
             )
         if self.offload.parameters and (self.stage < 3 or self.offload.to is None):
@@ -97,6 +96,5 @@ def as_optimizer_list(optimizer: Any) -> list[Optimizer]:
 def no_files(folder: str, said: str) -> ConfigError:
     return ConfigError(
         f"offload='nvme:{folder}' cannot be used: {said}",
-        rule="Masters and states are written to a file there, twice, so that a step that fails leaves one",
         remedy="Name a folder that is there, on a disk with room; shardformer.estimate_memory says how much it takes",
     )

@@ -420,7 +420,6 @@ def _refused(ask: Callable[[], Any]) -> str:
         ask()
     except ShardFormerError as error:
         assert error.what
-        assert error.rule
         assert error.remedy
         return f"{type(error).__name__}: {error}"
     return "nothing"

@@ -278,7 +278,7 @@ def test_sequence_parallelism_is_refused(
     ("method", "options", "said"),
     [
         ("forward_intermediates", {}, "nothing"),
-        ("forward_intermediates", SEQUENCE, "its own part of the sequence"),
+        ("forward_intermediates", SEQUENCE, "Leave sequence parallelism off"),
         ("set_input_size", {}, "Call set_input_size on the plain model"),
         ("reset_classifier", {}, "Call reset_classifier on the plain model"),
     ],

@@ -64,15 +64,9 @@ class _UnsupportedMethod:
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         if self.name in REBUILD:
             raise ConfigError(
-                f"{self.name} on a sharded model",
-                rule="Weights are compared, cut and their gradients agreed on between ranks when a model is sharded",
-                remedy=f"Call {self.name} on the plain model, then shard it",
+                f"{self.name} on a sharded model", remedy=f"Call {self.name} on the plain model, then shard it"
             )
-        raise ConfigError(
-            f"{self.name} with sequence parallelism",
-            rule="Between the blocks each tensor rank holds its own part of the sequence only",
-            remedy="Leave sequence parallelism off for it",
-        )
+        raise ConfigError(f"{self.name} with sequence parallelism", remedy="Leave sequence parallelism off for it")
 
 
 BIASES = {"q_bias?": "width", "k_bias?": "width", "v_bias?": "width"}

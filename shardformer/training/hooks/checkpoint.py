@@ -76,7 +76,6 @@ class Checkpoint(Hook):
         elif trainer.step == 0:
             raise ConfigError(
                 f"Checkpoint({str(self.folder)!r}, resume=False), and the folder holds checkpoints",
-                rule="A run that begins anew would mix its checkpoints with those of another one",
                 remedy="Give another folder, or resume=True to go on from them",
             )
 

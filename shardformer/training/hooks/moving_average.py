@@ -112,7 +112,6 @@ class MovingAverage(Hook):
         if self._weights is not None:
             raise InputError(
                 "A checkpoint was to be saved while the averaged weights are applied",
-                rule="It holds the weights that are trained, and the average beside them",
                 remedy="Save behind the with, or use engine.export in it",
             )
         self._hand_in(trainer.engine)
@@ -166,7 +165,6 @@ class MovingAverage(Hook):
         if found is None:
             raise InputError(
                 f"MovingAverage knows nothing of a parameter of the shape {tuple(param.shape)}",
-                rule="It averages what the optimizers have while fit runs",
                 remedy="Call fit first, and engine.reshape between two calls of fit",
             )
         if found.device != param.device:  # what rests on the host may have moved to the device
@@ -180,7 +178,6 @@ class MovingAverage(Hook):
         if self._weights is not None:
             raise InputError(
                 "The averaged weights were to be applied, and they are",
-                rule="What was there before is kept once",
                 remedy="Leave the other with first; a validation applies them itself, unless validate=False",
             )
         averages = [(p, self._average_of(p, optimizer.state.get(p))) for optimizer, p in _slots(engine)]
@@ -215,9 +212,7 @@ def _check(engine: Any) -> None:
         )
     if offload.folder is not None:
         raise ConfigError(
-            f"MovingAverage beside offload={offload.to!r}",
-            rule="The average is one of masters that are in memory behind a step, and not in files",
-            remedy="Use offload='cpu', or leave the hook out",
+            f"MovingAverage beside offload={offload.to!r}", remedy="Use offload='cpu', or leave the hook out"
         )
 
 

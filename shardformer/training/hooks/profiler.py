@@ -53,7 +53,6 @@ class Profiler(Hook):
         if self._place.is_symlink():
             raise ConfigError(
                 f"Profiler({str(self.folder)!r}): {self._place.name} in it is a symbolic link",
-                rule="Traces are written into this folder, not where a link in it leads",
                 remedy="Remove the link, or give another folder",
             )
         self._place.mkdir(parents=True, exist_ok=True)

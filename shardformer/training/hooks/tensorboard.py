@@ -69,7 +69,6 @@ def _summary_writer() -> Any:
     except ImportError as error:
         raise ConfigError(
             "The hook TensorBoard is asked for, and tensorboard is not installed",
-            rule="TensorBoard's files are written by its own library",
             remedy="pip install 'shardformer[tensorboard]', or use the hook JsonLines",
         ) from error
     return SummaryWriter
