@@ -119,19 +119,23 @@ def _are_near(some: Sequence[tuple[float, float]], others: Sequence[tuple[float,
     return all(abs(a - b) <= NEAR * max(norm, other) for (a, norm), (b, other) in zip(some, others, strict=False))
 
 
+def _leaves(value: Any) -> Iterator[Any]:
+    """What is inside of mappings, lists and tuples; lists of whole numbers as one."""
+    if isinstance(value, Mapping) or (isinstance(value, (list, tuple)) and not _is_plain(value)):
+        for each in [value[key] for key in sorted(value, key=str)] if isinstance(value, Mapping) else value:
+            yield from _leaves(each)
+    else:
+        yield value
+
+
 def _decimals(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Mapping):
-        for key in sorted(value, key=str):
-            yield from _decimals(value[key])
-    elif isinstance(value, (list, tuple)) and not _is_plain(value):
-        for each in value:
-            yield from _decimals(each)
-    elif isinstance(value, (numpy.ndarray, numpy.generic)) and numpy.asarray(value).dtype.kind == "f":
-        yield torch.from_numpy(numpy.array(value, numpy.float64)).reshape(-1)
-    elif isinstance(value, Tensor) and value.is_floating_point() and value.layout == torch.strided:
-        yield value.detach().cpu().double().reshape(-1)
-    elif isinstance(value, float):
-        yield torch.tensor([value], dtype=torch.float64)
+    for leaf in _leaves(value):
+        if isinstance(leaf, (numpy.ndarray, numpy.generic)) and numpy.asarray(leaf).dtype.kind == "f":
+            yield torch.from_numpy(numpy.array(leaf, numpy.float64)).reshape(-1)
+        elif isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.layout == torch.strided:
+            yield leaf.detach().cpu().double().reshape(-1)
+        elif isinstance(leaf, float):
+            yield torch.tensor([leaf], dtype=torch.float64)
 
 
 def content_of(*values: Any) -> int:
@@ -139,30 +143,23 @@ def content_of(*values: Any) -> int:
 
     Whole numbers come first since decimal ones are often augmented at random.
     """
-    parts = [part for value in values for part in _parts(value)]
+    parts = [_part(leaf) for value in values for leaf in _leaves(value)]
     exact = [part for is_exact, part in parts if is_exact]
     return number_of(exact or [part for _, part in parts])
 
 
-def _parts(value: Any) -> Iterator[tuple[bool, Any]]:
-    """(whether it is made of whole numbers or words, what it holds) for everything inside of a value."""
-    if isinstance(value, Mapping):
-        for key in sorted(value, key=str):
-            yield from _parts(value[key])
-    elif isinstance(value, (list, tuple)) and not _is_plain(value):
-        for each in value:
-            yield from _parts(each)
-    elif isinstance(value, Tensor):
-        is_exact = not (value.is_floating_point() or value.is_complex()) and not value.is_quantized
-        yield is_exact, ("tensor", tuple(value.shape), checksum(value) if value.layout == torch.strided else None)
-    elif isinstance(value, (numpy.ndarray, numpy.generic)):
-        array = numpy.asarray(value)
+def _part(leaf: Any) -> tuple[bool, Any]:
+    """(Whether it is made of whole numbers or words, what it holds.)"""
+    if isinstance(leaf, Tensor):
+        is_exact = not (leaf.is_floating_point() or leaf.is_complex()) and not leaf.is_quantized
+        return is_exact, ("tensor", tuple(leaf.shape), checksum(leaf) if leaf.layout == torch.strided else None)
+    if isinstance(leaf, (numpy.ndarray, numpy.generic)):
+        array = numpy.asarray(leaf)
         is_exact = array.dtype.kind in "biuSU"
-        yield is_exact, ("array", array.shape, array.tobytes() if array.dtype.kind != "O" else None)
-    elif _is_plain(value):
-        yield not isinstance(value, float), value
-    else:
-        yield False, type(value).__name__  # its print may hold an address
+        return is_exact, ("array", array.shape, array.tobytes() if array.dtype.kind != "O" else None)
+    if _is_plain(leaf):
+        return not isinstance(leaf, float), leaf
+    return False, type(leaf).__name__  # its print may hold an address
 
 
 def _is_plain(value: Any) -> bool:

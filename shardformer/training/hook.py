@@ -10,28 +10,6 @@ from shardformer.checkpoint.load import LoadedCheckpoint
 from shardformer.errors import ConfigError
 from shardformer.training.engine import Engine
 
-HOOK_METHODS = (
-    "setup",
-    "before_train",
-    "before_epoch",
-    "before_step",
-    "before_forward",
-    "after_backward",
-    "before_optimizer_step",
-    "after_optimizer_step",
-    "after_step",
-    "before_validation",
-    "after_validation",
-    "before_save",
-    "after_save",
-    "after_epoch",
-    "on_signal",
-    "on_exception",
-    "after_train",
-)
-"""In the order in which they come. The micro-batches of a pipeline go forward and backward in turn, so that there is no
-moment between the forward and the backward of a batch."""
-
 
 class TrainerProtocol(Protocol):
     """What a hook is given: the trainer, see there."""
@@ -151,3 +129,9 @@ class Hook:
 
     def load_state(self, state: Any) -> None:
         """Takes up what ``state`` of the same hook gave."""
+
+
+_OTHERS = ("on_validation_batch", "state", "load_state")
+HOOK_METHODS = tuple(name for name in vars(Hook) if not name.startswith("_") and name not in _OTHERS)
+"""In the order in which they come. The micro-batches of a pipeline go forward and backward in turn, so that there is no
+moment between the forward and the backward of a batch."""
