@@ -117,7 +117,10 @@ def check_choice(name: str, value: object, choices: Iterable[object], rule: str 
     known = list(choices)
     is_right = any(type(value) is type(each) and value == each for each in known)
     rule = rule or f"It is one of {', '.join(map(repr, known))}"
-    check_argument(name, value, is_right, rule, did_you_mean(value, map(str, known)))
+    near = did_you_mean(value, map(str, known))
+    check_argument(
+        name, value, is_right, rule, near if near.startswith("Did") else f"Write {_argument(name)}={known[0]!r}"
+    )
 
 
 def check_bool(name: str, value: object) -> None:

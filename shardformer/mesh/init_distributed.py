@@ -365,7 +365,7 @@ def _parallel_sizes(settings: Mapping[str, Any]) -> dict[str, Any]:
         )
     for name, value in asked.items():
         axis = "pipe" if name == "pipeline" else str(name)
-        check_choice("axis", axis, AXES)
+        check_choice("parallel axis", axis, AXES)
         size = value.get("size", 1) if isinstance(value, Mapping) else value
         if isinstance(value, Mapping) and (unknown := set(value) - {"size", "mode", "depth"}):
             raise ConfigError(

@@ -89,7 +89,7 @@ def sizes_of_mode(mode: str, size: int | Sequence[int], depth: int | None = None
     Args:
         depth: how many squares, in 2.5D.
     """
-    check_choice("mode", mode, GRID_MODES, f"The modes are 1d, {', '.join(GRID_MODES)}")
+    check_choice("tensor parallel mode", mode, GRID_MODES, f"The modes are 1d, {', '.join(GRID_MODES)}")
     if isinstance(size, tuple | list):
         row, column, third = (*size, 1)[:3]
         if mode == "2d" and third > 1:

@@ -210,9 +210,9 @@ def test_without_sizes_all_processes_form_the_tensor_axis(pool2: WorkerPool) -> 
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"parallel": {"tensr": 2}}, r"parallel axis 'tensr'.*'tensor'"),
+        ({"parallel": {"tensr": 2}}, r"parallel axis='tensr'.*'tensor'"),
         ({"parallel": {"tensor": {"size": 2, "mode": "2d"}}}, r"mode='2d'.*rows and columns"),
-        ({"parallel": {"tensor": {"size": 2, "mode": "2c"}}}, r"mode '2c'.*'2d'"),
+        ({"parallel": {"tensor": {"size": 2, "mode": "2c"}}}, r"mode='2c'.*'2d'"),
         ({"parallel": {"tensor": {"size": 6, "mode": "2.5d", "depth": 2}}}, r"6 and depth=2"),
         ({"parallel": {"tensor": {"size": 2, "mod": "1d"}}}, r"'mod'.*'mode'"),
         ({"parallel": {"tensor": "2"}}, r"tensor='2'"),
