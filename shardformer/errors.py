@@ -115,7 +115,8 @@ def check_choice(name: str, value: object, choices: Iterable[object], rule: str 
     shardformer.errors.ConfigError: schedule='1f1d'. It is one of 'gpipe', '1f1b'. Did you mean '1f1b'?
     """
     known = list(choices)
-    is_right = any(type(value) is type(each) and value == each for each in known)
+    is_bool = isinstance(value, bool)
+    is_right = any(isinstance(value, type(n)) and is_bool == isinstance(n, bool) and value == n for n in known)
     rule = rule or f"It is one of {', '.join(map(repr, known))}"
     near = did_you_mean(value, map(str, known))
     check_argument(
