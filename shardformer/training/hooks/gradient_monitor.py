@@ -59,7 +59,7 @@ class GradientMonitor(Hook):
                 raise InputError(
                     f"The loss is {trainer.values['loss']} and the norm of the gradients {norm}: not finite in "
                     f"{self._bad} steps in a row, up to step {trainer.step}",
-                    rule=f"GradientWatch ends a run behind {self.patience} such steps",
+                    rule=f"GradientMonitor ends a run behind {self.patience} such steps",
                     remedy="Go on from a checkpoint before them, with a lower learning rate or max_grad_norm; or look "
                     "at the data",
                 )
