@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardformer.errors import ConfigError, ShardFormerError, did_you_mean
+from shardformer.errors import ConfigError, ShardFormerError, check_int, did_you_mean
 from shardformer.mesh.transport import RankGroups
 
 AXES = ("data", "pipe", "sequence", "tensor")
@@ -163,12 +163,7 @@ class RankGrid:
 
 def check_axis_size(name: str, size: object) -> None:
     """Raises ConfigError for what is no size of an axis."""
-    if type(size) is not int or size < 1:
-        raise ConfigError(
-            f"{name}={size!r}",
-            rule="The size of an axis is a whole number, one or more",
-            remedy=f"Use {name}=1 or leave it out",
-        )
+    check_int(name, size, unit="ranks")
 
 
 def _unfold(place: int, sizes: Mapping[str, int]) -> dict[str, int]:

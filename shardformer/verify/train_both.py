@@ -18,7 +18,7 @@ from shardformer.comm.collectives import all_gather_objects, all_reduce, broadca
 from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.config import ShardConfig
 from shardformer.discovery.reduced_model import disable_dropout
-from shardformer.errors import ConfigError, ShardFormerError
+from shardformer.errors import ConfigError, ShardFormerError, check_int
 from shardformer.gradients.clipping import clip_grad_norm_
 from shardformer.gradients.reducer import no_sync
 from shardformer.layout.sharding_metadata import metadata_of, shard_specs
@@ -310,9 +310,7 @@ class VerifyJob:
     def __post_init__(self) -> None:
         self.training.check_pipeline(self.pipe)
         for name in ("tensor", "pipe", "data", "steps"):
-            if (count := getattr(self, name)) < 1:
-                rule = "Each axis has one rank or more, and a comparison one step or more"
-                raise ConfigError(f"{name}={count}", rule=rule, remedy=f"Use {name}=1 or more")
+            check_int(name, getattr(self, name))
 
     @property
     def computes_in(self) -> torch.dtype:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardformer.errors import ConfigError, check_choice, did_you_mean
+from shardformer.errors import ConfigError, check_choice, check_int, did_you_mean
 from shardformer.offload.host import OffloadConfig
 from shardformer.tensor_parallel.parallel_module import accept_wide_inputs
 from shardformer.zero.config import ZERO_STAGES
@@ -88,9 +88,7 @@ class VerifyTraining:
             asked = f"precision={self.precision!r}" if self.precision != "fp32" else f"offload={self.offload!r}"
             raise ConfigError(f"{asked} without a stage of ZeRO", remedy="Add zero=0, 1, 2 or 3 (--zero)")
 
-        if self.micro_steps < 1:
-            rule = "A step has one backward or more"
-            raise ConfigError(f"micro_steps={self.micro_steps}", rule=rule, remedy="Use micro_steps=1 or more")
+        check_int("micro_steps", self.micro_steps)
 
     def check_pipeline(self, pipe: int) -> None:
         """Raises ConfigError for what is asked of a pipeline in another way."""
