@@ -7,17 +7,21 @@ output features over columns and input features over rows; of Y, samples over ro
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import reduce
 from itertools import pairwise
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
 from shardformer.comm.autograd_collectives import copy_to_tp_region, gather_from_sp_region, once_differentiable
-from shardformer.comm.collectives import PendingCollective, start_broadcast, start_reduce
+from shardformer.comm.collectives import PendingCollective
+from shardformer.comm.recorder import bytes_of, record
 from shardformer.errors import ConfigError
 from shardformer.layout.shard_spec import AnySplit, ShardSpec, Split, even_bounds
+from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.tensor_grid import TensorGrid
 from shardformer.tensor_parallel.grid.layers import GridModule, hidden_splits
 from shardformer.tensor_parallel.parallel_module import check_native
@@ -153,3 +157,27 @@ def _steps(
         following = start(step + 1) if step + 1 < len(lengths) else now
         yield now
         now = following
+
+
+def start_broadcast(x: Tensor, axis: Axis, source: int, *, purpose: str) -> PendingCollective:
+    """Starts sending rank ``source``'s contiguous x into that of every other rank. One broadcast of x."""
+    if axis.size == 1:
+        return PendingCollective((), lambda: x)
+    noted = record("broadcast", axis, bytes_of(x), purpose)
+    others = [r for r in range(axis.size) if r != source]
+    is_source = axis.rank == source
+    works = axis.transport.exchange(dict.fromkeys(others, x) if is_source else {}, {} if is_source else {source: x})
+    return PendingCollective(works, lambda: x, noted)
+
+
+def start_reduce(x: Tensor, axis: Axis, target: int, *, purpose: str) -> PendingCollective:
+    """Starts the sum of the ranks' x for rank ``target``; the others get their own back. One reduce of x."""
+    if axis.size == 1:
+        return PendingCollective((), lambda: x)
+    noted = record("reduce", axis, bytes_of(x), purpose)
+    mine = x.contiguous()
+    if axis.rank != target:
+        return PendingCollective(axis.transport.exchange({target: mine}, {}), lambda: mine, noted)
+    arriving = {r: torch.empty_like(mine) for r in range(axis.size) if r != target}
+    works = axis.transport.exchange({}, arriving)
+    return PendingCollective(works, lambda: reduce(torch.add, [arriving.get(r, mine) for r in range(axis.size)]), noted)

@@ -126,6 +126,5 @@ def num_features(module: nn.Module, *, out: bool) -> int:
 def no_match_error(where: str, name: str, inside: nn.Module, hint: str = OPTIONAL_HINT) -> PolicyError:
     return PolicyError(
         f"There is no module {join_path(where, name)!r}",
-        rule="Every rule of a policy matches a module",
         remedy=did_you_mean(name, [n for n, _ in inside.named_modules() if n]) + hint,
     )

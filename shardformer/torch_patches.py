@@ -97,7 +97,6 @@ def replace_attribute(owner: Any, name: str, new: Any) -> Undo:
             where = f"{getattr(owner, '__name__', type(owner).__name__)}.{name}"
             raise ConfigError(
                 f"{where} was replaced again after shardformer had replaced it, by {getattr(owner, name)!r}",
-                rule="Patches are removed in the reverse order of their installation",
                 remedy="Remove the other patch first, then call shardformer.torch_patches.uninstall()",
             )
         setattr(owner, name, original)

@@ -17,7 +17,8 @@ import torch
 from hypothesis import settings
 
 import tests.models.chatglm2  # noqa: F401  (registers a family that transformers lacks)
-from shardformer.local_ranks.worker_pool import WorkerPool, WorkerPools
+from shardformer.local_ranks.worker_pool import WorkerPool
+from tests.pools import WorkerPools
 
 torch.set_num_threads(1)
 settings.register_profile("no deadline", deadline=None)  # what an example takes depends on what else runs

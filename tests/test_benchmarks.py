@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from shardformer.local_ranks.worker_pool import WorkerPool, WorkerPools
+from shardformer.local_ranks.worker_pool import WorkerPool
+from tests.pools import WorkerPools
 
 pytestmark = pytest.mark.slow
 

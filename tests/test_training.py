@@ -26,7 +26,7 @@ from shardformer.gradients.clipping import clip_grad_norm_
 from shardformer.gradients.reducer import no_sync
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, metadata_of, shard_specs
 from shardformer.local_ranks.threads import run_as_threads
-from shardformer.local_ranks.worker_pool import WorkerPool, WorkerPools
+from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.shard_model_api import shard_model
 from shardformer.tensor_parallel import region
@@ -36,6 +36,7 @@ from shardformer.verify.small_models import LANGUAGE_MODEL, RandomBatches, Small
 from shardformer.weights.state_dict import full_state_dict
 from tests.ops import seeing_parts
 from tests.pairwise import pairwise
+from tests.pools import WorkerPools
 
 SEQUENCE = {"enable_sequence_parallelism": True}
 OVERLAP = {**SEQUENCE, "enable_sequence_overlap": True}

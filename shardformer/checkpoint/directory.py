@@ -109,11 +109,7 @@ def claim(root: Path, step: int, owner: nn.Module) -> bool:
     folder has the name of the checkpoint.
     """
     if root.exists() and not root.is_dir():
-        raise ConfigError(
-            f"{root} is a file",
-            rule="Checkpoints are saved into a folder, which is made where there is none",
-            remedy="Give the path of a folder",
-        )
+        raise ConfigError(f"{root} is a file", remedy="Give the path of a folder")
     named = step_folder(root, step)
     if os.path.lexists(named) and (named.is_symlink() or not named.is_dir()):
         raise ConfigError(
@@ -123,9 +119,7 @@ def claim(root: Path, step: int, owner: nn.Module) -> bool:
         )
     if _is_of_another(named, owner):
         raise ConfigError(
-            f"{named} was saved by another model of this process",
-            rule="A folder of checkpoints belongs to one model, or to one that goes on from a checkpoint in it",
-            remedy="Give each model a folder of its own",
+            f"{named} was saved by another model of this process", remedy="Give each model a folder of its own"
         )
     is_new = hold(root, owner)
     for path in root.glob(".*"):
@@ -174,7 +168,6 @@ def check_visible(hidden: Path) -> None:
         if time.monotonic() > end:
             raise ConfigError(
                 f"{hidden.parent} on {platform.node()} is not the folder of that name that the first rank has",
-                rule="All ranks write into one folder",
                 remedy="Give a folder of a file system that all hosts share",
             )
         time.sleep(wait_s)
@@ -395,7 +388,5 @@ def check_output_directory(folder: str | os.PathLike[str]) -> None:
     """Raises ConfigError for a path that is a file."""
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise ConfigError(
-            f"save_pretrained({os.fspath(folder)!r}), which is a file",
-            rule="A model is saved into a folder, which is made where there is none",
-            remedy="Give the path of a folder",
+            f"save_pretrained({os.fspath(folder)!r}), which is a file", remedy="Give the path of a folder"
         )

@@ -311,7 +311,6 @@ class LoadPlan:
         if entry.shape != shape:
             raise ConfigError(
                 f"{name} has the shape {shape} in this {kind}, and {entry.shape} in {self._where}",
-                rule="A checkpoint is loaded into a model of the sizes of the one that was saved",
                 remedy="Build the model from the config of that run",
             )
 
@@ -375,7 +374,6 @@ class LoadPlan:
         if optimizers and len(saved) != len(optimizers):
             raise ConfigError(
                 f"{self._where} holds the states of {len(saved)} optimizers, and {len(optimizers)} are to be loaded",
-                rule="The optimizers are those that were saved, in their order",
                 remedy="Build them as that run did, or load the weights alone: leave the optimizer out",
             )
         for each, values in zip(optimizers, saved if optimizers else (), strict=True):
@@ -398,7 +396,6 @@ class LoadPlan:
             raise ConfigError(
                 f"{self._where} holds the states of {', '.join(saved) or 'no scheduler'}, and {', '.join(own)} "
                 "is to be loaded",
-                rule="What is given as scheduler is what was saved, in its order",
                 remedy="Give what was given to save_checkpoint, or leave it out",
             )
 

@@ -247,7 +247,6 @@ def _known(tensors: dict[str, _Tensor], name: str, shape: Offsets, rank: int) ->
     if tensor.shape != shape:
         raise ConfigError(
             f"{name} has the shape {tensor.shape} on rank {tensor.rank}, and {shape} on rank {rank}",
-            rule="What moves between ranks is a part of one tensor, of which all name the full shape",
             remedy="Build the model from the same config on all ranks, before and after",
         )
     return tensor
@@ -414,9 +413,7 @@ def _check_chunk_bytes(said: Sequence[RankListing]) -> None:
 
 def _no_source_error(what: str, rank: int, hint: str = "") -> ConfigError:
     return ConfigError(
-        f"Rank {rank} wants {what}, which no rank has",
-        rule="What moves comes from ranks that have it, under the same name and full shape",
-        remedy=f"{hint}Give it in have, on a rank that has it",
+        f"Rank {rank} wants {what}, which no rank has", remedy=f"{hint}Give it in have, on a rank that has it"
     )
 
 

@@ -38,7 +38,7 @@ from shardformer.checkpoint.file_format import (
 )
 from shardformer.checkpoint.training_state import ModelTensors, collect_state
 from shardformer.comm.collective_call import come, run_on_all_ranks
-from shardformer.errors import ConfigError, InputError
+from shardformer.errors import ConfigError, InputError, check_int
 from shardformer.filesystem.atomic_write import path_of, remove, write_new
 from shardformer.filesystem.lock import release
 from shardformer.layout.shard_spec import Offsets
@@ -128,7 +128,6 @@ def wait_for_disk(snapshot: Snapshot, path: Path, root: Path, keep: CheckpointRe
     except OSError as error:
         raise InputError(
             f"{path} was written, and may not be on the disk: {error}",
-            rule="A checkpoint that was saved is on the disk before older ones are taken away",
             remedy="Look after the disk, or give another folder; the older checkpoints are there",
         ) from error
 
@@ -161,7 +160,6 @@ def _merge_rank_notes(snapshot: Snapshot, hidden: Path) -> None:
         if (covered := sum(prod(box.size) for box in entry.boxes)) != prod(entry.shape):
             raise InputError(
                 f"{covered} of the {prod(entry.shape)} numbers of {name} were written",
-                rule="The ranks together hold every number of every tensor, and each is written once",
                 remedy="Save the whole model, on all ranks that train it, with the optimizer of every rank",
             )
 
@@ -176,7 +174,6 @@ def _wait_for(rank: int, hidden: Path) -> Path:
             why = "failed" if failed.exists() or not is_there else "did not come"
             raise InputError(
                 f"Rank {rank} {why} while it wrote its part of a checkpoint into {hidden}",
-                rule="A checkpoint is there when all ranks have written their parts, into one folder that all see",
                 remedy="See what that rank says; on several hosts give a folder of a file system that they share",
             )
         time.sleep(LOOK_EVERY_S)
@@ -377,7 +374,7 @@ def prepare_save(
         """What this rank was asked for, where that can be."""
         nonlocal root
         root = path_of(folder)
-        _check_step(step)
+        check_int("step", step, 0, unit="training steps")
         CheckpointRetention.of(keep)
         _check_free(tensors.model.__dict__.get(SAVE))
         return SaveRequest(str(Path(folder)), step, platform.node(), directory.hidden_folder(root, step).name)
@@ -432,17 +429,7 @@ def _check_same_request(asked: Sequence[SaveRequest]) -> None:
         raise ConfigError(
             f"Rank 0 was to save step {first.step} into {first.folder}, and rank {rank} step {each.step} into "
             f"{each.folder}",
-            rule="All ranks save one checkpoint together, into one folder",
             remedy="Give all ranks the same folder, on a disk that all see, and the same step",
-        )
-
-
-def _check_step(step: int) -> None:
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise ConfigError(
-            f"step={step!r}",
-            rule="A checkpoint is named by how many training steps were made",
-            remedy="Give an int from 0 on",
         )
 
 
@@ -453,7 +440,6 @@ def _check_free(before: AsyncSave | None) -> None:
     if not before.was_waited_for:
         raise InputError(
             f"A checkpoint was to be saved while one {'is written' if not before.is_done else 'was not waited for'}",
-            rule="One is written at a time, and a program looks whether it came to be there",
             remedy="Call wait() on what start_checkpoint returned, before the next save",
         )
     before.result()

@@ -201,9 +201,7 @@ def _check(name: str, value: Any, *, is_there: bool) -> None:
         )
     if value.is_meta:
         raise ConfigError(
-            f"{name} has no values",
-            rule="What is saved or loaded is in memory",
-            remedy="Shard the model first, or call shardformer.meta_init.materialize on it",
+            f"{name} has no values", remedy="Shard the model first, or call shardformer.meta_init.materialize on it"
         )
 
 
@@ -294,14 +292,12 @@ class OptimizerStates:
         if saved["kind"] != self.kind:
             raise ConfigError(
                 f"The state of a {saved['kind']} was to be loaded into a {self.kind}",
-                rule="An optimizer takes up the state that one of its class has saved",
                 remedy=f"Train on with {saved['kind']}, or load the weights alone: leave the optimizer out",
             )
         if len(saved["groups"]) != len(self.groups):
             raise ConfigError(
                 f"The state of {len(saved['groups'])} groups of parameters was to be loaded into a {self.kind} of "
                 f"{len(self.groups)}",
-                rule="An optimizer takes up the state of one with the same groups",
                 remedy="Build its groups as they were when it was saved",
             )
         home = {name: i for i, group in enumerate(saved["groups"]) for name in group["names"]}
@@ -311,7 +307,6 @@ class OptimizerStates:
                     raise ConfigError(
                         f"{slot.name} is in group {i} of this {self.kind}, and was in "
                         f"{'none' if slot.name not in home else f'group {home[slot.name]}'} when it was saved",
-                        rule="An optimizer takes up the state of one with the same groups",
                         remedy=did_you_mean(slot.name, saved["groups"][i]["names"])
                         if slot.name not in home
                         else "Build its groups as they were when it was saved",
@@ -377,14 +372,11 @@ def optimizer_states(optimizer: Any, tensors: ModelTensors) -> list[OptimizerSta
         if not isinstance(each, Optimizer):
             raise ConfigError(
                 f"The optimizer is a {type(each).__name__}",
-                rule="What is saved of it is the state of a torch.optim.Optimizer, or of a list of them",
                 remedy="Give the optimizer that steps; a scheduler goes into scheduler=",
             )
         if isinstance(each, ZeroOptimizer) and each is not tensors.zero:
             raise ConfigError(
-                "The optimizer that zero returned is of another model",
-                rule="A checkpoint is of a model and of what trains it",
-                remedy="Give the model that zero was given",
+                "The optimizer that zero returned is of another model", remedy="Give the model that zero was given"
             )
         plain += each.inner if isinstance(each, ZeroOptimizer) else [each]
     return [OptimizerStates(each, number, tensors) for number, each in enumerate(plain)]
@@ -415,7 +407,6 @@ def _name(number: int, key: Any, name: str) -> str:
 def _unknown_parameter_error(kind: str, param: Tensor) -> ConfigError:
     return ConfigError(
         f"{kind} holds a parameter of the shape {tuple(param.shape)} that is not one of the model",
-        rule="The states of an optimizer are saved under the names of the model's parameters",
         remedy="Give the model that it trains; build the optimizer after shard_model, of model.parameters()",
     )
 

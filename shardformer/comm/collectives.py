@@ -192,32 +192,6 @@ def start_all_to_all(x: Sequence[Tensor], sizes: Sequence[int], axis: Axis, purp
     return PendingCollective(works, lambda: torch.cat([arriving.get(r, mine) for r in range(axis.size)]), noted)
 
 
-def start_broadcast(x: Tensor, axis: Axis, source: int, *, purpose: str) -> PendingCollective:
-    """Starts sending rank ``source``'s contiguous x into that of every other rank. One broadcast of x."""
-    if axis.size == 1:
-        return PendingCollective((), lambda: x)
-    noted = record("broadcast", axis, bytes_of(x), purpose)
-    others = [r for r in range(axis.size) if r != source]
-    is_source = axis.rank == source
-    works = axis.transport.exchange(dict.fromkeys(others, x) if is_source else {}, {} if is_source else {source: x})
-    return PendingCollective(works, lambda: x, noted)
-
-
-def start_reduce(x: Tensor, axis: Axis, target: int, *, purpose: str) -> PendingCollective:
-    """Starts the sum of the ranks' x for rank ``target``; the others get their own back. One reduce of x."""
-    if axis.size == 1:
-        return PendingCollective((), lambda: x)
-    noted = record("reduce", axis, bytes_of(x), purpose)
-    mine = x.contiguous()
-    if axis.rank != target:
-        return PendingCollective(axis.transport.exchange({target: mine}, {}), lambda: mine, noted)
-    arriving = {r: torch.empty_like(mine) for r in range(axis.size) if r != target}
-    works = axis.transport.exchange({}, arriving)
-    return PendingCollective(
-        works, lambda: _sum_in_rank_order([arriving.get(r, mine) for r in range(axis.size)]), noted
-    )
-
-
 def reduce_scatter(x: Tensor, axis: Axis, dim: int, *, purpose: str = "block") -> Tensor:
     """This rank's part of the sum of ``x``: see ``start_reduce_scatter``."""
     return start_reduce_scatter(x, axis, dim, purpose=purpose).wait()

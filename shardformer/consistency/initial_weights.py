@@ -107,13 +107,11 @@ def check_same_files(model: nn.Module, context: ParallelContext) -> None:
         raise ConfigError(
             f"Rank {rank} loaded its weights with all_bytes={bool(held[rank][0].whole)}, rank {first} with "
             f"all_bytes={bool(usual[0].whole)}",
-            rule="All ranks compare the same checksums",
             remedy="Give all of them the same",
         )
     raise ConfigError(
         f"Ranks disagree on the weights: {_difference(rank, first, every)}"
         + (f"; rank {', '.join(map(str, others[1:]))} differs too" if len(others) > 1 else ""),
-        rule="All ranks read files with the same bytes, each from wherever it has them",
         remedy=f"Give rank {rank} the folder that rank {first} reads, or a copy of it",
     )
 

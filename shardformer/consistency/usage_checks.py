@@ -78,7 +78,6 @@ def check_parameters(model: nn.Module, state: ShardingMetadata) -> None:
     if new:
         raise ConfigError(
             f"{len(new)} parameters of this {type(model).__name__} came after it was sharded, such as {new[0]}",
-            rule="Weights are compared, cut and their gradients agreed on between ranks when a model is sharded",
             remedy="Build the whole model first, with its new head or its adapters, and shard it then",
         )
 

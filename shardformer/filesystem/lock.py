@@ -193,11 +193,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _no_lock(path: Path) -> ConfigError:
-    return ConfigError(
-        f"{path} is not a lock file that ShardFormer wrote",
-        rule="The file names the process that writes into the folder; it is neither a link nor a folder",
-        remedy="Remove it, or give another folder",
-    )
+    return ConfigError(f"{path} is not a lock file that ShardFormer wrote", remedy="Remove it, or give another folder")
 
 
 def _is_own(lock: _Lock) -> bool:

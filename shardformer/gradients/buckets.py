@@ -392,7 +392,6 @@ class AllReduceToGrad:
             elif gradient.is_new:
                 raise InputError(
                     f"The gradient of {gradient.entry.name} is sparse on one rank, and is not on another",
-                    rule="Ranks sum gradients of one kind",
                     remedy="Use the parameter in the same way on all ranks, or leave sparse=True out",
                 )
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
 from shardformer.comm.collectives import all_reduce
-from shardformer.errors import ConfigError, check_argument
+from shardformer.errors import ConfigError, check_number
 from shardformer.layout.shard_spec import Coords, ShardSpec
 from shardformer.layout.sharding_metadata import ParamEntry, ShardingMetadata, find_metadata, tables_here, tables_of
 from shardformer.torch_patches import Patch, install, replace_decorated
@@ -84,8 +84,7 @@ def norm_of_entries(entries: Sequence[ParamEntry], state: ShardingMetadata, norm
 
     Communicates one all-reduce of one number over each axis that any parameter of the table is cut over.
     """
-    is_number = isinstance(norm_type, int | float) and not isinstance(norm_type, bool) and norm_type > 0
-    check_argument("norm_type", norm_type, is_number, "It is a number above 0, or math.inf", "Write norm_type=2.0")
+    check_number("norm_type", norm_type, example=2.0)
     op = "max" if math.isinf(norm_type) else "sum"
     coords = state.coords
     names = [name for name in coords if any(name in e.reduction.norm_over for e in state.entries)]
@@ -266,7 +265,6 @@ def _model_of_other_stage() -> dict[ShardingMetadata, list[ParamEntry]]:
     if len(states) > 1:
         raise ConfigError(
             f"torch.nn.utils.clip_grad_norm_ was given no gradients, in a process with stages of {len(states)} models",
-            rule="All stages of a model take its norm together, and its gradients tell which model is meant",
             remedy="Write shardformer.clip_grad_norm_(model, max_norm), which is given the model",
         )
     return {state: [] for state in states}
@@ -275,7 +273,6 @@ def _model_of_other_stage() -> dict[ShardingMetadata, list[ParamEntry]]:
 def _kept_by_zero(what: str) -> ConfigError:
     return ConfigError(
         f"torch.nn.utils.clip_grad_norm_ was given {what}, in a process where zero keeps the gradients of a model",
-        rule="The norm is that of the model's gradients on all ranks, which have a part of them each",
         remedy="Clip model.parameters(); or write shardformer.clip_grad_norm_(model, max_norm), or "
         "shard_optimizer(..., max_grad_norm=max_norm)",
     )

@@ -105,7 +105,6 @@ class GradientReducer(PausableReducer):
                 return  # frozen since: no gradient of it arrives
             raise ConfigError(
                 f"{unknown[0].entry.name} requires a gradient, which it did not when zero was called",
-                rule="The optimizer's parts of the parameters are laid out once, of those that train",
                 remedy="Unfreeze it first, then make the optimizer, then call zero",
             )
         self.close()

@@ -279,7 +279,6 @@ def _refuse_options(cls: type[nn.Module], options: dict[str, Any]) -> None:
     if options:
         raise ConfigError(
             f"{cls.__name__} was given {', '.join(f'{k}={v!r}' for k, v in options.items())}",
-            rule="A norm takes everything from the module it stands for",
             remedy="Leave the options out",
         )
 

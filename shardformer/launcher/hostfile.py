@@ -53,7 +53,6 @@ def read_hostfile(path: str | Path) -> list[HostEntry]:
         if any(host.name == match["name"] for host in hosts):
             raise LaunchError(
                 f"Line {number} of the host file {str(path)!r} names {match['name']!r} a second time",
-                rule="Each machine stands in the host file once",
                 remedy="Join its lines into one, with the sum of their slots",
             )
         hosts.append(HostEntry(match["name"], int(match["slots"]) if match["slots"] else None))
@@ -68,11 +67,7 @@ def select_hosts(names: str, hosts: list[HostEntry] | None) -> list[HostEntry]:
     """The machines of ``--host a,b``: out of the host file where there is one, in the order of the file."""
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     if not wanted or len(set(wanted)) < len(wanted):
-        raise LaunchError(
-            f"--host is {names!r}",
-            rule="--host lists machines by name, each once, with commas between them",
-            remedy="Write --host node1,node2",
-        )
+        raise LaunchError(f"--host is {names!r}", remedy="Write --host node1,node2")
     if hosts is None:
         return [HostEntry(name) for name in wanted]
     known = [host.name for host in hosts]
@@ -80,7 +75,6 @@ def select_hosts(names: str, hosts: list[HostEntry] | None) -> list[HostEntry]:
         if name not in known:
             raise LaunchError(
                 f"--host names {name!r}, which the host file lacks",
-                rule="Beside --hostfile, --host chooses among the machines of the file",
                 remedy=f"Add it to the file or correct the name. {did_you_mean(name, known)}",
             )
     return [host for host in hosts if host.name in wanted]

@@ -266,13 +266,11 @@ class ShardSpec:
             if not 0 <= dim < len(self.shape) or full not in (None, self.shape[dim]):
                 raise ConfigError(
                     f"A split of length {full} was given for dim {dim} of shape {self.shape}",
-                    rule="The slices of all ranks together cover the dim",
                     remedy="Build the split from the size of the dim, for example Split.even(shape[dim], ranks)",
                 )
             if 0 in [count for *_, count in self._holders[dim]]:
                 raise ConfigError(
                     f"A split of dim {dim} of shape {self.shape} leaves out a part of it: {splits}",
-                    rule="The slices of all ranks together cover the dim",
                     remedy="Give what is left out to one of the ranks",
                 )
 

@@ -367,7 +367,6 @@ def metadata_of(model: nn.Module) -> ShardingMetadata:
         return state
     raise ConfigError(
         f"This {type(model).__name__} is not sharded",
-        rule="What was done to a model is kept by the model that shard_model returned",
         remedy="Call shardformer.shard_model(model) first, and give the model itself, not a wrapper of it",
     )
 
@@ -386,7 +385,6 @@ def find_metadata(model: nn.Module) -> ShardingMetadata:
     if any(other.context is not first.context for other in others):
         raise ConfigError(
             f"This {type(model).__name__} holds {len(inner)} models that were sharded over grids of their own",
-            rule="What is asked of several models together is asked of one grid",
             remedy="Shard them with one context, or ask each of them alone",
         )
     entries = [entry for state in inner.values() for entry in state.entries]

@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import partial
 from multiprocessing import connection, forkserver, get_all_start_methods, get_context
 from multiprocessing.process import BaseProcess
 from tempfile import TemporaryDirectory
 from typing import Any, ParamSpec, Self, TypeVar
 
-from shardformer.errors import ConfigError, LaunchError, WorkerError
+from shardformer.errors import LaunchError, WorkerError, check_int
 from shardformer.local_ranks import worker_process
 from shardformer.local_ranks.worker_process import RemoteCall, RemoteFailure, RemoteReply, RemoteRequest
 
@@ -66,10 +65,8 @@ class WorkerPool:
         imports: Sequence[str] = ("torch",),
         grace_s: float = 5.0,
     ) -> None:
-        for name, count in (("num_workers", num_workers), ("threads", threads)):
-            if count < 1:
-                rule = "A pool has at least one worker, and a worker at least one thread"
-                raise ConfigError(f"{name}={count}", rule=rule, remedy=f"Use {name}=1 or more")
+        check_int("num_workers", num_workers)
+        check_int("threads", threads)
         self.num_workers, self.timeout_s, self.grace_s = num_workers, timeout_s, grace_s
         self._threads, self._imports = threads, tuple(imports)
         self._workers: list[_Worker] = []
@@ -85,16 +82,6 @@ class WorkerPool:
             ConfigError: ``fn`` or its arguments cannot be sent.
         """
         return self._run(fn, [RemoteCall.of(fn, args, kwargs)] * self.num_workers)
-
-    def run_per_rank(self, fn: Callable[..., R], args: Sequence[tuple[Any, ...]]) -> list[R]:
-        """Call ``fn(*args[rank])`` in each worker; otherwise as :meth:`run`."""
-        if len(args) != self.num_workers:
-            raise ConfigError(
-                f"{len(args)} tuples of arguments for {self.num_workers} workers",
-                rule="run_per_rank takes one tuple for each rank",
-                remedy=f"Give {self.num_workers} tuples, or use run() where all ranks get the same",
-            )
-        return self._run(fn, [RemoteCall.of(fn, own, {}) for own in args])
 
     @contextmanager
     def with_timeout(self, timeout_s: float) -> Iterator[Self]:
@@ -215,43 +202,6 @@ class WorkerPool:
         if self._meeting:
             self._meeting.release()
         self._workers, self._meeting = [], None
-
-
-class WorkerPools:
-    """One :class:`WorkerPool` for each number of workers, made when it is first asked for; options as there.
-
-    >>> with WorkerPools(timeout_s=30.0) as pools:  # doctest: +SKIP
-    ...     pools(2).run(torch.add, 1, 1)
-    [tensor(2), tensor(2)]
-    """
-
-    def __init__(
-        self,
-        *,
-        timeout_s: float = 60.0,
-        threads: int = 1,
-        imports: Sequence[str] = ("torch",),
-        grace_s: float = 5.0,
-    ) -> None:
-        self._make = partial(WorkerPool, timeout_s=timeout_s, threads=threads, imports=imports, grace_s=grace_s)
-        self._pools: dict[int, WorkerPool] = {}
-
-    def __call__(self, num_workers: int) -> WorkerPool:
-        if num_workers not in self._pools:
-            self._pools[num_workers] = self._make(num_workers)
-        return self._pools[num_workers]
-
-    def close(self) -> None:
-        """End the workers of all pools."""
-        for pool in self._pools.values():
-            pool.close()
-        self._pools.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class _Worker:

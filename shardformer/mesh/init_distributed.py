@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistError
 
-from shardformer.errors import ConfigError, LaunchError, did_you_mean, first_line
+from shardformer.errors import ConfigError, LaunchError, check_choice, check_number, did_you_mean, first_line
 from shardformer.mesh.parallel_context import (
     ParallelContext,
     launcher_store,
@@ -284,13 +284,8 @@ def _warn_cross_host_tensor_axis(context: ParallelContext) -> None:
 
 
 def _init_default_group(backend: str | None, timeout_s: float | None) -> None:
-    is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
-    if timeout_s is not None and not (is_number and 0 < timeout_s < math.inf):
-        raise ConfigError(
-            f"timeout_s={timeout_s!r}",
-            rule="It is a number of seconds above 0, after which a collective that not all joined is an error",
-            remedy="Write timeout_s=600, or leave it out",
-        )
+    if timeout_s is not None:
+        check_number("timeout_s", timeout_s, below=math.inf, unit="seconds", example=600)
     if not dist.is_initialized():
         init_process_group(local_device(), backend, TIMEOUT_S if timeout_s is None else float(timeout_s))
         return
@@ -299,7 +294,6 @@ def _init_default_group(backend: str | None, timeout_s: float | None) -> None:
         if value is not None:
             raise ConfigError(
                 f"launch_from_torch({name}={value!r}) where torch.distributed is initialized already",
-                rule="The processes have joined, with a backend and a timeout",
                 remedy=f"Leave {name} out, or give it to torch.distributed.init_process_group",
             )
 
@@ -347,7 +341,6 @@ def _read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> d
     if not os.path.isfile(config):
         raise ConfigError(
             f"The config file {os.fspath(config)!r} does not exist",
-            rule="config is a dict or the path of a Python file whose names are the settings",
             remedy="Give the path relative to where the command runs, for example --config config.py",
         )
     return {k: v for k, v in runpy.run_path(os.fspath(config)).items() if not k.startswith("_")}
@@ -362,32 +355,17 @@ def _parallel_sizes(settings: Mapping[str, Any]) -> dict[str, Any]:
             misplaced = f"{name} = {value} outside of parallel"
         else:
             continue
-        raise ConfigError(
-            f"The config says {misplaced}",
-            rule="The sizes of the axes stand in a dict called parallel",
-            remedy="Write parallel = dict(tensor=2)",
-        )
+        raise ConfigError(f"The config says {misplaced}", remedy="Write parallel = dict(tensor=2)")
     asked = settings.get("parallel") or {}
     if not isinstance(asked, Mapping):
-        raise ConfigError(
-            f"The config says parallel = {asked!r:.80}",
-            rule="It is a dict: the name of an axis -> its size",
-            remedy="Write parallel = dict(tensor=2)",
-        )
+        raise ConfigError(f"The config says parallel = {asked!r:.80}", remedy="Write parallel = dict(tensor=2)")
     if "pipe" in asked and "pipeline" in asked:
         raise ConfigError(
-            f"The config says both pipe={asked['pipe']!r} and pipeline={asked['pipeline']!r}",
-            rule="They are two names of one axis",
-            remedy="Write pipe alone",
+            f"The config says both pipe={asked['pipe']!r} and pipeline={asked['pipeline']!r}", remedy="Write pipe alone"
         )
     for name, value in asked.items():
-        axis = {"pipeline": "pipe"}.get(str(name), name)
-        if axis not in AXES:
-            raise ConfigError(
-                f"The config asks for parallel axis {name!r}",
-                rule=f"The axes are {', '.join(AXES)}",
-                remedy=did_you_mean(name, AXES),
-            )
+        axis = "pipe" if name == "pipeline" else str(name)
+        check_choice("parallel axis", axis, AXES)
         size = value.get("size", 1) if isinstance(value, Mapping) else value
         if isinstance(value, Mapping) and (unknown := set(value) - {"size", "mode", "depth"}):
             raise ConfigError(

@@ -337,13 +337,11 @@ class Axis:
         if not lacks and not isinstance(group, dist.ProcessGroup):
             raise ConfigError(
                 f"The group of the {name} axis is {group!r:.80}",
-                rule="It is a process group of torch.distributed, or None for all processes",
                 remedy="Make it with torch.distributed.new_group(ranks), on all processes, or leave it out",
             )
         if lacks or dist.get_rank(group) < 0:
             raise LaunchError(
                 f"The process group given for the {name} axis lacks this process (global rank {dist.get_rank()})",
-                rule=f"Every process that shards a model is a member of its own {name} group",
                 remedy="Give each process the group that it belongs to, or let launch_from_torch(tensor=...) build it",
             )
         assert isinstance(group, dist.ProcessGroup)

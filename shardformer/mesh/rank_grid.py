@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardformer.errors import ConfigError, ShardFormerError, did_you_mean
+from shardformer.errors import ConfigError, ShardFormerError, check_int, did_you_mean
 from shardformer.mesh.transport import RankGroups
 
 AXES = ("data", "pipe", "sequence", "tensor")
@@ -88,11 +88,7 @@ class RankGrid:
         for name, size in self.sizes.items():
             place = place * size + coords.get(name, 0)
         if not all(name in self.sizes and 0 <= rank < self.sizes[name] for name, rank in coords.items()):
-            raise ConfigError(
-                f"There is no rank at {dict(coords)}",
-                rule="A coordinate is a rank on an axis of the grid, counted from 0",
-                remedy=f"The sizes are {dict(self.sizes)}",
-            )
+            raise ConfigError(f"There is no rank at {dict(coords)}", remedy=f"The sizes are {dict(self.sizes)}")
         return self.ranks[place]
 
     def lines(self, *names: str, only: Mapping[str, Sequence[int]] | None = None) -> RankGroups:
@@ -129,17 +125,12 @@ class RankGrid:
         if taken := [name for name in sizes if name in self.names]:
             raise ConfigError(
                 f"A view calls an axis {taken[0]!r}, as another is called",
-                rule="Each axis has a name of its own",
                 remedy=f"Choose a name that is none of {', '.join(self.names)}",
             )
         for name, n in sizes.items():
             check_axis_size(name, n)
         if prod(sizes.values()) != size or not sizes:
-            raise ConfigError(
-                f"{asked} is not {refolded}",
-                rule="The sizes of a view multiply to what it refolds",
-                remedy=f"Use sizes whose product is {size}",
-            )
+            raise ConfigError(f"{asked} is not {refolded}", remedy=f"Use sizes whose product is {size}")
         return replace(self, views=(*self.views, AxisView(tuple(of), dict(sizes))))
 
     def crosses_hosts(self, line: Sequence[int]) -> bool | None:
@@ -164,7 +155,6 @@ class RankGrid:
         if len(set(refolded)) < len(refolded) or named.intersection(refolded):
             raise ConfigError(
                 f"{', '.join(names)} overlap",
-                rule="Axes that are merged have no ranks of another axis in common",
                 remedy=f"Name either axes of the grid ({', '.join(self.sizes)}) or those of one view of them",
             )
         axes = [name for name in self.sizes if name not in refolded] + [name for v in views for name in v.sizes]
@@ -173,12 +163,7 @@ class RankGrid:
 
 def check_axis_size(name: str, size: object) -> None:
     """Raises ConfigError for what is no size of an axis."""
-    if type(size) is not int or size < 1:
-        raise ConfigError(
-            f"{name}={size!r}",
-            rule="The size of an axis is a whole number, one or more",
-            remedy=f"Use {name}=1 or leave it out",
-        )
+    check_int(name, size, unit="ranks")
 
 
 def _unfold(place: int, sizes: Mapping[str, int]) -> dict[str, int]:
@@ -272,7 +257,6 @@ def build_rank_grid(sizes: AxisSizes | Callable[[], AxisSizes]) -> RankGrid:
             raise ConfigError(
                 f"Process {dist.get_rank()} lays the grid {', '.join(f'{n}={s}' for n, s in shape.items())}, "
                 f"and process {rank} says: {asked}",
-                rule="All processes lay the same grid",
                 remedy="Give the same sizes on every process",
             )
     return RankGrid.of(shape, hosts=[host for *_, host in answers])
@@ -290,7 +274,6 @@ def _resolve_sizes(sizes: dict[str, int | None], world: int) -> dict[str, int]:
         asked = " times ".join(f"{name}={size}" for name, size in given.items())
         raise ConfigError(
             f"{asked} does not divide the number of processes, {world}",
-            rule="The sizes of the axes multiply to the number of processes",
             remedy=f"Use {_that_divide(given, world)}, or start {known} processes or a multiple",
         )
     if tensor is None:
@@ -302,7 +285,6 @@ def _resolve_sizes(sizes: dict[str, int | None], world: int) -> dict[str, int]:
         shown = [f"{n}={s}" for n, s in reversed(found.items()) if s > 1 or n in ("tensor", "data")]
         raise ConfigError(
             f"{' times '.join(shown)} is not the number of processes, {world}",
-            rule="The sizes of the axes multiply to the number of processes",
             remedy=f"Leave one of them out (it takes what remains), or start {prod(found.values())} processes",
         )
     return found

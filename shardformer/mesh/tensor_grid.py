@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from math import isqrt, lcm
 from typing import Any
 
-from shardformer.errors import ConfigError, did_you_mean
+from shardformer.errors import ConfigError, check_choice
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 
 GRID_AXIS_NAMES = ("row", "column", "depth")
@@ -89,12 +89,7 @@ def sizes_of_mode(mode: str, size: int | Sequence[int], depth: int | None = None
     Args:
         depth: how many squares, in 2.5D.
     """
-    if mode not in GRID_MODES:
-        raise ConfigError(
-            f"The config asks for tensor parallel mode {mode!r}",
-            rule=f"The modes are 1d, {', '.join(GRID_MODES)}",
-            remedy=did_you_mean(str(mode), ("1d", *GRID_MODES)),
-        )
+    check_choice("tensor parallel mode", mode, GRID_MODES, f"The modes are 1d, {', '.join(GRID_MODES)}")
     if isinstance(size, tuple | list):
         row, column, third = (*size, 1)[:3]
         if mode == "2d" and third > 1:

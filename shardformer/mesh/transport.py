@@ -221,7 +221,6 @@ class _NoTransport:
             raise AttributeError(name)
         raise LaunchError(
             f"{name} on an axis without a transport",
-            rule="A context of sizes and coordinates alone says who is where, and reaches nobody",
             remedy="Take the context of launch_from_torch, or of shardformer.local_ranks.threads.run_as_threads",
         )
 

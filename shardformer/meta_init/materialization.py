@@ -158,7 +158,6 @@ def check_recipes(model: nn.Module) -> None:
     if changed:
         raise ConfigError(
             f"{changed[0]!r} of this {type(model).__name__} was written to after LazyInit ended",
-            rule="A tensor without values keeps what is done to it inside of LazyInit only",
             remedy="Change weights inside of the `with`, or after shard_model or materialize",
         )
     for file in weight_files(model):

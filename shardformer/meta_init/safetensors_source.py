@@ -89,7 +89,6 @@ class WeightsFile:
     def _changed(self, how: str) -> ConfigError:
         return ConfigError(
             f"{self.path!r} {how}",
-            rule="The files stay as they are until the model has its values",
             remedy="Load the model anew, and shard or materialize it before they are moved or written; files that are "
             "written anew with the same bytes are told with from_pretrained(..., all_bytes=True)",
         )
@@ -172,7 +171,6 @@ class SafetensorsSource:
         except (OSError, SafetensorError) as error:
             raise ConfigError(
                 f"{self.key!r} cannot be read any more from {self.file.path!r}: {error}",
-                rule="The files stay as they are until the model has its values",
                 remedy="Shard or materialize the model before they are moved or written anew",
             ) from error
         return value
@@ -197,7 +195,6 @@ def lazy_tensors(path: str, *, all_bytes: bool = False) -> dict[str, Tensor]:
     except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:  # shapes that torch does not take
         raise ConfigError(
             f"{path!r} cannot be read: {first_line(error)}",
-            rule="Weights are read from safetensors files, as save_pretrained writes them",
             remedy="Fetch or save the file anew: it is cut short, or is something else",
         ) from error
 

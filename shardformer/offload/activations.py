@@ -21,7 +21,7 @@ from torch.autograd import Variable
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardformer.comm.collectives import digest, start_all_gather_into
-from shardformer.errors import ConfigError, InputError, did_you_mean
+from shardformer.errors import ConfigError, InputError, check_choice
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMetadata, find_metadata
 from shardformer.mesh.parallel_context import Axis
 from shardformer.offload.host import DEVICE_TO_HOST, HOST_TO_DEVICE, HostDeviceCopier
@@ -452,16 +452,10 @@ def offload_activations(model: nn.Module, on: str = "host", *, min_bytes: int = 
     Rajbhandari, Rasley, Ruwase and He, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020),
     section 6.1: partitioned activation checkpointing, Pa and Pa+cpu.
     """
-    if on not in OFFLOAD_TARGETS:
-        raise ConfigError(
-            f"on={on!r}",
-            rule=f"Activations are kept on {', '.join(OFFLOAD_TARGETS)}",
-            remedy=did_you_mean(on, OFFLOAD_TARGETS),
-        )
+    check_choice("on", on, OFFLOAD_TARGETS)
     if STORE in model.__dict__:
         raise ConfigError(
             f"store_activations of a {type(model).__name__} whose activations are stored",
-            rule="What a model saves is kept in one way",
             remedy="Call .remove() of what the first call returned, then call it again",
         )
     axis = find_metadata(model).axes["tensor"] if "tensor" in on else None

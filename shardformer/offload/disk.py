@@ -144,9 +144,7 @@ class FileStore(HostMemory):
         """Raises InputError, on all ranks, where something between two steps was not written on one."""
         if said := self.end_step([], context):
             raise InputError(
-                f"The optimizer's files in {self.disk.folder} failed: {said}",
-                rule="What was loaded is kept where it was written",
-                remedy="Make room, then load it again",
+                f"The optimizer's files in {self.disk.folder} failed: {said}", remedy="Make room, then load it again"
             )
 
     def end_step(self, parts: Sequence[HostShard], context: ParallelContext) -> str | None:

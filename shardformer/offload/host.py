@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardformer.errors import ConfigError, check_argument
+from shardformer.errors import ConfigError, check_bool, check_int, check_number
 from shardformer.torch_compat import has_data
 
 DEVICE_TO_HOST, HOST_TO_DEVICE = "to the host", "to the device"
@@ -186,21 +186,12 @@ class OffloadConfig:
         if share != FREE_MEMORY and not is_share:
             rule, remedy = "It is a share, from 0 to 1, or 'free'", "Write on_device=0.5"
             raise ConfigError(f"on_device={share!r}", rule=rule, remedy=remedy)
-        is_right = type(self.buffers) is int and self.buffers >= 2
-        check_argument(
-            "buffers", self.buffers, is_right, "One bucket is read while another one is updated", "Write buffers=3"
-        )
-        is_right = self.threads is None or (type(self.threads) is int and self.threads >= 1)
-        check_argument("threads", self.threads, is_right, "It is a number of threads, one or more", "Leave threads out")
-        given = self.bandwidth
-        is_right = given is None or (isinstance(given, int | float) and not isinstance(given, bool) and given > 0)
-        check_argument(
-            "OffloadConfig(bandwidth)", given, is_right, "It is a number of bytes a second", "Leave bandwidth out"
-        )
-        is_right = isinstance(self.parameters, bool)
-        check_argument(
-            "OffloadConfig(parameters)", self.parameters, is_right, "It is on or off", "Write parameters=True"
-        )
+        check_int("OffloadConfig.buffers", self.buffers, 2, example=3)
+        if self.threads is not None:
+            check_int("OffloadConfig.threads", self.threads)
+        if self.bandwidth is not None:
+            check_number("OffloadConfig.bandwidth", self.bandwidth, unit="bytes a second", example=32e9)
+        check_bool("OffloadConfig.parameters", self.parameters)
 
     @classmethod
     def of(cls, given: Any, optimizers: Sequence[Any] = ()) -> OffloadConfig:

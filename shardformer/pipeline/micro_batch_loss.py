@@ -19,8 +19,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -222,8 +222,8 @@ class _Forward:
 class LossWeights:
     """Makes the mean losses of micro-batches their parts of the whole batch's.
 
-    Around the head of each micro-batch's forward: ``with weights.weighing(m): ...`` or ``start(m)`` and ``stop()``.
-    Then ``of(m, loss)`` gives what to call backward on, and ``finish()`` comes before the optimizer's step. A single
+    Around the head of each micro-batch's forward: ``start(m)`` and ``stop()``. Then ``of(m, loss)`` gives what to call
+    backward on, and ``finish()`` comes before the optimizer's step. A single
     micro-batch is the whole batch, and its loss stays as it is.
 
     Args:
@@ -267,19 +267,6 @@ class LossWeights:
         self._evaluates = not torch.is_grad_enabled()
         self.is_explained = self._shares is None
         """Whether all losses so far are means over classes that the batch holds: each sample has its own."""
-
-    @property
-    def is_watching(self) -> bool:
-        return self._watch is not None
-
-    @contextmanager
-    def weighing(self, index: int) -> Iterator[None]:
-        """In here the mean losses of micro-batch ``index`` become their parts of the whole."""
-        self.start(index)
-        try:
-            yield
-        finally:
-            self.stop()
 
     def start(self, index: int) -> None:
         """From here on losses are those of micro-batch ``index``, until ``stop()``, which must follow in any case."""
@@ -410,9 +397,7 @@ class LossWeights:
         if math.isnan(here) or not math.isnan(total):
             return total
         raise InputError(
-            "What counts in the loss could not be told on another data rank",
-            rule="Every data rank knows what counts in its own batch, before the loss is averaged over all of them",
-            remedy="Read the error of that rank",
+            "What counts in the loss could not be told on another data rank", remedy="Read the error of that rank"
         )
 
     def _shares_by(self, loss_weight: LossWeight) -> list[float]:

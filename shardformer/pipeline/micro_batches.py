@@ -23,7 +23,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from shardformer.errors import ConfigError, InputError
+from shardformer.errors import ConfigError, InputError, check_int
 from shardformer.torch_compat import to_list
 
 # P patches, I images, B samples
@@ -230,7 +230,6 @@ def micro_batch_sizes(batch_size: int, micro_batches: int | None, micro_batch_si
     if micro_batches > batch_size:
         raise ConfigError(
             f"micro_batches={micro_batches} for a batch of {batch_size}",
-            rule="Every micro-batch has at least one sample",
             remedy=f"Use at most {batch_size} micro-batches, or a batch of {micro_batches} samples or more",
         )
     each, extra = divmod(batch_size, micro_batches)
@@ -245,19 +244,12 @@ def check_sizes(micro_batches: int | None, micro_batch_size: int | None) -> None
     """Raises ConfigError unless exactly one is given, a positive int."""
     if (micro_batches is None) == (micro_batch_size is None):
         raise ConfigError(
-            f"micro_batches={micro_batches} with micro_batch_size={micro_batch_size}",
-            rule="A batch is cut by the number of its micro-batches or by their size",
-            remedy="Give one of the two",
+            f"micro_batches={micro_batches} with micro_batch_size={micro_batch_size}", remedy="Give one of the two"
         )
     name, value = (
         ("micro_batches", micro_batches) if micro_batch_size is None else ("micro_batch_size", micro_batch_size)
     )
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(
-            f"{name}={value!r}",
-            rule=f"{name} is a whole number of at least 1",
-            remedy="Use 1 or more, and no more than a batch has samples",
-        )
+    check_int(name, value)
     if micro_batches is not None and micro_batches > MAX_MICRO_BATCHES:
         raise ConfigError(
             f"micro_batches={micro_batches}",
@@ -278,7 +270,6 @@ def batch_size_of(batch: Mapping[str, Any], main: str | None = None) -> int:
             return tensor.shape[0]
     raise ConfigError(
         f"a batch of {', '.join(sorted(map(str, batch))) or 'nothing'} holds no tensor with a first dim",
-        rule="A batch is cut into micro-batches along the first dim of its tensors",
         remedy="Give the inputs as tensors whose first dim is the batch, as a data collator does",
     )
 
@@ -323,7 +314,6 @@ def split_batch(
     if sum(sizes) != total:
         raise ConfigError(
             f"micro-batches of {list(sizes)} samples, {sum(sizes)} together, for a batch of {total}",
-            rule="Every sample is in exactly one micro-batch",
             remedy="Take the sizes from sizes_of, with the size of this batch",
         )
     if len(sizes) == 1:

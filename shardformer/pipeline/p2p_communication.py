@@ -266,7 +266,6 @@ class StageExchange:
         if not before:
             raise ConfigError(
                 f"Stage {boundary} is traced, and nothing says what the stages before it hand on",
-                rule="Tensors without values are sent and not received",
                 remedy="Trace stage 0 with the same batch first, and set exchange.given to its exchange.known",
             )
         return before[max(before)]

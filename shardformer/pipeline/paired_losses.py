@@ -63,7 +63,6 @@ def gather_over_data(x: Tensor, context: Any) -> Tensor:
     if not isinstance(context, ParallelContext):
         raise ConfigError(
             f"gather_over_data was given a {type(context).__name__} as context",
-            rule="It gathers over the data axis of a grid",
             remedy="Pass engine.context, or what launch_from_torch returned",
         )
     if IS_TRYING.get():

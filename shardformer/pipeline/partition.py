@@ -40,9 +40,7 @@ def partition_balanced(costs: Sequence[float], parts: int, before: Sequence[floa
     own = [before] * parts if isinstance(before, int | float) else list(before)
     if len(own) != parts:
         raise ConfigError(
-            f"before has {len(own)} numbers for {parts} stages",
-            rule="Each stage has one cost that is there before its first layer",
-            remedy=f"Give {parts} numbers, or one for all stages",
+            f"before has {len(own)} numbers for {parts} stages", remedy=f"Give {parts} numbers, or one for all stages"
         )
     _check_costs("costs", costs)
     _check_costs("before", own)
@@ -124,7 +122,6 @@ def _check_counts(layers: int, parts: int) -> None:
         which = f"1 to {layers} stages" if layers > 1 else "1 stage"
         raise ConfigError(
             f"{parts} pipeline stages for {layers} layer{'s' if layers != 1 else ''}",
-            rule="Every stage holds at least one layer",
             remedy=f"Use {which}, or a model of {parts} layers or more" if layers else "Use a model that has layers",
         )
 

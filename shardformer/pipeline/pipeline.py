@@ -19,7 +19,7 @@ from shardformer.comm.collectives import (
     checksum,
 )
 from shardformer.consistency.rank_divergence import COMPARED_VALUES, KIND_SHIFT, check_step
-from shardformer.errors import ConfigError, InputError, check_argument
+from shardformer.errors import ConfigError, InputError, check_bool, check_callable
 from shardformer.layout.sharding_metadata import ShardingMetadata, metadata_of
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.rank_grid import AXES
@@ -128,9 +128,9 @@ class Pipeline:
     ) -> None:
         for name, given in (("loss_fn", loss_fn), ("loss_weight", loss_weight)):
             rule = "It is a function" + (": (outputs, targets) -> loss" if name == "loss_fn" else ": batch -> a number")
-            check_argument(name, given, given is None or callable(given), rule, f"Give a function, or leave {name} out")
+            check_callable(name, given, rule)
         for name, switch in (("average_over_data", average_over_data), ("takes_short_batches", takes_short_batches)):
-            check_argument(name, switch, isinstance(switch, bool), "It is on or off", f"Write {name}=True or False")
+            check_bool(name, switch)
         state = metadata_of(model)
         self._model, self._state, self._context = model, state, state.context
         if micro_batches is None and micro_batch_size is None:
@@ -516,7 +516,6 @@ class Pipeline:
                 if before != dtype:
                     raise InputError(
                         f"{first} is {before} on stage {other} and {dtype} on stage {stage}",
-                        rule="The stages that hold a parameter update the same numbers",
                         remedy="Convert the whole model, model.to(dtype), or these weights by all of their names",
                     )
         self._stages.placeholders.take_dtypes(self._model, {n: d for each in everywhere for n, d in each.items()})

@@ -181,7 +181,6 @@ class NoOutput:
     def _error(self, name: str) -> ConfigError:
         return ConfigError(
             f"{name} was asked of stage {self._stage}",
-            rule=f"The last stage, {self._last} on the pipe axis, has the model's outputs",
             remedy="Call forward(batch, gather=True) on all stages, or look at the output on the last stage only",
         )
 
@@ -403,7 +402,5 @@ def _describe_action(action: Action) -> str:
 
 def _lost_stage_error(stage: int, where: str, error: LostPeerError) -> LostPeerError:
     return LostPeerError(
-        f"Stage {stage} is gone, which {where} needs. {error.what}",
-        rule="All stages of a pipeline run a step together, and end together",
-        remedy="See what the stage that ended first says",
+        f"Stage {stage} is gone, which {where} needs. {error.what}", remedy="See what the stage that ended first says"
     )

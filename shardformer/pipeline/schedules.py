@@ -19,7 +19,7 @@ from functools import lru_cache
 from math import inf
 from typing import Any, NamedTuple
 
-from shardformer.errors import ConfigError, did_you_mean
+from shardformer.errors import ConfigError, check_choice, check_int
 
 
 class ActionKind(StrEnum):
@@ -318,15 +318,14 @@ def placement_of(name: str, stages: int, chunks: int) -> tuple[int, ...]:
 
 def default_chunks(name: str) -> int:
     """How many chunks a rank holds when nobody says."""
-    _check_name(name)
+    check_choice("schedule", name, SCHEDULES)
     return _CHUNKS.get(name, 2)
 
 
 def check_schedule_name(name: str, stages: int, chunks: int) -> None:
     """Raises ConfigError when there is no schedule of this name, or not for these numbers."""
-    _check_name(name)
-    if stages < 1:
-        raise ConfigError(f"stages={stages}", rule="A pipeline has one stage or more", remedy="Use 1 or more")
+    check_choice("schedule", name, SCHEDULES)
+    check_int("stages", stages)
     if name in _CHUNKS and chunks != _CHUNKS[name]:
         raise ConfigError(
             f"chunks={chunks} for the schedule {name!r}",
@@ -341,13 +340,6 @@ def check_schedule_name(name: str, stages: int, chunks: int) -> None:
         )
 
 
-def _check_name(name: str) -> None:
-    if name not in SCHEDULES:
-        raise ConfigError(
-            f"schedule={name!r}", rule=f"The schedules are {', '.join(SCHEDULES)}", remedy=did_you_mean(name, SCHEDULES)
-        )
-
-
 def fitting_micro_batches(name: str, stages: int, chunks: int, at_least: int) -> int:
     """The smallest number of micro-batches from ``at_least`` on that the schedule takes."""
     check_schedule_name(name, stages, chunks)
@@ -358,9 +350,7 @@ def fitting_micro_batches(name: str, stages: int, chunks: int, at_least: int) ->
 def _check_micro_batches(name: str, stages: int, micro_batches: int, chunks: int) -> None:
     above = fitting_micro_batches(name, stages, chunks, at_least=micro_batches)
     if micro_batches < 1:
-        raise ConfigError(
-            f"micro_batches={micro_batches}", rule="A batch is cut into one part or more", remedy=f"Use {above} or more"
-        )
+        raise ConfigError(f"micro_batches={micro_batches}", remedy=f"Use {above} or more")
     if above != micro_batches:
         below = above - stages
         raise ConfigError(
@@ -595,6 +585,5 @@ def _broken(schedule: Schedule, found: list[str]) -> ConfigError:
     more = f"; and {len(found) - _SHOWN_PROBLEMS} more" if len(found) > _SHOWN_PROBLEMS else ""
     return ConfigError(
         f"The schedule {schedule.name!r} cannot be run: {'; '.join(found[:_SHOWN_PROBLEMS])}{more}",
-        rule="Every action is done once, by the rank of its stage, after what it needs",
         remedy="Build it with make_schedule, or mend the named actions",
     )

@@ -379,8 +379,6 @@ class StageForward:
             if at in run.calls:
                 raise ConfigError(
                     f"The layers at {stack.layers} were run a second time in one forward",
-                    rule="A pipeline runs the layers of a model once, one behind the other, from the first stage to "
-                    "the last",
                     remedy="Run this head without a pipeline, or compute its loss in two steps",
                 )
             run.calls.append(at)

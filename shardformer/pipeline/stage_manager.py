@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from shardformer.errors import ConfigError, check_argument, did_you_mean
+from shardformer.errors import ConfigError, check_argument, check_choice
 from shardformer.layout.activation_layout import ActivationLayout, ModelRegion
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.module_paths import find_configs, parent_of
@@ -62,7 +62,6 @@ class PipelineStageManager:
         if not isinstance(context, ParallelContext):
             raise ConfigError(
                 f"PipelineStageManager was given {context!r:.60}",
-                rule="The stages stand along the pipe axis of the grid",
                 remedy="Give it what launch_from_torch(pipe=...) returned",
             )
         self.context, self.schedule = context, schedule
@@ -141,18 +140,10 @@ class PipelineStageManager:
         is_row = isinstance(asked, Sequence) and not isinstance(asked, str)
         rule, remedy = "It is a number of layers, or one for each virtual stage", "Write checkpoint_layers=4"
         check_argument("checkpoint_layers", asked, asked is None or is_row or type(asked) is int, rule, remedy)
-        if isinstance(self.cut, str) and self.cut not in PARTITION_METHODS:
-            raise ConfigError(
-                f"cut={self.cut!r}",
-                rule="Stages are cut by 'cost', 'even', or by a list of how many layers each has",
-                remedy=did_you_mean(self.cut, PARTITION_METHODS),
-            )
+        if isinstance(self.cut, str):
+            check_choice("cut", self.cut, PARTITION_METHODS, "Stages are cut by 'cost', 'even', or a list of counts")
         if self.costs is not None and self.cut != "cost":
-            raise ConfigError(
-                f"costs are given with cut={self.cut!r}",
-                rule="Costs decide where to cut, and here something else does",
-                remedy="Leave one of the two out",
-            )
+            raise ConfigError(f"costs are given with cut={self.cut!r}", remedy="Leave one of the two out")
 
 
 ALL_LAYER_OUTPUTS = ("output_router_logits", "output_hidden_states", "output_attentions")
@@ -349,7 +340,6 @@ def partition_model(
         raise ConfigError(
             f"{asked.num_stages} stages of {count // asked.num_stages} chunks each, so {count} virtual stages, for the "
             f"{len(costs)} layers of {type(model).__name__}",
-            rule="Every virtual stage holds at least one layer",
             remedy="Use the schedule '1f1b', which has one a stage, fewer stages, or a model of "
             f"{count} layers or more",
         )

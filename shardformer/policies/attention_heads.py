@@ -45,7 +45,6 @@ class HeadLayout:
             fits = ", ".join(str(n) for n in range(1, most + 1))
             raise ConfigError(
                 f"A tensor size of {self.ranks} is more than the {most} attention heads" + self._in_partitions,
-                rule="Every tensor rank computes at least one whole head",
                 remedy=f"Use a tensor size of {fits}" if most > 1 else "Leave this model whole: tensor=1",
             )
 
@@ -164,7 +163,6 @@ def features_per_head(path: str, features: int, count: int, expected: int | None
         of = f" of {expected} features" if expected and not features % count else ""
         raise PolicyError(
             f"{path} has {features} features, which are not {count} heads{of}",
-            rule="All heads of an attention are of one size, in q, k, v and the output projection",
             remedy="Correct num_heads, num_kv_heads or the paths in the policy",
         )
     return features // count

@@ -182,7 +182,6 @@ def bind_parameters(policy: LegacyPolicy, model: nn.Module) -> list[tuple[str, s
             raise PolicyError(
                 f"binding_policy pairs {source} {tuple(source_param.shape)} with {target} "
                 f"{tuple(model.get_parameter(target).shape)} (shapes on this rank)",
-                rule="Parameters that are bound have one shape and are cut the same way",
                 remedy="Shard both or neither",
             )
         setattr(*parent_of(model, target), source_param)
@@ -221,7 +220,6 @@ def _module_path(layer: Layer) -> str:
     if not isinstance(layer, Layer):
         raise PolicyError(
             f"{layer!r:.80} among the layers of a policy",
-            rule="A function of the first form gives a list of Col_Layer, Row_Layer and Layer",
             remedy="Write Col_Layer(weight='fc1.weight', bias='fc1.bias')",
         )
     check_field_types(layer)
@@ -230,7 +228,6 @@ def _module_path(layer: Layer) -> str:
     if not path or len(owners) > 1 or "" in owners:
         raise PolicyError(
             f"{type(layer).__name__}(weight={layer.weight!r}, bias={layer.bias!r})",
-            rule="A layer is named by the paths of its weight and bias, such as 'attention.self.query.weight'",
             remedy="Give weight= and, where the layer has one, bias=, of one and the same layer",
         )
     return path.rpartition(".")[0]

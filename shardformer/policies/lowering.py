@@ -97,7 +97,6 @@ class LayerLowering:
             if features != fused * width:
                 raise PolicyError(
                     f"{self.path}.{up} has {features} output features, {self.path}.{down} has {width} input features",
-                    rule="What the first linears of an MLP give, the last one takes",
                     remedy="Correct the paths, or give fused=2 where a gate and what it gates lie behind each other",
                 )
         self._check_width(width, ups[0])
@@ -168,7 +167,6 @@ class LayerLowering:
         if width < self.axis.size:
             raise ConfigError(
                 f"A tensor size of {self.axis.size} is more than the {width} features of {self.path}.{up}",
-                rule="Every tensor rank computes at least one of them",
                 remedy=f"Use a tensor size of {width} or less",
             )
 
@@ -391,7 +389,6 @@ class AttentionLowering:
             at = f"{self.layer.path}.{self.role.at}"
             raise ConfigError(
                 f"A tensor size of {layout.ranks} cuts the {kv_heads} KV heads of {at} unevenly",
-                rule="In a fused projection every rank's query heads read a whole number of KV heads each",
                 remedy=f"Use a tensor size that divides {kv_heads} or {heads}",
             )
         if linears.interleaved:

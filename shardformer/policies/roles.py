@@ -49,6 +49,10 @@ class AttentionProjections:
         check_field_types(self)
 
 
+Q_K_V_O = AttentionProjections(q="q_proj", k="k_proj", v="v_proj", out="o_proj")
+Q_K_V_OUT = AttentionProjections(q="q_proj", k="k_proj", v="v_proj", out="out_proj")
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionInputs:
     """What enters an attention, where that is not the first tensor argument of its module alone.

@@ -104,7 +104,6 @@ class _ParallelLinear(ParallelModule):
         if not is_linear(module):
             raise ConfigError(
                 f"{cls.__name__} was given a {type(module).__name__}",
-                rule="It stands for an nn.Linear or a transformers Conv1D",
                 remedy="Name the linear itself in the policy, not the module around it",
             )
         check_native(module, nn.Linear)
@@ -199,7 +198,6 @@ class FusedLinear1D_Col(Linear1D_Col):
         if out_features % n_fused:
             raise ConfigError(
                 f"out_features={out_features} with n_fused={n_fused}",
-                rule="The fused blocks are of one size",
                 remedy="Give the number of blocks that lie behind each other, or a split of your own",
             )
         axis = Axis.of(kwargs.get("process_group"))
@@ -343,9 +341,7 @@ class _ParallelEmbedding(ParallelModule):
         """
         if not isinstance(module, nn.Embedding):
             raise ConfigError(
-                f"{cls.__name__} was given a {type(module).__name__}",
-                rule="It stands for an nn.Embedding",
-                remedy="Name the embedding itself in the policy",
+                f"{cls.__name__} was given a {type(module).__name__}", remedy="Name the embedding itself in the policy"
             )
         factor = embedding_scale(module)
         if factor is None or factor == 1:
@@ -549,7 +545,6 @@ def _plain_dropout(cls: type[nn.Module], module: nn.Module, options: dict[str, A
         given = f" and {', '.join(f'{k}={v!r}' for k, v in options.items())}" if options else ""
         raise ConfigError(
             f"{cls.__name__} was given a {type(module).__name__}{given}",
-            rule="It stands for an nn.Dropout, from which it takes everything",
             remedy="Name the dropout itself in the policy, without kwargs",
         )
     return module

@@ -267,7 +267,6 @@ def check_divides(what: str, size: int, axis: Axis) -> None:
     if size < axis.size:
         raise ConfigError(
             f"{what}={size} cannot be cut into {axis.size} parts",
-            rule="Every tensor rank holds at least one of them",
             remedy=f"Use a tensor size of {size} or less" if size > 1 else "Leave this layer whole",
         )
 

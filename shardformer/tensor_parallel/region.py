@@ -142,7 +142,6 @@ def enter_region(x: Tensor, axis: Axis) -> Tensor:
         if custom_function_of(node) is CopyToTpRegion:
             raise PolicyError(
                 f"A tensor of shape {tuple(x.shape)} enters a block that has entered one already",
-                rule="The gradients of what enters are summed over the ranks once",
                 remedy="Name it once: by the `context` of its stack, or by the `inputs` of its attentions",
             )
         before = node.next_functions

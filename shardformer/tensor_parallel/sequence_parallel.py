@@ -321,11 +321,7 @@ def first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
 def _name_of_first_tensor(kwargs: Mapping[str, Any]) -> str:
     tensors = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
     if not tensors:
-        raise InputError(
-            "A layer was called without a tensor",
-            rule="The first tensor that a layer of a sharded model is given are its hidden states",
-            remedy="Call it with them, as the model itself does",
-        )
+        raise InputError("A layer was called without a tensor", remedy="Call it with them, as the model itself does")
     return "hidden_states" if "hidden_states" in tensors else tensors[0]
 
 

@@ -23,7 +23,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from shardformer.comm.collectives import all_gather
-from shardformer.errors import ConfigError, InputError
+from shardformer.errors import ConfigError, InputError, check_choice
 from shardformer.layout.shard_spec import even_bounds
 from shardformer.mesh.parallel_context import Axis
 
@@ -198,12 +198,7 @@ def _chunks(logits_Tv: Tensor, dtype: torch.dtype) -> Iterator[slice]:
 
 
 def _check_options(reduction: str, label_smoothing: float) -> None:
-    if reduction not in REDUCTIONS:
-        raise ConfigError(
-            f"reduction={reduction!r}",
-            rule=f"A reduction is one of {', '.join(REDUCTIONS)}",
-            remedy="Use reduction='mean', as torch does by default",
-        )
+    check_choice("reduction", reduction, REDUCTIONS)
     if not 0.0 <= label_smoothing <= 1.0:
         raise ConfigError(
             f"label_smoothing={label_smoothing}",

@@ -59,7 +59,6 @@ def build_optimizer(table: OptimizerTable) -> MakeOptimizer:
     if table.decay_biases_and_norms and not decays:
         raise ConfigError(
             f"optimizer.decay_biases_and_norms = true with {kind.__name__} and no {DECAY}",
-            rule=f"It says to which parameters optimizer.{DECAY} applies",
             remedy=f"Write optimizer.{DECAY} = 0.01, or leave it out",
         )
     made = partial(_make_optimizer, kind, {"lr": table.lr, **said})
@@ -79,9 +78,7 @@ def _construct_optimizer(kind: Any, arguments: Mapping[str, Any], groups: list[A
     except Exception as error:  # each class checks its arguments in its own way
         shown = ", ".join(f"{name} = {value!r}" for name, value in arguments.items())
         raise ConfigError(
-            f"{kind.__name__} does not take {shown}: {first_line(error)}",
-            rule="The keys of optimizer are its arguments",
-            remedy="Correct the value",
+            f"{kind.__name__} does not take {shown}: {first_line(error)}", remedy="Correct the value"
         ) from error
     return found
 
@@ -232,11 +229,7 @@ def _kind(name: str) -> Any:
         return KNOWN_HOOKS[name]
     found = getattr(_module(file, name), attribute, None)
     if not (isinstance(found, type) and issubclass(found, Hook)):
-        raise ConfigError(
-            f"hooks.{name!r}: {file} has no hook {attribute!r}",
-            rule="It is a class that is derived from shardformer.hooks.Hook",
-            remedy="Correct the name",
-        )
+        raise ConfigError(f"hooks.{name!r}: {file} has no hook {attribute!r}", remedy="Correct the name")
     return found
 
 
@@ -256,9 +249,7 @@ def _module(file: str, name: str) -> Any:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == spec.origin]
         where = f", line {lines[-1]}" if lines else ""
         raise ConfigError(
-            f"hooks.{name!r}: {file}{where}: {type(error).__name__}: {first_line(error)}",
-            rule="The file of a hook is imported before the run begins",
-            remedy="Correct the file",
+            f"hooks.{name!r}: {file}{where}: {type(error).__name__}: {first_line(error)}", remedy="Correct the file"
         ) from error
     return module
 
@@ -336,7 +327,6 @@ def _check_loss(model: nn.Module) -> None:
     if kind.__module__.startswith("transformers.") and "labels" not in inspect.signature(kind.forward).parameters:
         raise ConfigError(
             f"model.head builds a {kind.__name__}, which takes no labels and returns no loss",
-            rule="A run trains a model with the head of its task",
             remedy="Leave model.head out, or name a class with a head, such as AutoModelForCausalLM",
         )
 
@@ -377,13 +367,11 @@ def _check_fits(config: TrainConfig, data: TrainingData, saved: Any) -> None:
     if size is not None and data.tokens.size > size:
         raise ConfigError(
             f"The tokenizer {data.tokens.name!r} has {data.tokens.size} tokens, and the model a vocabulary of {size}",
-            rule="The model has a row for each token",
             remedy=f"Use the model's own tokenizer, or write model.config.vocab_size = {data.tokens.size} with random",
         )
     most = next((n for name in LENGTHS if isinstance(n := getattr(text, name, None), int) and n > 0), None)
     if most is not None and config.data.sequence > most:
         raise ConfigError(
             f"data.sequence = {config.data.sequence}, and the model has {most} positions",
-            rule="A sample is no longer than the model can see",
             remedy=f"Use {most} or less; where positions are not weights (RoPE), model.config can say more of them",
         )

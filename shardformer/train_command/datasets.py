@@ -67,7 +67,6 @@ def _read(name: str) -> str:
     except UnicodeDecodeError as error:
         raise InputError(
             f"The data {name!r} is not in UTF-8: {error.reason} at byte {error.start}",
-            rule="Files of text and of JSON are read as UTF-8",
             remedy="Convert it, for example with iconv --from-code LATIN1 --to-code UTF-8",
         ) from error
     except OSError as error:
@@ -86,7 +85,6 @@ def column(rows: DatasetRows, name: str, key: str) -> list[Any]:
             is_there = name in row
             raise InputError(
                 f"Row {number + 1} of the data has {'nothing (null) as' if is_there else 'no'} {name!r}",
-                rule=f"{key} = {name!r} says which field is read, and every row has it",
                 remedy="Correct that row, or leave it out" if is_there else did_you_mean(name, map(str, row)),
             )
     return [row[name] for row in rows]
@@ -99,7 +97,6 @@ def texts_in(rows: DatasetRows, name: str, key: str) -> list[str]:
         if not isinstance(value, str):
             raise InputError(
                 f"Row {number + 1} of the data has {value!r:.60} as {name!r}, which is not a text",
-                rule=f"{key} = {name!r} says which field holds the text, a string",
                 remedy=f"Write such values as strings, or name another field with {key}",
             )
     return values
@@ -154,13 +151,10 @@ def _read_datasets(names: Sequence[str], split: str) -> DatasetRows:
     except ImportError as error:
         raise ConfigError(
             f"data.format = 'datasets' for {names[0]!r}, and the library datasets is not installed",
-            rule="Data sets of the hub, and those that save_to_disk wrote, are read by it",
             remedy="pip install 'shardformer[data]', or give files",
         ) from error
     if len(names) > 1:
-        raise ConfigError(
-            f"data.train names {len(names)} data sets", rule="One is read", remedy="Join them, and give one"
-        )
+        raise ConfigError(f"data.train names {len(names)} data sets", remedy="Join them, and give one")
     name = names[0]
     try:
         found: Any
@@ -188,9 +182,7 @@ def _unreadable(name: str, why: str) -> InputError:
     others = [other.name for other in folder.glob("*") if other.name != Path(name).name] if folder.is_dir() else []
     near = did_you_mean(Path(name).name, others)
     return InputError(
-        f"The data {name!r} cannot be read: {why}",
-        rule="data.train and data.validation name files that are there",
-        remedy=near if near.startswith("Did") else "Correct the path",
+        f"The data {name!r} cannot be read: {why}", remedy=near if near.startswith("Did") else "Correct the path"
     )
 
 
@@ -359,7 +351,6 @@ def load_tokenizer(name: str | None, model: str, *, random: bool, trust: bool = 
     except Exception as error:  # a file may hold anything, and so may its code
         raise ConfigError(
             f"The tokenizer {where!r} cannot be loaded: {first_line(error)}",
-            rule="It is a folder that save_pretrained of a tokenizer wrote, a name on the hub, or 'bytes'",
             remedy=remote_code_hint("Correct data.tokenizer", error) if where == model else "Correct data.tokenizer",
         ) from error
     pad = next((t for t in (found.pad_token_id, found.eos_token_id, found.unk_token_id) if t is not None), 0)
@@ -400,8 +391,7 @@ class TokenBlocks(Dataset[dict[str, Tensor]]):
     def __init__(self, row: Sequence[int], length: int, task: str, tokens: TextTokenizer) -> None:
         if len(row) < length:
             raise InputError(
-                f"The text has {len(row)} tokens ({tokens.name})",
-                rule=f"A sample is a stretch of data.sequence = {length} tokens",
+                f"The text has {len(row)} tokens ({tokens.name}), and a sample has data.sequence = {length}",
                 remedy="Give a longer text, or a smaller data.sequence",
             )
         self._row, self._length, self._task, self._tokens = torch.tensor(row, dtype=torch.int32), length, task, tokens
@@ -434,34 +424,26 @@ def mask_tokens(ids_S: Tensor, tokens: TextTokenizer) -> dict[str, Tensor]:
     }
 
 
-class ClassificationDataset(Dataset[dict[str, Any]]):
-    """Texts, or pairs of them, each with its class."""
+class TextDataset(Dataset[dict[str, Any]]):
+    """Texts, or pairs of texts, each with its class or with the target text."""
 
     def __init__(
-        self, texts: Sequence[str], pairs: Sequence[str] | None, labels: Sequence[int], tokens: TextTokenizer, most: int
+        self,
+        texts: Sequence[str],
+        labels: Sequence[int] | Sequence[str],
+        tokens: TextTokenizer,
+        most: int,
+        pairs: Sequence[str] | None = None,
     ) -> None:
-        self._texts, self._pairs, self._labels, self._tokens, self._most = texts, pairs, labels, tokens, most
+        self._texts, self._labels, self._tokens, self._most, self._pairs = texts, labels, tokens, most, pairs
 
     def __len__(self) -> int:
         return len(self._texts)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        pair = self._pairs[index] if self._pairs is not None else None
-        return {**self._tokens.marked(self._texts[index], pair, self._most), "labels": self._labels[index]}
-
-
-class Seq2SeqDataset(Dataset[dict[str, Any]]):
-    """Texts, and those that are to be written from them."""
-
-    def __init__(self, texts: Sequence[str], targets: Sequence[str], tokens: TextTokenizer, most: int) -> None:
-        self._texts, self._targets, self._tokens, self._most = texts, targets, tokens, most
-
-    def __len__(self) -> int:
-        return len(self._texts)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        target = self._tokens.marked(self._targets[index], None, self._most)["input_ids"]
-        return {**self._tokens.marked(self._texts[index], None, self._most), "labels": target}
+        label, pair = self._labels[index], self._pairs[index] if self._pairs is not None else None
+        labels = self._tokens.marked(label, None, self._most)["input_ids"] if isinstance(label, str) else label
+        return {**self._tokens.marked(self._texts[index], pair, self._most), "labels": labels}
 
 
 @dataclass(frozen=True)
@@ -515,13 +497,13 @@ def label_classes(labels: Sequence[Any], names: Sequence[str] = ()) -> list[Any]
     return classes
 
 
-def encode_labels(labels: Sequence[Any], classes: Sequence[Any], which: str) -> list[int]:
+def encode_labels(labels: Sequence[Any], classes: Sequence[Any], is_validation: bool) -> list[int]:
     """Each label's place among the classes. Raises InputError for one that is not among them."""
     place = {name: number for number, name in enumerate(classes)}
     strange = next((label for label in labels if label not in place), None)
     if strange is not None:
         raise InputError(
-            f"The {which} data has the label {strange!r}",
+            f"The {'validation' if is_validation else 'training'} data has the label {strange!r}",
             rule=f"The classes are those of the training data: {', '.join(map(str, classes[:8]))}",
             remedy="Leave such rows out, or add some to the training data",
         )
@@ -532,7 +514,6 @@ def check_mask(task: str, tokens: TextTokenizer) -> None:
     if task == "masked" and tokens.mask is None:
         raise ConfigError(
             f"model.task = 'masked' with the tokenizer {tokens.name!r}, which has no token for what is masked",
-            rule="Tokens that are to be guessed are replaced by it",
             remedy="Use the tokenizer of a masked language model, or 'bytes', or another task",
         )
 
@@ -584,8 +565,8 @@ def load_data(config: TrainConfig, image_size: int | None = None, names: Sequenc
     if config.model.task == "classification":
         return _classified(config, tokens, names)
     made = [_language_modeling_data(config, tokens, validation=which) for which in _parts(config)]
-    collate = PaddingCollator(tokens.pad) if isinstance(made[0], Seq2SeqDataset) else None
-    return TrainingData(_title(config), made[0], made[1] if len(made) > 1 else None, collate, tokens)
+    collate = PaddingCollator(tokens.pad) if isinstance(made[0], TextDataset) else None
+    return TrainingData(_title(config), *_both(made), collate, tokens)
 
 
 def _parts(config: TrainConfig) -> list[bool]:
@@ -639,25 +620,27 @@ def _language_modeling_data(config: TrainConfig, tokens: TextTokenizer, *, valid
         rows = _rows(config, validation)
         texts = texts_in(rows, data.text, "data.text")
         if task == "sequence_to_sequence":
-            return Seq2SeqDataset(texts, texts_in(rows, data.target, "data.target"), tokens, data.sequence)
+            return TextDataset(texts, texts_in(rows, data.target, "data.target"), tokens, data.sequence)
     return TokenBlocks(concatenate_texts(texts, tokens), data.sequence, task, tokens)
 
 
 def _classified(config: TrainConfig, tokens: TextTokenizer, names: Sequence[str]) -> TrainingData:
     data = config.data
-    made: list[ClassificationDataset] = []
+    made: list[TextDataset] = []
     classes: list[Any] = []
     for validation in _parts(config):
         rows = _rows(config, validation)
         labels, own = labels_in(rows, data.label)
         classes = classes or label_classes(labels, _order(own, names))
         pairs = texts_in(rows, data.pair, "data.pair") if data.pair is not None else None
-        numbers = encode_labels(labels, classes, "validation" if validation else "training")
-        made.append(
-            ClassificationDataset(texts_in(rows, data.text, "data.text"), pairs, numbers, tokens, data.sequence)
-        )
-    validation_data = made[1] if len(made) > 1 else None
-    return TrainingData(_title(config), made[0], validation_data, PaddingCollator(tokens.pad), tokens, classes)
+        numbers = encode_labels(labels, classes, validation)
+        made.append(TextDataset(texts_in(rows, data.text, "data.text"), numbers, tokens, data.sequence, pairs))
+    return TrainingData(_title(config), *_both(made), PaddingCollator(tokens.pad), tokens, classes)
+
+
+def _both(made: Sequence[Any]) -> tuple[Any, Any]:
+    """The training data, and the validation data or None."""
+    return made[0], made[1] if len(made) > 1 else None
 
 
 def _order(own: Sequence[str], names: Sequence[str]) -> Sequence[str]:
@@ -679,7 +662,5 @@ def _image_data(config: TrainConfig, size: int, known: Sequence[str]) -> Trainin
             images, labels = list_images(names)
             own = []
         classes = classes or label_classes(labels, _order(own, known))
-        made.append(
-            ImageDataset(images, encode_labels(labels, classes, "validation" if validation else "training"), look)
-        )
-    return TrainingData(_title(config), made[0], made[1] if len(made) > 1 else None, None, None, classes, look)
+        made.append(ImageDataset(images, encode_labels(labels, classes, validation), look))
+    return TrainingData(_title(config), *_both(made), None, None, classes, look)

@@ -67,7 +67,6 @@ def _as_saved(config: TrainConfig) -> tuple[Any, Fields]:
     if not random and Path(name).is_file():
         raise ConfigError(
             f"model.name = {name!r}, a config, without random = true",
-            rule="A config holds no weights",
             remedy="Write model.random = true, or give the folder with the weights",
         )
     return found, saved
@@ -182,7 +181,6 @@ def _built(config: TrainConfig, found: Any, saved: Fields, fields: Fields) -> An
     raise ConfigError(
         f"transformers cannot build the config of {config.model.name!r} with "
         f"{', '.join(f'{name} = {value!r:.60}' for name, value in fields.items())}: {_reason(problem)}",
-        rule="The fields in model.config fit each other, and those of the config that they change",
         remedy="Correct them, or set the other fields as well",
     ) from problem
 
@@ -250,7 +248,6 @@ def _class_fields(config: TrainConfig, classes: Sequence[Any], saved: Any) -> di
         if len(names) < len(classes):
             raise ConfigError(
                 f"model.config has {len(names)} classes, and the data {len(classes)}",
-                rule="The model has an output for each class of the data",
                 remedy="Leave num_labels and id2label out: they follow from the data",
             )
         if "id2label" in own:

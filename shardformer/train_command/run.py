@@ -83,7 +83,6 @@ def _first_step(config: TrainConfig, trainer: Trainer) -> Iterator[None]:
         fields = f" with model.config = {config.model.config!r:.200}" if config.model.config else ""
         raise ConfigError(
             f"The first step failed{fields}: {type(error).__name__}: {first_line(error)}",
-            rule="The model runs on batches of the data, and the optimizer updates it",
             remedy="Correct model.config, model.task, model.head or optimizer, whichever this is about",
         ) from error
 
@@ -96,7 +95,6 @@ def _check_export(config: TrainConfig, folder: Path) -> None:
         raise ConfigError(
             f"training.export would write the trained model to {folder}, from where model.name = "
             f"{config.model.name!r} is read",
-            rule="The model that a run starts from is not overwritten",
             remedy="Give the run another folder, such as folder = 'run'",
         )
     check_target(folder)

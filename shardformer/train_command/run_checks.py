@@ -98,7 +98,6 @@ def _check_fixed(changes: Mapping[str, Any], folder: str) -> None:
         if key.partition(".")[0] in FIXED:
             raise ConfigError(
                 f"{key} = {_shown(now)}, and the run in {folder!r} has {_shown(before)}",
-                rule="A run that is resumed goes on with the weights, optimizer and order of the data that it saved",
                 remedy=f"Write {key} = {_shown(before)} to resume it, or another folder to begin a new run",
             )
 

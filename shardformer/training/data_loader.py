@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import BatchSampler, DataLoader
 
 from shardformer.comm.collective_call import collective_call, number_of
-from shardformer.errors import ConfigError, InputError
+from shardformer.errors import ConfigError, InputError, check_int
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.pipeline.micro_batches import TARGET_KEY
 from shardformer.training.data_sources import Collate, DataShard, StreamedSource, compare_data, epoch_seed, make_source
@@ -71,12 +71,11 @@ class ShardedDataLoader:
         num_workers: int = 0,
     ) -> None:
         for name, value, least in (("accumulate", accumulate, 1), ("num_workers", num_workers, 0)):
-            _check_number(name, value, least)
+            check_int(name, value, least)
         is_loader = isinstance(source, DataLoader)
         if accumulate > 1 and not is_loader:
             raise ConfigError(
                 f"accumulate={accumulate} without a DataLoader",
-                rule="It says how many batches of a loader make a step",
                 remedy="Say batch_size=, of the whole step; micro_batch_size= says how much runs at a time",
             )
         if is_loader:
@@ -106,7 +105,6 @@ class ShardedDataLoader:
         if not self.seen:
             raise InputError(
                 f"The training data, a {self._source.name}, gave nothing in epoch {self.epoch + 1}",
-                rule="There is a batch in every epoch, and an iterable is gone through once in each",
                 remedy="Give a list, or an object whose __iter__ begins anew, which a generator does not; and with"
                 " drop_last=True enough samples for a batch",
             )
@@ -180,7 +178,6 @@ class ShardedDataLoader:
         if count is None or size is None:
             raise NoLengthError(
                 "The training data does not know its length",
-                rule="A stream ends where it ends",
                 remedy="Say how many steps are to be made (steps=), or give data with a length",
             )
         batches = count // size if self._drop_last else -(-count // size)
@@ -209,7 +206,6 @@ class ShardedDataLoader:
         if state["samples"] != self._source.count:
             raise ConfigError(
                 f"A position in {state['samples']} samples was to be loaded, and there are {self._source.count}",
-                rule="A run goes on in the data that it was trained on",
                 remedy="Give the same data; shardformer.load_checkpoint loads the model without a position",
             )
         self.epoch, self.seen, self.seed = state["epoch"], state["seen"], state["seed"]
@@ -219,18 +215,12 @@ class ShardedDataLoader:
     def _size(self, asked: int | None, of_loader: int | None, *, is_loader: bool) -> int | None:
         if not is_loader:
             if asked is None:
-                raise ConfigError(
-                    "The training data is given without batch_size",
-                    rule="A batch is shared out over the data ranks, and its size is that of the whole",
-                    remedy="Write batch_size=32",
-                )
-            _check_number("batch_size", asked, 1)
+                raise ConfigError("The training data is given without batch_size", remedy="Write batch_size=32")
+            check_int("batch_size", asked)
             return asked
         if asked is not None and asked != of_loader:
             raise ConfigError(
-                f"batch_size={asked} beside a DataLoader with batch_size={of_loader}",
-                rule="A loader has its own batch size",
-                remedy="Leave one of the two out",
+                f"batch_size={asked} beside a DataLoader with batch_size={of_loader}", remedy="Leave one of the two out"
             )
         return of_loader
 
@@ -248,7 +238,6 @@ class ShardedDataLoader:
         if self._drop_last and count < size:
             raise ConfigError(
                 f"{count} samples for batches of {size}, of which the last is dropped",
-                rule="An epoch has a batch at least",
                 remedy=f"Use a batch size of {count} or less, or leave drop_last out",
             )
         rest = count % size
@@ -256,7 +245,6 @@ class ShardedDataLoader:
         if 0 < rest < ranks and not self._drop_last and not merges:
             raise ConfigError(
                 f"{count} samples in batches of {size} leave a last one of {rest}, for {ranks} data ranks",
-                rule="Every data rank has a sample of each batch",
                 remedy="Give drop_last=True, or another batch size",
             )
 
@@ -285,16 +273,8 @@ def _check_loader_arguments(loader: DataLoader[Any], num_workers: int, drop_last
         if value and value != getattr(loader, name):
             raise ConfigError(
                 f"{name}={value!r} beside a DataLoader with {name}={getattr(loader, name)!r}",
-                rule="A loader says how its samples are read",
                 remedy=f"Give {name} to the DataLoader",
             )
-
-
-def _check_number(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(
-            f"{name}={value!r}", rule=f"It is a whole number from {least} on", remedy=f"Write {name}={max(least, 1)}"
-        )
 
 
 def named_batch(batch: Any, model: nn.Module, *, has_target: bool) -> dict[str, Any]:

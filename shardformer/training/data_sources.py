@@ -67,7 +67,6 @@ def compare_data(
             if value != reference[name]:
                 raise ConfigError(
                     f"Rank {first} has training data with {name} {reference[name]!r}, and rank {rank} with {value!r}",
-                    rule="Each data rank trains on its part of every batch, so all ranks have the same data",
                     remedy=WHOLE,
                 )
     least = min(number for _, (_, number) in every)
@@ -80,7 +79,6 @@ def compare_data(
         raise ConfigError(
             f"Ranks {first} and {other} have different samples at the same places of the training data, a "
             f"{settings['type']}",
-            rule="Each data rank trains on its part of every batch, so all ranks have the same data in the same order",
             remedy=WHOLE,
         )
 
@@ -121,19 +119,23 @@ def _are_near(some: Sequence[tuple[float, float]], others: Sequence[tuple[float,
     return all(abs(a - b) <= NEAR * max(norm, other) for (a, norm), (b, other) in zip(some, others, strict=False))
 
 
+def _leaves(value: Any) -> Iterator[Any]:
+    """What is inside of mappings, lists and tuples; lists of whole numbers as one."""
+    if isinstance(value, Mapping) or (isinstance(value, (list, tuple)) and not _is_plain(value)):
+        for each in [value[key] for key in sorted(value, key=str)] if isinstance(value, Mapping) else value:
+            yield from _leaves(each)
+    else:
+        yield value
+
+
 def _decimals(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Mapping):
-        for key in sorted(value, key=str):
-            yield from _decimals(value[key])
-    elif isinstance(value, (list, tuple)) and not _is_plain(value):
-        for each in value:
-            yield from _decimals(each)
-    elif isinstance(value, (numpy.ndarray, numpy.generic)) and numpy.asarray(value).dtype.kind == "f":
-        yield torch.from_numpy(numpy.array(value, numpy.float64)).reshape(-1)
-    elif isinstance(value, Tensor) and value.is_floating_point() and value.layout == torch.strided:
-        yield value.detach().cpu().double().reshape(-1)
-    elif isinstance(value, float):
-        yield torch.tensor([value], dtype=torch.float64)
+    for leaf in _leaves(value):
+        if isinstance(leaf, (numpy.ndarray, numpy.generic)) and numpy.asarray(leaf).dtype.kind == "f":
+            yield torch.from_numpy(numpy.array(leaf, numpy.float64)).reshape(-1)
+        elif isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.layout == torch.strided:
+            yield leaf.detach().cpu().double().reshape(-1)
+        elif isinstance(leaf, float):
+            yield torch.tensor([leaf], dtype=torch.float64)
 
 
 def content_of(*values: Any) -> int:
@@ -141,30 +143,23 @@ def content_of(*values: Any) -> int:
 
     Whole numbers come first since decimal ones are often augmented at random.
     """
-    parts = [part for value in values for part in _parts(value)]
+    parts = [_part(leaf) for value in values for leaf in _leaves(value)]
     exact = [part for is_exact, part in parts if is_exact]
     return number_of(exact or [part for _, part in parts])
 
 
-def _parts(value: Any) -> Iterator[tuple[bool, Any]]:
-    """(whether it is made of whole numbers or words, what it holds) for everything inside of a value."""
-    if isinstance(value, Mapping):
-        for key in sorted(value, key=str):
-            yield from _parts(value[key])
-    elif isinstance(value, (list, tuple)) and not _is_plain(value):
-        for each in value:
-            yield from _parts(each)
-    elif isinstance(value, Tensor):
-        is_exact = not (value.is_floating_point() or value.is_complex()) and not value.is_quantized
-        yield is_exact, ("tensor", tuple(value.shape), checksum(value) if value.layout == torch.strided else None)
-    elif isinstance(value, (numpy.ndarray, numpy.generic)):
-        array = numpy.asarray(value)
+def _part(leaf: Any) -> tuple[bool, Any]:
+    """(Whether it is made of whole numbers or words, what it holds.)"""
+    if isinstance(leaf, Tensor):
+        is_exact = not (leaf.is_floating_point() or leaf.is_complex()) and not leaf.is_quantized
+        return is_exact, ("tensor", tuple(leaf.shape), checksum(leaf) if leaf.layout == torch.strided else None)
+    if isinstance(leaf, (numpy.ndarray, numpy.generic)):
+        array = numpy.asarray(leaf)
         is_exact = array.dtype.kind in "biuSU"
-        yield is_exact, ("array", array.shape, array.tobytes() if array.dtype.kind != "O" else None)
-    elif _is_plain(value):
-        yield not isinstance(value, float), value
-    else:
-        yield False, type(value).__name__  # its print may hold an address
+        return is_exact, ("array", array.shape, array.tobytes() if array.dtype.kind != "O" else None)
+    if _is_plain(leaf):
+        return not isinstance(leaf, float), leaf
+    return False, type(leaf).__name__  # its print may hold an address
 
 
 def _is_plain(value: Any) -> bool:
@@ -200,7 +195,6 @@ def collate_samples(samples: list[Any]) -> Any:
     if other is not None:
         raise InputError(
             f"The samples of a batch have the keys {sorted(map(str, first))} and {sorted(map(str, other))}",
-            rule="A batch holds each key of its samples once for every sample",
             remedy="Give all samples the same keys, or give collate_fn",
         )
     return {key: _column(str(key), [sample[key] for sample in samples]) for key in first}
@@ -244,7 +238,6 @@ def _leaf(value: Any) -> Any:
 def _of_other_lengths(key: str, shapes: str) -> InputError:
     return InputError(
         f"The samples of a batch have {key!r} of the shapes {shapes}",
-        rule="What is put together into one tensor has one shape",
         remedy="Pad it in the data, or give collate_fn, such as transformers.DataCollatorWithPadding(tokenizer)",
     )
 
@@ -325,7 +318,6 @@ class StreamedSource:
         if self._going.count > start:
             raise InputError(
                 f"A {self.name} was read up to sample {self._going.count}, and was to go on at {start}",
-                rule="It is gone through once, and does not go back",
                 remedy="Give a list, or an object whose __iter__ begins anew",
             )
         return self._going
@@ -394,7 +386,6 @@ def check_enough(count: int, share: DataShard) -> None:
     if count < share.size:
         raise InputError(
             f"A batch of {count} samples for {share.size} data ranks",
-            rule="Every data rank has a sample of each batch",
             remedy="Give drop_last=True, or a batch size that leaves no such rest",
         )
 
@@ -566,7 +557,6 @@ def make_source(
         asked = "shuffle=True" if shuffle else f"num_workers={num_workers}"
         raise ConfigError(
             f"{asked} for a {type(data).__name__}",
-            rule="An iterable is read in its own order, by the process itself",
             remedy="Shuffle where it is made; for workers give a DataLoader of your own",
         )
     return StreamedSource(data, collate or collate_samples)
@@ -581,11 +571,7 @@ def _of_loader(
     loader: DataLoader[Any], collate: Collate | None, shuffle: bool | None
 ) -> IndexedSource | StreamedSource:
     if collate is not None:
-        raise ConfigError(
-            "collate_fn is given beside a DataLoader",
-            rule="A loader says how its samples are put together",
-            remedy="Give collate_fn to the DataLoader",
-        )
+        raise ConfigError("collate_fn is given beside a DataLoader", remedy="Give collate_fn to the DataLoader")
     batches = loader.batch_sampler
     sampler = batches.sampler if type(batches) is BatchSampler else loader.sampler  # of one that was given, too
     for each in (sampler, batches, getattr(batches, "sampler", None)):
@@ -598,7 +584,6 @@ def _of_loader(
     if shuffle and not isinstance(sampler, RandomSampler):
         raise ConfigError(
             "shuffle=True is given beside a DataLoader that does not shuffle",
-            rule="A loader says in which order its samples come",
             remedy="Make the DataLoader with shuffle=True",
         )
     if not _has_numbers(loader.dataset) or batches is None:
@@ -607,7 +592,6 @@ def _of_loader(
     if type(batches) is BatchSampler and known_length(sampler) is None:
         raise ConfigError(
             f"The DataLoader has a {type(sampler).__name__} without a length",
-            rule="A sampler says how many samples an epoch has",
             remedy="Give it a __len__, or give an IterableDataset",
         )
     data, make = loader.dataset, loader.collate_fn
@@ -627,7 +611,5 @@ def _of_loader(
 def _check_count(count: int, data: Any) -> None:
     if count < 1:
         raise ConfigError(
-            f"The training data, a {type(data).__name__}, is empty",
-            rule="There is a sample for each data rank, or more",
-            remedy="Look at what it was read from",
+            f"The training data, a {type(data).__name__}, is empty", remedy="Look at what it was read from"
         )

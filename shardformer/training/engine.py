@@ -163,7 +163,6 @@ class Engine:
             raise InputError(
                 f"The engine was given a batch before {'step' if self._is_backward_done else 'backward'} was called "
                 "for the last one",
-                rule="A step is loss = engine(batch), engine.backward(loss), engine.step()",
                 remedy="Give all batches of a step at once: engine([first, second]); each token then weighs the same",
             )
         self._check_trains()
@@ -199,7 +198,6 @@ class Engine:
         if not self._is_backward_done:
             raise InputError(
                 "step was called before backward" if self._pending is not None else "step was called without a batch",
-                rule="A step is loss = engine(batch), engine.backward(loss), engine.step()",
                 remedy="Call engine.backward(loss) first, or use engine.train_step(batch)",
             )
         come_to_step("engine.step", self.world)
@@ -225,7 +223,6 @@ class Engine:
             come_to_step("engine.train_step under torch.no_grad()", self.world)
             raise InputError(
                 "engine.train_step was called under torch.no_grad()",
-                rule="A step needs gradients",
                 remedy="Call it outside of torch.no_grad(), or use engine.evaluate(batch)",
             )
         loss = self._compute(batch, "engine.train_step", trains=True)
@@ -348,7 +345,6 @@ class Engine:
         if self._pending is not None or self._is_backward_done:
             raise InputError(
                 f"{what} in the middle of a step",
-                rule="It is done between two steps, where there are no gradients",
                 remedy="Call it behind engine.step(), or call engine.zero_grad() before it",
             )
 
@@ -356,7 +352,6 @@ class Engine:
         if not self.optimizers:
             raise ConfigError(
                 "The engine was to train, and has no optimizer",
-                rule="An engine without one computes losses and outputs",
                 remedy="Give initialize(model, optimizer), or call engine.eval() first",
             )
 
@@ -369,7 +364,6 @@ class Engine:
         if self.context.world is not None:
             raise ConfigError(
                 "An engine over several processes was to be copied, as by copy.deepcopy",
-                rule="It holds groups of processes, an optimizer of one model, and a place in the data",
                 remedy="For a second model that does not train, copy it: copy.deepcopy(engine.model). To go back "
                 "to what the engine was, write engine.save(folder), and engine.load(folder) later",
             )

@@ -10,28 +10,6 @@ from shardformer.checkpoint.load import LoadedCheckpoint
 from shardformer.errors import ConfigError
 from shardformer.training.engine import Engine
 
-HOOK_METHODS = (
-    "setup",
-    "before_train",
-    "before_epoch",
-    "before_step",
-    "before_forward",
-    "after_backward",
-    "before_optimizer_step",
-    "after_optimizer_step",
-    "after_step",
-    "before_validation",
-    "after_validation",
-    "before_save",
-    "after_save",
-    "after_epoch",
-    "on_signal",
-    "on_exception",
-    "after_train",
-)
-"""In the order in which they come. The micro-batches of a pipeline go forward and backward in turn, so that there is no
-moment between the forward and the backward of a batch."""
-
 
 class TrainerProtocol(Protocol):
     """What a hook is given: the trainer, see there."""
@@ -73,7 +51,6 @@ def check_validates(hook: Hook, trainer: TrainerProtocol) -> None:
     if not trainer.has_validation:
         raise ConfigError(
             f"{type(hook).__name__} in a run without validation data",
-            rule="It acts on what a validation gives",
             remedy="Pass fit(validation=data), or data.validation in the file of a run; or leave the hook out",
         )
 
@@ -152,3 +129,9 @@ class Hook:
 
     def load_state(self, state: Any) -> None:
         """Takes up what ``state`` of the same hook gave."""
+
+
+_OTHERS = ("on_validation_batch", "state", "load_state")
+HOOK_METHODS = tuple(name for name in vars(Hook) if not name.startswith("_") and name not in _OTHERS)
+"""In the order in which they come. The micro-batches of a pipeline go forward and backward in turn, so that there is no
+moment between the forward and the backward of a batch."""

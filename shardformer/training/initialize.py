@@ -21,7 +21,7 @@ from shardformer.checkpoint.training_state import ModelTensors
 from shardformer.comm.collective_call import collective_call
 from shardformer.comm.collectives import all_gather_objects
 from shardformer.config import ParallelConfig
-from shardformer.errors import ConfigError, check_argument, did_you_mean
+from shardformer.errors import ConfigError, check_argument, check_callable, check_choice
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, check_module
 from shardformer.mesh.init_distributed import launch_from_torch
 from shardformer.mesh.parallel_context import ParallelContext, local_device, with_grid_axes
@@ -88,7 +88,6 @@ class DetachedOptimizers:
         if lost is not None:
             raise ConfigError(
                 f"{lost} of the sharded model is not the parameter that the optimizer was given",
-                rule="A parameter has one name before and after the model is sharded",
                 remedy="Give optimizer=, a function: lambda parameters: torch.optim.AdamW(parameters)",
             )
 
@@ -112,13 +111,11 @@ def _check(optimizer: Optimizer, names: dict[int, list[str]]) -> None:
             if id(param) not in names:
                 raise ConfigError(
                     f"This {kind} holds a parameter of the shape {tuple(param.shape)} that is none of the model's",
-                    rule="The engine trains the parameters of one model",
                     remedy="Make a loss with parameters of its own a part of the model, or leave them out",
                 )
     if optimizer.state:
         raise ConfigError(
             f"This {kind} has made steps already: it has a state for {len(optimizer.state)} parameters",
-            rule="The parameters are cut when training begins, and the state of the plain ones is not",
             remedy="Save it with save_checkpoint(folder, model, optimizer) and load it with engine.load(folder)",
         )
 
@@ -166,7 +163,6 @@ def make_context(context: ParallelContext | None, asked: ParallelConfig) -> Para
     raise ConfigError(
         f"parallel asks for {name}={asked.sizes[name]}, and "
         + ("this process runs alone" if alone else f"the grid given has {name}={context.sizes[name]}"),
-        rule="The sizes of the axes multiply to the number of processes",
         remedy="Start it with: shardformer run --nproc_per_node N script.py" if alone else "Give one of the two",
     )
 
@@ -293,7 +289,6 @@ def reshard_engine(engine: Engine, recipe: RebuildArguments, given: Any) -> Resh
     if recipe.twin is None:
         raise ConfigError(
             "reshape of an engine whose model was sharded before it was given to initialize",
-            rule="The model is built once more for the other layout, from what it was before it was cut",
             remedy="Give initialize the plain model",
         )
     grid = _other_grid(engine.context, asked)
@@ -447,9 +442,7 @@ def _engine_of(
 def _check_kinds(model: Any, context: Any, data_options: Any, **functions: Any) -> None:
     check_module(model)
     for name, value in functions.items():
-        check_argument(
-            name, value, value is None or callable(value), "It is a function", f"Give one, or leave {name} out"
-        )
+        check_callable(name, value, "It is a function")
     is_grid = context is None or isinstance(context, ParallelContext)
     check_argument("context", context, is_grid, "It is the grid that launch_from_torch returned", "Leave context out")
     is_dict = data_options is None or isinstance(data_options, dict)
@@ -458,9 +451,5 @@ def _check_kinds(model: Any, context: Any, data_options: Any, **functions: Any) 
 
 
 def _asked(parallel: Any, scheduler_every: str) -> ParallelConfig:
-    if scheduler_every not in EVERY:
-        rule = f"The scheduler steps every {' or '.join(EVERY)}"
-        raise ConfigError(
-            f"scheduler_every={scheduler_every!r}", rule=rule, remedy=did_you_mean(scheduler_every, EVERY)
-        )
+    check_choice("scheduler_every", scheduler_every, EVERY)
     return ParallelConfig.of(parallel(num_processes()) if callable(parallel) else parallel)

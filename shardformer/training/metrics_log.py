@@ -62,11 +62,7 @@ class MetricsWriter:
     def __init__(self, folder: str | Path, resume_at: int | None = None) -> None:
         self._folder = folder = path_of(folder)
         if folder.is_file():
-            raise ConfigError(
-                f"{str(folder)!r} is a file",
-                rule="A run writes into a folder, which is made where there is none",
-                remedy="Give the path of a folder",
-            )
+            raise ConfigError(f"{str(folder)!r} is a file", remedy="Give the path of a folder")
         hold(folder, self)
         try:
             self._file = self._open(folder / FILE, resume_at)
@@ -80,7 +76,6 @@ class MetricsWriter:
             if path.is_symlink() or not path.is_file():
                 raise ConfigError(
                     f"{str(path)!r} is a {'symbolic link' if path.is_symlink() else 'folder'}",
-                    rule="A run goes on with the file that it wrote",
                     remedy="Move it away, or give another folder",
                 )
             _keep_up_to(path, resume_at)

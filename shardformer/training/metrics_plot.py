@@ -139,9 +139,7 @@ def draw_metrics(runs: Runs, path: Path, names: Sequence[str] | None = None) -> 
     names = list(names) if names is not None else panel_names(runs)
     if not names:
         raise ConfigError(
-            f"There is nothing to draw in {', '.join(runs) or 'no run'}",
-            rule="A picture shows the values of records",
-            remedy="Record a value, such as loss",
+            f"There is nothing to draw in {', '.join(runs) or 'no run'}", remedy="Record a value, such as loss"
         )
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -55,7 +55,6 @@ class HookFailure:
         where = self.where if hook is None else f"The hook {type(hook).__name__} ({self.where})"
         return InputError(
             f"{where[:1].upper()}{where[1:]} failed on rank {rank}: {type(error).__name__}: {error}",
-            rule="A hook, or the data, that fails on one rank ends the run on all of them",
             remedy="Mend it, and go on from the last checkpoint",
         )
 

@@ -61,9 +61,7 @@ class Trainer:
         strange = next((hook for hook in self.hooks if not isinstance(hook, Hook)), None)
         if strange is not None:
             raise ConfigError(
-                f"hooks holds {strange!r:.80}",
-                rule="A hook is an object of a class that is derived from shardformer.hooks.Hook",
-                remedy="Write class MyHook(shardformer.hooks.Hook), and give MyHook()",
+                f"hooks holds {strange!r:.80}", remedy="Write class MyHook(shardformer.hooks.Hook), and give MyHook()"
             )
         self.batch: Any = None
         self.loss: Tensor | None = None
@@ -145,7 +143,6 @@ class Trainer:
         if self.engine.data is None:
             raise ConfigError(
                 "The engine has no training data",
-                rule="A trainer goes through the data of its engine",
                 remedy="Give initialize(..., train_data=data, batch_size=32), or fit(train, batch_size=32)",
             )
         return self.engine.data
@@ -397,9 +394,7 @@ class Trainer:
         given = [n for n in (steps, epochs) if n is not None]
         if len(given) != 1 or isinstance(given[0], bool) or not isinstance(given[0], int) or given[0] < 0:
             raise ConfigError(
-                f"fit(steps={steps!r}, epochs={epochs!r})",
-                rule="A run ends after a number of steps, or of epochs, counted from the beginning of training",
-                remedy="Write fit(epochs=3), or fit(steps=1000)",
+                f"fit(steps={steps!r}, epochs={epochs!r})", remedy="Write fit(epochs=3), or fit(steps=1000)"
             )
 
     def _take_data(self, train: Any, validation: Any, every: int | None, batch_size: int | None) -> None:

@@ -202,7 +202,6 @@ def _small(small: ReducedModelType) -> ReducedModel:
     except Exception as error:  # a default config that its own class refuses
         raise ConfigError(
             f"transformers builds no default config of {small.model_type}: {error!s:.200}",
-            rule="A model type stands for a small model of its default config",
             remedy="Give a folder, a config.json, or module:function",
         ) from error
     model = build_meta_model(config)
@@ -218,7 +217,6 @@ def _unknown(model: nn.Module, why: str) -> ConfigError:
     lacks += f"; without {', '.join(taken)}, of which nothing is known" if taken and not needed else ""
     return ConfigError(
         f"{type(model).__name__} ran with none of the batches that are made of its config{lacks} ({why:.400})",
-        rule="Tokens, images and sounds are made by the names of forward's arguments and the fields of the config",
         remedy="Give module:function, whose function returns (model_fn, batch_fn)",
     )
 
@@ -289,7 +287,6 @@ def call_user_function(function: Callable[[], Any], name: str) -> Any:
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"{name} failed: {_error_with_location(error)}",
-            rule="The function is called without arguments and without input, in every process",
             remedy=f"Mend it: `python -c 'import ...'` shows where it fails, and {TRACEBACK_VARIABLE}=1 here",
         ) from error
 
@@ -317,7 +314,6 @@ def _error_with_location(error: BaseException) -> str:
 def _not_imported(what: str, error: BaseException) -> ConfigError:
     return ConfigError(
         f"{what} cannot be imported: {_error_with_location(error)}",
-        rule="What a command is given as a file or a module of Python is imported, in every process",
         remedy="Mend it: `python -c 'import ...'` shows where it fails",
     )
 
@@ -399,13 +395,11 @@ class Pretrained:
         except OSError as error:
             raise ConfigError(
                 f"{self.where!r} gives no weights for {self.head}: {first_line(error)}",
-                rule="A folder that save_pretrained wrote holds a config.json and a model.safetensors",
                 remedy="Give the path of the config.json itself for random weights, or save the weights beside it",
             ) from error
         except Exception as error:  # sizes that do not fit each other come up in any form
             raise ConfigError(
                 f"transformers builds no {self.head} of {self.where!r}: {first_line(error)}",
-                rule="The sizes in a config.json fit each other, and the weights beside it",
                 remedy="Correct config.json",
             ) from error
         return model
@@ -452,9 +446,7 @@ class ModelSource:
             return _of_type(self.model_type, head)
         if not isinstance(self.model_fn, SmallModel | Pretrained):
             raise ConfigError(
-                f"head={head!r} for {self.title}",
-                rule="A function gives the whole model, its head included",
-                remedy="Let the function build the head, and leave the option out",
+                f"head={head!r} for {self.title}", remedy="Let the function build the head, and leave the option out"
             )
         if self.model_type in HEAD_CLASSES and head not in HEAD_CLASSES[self.model_type]:
             raise ConfigError(
@@ -504,7 +496,6 @@ class ModelSource:
         if vocab_size is None:
             raise ConfigError(
                 f"What {self.title} is fed cannot be guessed: its config has no vocab_size",
-                rule="Random batches are made for models that take tokens",
                 remedy="Give module:function, a function that returns (model_fn, batch_fn)",
             )
         longest = getattr(self.config, "max_position_embeddings", None)
@@ -582,7 +573,6 @@ def load_hf_config(where: str, local: bool = True) -> Any:
         if Path(where).exists():
             raise ConfigError(
                 f"{where!r} holds no config that transformers knows: {first_line(error)}",
-                rule="A config.json names a model_type of transformers, and a model's folder holds a config.json",
                 remedy="Give what save_pretrained wrote, or module:function for a model of your own",
             ) from error
         said = first_line(error)
@@ -639,7 +629,6 @@ def _check_class(head: str, title: str) -> None:
     if model_class(head) is None:
         raise ConfigError(
             f"{title} names the class {head!r}" if head else f"The config of {title} names no class",
-            rule="A model's class stands in its config under architectures, and transformers has it",
             remedy=f"{_did_you_mean(head, {*dir(transformers)} - {head})}Give module:function for a class of your own",
         )
 
@@ -666,7 +655,6 @@ def _from_function(name: str) -> ModelSource:
     if _takes_arguments(function):
         raise ConfigError(
             f"{name} takes the arguments {signature(function)}",
-            rule="The function is called without arguments, in every process",
             remedy="Give its parameters defaults, or write a function around it",
         )
     given = call_user_function(function, name)

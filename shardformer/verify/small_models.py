@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from shardformer.errors import ConfigError, did_you_mean
+from shardformer.errors import ConfigError, check_choice
 from shardformer.torch_compat import has_data
 from shardformer.transformers_compat import load_transformers
 
@@ -452,7 +452,6 @@ def sample_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     if not distances:
         raise ConfigError(
             f"{type(model).__name__} gave no loss: its output, a {type(output).__name__}, has none",
-            rule="A model of transformers gives a ModelOutput, with a loss or with tensors",
             remedy="Give loss_fn=, a function (model, batch) -> loss",
         )
     return torch.stack([x.double() for x in distances]).sum()
@@ -580,12 +579,7 @@ class SmallModel:
     library: str = field(init=False, default="transformers")
 
     def __post_init__(self) -> None:
-        if self.family not in SMALL_CONFIGS:
-            raise ConfigError(
-                f"There is no small model of {self.family!r}",
-                rule=f"The families are {', '.join(SMALL_CONFIGS)}",
-                remedy=did_you_mean(self.family, SMALL_CONFIGS),
-            )
+        check_choice("SmallModel.family", self.family, SMALL_CONFIGS)
         object.__setattr__(self, "library", LIBRARIES.get(self.family, self.library))
 
     @property

@@ -18,7 +18,7 @@ from shardformer.comm.collectives import all_gather_objects, all_reduce, broadca
 from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.config import ShardConfig
 from shardformer.discovery.reduced_model import disable_dropout
-from shardformer.errors import ConfigError, ShardFormerError
+from shardformer.errors import ConfigError, ShardFormerError, check_int
 from shardformer.gradients.clipping import clip_grad_norm_
 from shardformer.gradients.reducer import no_sync
 from shardformer.layout.sharding_metadata import metadata_of, shard_specs
@@ -171,9 +171,7 @@ def data_rank_batch(job: BatchSharing, batch: Mapping[str, Any], rank: int, part
     size = _batch_size(batch)
     if size % parts:
         raise ConfigError(
-            f"A batch of {size} samples over data={parts}",
-            rule="Every data rank gets the same number of samples",
-            remedy=f"Let batch_fn give a multiple of {parts}",
+            f"A batch of {size} samples over data={parts}", remedy=f"Let batch_fn give a multiple of {parts}"
         )
     part = split_batch(batch, [size // parts] * parts, ids=job.ids)[rank]
     floats = {name: x for name, x in part.items() if isinstance(x, Tensor) and x.is_floating_point()}
@@ -223,7 +221,6 @@ def _batch_size(batch: Mapping[str, Any]) -> int:
     if not any(x.dim() for _, x in named_tensors_in(batch)):
         raise ConfigError(
             f"The batch holds {', '.join(batch) or 'nothing'} and no tensor",
-            rule="A batch is a dict of tensors whose first dim is the batch",
             remedy="Let batch_fn return what the model's forward takes",
         )
     return batch_size_of(batch)
@@ -313,9 +310,7 @@ class VerifyJob:
     def __post_init__(self) -> None:
         self.training.check_pipeline(self.pipe)
         for name in ("tensor", "pipe", "data", "steps"):
-            if (count := getattr(self, name)) < 1:
-                rule = "Each axis has one rank or more, and a comparison one step or more"
-                raise ConfigError(f"{name}={count}", rule=rule, remedy=f"Use {name}=1 or more")
+            check_int(name, getattr(self, name))
 
     @property
     def computes_in(self) -> torch.dtype:
@@ -412,7 +407,6 @@ def _no_loss(model: nn.Module, output: Any) -> ConfigError:
     return ConfigError(
         f"{type(model).__name__} gave no loss"
         + ("" if labels else f": its output, a {type(output).__name__}, has none"),
-        rule="verify trains, by default on model(**batch).loss",
         remedy="Add labels to the batch, or give loss_fn="
         if labels
         else "Give loss_fn=, a function (model, batch) -> loss",

@@ -93,11 +93,7 @@ def check_layout(
         except Exception:  # told by the workers, with the rank that it happened on
             return None
     if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"model_fn gave a {type(model).__name__}",
-            rule="It builds the plain model, a torch.nn.Module, in every process",
-            remedy="Return the model",
-        )
+        raise ConfigError(f"model_fn gave a {type(model).__name__}", remedy="Return the model")
     check_unsharded(model)
     ranks = num_ranks(tensor, "tensor")
     if ranks == 1 and stages is None and policy is None and not options:
@@ -366,7 +362,6 @@ def _options_of(config: Mapping[str, Any] | ShardConfig | None) -> dict[str, Any
     if config.context is not None or config.tensor_parallel_process_group is not None:
         raise ConfigError(
             "verify was given a config with a process group",
-            rule="verify starts its own processes and lays its own grid",
             remedy="Leave context and tensor_parallel_process_group out, and use tensor= and data=",
         )
     usual = vars(ShardConfig())

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from shardformer.errors import ConfigError, check_argument, first_line
+from shardformer.errors import ConfigError, check_bool, first_line
 from shardformer.meta_init.init_recipe import deferred_storage_of, values_of
 from shardformer.meta_init.lazy_init import LazyLoading, record_calls
 from shardformer.meta_init.materialization import NOTES
@@ -64,11 +64,8 @@ def from_pretrained(
     """
     hub = {name: options.pop(name) for name in HUB if name in options}
     trust = options.pop("trust_remote_code", False)
-    for name, value, remedy in (
-        ("trust_remote_code", trust, "Leave it out to run no such code"),
-        ("all_bytes", all_bytes, "Leave it out to compare samples"),
-    ):
-        check_argument(name, value, isinstance(value, bool), "It is True or False", remedy)
+    check_bool("trust_remote_code", trust)
+    check_bool("all_bytes", all_bytes)
     config, kind = _config_and_class(kind, str(where), config, trust, hub, options)
     files = [lazy_tensors(path, all_bytes=all_bytes) for path in _files(str(where), hub)]
     state = {key: tensor for file in files for key, tensor in file.items()}
@@ -95,7 +92,6 @@ def _loaded(kind: Any, where: str, **given: Any) -> tuple[Any, Any]:
     except Exception as error:  # sizes that do not fit each other come up in any form
         raise ConfigError(
             f"transformers cannot put the weights of {where!r} into {kind.__name__}: {error}",
-            rule="What transformers' from_pretrained loads from safetensors files can be loaded in parts",
             remedy="See whether from_pretrained of transformers loads it, and in which class",
         ) from error
 
@@ -116,7 +112,6 @@ def _config_and_class(
         except Exception as error:  # a file may hold anything, and its fields any value
             raise ConfigError(
                 f"{where!r} holds no config that transformers knows: {first_line(error)}",
-                rule="Weights are loaded from a folder that save_pretrained wrote, or by a name on the hub",
                 remedy=f"Correct the path or name, or give config=. {CONSENT}"
                 if auto
                 else "Correct the path or name, or give config=",
@@ -130,11 +125,7 @@ def _config_and_class(
             remedy="Leave it out" if not options.keys() - unknown.keys() else "Correct its name",
         )
     if getattr(config, "quantization_config", None) is not None:
-        raise ConfigError(
-            f"{where!r} is quantized",
-            rule="Weights that are trained over several ranks are floating-point numbers",
-            remedy="Take the weights that it was made from",
-        )
+        raise ConfigError(f"{where!r} is quantized", remedy="Take the weights that it was made from")
     if issubclass(kind, nn.Module):
         return config, kind
     with torch.random.fork_rng(devices=[]), torch.device("meta"):  # one of the Auto classes
@@ -143,7 +134,6 @@ def _config_and_class(
         except Exception as error:
             raise ConfigError(
                 f"transformers builds no {kind.__name__} of the config of {where!r}: {first_line(error)}",
-                rule="The config of a folder is one from which its model can be built",
                 remedy=f"Correct config.json, or give the class of the model. {CONSENT}",
             ) from error
 
@@ -221,7 +211,6 @@ def _check(model: Any, where: str, info: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"{name!r} is {tuple(saved)} in {where!r} and {tuple(own)} in this {type(model).__name__}"
             + (f"; so are {len(info['mismatched_keys']) - 1} more" if len(info["mismatched_keys"]) > 1 else ""),
-            rule="Saved weights have the shapes that the config says",
             remedy="Give the config that they were saved with",
         )
     missing = set(info["missing_keys"])
@@ -229,7 +218,6 @@ def _check(model: Any, where: str, info: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"Nothing in {where!r} fits {type(model).__name__}: the model has {sorted(missing)[0]!r}, "
             f"the files have {min(info['unexpected_keys'], default='nothing')!r}",
-            rule="Weights are loaded into the model whose weights they are, or under another head",
             remedy="Name the class that they were saved from",
         )
     prefix = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix or " ") else ""

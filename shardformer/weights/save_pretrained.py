@@ -36,7 +36,7 @@ from shardformer.comm.collective_call import (
     run_on_all_ranks,
     run_on_first_rank,
 )
-from shardformer.errors import ConfigError, InputError
+from shardformer.errors import ConfigError, InputError, check_int
 from shardformer.filesystem.atomic_write import make_folder, path_of, private_path, remove, remove_left, write_new
 from shardformer.filesystem.lock import release
 from shardformer.layout.sharding_metadata import ShardingMetadata, metadata_of
@@ -104,12 +104,7 @@ def export_pretrained(
 
 def _checked(folder: Any, tensors: ModelTensors, max_file_bytes: int) -> Path:
     """The path of a folder that may be written. Raises ConfigError."""
-    if isinstance(max_file_bytes, bool) or not isinstance(max_file_bytes, int) or max_file_bytes < 1:
-        raise ConfigError(
-            f"max_file_bytes={max_file_bytes!r}",
-            rule="It is a number of bytes, one or more",
-            remedy="Leave it out for files of 5 GB",
-        )
+    check_int("max_file_bytes", max_file_bytes, unit="bytes", example=5 * 10**9)
     if unknown := [name for name, x in tensors.tensors.items() if x.dtype == torch.complex128]:
         raise ConfigError(
             f"{unknown[0]} holds numbers of the kind complex128",
@@ -134,27 +129,17 @@ def _begin(place: Path) -> str:
 def check_target(target: Path, model: Any = None) -> None:
     """Raises ConfigError for a folder that holds what no export wrote, for that of ``model``, and for what is none."""
     if target.is_symlink():
-        raise ConfigError(
-            f"{target} is a symbolic link",
-            rule="A model is exported into a new folder, which takes its name when all of it is written",
-            remedy="Give the path that the link names, or another folder",
-        )
+        raise ConfigError(f"{target} is a symbolic link", remedy="Give the path that the link names, or another folder")
     if not target.exists():
         return
     if not target.is_dir() or (any(target.iterdir()) and not _is_export(target)):
         raise ConfigError(
             f"{target} is {'not an export of ShardFormer' if target.is_dir() else 'a file'}",
-            rule="A model is exported into a new folder, or in the place of an earlier export: no other model is "
-            "overwritten",
             remedy="Give another folder, or move this one away",
         )
     source = getattr(model, "name_or_path", None)
     if isinstance(source, str) and source and os.path.exists(source) and os.path.samefile(source, target):
-        raise ConfigError(
-            f"{target} is the folder that the model was loaded from",
-            rule="The model that a run starts from is not overwritten",
-            remedy="Give another folder",
-        )
+        raise ConfigError(f"{target} is the folder that the model was loaded from", remedy="Give another folder")
 
 
 def _is_export(folder: Path) -> bool:
@@ -264,8 +249,6 @@ def check_export(model: Any, tokenizer: Any = None) -> None:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
             raise ConfigError(
                 f"{type(model).__name__} cannot be exported: {' '.join(lines)}",
-                rule="An export holds the config, the generation config and the tokenizer, as save_pretrained of "
-                "transformers writes them, and from_pretrained reads them",
                 remedy="Correct the fields of the config, or export nothing",
             ) from error
 
@@ -304,7 +287,6 @@ def _num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings:
         if only_trainable or exclude_embeddings:
             raise ConfigError(
                 "num_parameters of some parameters, on a stage of a pipeline",
-                rule="A stage knows how many parameters the whole model has, and which train of its own",
                 remedy="Ask the plain model, before it is sharded",
             )
         return int(state.stages.num_parameters)
@@ -343,7 +325,6 @@ def _save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
     if any(said):
         raise InputError(
             f"The first rank could not write to {save_directory!r}: {max(said)}",
-            rule="The first rank writes for all",
             remedy="Give a folder that it can write to",
         )
 
@@ -353,9 +334,7 @@ def _check_saving(state: ShardingMetadata, folder: Any, kwargs: Mapping[str, Any
     is_first = all(axis.rank == 0 for axis in state.context.axes.values())
     if is_first and not kwargs.get("is_main_process", True):
         raise ConfigError(
-            "save_pretrained(is_main_process=False) on the first rank",
-            rule="All ranks gather the weights, and the first one writes them",
-            remedy="Leave is_main_process out",
+            "save_pretrained(is_main_process=False) on the first rank", remedy="Leave is_main_process out"
         )
     entries = {e.name: e.spec for e in state.entries}
     for name, value in (kwargs.get("state_dict") or {}).items():
@@ -369,17 +348,12 @@ def _check_saving(state: ShardingMetadata, folder: Any, kwargs: Mapping[str, Any
 
 def _refuse_resize(self: Any, *args: Any, **kwargs: Any) -> None:
     """Refused: the table is cut over the ranks."""
-    raise ConfigError(
-        "resize_token_embeddings on a sharded model",
-        rule="The vocabulary is cut over the tensor ranks when the model is sharded",
-        remedy="Resize the plain model, then shard it",
-    )
+    raise ConfigError("resize_token_embeddings on a sharded model", remedy="Resize the plain model, then shard it")
 
 
 def _submodule_save_error(self: Any, *args: Any, **kwargs: Any) -> None:
     """Refused: only the model that was sharded knows how to gather its weights."""
     raise ConfigError(
         f"save_pretrained on a {type(self).__name__} inside of a sharded model",
-        rule="The model that was sharded saves itself; what stands in it holds this rank's parts",
         remedy="Save the whole model, or write shardformer.full_state_dict(model) yourself",
     )

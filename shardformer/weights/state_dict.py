@@ -40,7 +40,6 @@ def _load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], strict: boo
         a, b = (next(name for name, full in cut.items() if full is kind) for kind in (True, False))
         raise ConfigError(
             f"The state dict has all of {a}, and a part of {b}",
-            rule="It is that of the plain model, or what this rank's state_dict() gave",
             remedy="Give shardformer.full_state_dict(model), or a checkpoint of the plain model",
         )
     _check_names(type(self).__name__, given, here, state_dict, strict=strict)
@@ -58,7 +57,6 @@ def _check_load_arguments(state: ShardingMetadata, assign: bool) -> None:
     if state.parameters is not None:
         raise ConfigError(
             "load_state_dict of a model whose parameters stage 3 of ZeRO keeps",
-            rule="This rank has no parameters but while they are read",
             remedy="Load before shard_optimizer(...) is called, or use load_checkpoint(folder, model, optimizer)",
         )
 
@@ -71,7 +69,6 @@ def _check_values(state_dict: Mapping[str, Any]) -> None:
             what = ("meta tensor" if value.is_meta else "sparse tensor") if is_tensor else type(value).__name__
             raise ConfigError(
                 f"{name} is a {what} in the state dict",
-                rule="A state dict holds a tensor with all its numbers for each parameter and buffer",
                 remedy="Load what state_dict() of a model gave (torch.from_numpy, tensor.to_dense() make such tensors)",
             )
 
@@ -84,7 +81,6 @@ def _is_full(name: str, value: Tensor, own: Tensor, spec: ShardSpec) -> bool | N
         return True
     raise ConfigError(
         f"{name} has the shape {tuple(value.shape)} in the state dict, and {spec.shape} in this model",
-        rule="A state dict is loaded into a model of the sizes of the one that it is of",
         remedy="Build the model from the config of the one that was saved",
     )
 
@@ -99,7 +95,6 @@ def _check_names(
     name = (missing or more)[0]
     raise ConfigError(
         f"The state dict has no {name}, which this {kind} has" if missing else f"This {kind} has no {name}",
-        rule="A state dict is loaded into a model of the class that it is of",
         remedy=f"{did_you_mean(name, whole if missing else here)} With strict=False, what is not in both is left alone",
     )
 

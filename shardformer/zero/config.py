@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from shardformer.errors import ConfigError, check_argument
+from shardformer.errors import ConfigError, check_argument, check_choice, check_int, check_number
 from shardformer.offload.host import FREE_MEMORY, OffloadConfig
 from shardformer.zero.mixed_precision import MixedPrecision
 
@@ -23,16 +23,9 @@ class StepOptions:
     on_nonfinite: str = "raise"
 
     def __post_init__(self) -> None:
-        if self.on_nonfinite not in ON_NONFINITE:
-            raise ConfigError(
-                f"on_nonfinite={self.on_nonfinite!r}",
-                rule=f"It is one of {', '.join(map(repr, ON_NONFINITE))}",
-                remedy="Leave it out, which raises an error",
-            )
-        norm = self.max_grad_norm
-        is_number = isinstance(norm, int | float) and not isinstance(norm, bool) and norm > 0
-        rule, remedy = "It is a number above 0", "Write 1.0, or leave it out"
-        check_argument("max_grad_norm", norm, norm is None or is_number, rule, remedy)
+        check_choice("on_nonfinite", self.on_nonfinite, ON_NONFINITE)
+        if self.max_grad_norm is not None:
+            check_number("max_grad_norm", self.max_grad_norm, example=1.0)
 
 
 @dataclass(frozen=True)
@@ -43,11 +36,8 @@ class BucketOptions:
     overlap: bool = True
 
     def __post_init__(self) -> None:
-        size = self.bucket_bytes
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise ConfigError(
-                f"bucket_bytes={size!r}", rule="It is a whole number of bytes", remedy="Leave it out, which takes 25 MB"
-            )
+        if self.bucket_bytes is not None:
+            check_int("bucket_bytes", self.bucket_bytes, unit="bytes", example=25 * 2**20)
 
 
 @dataclass(frozen=True)
@@ -79,13 +69,10 @@ class ZeroOptions:
     offload: OffloadConfig
 
     def __post_init__(self) -> None:
-        if self.stage not in ZERO_STAGES:
-            rule = f"The stages are {', '.join(map(str, ZERO_STAGES))}"
-            raise ConfigError(f"stage={self.stage!r}", rule=rule, remedy="Write stage=1, 2 or 3")
+        check_choice("stage", self.stage, ZERO_STAGES)
         if self.offload.to is not None and self.precision.rounding is not None:
             raise ConfigError(
                 f"MixedPrecision(masters={self.precision.masters!r}) beside offload={self.offload.to!r}",
-                rule="Under offload the masters are on the host, where they take no memory of the device",
                 remedy="Leave one of the two out",
             )
         if self.offload.parameters and (self.stage < 3 or self.offload.to is None):
@@ -109,6 +96,5 @@ def as_optimizer_list(optimizer: Any) -> list[Optimizer]:
 def no_files(folder: str, said: str) -> ConfigError:
     return ConfigError(
         f"offload='nvme:{folder}' cannot be used: {said}",
-        rule="Masters and states are written to a file there, twice, so that a step that fails leaves one",
         remedy="Name a folder that is there, on a disk with room; shardformer.estimate_memory says how much it takes",
     )

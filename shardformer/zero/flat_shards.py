@@ -342,7 +342,6 @@ class FlatShard:
         if (total := self.sum) is None:
             raise ConfigError(
                 f"The gradient of {self.gradients[number].entry.name} was used after zero_grad",
-                rule="Under ZeRO p.grad shows what the optimizer keeps, which zero_grad throws away",
                 remedy="Clone it before, or read p.grad after the next backward",
             )
         piece = next((piece for piece in self.pieces if piece.number == number), None)

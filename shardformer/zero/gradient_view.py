@@ -72,7 +72,6 @@ class ShardedGradient(Tensor):
         if (shard := self.shard()) is None:
             raise ConfigError(
                 "A gradient was read whose model is gone",
-                rule="Under ZeRO the numbers of a gradient belong to the optimizer",
                 remedy="Keep the optimizer, or a copy of optimizer.full_gradient(name)",
             )
         return shard

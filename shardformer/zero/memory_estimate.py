@@ -14,7 +14,7 @@ from math import prod
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardformer.errors import check_argument
+from shardformer.errors import check_int
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMetadata, check_module
 from shardformer.offload.disk import FileShard, FileStore
 from shardformer.offload.host import DEVICE_TO_HOST, HOST_TO_DEVICE, HostMemory, OffloadConfig
@@ -90,8 +90,8 @@ def estimate_memory(
     )
     check_module(model)
     optimizers = as_optimizer_list(optimizer)
-    is_count = data is None or (type(data) is int and data > 0)
-    check_argument("data", data, is_count, "It is a number of data ranks, one or more", "Write data=4, or leave it out")
+    if data is not None:
+        check_int("data", data, unit="data ranks", example=4)
     parts = _ranks_per_parameter(model, data)
     narrow = asked.precision.dtype
     size = {id(p): (narrow or p.dtype).itemsize for p in model.parameters() if p.is_floating_point()}

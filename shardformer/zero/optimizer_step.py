@@ -99,11 +99,8 @@ class OptimizerUpdate:
         if files.end_step([], self._context) is not None:
             rule = "What was before is read again, and that failed too: of some buckets the weights are lost"
             raise InputError(what, rule=rule, remedy="Go on from a checkpoint, on another disk")
-        raise InputError(
-            what,
-            rule="A step counts when all ranks have written theirs: weights and states are those of the step before",
-            remedy="Make room, then go on with the next batch; or save the model now",
-        )
+        rule = "Weights and states are those of the step before"
+        raise InputError(what, rule=rule, remedy="Make room, then go on with the next batch; or save the model now")
 
     def _step(self, turn: Sequence[FlatShard] | None) -> None:
         """One step of the optimizers; of a turn alone where one is given."""
@@ -214,14 +211,12 @@ def sharded_grad_norm(
     if has_data(problems) and bool(problems >= DIFFER):
         raise ConfigError(
             "Ranks changed gradients in different ways since the last zero_grad",
-            rule="Each rank has a part of a gradient, so that what a script does to p.grad it does on all ranks",
             remedy="Look for what one rank does alone: changes of p.grad under `if rank == 0:`, or where its own loss "
             "or batch decides",
         )
     if has_data(problems) and bool(problems):
         raise ConfigError(
             "Another rank refused its gradients or parameters, and no rank made the step",
-            rule="All ranks make a step together, or none does",
             remedy="See what that rank reports",
         )
     is_wide = any(entry.param.dtype in (torch.float64, torch.complex128) for entry in table.entries)

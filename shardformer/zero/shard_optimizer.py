@@ -69,7 +69,6 @@ def check_optimizers(optimizers: Sequence[Optimizer], table: ShardingMetadata) -
     if table.gradients is not None:
         raise ConfigError(
             "zero was called twice on this model",
-            rule="One optimizer holds the pieces of a model's parameters",
             remedy="Give both optimizers at once: shard_optimizer([first, second], model)",
         )
     names = {id(entry.param): entry.name for entry in table.entries}
@@ -81,15 +80,10 @@ def check_optimizers(optimizers: Sequence[Optimizer], table: ShardingMetadata) -
         if strange is not None:
             raise ConfigError(
                 f"This {kind} holds a parameter of shape {tuple(strange.shape)} that is none of the model's",
-                rule="zero takes an optimizer of the parameters that the model has now",
                 remedy="Make it after shard_model, of model.parameters()",
             )
         if twice := next((names[id(p)] for p in given if id(p) in seen), None):
-            raise ConfigError(
-                f"Two optimizers hold {twice}",
-                rule="A parameter is changed by one optimizer",
-                remedy="Take it out of one of them",
-            )
+            raise ConfigError(f"Two optimizers hold {twice}", remedy="Take it out of one of them")
         seen |= {id(p) for p in given}
 
 
@@ -147,15 +141,12 @@ def metadata_for_training(model: nn.Module, context: ParallelContext | None) -> 
     if wrapper is not None:
         raise ConfigError(
             f"The model is wrapped in {wrapper}",
-            rule="zero agrees on the gradients itself",
             remedy="Give zero the model without the wrapper, and use that in the loop",
         )
     if isinstance(table := model.__dict__.get(METADATA_ATTRIBUTE), ShardingMetadata):
         if context is not None and context is not table.context:
             raise ConfigError(
-                "zero was given a context beside a model that was sharded over another",
-                rule="A sharded model knows its grid",
-                remedy="Leave context out",
+                "zero was given a context beside a model that was sharded over another", remedy="Leave context out"
             )
         return table
     return _unsharded_metadata(model, context or _data_parallel_context())
@@ -172,7 +163,6 @@ def _unsharded_metadata(model: nn.Module, context: ParallelContext) -> ShardingM
     if any(axis.size > 1 for name, axis in context.axes.items() if name != "data"):
         raise ConfigError(
             f"This {type(model).__name__} is not sharded, and the grid is {context}",
-            rule="Without sharding there are data ranks alone",
             remedy="Call shardformer.shard_model(model, context=context) first",
         )
     patch_clip_grad_norm()

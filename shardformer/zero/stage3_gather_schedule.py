@@ -436,9 +436,7 @@ class GatherScheduler:
             return  # somebody looks at what was saved
         if self._caller is not None and not self._is_backward:
             raise InputError(
-                f"A backward inside of the forward of {type(self._caller).__name__}",
-                rule="Under stage 3 the ranks walk through the model in a forward, then in a backward",
-                remedy="Train with stage=2",
+                f"A backward inside of the forward of {type(self._caller).__name__}", remedy="Train with stage=2"
             )
         is_under_way = self._kind is not None and self._is_backward
         if is_under_way and run in (None, self._backward_of):

@@ -453,7 +453,6 @@ class ParamGroupReducer(PausableReducer):
         if late := next((entry.name for entry in self._frozen if entry.param.requires_grad), None):
             raise ConfigError(
                 f"{late} requires a gradient, which it did not when zero was called",
-                rule="The optimizer's parts of the parameters are laid out once, of those that train",
                 remedy="Unfreeze it first, then make the optimizer, then call zero",
             )
 

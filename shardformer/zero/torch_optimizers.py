@@ -79,7 +79,6 @@ def _warn_matrix_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None
     if (holder := holder_of(optimizer)) is not None and not holder.is_stepping:
         raise ConfigError(
             f"step was called on the {type(optimizer).__name__} that zero was given",
-            rule="It has pieces of the parameters, and what zero returned steps it and brings them together",
             remedy="Step what zero returned: optimizer = shardformer.shard_optimizer(optimizer, model)",
         )
     if isinstance(optimizer, ZeroOptimizer):

@@ -176,7 +176,6 @@ class ZeroOptimizer(Optimizer):
         if isinstance(self._host, FileStore) and not self._is_open:
             raise ConfigError(
                 f"optimizer.state beside offload='nvme:{self._host.disk.folder}'",
-                rule="States are in files between two steps, and what is done to them in memory would be lost",
                 remedy="Write `with optimizer.loading(): optimizer.state...`, on all ranks",
             )
         return self._state
@@ -435,7 +434,6 @@ class ZeroOptimizer(Optimizer):
         """What ``torch.amp.GradScaler`` asks before a step."""
         raise ConfigError(
             "A GradScaler was given the optimizer that zero returned",
-            rule="zero scales the loss by itself where the parameters are fp16, and ranks agree on what to skip",
             remedy="Leave the scaler out: optimizer.backward(loss), optimizer.step()",
         )
 
@@ -454,7 +452,6 @@ class ZeroOptimizer(Optimizer):
                     return shard.gather_gradient(number)
         raise ConfigError(
             f"There is no gradient of {name!r}",
-            rule="Asked for are parameters that train, by their names in the model",
             remedy="See [name for name, p in model.named_parameters() if p.requires_grad]",
         )
 
@@ -507,7 +504,6 @@ class ZeroOptimizer(Optimizer):
         if missing := [name for name in known if not is_dict or name not in state_dict]:
             raise ConfigError(
                 f"The state that was to be loaded has no {missing[0]!r}: it is not what this optimizer saved",
-                rule="Under ZeRO each rank loads what state_dict() of the same rank gave",
                 remedy="Load what optimizer.state_dict() gave; load the state of a plain optimizer into yours before "
                 "shard_optimizer(optimizer, model); or let save_checkpoint save, whose checkpoints fit any layout",
             )
@@ -521,7 +517,6 @@ class ZeroOptimizer(Optimizer):
             place = {"sizes": context.sizes, "coords": context.coords}
             raise ConfigError(
                 f"This optimizer's state was saved by the rank {saved}, and this is {place}",
-                rule="The pieces of a rank fit the same rank of an equal grid, with the same model and buckets",
                 remedy="Load what state_dict() of this rank gave, with as many processes as then; or let "
                 "shardformer.save_checkpoint save, whose checkpoints fit any layout",
             )
@@ -595,7 +590,6 @@ class ZeroOptimizer(Optimizer):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ConfigError(
             "The optimizer that zero returned was to be copied or pickled, as by copy.deepcopy or torch.save",
-            rule="It holds this rank's pieces of the parameters of one model",
             remedy="Copy the model (copy.deepcopy(model)), and call zero for the copy; keep optimizer.state_dict() to "
             "go back to; or let shardformer.save_checkpoint save",
         )
@@ -617,6 +611,5 @@ def _form_of(state_dict: dict[str, Any]) -> tuple[Any, ...]:
 def _laid_out(what: str) -> ConfigError:
     return ConfigError(
         f"{what} the optimizer that zero returned",
-        rule="The pieces of the parameters are laid out once",
         remedy="Change your own optimizer, then call zero; load a state with load_state_dict",
     )

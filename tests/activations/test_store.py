@@ -383,7 +383,7 @@ def test_it_is_called_once_and_removed_for_good() -> None:
     once(model)
     assert store.figures().most_host == 0
     offload_activations(model, min_bytes=0).remove()
-    with pytest.raises(ConfigError, match=r"on='disk'.*device, host, tensor, tensor.host"):
+    with pytest.raises(ConfigError, match=r"on='disk'.*'device', 'host', 'tensor', 'tensor.host'"):
         offload_activations(model, "disk")
     with pytest.raises(ConfigError, match="on='tensor' for a Net that has no layers that are known"):
         offload_activations(model, "tensor")

@@ -70,7 +70,7 @@ def hostfile(folder: Path, text: str) -> Path:
 
 def assert_four_parts(error: ShardFormerError, value: str) -> None:
     assert value in error.what
-    assert error.rule and error.remedy
+    assert error.remedy
     assert error.remedy.rstrip(".") in str(error)
 
 

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from shardformer.cli import main
-from shardformer.local_ranks.worker_pool import WorkerPool, WorkerPools
+from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.verify.small_models import HEAD_CLASSES, SmallModel
+from tests.pools import WorkerPools
 from tests.scripts import SHARDFORMER
 
 pytestmark = pytest.mark.slow

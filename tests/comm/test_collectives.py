@@ -9,8 +9,9 @@ from torch import Tensor
 from shardformer.comm import collectives
 from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.layout.shard_spec import even_bounds
-from shardformer.local_ranks.worker_pool import WorkerPool, WorkerPools
+from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import Axis
+from tests.pools import WorkerPools
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64]
 

@@ -15,8 +15,8 @@ from shardformer.comm import autograd_collectives
 from shardformer.comm.collectives import all_reduce
 from shardformer.layout.activation_layout import ActivationShard, Dim, IndexOrder
 from shardformer.layout.shard_spec import Split
-from shardformer.local_ranks.worker_pool import WorkerPools
 from shardformer.mesh.parallel_context import Axis
+from tests.pools import WorkerPools
 
 B, S, H = 2, 7, 3
 

@@ -23,11 +23,11 @@ from shardformer.context_parallel.attention_kernels import (
     partial_attention_backward,
 )
 from shardformer.kernels.attention import attention
-from shardformer.local_ranks.fake_rank import misplaced
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.shard_model_api import shard_model
 from shardformer.verify.small_models import RandomBatches, SmallModel
 from shardformer.zero.mixed_precision import LossScale, MixedPrecision
+from tests.gpu.fake_device import misplaced
 
 STEPS = 4
 

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 import shardformer
-from shardformer.local_ranks.fake_rank import fake_context, fake_device, misplaced, on_fake_device
+from shardformer.local_ranks.fake_rank import fake_context
 from shardformer.pipeline.pipeline import Pipeline
 from shardformer.shard_model_api import shard_model
 from shardformer.verify.small_models import RandomBatches, SmallModel
 from shardformer.zero.zero_optimizer import ZeroOptimizer
+from tests.gpu.fake_device import fake_device, misplaced, on_fake_device
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from shardformer.errors import ShardFormerError
-from shardformer.local_ranks.worker_pool import WorkerPool, WorkerPools
+from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.verify.train_both import VerifyJob
 from shardformer.verify.verification import report_here
 from tests.gpu.checks import ONE_RANK
 from tests.gpu.ranks import two_ranks
 from tests.gpu.throughput import measure
+from tests.pools import WorkerPools
 
 LIMIT_S = 285.0
 """Of all checks together."""

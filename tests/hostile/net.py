@@ -173,7 +173,7 @@ def outcome(case: Case) -> Outcome:
         what, detail = HANGS, str(error)[:600]
     except ShardFormerError as error:
         refused = NOTICED if case.kind == "divergence" else REFUSED
-        what, detail = (refused, "") if all((error.what, error.rule, error.remedy)) else (RAW, str(error))
+        what, detail = (refused, "") if error.what and error.remedy else (RAW, str(error))
     except Unnoticed:
         what, detail = WRONG, "nobody noticed"
     except Exception as error:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardformer.errors import ConfigError
 from shardformer.layout.activation_layout import ActivationLayout
-from shardformer.local_ranks.worker_pool import WorkerPool, WorkerPools
+from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.random_state import LocalRandomState, broadcast_random_state
 from shardformer.tensor_parallel.block import TensorParallelBlock
@@ -25,6 +25,7 @@ from shardformer.tensor_parallel.layers import (
     Linear1D_Row,
 )
 from shardformer.tensor_parallel.sequence_parallel import StackActivations
+from tests.pools import WorkerPools
 
 SIZE = 1000
 ways_to_recompute = pytest.mark.parametrize("use_reentrant", [False, True], ids=["checkpoint", "reentrant"])

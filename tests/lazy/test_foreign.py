@@ -210,7 +210,7 @@ def test_architectures_name_models(folder: Path, named: Any) -> None:
     try:
         source = find_model(str(folder), dropout=False)
     except ShardFormerError as error:
-        assert named not in ([], None) and error.rule and error.remedy  # a string, in the oldest transformers
+        assert named not in ([], None) and error.remedy  # a string, in the oldest transformers
     else:
         assert source.head == "LlamaForCausalLM"
 
@@ -243,7 +243,7 @@ def test_fields_of_other_kinds_are_four_parts_or_right(folder: Path, fields: dic
         try:
             assert isinstance(use(), torch.nn.Module)
         except ShardFormerError as error:
-            assert error.what and error.rule and error.remedy
+            assert error.what and error.remedy
 
 
 @pytest.mark.parametrize("text", ["[]", "3", "{", "null", '"a"'])

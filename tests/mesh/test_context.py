@@ -17,10 +17,11 @@ from shardformer.comm.collectives import all_reduce
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, LaunchError, WorkerError
 from shardformer.layout.activation_layout import ActivationLayout
-from shardformer.local_ranks.worker_pool import WorkerPool, WorkerPools
+from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.init_distributed import first_slurm_host, launch, launch_from_slurm, launch_from_torch
 from shardformer.mesh.parallel_context import Axis, ParallelContext, with_ring_axes
 from shardformer.mesh.rank_grid import AXES, num_ranks
+from tests.pools import WorkerPools
 
 Place = dict[str, tuple[int, int, tuple[int, ...]]]
 
@@ -209,9 +210,9 @@ def test_without_sizes_all_processes_form_the_tensor_axis(pool2: WorkerPool) -> 
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"parallel": {"tensr": 2}}, r"parallel axis 'tensr'.*'tensor'"),
+        ({"parallel": {"tensr": 2}}, r"parallel axis='tensr'.*'tensor'"),
         ({"parallel": {"tensor": {"size": 2, "mode": "2d"}}}, r"mode='2d'.*rows and columns"),
-        ({"parallel": {"tensor": {"size": 2, "mode": "2c"}}}, r"mode '2c'.*'2d'"),
+        ({"parallel": {"tensor": {"size": 2, "mode": "2c"}}}, r"mode='2c'.*'2d'"),
         ({"parallel": {"tensor": {"size": 6, "mode": "2.5d", "depth": 2}}}, r"6 and depth=2"),
         ({"parallel": {"tensor": {"size": 2, "mod": "1d"}}}, r"'mod'.*'mode'"),
         ({"parallel": {"tensor": "2"}}, r"tensor='2'"),

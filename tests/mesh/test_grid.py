@@ -100,7 +100,7 @@ CUBE = RankGrid.of({"data": 2, "tensor": 8}).view(["tensor"], {"row": 2, "column
 @pytest.mark.parametrize(
     ("of", "sizes", "said"),
     [
-        (["tensor"], {"a": 2, "b": 3}, r"a=2 times b=3 is not tensor=8.*multiply.*product is 8"),
+        (["tensor"], {"a": 2, "b": 3}, r"a=2 times b=3 is not tensor=8.*product is 8"),
         (["tensor"], {}, r"nothing is not tensor=8"),
         (["tensor"], {"a": 8.0}, r"a=8.0.*whole number"),
         (["tensor"], {"row": 8}, r"calls an axis 'row'"),

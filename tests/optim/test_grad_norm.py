@@ -14,12 +14,12 @@ from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.gradients.clipping import clip_grad_norm_, grad_norm
 from shardformer.layout.sharding_metadata import shard_specs
 from shardformer.local_ranks.threads import run_as_threads
-from shardformer.local_ranks.worker_pool import WorkerPools
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import Experts, LayerStack
 from shardformer.shard_model_api import shard_model
 from shardformer.verify.small_models import RandomBatches, SmallModel
+from tests.pools import WorkerPools
 
 
 def _clip(family: str, norm_type: float, max_norm: float) -> tuple[float, float, float, int]:

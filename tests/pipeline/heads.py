@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +18,16 @@ LossOf = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 
 # Statistics of the whole batch, so that a loss is no mean over rows while it trains.
 BATCH_NORM = ("BeitForSemanticSegmentation",)
+
+
+@contextmanager
+def weighing(weights: LossWeights, index: int) -> Iterator[None]:
+    """In here the mean losses of micro-batch ``index`` become their parts of the whole."""
+    weights.start(index)
+    try:
+        yield
+    finally:
+        weights.stop()
 
 
 def model_of(head: str, **changes: Any) -> nn.Module:
@@ -76,7 +87,7 @@ def in_parts(
     """Each backward before the next forward, as late as 1F1B's last stage has it."""
     losses = []
     for index, part in enumerate(parts):
-        with weights.weighing(index):
+        with weighing(weights, index):
             loss = loss_of(model, part)
         loss = weights.of(index, loss)
         loss.backward()

@@ -18,7 +18,19 @@ from shardformer.mesh.parallel_context import Axis
 from shardformer.pipeline.micro_batch_loss import LossWeights
 from shardformer.tensor_parallel.vocab_parallel_logits import VocabParallelLogits, shard_logits
 from shardformer.verify.small_models import HEAD_CLASSES
-from tests.pipeline.heads import SIZES, Batch, at_once, batch_of, cut, gradients, in_parts, model_of, own_loss, sizes_of
+from tests.pipeline.heads import (
+    SIZES,
+    Batch,
+    at_once,
+    batch_of,
+    cut,
+    gradients,
+    in_parts,
+    model_of,
+    own_loss,
+    sizes_of,
+    weighing,
+)
 
 WITHOUT_LOSS = (
     "Model", "Backbone", "EncoderModel", "VisionModel", "ForImageTextRetrieval", "QFormerModel", "WithProjection",
@@ -107,7 +119,7 @@ def test_watching_the_head_alone_is_enough(head: str, last_layer: str) -> None:
     weights, losses, running = LossWeights(parts, SIZES), [], [0]
     model.get_submodule(last_layer).register_forward_hook(lambda *_: weights.start(running[0]))
     for running[0], part in enumerate(parts):
-        assert not weights.is_watching
+        assert weights._watch is None
         loss = own_loss(model, part)
         weights.stop()
         loss = weights.of(running[0], loss)
@@ -129,7 +141,7 @@ def test_the_first_forward_need_not_be_that_of_the_first_micro_batch() -> None:
     weights = LossWeights(parts, SIZES)
     losses = []
     for index in (2, 0, 3, 1):
-        with weights.weighing(index):
+        with weighing(weights, index):
             loss = own_loss(model, parts[index])
         losses.append(weights.of(index, loss))
     loss = torch.stack(losses).sum()
@@ -309,7 +321,7 @@ def test_labels_that_the_model_writes_into_are_not_written_into_ahead() -> None:
     model, batch, parts = tagged(loss)
     parts = [{key: x.clone() for key, x in part.items()} for part in parts]
     weights = LossWeights(parts, SIZES)
-    with weights.weighing(0):
+    with weighing(weights, 0):
         run(model, parts[0])
     assert torch.equal(parts[1]["labels"], batch["labels"][3:5])
     assert_same(in_parts(model, weights, parts, run), at_once(model, batch, run))
@@ -439,11 +451,11 @@ def test_a_single_micro_batch_is_left_alone() -> None:
 def test_after_an_error_nothing_is_watched_and_the_next_start_begins_anew() -> None:
     model, batch, parts = tagged(LOSSES["filled"])
     weights = LossWeights(parts, SIZES)
-    with pytest.raises(ZeroDivisionError), weights.weighing(0):
+    with pytest.raises(ZeroDivisionError), weighing(weights, 0):
         run(model, parts[0])
         raise ZeroDivisionError
     weights.stop()
-    assert not weights.is_watching and not _get_current_function_mode_stack()
+    assert weights._watch is None and not _get_current_function_mode_stack()
     weights.start(0)
     weights.start(0)
     weights.stop()
@@ -457,7 +469,7 @@ def test_without_gradients_the_loss_is_the_same() -> None:
     weights, total = LossWeights(parts, SIZES), 0.0
     with torch.no_grad():
         for index, part in enumerate(parts):
-            with weights.weighing(index):
+            with weighing(weights, index):
                 loss = own_loss(model, part)
             total += float(weights.of(index, loss))
         weights.finish()
@@ -481,7 +493,7 @@ def _cut_vocabulary(upcast: bool) -> None:
         logits = shard_logits(local[at : at + size] * 1, axis, bounds)
         assert isinstance(logits, VocabParallelLogits)
         at += size
-        with weights.weighing(index):
+        with weighing(weights, index):
             logits = logits.float() if upcast else logits
             target = F.pad(parts[index]["labels"], (0, 1), value=-100)[:, 1:].contiguous()
             loss = F.cross_entropy(logits.view(-1, 127), target.view(-1))

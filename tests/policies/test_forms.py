@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardformer
-from shardformer.local_ranks.worker_pool import WorkerPool, WorkerPools
+from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import Axis
 from shardformer.pipeline.layer_sequence import StackDescription
 from shardformer.policies.module_descriptions import (
@@ -34,6 +34,7 @@ from shardformer.tensor_parallel.layers import (
 from shardformer.verify.report import Report
 from shardformer.verify.small_models import RandomBatches, SmallModel
 from tests.policies.toy import HIDDEN, ToyLM, ToyPolicy, check_sample, check_toy, toy_batch, toy_loss
+from tests.pools import WorkerPools
 
 SEQUENCE = {"enable_sequence_parallelism": True}
 OVERLAP = {**SEQUENCE, "enable_sequence_overlap": True}

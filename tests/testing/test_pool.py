@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardformer.errors import ConfigError, InputError, LaunchError, WorkerError
-from shardformer.local_ranks.worker_pool import WorkerPool, WorkerPools
+from shardformer.local_ranks.worker_pool import WorkerPool
+from tests.pools import WorkerPools
 
 pytestmark = pytest.mark.slow
 
@@ -146,13 +147,6 @@ def test_a_collective_reaches_all_workers_in_call_after_call(pool4: WorkerPool) 
     for factor in (1.0, 2.0):
         for result in pool4.run(summed, torch.ones(3), factor=factor):
             torch.testing.assert_close(result, torch.full((3,), 4 * factor))
-
-
-def test_each_rank_gets_its_own_arguments(pool2: WorkerPool) -> None:
-    results = pool2.run_per_rank(summed, [(torch.tensor([1.0]),), (torch.tensor([2.0]), 10.0)])
-    assert [x.item() for x in results] == [21.0, 21.0]
-    with pytest.raises(ConfigError, match="1 tuples of arguments for 2 workers"):
-        pool2.run_per_rank(summed, [(torch.ones(1),)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool])

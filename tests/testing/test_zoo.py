@@ -30,6 +30,7 @@ from shardformer.verify.small_models import (
     sample_loss,
     weights_loss_by_sample,
 )
+from tests.pipeline.heads import weighing
 from tests.verify.variants import VARIANTS, Changed
 
 EVERY_HEAD = {head: Changed(family, {}, head) for head, family in FAMILY_OF.items()}
@@ -179,7 +180,7 @@ def test_windows_are_shifted_and_padded() -> None:
 
 
 def test_a_family_without_a_small_model_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"no small model of 'brt'.*Did you mean 'bert'"):
+    with pytest.raises(ConfigError, match=r"family='brt'.*Did you mean 'bert'"):
         SmallModel("brt")
 
 
@@ -225,7 +226,7 @@ def test_what_counts_by_sample_is_what_is_no_mean_of_torch(head: str) -> None:
     refused = pytest.raises(ConfigError, match="loss_weight") if weights_loss_by_sample(head) else nullcontext()
     with refused:
         for index, part in enumerate(parts):
-            with weights.weighing(index):
+            with weighing(weights, index):
                 loss = sample_loss(model, part)
             weights.of(index, loss)
         weights.finish()

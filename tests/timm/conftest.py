@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from shardformer.local_ranks.worker_pool import WorkerPool, WorkerPools
+from shardformer.local_ranks.worker_pool import WorkerPool
+from tests.pools import WorkerPools
 from tests.timm.process import FOLDER, is_there
 
 

@@ -11,12 +11,13 @@ from torch import nn
 import shardformer
 from shardformer.layout.sharding_metadata import shard_specs
 from shardformer.local_ranks.threads import run_as_threads
-from shardformer.local_ranks.worker_pool import WorkerPool, WorkerPools
+from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.meta_init import init_recipe as recipe
 from tests.lazy.families import assert_same
 from tests.lazy.living import Living
 from tests.pairwise import in_turn
+from tests.pools import WorkerPools
 from tests.timm.models import MODELS, STAGED, Small, images, loss
 from tests.timm.process import timm
 from tests.timm.test_timm import NORMS, SEQUENCE, in_worker, of

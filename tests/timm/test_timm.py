@@ -21,13 +21,14 @@ from shardformer.discovery.validation import validate_policy
 from shardformer.errors import ShardFormerError
 from shardformer.layout.sharding_metadata import Reduction
 from shardformer.local_ranks.threads import run_as_threads
-from shardformer.local_ranks.worker_pool import WorkerPool, WorkerPools
+from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.shard_model_api import resolve_policy
 from shardformer.verify.train_both import VerifyPipeline
 from shardformer.verify.verification import verify
 from tests.ops import seeing_parts
 from tests.pairwise import in_turn
+from tests.pools import WorkerPools
 from tests.timm.models import MODELS, STAGED, Small, images, loss
 from tests.timm.process import timm
 
@@ -277,7 +278,7 @@ def test_sequence_parallelism_is_refused(
     ("method", "options", "said"),
     [
         ("forward_intermediates", {}, "nothing"),
-        ("forward_intermediates", SEQUENCE, "its own part of the sequence"),
+        ("forward_intermediates", SEQUENCE, "Leave sequence parallelism off"),
         ("set_input_size", {}, "Call set_input_size on the plain model"),
         ("reset_classifier", {}, "Call reset_classifier on the plain model"),
     ],

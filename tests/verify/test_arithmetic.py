@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardformer.local_ranks.worker_pool import WorkerPools
 from shardformer.verify.train_both import ForceFp64, RandomRounding, TrainingTrace, VerifyJob, run_job
+from tests.pools import WorkerPools
 
 X = torch.linspace(0.1, 0.9, 6, dtype=torch.float64).view(2, 3)
 CASTS: dict[str, Callable[[Tensor], Tensor]] = {

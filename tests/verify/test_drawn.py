@@ -15,10 +15,11 @@ import transformers
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError
-from shardformer.local_ranks.worker_pool import WorkerPool, WorkerPools
+from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.verify.small_models import LANGUAGE_MODEL, RandomBatches, SmallModel
 from shardformer.verify.train_both import VerifyPipeline
 from shardformer.verify.verification import verify
+from tests.pools import WorkerPools
 
 LLAMA_BATCHES = RandomBatches(LANGUAGE_MODEL["llama"])
 SEQUENCE = {"enable_sequence_parallelism": True}

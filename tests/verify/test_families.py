@@ -15,7 +15,6 @@ import transformers
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError
-from shardformer.local_ranks.worker_pool import WorkerPools
 from shardformer.policies.registry import FAMILIES
 from shardformer.verify.report import Report
 from shardformer.verify.small_models import (
@@ -28,6 +27,7 @@ from shardformer.verify.small_models import (
 )
 from shardformer.verify.verification import verify
 from tests.pairwise import in_turn
+from tests.pools import WorkerPools
 from tests.verify.variants import VARIANTS
 
 SEQUENCE = {"enable_sequence_parallelism": True}

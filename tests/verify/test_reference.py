@@ -10,12 +10,13 @@ import transformers
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError
-from shardformer.local_ranks.worker_pool import WorkerPool, WorkerPools
+from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.verify.report import Report
 from shardformer.verify.small_models import SmallModel
 from shardformer.verify.train_both import VerifyPipeline
 from shardformer.verify.training_options import VerifyTraining
 from shardformer.verify.verification import verify
+from tests.pools import WorkerPools
 from tests.verify.test_drawn import Listener, sounds
 
 

@@ -75,7 +75,7 @@ def test_what_cannot_be_compared_is_refused_alike_on_all_ranks(
 
 def test_a_config_that_names_a_group_is_refused(pool2: WorkerPool) -> None:
     config = ShardConfig(context=ParallelContext.of({}))
-    with pytest.raises(ConfigError, match="lays its own grid"):
+    with pytest.raises(ConfigError, match="a config with a process group"):
         verify(SmallModel("gpt2"), RandomBatches("GPT2LMHeadModel"), config=config, pool=pool2)
 
 

@@ -23,7 +23,7 @@ from shardformer.gradients import clipping as grad_norm
 from shardformer.layout.activation_layout import ModelRegion
 from shardformer.layout.shard_spec import ShardSpec, Split, even_bounds
 from shardformer.layout.sharding_metadata import ShardingMetadata
-from shardformer.local_ranks.worker_pool import WorkerPool, WorkerPools
+from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import Axis
 from shardformer.sharding import apply as sharder
 from shardformer.sharding import apply_tensor_parallel
@@ -41,6 +41,7 @@ from shardformer.verify.report import Report, Tolerances
 from shardformer.verify.small_models import LANGUAGE_MODEL, RandomBatches, SmallModel, sample_loss
 from shardformer.verify.train_both import VerifyJob
 from shardformer.verify.verification import report_here, verify
+from tests.pools import WorkerPools
 from tests.verify.tower import ForgetfulPolicy, Tower, TowerPolicy, distance, numbers
 
 pytestmark = pytest.mark.slow

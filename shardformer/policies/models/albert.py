@@ -8,16 +8,13 @@ from shardformer.policies.roles import MLP, Attention, AttentionInputs, Attentio
 
 
 class AlbertPolicy(RolePolicy):
+    attention = Attention(
+        "attention",
+        AttentionProjections(q="query", k="key", v="value", out="dense"),
+        inputs=AttentionInputs(entry="query", whole_sequence=True),
+    )
     stack = LayerStack(
-        "encoder.albert_layer_groups.*.albert_layers",
-        [
-            Attention(
-                "attention",
-                AttentionProjections(q="query", k="key", v="value", out="dense"),
-                inputs=AttentionInputs(entry="query", whole_sequence=True),
-            ),
-            MLP("ffn", up="", down=".ffn_output"),
-        ],
+        "encoder.albert_layer_groups.*.albert_layers", [attention, MLP("ffn", up="", down=".ffn_output")]
     )
     embeddings = "embeddings.word_embeddings"
     head = "predictions.decoder"

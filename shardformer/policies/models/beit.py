@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardformer.pipeline.layer_sequence import PipelineHints
 from shardformer.policies.role_policy import BETWEEN_LAYERS, BETWEEN_STAGES, RolePolicy
-from shardformer.policies.roles import MLP, Attention, AttentionProjections, LayerStack
+from shardformer.policies.roles import MLP, Q_K_V_O, Attention, LayerStack
 
 
 class BeitPolicy(RolePolicy):
@@ -13,7 +13,7 @@ class BeitPolicy(RolePolicy):
         [
             Attention(
                 "attention",
-                AttentionProjections(q="q_proj", k="k_proj", v="v_proj", out="o_proj"),
+                Q_K_V_O,
                 counts={
                     ".relative_position_bias.relative_position_bias_table?": "heads",
                     "attention_mask": ("heads", 1),

@@ -9,16 +9,14 @@ from shardformer.policies.roles import MLP, Attention, AttentionProjections, Lay
 
 
 class BloomPolicy(RolePolicy):
+    attention = Attention(
+        "self_attention",
+        AttentionProjections(qkv="query_key_value", interleaved=True, out="dense"),
+        counts={"num_heads": "heads", "alibi": ("heads", 0)},
+    )
     stack = LayerStack(
         "h",
-        [
-            Attention(
-                "self_attention",
-                AttentionProjections(qkv="query_key_value", interleaved=True, out="dense"),
-                counts={"num_heads": "heads", "alibi": ("heads", 0)},
-            ),
-            MLP("mlp", up="dense_h_to_4h", down="dense_4h_to_h"),
-        ],
+        [attention, MLP("mlp", up="dense_h_to_4h", down="dense_4h_to_h")],
         final_norm="ln_f",
         stages=PipelineHints(returns=1),
     )

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from shardformer.pipeline.layer_sequence import PipelineHints
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.policies.roles import MLP, Attention, AttentionProjections, LayerStack
+from shardformer.policies.roles import MLP, Q_K_V_OUT, Attention, LayerStack
 
 
 class GPTJPolicy(RolePolicy):
     stack = LayerStack(
         "h",
         [
-            Attention(
-                "attn",
-                AttentionProjections(q="q_proj", k="k_proj", v="v_proj", out="out_proj"),
-                counts={"num_attention_heads": "heads"},
-            ),
+            Attention("attn", Q_K_V_OUT, counts={"num_attention_heads": "heads"}),
             MLP("mlp", up="fc_in", down="fc_out", exits_with="attn.out_proj"),
         ],
         final_norm="ln_f",

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.policies.roles import MLP, Attention, AttentionProjections, LayerStack
+from shardformer.policies.roles import MLP, Q_K_V_O, Attention, LayerStack
 
 
 class LlamaPolicy(RolePolicy):
+    attention = Attention("self_attn", Q_K_V_O, counts={"num_key_value_groups": "groups"})
     stack = LayerStack(
-        "layers",
-        [
-            Attention(
-                "self_attn",
-                AttentionProjections(q="q_proj", k="k_proj", v="v_proj", out="o_proj"),
-                counts={"num_key_value_groups": "groups"},
-            ),
-            MLP("mlp", up=["gate_proj", "up_proj"], down="down_proj"),
-        ],
-        final_norm="norm",
+        "layers", [attention, MLP("mlp", up=["gate_proj", "up_proj"], down="down_proj")], final_norm="norm"
     )
     embeddings = "embed_tokens"
     head = "lm_head"

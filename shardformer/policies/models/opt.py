@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from shardformer.pipeline.layer_sequence import PipelineHints
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.policies.roles import MLP, Attention, AttentionProjections, LayerStack
+from shardformer.policies.roles import MLP, Q_K_V_OUT, Attention, LayerStack
 
 
 class OPTPolicy(RolePolicy):
+    attention = Attention("self_attn", Q_K_V_OUT, counts={"num_heads": "heads"})
     stack = LayerStack(
         "decoder.layers",
-        [
-            Attention(
-                "self_attn",
-                AttentionProjections(q="q_proj", k="k_proj", v="v_proj", out="out_proj"),
-                counts={"num_heads": "heads"},
-            ),
-            MLP("fc1", up="", down=".fc2"),
-        ],
+        [attention, MLP("fc1", up="", down=".fc2")],
         final_norm="decoder.final_layer_norm?",
         stages=PipelineHints(after=["decoder.project_out?"]),
     )

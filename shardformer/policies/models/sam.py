@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from shardformer.pipeline.layer_sequence import LayerSequence, PipelineHints
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.policies.roles import MLP, Attention, AttentionInputs, AttentionProjections, LayerStack, Role
+from shardformer.policies.roles import (
+    MLP,
+    Q_K_V_OUT,
+    Attention,
+    AttentionInputs,
+    AttentionProjections,
+    LayerStack,
+    Role,
+)
 
 
 def _attention(at: str) -> Attention:
     return Attention(
         at,
-        AttentionProjections(q="q_proj", k="k_proj", v="v_proj", out="out_proj"),
+        Q_K_V_OUT,
         counts={"num_attention_heads": "heads"},
         inputs=AttentionInputs(arguments=["key", "value"]),
     )

@@ -4,24 +4,16 @@ from __future__ import annotations
 
 from shardformer.pipeline.layer_sequence import PipelineHints
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.policies.roles import MLP, Attention, AttentionInputs, AttentionProjections, LayerStack
+from shardformer.policies.roles import MLP, Q_K_V_O, Attention, AttentionInputs, AttentionProjections, LayerStack
 
 AGAINST_SEQUENCE = "its windows cut the image anew in every layer, so no sequence stays cut between them"
 BIAS = "continuous_position_bias_mlp.2"
 
 
 class SwinPolicy(RolePolicy):
+    attention = Attention("attention", Q_K_V_O, counts={"relative_position_bias.relative_position_bias_table": "heads"})
     stack = LayerStack(
-        "encoder.layers.*.blocks",
-        [
-            Attention(
-                "attention",
-                AttentionProjections(q="q_proj", k="k_proj", v="v_proj", out="o_proj"),
-                counts={"relative_position_bias.relative_position_bias_table": "heads"},
-            ),
-            MLP("mlp", up="fc1", down="fc2"),
-        ],
-        stages=PipelineHints(returns=2),
+        "encoder.layers.*.blocks", [attention, MLP("mlp", up="fc1", down="fc2")], stages=PipelineHints(returns=2)
     )
     whole = ("embeddings", "encoder.layers.*.downsample?", ".decoder")
     num_heads = ".num_attention_heads"

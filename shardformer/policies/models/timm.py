@@ -64,25 +64,22 @@ class _UnsupportedMethod:
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         if self.name in REBUILD:
             raise ConfigError(
-                f"{self.name} on a sharded model",
-                rule="Weights are compared, cut and their gradients agreed on between ranks when a model is sharded",
-                remedy=f"Call {self.name} on the plain model, then shard it",
+                f"{self.name} on a sharded model", remedy=f"Call {self.name} on the plain model, then shard it"
             )
-        raise ConfigError(
-            f"{self.name} with sequence parallelism",
-            rule="Between the blocks each tensor rank holds its own part of the sequence only",
-            remedy="Leave sequence parallelism off for it",
-        )
+        raise ConfigError(f"{self.name} with sequence parallelism", remedy="Leave sequence parallelism off for it")
 
 
 BIASES = {"q_bias?": "width", "k_bias?": "width", "v_bias?": "width"}
 OUTSIDE = ("patch_embed", "pos_embed?", "cls_token?", "reg_token?", "attn_pool?", "head?")
 
 
+FUSED = AttentionProjections(qkv="qkv", out="proj")
+
+
 class TimmBeitPolicy(TimmPolicy):
     attention = Attention(
         "attn",
-        AttentionProjections(qkv="qkv", out="proj"),
+        FUSED,
         counts={"num_heads": "heads", **BIASES, "relative_position_bias_table?": ("heads", -1)},
         inputs=AttentionInputs(give_width=True),
     )
@@ -114,11 +111,7 @@ class TimmEvaPolicy(TimmPolicy):
 
 
 class TimmSwinPolicy(TimmPolicy):
-    attention = Attention(
-        "attn",
-        AttentionProjections(qkv="qkv", out="proj"),
-        counts={"num_heads": "heads", "relative_position_bias_table": ("heads", -1)},
-    )
+    attention = Attention("attn", FUSED, counts={"num_heads": "heads", "relative_position_bias_table": ("heads", -1)})
     stack = LayerStack("layers.*.blocks", [attention, TIMM_MLP])
     whole = ("patch_embed", "layers.*.downsample", "head?")
     against_sequence = AGAINST_SEQUENCE
@@ -127,7 +120,7 @@ class TimmSwinPolicy(TimmPolicy):
 class TimmSwinV2Policy(TimmPolicy):
     attention = Attention(
         "attn",
-        AttentionProjections(qkv="qkv", out="proj"),
+        FUSED,
         counts={
             "num_heads": "heads",
             **BIASES,
@@ -143,26 +136,11 @@ class TimmSwinV2Policy(TimmPolicy):
 
 
 class TimmViTPolicy(TimmPolicy):
-    stack = LayerStack(
-        "blocks",
-        [
-            Attention(
-                "attn",
-                AttentionProjections(qkv="qkv", out="proj"),
-                counts={"num_heads": "heads", "attn_dim?": "width", "norm": "heads"},
-                inputs=AttentionInputs(give_width=True),  # where there is no attn_dim
-            ),
-            TIMM_MLP,
-        ],
-        final_norm="norm",
+    attention = Attention(
+        "attn",
+        FUSED,
+        counts={"num_heads": "heads", "attn_dim?": "width", "norm": "heads"},
+        inputs=AttentionInputs(give_width=True),  # where there is no attn_dim
     )
-    whole = (
-        "patch_embed",
-        "pos_embed?",
-        "cls_token?",
-        "reg_token?",
-        "dist_token?",
-        "attn_pool?",
-        "head?",
-        "head_dist?",
-    )
+    stack = LayerStack("blocks", [attention, TIMM_MLP], final_norm="norm")
+    whole = (*OUTSIDE, "dist_token?", "head_dist?")

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.policies.roles import MLP, Attention, AttentionProjections, LayerStack
+from shardformer.policies.roles import MLP, Q_K_V_O, Attention, LayerStack
 
 
 class ViTPolicy(RolePolicy):
     stack = LayerStack(
-        "layers",
-        [
-            Attention("attention", AttentionProjections(q="q_proj", k="k_proj", v="v_proj", out="o_proj")),
-            MLP("mlp", up="fc1", down="fc2"),
-        ],
-        final_norm="layernorm",
+        "layers", [Attention("attention", Q_K_V_O), MLP("mlp", up="fc1", down="fc2")], final_norm="layernorm"
     )
     whole = ("embeddings", "pooler?")

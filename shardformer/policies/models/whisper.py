@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from shardformer.policies.role_policy import BETWEEN_LAYERS, BETWEEN_STAGES, RolePolicy
-from shardformer.policies.roles import MLP, Attention, AttentionInputs, AttentionProjections, LayerStack
+from shardformer.policies.roles import MLP, Q_K_V_OUT, Attention, AttentionInputs, LayerStack
 
 CONTEXT = AttentionInputs(from_context=True)
 FEED_FORWARD = MLP("fc1", up="", down=".fc2")
 
 
 def _attention(at: str, **kwargs: Any) -> Attention:
-    projections = AttentionProjections(q="q_proj", k="k_proj", v="v_proj", out="out_proj")
-    return Attention(at, projections, counts={"num_heads": "heads"}, **kwargs)
+    return Attention(at, Q_K_V_OUT, counts={"num_heads": "heads"}, **kwargs)
 
 
 class WhisperPolicy(RolePolicy):

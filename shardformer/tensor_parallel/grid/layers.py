@@ -56,9 +56,7 @@ def hidden_splits(full: int, grid: TensorGrid) -> list[AnySplit]:
     size = grid.contraction.size * grid.row.size
     if full < size:
         raise ConfigError(
-            f"{full} hidden features over {size} ranks of the tensor grid {grid}",
-            rule="Each rank has at least one of them",
-            remedy="Use fewer rows",
+            f"{full} hidden features over {size} ranks of the tensor grid {grid}", remedy="Use fewer rows"
         )
     contraction = grid.contraction
     of_contraction = [Split.even(full, contraction.size, axes=(contraction.name,))] if grid.mode == "3d" else []

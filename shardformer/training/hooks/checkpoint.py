@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import time
 from pathlib import Path
 from typing import Any
 
 from shardformer.checkpoint.directory import CheckpointRetention
-from shardformer.errors import ConfigError
+from shardformer.errors import ConfigError, check_int, check_number
 from shardformer.filesystem.atomic_write import path_of
 from shardformer.training.engine import has_checkpoint, take_folder
 from shardformer.training.hook import Hook, TrainerProtocol
-from shardformer.training.hooks.json_lines import check_every
 
 
 class Checkpoint(Hook):
@@ -54,14 +52,9 @@ class Checkpoint(Hook):
         resume: bool = True,
     ) -> None:
         if every_steps is not None:
-            check_every("Checkpoint", every_steps, "every_steps")
-        is_number = isinstance(every_minutes, (int, float)) and not isinstance(every_minutes, bool)
-        if every_minutes is not None and (not is_number or not 0 < every_minutes <= math.inf):
-            raise ConfigError(
-                f"Checkpoint(every_minutes={every_minutes!r})",
-                rule="It is a number of minutes above 0",
-                remedy="Write every_minutes=10, or leave it out",
-            )
+            check_int("Checkpoint.every_steps", every_steps, unit="steps", example=10)
+        if every_minutes is not None:
+            check_number("Checkpoint.every_minutes", every_minutes, unit="minutes", example=10)
         self.folder = path_of(folder)
         self.every_steps, self.every_minutes, self.every_epoch = every_steps, every_minutes, every_epoch
         self.at_end, self.saves_on_signal, self.resume = at_end, on_signal, resume
@@ -83,7 +76,6 @@ class Checkpoint(Hook):
         elif trainer.step == 0:
             raise ConfigError(
                 f"Checkpoint({str(self.folder)!r}, resume=False), and the folder holds checkpoints",
-                rule="A run that begins anew would mix its checkpoints with those of another one",
                 remedy="Give another folder, or resume=True to go on from them",
             )
 

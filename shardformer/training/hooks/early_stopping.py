@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from shardformer.errors import ConfigError, InputError, did_you_mean
+from shardformer.errors import InputError, check_choice, check_int, check_number, did_you_mean
 from shardformer.training.hook import Hook, TrainerProtocol, check_validates
 
 MODES = ("min", "max")
@@ -37,21 +37,9 @@ class EarlyStopping(Hook):
     def __init__(
         self, metric: str = "validation/loss", patience: int = 3, mode: str = "min", min_delta: float = 0.0
     ) -> None:
-        if mode not in MODES:
-            rule = "Less is better, or more is: min or max"
-            raise ConfigError(f"EarlyStopping(mode={mode!r})", rule=rule, remedy=did_you_mean(str(mode), MODES))
-        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
-            raise ConfigError(
-                f"EarlyStopping(patience={patience!r})",
-                rule="It is a number of validations, from 1 on",
-                remedy="Write patience=3",
-            )
-        if not 0 <= min_delta < math.inf:
-            raise ConfigError(
-                f"EarlyStopping(min_delta={min_delta!r})",
-                rule="It is by how much a value has to be better, in either mode: a number from 0 on",
-                remedy="Write min_delta=0.001, or leave it out",
-            )
+        check_choice("EarlyStopping.mode", mode, MODES)
+        check_int("EarlyStopping.patience", patience, unit="validations", example=3)
+        check_number("EarlyStopping.min_delta", min_delta, least=0, below=math.inf, example=0.001)
         self.metric, self.patience, self.mode, self.min_delta = metric, patience, mode, min_delta
         self.best: float | None = None
         self.without_progress = 0

@@ -8,7 +8,7 @@ import warnings
 from collections import deque
 from typing import Any
 
-from shardformer.errors import ConfigError, InputError
+from shardformer.errors import InputError, check_argument, check_int
 from shardformer.training.hook import Hook, TrainerProtocol
 from shardformer.zero.mixed_precision import MixedPrecision
 
@@ -35,18 +35,10 @@ class GradientMonitor(Hook):
     """
 
     def __init__(self, factor: float | None = 10.0, patience: int = 10) -> None:
-        if factor is not None and (isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 1):
-            raise ConfigError(
-                f"GradientWatch(factor={factor!r})",
-                rule="It is how many times its median a norm is when it is warned of: a number above 1",
-                remedy="Write factor=10, or None",
-            )
-        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
-            raise ConfigError(
-                f"GradientWatch(patience={patience!r})",
-                rule="It is a number of steps in a row, from 1 on",
-                remedy="Write patience=10, or leave it out",
-            )
+        is_factor = factor is None or (isinstance(factor, int | float) and not isinstance(factor, bool) and factor > 1)
+        rule = "It is how many times its median a norm is when it is warned of: a number above 1"
+        check_argument("GradientMonitor.factor", factor, is_factor, rule, "Write factor=10, or None")
+        check_int("GradientMonitor.patience", patience, unit="steps", example=10)
         self.factor, self.patience = factor, patience
         self._norms: deque[float] = deque(maxlen=REMEMBERED)
         self._bad = 0
@@ -67,7 +59,7 @@ class GradientMonitor(Hook):
                 raise InputError(
                     f"The loss is {trainer.values['loss']} and the norm of the gradients {norm}: not finite in "
                     f"{self._bad} steps in a row, up to step {trainer.step}",
-                    rule=f"GradientWatch ends a run behind {self.patience} such steps",
+                    rule=f"GradientMonitor ends a run behind {self.patience} such steps",
                     remedy="Go on from a checkpoint before them, with a lower learning rate or max_grad_norm; or look "
                     "at the data",
                 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from shardformer.errors import ConfigError
+from shardformer.errors import check_int
 from shardformer.filesystem.atomic_write import path_of
 from shardformer.training.hook import Hook, TrainerProtocol
 from shardformer.training.metrics_log import MetricsRecord, MetricsWriter
@@ -30,7 +30,7 @@ class JsonLines(Hook):
     """
 
     def __init__(self, folder: str | Path, every: int = 1) -> None:
-        check_every("JsonLines", every)
+        check_int("JsonLines.every", every, unit="steps", example=10)
         self.folder, self.every = path_of(folder), every
         self._writer: MetricsWriter | None = None
         self._seconds_before = 0.0
@@ -68,13 +68,3 @@ class JsonLines(Hook):
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-
-
-def check_every(name: str, every: Any, argument: str = "every") -> None:
-    """Raises ConfigError for what is no number of steps."""
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ConfigError(
-            f"{name}({argument}={every!r})",
-            rule="It is a number of steps, from 1 on",
-            remedy=f"Write {argument}=10, or leave it out",
-        )

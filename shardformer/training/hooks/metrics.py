@@ -72,7 +72,6 @@ class Metrics(Hook):
         if labels.dim() == output.dim():
             raise InputError(
                 f"Metrics compares classes, and the labels of this model have the shape {tuple(labels.shape)}",
-                rule="An output has a logit for each class, and a label is the number of one",
                 remedy="Leave the hook out, or compute your own in on_validation_batch",
             )
         predictions = output.argmax(-1).cpu()
@@ -96,7 +95,6 @@ class Metrics(Hook):
         if len(labels) == 0:
             raise InputError(
                 "The validation data has no label that counts",
-                rule=f"A label is the number of a class; {IGNORED} says that there is none",
                 remedy="Give validation data with labels, or leave the hook Metrics out",
             )
         for name, function in self._functions.items():
@@ -137,7 +135,6 @@ def _of_sklearn(name: str) -> Callable[[Any, Any], float]:
     except ImportError as error:
         raise ConfigError(
             f"Metrics({name!r}), and scikit-learn is not installed",
-            rule="Metrics by name are those of scikit-learn",
             remedy=f"pip install 'shardformer[metrics]', or give a function: Metrics({name}=...)",
         ) from error
     if name == "f1":

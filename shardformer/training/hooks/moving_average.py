@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardformer.errors import ConfigError, InputError
+from shardformer.errors import ConfigError, InputError, check_int, check_number
 from shardformer.layout.sharding_metadata import find_metadata
 from shardformer.offload.host import OffloadConfig
 from shardformer.training.hook import Hook, TrainerProtocol
@@ -53,16 +53,8 @@ class MovingAverage(Hook):
     """
 
     def __init__(self, decay: float = 0.999, every: int = 1, warmup: bool = True, validate: bool = True) -> None:
-        if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay < 1:
-            raise ConfigError(
-                f"MovingAverage(decay={decay!r})",
-                rule="It is what is kept of the average in an update: a number from 0 to below 1",
-                remedy="Write decay=0.999",
-            )
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ConfigError(
-                f"MovingAverage(every={every!r})", rule="It is a number of steps, from 1 on", remedy="Write every=1"
-            )
+        check_number("MovingAverage.decay", decay, least=0, below=1, example=0.999)
+        check_int("MovingAverage.every", every, unit="steps")
         self.decay, self.every, self.warmup, self.validate = decay, every, warmup, validate
         self.updates = 0
         self._step = 0  # up to which the average is kept
@@ -120,7 +112,6 @@ class MovingAverage(Hook):
         if self._weights is not None:
             raise InputError(
                 "A checkpoint was to be saved while the averaged weights are applied",
-                rule="It holds the weights that are trained, and the average beside them",
                 remedy="Save behind the with, or use engine.export in it",
             )
         self._hand_in(trainer.engine)
@@ -174,7 +165,6 @@ class MovingAverage(Hook):
         if found is None:
             raise InputError(
                 f"MovingAverage knows nothing of a parameter of the shape {tuple(param.shape)}",
-                rule="It averages what the optimizers have while fit runs",
                 remedy="Call fit first, and engine.reshape between two calls of fit",
             )
         if found.device != param.device:  # what rests on the host may have moved to the device
@@ -188,7 +178,6 @@ class MovingAverage(Hook):
         if self._weights is not None:
             raise InputError(
                 "The averaged weights were to be applied, and they are",
-                rule="What was there before is kept once",
                 remedy="Leave the other with first; a validation applies them itself, unless validate=False",
             )
         averages = [(p, self._average_of(p, optimizer.state.get(p))) for optimizer, p in _slots(engine)]
@@ -223,9 +212,7 @@ def _check(engine: Any) -> None:
         )
     if offload.folder is not None:
         raise ConfigError(
-            f"MovingAverage beside offload={offload.to!r}",
-            rule="The average is one of masters that are in memory behind a step, and not in files",
-            remedy="Use offload='cpu', or leave the hook out",
+            f"MovingAverage beside offload={offload.to!r}", remedy="Use offload='cpu', or leave the hook out"
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from shardformer.errors import ConfigError
+from shardformer.errors import ConfigError, check_int
 from shardformer.filesystem.atomic_write import path_of, replace_text, replacing
 from shardformer.training.hook import Hook, TrainerProtocol
 
@@ -39,12 +39,7 @@ class Profiler(Hook):
         self, folder: str | Path, wait: int = 1, active: int = 2, repeat: int = 1, memory: bool = True
     ) -> None:
         for name, value, least in (("wait", wait, 0), ("active", active, 1), ("repeat", repeat, 1)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(
-                    f"Profiler({name}={value!r})",
-                    rule=f"It is a whole number from {least} on",
-                    remedy=f"Write {name}={max(least, 1)}",
-                )
+            check_int(f"Profiler.{name}", value, least)
         self.folder, self.memory = path_of(folder), memory
         self._schedule = schedule(wait=wait, warmup=1, active=active, repeat=repeat)
         self._profile: Any = None
@@ -58,7 +53,6 @@ class Profiler(Hook):
         if self._place.is_symlink():
             raise ConfigError(
                 f"Profiler({str(self.folder)!r}): {self._place.name} in it is a symbolic link",
-                rule="Traces are written into this folder, not where a link in it leads",
                 remedy="Remove the link, or give another folder",
             )
         self._place.mkdir(parents=True, exist_ok=True)

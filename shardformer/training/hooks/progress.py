@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from shardformer.errors import ConfigError
+from shardformer.errors import check_number
 from shardformer.training.hook import Hook, TrainerProtocol
 
 if TYPE_CHECKING:
@@ -29,12 +29,7 @@ class Progress(Hook):
     """
 
     def __init__(self, every_s: float = 10.0) -> None:
-        if isinstance(every_s, bool) or not isinstance(every_s, (int, float)) or not every_s >= 0:
-            raise ConfigError(
-                f"Progress(every_s={every_s!r})",
-                rule="It is a number of seconds, from 0 on, from one line to the next",
-                remedy="Write every_s=10, or leave it out",
-            )
+        check_number("Progress.every_s", every_s, least=0, unit="seconds", example=10)
         self.every_s = every_s
         self._bar: Any = None
         self._task: Any = None

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from shardformer.errors import ConfigError
+from shardformer.errors import ConfigError, check_int
 from shardformer.filesystem.atomic_write import path_of
 from shardformer.training.hook import Hook, TrainerProtocol
-from shardformer.training.hooks.json_lines import VALIDATION, check_every
+from shardformer.training.hooks.json_lines import VALIDATION
 
 
 class TensorBoard(Hook):
@@ -25,7 +25,7 @@ class TensorBoard(Hook):
     """
 
     def __init__(self, folder: str | Path, every: int = 1) -> None:
-        check_every("TensorBoard", every)
+        check_int("TensorBoard.every", every, unit="steps", example=10)
         self.folder, self.every = path_of(folder), every
         self._writer: Any = None
         _summary_writer()
@@ -69,7 +69,6 @@ def _summary_writer() -> Any:
     except ImportError as error:
         raise ConfigError(
             "The hook TensorBoard is asked for, and tensorboard is not installed",
-            rule="TensorBoard's files are written by its own library",
             remedy="pip install 'shardformer[tensorboard]', or use the hook JsonLines",
         ) from error
     return SummaryWriter

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from shardformer.comm.collectives import all_reduce
-from shardformer.errors import ConfigError
+from shardformer.errors import check_int
 from shardformer.training.hook import Hook, TrainerProtocol
 
 
@@ -38,12 +38,7 @@ class Throughput(Hook):
     """
 
     def __init__(self, window: int = 20, flops: bool = True) -> None:
-        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-            raise ConfigError(
-                f"Throughput(window={window!r})",
-                rule="It is a number of steps, from 1 on, over which the mean is taken",
-                remedy="Write window=20, or leave it out",
-            )
+        check_int("Throughput.window", window, unit="steps", example=20)
         self.window, self.flops = window, flops
         self._steps: deque[tuple[float, int, int]] = deque(maxlen=window)
         self._counter: _Counter | None = None

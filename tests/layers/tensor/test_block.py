@@ -19,11 +19,12 @@ from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.errors import ConfigError
 from shardformer.layout.activation_layout import SEQUENCE_PARALLEL, ActivationLayout
 from shardformer.layout.sharding_metadata import shard_specs
-from shardformer.local_ranks.worker_pool import WorkerPool, WorkerPools
+from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.tensor_parallel.block import TensorParallelBlock
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
 from shardformer.tensor_parallel.sequence_parallel import StackActivations
+from tests.pools import WorkerPools
 
 B, S, H, F = 2, 7, 6, 9
 MODES = ("plain", "sequence", "overlap")

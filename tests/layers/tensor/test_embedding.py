@@ -13,9 +13,10 @@ from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.errors import ConfigError, InputError
 from shardformer.layout.sharding_metadata import shard_specs
 from shardformer.local_ranks.threads import run_as_threads
-from shardformer.local_ranks.worker_pool import WorkerPool, WorkerPools
+from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.tensor_parallel.layers import Embedding1D, VocabParallelEmbedding1D
+from tests.pools import WorkerPools
 
 KINDS = {"vocabulary": VocabParallelEmbedding1D, "width": Embedding1D}
 B, S, V, H = 2, 5, 127, 10

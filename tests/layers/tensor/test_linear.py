@@ -16,10 +16,11 @@ from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.errors import ConfigError
 from shardformer.layout.shard_spec import Split
 from shardformer.layout.sharding_metadata import shard_specs
-from shardformer.local_ranks.worker_pool import WorkerPool, WorkerPools
+from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.tensor_parallel.layers import FusedLinear1D_Col, Linear1D_Col, Linear1D_Row, VocabParallelLMHead1D
 from shardformer.tensor_parallel.vocab_parallel_logits import VocabParallelLogits
+from tests.pools import WorkerPools
 
 B, S = 2, 3
 over_two_and_four = pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -10,8 +10,8 @@ MUTANTS = [
     mutant(
         "llama-repeats-shared-heads",
         "shardformer/policies/models/llama.py",
-        'counts={"num_key_value_groups": "groups"},',
-        "counts={},",
+        'counts={"num_key_value_groups": "groups"})',
+        "counts={})",
         "LLaMA with more tensor ranks than KV heads repeats KV heads as often as on one device.",
         first=(
             "tests/policies/test_heads.py::test_llama_trains_alike_where_ranks_share_kv_heads",
