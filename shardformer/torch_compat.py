@@ -13,8 +13,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.autograd import Variable
 from torch.distributed import distributed_c10d
 from torch.optim import Adagrad, Optimizer
+
+at_end_of_backward: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
+"""Called in a backward: autograd calls the function when the backward has ended; not if the backward raises.
+
+Activation checkpointing with ``use_reentrant=True`` runs a backward of its own within the backward.
+"""
 
 COMPILED_CALL = "_compiled_call_impl"
 """The attribute of a module with what ``module.compile()`` made of its call."""

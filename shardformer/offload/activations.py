@@ -17,7 +17,6 @@ from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardformer.comm.collectives import digest, start_all_gather_into
@@ -41,7 +40,7 @@ from shardformer.offload.saved_tensors import (
     storage_range,
 )
 from shardformer.tensor_parallel.sequence_parallel import first_tensor
-from shardformer.torch_compat import to_list
+from shardformer.torch_compat import at_end_of_backward, to_list
 
 PURPOSE = "activations"
 
@@ -383,8 +382,7 @@ class ActivationStore:
         self._graphs.add(graph)
         if task != self._task:
             self._task = task
-            queue: Any = Variable._execution_engine
-            queue.queue_callback(self._end_backward)
+            at_end_of_backward(self._end_backward)
 
     def _end_backward(self) -> None:
         """What is still to come is for another backward of the same graph."""

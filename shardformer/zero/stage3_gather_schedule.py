@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
 from shardformer.comm.collective_call import come
@@ -21,7 +20,7 @@ from shardformer.layout.sharding_metadata import ShardingMetadata
 from shardformer.mesh.parallel_context import Axis
 from shardformer.offload.host import HostMemory
 from shardformer.offload.saved_tensors import SavedTensorHooks, check_version
-from shardformer.torch_compat import memory_of
+from shardformer.torch_compat import at_end_of_backward, memory_of
 from shardformer.transformers_compat import decode_together
 from shardformer.zero.config import ZeroOptions
 from shardformer.zero.flat_shards import FlatShard, UnshardOptions
@@ -457,8 +456,7 @@ class GatherScheduler:
         """
         if not self._is_ending:
             self._is_ending = True
-            queue: Any = Variable._execution_engine
-            queue.queue_callback(self._end_backward)
+            at_end_of_backward(self._end_backward)
 
     def _end_backward(self) -> None:
         if self._kind is not None and self._is_backward:
