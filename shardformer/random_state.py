@@ -16,13 +16,12 @@ from typing import Any, cast
 import numpy
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import get_worker_info
 
 from shardformer.comm.collectives import all_gather_numbers, broadcast, broadcast_object
 from shardformer.mesh.parallel_context import Axis
 from shardformer.module_paths import find_configs
-from shardformer.torch_compat import to_list, without_fake_tensors
+from shardformer.torch_compat import DropoutBase, to_list, without_fake_tensors
 
 
 class LocalRandomState:
@@ -296,7 +295,7 @@ def uses_dropout(model: nn.Module) -> bool:
             module, "drop_prob", None
         ):
             return True
-        if isinstance(module, _DropoutNd) and module.p > 0:
+        if isinstance(module, DropoutBase) and module.p > 0:
             return True
     fields = [item for config in find_configs(model) for item in vars(config).items()]
     return any("drop" in name and isinstance(v, float) and v > 0 for name, v in fields)

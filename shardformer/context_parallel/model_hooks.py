@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map, tree_map_with_path
 
 from shardformer.comm.collectives import all_gather_numbers
 from shardformer.comm.deferred_tensor import resolve_deferred
@@ -34,6 +33,13 @@ from shardformer.context_parallel.sequence_sharded_tensor import (
 from shardformer.errors import InputError
 from shardformer.random_state import LocalRandomState
 from shardformer.tensor_parallel.sequence_parallel import first_tensor, with_first_output
+from shardformer.torch_compat import (
+    current_graph_task_id,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_map_with_path,
+)
 from shardformer.transformers_compat import arguments_of, caches_in, without_caches
 
 # B batch, S sequence, H hidden; s: this rank's positions
@@ -112,7 +118,7 @@ class StackHook:
 
     def _enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = self._run
-        again = torch._C._current_graph_task_id() >= 0
+        again = current_graph_task_id() >= 0
         if not again and not run.is_open:
             run.now = None
             return None
@@ -165,7 +171,7 @@ class StackHook:
 
     def _leave(self, layer: nn.Module, args: Any, output: Any) -> Any:
         run = self._run
-        if torch._C._current_graph_task_id() >= 0 or self._full is None:
+        if current_graph_task_id() >= 0 or self._full is None:
             return output
         rows, self._full = run.rows(self._full), None
         run.now = None
@@ -226,7 +232,7 @@ class FullSequenceHook:
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run, hidden = self._run, first_tensor(args, kwargs)
         self._now = now = self._before = run.now
-        again = torch._C._current_graph_task_id() >= 0
+        again = current_graph_task_id() >= 0
         if now is None and again:  # a layer that is computed again
             self._now = now = run.of_part(hidden.shape[1])
         if now is None:

@@ -31,7 +31,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
-from torch.utils._pytree import tree_any, tree_map_only
 
 from shardformer.comm.autograd_collectives import once_differentiable
 from shardformer.comm.collectives import all_gather, all_reduce, start_all_to_all
@@ -41,6 +40,7 @@ from shardformer.errors import InputError
 from shardformer.mesh.parallel_context import Axis
 from shardformer.random_state import LocalRandomState
 from shardformer.tensor_parallel.vocab_sharded_tensor import metadata_of_wrapper
+from shardformer.torch_compat import current_graph_task_id, make_wrapper_subclass, tree_any, tree_map_only
 
 # B batch, S sequence, H hidden, V vocabulary, P ranks; s: this rank's positions
 
@@ -59,7 +59,7 @@ def set_inside_model(is_now: bool) -> None:
 
 def is_inside() -> bool:
     """In a backward, too: what runs there is a part of the model that is computed again."""
-    return getattr(_INSIDE, "now", False) or torch._C._current_graph_task_id() >= 0
+    return getattr(_INSIDE, "now", False) or current_graph_task_id() >= 0
 
 
 class SequenceShardedTensorBase(Tensor):
@@ -76,8 +76,9 @@ class SequenceShardedTensorBase(Tensor):
     @staticmethod
     def __new__(cls: type[Self], local: Tensor, rows: IndexShards, dim: int) -> Self:
         shape = [rows.full if d == dim else size for d, size in enumerate(local.shape)]
-        make: Callable[..., Self] = torch.Tensor._make_wrapper_subclass
-        self = make(cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad)
+        self: Self = make_wrapper_subclass(
+            cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
+        )
         self.local, self.rows, self.cut_dim, self._full = local, rows, dim, None
         return self
 

@@ -28,16 +28,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.mesh.rank_grid import RankGrid
 from shardformer.mesh.transport import Meeting, RankGroups, Transport, Word, Work
-from shardformer.torch_compat import has_data
+from shardformer.torch_compat import (
+    FakeCopyMode,
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    has_data,
+    lifted_on_cpu,
+    register_python_backend,
+    storage_id,
+    tree_leaves,
+    tree_map_only,
+)
 from shardformer.torch_patches import Patch, Undo, temporarily
 
 
@@ -160,11 +167,11 @@ class MemoryTracker(TorchDispatchMode):
 
     def _see(self, values: Iterable[Any]) -> None:
         for storage in (x.untyped_storage() for x in values if isinstance(x, Tensor)):
-            if storage._cdata not in self._known:
-                self._known.add(storage._cdata)
+            if (key := storage_id(storage)) not in self._known:
+                self._known.add(key)
                 self.live += storage.nbytes()
                 self.peak = max(self.peak, self.live)
-                weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+                weakref.finalize(storage, self._gone, key, storage.nbytes())
 
     def _gone(self, key: int, num_bytes: int) -> None:
         self._known.discard(key)
@@ -247,11 +254,9 @@ NAME = "fakegpu"
 @functools.cache
 def fake_device() -> torch.device:
     """Registers the fake accelerator in this process, once, and returns its first device."""
-    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch calls the interface experimental
-        _setup_privateuseone_for_python_backend(NAME, _Accelerator(NAME))
+        register_python_backend(NAME, _Accelerator(NAME))
     return torch.device(NAME, 0)
 
 
@@ -322,13 +327,8 @@ def on_fake_device(device: torch.device) -> Iterator[Callable[[Any], Any]]:
     A model is changed and returned; its parameters become new ones, tied parameters stay tied.
     """
     # In one thread: an error in a device's own backward thread would abort the process.
-    lifts = torch._C._only_lift_cpu_tensors()
-    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor makes its numbers fake before they go to the device
-    try:
-        with torch.autograd.set_multithreading_enabled(False), fake_tensors() as copied, _WithoutNumbers():
-            yield partial(_to, device, copied)
-    finally:
-        torch._C._set_only_lift_cpu_tensors(lifts)
+    with torch.autograd.set_multithreading_enabled(False), lifted_on_cpu(), fake_tensors() as copied, _WithoutNumbers():
+        yield partial(_to, device, copied)
 
 
 def _to(device: torch.device, copied: Callable[[Any], Any], value: Any) -> Any:
@@ -374,6 +374,6 @@ def misplaced(
             states = optimizer.state.get(param, {}).items()
             found |= {f"{name}: {key} of {number}": x for key, x in states if isinstance(x, Tensor) and x.dim()}
     for name, value in (extra or {}).items():
-        leaves = torch.utils._pytree.tree_leaves(value)
+        leaves = tree_leaves(value)
         found |= {f"{name} ({number})": x for number, x in enumerate(leaves) if isinstance(x, Tensor)}
     return [f"{name} on {x.device}" for name, x in found.items() if x.device != device]

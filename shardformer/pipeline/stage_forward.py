@@ -19,7 +19,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
@@ -28,7 +27,7 @@ from shardformer.errors import ConfigError
 from shardformer.pipeline.layer_sequence import LayerRange, LayerSequence, StackDescription
 from shardformer.random_state import RandomUseDetector, seed_random
 from shardformer.tensor_parallel.sequence_parallel import first_tensor
-from shardformer.torch_compat import has_data
+from shardformer.torch_compat import has_data, tree_leaves
 
 
 class MissingParams:

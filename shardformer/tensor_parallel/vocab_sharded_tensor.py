@@ -14,6 +14,7 @@ from shardformer.comm.autograd_collectives import gather_from_region
 from shardformer.errors import InputError
 from shardformer.layout.shard_spec import Split
 from shardformer.mesh.parallel_context import Axis
+from shardformer.torch_compat import DisableTorchFunctionSubclass, make_wrapper_subclass
 
 # B batch, S sequence, V vocabulary; lower case: this rank's part (v columns of V)
 
@@ -23,7 +24,7 @@ ViewReplay = Callable[[Tensor], Tensor]
 
 def metadata_of_wrapper(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Shape, dtype, device and the like, which a wrapper that torch made knows."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
@@ -53,8 +54,7 @@ class VocabShardedTensor(Tensor):
         cls: type[Self], local: Tensor, axis: Axis, bounds: tuple[int, ...], vocab_dim: int, dtype: torch.dtype
     ) -> Self:
         shape = [bounds[-1] if dim == vocab_dim else size for dim, size in enumerate(local.shape)]
-        make: Callable[..., Self] = torch.Tensor._make_wrapper_subclass
-        self = make(cls, shape, dtype=dtype, device=local.device)
+        self: Self = make_wrapper_subclass(cls, shape, dtype=dtype, device=local.device)
         self._local, self._full, self._origin = local, None, None
         self._writes, self._writes_seen = [0], 0
         self.axis, self.bounds, self.vocab_dim = axis, bounds, vocab_dim
@@ -149,7 +149,7 @@ def local_shard(x: VocabShardedTensor) -> Tensor:
         base, replay = x._origin
         _rewrite(x, replay(base.full_tensor()))
     if not x._local.requires_grad and torch.is_grad_enabled():
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             has_history = x.requires_grad
         if has_history:
             x._local = _Unshard.apply(x)
@@ -188,7 +188,7 @@ def write_full(x: VocabShardedTensor, how: Callable[[Tensor], Any]) -> tuple[Ten
 def _rewrite(x: VocabShardedTensor, full: Tensor) -> None:
     """Makes ``full`` the values and the history of ``x``."""
     local = local_slice_like(full, x)
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         _Rewrite.apply(x, local)
     x._local, x._full, x._writes_seen = local, full, x._writes[0]
 
