@@ -24,7 +24,6 @@ from shardformer.context_parallel.sequence_layout import (
 )
 from shardformer.context_parallel.sequence_sharded_tensor import (
     SequenceShardedTensor,
-    SequenceShardedTensorBase,
     gather_rows,
     local_rows,
     set_inside_model,
@@ -73,7 +72,7 @@ class ModelInputHook:
         """Inputs that need a gradient: each rank finds that of its own positions, and all of them get the whole."""
 
         def trains(x: Any) -> bool:
-            return isinstance(x, Tensor) and x.requires_grad and not isinstance(x, SequenceShardedTensorBase)
+            return isinstance(x, Tensor) and x.requires_grad and not isinstance(x, SequenceShardedTensor)
 
         if not torch.is_grad_enabled() or not any(map(trains, tree_leaves((args, kwargs)))):
             return None
@@ -159,7 +158,7 @@ class StackHook:
         if isinstance(leaf, SequenceShardedTensor):
             run.meet(leaf.rows.full)
             rows = run.rows(leaf.rows.full)
-            return leaf.local if leaf.rows is rows else local_rows(leaf.full_tensor(), rows, leaf.cut_dim)
+            return leaf.local if leaf.rows is rows else local_rows(leaf.full_tensor(), rows, leaf.shard_dim)
         if not isinstance(leaf, Tensor):
             # a cache of this rank's positions is of no use, and a recomputation would add to it again
             return None if hasattr(type(leaf), "get_seq_length") else leaf
@@ -201,7 +200,7 @@ def pass_through(module: nn.Module) -> None:
         if not cut:
             return output
         x = cut.pop()
-        return with_first_output(output, lambda y: SequenceShardedTensor(resolve_deferred(y), x.rows, x.cut_dim))
+        return with_first_output(output, lambda y: SequenceShardedTensor(resolve_deferred(y), x.rows, x.shard_dim))
 
     module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
     module.register_forward_hook(leave)

@@ -21,7 +21,7 @@ from shardformer.comm.collectives import all_gather_objects
 from shardformer.comm.deferred_tensor import resolve_deferred
 from shardformer.consistency.rank_divergence import check_same_batch, check_step
 from shardformer.consistency.usage_checks import check_ddp, install_wrapper_guards
-from shardformer.context_parallel.sequence_sharded_tensor import SequenceShardedTensorBase
+from shardformer.context_parallel.sequence_sharded_tensor import SequenceShardedTensor
 from shardformer.errors import ConfigError, InputError
 from shardformer.layout.sharding_metadata import ShardingMetadata, metadata_of, sharded_parameters
 from shardformer.mesh.parallel_context import Axis
@@ -378,7 +378,7 @@ def compared(
     """
 
     def trains(x: Any) -> bool:
-        return isinstance(x, Tensor) and x.requires_grad and not isinstance(x, SequenceShardedTensorBase)
+        return isinstance(x, Tensor) and x.requires_grad and not isinstance(x, SequenceShardedTensor)
 
     if axis.size == 1 or not torch.is_grad_enabled() or not any(map(trains, tree_leaves((args, kwargs)))):
         return None
