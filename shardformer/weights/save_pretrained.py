@@ -30,13 +30,12 @@ from shardformer.checkpoint.load import BoxReader
 from shardformer.checkpoint.save import prepare_save
 from shardformer.checkpoint.training_state import WEIGHTS, ModelTensors
 from shardformer.comm.collective_call import (
-    all_gather_from_grid,
     collective_call,
     come,
     run_on_all_ranks,
     run_on_first_rank,
 )
-from shardformer.errors import ConfigError, InputError
+from shardformer.errors import ConfigError
 from shardformer.filesystem.atomic_write import make_folder, path_of, private_path, remove, remove_left, write_new
 from shardformer.filesystem.lock import release
 from shardformer.layout.sharding_metadata import ShardingMetadata, metadata_of
@@ -328,24 +327,16 @@ def _save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
     collective_call(context, lambda: _check_saving(state, save_directory, kwargs), doing="save this model")
     kwargs.pop("is_main_process", None)
     weights = kwargs.pop("state_dict", None) or full_state_dict(self)
-    problem: Exception | None = None
-    if all(axis.rank == 0 for axis in context.axes.values()):
+
+    def write() -> None:
+        if any(axis.rank > 0 for axis in context.axes.values()):
+            return
+        if kwargs.get("push_to_hub"):
+            kwargs.setdefault("repo_id", os.path.basename(os.path.realpath(save_directory)))
         native: Callable[..., None] = type(self).save_pretrained
-        try:
-            if kwargs.get("push_to_hub"):
-                kwargs.setdefault("repo_id", os.path.basename(os.path.realpath(save_directory)))
-            replace_directory(save_directory, lambda folder: native(self, folder, state_dict=weights, **kwargs))
-        except Exception as error:
-            problem = error
-    said = [text for _, text in all_gather_from_grid(str(problem) if problem else "", context)]
-    if problem is not None:
-        raise problem
-    if any(said):
-        raise InputError(
-            f"The first rank could not write to {save_directory!r}: {max(said)}",
-            rule="The first rank writes for all",
-            remedy="Give a folder that it can write to",
-        )
+        replace_directory(save_directory, lambda folder: native(self, folder, state_dict=weights, **kwargs))
+
+    collective_call(context, write, doing=f"write to {save_directory!r}")
 
 
 def _check_saving(state: ShardingMetadata, folder: Any, kwargs: Mapping[str, Any]) -> None:
