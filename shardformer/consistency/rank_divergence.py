@@ -38,11 +38,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardformer.comm.collectives import all_gather_objects, checksum, digest
-from shardformer.consistency.initial_weights import differs_across_ranks
+from shardformer.consistency.initial_weights import broadcast_random_state, differs_across_ranks
 from shardformer.errors import InputError
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ParamEntry, ShardingMetadata, tables_of
 from shardformer.mesh.parallel_context import Axis
-from shardformer.random_state import broadcast_random_state
 from shardformer.torch_compat import disable_current_modes, has_data
 from shardformer.torch_patches import Patch, install
 

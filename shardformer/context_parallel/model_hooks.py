@@ -30,7 +30,7 @@ from shardformer.context_parallel.sequence_sharded_tensor import (
     shared_input,
 )
 from shardformer.errors import InputError
-from shardformer.random_state import LocalRandomState
+from shardformer.tensor_parallel.region import LocalRandomState
 from shardformer.tensor_parallel.sequence_parallel import first_tensor, with_first_output
 from shardformer.torch_compat import (
     current_graph_task_id,

@@ -41,10 +41,10 @@ from shardformer.comm.autograd_collectives import reduce_from_tp_region, reduce_
 from shardformer.comm.deferred_tensor import DeferredTensor
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.mesh.parallel_context import Axis
-from shardformer.random_state import LocalRandomState
 from shardformer.tensor_parallel.region import (
     SEQUENCE,
     ColumnParallel,
+    LocalRandomState,
     ReplicatedRegion,
     SequenceShardedRegion,
     TpRegion,

@@ -24,7 +24,6 @@ from shardformer.kernels.fused_ops import FusedLayerNorm, fused_norm, rms_norm
 from shardformer.layout.shard_spec import ShardSpec, Split
 from shardformer.mesh.parallel_context import Axis
 from shardformer.module_paths import is_linear, is_transposed
-from shardformer.random_state import LocalRandomState
 from shardformer.tensor_parallel.block import TensorParallelBlock
 from shardformer.tensor_parallel.parallel_module import (
     GroupLike,
@@ -36,6 +35,7 @@ from shardformer.tensor_parallel.parallel_module import (
     product_dtype,
 )
 from shardformer.tensor_parallel.region import (
+    LocalRandomState,
     ReplicatedRegion,
     RowParallelMatmul,
     TpRegion,

@@ -20,10 +20,10 @@ from shardformer.comm.deferred_tensor import DeferredTensor
 from shardformer.errors import ConfigError, InputError
 from shardformer.layout.activation_layout import ActivationLayout, ActivationShard, Dim, IndexOrder
 from shardformer.mesh.parallel_context import Axis
-from shardformer.random_state import LocalRandomState
 from shardformer.tensor_parallel.region import (
     REGIONS_BY_DIM,
     SEQUENCE,
+    LocalRandomState,
     ReplicatedRegion,
     SequenceShardedRegion,
     TpRegion,

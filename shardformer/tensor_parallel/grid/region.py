@@ -38,10 +38,10 @@ from shardformer.layout.activation_layout import ActivationLayout
 from shardformer.layout.shard_spec import Split, even_bounds
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.tensor_grid import TensorGrid
-from shardformer.random_state import LocalRandomState
 from shardformer.tensor_parallel.block import TensorParallelBlock
 from shardformer.tensor_parallel.region import (
     ColumnParallel,
+    LocalRandomState,
     ReplicatedRegion,
     TpRegion,
     linear_matmul,

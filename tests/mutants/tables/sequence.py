@@ -28,7 +28,7 @@ MUTANTS = [
     ),
     mutant(
         "samples-dropped-by-each-rank",
-        "shardformer/random_state.py",
+        "shardformer/tensor_parallel/region.py",
         "seed, own = broadcast(seed.to(x.device), self._axis), 0",
         "own = 0",
         "Stochastic depth drops different samples on ranks that hold parts of the same sequence.",
