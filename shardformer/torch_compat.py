@@ -1,4 +1,4 @@
-"""Differences between versions of torch, and tensors without values (meta and fake tensors)."""
+"""Everything that shardformer uses of torch without a public name, and differences between versions of torch."""
 
 from __future__ import annotations
 
@@ -7,14 +7,107 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.autograd import Variable
+from torch.autograd.graph import GradientEdge
 from torch.distributed import distributed_c10d
+from torch.distributed._composable.contract import REGISTRY_KEY
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adagrad, Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import (
+    keystr,
+    tree_any,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_map_with_path,
+)
+
+__all__ = [
+    "FakeCopyMode",
+    "FakeTensor",
+    "FakeTensorMode",
+    "PrefixStore",
+    "TCPStore",
+    "TorchDispatchMode",
+    "keystr",
+    "tree_any",
+    "tree_flatten",
+    "tree_flatten_with_path",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "tree_map_with_path",
+]
+
+current_graph_task_id = torch._C._current_graph_task_id
+"""The number of the backward that this thread is in, negative outside of a backward."""
+
+at_end_of_backward: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
+"""Called in a backward: autograd calls the function when the backward has ended; not if the backward raises.
+
+Activation checkpointing with ``use_reentrant=True`` runs a backward of its own within the backward.
+"""
+
+DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
+DisableTorchFunction = torch._C.DisableTorchFunction
+disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+disable_current_modes = _disable_current_modes
+make_wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass
+is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+is_view: Callable[[Tensor], bool] = Tensor._is_view
+
+schema_of: Callable[[Any], Any] = attrgetter("_schema")
+"""The schema of an operator: its arguments, its returns, and which of them are written to."""
+
+get_default_store = distributed_c10d._get_default_store
+fused_sdp_choice = torch._fused_sdp_choice
+assert_async = torch._assert_async
+
+DropoutBase = nn.modules.dropout._DropoutNd
+"""The class of all dropout layers of torch."""
+
+COMPOSABLE_REGISTRY = REGISTRY_KEY
+"""The attribute of a module in which torch notes that ``fully_shard`` or ``replicate`` was applied."""
+
+push_saved_tensors_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+pop_saved_tensors_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+
+
+def top_saved_tensors_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """The innermost hooks for saved tensors, as (pack, unpack)."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def tensor_hooks_of(x: Tensor) -> list[Any]:
+    """The hooks that were registered on a tensor."""
+    tables = (x._backward_hooks, getattr(x, "_post_accumulate_grad_hooks", None))
+    return [hook for table in tables for hook in (table or {}).values()]
+
+
+def has_step_hooks(optimizer: Any) -> bool:
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def active_ddp_module() -> nn.Module | None:
+    """The DistributedDataParallel whose forward runs."""
+    return DistributedDataParallel._active_ddp_module
+
+
+def is_dynamo_loaded() -> bool:
+    """Whether something may be compiled: until then nothing has to be hidden from torch.compile."""
+    return "torch._dynamo" in sys.modules
+
 
 COMPILED_CALL = "_compiled_call_impl"
 """The attribute of a module with what ``module.compile()`` made of its call."""
@@ -138,16 +231,34 @@ def is_true(x: Tensor) -> bool:
     return bool(x) if has_data(x) else True
 
 
+storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+
+
+def storage_use_count(x: Tensor) -> int:
+    """How many owners the memory of ``x`` has."""
+    return int(torch._C._storage_Use_Count(memory_of(x)))
+
+
 def memory_of(x: Tensor) -> int:
     """A number of the memory of ``x``, which no other memory has while it is held; also where it has no address."""
-    number: int = x.untyped_storage()._cdata
-    return number
+    return storage_id(x.untyped_storage())
 
 
 without_fake_tensors = unset_fake_temporarily
 """In here, or in what it decorates, what is made has values, also while a step is traced: something is tried out."""
 
 Node = Any  # torch.autograd.graph.Node, whose subclasses differ in what they have beside its methods
+
+
+def gradient_shape(edge: GradientEdge) -> tuple[int, ...]:
+    """The shape of the gradients that pass an edge of the graph."""
+    node: Any = edge.node
+    return tuple(node._input_metadata[edge.output_nr].shape)
+
+
+def run_in_turn_of(node: Node, other: Node) -> None:
+    """Gives a node the place of another one in the order of the backward."""
+    node._set_sequence_nr(other._sequence_nr())
 
 
 def as_tuple(given: Any) -> Any:

@@ -23,6 +23,7 @@ FLOORS = [
     "transformers_compat",
     "module_paths",
     "filesystem",
+    "random_state",
     "mesh",
     "launcher",
     "layout",
@@ -31,7 +32,6 @@ FLOORS = [
     "meta_init",
     "gradients",
     "kernels",
-    "random_state",
     "consistency",
     "tensor_parallel",
     "context_parallel",
@@ -214,6 +214,69 @@ def test_what_versions_of_transformers_name_differently_is_known_to_one_module(p
     if path.name != "transformers_compat.py":
         assert CACHES.findall(text) == []
         assert "transformers" not in named, "load_transformers() makes it ready where docstrings are missing"
+
+
+ALLOWED_PRIVATE = {
+    "_forward_hooks": "of nn.Module",
+    "_forward_pre_hooks": "of nn.Module",
+    "_backward_hooks": "of nn.Module",
+    "_non_persistent_buffers_set": "of nn.Module",
+    "_global_mapping": "of transformers' interfaces",
+    "_current_frames": "of sys",
+    "_getframe": "of sys",
+    "_exit": "of os",
+}
+"""Private attributes of other libraries that any file may use; the tables of nn.Module have no public names."""
+OPERATORS = re.compile(r"(torch\.ops\.)?aten\.", re.IGNORECASE)
+
+
+def private_names_of_torch(source: str, own: set[str]) -> Iterator[str]:
+    """Imports of private names and modules of torch, and private attributes that are not defined in the package.
+
+    Args:
+        own: the private names that the package defines.
+    """
+    for node in ast.walk(ast.parse(source)):
+        names: list[str] = []
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        yield from (name for name in names if name.partition(".")[0] == "torch" and "._" in name)
+        if isinstance(node, ast.Attribute) and re.match(r"_[^_]", node.attr):
+            text = ast.unparse(node)
+            is_of_torch = text.startswith("torch.") or (node.attr not in own and node.attr not in ALLOWED_PRIVATE)
+            if is_of_torch and not OPERATORS.match(text):
+                yield text
+
+
+def defined_private_names(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.id if isinstance(node, ast.Name) else node.attr
+
+
+def test_private_names_of_torch_are_in_one_module() -> None:
+    own = {name for path in FILES for name in defined_private_names(ast.parse(path.read_text(encoding="utf-8")))}
+    found = {name_of(p): sorted(set(private_names_of_torch(p.read_text(encoding="utf-8"), own))) for p in FILES}
+    assert found.pop("shardformer.torch_compat")
+    assert {module: names for module, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    ("code", "names"),
+    [
+        ("from torch.utils._pytree import tree_map", ["torch.utils._pytree.tree_map"]),
+        ("import torch._dynamo", ["torch._dynamo"]),
+        ("torch._C._current_graph_task_id() >= 0", ["torch._C", "torch._C._current_graph_task_id"]),
+        ("x.untyped_storage()._cdata", ["x.untyped_storage()._cdata"]),
+        ("from torch.nn import Module\nself._own\nmodel._forward_hooks\nATEN._to_copy.default", []),
+    ],
+)
+def test_private_names_are_found(code: str, names: list[str]) -> None:
+    assert sorted(private_names_of_torch(code, {"_own"})) == names
 
 
 MAY_BE_SHORT = re.compile(

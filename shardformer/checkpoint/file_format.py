@@ -30,10 +30,9 @@ from shardformer.checkpoint.chunks import ChunkBounds, overlap
 from shardformer.errors import ConfigError, InputError
 from shardformer.filesystem.atomic_write import new_file, write_all, write_new
 from shardformer.layout.shard_spec import Offsets
+from shardformer.random_state import SPLITMIX64
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-"""Of splitmix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014)."""
 
 
 def weighted_sum(values: Tensor, start: Offsets) -> int:
@@ -63,15 +62,15 @@ def _contracted(numbers: Any, factors: Sequence[Any]) -> Any:
 
 def _factors(dim: int, first: int, count: int) -> Any:
     """An odd number for each of ``count`` indices of a dim."""
-    x = numpy.arange(first + 1, first + count + 1, dtype=numpy.uint64) * numpy.uint64(_MIX[0])
+    x = numpy.arange(first + 1, first + count + 1, dtype=numpy.uint64) * numpy.uint64(SPLITMIX64[0])
     x += numpy.uint64(_mixed(dim))
-    for shift, factor in ((30, _MIX[1]), (27, _MIX[2])):
+    for shift, factor in ((30, SPLITMIX64[1]), (27, SPLITMIX64[2])):
         x = (x ^ (x >> numpy.uint64(shift))) * numpy.uint64(factor)
     return (x | numpy.uint64(1)).view(numpy.int64)
 
 
 def _mixed(dim: int) -> int:
-    return (dim + 1) * _MIX[1] % 2**64
+    return (dim + 1) * SPLITMIX64[1] % 2**64
 
 
 INDEX_FILE = "checkpoint.json"

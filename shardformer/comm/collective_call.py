@@ -33,14 +33,13 @@ def collective_call(
 
     Every rank raises when one of them cannot make it, or when they differ. Communicates one gather of a hash an axis.
     """
-    made: T | None = None
-    problem: Exception | None = None
-    lines: list[str] = []
-    try:
+
+    def make_lines() -> tuple[T, list[str]]:
         made = make()
-        lines = lines_of(made)
-    except Exception as error:  # any failure of one rank must reach the others, which would wait for it
-        problem = error
+        return made, lines_of(made)
+
+    result, problem = _attempt(make_lines)
+    lines = result[1] if result else []
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     answers = all_gather_from_grid((digest, _error_text(problem)), context)
     if problem is not None:
@@ -55,7 +54,15 @@ def collective_call(
     if len({digest for _, (digest, _) in answers}) > 1:
         explain()
         _raise_difference(all_gather_from_grid(lines, context))
-    return cast(T, made)  # without a problem it was made
+    return cast(tuple[T, list[str]], result)[0]  # without a problem it was made
+
+
+def _attempt(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """What ``make`` returns or raises: any failure of one rank must reach the others, which would wait for it."""
+    try:
+        return make(), None
+    except Exception as error:
+        return None, error
 
 
 def _error_text(problem: Exception | None) -> str | None:
@@ -222,12 +229,7 @@ def run_on_all_ranks(make: Callable[[], T], world: Axis, what: str) -> T:
 
 def gather_from_all_ranks(make: Callable[[], T], world: Axis, what: str) -> list[T]:
     """What ``make`` gives on each rank, which can be pickled; raises as ``run_on_all_ranks``. Communicates it."""
-    value: T | None = None
-    problem: Exception | None = None
-    try:
-        value = make()
-    except Exception as error:
-        problem = error
+    value, problem = _attempt(make)
     said = all_gather_objects((_failed_ranks_error(problem, what, world.rank), value), world)
     failed = [theirs for theirs, _ in said if theirs is not None]
     if problem is not None and not isinstance(problem, (ShardFormerError, OSError)):

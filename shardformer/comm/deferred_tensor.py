@@ -16,10 +16,17 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardformer.comm.autograd_collectives import once_differentiable
+from shardformer.comm.sharded_tensor import METADATA, functions_named, is_inplace, metadata_of_wrapper
 from shardformer.mesh.parallel_context import Axis
+from shardformer.torch_compat import (
+    is_view,
+    make_wrapper_subclass,
+    memory_of,
+    tree_leaves,
+    tree_map_only,
+)
 
 Map = Callable[[Tensor], Tensor]
 
@@ -61,8 +68,8 @@ class DeferredTensor(Tensor):
 
     @classmethod
     def _wrapper(cls, local: Tensor, shape: tuple[int, ...]) -> Self:
-        make: Callable[..., Self] = torch.Tensor._make_wrapper_subclass
-        return make(cls, shape, dtype=local.dtype, device=local.device)
+        wrapper: Self = make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
+        return wrapper
 
     @property
     def is_pending(self) -> bool:
@@ -108,17 +115,15 @@ class DeferredTensor(Tensor):
         kwargs = kwargs or {}
         first = args[0] if args and isinstance(args[0], DeferredTensor) else None
         if first is not None and func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+            return metadata_of_wrapper(func, args, kwargs)
         if first is not None and _is_same(func, first, args[1:]):
             return first
         if first is not None and func in _WATCHES:
             first._is_watched = True
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+            return metadata_of_wrapper(func, args, kwargs)
         if first is not None and is_inplace(func, kwargs):  # what is written into stands for it from now on
             value = first.value()
-            first._own = value.clone() if value._is_view() else value
+            first._own = value.clone() if is_view(value) else value
         args, kwargs = tree_map_only(DeferredTensor, methodcaller("value"), (args, dict(kwargs)))
         return func(*args, **kwargs)
 
@@ -158,15 +163,7 @@ def _is_same(func: Any, x: DeferredTensor, args: tuple[Any, ...]) -> bool:
     whole = torch.empty(x.shape, dtype=x.dtype, device="meta")
     seen = func(whole, *args)
     is_alike = (seen.shape, seen.stride(), seen.dtype) == (whole.shape, whole.stride(), whole.dtype)
-    return is_alike and seen.untyped_storage()._cdata == whole.untyped_storage()._cdata
-
-
-def is_inplace(func: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function writes into its first argument: ``add_``, ``+=``, ``x[i] = y``, ``relu(x, inplace=True)``."""
-    name = getattr(func, "__name__", "")
-    if name.startswith("__"):
-        return name == "__setitem__" or (name.startswith("__i") and hasattr(Tensor, name.replace("__i", "__", 1)))
-    return kwargs.get("inplace") is True or (name.endswith("_") and name != "requires_grad_")
+    return is_alike and memory_of(seen) == memory_of(whole)
 
 
 def resolve_deferred(output: Any) -> Any:
@@ -174,12 +171,7 @@ def resolve_deferred(output: Any) -> Any:
     return tree_map_only(DeferredTensor, methodcaller("value"), output)
 
 
-_METADATA = {
-    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad")),
-    *(getattr(Tensor, name).__get__ for name in ("is_leaf", "is_cuda", "is_meta", "grad_fn")),
-    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.get_device),
-    *(Tensor.__len__, Tensor.__hash__, Tensor.element_size),
-}
+_METADATA = METADATA.union(functions_named("requires_grad"))
 """What is known before the values are."""
 _WATCHES = {Tensor.register_hook, Tensor.retain_grad}
 """What sees the gradient of the whole: from then on all that is computed goes through it."""

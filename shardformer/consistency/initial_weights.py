@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardformer.comm.collective_call import all_gather_from_grid
-from shardformer.comm.collectives import all_gather_objects, broadcast, broadcast_object, checksum
+from shardformer.comm.collectives import all_gather_numbers, all_gather_objects, broadcast, broadcast_object, checksum
 from shardformer.errors import ConfigError
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.meta_init.init_recipe import deferred_storage_of, random_steps, recipe_as_text
 from shardformer.meta_init.materialization import is_lazy, named_tensors
 from shardformer.meta_init.safetensors_source import FileFingerprint, weight_files
 from shardformer.module_paths import find_configs
+from shardformer.random_state import random_states, set_random_states, state_digest
 
 
 def model_fingerprint(model: nn.Module) -> list[str]:
@@ -81,6 +83,36 @@ def differs_across_ranks(value: Any, axis: Axis) -> bool:
     """Whether ranks of an axis have another value than its first. Communicates one gather of it."""
     every = all_gather_objects(value, axis)
     return any(theirs != every[0] for theirs in every)
+
+
+def broadcast_random_state(
+    axis: Axis,
+    device: torch.device,
+    drew: bool = False,
+    beside: Sequence[int] = (),
+    look: Callable[[list[list[int]]], None] = lambda _: None,
+) -> bool:
+    """Gives all ranks of an axis the random states of the first: torch's, numpy's and Python's.
+
+    What a model draws outside of its blocks has to be alike on all of them, and a script may seed each rank otherwise.
+    Every rank calls this at the same time, whatever it saw itself: another thread of one process, which logs or reads
+    data, may draw too.
+
+    Args:
+        drew: whether this rank was seen to draw.
+        beside, look: numbers that go along, as many from each rank, and what is given those of all.
+
+    Communicates a few numbers a rank; the states where they differ. Returns whether any rank of the axis ``drew``.
+    """
+    if axis.size == 1:
+        return drew
+    mine = [int(drew), *state_digest(device)]
+    count = len(mine)
+    every = all_gather_numbers([*mine, *beside], axis)
+    look([theirs[count:] for theirs in every])
+    if any(theirs[1:count] != mine[1:] for theirs in every):
+        set_random_states(broadcast_object(random_states(device), axis), device)
+    return any(theirs[0] for theirs in every)
 
 
 FileFingerprints = list[tuple[str, FileFingerprint]]

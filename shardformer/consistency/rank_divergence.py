@@ -36,15 +36,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._python_dispatch import _disable_current_modes
 
 from shardformer.comm.collectives import all_gather_objects, checksum, digest
-from shardformer.consistency.initial_weights import differs_across_ranks
+from shardformer.consistency.initial_weights import broadcast_random_state, differs_across_ranks
 from shardformer.errors import InputError
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ParamEntry, ShardingMetadata, tables_of
 from shardformer.mesh.parallel_context import Axis
-from shardformer.random_state import broadcast_random_state
-from shardformer.torch_compat import has_data
+from shardformer.torch_compat import disable_current_modes, has_data
 from shardformer.torch_patches import Patch, install
 
 BITS = 32
@@ -205,7 +203,7 @@ class ConsistencyMonitor:
     def _sketch(self, axis: Axis) -> tuple[float, float]:
         """Of such a part the sum under random signs, and the norm."""
         stretches = self._stretches(axis)
-        with _disable_current_modes():  # what is measured or recorded of a step is that of the model
+        with disable_current_modes():  # what is measured or recorded of a step is that of the model
             sums = [_projected(x, number) for number, x in enumerate(stretches)]
         found = self._summed(f"sketch {axis.name}", sums) or (0.0, 0.0)
         return found[0], found[1] ** 0.5

@@ -7,10 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor, nn
-from torch.distributed._composable.contract import REGISTRY_KEY
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shardformer.comm.collective_call import come
@@ -21,7 +18,7 @@ from shardformer.gradients.buckets import GradientSlot
 from shardformer.gradients.reducer import GradientReducer
 from shardformer.layout.sharding_metadata import ShardingMetadata
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.torch_compat import has_data
+from shardformer.torch_compat import COMPOSABLE_REGISTRY, active_ddp_module, current_graph_task_id, has_data
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ def install_wrapper_guards(model: nn.Module, context: ParallelContext) -> None:
     model.__dict__["_ddp_params_and_buffers_to_ignore"] = DDPGuard(context)
     model.__dict__["_replicate_for_data_parallel"] = partial(_refuse_replicas, context)
     for module in model.modules():
-        module.__dict__[REGISTRY_KEY] = FSDPGuard(context)
+        module.__dict__[COMPOSABLE_REGISTRY] = FSDPGuard(context)
 
 
 def _refuse_replicas(context: ParallelContext) -> NoReturn:
@@ -64,7 +61,7 @@ def _refuse_replicas(context: ParallelContext) -> NoReturn:
 
 def check_ddp(model: nn.Module, context: ParallelContext) -> None:
     """In a forward: raises ConfigError when DistributedDataParallel stands around a module that holds the model."""
-    outer = DistributedDataParallel._active_ddp_module
+    outer = active_ddp_module()
     if outer is None or all(axis.size == 1 for axis in context.axes.values()):
         return
     if any(module is model for module in outer.modules()):
@@ -103,7 +100,7 @@ def agree_before_step(optimizer: Optimizer) -> None:
     found = [(state, reducers) for state, reducers in found if reducers]
     if not found:
         return
-    if torch._C._current_graph_task_id() >= 0:
+    if current_graph_task_id() >= 0:
         raise _in_backward(optimizer)
     for reducer in (each for _, reducers in found for each in reducers if each.was_paused and not each.is_paused):
         reducer.start()

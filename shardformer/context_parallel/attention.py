@@ -23,7 +23,7 @@ from shardformer.context_parallel.sequence_layout import ContextParallelState, S
 from shardformer.context_parallel.ulysses import HeadExchange, key_heads, query_heads, to_heads, to_positions
 from shardformer.errors import ConfigError, InputError
 from shardformer.kernels.attention_registration import register_attention
-from shardformer.torch_compat import has_data
+from shardformer.torch_compat import current_graph_task_id, has_data
 
 # B batch, N query heads, K key heads, s positions of this rank, D head dim
 
@@ -102,7 +102,7 @@ def pass_relative_bias(module: nn.Module, run: ContextParallelState) -> None:
 def _line_bias(self: nn.Module, query_length: int, key_length: int, *args: Any, **kwargs: Any) -> Any:
     run: ContextParallelState = self.__dict__[RUN]
     whole: Any = getattr(type(self), "compute_bias")  # noqa: B009  # which nn.Module has not
-    again = torch._C._current_graph_task_id() >= 0
+    again = current_graph_task_id() >= 0
     lies = run.of_part(query_length) if again else run.now
     if lies is None:
         return whole(self, query_length, key_length, *args, **kwargs)
@@ -145,7 +145,7 @@ def _query_layout(run: ContextParallelState, query: Tensor, mask: Any) -> Sequen
     count = query.shape[2]
     if isinstance(mask, ChunkedMask):
         return mask.queries if count == run.part(mask.queries.length) else None
-    if torch._C._current_graph_task_id() < 0:
+    if current_graph_task_id() < 0:
         return run.now
     return run.of_part(count)  # computed again, perhaps behind another forward
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map, tree_map_with_path
 
 from shardformer.comm.collectives import all_gather_numbers
 from shardformer.comm.deferred_tensor import resolve_deferred
@@ -25,15 +24,21 @@ from shardformer.context_parallel.sequence_layout import (
 )
 from shardformer.context_parallel.sequence_sharded_tensor import (
     SequenceShardedTensor,
-    SequenceShardedTensorBase,
     gather_rows,
     local_rows,
     set_inside_model,
     shared_input,
 )
 from shardformer.errors import InputError
-from shardformer.random_state import LocalRandomState
+from shardformer.tensor_parallel.region import LocalRandomState
 from shardformer.tensor_parallel.sequence_parallel import first_tensor, with_first_output
+from shardformer.torch_compat import (
+    current_graph_task_id,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_map_with_path,
+)
 from shardformer.transformers_compat import arguments_of, caches_in, without_caches
 
 # B batch, S sequence, H hidden; s: this rank's positions
@@ -67,7 +72,7 @@ class ModelInputHook:
         """Inputs that need a gradient: each rank finds that of its own positions, and all of them get the whole."""
 
         def trains(x: Any) -> bool:
-            return isinstance(x, Tensor) and x.requires_grad and not isinstance(x, SequenceShardedTensorBase)
+            return isinstance(x, Tensor) and x.requires_grad and not isinstance(x, SequenceShardedTensor)
 
         if not torch.is_grad_enabled() or not any(map(trains, tree_leaves((args, kwargs)))):
             return None
@@ -112,7 +117,7 @@ class StackHook:
 
     def _enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = self._run
-        again = torch._C._current_graph_task_id() >= 0
+        again = current_graph_task_id() >= 0
         if not again and not run.is_open:
             run.now = None
             return None
@@ -153,7 +158,7 @@ class StackHook:
         if isinstance(leaf, SequenceShardedTensor):
             run.meet(leaf.rows.full)
             rows = run.rows(leaf.rows.full)
-            return leaf.local if leaf.rows is rows else local_rows(leaf.full_tensor(), rows, leaf.cut_dim)
+            return leaf.local if leaf.rows is rows else local_rows(leaf.full_tensor(), rows, leaf.shard_dim)
         if not isinstance(leaf, Tensor):
             # a cache of this rank's positions is of no use, and a recomputation would add to it again
             return None if hasattr(type(leaf), "get_seq_length") else leaf
@@ -165,7 +170,7 @@ class StackHook:
 
     def _leave(self, layer: nn.Module, args: Any, output: Any) -> Any:
         run = self._run
-        if torch._C._current_graph_task_id() >= 0 or self._full is None:
+        if current_graph_task_id() >= 0 or self._full is None:
             return output
         rows, self._full = run.rows(self._full), None
         run.now = None
@@ -195,7 +200,7 @@ def pass_through(module: nn.Module) -> None:
         if not cut:
             return output
         x = cut.pop()
-        return with_first_output(output, lambda y: SequenceShardedTensor(resolve_deferred(y), x.rows, x.cut_dim))
+        return with_first_output(output, lambda y: SequenceShardedTensor(resolve_deferred(y), x.rows, x.shard_dim))
 
     module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
     module.register_forward_hook(leave)
@@ -226,7 +231,7 @@ class FullSequenceHook:
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run, hidden = self._run, first_tensor(args, kwargs)
         self._now = now = self._before = run.now
-        again = torch._C._current_graph_task_id() >= 0
+        again = current_graph_task_id() >= 0
         if now is None and again:  # a layer that is computed again
             self._now = now = run.of_part(hidden.shape[1])
         if now is None:

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from shardformer.errors import PolicyError
-from shardformer.local_ranks.threads import drawing
 from shardformer.pipeline.micro_batches import KINDS, special_token_ids
-from shardformer.torch_compat import to_list
+from shardformer.random_state import fixed_seed
+from shardformer.torch_compat import to_list, tree_leaves
 
 Forward = Callable[[nn.Module], Any]
 """Calls a model with a batch."""
@@ -189,7 +188,7 @@ def forward_call(model: nn.Module, batch: Mapping[str, Tensor], seed: int = 0) -
     extra = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
 
     def run(m: nn.Module) -> Any:
-        with drawing(seed):
+        with fixed_seed(seed):
             return m(**cast, **extra)
 
     return run

@@ -17,13 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shardformer.discovery.reduced_model import ReferenceGradients
 from shardformer.kernels.fused_ops import is_elementwise, norm_kind
 from shardformer.module_paths import is_linear, match_paths
 from shardformer.tensor_parallel.sequence_parallel import first_tensor
+from shardformer.torch_compat import TorchDispatchMode, schema_of, tree_leaves
 
 MERGING_OPS = ("bmm", "baddbmm", "scaled_dot_product")
 """Operations in which queries meet keys, or scores meet values."""
@@ -142,7 +141,7 @@ class _TensorOrigins(TorchDispatchMode):
         for x in tree_leaves(out):
             if isinstance(x, Tensor):
                 self.put(x, marks)
-        if func._schema.is_mutable and isinstance(args[0], Tensor):
+        if schema_of(func).is_mutable and isinstance(args[0], Tensor):
             self.put(args[0], self.of(args[0]) | marks)
         return out
 

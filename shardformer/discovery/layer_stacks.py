@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from shardformer.discovery.forward_trace import TokenUse, outputs_per_layer
 from shardformer.discovery.reduced_model import ReferenceGradients
@@ -32,6 +31,7 @@ from shardformer.policies.module_descriptions import BlockDescription
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import LayerStack
 from shardformer.sharding.plan import make_plan
+from shardformer.torch_compat import tree_leaves
 
 LayerStacks = Sequence[LayerStack]
 

@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shardformer.discovery.config_fields import integer_fields, with_fields
 from shardformer.discovery.example_inputs import (
@@ -39,7 +37,7 @@ from shardformer.discovery.shrink_config import SMALL_NUMEL, ConfigShrinker, lay
 from shardformer.errors import PolicyError, first_line
 from shardformer.meta_init.materialization import is_lazy, materialized_copy
 from shardformer.pipeline.micro_batches import MEDIA_TOKEN_FIELDS, special_token_ids
-from shardformer.torch_compat import has_data
+from shardformer.torch_compat import DropoutBase, TorchDispatchMode, has_data, tree_leaves
 
 LIBRARIES = ("torch", "transformers", "timm", "shardformer")
 
@@ -151,7 +149,7 @@ def output_fields(output: Any) -> Any:
 def disable_dropout(model: nn.Module) -> None:
     """Sets every dropout to zero: two layouts draw different random numbers, of the same kind."""
     for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
+        if isinstance(module, DropoutBase):
             module.p = 0.0
         for name, value in list(vars(module).items()):
             if "drop" in name and isinstance(value, float):

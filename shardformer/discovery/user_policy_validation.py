@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shardformer.config import ShardConfig
 from shardformer.consistency.initial_weights import model_fingerprint
@@ -52,6 +50,7 @@ from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import MLP, Attention, Experts, LayerStack, Role
 from shardformer.sharding.apply import shard_with
 from shardformer.sharding.plan import ShardingPlan
+from shardformer.torch_compat import TorchDispatchMode, tree_leaves
 
 OF_DESCRIPTIONS = (
     "What a column-parallel linear gives, this rank's part, a row-parallel one takes: cut both or neither. Attributes "

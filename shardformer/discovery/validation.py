@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from shardformer.config import ShardConfig
 from shardformer.discovery.example_inputs import Forward, forward_call
@@ -49,6 +48,7 @@ from shardformer.policies.roles import LayerStack
 from shardformer.sharding.apply import shard_with
 from shardformer.sharding.apply_context_parallel import ContextFindings, RingSizes, attention_not_on_interface
 from shardformer.sharding.apply_tensor_grid import ArgumentSamples, argument_key, full_input_modules, named_arguments
+from shardformer.torch_compat import tree_leaves
 
 MOST = 160
 """Characters of what somebody else's code says."""

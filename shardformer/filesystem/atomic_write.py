@@ -13,8 +13,9 @@ import platform
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -217,3 +218,98 @@ def replace_text(path: Path, text: str, *, to_disk: bool = True) -> None:
     """Writes a file that takes the place of ``path`` at once, when the disk has it, or before."""
     with replacing(path) as hidden:
         write_new(hidden, text.encode(), to_disk=to_disk)
+
+
+@dataclass(frozen=True)
+class DirectoryWriter:
+    """Writes a directory that takes the place of an older one at once; what else was in that one is kept.
+
+    Args:
+        own: names of the files that such a directory consists of, the older one too.
+        key: a file without which nothing reads the directory.
+    """
+
+    own: re.Pattern[str]
+    key: str
+
+    def replace(self, folder: str | os.PathLike[str], write: Callable[[Path], object]) -> None:
+        """Lets ``write`` fill a directory that then takes the place of ``folder``.
+
+        Raises what ``write`` raises, and OSError; then the folder is as it was. Where a process dies in between, it is
+        as it was, or whole and new, or it is not there, or has no ``key``: then nothing of it loads.
+        """
+        target = Path(os.path.realpath(folder))
+        hidden = self.begin(target, target if _can_be_renamed(target) else target / target.name)
+        try:
+            write(hidden)
+            self.put_in_place(hidden, target)
+        finally:
+            remove(hidden)
+
+    def begin(self, target: Path, near: Path) -> Path:
+        """A new private directory next to ``near``. Undoes, or ends, what killed processes did to ``target``."""
+        make_folder(near.parent)
+        remove_left(near.parent, target.name)
+        for path, found in private_in(near.parent, target.name):
+            if found.kind == REPLACED and found.owner.is_dead:
+                self._remove_replaced(path, target) if target.exists() else path.rename(target)
+        hidden = private_path(near)
+        hidden.mkdir()
+        return hidden
+
+    def put_in_place(self, new: Path, target: Path) -> None:
+        """Lets a directory that is complete take the place of ``target``.
+
+        They are exchanged, unless other folders are in ``target``, which other processes may write into, or this
+        process works in it, or it cannot be renamed: then its files are replaced one after the other. Raises OSError.
+        """
+        kept = self._to_keep(target, new)
+        is_current = target.exists() and os.path.samefile(target, os.curdir)
+        if is_current or new.parent != target.parent or any(path.is_dir() and not path.is_symlink() for path in kept):
+            self._move_into(new, target)
+            return
+        _link(kept, new)
+        self._remove_replaced(exchange(new, target), target)
+
+    def _remove_replaced(self, replaced: Path, target: Path) -> None:
+        """Removes what ``target`` was before, after what came into it while it was exchanged is in its place."""
+        for path in self._to_keep(replaced, target):
+            path.rename(target / path.name)
+        remove(replaced)
+
+    def _to_keep(self, target: Path, new: Path) -> list[Path]:
+        """What a directory has in addition to its own files, such as a tokenizer or a log."""
+        there = sorted(target.iterdir()) if target.is_dir() else []
+        written = {path.name for path in new.iterdir()}
+        return [path for path in there if path.name not in written and not self.own.fullmatch(path.name)]
+
+    def _move_into(self, hidden: Path, target: Path) -> None:
+        """One file after the other, while there is no key: it goes first, and comes last."""
+        new = {path.name for path in hidden.iterdir()}
+        (target / self.key).unlink(missing_ok=True)
+        for path in sorted(target.iterdir()):
+            if path.is_file() and self.own.fullmatch(path.name) and path.name not in new:
+                path.unlink()
+        for name in sorted(new, key=lambda name: name == self.key):
+            (hidden / name).replace(target / name)
+        hidden.rmdir()
+
+
+def _can_be_renamed(target: Path) -> bool:
+    """Not a disk of its own, nor in a folder that this process may not write to."""
+    return os.access(target.parent, os.W_OK) and not os.path.ismount(target)
+
+
+def _link(paths: Iterable[Path], folder: Path) -> None:
+    for path in paths:
+        if path.is_symlink():
+            (folder / path.name).symlink_to(os.readlink(path))
+        elif path.is_file():
+            _link_or_copy(str(path), str(folder / path.name))
+
+
+def _link_or_copy(source: str, to: str) -> None:
+    try:
+        os.link(source, to)
+    except OSError:  # a file system without links
+        shutil.copy2(source, to)

@@ -149,7 +149,8 @@ def patch_clip_grad_norm() -> None:
 
     The functions stay those that scripts have imported; what they call under their ``no_grad`` is replaced.
     """
-    norm, clip, utils = clip_grad._get_total_norm, clip_grad.clip_grad_norm_, torch.nn.utils
+    utils = torch.nn.utils
+    norm, clip = utils.get_total_norm, utils.clip_grad_norm_
     norm_places = (clip_grad, "_get_total_norm"), (utils, "get_total_norm")
     clip_places = (clip_grad, "clip_grad_norm_"), (utils, "clip_grad_norm_")
     install(NORM_PATCH, lambda: replace_decorated(norm, _leading_norm, *norm_places))

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 
 from shardformer.errors import ConfigError
 from shardformer.gradients.buckets import AllReduceToGrad, Bucket, BucketReduction, GradientSlot, ReduceScatterToShards
 from shardformer.layout.sharding_metadata import ConsistencyMonitorProtocol, metadata_of
+from shardformer.torch_compat import at_end_of_backward
 
 
 class PausableReducer:
@@ -212,7 +212,7 @@ class GradientReducer(PausableReducer):
         self._dirty = True
         if not self._queued:
             self._queued = True
-            Variable._execution_engine.queue_callback(self._end_backward)
+            at_end_of_backward(self._end_backward)
         if not gradient.arrived:
             gradient.arrived = True
             assert gradient.bucket is not None

@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from shardformer.errors import ConfigError
+from shardformer.torch_compat import fused_sdp_choice
 
 # B batch, N query heads, K key heads, Q and S lengths of queries and keys, D head dim
 
@@ -208,7 +209,7 @@ def _fused(
     if kernels is None:
         return run()
     # on the CPU torch is asked what it takes: the switch would be turned for a rank that calls torch's attention itself
-    how = functools.partial(torch._fused_sdp_choice, query, key, value, mask, dropout, causal)
+    how = functools.partial(fused_sdp_choice, query, key, value, mask, dropout, causal)
     if query.device.type == "cpu" and SDPBackend(how(scale=scale, enable_gqa=grouped)) in kernels:
         return run()
     with _SWITCHES, sdpa_kernel(kernels):

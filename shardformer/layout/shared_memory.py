@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from shardformer.torch_compat import has_data
+from shardformer.torch_compat import has_data, memory_of
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,6 @@ class Memory:
 
     @classmethod
     def of(cls, x: Tensor) -> Memory:
-        storage = x.untyped_storage()
         span = 0
         if x.numel():
             span = (
@@ -32,8 +31,8 @@ class Memory:
             )
         begin = int(x.storage_offset()) * x.element_size()
         view = (x.dtype, tuple(x.shape), tuple(x.stride()))
-        address = storage.data_ptr() if has_data(x) else 0
-        return cls(address or storage._cdata, begin, begin + span * x.element_size(), view)
+        address = x.untyped_storage().data_ptr() if has_data(x) else 0
+        return cls(address or memory_of(x), begin, begin + span * x.element_size(), view)
 
 
 Group = dict[str, Memory]

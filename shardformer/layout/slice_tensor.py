@@ -10,11 +10,10 @@ from collections.abc import Collection, Iterable
 from functools import cache
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from shardformer.errors import ConfigError
+from shardformer.torch_compat import DisableTorchFunctionSubclass, tree_leaves, tree_map
 
 MARKED = "_shardformer_slices"
 """Attribute of a module whose state dict marks slices: the names of its parameters; None: all, and its buffers."""
@@ -40,7 +39,7 @@ class SliceTensor(Tensor):
         slices = [x for x in leaves if isinstance(x, SliceTensor)]
         if func in _leaving_torch():
             refuse(slices[0]._called, slices[0].shape)
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             found = func(*args, **kwargs)
             if func is Tensor.as_subclass:
                 return found

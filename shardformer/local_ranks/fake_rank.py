@@ -24,14 +24,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.mesh.rank_grid import RankGrid
 from shardformer.mesh.transport import Meeting, RankGroups, Transport, Word, Work
-from shardformer.torch_compat import has_data
+from shardformer.torch_compat import (
+    FakeCopyMode,
+    FakeTensorMode,
+    TorchDispatchMode,
+    has_data,
+    storage_id,
+    tree_leaves,
+)
 from shardformer.torch_patches import Patch, Undo, temporarily
 
 
@@ -154,11 +158,11 @@ class MemoryTracker(TorchDispatchMode):
 
     def _see(self, values: Iterable[Any]) -> None:
         for storage in (x.untyped_storage() for x in values if isinstance(x, Tensor)):
-            if storage._cdata not in self._known:
-                self._known.add(storage._cdata)
+            if (key := storage_id(storage)) not in self._known:
+                self._known.add(key)
                 self.live += storage.nbytes()
                 self.peak = max(self.peak, self.live)
-                weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+                weakref.finalize(storage, self._gone, key, storage.nbytes())
 
     def _gone(self, key: int, num_bytes: int) -> None:
         self._known.discard(key)

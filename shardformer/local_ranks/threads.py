@@ -7,7 +7,6 @@ Each rank has its own random numbers.
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections import Counter
@@ -16,7 +15,6 @@ from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-import numpy
 import torch
 from torch import Tensor
 
@@ -24,6 +22,7 @@ from shardformer.errors import WorkerError
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.mesh.rank_grid import RankGrid
 from shardformer.mesh.transport import Meeting, RankGroups, Transport, Word, Work
+from shardformer.random_state import RandomStates, random_states, set_random_states
 
 EXCHANGE = 0
 """The tag of what an exchange sends; point-to-point messages have others."""
@@ -296,31 +295,6 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
     return sum(parts[1:], parts[0])
 
 
-def states() -> tuple[Any, ...]:
-    """The states of torch's (on the CPU), numpy's and Python's random numbers."""
-    return torch.get_rng_state(), numpy.random.get_state(), random.getstate()
-
-
-def restore(kept: tuple[Any, ...]) -> None:
-    """What ``states`` returned."""
-    torch.set_rng_state(kept[0])
-    numpy.random.set_state(kept[1])
-    random.setstate(kept[2])
-
-
-@contextmanager
-def drawing(seed: int) -> Iterator[None]:
-    """What draws in here draws the same each time; afterwards the random states are those from before."""
-    kept = states()
-    torch.default_generator.manual_seed(seed)
-    numpy.random.seed(seed)
-    random.seed(seed)
-    try:
-        yield
-    finally:
-        restore(kept)
-
-
 class Turn:
     """A lock for threads of which one runs at a time, each with random states of its own.
 
@@ -329,15 +303,15 @@ class Turn:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._first = states()
-        self._own: dict[int, tuple[Any, ...]] = {}
+        self._first = random_states()
+        self._own: dict[int, RandomStates] = {}
 
     def acquire(self) -> None:
         self._lock.acquire()
-        restore(self._own.get(threading.get_ident(), self._first))
+        set_random_states(self._own.get(threading.get_ident(), self._first))
 
     def release(self) -> None:
-        self._own[threading.get_ident()] = states()
+        self._own[threading.get_ident()] = random_states()
         self._lock.release()
 
     def __enter__(self) -> None:

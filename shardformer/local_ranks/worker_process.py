@@ -11,7 +11,6 @@ import importlib
 import io
 import os
 import pickle
-import random
 import signal
 import sys
 import threading
@@ -22,13 +21,13 @@ from multiprocessing import connection, parent_process
 from types import ModuleType
 from typing import Any
 
-import numpy
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import get_pg_count
 
 from shardformer.errors import ConfigError, ShardFormerError
 from shardformer.mesh.init_distributed import destroy_process_group
+from shardformer.random_state import seed_random
 
 
 @dataclass(frozen=True)
@@ -156,9 +155,7 @@ def _reset(env: Mapping[str, str], path: Sequence[str], threads: int) -> None:
     torch.set_num_threads(threads)
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
-    torch.manual_seed(0)
-    numpy.random.seed(0)
-    random.seed(0)
+    seed_random(0)
 
 
 def _answer(call: RemoteCall) -> RemoteReply:

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistError
 
 from shardformer.errors import ConfigError, LaunchError, check_choice, check_number, did_you_mean, first_line
@@ -35,6 +34,7 @@ from shardformer.mesh.parallel_context import (
 from shardformer.mesh.rank_failures import SAME_ADDRESS, LostPeerError, Rendezvous
 from shardformer.mesh.rank_grid import AXES, num_ranks
 from shardformer.mesh.tensor_grid import sizes_of_mode
+from shardformer.torch_compat import PrefixStore, TCPStore
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 LOOPBACK = "lo"

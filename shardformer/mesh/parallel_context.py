@@ -16,14 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _get_default_store
 
 from shardformer.errors import ConfigError, LaunchError
 from shardformer.mesh.rank_failures import MonitoredWork, PeerRanks, ReceivedWork
 from shardformer.mesh.rank_grid import AXES, AxisSizes, RankGrid, RingUlyssesSize, TensorGridSize, build_rank_grid
 from shardformer.mesh.rank_presence import Presence, presence, to, uncounted
 from shardformer.mesh.transport import NO_TRANSPORT, CollectiveLog, Meeting, RankGroups, Transport, Word, Work, World
-from shardformer.torch_compat import is_counted, name_of_group, num_begun
+from shardformer.torch_compat import get_default_store, is_counted, name_of_group, num_begun
 
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.001, 0.25
 ASK_AFTER_S = 5.0
@@ -60,7 +59,7 @@ class ProcessWorld:
 def launcher_store() -> Any:
     """The store of torch's default group; None where there is no other process."""
     launched = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return _get_default_store() if launched else None
+    return get_default_store() if launched else None
 
 
 class ProcessGroupTransport:
@@ -82,7 +81,7 @@ class ProcessGroupTransport:
         self._sends_uncounted = False
         self._sent, self._arrived = [0] * len(self._ranks), [0] * len(self._ranks)
         # answers, from now on, those that wait for this process
-        presence(_get_default_store(), dist.get_rank()).carriers.append(weakref.ref(self))
+        presence(get_default_store(), dist.get_rank()).carriers.append(weakref.ref(self))
 
     def begun(self) -> dict[str, int]:
         """How often this process sent something to others over the group, and something arrived: see ``Report``."""
@@ -211,7 +210,7 @@ class ProcessGroupTransport:
 
     def meet(self, call: str, *, waits: bool) -> Meeting:
         """Each rank keeps in the launcher's store the number of its last call, and its name."""
-        store, me = _get_default_store(), dist.get_rank()
+        store, me = get_default_store(), dist.get_rank()
         asked = presence(store, me)
         name = f"shardformer/calls/{hashlib.sha256(repr(self._ranks).encode()).hexdigest()[:16]}"
         number = store.add(f"{name}/{me}/count", 1)

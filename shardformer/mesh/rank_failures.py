@@ -18,6 +18,7 @@ import torch
 
 from shardformer.errors import LaunchError
 from shardformer.mesh.transport import CollectiveLog
+from shardformer.torch_compat import TCPStore
 
 LOST_PEER_PATTERNS = (
     "Connection closed",
@@ -253,8 +254,6 @@ class Rendezvous:
             return error
 
     def _store(self) -> Any:
-        from torch._C._distributed_c10d import TCPStore
-
         return TCPStore(
             self.host, self.port, None, False, timedelta(seconds=CONNECT_S), wait_for_workers=False, use_libuv=True
         )

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map
+
+from shardformer.torch_compat import DisableTorchFunction, disable_current_modes, schema_of, tree_flatten, tree_map
 
 ATTRIBUTE = "_shardformer_place"
 MAPPED_BYTES = 1 << 17
@@ -85,7 +85,7 @@ def deferred_storage_of(tensor: Any) -> DeferredStorage | None:
     """The place of a tensor without values that has a recipe; None for every other."""
     if not isinstance(tensor, Tensor):
         return None
-    with torch._C.DisableTorchFunction():  # what it says inside of LazyInit is not so
+    with DisableTorchFunction():  # what it says inside of LazyInit is not so
         return tensor.untyped_storage().__dict__.get(ATTRIBUTE) if tensor.is_meta else None
 
 
@@ -125,7 +125,7 @@ def run_recipe(place: DeferredStorage) -> UntypedStorage:
     steps = recipe_of(place)
     uses = Counter(id(p) for step in steps for p in step.places())
     storages: dict[int, UntypedStorage] = {}
-    with _disable_current_modes(), torch.no_grad(), torch.device("cpu"):
+    with disable_current_modes(), torch.no_grad(), torch.device("cpu"):
         if not steps:
             return _allocate(place)
         for step in steps:
@@ -166,7 +166,7 @@ def run_step(step: InitStep, storages: dict[int, UntypedStorage]) -> None:
 
 def _redraw(func: Any, state: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls a function that draws random numbers, from the given state on. Leaves torch's own generator as it is."""
-    if any(argument.name == "generator" for argument in func._schema.arguments):
+    if any(argument.name == "generator" for argument in schema_of(func).arguments):
         generator = torch.Generator()
         generator.set_state(state)
         return func(*args, **{**kwargs, "generator": generator})

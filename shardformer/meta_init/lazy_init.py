@@ -13,8 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 from shardformer.errors import ConfigError
 from shardformer.meta_init.init_recipe import (
@@ -29,6 +27,7 @@ from shardformer.meta_init.init_recipe import (
     values_of,
     view_of,
 )
+from shardformer.torch_compat import TorchDispatchMode, schema_of, tree_flatten, tree_map
 from shardformer.torch_patches import Patch, install
 
 aten = torch.ops.aten
@@ -299,7 +298,7 @@ def _is_to_meta(kwargs: dict[str, Any]) -> bool:
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The arguments that a function writes into."""
     found = []
-    for i, argument in enumerate(func._schema.arguments):
+    for i, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[i] if i < len(args) else kwargs.get(argument.name)
             found += [x for x in tree_flatten(value)[0] if isinstance(x, Tensor)]
@@ -308,7 +307,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 def _overwritten(func: Any, written: list[Tensor]) -> DeferredStorage | None:
     """The place of which a function leaves no value."""
-    if len(written) == 1 and func._schema.name.partition("::")[2] in OVERWRITING:
+    if len(written) == 1 and schema_of(func).name.partition("::")[2] in OVERWRITING:
         place, target = deferred_storage_of(written[0]), written[0]
         if place is not None and target.is_contiguous() and target.nbytes == place.num_bytes:
             return place

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardformer.errors import ConfigError, check_argument
 from shardformer.layout.sharding_metadata import check_module
 from shardformer.meta_init.init_recipe import DeferredStorage, defer_storage, deferred_storage_of, run_recipe, view_of
 from shardformer.meta_init.lazy_init import VERSION, InitRecorder, end_recorded_calls, was_written
 from shardformer.meta_init.safetensors_source import weight_files
+from shardformer.torch_compat import tree_leaves, tree_map_only
 
 NOTES = "_shardformer_loading"
 

@@ -17,7 +17,6 @@ from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardformer.comm.collectives import digest, start_all_gather_into
@@ -41,7 +40,15 @@ from shardformer.offload.saved_tensors import (
     storage_range,
 )
 from shardformer.tensor_parallel.sequence_parallel import first_tensor
-from shardformer.torch_compat import to_list
+from shardformer.torch_compat import (
+    DisableTorchFunctionSubclass,
+    at_end_of_backward,
+    current_graph_task_id,
+    is_functorch_wrapped,
+    memory_of,
+    storage_id,
+    to_list,
+)
 
 PURPOSE = "activations"
 
@@ -167,15 +174,15 @@ class ActivationStore:
         """Before a forward."""
         if self._hooks.is_entered:  # one that was broken off by more than an error: by the keyboard
             self.leave()
-        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() >= 0 or has_foreign_hooks():
+        if torch.compiler.is_compiling() or current_graph_task_id() >= 0 or has_foreign_hooks():
             return
         if not torch.is_grad_enabled():
             return
         self._graph, self._forward = ForwardRecord(), self._forward + 1
         self._set_device(next((x.device for x in model.parameters()), None))
-        with torch._C.DisableTorchFunctionSubclass():  # no parameter is read
+        with DisableTorchFunctionSubclass():  # no parameter is read
             tensors = [x for x in (*model.parameters(), *model.buffers()) if _is_plain(x)]
-            self._fixed = {x.untyped_storage()._cdata for x in tensors}
+            self._fixed = {memory_of(x) for x in tensors}
         self._hooks.enter()
 
     def _set_device(self, device: torch.device | None) -> None:
@@ -196,11 +203,10 @@ class ActivationStore:
         """Before the forward of a layer that is given x, of which all ranks of the axis hold the same values."""
         if not self._hooks.is_entered or not _is_plain(x) or not is_dense(x):
             return
-        storage = x.untyped_storage()
-        key, (start, end) = (storage._cdata, x._version), storage_range(x)
+        key, (start, end) = (memory_of(x), x._version), storage_range(x)
         if key in self._inputs:
             return
-        self._inputs[key] = StorageWeakRef(storage), (start, end), name
+        self._inputs[key] = StorageWeakRef(x.untyped_storage()), (start, end), name
         for item in list(self._undecided):
             _, piece = item
             is_of_x = (piece.source.cdata, piece.version) == key
@@ -218,10 +224,11 @@ class ActivationStore:
         if not _is_plain(x) or self._link is None or x.device != self._link.device:
             return None
         storage = x.untyped_storage()
-        if storage._cdata in self._fixed or _is_cast_of_parameter(x):
+        memory = storage_id(storage)
+        if memory in self._fixed or _is_cast_of_parameter(x):
             return None
         self._settle()
-        _, given, name = self._inputs.get((storage._cdata, x._version), (None, (0, 0), ""))
+        _, given, name = self._inputs.get((memory, x._version), (None, (0, 0), ""))
         start, end = storage_range(x)
         is_input = given[0] <= start and end <= given[1]
         if not is_input and 2 * (end - start) >= storage.nbytes():  # views of one memory are kept as that, once
@@ -229,7 +236,7 @@ class ActivationStore:
         self._decide(NOT_YET_KNOWN)
         # the ranks of an axis must cut alike, whichever pieces of another forward still live on one of them
         forward = 0 if self._axis is None else self._forward
-        key = (storage._cdata, x._version, start, end, forward, is_input)
+        key = (memory, x._version, start, end, forward, is_input)
         piece = self._pieces.get(key)
         if piece is None:
             piece = self._pieces[key] = self._new_piece(x, start, end)
@@ -377,14 +384,13 @@ class ActivationStore:
 
     def _expect_end(self, graph: ForwardRecord) -> None:
         """Lets autograd say when the backward that is under way ends."""
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task_id()
         if task < 0:
             return
         self._graphs.add(graph)
         if task != self._task:
             self._task = task
-            queue: Any = Variable._execution_engine
-            queue.queue_callback(self._end_backward)
+            at_end_of_backward(self._end_backward)
 
     def _end_backward(self) -> None:
         """What is still to come is for another backward of the same graph."""
@@ -405,7 +411,7 @@ def _is_plain(x: Any) -> bool:
         and x.layout is torch.strided
         and x.numel() > 0
         and not (x.is_meta or x.is_quantized or x.is_inference() or x.is_conj() or x.is_neg())
-        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+        and not is_functorch_wrapped(x)
     )
 
 

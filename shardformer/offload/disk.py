@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.comm.collectives import all_gather_objects
+from shardformer.comm.collective_call import all_gather_from_grid
 from shardformer.errors import InputError
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.offload.host import HostMemory, HostShard, OffloadConfig
@@ -154,8 +154,7 @@ class FileStore(HostMemory):
         """
         self.disk.flush()
         said = None if self.disk.error is None else f"{self.disk.error} (rank {context.rank})"
-        for axis in context.own_axes:
-            said = next((theirs for theirs in all_gather_objects(said, axis) if theirs is not None), None)
+        said = next((theirs for _, theirs in all_gather_from_grid(said, context) if theirs is not None), None)
         for part in parts:
             if isinstance(part, FileShard):
                 part.commit() if said is None else part.roll_back()

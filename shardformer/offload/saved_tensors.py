@@ -6,7 +6,6 @@ knows; what none of them takes is saved as autograd does by itself, with its ver
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +18,12 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardformer.offload.host import AsyncCopy
+from shardformer.torch_compat import (
+    is_dynamo_loaded,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    top_saved_tensors_hooks,
+)
 
 HookPair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
@@ -42,28 +47,27 @@ class SavedTensorHooks:
         self.is_entered = False
 
     def enter(self) -> None:
-        around = _as_own_hooks(_top())
+        around = _as_own_hooks(top_saved_tensors_hooks())
         self._asked = sorted([self, *(around._asked if around else [])], key=lambda hooks: not hooks._goes_first)
         self.is_entered = True
-        torch._C._autograd._push_saved_tensors_default_hooks(*self._pair())
+        push_saved_tensors_hooks(*self._pair())
 
     def leave(self) -> None:
         """Takes this pair away, wherever it stands: what was to leave before it may have been broken off."""
         self.is_entered = False
         above: list[HookPair] = []
-        while (top := _top()) is not None:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
+        while (top := top_saved_tensors_hooks()) is not None:
+            pop_saved_tensors_hooks()
             if _as_own_hooks(top) is self:
                 break
             above.append(top)
         for pair in reversed(above):
-            torch._C._autograd._push_saved_tensors_default_hooks(*pair)
+            push_saved_tensors_hooks(*pair)
 
     def _pair(self) -> HookPair:
         """What torch calls: in a part of a model that is compiled, without being compiled too."""
-        dynamo = sys.modules.get("torch._dynamo")
-        if dynamo is not None and self._untraced is None:
-            self._untraced = dynamo.disable(self.pack), dynamo.disable(self.unpack)
+        if self._untraced is None and is_dynamo_loaded():
+            self._untraced = torch.compiler.disable(self.pack), torch.compiler.disable(self.unpack)
         return self._untraced or (self.pack, self.unpack)
 
     def pack(self, x: Tensor) -> tuple[Callable[[Any], Tensor], Any]:
@@ -80,7 +84,7 @@ class SavedTensorHooks:
 
 def has_foreign_hooks() -> bool:
     """Whether hooks that are none of these stand around: a checkpoint of the caller's, ``save_on_cpu``."""
-    top = _top()
+    top = top_saved_tensors_hooks()
     return top is not None and _as_own_hooks(top) is None
 
 
@@ -98,11 +102,6 @@ def _as_it_was(packed: tuple[Tensor, int]) -> Tensor:
     x, version = packed
     check_version(x, version)
     return x
-
-
-def _top() -> HookPair | None:
-    top: HookPair | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return top
 
 
 def _as_own_hooks(pair: HookPair | None) -> SavedTensorHooks | None:

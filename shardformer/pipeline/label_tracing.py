@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardformer.comm.deferred_tensor import is_inplace
+from shardformer.comm.sharded_tensor import is_inplace
 from shardformer.pipeline.micro_batches import TensorPath, Tensors
 from shardformer.torch_compat import to_list
 

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.utils._python_dispatch import _disable_current_modes
 
 from shardformer.comm.collectives import all_gather, all_gather_numbers, all_reduce
 from shardformer.errors import ConfigError, ShardFormerError
@@ -31,7 +30,7 @@ from shardformer.pipeline.micro_batches import Ids, batch_size_of, merge_outputs
 from shardformer.pipeline.runtime import Batch, LastStage, LossFn
 from shardformer.pipeline.stage_forward import StageForward
 from shardformer.random_state import fork_random_state
-from shardformer.torch_compat import is_compiled
+from shardformer.torch_compat import disable_current_modes, is_compiled
 
 # A, B two parts of a batch; AB both as one batch
 
@@ -255,7 +254,7 @@ def tried(model: nn.Module, device: torch.device) -> Iterator[list[nn.Module]]:
         for each, registered in hooks:
             for number in [number for number, hook in registered.items() if _is_of_script(hook)]:
                 del each[number]
-        with torch.no_grad(), fork_random_state(device), eager, _disable_current_modes():  # no mode counts or traces it
+        with torch.no_grad(), fork_random_state(device), eager, disable_current_modes():  # no mode counts or traces it
             yield writers
     finally:
         for each, registered in hooks:

@@ -40,7 +40,7 @@ from shardformer.pipeline.schedules import Schedule, fitting_micro_batches, forw
 from shardformer.pipeline.stage_forward import dtypes_of
 from shardformer.pipeline.stage_manager import PipelineStageManager, Stages, build_stages
 from shardformer.random_state import RandomUseDetector, fork_random_state, uses_dropout
-from shardformer.torch_compat import has_data, to_list, wrapped_name
+from shardformer.torch_compat import has_data, is_compiled_in_place, to_list, wrapped_name
 from shardformer.transformers_compat import keywords_of, with_mask_as_cached
 
 
@@ -289,7 +289,7 @@ class Pipeline:
             return
         for path, module in self._model.named_modules():
             # the model, and the layers, whose forwards are those of a stage
-            if module._compiled_call_impl is not None and (not path or "forward" in vars(module)):
+            if is_compiled_in_place(module) and (not path or "forward" in vars(module)):
                 raise ConfigError(
                     f"{path or type(self._model).__name__} is compiled, and part of a pipeline",
                     rule="Which layers a stage runs, and with what, is decided anew for each micro-batch",

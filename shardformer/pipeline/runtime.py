@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from shardformer.errors import ConfigError, InputError, LaunchError
 from shardformer.layout.activation_layout import ActivationLayout
@@ -22,6 +21,7 @@ from shardformer.pipeline.p2p_communication import StageExchange
 from shardformer.pipeline.schedules import Action, ActionKind, Schedule
 from shardformer.pipeline.split_backward import WeightBackward, backward_of_inputs
 from shardformer.pipeline.stage_forward import StageActivations, StageForward, StagePass, is_placeholder
+from shardformer.torch_compat import tree_map_only
 
 IGNORED = -100
 """The label of what does not count, in torch and transformers."""

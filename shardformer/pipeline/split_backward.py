@@ -26,7 +26,15 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import CheckpointFunction
 
-from shardformer.torch_compat import Node, as_tuple, custom_function_of, is_packed, release_saved_tensors
+from shardformer.torch_compat import (
+    Node,
+    as_tuple,
+    custom_function_of,
+    gradient_shape,
+    is_packed,
+    release_saved_tensors,
+    run_in_turn_of,
+)
 
 Grads = tuple[Tensor | None, ...]
 
@@ -197,7 +205,7 @@ class _BranchNode:
         for k, grad in results.items():
             if grad is not None:
                 edge = self.exits[k]
-                shape = edge.node._input_metadata[edge.output_nr].shape
+                shape = gradient_shape(edge)
                 yield self._in_turn(edge, grad), grad if grad.shape == shape else grad.sum_to_size(shape)
 
     def _in_turn(self, edge: GradientEdge, grad: Tensor) -> GradientEdge:
@@ -211,7 +219,7 @@ class _BranchNode:
             return edge
         with torch.enable_grad():
             view: Node = leaf.view_as(leaf).grad_fn
-        view._set_sequence_nr(self.node._sequence_nr())
+        run_in_turn_of(view, self.node)
         return GradientEdge(view, 0)
 
 

@@ -19,16 +19,15 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from shardformer.context_parallel.sequence_sharded_tensor import shard_like, to_local
 from shardformer.errors import ConfigError
 from shardformer.pipeline.layer_sequence import LayerRange, LayerSequence, StackDescription
-from shardformer.random_state import RandomUseDetector, seed_random
+from shardformer.random_state import SPLITMIX64, RandomUseDetector, seed_random
 from shardformer.tensor_parallel.sequence_parallel import first_tensor
-from shardformer.torch_compat import has_data
+from shardformer.torch_compat import has_data, tree_leaves
 
 
 class MissingParams:
@@ -199,8 +198,6 @@ def is_placeholder(x: Any) -> bool:
 StageActivations = dict[str, Tensor]
 """What one stage hands to the next: the hidden states, and states of an earlier stack that this one reads."""
 
-SEED_STEP = 0x9E3779B97F4A7C15
-
 
 @dataclass
 class StagePass:
@@ -362,7 +359,7 @@ class StageForward:
         """A part of the pass draws from its own seed, which no number of stages changes."""
         self.draws.end()
         if run.seed is not None:
-            seed_random((run.seed + SEED_STEP * part) % 2**63)
+            seed_random((run.seed + SPLITMIX64[0] * part) % 2**63)
         self.draws.begin()
 
     def _stand_in_layer(self, module: nn.Module, index: int, unit: int) -> None:

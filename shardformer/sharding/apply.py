@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardformer.comm.collective_call import collective_call
 from shardformer.config import ShardConfig
-from shardformer.consistency.initial_weights import model_fingerprint, sync_initial_weights
+from shardformer.consistency.initial_weights import broadcast_random_state, model_fingerprint, sync_initial_weights
 from shardformer.consistency.rank_divergence import ConsistencyMonitor
 from shardformer.errors import PolicyError
 from shardformer.gradients.clipping import patch_clip_grad_norm
@@ -30,7 +30,7 @@ from shardformer.pipeline.stage_manager import PipelineStageManager, build_stage
 from shardformer.policies import legacy
 from shardformer.policies.module_descriptions import SubModuleReplacementDescription
 from shardformer.policies.policy import Policy
-from shardformer.random_state import broadcast_random_state, random_kept_on_error, uses_dropout
+from shardformer.random_state import random_kept_on_error, uses_dropout
 from shardformer.sharding.apply_context_parallel import (
     ContextFindings,
     install_context_attention,

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_path
 
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, PolicyError
@@ -28,6 +27,7 @@ from shardformer.tensor_parallel.grid.layers import GridModule, GridNorm
 from shardformer.tensor_parallel.grid.region import GridStackActivations
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
 from shardformer.tensor_parallel.sequence_parallel import first_tensor
+from shardformer.torch_compat import keystr, tree_flatten_with_path, tree_map_with_path
 from shardformer.transformers_compat import arguments_of, without_caches
 
 HIDDEN_STATES = "what flows through the stack"

@@ -28,13 +28,13 @@ from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.tensor_grid import TensorGrid
 from shardformer.pipeline.layer_sequence import StackDescription
 from shardformer.policies.module_descriptions import BlockArguments, BlockDescription
-from shardformer.random_state import same_random_in, uses_dropout
+from shardformer.random_state import uses_dropout
 from shardformer.sharding.plan import ShardingPlan
 from shardformer.tensor_parallel.block import TensorParallelBlock, change_argument, select_local_heads, wrap_as_block
 from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE, GridModule, ModeLayers
 from shardformer.tensor_parallel.grid.region import GridStackActivations, GridTensorParallelBlock
 from shardformer.tensor_parallel.parallel_module import ParallelModule
-from shardformer.tensor_parallel.region import enter_region
+from shardformer.tensor_parallel.region import enter_region, same_random_in
 from shardformer.tensor_parallel.sequence_parallel import StackActivations
 
 InstalledBlock = tuple[nn.Module, TensorParallelBlock]

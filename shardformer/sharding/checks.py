@@ -32,6 +32,7 @@ from shardformer.policies.policy import Policy
 from shardformer.sharding.apply_kernels import check_optimizations
 from shardformer.sharding.plan import ShardingPlan, make_plan
 from shardformer.tensor_parallel.parallel_module import ParallelModule
+from shardformer.torch_compat import tensor_hooks_of
 
 ANNOUNCEMENTS = "shardformer/word"
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.002, 0.25
@@ -197,7 +198,7 @@ def check_no_hooks(model: nn.Module, plan: ShardingPlan) -> None:
     """Raises ConfigError when a parameter that is to be cut has hooks: they would be lost, or be given a part."""
     cut = plan.cut()
     for p in model.parameters():
-        if id(p) in cut and (p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)):
+        if id(p) in cut and tensor_hooks_of(p):
             raise ConfigError(
                 f"The parameter {cut[id(p)]!r} of this {type(model).__name__} has a hook",
                 rule="It is cut: each tensor rank has a parameter of its own in its place, with a part of the gradient",

@@ -16,14 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.utils._pytree import keystr, tree_leaves, tree_map_with_path
 
 from shardformer.comm.autograd_collectives import copy_to_tp_region, once_differentiable
 from shardformer.comm.collectives import all_gather_objects
 from shardformer.comm.deferred_tensor import resolve_deferred
 from shardformer.consistency.rank_divergence import check_same_batch, check_step
 from shardformer.consistency.usage_checks import check_ddp, install_wrapper_guards
-from shardformer.context_parallel.sequence_sharded_tensor import SequenceShardedTensorBase
+from shardformer.context_parallel.sequence_sharded_tensor import SequenceShardedTensor
 from shardformer.errors import ConfigError, InputError
 from shardformer.layout.sharding_metadata import ShardingMetadata, metadata_of, sharded_parameters
 from shardformer.mesh.parallel_context import Axis
@@ -32,7 +31,7 @@ from shardformer.pipeline.stage_manager import ALL_LAYER_OUTPUTS, ALL_LAYER_OUTP
 from shardformer.policies.module_descriptions import BlockDescription
 from shardformer.sharding.plan import ShardingPlan
 from shardformer.tensor_parallel.parallel_module import MODULE_HOOK_TABLES, ParallelModule
-from shardformer.torch_compat import to_list
+from shardformer.torch_compat import current_graph_task_id, keystr, to_list, tree_leaves, tree_map_with_path
 from shardformer.transformers_compat import caches_in, holds_tokens, is_cache
 
 OF_THIS_RANK = "_shardformer_heads"
@@ -381,7 +380,7 @@ def compared(
     """
 
     def trains(x: Any) -> bool:
-        return isinstance(x, Tensor) and x.requires_grad and not isinstance(x, SequenceShardedTensorBase)
+        return isinstance(x, Tensor) and x.requires_grad and not isinstance(x, SequenceShardedTensor)
 
     if axis.size == 1 or not torch.is_grad_enabled() or not any(map(trains, tree_leaves((args, kwargs)))):
         return None
@@ -412,12 +411,10 @@ class ForwardChecks:
         *,
         is_cut: bool,
     ) -> None:
-        import torch._dynamo
-
         self._state, self._structure, self._is_cut = state, structure, is_cut  # first: pickle meets the state's refusal
         # torch.compile leaves it alone: what is done there is once, or with other processes. Of this model alone:
         # a model that is sharded later must not change what this one was compiled with
-        self._eager: Callable[..., None] = torch._dynamo.disable(ForwardChecks._look)
+        self._eager: Callable[..., None] = torch.compiler.disable(ForwardChecks._look)
         self._caches = caches
         self._compared = not state.request.extra.get("check_inputs", True) or state.alike.size == 1
         model.register_forward_pre_hook(self._before, with_kwargs=True)
@@ -433,7 +430,7 @@ class ForwardChecks:
         return compared(args, kwargs, self._state.context.tensor)
 
     def _look(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch._C._current_graph_task_id() < 0:  # not a recomputation in a backward
+        if current_graph_task_id() < 0:  # not a recomputation in a backward
             for edge in self._state.edges:
                 edge.abandon()
         for reducer in self._state.reducers:
@@ -441,7 +438,7 @@ class ForwardChecks:
         self._refuse_alone(model)
         check_ddp(model, self._state.context)
         self._check_call(model, kwargs)
-        if torch._C._current_graph_task_id() < 0:
+        if current_graph_task_id() < 0:
             self._caches.enter(model, [*args, *kwargs.values()])
         self._structure.check(model)
         if not self._compared:
@@ -463,7 +460,7 @@ class ForwardChecks:
         A token that follows others in generation is not worth a message: what came first was compared.
         """
         in_pipeline = self._state.stages is not None and self._state.stages.is_running
-        if in_pipeline or torch._C._current_graph_task_id() >= 0:
+        if in_pipeline or current_graph_task_id() >= 0:
             return False
         if not model.training and any(map(holds_tokens, caches_in(kwargs.values()))):
             return False

@@ -36,16 +36,15 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from shardformer.comm.autograd_collectives import reduce_from_tp_region, reduce_scatter_to_sp_region
 from shardformer.comm.deferred_tensor import DeferredTensor
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.mesh.parallel_context import Axis
-from shardformer.random_state import LocalRandomState
 from shardformer.tensor_parallel.region import (
     SEQUENCE,
     ColumnParallel,
+    LocalRandomState,
     ReplicatedRegion,
     SequenceShardedRegion,
     TpRegion,
@@ -53,7 +52,13 @@ from shardformer.tensor_parallel.region import (
     enter_region,
 )
 from shardformer.tensor_parallel.sequence_parallel import StackActivations, with_first_tensor
-from shardformer.torch_compat import custom_function_of, has_data
+from shardformer.torch_compat import (
+    DisableTorchFunctionSubclass,
+    current_graph_task_id,
+    custom_function_of,
+    has_data,
+    tree_leaves,
+)
 
 # B batch, N sequence, C width of the heads
 
@@ -97,7 +102,7 @@ class LocalWidthTensor(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         given = dict(kwargs or {})
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             if isinstance(args[0] if args else None, LocalWidthTensor):
                 if func == SHAPE or func is Tensor.size:
                     return _local_size(func(*args, **given), args[0], *args[1:], **given)
@@ -211,7 +216,7 @@ class TensorParallelBlock:
 
         Raises PolicyError when the module at the entry was passed by: its gradient would not be summed.
         """
-        if self._source is None and torch._C._current_graph_task_id() < 0:  # a recomputation may begin inside
+        if self._source is None and current_graph_task_id() < 0:  # a recomputation may begin inside
             self._refuse_replaced(column)
         if self._source is None or (x is not self._entered and x is not self._source):
             return column.multiply(x)

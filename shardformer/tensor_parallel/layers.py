@@ -24,7 +24,6 @@ from shardformer.kernels.fused_ops import FusedLayerNorm, fused_norm, rms_norm
 from shardformer.layout.shard_spec import ShardSpec, Split
 from shardformer.mesh.parallel_context import Axis
 from shardformer.module_paths import is_linear, is_transposed
-from shardformer.random_state import LocalRandomState
 from shardformer.tensor_parallel.block import TensorParallelBlock
 from shardformer.tensor_parallel.parallel_module import (
     GroupLike,
@@ -36,6 +35,7 @@ from shardformer.tensor_parallel.parallel_module import (
     product_dtype,
 )
 from shardformer.tensor_parallel.region import (
+    LocalRandomState,
     ReplicatedRegion,
     RowParallelMatmul,
     TpRegion,
@@ -44,7 +44,7 @@ from shardformer.tensor_parallel.region import (
     single_column_projection,
 )
 from shardformer.tensor_parallel.vocab_parallel_logits import shard_logits
-from shardformer.torch_compat import has_data
+from shardformer.torch_compat import assert_async, has_data
 
 # B batch, S sequence, H in features, F out features; lower case: this rank's part (h = H / tensor, f = F / tensor)
 
@@ -394,7 +394,7 @@ class VocabParallelEmbedding1D(_ParallelEmbedding):
 
     def _check(self, ids: Tensor) -> None:
         if ids.device.type != "cpu" or not has_data(ids):
-            torch._assert_async(((ids >= 0) & (ids < self.num_embeddings)).all())
+            assert_async(((ids >= 0) & (ids < self.num_embeddings)).all())
             return
         if ids.numel() == 0:
             return

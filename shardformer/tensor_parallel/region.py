@@ -17,7 +17,7 @@ from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 
 from shardformer.comm.autograd_collectives import CopyToTpRegion, copy_to_tp_region, once_differentiable
@@ -25,6 +25,7 @@ from shardformer.comm.collectives import (
     PendingCollective,
     all_gather,
     all_reduce,
+    broadcast,
     reduce_scatter,
     start_all_reduce,
     start_reduce_scatter,
@@ -33,9 +34,10 @@ from shardformer.comm.deferred_tensor import DeferredTensor
 from shardformer.errors import PolicyError
 from shardformer.layout.activation_layout import Dim
 from shardformer.mesh.parallel_context import Axis
+from shardformer.random_state import SPLITMIX64, generators_of
 from shardformer.tensor_parallel.comm_overlap import all_gather_matmul, matmul_reduce_scatter
 from shardformer.tensor_parallel.parallel_module import is_wider, product_dtype
-from shardformer.torch_compat import custom_function_of
+from shardformer.torch_compat import custom_function_of, to_list
 
 SEQUENCE = Dim.SEQUENCE.position
 Multiply = Callable[[Tensor], list[Tensor]]
@@ -320,3 +322,44 @@ class RowParallelMatmul(Function):
             ctx.gathered = full
         w_grad = weight_grad(x, full, ctx.transposed) if needs_weight else None
         return x_grad[0] if needs_x else None, w_grad, None, None
+
+
+class LocalRandomState:
+    """Random numbers that differ by tensor rank from ``enter`` to ``leave``, and are the same on all ranks outside.
+
+    With ``aligned`` the other way round: the same on all ranks between, where each has its own outside. Communicates
+    one number then.
+
+    The stream inside starts from a number drawn from the stream outside, so whoever restores the outer state, such as
+    activation checkpointing, gets the same numbers inside again.
+    """
+
+    def __init__(self, axis: Axis, *, aligned: bool = False) -> None:
+        self._axis, self._aligned = axis, aligned
+        self._outer: list[tuple[torch.Generator, Tensor]] = []
+
+    def enter(self, x: Tensor) -> None:
+        seed, own = torch.randint(2**62, (), device="cpu"), SPLITMIX64[0] * (self._axis.rank + 1)
+        if self._aligned:
+            seed, own = broadcast(seed.to(x.device), self._axis), 0
+        self._outer = [(g, g.get_state()) for g in generators_of(x.device)]
+        for g, _ in self._outer:
+            g.manual_seed((int(to_list(seed)) + own) % 2**63)
+
+    def leave(self) -> None:
+        for generator, state in self._outer:
+            generator.set_state(state)
+        self._outer = []
+
+
+def same_random_in(axis: Axis, module: nn.Module) -> None:
+    """A module's draws are the same on all ranks, though the stream around it is each rank's own.
+
+    Stochastic depth between blocks drops whole samples, of which with sequence parallelism each rank has a part.
+    The first rank's next number seeds what the module draws, in a recomputation under checkpointing again.
+
+    Communicates: in training one broadcast of one number a call.
+    """
+    stream = LocalRandomState(axis, aligned=True)
+    module.register_forward_pre_hook(lambda module, args: stream.enter(args[0]) if module.training else None)
+    module.register_forward_hook(lambda *_: stream.leave(), always_call=True)

@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from shardformer.comm.autograd_collectives import (
     gather_from_region,
@@ -21,16 +20,17 @@ from shardformer.comm.deferred_tensor import DeferredTensor
 from shardformer.errors import ConfigError, InputError
 from shardformer.layout.activation_layout import ActivationLayout, ActivationShard, Dim, IndexOrder
 from shardformer.mesh.parallel_context import Axis
-from shardformer.random_state import LocalRandomState
 from shardformer.tensor_parallel.region import (
     REGIONS_BY_DIM,
     SEQUENCE,
+    LocalRandomState,
     ReplicatedRegion,
     SequenceShardedRegion,
     TpRegion,
     enter_region,
     local_length,
 )
+from shardformer.torch_compat import current_graph_task_id, tree_map
 
 # B batch, S sequence, H hidden; s: this rank's slice of the sequence (S / tensor)
 
@@ -191,7 +191,7 @@ class StackActivations:
 
         Communicates one number, where that forward cannot be told by this rank's length alone.
         """
-        if torch._C._current_graph_task_id() < 0 or self._dim is None:
+        if current_graph_task_id() < 0 or self._dim is None:
             return
         self._is_open = True
         if self._are_alike:

@@ -26,6 +26,7 @@ from shardformer.comm.collectives import all_gather
 from shardformer.errors import ConfigError, InputError, check_choice
 from shardformer.layout.shard_spec import even_bounds
 from shardformer.mesh.parallel_context import Axis
+from shardformer.torch_compat import assert_async
 
 # T tokens, V vocabulary, R ranks, K numbers a token; lower case: this rank's part (v columns of V)
 
@@ -220,7 +221,7 @@ def _check_targets(logits_Tv: Tensor, targets_T: Tensor, vocab_size: int, ignore
     checked_T = torch.where(targets_T == ignore_index, 0, targets_T)
     if targets_T.device.type != "cpu" or type(targets_T) is not Tensor:
         is_known = ((checked_T >= 0) & (checked_T < vocab_size)).all()
-        torch._assert_async(is_known, f"a label is neither in [0, {vocab_size}) nor ignore_index={ignore_index}")
+        assert_async(is_known, f"a label is neither in [0, {vocab_size}) nor ignore_index={ignore_index}")
         return
     lowest, highest = (int(x) for x in torch.aminmax(checked_T))
     if lowest < 0 or highest >= vocab_size:

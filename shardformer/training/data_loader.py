@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 from torch.utils.data import BatchSampler, DataLoader
 
 from shardformer.comm.collective_call import collective_call, number_of
 from shardformer.errors import ConfigError, InputError, check_int
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.pipeline.micro_batches import TARGET_KEY
+from shardformer.torch_compat import tree_map_only
 from shardformer.training.data_sources import Collate, DataShard, StreamedSource, compare_data, epoch_seed, make_source
 
 

@@ -27,7 +27,7 @@ from shardformer.errors import ConfigError
 from shardformer.mesh.parallel_context import Axis
 from shardformer.sharding.forward_checks import OF_LIBRARIES, is_of_library
 from shardformer.tensor_parallel.parallel_module import MODULE_HOOK_TABLES
-from shardformer.torch_compat import COMPILED_CALL, has_data
+from shardformer.torch_compat import COMPILED_CALL, has_data, tensor_hooks_of
 
 Key = tuple[str, str, str]
 PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
@@ -65,8 +65,7 @@ def seen_in(model: nn.Module, plain: nn.Module) -> dict[Key, Seen]:
     found: dict[Key, Seen] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         found["parameter", name, "requires_grad"] = Seen(str(param.requires_grad), param.requires_grad, moves=True)
-        tables = (param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None))
-        found["parameter", name, "hooks"] = _hooks([hook for table in tables for hook in (table or {}).values()])
+        found["parameter", name, "hooks"] = _hooks(tensor_hooks_of(param))
     for path, module in model.named_modules():
         found["module", path, "hooks"] = _hooks(
             [h for table in MODULE_HOOK_TABLES for h in getattr(module, table).values()]

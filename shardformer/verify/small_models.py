@@ -17,7 +17,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from shardformer.errors import ConfigError, check_choice
-from shardformer.torch_compat import has_data
+from shardformer.torch_compat import has_data, memory_of
 from shardformer.transformers_compat import load_transformers
 
 _BERT: dict[str, Any] = dict(
@@ -489,7 +489,7 @@ def _unique_tensors(tensors: Iterator[Tensor]) -> list[Tensor]:
     """Without what is given twice, such as logits and their transpose."""
     found: dict[tuple[int, int], Tensor] = {}
     for tensor in tensors:
-        place = tensor.data_ptr() if has_data(tensor) else tensor.untyped_storage()._cdata
+        place = tensor.data_ptr() if has_data(tensor) else memory_of(tensor)
         found.setdefault((place, tensor.numel()), tensor)
     return list(found.values())
 

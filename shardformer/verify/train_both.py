@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardformer.comm.collectives import all_gather_objects, all_reduce, broadcast_object, gather_full_tensors
 from shardformer.comm.recorder import CollectiveRecorder
@@ -33,6 +32,7 @@ from shardformer.pipeline.stage_manager import PipelineStageManager
 from shardformer.policies.policy import Policy
 from shardformer.random_state import seed_random
 from shardformer.shard_model_api import shard_model
+from shardformer.torch_compat import TorchDispatchMode, schema_of
 from shardformer.torch_patches import Patch, Undo, replace_attribute, temporarily
 from shardformer.training.data_loader import on_device
 from shardformer.verify.report import Tolerances, tolerances_for, tolerances_of_16_bits
@@ -87,8 +87,9 @@ class _Now(threading.local):
 
 
 _NOW = _Now()
+ENGINE = "_engine_run_backward"
 BACKWARD_PATCH = Patch(
-    "torch.autograd._engine_run_backward",
+    f"torch.autograd.{ENGINE}",
     "shardformer.verify.train_both",
     "while verify runs a backward in fp64: activation checkpointing recomputes in fp64 as well",
 )
@@ -96,14 +97,14 @@ BACKWARD_PATCH = Patch(
 
 def _lead_backwards() -> Undo:
     """A backward runs in the mode of the thread that starts it; in other threads it stays torch's."""
-    original = torch.autograd.graph._engine_run_backward
+    original = getattr(torch.autograd, ENGINE)
 
     @wraps(original)
     def run(*tensors: Any, **options: Any) -> Any:
         with nullcontext() if _NOW.mode is None else _NOW.mode:
             return original(*tensors, **options)
 
-    return replace_attribute(torch.autograd, "_engine_run_backward", run)
+    return replace_attribute(torch.autograd, ENGINE, run)
 
 
 class RandomRounding(TorchDispatchMode):
@@ -119,7 +120,7 @@ class RandomRounding(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         outputs = out if isinstance(out, tuple | list) else (out,)
-        for returned, t in zip(func._schema.returns, outputs, strict=False):
+        for returned, t in zip(schema_of(func).returns, outputs, strict=False):
             if returned.alias_info is None and isinstance(t, Tensor) and t.is_floating_point():
                 self._round(t)
         return out

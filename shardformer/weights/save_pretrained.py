@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -16,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.checkpoint import directory
-from shardformer.checkpoint.directory import check_output_directory, put_in_place, replace_directory
 from shardformer.checkpoint.file_format import (
     CheckpointIndex,
     IndexEntry,
@@ -30,14 +30,13 @@ from shardformer.checkpoint.load import BoxReader
 from shardformer.checkpoint.save import prepare_save
 from shardformer.checkpoint.training_state import WEIGHTS, ModelTensors
 from shardformer.comm.collective_call import (
-    all_gather_from_grid,
     collective_call,
     come,
     run_on_all_ranks,
     run_on_first_rank,
 )
-from shardformer.errors import ConfigError, InputError, check_int
-from shardformer.filesystem.atomic_write import make_folder, path_of, private_path, remove, remove_left, write_new
+from shardformer.errors import ConfigError, check_int
+from shardformer.filesystem.atomic_write import DirectoryWriter, path_of, remove, write_new
 from shardformer.filesystem.lock import release
 from shardformer.layout.sharding_metadata import ShardingMetadata, metadata_of
 from shardformer.tensor_parallel.layers import Embedding1D, VocabParallelEmbedding1D
@@ -49,6 +48,16 @@ MAX_BYTES = 5 * 10**9
 EXPORT_FILE_NAME, EXPORT_INDEX_NAME = ".parts", "model.safetensors.index.json"
 WRITTEN_BY = {"written_by": "shardformer.export_pretrained"}
 """In the header of each file of weights."""
+
+
+MODEL_DIRECTORY = DirectoryWriter(
+    re.compile(
+        r"(pytorch_)?model(-\d{5}-of-\d{5})?\.(safetensors|bin)|(pytorch_)?model\.(safetensors|bin)\.index\.json"
+        r"|adapter_model\.(safetensors|bin)|(generation_|adapter_)?config\.json"
+    ),
+    key="config.json",
+)
+"""The files that are loaded together with, or instead of, a model; without a config transformers loads none."""
 
 
 def export_pretrained(
@@ -119,11 +128,7 @@ def _checked(folder: Any, tensors: ModelTensors, max_file_bytes: int) -> Path:
 
 def _begin(place: Path) -> str:
     """Makes a hidden folder of a name that is used once: ranks that see it see the same folder."""
-    make_folder(place.parent)
-    remove_left(place.parent, place.name)
-    hidden = private_path(place)
-    hidden.mkdir()
-    return hidden.name
+    return MODEL_DIRECTORY.begin(place, place).name
 
 
 def check_target(target: Path, model: Any = None) -> None:
@@ -219,7 +224,7 @@ def _finish(
     _save_beside(hidden, model, tokenizer)
     sync(hidden)
     check_target(target, model)  # it took a while to write
-    put_in_place(hidden, target)
+    MODEL_DIRECTORY.put_in_place(hidden, target)
     sync(target.parent)
 
 
@@ -302,7 +307,7 @@ def _num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings:
 def _save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
     """As on the plain model: full weights, written by the first rank. All ranks call it.
 
-    They are written beside, and the folder takes its place at once: see ``replace_directory``.
+    They are written beside, and the folder takes its place at once: see ``DirectoryWriter``.
     """
     state = metadata_of(self)
     context = state.context
@@ -310,27 +315,25 @@ def _save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
     collective_call(context, lambda: _check_saving(state, save_directory, kwargs), doing="save this model")
     kwargs.pop("is_main_process", None)
     weights = kwargs.pop("state_dict", None) or full_state_dict(self)
-    problem: Exception | None = None
-    if all(axis.rank == 0 for axis in context.axes.values()):
+
+    def write() -> None:
+        if any(axis.rank > 0 for axis in context.axes.values()):
+            return
+        if kwargs.get("push_to_hub"):
+            kwargs.setdefault("repo_id", os.path.basename(os.path.realpath(save_directory)))
         native: Callable[..., None] = type(self).save_pretrained
-        try:
-            if kwargs.get("push_to_hub"):
-                kwargs.setdefault("repo_id", os.path.basename(os.path.realpath(save_directory)))
-            replace_directory(save_directory, lambda folder: native(self, folder, state_dict=weights, **kwargs))
-        except Exception as error:
-            problem = error
-    said = [text for _, text in all_gather_from_grid(str(problem) if problem else "", context)]
-    if problem is not None:
-        raise problem
-    if any(said):
-        raise InputError(
-            f"The first rank could not write to {save_directory!r}: {max(said)}",
-            remedy="Give a folder that it can write to",
-        )
+        MODEL_DIRECTORY.replace(save_directory, lambda folder: native(self, folder, state_dict=weights, **kwargs))
+
+    collective_call(context, write, doing=f"write to {save_directory!r}")
 
 
 def _check_saving(state: ShardingMetadata, folder: Any, kwargs: Mapping[str, Any]) -> None:
-    check_output_directory(folder)
+    if os.path.exists(folder) and not os.path.isdir(folder):
+        raise ConfigError(
+            f"save_pretrained({os.fspath(folder)!r}), which is a file",
+            rule="A model is saved into a folder, which is made where there is none",
+            remedy="Give the path of a folder",
+        )
     is_first = all(axis.rank == 0 for axis in state.context.axes.values())
     if is_first and not kwargs.get("is_main_process", True):
         raise ConfigError(

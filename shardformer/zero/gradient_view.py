@@ -13,10 +13,16 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardformer.errors import ConfigError
 from shardformer.gradients.buckets import GradientSlot
+from shardformer.torch_compat import (
+    disabled_torch_function,
+    make_wrapper_subclass,
+    schema_of,
+    tree_leaves,
+    tree_map_only,
+)
 
 FOREACH = "_foreach_"
 ALSO_EACH = frozenset({"zero_", "fill_", "copy_", "clone", "detach", "alias", "_to_copy", "zero", "copy"})
@@ -54,15 +60,14 @@ class ShardedGradient(Tensor):
         param, dtype = shard.gradients[number].param, made.dtype if made is not None else None
         if dtype is None or dtype == shard.wide:
             dtype = param.dtype  # the sum is wider than the parameter, to which it has to fit
-        make: Any = Tensor._make_wrapper_subclass
-        self: ShardedGradient = make(cls, param.shape, dtype=dtype, device=param.device)
+        self: ShardedGradient = make_wrapper_subclass(cls, param.shape, dtype=dtype, device=param.device)
         self.shard, self.number, self.made = ref(shard), number, made
         return self
 
     def __init__(self, *args: Any) -> None:
         pass
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # results keep their class
+    __torch_function__ = disabled_torch_function  # results keep their class
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch leaves it untyped
         return f"ShardedGradient of {tuple(self.shape)}, of which this rank has {self.local.numel()} numbers"
@@ -89,13 +94,13 @@ class ShardedGradient(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        name: str = func._schema.name.partition("::")[2]
+        name: str = schema_of(func).name.partition("::")[2]
         if name.startswith(FOREACH) and _is_each(getattr(torch.ops.aten, name.removeprefix(FOREACH), None)):
             return _of_lists(func, args, kwargs)
         first = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedGradient))
         if name.endswith("_like"):
             return func(*_replaced(args, _shape_of), **_replaced(kwargs, _shape_of))
-        writes = func._schema.is_mutable
+        writes = schema_of(func).is_mutable
         if (torch.Tag.pointwise in func.tags or name in ALSO_EACH) and (
             not writes or isinstance(kwargs.get("out", args[0]), ShardedGradient)
         ):
@@ -162,7 +167,7 @@ def _of_lists(func: Any, args: Any, kwargs: Any) -> Any:
         return [_picking(f, func)(x) if f is not None and isinstance(x, Tensor) else x for x, f in pairs]
 
     results = func(*map(unwrapped, args), **{name: unwrapped(x) for name, x in kwargs.items()})
-    if func._schema.is_mutable or results is None:
+    if schema_of(func).is_mutable or results is None:
         for first in firsts:
             if first is not None:
                 _note(first, func)

@@ -15,7 +15,7 @@ from shardformer.comm.collectives import all_gather_objects
 from shardformer.errors import ConfigError
 from shardformer.gradients.buckets import GradientSlot
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.torch_compat import state_when_made, without_fake_tensors
+from shardformer.torch_compat import has_step_hooks, state_when_made, without_fake_tensors
 
 SHAPES, CUT, STEPS, BOUND = ((6, 4), (4, 6)), 10, 3, 1e-6
 
@@ -53,8 +53,7 @@ def can_step_separately(optimizer: Optimizer) -> bool:
 
     One that counts its steps by itself, or in a group, does not; one with hooks would run them several times.
     """
-    hooks: Any = optimizer
-    if hooks._optimizer_step_pre_hooks or hooks._optimizer_step_post_hooks:
+    if has_step_hooks(optimizer):
         return False
     return all(_can_step_apart(optimizer, group) for group in optimizer.param_groups)
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError, check_argument
+from shardformer.random_state import SPLITMIX64
 
 PARAMETER_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 MASTER_WEIGHT_KINDS = ("fp32", "kahan", "stochastic")
@@ -133,8 +134,7 @@ class MixedPrecision:
 
 
 KAHAN, STOCHASTIC = "kahan", "stochastic"
-_MIX = (0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
-"""Of splitmix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014)."""
+_MIX = tuple(factor - 2**64 for factor in SPLITMIX64)  # as int64
 
 
 @dataclass(frozen=True, eq=False)

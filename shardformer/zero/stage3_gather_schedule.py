@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
-from torch.utils._pytree import tree_leaves
 
 from shardformer.comm.collective_call import come
 from shardformer.comm.collectives import all_gather_numbers, all_gather_objects
@@ -21,7 +19,13 @@ from shardformer.layout.sharding_metadata import ShardingMetadata
 from shardformer.mesh.parallel_context import Axis
 from shardformer.offload.host import HostMemory
 from shardformer.offload.saved_tensors import SavedTensorHooks, check_version
-from shardformer.torch_compat import memory_of
+from shardformer.torch_compat import (
+    at_end_of_backward,
+    current_graph_task_id,
+    memory_of,
+    top_saved_tensors_hooks,
+    tree_leaves,
+)
 from shardformer.transformers_compat import decode_together
 from shardformer.zero.config import ZeroOptions
 from shardformer.zero.flat_shards import FlatShard, UnshardOptions
@@ -191,9 +195,9 @@ class GatherScheduler:
             return  # inside of what was called
         if self._saving is not None:  # what was called before was broken off by more than an error: by the keyboard
             self._stop_saving(module, (), None)
-        if torch._C._current_graph_task_id() >= 0:
+        if current_graph_task_id() >= 0:
             # computed again in a backward: torch's checkpoints look at what is saved, but for the re-entrant ones
-            if torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+            if torch.is_grad_enabled() and top_saved_tensors_hooks() is None:
                 self._start_saving(module)
             return
         if self._kind is not None or self._is_ending:
@@ -212,7 +216,7 @@ class GatherScheduler:
         self._saving.enter()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if module is not self._caller or torch._C._current_graph_task_id() >= 0:
+        if module is not self._caller or current_graph_task_id() >= 0:
             return
         self._finish()
         last = [*dict.fromkeys(reversed(self._record.units))][:2] if torch.is_grad_enabled() else []
@@ -265,7 +269,7 @@ class GatherScheduler:
 
     def read(self, units: Sequence[ParamGroup]) -> None:
         """Before parameters of these units are read together."""
-        if torch._C._current_graph_task_id() >= 0:
+        if current_graph_task_id() >= 0:
             self._begin_backward(None)
         elif self._kind is None or self._is_backward:
             raise ConfigError(
@@ -432,7 +436,7 @@ class GatherScheduler:
 
     def _begin_backward(self, run: int | None) -> None:
         """A backward through the graph of a forward; None: of the one that is under way, or else the last one."""
-        if torch._C._current_graph_task_id() < 0:
+        if current_graph_task_id() < 0:
             return  # somebody looks at what was saved
         if self._caller is not None and not self._is_backward:
             raise InputError(
@@ -455,8 +459,7 @@ class GatherScheduler:
         """
         if not self._is_ending:
             self._is_ending = True
-            queue: Any = Variable._execution_engine
-            queue.queue_callback(self._end_backward)
+            at_end_of_backward(self._end_backward)
 
     def _end_backward(self) -> None:
         if self._kind is not None and self._is_backward:

@@ -22,14 +22,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from shardformer.comm.collectives import PendingCollective
 from shardformer.errors import ConfigError
 from shardformer.gradients.buckets import Bucket, GradientSlot, ReduceScatterToShards
 from shardformer.gradients.reducer import PausableReducer
 from shardformer.layout.sharding_metadata import ParamEntry
-from shardformer.torch_compat import has_data, memory_of
+from shardformer.torch_compat import DisableTorchFunctionSubclass, has_data, memory_of, storage_use_count, tree_leaves
 from shardformer.zero.flat_shards import FlatShard
 
 GROUP_ATTRIBUTE = "_shardformer_unit"
@@ -50,7 +49,7 @@ class UngatheredParameter(nn.Parameter):
             units = {unit.index: unit for x in params if (unit := x.__dict__.get(GROUP_ATTRIBUTE)) is not None}
             absent = next(x.__dict__[GROUP_ATTRIBUTE] for x in params if isinstance(x, UngatheredParameter))
             absent.on_read(list(units.values()))
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch leaves it untyped
@@ -296,7 +295,7 @@ class GatherBufferPool:
         chunk = self._lent.pop(memory, None)
         if chunk is None or len(self._free) >= FREE_CHUNKS:
             return
-        if torch._C._storage_Use_Count(chunk.untyped_storage()._cdata) <= OURS:
+        if storage_use_count(chunk) <= OURS:
             self._free.append(chunk)
 
 

@@ -49,12 +49,9 @@ STEP_PATCH = Patch(
 
 def patch_optimizers_and_scaler() -> None:
     """From now on torch's scalers and optimizers know the sharded models of this process. Idempotent."""
-    scaler: Any = torch.amp.GradScaler
+    scaler, name = torch.amp.GradScaler, "_unscale_grads_"
     patch_state_dicts()
-    install(
-        SCALER_PATCH,
-        lambda: replace_attribute(scaler, "_unscale_grads_", unscale_on_all_ranks(scaler._unscale_grads_)),
-    )
+    install(SCALER_PATCH, lambda: replace_attribute(scaler, name, unscale_on_all_ranks(getattr(scaler, name))))
     install(STEP_PATCH, lambda: register_optimizer_step_pre_hook(_warn_matrix_optimizer).remove)
 
 

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from shardformer.consistency.initial_weights import broadcast_random_state
 from shardformer.errors import ConfigError
 from shardformer.layout.activation_layout import ActivationLayout
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import Axis, ParallelContext
-from shardformer.random_state import LocalRandomState, broadcast_random_state
 from shardformer.tensor_parallel.block import TensorParallelBlock
 from shardformer.tensor_parallel.layers import (
     DropoutForParallelInput,
@@ -24,6 +24,7 @@ from shardformer.tensor_parallel.layers import (
     Linear1D_Col,
     Linear1D_Row,
 )
+from shardformer.tensor_parallel.region import LocalRandomState
 from shardformer.tensor_parallel.sequence_parallel import StackActivations
 from tests.pools import WorkerPools
 

@@ -44,7 +44,7 @@ def test_a_group_of_two_backends_has_one_for_each_device(
         "get_backend_config": lambda _: configuration,
     }.items():
         monkeypatch.setattr(dist, name, value)
-    monkeypatch.setattr(processes, "_get_default_store", lambda: None)
+    monkeypatch.setattr(processes, "get_default_store", lambda: None)
     monkeypatch.setattr(processes, "presence", lambda store, rank: SimpleNamespace(carriers=[]))
     transport = ProcessGroupTransport(group)
 

@@ -19,7 +19,7 @@ from shardformer.context_parallel import ring_attention
 from shardformer.context_parallel import ring_attention as ring
 from shardformer.context_parallel import sequence_sharded_tensor as cut_tensor
 from shardformer.context_parallel import ulysses as heads
-from shardformer.context_parallel.sequence_sharded_tensor import SequenceShardedTensorBase
+from shardformer.context_parallel.sequence_sharded_tensor import SequenceShardedTensor
 from shardformer.discovery import forward_trace
 from shardformer.discovery import validation as prove_context
 from shardformer.discovery.example_inputs import example_batches
@@ -348,7 +348,7 @@ def test_the_logits_are_cut_and_behave_as_the_full_ones() -> None:
         model = shardformer.shard_model(copy.deepcopy(plain), context=context, context_parallel="ring")
         out = model(**batch)
         logits = out.logits
-        assert isinstance(logits, SequenceShardedTensorBase)
+        assert isinstance(logits, SequenceShardedTensor)
         assert logits.shape == expected.logits.shape
         assert logits.local.shape[1] < logits.shape[1]
         near("logits", logits.full_tensor().detach(), expected.logits.detach(), 1e-9)

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from shardformer.checkpoint import directory
-from shardformer.checkpoint import directory as replace
-from shardformer.checkpoint.directory import replace_directory
+from shardformer.filesystem import atomic_write
 from shardformer.filesystem.atomic_write import REPLACED, Process, private, private_path
+from shardformer.weights.save_pretrained import MODEL_DIRECTORY
 
 OLD = (
     "config.json",
@@ -47,12 +46,12 @@ def test_the_files_of_an_older_model_are_replaced_and_others_kept(
     target = tmp_path / "model"
     fill(target)
     if how == "in place":
-        monkeypatch.setattr(replace, "_can_be_renamed", lambda _: False)
+        monkeypatch.setattr(atomic_write, "_can_be_renamed", lambda _: False)
     inner = target / "checkpoints"
     if how == "with a folder in it":
         inner.mkdir()
         number = inner.stat().st_ino, target.stat().st_ino
-    replace_directory(target, write)
+    MODEL_DIRECTORY.replace(target, write)
     assert contents(target) == NEW
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     if how == "with a folder in it":
@@ -62,15 +61,15 @@ def test_the_files_of_an_older_model_are_replaced_and_others_kept(
 def test_a_file_that_comes_while_the_folder_is_exchanged_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, real = tmp_path / "model", directory._link
+    target, real = tmp_path / "model", atomic_write._link
     fill(target)
 
     def late(*args: Any) -> None:
         real(*args)
         (target / "late.txt").write_text("late")
 
-    monkeypatch.setattr(replace, "_link", late)
-    replace_directory(target, write)
+    monkeypatch.setattr(atomic_write, "_link", late)
+    MODEL_DIRECTORY.replace(target, write)
     assert contents(target) == {**NEW, "late.txt": "late"}
 
 
@@ -80,7 +79,7 @@ def test_what_is_next_to_the_folder_is_left_alone(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("mine")
     fill(tmp_path / "model")
-    replace_directory(tmp_path / "model", write)
+    MODEL_DIRECTORY.replace(tmp_path / "model", write)
     assert all((tmp_path / name / "file").read_text() == "mine" for name in others)
 
 
@@ -98,7 +97,7 @@ def test_what_a_killed_process_left_is_put_back_or_removed(is_there: bool, tmp_p
         raise OSError("No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
-        replace_directory(target, fails)
+        MODEL_DIRECTORY.replace(target, fails)
     assert contents(target) == {**dict.fromkeys((*OLD, *MINE), "old"), "late.txt": "late"}
     assert not [path for path in tmp_path.iterdir() if private(path)]
 
@@ -115,6 +114,6 @@ def test_a_failure_leaves_the_folder_as_it_was(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(os, "rename", fails)
     with pytest.raises(OSError, match="Input/output"):
-        replace_directory(target, write)
+        MODEL_DIRECTORY.replace(target, write)
     assert contents(target) == before
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -38,10 +38,10 @@ from shardformer.layout.activation_layout import ActivationLayout
 from shardformer.layout.shard_spec import Split, even_bounds
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.tensor_grid import TensorGrid
-from shardformer.random_state import LocalRandomState
 from shardformer.tensor_parallel.block import TensorParallelBlock
 from shardformer.tensor_parallel.region import (
     ColumnParallel,
+    LocalRandomState,
     ReplicatedRegion,
     TpRegion,
     linear_matmul,
@@ -49,6 +49,7 @@ from shardformer.tensor_parallel.region import (
     weight_grad,
 )
 from shardformer.tensor_parallel.sequence_parallel import StackActivations, with_first_output, with_first_tensor
+from shardformer.torch_compat import current_graph_task_id
 from shardformer.transformers_compat import caches_in, holds_tokens
 
 # B batch, b this rank's samples, S sequence, H hidden, h this rank's part of it
@@ -297,7 +298,7 @@ class GridStackActivations(StackActivations):
         return self.grid.hidden
 
     def edges(self, x: Tensor) -> TpRegion | GridRegion:  # type: ignore[override]  # a block asks only for what both have
-        if torch._C._current_graph_task_id() >= 0:
+        if current_graph_task_id() >= 0:
             self._is_open = True  # what is recomputed was trained
         return GridRegion(self.grid, self.width, self.batch_dim) if self._is_open else ReplicatedRegion(self.axis)
 
@@ -309,7 +310,7 @@ class GridStackActivations(StackActivations):
         is_trained = module.training or torch.is_grad_enabled()
         caches = caches_in((*args, *kwargs.values()))
         self._is_open = is_trained or not (caches or kwargs.get("use_cache"))
-        if is_trained and any(map(holds_tokens, caches)) and torch._C._current_graph_task_id() < 0:
+        if is_trained and any(map(holds_tokens, caches)) and current_graph_task_id() < 0:
             raise InputError(
                 "A forward that trains was given keys and values of another one",
                 rule="On a tensor grid each rank has some samples, and what was kept is of all of them",
@@ -359,7 +360,7 @@ class GridStackActivations(StackActivations):
 
     def batch_of(self, samples: int) -> int | None:
         """The batch of the forward under way, or of that which is recomputed: by its samples on this rank."""
-        if torch._C._current_graph_task_id() < 0 or self.rows(self.samples) == samples:
+        if current_graph_task_id() < 0 or self.rows(self.samples) == samples:
             return self.samples
         return next((n for n in self._known if self.rows(n) == samples), None)
 

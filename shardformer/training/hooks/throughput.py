@@ -8,11 +8,11 @@ from collections import deque
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from shardformer.comm.collectives import all_reduce
 from shardformer.errors import check_int
+from shardformer.torch_compat import TorchDispatchMode
 from shardformer.training.hook import Hook, TrainerProtocol
 
 
@@ -109,7 +109,7 @@ class _Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        count = flop_registry.get(func._overloadpacket)
+        count = flop_registry.get(func.overloadpacket)
         if count is not None:
             self.flops += int(count(*args, **(kwargs or {}), out_val=out))
         return out

@@ -264,10 +264,10 @@ def a_cast_waits() -> None:
     plain, _, logits, recorder = make(torch.bfloat16)
     upcast = logits.float()
     assert isinstance(upcast, VocabParallelLogits) and isinstance(logits, VocabParallelLogits)
-    assert upcast.dtype == torch.float32 and upcast._local is logits._local
+    assert upcast.dtype == torch.float32 and upcast.local is logits.local
     again, times_one = logits.to(copy=True, dtype=torch.float32), upcast * 1
     assert isinstance(again, VocabParallelLogits) and isinstance(times_one, VocabParallelLogits)
-    assert again._local.dtype == times_one._local.dtype == torch.float32
+    assert again.local.dtype == times_one.local.dtype == torch.float32
     assert upcast.to_local().dtype == torch.float32 and upcast.full_tensor().dtype == torch.float32
     with recorder:
         upcast.view(-1, V).argmax(-1)

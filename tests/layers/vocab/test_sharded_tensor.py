@@ -297,8 +297,8 @@ def test_gradients_are_right_where_autograd_hands_the_whole_on(pool2: WorkerPool
     ("how", "words"),
     [
         ("deepcopy", "copy.deepcopy"),
-        ("copy", "copied or pickled"),
-        ("pickle", "copied or pickled"),
+        ("copy", "copy or pickle was called"),
+        ("pickle", "copy or pickle was called"),
         ("C++", "aten.exp.default was called"),
         ("shape in place", "shape of vocabulary-parallel logits was to be changed"),
         ("write by data", "attribute"),

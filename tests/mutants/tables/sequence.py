@@ -28,7 +28,7 @@ MUTANTS = [
     ),
     mutant(
         "samples-dropped-by-each-rank",
-        "shardformer/random_state.py",
+        "shardformer/tensor_parallel/region.py",
         "seed, own = broadcast(seed.to(x.device), self._axis), 0",
         "own = 0",
         "Stochastic depth drops different samples on ranks that hold parts of the same sequence.",
@@ -90,15 +90,15 @@ MUTANTS = [
     ),
     mutant(
         "transposed-logits",
-        "shardformer/tensor_parallel/vocab_parallel_logits.py",
-        "return {a: b, b: a}.get(vocab, vocab), args",
-        "return {a: b}.get(vocab, vocab), args",
+        "shardformer/comm/sharded_tensor.py",
+        "return {a: b, b: a}.get(sharded, sharded), args",
+        "return {a: b}.get(sharded, sharded), args",
         "logits.transpose(1, 2), as F.cross_entropy takes them, is read as if its last dim were the vocabulary.",
         first=("tests/layers/vocab/test_logits.py::test_an_operation_gives_what_the_plain_tensor_gives",),
     ),
     mutant(
         "written-logits-stay-stale-in-views",
-        "shardformer/tensor_parallel/vocab_sharded_tensor.py",
+        "shardformer/tensor_parallel/vocab_parallel_logits.py",
         "    x._writes[0] += 1\n",
         "",
         "A view of sharded logits keeps its old values after the logits were written to.",

@@ -80,9 +80,9 @@ MUTANTS = [
     ),
     mutant(
         "same-dropout-in-each-block",
-        "shardformer/random_state.py",
-        "0x9E3779B97F4A7C15 * (self._axis.rank + 1)",
-        "0x9E3779B97F4A7C15",
+        "shardformer/tensor_parallel/region.py",
+        "SPLITMIX64[0] * (self._axis.rank + 1)",
+        "SPLITMIX64[0]",
         "All tensor ranks drop the same places of their heads and features, as one device never would.",
         first=("tests/layers/test_dropout.py::test_masks_inside_of_a_block_differ_by_rank",),
     ),

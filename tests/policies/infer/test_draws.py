@@ -16,8 +16,9 @@ import shardformer
 from shardformer.comm.collectives import all_reduce
 from shardformer.discovery.derive_policy import derive_policy
 from shardformer.discovery.reduced_model import reduce_model
-from shardformer.local_ranks.threads import drawing, run_as_threads, states
+from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.random_state import fixed_seed, random_states
 from tests.policies.toy import ToyLM, toy_batch
 
 
@@ -50,12 +51,12 @@ def test_a_model_that_draws_is_found_and_gives_what_the_plain_one_gives(how: str
     ids = toy_batch(0)["ids"]
     policy = derive_policy(plain, batch={"ids": ids})
     assert "Attention" in str(policy) and "MLP" in str(policy)
-    with drawing(5):
+    with fixed_seed(5):
         expected = plain(ids).detach()
 
     def check(context: ParallelContext) -> None:
         model = shardformer.shard_model(copy.deepcopy(plain), copy.deepcopy(policy), context=context).eval()
-        with drawing(5):
+        with fixed_seed(5):
             torch.testing.assert_close(model(ids).detach(), expected)
 
     run_as_threads(check, tensor=2, in_turn=True)
@@ -72,14 +73,14 @@ def test_a_masked_autoencoder_is_cut_with_noise_in_the_batch_and_without() -> No
     batches = {"drawn": {"pixel_values": images}, "given": {"pixel_values": images, "noise": torch.rand(2, 4)}}
     expected = {}
     for name, batch in batches.items():
-        with drawing(3):
+        with fixed_seed(3):
             expected[name] = plain(**batch).loss.item()
 
     def check(context: ParallelContext) -> None:
         model: Any = shardformer.shard_model(copy.deepcopy(plain), context=context)
         assert sum(p.numel() for p in model.parameters()) < 0.75 * plain.num_parameters()
         for name, batch in batches.items():
-            with drawing(3):
+            with fixed_seed(3):
                 assert model(**batch).loss.item() == pytest.approx(expected[name], rel=1e-9)
 
     run_as_threads(check, tensor=2, in_turn=True)
@@ -93,18 +94,18 @@ def test_ranks_that_take_turns_draw_numbers_of_their_own() -> None:
             all_reduce(torch.ones(1), context.tensor)
         return found
 
-    with drawing(1):
+    with fixed_seed(1):
         expected = [f() for _ in range(3) for f in (lambda: torch.rand(()).item(), numpy.random.rand, random.random)]
-    with drawing(1):
+    with fixed_seed(1):
         first, second = run_as_threads(draw, tensor=2, in_turn=True)
     assert first == second == pytest.approx(expected)
 
 
 def test_finding_a_policy_leaves_the_random_states_as_they_were() -> None:
     model = Masked()
-    before = states()
+    before = random_states()
     twin = reduce_model(model, {"ids": toy_batch(0)["ids"]})
     twin.run(twin.model)
-    after = states()
+    after = random_states()
     assert torch.equal(before[0], after[0]) and before[2] == after[2]
     assert all(numpy.array_equal(a, b) for a, b in zip(before[1], after[1], strict=True))

@@ -1,0 +1,435 @@
+"""Base class of tensors that hold a rank's shard and behave like the full tensor, and rules that they share.
+
+A rule says what a function of torch does with such a tensor. Each view rule looks at one of torch's view functions as
+it is called on the full tensor, and returns
+
+    the sharded dim of its result, and the arguments that do the same to the shard
+
+or None where the sharded dim does not stay whole, so that the full tensor is needed. No rule sees a tensor's values.
+
+>>> reshape_last((2, 5, 127), 2, (-1, 127), {}, local=64)
+(1, ((-1, 64),))
+>>> transpose((2, 5, 127), 2, (1, 2), {}, local=64)
+(1, (1, 2))
+>>> select((2, 5, 127), 2, (2, 0), {}, local=64) is None     # one column
+True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from math import prod
+from numbers import Number
+from types import EllipsisType
+from typing import Any, ClassVar, NoReturn, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardformer.errors import InputError
+from shardformer.torch_compat import DisableTorchFunctionSubclass, make_wrapper_subclass, tree_map_only
+
+Args = tuple[Any, ...]
+Kwargs = Mapping[str, Any]
+TorchFunction = Callable[..., Any]
+Rule = Callable[[TorchFunction, Args, Kwargs], Any]
+Placed = tuple[int, Args] | None
+
+
+class ShardedTensor(Tensor):
+    """The full tensor, of which this rank holds a shard along one dim. Shape, dtype and device are the full ones.
+
+    Attributes:
+        local: the shard.
+        shard_dim: the sharded dim.
+        RULES: what is called for a function of torch; any other gathers the full tensor and returns a plain one.
+        TEXT: what it is, in error messages, with their two other parts.
+    """
+
+    RULES: ClassVar[Mapping[Any, Rule]]
+    TEXT: ClassVar[tuple[str, str, str]]
+    local: Tensor
+    shard_dim: int
+    full_shape: torch.Size
+    full_dtype: torch.dtype
+    _full: Tensor | None
+
+    @classmethod
+    def _wrap(cls, local: Tensor, dim: int, size: int, dtype: torch.dtype, **options: Any) -> Self:
+        shape = torch.Size(size if d == dim else n for d, n in enumerate(local.shape))
+        self: Self = make_wrapper_subclass(cls, shape, dtype=dtype, device=local.device, **options)
+        self.local, self.shard_dim, self._full = local, dim, None
+        self.full_shape, self.full_dtype = shape, dtype
+        return self
+
+    def __init__(self, *args: Any) -> None:
+        """Everything is done by ``__new__``."""
+
+    def to_local(self) -> Tensor:
+        """This rank's shard, with its gradient. Communicates nothing."""
+        return self.local
+
+    def full_tensor(self) -> Tensor:
+        """The full tensor, the same on all ranks, with its gradient. Communicates one all-gather of it, once."""
+        raise AssertionError
+
+    def placed(self, local: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> Self:
+        """``local`` as the full tensor of which it is the shard, with the dim and dtype of this one by default."""
+        raise AssertionError
+
+    def view_of(self, local: Tensor, dim: int, replay: Callable[[Tensor], Tensor]) -> Self:
+        """The same for a view; ``replay`` takes it of the full tensor."""
+        return self.placed(local, dim)
+
+    def local_part(self, full: Tensor, dim: int) -> Tensor:
+        """This rank's part of a plain tensor whose ``dim`` is as long as the sharded one."""
+        raise AssertionError
+
+    def is_aligned(self, other: Any) -> bool:
+        """Whether another tensor of this class is sharded the same way, so that shards can be combined."""
+        raise AssertionError
+
+    def held(self) -> Tensor:
+        """The shard as it is kept: ``to_local`` may cast it."""
+        return self.local
+
+    def takes_gradients(self) -> bool:
+        """Whether what each rank finds for an operand is summed later."""
+        return False
+
+    def write(self, func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+        """A function that writes into its first argument, which this is."""
+        self.refuse(f"{getattr(func, '__name__', func)} was to write into {self.TEXT[0]}")
+
+    @classmethod
+    def refuse(cls, what: str) -> NoReturn:
+        raise InputError(what, rule=cls.TEXT[1], remedy=cls.TEXT[2])
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+        rule = cls.RULES.get(func, gathered) if args else gathered
+        return rule(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub takes func for self
+        cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
+        """What gets here was not called by name: autograd itself, or code written in C++."""
+        cls.refuse(f"{func} was called on {cls.TEXT[0]}")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # mypy drops the keyword's name
+        return (
+            f"{type(self).__name__}(shape={tuple(self.full_shape)}, dtype={self.full_dtype}, {self._held()}, "
+            "values by .full_tensor() on all ranks)"
+        )
+
+    def _held(self) -> str:
+        """What this rank holds, for ``repr``."""
+        raise AssertionError
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        self.refuse(f"copy.deepcopy was called on {self.TEXT[0]}")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self.refuse(f"copy or pickle was called on {self.TEXT[0]}")
+
+
+def to_full_tensors(value: Any) -> Any:
+    """Nested values with full tensors in the place of sharded ones."""
+    return tree_map_only(ShardedTensor, lambda x: x.full_tensor(), value)
+
+
+def gathered(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+    """Anything without a rule: the full tensor, gathered once, as a plain one."""
+    first, name = args[0] if args else None, getattr(func, "__name__", "")
+    if isinstance(first, ShardedTensor) and (name in _RECEIVES or is_inplace(func, kwargs)):
+        return first.write(func, args, kwargs)
+    target = first if name in ("__set__", "__delete__") else kwargs.get("out")
+    if isinstance(target, ShardedTensor):
+        target.refuse(f"An attribute was to be set, or out= to be given, of {target.TEXT[0]}")
+    args, kwargs = to_full_tensors((args, dict(kwargs)))
+    return func(*args, **kwargs)
+
+
+_RECEIVES = {"all_reduce", "broadcast", "reduce", "recv", "irecv"}
+"""Functions of torch.distributed that write into their first argument."""
+
+
+def is_inplace(func: Any, kwargs: Kwargs) -> bool:
+    """Whether a function writes into its first argument: ``add_``, ``+=``, ``x[i] = y``, ``relu(x, inplace=True)``."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and hasattr(Tensor, name.replace("__i", "__", 1)))
+    return kwargs.get("inplace") is True or (name.endswith("_") and name != "requires_grad_")
+
+
+def metadata_of_wrapper(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+    """Shape, dtype, device and the like, which a wrapper that torch made knows."""
+    with DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def blank(x: ShardedTensor) -> Tensor:
+    """A tensor with the shape, dtype and device of the full one that takes no memory."""
+    return x.local.new_empty((), dtype=x.full_dtype).expand(x.full_shape)
+
+
+def _factory(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+    """new_zeros, zeros_like and the like: they read no values, so a tensor without any stands in."""
+    x = args[0]
+    return func(blank(x) if isinstance(x, ShardedTensor) else x, *to_full_tensors(args[1:]), **to_full_tensors(kwargs))
+
+
+def elementwise(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+    """Functions of each number by itself, of sharded tensors and of operands that need no sum of gradients."""
+    sharded = [a for a in (*args, *kwargs.values()) if isinstance(a, ShardedTensor)]
+    if not sharded or is_inplace(func, kwargs) or "out" in kwargs:
+        return gathered(func, args, kwargs)
+    x = max(sharded, key=lambda a: len(a.full_shape))
+    operands = [_operand(a, x) for a in (*args, *kwargs.values())]
+    if any(a is NotImplemented for a in operands):
+        return gathered(func, args, kwargs)
+    local = func(*operands[: len(args)], **dict(zip(kwargs, operands[len(args) :], strict=True)))
+    if not isinstance(local, Tensor):
+        return local
+    return x.placed(local, x.shard_dim - len(x.full_shape) + local.dim(), local.dtype)
+
+
+def _operand(value: Any, x: ShardedTensor) -> Any:
+    """This rank's part of an operand; NotImplemented where the full tensors are needed."""
+    if not isinstance(value, Tensor):
+        known = value is None or isinstance(value, Number | str | torch.dtype | torch.device | torch.memory_format)
+        return value if known else NotImplemented
+    if isinstance(value, ShardedTensor):
+        return value.to_local() if type(value) is type(x) and x.is_aligned(value) else NotImplemented
+    if value.requires_grad and torch.is_grad_enabled() and not x.takes_gradients():
+        return NotImplemented  # each rank would add its own part of the gradient
+    back = x.shard_dim - len(x.full_shape)
+    if value.dim() < -back or value.shape[back] == 1:
+        return value
+    return x.local_part(value, back) if value.shape[back] == x.full_shape[back] else NotImplemented
+
+
+def view(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+    """A view function of ``VIEW_RULES``."""
+    x, *rest = args
+    if not isinstance(x, ShardedTensor):
+        return gathered(func, args, kwargs)
+    if func.__name__ in _DIMS_ONLY:
+        rest, kwargs = [*rest, *kwargs.values()], {}
+    local = x.held()
+    place = VIEW_RULES[func.__name__](x.full_shape, x.shard_dim, tuple(rest), kwargs, local=local.shape[x.shard_dim])
+    if place is None:
+        return gathered(func, args, kwargs)
+    dim, local_args = place
+    try:
+        result = func(local, *local_args, **kwargs)
+    except (RuntimeError, IndexError):
+        return gathered(func, args, kwargs)  # which raises with the sizes that the caller knows
+    if isinstance(result, Tensor):
+        return x.view_of(result, dim % result.dim(), lambda full: func(full, *rest, **kwargs))
+
+    def replay(full: Tensor, number: int) -> Tensor:
+        part: Tensor = func(full, *rest, **kwargs)[number]
+        return part
+
+    return type(result)(x.view_of(part, dim, partial(replay, number=i)) for i, part in enumerate(result))
+
+
+def copied(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+    """clone and contiguous."""
+    before = args[0].held()
+    local = func(before, *args[1:], **kwargs)
+    return args[0] if local is before else args[0].placed(local)
+
+
+def query_local(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+    """What is asked of, or told to, the shard: requires_grad, retain_grad, is_contiguous and the like."""
+    result = func(args[0].held(), *args[1:], **kwargs)
+    return args[0] if isinstance(result, Tensor) else result
+
+
+def reshape_last(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
+    """view and reshape: the sharded dim is last and stays last."""
+    sizes = _sizes(args)
+    if kwargs or not sizes or not all(isinstance(size, int) for size in sizes):
+        return None
+    if sharded != len(shape) - 1:
+        return (sharded, (_with(shape, sharded, local),)) if sizes == tuple(shape) else None
+    is_last = sizes[-1] == shape[sharded] or (sizes[-1] == -1 and prod(sizes[:-1]) == prod(shape[:-1]))
+    return (len(sizes) - 1, ((*sizes[:-1], local),)) if is_last else None
+
+
+def expand(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
+    sizes = _sizes(args)
+    after = sharded + len(sizes) - len(shape)
+    if kwargs or after < 0 or sizes[after] not in (-1, shape[sharded]):
+        return None
+    return after, (_with(sizes, after, -1),)
+
+
+def flatten(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
+    start = _dim(args, kwargs, 0, "start_dim", 0) % len(shape)
+    end = _dim(args, kwargs, 1, "end_dim", -1) % len(shape)
+    if start <= sharded <= end and start != end:
+        return None
+    return sharded - (end - start if sharded > end else 0), args
+
+
+def unflatten(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
+    dim = _dim(args, kwargs, 0, "dim", 0) % len(shape)
+    sizes = args[1] if len(args) > 1 else kwargs["sizes"]
+    return None if dim == sharded else (sharded + (len(sizes) - 1 if dim < sharded else 0), args)
+
+
+def squeeze(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
+    """The dims that go are named, because a sharded dim of which one number is here looks as if it could go."""
+    named = args[0] if args else kwargs.get("dim", range(len(shape)))
+    dims = {dim % len(shape) for dim in ([named] if isinstance(named, int) else named)}
+    gone = tuple(sorted(dim for dim in dims if shape[dim] == 1))
+    if sharded in gone:
+        return None
+    return sharded - sum(dim < sharded for dim in gone), (gone,)
+
+
+def unsqueeze(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
+    return sharded + (_dim(args, kwargs, 0, "dim", 0) % (len(shape) + 1) <= sharded), args
+
+
+def transpose(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
+    a, b = (dim % len(shape) for dim in args)
+    return {a: b, b: a}.get(sharded, sharded), args
+
+
+def permute(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
+    return ([dim % len(shape) for dim in _sizes(args)].index(sharded), args)
+
+
+def _along(position: int, default: int, drops_dim: bool = False) -> Callable[..., Placed]:
+    """A function that takes something along one dim: fine along every other one than the sharded one."""
+
+    def rule(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
+        dim = _dim(args, kwargs, position, "dim", default)
+        if not isinstance(dim, int) or dim % len(shape) == sharded:
+            return None
+        return sharded - (drops_dim and dim % len(shape) < sharded), args
+
+    return rule
+
+
+select = _along(0, 0, drops_dim=True)
+unbind = _along(0, 0, drops_dim=True)
+narrow = _along(0, 0)
+split = _along(1, 0)
+
+
+def getitem(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
+    """Numbers, slices, None, ``...`` and index tensors, on other dims than the sharded one."""
+    keys: Args = args[0] if isinstance(args[0], tuple) else args
+    used = [_dims_used(key) for key in keys]
+    if any(count is None for count in used):
+        return None
+    rest = len(shape) - sum(count or 0 for count in used)
+    before = after = 0  # dims of the full tensor passed so far, and dims that they became
+    where = -1
+    for key in keys if any(key is Ellipsis for key in keys) else (*keys, Ellipsis):
+        taken = rest if key is Ellipsis else _dims_used(key) or 0
+        if before <= sharded < before + taken:
+            if key is not Ellipsis and not (
+                isinstance(key, slice) and key.indices(shape[sharded]) == (0, shape[sharded], 1)
+            ):
+                return None
+            where = after + sharded - before
+        before += taken
+        after += taken if key is Ellipsis else isinstance(key, slice) or key is None
+    if any(isinstance(key, Tensor) for key in keys):
+        # Index tensors put their dims where they stand or in front, never behind a sharded dim that is last.
+        return (-1, args) if sharded == len(shape) - 1 else None
+    return where, args
+
+
+def _dims_used(key: Any) -> int | None:
+    if key is None or isinstance(key, EllipsisType):
+        return 0
+    if isinstance(key, slice) or (isinstance(key, int) and not isinstance(key, bool)):
+        return 1
+    if isinstance(key, Tensor):
+        return key.dim() if key.dtype in (torch.bool, torch.uint8) else 1
+    return None
+
+
+def _sizes(args: Args) -> tuple[Any, ...]:
+    """``view(2, 3)`` and ``view((2, 3))``."""
+    return tuple(args[0]) if len(args) == 1 and isinstance(args[0], tuple | list) else args
+
+
+def _dim(args: Args, kwargs: Kwargs, position: int, name: str, default: int) -> Any:
+    return args[position] if len(args) > position else kwargs.get(name, default)
+
+
+def _with(sizes: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
+    return tuple(size if d == dim else n for d, n in enumerate(sizes))
+
+
+VIEW_RULES: Mapping[str, Callable[..., Placed]] = {
+    "view": reshape_last,
+    "reshape": reshape_last,
+    "expand": expand,
+    "flatten": flatten,
+    "unflatten": unflatten,
+    "squeeze": squeeze,
+    "unsqueeze": unsqueeze,
+    "transpose": transpose,
+    "swapaxes": transpose,
+    "swapdims": transpose,
+    "permute": permute,
+    "select": select,
+    "unbind": unbind,
+    "narrow": narrow,
+    "index_select": narrow,
+    "split": split,
+    "chunk": split,
+    "__getitem__": getitem,
+}
+"""Methods of a tensor and functions of torch under which the sharded dim may stay whole."""
+_DIMS_ONLY = ("squeeze", "transpose", "swapaxes", "swapdims", "permute")
+"""Functions all of whose arguments are dims, in an order that does not matter."""
+_METADATA = """
+    shape size dim ndim ndimension numel nelement __len__ dtype element_size itemsize nbytes is_floating_point
+    is_complex is_signed device get_device is_cuda is_cpu is_meta layout is_sparse is_leaf grad_fn __hash__
+    """
+ELEMENTWISE = """
+    add sub subtract rsub mul multiply div divide true_divide pow neg negative abs clamp clamp_min clamp_max exp tanh
+    sigmoid relu softplus masked_fill where __pow__ __rpow__ __rsub__ __rdiv__
+    """
+_SHARED: Mapping[Rule, str] = {
+    metadata_of_wrapper: _METADATA,
+    _factory: """
+        new_empty new_zeros new_ones new_full new_tensor empty_like zeros_like ones_like full_like rand_like randn_like
+        """,
+}
+
+
+def functions_named(names: str) -> Iterator[Any]:
+    """The methods and attributes of a tensor, and the functions of torch and torch.nn.functional, with these names."""
+    for name in names.split():
+        for home in (Tensor, torch, F):
+            function: Any = getattr(home, name, None)
+            if hasattr(function, "__set__"):  # an attribute of a tensor, which torch names by its getter
+                yield function.__get__
+            elif callable(function) and not isinstance(function, type):
+                yield function
+
+
+def rules_by_function(names: Mapping[Rule, str]) -> dict[Any, Rule]:
+    """Function of torch -> the rule for it, from the names of the functions; with the rules of every sharded tensor."""
+    return {function: rule for rule, text in {**_SHARED, **names}.items() for function in functions_named(text)}
+
+
+METADATA = frozenset(functions_named(_METADATA))
+"""What is known of a wrapper without its values."""
