@@ -14,7 +14,7 @@ from shardformer.layout.sharding_metadata import check_module
 from shardformer.meta_init.init_recipe import DeferredStorage, defer_storage, deferred_storage_of, run_recipe, view_of
 from shardformer.meta_init.lazy_init import VERSION, InitRecorder, end_recorded_calls, was_written
 from shardformer.meta_init.safetensors_source import weight_files
-from shardformer.torch_compat import tree_leaves, tree_map_only
+from shardformer.torch_compat import DisableTorchFunction, tree_leaves, tree_map_only
 
 NOTES = "_shardformer_loading"
 
@@ -26,7 +26,7 @@ def is_lazy(model: nn.Module) -> bool:
 
 def has_meta_tensors(model: nn.Module) -> bool:
     """Whether some parameter or buffer has no values: most models have none, which this finds without a call each."""
-    with torch._C.DisableTorchFunction():  # inside of LazyInit tensors report another device
+    with DisableTorchFunction():  # inside of LazyInit tensors report another device
         return any([t.is_meta for t in (*model.parameters(), *model.buffers())])
 
 

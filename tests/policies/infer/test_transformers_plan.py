@@ -38,6 +38,7 @@ def test_the_plan_has_the_paths_of_the_whole_model() -> None:
     assert len(plan) == len(transformers.Qwen2Config.base_model_tp_plan)
 
 
+@pytest.mark.slow
 def test_a_draft_is_validated_once_and_gives_the_policy_of_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = count_validations(monkeypatch)
     drafted, with_plan = str(derive_policy(qwen())), len(sizes)
@@ -45,12 +46,14 @@ def test_a_draft_is_validated_once_and_gives_the_policy_of_the_search(monkeypatc
     assert 2 <= with_plan < len(sizes) - with_plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("left_out", ["self_attn", "mlp"])
 def test_what_a_plan_of_the_user_leaves_out_is_derived(left_out: str) -> None:
     plan = {name: style for name, style in transformers.Qwen2Config.base_model_tp_plan.items() if left_out not in name}
     assert str(derive_policy(qwen(plan))) == str(derive_policy(qwen({})))
 
 
+@pytest.mark.slow
 def test_a_wrong_draft_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = str(derive_policy(qwen({})))
     wrong = Attention("self_attn", AttentionProjections(q="k_proj", k="q_proj", v="v_proj", out="o_proj"))
