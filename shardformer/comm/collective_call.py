@@ -34,11 +34,7 @@ def collective_call(
     Every rank raises when one of them cannot make it, or when they differ. Communicates one gather of a hash an axis.
     """
 
-    def make_lines() -> tuple[T, list[str]]:
-        made = make()
-        return made, lines_of(made)
-
-    result, problem = _attempt(make_lines)
+    result, problem = _attempt(lambda: (made := make(), lines_of(made)))
     lines = result[1] if result else []
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     answers = all_gather_from_grid((digest, _error_text(problem)), context)

@@ -9,7 +9,7 @@ values, which are computed once, then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from operator import methodcaller
 from typing import Any, Self
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from shardformer.comm.autograd_collectives import once_differentiable
-from shardformer.comm.sharded_tensor import METADATA, functions_named, is_inplace, metadata_of_wrapper
+from shardformer.comm.sharded_tensor import METADATA, Args, Kwargs, functions_named, is_inplace, metadata_of_wrapper
 from shardformer.mesh.parallel_context import Axis
 from shardformer.torch_compat import (
     is_view,
@@ -109,18 +109,14 @@ class DeferredTensor(Tensor):
         return out
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args and isinstance(args[0], DeferredTensor) else None
-        if first is not None and func in _METADATA:
+        if first is not None and (func in _METADATA or func in _WATCHES):
+            first._is_watched |= func in _WATCHES
             return metadata_of_wrapper(func, args, kwargs)
         if first is not None and _is_same(func, first, args[1:]):
             return first
-        if first is not None and func in _WATCHES:
-            first._is_watched = True
-            return metadata_of_wrapper(func, args, kwargs)
         if first is not None and is_inplace(func, kwargs):  # what is written into stands for it from now on
             value = first.value()
             first._own = value.clone() if is_view(value) else value
@@ -129,7 +125,7 @@ class DeferredTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub takes func for self
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         """What gets here was not called by name: autograd itself, or code written in C++."""
         with torch.no_grad():

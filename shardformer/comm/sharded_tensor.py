@@ -72,7 +72,19 @@ class ShardedTensor(Tensor):
         return self.local
 
     def full_tensor(self) -> Tensor:
-        """The full tensor, the same on all ranks, with its gradient. Communicates one all-gather of it, once."""
+        """The full tensor, the same on all ranks, with its gradient. Communicates one all-gather of it, once.
+
+        Backward communicates what ``_gather`` of the class does.
+        """
+        local, full = self.held(), self._full
+        needs_grad = torch.is_grad_enabled() and local.requires_grad
+        if full is not None and needs_grad <= full.requires_grad:
+            if torch.is_inference_mode_enabled() or not full.is_inference():
+                return full
+        self._full = self._gather(local)
+        return self._full
+
+    def _gather(self, local: Tensor) -> Tensor:
         raise AssertionError
 
     def placed(self, local: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> Self:

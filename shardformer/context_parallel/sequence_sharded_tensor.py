@@ -87,13 +87,9 @@ class SequenceShardedTensor(ShardedTensor):
         self.rows = rows
         return self
 
-    def full_tensor(self) -> Tensor:
-        """The full tensor, the same on all ranks, with its gradient. Communicates one all-gather of it, once."""
-        wants = torch.is_grad_enabled() and self.local.requires_grad
-        if self._full is None or (wants and not self._full.requires_grad):
-            local = to_full_tensors(self.local)  # logits whose vocabulary is sharded too
-            self._full = gather_rows(local, self.rows, self.shard_dim)
-        return self._full
+    def _gather(self, local: Tensor) -> Tensor:
+        """Of logits whose vocabulary is sharded too, that is gathered first."""
+        return gather_rows(to_full_tensors(local), self.rows, self.shard_dim)
 
     def placed(self, local: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> SequenceShardedTensor:
         return SequenceShardedTensor(local, self.rows, self.shard_dim if dim is None else dim)

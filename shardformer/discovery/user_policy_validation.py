@@ -42,6 +42,7 @@ from shardformer.discovery.validation import (
 from shardformer.errors import PolicyError, ShardFormerError
 from shardformer.kernels.fused_ops import is_elementwise
 from shardformer.layout.sharding_metadata import metadata_of
+from shardformer.layout.tensor_relations import max_difference
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.module_paths import as_path_list, get_at, join_path, match_paths
@@ -494,7 +495,7 @@ def _note_differences(model: nn.Module, gave: dict[str, Tensor], first: list[str
         x, y = _first_tensor(output), gave.get(path)
         if type(x) is not Tensor or y is None or x.shape != y.shape or not x.is_floating_point():
             return  # logits over a part of the vocabulary would be gathered, and the other ranks do not look
-        if (x.detach() - y).abs().max() > RELATIVE * y.abs().max():
+        if max_difference(x.detach(), y) > RELATIVE * y.abs().max():
             first.append(path)
 
     for path, module in model.named_modules():

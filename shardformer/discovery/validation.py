@@ -36,6 +36,7 @@ from shardformer.errors import PolicyError, ShardFormerError, first_line
 from shardformer.kernels.attention_registration import attention_classes
 from shardformer.layout.shard_spec import Coords
 from shardformer.layout.sharding_metadata import metadata_of, shard_specs
+from shardformer.layout.tensor_relations import max_difference
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.mesh.tensor_grid import GRID_AXIS_NAMES, TensorGrid
@@ -152,7 +153,7 @@ def compare_gradients(reference: ReferenceGradients, model: nn.Module, coords: C
         if expected is None or param.grad is None or not expected.numel():
             continue
         own = specs[name].slice(expected, coords)
-        if own.shape != param.grad.shape or not reference.is_near(name, (own - param.grad).abs().max().item()):
+        if not reference.is_near(name, max_difference(own, param.grad)):
             raise MismatchError(f"the gradient of {name} differs")
 
 
@@ -228,7 +229,7 @@ def _compare_outputs(reference: ReferenceGradients, output: Any) -> None:
         raise MismatchError("what it gives reads what an earlier stage holds")
     for at in here:
         a, b = whole[at], given[at]
-        if a.shape != b.shape or not (a - b).abs().max() <= RELATIVE * a.abs().max():
+        if not max_difference(a, b) <= RELATIVE * a.abs().max():
             raise MismatchError("what it gives differs")
     reference.model.zero_grad()
     for outputs in (whole, given):
@@ -242,7 +243,7 @@ def _compare_gradients(model: nn.Module, found: Mapping[str, Tensor]) -> None:
         raise MismatchError(f"{sorted(expected.keys() ^ found.keys())[0]} has a gradient in one of the two only")
     bounds = gradient_tolerances(expected)
     for name, gradient in expected.items():
-        if gradient.numel() and not (gradient - found[name]).abs().max() <= bounds[name]:
+        if gradient.numel() and not max_difference(gradient, found[name]) <= bounds[name]:
             raise MismatchError(f"the gradient of {name} differs")
 
 

@@ -15,7 +15,7 @@ import copy
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 from warnings import catch_warnings, simplefilter
 
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from shardformer.comm.deferred_tensor import DeferredTensor, resolve_deferred
+from shardformer.comm.sharded_tensor import Args, Kwargs
 from shardformer.errors import ConfigError
 from shardformer.torch_compat import without_fake_tensors
 
@@ -347,9 +348,7 @@ class FusedActivation(DeferredTensor):
         return self.out if torch.is_grad_enabled() else self.out.detach()
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         mine, options = [a for a in args if isinstance(a, FusedActivation)], kwargs or {}
         x = max(mine, key=lambda x: x.terms[0] is not None, default=None)
         if x is not None and x.out is None and not x._is_watched:

@@ -39,6 +39,7 @@ from torch import Tensor, nn
 
 from shardformer.comm.autograd_collectives import reduce_from_tp_region, reduce_scatter_to_sp_region
 from shardformer.comm.deferred_tensor import DeferredTensor
+from shardformer.comm.sharded_tensor import Args, Kwargs
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.mesh.parallel_context import Axis
 from shardformer.tensor_parallel.region import (
@@ -94,13 +95,7 @@ class LocalWidthTensor(Tensor):
         return entered
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         given = dict(kwargs or {})
         with DisableTorchFunctionSubclass():
             if isinstance(args[0] if args else None, LocalWidthTensor):

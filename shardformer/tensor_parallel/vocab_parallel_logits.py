@@ -120,20 +120,10 @@ class VocabParallelLogits(ShardedTensor):
         """This rank's part, (..., v) in the dtype of the logits, with its gradient. Communicates nothing."""
         return local_shard(self).to(self.full_dtype)
 
-    def full_tensor(self) -> Tensor:
-        """The full logits as a plain tensor, the same on all ranks, with their gradient.
-
-        Communicates one all-gather of the full logits the first time, in the dtype that they are held in; backward
-        nothing.
-        """
-        local, full = local_shard(self), self._full
-        needs_grad = torch.is_grad_enabled() and local.requires_grad
-        if full is not None and needs_grad <= full.requires_grad:
-            if torch.is_inference_mode_enabled() or not full.is_inference():
-                return full
+    def _gather(self, local: Tensor) -> Tensor:
+        """Communicates one all-gather in the dtype that the logits are held in; backward nothing."""
         split = Split(tuple(((a, b),) for a, b in pairwise(self.bounds)), (self.axis.name,))
-        self._full = gather_from_region(local, self.axis, self.shard_dim, split, "gather").to(self.full_dtype)
-        return self._full
+        return gather_from_region(local, self.axis, self.shard_dim, split, "gather").to(self.full_dtype)
 
     def placed(self, local: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> VocabParallelLogits:
         """A cast that waits goes on waiting, unless a dtype is passed."""

@@ -13,16 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shardformer.comm.collectives import all_gather_objects, all_reduce, broadcast_object, gather_full_tensors
+from shardformer.comm.collective_call import run_on_all_ranks
+from shardformer.comm.collectives import all_gather_objects, all_reduce, gather_full_tensors
 from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.config import ShardConfig
 from shardformer.discovery.reduced_model import disable_dropout
-from shardformer.errors import ConfigError, ShardFormerError, check_int
+from shardformer.errors import ConfigError, check_int
 from shardformer.gradients.clipping import clip_grad_norm_
 from shardformer.gradients.reducer import no_sync
 from shardformer.layout.sharding_metadata import metadata_of, shard_specs
 from shardformer.mesh.parallel_context import ParallelContext, with_grid_axes, with_ring_axes
-from shardformer.mesh.rank_grid import num_ranks
+from shardformer.mesh.rank_grid import AXES, num_ranks
 from shardformer.mesh.tensor_grid import TensorGrid, with_tensor_grid
 from shardformer.pipeline.micro_batch_loss import LossWeight
 from shardformer.pipeline.micro_batches import batch_size_of, micro_batch_sizes, named_tensors_in, split_batch
@@ -350,16 +351,8 @@ def run_job(job: VerifyJob) -> tuple[TrainingTrace | None, TrainingTrace, str, s
     sizes = {"tensor": job.tensor, "pipe": job.pipe, "data": job.data, "sequence": num_ranks(job.sequence)}
     context = ParallelContext.from_world(sizes, torch.device(job.device))
     context = with_grid_axes(with_ring_axes(context, job.sequence), job.grid)
-    plain = problem = None
-    try:
-        plain = _run_plain(job) if context.rank == 0 else None
-    except ShardFormerError as error:
-        problem = error
-    # what is wrong with the job is raised alike on all ranks
-    for axis in (context.data, context.pipe, context.sequence, context.tensor):
-        problem = broadcast_object(problem, axis)
-    if problem is not None:
-        raise problem
+    world = context.merged(*AXES)
+    plain = run_on_all_ranks(lambda: _run_plain(job) if world.rank == 0 else None, world, "Training in one process")
     sharded, name = _run_sharded(job, context)
     layout = [str(context), *([str(job.pipeline)] if job.pipeline is not None else [])]
     mode = job.config.get("tensor_parallel_mode", "1d")

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, ShardFormerError, WorkerError, did_you_mean, wants_traceback
+from shardformer.layout.tensor_relations import max_difference
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.local_ranks.worker_process import RemoteCall
 from shardformer.mesh.parallel_context import ParallelContext, with_grid_axes
@@ -194,11 +195,9 @@ def _worse(worst: Difference, a: Tensor, b: Tensor, size: Tensor, bound: float, 
         return Difference(float("inf"), f"{where}: {tuple(b.shape)} for {tuple(a.shape)}", float("inf"))
     if not a.numel():
         return worst
-    difference, magnitude = float((a - b).abs().max()), float(size.abs().max())
+    difference, magnitude = max_difference(a, b), float(size.abs().max())
     allowed = bound * magnitude + noise
     used = difference / allowed if allowed > 0 else (0.0 if difference == 0 else float("inf"))
-    if difference != difference:
-        used = float("inf")
     if used <= worst.used:
         return worst
     return Difference(difference / max(magnitude, noise / bound, 1e-300), where, used)

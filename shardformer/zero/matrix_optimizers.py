@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from shardformer.comm.collectives import all_gather_objects
 from shardformer.errors import ConfigError
 from shardformer.gradients.buckets import GradientSlot
+from shardformer.layout.tensor_relations import max_difference
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.torch_compat import has_step_hooks, state_when_made, without_fake_tensors
 
@@ -75,8 +76,7 @@ def _can_step_apart(optimizer: Optimizer, group: dict[str, Any]) -> bool:
 
 
 def _difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
-    found = max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
-    return found if found == found else float("inf")
+    return max(map(max_difference, ours, theirs))
 
 
 def _after(

@@ -26,7 +26,7 @@ from shardformer.layout.sharding_metadata import (
     check_module,
     reduction_of,
 )
-from shardformer.layout.shared_memory import overlapping, view_of
+from shardformer.layout.tensor_relations import overlapping, view_of
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.offload.disk import check_room
 from shardformer.offload.host import OffloadConfig

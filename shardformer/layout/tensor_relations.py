@@ -1,9 +1,10 @@
-"""Tensors that share memory, in whole or in part."""
+"""Relations of tensors: which share memory, in whole or in part, and how far two of them differ."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from math import inf
 
 import torch
 from torch import Tensor, nn
@@ -77,3 +78,11 @@ def _held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             for name, x in held
             if type(x) is Tensor and x.layout == torch.strided and not x.is_meta
         )
+
+
+def max_difference(a: Tensor, b: Tensor) -> float:
+    """The largest absolute difference of two tensors; infinite for NaN, and for tensors of other shapes."""
+    if a.shape != b.shape:
+        return inf
+    found = float((a - b).abs().max()) if a.numel() else 0.0
+    return found if found == found else inf
