@@ -23,6 +23,7 @@ def collective_call(
     lines_of: Callable[[T], list[str]] = lambda _: [],
     doing: str = "shard this model",
     explain: Callable[[], None] = lambda: None,
+    error: type[ShardFormerError] = ConfigError,
 ) -> T:
     """What ``make`` gives on this rank, once it is known that no rank failed to make it and that all made the same.
 
@@ -30,6 +31,7 @@ def collective_call(
         lines_of: what was made, as lines that are equal on ranks that agree.
         doing: what a rank cannot do where it fails, in words.
         explain: called on all ranks where they differ. It may communicate, and raises what says more than two lines.
+        error: what the other ranks raise if ``make`` fails on one.
 
     Every rank raises when one of them cannot make it, or when they differ. Communicates one gather of a hash an axis.
     """
@@ -42,7 +44,7 @@ def collective_call(
         raise problem
     for rank, (_, said) in answers:
         if said is not None:
-            raise ConfigError(
+            raise error(
                 f"Rank {rank} cannot {doing}: {said}",
                 rule="All ranks do the same with the same model, or none does",
                 remedy="See what that rank says",

@@ -35,7 +35,7 @@ from shardformer.comm.collective_call import (
     run_on_all_ranks,
     run_on_first_rank,
 )
-from shardformer.errors import ConfigError, check_int
+from shardformer.errors import ConfigError, InputError, check_int
 from shardformer.filesystem.atomic_write import DirectoryWriter, path_of, remove, write_new
 from shardformer.filesystem.lock import release
 from shardformer.layout.sharding_metadata import ShardingMetadata, metadata_of
@@ -324,7 +324,7 @@ def _save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
         native: Callable[..., None] = type(self).save_pretrained
         MODEL_DIRECTORY.replace(save_directory, lambda folder: native(self, folder, state_dict=weights, **kwargs))
 
-    collective_call(context, write, doing=f"write to {save_directory!r}")
+    collective_call(context, write, doing=f"write to {str(save_directory)!r}", error=InputError)
 
 
 def _check_saving(state: ShardingMetadata, folder: Any, kwargs: Mapping[str, Any]) -> None:
