@@ -191,7 +191,7 @@ def test_one_stage_accumulates_micro_batches(run: Run) -> None:
         (["gpt2", "--pipe", "2", "--schedule", "gpip"], "Did you mean 'gpipe'?"),
         (["gpt2", "--pipe", "2", "--schedule", "gpipe", "--chunks", "2"], "Use 1, or the schedule 'interleaved'"),
         (["gpt2", "--pipe", "2", "--schedule", "interleaved", "--micro-batches", "3"], "Use 2 or 4, or the schedule"),
-        (["gpt2", "--pipe", "2", "--micro-batches", "0"], "micro_batches=0.\n  A batch is cut into one part or more"),
+        (["gpt2", "--pipe", "2", "--micro-batches", "0"], "micro_batches=0.\n  Use 1 or more"),
         (
             ["gpt2", "--pipe", "2", "--micro-batches", "8", "--batch", "4"],
             "Use at most 4 micro-batches, or a batch of 8",
