@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import shardformer
 from shardformer.comm.collectives import all_gather_objects, checksum
 from shardformer.config import ShardConfig
-from shardformer.errors import ConfigError, InputError, ShardFormerError, PolicyError, ShardFormerError
+from shardformer.errors import ConfigError, InputError, PolicyError, ShardFormerError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh import parallel_context, rank_presence
