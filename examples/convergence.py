@@ -72,7 +72,7 @@ def train(args: argparse.Namespace) -> None:
         batch_size=BATCH * ACCUMULATION,
         scheduler=schedule,
         parallel=shardformer.ParallelConfig(
-            tensor=args.tensor, sequence=args.sequence, pipe=args.pipe, zero=args.zero, micro_batch_size=BATCH
+            tensor=args.tensor, sequence=args.sequence, pipe=args.pipe, zero_stage=args.zero, micro_batch_size=BATCH
         ),
         data_options={"collate_fn": collate, "seed": args.seed},
     )

@@ -120,7 +120,7 @@ def main() -> int:
 
     if args.result is not None:
         parallel = shardformer.ParallelConfig(
-            tensor=tensor, pipe=args.pipe, data=args.data, zero=args.zero, max_grad_norm=1.0
+            tensor=tensor, pipe=args.pipe, data=args.data, zero_stage=args.zero, max_grad_norm=1.0
         )
         name = f"{num_processes} processes" if os.environ["RANK"] == "0" else ""
         result = timed(train_in_parallel(args, parallel), name)
@@ -132,7 +132,7 @@ def main() -> int:
     console.rule("Gradients and weights, in double precision")
     model_fn = functools.partial(build_model, args.layers, args.hidden)
     pipeline = VerifyPipeline(pipe=args.pipe) if args.pipe > 1 else None
-    training = VerifyTraining(zero=args.zero)
+    training = VerifyTraining(zero_stage=args.zero)
     report = verify(model_fn, batch_at, tensor, args.data, pipeline=pipeline, training=training)
     print(report)
 

@@ -1,36 +1,34 @@
-"""ShardConfig: what is asked of the sharder. Every combination is either done or refused before anything changes.
+"""``ParallelConfig``: how a model is trained over several processes. ``ShardConfig``: the part that shards the model.
 
-Also here, each to be said in one text by hand:
-
-- ``ParallelConfig``: over how many processes a model is trained in which way, and how a batch runs through it.
+This module does not import torch, so that the command line can read the fields.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from math import prod
-from typing import Annotated, Any
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 from shardformer.errors import ConfigError, check_argument, did_you_mean
-from shardformer.layout.activation_layout import CONTEXT_PARALLEL, GRID_LAYOUTS, SEQUENCE_PARALLEL, ActivationLayout
-from shardformer.mesh.parallel_context import Axis, ParallelContext
-from shardformer.mesh.rank_grid import check_axis_size, num_ranks
-from shardformer.mesh.tensor_grid import sizes_of_mode
-from shardformer.offload.activations import OFFLOAD_TARGETS
-from shardformer.offload.host import OffloadConfig
-from shardformer.pipeline.micro_batches import check_sizes
-from shardformer.pipeline.stage_manager import PipelineStageManager
-from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE
-from shardformer.zero.config import ZERO_STAGES, StepOptions
-from shardformer.zero.mixed_precision import MixedPrecision
+from shardformer.pipeline.partition import PARTITION_METHODS, RENAMED_METHODS
+from shardformer.public_names import renamed_arguments
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from shardformer.layout.activation_layout import ActivationLayout
+    from shardformer.mesh.parallel_context import Axis, ParallelContext
+    from shardformer.offload.host import OffloadConfig
+    from shardformer.pipeline.stage_manager import PipelineStageManager
+    from shardformer.zero.mixed_precision import MixedPrecision
 
 CONTEXT_PARALLEL_METHODS = ("auto", "ring", "ulysses", "gather")
 EXTRA_KWARGS = ("check_inputs", "bucket_bytes")
+RENAMED_SHARD_FIELDS = {"watch": "check_consistency"}
 
 
+@renamed_arguments(RENAMED_SHARD_FIELDS)
 @dataclass
 class ShardConfig:
     """How a model is sharded.
@@ -51,8 +49,8 @@ class ShardConfig:
         context_parallel: how attention reads the positions of other ranks of the sequence axis: "ring" (keys and values
             travel), "ulysses" (heads are exchanged for positions), "gather" (keys and values are gathered), or "auto":
             ring and Ulysses as they send the least.
-        watch: whether ranks notice, at every step of training, that they have come apart: batches, modes, steps and
-            options of optimizers, weights that they hold alike (docs/reliability.md).
+        check_consistency: whether ranks detect in every training step that they diverge: batches, modes, steps and
+            options of optimizers, replicated weights (docs/reliability.md).
         extra_kwargs: ``check_inputs`` (default True: the tensor ranks compare what they are fed), ``bucket_bytes``
             (size of a bucket of gradients, default 25 MB).
         context: the grid from ``launch_from_torch``; it brings the data axis too.
@@ -70,12 +68,14 @@ class ShardConfig:
     enable_all_optimization: bool = False
     tensor_parallel_mode: str = "1d"
     context_parallel: str = "auto"
-    watch: bool = True
+    check_consistency: bool = True
     extra_kwargs: dict[str, Any] = field(default_factory=dict)
     context: ParallelContext | None = None
     stream: ActivationLayout | None = None
 
     def __post_init__(self) -> None:
+        from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE
+
         if not isinstance(self.extra_kwargs, Mapping):
             raise ConfigError(
                 f"extra_kwargs={self.extra_kwargs!r:.80}",
@@ -128,6 +128,10 @@ class ShardConfig:
                 )
 
     def _check_kinds(self) -> None:
+        from shardformer.layout.activation_layout import ActivationLayout
+        from shardformer.mesh.parallel_context import ParallelContext
+        from shardformer.pipeline.stage_manager import PipelineStageManager
+
         manager: Any = self.pipeline_stage_manager
         if manager is not None and not isinstance(manager, PipelineStageManager):
             raise ConfigError(
@@ -144,7 +148,10 @@ class ShardConfig:
             "stream", self.stream, is_layout, "It says how activations between the blocks lie", "Leave stream out"
         )
         switches = {n: getattr(self, n) for n in self.__dataclass_fields__ if n.startswith("enable_")}
-        switches |= {"watch": self.watch, "check_inputs": self.extra_kwargs.get("check_inputs", True)}
+        switches |= {
+            "check_consistency": self.check_consistency,
+            "check_inputs": self.extra_kwargs.get("check_inputs", True),
+        }
         wrong = next((n for n, value in switches.items() if not isinstance(value, bool)), None)
         if wrong is not None:
             raise ConfigError(
@@ -160,6 +167,13 @@ class ShardConfig:
 
     def stream_layout(self) -> ActivationLayout:
         """How the activations between the blocks are to lie."""
+        from shardformer.layout.activation_layout import (
+            CONTEXT_PARALLEL,
+            GRID_LAYOUTS,
+            SEQUENCE_PARALLEL,
+            ActivationLayout,
+        )
+
         if self.stream is not None:
             return self.stream
         if self.tensor_parallel_mode in GRID_LAYOUTS:
@@ -182,6 +196,8 @@ class ShardConfig:
     @property
     def is_grid(self) -> bool:
         """Whether the tensor axis is a grid."""
+        from shardformer.layout.activation_layout import GRID_LAYOUTS
+
         return self.tensor_parallel_mode in GRID_LAYOUTS and self.enable_tensor_parallelism
 
     def resolve_context(self) -> ParallelContext:
@@ -207,6 +223,8 @@ class ShardConfig:
             )
 
     def _given_context(self) -> ParallelContext:
+        from shardformer.mesh.parallel_context import ParallelContext
+
         manager = self.pipeline_stage_manager
         if manager is not None and self.context is None and self.tensor_parallel_process_group is None:
             return manager.context
@@ -234,111 +252,181 @@ class ShardConfig:
 
 
 LOSS_AVERAGES = ("tokens", "ranks")
+_STAGE_3 = {"keep_frozen": True, "reshard_after_forward": None}
+_OF_STAGES: dict[str, Any] = {
+    "num_model_chunks": None, "partition": "balanced", "layer_costs": None, "recompute_layers": None,
+}  # fmt: skip
+RENAMED_FIELDS = {
+    "tensor_mode": "tensor_parallel_mode",
+    "jit_fused": "fused_activation",
+    "chunks": "num_model_chunks",
+    "cut": "partition",
+    "checkpoint_layers": "recompute_layers",
+    "activations": "activation_offload",
+    "zero": "zero_stage",
+    "watch": "check_consistency",
+    "average": "average_loss_over",
+}
+"""Earlier name of a field of ``ParallelConfig`` -> its name."""
 
 
+@renamed_arguments(RENAMED_FIELDS, {"partition": RENAMED_METHODS})
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How a model is trained over the processes that were launched. The same fields stand in a run's config file.
+    """How a model is trained over several processes: layout, kernels, pipeline, memory and step.
 
-    Each field is ``Annotated`` with its description, from which the config file's table and its page are made: a
-    docstring would be missing under ``python -OO``.
+    The command line, the table ``[parallel]`` of a run configuration and their documentation are generated from these
+    fields. ``to_dict`` and ``from_dict`` convert to and from values that JSON and TOML can hold.
+
+    Raises ConfigError for a value or a combination that is not supported.
     """
 
     data: Annotated[
         int | None,
-        "ranks that each train on a part of the batch; None: what remains of the processes.",
+        "Data parallel size. None: the number of processes divided by the other sizes.",
     ] = None
-    pipe: Annotated[int, "stages, which hold some of the layers each."] = 1
-    sequence: Annotated[int, "ranks over which the sequence is cut, attention reading the positions of all."] = 1
+    pipe: Annotated[int, "Pipeline parallel size: the number of stages."] = 1
+    sequence: Annotated[
+        int | Sequence[int],
+        "Context parallel size: the number of ranks that the sequence is sharded over. Two numbers: a ring of groups, "
+        "and Ulysses in each group.",
+    ] = 1
     tensor: Annotated[
         int | Sequence[int],
-        "ranks that hold a part of each matrix; two or three numbers for a grid of `tensor_mode`.",
+        "Tensor parallel size. Two or three numbers: the grid of `tensor_parallel_mode`.",
     ] = 1
-    tensor_mode: Annotated[str, '"1d", "2d", "2.5d" or "3d", as `tensor_parallel_mode` of `ShardConfig`.'] = "1d"
-    sequence_parallel: Annotated[bool, "whether between blocks each tensor rank holds a part of the sequence."] = False
-    sequence_overlap: Annotated[bool, "whether its gathers and scatters run under the matmuls beside them."] = False
+    tensor_parallel_mode: Annotated[str, 'How weights are sharded: "1d", or on a grid: "2d", "2.5d" or "3d".'] = "1d"
+    sequence_parallel: Annotated[
+        bool, "Shard the activations between tensor parallel blocks along the sequence, over the tensor axis."
+    ] = False
+    sequence_overlap: Annotated[
+        bool, "Overlap the communication of `sequence_parallel` with matrix multiplications."
+    ] = False
     context_parallel: Annotated[
         str,
-        'how it does: "ring", "ulysses", "gather" or "auto", as in `ShardConfig`.',
+        'How attention reads the positions of other ranks of the sequence axis: "ring" sends keys and values around, '
+        '"ulysses" exchanges heads for positions, "gather" gathers keys and values, "auto" takes the method that '
+        "sends least.",
     ] = "auto"
-    flash_attention: Annotated[bool, "kernels, as in `ShardConfig`."] = False
-    fused_normalization: Annotated[bool, "kernels, as in `ShardConfig`."] = False
-    jit_fused: Annotated[bool, "kernels, as in `ShardConfig`."] = False
-    schedule: Annotated[
-        str,
-        'of the pipeline, "1f1b" and others; see `PipelineStageManager` for this and the next three.',
-    ] = "1f1b"
-    chunks: Annotated[int | None, "virtual stages on each rank; None: the schedule's own number."] = None
-    cut: Annotated[
+    flash_attention: Annotated[
+        bool, "Use torch's flash or memory-efficient attention, or the package flash-attn where it supports the model."
+    ] = False
+    fused_normalization: Annotated[bool, "Use torch's fused layer norm and RMS norm."] = False
+    fused_activation: Annotated[bool, "Fuse the activation of an MLP with its bias and gate."] = False
+    schedule: Annotated[str, 'Pipeline schedule: "gpipe", "1f1b", "interleaved", "interleaved_zb" or "zbv".'] = "1f1b"
+    num_model_chunks: Annotated[int | None, "Virtual stages on each rank. None: the default of the schedule."] = None
+    partition: Annotated[
         str | Sequence[int],
-        'how the layers are cut into stages: "cost", "even", or how many layers each has.',
-    ] = "cost"
-    checkpoint_layers: Annotated[
-        int | Sequence[int] | None,
-        "how many layers of each stage compute their activations again in the backward.",
+        'How layers are assigned to stages: "balanced" by cost, "uniform" by number, or the number of layers of each '
+        "virtual stage.",
+    ] = "balanced"
+    layer_costs: Annotated[
+        Sequence[float] | None,
+        'The cost of each layer, in any unit, for partition "balanced". None: estimated from the weights.',
     ] = None
-    activations: Annotated[
+    recompute_layers: Annotated[
+        int | Sequence[int] | None,
+        "Layers of each virtual stage that recompute their activations in the backward: one number, or one for each "
+        "virtual stage.",
+    ] = None
+    activation_offload: Annotated[
         str,
-        'where what the forward saves is kept: "device", "host", "tensor" or "tensor+host"; see `store_activations`.',
+        'Where activations are kept for the backward: "device", "host", "tensor" (sharded over the tensor axis) or '
+        '"tensor+host".',
     ] = "device"
     micro_batches: Annotated[
-        int | None,
-        "into how many parts each rank's batch is cut. None: as many as there are stages.",
+        int | None, "Micro-batches that the batch of a rank is split into. None: as many as there are stages."
     ] = None
-    micro_batch_size: Annotated[
+    micro_batch_size: Annotated[int | None, "Samples of a micro-batch, instead of `micro_batches`."] = None
+    zero_stage: Annotated[
         int | None,
-        "or how many samples each part has: fewer need less memory, and the result is the same.",
+        "ZeRO stage: 1 shards the optimizer state over the data axis, 2 also the gradients, 3 also the parameters. "
+        "None: off, or 0 if `precision` or `offload` needs it.",
     ] = None
-    zero: Annotated[
-        int | None,
-        "the stage of ZeRO; None: none, unless precision or offload ask for what it does (then 0).",
+    precision: Annotated[
+        str | MixedPrecision,
+        'Precision of the parameters: "fp32", or "bf16" and "fp16" with master weights in fp32. In Python also a '
+        "`MixedPrecision`.",
+    ] = "fp32"
+    offload: Annotated[
+        str | OffloadConfig | None,
+        'Where master weights and optimizer state are kept: "cpu" or "nvme:DIR". None: on the device. In Python also '
+        "an `OffloadConfig`.",
     ] = None
-    precision: Annotated[str | MixedPrecision, '"fp32", "bf16", "fp16" or a `Precision`.'] = "fp32"
-    offload: Annotated[str | OffloadConfig | None, '"cpu", "nvme:DIR" or an `Offload`.'] = None
-    max_grad_norm: Annotated[float | None, "to which a step clips the norm of all gradients."] = None
+    keep_frozen: Annotated[bool, "ZeRO stage 3: do not shard parameters that do not train."] = True
+    reshard_after_forward: Annotated[
+        bool | int | str | None,
+        "ZeRO stage 3: shard a layer again after its forward. False: gather once per step. A number of bytes, or "
+        '"free" for the free memory of the GPU: keep that much of the last layers. None: true, false in a pipeline.',
+    ] = None
+    bucket_bytes: Annotated[int | None, "Bytes of gradients that are reduced together. None: 25 MB."] = None
+    max_grad_norm: Annotated[float | None, "Clip the norm of all gradients to this value."] = None
     on_nonfinite: Annotated[
         str,
-        'what a step does with gradients that are not finite: "raise", "skip" or "ignore". Without zero they are '
-        "looked at where their norm is taken.",
+        'What a step does if gradients are not finite: "raise", "skip" or "ignore". Without ZeRO they are checked '
+        "where their norm is computed.",
     ] = "raise"
-    watch: Annotated[bool, "whether ranks notice that they have come apart, as in `ShardConfig`."] = True
-    average: Annotated[
+    check_inputs: Annotated[bool, "Compare the inputs of the ranks that must receive the same batch."] = True
+    check_consistency: Annotated[
+        bool, "Detect ranks that diverge: batches, modes, steps, options of optimizers and replicated weights."
+    ] = True
+    average_loss_over: Annotated[
         str,
-        '"tokens": each token, or sample, that counts weighs the same in the loss, wherever in the batch it is, as it '
-        'does on one device. "ranks": the loss is the mean of the data ranks\' losses.',
+        '"tokens": every token (or sample) that counts has the same weight in the loss, as on one device. "ranks": the '
+        "loss is the mean of the losses of the data ranks.",
     ] = "tokens"
 
     def __post_init__(self) -> None:
-        for name in ("data", "pipe", "sequence"):
+        from shardformer.mesh.rank_grid import check_axis_size, num_ranks
+        from shardformer.mesh.tensor_grid import sizes_of_mode
+        from shardformer.offload.activations import OFFLOAD_TARGETS
+        from shardformer.offload.host import OffloadConfig
+        from shardformer.pipeline.micro_batches import check_sizes
+        from shardformer.zero.config import ZERO_STAGES, BucketOptions, Stage3Options, StepOptions
+        from shardformer.zero.mixed_precision import MixedPrecision
+
+        for each in fields(self):
+            if isinstance(value := getattr(self, each.name), list):
+                object.__setattr__(self, each.name, tuple(value))
+        for name in ("data", "pipe"):
             if (size := getattr(self, name)) is not None:
                 check_axis_size(name, size)
-        if num_ranks(self.tensor, "tensor") > 1 and self.tensor_mode != "1d":
-            sizes_of_mode(self.tensor_mode, self.tensor)
+        num_ranks(self.sequence)
+        if num_ranks(self.tensor, "tensor") > 1 and self.tensor_parallel_mode != "1d":
+            sizes_of_mode(self.tensor_parallel_mode, self.tensor)
         if self.micro_batches is not None or self.micro_batch_size is not None:
             check_sizes(self.micro_batches, self.micro_batch_size)
-        (
-            MixedPrecision.of(self.precision),
-            OffloadConfig.of(self.offload),
-            StepOptions(self.max_grad_norm, self.on_nonfinite),
-        )
+        MixedPrecision.of(self.precision), OffloadConfig.of(self.offload)
+        StepOptions(self.max_grad_norm, self.on_nonfinite), BucketOptions(self.bucket_bytes)
+        Stage3Options(self.keep_frozen, self.reshard_after_forward)
         for name, known in (
-            ("zero", (None, *ZERO_STAGES)),
-            ("average", LOSS_AVERAGES),
-            ("activations", OFFLOAD_TARGETS),
+            ("zero_stage", (None, *ZERO_STAGES)),
+            ("average_loss_over", LOSS_AVERAGES),
+            ("activation_offload", OFFLOAD_TARGETS),
+            ("partition", PARTITION_METHODS if isinstance(self.partition, str) else (self.partition,)),
         ):
             if (value := getattr(self, name)) not in known or isinstance(value, bool):
                 rule = f"{name} is one of {', '.join(map(repr, known))}"
                 raise ConfigError(f"{name}={value!r}", rule=rule, remedy=did_you_mean(str(value), map(str, known)))
-        if self.pipe == 1 and (self.chunks, self.cut, self.checkpoint_layers) != (None, "cost", None):
+        for name in ("keep_frozen", "check_inputs", "check_consistency"):
+            value = getattr(self, name)
+            check_argument(name, value, isinstance(value, bool), "It is True or False", f"Write {name}=True or False")
+        self._check_used(_OF_STAGES, self.pipe > 1, "pipe=2 or more")
+        self._check_used(_STAGE_3, self.zero_stage == 3, "zero_stage=3")
+
+    def _check_used(self, defaults: Mapping[str, Any], is_used: bool, needed: str) -> None:
+        """Raises ConfigError for fields that are set and have no effect with the other fields."""
+        changed = [name for name, default in defaults.items() if getattr(self, name) != default]
+        if changed and not is_used:
             raise ConfigError(
-                "chunks, cut or checkpoint_layers is given with pipe=1",
-                rule="They say how layers are cut into the stages of a pipeline",
-                remedy="Write pipe=2 or more, or leave them out; model.gradient_checkpointing_enable() works without",
+                f"{', '.join(f'{name}={getattr(self, name)!r}' for name in changed)} without {needed}",
+                rule="It has no effect in this layout",
+                remedy=f"Set {needed}, or leave it out",
             )
 
     @classmethod
     def of(cls, given: Any) -> ParallelConfig:
-        """From what ``initialize`` was given: itself, a mapping of its fields, or None. Raises ConfigError else."""
+        """The ``parallel`` argument of ``initialize``: a ParallelConfig, a dict of its fields, or None."""
         if given is None or isinstance(given, cls):
             return given or cls()
         if not isinstance(given, dict):
@@ -347,72 +435,116 @@ class ParallelConfig:
                 rule="It is a shardformer.ParallelConfig, or a dict of its fields",
                 remedy="Write parallel=shardformer.ParallelConfig(tensor=2)",
             )
-        names = [field.name for field in fields(cls)]
-        unknown = next((str(name) for name in given if name not in names), None)
+        return cls.from_dict(given)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ParallelConfig:
+        """The configuration with these fields, as ``to_dict`` returns them. Raises ConfigError for an unknown field."""
+        from shardformer.offload.host import OffloadConfig
+        from shardformer.zero.mixed_precision import LossScale, MixedPrecision
+
+        names = [each.name for each in fields(cls)]
+        unknown = next((str(name) for name in values if name not in (*names, *RENAMED_FIELDS)), None)
         if unknown is not None:
             rule = "The fields are those of shardformer.ParallelConfig"
             raise ConfigError(f"parallel has no field {unknown!r}", rule=rule, remedy=did_you_mean(unknown, names))
+        given = dict(values)
+        if isinstance(precision := given.get("precision"), Mapping):
+            scale = precision.get("loss_scale", {})
+            given["precision"] = MixedPrecision(**{**precision, "loss_scale": LossScale(**scale)})
+        if isinstance(offload := given.get("offload"), Mapping):
+            given["offload"] = OffloadConfig(**offload)
         return cls(**given)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as values that JSON can hold."""
+        return {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
+
+    @classmethod
+    def described_fields(cls) -> dict[str, tuple[Any, str]]:
+        """Field -> its type in a file or on the command line, and its description."""
+        stand_ins = {"MixedPrecision": str, "OffloadConfig": str}
+        hints = get_type_hints(cls, localns=stand_ins, include_extras=True)
+        return {each.name: get_args(hints[each.name])[:2] for each in fields(cls)}
 
     @property
     def sizes(self) -> dict[str, int | None]:
-        """Of the axes."""
-        sizes = {name: getattr(self, name) for name in ("data", "pipe", "sequence")}
-        return {**sizes, "tensor": num_ranks(self.tensor, "tensor")}
+        """The size of each axis; None where ``data`` is left open."""
+        from shardformer.mesh.rank_grid import num_ranks
 
-    def fit(self, num_processes: int) -> ParallelConfig:
-        """The layout that is most like this one over another number of processes.
+        composite = {name: num_ranks(getattr(self, name), name) for name in ("sequence", "tensor")}
+        return {"data": self.data, "pipe": self.pipe, **composite}
 
-        The axes that cut the model keep their sizes where these divide the processes, or get a divisor of them, so that
-        heads and layers which could be cut so far still can; the data ranks are what remains.
+    def fit_to(self, num_processes: int) -> ParallelConfig:
+        """The layout that is most like this one for another number of processes.
 
-        >>> fitted = ParallelConfig(tensor=4, pipe=2).fit(6)
+        The axes that shard the model keep their sizes, or get a divisor of them, so that heads and layers can still be
+        divided. The data axis takes the remaining processes.
+
+        >>> fitted = ParallelConfig(tensor=4, pipe=2).fit_to(6)
         >>> fitted.tensor, fitted.pipe, fitted.data
         (1, 2, 3)
         """
+        sizes = {name: size or 1 for name, size in self.sizes.items()}
         found = [
             (pipe, sequence, tensor)
             for pipe in _divisors(self.pipe)
-            for sequence in _divisors(self.sequence)
-            for tensor in _divisors(num_ranks(self.tensor, "tensor"))
+            for sequence in _divisors(sizes["sequence"])
+            for tensor in _divisors(sizes["tensor"])
             if num_processes % (pipe * sequence * tensor) == 0
         ]
         pipe, sequence, tensor = max(found, key=lambda sizes: (prod(sizes), sizes[2]))
-        of_stages: dict[str, Any] = {} if pipe > 1 else {"chunks": None, "cut": "cost", "checkpoint_layers": None}
-        if pipe != self.pipe and not isinstance(self.cut, str):
-            of_stages |= {"cut": "cost"}
-        data = num_processes // (pipe * sequence * tensor)
+        changes: dict[str, Any] = {} if pipe > 1 else dict(_OF_STAGES)
+        if pipe != self.pipe and not isinstance(self.partition, str):
+            changes |= {"partition": "balanced"}
+        if sequence != sizes["sequence"]:
+            changes |= {"sequence": sequence}
         if tensor == 1:
-            of_stages |= {"sequence_parallel": False, "sequence_overlap": False}
-        if tensor != num_ranks(self.tensor, "tensor"):
-            of_stages |= {"tensor": tensor, "tensor_mode": "1d"}  # of another size there may be no such grid
-        return replace(self, data=data, pipe=pipe, sequence=sequence, **of_stages)
+            changes |= {"sequence_parallel": False, "sequence_overlap": False}
+        if tensor != sizes["tensor"]:
+            changes |= {"tensor": tensor, "tensor_parallel_mode": "1d"}  # another size may have no such grid
+        return replace(self, data=num_processes // (pipe * sequence * tensor), pipe=pipe, **changes)
+
+    def shard_options(self) -> dict[str, Any]:
+        """The fields of ``ShardConfig`` that are options."""
+        buckets = {} if self.bucket_bytes is None else {"bucket_bytes": self.bucket_bytes}
+        return {
+            "enable_sequence_parallelism": self.sequence_parallel,
+            "enable_sequence_overlap": self.sequence_overlap,
+            "enable_fused_normalization": self.fused_normalization,
+            "enable_flash_attention": self.flash_attention,
+            "enable_jit_fused": self.fused_activation,
+            "tensor_parallel_mode": self.tensor_parallel_mode,
+            "context_parallel": self.context_parallel,
+            "check_consistency": self.check_consistency,
+            "extra_kwargs": {"check_inputs": self.check_inputs, **buckets},
+        }
+
+    def stage_options(self) -> dict[str, Any]:
+        """The arguments of ``PipelineStageManager``."""
+        return {name: getattr(self, name) for name in ("schedule", *_OF_STAGES)}
 
     def shard_config(self, context: ParallelContext) -> ShardConfig:
-        """What is asked of the sharder, over a grid."""
-        manager = None
-        if context.pipe.size > 1:
-            manager = PipelineStageManager(
-                context, self.schedule, self.chunks, cut=self.cut, checkpoint_layers=self.checkpoint_layers
-            )
-        return ShardConfig(
-            pipeline_stage_manager=manager,
-            enable_sequence_parallelism=self.sequence_parallel,
-            enable_sequence_overlap=self.sequence_overlap,
-            enable_flash_attention=self.flash_attention,
-            enable_fused_normalization=self.fused_normalization,
-            enable_jit_fused=self.jit_fused,
-            context_parallel=self.context_parallel,
-            tensor_parallel_mode=self.tensor_mode,
-            watch=self.watch,
-            context=context,
-        )
+        """The ``ShardConfig`` of this configuration on a grid."""
+        from shardformer.pipeline.stage_manager import PipelineStageManager
+
+        manager = PipelineStageManager(context, **self.stage_options()) if context.pipe.size > 1 else None
+        return ShardConfig(pipeline_stage_manager=manager, context=context, **self.shard_options())
 
     @property
-    def zero_stage(self) -> int | None:
-        """The stage of ZeRO; None where nothing asks for it."""
-        asks = MixedPrecision.of(self.precision).dtype is not None or OffloadConfig.of(self.offload).to is not None
-        return 0 if self.zero is None and asks else self.zero
+    def effective_zero_stage(self) -> int | None:
+        """The ZeRO stage; 0 where only ``precision`` or ``offload`` needs ZeRO, None where nothing does."""
+        from shardformer.offload.host import OffloadConfig
+        from shardformer.zero.mixed_precision import MixedPrecision
+
+        needed = MixedPrecision.of(self.precision).dtype is not None or OffloadConfig.of(self.offload).to is not None
+        return 0 if self.zero_stage is None and needed else self.zero_stage
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
 
 
 def _divisors(number: int) -> list[int]:

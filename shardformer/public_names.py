@@ -1,4 +1,4 @@
-"""Public names of a package that are imported when they are first used.
+"""Public names of a package that are imported when they are first used, and earlier names of arguments.
 
 A package lists its public names as imports under ``if TYPE_CHECKING:``, where type checkers and editors see them, and
 gets its ``__getattr__`` from here. Importing the package then imports none of their modules.
@@ -10,11 +10,14 @@ import ast
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from functools import wraps
 from importlib import import_module
 from inspect import getsource
-from typing import Any
+from typing import Any, TypeVar
 
-from shardformer.errors import did_you_mean
+from shardformer.errors import ConfigError, did_you_mean
+
+T = TypeVar("T")
 
 
 def lazy_names(package: str, renamed: Mapping[str, str] | None = None) -> tuple[Callable[[str], Any], list[str]]:
@@ -44,6 +47,40 @@ def lazy_names(package: str, renamed: Mapping[str, str] | None = None) -> tuple[
         raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}", name=name, obj=sys.modules[package])
 
     return load, sorted(found)
+
+
+def renamed_arguments(
+    names: Mapping[str, str], values: Mapping[str, Mapping[str, str]] | None = None
+) -> Callable[[type[T]], type[T]]:
+    """Lets a class take arguments by their earlier names, with a DeprecationWarning.
+
+    Args:
+        names: an earlier name -> the name.
+        values: a name -> an earlier value -> the value, for arguments that were passed by their earlier name.
+
+    Raises ConfigError if an argument is passed by both names.
+    """
+
+    def decorate(kind: type[T]) -> type[T]:
+        init = kind.__init__
+
+        @wraps(init)
+        def __init__(self: T, *args: Any, **given: Any) -> None:
+            for old in [name for name in given if name in names]:
+                new, value = names[old], given.pop(old)
+                if new in given:
+                    raise ConfigError(
+                        f"{kind.__name__} got both {old}= and {new}=", rule=f"{old} is now {new}", remedy=f"Pass {new}="
+                    )
+                warnings.warn(f"{kind.__name__}({old}=) is now {new}=", DeprecationWarning, stacklevel=2)
+                known = (values or {}).get(new, {})
+                given[new] = known.get(value, value) if isinstance(value, str) else value
+            init(self, *args, **given)
+
+        kind.__init__ = __init__  # type: ignore[method-assign, assignment]
+        return kind
+
+    return decorate
 
 
 def _names_in(source: str) -> dict[str, tuple[str, str]]:

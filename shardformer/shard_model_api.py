@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.config import ShardConfig
+from shardformer.config import RENAMED_SHARD_FIELDS, ShardConfig
 from shardformer.discovery.derive_policy import derive_layer_stacks, derive_policy, no_policy_error
 from shardformer.discovery.user_policy_validation import check_registered_policy, validate_user_policy
 from shardformer.discovery.validation import validate_context_parallel, validate_tensor_grid
@@ -141,7 +141,7 @@ def shard_model(
             remedy="Put them all into ShardConfig(...), or leave config out",
         )
     if config is None:
-        unknown = [name for name in options if name not in ShardConfig.__dataclass_fields__]
+        unknown = [name for name in options if name not in ShardConfig.__dataclass_fields__ | RENAMED_SHARD_FIELDS]
         if unknown:
             raise ConfigError(
                 f"There is no option {unknown[0]!r}",
@@ -159,7 +159,7 @@ def measure_pipeline_costs(
     *,
     rounds: int = 3,
 ) -> list[float]:
-    """What each layer of a plain model costs, in seconds of a forward: for ``PipelineStageManager(costs=...)``.
+    """What each layer of a plain model costs, in seconds of a forward: for ``PipelineStageManager(layer_costs=...)``.
 
     In one process, before the model is sharded, with a batch like those it will train on; give what it returns to all
     processes. What stands before and behind the layers counts with the first and the last. The model runs in the mode

@@ -31,7 +31,7 @@ config = { n_embd = 64, n_layer = 2, n_head = 4 }
 [data]
 train = "shakespeare.txt"
 batch_size = 8
-sequence = 64
+sequence_length = 64
 
 [parallel]
 tensor = 2
@@ -50,7 +50,7 @@ steps = 100
 [hooks]
 throughput = { window = 50 }
 tensor_board = true
-gradient_watch = { factor = 5.0 }
+gradient_monitor = { factor = 5.0 }
 ```
 """
 
@@ -151,6 +151,8 @@ def _option(parameter: Any) -> str:
     names = names or f"`{parameter.metavar or parameter.name.upper()}`"
     default = parameter.default
     shown = "" if default in (None, False, "", []) or callable(default) else f"`{getattr(default, 'value', default)}`"
+    if isinstance(field_default := getattr(parameter, "show_default", None), str):
+        shown = f"`{field_default}`"
     return f"| {names} | {shown} | {(getattr(parameter, 'help', '') or '').replace('|', chr(92) + '|')} |"
 
 

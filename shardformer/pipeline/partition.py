@@ -13,7 +13,8 @@ from typing import Any
 
 from shardformer.errors import ConfigError
 
-PARTITION_METHODS = ("cost", "even")
+PARTITION_METHODS = ("balanced", "uniform")
+RENAMED_METHODS = {"cost": "balanced", "even": "uniform"}
 """Ways to cut by name; besides there is the list of how many layers each stage has."""
 
 

@@ -330,13 +330,13 @@ def check_schedule_name(name: str, stages: int, chunks: int) -> None:
         raise ConfigError(f"stages={stages}", rule="A pipeline has one stage or more", remedy="Use 1 or more")
     if name in _CHUNKS and chunks != _CHUNKS[name]:
         raise ConfigError(
-            f"chunks={chunks} for the schedule {name!r}",
+            f"num_model_chunks={chunks} for the schedule {name!r}",
             rule="A rank holds both arms of the V" if name == "zbv" else f"In {name} a rank holds one stage",
             remedy=f"Use {_CHUNKS[name]}, or the schedule 'interleaved'",
         )
     if chunks < default_chunks(name):
         raise ConfigError(
-            f"chunks={chunks} for the schedule {name!r}",
+            f"num_model_chunks={chunks} for the schedule {name!r}",
             rule="An interleaved schedule has two chunks on each rank, or more",
             remedy="Use 2 or more" + (", or the schedule '1f1b'" if chunks == 1 else ""),
         )

@@ -31,12 +31,22 @@ from shardformer.pipeline.layer_sequence import (
     owner_stages,
 )
 from shardformer.pipeline.p2p_communication import PointToPoint
-from shardformer.pipeline.partition import PARTITION_METHODS, partition_balanced, partition_explicit, partition_uniform
+from shardformer.pipeline.partition import (
+    PARTITION_METHODS,
+    RENAMED_METHODS,
+    partition_balanced,
+    partition_explicit,
+    partition_uniform,
+)
 from shardformer.pipeline.schedules import check_schedule_name, default_chunks, placement_of
 from shardformer.pipeline.stage_forward import MissingParams, StageForward
+from shardformer.public_names import renamed_arguments
 from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE
 
+RENAMED_ARGUMENTS = {"cut": "partition", "costs": "layer_costs", "checkpoint_layers": "recompute_layers"}
 
+
+@renamed_arguments(RENAMED_ARGUMENTS, {"partition": RENAMED_METHODS})
 class PipelineStageManager:
     """How a model is cut into stages, and this process's place among them.
 
@@ -47,11 +57,12 @@ class PipelineStageManager:
         context: the grid, from ``launch_from_torch(pipe=...)``.
         schedule: "gpipe", "1f1b", "interleaved", "interleaved_zb" or "zbv".
         num_model_chunks: virtual stages on each rank; None for the schedule's own number (2 for the last three).
-        cut: "cost" makes the largest stage as cheap as can be, by the weights that a token meets; "even" gives each
-            stage as many layers, or nearly; a list says how many layers each virtual stage has.
-        costs: what each layer costs, in any unit, in place of what is estimated; for ``cut="cost"``.
-        checkpoint_layers: how many layers of each virtual stage compute their activations again in the backward
-            instead of keeping them: a number for all, or a list of one for each; None keeps all.
+        partition: "balanced" minimises the cost of the most expensive stage; "uniform" gives each stage the same
+            number of layers, or nearly; a list has the number of layers of each virtual stage.
+        layer_costs: the cost of each layer, in any unit, for ``partition="balanced"``; None: estimated from the weights
+            that a token meets.
+        recompute_layers: layers of each virtual stage that recompute their activations in the backward: one number, or
+            a list with one for each virtual stage; None keeps all activations.
     """
 
     def __init__(
@@ -60,9 +71,9 @@ class PipelineStageManager:
         schedule: str = "1f1b",
         num_model_chunks: int | None = None,
         *,
-        cut: str | Sequence[int] = "cost",
-        costs: Sequence[float] | None = None,
-        checkpoint_layers: int | Sequence[int] | None = None,
+        partition: str | Sequence[int] = "balanced",
+        layer_costs: Sequence[float] | None = None,
+        recompute_layers: int | Sequence[int] | None = None,
     ) -> None:
         if not isinstance(context, ParallelContext):
             raise ConfigError(
@@ -74,8 +85,8 @@ class PipelineStageManager:
         self.num_model_chunks = default_chunks(schedule) if num_model_chunks is None else num_model_chunks
         check_schedule_name(schedule, self.axis.size, self.num_model_chunks)
         self.placement = placement_of(schedule, self.axis.size, self.num_model_chunks)
-        self.cut, self.costs, self.checkpoint_layers = cut, costs, checkpoint_layers
-        self._check_cut()
+        self.partition, self.layer_costs, self.recompute_layers = partition, layer_costs, recompute_layers
+        self._check_partition()
         self.point_to_point = PointToPoint(context)
 
     @property
@@ -113,48 +124,51 @@ class PipelineStageManager:
     def options(self) -> dict[str, Any]:
         """What was asked for, which is the same on all ranks."""
         return {
-            "schedule": self.schedule, "num_model_chunks": self.num_model_chunks, "cut": self.cut, "costs": self.costs,
-            "checkpoint_layers": self.checkpoint_layers,
+            "schedule": self.schedule, "num_model_chunks": self.num_model_chunks, "partition": self.partition,
+            "layer_costs": self.layer_costs,
+            "recompute_layers": self.recompute_layers,
         }  # fmt: skip
 
     def checkpointed(self, lengths: Sequence[int]) -> list[int]:
         """How many layers of each virtual stage are checkpointed, of those that it has."""
-        asked = self.checkpoint_layers
+        asked = self.recompute_layers
         if asked is None:
             return [0] * len(lengths)
         counts = [asked] * len(lengths) if isinstance(asked, int) else list(asked)
         if len(counts) != len(lengths) or any(type(n) is not int or n < 0 for n in counts):
             raise ConfigError(
-                f"checkpoint_layers={asked!r}",
+                f"recompute_layers={asked!r}",
                 rule=f"It is a number of layers, or one for each of the {len(lengths)} virtual stages",
-                remedy=f"Write checkpoint_layers={list(lengths)} to checkpoint all",
+                remedy=f"Write recompute_layers={list(lengths)} to checkpoint all",
             )
         return [min(n, length) for n, length in zip(counts, lengths, strict=True)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelineStageManager:
         return self  # its groups cannot be copied
 
-    def _check_cut(self) -> None:
-        is_row = isinstance(self.cut, Sequence) and not isinstance(self.cut, str)
-        rule = "Stages are cut by 'cost', 'even', or by a list of how many layers each has"
-        check_argument("cut", self.cut, is_row or isinstance(self.cut, str), rule, "Write cut='even'")
-        costs: Any = self.costs
+    def _check_partition(self) -> None:
+        is_row = isinstance(self.partition, Sequence) and not isinstance(self.partition, str)
+        rule = "It is 'balanced', 'uniform' or the number of layers of each virtual stage"
+        check_argument(
+            "partition", self.partition, is_row or isinstance(self.partition, str), rule, "Write partition='uniform'"
+        )
+        costs: Any = self.layer_costs
         is_row = isinstance(costs, Sequence) and all(isinstance(c, int | float) and 0 <= c < math.inf for c in costs)
-        rule, remedy = "They are numbers, one for each layer", "Leave costs out to have them estimated"
-        check_argument("costs", costs, costs is None or is_row, rule, remedy)
-        asked: Any = self.checkpoint_layers
+        rule, remedy = "They are numbers, one for each layer", "Leave layer_costs out to have them estimated"
+        check_argument("layer_costs", costs, costs is None or is_row, rule, remedy)
+        asked: Any = self.recompute_layers
         is_row = isinstance(asked, Sequence) and not isinstance(asked, str)
-        rule, remedy = "It is a number of layers, or one for each virtual stage", "Write checkpoint_layers=4"
-        check_argument("checkpoint_layers", asked, asked is None or is_row or type(asked) is int, rule, remedy)
-        if isinstance(self.cut, str) and self.cut not in PARTITION_METHODS:
+        rule, remedy = "It is a number of layers, or one for each virtual stage", "Write recompute_layers=4"
+        check_argument("recompute_layers", asked, asked is None or is_row or type(asked) is int, rule, remedy)
+        if isinstance(self.partition, str) and self.partition not in PARTITION_METHODS:
             raise ConfigError(
-                f"cut={self.cut!r}",
-                rule="Stages are cut by 'cost', 'even', or by a list of how many layers each has",
-                remedy=did_you_mean(self.cut, PARTITION_METHODS),
+                f"partition={self.partition!r}",
+                rule="It is 'balanced', 'uniform' or the number of layers of each virtual stage",
+                remedy=did_you_mean(self.partition, PARTITION_METHODS),
             )
-        if self.costs is not None and self.cut != "cost":
+        if self.layer_costs is not None and self.partition != "balanced":
             raise ConfigError(
-                f"costs are given with cut={self.cut!r}",
+                f"layer_costs with partition={self.partition!r}",
                 rule="Costs decide where to cut, and here something else does",
                 remedy="Leave one of the two out",
             )
@@ -181,9 +195,9 @@ class PartitionOptions(Protocol):
     @property
     def num_virtual_stages(self) -> int: ...
     @property
-    def cut(self) -> str | Sequence[int]: ...
+    def partition(self) -> str | Sequence[int]: ...
     @property
-    def costs(self) -> Sequence[float] | None: ...
+    def layer_costs(self) -> Sequence[float] | None: ...
 
 
 @dataclass
@@ -343,12 +357,12 @@ def partition_model(
                 "batch",
             )
     home = owner_layers(model, chain) if chain.stacks else {}
-    costs = list(asked.costs) if asked.costs is not None else estimate_layer_costs(model, chain, home)
+    costs = list(asked.layer_costs) if asked.layer_costs is not None else estimate_layer_costs(model, chain, home)
     if len(costs) != len(chain.units):
         raise ConfigError(
-            f"costs has {len(costs)} numbers",
+            f"layer_costs has {len(costs)} numbers",
             rule=f"It has one for each layer, and this {type(model).__name__} runs {len(chain.units)}",
-            remedy="Leave costs out to have them estimated",
+            remedy="Leave layer_costs out to have them estimated",
         )
     if count > max(len(costs), asked.num_stages):
         raise ConfigError(
@@ -360,10 +374,12 @@ def partition_model(
         )
     if count == 1:
         bounds = [0, len(costs)]
-    elif isinstance(asked.cut, str):
-        bounds = partition_uniform(len(costs), count) if asked.cut == "even" else partition_balanced(costs, count)
+    elif isinstance(asked.partition, str):
+        bounds = (
+            partition_uniform(len(costs), count) if asked.partition == "uniform" else partition_balanced(costs, count)
+        )
     else:
-        bounds = partition_explicit(asked.cut, len(costs), count)
+        bounds = partition_explicit(asked.partition, len(costs), count)
     return chain, home, costs, chain.spans(bounds)
 
 

@@ -201,7 +201,7 @@ class Sharder:
             layout = ActivationLayout(tuple(cut for cut in layout.cuts if cut.axis not in layout.block))
         request = ShardingRequest(source, config.options(), config.extra_kwargs, self._policy)
         self._state = ShardingMetadata(self._context, request, layout)
-        self._state.watch = ConsistencyMonitor(self._state) if config.watch else None
+        self._state.watch = ConsistencyMonitor(self._state) if config.check_consistency else None
         if self._is_cut and self._grid is None and self._prove_policy is not None:
             why_not = self._prove_policy(plan, self._policy, self._context.tensor.size)
             self._state.notes += [why_not] if why_not else []
@@ -249,7 +249,7 @@ class Sharder:
     def _lines(self, plan: ShardingPlan) -> list[str]:
         config = self.shard_config
         asked = [self._state.request.source, str(config.options()), str(sorted(config.extra_kwargs.items()))]
-        asked += [str(self._state.stream), f"watch={config.watch}"]
+        asked += [str(self._state.stream), f"check_consistency={config.check_consistency}"]
         stages = self._state.stages.lines() if self._state.stages is not None else []
         return [*asked, *model_fingerprint(self.model), *plan.lines(), *stages]
 

@@ -149,7 +149,7 @@ def shares_of(table: ScheduleTable, num_steps: int) -> Callable[[int], float]:
     """step from 0 -> share of the learning rate, in a run of so many steps."""
     length = num_steps if table.steps is None else table.steps
     warmup = math.ceil(table.warmup * length) if table.warmup < 1 else round(table.warmup)
-    return partial(lr_factor, table.name, warmup, length, table.final)
+    return partial(lr_factor, table.name, warmup, length, table.min_lr_rate)
 
 
 def lr_factor(name: str, warmup: int, num_steps: int, final: float, step: int) -> float:
@@ -178,6 +178,9 @@ def hook_key(name: str) -> str:
 
 
 KNOWN_HOOKS = {hook_key(name): getattr(included, name) for name in included.__all__}
+
+RENAMED_HOOKS = {"gradient_watch": "gradient_monitor"}
+"""Earlier name of a hook -> its name."""
 
 
 def build_hooks(config: TrainConfig) -> list[Hook]:
@@ -233,7 +236,9 @@ def _kind(name: str) -> Any:
             raise ConfigError(
                 f"hooks.{name}",
                 rule='A hook is one of those that come with the trainer, or of your own as "my_hooks.py:MyHook"',
-                remedy=did_you_mean(name, KNOWN_HOOKS),
+                remedy=f"It is now hooks.{RENAMED_HOOKS[name]}"
+                if name in RENAMED_HOOKS
+                else did_you_mean(name, KNOWN_HOOKS),
             )
         return KNOWN_HOOKS[name]
     found = getattr(_module(file, name), attribute, None)
@@ -387,9 +392,9 @@ def _check_fits(config: TrainConfig, data: TrainingData, saved: Any) -> None:
             remedy=f"Use the model's own tokenizer, or write model.config.vocab_size = {data.tokens.size} with random",
         )
     most = next((n for name in LENGTHS if isinstance(n := getattr(text, name, None), int) and n > 0), None)
-    if most is not None and config.data.sequence > most:
+    if most is not None and config.data.sequence_length > most:
         raise ConfigError(
-            f"data.sequence = {config.data.sequence}, and the model has {most} positions",
+            f"data.sequence_length = {config.data.sequence_length}, and the model has {most} positions",
             rule="A sample is no longer than the model can see",
             remedy=f"Use {most} or less; where positions are not weights (RoPE), model.config can say more of them",
         )

@@ -10,16 +10,12 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
-from functools import reduce
-from operator import or_
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, create_model, field_validator
 
-from shardformer.config import ParallelConfig
+from shardformer.config import RENAMED_FIELDS, ParallelConfig
 from shardformer.errors import ConfigError, did_you_mean
 from shardformer.mesh.rank_grid import num_ranks
 
@@ -88,7 +84,7 @@ class DataTable(ConfigTable):
         "folder holds images.",
     )
     batch_size: int = Field(default=8, ge=1, description="Samples of a step, over all processes.")
-    sequence: int = Field(default=128, ge=2, description="Tokens of a sample, at most.")
+    sequence_length: int = Field(default=128, ge=2, description="Tokens of a sample, at most.")
     tokenizer: str | None = Field(
         default=None,
         description="A folder, a name on the hub, or `bytes`: each byte is a token. By default the model's own, and "
@@ -108,23 +104,17 @@ class DataTable(ConfigTable):
     drop_last: bool = Field(
         default=False, description="Whether what remains at the end of an epoch, and is less than a batch, is left out."
     )
-    workers: int = Field(default=0, ge=0, description="Processes that read samples, beside each that trains.")
+    num_workers: int = Field(default=0, ge=0, description="Processes that read samples, beside each that trains.")
 
 
-def _of_file(name: str, default: Any) -> tuple[Any, Any]:
-    """A field of ``ParallelConfig`` as a file can write it: its type without classes of this package, and its
-    description."""
-    hint, description = get_args(_HINTS[name])
-    kinds = [kind for kind in get_args(hint) if not is_dataclass(kind)] if isinstance(hint, UnionType) else [hint]
-    return reduce(or_, kinds), Field(default, description=description)
-
-
-_HINTS = get_type_hints(ParallelConfig, include_extras=True)
 ParallelTable = create_model(
     "ParallelTable",
     __base__=ConfigTable,
     __doc__="The layout, and how a step is made: the fields of `shardformer.ParallelConfig`.",
-    **{f.name: _of_file(f.name, f.default) for f in fields(ParallelConfig)},
+    **{
+        name: (kind, Field(ParallelConfig.__dataclass_fields__[name].default, description=description))
+        for name, (kind, description) in ParallelConfig.described_fields().items()
+    },
 )  # type: ignore[call-overload]
 
 
@@ -151,7 +141,7 @@ class ScheduleTable(ConfigTable):
     warmup: float = Field(
         default=0, ge=0, description="Over how many steps it rises from 0; below 1 it is a share of all steps."
     )
-    final: float = Field(default=0, ge=0, le=1, description="What it falls to, as a share of `optimizer.lr`.")
+    min_lr_rate: float = Field(default=0, ge=0, le=1, description="What it falls to, as a share of `optimizer.lr`.")
     steps: int | None = Field(
         default=None,
         ge=1,
@@ -231,10 +221,10 @@ class TrainConfig(ConfigTable):
             "data.split": of_data_sets,
             "data.validation_split": of_data_sets,
             "schedule.steps": (changes, "a warm-up or a schedule whose rates depend on it"),
-            "schedule.final": (self.schedule.name != "constant", "schedule.name = 'linear' or 'cosine'"),
-            "parallel.tensor_mode": (tensor > 1, "parallel.tensor = 2 or more"),
+            "schedule.min_lr_rate": (self.schedule.name != "constant", "schedule.name = 'linear' or 'cosine'"),
+            "parallel.tensor_parallel_mode": (tensor > 1, "parallel.tensor = 2 or more"),
             "parallel.sequence_parallel": (tensor > 1, "parallel.tensor = 2 or more"),
-            "parallel.context_parallel": (layout.sequence > 1, "parallel.sequence = 2 or more"),
+            "parallel.context_parallel": ((layout.sizes["sequence"] or 1) > 1, "parallel.sequence = 2 or more"),
             "parallel.schedule": (layout.pipe > 1, "parallel.pipe = 2 or more"),
         }
         for key, (is_used, needed) in used.items():
@@ -271,15 +261,15 @@ OF_TRAINER = {
     "adam_epsilon": ["optimizer.eps"],
     "bf16": ["parallel.precision = 'bf16'"],
     "dataloader_drop_last": ["data.drop_last"],
-    "dataloader_num_workers": ["data.workers"],
+    "dataloader_num_workers": ["data.num_workers"],
     "eval_steps": ["training.validate_every"],
     "fp16": ["parallel.precision = 'fp16'"],
     "gradient_accumulation_steps": ["parallel.micro_batches", "parallel.micro_batch_size"],
-    "gradient_checkpointing": ["parallel.checkpoint_layers, with parallel.pipe = 2 or more"],
+    "gradient_checkpointing": ["parallel.recompute_layers, with parallel.pipe = 2 or more"],
     "learning_rate": ["optimizer.lr"],
     "lr_scheduler_type": ["schedule.name"],
-    "max_length": ["data.sequence"],
-    "max_seq_length": ["data.sequence"],
+    "max_length": ["data.sequence_length"],
+    "max_seq_length": ["data.sequence_length"],
     "max_steps": ["training.steps"],
     "num_train_epochs": ["training.epochs"],
     "optim": ["optimizer.name"],
@@ -291,6 +281,13 @@ OF_TRAINER = {
     "warmup_steps": ["schedule.warmup"],
 }
 """What ``TrainingArguments`` of transformers calls a key -> what it is here."""
+RENAMED_KEYS = {
+    "data.sequence": "data.sequence_length",
+    "data.workers": "data.num_workers",
+    "schedule.final": "schedule.min_lr_rate",
+    **{f"parallel.{old}": f"parallel.{new}" for old, new in RENAMED_FIELDS.items()},
+}
+"""Earlier name of a key -> its name."""
 
 
 def load_train_config(file: str | Path, changes: Sequence[str] = ()) -> TrainConfig:
@@ -367,7 +364,7 @@ def _to_config_error(error: ValidationError, where: str) -> ConfigError:
         return ConfigError(
             f"{where} has {key} = {first['input']!r:.80}",
             rule=f"There is no such key in {'the file' if len(place) == 1 else f'[{place[-2]}]'}",
-            remedy=_meant(name, table),
+            remedy=f"It is now {RENAMED_KEYS[key]}" if key in RENAMED_KEYS else _meant(name, table),
         )
     if first["type"] == "missing":
         return ConfigError(

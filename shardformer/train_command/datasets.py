@@ -409,8 +409,8 @@ class TokenBlocks(Dataset[dict[str, Tensor]]):
         if len(row) < length:
             raise InputError(
                 f"The text has {len(row)} tokens ({tokens.name})",
-                rule=f"A sample is a stretch of data.sequence = {length} tokens",
-                remedy="Give a longer text, or a smaller data.sequence",
+                rule=f"A sample is a stretch of data.sequence_length = {length} tokens",
+                remedy="Give a longer text, or a smaller data.sequence_length",
             )
         self._row, self._length, self._task, self._tokens = torch.tensor(row, dtype=torch.int32), length, task, tokens
 
@@ -647,8 +647,8 @@ def _language_modeling_data(config: TrainConfig, tokens: TextTokenizer, *, valid
         rows = _rows(config, validation)
         texts = texts_in(rows, data.text, "data.text")
         if task == "sequence_to_sequence":
-            return Seq2SeqDataset(texts, texts_in(rows, data.target, "data.target"), tokens, data.sequence)
-    return TokenBlocks(concatenate_texts(texts, tokens), data.sequence, task, tokens)
+            return Seq2SeqDataset(texts, texts_in(rows, data.target, "data.target"), tokens, data.sequence_length)
+    return TokenBlocks(concatenate_texts(texts, tokens), data.sequence_length, task, tokens)
 
 
 def _classified(config: TrainConfig, tokens: TextTokenizer, names: Sequence[str]) -> TrainingData:
@@ -662,7 +662,7 @@ def _classified(config: TrainConfig, tokens: TextTokenizer, names: Sequence[str]
         pairs = texts_in(rows, data.pair, "data.pair") if data.pair is not None else None
         numbers = encode_labels(labels, classes, "validation" if validation else "training")
         made.append(
-            ClassificationDataset(texts_in(rows, data.text, "data.text"), pairs, numbers, tokens, data.sequence)
+            ClassificationDataset(texts_in(rows, data.text, "data.text"), pairs, numbers, tokens, data.sequence_length)
         )
     validation_data = made[1] if len(made) > 1 else None
     return TrainingData(_title(config), made[0], validation_data, PaddingCollator(tokens.pad), tokens, classes)

@@ -377,7 +377,7 @@ def run_job(job: VerifyJob) -> tuple[TrainingTrace | None, TrainingTrace, str, s
     mode = job.config.get("tensor_parallel_mode", "1d")
     layout += [str(TensorGrid.of(with_tensor_grid(context, mode), mode))] if mode != "1d" else []
     layout += ["each batch plain in one"] if job.num_parts < job.data else []
-    layout += [str(job.training)] if job.training.zero is not None else []
+    layout += [str(job.training)] if job.training.zero_stage is not None else []
     return plain, sharded, name, ", ".join(layout)
 
 
@@ -495,7 +495,11 @@ def _check_repeats(job: VerifyJob, model: nn.Module) -> None:
 
 
 def _run_sharded(job: VerifyJob, context: ParallelContext) -> tuple[TrainingTrace, str]:
-    model, trace, options = build(job), TrainingTrace(), {"watch": False, **job.config}  # what differs is told below
+    model, trace, options = (
+        build(job),
+        TrainingTrace(),
+        {"check_consistency": False, **job.config},
+    )  # what differs is told below
     name = type(model).__name__
     if job.pipeline is not None:
         options["pipeline_stage_manager"] = PipelineStageManager(context, **job.pipeline.stages)
@@ -503,7 +507,7 @@ def _run_sharded(job: VerifyJob, context: ParallelContext) -> tuple[TrainingTrac
     job.training.checkpoint(model)
     optimizer: Any = make_verify_optimizers(model.parameters(), job.training)
     optimizer = (
-        optimizer[0] if job.training.zero is None else shard_optimizer(optimizer, model, **job.training.of_zero())
+        optimizer[0] if job.training.zero_stage is None else shard_optimizer(optimizer, model, **job.training.of_zero())
     )
     asked = job.pipeline
     step_of = _pipelined_step(job, model, asked) if asked is not None else partial(_plain_step, job, model, optimizer)
@@ -518,7 +522,7 @@ def _run_sharded(job: VerifyJob, context: ParallelContext) -> tuple[TrainingTrac
         trace.norms.append(float(clip_grad_norm_(model, MAX_NORM)))
         optimizer.step()
         optimizer.zero_grad()
-    if job.training.zero == 3:
+    if job.training.zero_stage == 3:
         whole = full_state_dict(model)
         trace.after = {n: whole[n] for n in trace.grads[-1]}
     else:
@@ -552,7 +556,7 @@ def _plain_step(
     job: VerifyJob, model: nn.Module, optimizer: Any, part: Mapping[str, Any], step: int, data_rank: int
 ) -> Tensor:
     loss = _loss_of_step(job, model, part, step, data_rank).double()
-    share = loss / job.training.micro_steps
+    share = loss / job.training.gradient_accumulation_steps
     optimizer.backward(share) if isinstance(optimizer, ZeroOptimizer) else share.backward()
     return loss
 

@@ -36,14 +36,15 @@ class VerifyTraining:
     """How both models are trained.
 
     Args:
-        zero: the stage of ZeRO of the sharded one, 0 to 3; None: without.
+        zero_stage: the stage of ZeRO of the sharded one, 0 to 3; None: without.
         optimizer: with a stage, the name of one of torch.optim, or LAMB or LARS; Muon gets the matrices, and AdamW the
             rest. Those that divide by the size of a gradient are held to 1e-4.
         precision: with a stage, "bf16" or "fp16": the parameters of both models have 16 bits then, and masters in fp32,
             and differences are held against 16 bits.
         offload: with a stage, "cpu" or "nvme:DIR": where the sharded one has masters and state.
-        micro_steps: backwards of a step, each of a batch of its own; all but the last under ``no_sync``.
-        checkpointing: whether the sharded model computes its layers again in the backward.
+        gradient_accumulation_steps: backwards of a step, each of a batch of its own; all but the last under
+            ``no_sync``.
+        activation_checkpointing: whether the sharded model computes its layers again in the backward.
         frozen: a regular expression; parameters whose whole name it fits do not train.
         reference: what the plain loss is where there are data ranks. "parts": the mean of the losses of the ranks'
             parts of the batch, as data parallelism has it. "whole": the loss of the batch as a whole. The two differ
@@ -51,19 +52,21 @@ class VerifyTraining:
             that balances the load of experts.
     """
 
-    zero: int | None = None
+    zero_stage: int | None = None
     optimizer: str = "SGD"
     reference: str = "parts"
     precision: str = "fp32"
     offload: str | None = None
-    micro_steps: int = 1
-    checkpointing: bool = False
+    gradient_accumulation_steps: int = 1
+    activation_checkpointing: bool = False
     frozen: str = ""
 
     def __post_init__(self) -> None:
-        if self.zero is not None and self.zero not in ZERO_STAGES:
+        if self.zero_stage is not None and self.zero_stage not in ZERO_STAGES:
             raise ConfigError(
-                f"zero={self.zero}", rule="The stages are 0, 1, 2 and 3", remedy="Write zero=1, or leave it out"
+                f"zero_stage={self.zero_stage}",
+                rule="The stages are 0, 1, 2 and 3",
+                remedy="Write zero_stage=1, or leave it out",
             )
         try:
             re.compile(self.frozen)
@@ -76,11 +79,11 @@ class VerifyTraining:
         if self.optimizer not in _known():
             rule = "The optimizer is one of torch.optim that steps on dense gradients without a closure, LAMB or LARS"
             raise ConfigError(f"optimizer={self.optimizer!r}", rule=rule, remedy=did_you_mean(self.optimizer, _known()))
-        if self.zero is None and self.optimizer != "SGD":
+        if self.zero_stage is None and self.optimizer != "SGD":
             raise ConfigError(
                 f"optimizer={self.optimizer!r} without a stage of ZeRO",
                 rule="Without one, verify trains with SGD, whose weights are compared to the last digit",
-                remedy="Add zero=0, 1, 2 or 3 (--zero)",
+                remedy="Add zero_stage=0, 1, 2 or 3 (--zero-stage)",
             )
         if self.reference not in REFERENCES:
             rule = f"The plain loss is that of the {' or the '.join(REFERENCES)}"
@@ -92,30 +95,34 @@ class VerifyTraining:
 
     def _check_kept(self) -> None:
         MixedPrecision.of(self.precision), OffloadConfig.of(self.offload)
-        if self.zero is None and (self.precision != "fp32" or self.offload is not None):
+        if self.zero_stage is None and (self.precision != "fp32" or self.offload is not None):
             asked = f"precision={self.precision!r}" if self.precision != "fp32" else f"offload={self.offload!r}"
             raise ConfigError(
                 f"{asked} without a stage of ZeRO",
                 rule="zero keeps the masters, where it is told to",
-                remedy="Add zero=0, 1, 2 or 3 (--zero)",
+                remedy="Add zero_stage=0, 1, 2 or 3 (--zero-stage)",
             )
 
-        if self.micro_steps < 1:
+        if self.gradient_accumulation_steps < 1:
             rule = "A step has one backward or more"
-            raise ConfigError(f"micro_steps={self.micro_steps}", rule=rule, remedy="Use micro_steps=1 or more")
+            raise ConfigError(
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps}",
+                rule=rule,
+                remedy="Use gradient_accumulation_steps=1 or more",
+            )
 
     def check_pipeline(self, pipe: int) -> None:
         """Raises ConfigError for what is asked of a pipeline in another way."""
-        if pipe > 1 and self.micro_steps > 1:
+        if pipe > 1 and self.gradient_accumulation_steps > 1:
             raise ConfigError(
-                f"micro_steps={self.micro_steps} beside pipe={pipe}",
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps} beside pipe={pipe}",
                 rule="A pipeline goes through the parts of a batch by itself",
                 remedy="Use micro_batches= (--micro-batches)",
             )
 
     def backwards(self, step: int) -> range:
         """The numbers of the backwards of a step, over all steps."""
-        return range(step * self.micro_steps, (step + 1) * self.micro_steps)
+        return range(step * self.gradient_accumulation_steps, (step + 1) * self.gradient_accumulation_steps)
 
     def freeze(self, model: nn.Module) -> None:
         """Raises ConfigError where no parameter has such a name."""
@@ -131,13 +138,13 @@ class VerifyTraining:
 
     def checkpoint(self, model: Any) -> None:
         """Raises ConfigError for a model that does not know how."""
-        if self.checkpointing and not getattr(model, "supports_gradient_checkpointing", False):
+        if self.activation_checkpointing and not getattr(model, "supports_gradient_checkpointing", False):
             raise ConfigError(
-                f"checkpointing=True of a {type(model).__name__}",
+                f"activation_checkpointing=True of a {type(model).__name__}",
                 rule="Models of transformers have gradient_checkpointing_enable(), but not all of them",
                 remedy="Leave it out",
             )
-        if self.checkpointing:  # which transformers has by a new name
+        if self.activation_checkpointing:  # which transformers has by a new name
             enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
             enable()
 
@@ -154,19 +161,19 @@ class VerifyTraining:
     def of_zero(self) -> dict[str, Any]:
         """What ``zero`` is called with."""
         kept = MixedPrecision(self.precision, loss_scale=LossScale(SCALE))
-        return {"stage": self.zero, "precision": kept, "offload": self.offload}
+        return {"stage": self.zero_stage, "precision": kept, "offload": self.offload}
 
     @property
     def is_adaptive(self) -> bool:
         return self.optimizer not in ("SGD", "ASGD", "LARS")
 
     def __str__(self) -> str:
-        if self.zero is None:
+        if self.zero_stage is None:
             return ""
         more = [self.precision] if self.precision != "fp32" else []
         more += [f"offload to {self.offload.partition(':')[0]}"] if self.offload is not None else []
-        more += [f"{self.micro_steps} backwards a step"] if self.micro_steps > 1 else []
-        return ", ".join([f"ZeRO stage {self.zero}, {self.optimizer}", *more])
+        more += [f"{self.gradient_accumulation_steps} backwards a step"] if self.gradient_accumulation_steps > 1 else []
+        return ", ".join([f"ZeRO stage {self.zero_stage}, {self.optimizer}", *more])
 
 
 def _known() -> dict[str, Any]:
@@ -206,7 +213,7 @@ class ReferenceOptimizers:
 def make_verify_optimizers(params: Iterable[nn.Parameter], asked: VerifyTraining) -> list[Optimizer]:
     """SGD with momentum; under ZeRO what was asked for, with a group of its own for what has one dim."""
     trainable = [p for p in params if p.requires_grad]
-    if asked.zero is None or not trainable:  # a stage may have nothing that trains
+    if asked.zero_stage is None or not trainable:  # a stage may have nothing that trains
         return [torch.optim.SGD([{"params": trainable}], lr=LEARNING_RATE, momentum=0.9)]
     kind, rate = _known()[asked.optimizer], LEARNING_RATE if not asked.is_adaptive else LEARNING_RATE / 50
     settings = {"momentum": 0.9} if asked.optimizer in ("SGD", "LARS") else {}

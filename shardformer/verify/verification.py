@@ -64,9 +64,9 @@ class StageOptions:
     micro_batches: int | None = None
     schedule: str = "1f1b"
     num_model_chunks: int | None = None
-    cut: str | Sequence[int] = "cost"
-    costs: Sequence[float] | None = None
-    checkpoint_layers: int | Sequence[int] | None = None
+    partition: str | Sequence[int] = "balanced"
+    layer_costs: Sequence[float] | None = None
+    recompute_layers: int | Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         micro_batches = self.num_stages if self.micro_batches is None else self.micro_batches
@@ -296,7 +296,7 @@ def verify(
         config: options of ``ShardConfig``, as one or as a dict.
         pipeline: runs batches as micro-batches, over the stages that it says: ``VerifyPipeline(pipe=2,
         micro_batches=4)``.
-        training: with which optimizer and stage of ZeRO, and beside which plain loss: ``VerifyTraining(zero=3)``.
+        training: with which optimizer and stage of ZeRO, and beside which plain loss: ``VerifyTraining(zero_stage=3)``.
         pool: workers to run in, as many as needed; by default started and ended here.
 
     Returns the report. Raises ShardFormerError when the model cannot be sharded, or compared, as asked; where the plan

@@ -37,8 +37,8 @@ def test_the_least_that_a_run_says() -> None:
 def test_a_layout_has_the_fields_of_parallel() -> None:
     assert list(ParallelTable.model_fields) == [field.name for field in fields(ParallelConfig)]
     assert all(field.description for field in ParallelTable.model_fields.values())
-    found = said(parallel__tensor=2, parallel__cut=[1, 3], parallel__pipe=2, parallel__precision="bf16")
-    assert found.layout == ParallelConfig(tensor=2, pipe=2, cut=[1, 3], precision="bf16")
+    found = said(parallel__tensor=2, parallel__partition=[1, 3], parallel__pipe=2, parallel__precision="bf16")
+    assert found.layout == ParallelConfig(tensor=2, pipe=2, partition=[1, 3], precision="bf16")
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_layout_has_the_fields_of_parallel() -> None:
         ({"data__label": "other"}, r"data\.label = 'other' without"),
         ({"data__split": "test"}, r"data\.split = 'test' without data\.format = 'datasets'"),
         ({"model__task": "image_classification", "data__tokenizer": "bytes"}, r"data\.tokenizer = 'bytes' without"),
-        ({"schedule__final": 0.1}, r"schedule\.final = 0\.1 without"),
+        ({"schedule__min_lr_rate": 0.1}, r"schedule\.min_lr_rate = 0\.1 without"),
         ({"parallel__sequence_parallel": True}, r"sequence_parallel = True without parallel\.tensor"),
         ({"parallel__context_parallel": "ring"}, r"context_parallel = 'ring' without parallel\.sequence"),
         ({"parallel__schedule": "gpipe"}, r"schedule = 'gpipe' without parallel\.pipe"),

@@ -29,7 +29,7 @@ Layout = Mapping[str, Any]
 TENSOR: list[Layout] = [
     {"tensor": 2},
     {"tensor": 2, "sequence_parallel": True},
-    {"tensor": (2, 1), "tensor_mode": "2d"},
+    {"tensor": (2, 1), "tensor_parallel_mode": "2d"},
 ]
 UNCUT: list[Layout] = [{"pipe": 2}, {"sequence": 2}, {"pipe": 2, "data": 2}]
 

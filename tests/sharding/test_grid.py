@@ -572,9 +572,9 @@ def test_the_page_of_grids_runs(pool4: WorkerPool) -> None:
     ("family", "mode", "sizes", "training"),
     [
         ("llama", "2d", (2, 2), VerifyTraining()),
-        ("bert", "2.5d", (2, 1, 2), VerifyTraining(zero=1, optimizer="AdamW")),
-        ("t5", "2d", (4, 1), VerifyTraining(zero=3)),
-        ("gpt2", "3d", (2, 1, 2), VerifyTraining(zero=2, micro_steps=2)),
+        ("bert", "2.5d", (2, 1, 2), VerifyTraining(zero_stage=1, optimizer="AdamW")),
+        ("t5", "2d", (4, 1), VerifyTraining(zero_stage=3)),
+        ("gpt2", "3d", (2, 1, 2), VerifyTraining(zero_stage=2, gradient_accumulation_steps=2)),
     ],
     ids=str,
 )
@@ -591,6 +591,6 @@ def test_over_processes(pool4: WorkerPool, family: str, mode: str, sizes: Sizes,
 def test_with_data_ranks(pool4: WorkerPool) -> None:
     report = verify(
         SmallModel("llama"), RandomBatches(DEFAULT_HEAD["llama"], batch=6), {"tensor": (2, 1)}, 2, dtype=torch.float64,
-        config={"tensor_parallel_mode": "2d"}, training=VerifyTraining(zero=2), pool=pool4,
+        config={"tensor_parallel_mode": "2d"}, training=VerifyTraining(zero_stage=2), pool=pool4,
     )  # fmt: skip
     assert report.passed, str(report)
