@@ -43,7 +43,7 @@ class ParallelFlags:
     def parse(self, given: dict[str, Any]) -> dict[str, Any]:
         """Takes the flags out of the arguments of a command: field -> value, of those that were passed."""
         found = {name: given.pop(name) for name in self.help}
-        return {name: _parse(name, value) for name, value in found.items() if value not in (None, False)}
+        return {name: _parse(name, value) for name, value in found.items() if value is not None and value is not False}
 
 
 def parallel_parameter(

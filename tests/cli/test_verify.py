@@ -238,6 +238,8 @@ def test_one_stage_accumulates_micro_batches(run: Run) -> None:
         (["bert", "--pipe", "2", "--schedule", "interleaved", "--num-model-chunks", "10000"], "256 layers at the most"),
         (["bert", "--pipe", "2", "--partition", "1,99999999999"], "--partition 3,5"),
         (["bert", "--frozen", "("], "regular expression"),
+        (["gpt2", "--pipe", "2", "--chunks", "2"], "--chunks is now --num-model-chunks"),
+        (["gpt2", "--zero=1"], "--zero is now --zero-stage"),
         (["bert", "--zero-stage", "1", "--optimizer", "LBFGS"], "without a closure"),
         (["bert", "--tensor", "99999999999999999999"], "ranks at the most"),
         (["nowhere:model"], "There is no module 'nowhere'"),

@@ -30,13 +30,13 @@ Change = Callable[["Run"], None]
 class Run:
     """A model in training on one rank, of which a test changes something before a step."""
 
-    def __init__(self, context: ParallelContext, *, zero: int | None = None, **options: Any) -> None:
+    def __init__(self, context: ParallelContext, *, zero_stage: int | None = None, **options: Any) -> None:
         torch.manual_seed(0)
         self.context = context
         self.model: Any = shardformer.shard_model(SmallModel("llama")().train(), context=context, **options)
         self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        if zero is not None:
-            self.optimizer = shardformer.shard_optimizer(self.optimizer, self.model, stage=zero)
+        if zero_stage is not None:
+            self.optimizer = shardformer.shard_optimizer(self.optimizer, self.model, stage=zero_stage)
         self.pipeline = shardformer.Pipeline(self.model, micro_batches=2) if context.pipe.size > 1 else None
         self.skips = False
 
@@ -267,7 +267,7 @@ def test_nothing_is_sent_for_it_alone(sizes: dict[str, int]) -> None:
     def do(context: ParallelContext) -> dict[bool, tuple[int, int]]:
         found = {}
         for on in (True, False):
-            run = Run(context, watch=on)
+            run = Run(context, check_consistency=on)
             run.step(run.batch(0))
             with CollectiveRecorder(context) as recorder:
                 run.step(run.batch(1))

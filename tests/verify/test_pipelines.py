@@ -185,7 +185,7 @@ def test_several_stacks_over_four_stages(pool4: WorkerPool, family: str, cut: li
 
 @pytest.mark.parametrize(
     ("schedule", "cut"),
-    [("1f1b", [1, 4]), ("1f1b", [4, 1]), ("gpipe", "even"), ("interleaved", [2, 1, 1, 1]), ("zbv", [1, 1, 1, 2])],
+    [("1f1b", [1, 4]), ("1f1b", [4, 1]), ("gpipe", "uniform"), ("interleaved", [2, 1, 1, 1]), ("zbv", [1, 1, 1, 2])],
 )
 def test_uneven_cuts(pool2: WorkerPool, schedule: str, cut: Any) -> None:
     check(pool2, deep("llama", num_hidden_layers=5), schedule, partition=cut, micro_batches=4)
