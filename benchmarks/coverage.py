@@ -54,7 +54,7 @@ from shardformer.module_paths import is_linear
 from shardformer.policies.policy import Policy
 from shardformer.shard_model_api import resolve_policy
 from shardformer.sharding.plan import make_plan
-from shardformer.verify.model_types import main_classes
+from shardformer.verify.model_source import main_classes
 from shardformer.verify.verification import verify
 
 SECONDS = 30

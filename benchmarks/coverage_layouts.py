@@ -31,7 +31,7 @@ from rich.progress import track
 
 from shardformer.errors import ShardFormerError, WorkerError
 from shardformer.local_ranks.worker_pool import WorkerPool
-from shardformer.verify.model_types import main_classes
+from shardformer.verify.model_source import main_classes
 from shardformer.verify.verification import verify
 
 POOL_S = 120.0

@@ -33,7 +33,7 @@ from transformers.models.auto import modeling_auto
 
 from shardformer.errors import ShardFormerError, WorkerError
 from shardformer.local_ranks.worker_pool import WorkerPool
-from shardformer.verify.model_types import TASKS, main_classes
+from shardformer.verify.model_source import TASKS, main_classes
 from shardformer.verify.small_models import num_samples
 from shardformer.verify.train_both import VerifyPipeline
 from shardformer.verify.verification import verify

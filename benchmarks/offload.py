@@ -31,7 +31,7 @@ from torch import nn
 
 import shardformer
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.offload.host_device_copies import DEVICE_TO_HOST, HOST_TO_DEVICE
+from shardformer.offload.host import DEVICE_TO_HOST, HOST_TO_DEVICE
 from shardformer.zero.shard_optimizer import shard_optimizer
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 
@@ -180,7 +180,7 @@ def model_of(numel: float, layers: int = 100) -> nn.Module:
     return nn.ModuleList([nn.Linear(width, 1000, bias=False, device="meta") for _ in range(layers)])
 
 
-def kept(numel: float, ranks: int, how: Mapping[str, Any]) -> shardformer.zero.MemoryEstimate:
+def kept(numel: float, ranks: int, how: Mapping[str, Any]) -> shardformer.zero.memory_estimate.MemoryEstimate:
     model = model_of(numel)
     return shardformer.estimate_memory(
         model, torch.optim.Adam(model.parameters()), data=ranks, **{"precision": "bf16", **how}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
-from shardformer.public_names import lazy_names
+from shardformer.public_names import RenamedModules, lazy_names
 
 if TYPE_CHECKING:
     from shardformer import checkpoint as checkpoint
@@ -108,5 +109,17 @@ _RENAMED = {
     "store_activations": "shardformer.offload.offload_activations",
 }
 """Earlier public names, which still work with a DeprecationWarning."""
+_RENAMED_MODULES = {
+    "shardformer.layers": "shardformer.tensor_parallel",
+    "shardformer.layout.spec": "shardformer.layout.shard_spec",
+    "shardformer.layout.stream": "shardformer.layout.activation_layout",
+    "shardformer.policies.basepolicy": "shardformer.compat",
+    "shardformer.testing.pool": "shardformer.local_ranks.worker_pool",
+    "shardformer.testing.threads": "shardformer.local_ranks.threads",
+    "shardformer.trainer": "shardformer.training.trainer",
+    "shardformer.trainer.hooks": "shardformer.hooks",
+}
+"""Earlier names of modules that were documented."""
+sys.meta_path.insert(0, RenamedModules(_RENAMED_MODULES))  # before empty folders of an earlier checkout
 __getattr__, _names = lazy_names(__name__, _RENAMED)
 __all__ = [*_names, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]

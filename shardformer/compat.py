@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from shardformer.policies.legacy import Col_Layer as Col_Layer
     from shardformer.policies.legacy import Layer as Layer
     from shardformer.policies.legacy import Row_Layer as Row_Layer
+    from shardformer.policies.policy import Policy as Policy
     from shardformer.shard_model_api import ModelSharder as ModelSharder
     from shardformer.shard_model_api import ShardFormer as ShardFormer
 

@@ -245,7 +245,7 @@ class ShardConfig:
         return self.context
 
     def options(self) -> dict[str, bool | str]:
-        """The options by name, for the plan's hash and for ``describe``."""
+        """The options by name, for the plan's hash and for ``describe_sharding``."""
         names = [n for n in self.__dataclass_fields__ if n.startswith("enable_")]
         modes = ("tensor_parallel_mode", "context_parallel") if self.cuts_context else ("tensor_parallel_mode",)
         return {**{n: bool(getattr(self, n)) for n in names}, **{n: str(getattr(self, n)) for n in modes}}

@@ -1,10 +1,6 @@
-"""What ShardFormer says when something cannot be.
+"""Error classes. Each error has four parts: what went wrong, the value that was passed, the rule, and the remedy.
 
 Every error has four parts: what went wrong, the value that came, the rule it breaks, and the remedy.
-
-Also here, each to be said in one text by hand:
-
-- An error of ours on the command line: its parts on lines of their own, the nearest names first.
 """
 
 from __future__ import annotations

@@ -12,7 +12,10 @@ import warnings
 from collections.abc import Callable, Mapping
 from functools import wraps
 from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from inspect import getsource
+from types import ModuleType
 from typing import Any, TypeVar
 
 from shardformer.errors import ConfigError, did_you_mean
@@ -93,3 +96,29 @@ def _names_in(source: str) -> dict[str, tuple[str, str]]:
         if isinstance(statement, ast.ImportFrom)
         for alias in statement.names
     }
+
+
+class RenamedModules(MetaPathFinder, Loader):
+    """Imports modules under earlier names, with a DeprecationWarning that gives the new name.
+
+    Args:
+        names: earlier full name -> the module that holds its public names now. Parents of nested names are listed too.
+    """
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self._names = names
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """The spec of an earlier name, None for any other."""
+        return ModuleSpec(fullname, self, is_package=True) if fullname in self._names else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """A module that reads its names from the new one."""
+        new = self._names[spec.name]
+        warnings.warn(f"{spec.name} is now {new}", DeprecationWarning, stacklevel=2)
+        module = ModuleType(spec.name)
+        vars(module)["__getattr__"] = lambda name: getattr(import_module(new), name)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing to run."""

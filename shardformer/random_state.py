@@ -1,8 +1,6 @@
-"""The random numbers of a tensor rank: its own inside of a block, the same as all ranks' outside.
+"""The random state of a rank: its own inside a tensor-parallel block, the same on all ranks outside.
 
-Also here, each to be said in one text by hand:
-
-- Random numbers that data draws: the same under any layout, and apart from those of training.
+Data draws its random numbers apart from training, the same under any layout.
 """
 
 from __future__ import annotations

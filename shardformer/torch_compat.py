@@ -1,9 +1,4 @@
-"""What has another form in another version of torch, in one place, from the oldest that is supported (2.11).
-
-Also here, each to be said in one text by hand:
-
-- Tensors without values: of the meta device, or torch's fake ones, under which a step is traced and not computed.
-"""
+"""Differences between versions of torch, and tensors without values (meta and fake tensors)."""
 
 from __future__ import annotations
 

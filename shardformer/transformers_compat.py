@@ -17,6 +17,8 @@ from typing import Any, Unpack, get_args, get_origin
 import torch
 from torch import Tensor, nn
 
+from shardformer.torch_patches import Patch, all_of, install, replace_attribute
+
 
 def load_transformers() -> Any:
     """The module ``transformers``, ready to build models.
@@ -49,11 +51,18 @@ def configs_of(kind: Any) -> Collection[type] | None:
     return found
 
 
+DOCSTRING_PATCH = Patch(
+    "transformers.utils.auto_docstring",
+    "shardformer.transformers_compat",
+    "under python -OO it raises ValueError, since there are no docstrings",
+)
+
+
 def _leave_models_undocumented() -> None:
     utils = importlib.import_module("transformers.utils")
     importlib.import_module("transformers.utils.auto_docstring")
-    for module in (utils, sys.modules["transformers.utils.auto_docstring"]):  # utils has the function of that name
-        vars(module)["auto_docstring"] = _undocumented
+    modules = utils, sys.modules["transformers.utils.auto_docstring"]  # utils has the function of that name
+    install(DOCSTRING_PATCH, lambda: all_of(*(replace_attribute(m, "auto_docstring", _undocumented) for m in modules)))
 
 
 def _undocumented(found: Any = None, **options: Any) -> Any:

@@ -19,6 +19,7 @@ FLOORS = [
     "errors",
     "public_names",
     "torch_compat",
+    "torch_patches",
     "transformers_compat",
     "module_paths",
     "filesystem",
@@ -215,6 +216,19 @@ def test_what_versions_of_transformers_name_differently_is_known_to_one_module(p
         assert "transformers" not in named, "load_transformers() makes it ready where docstrings are missing"
 
 
+MAY_BE_SHORT = re.compile(
+    r"(.*/)?__\w+__\.py|policies/models/\w+\.py|training/hooks/\w+\.py|cli/[a-z]\w*\.py|compat\.py|hooks\.py"
+)
+"""Package files, family tables, hooks, commands, and modules of public names."""
+
+
+def test_the_package_has_few_files_of_one_concept_each() -> None:
+    lines = {path.relative_to(PACKAGE).as_posix(): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
+    assert len(lines) <= 230
+    assert sum(lines.values()) <= 57_000  # lower it when the package gets smaller
+    assert [path for path, count in lines.items() if count < 60 and not MAY_BE_SHORT.fullmatch(path)] == []
+
+
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_files_functions_and_signatures_stay_short(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
@@ -260,15 +274,14 @@ SHARED = {
     "launcher.shutdown.STACK_LOCATIONS": "of a process that ends",
     "layout.sharding_metadata._TABLES": "read under a lock, and by the rank that asks alone",
     "layout.sharding_metadata._OWNERS": "by the identity of a parameter, of which its own rank alone asks",
-    "meta_init.lazy_init._IS_HOOKED": "set once, under a lock",
     "mesh.rank_presence._OF_PROCESS": "by process id; ranks that are threads have no presence",
     "discovery.user_policy_validation._KNOWN": "findings about classes and configs, made under a lock",
     "discovery.validation._CONTEXT_RESULTS": "findings about classes and configs, made under a lock",
     "discovery.validation._GRID_RESULTS": "findings about classes and configs, made under a lock",
     "policies.registry._REGISTERED": "what the user registers for the process",
-    "consistency.rank_divergence._IS_SEEING": "set once, under a lock",
     "consistency.rank_divergence._SIGNS": "constants, the same whoever makes them",
-    "local_ranks.fake_rank._TRACES": "counted under a lock",
+    "torch_patches._INSTALLED": "changed under a lock; other libraries are the same for all ranks",
+    "torch_patches._BLOCKS": "counted under a lock",
     "verify.small_models.LIBRARIES": "what a library of models registers for the process",
     "training.preemption._REPLACED": "handlers of signals, which a process has once, and its main thread sets",
 }

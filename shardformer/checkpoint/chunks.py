@@ -1,8 +1,6 @@
-"""What a rank has of a tensor: rectangular pieces of the full one, as views of this rank's memory.
+"""The rectangular pieces of each tensor that a rank holds, and which rank writes which piece.
 
-Also here, each to be said in one text by hand:
-
-- Who writes what: of numbers that several ranks hold one writes each, the one that has least to write.
+Of numbers that several ranks hold, one rank writes each: the one that has least to write.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The folder of checkpoints: one folder for each step, which is whole or not there.
+"""The directory of checkpoints: one folder per step, complete or absent, written atomically.
 
     checkpoints/
       step-00000100/          checkpoint.json, rank-00000.safetensors, ...
@@ -11,10 +11,6 @@ new one is on the disk: after a loss of power one of them is whole. Checkpoints 
 were saved: the newest one is the one with the highest number, however the clocks of the hosts are set.
 
 Only files that a save writes are deleted. What else lies in the folder of a step stays.
-
-Also here, each to be said in one text by hand:
-
-- A folder is written beside and takes its place at once: it holds what was there before or what is new, never both.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""A sum over all bits of a tensor to which ranks can add up what each has read of it.
+"""The files of a checkpoint: one safetensors file per rank, and a JSON index with checksums.
+
+Python values (optimizer settings, scheduler states, what a user adds) are written as JSON and read back exactly.
+
+The checksum of a tensor is one that ranks can compute in parts:
 
 Each number, as an integer, is multiplied by an odd 64-bit number that belongs to its place in the full tensor; the sum
 of all, modulo 2^64, is the checksum. Pieces of any shape, read by different ranks, give parts of it, so that a load
 checks all that was saved while each rank reads only what it will hold. A number that differs always changes the sum.
-
-Also here, each to be said in one text by hand:
-
-- The files of a checkpoint: one safetensors file a rank, and one index of all, which is JSON with a checksum.
-- Values of Python as JSON and back, exactly: settings of optimizers, states of schedulers, and what a user adds.
 """
 
 from __future__ import annotations
@@ -151,7 +150,7 @@ class CheckpointIndex:
 
     @classmethod
     def read(cls, folder: Path) -> CheckpointIndex:
-        """Reads the index of a checkpoint. Raises DamagedError for what is none, or not what was written."""
+        """Reads the index of a checkpoint. Raises CorruptCheckpointError for what is none, or not what was written."""
         try:
             head, content, _ = (folder / INDEX_FILE).read_bytes().split(b"\n", 2)
             text = content.decode()

@@ -1,10 +1,6 @@
-"""Reads pieces of boxes out of the files of a checkpoint, into memory that is there.
+"""Loads a checkpoint into a training run of any layout: each rank reads only the pieces that it will hold.
 
-Also here, each to be said in one text by hand:
-
-- Reads the pieces that a rank will hold, and checks, together with the other ranks, all that was saved of them.
-- What a rank wants of a training run that was saved under some layout, to go on under its own.
-- Loads a checkpoint into a training run of any layout.
+Together the ranks verify the checksums of everything that was saved.
 """
 
 from __future__ import annotations
@@ -75,7 +71,7 @@ class BoxReader:
         self.num_bytes = 0
 
     def read(self, name: str, box: SavedChunk, piece: ChunkBounds, out: Tensor) -> None:
-        """Fills ``out`` with a piece of the full tensor that lies in the box. Raises DamagedError."""
+        """Fills ``out`` with a piece of the full tensor that lies in the box. Raises CorruptCheckpointError."""
         path, key = self._folder / file_name(box.file), chunk_key(name, box.start)
         try:
             if box.file not in self._files:
@@ -183,7 +179,7 @@ def read_items(folder: Path, index: CheckpointIndex, items: Sequence[TensorItem]
     Each rank reads what it will hold, and no more. Of each number one rank adds its share to the checksum of the box
     that it was saved in. Communicates the names and sizes of what is read, and two numbers for each saved box.
 
-    Raises DamagedError, on all ranks, where a file is missing or a box is not what was saved.
+    Raises CorruptCheckpointError, on all ranks, where a file is missing or a box is not what was saved.
     """
     numbers = _numbered(index, items, world)
     mine = assign_writes([item for item in items if item.is_checked], world)
@@ -246,7 +242,7 @@ def _add_sums(
 
 
 def _compare(sums: Tensor, numbers: dict[tuple[str, int], int], index: CheckpointIndex, folder: Path) -> None:
-    """Raises DamagedError where what was read is not what was saved."""
+    """Raises CorruptCheckpointError where what was read is not what was saved."""
     for (name, number), (total, count) in zip(numbers, sums.tolist(), strict=True):
         box = index.tensors[name].boxes[number]
         where = f"{name} at {list(box.start)} in {folder / file_name(box.file)}"
@@ -505,13 +501,13 @@ def load_checkpoint(
 
     Args:
         folder: a folder of checkpoints, of which the newest that is whole is loaded; or one of them.
-        optimizer: one, several in a list, or what ``zero`` returned, of the classes and groups that were saved. None:
-            the weights and buffers alone are loaded, and random numbers go on as they are.
+        optimizer: one, several in a list, or what ``shard_optimizer`` returned, of the classes and groups that were
+            saved. None: the weights and buffers alone are loaded, and random numbers go on as they are.
         scheduler: what was given to ``save_checkpoint``.
 
-    Raises, on all ranks, ConfigError for a checkpoint of another model or optimizer, DamagedError (an InputError) for
-    one that is not what was saved; and what an optimizer, a scheduler or a module raises while it takes up its state.
-    Then nothing was changed.
+    Raises, on all ranks, ConfigError for a checkpoint of another model or optimizer, CorruptCheckpointError (an
+    InputError) for one that is not what was saved; and what an optimizer, a scheduler or a module raises while it takes
+    up its state. Then nothing was changed.
     """
     return load_and_take(folder, model, optimizer, scheduler)
 

@@ -1,11 +1,7 @@
-"""What a rank has to write of a training run, and how the ranks' files become one checkpoint.
+"""Saves what a training run needs to resume: each rank writes its own pieces, each number once.
 
 Ranks do not speak while they write: each leaves a note beside its file, which the first one collects. So a checkpoint
 can be written by threads, beside training and its collectives.
-
-Also here, each to be said in one text by hand:
-
-- Saves what a training run needs to go on: each rank its own pieces, each number once.
 """
 
 from __future__ import annotations
@@ -303,7 +299,7 @@ def save_checkpoint(
     Communicates names and sizes, no weights.
 
     Args:
-        optimizer: one, several in a list, or what ``zero`` returned.
+        optimizer: one, several in a list, or what ``shard_optimizer`` returned.
         step: how many training steps were made; the name of the checkpoint.
         scheduler: anything with a ``state_dict`` of plain values, or a list of such: schedulers, a GradScaler.
         extra: plain values that ``load_checkpoint`` gives back: numbers, words, lists, dictionaries. The first rank's.

@@ -1,10 +1,6 @@
-"""The tensors of a model by the names that the plain model has for them, and what this rank holds of each.
+"""The state of a training run under the names and full shapes of the plain model.
 
-Also here, each to be said in one text by hand:
-
-- The states of optimizers by the names and in the full shapes of the plain model's parameters.
-- The random streams of a rank as tensors and plain numbers.
-- What the ranks hold of a training run: what a checkpoint is written of, and what moves into another layout.
+Parameters, optimizer states and random states of this rank: what a checkpoint contains, and what resharding moves.
 """
 
 from __future__ import annotations
@@ -45,7 +41,7 @@ class ModelTensors:
 
     Attributes:
         model: without what wraps it.
-        zero: the optimizer that keeps its values; None where no ``zero`` does.
+        zero: the optimizer that keeps its values; None without ZeRO.
         world: all ranks that train it together.
         tensors: parameters and persistent buffers by their names in the plain model, each once.
         extra_states: what modules give in ``get_extra_state``, by their names in a state dict.
@@ -374,7 +370,7 @@ class OptimizerStates:
 
 
 def optimizer_states(optimizer: Any, tensors: ModelTensors) -> list[OptimizerStates]:
-    """What is saved of an optimizer, of several, or of those that ``zero`` was given."""
+    """What is saved of an optimizer, of several, or of those that ``shard_optimizer`` was given."""
     found = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer] if optimizer is not None else []
     plain: list[Optimizer] = []
     for each in found:

@@ -1,9 +1,4 @@
-"""What the options of torch's launcher may be, where it would wait, fail in its depths, or start too much.
-
-Also here, each to be said in one text by hand:
-
-- ``shardformer run``: a thin layer over torch's own launcher.
-"""
+"""``shardformer run``: a thin layer over torchrun that checks its options first."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""All ranks make the same, or none goes on.
+"""Runs a function on every rank, and raises on every rank if it fails on one or results differ.
 
-Also here, each to be said in one text by hand:
-
-- Calls that all ranks make together: one that only some make is an error on all of them, before anything is sent.
-- Steps that all ranks make together: where one fails, all raise.
+A call that only some ranks make is an error on all of them, before anything is sent.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
-"""Collectives on plain tensors over one axis. An axis of size 1 makes each of them the identity.
+"""Collectives on plain tensors over one axis. On an axis of size 1 each is the identity.
 
 The one place that chooses an algorithm. Where the transport exchanges directly (gloo), parts are sent from rank to rank
 and added in rank order, which also makes the result the same to the bit on all ranks; large all-reduces are left to it.
-
-Also here, each to be said in one text by hand:
-
-- The full tensor of which every rank holds a part.
 """
 
 from __future__ import annotations
@@ -146,17 +142,9 @@ def start_all_gather_into(out: Tensor, x: Tensor, axis: Axis, purpose: str) -> P
     )
 
 
-def all_gather(
-    x: Tensor,
-    axis: Axis,
-    dim: int,
-    full: int | None = None,
-    *,
-    purpose: str = "block",
-    lengths: Sequence[int] | None = None,
-) -> Tensor:
-    """Every rank's ``x`` joined along ``dim``: see ``start_all_gather``."""
-    return start_all_gather(x, axis, dim, full, purpose=purpose, lengths=lengths).wait()
+def all_gather(x: Tensor, axis: Axis, dim: int, full: int | None = None, **options: Any) -> Tensor:
+    """Every rank's ``x`` joined along ``dim``: see ``start_all_gather``, whose options it takes."""
+    return start_all_gather(x, axis, dim, full, **options).wait()
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis, dim: int, *, purpose: str = "block") -> PendingCollective:

@@ -1,4 +1,4 @@
-"""A running job notices that its ranks have come apart, by numbers that ride on messages which are sent anyway.
+"""Detects during training that ranks have diverged, from numbers that are added to messages sent anyway.
 
 What is compared at every step of training, and along which ranks:
 
@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import hashlib
 import struct
-import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -46,6 +45,7 @@ from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ParamEntry,
 from shardformer.mesh.parallel_context import Axis
 from shardformer.random_state import broadcast_random_state
 from shardformer.torch_compat import has_data
+from shardformer.torch_patches import Patch, install
 
 BITS = 32
 """Of the hash that data ranks compare: they miss a difference once in 4e9 times."""
@@ -121,7 +121,7 @@ class ConsistencyMonitor:
     _late: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _register_step_hook()
+        install(STEP_PATCH, lambda: register_optimizer_step_post_hook(_after_optimizer_step).remove)
         _signs(self.state.context.device)  # before anybody measures the memory of a step
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ConsistencyMonitor:
@@ -384,17 +384,11 @@ def _weight_slices(entries: Sequence[ParamEntry]) -> Iterator[WeightSlices]:
 
 MODELS = "_shardformer_models"
 """The attribute of an optimizer that holds how many parameters it has, and the tables of their models."""
-_LOCK = threading.Lock()
-_IS_SEEING = False
-
-
-def _register_step_hook() -> None:
-    """From now on each step of an optimizer of torch is noted by the models whose parameters it has."""
-    global _IS_SEEING
-    with _LOCK:
-        if not _IS_SEEING:
-            register_optimizer_step_post_hook(_after_optimizer_step)
-            _IS_SEEING = True
+STEP_PATCH = Patch(
+    "torch.optim.Optimizer: global hook after step()",
+    "shardformer.consistency.rank_divergence",
+    "counts steps and reads learning rates, to notice ranks that diverge",
+)
 
 
 def _after_optimizer_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

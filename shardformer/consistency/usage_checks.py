@@ -1,9 +1,4 @@
-"""Torch's own wrappers around a sharded model, which would take its parts for whole parameters: they are refused.
-
-Also here, each to be said in one text by hand:
-
-- Checks before a step of a torch optimizer that all ranks have the same gradients.
-"""
+"""Refuses uses of a sharded model that train it wrongly: DDP and FSDP wrappers, gradients that differ between ranks."""
 
 from __future__ import annotations
 

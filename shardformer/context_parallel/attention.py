@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardformer.context_parallel.attention_kernels import Dropout, ScoreOptions
-from shardformer.context_parallel.masks import ChunkedMask, causal
+from shardformer.context_parallel.masks import ChunkedMask, causal, unknown_attribute
 from shardformer.context_parallel.ring_attention import RingExchange, ring_attention
 from shardformer.context_parallel.sequence_layout import ContextParallelState, SequencePositions, current_state
 from shardformer.context_parallel.ulysses import HeadExchange, key_heads, query_heads, to_heads, to_positions
 from shardformer.errors import ConfigError, InputError
-from shardformer.kernels.attention_registration import import_lock
+from shardformer.kernels.attention_registration import register_attention
 from shardformer.torch_compat import has_data
 
 # B batch, N query heads, K key heads, s positions of this rank, D head dim
@@ -88,14 +88,7 @@ class RelativeBiasArgument:
     line: Tensor
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        raise ConfigError(
-            f"A model reads .{name} of the bias of its attention",
-            rule="With a sequence that is cut over ranks there is no tensor of all pairs of positions: a bias is "
-            "handed to the attention function as it is",
-            remedy="Leave the sequence axis out for this model",
-        )
+        raise unknown_attribute(name, "the bias of its attention", "no tensor of all pairs of positions: a bias")
 
 
 def pass_relative_bias(module: nn.Module, run: ContextParallelState) -> None:
@@ -265,9 +258,4 @@ def _fitted(padding: Tensor, length: int) -> Tensor:
 
 def register_context_attention() -> None:
     """Registers both functions. Idempotent."""
-    with import_lock():
-        from transformers import AttentionInterface, AttentionMaskInterface
-        from transformers.masking_utils import sdpa_mask  # noqa: F401  # loaded here, by one thread
-
-    AttentionInterface.register(NAME, context_attention)
-    AttentionMaskInterface.register(NAME, context_mask)
+    register_attention(NAME, context_attention, context_mask)

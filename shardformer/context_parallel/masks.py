@@ -47,6 +47,17 @@ class Visibility(Enum):
     SOME = "some"
 
 
+def unknown_attribute(name: str, read_of: str, there_is: str) -> Exception:
+    """The error for an attribute of what is handed to an attention in the place of a tensor."""
+    if name.startswith("_"):
+        return AttributeError(name)
+    return ConfigError(
+        f"A model reads .{name} of {read_of}",
+        rule=f"With a sequence that is cut over ranks there is {there_is} is handed to the attention function as it is",
+        remedy="Leave the sequence axis out for this model",
+    )
+
+
 class ChunkedMask:
     """A mask of a whole sequence, which stands where a model hands a tensor of scores to its layers.
 
@@ -165,14 +176,7 @@ class ChunkedMask:
         return tuple(q for q in queries if any(self.between(q, c) is not Visibility.NOTHING for c in chunks))
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        raise ConfigError(
-            f"A model reads .{name} of its attention mask",
-            rule="With a sequence that is cut over ranks there is no tensor of all scores: a mask is handed to the "
-            "attention function as it is",
-            remedy="Leave the sequence axis out for this model",
-        )
+        raise unknown_attribute(name, "its attention mask", "no tensor of all scores: a mask")
 
 
 def causal(samples: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:

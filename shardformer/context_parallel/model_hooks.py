@@ -1,12 +1,8 @@
-"""Where a model's sequence is cut over ranks, and where it is whole again: at its inputs' end, its layers, its exit.
+"""Shards a model's sequence at its inputs and gathers it where a module needs all positions.
 
 inputs, embeddings, masks    whole, on all ranks alike
 layers                       this rank's positions, of the hidden states and of all else that they are given
 behind them                  a ``SequenceShardedTensor``, which a head and its loss read position by position
-
-Also here, each to be said in one text by hand:
-
-- Around a module that mixes tokens otherwise than by attention: it is given all positions, where ranks have some.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Positions: which positions of a sequence each rank of context parallelism has.
+"""Which positions of a sequence each rank of context parallelism has.
 
 The ranks are a ring of P, and each of them a group of U. The sequence lies in 2P chunks, as even as can be; ring rank i
 has chunks i and 2P-1-i, so that what causal attention computes is the same for all (zig-zag). The U ranks of its group
@@ -9,10 +9,6 @@ have a stretch each of these two chunks, one behind the other. P=2, U=2, and 16 
     rank        (0,0) (0,0)  (1,0) (1,0)  (1,1) (1,1)   (0,1) (0,1)      (ring, in its group)
 
 Plain data: nothing is padded, and any length from 2P on can be cut.
-
-Also here, each to be said in one text by hand:
-
-- What a forward under context parallelism knows: whether its sequence is cut, and how it lies over the ranks.
 """
 
 from __future__ import annotations

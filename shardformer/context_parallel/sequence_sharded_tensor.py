@@ -1,11 +1,21 @@
-"""A tensor of which each rank of an axis holds some rows: how it is placed, gathered and seen by autograd.
+"""A tensor whose sequence is sharded over the ranks of an axis, and that behaves like the full tensor.
 
 Gradients are those of data parallelism: each rank's count P times, and the P ranks' are averaged. So what is computed
 of a gathered tensor, on all ranks alike, is right, and what each rank computes of its own positions is too.
 
-Also here, each to be said in one text by hand:
+What leaves a stack of layers under context parallelism is one of these, and so are the logits that a head makes of it:
 
-- A tensor whose sequence is cut over the ranks of an axis, and that behaves as the full one.
+    hidden = model.model(input_ids).last_hidden_state     # SequenceCut (B, S, H); this rank holds (B, s, H)
+    logits = model.lm_head(hidden)                        # still: each position by itself
+    F.cross_entropy(logits.view(-1, V), labels.view(-1))  # of this rank's positions, and one number is summed
+    hidden[:, 0]                                          # a plain tensor: one all-gather of (B, S, H)
+
+What functions of torch do with it is the table ``SEQUENCE_RULES`` at the end of this file; one that is not in it
+gathers the
+full tensor and goes on with a plain one, the same on all ranks.
+
+Gradients are those of data parallelism: each rank's count P times, and the P ranks' are averaged. So what is computed
+of a gathered tensor, on all ranks alike, is right, and what each rank computes of its own positions is too.
 """
 
 from __future__ import annotations
@@ -30,6 +40,7 @@ from shardformer.context_parallel.sequence_layout import IndexShards
 from shardformer.errors import InputError
 from shardformer.mesh.parallel_context import Axis
 from shardformer.random_state import LocalRandomState
+from shardformer.tensor_parallel.vocab_sharded_tensor import metadata_of_wrapper
 
 # B batch, S sequence, H hidden, V vocabulary, P ranks; s: this rank's positions
 
@@ -239,12 +250,6 @@ def _gathered(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
         )
     args, kwargs = to_full_tensors((args, dict(kwargs)))
     return func(*args, **kwargs)
-
-
-def _metadata(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Shape, dtype, device and the like, which the wrapper knows."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
 
 
 def _blank(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
@@ -484,7 +489,7 @@ _NORMS = (F.layer_norm, F.rms_norm)
 
 # Methods and attributes of a tensor, and functions of torch and torch.nn.functional, by name.
 _NAMES: Mapping[Callable[[TorchFunction, Args, Kwargs], Any], str] = {
-    _metadata: """
+    metadata_of_wrapper: """
         shape size dim ndim ndimension numel nelement __len__ dtype element_size itemsize nbytes is_floating_point
         is_complex is_signed device get_device is_cuda is_cpu is_meta layout is_sparse is_leaf grad_fn __hash__
         """,

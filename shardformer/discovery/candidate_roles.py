@@ -1,9 +1,4 @@
-"""How many heads an attention has, who says so, which projection is which, and which numbers count what.
-
-Also here, each to be said in one text by hand:
-
-- From what flowed to roles: for each group of linears the ways in which a role table could describe it.
-"""
+"""Candidate roles for groups of linears, from one traced forward: heads, projections, and attributes to divide."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""What each number of a config counts, told from where it shows in the model.
-
-Also here, each to be said in one text by hand:
-
-- What each number of a config sets in its model: found by doubling one after the other, on the meta device.
-"""
+"""What each number of a config sets in its model, found by doubling one after the other on the meta device."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""A table of roles as Python that can be saved and edited.
+"""Derives a policy for a model without one: candidates from one forward, validated before use.
 
-Also here, each to be said in one text by hand:
-
-- A policy for a model that nobody has described: drafted from what one forward shows, proven before it is used.
-- What to write where no policy was found: the way out that fits the reason.
+Also writes a policy as Python, and suggests what to write where none was found.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""What to feed a small model: batches made of the names of its forward's arguments and the sizes in its config.
-
-Also here, each to be said in one text by hand:
-
-- Images and sounds that stand in a text: a token for each feature that the model itself makes of them.
-"""
+"""Example batches for a reduced model, from the arguments of its forward and the sizes in its config."""
 
 from __future__ import annotations
 

@@ -1,12 +1,8 @@
-"""What one forward of a model shows: which linears give to which, where that starts, and what is read on the way.
+"""Traces one forward of a reduced model: which linears feed which, and how modules treat tokens.
 
 Every linear's output is marked with the linear's name, and every tensor computed of a marked one carries its marks. A
 linear that reads an unmarked input could be cut by columns; the first linear that reads marked ones would be the row
 behind them, and with its output, which is whole again, the marks end.
-
-Also here, each to be said in one text by hand:
-
-- What the modules of a stack's layers do with tokens, seen in one forward of a small model.
 """
 
 from __future__ import annotations

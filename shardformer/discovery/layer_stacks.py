@@ -1,10 +1,6 @@
-"""Where a model can be cut into stages: the stacks of its layers, and what of them several stages need.
+"""Finds the stacks of layers of a model, and what pipeline stages and sequence parallelism need of them.
 
 As with blocks, what one forward shows is a draft, and the draft that is proven is taken.
-
-Also here, each to be said in one text by hand:
-
-- How sequence parallelism serves a model, found on its small twin: what of a layer needs the whole sequence.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""User code in a model of a library: classes and replaced forwards that a small twin of its config does not have.
-
-Also here, each to be said in one text by hand:
-
-- The twin of a model: the same classes with a small config, on which a policy is found and proven in seconds.
-"""
+"""The reduced model: the same classes with a small config, on which a policy is derived and validated in seconds."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""A config with few layers in place of many, of each kind one, and its lists with an entry for each layer cut along.
-
-Also here, each to be said in one text by hand:
-
-- The config of a small model of the same class, with sizes by which one can tell what is what.
-"""
+"""Shrinks a config: few layers, each kind once, and sizes that differ from each other."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""What to write in place of a role that is wrong.
+"""Validates a policy that a user wrote, or one of the package for a model with other code than its library's.
 
-Also here, each to be said in one text by hand:
-
-- Whether a registered policy may be used for a model: for the code of its library; other code is proven on a twin.
-- The proof of a policy that a user wrote: before anything is changed, a copy of the model is cut by it and trained.
+A copy of the model is sharded and trained before the model itself is changed.
 """
 
 from __future__ import annotations

@@ -1,12 +1,4 @@
-"""Where an error came from: the line of somebody's own code, and the module in whose forward it was raised.
-
-Also here, each to be said in one text by hand:
-
-- The proof of a policy: its ranks, as threads, train as the plain model does, or it is not used.
-- The proof that a small model can be cut into stages: two spans of it train as the whole does.
-- The proof that a model's sequence can be cut over ranks: on a small twin, whose ranks are threads, nobody can tell.
-- The proof that a model can be cut over a tensor grid: on a small twin, whose ranks are threads, nobody can tell.
-"""
+"""Validates a policy on a reduced model: ranks as threads train it like the plain model, or the policy is not used."""
 
 from __future__ import annotations
 

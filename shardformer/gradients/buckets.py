@@ -1,11 +1,10 @@
-"""Cut parameters that one rank has whole: each rank sends an owner its own slices alone, and gets these back.
+"""Buckets of gradients, and what is done with the sum of a bucket over its ranks.
 
 tensor=2, data=2, one matrix of N numbers that rank 3 owns: three ranks send it N/2 each, and it sends them N/2 each;
 as a reduce-scatter and an all-gather of the full matrix these would be N each.
 
-Also here, each to be said in one text by hand:
-
-- Buckets of gradients, and what comes of the sum of one over its ranks.
+WriteBack   the sum is written into ``.grad`` on every rank            one all-reduce a bucket
+HandOver    each rank gets its shard of the sum, for its optimizer     one reduce-scatter a bucket
 """
 
 from __future__ import annotations
@@ -405,9 +404,11 @@ class AllReduceToGrad:
             mine = grad.coalesce().indices() if grad is not None and grad.is_sparse else None
             rows = [theirs.to(value.device) for theirs in all_gather_objects(mine, gradient.axis) if theirs is not None]
             indices = torch.cat(rows, 1).unique(dim=1)
-            gradient.param.grad = torch.sparse_coo_tensor(
-                indices, value[tuple(indices)], value.shape, is_coalesced=True, check_invariants=False
-            )
+            checks = torch.sparse.check_sparse_tensor_invariants
+            with checks(checks.is_enabled()):  # type: ignore[no-untyped-call]  # torch 2.11 warns if this is not set
+                gradient.param.grad = torch.sparse_coo_tensor(
+                    indices, value[tuple(indices)], value.shape, is_coalesced=True
+                )
 
 
 class ReduceScatterToShards:

@@ -1,8 +1,6 @@
 """The norm of all gradients of a sharded model, each element counted once, and clipping by it.
 
-Also here, each to be said in one text by hand:
-
-- ``torch.nn.utils.clip_grad_norm_`` for sharded parameters: the norm that it takes is that of the whole model.
+``torch.nn.utils.clip_grad_norm_`` computes the same norm for parameters of a sharded model.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ from shardformer.comm.collectives import all_reduce
 from shardformer.errors import ConfigError, check_argument
 from shardformer.layout.shard_spec import Coords, ShardSpec
 from shardformer.layout.sharding_metadata import ParamEntry, ShardingMetadata, find_metadata, tables_here, tables_of
+from shardformer.torch_patches import Patch, install, replace_decorated
 
 
 def clip_grad_norm_(
@@ -125,9 +124,6 @@ def _term(entry: ParamEntry, norm_type: float, coords: Coords, names: Sequence[s
     return (powers / held_by.to(powers) if isinstance(held_by, Tensor) else powers).sum()
 
 
-_PATCHING = threading.Lock()
-
-
 class _Call(threading.local):
     """The call of ``clip_grad_norm_`` that runs in this thread: its parameters; None outside of one."""
 
@@ -137,29 +133,28 @@ class _Call(threading.local):
 _CALL = _Call()
 
 
+NORM_PATCH = Patch(
+    "torch.nn.utils.get_total_norm",
+    "shardformer.gradients.clipping",
+    "counts each element of sharded gradients once, over all ranks",
+)
+CLIP_PATCH = Patch(
+    "torch.nn.utils.clip_grad_norm_",
+    "shardformer.gradients.clipping",
+    "clips by the norm of the whole model, also where the optimizer of ZeRO keeps the gradients",
+)
+
+
 def patch_clip_grad_norm() -> None:
     """From now on torch's clipping knows the parameters of every sharded model of this process.
 
-    The functions stay those that scripts have imported; what they call under their ``no_grad`` is led here.
+    The functions stay those that scripts have imported; what they call under their ``no_grad`` is replaced.
     """
-    with _PATCHING:
-        _lead(clip_grad, "_get_total_norm", "get_total_norm", _leading_norm)
-        _lead(clip_grad, "clip_grad_norm_", "clip_grad_norm_", _leading_clip)
-
-
-def _lead(module: Any, name: str, public: str, lead: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> None:
-    function = getattr(module, name)
-    original = getattr(function, "__wrapped__", function)
-    if hasattr(original, "of_torch"):
-        return
-    leading: Any = lead(original)
-    leading.of_torch = original
-    cells = [cell for cell in function.__closure__ or () if cell.cell_contents is original]
-    if cells:
-        cells[0].cell_contents = function.__wrapped__ = leading
-    else:  # a torch that wraps it otherwise: what was imported before stays torch's
-        setattr(module, name, leading)
-        setattr(torch.nn.utils, public, leading)
+    norm, clip, utils = clip_grad._get_total_norm, clip_grad.clip_grad_norm_, torch.nn.utils
+    norm_places = (clip_grad, "_get_total_norm"), (utils, "get_total_norm")
+    clip_places = (clip_grad, "clip_grad_norm_"), (utils, "clip_grad_norm_")
+    install(NORM_PATCH, lambda: replace_decorated(norm, _leading_norm, *norm_places))
+    install(CLIP_PATCH, lambda: replace_decorated(clip, _leading_clip, *clip_places))
 
 
 def _leading_clip(original: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -1,9 +1,4 @@
-"""Backwards that leave agreeing on gradients to the last one of a step.
-
-Also here, each to be said in one text by hand:
-
-- Agrees on gradients between ranks in buckets, while backward still runs.
-"""
+"""Reduces gradients over ranks in buckets while the backward still runs; ``no_sync`` postpones it."""
 
 from __future__ import annotations
 

@@ -1,12 +1,8 @@
-"""Attention that transformers does not dispatch, on the fused kernels: a function that takes a method's place each.
+"""Runs attention on fused kernels: models that use transformers' interface, and classes with their own attention.
 
 A class is named here that computes softmax attention in its own forward. The function computes what its method does
 and calls ``attention``; all around it stays the model's own. What the class says for sharding (its number of heads) is
 read where the class reads it.
-
-Also here, each to be said in one text by hand:
-
-- Attention on fused kernels: for every model on transformers' interface, and for classes that are not on it.
 """
 
 from __future__ import annotations
@@ -17,7 +13,6 @@ import math
 import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from operator import attrgetter
 from types import MethodType
@@ -37,6 +32,7 @@ from shardformer.kernels.attention import (
     dropout_error,
     flash_attn,
 )
+from shardformer.torch_patches import Patch, Undo, install
 
 # B batch, N heads of this rank, Q and S lengths of queries and keys, D head dim, H hidden, L tokens of a window
 
@@ -299,7 +295,7 @@ def use_flash_attention(
     check_flash_attention(model, device)
     found = attention_configs(model)
     if found:
-        _register()
+        register_attention(ATTENTION_NAME, attention, None)
     for config in found:
         config._attn_implementation = ATTENTION_NAME
     for module in model.modules():
@@ -463,16 +459,26 @@ def _kernel_of(model: nn.Module, cls: type[nn.Module], device: torch.device) -> 
     return fused if flash_attn() is None else f"flash-attn, or {fused}"
 
 
-def import_lock() -> AbstractContextManager[Any]:
-    """In here this thread alone imports of transformers."""
-    return _IMPORTING
-
-
-def _register() -> None:
-    """Idempotent: the same two functions under the same name."""
-    with import_lock():
+def register_attention(name: str, attention: Callable[..., Any], mask: Callable[..., Any] | None) -> None:
+    """Adds an attention to those of transformers, and the mask that it takes; None for that of torch's attention."""
+    with _IMPORTING:  # transformers is imported by one thread at a time
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import sdpa_mask
 
-    AttentionInterface.register(ATTENTION_NAME, attention)
-    AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
+    def register() -> Undo:
+        tables: tuple[Any, ...] = AttentionInterface, AttentionMaskInterface
+        for table, function in zip(tables, (attention, mask or sdpa_mask), strict=True):
+            table.register(name, function)
+
+        def undo() -> None:
+            for table in tables:
+                del table._global_mapping[name]
+
+        return undo
+
+    patch = Patch(
+        f"transformers.AttentionInterface and AttentionMaskInterface: {name}",
+        attention.__module__,
+        "adds the attention that a sharded model names in its configuration",
+    )
+    install(patch, register)

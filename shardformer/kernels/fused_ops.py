@@ -1,12 +1,12 @@
-"""Norms by torch's fused kernels, with the numbers of the class that they stand for.
+"""Fused norms, and bias, activation and gate of an MLP in one kernel. Communicates nothing.
 
 RMS norms of transformers differ in where they round and in what they do with the weight. Which of the known kinds a
 module is gets proven, not guessed from its name: a twin of it with other weights is run on a few numbers in several
 dtypes, and the kind whose formula gives the same is taken. A module that no formula matches is refused.
 
-Also here, each to be said in one text by hand:
-
-- Bias, activation and gate of an MLP in one kernel, under forwards that stay as they are. Communicates nothing.
+y = dense(x)        Fused: y without its bias
+h = act(y)          Fused: act(y + bias)
+h * gate            one kernel, as for act(y + bias) alone where anything else needs its values
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""To be written."""
+"""Reads host files, and finds which host of one this machine is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""StreamLayout: how the activations between the blocks of a model lie over the grid.
+"""ActivationLayout: how the activations between the blocks of a model lie over the grid.
 
 A stream is what flows from layer to layer: (batch, sequence, hidden). Each way of being parallel cuts it in its way:
 

@@ -1,9 +1,4 @@
-"""Split: how one dim is cut over the ranks of an axis, or of a product of axes.
-
-Also here, each to be said in one text by hand:
-
-- ShardSpec: which numbers of a full tensor each rank holds. Nothing else in the project guesses that from shapes.
-"""
+"""ShardSpec: which numbers of a full tensor each rank holds. Split: how one dim is divided over ranks."""
 
 from __future__ import annotations
 

@@ -1,12 +1,8 @@
-"""Reduction: how the ranks agree on the gradient of one parameter.
+"""The metadata of a sharded model: the layout of each parameter and how its gradient is reduced.
 
 Three things that do not depend on each other: over which axes ranks hold summands of the gradient, what the sum is
 divided by, and over which axes the squares of what ranks hold add up to the squared norm. Weights by tokens belong on
 the loss, before backward: a gradient that mixes several ranks' tokens can no longer be weighted.
-
-Also here, each to be said in one text by hand:
-
-- ShardedState: the one table of a sharded model, which everything that comes after sharding asks.
 """
 
 from __future__ import annotations

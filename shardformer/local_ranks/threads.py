@@ -1,11 +1,8 @@
-"""The transport whose ranks are threads of one process: what one lays on a table, the others take from it.
+"""Ranks as threads of one process: a sharded step on any mesh, without starting a process.
+
+Each rank has its own random numbers.
 
 ``shardformer.local_ranks.threads.run_as_threads`` starts the threads.
-
-Also here, each to be said in one text by hand:
-
-- Random numbers of ranks that are threads, and of forwards that are compared with each other.
-- Ranks as threads of one process: a whole sharded step, on any grid, without starting a process.
 """
 
 from __future__ import annotations

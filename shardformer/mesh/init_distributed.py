@@ -1,9 +1,4 @@
-"""Joining the processes that a launcher started, and leaving them so that the interpreter can end.
-
-Also here, each to be said in one text by hand:
-
-- Joining the processes that a launcher started, and laying the grid over them.
-"""
+"""Initialises torch.distributed for the processes that a launcher started, builds the mesh, and shuts down."""
 
 from __future__ import annotations
 

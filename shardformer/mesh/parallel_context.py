@@ -1,10 +1,4 @@
-"""The transport over process groups of torch.distributed: the one place that knows the names of backends.
-
-Also here, each to be said in one text by hand:
-
-- One direction of the grid of processes, as this process sees it.
-- The grid as one process sees it: an axis for each way of being parallel, and what carries tensors along it.
-"""
+"""ParallelContext: the mesh as one process sees it, with an axis for each kind of parallelism."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""A rank that is gone, or out of reach: who, on which host, and what was under way.
-
-Also here, each to be said in one text by hand:
-
-- While processes wait for each other at the first one's address: who has not come is said soon, not at the timeout.
-"""
+"""Errors that name a rank that is gone or unreachable, its host, and the collective in progress."""
 
 from __future__ import annotations
 

@@ -1,12 +1,8 @@
-"""The grid by arithmetic: who stands where, and who shares a line with whom.
+"""Rank arithmetic for an n-dimensional grid, and the sizes of its axes that all processes agree on.
 
 With eight processes and ``tensor=2, pipe=2`` the grid is the array ``arange(8).reshape(data=2, pipe=2, sequence=1,
 tensor=2)``. A line runs through all ranks that differ on one axis, or on some, alone: rank 5 = (data 1, pipe 0,
 tensor 1) shares its tensor line with rank 4, and its line over data and tensor with 0, 1 and 4.
-
-Also here, each to be said in one text by hand:
-
-- The sizes of the axes, of which a user gives some, and on which all processes agree.
 """
 
 from __future__ import annotations

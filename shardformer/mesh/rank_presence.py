@@ -1,14 +1,10 @@
-"""Finds a deadlock from the reports of all ranks: ranks that wait for each other in collectives.
+"""Finds ranks that wait for each other in collectives (a deadlock), from reports of all ranks.
 
 Rank a is blocked by rank b if b has not started the collective in which a waits, if b has started another kind of
 collective in its place (an all-reduce instead of a barrier), or if a waits for a message that b has not sent. A rank
 that computes is not blocked, nor is one that waits where this cannot be known (in a send, in the launcher's store), nor
 one in a transfer that all of its ranks have started, however long that takes. A rank that waits for such a rank may go
 on, too. The ranks that remain are blocked by each other, and wait forever.
-
-Also here, each to be said in one text by hand:
-
-- Whether a process computes or waits for others: answered by a thread, for those that wait for it in turn.
 """
 
 from __future__ import annotations

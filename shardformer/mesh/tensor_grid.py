@@ -1,4 +1,4 @@
-"""The tensor axis as a grid of rows, columns and a third axis: which of its axes cuts what, by mode.
+"""The tensor axis as a grid of rows, columns and depth, for 2D, 2.5D and 3D tensor parallelism.
 
     mode   batch between blocks   hidden between blocks   batch in a block   heads, width   weights lie over
     2d     row                    column                  row                column         row, column
@@ -6,10 +6,6 @@
     3d     row, column            depth                   row, depth         column         row, column, depth
 
 In 2.5D the third axis has copies of the weights, in 3D it cuts the contraction.
-
-Also here, each to be said in one text by hand:
-
-- What each rank of a tensor grid holds, and what it sends for a layer: plain data, for ``shardformer draw --grid``.
 """
 
 from __future__ import annotations

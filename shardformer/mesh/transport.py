@@ -1,4 +1,4 @@
-"""What this process hands to collectives: noted where each starts and where it is waited for, while somebody listens.
+"""The protocol of transports, which carry tensors and objects between the ranks of one axis, and their listeners.
 
 ``wire_bytes`` is what a bandwidth-optimal algorithm puts on the wire, sent by all ranks of the group together; with R
 ranks and a full tensor of S bytes:
@@ -7,10 +7,6 @@ ranks and a full tensor of S bytes:
     broadcast, reduce (R-1) S
 
 A ring that does a gather or a scatter in steps counts as that one collective.
-
-Also here, each to be said in one text by hand:
-
-- What carries tensors and objects between the ranks of one axis: the protocol, and the transport that reaches nobody.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""LazyInit: a model is built as always, and holds no values.
-
-Also here, each to be said in one text by hand:
-
-- Methods of a model whose weights are not read yet: what they do to weights is recorded, as it is under ``LazyInit``.
-"""
+"""LazyInit: builds a model without values, and records how each value is made."""
 
 from __future__ import annotations
 
@@ -34,6 +29,7 @@ from shardformer.meta_init.init_recipe import (
     values_of,
     view_of,
 )
+from shardformer.torch_patches import Patch, install
 
 aten = torch.ops.aten
 
@@ -204,7 +200,7 @@ class LazyInit(InitRecorder):
         self._seen: list[nn.Parameter] = []
 
     def __enter__(self) -> Self:
-        _see_registrations()
+        install(REGISTRATION_PATCH, lambda: register_module_parameter_registration_hook(_registered).remove)
         super().__enter__()
         _BUILDING.seen.append(self._seen)
         return self
@@ -232,21 +228,13 @@ class _Building(threading.local):
 
 
 _BUILDING = _Building()
-_HOOKING = threading.Lock()
-_IS_HOOKED = False
-
-
-def _see_registrations() -> None:
-    """From now on ``LazyInit`` is told of parameters that modules get.
-
-    One hook, which stays: torch keeps these in a dict that all threads read while they build models, and a thread that
-    adds or removes one ends another's building with "mutated during iteration".
-    """
-    global _IS_HOOKED
-    with _HOOKING:
-        if not _IS_HOOKED:
-            register_module_parameter_registration_hook(_registered)
-            _IS_HOOKED = True
+# It stays after the block: torch keeps these hooks in a dict that all threads read while they build models. A thread
+# that adds or removes one ends another's building with "mutated during iteration".
+REGISTRATION_PATCH = Patch(
+    "torch.nn.Module: global hook of register_parameter()",
+    "shardformer.meta_init.lazy_init",
+    "LazyInit notes the parameters that modules get",
+)
 
 
 def _registered(module: nn.Module, name: str, param: Any) -> None:

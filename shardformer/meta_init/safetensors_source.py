@@ -1,12 +1,8 @@
-"""What a file of weights holds, in short: ranks compare it before they cut, and each looks whether it is so still.
+"""Safetensors files as sources of values: the contents are known at once, and read when they are needed.
 
 Files of at most a mebibyte are looked at whole. Of larger ones the checksums are of the header and of sampled bytes: 16
 stretches of 64 KiB that lie evenly over the file, and a page out of the middle of every tensor; of all bytes where that
 is asked for.
-
-Also here, each to be said in one text by hand:
-
-- Safetensors files as sources of values: what is in them is known at once, and read when it is needed.
 """
 
 from __future__ import annotations

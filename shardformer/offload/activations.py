@@ -1,15 +1,10 @@
-"""A tensor that all ranks of an axis hold alike, of which each keeps a part until the backward reads it.
+"""Keeps saved activations on the host, or sharded over tensor ranks, until the backward needs them.
 
     bytes       0 ........ m ........ 2m ....... 3m ... size        T = 4 ranks, m = ceil(size / T)
     rank        |    0     |    1     |    2     |  3 + padding
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), section 6.1:
 partitioned activation checkpointing.
-
-Also here, each to be said in one text by hand:
-
-- The store: keeps what autograd saves where it takes less memory, and has it back when the backward asks.
-- ``offload_activations``: lets a model's saved activations lie on the host, or in parts on the tensor ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +24,7 @@ from shardformer.comm.collectives import digest, start_all_gather_into
 from shardformer.errors import ConfigError, InputError, did_you_mean
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMetadata, find_metadata
 from shardformer.mesh.parallel_context import Axis
-from shardformer.offload.host_device_copies import DEVICE_TO_HOST, HOST_TO_DEVICE, HostDeviceCopier
+from shardformer.offload.host import DEVICE_TO_HOST, HOST_TO_DEVICE, HostDeviceCopier
 from shardformer.offload.saved_tensors import (
     COPYING_TO_HOST,
     FETCHED,

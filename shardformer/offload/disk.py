@@ -1,10 +1,6 @@
-"""The file of one rank, which is read ahead and written behind.
+"""Optimizer state and master weights in a file, read ahead and written behind.
 
 Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning" (2021), section 6.3.
-
-Also here, each to be said in one text by hand:
-
-- Masters and states of a shard in a file: they are in memory while it is updated, and shortly before and behind.
 """
 
 from __future__ import annotations

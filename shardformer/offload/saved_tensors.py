@@ -1,11 +1,7 @@
-"""Pairs of hooks for what autograd saves, which leave to each other what is not theirs.
+"""Hooks for saved tensors that compose, and the memory that saved tensors take, each region once.
 
 torch asks the innermost pair of ``saved_tensors_hooks`` alone. Of the pairs here each is asked, and takes what it
 knows; what none of them takes is saved as autograd does by itself, with its version.
-
-Also here, each to be said in one text by hand:
-
-- What is stored: stretches of memory that tensors saved for the backward lie in, each once, and how much it is.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from shardformer.offload.host_device_copies import AsyncCopy
+from shardformer.offload.host import AsyncCopy
 
 HookPair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 

@@ -1,17 +1,14 @@
-"""The chain: a model as layers that run one behind the other, which a pipeline cuts into spans.
+"""The layers of a model in the order in which they run, what each costs, and what stages need beside them.
 
 A *unit* is one call of a layer. Most layers are called once, so unit and layer are the same; ALBERT calls one layer
 again and again. The units of all stacks, in the order in which they run, are the chain: of an encoder-decoder first
 the encoder's, then the decoder's. What stands before a stack (its *front*: embeddings) goes with its first unit, what
 stands behind it (a norm, a pooler, the head) with its last.
-
-Also here, each to be said in one text by hand:
-
-- What each layer of a chain costs: estimated by its weights, or measured.
 """
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -48,14 +45,23 @@ class PipelineHints:
         from_first: attributes of the first unit's module, modules among them, that the first unit of every stage
             has too.
         everywhere: paths of what every stage with a unit of this stack has.
-        returns: how many things a layer returns; 0 for its hidden states alone.
+        returns: how many things a layer returns; 0 for its hidden states alone. None: 0 if its forward is annotated
+            to return a tensor, 1 otherwise.
     """
 
     before: Sequence[str] = ()
     after: Sequence[str] = ()
     from_first: Sequence[str] = ()
     everywhere: Sequence[str] = ()
-    returns: int = 0
+    returns: int | None = 0
+
+    def for_layers(self, layers: nn.Module) -> PipelineHints:
+        """The same, with the number of things that the first of ``layers`` returns."""
+        if self.returns is not None:
+            return self
+        forward = type(next(layers.children())).forward
+        is_tensor = inspect.signature(forward).return_annotation in (torch.Tensor, "Tensor", "torch.Tensor")
+        return replace(self, returns=int(not is_tensor))
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,17 @@
-"""The mean losses of ``torch.nn.functional``: what each divides its sum by.
+"""The loss of a batch that runs as micro-batches: equal to the loss of the whole batch.
 
-Also here, each to be said in one text by hand:
+A mean over tokens is no mean of the micro-batches' means where they count differently many: some labels are padding,
+the last micro-batch is short. The model calls its losses itself, so while its head runs, ``LossWeights`` stands before
+the mean losses of ``torch.nn.functional``, and the i-th of them becomes
 
-- The loss of a batch that runs as micro-batches: exactly that of the whole batch at once.
-- Finds out whether a ``loss_fn`` compares samples, from the losses of two samples apart and together.
+    mean_m * n_mi / N_i             n_mi = what it counts in micro-batch m,   N_i = sum of n_mi over all micro-batches
+
+so that the micro-batches' losses add up to the whole batch's, for every sum of such means with fixed factors. N_i is
+needed before the other micro-batches' forwards, as 1F1B runs a backward early: the first forward shows how the i-th
+loss's target comes from the micro-batch's own tensors (``targets``), and the same is done to the others'.
+
+Nothing is believed: every micro-batch's count must be the one that was predicted, and its loss a sum of what was
+watched with the same factors, else a ConfigError tells to give ``loss_weight``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Inputs whose rows are not the samples: the patches of all images one behind the other, beside a grid of each image.
+"""Splits a batch into micro-batches and joins their outputs.
+
+Tensors whose rows are not samples are split by samples, too: patches of all images with a grid per image.
 
     input_ids       (2, S)     two samples: the first has two images, the second one
     image_grid_thw  (3, 3)     a row for each image: [[1, 2, 4], [1, 4, 4], [1, 2, 2]] are 8, 16 and 4 patches
@@ -7,10 +9,6 @@
 How many images a sample has is told by the tokens that stand for them: they are as many as an image has patches, or a
 fixed share of that, so the images of a sample end where its tokens do. Nothing is guessed: where tokens do not tell, or
 tell two things, the batch is refused.
-
-Also here, each to be said in one text by hand:
-
-- Cuts a batch into micro-batches, and joins what came out of them to what the batch would have given.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Sending a tensor to one other rank of the pipe axis, and receiving one: what pipeline stages hand to each other.
-
-Also here, each to be said in one text by hand:
-
-- What virtual stages hand to each other: activations forward, their gradients backward.
-"""
+"""Sends activations forward and gradients backward between pipeline stages."""
 
 from __future__ import annotations
 

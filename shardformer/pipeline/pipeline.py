@@ -1,9 +1,4 @@
-"""Train and eval modes: those that you gave to parts of a model are kept.
-
-Also here, each to be said in one text by hand:
-
-- Training a sharded model, with or without a pipeline: one call for a batch, the same for one stage and for many.
-"""
+"""Pipeline: trains a sharded model with one call per batch, with one stage or many."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""What the last stage does with its outputs: the batch's loss out of the micro-batches', or the batch's output.
-
-Also here, each to be said in one text by hand:
-
-- The runtime: does what a schedule says, on one rank, for one batch that was cut into micro-batches.
-"""
+"""Runs the actions of a schedule on one rank, for one batch of micro-batches."""
 
 from __future__ import annotations
 

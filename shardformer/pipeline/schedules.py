@@ -1,13 +1,12 @@
-"""The words of a schedule: what a rank does with one micro-batch in one stage, and what must have been done before.
+"""Pipeline schedules as data: for each rank, the list of its actions. Costs, idle time and checks of a schedule.
 
 A rank of the pipe axis holds one stage or several; each is a *virtual stage*, counted from 0, which takes the model's
 input, to the last, which gives its loss.
 
-Also here, each to be said in one text by hand:
-
-- Schedules whose backward is split in two, so that the gradients of the weights fill what would be idle time.
-- Schedules as data: for each rank of the pipe axis the list of what it does, one action after another.
-- What a schedule costs: when each action runs if it takes so long, what is idle, what is held, and what is wrong.
+Both are found by playing the pipeline through in steps of one unit, the time of an F, an I or a W: in each step each
+rank takes the most wanted of the actions that can be done by then. No choice is left to chance, so every rank that asks
+gets the same schedule. (Qi et al., "Zero Bubble Pipeline Parallelism", 2023, and "Pipeline Parallelism with
+Controllable Memory", 2024.)
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""What stands for the parameters of other stages, so that the model's own forward runs where they are not.
+"""Runs one micro-batch through the layers of one stage, in the model's own forward.
+
+Parameters of other stages are placeholders.
 
 A parameter that another stage holds is taken out of its module, and a tensor of one NaN, stretched to the parameter's
 shape, is left as an attribute in its place: code that looks at its shape, dtype or device goes on, it needs no memory,
 and whatever is computed of it by mistake is NaN, which shows, and not a number that passes for one.
-
-Also here, each to be said in one text by hand:
-
-- One pass of a micro-batch through one span of a model: its own forward, in which the layers of others hand on.
 """
 
 from __future__ import annotations
@@ -387,8 +385,8 @@ class StageForward:
                 )
             run.calls.append(at)
             if at < run.span.start:
-                hidden = first_tensor(args, kwargs)
-                return (hidden, *[None] * (stack.stages.returns - 1)) if stack.stages.returns else hidden
+                hidden, returns = first_tensor(args, kwargs), stack.stages.returns
+                return (hidden, *[None] * (returns - 1)) if returns else hidden
             if at >= run.span.stop:
                 raise StageBoundaryReached(self._payload(run, at, args, kwargs))
             if at == run.span.start and "hidden" in run.received:

@@ -1,9 +1,4 @@
-"""The stages of a pipeline as one process sees them: which it is, who stands beside it, what each of them holds.
-
-Also here, each to be said in one text by hand:
-
-- Stages: which rank of the pipe axis holds which part of a model, and the model without the others' parts.
-"""
+"""The stages of a pipeline: which rank holds which layers, and the model without the layers of other stages."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""From a role to the description of modules that carries it out, for one layer of a model.
-
-Also here, each to be said in one text by hand:
-
-- From an attention's role to the description that carries it out, for one layer of a model.
-"""
+"""Lowers a role (attention, MLP, experts) to descriptions of modules, for one layer of a model."""
 
 from __future__ import annotations
 

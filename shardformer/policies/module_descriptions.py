@@ -1,9 +1,4 @@
-"""Descriptions of what becomes of a model's modules: what a policy says, and ``shardformer.sharding`` carries out.
-
-Also here, each to be said in one text by hand:
-
-- Whether what a policy says is of the kind that is asked for: by the types of the fields, which are written once.
-"""
+"""Descriptions of what replaces the modules of a model, and the check of their field types."""
 
 from __future__ import annotations
 

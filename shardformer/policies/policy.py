@@ -27,7 +27,7 @@ class Policy(LegacyPolicy):
 
     name: str | None = None
     notes: Sequence[str] = ()
-    """What ``describe`` says of it."""
+    """What ``describe_sharding`` says of it."""
     prove: bool = True
     """Whether a policy that a user gives is tried on a copy of a small model before it is used."""
 

@@ -199,7 +199,8 @@ class RolePolicy(Policy):
             behind, layers = find_module(base, (norm or "").rstrip("?")), find_module(base, s.layers)
             if norm is not None and not any_norm and not _reads_each_token(behind, layers):
                 norm = None
-            own = StackDescription(s.layers, norm, s.context, s.whole_sequence, s.reads_context, stages=s.stages)
+            stages = s.stages.for_layers(get_module(base, s.layers))
+            own = StackDescription(s.layers, norm, s.context, s.whole_sequence, s.reads_context, stages=stages)
             out.append(replace(own, sequence=s.sequence).within(self.base))
         return out
 

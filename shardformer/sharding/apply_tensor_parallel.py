@@ -1,9 +1,4 @@
-"""Opens the tensor-parallel regions of a model whose layers are replaced: its streams and blocks.
-
-Also here, each to be said in one text by hand:
-
-- How the gradient of each parameter is agreed on, by where it stands in the model, and what sees to it.
-"""
+"""Opens the tensor-parallel blocks of a model whose layers were replaced, and installs the gradient reduction."""
 
 from __future__ import annotations
 

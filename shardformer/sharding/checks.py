@@ -1,10 +1,4 @@
-"""All ranks do the same, or none does anything: what they compare before a model is changed.
-
-Also here, each to be said in one text by hand:
-
-- What a model must be before it is sharded and after, and how it is put back where sharding fails half-way.
-- Parameters that share memory without being one, as ``nn.Parameter(other.data)`` makes them: parts share it too.
-"""
+"""Checks before a model is sharded, compared over all ranks, and restoring the model if sharding fails."""
 
 from __future__ import annotations
 

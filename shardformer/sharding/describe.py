@@ -1,10 +1,4 @@
-"""How ``describe`` prints: rows under the stack of layers they belong to, siblings alike on one line.
-
-Also here, each to be said in one text by hand:
-
-- What ``describe`` says of a pipeline: which stage holds what, what it costs, and how long stages wait.
-- What was done to a model, in words and rows.
-"""
+"""Describes a sharded model: what was replaced, how parameters are sharded, and what each stage holds."""
 
 from __future__ import annotations
 
@@ -309,7 +303,7 @@ def _ancestors(name: str) -> list[str]:
 
 @dataclass(frozen=True)
 class ShardingDescription:
-    """What ``describe`` gives: print it, or read its rows. In a path ``*`` stands for the index of a layer.
+    """What ``describe_sharding`` gives: print it, or read its rows. In a path ``*`` stands for the index of a layer.
 
     Args:
         title: the model, the grid, the policy's source, the options that are on, how many parameters.

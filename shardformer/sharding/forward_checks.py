@@ -1,13 +1,7 @@
-"""Keys and values that a script gives a tensor-parallel model: a learned prefix, or those of the plain model.
+"""Checks before each forward of a sharded model: its structure, and inputs that need a gradient or hold a cache.
 
 A cache that the sharded model filled holds this rank's heads. One that was filled otherwise holds all heads: each rank
 takes its own of them, and the gradient of the whole is the sum over the ranks.
-
-Also here, each to be said in one text by hand:
-
-- What a sharded model is made of, looked at before each forward: modules, parameters and hooks that came since.
-- Inputs of a tensor-parallel model whose gradient is asked for: it is whole on every rank, or refused.
-- What a sharded model checks and refuses before each forward.
 """
 
 from __future__ import annotations

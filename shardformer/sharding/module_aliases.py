@@ -1,9 +1,4 @@
-"""A module that a model holds under several names, or in containers that torch does not know, is replaced in all.
-
-Also here, each to be said in one text by hand:
-
-- Modules that torch put around others (activation checkpointing, offload, compilation), set aside while a model is
-"""
+"""Modules under several names, in containers that torch does not know, or inside wrappers of torch."""
 
 from __future__ import annotations
 

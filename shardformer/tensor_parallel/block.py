@@ -1,4 +1,6 @@
-"""What entered a block, for a forward that takes the width of its heads from it.
+"""TensorParallelBlock: activations enter the tensor-parallel region once and leave it once.
+
+A forward may take the width of its heads from its input:
 
     B, N, C = x.shape                                  # C: of all heads, on one device
     qkv = F.linear(x, self.qkv.weight, bias)           # the projection's module is not called
@@ -10,10 +12,16 @@ hands a
 product with the weight of one of the block's columns to the block. Turned, with its last dim where it was, it still
 says so (a forward that works on (N, B, C)). For anything else it is the plain tensor.
 
-Also here, each to be said in one text by hand:
+A ``TensorParallelBlock`` stands at both edges (``edges``). At the entry one tensor x becomes the input of all the
+block's
+column-parallel linears; its gradient is summed over them first and over the ranks then, in one collective. The
+row-parallel linear at the exit gives the sum.
 
-- Blocks enter the tensor-parallel region once and leave it once.
-- What a module reads, changed before its forward: tensors that enter a block beside the hidden states, summands.
+    x --> entry --> q, k, v (columns) --> attention of the local heads --> o (row) --> exit
+
+The unmodified forward calls its linears one by one with what the entry handed it, or with what it was given itself. The
+first of them that sees one of those very tensors computes all, and the others take their result; one that is given
+anything else computes by itself.
 """
 
 from __future__ import annotations

@@ -1,12 +1,6 @@
-"""Linear layers cut over the tensor axis (Shoeybi et al. 2019, "Megatron-LM", section 3).
+"""Parallel linears, embeddings, norms and dropout over the tensor axis (Shoeybi et al. 2019, "Megatron-LM", section 3).
 
 Both kinds hold a weight stored (out, in) as nn.Linear, or (in, out) as transformers' Conv1D (``transposed``).
-
-Also here, each to be said in one text by hand:
-
-- Embeddings cut over the tensor axis: over the vocabulary, or over the embedding's own dim.
-- A norm over features that are cut over the tensor axis: over all heads of q or k, or over an MLP's width.
-- Dropout by hand-written models: inside a block each tensor rank needs its own mask, outside all need the same.
 """
 
 from __future__ import annotations

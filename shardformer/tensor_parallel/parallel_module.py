@@ -1,13 +1,8 @@
-"""Inputs in fp32 for layers with 16-bit weights.
+"""ParallelModule: a module with parameters that are shards of full ones. Also shards parameters in place.
 
 When parameters are converted to 16 bits, buffers stay in fp32 and can reach a layer (the relative coordinates of Swin
 V2, sinusoidal positions), as can a batch in fp32. torch raises an error for operands of different dtypes. Instead, the
 input is cast to the dtype of the weight, as autocast does.
-
-Also here, each to be said in one text by hand:
-
-- ParallelModule: a module some of whose parameters are this rank's part of a full one.
-- Parameters and buffers that a module holds itself, cut where they stand: the module stays what it is.
 """
 
 from __future__ import annotations

@@ -1,16 +1,12 @@
-"""A gather and a matmul, or a matmul and a scatter, in parts around a ring: communication runs under computation.
+"""Communication where a tensor-parallel block begins and ends, and the matrix products next to it.
 
-With R ranks a part is passed on R-1 times; while one is on the way, the matmul of the one that is here runs
-(Wang et al. 2023, "Overlap communication with dependent computation via decomposition"). For R = 2, in time:
+    x --> entry --> columns (q, k, v; gate, up) --> local heads or features --> row (o; down) --> exit
 
-    rank 0   | send x0, multiply x0 | multiply x1 |        rank 0   | multiply for 1, send | multiply for 0, add |
-    rank 1   | send x1, multiply x1 | multiply x0 |        rank 1   | multiply for 0, send | multiply for 1, add |
-                  gather, then matmul                            matmul, then scatter
+    stream                    entry, forward | backward          exit, forward | backward
+    whole on all ranks        nothing        | all-reduce        all-reduce      | nothing
+    sequence cut              all-gather     | reduce-scatter    reduce-scatter  | all-gather
 
-Also here, each to be said in one text by hand:
-
-- What is communicated where a block begins and ends, by how the stream between the blocks lies.
-- The matrix products of a block: the column-parallel linears behind its entry, the row-parallel one at its exit.
+Each kind of stream is a class here. ``REGIONS_BY_DIM`` says which belongs to a cut.
 """
 
 from __future__ import annotations
@@ -34,80 +30,12 @@ from shardformer.comm.collectives import (
     start_reduce_scatter,
 )
 from shardformer.comm.deferred_tensor import DeferredTensor
-from shardformer.comm.recorder import bytes_of, no_wait_event, record
 from shardformer.errors import PolicyError
 from shardformer.layout.activation_layout import Dim
-from shardformer.layout.shard_spec import even_bounds
 from shardformer.mesh.parallel_context import Axis
-from shardformer.mesh.transport import Work
+from shardformer.tensor_parallel.comm_overlap import all_gather_matmul, matmul_reduce_scatter
 from shardformer.tensor_parallel.parallel_module import is_wider, product_dtype
 from shardformer.torch_compat import custom_function_of
-
-
-def all_gather_matmul(x_BsH: Tensor, axis: Axis, full: int, use: Callable[[Tensor, int, int], None]) -> Tensor:
-    """Joins every rank's part of dim 1, and calls ``use(part, start, end)`` for each as soon as it is here.
-
-    Returns the joined tensor (B, full, H). Communicates one all-gather of it, in R-1 steps under the calls of ``use``.
-    """
-    bounds = even_bounds(full, axis.size)
-    joined = x_BsH.new_empty((x_BsH.shape[0], full, *x_BsH.shape[2:]))
-    noted = record("all_gather", axis, bytes_of(joined), "block")
-    after, before = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
-    current = x_BsH.contiguous()
-    for step in range(axis.size):
-        holder = (axis.rank - step) % axis.size
-        start, end = bounds[holder], bounds[holder + 1]
-        works: Sequence[Work] = ()
-        arriving = current
-        if step < axis.size - 1:
-            coming = (holder - 1) % axis.size
-            shape = (x_BsH.shape[0], bounds[coming + 1] - bounds[coming], *x_BsH.shape[2:])
-            arriving = x_BsH.new_empty(shape)
-            works = axis.transport.exchange({after: current}, {before: arriving})
-        joined[:, start:end] = current
-        if end > start:
-            use(current, start, end)
-        for work in works:
-            work.wait()
-        current = arriving
-    noted()
-    return joined
-
-
-def matmul_reduce_scatter(make: Callable[[int, int], Tensor], axis: Axis, full: int) -> Tensor:
-    """Sums ``make(start, end)`` of all ranks for each part of dim 1; every rank keeps its own.
-
-    ``make`` computes this rank's summand for one part, and runs while the sum of the one before is on its way.
-    Communicates one reduce-scatter of the full tensor, in R-1 steps.
-    """
-    bounds = even_bounds(full, axis.size)
-    after, before = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
-    works: Sequence[Work] = ()
-    noted = no_wait_event
-    arriving: Tensor | None = None
-    kept: list[Tensor] = []
-    for step in range(axis.size):
-        owner = (axis.rank - 1 - step) % axis.size
-        summand = make(bounds[owner], bounds[owner + 1])
-        if step == 0:
-            per_index = bytes_of(summand) // max(summand.shape[1], 1)
-            noted = record("reduce_scatter", axis, per_index * full, "block")
-        for work in works:
-            work.wait()
-        if arriving is not None:
-            summand = summand + arriving
-        if step == axis.size - 1:
-            noted()
-            return summand
-        following = (owner - 1) % axis.size
-        shape = (summand.shape[0], bounds[following + 1] - bounds[following], *summand.shape[2:])
-        arriving = summand.new_empty(shape)
-        kept = [summand.contiguous()]
-        works = axis.transport.exchange({after: kept[0]}, {before: arriving})
-    raise AssertionError("a ring has at least one step")
-
-
-# B batch, S sequence, H hidden; s: this rank's slice of the sequence
 
 SEQUENCE = Dim.SEQUENCE.position
 Multiply = Callable[[Tensor], list[Tensor]]
@@ -254,6 +182,17 @@ class ColumnParallel(Protocol):
         """The local product, for an input that has entered the block already."""
 
 
+def projection_operands(
+    x: Tensor, columns: Sequence[ColumnParallel], known: Tensor | None
+) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
+    """x, the known input, and the weights and biases of the columns, cast to the dtype of their products."""
+    weights: list[Tensor | None] = [p for c in columns for p in (c.weight, c.fused_bias)]
+    if (dtype := product_dtype(x, columns[0].weight)) is not None:
+        x, known = x.to(dtype), known if known is None else known.to(dtype)
+        weights = [None if w is None else w.to(dtype) for w in weights]
+    return x, known, weights
+
+
 def column_projections(
     x: Tensor, edges: TpRegion, columns: Sequence[ColumnParallel], known: Tensor | None = None
 ) -> tuple[Tensor, list[Tensor]]:
@@ -265,10 +204,7 @@ def column_projections(
     Args:
         known: the full tensor of x, where it was gathered before.
     """
-    weights: list[Tensor | None] = [p for c in columns for p in (c.weight, c.fused_bias)]
-    if (dtype := product_dtype(x, columns[0].weight)) is not None:
-        x, known = x.to(dtype), known if known is None else known.to(dtype)
-        weights = [None if w is None else w.to(dtype) for w in weights]
+    x, known, weights = projection_operands(x, columns, known)
     seen, *outputs = _ColumnProjections.apply(x, known, edges, [c.transposed for c in columns], *weights)
     return seen, outputs
 

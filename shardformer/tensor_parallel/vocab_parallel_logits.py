@@ -1,4 +1,4 @@
-"""Where the vocabulary goes when a view is taken of logits of which each rank holds some columns.
+"""Logits whose vocabulary is sharded over the ranks of an axis, and that behave like the full logits.
 
 Each rule looks at one of torch's view functions as it is called on the full logits, and gives
 
@@ -13,9 +13,15 @@ or None where the vocabulary does not stay whole, so that the full logits are ne
 >>> select((2, 5, 127), 2, (2, 0), {}, local=64) is None     # one column
 True
 
-Also here, each to be said in one text by hand:
+A head that hands out ``shard_logits(local, axis, bounds)`` needs no other loss and no other forward:
 
-- Logits whose vocabulary is cut over the ranks of an axis, and that behave as the full ones.
+    logits = model.lm_head(hidden)                      # VocabParallelLogits (B, S, V); this rank holds (B, S, v)
+    logits.float().view(-1, V)                          # still: views and casts touch the local part alone
+    F.cross_entropy(logits.view(-1, V), labels)         # the vocabulary-parallel loss sends three numbers a token
+    logits[:, -1].argmax(-1)                            # a plain tensor: one all-gather of (B, V)
+
+What functions of torch do with them is the table ``RULES`` at the end of this file; one that is not in it gathers the
+full logits and goes on with a plain tensor.
 """
 
 from __future__ import annotations
@@ -40,6 +46,7 @@ from shardformer.tensor_parallel.vocab_sharded_tensor import (
     local_slice,
     local_slice_like,
     make_view,
+    metadata_of_wrapper,
     unsupported_vocab_op,
     wrap_like,
     wrap_local,
@@ -260,12 +267,6 @@ def _written(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     return x if result is full else result
 
 
-def _metadata(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Shape, dtype, device and the like, which the wrapper knows."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
-
-
 def _factory(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """new_zeros, zeros_like and the like: they read no values, so a tensor without any stands in."""
     x = args[0]
@@ -473,7 +474,7 @@ _NAMES: Mapping[Rule, str] = {
         tanh sigmoid relu softplus masked_fill where __pow__ __rpow__ __rsub__ __rdiv__
         """,
     _cross_entropy: "cross_entropy",
-    _metadata: """
+    metadata_of_wrapper: """
         shape size dim ndim ndimension numel nelement __len__ dtype element_size itemsize nbytes is_floating_point
         is_complex is_signed device get_device is_cuda is_cpu is_meta layout is_sparse is_leaf grad_fn
         """,

@@ -21,6 +21,12 @@ ViewReplay = Callable[[Tensor], Tensor]
 """Takes from a full tensor the view that was taken of a sharded one."""
 
 
+def metadata_of_wrapper(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Shape, dtype, device and the like, which a wrapper that torch made knows."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
 class VocabShardedTensor(Tensor):
     """Base of ``VocabParallelLogits``, which says what functions of torch do with it.
 

@@ -1,10 +1,4 @@
-"""What updates the weights of a run: an optimizer by name, and how its learning rate changes.
-
-Also here, each to be said in one text by hand:
-
-- The hooks that a run's config names.
-- The model of a run, built without values: each rank reads or draws its part.
-"""
+"""Builds the model, the optimizer, the scheduler and the hooks that a run's configuration names."""
 
 from __future__ import annotations
 

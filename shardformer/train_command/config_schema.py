@@ -1,9 +1,4 @@
-"""The file that says a training run: its tables, what each key means, and what cannot be.
-
-Also here, each to be said in one text by hand:
-
-- Reads the file of a run, and says in four parts what cannot be in it.
-"""
+"""The schema of the configuration file of a run, and its reader."""
 
 from __future__ import annotations
 

@@ -1,12 +1,4 @@
-"""Reads what a run is trained on: texts, lines of JSON, data sets of the library ``datasets``, folders of images.
-
-Also here, each to be said in one text by hand:
-
-- Images with their classes, as a model takes them.
-- Tokens of texts: those of a tokenizer, or bytes.
-- What a model is given for a task: samples of tokens with what is to be learnt, and batches of them.
-- The data of a run: samples to train on, samples to try it on, and how they become a batch.
-"""
+"""The data sets of a run: text, JSON lines, ``datasets``, image folders; tokens, samples and batches."""
 
 from __future__ import annotations
 
@@ -555,7 +547,7 @@ class TrainingData:
 
     Args:
         title: for people.
-        collate: samples -> batch; None: as ``Batches`` does it.
+        collate: samples -> batch; None: as ``ShardedDataLoader`` does it.
         tokens: None for images.
         classes: their names, where there are some.
         look: of images.

@@ -1,9 +1,4 @@
-"""Trains what a config says, in each of the processes that were launched.
-
-Also here, each to be said in one text by hand:
-
-- What a run would do, without doing it: how the model is cut, and what each rank holds.
-"""
+"""Runs a training configuration in each worker process, or describes the run without training (dry run)."""
 
 from __future__ import annotations
 

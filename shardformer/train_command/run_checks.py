@@ -1,9 +1,4 @@
-"""A run that is resumed is compared with what it was: what would silently change, or have no effect, is refused.
-
-Also here, each to be said in one text by hand:
-
-- Does a model learn what its task says? Found by running a small one, not by its name.
-"""
+"""Checks of a run: changes since the run that it resumes, and whether the model learns the task."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""The batches of a training run: the part of each that this process trains on, in an order that all processes know.
-
-Also here, each to be said in one text by hand:
-
-- A batch as users have it, by the names that the model's forward has for its parts, on the device.
-"""
+"""Batches of a training run: this process's part of each batch, in an order that does not depend on the layout."""
 
 from __future__ import annotations
 
@@ -21,8 +16,7 @@ from shardformer.comm.collective_call import collective_call, number_of
 from shardformer.errors import ConfigError, InputError
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.pipeline.micro_batches import TARGET_KEY
-from shardformer.training.data_agreement import compare_data
-from shardformer.training.data_sources import Collate, DataShard, StreamedSource, epoch_seed, make_source
+from shardformer.training.data_sources import Collate, DataShard, StreamedSource, compare_data, epoch_seed, make_source
 
 
 class NoLengthError(ConfigError, TypeError):

@@ -1,9 +1,4 @@
-"""What a checkpoint has of an engine, beside its model and what trains it.
-
-Also here, each to be said in one text by hand:
-
-- The engine: one object that trains a model, by the same calls under every layout, one process included.
-"""
+"""Engine: one object that trains a model by the same calls under every layout, in one process or many."""
 
 from __future__ import annotations
 
@@ -23,7 +18,7 @@ from torch.optim import Optimizer
 
 from shardformer.checkpoint.directory import CheckpointRetention, list_checkpoints
 from shardformer.checkpoint.load import LoadedCheckpoint, load_and_take
-from shardformer.checkpoint.reshard import ReshardStats
+from shardformer.checkpoint.reshard_in_memory import ReshardStats
 from shardformer.checkpoint.save import AsyncSave, async_save_checkpoint, check_savable, save_checkpoint
 from shardformer.comm.collective_call import come, come_to_step, run_on_first_rank
 from shardformer.comm.collectives import all_gather_objects, all_reduce
@@ -92,7 +87,7 @@ class Engine:
 
     Attributes:
         model: the sharded model.
-        optimizers: what steps: the user's, or what ``zero`` made of them. Without any nothing is trained.
+        optimizers: what steps: the user's, or what ``shard_optimizer`` made of them. Without any nothing is trained.
         scheduler: the user's; it steps behind each step that was made, or behind each epoch.
         data: the training data, this rank's part of each batch; None where none was given.
         pipeline: through which every batch goes.

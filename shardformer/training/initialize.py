@@ -1,11 +1,4 @@
-"""The optimizer that a user made of the plain model, given the parameters of the sharded one.
-
-Also here, each to be said in one text by hand:
-
-- The parts of an engine: the grid, the model over it, what trains it, and the pipeline that runs it.
-- An engine goes on under another layout, without the disk.
-- ``initialize``: a model, an optimizer and data become an engine.
-"""
+"""``initialize``: makes an engine of a model, an optimizer and data. Also moves an engine to another layout."""
 
 from __future__ import annotations
 
@@ -23,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardformer.checkpoint.reshard import ReshardSource, ReshardStats
+from shardformer.checkpoint.reshard_in_memory import ReshardSource, ReshardStats
 from shardformer.checkpoint.training_state import ModelTensors
 from shardformer.comm.collective_call import collective_call
 from shardformer.comm.collectives import all_gather_objects
@@ -402,7 +395,7 @@ def initialize(
             makes one of the parameters that this rank will have.
         loss_fn: (output, batch) -> loss, for a model that gives none itself; where batches are rows, (output, target),
             as ``torch.nn.CrossEntropyLoss()``.
-        train_data: a data set, a list, an iterable, a HF data set or a DataLoader: see ``Batches``, which
+        train_data: a data set, a list, an iterable, a HF data set or a DataLoader: see ``ShardedDataLoader``, which
             ``engine.data`` becomes.
         scheduler: of the learning rate, made of ``optimizer``; several in a list; or a function that makes one.
         parallel: the layout, and how a step is made; or a function that makes it of the number of processes, for runs
@@ -413,7 +406,8 @@ def initialize(
             ``parallel``, or this process alone.
         loss_weight: micro-batch -> what counts in it, for a loss that is no mean of torch's functions.
         scheduler_every: "step" or "epoch".
-        data_options: further arguments of ``Batches``: seed, shuffle, drop_last, collate_fn, num_workers, accumulate.
+        data_options: further arguments of ``ShardedDataLoader``: seed, shuffle, drop_last, collate_fn, num_workers,
+            accumulate.
 
     Raises ShardFormerError, on every rank and with the model as it was, when something cannot be. Communicates what
     ``shard_model`` does.
@@ -471,9 +465,8 @@ def _check_kinds(model: Any, context: Any, data_options: Any, **functions: Any) 
     is_grid = context is None or isinstance(context, ParallelContext)
     check_argument("context", context, is_grid, "It is the grid that launch_from_torch returned", "Leave context out")
     is_dict = data_options is None or isinstance(data_options, dict)
-    check_argument(
-        "data_options", data_options, is_dict, "They are a dict of what Batches takes", "Leave data_options out"
-    )
+    rule = "It is a dict of arguments of ShardedDataLoader"
+    check_argument("data_options", data_options, is_dict, rule, "Leave data_options out")
 
 
 def _asked(parallel: Any, scheduler_every: str) -> ParallelConfig:

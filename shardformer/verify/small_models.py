@@ -1,18 +1,7 @@
-"""The sizes of the small models, family by family, under the model type of transformers.
+"""Small random models of many families, every head class of each, and batches that fit them.
 
 Odd on purpose: a vocabulary of 127, six heads of eight, two KV heads, MLPs of 70, images of 5 x 5 patches, windows that
 do not divide. No dropout, no stochastic depth, nothing masked by chance; no cache in what a model gives.
-
-Also here, each to be said in one text by hand:
-
-- The head classes of the families: all that transformers has, and what a head asks of the config.
-- Batches of images, alone, with points to segment, or with text.
-- Batches of sounds and of the words in them.
-- Random batches that fit a head class: tokens, images, sounds, and the labels that the head takes.
-- One number to train on, whatever a model gives.
-- How the small models are made deeper: which field of a family's config says how many layers it has.
-- A small random model of a family.
-- Small random models of many families, every head class of each, and batches that fit them.
 """
 
 from __future__ import annotations

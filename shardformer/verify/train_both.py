@@ -1,11 +1,4 @@
-"""How the two models compute: in fp64 without casts of their own, and how far rounding alone moves a gradient.
-
-Also here, each to be said in one text by hand:
-
-- How a batch is shared out among data ranks and micro-batches, and what cannot be.
-- A model that has been called already, for a loss function that calls it.
-- What runs in the workers: the plain model on the first, the sharded one on all.
-"""
+"""Trains the plain model on the first worker and the sharded one on all, in fp64 where the model allows it."""
 
 from __future__ import annotations
 
@@ -40,6 +33,7 @@ from shardformer.pipeline.stage_manager import PipelineStageManager
 from shardformer.policies.policy import Policy
 from shardformer.random_state import seed_random
 from shardformer.shard_model_api import shard_model
+from shardformer.torch_patches import Patch, Undo, replace_attribute, temporarily
 from shardformer.training.data_loader import on_device
 from shardformer.verify.report import Tolerances, tolerances_for, tolerances_of_16_bits
 from shardformer.verify.training_options import ReferenceOptimizers, VerifyTraining, make_verify_optimizers
@@ -78,10 +72,10 @@ class ForceFp64(TorchFunctionMode):
 
     def _backward(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What a backward computes again, under checkpointing, is without casts too: its nodes run in this mode."""
-        _lead_backwards()
         before, _NOW.mode = _NOW.mode, self
         try:
-            return func(*args, **kwargs)
+            with temporarily(BACKWARD_PATCH, _lead_backwards):
+                return func(*args, **kwargs)
         finally:
             _NOW.mode = before
 
@@ -93,25 +87,23 @@ class _Now(threading.local):
 
 
 _NOW = _Now()
-_PATCHING = threading.Lock()
+BACKWARD_PATCH = Patch(
+    "torch.autograd._engine_run_backward",
+    "shardformer.verify.train_both",
+    "while verify runs a backward in fp64: activation checkpointing recomputes in fp64 as well",
+)
 
 
-def _lead_backwards() -> None:
-    """From now on a backward runs in the mode of the thread that starts it; in other threads it stays torch's."""
-    module: Any = torch.autograd
-    with _PATCHING:
-        original = module._engine_run_backward
-        if hasattr(original, "of_torch"):
-            return
+def _lead_backwards() -> Undo:
+    """A backward runs in the mode of the thread that starts it; in other threads it stays torch's."""
+    original = torch.autograd.graph._engine_run_backward
 
-        @wraps(original)
-        def run(*tensors: Any, **options: Any) -> Any:
-            with nullcontext() if _NOW.mode is None else _NOW.mode:
-                return original(*tensors, **options)
+    @wraps(original)
+    def run(*tensors: Any, **options: Any) -> Any:
+        with nullcontext() if _NOW.mode is None else _NOW.mode:
+            return original(*tensors, **options)
 
-        leading: Any = run
-        leading.of_torch = original
-        module._engine_run_backward = leading
+    return replace_attribute(torch.autograd, "_engine_run_backward", run)
 
 
 class RandomRounding(TorchDispatchMode):

@@ -159,7 +159,7 @@ class VerifyTraining:
         return SCALE if self.precision == "fp16" else 1.0
 
     def of_zero(self) -> dict[str, Any]:
-        """What ``zero`` is called with."""
+        """What ``shard_optimizer`` is called with."""
         kept = MixedPrecision(self.precision, loss_scale=LossScale(SCALE))
         return {"stage": self.zero_stage, "precision": kept, "offload": self.offload}
 

@@ -1,11 +1,4 @@
-"""What can be told before any process starts: that a model cannot be split, or a batch be cut, as asked.
-
-Also here, each to be said in one text by hand:
-
-- Plain against sharded, number by number.
-- A script that calls ``verify`` without a guard: each worker imports the script, which calls ``verify`` again.
-- Can anybody tell? The sharded model against the plain one: loss, every gradient, and every weight after some steps.
-"""
+"""``verify``: compares loss, every gradient and every weight of a sharded model with the plain model."""
 
 from __future__ import annotations
 

@@ -56,8 +56,8 @@ def from_pretrained(
             lies beside the weights, for an Auto class; any other is a field of the config.
 
     Weights that the files lack, such as those of a new head, get the numbers that transformers' ``from_pretrained``
-    gives them after the same ``torch.manual_seed``; ``describe`` names them. Raises ConfigError when there are no such
-    files, when a shape does not fit, and when layers of the base model have no weights.
+    gives them after the same ``torch.manual_seed``; ``describe_sharding`` names them. Raises ConfigError when there
+    are no such files, when a shape does not fit, and when layers of the base model have no weights.
 
     >>> model = from_pretrained(AutoModelForCausalLM, "my-llama")        # doctest: +SKIP
     >>> model = shard_model(model)                                       # doctest: +SKIP

@@ -1,9 +1,4 @@
-"""Writes the folder that ``from_pretrained`` of transformers reads, out of a model under any layout.
-
-Also here, each to be said in one text by hand:
-
-- Full weights out of a sharded model: gathered over tensor ranks and stages, and written by the first rank.
-"""
+"""Gathers full weights from any layout and writes the folder that ``from_pretrained`` of transformers reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of ``zero``: in how many bits what is kept, and where; how gradients are sent, and what a step does."""
+"""Options of ``shard_optimizer``: precision, offload, how gradients are sent, and what a step does with them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ZERO_STAGES = (0, 1, 2, 3)
 
 @dataclass(frozen=True)
 class StepOptions:
-    """What a step does with the gradients before the optimizers get them: see ``zero``."""
+    """What a step does with the gradients before the optimizers get them: see ``shard_optimizer``."""
 
     max_grad_norm: float | None = None
     on_nonfinite: str = "raise"
@@ -52,7 +52,7 @@ class BucketOptions:
 
 @dataclass(frozen=True)
 class Stage3Options:
-    """What of stage 3 may be chosen: see ``zero``."""
+    """What of stage 3 may be chosen: see ``shard_optimizer``."""
 
     keep_frozen: bool = True
     reshard_after_forward: bool | int | str | None = None
@@ -69,7 +69,7 @@ class Stage3Options:
 
 @dataclass(frozen=True)
 class ZeroOptions:
-    """All that is asked of ``zero``."""
+    """All that is asked of ``shard_optimizer``."""
 
     stage: int
     precision: MixedPrecision

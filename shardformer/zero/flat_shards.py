@@ -22,8 +22,7 @@ from shardformer.errors import ConfigError
 from shardformer.gradients.buckets import Bucket, GradientSlot
 from shardformer.layout.sharding_metadata import ParamEntry
 from shardformer.mesh.parallel_context import Axis
-from shardformer.offload.host import HostMemory, HostShard
-from shardformer.offload.host_device_copies import AsyncCopy, HostDeviceCopier
+from shardformer.offload.host import AsyncCopy, HostDeviceCopier, HostMemory, HostShard
 from shardformer.torch_compat import has_data, to_list
 from shardformer.zero.gradient_view import ShardedGradient
 from shardformer.zero.mixed_precision import KAHAN, RoundedSlice, RoundedWeights

@@ -1,9 +1,4 @@
-"""What an optimizer looks at to change a number: that number, or the whole parameter. Tried, not known by its name.
-
-Also here, each to be said in one text by hand:
-
-- Whole parameters for optimizers that look at whole matrices: one rank gets all of a gradient, and of a parameter.
-"""
+"""Whole parameters for optimizers that need them (Muon, Adafactor), found by trial: one rank owns each."""
 
 from __future__ import annotations
 

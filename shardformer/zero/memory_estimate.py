@@ -1,11 +1,7 @@
-"""What one rank keeps in training, in bytes, by kind: counted from shapes, before anything is allocated.
+"""The memory that a rank needs in training, in bytes by kind, computed from shapes without allocating.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), section 3.1 and
 figure 1. The activations are not in it: they depend on the batch.
-
-Also here, each to be said in one text by hand:
-
-- What a rank keeps under ZeRO, in bytes by kind, and how fast what it keeps elsewhere comes and goes.
 """
 
 from __future__ import annotations
@@ -21,8 +17,7 @@ from torch.optim import Optimizer
 from shardformer.errors import check_argument
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMetadata, check_module
 from shardformer.offload.disk import FileShard, FileStore
-from shardformer.offload.host import HostMemory, OffloadConfig
-from shardformer.offload.host_device_copies import DEVICE_TO_HOST, HOST_TO_DEVICE
+from shardformer.offload.host import DEVICE_TO_HOST, HOST_TO_DEVICE, HostMemory, OffloadConfig
 from shardformer.torch_compat import memory_of
 from shardformer.zero.config import BucketOptions, Stage3Options, StepOptions, ZeroOptions, as_optimizer_list
 from shardformer.zero.flat_shards import FlatShard
@@ -225,7 +220,7 @@ def _on_host(shard: FlatShard, optimizers: Sequence[Optimizer]) -> Iterator[Tens
 def memory_lines(
     settings: ZeroOptions, optimizers: Sequence[Optimizer], memory: MemoryEstimate, host: HostMemory | None
 ) -> str:
-    """For ``describe``."""
+    """For ``describe_sharding``."""
     precision, offload = settings.precision, settings.offload
     title = [f"ZeRO stage {settings.stage}", precision.parameters, *(type(o).__name__ for o in optimizers)]
     if precision.rounding is not None:

@@ -67,7 +67,7 @@ class LossScale:
 
 @dataclass
 class MixedPrecision:
-    """What ``zero`` keeps in how many bits.
+    """What ``shard_optimizer`` keeps in how many bits.
 
     Args:
         parameters: "fp32" leaves them as they are; "bf16" or "fp16" keeps them in 16 bits, and masters in fp32 of each
@@ -108,7 +108,7 @@ class MixedPrecision:
 
     @classmethod
     def of(cls, given: Any) -> MixedPrecision:
-        """From what ``zero`` was given. Raises ConfigError for what is none."""
+        """From what ``shard_optimizer`` was given. Raises ConfigError for what is none."""
         return given if isinstance(given, cls) else cls(given)
 
     @property

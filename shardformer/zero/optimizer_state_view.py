@@ -1,11 +1,5 @@
-"""What trains a model is as it was before, where an operation on it fails.
-
-Also here, each to be said in one text by hand:
-
-- ``zero_grad()`` of a model, and of optimizers, whose gradients the optimizer keeps that ``zero`` returned.
-- The state of an optimizer of torch, whose parameters are this rank's parts, is loaded by the same rank alone.
-- ``optimizer.state`` under ZeRO: the states that the optimizers use, which scripts read, edit and clear.
-"""
+"""What scripts see of an optimizer: ``state``, ``state_dict`` and ``zero_grad``, under ZeRO or with sharded
+parameters."""
 
 from __future__ import annotations
 
@@ -25,6 +19,7 @@ from shardformer.comm.collective_call import all_gather_from_grid, collective_ca
 from shardformer.errors import ConfigError
 from shardformer.layout.shard_spec import ShardSpec
 from shardformer.layout.sharding_metadata import ShardingMetadata, tables_here, tables_of
+from shardformer.torch_patches import Patch, install, replace_attribute
 from shardformer.zero.flat_shards import FlatShard, ParamSlice
 
 Attributes = dict[str, Any]
@@ -88,7 +83,7 @@ class _Optimizer:
 
 
 HELD_BY = "_shardformer_held_by"
-"""The attribute of an optimizer with a weak reference to the one that ``zero`` made of it."""
+"""The attribute of an optimizer with a weak reference to the one that ``shard_optimizer`` made of it."""
 
 
 class ZeroGradMethod:
@@ -110,7 +105,7 @@ class ZeroGradMethod:
 
 
 def hold(optimizer: Any, zero: Optimizer) -> None:
-    """From now on an optimizer is stepped by what ``zero`` made of it."""
+    """From now on an optimizer is stepped by what ``shard_optimizer`` made of it."""
     optimizer.__dict__.update({HELD_BY: weakref.ref(zero), "zero_grad": ZeroGradMethod(optimizer, zero)})
 
 
@@ -121,7 +116,7 @@ def let_go(optimizer: Any) -> None:
 
 
 def holder_of(optimizer: Any) -> Any:
-    """What ``zero`` made of an optimizer; None of others, and of copies."""
+    """What ``shard_optimizer`` made of an optimizer; None of others, and of copies."""
     zero = optimizer.__dict__[HELD_BY]() if HELD_BY in optimizer.__dict__ else None
     return zero if zero is not None and any(optimizer is each for each in zero.inner) else None
 
@@ -148,11 +143,20 @@ def checked() -> Iterator[None]:
         _LOADING.is_checked = before
 
 
-def lead_states_here() -> None:
-    """From now on optimizers of torch note and check the place of their rank. The caller holds a lock."""
-    kind: Any = Optimizer
-    if not hasattr(kind.state_dict, "of_torch"):
-        kind.state_dict, kind.load_state_dict = _noting(kind.state_dict), _checking(kind.load_state_dict)
+STATE_PATCHES = tuple(
+    Patch(f"torch.optim.Optimizer.{name}", "shardformer.zero.optimizer_state_view", reason)
+    for name, reason in {
+        "state_dict": "notes the place of the rank, whose parameters are parts",
+        "load_state_dict": "cuts the state of a plain model; refuses that of another rank, on all ranks",
+    }.items()
+)
+
+
+def patch_state_dicts() -> None:
+    """From now on optimizers of torch note and check the place of their rank."""
+    saving, loading = STATE_PATCHES
+    install(saving, lambda: replace_attribute(Optimizer, "state_dict", _noting(Optimizer.state_dict)))
+    install(loading, lambda: replace_attribute(Optimizer, "load_state_dict", _checking(Optimizer.load_state_dict)))
 
 
 def _noting(original: Any) -> Any:
@@ -163,9 +167,7 @@ def _noting(original: Any) -> Any:
             found[PLACE] = place
         return found
 
-    marked: Any = state_dict
-    marked.of_torch = original
-    return marked
+    return state_dict
 
 
 def _checking(original: Any) -> Any:
@@ -180,9 +182,7 @@ def _checking(original: Any) -> Any:
                 table.context, lambda: original(self, state_dict), doing=f"load this {type(self).__name__}'s state"
             )
 
-    marked: Any = load_state_dict
-    marked.of_torch = original
-    return marked
+    return load_state_dict
 
 
 def _table_of(optimizer: Any) -> ShardingMetadata | None:

@@ -1,12 +1,8 @@
-"""The update of a step: the optimizers change their pieces, and all ranks get the new parameters.
+"""The optimizer step under ZeRO: the gradient norm, the update of the shards, the all-gather of parameters.
 
 What is on the device is updated first, all at once; on a GPU that runs while the host goes on. What is on the host
 follows one shard after the other, so that what is new of one goes up, and to the other ranks, while the next one is
 updated.
-
-Also here, each to be said in one text by hand:
-
-- The norm of all gradients under ZeRO, from what each rank keeps of their sums; and which of them is not finite.
 """
 
 from __future__ import annotations

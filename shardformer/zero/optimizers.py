@@ -1,9 +1,4 @@
-"""HybridAdam: Adam on both sides of an offload at the same time.
-
-Also here, each to be said in one text by hand:
-
-- LAMB and LARS: steps whose length is measured against the length of each parameter.
-"""
+"""HybridAdam, and the layer-wise optimizers LAMB and LARS."""
 
 from __future__ import annotations
 
@@ -19,7 +14,7 @@ from shardformer.offload.host import FREE_MEMORY
 
 
 class HybridAdam(Adam):
-    """torch's fused Adam, of which ``zero`` with ``offload`` keeps as many states on the GPU as there is room for.
+    """torch's fused Adam. ``shard_optimizer`` with ``offload`` keeps as many of its states on the GPU as fit.
 
     The first step has all of them on the host. What it left free of the GPU, states move to; from then on both sides
     update at the same time. Without a GPU, and without ``offload``, it is the fused Adam. Any other optimizer may be

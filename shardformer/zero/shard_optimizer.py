@@ -1,10 +1,4 @@
-"""What ``shard_optimizer`` refuses of the optimizers and the model that it is given.
-
-Also here, each to be said in one text by hand:
-
-- The table of a model that was not sharded, and is trained over data ranks alone.
-- ZeRO: each rank keeps a part of the optimizer's state, of the masters of 16-bit parameters, and of the gradients.
-"""
+"""``shard_optimizer`` (ZeRO): shards optimizer state, master weights, gradients and parameters over data ranks."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""In which order the units of stage 3 are gathered.
-
-Also here, each to be said in one text by hand:
-
-- The walk through the units of ZeRO stage 3: which one is gathered when, alike on all ranks.
-- Lays a model out for ZeRO stage 3: units, their shards, and the walk through them.
-"""
+"""ZeRO stage 3: which parameter group is gathered when, the same on all ranks."""
 
 from __future__ import annotations
 

@@ -1,11 +1,14 @@
-"""Parameters whose values are elsewhere: whoever reads one gathers it, or is told.
+"""ZeRO stage 3: parameter groups, whose values are on a rank only while they are used.
 
-Also here, each to be said in one text by hand:
+Fang et al., "PatrickStar: Parallel Training of Pre-trained Models via Chunk-based Dynamic Memory Management" (2022):
+parameters lie in chunks of one size, gradients take the chunks of the parameters that they belong to, and what is
+needed last is evicted first.
 
-- ZeRO stage 3: the parameters of a model in units, whose values are on a rank only while they are used.
-- Memory of the device for the units of stage 3: chunks that are used again and again, and which units stay in them.
-- Agrees on the gradients of stage 3: those of a unit together, when the walk through the units says so.
-- What autograd saves of the parameters of stage 3.
+A unit is a layer, or what stands between layers. Each rank keeps its shard of a unit; the whole is gathered into new
+memory when one of the parameters is read, and dropped when another unit's turn comes. The ``nn.Parameter`` objects stay
+the same ones, with their hooks; between uses their values are NaN, and their class is ``UngatheredParameter``.
+
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), section 5.3.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ all of it: a warning says so at the first step.
 
 from __future__ import annotations
 
-import threading
 import warnings
 from functools import wraps
 from typing import Any
@@ -27,24 +26,36 @@ from shardformer.consistency.usage_checks import agree_before_step
 from shardformer.errors import ConfigError
 from shardformer.layout.sharding_metadata import tables_of
 from shardformer.torch_compat import has_data
+from shardformer.torch_patches import Patch, install, replace_attribute
 from shardformer.zero.matrix_optimizers import needs_full_matrices
-from shardformer.zero.optimizer_state_view import holder_of, lead_states_here
+from shardformer.zero.optimizer_state_view import holder_of, patch_state_dicts
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 
-_PATCHING = threading.Lock()
 LOOKED_AT = "_shardformer_looked_at"
 """The attribute of an optimizer whose first step was looked at."""
+
+
+SCALER_PATCH = Patch(
+    "torch.amp.GradScaler._unscale_grads_",
+    "shardformer.zero.torch_optimizers",
+    "all ranks skip a step where one finds gradients that are not finite",
+)
+STEP_PATCH = Patch(
+    "torch.optim.Optimizer: global hook before step()",
+    "shardformer.zero.torch_optimizers",
+    "sums gradients that ranks have not agreed on; warns of optimizers that need whole matrices",
+)
 
 
 def patch_optimizers_and_scaler() -> None:
     """From now on torch's scalers and optimizers know the sharded models of this process. Idempotent."""
     scaler: Any = torch.amp.GradScaler
-    with _PATCHING:
-        lead_states_here()
-        if hasattr(scaler._unscale_grads_, "of_torch"):
-            return
-        scaler._unscale_grads_ = unscale_on_all_ranks(scaler._unscale_grads_)
-        register_optimizer_step_pre_hook(_warn_matrix_optimizer)
+    patch_state_dicts()
+    install(
+        SCALER_PATCH,
+        lambda: replace_attribute(scaler, "_unscale_grads_", unscale_on_all_ranks(scaler._unscale_grads_)),
+    )
+    install(STEP_PATCH, lambda: register_optimizer_step_pre_hook(_warn_matrix_optimizer).remove)
 
 
 def unscale_on_all_ranks(original: Any) -> Any:
@@ -61,8 +72,6 @@ def unscale_on_all_ranks(original: Any) -> Any:
                 x.copy_(worst)
         return found
 
-    marked: Any = unscale
-    marked.of_torch = original
     return unscale
 
 

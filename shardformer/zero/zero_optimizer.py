@@ -1,9 +1,4 @@
-"""Between two steps, what an optimizer keeps under ZeRO can be read, and written to.
-
-Also here, each to be said in one text by hand:
-
-- The optimizer under ZeRO: its parameters are this rank's pieces of those of the model.
-"""
+"""ZeroOptimizer: the optimizer that ``shard_optimizer`` returns. Its parameters are shards of the model's."""
 
 from __future__ import annotations
 

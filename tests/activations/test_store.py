@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardformer.errors import ConfigError
 from shardformer.offload.activations import PREFETCH_COUNT, ActivationStore, _attach, offload_activations
-from shardformer.offload.host_device_copies import DEVICE_TO_HOST, HOST_TO_DEVICE, HostDeviceCopier
+from shardformer.offload.host import DEVICE_TO_HOST, HOST_TO_DEVICE, HostDeviceCopier
 from shardformer.offload.saved_tensors import FETCHED, ActivationStats
 
 Gradients = list[Tensor | None]

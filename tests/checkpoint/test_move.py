@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from shardformer.checkpoint import reshard
-from shardformer.checkpoint import reshard as move
+from shardformer.checkpoint import reshard_in_memory as move
 from shardformer.checkpoint.chunks import ChunkBounds, FlatRegion, LocalChunk, TensorItem, overlap, subtract_chunks
-from shardformer.checkpoint.reshard import (
+from shardformer.checkpoint.reshard_in_memory import (
     ChunkTransfer,
     ItemListing,
     RankListing,
@@ -35,7 +34,7 @@ from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
 
 MANY = settings(deadline=None, max_examples=50)
-CHUNKS = st.sampled_from([1, 7, 32, reshard.TRANSFER_BYTES])
+CHUNKS = st.sampled_from([1, 7, 32, move.TRANSFER_BYTES])
 
 Pieces = list[ChunkBounds]
 
@@ -60,7 +59,7 @@ def item_of(name: str, full: Tensor, pieces: Pieces) -> TensorItem:
 def moved(
     have: Sequence[Sequence[TensorItem]],
     want: Sequence[Sequence[TensorItem]],
-    chunk_bytes: int = reshard.TRANSFER_BYTES,
+    chunk_bytes: int = move.TRANSFER_BYTES,
 ) -> list[ReshardStats]:
     """Moves them between as many threads as there are ranks, each of which notes what it sends."""
 
@@ -471,7 +470,7 @@ def rows_become_columns(chunk_bytes: int) -> ReshardStats:
     return found
 
 
-@pytest.mark.parametrize("chunk_bytes", [20, reshard.TRANSFER_BYTES])
+@pytest.mark.parametrize("chunk_bytes", [20, move.TRANSFER_BYTES])
 def test_processes_move_what_threads_do(pool4: WorkerPool, chunk_bytes: int) -> None:
     found = pool4.run(rows_become_columns, chunk_bytes)
     held = [(2, 0), (2, 1), (2, 0), (1, 1)]  # (rows, half of the columns)

@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from shardformer.offload.host_device_copies import DEVICE_TO_HOST, HOST_TO_DEVICE, HostDeviceCopier
+from shardformer.offload.host import DEVICE_TO_HOST, HOST_TO_DEVICE, HostDeviceCopier
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"))]
 

@@ -10,7 +10,7 @@ from shardformer.comm.collectives import all_gather, local_chunk, reduce_scatter
 from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.local_ranks.worker_pool import WorkerPools
 from shardformer.mesh.parallel_context import Axis
-from shardformer.tensor_parallel.region import all_gather_matmul, matmul_reduce_scatter
+from shardformer.tensor_parallel.comm_overlap import all_gather_matmul, matmul_reduce_scatter
 
 B, H, F = 2, 3, 5
 

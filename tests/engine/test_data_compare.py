@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, rand
 from shardformer.errors import ShardFormerError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.training.data_agreement import NEAR, content_of, sketch_of
+from shardformer.training.data_sources import NEAR, content_of, sketch_of
 from shardformer.training.initialize import initialize
 
 Pair = tuple[Tensor, Tensor]

@@ -45,7 +45,8 @@ def check(plain: Any, batch: dict[str, Any], loss: Tensor, grid: dict[str, int],
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         engine = initialize(model, optimizer, loss_fn, context=context, parallel=ParallelConfig(**grid))
         found = engine.train_step({name: value[rows] for name, value in batch.items()})
-        assert found.item() == pytest.approx(loss.item(), abs=1e-6)  # transformers computes it in fp32
+        # transformers computes it in fp32, from logits that may differ in their last bit
+        assert found.item() == pytest.approx(loss.item(), rel=4 * torch.finfo(torch.float32).eps)
         for name, value in full_state_dict(engine.model).items():
             assert torch.allclose(value, expected[name], atol=1e-7, rtol=0), name
 

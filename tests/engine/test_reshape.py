@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardformer.checkpoint.reshard import ReshardStats
+from shardformer.checkpoint.reshard_in_memory import ReshardStats
 from shardformer.errors import ConfigError, InputError
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext

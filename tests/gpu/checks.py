@@ -23,7 +23,7 @@ from shardformer.context_parallel.attention_kernels import (
     partial_attention_backward,
 )
 from shardformer.kernels.attention import attention
-from shardformer.local_ranks.fake_device import misplaced
+from shardformer.local_ranks.fake_rank import misplaced
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.shard_model_api import shard_model
 from shardformer.verify.small_models import RandomBatches, SmallModel
@@ -53,7 +53,7 @@ def train(
     if options is not None or zero is not None:
         model = shard_model(model, context=ParallelContext.from_world({}, where), **(options or {}))
     if activations:
-        shardformer.offload.offload_activations(model, activations, min_bytes=0)
+        shardformer.offload.activations.offload_activations(model, activations, min_bytes=0)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, **(adam or {}))
     if zero is not None:
         optimizer = shardformer.shard_optimizer(optimizer, model, **zero)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import shardformer
-from shardformer.local_ranks.fake_device import fake_device, misplaced, on_fake_device
-from shardformer.local_ranks.fake_rank import fake_context
+from shardformer.local_ranks.fake_rank import fake_context, fake_device, misplaced, on_fake_device
 from shardformer.pipeline.pipeline import Pipeline
 from shardformer.shard_model_api import shard_model
 from shardformer.verify.small_models import RandomBatches, SmallModel
@@ -50,7 +49,7 @@ def misplaced_in_training(family: str, layout: Layout) -> list[str]:
         context = fake_context(device=device, backend="nccl", **layout.sizes)
         model = shard_model(to_device(real).train(), context=context, **layout.options)
         if layout.activations != "device":
-            shardformer.offload.offload_activations(model, layout.activations, min_bytes=0)
+            shardformer.offload.activations.offload_activations(model, layout.activations, min_bytes=0)
         optimizer: Any = torch.optim.AdamW(model.parameters(), **layout.adam)
         if layout.zero is not None:
             optimizer = shardformer.shard_optimizer(optimizer, model, max_grad_norm=1.0, **layout.zero)

@@ -1,4 +1,4 @@
-"""``describe``: what became of a model, on a page that can be read."""
+"""``describe_sharding``: what became of a model, on a page that can be read."""
 
 from __future__ import annotations
 

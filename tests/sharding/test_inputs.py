@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from shardformer.layout.sharding_metadata import metadata_of, shard_specs
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 
+CACHE = "cache" if "cache" in signature(transformers.LlamaForCausalLM.forward).parameters else "past_key_values"
+"""What this version of transformers calls it, in arguments and outputs."""
 IDS = torch.randint(3, 60, (2, 8), generator=torch.Generator().manual_seed(1))
 LAYOUTS: list[dict[str, Any]] = [
     {"sequence": 2},
@@ -96,7 +99,7 @@ class Prefix(nn.Module):
         for layer, (keys, values) in enumerate(self.numbers if trains else self.numbers.detach()):
             cache.update(keys.expand(2, -1, -1, -1), values.expand(2, -1, -1, -1), layer)
         mask = torch.ones(2, 11, dtype=torch.long)
-        loss = model(input_ids=IDS, attention_mask=mask, past_key_values=cache, labels=IDS).loss
+        loss = model(input_ids=IDS, attention_mask=mask, labels=IDS, **{CACHE: cache}).loss
         loss.backward()
         grad, self.numbers.grad = self.numbers.grad, None
         return loss.item(), grad
@@ -121,17 +124,17 @@ def test_a_fixed_prefix_and_a_cache_of_the_model_itself_go_on_as_in_the_plain_mo
     plain = llama(2)
     loss, _ = Prefix(2).gradient(copy.deepcopy(plain), trains=False)
     with torch.no_grad():
-        first = plain(input_ids=IDS[:, :5], use_cache=True).past_key_values
-        expected = plain(input_ids=IDS[:, 5:], past_key_values=copy.deepcopy(first)).logits
+        first = plain(input_ids=IDS[:, :5], use_cache=True)[CACHE]
+        expected = plain(input_ids=IDS[:, 5:], **{CACHE: copy.deepcopy(first)}).logits
 
     def check(context: ParallelContext) -> None:
         model: Any = shardformer.shard_model(copy.deepcopy(plain), context=context)
         assert Prefix(2).gradient(model, trains=False)[0] == pytest.approx(loss)
         model.eval()
         with torch.no_grad():
-            own = model(input_ids=IDS[:, :5], use_cache=True).past_key_values
+            own = model(input_ids=IDS[:, :5], use_cache=True)[CACHE]
             for cache in (own, copy.deepcopy(first)):  # its own, and one of the plain model
-                logits = model(input_ids=IDS[:, 5:], past_key_values=cache).logits
+                logits = model(input_ids=IDS[:, 5:], **{CACHE: cache}).logits
                 torch.testing.assert_close(getattr(logits, "full_tensor", lambda x=logits: x)(), expected)
 
     run_as_threads(check, tensor=2)
@@ -144,7 +147,7 @@ def test_keys_of_other_heads_are_refused_and_left_alone() -> None:
         keys = torch.zeros(2, 3, 1, 8, dtype=torch.float64)
         cache.update(keys, keys, 0)
         with pytest.raises(ConfigError, match=r"keys of the shape \(2, 3, 1, 8\) for layer 0"):
-            model(input_ids=IDS, past_key_values=cache)
+            model(input_ids=IDS, **{CACHE: cache})
         assert cache.layers[0].keys.shape == keys.shape
 
     run_as_threads(check, tensor=2)
@@ -209,7 +212,7 @@ def test_stages_refuse_what_they_would_train_in_part(what: str) -> None:
         if what == "prefix":
             cache = transformers.DynamicCache()
             cache.update(torch.zeros(2, 4, 1, 8), torch.zeros(2, 4, 1, 8), 0)
-            batch["past_key_values"] = cache
+            batch[CACHE] = cache
         else:
             batch = {"inputs_embeds": torch.zeros(2, 8, 32, dtype=torch.float64, requires_grad=True), "labels": IDS}
         with pytest.raises(ConfigError, match="in a pipeline"):

@@ -16,10 +16,9 @@ from shardformer.discovery.example_inputs import forward_call, insert_media_toke
 from shardformer.discovery.reduced_model import ReducedModel
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.pipeline.micro_batches import special_token_ids
-from shardformer.verify import model_types
-from shardformer.verify import model_types as any_type
-from shardformer.verify.model_source import find_model
-from shardformer.verify.model_types import ReducedModelType, all_classes
+from shardformer.verify import model_source
+from shardformer.verify import model_source as any_type
+from shardformer.verify.model_source import ReducedModelType, all_classes, find_model
 from shardformer.verify.train_both import VerifyJob, VerifyPipeline, check_independent_samples, data_rank_batch
 from shardformer.verify.training_options import VerifyTraining
 
@@ -120,10 +119,10 @@ def test_every_model_type_is_known_by_a_class() -> None:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Makes the small model of each type in a moment: what a function gives."""
-    for known in (model_types._small, model_types._fed):
+    for known in (model_source._small, model_source._fed):
         known.cache_clear()
     yield lambda twin_of: monkeypatch.setattr(any_type, "reduce_model", twin_of)
-    for known in (model_types._small, model_types._fed):
+    for known in (model_source._small, model_source._fed):
         known.cache_clear()
 
 

@@ -10,8 +10,7 @@ import torch
 from shardformer.errors import ConfigError
 from shardformer.gradients.buckets import ReduceScatterToShards
 from shardformer.local_ranks.worker_pool import WorkerPool
-from shardformer.verify.model_source import find_model
-from shardformer.verify.model_types import ExampleBatches, ReducedModelType
+from shardformer.verify.model_source import ExampleBatches, ReducedModelType, find_model
 from shardformer.verify.small_models import RandomBatches, SmallModel
 from shardformer.verify.train_both import VerifyPipeline
 from shardformer.verify.training_options import VerifyTraining

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import time
@@ -131,7 +132,8 @@ STEPS = (
 
 
 def prepare(folder: Path) -> None:
-    """The files that the steps read."""
+    """The files that the steps read, without what an earlier ``train`` wrote: it would go on from there."""
     folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder / "run", ignore_errors=True)
     (folder / "run.toml").write_text(TRAIN, encoding="utf-8")
     (folder / "text.txt").write_text("All that is gold does not glitter. " * 20, encoding="utf-8")

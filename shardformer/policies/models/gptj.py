@@ -19,7 +19,7 @@ class GPTJPolicy(RolePolicy):
             MLP("mlp", up="fc_in", down="fc_out", exits_with="attn.out_proj"),
         ],
         final_norm="ln_f",
-        stages=PipelineHints(returns=1),
+        stages=PipelineHints(returns=None),  # from transformers 5.24 on its states alone
     )
     embeddings = "wte"
     head = "lm_head"

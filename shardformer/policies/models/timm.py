@@ -1,11 +1,4 @@
-"""What timm's models share: no config, layers that ask their own module for the heads, methods that rebuild layers.
-
-Also here, each to be said in one text by hand:
-
-- timm's BEiT and EVA: biases of q and v alone beside a fused weight, whose module is then not called.
-- timm's Swin and Swin V2: windows in stages, heads that double by stage, a bias a head for each place in a window.
-- timm's ViT and DeiT: pre-norm encoder, q, k and v behind each other, perhaps with norms and scales between.
-"""
+"""Policies of timm's models: ViT, DeiT, BEiT, EVA, Swin and Swin V2."""
 
 from __future__ import annotations
 

@@ -1,11 +1,6 @@
-"""Linears of which each rank of a tensor grid has a rectangle: heads or features over columns, hidden over rows.
+"""Linears and norms on a tensor grid, and which parallel layer replaces which plain module in each mode.
 
 They stand in the blocks of a model. ``benchmarks.summa_linear`` has linears that stand alone.
-
-Also here, each to be said in one text by hand:
-
-- Which layer takes the place of which plain module, by ``tensor_parallel_mode``: the one place that says so.
-- A norm between the blocks, over hidden features of which each rank of a tensor grid has a part.
 """
 
 from __future__ import annotations
@@ -70,12 +65,8 @@ def hidden_splits(full: int, grid: TensorGrid) -> list[AnySplit]:
     return [*of_contraction, EvenSplit(grid.row.name, grid.row.size)]
 
 
-class GridLinear_Col(Linear1D_Col, GridModule):
-    """A linear that reads what enters a block: (b, S, H) -> (b, S, f).
-
-    Its weight is cut along F over columns, as the role says, and along H over rows (in 3D over depth first). In a block
-    the block's entry communicates. Called with anything else it gathers its weight (backward: a reduce-scatter).
-    """
+class _GridLinear(GridModule):
+    """A linear over a tensor grid: the base before the class of its 1D layer."""
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: Any = None, **kwargs: Any) -> nn.Module:
@@ -84,7 +75,15 @@ class GridLinear_Col(Linear1D_Col, GridModule):
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, *, grid: TensorGrid, **kw: Any) -> None:
         self.__dict__["grid"] = grid
-        super().__init__(in_features, out_features, bias, **kw)
+        super().__init__(in_features, out_features, bias, **kw)  # type: ignore[call-arg, arg-type]  # of its 1D layer
+
+
+class GridLinear_Col(_GridLinear, Linear1D_Col):
+    """A linear that reads what enters a block: (b, S, H) -> (b, S, f).
+
+    Its weight is cut along F over columns, as the role says, and along H over rows (in 3D over depth first). In a block
+    the block's entry communicates. Called with anything else it gathers its weight (backward: a reduce-scatter).
+    """
 
     def _specs(self, shape: Sequence[int]) -> tuple[ShardSpec, ShardSpec]:
         dim = hidden_dim(self.transposed)
@@ -97,20 +96,11 @@ class GridLinear_Col(Linear1D_Col, GridModule):
         return linear_matmul(x, weight, self.fused_bias, self.transposed)
 
 
-class GridLinear_Row(Linear1D_Row, GridModule):
+class GridLinear_Row(_GridLinear, Linear1D_Row):
     """The linear at a block's exit: (b, S, f) -> this rank's part (b, S, h) of the stream.
 
     Its weight is cut as that of a ``GridLinear_Col``; its bias along H as the stream is.
     """
-
-    @classmethod
-    def from_native_module(cls, module: nn.Module, process_group: Any = None, **kwargs: Any) -> nn.Module:
-        """Cuts an nn.Linear or a transformers Conv1D that holds the full weight over a ``TensorGrid``."""
-        return super().from_native_module(module, process_group.column, grid=process_group, **kwargs)
-
-    def __init__(self, in_features: int, out_features: int, bias: bool = True, *, grid: TensorGrid, **kw: Any) -> None:
-        self.__dict__["grid"] = grid
-        super().__init__(in_features, out_features, bias, **kw)
 
     def _specs(self, shape: Sequence[int]) -> tuple[ShardSpec, ShardSpec]:
         dim, grid = 1 - hidden_dim(self.transposed), self.grid

@@ -1,4 +1,4 @@
-"""What is communicated where a block on a tensor grid begins and ends.
+"""Communication where a block on a tensor grid begins and ends.
 
               2D, 2.5D                                3D
     entry     all-gather of hidden over columns       all-gather of samples over columns
@@ -9,12 +9,6 @@ Backward, each all-gather is a reduce-scatter and the other way round, and what 
 what this rank holds. Rectangles beside squares: every axis has a size of its own (Xu et al. 2021, "An efficient 2D
 method for training super-large deep learning models"; Wang et al. 2021, "2.5-dimensional distributed model training";
 Bian et al. 2021, "Maximizing parallelism in distributed training for huge neural networks").
-
-Also here, each to be said in one text by hand:
-
-- The matrix products of a block on a tensor grid. Weights are gathered over rows, and again in the backward.
-- A block on a tensor grid: its columns are computed together, its heads or features lie over the columns.
-- What flows between the blocks of a stack on a tensor grid: some samples, some hidden features of each.
 """
 
 from __future__ import annotations
@@ -46,8 +40,14 @@ from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.tensor_grid import TensorGrid
 from shardformer.random_state import LocalRandomState
 from shardformer.tensor_parallel.block import TensorParallelBlock
-from shardformer.tensor_parallel.parallel_module import product_dtype
-from shardformer.tensor_parallel.region import ColumnParallel, ReplicatedRegion, TpRegion, linear_matmul, weight_grad
+from shardformer.tensor_parallel.region import (
+    ColumnParallel,
+    ReplicatedRegion,
+    TpRegion,
+    linear_matmul,
+    projection_operands,
+    weight_grad,
+)
 from shardformer.tensor_parallel.sequence_parallel import StackActivations, with_first_output, with_first_tensor
 from shardformer.transformers_compat import caches_in, holds_tokens
 
@@ -154,10 +154,7 @@ def grid_column_projections(
     Args:
         known: the input of the block, where it was gathered before.
     """
-    weights: list[Tensor | None] = [p for c in columns for p in (c.weight, c.fused_bias)]
-    if (dtype := product_dtype(x, columns[0].weight)) is not None:
-        x, known = x.to(dtype), known if known is None else known.to(dtype)
-        weights = [None if w is None else w.to(dtype) for w in weights]
+    x, known, weights = projection_operands(x, columns, known)
     seen, *outputs = _GridColumnProjections.apply(
         x, None if edges.is_cube else known, edges, [c.transposed for c in columns], *weights
     )

@@ -188,7 +188,7 @@ MUTANTS = [
     ),
     mutant(
         "narrow-copy-is-sent",
-        "shardformer/checkpoint/reshard.py",
+        "shardformer/checkpoint/reshard_in_memory.py",
         "for item in sorted(items, key=lambda item: -item.dtype.itemsize):",
         "for item in sorted(items, key=lambda item: item.dtype.itemsize):",
         "reshape sends the 16-bit copy of a number of which the rank has an fp32 copy too.",

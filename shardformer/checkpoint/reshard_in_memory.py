@@ -1,4 +1,4 @@
-"""Moves tensors from one layout to another, in memory: each rank gets what it wants from the ranks that have it.
+"""Moves a training run to another layout in memory: each rank receives its pieces from the ranks that have them.
 
 Four ranks have a quarter of the rows of x each, and are to have halves of its columns, on two of them:
 
@@ -7,10 +7,6 @@ Four ranks have a quarter of the rows of x each, and are to have halves of its c
 
 Rank 0 copies its two rows of its columns, and gets two from each of the others: 6 * 4 numbers are sent to it, and as
 many to rank 1. Numbers that a rank has itself are never sent, all others that it wants once.
-
-Also here, each to be said in one text by hand:
-
-- A training run moves into another layout, in memory: what a checkpoint would hold goes from rank to rank.
 """
 
 from __future__ import annotations

@@ -1,0 +1,70 @@
+"""Public names: few, typed, importable by their earlier names, and with suggestions for misspelt ones."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from inspect import getsource
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import shardformer
+
+PACKAGE = Path(shardformer.__file__).parent
+PACKAGES = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
+
+
+def public(module: ModuleType) -> list[str]:
+    return [name for name in getattr(module, "__all__", ()) if name != "__version__"]
+
+
+@pytest.mark.parametrize("name", ["", "compat", "hooks", *PACKAGES])
+def test_each_public_name_is_there(name: str) -> None:
+    module = importlib.import_module(f"shardformer.{name}".rstrip("."))
+    for each in public(module):
+        assert getattr(module, each) is not None
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_no_public_name_is_that_of_a_module(name: str) -> None:
+    """Importing ``shardformer.x.y`` binds the module to the name ``y`` of the package."""
+    modules = {path.stem for path in (PACKAGE / name).glob("*.py")} | {p.name for p in (PACKAGE / name).glob("*/")}
+    assert modules & set(public(importlib.import_module(f"shardformer.{name}"))) == set()
+
+
+def test_few_names_are_at_the_top() -> None:
+    modules = [name for name in public(shardformer) if isinstance(getattr(shardformer, name), ModuleType)]
+    assert len(public(shardformer)) - len(modules) <= 30
+
+
+@pytest.mark.parametrize("old", sorted(shardformer._RENAMED))
+def test_an_earlier_name_warns_with_the_new_one(old: str) -> None:
+    new = shardformer._RENAMED[old]
+    with pytest.warns(DeprecationWarning, match=rf"shardformer\.{old} is now {new}$"):
+        value = getattr(shardformer, old)
+    module, _, name = new.rpartition(".")
+    assert value is getattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize("old", sorted(shardformer._RENAMED_MODULES))
+def test_a_module_is_imported_by_its_earlier_name(old: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, old, raising=False)
+    with pytest.warns(DeprecationWarning, match=f"{old} is now"):
+        module = importlib.import_module(old)
+    new = importlib.import_module(shardformer._RENAMED_MODULES[old])
+    names = public(new) or [node.name for node in ast.parse(getsource(new)).body if isinstance(node, ast.ClassDef)]
+    assert names and all(getattr(module, name) is getattr(new, name) for name in names)
+
+
+def test_zero_can_still_be_called() -> None:
+    warned = pytest.warns(DeprecationWarning, match=r"shardformer\.zero is now shardformer\.shard_optimizer")
+    with warned, pytest.raises(shardformer.ConfigError):
+        shardformer.zero(1, 2)  # type: ignore[operator]
+
+
+def test_a_misspelt_name_gets_a_suggestion() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'shard_modle'\. Did you mean 'shard_model'"):
+        shardformer.shard_modle  # type: ignore[attr-defined]  # noqa: B018
