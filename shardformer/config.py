@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
-from shardformer.errors import ConfigError, check_argument, did_you_mean
-from shardformer.pipeline.partition import PARTITION_METHODS, RENAMED_METHODS
+from shardformer.errors import ConfigError, check_argument, check_bool, check_choice, check_int, did_you_mean
+from shardformer.pipeline.partition import RENAMED_METHODS, check_partition
+from shardformer.pipeline.schedules import LOSS_AVERAGES, SCHEDULES
 from shardformer.public_names import renamed_arguments
 
 if TYPE_CHECKING:
@@ -28,33 +30,26 @@ EXTRA_KWARGS = ("check_inputs", "bucket_bytes")
 RENAMED_SHARD_FIELDS = {"watch": "check_consistency"}
 
 
-@renamed_arguments(RENAMED_SHARD_FIELDS)
+@renamed_arguments(RENAMED_SHARD_FIELDS, attributes=RENAMED_SHARD_FIELDS)
 @dataclass
 class ShardConfig:
-    """How a model is sharded.
+    """How a model is sharded: ``ParallelConfig.shard_config(context)``, or written by hand as in ColossalAI.
 
     Args:
-        tensor_parallel_process_group: the group of the tensor axis. None means all processes.
-        pipeline_stage_manager: how the layers are cut into the stages of a pipeline, and its schedule. None: where the
-            context has a pipe axis, the usual ones.
-        enable_tensor_parallelism: whether weights are cut over the tensor axis.
-        enable_fused_normalization: torch's fused layer and RMS norm in place of the model's own classes.
-        enable_flash_attention: torch's flash or memory-efficient attention, or the flash-attn package where it fits.
-        enable_jit_fused: an MLP's activation in one kernel, with the bias before it and the gate behind it.
-        enable_sequence_parallelism: between blocks each tensor rank holds a part of the sequence.
-        enable_sequence_overlap: the gathers and scatters of sequence parallelism run under the matmuls beside them.
-        enable_all_optimization: all five of the above.
-        tensor_parallel_mode: "1d", or the tensor axis as a grid: "2d" (rows and columns), "2.5d" (and copies of these)
-            or "3d" (and a third axis that is cut too), with ``launch_from_torch(tensor=(2, 2))`` or three numbers.
-        context_parallel: how attention reads the positions of other ranks of the sequence axis: "ring" (keys and values
-            travel), "ulysses" (heads are exchanged for positions), "gather" (keys and values are gathered), or "auto":
-            ring and Ulysses as they send the least.
-        check_consistency: whether ranks detect in every training step that they diverge: batches, modes, steps and
-            options of optimizers, replicated weights (docs/reliability.md).
-        extra_kwargs: ``check_inputs`` (default True: the tensor ranks compare what they are fed), ``bucket_bytes``
-            (size of a bucket of gradients, default 25 MB).
-        context: the grid from ``launch_from_torch``; it brings the data axis too.
-        stream: how the activations between the blocks lie, where that is not what the options say.
+        tensor_parallel_process_group: the group of the tensor axis. None: all processes.
+        pipeline_stage_manager: the stages of a pipeline and their schedule. None: the defaults, if the context has a
+            pipe axis.
+        enable_tensor_parallelism: shard weights over the tensor axis.
+        enable_fused_normalization: ``ParallelConfig.fused_normalization``.
+        enable_flash_attention: ``ParallelConfig.flash_attention``.
+        enable_jit_fused: ``ParallelConfig.fused_activation``.
+        enable_sequence_parallelism: ``ParallelConfig.sequence_parallel``.
+        enable_sequence_overlap: ``ParallelConfig.sequence_overlap``.
+        enable_all_optimization: all five of these.
+        tensor_parallel_mode, context_parallel, check_consistency: as in ``ParallelConfig``.
+        extra_kwargs: ``check_inputs`` and ``bucket_bytes`` of ``ParallelConfig``.
+        context: the context from ``launch_from_torch``.
+        stream: the layout of the activations between the blocks, if it is not the one of these options.
     """
 
     tensor_parallel_process_group: dist.ProcessGroup | None = None
@@ -76,94 +71,52 @@ class ShardConfig:
     def __post_init__(self) -> None:
         from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE
 
-        if not isinstance(self.extra_kwargs, Mapping):
-            raise ConfigError(
-                f"extra_kwargs={self.extra_kwargs!r:.80}",
-                rule=f"It is a dict of {', '.join(EXTRA_KWARGS)}",
-                remedy="Write extra_kwargs={'check_inputs': False}, or leave it out",
-            )
-        self.extra_kwargs = dict(self.extra_kwargs)
-        self._check_kinds()
+        self._check_types()
         if self.enable_all_optimization:
             self.enable_fused_normalization = self.enable_flash_attention = self.enable_jit_fused = True
             if self.enable_tensor_parallelism and self.tensor_parallel_mode == "1d":
                 self.enable_sequence_parallelism = self.enable_sequence_overlap = True
-        if self.enable_sequence_overlap and not self.enable_sequence_parallelism:
-            raise ConfigError(
-                "enable_sequence_overlap=True with enable_sequence_parallelism=False",
-                rule="The overlap hides the communication of sequence parallelism, which is off",
-                remedy="Set enable_sequence_parallelism=True too, or leave both off",
-            )
-        if self.enable_sequence_parallelism and not self.enable_tensor_parallelism:
-            raise ConfigError(
-                "enable_sequence_parallelism=True with enable_tensor_parallelism=False",
-                rule="The sequence is cut over the tensor axis, between tensor-parallel blocks",
-                remedy="Set enable_tensor_parallelism=True, or leave sequence parallelism off",
-            )
-        if self.tensor_parallel_mode not in tuple(LAYERS_BY_MODE):
-            raise ConfigError(
-                f"tensor_parallel_mode={self.tensor_parallel_mode!r}",
-                rule=f"The modes are {', '.join(LAYERS_BY_MODE)}",
-                remedy=did_you_mean(str(self.tensor_parallel_mode), LAYERS_BY_MODE),
-            )
+        check_choice("tensor_parallel_mode", self.tensor_parallel_mode, LAYERS_BY_MODE)
+        check_choice("context_parallel", self.context_parallel, CONTEXT_PARALLEL_METHODS)
+        on, needed = "enable_sequence_parallelism", "enable_tensor_parallelism"
+        for name, other in (("enable_sequence_overlap", on), (on, needed)):
+            if getattr(self, name) and not getattr(self, other):
+                raise ConfigError(
+                    f"{name}=True with {other}=False",
+                    rule="Sequence parallelism shards activations over the tensor axis, and the overlap hides its "
+                    "communication",
+                    remedy=f"Set {other}=True, or leave {name} out",
+                )
         if self.tensor_parallel_mode != "1d" and (self.enable_sequence_parallelism or self.cuts_context):
-            other = "enable_sequence_parallelism=True" if self.enable_sequence_parallelism else "a sequence axis"
+            other = f"{on}=True" if self.enable_sequence_parallelism else "a sequence axis"
             raise ConfigError(
                 f"tensor_parallel_mode={self.tensor_parallel_mode!r} with {other}",
-                rule="On a tensor grid what flows between the blocks is cut along samples and hidden features",
+                rule="On a tensor grid the activations are sharded along samples and hidden features",
                 remedy="Leave the sequence whole, or use tensor_parallel_mode='1d'",
             )
-        if self.context_parallel not in CONTEXT_PARALLEL_METHODS:
-            raise ConfigError(
-                f"context_parallel={self.context_parallel!r}",
-                rule=f"It is one of {', '.join(CONTEXT_PARALLEL_METHODS)}",
-                remedy=did_you_mean(str(self.context_parallel), CONTEXT_PARALLEL_METHODS),
-            )
-        for name in self.extra_kwargs:
-            if name not in EXTRA_KWARGS:
-                raise ConfigError(
-                    f"extra_kwargs holds {name!r}",
-                    rule=f"It takes {', '.join(EXTRA_KWARGS)}",
-                    remedy=did_you_mean(name, EXTRA_KWARGS),
-                )
 
-    def _check_kinds(self) -> None:
+    def _check_types(self) -> None:
         from shardformer.layout.activation_layout import ActivationLayout
         from shardformer.mesh.parallel_context import ParallelContext
         from shardformer.pipeline.stage_manager import PipelineStageManager
 
-        manager: Any = self.pipeline_stage_manager
-        if manager is not None and not isinstance(manager, PipelineStageManager):
-            raise ConfigError(
-                f"pipeline_stage_manager={manager!r:.60}",
-                rule="It is a PipelineStageManager, which says how layers are cut into stages, and the schedule",
-                remedy="Write PipelineStageManager(context, schedule='1f1b'), or leave it out",
-            )
-        is_grid = isinstance(self.context, ParallelContext | None)
-        check_argument(
-            "context", self.context, is_grid, "It is the grid that launch_from_torch returned", "Leave context out"
-        )
-        is_layout = isinstance(self.stream, ActivationLayout | None)
-        check_argument(
-            "stream", self.stream, is_layout, "It says how activations between the blocks lie", "Leave stream out"
-        )
-        switches = {n: getattr(self, n) for n in self.__dataclass_fields__ if n.startswith("enable_")}
-        switches |= {
-            "check_consistency": self.check_consistency,
-            "check_inputs": self.extra_kwargs.get("check_inputs", True),
-        }
-        wrong = next((n for n, value in switches.items() if not isinstance(value, bool)), None)
-        if wrong is not None:
-            raise ConfigError(
-                f"{wrong}={switches[wrong]!r}", rule="It is on or off", remedy=f"Write {wrong}=True or False"
-            )
-        size = self.extra_kwargs.get("bucket_bytes", 1)
-        if type(size) is not int or size < 1:
-            raise ConfigError(
-                f"bucket_bytes={size!r}",
-                rule="It is a number of bytes, one or more",
-                remedy="Write 25 * 2**20 for 25 MB, or leave it out",
-            )
+        rule = f"It is a dict of {', '.join(EXTRA_KWARGS)}"
+        is_dict = isinstance(self.extra_kwargs, Mapping)
+        check_argument("extra_kwargs", self.extra_kwargs, is_dict, rule, "Write extra_kwargs={'check_inputs': False}")
+        self.extra_kwargs = dict(self.extra_kwargs)
+        for name in self.extra_kwargs:
+            if name not in EXTRA_KWARGS:
+                raise ConfigError(f"extra_kwargs has {name!r}", rule=rule, remedy=did_you_mean(name, EXTRA_KWARGS))
+        for name, kind, remedy in (
+            ("pipeline_stage_manager", PipelineStageManager, "Write PipelineStageManager(context, schedule='1f1b')"),
+            ("context", ParallelContext, "Pass what launch_from_torch returned"),
+            ("stream", ActivationLayout, "Leave it out"),
+        ):
+            value = getattr(self, name)
+            check_argument(name, value, isinstance(value, kind | None), f"It is a {kind.__name__} or None", remedy)
+        switches = [each.name for each in fields(self) if isinstance(each.default, bool)]
+        for name, value in {**{n: getattr(self, n) for n in switches}, **self.extra_kwargs}.items():
+            check_int(name, value, unit="bytes") if name == "bucket_bytes" else check_bool(name, value)
 
     def stream_layout(self) -> ActivationLayout:
         """How the activations between the blocks are to lie."""
@@ -201,48 +154,37 @@ class ShardConfig:
         return self.tensor_parallel_mode in GRID_LAYOUTS and self.enable_tensor_parallelism
 
     def resolve_context(self) -> ParallelContext:
-        """The grid to shard over: the one given, one around the group given, or all processes as the tensor axis."""
+        """The context to shard over: the one passed, one around the group passed, or all processes as tensor ranks."""
         context = self._given_context()
-        self._check_mode(context)
-        if context.sequence.size > 1 and all(cut.axis != "sequence" for cut in self.stream_layout().cuts):
-            raise ConfigError(
-                f"The grid has sequence={context.sequence.size}",
-                rule="A model is sharded over the data, pipe and tensor axes, and those that its stream is cut over",
-                remedy="Leave sequence out: enable_sequence_parallelism cuts the sequence along the tensor axis",
-            )
-        return context
-
-    def _check_mode(self, context: ParallelContext) -> None:
-        if self.tensor_parallel_mode == "1d" and "row" in context.axes and context.tensor.size > 1:
-            sizes = context.sizes
+        sizes = context.sizes
+        if self.tensor_parallel_mode == "1d" and "row" in sizes and sizes["tensor"] > 1:
             grid = " x ".join(str(sizes[name]) for name in ("row", "column", "depth"))
             raise ConfigError(
-                f"tensor_parallel_mode='1d' on a tensor axis that was laid as a grid of {grid}",
+                f"tensor_parallel_mode='1d' with a tensor axis that is a grid of {grid}",
                 rule="Rows and columns are those of the modes 2d, 2.5d and 3d",
-                remedy="Write tensor_parallel_mode='2d', or give tensor= one number",
+                remedy="Write tensor_parallel_mode='2d', or pass one number as tensor=",
             )
+        if sizes["sequence"] > 1 and all(cut.axis != "sequence" for cut in self.stream_layout().cuts):
+            raise ConfigError(
+                f"The context has sequence={sizes['sequence']}, and stream={self.stream}",
+                rule="The activations have to be sharded over the sequence axis",
+                remedy="Leave stream out, or the sequence axis",
+            )
+        return context
 
     def _given_context(self) -> ParallelContext:
         from shardformer.mesh.parallel_context import ParallelContext
 
-        manager = self.pipeline_stage_manager
-        if manager is not None and self.context is None and self.tensor_parallel_process_group is None:
+        manager, context, group = self.pipeline_stage_manager, self.context, self.tensor_parallel_process_group
+        if manager is not None and context is None and group is None:
             return manager.context
-        if manager is not None and self.context is not manager.context:
+        if (manager is not None and context is not manager.context) or (context is not None and group is not None):
             raise ConfigError(
-                "The config's grid is not that of its pipeline_stage_manager",
-                rule="One grid has the stages and all other axes",
-                remedy="Leave context and tensor_parallel_process_group out: the stage manager brings its context",
+                "ShardConfig got more than one of context, tensor_parallel_process_group and pipeline_stage_manager",
+                rule="A context has the tensor group, and a pipeline_stage_manager has the context",
+                remedy="Pass one of them",
             )
-        if self.context is None:
-            return ParallelContext.from_group(self.tensor_parallel_process_group)
-        if self.tensor_parallel_process_group is not None:
-            raise ConfigError(
-                "Both context and tensor_parallel_process_group were given",
-                rule="A context names its tensor group itself",
-                remedy="Give one of the two",
-            )
-        return self.context
+        return ParallelContext.from_group(group) if context is None else context
 
     def options(self) -> dict[str, bool | str]:
         """The options by name, for the plan's hash and for ``describe_sharding``."""
@@ -251,11 +193,18 @@ class ShardConfig:
         return {**{n: bool(getattr(self, n)) for n in names}, **{n: str(getattr(self, n)) for n in modes}}
 
 
-LOSS_AVERAGES = ("tokens", "ranks")
-_STAGE_3 = {"keep_frozen": True, "reshard_after_forward": None}
-_OF_STAGES: dict[str, Any] = {
-    "num_model_chunks": None, "partition": "balanced", "layer_costs": None, "recompute_layers": None,
-}  # fmt: skip
+_OF_STAGES = ("num_model_chunks", "partition", "layer_costs", "recompute_layers")
+_SHARD_OPTIONS = {
+    "sequence_parallel": "enable_sequence_parallelism",
+    "sequence_overlap": "enable_sequence_overlap",
+    "fused_normalization": "enable_fused_normalization",
+    "flash_attention": "enable_flash_attention",
+    "fused_activation": "enable_jit_fused",
+    "tensor_parallel_mode": "tensor_parallel_mode",
+    "context_parallel": "context_parallel",
+    "check_consistency": "check_consistency",
+}
+"""A field of ``ParallelConfig`` -> the field of ``ShardConfig``."""
 RENAMED_FIELDS = {
     "tensor_mode": "tensor_parallel_mode",
     "jit_fused": "fused_activation",
@@ -270,7 +219,7 @@ RENAMED_FIELDS = {
 """Earlier name of a field of ``ParallelConfig`` -> its name."""
 
 
-@renamed_arguments(RENAMED_FIELDS, {"partition": RENAMED_METHODS})
+@renamed_arguments(RENAMED_FIELDS, {"partition": RENAMED_METHODS}, {**RENAMED_FIELDS, "fit": "fit_to"})
 @dataclass(frozen=True)
 class ParallelConfig:
     """How a model is trained over several processes: layout, kernels, pipeline, memory and step.
@@ -382,12 +331,25 @@ class ParallelConfig:
         from shardformer.offload.activations import OFFLOAD_TARGETS
         from shardformer.offload.host import OffloadConfig
         from shardformer.pipeline.micro_batches import check_sizes
+        from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE
         from shardformer.zero.config import ZERO_STAGES, BucketOptions, Stage3Options, StepOptions
         from shardformer.zero.mixed_precision import MixedPrecision
 
         for each in fields(self):
             if isinstance(value := getattr(self, each.name), list):
                 object.__setattr__(self, each.name, tuple(value))
+            if isinstance(each.default, bool):
+                check_bool(each.name, value)
+        for name, known in (
+            ("zero_stage", (None, *ZERO_STAGES)),
+            ("average_loss_over", LOSS_AVERAGES),
+            ("activation_offload", OFFLOAD_TARGETS),
+            ("tensor_parallel_mode", LAYERS_BY_MODE),
+            ("context_parallel", CONTEXT_PARALLEL_METHODS),
+            ("schedule", SCHEDULES),
+        ):
+            check_choice(name, getattr(self, name), known)
+        check_partition(self.partition, self.layer_costs, self.recompute_layers)
         for name in ("data", "pipe"):
             if (size := getattr(self, name)) is not None:
                 check_axis_size(name, size)
@@ -399,30 +361,16 @@ class ParallelConfig:
         MixedPrecision.of(self.precision), OffloadConfig.of(self.offload)
         StepOptions(self.max_grad_norm, self.on_nonfinite), BucketOptions(self.bucket_bytes)
         Stage3Options(self.keep_frozen, self.reshard_after_forward)
-        for name, known in (
-            ("zero_stage", (None, *ZERO_STAGES)),
-            ("average_loss_over", LOSS_AVERAGES),
-            ("activation_offload", OFFLOAD_TARGETS),
-            ("partition", PARTITION_METHODS if isinstance(self.partition, str) else (self.partition,)),
-        ):
-            if (value := getattr(self, name)) not in known or isinstance(value, bool):
-                rule = f"{name} is one of {', '.join(map(repr, known))}"
-                raise ConfigError(f"{name}={value!r}", rule=rule, remedy=did_you_mean(str(value), map(str, known)))
-        for name in ("keep_frozen", "check_inputs", "check_consistency"):
-            value = getattr(self, name)
-            check_argument(name, value, isinstance(value, bool), "It is True or False", f"Write {name}=True or False")
         self._check_used(_OF_STAGES, self.pipe > 1, "pipe=2 or more")
-        self._check_used(_STAGE_3, self.zero_stage == 3, "zero_stage=3")
+        self._check_used(("keep_frozen", "reshard_after_forward"), self.zero_stage == 3, "zero_stage=3")
+        self._check_used(("sequence_overlap",), self.sequence_parallel, "sequence_parallel=True")
 
-    def _check_used(self, defaults: Mapping[str, Any], is_used: bool, needed: str) -> None:
+    def _check_used(self, names: Sequence[str], is_used: bool, needed: str) -> None:
         """Raises ConfigError for fields that are set and have no effect with the other fields."""
-        changed = [name for name, default in defaults.items() if getattr(self, name) != default]
+        changed = [f"{n}={getattr(self, n)!r}" for n in names if getattr(self, n) != _DEFAULTS[n]]
         if changed and not is_used:
-            raise ConfigError(
-                f"{', '.join(f'{name}={getattr(self, name)!r}' for name in changed)} without {needed}",
-                rule="It has no effect in this layout",
-                remedy=f"Set {needed}, or leave it out",
-            )
+            rule, remedy = "It has no effect in this layout", f"Set {needed}, or leave it out"
+            raise ConfigError(f"{', '.join(changed)} without {needed}", rule=rule, remedy=remedy)
 
     @classmethod
     def of(cls, given: Any) -> ParallelConfig:
@@ -461,6 +409,7 @@ class ParallelConfig:
         return {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
 
     @classmethod
+    @cache
     def described_fields(cls) -> dict[str, tuple[Any, str]]:
         """Field -> its type in a file or on the command line, and its description."""
         stand_ins = {"MixedPrecision": str, "OffloadConfig": str}
@@ -494,7 +443,7 @@ class ParallelConfig:
             if num_processes % (pipe * sequence * tensor) == 0
         ]
         pipe, sequence, tensor = max(found, key=lambda sizes: (prod(sizes), sizes[2]))
-        changes: dict[str, Any] = {} if pipe > 1 else dict(_OF_STAGES)
+        changes: dict[str, Any] = {} if pipe > 1 else {name: _DEFAULTS[name] for name in _OF_STAGES}
         if pipe != self.pipe and not isinstance(self.partition, str):
             changes |= {"partition": "balanced"}
         if sequence != sizes["sequence"]:
@@ -506,19 +455,10 @@ class ParallelConfig:
         return replace(self, data=num_processes // (pipe * sequence * tensor), pipe=pipe, **changes)
 
     def shard_options(self) -> dict[str, Any]:
-        """The fields of ``ShardConfig`` that are options."""
+        """The options of ``ShardConfig``."""
         buckets = {} if self.bucket_bytes is None else {"bucket_bytes": self.bucket_bytes}
-        return {
-            "enable_sequence_parallelism": self.sequence_parallel,
-            "enable_sequence_overlap": self.sequence_overlap,
-            "enable_fused_normalization": self.fused_normalization,
-            "enable_flash_attention": self.flash_attention,
-            "enable_jit_fused": self.fused_activation,
-            "tensor_parallel_mode": self.tensor_parallel_mode,
-            "context_parallel": self.context_parallel,
-            "check_consistency": self.check_consistency,
-            "extra_kwargs": {"check_inputs": self.check_inputs, **buckets},
-        }
+        options = {of_shard: getattr(self, name) for name, of_shard in _SHARD_OPTIONS.items()}
+        return {**options, "extra_kwargs": {"check_inputs": self.check_inputs, **buckets}}
 
     def stage_options(self) -> dict[str, Any]:
         """The arguments of ``PipelineStageManager``."""
@@ -539,6 +479,9 @@ class ParallelConfig:
 
         needed = MixedPrecision.of(self.precision).dtype is not None or OffloadConfig.of(self.offload).to is not None
         return 0 if self.zero_stage is None and needed else self.zero_stage
+
+
+_DEFAULTS = {each.name: each.default for each in fields(ParallelConfig)}
 
 
 def _plain(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Error classes. Each error has four parts: what went wrong, the value that was passed, the rule, and the remedy.
+"""Error classes, and checks of arguments that raise them.
 
 Every error has four parts: what went wrong, the value that came, the rule it breaks, and the remedy.
 """
@@ -69,7 +69,72 @@ def check_argument(name: str, value: object, is_right: bool, rule: str, remedy: 
     shardformer.errors.ConfigError: stage='x'. A stage is a number. Write stage=1.
     """
     if not is_right:
-        raise ConfigError(f"{name}={value!r:.80}", rule=rule, remedy=remedy)
+        owner, _, argument = name.rpartition(".")
+        shown = f"{argument}={value!r:.80}"
+        raise ConfigError(f"{owner}({shown})" if owner else shown, rule=rule, remedy=remedy)
+
+
+def check_int(name: str, value: object, least: int = 1, *, unit: str = "", example: int | None = None) -> None:
+    """Raises ConfigError for what is no whole number, or is below ``least``.
+
+    Args:
+        name: of the argument, after the class that takes it and a point.
+        unit: what is counted.
+
+    >>> check_int("Throughput.window", 0, unit="steps", example=20)
+    Traceback (most recent call last):
+    shardformer.errors.ConfigError: Throughput(window=0). It is a whole number of steps, at least 1. Write window=20.
+    """
+    is_right = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    rule = f"It is a whole number{unit and f' of {unit}'}, at least {least}"
+    check_argument(name, value, is_right, rule, f"Write {_argument(name)}={example or max(least, 1)}")
+
+
+def check_number(
+    name: str, value: object, *, least: float | None = None, below: float | None = None, unit: str = "", example: float
+) -> None:
+    """Raises ConfigError for what is no number, or is not in its range: above 0, or from ``least`` on.
+
+    >>> check_number("timeout_s", 0, unit="seconds", example=600)
+    Traceback (most recent call last):
+    shardformer.errors.ConfigError: timeout_s=0. It is a number of seconds above 0. Write timeout_s=600.
+    """
+    is_right = isinstance(value, int | float) and not isinstance(value, bool)
+    is_right = is_right and (value > 0 if least is None else value >= least)  # type: ignore[operator]
+    is_right = is_right and (below is None or value < below)  # type: ignore[operator]
+    limits = "above 0" if least is None else f"from {least:g} on"
+    limits += "" if below is None else f", below {below:g}"
+    rule = f"It is a number{unit and f' of {unit}'} {limits}"
+    check_argument(name, value, is_right, rule, f"Write {_argument(name)}={example:g}")
+
+
+def check_choice(name: str, value: object, choices: Iterable[object], rule: str = "") -> None:
+    """Raises ConfigError, which has the nearest of them, for what is none of ``choices``.
+
+    >>> check_choice("schedule", "1f1d", ["gpipe", "1f1b"])
+    Traceback (most recent call last):
+    shardformer.errors.ConfigError: schedule='1f1d'. It is one of 'gpipe', '1f1b'. Did you mean '1f1b'?
+    """
+    known = list(choices)
+    is_right = any(type(value) is type(each) and value == each for each in known)
+    rule = rule or f"It is one of {', '.join(map(repr, known))}"
+    check_argument(name, value, is_right, rule, did_you_mean(value, map(str, known)))
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raises ConfigError for what is neither True nor False."""
+    check_argument(
+        name, value, isinstance(value, bool), "It is True or False", f"Write {_argument(name)}=True or False"
+    )
+
+
+def check_callable(name: str, value: object, rule: str) -> None:
+    """Raises ConfigError for what is neither a function nor None."""
+    check_argument(name, value, value is None or callable(value), rule, f"Give a function, or leave {name} out")
+
+
+def _argument(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def first_line(error: BaseException) -> str:

@@ -53,13 +53,16 @@ def lazy_names(package: str, renamed: Mapping[str, str] | None = None) -> tuple[
 
 
 def renamed_arguments(
-    names: Mapping[str, str], values: Mapping[str, Mapping[str, str]] | None = None
+    names: Mapping[str, str],
+    values: Mapping[str, Mapping[Any, str]] | None = None,
+    attributes: Mapping[str, str] | None = None,
 ) -> Callable[[type[T]], type[T]]:
-    """Lets a class take arguments by their earlier names, with a DeprecationWarning.
+    """Lets a class take arguments, and have attributes, by their earlier names, with a DeprecationWarning.
 
     Args:
-        names: an earlier name -> the name.
+        names: an earlier name of an argument -> its name.
         values: a name -> an earlier value -> the value, for arguments that were passed by their earlier name.
+        attributes: an earlier name of an attribute or method -> its name.
 
     Raises ConfigError if an argument is passed by both names.
     """
@@ -77,13 +80,27 @@ def renamed_arguments(
                     )
                 warnings.warn(f"{kind.__name__}({old}=) is now {new}=", DeprecationWarning, stacklevel=2)
                 known = (values or {}).get(new, {})
-                given[new] = known.get(value, value) if isinstance(value, str) else value
+                given[new] = known.get(value, value) if isinstance(value, str | bool) else value
             init(self, *args, **given)
 
         kind.__init__ = __init__  # type: ignore[method-assign, assignment]
+        for old, new in (attributes or {}).items():
+            setattr(kind, old, _renamed_attribute(f"{kind.__name__}.{old} is now {new}", new))
         return kind
 
     return decorate
+
+
+def _renamed_attribute(message: str, new: str) -> property:
+    def read(self: Any) -> Any:
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return getattr(self, new)
+
+    def write(self: Any, value: Any) -> None:
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        setattr(self, new, value)
+
+    return property(read, write)
 
 
 def _names_in(source: str) -> dict[str, tuple[str, str]]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, fields
 from inspect import Parameter, Signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
@@ -23,95 +23,27 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound="DataclassInstance")
 
 
-@dataclass(frozen=True)
-class ParallelFlags:
-    """A flag for each of these fields of ``ParallelConfig``.
-
-    Args:
-        help: field -> its help; None: the description of the field.
-    """
-
-    help: Mapping[str, str | None]
-
-    def parameters(self) -> list[Parameter]:
-        described = ParallelConfig.described_fields()
-        return [
-            parallel_parameter(name, *described[name], default=None, help=text, shows_default=text is None)
-            for name, text in self.help.items()
-        ]
-
-    def parse(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Takes the flags out of the arguments of a command: field -> value, of those that were passed."""
-        found = {name: given.pop(name) for name in self.help}
-        return {name: _parse(name, value) for name, value in found.items() if value is not None and value is not False}
-
-
-def parallel_parameter(
-    name: str, kind: Any, description: str, *, default: Any, help: str | None = None, shows_default: bool = True
-) -> Parameter:
-    """The flag of a field: its name with dashes, and its help."""
-    kinds = [each for each in get_args(kind) or (kind,) if each is not type(None)]
-    is_text = any(each not in (int, float, bool, str) for each in kinds) or str in kinds
-    plain: Any = bool if kind is bool else str if is_text else kinds[0]
-    flag = f"--{name.replace('_', '-')}"
-    shown = ParallelConfig.__dataclass_fields__[name].default if shows_default else None
-    option = typer.Option(
-        *([flag] if plain is bool else []),
-        metavar=None if plain is bool else name.rpartition("_")[2].upper(),
-        help=help or description.replace("`", ""),
-        show_default=str(shown) if isinstance(shown, str | int) and not isinstance(shown, bool) else False,
-    )
-    if plain is bool:
-        return Parameter(name, Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option])
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[plain | None, option])
-
-
-def parallel_option(name: str) -> Any:
-    """The ``typer.Option`` of a field of ``ParallelConfig``."""
-    description = ParallelConfig.described_fields()[name][1]
-    return typer.Option(metavar=name.rpartition("_")[2].upper(), help=description.replace("`", ""))
-
-
-def _parse(name: str, value: Any) -> Any:
-    if name in ("tensor", "sequence"):
-        from shardformer.mesh.rank_grid import parse_axis_size
-
-        return parse_axis_size(value, name)
-    if name == "partition":
-        return parse_partition(value)
-    if name == "recompute_layers":
-        counts = [part.strip() for part in value.split(",")]
-        if not all(count.isdecimal() and len(count) < 5 for count in counts):
-            raise ConfigError(
-                f"--recompute-layers {value}",
-                rule="It is a number of layers, or one for each virtual stage",
-                remedy="Write --recompute-layers 2, or as --recompute-layers 2,0",
-            )
-        return int(counts[0]) if len(counts) == 1 else [int(count) for count in counts]
-    return value
-
-
-def options_from_dataclass(kind: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
+def options_from_dataclass(kind: type[T], flags: Mapping[str, str] | None = None) -> Callable[..., Any]:
     """Makes a command of a function that takes one ``kind``, a dataclass.
 
-    A field is ``Annotated`` with its help, with a ``typer.Option`` or ``typer.Argument``, or with ``ParallelFlags``,
-    and then holds the values of these flags. A boolean field is a switch, ``--its-name``, without a ``--no-its-name``.
+    A field is ``Annotated`` with its help, or with a ``typer.Option`` or ``typer.Argument``. A boolean field is a
+    switch, ``--its-name``, without a ``--no-its-name``.
+
+    Args:
+        flags: a field of ``ParallelConfig`` that is a flag as well -> its help, if the description of the field does
+            not fit. The field ``parallel`` of ``kind`` holds those that were passed.
     """
+    flags = flags or {}
 
     def decorate(verb: Callable[[T], None]) -> Callable[..., None]:
-        hints = get_type_hints(kind, include_extras=True)
-        flags = {n: f for n, hint in hints.items() for f in get_args(hint)[1:] if isinstance(f, ParallelFlags)}
-
         def called(**given: Any) -> None:
-            verb(kind(**{name: each.parse(given) for name, each in flags.items()}, **given))
+            found = {name: given.pop(name) for name in flags}
+            parallel = {n: _parse(n, v) for n, v in found.items() if v is not None and v is not False}
+            verb(kind(**given, **({"parallel": parallel} if flags else {})))
 
-        parameters = [
-            parameter
-            for field in fields(kind)
-            for parameter in (
-                flags[field.name].parameters() if field.name in flags else [_parameter(field, hints[field.name])]
-            )
-        ]
+        hints = get_type_hints(kind, include_extras=True)
+        of_kind = [_parameter(each, hints[each.name]) for each in fields(kind) if each.name != "parallel"]
+        parameters = [*of_kind[:1], *(_flag(name, text) for name, text in flags.items()), *of_kind[1:]]
         called.__name__, called.__qualname__, called.__module__ = verb.__name__, verb.__qualname__, verb.__module__
         called.__doc__ = verb.__doc__
         vars(called)["__signature__"] = Signature(parameters)
@@ -127,6 +59,47 @@ def _parameter(field: Field[Any], hint: Any) -> Parameter:
     option = typer.Option(*names, help=said) if isinstance(said, str) else said
     default = Parameter.empty if field.default is MISSING else field.default
     return Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[plain, option])
+
+
+def _flag(name: str, text: str) -> Parameter:
+    """The flag of a field of ``ParallelConfig``, which is None, or False, if it is not passed."""
+    kind, _ = ParallelConfig.described_fields()[name]
+    plain = next((each for each in (bool, int) if kind in (each, each | None)), str)
+    option = parallel_option(name, text, *([f"--{name.replace('_', '-')}"] if plain is bool else []))
+    annotation = Annotated[bool, option] if plain is bool else Annotated[plain | None, option]
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=False if plain is bool else None, annotation=annotation)
+
+
+def parallel_option(name: str, text: str = "", *names: str) -> Any:
+    """The ``typer.Option`` of a field of ``ParallelConfig``, with its description unless ``text`` has another help."""
+    default = getattr(ParallelConfig, name, None)
+    return typer.Option(
+        *names,
+        metavar=None if names else name.rpartition("_")[2].upper(),
+        help=text or ParallelConfig.described_fields()[name][1].replace("`", ""),
+        show_default=str(default) if not text and default not in (None, False) else False,
+    )
+
+
+def _parse(name: str, value: Any) -> Any:
+    if name in ("tensor", "sequence"):
+        from shardformer.mesh.rank_grid import parse_axis_size
+
+        return parse_axis_size(value, name)
+    if name not in ("partition", "recompute_layers") or value in PARTITION_METHODS:
+        return value
+    counts = [part.strip() for part in value.split(",")]
+    if all(count.isdecimal() and len(count) < 5 for count in counts):
+        numbers = [int(count) for count in counts]
+        return numbers[0] if len(numbers) == 1 and name == "recompute_layers" else numbers
+    flag = f"--{name.replace('_', '-')}"
+    methods = f"{flag} balanced, {flag} uniform, or as " if name == "partition" else ""
+    hint = did_you_mean(value, PARTITION_METHODS) if methods and value.isalpha() else ""
+    raise ConfigError(
+        f"{flag} {value}",
+        rule=ParallelConfig.described_fields()[name][1].rstrip("."),
+        remedy=f"{hint} Write {methods}{flag} 3,5".strip(),
+    )
 
 
 def check_model_directory(model: str) -> None:
@@ -183,18 +156,3 @@ def pipeline_options(
     micro_batches = others.pop("micro_batches", None)
     StageOptions(parallel["pipe"], micro_batches, **others)
     return VerifyPipeline(parallel["pipe"], micro_batches, others, loss_weight)
-
-
-def parse_partition(given: str) -> str | Sequence[int]:
-    """``balanced``, ``uniform``, or ``3,5``: the number of layers of each virtual stage."""
-    if given in PARTITION_METHODS:
-        return given
-    counts = [part.strip() for part in given.split(",")]
-    if all(count.isdecimal() and len(count) < 5 for count in counts):
-        return [int(count) for count in counts]
-    hint = did_you_mean(given, PARTITION_METHODS) if given.isalpha() else ""
-    raise ConfigError(
-        f"--partition {given}",
-        rule="It is balanced, uniform, or the number of layers of each virtual stage",
-        remedy=f"{hint} Write --partition balanced, --partition uniform, or as --partition 3,5".strip(),
-    )

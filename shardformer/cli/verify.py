@@ -14,11 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardformer.cli._options import (
-    ParallelFlags,
     check_model_directory,
     check_num_processes,
     options_from_dataclass,
-    pipeline_options,
 )
 from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError
@@ -44,38 +42,32 @@ class Dtype(StrEnum):
     FP32 = "fp32"
 
 
-class LossAverage(StrEnum):
-    """What the plain loss is with several data ranks."""
-
-    PARTS = "parts"
-    WHOLE = "whole"
-
-
-FLAGS = ParallelFlags(
-    {
-        "tensor": "Tensor parallel size: by default 2, and 1 with --pipe or --sequence; or the rows and columns of a "
-        "grid, as 4x2, or three numbers, with --tensor-parallel-mode.",
-        "tensor_parallel_mode": None,
-        "data": "Data parallel size: the number of parts of the batch, by default 1.",
-        "pipe": "Pipeline parallel size: the number of stages. The small model of a family gets as many layers as it "
-        "needs.",
-        "schedule": None,
-        "num_model_chunks": None,
-        "micro_batches": None,
-        "partition": None,
-        "recompute_layers": None,
-        "zero_stage": None,
-        "sequence": "Context parallel size: 4, or 2x2, a ring of groups, and Ulysses in each group.",
-        "context_parallel": None,
-        "sequence_parallel": None,
-        "sequence_overlap": None,
-        "fused_normalization": None,
-        "flash_attention": None,
-        "fused_activation": None,
-        "precision": "With --zero-stage: bf16 or fp16 for the parameters of both models, with master weights in fp32.",
-        "offload": "With --zero-stage: cpu or nvme:DIR, for master weights and optimizer state.",
-    }
-)
+FLAGS = {
+    "tensor": "Tensor parallel size: by default 2, and 1 with --pipe or --sequence; or the rows and columns of a grid, "
+    "as 4x2, or three numbers, with --tensor-parallel-mode.",
+    "tensor_parallel_mode": "",
+    "data": "Data parallel size: the number of parts of the batch, by default 1.",
+    "pipe": "Pipeline parallel size: the number of stages. The small model of a family has as many layers as it needs.",
+    "schedule": "",
+    "num_model_chunks": "",
+    "micro_batches": "",
+    "partition": "",
+    "recompute_layers": "",
+    "zero_stage": "",
+    "sequence": "Context parallel size: 4, or 2x2, a ring of groups, and Ulysses in each group.",
+    "context_parallel": "",
+    "sequence_parallel": "",
+    "sequence_overlap": "",
+    "fused_normalization": "",
+    "flash_attention": "",
+    "fused_activation": "",
+    "precision": "With --zero-stage: bf16 or fp16 for the parameters of both models, with master weights in fp32.",
+    "offload": "With --zero-stage: cpu or nvme:DIR, for master weights and optimizer state.",
+    "average_loss_over": "The plain loss, with --data. ranks, the default: the mean of the losses of the ranks' parts "
+    "of a batch, as shard_model and DDP train it. tokens: the loss of the whole batch, from which a loss that balances "
+    "experts, or parts with different numbers of labels, differ.",
+}
+"""A field of ``ParallelConfig`` that is a flag -> its help, if the description of the field does not fit."""
 RENAMED_OPTIONS = {
     "--mode": "--tensor-parallel-mode",
     "--chunks": "--num-model-chunks",
@@ -87,6 +79,7 @@ RENAMED_OPTIONS = {
     "--overlap": "--sequence-overlap",
     "--fused-norm": "--fused-normalization",
     "--jit": "--fused-activation",
+    "--reference": "--average-loss-over",
 }
 """Earlier name of an option -> its name."""
 
@@ -108,7 +101,7 @@ class VerifyOptions:
     policy: Annotated[
         str, "How the model is cut: my_policy.py, my_policy.py:MyPolicy or module:MyPolicy; by default the family's."
     ] = ""
-    parallel: Annotated[Mapping[str, Any], FLAGS] = field(default_factory=dict)
+    parallel: Mapping[str, Any] = field(default_factory=dict)
     optimizer: Annotated[
         str, typer.Option(metavar="NAME", help="With --zero-stage: one of torch.optim, LAMB or LARS.")
     ] = "SGD"
@@ -125,11 +118,6 @@ class VerifyOptions:
         "Precision of both models: in fp64 a mistake cannot hide in the rounding. Where a model casts to fewer bits "
         "(LLaMA in its norms, GPT-2 for the loss), it stays in fp64 then.",
     ] = Dtype.FP64
-    reference: Annotated[
-        LossAverage,
-        "The plain loss, with --data: the mean of the losses of the data ranks' parts of a batch, or the loss of the "
-        "whole batch, which a loss that balances experts, or parts with unlike numbers of labels, do not give.",
-    ] = LossAverage.PARTS
     head: Annotated[str, "The class of transformers to build, such as BertForTokenClassification."] = ""
     all_heads: Annotated[bool, "Every head class of the family, one after another."] = False
     batch: Annotated[int | None, typer.Option(min=1, help="Samples in a batch, by default 4 or a little more.")] = None
@@ -139,28 +127,43 @@ class VerifyOptions:
     def layout(self) -> ParallelConfig:
         """The layout: with neither --pipe nor --sequence, two tensor parallel ranks unless --tensor is passed."""
         is_default = "pipe" not in self.parallel and self.parallel.get("sequence", 1) == 1
-        return ParallelConfig(**{"data": 1, "tensor": 2 if is_default else 1, **self.parallel})
+        defaults = {"data": 1, "tensor": 2 if is_default else 1, "average_loss_over": "ranks"}
+        return ParallelConfig(**{**defaults, **self.parallel})
 
     def pipelined(self, loss_weight: LossWeight | None = None) -> VerifyPipeline | None:
-        return pipeline_options(self.parallel, loss_weight)
+        """The pipeline, if there is one. Raises ConfigError for options that its schedule does not support."""
+        names = ("micro_batches", "schedule", "num_model_chunks", "partition", "recompute_layers")
+        found = {name: self.parallel[name] for name in names if name in self.parallel}
+        if "pipe" not in self.parallel:
+            if found:
+                given = [f"--{name.replace('_', '-')} {value}" for name, value in found.items()]
+                raise ConfigError(
+                    f"{' '.join(given)} without --pipe",
+                    rule="These options configure a pipeline, and --pipe sets the number of its stages",
+                    remedy="Add --pipe 2, or leave them out",
+                )
+            return None
+        from shardformer.verify.train_both import VerifyPipeline
+        from shardformer.verify.verification import StageOptions
+
+        pipe, micro_batches = self.parallel["pipe"], found.pop("micro_batches", None)
+        StageOptions(pipe, micro_batches, **found)
+        return VerifyPipeline(pipe, micro_batches, found, loss_weight)
 
     def training(self) -> VerifyTraining:
         from shardformer.verify.training_options import VerifyTraining
 
         layout = self.layout()
         return VerifyTraining(
-            layout.zero_stage,
-            self.optimizer,
-            self.reference.value,
-            layout.precision,  # type: ignore[arg-type]
-            layout.offload,  # type: ignore[arg-type]
-            self.gradient_accumulation_steps,
-            self.activation_checkpointing,
-            self.frozen,
+            optimizer=self.optimizer,
+            gradient_accumulation_steps=self.gradient_accumulation_steps,
+            activation_checkpointing=self.activation_checkpointing,
+            frozen=self.frozen,
+            **{n: getattr(layout, n) for n in ("zero_stage", "precision", "offload", "average_loss_over")},
         )
 
 
-@options_from_dataclass(VerifyOptions)
+@options_from_dataclass(VerifyOptions, FLAGS)
 def verify(options: VerifyOptions) -> None:
     """Train a model whole in one process and split over several, and compare every loss, gradient and weight.
 
@@ -200,11 +203,8 @@ def _check(options: VerifyOptions) -> None:
     for name in ("pipe", "data"):
         size = options.parallel.get(name, 1)
         if size < 1:
-            raise ConfigError(
-                f"{name}={size}",
-                rule="An axis has one rank or more",
-                remedy=f"Use --{name} 1 or more",
-            )
+            rule, remedy = "An axis has one rank or more", f"Use --{name} 1 or more"
+            raise ConfigError(f"{name}={size}", rule=rule, remedy=remedy)
     if options.all_heads and options.head:
         raise ConfigError(
             f"--all-heads and --head {options.head}",
@@ -226,14 +226,14 @@ def _check_used(options: VerifyOptions, layout: ParallelConfig) -> None:
         ("tensor_parallel_mode", "tensor", "--tensor 2x2"),
         ("sequence_parallel", "tensor", "--tensor 2"),
         ("context_parallel", "sequence", "--sequence 2"),
-        ("reference", "data", "--data 2"),
+        ("average_loss_over", "data", "--data 2"),
     ):
-        value = options.reference if name == "reference" else getattr(layout, name)
-        if value not in (False, "1d", "auto", LossAverage.PARTS) and sizes[axis] == 1:
-            given = f"--{name.replace('_', '-')}"
+        value = getattr(layout, name)
+        if value not in (False, "1d", "auto", "ranks") and sizes[axis] == 1:
+            flag = f"--{name.replace('_', '-')}"
             raise ConfigError(
-                f"{given if value is True else f'{given} {value}'} without {needed}",
-                rule=f"{given} has an effect with {needed.split()[0]} alone",
+                f"{flag if value is True else f'{flag} {value}'} without {needed}",
+                rule="It has no effect in this layout",
                 remedy=f"Add {needed}, or leave it out",
             )
 

@@ -211,6 +211,8 @@ def _zbv_of_few(stages: int, micro_batches: int) -> tuple[RankActions, ...]:
 
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved_zb", "zbv")
+LOSS_AVERAGES = ("tokens", "ranks")
+"""What the loss of a batch of several data ranks is averaged over."""
 _CHUNKS = {"gpipe": 1, "1f1b": 1, "zbv": 2}
 """How many chunks a schedule has that leaves no choice."""
 

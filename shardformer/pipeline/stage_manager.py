@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from shardformer.errors import ConfigError, check_argument, did_you_mean
+from shardformer.errors import ConfigError
 from shardformer.layout.activation_layout import ActivationLayout, ModelRegion
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.module_paths import find_configs, parent_of
@@ -27,8 +26,8 @@ from shardformer.pipeline.layer_sequence import (
 )
 from shardformer.pipeline.p2p_communication import PointToPoint
 from shardformer.pipeline.partition import (
-    PARTITION_METHODS,
     RENAMED_METHODS,
+    check_partition,
     partition_balanced,
     partition_explicit,
     partition_uniform,
@@ -41,7 +40,7 @@ from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE
 RENAMED_ARGUMENTS = {"cut": "partition", "costs": "layer_costs", "checkpoint_layers": "recompute_layers"}
 
 
-@renamed_arguments(RENAMED_ARGUMENTS, {"partition": RENAMED_METHODS})
+@renamed_arguments(RENAMED_ARGUMENTS, {"partition": RENAMED_METHODS}, RENAMED_ARGUMENTS)
 class PipelineStageManager:
     """How a model is cut into stages, and this process's place among them.
 
@@ -50,14 +49,7 @@ class PipelineStageManager:
 
     Args:
         context: the grid, from ``launch_from_torch(pipe=...)``.
-        schedule: "gpipe", "1f1b", "interleaved", "interleaved_zb" or "zbv".
-        num_model_chunks: virtual stages on each rank; None for the schedule's own number (2 for the last three).
-        partition: "balanced" minimises the cost of the most expensive stage; "uniform" gives each stage the same
-            number of layers, or nearly; a list has the number of layers of each virtual stage.
-        layer_costs: the cost of each layer, in any unit, for ``partition="balanced"``; None: estimated from the weights
-            that a token meets.
-        recompute_layers: layers of each virtual stage that recompute their activations in the backward: one number, or
-            a list with one for each virtual stage; None keeps all activations.
+        schedule, num_model_chunks, partition, layer_costs, recompute_layers: as in ``ParallelConfig``.
     """
 
     def __init__(
@@ -81,7 +73,7 @@ class PipelineStageManager:
         check_schedule_name(schedule, self.axis.size, self.num_model_chunks)
         self.placement = placement_of(schedule, self.axis.size, self.num_model_chunks)
         self.partition, self.layer_costs, self.recompute_layers = partition, layer_costs, recompute_layers
-        self._check_partition()
+        check_partition(partition, layer_costs, recompute_layers)
         self.point_to_point = PointToPoint(context)
 
     @property
@@ -120,8 +112,7 @@ class PipelineStageManager:
         """What was asked for, which is the same on all ranks."""
         return {
             "schedule": self.schedule, "num_model_chunks": self.num_model_chunks, "partition": self.partition,
-            "layer_costs": self.layer_costs,
-            "recompute_layers": self.recompute_layers,
+            "layer_costs": self.layer_costs, "recompute_layers": self.recompute_layers,
         }  # fmt: skip
 
     def checkpointed(self, lengths: Sequence[int]) -> list[int]:
@@ -140,33 +131,6 @@ class PipelineStageManager:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelineStageManager:
         return self  # its groups cannot be copied
-
-    def _check_partition(self) -> None:
-        is_row = isinstance(self.partition, Sequence) and not isinstance(self.partition, str)
-        rule = "It is 'balanced', 'uniform' or the number of layers of each virtual stage"
-        check_argument(
-            "partition", self.partition, is_row or isinstance(self.partition, str), rule, "Write partition='uniform'"
-        )
-        costs: Any = self.layer_costs
-        is_row = isinstance(costs, Sequence) and all(isinstance(c, int | float) and 0 <= c < math.inf for c in costs)
-        rule, remedy = "They are numbers, one for each layer", "Leave layer_costs out to have them estimated"
-        check_argument("layer_costs", costs, costs is None or is_row, rule, remedy)
-        asked: Any = self.recompute_layers
-        is_row = isinstance(asked, Sequence) and not isinstance(asked, str)
-        rule, remedy = "It is a number of layers, or one for each virtual stage", "Write recompute_layers=4"
-        check_argument("recompute_layers", asked, asked is None or is_row or type(asked) is int, rule, remedy)
-        if isinstance(self.partition, str) and self.partition not in PARTITION_METHODS:
-            raise ConfigError(
-                f"partition={self.partition!r}",
-                rule="It is 'balanced', 'uniform' or the number of layers of each virtual stage",
-                remedy=did_you_mean(self.partition, PARTITION_METHODS),
-            )
-        if self.layer_costs is not None and self.partition != "balanced":
-            raise ConfigError(
-                f"layer_costs with partition={self.partition!r}",
-                rule="Costs decide where to cut, and here something else does",
-                remedy="Leave one of the two out",
-            )
 
 
 ALL_LAYER_OUTPUTS = ("output_router_logits", "output_hidden_states", "output_attentions")

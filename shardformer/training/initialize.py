@@ -244,8 +244,8 @@ def make_pipeline(model: nn.Module, asked: ParallelConfig, loss_fn: Any, loss_we
         micro_batch_size=asked.micro_batch_size,
         loss_fn=loss_of_target(loss_fn) if loss_fn is not None else None,
         loss_weight=loss_weight,
-        average_over_data=asked.average_loss_over == "tokens",
-        takes_short_batches=True,
+        average_loss_over=asked.average_loss_over,
+        allow_short_batches=True,
     )
 
 

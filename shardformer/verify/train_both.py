@@ -185,7 +185,7 @@ def check_independent_samples(job: BatchSharing, model: nn.Module) -> None:
     whole = data_rank_batch(job, job.batch_fn(0), 0, job.num_parts)
     part = data_rank_batch(job, job.batch_fn(0), 0, job.data)
     for larger, smaller, remedy in (
-        (whole, part, "Compare with the parts themselves (--reference parts), or use one data rank"),
+        (whole, part, "Compare with the parts (--average-loss-over ranks), or use one data rank"),
         (part, _micro_batches(job, part)[0], "Use one micro-batch (--micro-batches 1), or data ranks (--data 2)"),
     ):
         if batch_size_of(smaller) < batch_size_of(larger):
@@ -333,7 +333,7 @@ class VerifyJob:
     @property
     def num_parts(self) -> int:
         """Into how many parts the plain model is given a batch."""
-        return 1 if self.training.reference == "whole" else self.data
+        return 1 if self.training.average_loss_over == "tokens" else self.data
 
 
 @dataclass
@@ -487,11 +487,8 @@ def _check_repeats(job: VerifyJob, model: nn.Module) -> None:
 
 
 def _run_sharded(job: VerifyJob, context: ParallelContext) -> tuple[TrainingTrace, str]:
-    model, trace, options = (
-        build(job),
-        TrainingTrace(),
-        {"check_consistency": False, **job.config},
-    )  # what differs is told below
+    model, trace = build(job), TrainingTrace()
+    options = {"check_consistency": False, **job.config}  # differences are reported by the comparison
     name = type(model).__name__
     if job.pipeline is not None:
         options["pipeline_stage_manager"] = PipelineStageManager(context, **job.pipeline.stages)
@@ -556,7 +553,10 @@ def _plain_step(
 def _pipelined_step(job: VerifyJob, model: nn.Module, asked: VerifyPipeline) -> StepOf:
     loss_fn = job.loss_fn
     given = None if loss_fn is None else lambda output, part: loss_fn(PrecomputedForward(model, output, part), part)
-    pipeline = Pipeline(model, asked.micro_batches, loss_fn=given, loss_weight=asked.loss_weight)
+    average = job.training.average_loss_over
+    pipeline = Pipeline(
+        model, asked.micro_batches, loss_fn=given, loss_weight=asked.loss_weight, average_loss_over=average
+    )
 
     def step_of(part: Mapping[str, Any], step: int, data_rank: int) -> Tensor:
         seed_random(1 + step * job.data + data_rank)

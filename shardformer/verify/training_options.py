@@ -1,4 +1,4 @@
-"""How ``verify`` trains: with which optimizer, under which stage of ZeRO, beside which plain loss."""
+"""``VerifyTraining``: how ``verify`` trains the sharded model and the plain one."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardformer.errors import ConfigError, did_you_mean
+from shardformer.errors import ConfigError, check_choice, check_int, did_you_mean
 from shardformer.offload.host import OffloadConfig
+from shardformer.pipeline.schedules import LOSS_AVERAGES
+from shardformer.public_names import renamed_arguments
 from shardformer.tensor_parallel.parallel_module import accept_wide_inputs
 from shardformer.zero.config import ZERO_STAGES
 from shardformer.zero.mixed_precision import LossScale, MixedPrecision
@@ -28,33 +30,39 @@ SCALE = 2.0**14
 
 SUPPORTED_OPTIMIZERS = ("Optimizer", "LBFGS", "SparseAdam")
 """Of torch.optim: the base of all, one that computes the loss itself, and one for sparse gradients."""
-REFERENCES = ("parts", "whole")
+RENAMED_ARGUMENTS = {
+    "zero": "zero_stage",
+    "micro_steps": "gradient_accumulation_steps",
+    "checkpointing": "activation_checkpointing",
+    "reference": "average_loss_over",
+}
 
 
+@renamed_arguments(RENAMED_ARGUMENTS, {"average_loss_over": {"parts": "ranks", "whole": "tokens"}}, RENAMED_ARGUMENTS)
 @dataclass(frozen=True)
 class VerifyTraining:
     """How both models are trained.
 
     Args:
-        zero_stage: the stage of ZeRO of the sharded one, 0 to 3; None: without.
+        zero_stage: the ZeRO stage of the sharded model, 0 to 3. None: no ZeRO.
         optimizer: with a stage, the name of one of torch.optim, or LAMB or LARS; Muon gets the matrices, and AdamW the
-            rest. Those that divide by the size of a gradient are held to 1e-4.
-        precision: with a stage, "bf16" or "fp16": the parameters of both models have 16 bits then, and masters in fp32,
-            and differences are held against 16 bits.
-        offload: with a stage, "cpu" or "nvme:DIR": where the sharded one has masters and state.
+            rest. Those that divide by the size of a gradient are compared with a tolerance of 1e-4.
+        average_loss_over: the plain loss, with data ranks. "ranks": the mean of the losses of the ranks' parts of the
+            batch, as ``shard_model`` and DDP train it. "tokens": the loss of the whole batch. The two differ if parts
+            have different numbers of labels, and for a loss that is no mean over samples, such as one that balances
+            the load of experts.
+        precision: with a stage, "bf16" or "fp16": the parameters of both models have 16 bits, with master weights in
+            fp32, and the tolerances are those of 16 bits.
+        offload: with a stage, "cpu" or "nvme:DIR": where the sharded model keeps master weights and optimizer state.
         gradient_accumulation_steps: backwards of a step, each of a batch of its own; all but the last under
             ``no_sync``.
-        activation_checkpointing: whether the sharded model computes its layers again in the backward.
-        frozen: a regular expression; parameters whose whole name it fits do not train.
-        reference: what the plain loss is where there are data ranks. "parts": the mean of the losses of the ranks'
-            parts of the batch, as data parallelism has it. "whole": the loss of the batch as a whole. The two differ
-            where parts count different numbers of labels, and for a loss that is no mean over samples, such as one
-            that balances the load of experts.
+        activation_checkpointing: whether the sharded model recomputes its layers in the backward.
+        frozen: a regular expression; parameters whose whole name matches do not train.
     """
 
     zero_stage: int | None = None
     optimizer: str = "SGD"
-    reference: str = "parts"
+    average_loss_over: str = "ranks"
     precision: str = "fp32"
     offload: str | None = None
     gradient_accumulation_steps: int = 1
@@ -62,54 +70,27 @@ class VerifyTraining:
     frozen: str = ""
 
     def __post_init__(self) -> None:
-        if self.zero_stage is not None and self.zero_stage not in ZERO_STAGES:
-            raise ConfigError(
-                f"zero_stage={self.zero_stage}",
-                rule="The stages are 0, 1, 2 and 3",
-                remedy="Write zero_stage=1, or leave it out",
-            )
+        check_choice("zero_stage", self.zero_stage, (None, *ZERO_STAGES))
+        check_choice("average_loss_over", self.average_loss_over, LOSS_AVERAGES)
+        MixedPrecision.of(self.precision), OffloadConfig.of(self.offload)
         try:
             re.compile(self.frozen)
         except re.error as error:
             raise ConfigError(
                 f"frozen={self.frozen!r}: {error}",
-                rule="It is a regular expression that whole names of parameters fit",
+                rule="It is a regular expression that matches whole names of parameters",
                 remedy="Write it as embeddings.*",
             ) from error
-        if self.optimizer not in _known():
-            rule = "The optimizer is one of torch.optim that steps on dense gradients without a closure, LAMB or LARS"
-            raise ConfigError(f"optimizer={self.optimizer!r}", rule=rule, remedy=did_you_mean(self.optimizer, _known()))
-        if self.zero_stage is None and self.optimizer != "SGD":
-            raise ConfigError(
-                f"optimizer={self.optimizer!r} without a stage of ZeRO",
-                rule="Without one, verify trains with SGD, whose weights are compared to the last digit",
-                remedy="Add zero_stage=0, 1, 2 or 3 (--zero-stage)",
-            )
-        if self.reference not in REFERENCES:
-            rule = f"The plain loss is that of the {' or the '.join(REFERENCES)}"
-            raise ConfigError(
-                f"reference={self.reference!r}", rule=rule, remedy=did_you_mean(self.reference, REFERENCES)
-            )
-
-        self._check_kept()
-
-    def _check_kept(self) -> None:
-        MixedPrecision.of(self.precision), OffloadConfig.of(self.offload)
-        if self.zero_stage is None and (self.precision != "fp32" or self.offload is not None):
-            asked = f"precision={self.precision!r}" if self.precision != "fp32" else f"offload={self.offload!r}"
-            raise ConfigError(
-                f"{asked} without a stage of ZeRO",
-                rule="zero keeps the masters, where it is told to",
-                remedy="Add zero_stage=0, 1, 2 or 3 (--zero-stage)",
-            )
-
-        if self.gradient_accumulation_steps < 1:
-            rule = "A step has one backward or more"
-            raise ConfigError(
-                f"gradient_accumulation_steps={self.gradient_accumulation_steps}",
-                rule=rule,
-                remedy="Use gradient_accumulation_steps=1 or more",
-            )
+        rule = "The optimizer is one of torch.optim that steps on dense gradients without a closure, LAMB or LARS"
+        check_choice("optimizer", self.optimizer, _known(), rule)
+        for name, default in (("optimizer", "SGD"), ("precision", "fp32"), ("offload", None)):
+            if self.zero_stage is None and (value := getattr(self, name)) != default:
+                raise ConfigError(
+                    f"{name}={value!r} without a ZeRO stage",
+                    rule="Without ZeRO, verify trains with SGD, whose weights are compared to the last digit",
+                    remedy="Add zero_stage=0, 1, 2 or 3 (--zero-stage)",
+                )
+        check_int("gradient_accumulation_steps", self.gradient_accumulation_steps, unit="backwards")
 
     def check_pipeline(self, pipe: int) -> None:
         """Raises ConfigError for what is asked of a pipeline in another way."""

@@ -146,7 +146,7 @@ def test_a_collective_that_is_left_out_is_told(run: Run, user_module: Path) -> N
 
 
 def test_the_whole_batch_may_be_the_reference(run: Run) -> None:
-    options = ["--tensor", "1", "--data", "2", "--steps", "1", "--reference", "whole"]
+    options = ["--tensor", "1", "--data", "2", "--steps", "1", "--average-loss-over", "tokens"]
     status, out, _ = run("verify", "gpt2", *options)
     assert status == 0 and "over data=2, each batch plain in one." in " ".join(out.split()), out
 
@@ -199,7 +199,7 @@ def test_one_stage_accumulates_micro_batches(run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["bert", "--sequence-overlap"], "enable_sequence_overlap=True with enable_sequence_parallelism=False"),
+        (["bert", "--sequence-overlap"], "sequence_overlap=True without sequence_parallel=True"),
         (["bert", "--head", "BertForNothing"], "bert has no head 'BertForNothing'"),
         (["bert", "--head", "BertModel", "--all-heads"], "Leave one of the two out"),
         (["bert", "--tensor", "0"], "tensor=0.\n  An axis has one rank or more.\n  Use --tensor 1 or more.\n"),
@@ -233,13 +233,14 @@ def test_one_stage_accumulates_micro_batches(run: Run) -> None:
         (["bert", "--tensor", "1", "--data", "2", "--tensor-parallel-mode", "2d"], "--tensor-parallel-mode 2d without"),
         (["bert", "--tensor", "1", "--data", "2", "--sequence-parallel"], "--sequence-parallel without"),
         (["bert", "--context-parallel", "ring"], "--context-parallel ring without --sequence"),
-        (["bert", "--reference", "whole"], "--reference whole without --data"),
+        (["bert", "--average-loss-over", "tokens"], "--average-loss-over tokens without --data"),
         (["bert", "--pipe", "2", "--micro-batches", "1000000"], "at the most"),
         (["bert", "--pipe", "2", "--schedule", "interleaved", "--num-model-chunks", "10000"], "256 layers at the most"),
         (["bert", "--pipe", "2", "--partition", "1,99999999999"], "--partition 3,5"),
         (["bert", "--frozen", "("], "regular expression"),
         (["gpt2", "--pipe", "2", "--chunks", "2"], "--chunks is now --num-model-chunks"),
         (["gpt2", "--zero=1"], "--zero is now --zero-stage"),
+        (["gpt2", "--reference", "whole"], "--reference is now --average-loss-over"),
         (["bert", "--zero-stage", "1", "--optimizer", "LBFGS"], "without a closure"),
         (["bert", "--tensor", "99999999999999999999"], "ranks at the most"),
         (["nowhere:model"], "There is no module 'nowhere'"),

@@ -518,7 +518,7 @@ SAID = {
     "a tensor for a batch": ("InputError", "a Tensor", "'input_ids': ids"),
     "states of all layers": ("output_hidden_states=True", "a stage has its own layers only"),
     "a cache": ("use_cache=True", "Leave use_cache off"),
-    "another grid": ("ConfigError", "not that of its pipeline_stage_manager", "Leave context"),
+    "another grid": ("ConfigError", "more than one of context", "Pass one of them"),
 }
 
 
@@ -634,7 +634,7 @@ def test_any_model_runs_in_one_stage(data: int) -> None:
         model.zero_grad()
         cut = slice(0, 4) if context.data.rank == 0 else slice(4, 7)
         own = {name: x[cut] for name, x in batch.items()} if data > 1 else batch
-        pipeline = Pipeline(model, micro_batches=3, loss_fn=loss_fn, average_over_data=True)
+        pipeline = Pipeline(model, micro_batches=3, loss_fn=loss_fn, average_loss_over="tokens")
         found = float(pipeline.step(own))
         return found, [p.grad for p in model.parameters() if p.grad is not None]
 

@@ -107,7 +107,7 @@ def check(plain: Any, layout: Layout) -> None:
         data = context.data
         part = {name: x.chunk(data.size)[data.rank] for name, x in BATCH.items()}
         if context.pipe.size > 1:
-            Pipeline(model, 2, average_over_data=True).step(part)
+            Pipeline(model, 2, average_loss_over="tokens").step(part)
         else:
             model(**part).loss.backward()
         own.step()

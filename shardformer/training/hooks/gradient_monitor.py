@@ -37,13 +37,13 @@ class GradientMonitor(Hook):
     def __init__(self, factor: float | None = 10.0, patience: int = 10) -> None:
         if factor is not None and (isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 1):
             raise ConfigError(
-                f"GradientWatch(factor={factor!r})",
+                f"GradientMonitor(factor={factor!r})",
                 rule="It is how many times its median a norm is when it is warned of: a number above 1",
                 remedy="Write factor=10, or None",
             )
         if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
             raise ConfigError(
-                f"GradientWatch(patience={patience!r})",
+                f"GradientMonitor(patience={patience!r})",
                 rule="It is a number of steps in a row, from 1 on",
                 remedy="Write patience=10, or leave it out",
             )
@@ -67,7 +67,7 @@ class GradientMonitor(Hook):
                 raise InputError(
                     f"The loss is {trainer.values['loss']} and the norm of the gradients {norm}: not finite in "
                     f"{self._bad} steps in a row, up to step {trainer.step}",
-                    rule=f"GradientWatch ends a run behind {self.patience} such steps",
+                    rule=f"GradientMonitor ends a run behind {self.patience} such steps",
                     remedy="Go on from a checkpoint before them, with a lower learning rate or max_grad_norm; or look "
                     "at the data",
                 )

@@ -1,4 +1,4 @@
-"""More of what must hold of GradientWatch."""
+"""More of what must hold of GradientMonitor."""
 
 from __future__ import annotations
 
