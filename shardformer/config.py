@@ -11,7 +11,7 @@ from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
-from shardformer.errors import ConfigError, check_argument, check_bool, check_choice, check_int, did_you_mean
+from shardformer.errors import ConfigError, check_argument, check_bool, check_choice, check_int, check_names
 from shardformer.pipeline.partition import RENAMED_METHODS, check_partition
 from shardformer.pipeline.schedules import LOSS_AVERAGES, SCHEDULES
 from shardformer.public_names import renamed_arguments
@@ -68,6 +68,13 @@ class ShardConfig:
     context: ParallelContext | None = None
     stream: ActivationLayout | None = None
 
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> ShardConfig:
+        """From its fields by name. Raises ConfigError for an unknown one."""
+        known = (*cls.__dataclass_fields__, *RENAMED_SHARD_FIELDS)
+        check_names(options, known, "There is no option", "The options are the fields of ShardConfig")
+        return cls(**options)
+
     def __post_init__(self) -> None:
         from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE
 
@@ -104,9 +111,7 @@ class ShardConfig:
         is_dict = isinstance(self.extra_kwargs, Mapping)
         check_argument("extra_kwargs", self.extra_kwargs, is_dict, rule, "Write extra_kwargs={'check_inputs': False}")
         self.extra_kwargs = dict(self.extra_kwargs)
-        for name in self.extra_kwargs:
-            if name not in EXTRA_KWARGS:
-                raise ConfigError(f"extra_kwargs has {name!r}", rule=rule, remedy=did_you_mean(name, EXTRA_KWARGS))
+        check_names(self.extra_kwargs, EXTRA_KWARGS, "extra_kwargs has", rule)
         for name, kind, remedy in (
             ("pipeline_stage_manager", PipelineStageManager, "Write PipelineStageManager(context, schedule='1f1b')"),
             ("context", ParallelContext, "Pass what launch_from_torch returned"),
@@ -149,9 +154,7 @@ class ShardConfig:
     @property
     def is_grid(self) -> bool:
         """Whether the tensor axis is a grid."""
-        from shardformer.layout.activation_layout import GRID_LAYOUTS
-
-        return self.tensor_parallel_mode in GRID_LAYOUTS and self.enable_tensor_parallelism
+        return self.tensor_parallel_mode != "1d" and self.enable_tensor_parallelism
 
     def resolve_context(self) -> ParallelContext:
         """The context to shard over: the one passed, one around the group passed, or all processes as tensor ranks."""
@@ -193,7 +196,7 @@ class ShardConfig:
         return {**{n: bool(getattr(self, n)) for n in names}, **{n: str(getattr(self, n)) for n in modes}}
 
 
-_OF_STAGES = ("num_model_chunks", "partition", "layer_costs", "recompute_layers")
+STAGE_FIELDS = ("num_model_chunks", "partition", "layer_costs", "recompute_layers")
 _SHARD_OPTIONS = {
     "sequence_parallel": "enable_sequence_parallelism",
     "sequence_overlap": "enable_sequence_overlap",
@@ -206,16 +209,10 @@ _SHARD_OPTIONS = {
 }
 """A field of ``ParallelConfig`` -> the field of ``ShardConfig``."""
 RENAMED_FIELDS = {
-    "tensor_mode": "tensor_parallel_mode",
-    "jit_fused": "fused_activation",
-    "chunks": "num_model_chunks",
-    "cut": "partition",
-    "checkpoint_layers": "recompute_layers",
-    "activations": "activation_offload",
-    "zero": "zero_stage",
-    "watch": "check_consistency",
-    "average": "average_loss_over",
-}
+    "tensor_mode": "tensor_parallel_mode", "jit_fused": "fused_activation", "chunks": "num_model_chunks",
+    "cut": "partition", "checkpoint_layers": "recompute_layers", "activations": "activation_offload",
+    "zero": "zero_stage", "watch": "check_consistency", "average": "average_loss_over",
+}  # fmt: skip
 """Earlier name of a field of ``ParallelConfig`` -> its name."""
 
 
@@ -230,62 +227,42 @@ class ParallelConfig:
     Raises ConfigError for a value or a combination that is not supported.
     """
 
-    data: Annotated[
-        int | None,
-        "Data parallel size. None: the number of processes divided by the other sizes.",
-    ] = None
+    data: Annotated[int | None, "Data parallel size. None: the number of processes over the other sizes."] = None
     pipe: Annotated[int, "Pipeline parallel size: the number of stages."] = 1
     sequence: Annotated[
-        int | Sequence[int],
-        "Context parallel size: the number of ranks that the sequence is sharded over. Two numbers: a ring of groups, "
-        "and Ulysses in each group.",
+        int | Sequence[int], "Context parallel size. Two numbers: a ring of groups, and Ulysses in each group."
     ] = 1
     tensor: Annotated[
-        int | Sequence[int],
-        "Tensor parallel size. Two or three numbers: the grid of `tensor_parallel_mode`.",
+        int | Sequence[int], "Tensor parallel size. Two or three numbers: the grid of `tensor_parallel_mode`."
     ] = 1
     tensor_parallel_mode: Annotated[str, 'How weights are sharded: "1d", or on a grid: "2d", "2.5d" or "3d".'] = "1d"
-    sequence_parallel: Annotated[
-        bool, "Shard the activations between tensor parallel blocks along the sequence, over the tensor axis."
-    ] = False
-    sequence_overlap: Annotated[
-        bool, "Overlap the communication of `sequence_parallel` with matrix multiplications."
-    ] = False
+    sequence_parallel: Annotated[bool, "Shard activations between blocks along the sequence, over tensor."] = False
+    sequence_overlap: Annotated[bool, "Overlap the communication of `sequence_parallel` with matmuls."] = False
     context_parallel: Annotated[
         str,
-        'How attention reads the positions of other ranks of the sequence axis: "ring" sends keys and values around, '
-        '"ulysses" exchanges heads for positions, "gather" gathers keys and values, "auto" takes the method that '
-        "sends least.",
+        'How attention reads other ranks of the sequence axis: "ring" sends keys and values around, "ulysses" '
+        'exchanges heads for positions, "gather" gathers keys and values, "auto" takes the one that sends least.',
     ] = "auto"
-    flash_attention: Annotated[
-        bool, "Use torch's flash or memory-efficient attention, or the package flash-attn where it supports the model."
-    ] = False
+    flash_attention: Annotated[bool, "Use torch's fused attention, or flash-attn where it supports the model."] = False
     fused_normalization: Annotated[bool, "Use torch's fused layer norm and RMS norm."] = False
     fused_activation: Annotated[bool, "Fuse the activation of an MLP with its bias and gate."] = False
     schedule: Annotated[str, 'Pipeline schedule: "gpipe", "1f1b", "interleaved", "interleaved_zb" or "zbv".'] = "1f1b"
     num_model_chunks: Annotated[int | None, "Virtual stages on each rank. None: the default of the schedule."] = None
     partition: Annotated[
         str | Sequence[int],
-        'How layers are assigned to stages: "balanced" by cost, "uniform" by number, or the number of layers of each '
-        "virtual stage.",
+        'Layers of the stages: "balanced" by cost, "uniform" by number, or the number for each virtual stage.',
     ] = "balanced"
     layer_costs: Annotated[
-        Sequence[float] | None,
-        'The cost of each layer, in any unit, for partition "balanced". None: estimated from the weights.',
+        Sequence[float] | None, "Cost of each layer, in any unit. None: estimated from the weights that a token meets."
     ] = None
     recompute_layers: Annotated[
         int | Sequence[int] | None,
-        "Layers of each virtual stage that recompute their activations in the backward: one number, or one for each "
-        "virtual stage.",
+        "Layers of each virtual stage that recompute their activations in the backward: a number, or one for each.",
     ] = None
     activation_offload: Annotated[
-        str,
-        'Where activations are kept for the backward: "device", "host", "tensor" (sharded over the tensor axis) or '
-        '"tensor+host".',
+        str, 'Where activations are kept: "device", "host", "tensor" (sharded over that axis) or "tensor+host".'
     ] = "device"
-    micro_batches: Annotated[
-        int | None, "Micro-batches that the batch of a rank is split into. None: as many as there are stages."
-    ] = None
+    micro_batches: Annotated[int | None, "Micro-batches of the batch of a rank. None: the number of stages."] = None
     micro_batch_size: Annotated[int | None, "Samples of a micro-batch, instead of `micro_batches`."] = None
     zero_stage: Annotated[
         int | None,
@@ -294,13 +271,11 @@ class ParallelConfig:
     ] = None
     precision: Annotated[
         str | MixedPrecision,
-        'Precision of the parameters: "fp32", or "bf16" and "fp16" with master weights in fp32. In Python also a '
-        "`MixedPrecision`.",
+        'Of parameters: "fp32", or "bf16" and "fp16" with master weights in fp32. In Python also a `MixedPrecision`.',
     ] = "fp32"
     offload: Annotated[
         str | OffloadConfig | None,
-        'Where master weights and optimizer state are kept: "cpu" or "nvme:DIR". None: on the device. In Python also '
-        "an `OffloadConfig`.",
+        'Where master weights and optimizer state are kept: "cpu" or "nvme:DIR". In Python also an `OffloadConfig`.',
     ] = None
     keep_frozen: Annotated[bool, "ZeRO stage 3: do not shard parameters that do not train."] = True
     reshard_after_forward: Annotated[
@@ -316,9 +291,7 @@ class ParallelConfig:
         "where their norm is computed.",
     ] = "raise"
     check_inputs: Annotated[bool, "Compare the inputs of the ranks that must receive the same batch."] = True
-    check_consistency: Annotated[
-        bool, "Detect ranks that diverge: batches, modes, steps, options of optimizers and replicated weights."
-    ] = True
+    check_consistency: Annotated[bool, "Detect diverging batches, modes, optimizers, replicated weights."] = True
     average_loss_over: Annotated[
         str,
         '"tokens": every token (or sample) that counts has the same weight in the loss, as on one device. "ranks": the '
@@ -361,7 +334,7 @@ class ParallelConfig:
         MixedPrecision.of(self.precision), OffloadConfig.of(self.offload)
         StepOptions(self.max_grad_norm, self.on_nonfinite), BucketOptions(self.bucket_bytes)
         Stage3Options(self.keep_frozen, self.reshard_after_forward)
-        self._check_used(_OF_STAGES, self.pipe > 1, "pipe=2 or more")
+        self._check_used(STAGE_FIELDS, self.pipe > 1, "pipe=2 or more")
         self._check_used(("keep_frozen", "reshard_after_forward"), self.zero_stage == 3, "zero_stage=3")
         self._check_used(("sequence_overlap",), self.sequence_parallel, "sequence_parallel=True")
 
@@ -377,12 +350,8 @@ class ParallelConfig:
         """The ``parallel`` argument of ``initialize``: a ParallelConfig, a dict of its fields, or None."""
         if given is None or isinstance(given, cls):
             return given or cls()
-        if not isinstance(given, dict):
-            raise ConfigError(
-                f"parallel={given!r:.80}",
-                rule="It is a shardformer.ParallelConfig, or a dict of its fields",
-                remedy="Write parallel=shardformer.ParallelConfig(tensor=2)",
-            )
+        rule, remedy = "It is a ParallelConfig, or a dict of its fields", "Write parallel=ParallelConfig(tensor=2)"
+        check_argument("parallel", given, isinstance(given, dict), rule, remedy)
         return cls.from_dict(given)
 
     @classmethod
@@ -391,11 +360,8 @@ class ParallelConfig:
         from shardformer.offload.host import OffloadConfig
         from shardformer.zero.mixed_precision import LossScale, MixedPrecision
 
-        names = [each.name for each in fields(cls)]
-        unknown = next((str(name) for name in values if name not in (*names, *RENAMED_FIELDS)), None)
-        if unknown is not None:
-            rule = "The fields are those of shardformer.ParallelConfig"
-            raise ConfigError(f"parallel has no field {unknown!r}", rule=rule, remedy=did_you_mean(unknown, names))
+        known = (*cls.__dataclass_fields__, *RENAMED_FIELDS)
+        check_names(values, known, "parallel has no field", "The fields are those of shardformer.ParallelConfig")
         given = dict(values)
         if isinstance(precision := given.get("precision"), Mapping):
             scale = precision.get("loss_scale", {})
@@ -443,7 +409,7 @@ class ParallelConfig:
             if num_processes % (pipe * sequence * tensor) == 0
         ]
         pipe, sequence, tensor = max(found, key=lambda sizes: (prod(sizes), sizes[2]))
-        changes: dict[str, Any] = {} if pipe > 1 else {name: _DEFAULTS[name] for name in _OF_STAGES}
+        changes: dict[str, Any] = {} if pipe > 1 else {name: _DEFAULTS[name] for name in STAGE_FIELDS}
         if pipe != self.pipe and not isinstance(self.partition, str):
             changes |= {"partition": "balanced"}
         if sequence != sizes["sequence"]:
@@ -462,7 +428,7 @@ class ParallelConfig:
 
     def stage_options(self) -> dict[str, Any]:
         """The arguments of ``PipelineStageManager``."""
-        return {name: getattr(self, name) for name in ("schedule", *_OF_STAGES)}
+        return {name: getattr(self, name) for name in ("schedule", *STAGE_FIELDS)}
 
     def shard_config(self, context: ParallelContext) -> ShardConfig:
         """The ``ShardConfig`` of this configuration on a grid."""

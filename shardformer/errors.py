@@ -90,24 +90,6 @@ def check_int(name: str, value: object, least: int = 1, *, unit: str = "", examp
     check_argument(name, value, is_right, rule, f"Write {_argument(name)}={example or max(least, 1)}")
 
 
-def check_number(
-    name: str, value: object, *, least: float | None = None, below: float | None = None, unit: str = "", example: float
-) -> None:
-    """Raises ConfigError for what is no number, or is not in its range: above 0, or from ``least`` on.
-
-    >>> check_number("timeout_s", 0, unit="seconds", example=600)
-    Traceback (most recent call last):
-    shardformer.errors.ConfigError: timeout_s=0. It is a number of seconds above 0. Write timeout_s=600.
-    """
-    is_right = isinstance(value, int | float) and not isinstance(value, bool)
-    is_right = is_right and (value > 0 if least is None else value >= least)  # type: ignore[operator]
-    is_right = is_right and (below is None or value < below)  # type: ignore[operator]
-    limits = "above 0" if least is None else f"from {least:g} on"
-    limits += "" if below is None else f", below {below:g}"
-    rule = f"It is a number{unit and f' of {unit}'} {limits}"
-    check_argument(name, value, is_right, rule, f"Write {_argument(name)}={example:g}")
-
-
 def check_choice(name: str, value: object, choices: Iterable[object], rule: str = "") -> None:
     """Raises ConfigError, which has the nearest of them, for what is none of ``choices``.
 
@@ -128,12 +110,21 @@ def check_bool(name: str, value: object) -> None:
     )
 
 
-def check_callable(name: str, value: object, rule: str) -> None:
-    """Raises ConfigError for what is neither a function nor None."""
-    check_argument(name, value, value is None or callable(value), rule, f"Give a function, or leave {name} out")
+def check_names(given: Iterable[object], known: Iterable[str], what: str, rule: str) -> None:
+    """Raises ConfigError, which has the nearest known names, for the first name that is not known.
+
+    >>> check_names(["tensr"], ["tensor", "data"], "There is no axis", "A grid has axes")
+    Traceback (most recent call last):
+    shardformer.errors.ConfigError: There is no axis 'tensr'. A grid has axes. Did you mean 'tensor'?
+    """
+    names = list(known)
+    for name in given:
+        if name not in names:
+            raise ConfigError(f"{what} {name!r}", rule=rule, remedy=did_you_mean(name, names))
 
 
 def _argument(name: str) -> str:
+    """``window`` of ``Throughput.window``."""
     return name.rpartition(".")[2]
 
 

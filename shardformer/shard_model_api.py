@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.config import RENAMED_SHARD_FIELDS, ShardConfig
+from shardformer.config import ShardConfig
 from shardformer.discovery.derive_policy import derive_layer_stacks, derive_policy, no_policy_error
 from shardformer.discovery.user_policy_validation import check_registered_policy, validate_user_policy
 from shardformer.discovery.validation import validate_context_parallel, validate_tensor_grid
-from shardformer.errors import ConfigError, PolicyError, did_you_mean
+from shardformer.errors import ConfigError, PolicyError
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.pipeline.layer_sequence import measure_layer_costs, no_layers_error
 from shardformer.policies.policy import Policy
@@ -140,16 +140,7 @@ def shard_model(
             rule="The options are fields of the config",
             remedy="Put them all into ShardConfig(...), or leave config out",
         )
-    if config is None:
-        unknown = [name for name in options if name not in ShardConfig.__dataclass_fields__ | RENAMED_SHARD_FIELDS]
-        if unknown:
-            raise ConfigError(
-                f"There is no option {unknown[0]!r}",
-                rule="Options are the fields of ShardConfig",
-                remedy=did_you_mean(unknown[0], ShardConfig.__dataclass_fields__),
-            )
-        config = ShardConfig(context=context, **options)
-    return ShardFormer(config).optimize(model, policy)[0]
+    return ShardFormer(config or ShardConfig.of({"context": context, **options})).optimize(model, policy)[0]
 
 
 def measure_pipeline_costs(

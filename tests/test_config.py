@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import fields
+from importlib import import_module
+from inspect import Parameter, isfunction, signature
 from typing import Any
 
 import pytest
+import typer
 
+import shardformer
+from shardformer.cli import build_app
 from shardformer.config import RENAMED_FIELDS, ParallelConfig, ShardConfig
 from shardformer.errors import ConfigError
 from shardformer.offload.host import OffloadConfig
@@ -24,6 +30,19 @@ EVERY_FIELD: dict[str, Any] = {
     "check_consistency": False, "average_loss_over": "ranks",
 }  # fmt: skip
 OF_STAGES = ("num_model_chunks", "partition", "layer_costs", "recompute_layers")
+OTHER_DEFAULTS = {
+    "shardformer.Pipeline.average_loss_over": "tokens needs two more all-reduces in a step",
+    "shardformer.launch_from_torch.pipe": "None: the size in its config file, or 1",
+    "shardformer.launch_from_torch.sequence": "None: the size in its config file, or 1",
+    "shardformer.launch_from_torch.tensor": "None: the size in its config file, or the remaining processes",
+    "shardformer.verify.VerifyPipeline.pipe": "a pipeline has two stages at least",
+    "shardformer.verify.VerifyTraining.average_loss_over": "the loss that shard_model trains, as DDP does",
+    "shardformer.verify.verify.data": "verify starts processes: it has no others to divide",
+    "shardformer.verify.verify.tensor": "verify compares a model that is sharded",
+}
+"""Parameters that have the name of a field and another default, with the reason."""
+OWN_DEFAULTS = {"tensor", "data", "average_loss_over", "micro_batches"}
+"""Flags of ``shardformer verify`` and ``draw`` whose help has their default."""
 NEEDS: dict[str, dict[str, Any]] = {
     **{name: {"pipe": 2} for name in OF_STAGES},
     **{name: {"zero_stage": 3} for name in ("keep_frozen", "reshard_after_forward")},
@@ -73,3 +92,57 @@ def test_earlier_values_work_under_the_earlier_name() -> None:
 def test_a_field_without_effect_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}=.* without "):
         ParallelConfig(**{name: EVERY_FIELD[name]})
+
+
+def entry_points() -> Iterator[tuple[str, Any]]:
+    for name in ("", ".compat", ".offload", ".pipeline", ".training", ".verify", ".zero"):
+        module = import_module(f"shardformer{name}")
+        for public in module.__all__:
+            if isfunction(found := getattr(module, public)) or (
+                isinstance(found, type) and found is not ParallelConfig
+            ):
+                yield f"shardformer{name}.{public}", found
+
+
+def test_a_parameter_with_the_name_of_a_field_has_its_default() -> None:
+    default = {field.name: field.default for field in fields(ParallelConfig)}
+    differ = {
+        f"{name}.{parameter.name}"
+        for name, found in entry_points()
+        for parameter in signature(found).parameters.values()
+        if parameter.default not in (Parameter.empty, default.get(parameter.name, parameter.default))
+        or parameter.name in RENAMED_FIELDS
+    }
+    assert differ == set(OTHER_DEFAULTS)
+
+
+def test_a_flag_with_the_name_of_a_field_has_its_default() -> None:
+    group: Any = typer.main.get_command(build_app())
+    fields_by_name, seen = ParallelConfig.__dataclass_fields__, set()
+    for command in group.commands.values():
+        for option in command.params:
+            assert option.name not in RENAMED_FIELDS
+            if option.name in fields_by_name and option.name not in OWN_DEFAULTS:
+                seen.add(option.name)
+                assert option.default in (None, False, fields_by_name[option.name].default), (command.name, option.name)
+                if isinstance(option.show_default, str):
+                    assert option.show_default == fields_by_name[option.name].default
+    assert {"pipe", "schedule", "num_model_chunks", "zero_stage", "recompute_layers"} <= seen
+
+
+def test_the_stage_has_one_default() -> None:
+    functions = (shardformer.shard_optimizer, shardformer.estimate_memory)
+    stages = {signature(function).parameters["stage"].default for function in functions}
+    assert stages == {1}
+
+
+def test_earlier_attributes_work_with_a_warning() -> None:
+    config = ParallelConfig(tensor=2, zero_stage=2)
+    with pytest.warns(DeprecationWarning, match=r"ParallelConfig\.zero is now zero_stage"):
+        assert config.zero == 2  # type: ignore[attr-defined]
+    with pytest.warns(DeprecationWarning, match=r"ParallelConfig\.fit is now fit_to"):
+        assert config.fit(8) == config.fit_to(8)  # type: ignore[attr-defined]
+    shard = ShardConfig()
+    with pytest.warns(DeprecationWarning):
+        shard.watch = False  # type: ignore[attr-defined]
+    assert not shard.check_consistency

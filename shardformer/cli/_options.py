@@ -18,7 +18,6 @@ from shardformer.pipeline.partition import PARTITION_METHODS
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from shardformer.verify.train_both import VerifyPipeline
 
 T = TypeVar("T", bound="DataclassInstance")
 
@@ -130,29 +129,3 @@ def check_num_processes(asked: str, count: int) -> None:
             rule=f"A machine starts {EACH} processes a core at the most, and this one has {cores}",
             remedy=f"Use {EACH * cores} or fewer, best no more than it has devices or cores",
         )
-
-
-def pipeline_options(
-    parallel: Mapping[str, Any], loss_weight: Callable[[Mapping[str, Any]], float] | None = None
-) -> VerifyPipeline | None:
-    """The pipeline of these fields of ``ParallelConfig``; None without ``pipe``.
-
-    Raises ConfigError for numbers that the schedule does not support, before anything is loaded.
-    """
-    names = ("micro_batches", "schedule", "num_model_chunks", "partition", "recompute_layers")
-    others = {name: parallel[name] for name in names if name in parallel}
-    if "pipe" not in parallel:
-        if others:
-            given = [f"--{name.replace('_', '-')} {value}" for name, value in others.items()]
-            raise ConfigError(
-                f"{' '.join(given)} without --pipe",
-                rule="These options configure a pipeline, and --pipe sets the number of its stages",
-                remedy="Add --pipe 2, or leave them out",
-            )
-        return None
-    from shardformer.verify.train_both import VerifyPipeline
-    from shardformer.verify.verification import StageOptions
-
-    micro_batches = others.pop("micro_batches", None)
-    StageOptions(parallel["pipe"], micro_batches, **others)
-    return VerifyPipeline(parallel["pipe"], micro_batches, others, loss_weight)

@@ -54,8 +54,8 @@ def draw(
         ),
     ] = None,
     tensor_parallel_mode: Annotated[
-        str, typer.Option(metavar="MODE", help="Mode of the tensor grid: 2d, 2.5d or 3d.")
-    ] = "2d",
+        str | None, parallel_option("tensor_parallel_mode", "Mode of the tensor grid: 2d (the default), 2.5d or 3d.")
+    ] = None,
 ) -> None:
     """Draw a pipeline schedule: what each rank does at what time, how much of it is idle, how much a rank holds.
 
@@ -65,7 +65,7 @@ def draw(
 
     _check_used([name for name in context.params if _is_given(context, name)])
     if grid is not None:
-        _draw_grid(Console(highlight=False), grid, tensor_parallel_mode)
+        _draw_grid(Console(highlight=False), grid, tensor_parallel_mode or "2d")
         return
 
     from shardformer.pipeline.schedule_chart import check_file, save, schedule_as_text
@@ -96,8 +96,7 @@ def _check_used(given: list[str]) -> None:
             option = f"--{name.replace('_', '-')}"
             raise ConfigError(
                 f"{option} {'with' if with_grid else 'without'} --grid",
-                rule="A grid is drawn in the terminal, and takes --tensor-parallel-mode alone; the rest is of "
-                "a schedule",
+                rule="A grid has --tensor-parallel-mode, and the other options are those of a schedule",
                 remedy=f"Leave {option} out" if with_grid else "Add --grid 2x2, or leave it out",
             )
 

@@ -144,11 +144,10 @@ class VerifyOptions:
                 )
             return None
         from shardformer.verify.train_both import VerifyPipeline
-        from shardformer.verify.verification import StageOptions
 
-        pipe, micro_batches = self.parallel["pipe"], found.pop("micro_batches", None)
-        StageOptions(pipe, micro_batches, **found)
-        return VerifyPipeline(pipe, micro_batches, found, loss_weight)
+        pipeline = VerifyPipeline(self.parallel["pipe"], found.pop("micro_batches", None), found, loss_weight)
+        pipeline.stage_manager()
+        return pipeline
 
     def training(self) -> VerifyTraining:
         from shardformer.verify.training_options import VerifyTraining
@@ -265,9 +264,7 @@ def _sources(options: VerifyOptions) -> list[ModelSource]:
 
 def _num_layers(pipeline: VerifyPipeline) -> int:
     """The least that a model must have for its stages."""
-    from shardformer.verify.verification import StageOptions
-
-    stages = StageOptions(pipeline.pipe, pipeline.micro_batches, **pipeline.stages)
+    stages = pipeline.stage_manager()
     return stages.num_virtual_stages if isinstance(stages.partition, str) else sum(stages.partition)
 
 

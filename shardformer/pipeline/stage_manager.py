@@ -146,19 +146,6 @@ class Chained(Protocol):
     def refuses_pipeline(self) -> str | None: ...
 
 
-class PartitionOptions(Protocol):
-    """How a model is to be cut: what a ``PipelineStageManager`` says of it."""
-
-    @property
-    def num_stages(self) -> int: ...
-    @property
-    def num_virtual_stages(self) -> int: ...
-    @property
-    def partition(self) -> str | Sequence[int]: ...
-    @property
-    def layer_costs(self) -> Sequence[float] | None: ...
-
-
 @dataclass
 class Stages:
     """How a model was cut into stages, and what runs its spans on this rank.
@@ -296,7 +283,7 @@ def build_stages(model: nn.Module, policy: Chained, manager: PipelineStageManage
 
 
 def partition_model(
-    model: nn.Module, policy: Chained, asked: PartitionOptions
+    model: nn.Module, policy: Chained, asked: PipelineStageManager
 ) -> tuple[LayerSequence, dict[str, frozenset[int]], list[float], list[LayerRange]]:
     """The layers of a model in a row, what goes with each, what each costs, and those of each virtual stage.
 

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardformer.comm.collectives import all_gather_objects, all_reduce, broadcast_object, gather_full_tensors
 from shardformer.comm.recorder import CollectiveRecorder
-from shardformer.config import ShardConfig
+from shardformer.config import STAGE_FIELDS, ShardConfig
 from shardformer.discovery.reduced_model import disable_dropout
-from shardformer.errors import ConfigError, ShardFormerError
+from shardformer.errors import ConfigError, ShardFormerError, check_names
 from shardformer.gradients.clipping import clip_grad_norm_
 from shardformer.gradients.reducer import no_sync
 from shardformer.layout.sharding_metadata import metadata_of, shard_specs
@@ -29,6 +29,7 @@ from shardformer.pipeline.micro_batch_loss import LossWeight
 from shardformer.pipeline.micro_batches import batch_size_of, micro_batch_sizes, named_tensors_in, split_batch
 from shardformer.pipeline.pipeline import Pipeline, start_training
 from shardformer.pipeline.runtime import loss_in
+from shardformer.pipeline.schedules import make_schedule
 from shardformer.pipeline.stage_manager import PipelineStageManager
 from shardformer.policies.policy import Policy
 from shardformer.random_state import seed_random
@@ -281,6 +282,15 @@ class VerifyPipeline:
         """Into how many micro-batches a batch is cut."""
         return self.pipe if self.micro_batches is None else self.micro_batches
 
+    def stage_manager(self, context: ParallelContext | None = None) -> PipelineStageManager:
+        """The stages; without processes if there is no context. Raises ConfigError for unsupported options."""
+        rule = "VerifyPipeline(stages=) has the options of PipelineStageManager"
+        check_names(self.stages, ("schedule", *STAGE_FIELDS), "There is no option", rule)
+        make_schedule(
+            self.stages.get("schedule", "1f1b"), self.pipe, self.num_parts, self.stages.get("num_model_chunks")
+        )
+        return PipelineStageManager(context or ParallelContext.of({"pipe": self.pipe}), **self.stages)
+
     def __str__(self) -> str:
         said = {"schedule": "{}", "num_model_chunks": "{} chunks"}
         options = [said.get(name, f"{name}={{}}").format(value) for name, value in self.stages.items()]
@@ -491,7 +501,7 @@ def _run_sharded(job: VerifyJob, context: ParallelContext) -> tuple[TrainingTrac
     options = {"check_consistency": False, **job.config}  # differences are reported by the comparison
     name = type(model).__name__
     if job.pipeline is not None:
-        options["pipeline_stage_manager"] = PipelineStageManager(context, **job.pipeline.stages)
+        options["pipeline_stage_manager"] = job.pipeline.stage_manager(context)
     model = shard_model(model, job.policy, config=ShardConfig(context=context, **options))
     job.training.checkpoint(model)
     optimizer: Any = make_verify_optimizers(model.parameters(), job.training)
