@@ -40,11 +40,9 @@ class ShardConfig:
         pipeline_stage_manager: the stages of a pipeline and their schedule. None: the defaults, if the context has a
             pipe axis.
         enable_tensor_parallelism: shard weights over the tensor axis.
-        enable_fused_normalization: ``ParallelConfig.fused_normalization``.
-        enable_flash_attention: ``ParallelConfig.flash_attention``.
-        enable_jit_fused: ``ParallelConfig.fused_activation``.
-        enable_sequence_parallelism: ``ParallelConfig.sequence_parallel``.
-        enable_sequence_overlap: ``ParallelConfig.sequence_overlap``.
+        enable_fused_normalization, enable_flash_attention, enable_jit_fused, enable_sequence_parallelism,
+            enable_sequence_overlap: ``fused_normalization``, ``flash_attention``, ``fused_activation``,
+            ``sequence_parallel`` and ``sequence_overlap`` of ``ParallelConfig``.
         enable_all_optimization: all five of these.
         tensor_parallel_mode, context_parallel, check_consistency: as in ``ParallelConfig``.
         extra_kwargs: ``check_inputs`` and ``bucket_bytes`` of ``ParallelConfig``.
@@ -197,6 +195,7 @@ class ShardConfig:
 
 
 STAGE_FIELDS = ("num_model_chunks", "partition", "layer_costs", "recompute_layers")
+_OF_STAGE_3 = ("keep_frozen", "reshard_after_forward")
 _SHARD_OPTIONS = {
     "sequence_parallel": "enable_sequence_parallelism",
     "sequence_overlap": "enable_sequence_overlap",
@@ -335,7 +334,7 @@ class ParallelConfig:
         StepOptions(self.max_grad_norm, self.on_nonfinite), BucketOptions(self.bucket_bytes)
         Stage3Options(self.keep_frozen, self.reshard_after_forward)
         self._check_used(STAGE_FIELDS, self.pipe > 1, "pipe=2 or more")
-        self._check_used(("keep_frozen", "reshard_after_forward"), self.zero_stage == 3, "zero_stage=3")
+        self._check_used(_OF_STAGE_3, self.zero_stage == 3, "zero_stage=3")
         self._check_used(("sequence_overlap",), self.sequence_parallel, "sequence_parallel=True")
 
     def _check_used(self, names: Sequence[str], is_used: bool, needed: str) -> None:
@@ -429,6 +428,11 @@ class ParallelConfig:
     def stage_options(self) -> dict[str, Any]:
         """The arguments of ``PipelineStageManager``."""
         return {name: getattr(self, name) for name in ("schedule", *STAGE_FIELDS)}
+
+    def zero_options(self) -> dict[str, Any]:
+        """The arguments of ``shard_optimizer``."""
+        names = ("precision", "offload", "max_grad_norm", "on_nonfinite", *_OF_STAGE_3, "bucket_bytes")
+        return {"stage": self.effective_zero_stage or 0, **{name: getattr(self, name) for name in names}}
 
     def shard_config(self, context: ParallelContext) -> ShardConfig:
         """The ``ShardConfig`` of this configuration on a grid."""

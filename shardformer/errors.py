@@ -105,9 +105,7 @@ def check_choice(name: str, value: object, choices: Iterable[object], rule: str 
 
 def check_bool(name: str, value: object) -> None:
     """Raises ConfigError for what is neither True nor False."""
-    check_argument(
-        name, value, isinstance(value, bool), "It is True or False", f"Write {_argument(name)}=True or False"
-    )
+    check_argument(name, value, isinstance(value, bool), "It is True or False", f"Write {_argument(name)}=True")
 
 
 def check_names(given: Iterable[object], known: Iterable[str], what: str, rule: str) -> None:

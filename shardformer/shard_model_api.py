@@ -89,7 +89,7 @@ class ShardedModel(tuple[nn.Module, list[dict[int, Tensor]]]):
 
 
 class ShardFormer:
-    """Parallelizes models as one config says.
+    """Shards models as a ``ShardConfig`` says; without a context in it, all processes are tensor parallel ranks.
 
     >>> shard_former = ShardFormer(ShardConfig(enable_sequence_parallelism=True))          # doctest: +SKIP
     >>> model, shared_params = shard_former.optimize(model)                                # doctest: +SKIP
@@ -117,7 +117,7 @@ def shard_model(
     config: ShardConfig | None = None,
     **options: Any,
 ) -> nn.Module:
-    """Shards a model over the processes that were launched: one line in a training script.
+    """Shards a model over the processes that were launched; without a context, all are tensor parallel ranks.
 
     Args:
         model: the plain model.

@@ -46,6 +46,7 @@ OWN_DEFAULTS = {"tensor", "data", "average_loss_over", "micro_batches"}
 NEEDS: dict[str, dict[str, Any]] = {
     **{name: {"pipe": 2} for name in OF_STAGES},
     **{name: {"zero_stage": 3} for name in ("keep_frozen", "reshard_after_forward")},
+    "sequence_overlap": {"sequence_parallel": True},
 }
 
 

@@ -48,19 +48,12 @@ FLAGS = {
     "tensor_parallel_mode": "",
     "data": "Data parallel size: the number of parts of the batch, by default 1.",
     "pipe": "Pipeline parallel size: the number of stages. The small model of a family has as many layers as it needs.",
-    "schedule": "",
-    "num_model_chunks": "",
-    "micro_batches": "",
-    "partition": "",
-    "recompute_layers": "",
-    "zero_stage": "",
+    **dict.fromkeys(
+        ("schedule", "num_model_chunks", "micro_batches", "partition", "recompute_layers", "zero_stage"), ""
+    ),
     "sequence": "Context parallel size: 4, or 2x2, a ring of groups, and Ulysses in each group.",
-    "context_parallel": "",
-    "sequence_parallel": "",
-    "sequence_overlap": "",
-    "fused_normalization": "",
-    "flash_attention": "",
-    "fused_activation": "",
+    **dict.fromkeys(("context_parallel", "sequence_parallel", "sequence_overlap"), ""),
+    **dict.fromkeys(("fused_normalization", "flash_attention", "fused_activation"), ""),
     "precision": "With --zero-stage: bf16 or fp16 for the parameters of both models, with master weights in fp32.",
     "offload": "With --zero-stage: cpu or nvme:DIR, for master weights and optimizer state.",
     "average_loss_over": "The plain loss, with --data. ranks, the default: the mean of the losses of the ranks' parts "
@@ -69,18 +62,11 @@ FLAGS = {
 }
 """A field of ``ParallelConfig`` that is a flag -> its help, if the description of the field does not fit."""
 RENAMED_OPTIONS = {
-    "--mode": "--tensor-parallel-mode",
-    "--chunks": "--num-model-chunks",
-    "--cut": "--partition",
-    "--zero": "--zero-stage",
-    "--micro-steps": "--gradient-accumulation-steps",
-    "--checkpointing": "--activation-checkpointing",
-    "--context": "--context-parallel",
-    "--overlap": "--sequence-overlap",
-    "--fused-norm": "--fused-normalization",
-    "--jit": "--fused-activation",
-    "--reference": "--average-loss-over",
-}
+    "--mode": "--tensor-parallel-mode", "--chunks": "--num-model-chunks", "--cut": "--partition",
+    "--zero": "--zero-stage", "--context": "--context-parallel", "--overlap": "--sequence-overlap",
+    "--fused-norm": "--fused-normalization", "--jit": "--fused-activation", "--reference": "--average-loss-over",
+    "--micro-steps": "--gradient-accumulation-steps", "--checkpointing": "--activation-checkpointing",
+}  # fmt: skip
 """Earlier name of an option -> its name."""
 
 

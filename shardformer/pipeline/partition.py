@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from shardformer.errors import ConfigError, check_argument, did_you_mean
+from shardformer.errors import ConfigError, check_argument, check_choice
 
 PARTITION_METHODS = ("balanced", "uniform")
 """Besides these, a partition is the number of layers of each virtual stage."""
@@ -21,8 +21,8 @@ RENAMED_METHODS = {"cost": "balanced", "even": "uniform"}
 def check_partition(partition: Any, layer_costs: Any = None, recompute_layers: Any = None) -> None:
     """Raises ConfigError for values that are not of the types that ``PipelineStageManager`` takes."""
     rule = "It is 'balanced', 'uniform' or the number of layers of each virtual stage"
-    if isinstance(partition, str) and partition not in PARTITION_METHODS:
-        raise ConfigError(f"partition={partition!r}", rule=rule, remedy=did_you_mean(partition, PARTITION_METHODS))
+    if isinstance(partition, str):
+        check_choice("partition", partition, PARTITION_METHODS, rule)
     check_argument("partition", partition, isinstance(partition, Sequence), rule, "Write partition='uniform'")
     are_costs = isinstance(layer_costs, Sequence) and all(
         isinstance(cost, int | float) and 0 <= cost < math.inf for cost in layer_costs

@@ -41,7 +41,7 @@ class ConfigTable(BaseModel):
 
 
 class ModelTable(ConfigTable):
-    """What is trained."""
+    """The model."""
 
     name: str = Field(
         description="A folder that `save_pretrained` wrote, a name on the Hugging Face hub, a `config.json`, or with "
@@ -49,34 +49,31 @@ class ModelTable(ConfigTable):
     )
     task: Task = Field(
         default="causal",
-        description="What it learns: `causal`, to guess the next token; `masked`, to guess those that are masked; "
-        "`sequence_to_sequence`, to write a text from another one; `classification` of texts; `image_classification`.",
+        description="`causal`: predict the next token; `masked`: predict masked tokens; `sequence_to_sequence`: "
+        "generate a text from another one; `classification` of texts; `image_classification`.",
     )
-    head: str | None = Field(
-        default=None, description="The class of transformers; by default the one that transformers has for the task."
-    )
-    random: bool = Field(default=False, description="Whether the weights are random, and not those that were saved.")
-    config: dict[str, Any] = Field(default={}, description="Fields of the model's config that are to be others.")
+    head: str | None = Field(default=None, description="The class of transformers. By default that of the task.")
+    random: bool = Field(default=False, description="Initialize the weights at random instead of loading them.")
+    config: dict[str, Any] = Field(default={}, description="Fields of the model's config to change.")
     trust_remote_code: bool = Field(
         default=False,
-        description="Whether Python that lies beside the model, or on the hub beside it, may run: for models and their "
-        "own tokenizers that transformers does not have.",
+        description="Run Python code that comes with a model or tokenizer that transformers does not have.",
     )
 
 
 class DataTable(ConfigTable):
-    """What it is trained on."""
+    """The training data."""
 
     train: str | list[str] = Field(
         description="A file or several, a folder with a folder of images for each class, or the name of a data set: "
         "see `format`."
     )
-    validation: str | list[str] | None = Field(default=None, description="Data of the same form to try the model on.")
+    validation: str | list[str] | None = Field(default=None, description="Data of the same form for validation.")
     format: Format | None = Field(
         default=None,
         description="`text`: plain text; `jsonl`: JSON objects, one on each line or in one list; `datasets`: the name "
-        "or the folder of a data set of the library `datasets`; `images`. By default what the names end in, and a "
-        "folder holds images.",
+        "or the folder of a data set of the library `datasets`; `images`. By default the suffix of the names decides, "
+        "and a folder holds images.",
     )
     batch_size: int = Field(default=8, ge=1, description="Samples of a step, over all processes.")
     sequence_length: int = Field(default=128, ge=2, description="Tokens of a sample, at most.")
@@ -87,19 +84,16 @@ class DataTable(ConfigTable):
     )
     text: str = Field(default="text", description="The field of a text, in `jsonl` and `datasets`.")
     pair: str | None = Field(default=None, description="The field of a second text, for `classification` of pairs.")
-    target: str = Field(default="target", description="The field of the text to write, for `sequence_to_sequence`.")
+    target: str = Field(default="target", description="The field of the text to generate, for `sequence_to_sequence`.")
     label: str = Field(default="label", description="The field of the class, for `classification`.")
     image: str = Field(default="image", description="The field of the image in `datasets`, or of its path in `jsonl`.")
-    split: str = Field(default="train", description="Which part of `datasets` is trained on.")
+    split: str = Field(default="train", description="The split of `datasets` to train on.")
     validation_split: str | None = Field(
-        default=None,
-        description="Which part the model is tried on, of `validation`, or where that is not said, of `train`.",
+        default=None, description="The split to validate on, of `validation`, or without it of `train`."
     )
-    shuffle: bool = Field(default=True, description="Whether each epoch has an order of its own.")
-    drop_last: bool = Field(
-        default=False, description="Whether what remains at the end of an epoch, and is less than a batch, is left out."
-    )
-    num_workers: int = Field(default=0, ge=0, description="Processes that read samples, beside each that trains.")
+    shuffle: bool = Field(default=True, description="Shuffle the samples in each epoch.")
+    drop_last: bool = Field(default=False, description="Leave out the last batch of an epoch if it is not full.")
+    num_workers: int = Field(default=0, ge=0, description="Processes that read samples, for each that trains.")
 
 
 ParallelTable = create_model(
@@ -128,48 +122,33 @@ class OptimizerTable(ConfigTable):
 
 
 class ScheduleTable(ConfigTable):
-    """How the learning rate changes over the run."""
+    """The learning rate over the run."""
 
-    name: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="How it falls behind the warm-up: not, in a line, or in half a wave."
-    )
-    warmup: float = Field(
-        default=0, ge=0, description="Over how many steps it rises from 0; below 1 it is a share of all steps."
-    )
-    min_lr_rate: float = Field(default=0, ge=0, le=1, description="What it falls to, as a share of `optimizer.lr`.")
+    name: Literal["constant", "linear", "cosine"] = Field(default="constant", description="Its curve after warm-up.")
+    warmup: float = Field(default=0, ge=0, description="Steps of warm-up from 0. Below 1: a share of all steps.")
+    min_lr_rate: float = Field(default=0, ge=0, le=1, description="The final value, as a share of `optimizer.lr`.")
     steps: int | None = Field(
         default=None,
         ge=1,
-        description="Over how many steps it rises and falls; after them it stays. By default those of the run. A run "
-        "that is resumed with another length needs it, if the rates of its steps would change.",
+        description="The length of the schedule, after which the learning rate stays. By default that of the run. A "
+        "run that is resumed with another length needs it, if the learning rates of its steps would change.",
     )
 
 
 class TrainingTable(ConfigTable):
-    """How long the run is, and when the model is tried."""
+    """The length of the run, and validation."""
 
-    steps: int | None = Field(default=None, ge=1, description="How many steps are made.")
-    epochs: int | None = Field(
-        default=None, ge=1, description="How often all data are gone through. One, if `steps` is not said."
-    )
-    validate_every: int | None = Field(
-        default=None, ge=1, description="Steps from one validation to the next; by default it is behind each epoch."
-    )
-    export: bool = Field(
-        default=False, description="Whether `folder/model` is written at the end, for `from_pretrained`."
-    )
+    steps: int | None = Field(default=None, ge=1, description="Optimizer steps.")
+    epochs: int | None = Field(default=None, ge=1, description="Passes over the data. By default 1, without `steps`.")
+    validate_every: int | None = Field(default=None, ge=1, description="Steps between validations. Default: an epoch.")
+    export: bool = Field(default=False, description="Write `folder/model` at the end, for `from_pretrained`.")
 
 
 class TrainConfig(ConfigTable):
     """A whole run."""
 
-    folder: str = Field(
-        default="run",
-        description="Where records, checkpoints and the trained model lie. In paths, ~ is the home folder.",
-    )
-    seed: int = Field(
-        default=0, ge=0, lt=2**63, description="Of weights, of the order of the data, and of all that is drawn."
-    )
+    folder: str = Field(default="run", description="For logs, checkpoints and the trained model. ~ is the home folder.")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="The seed of weights, data order and all random numbers.")
     model: ModelTable
     data: DataTable
     parallel: ParallelTable = ParallelTable()  # type: ignore[valid-type]

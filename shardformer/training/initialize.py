@@ -262,21 +262,6 @@ def _scheduler(given: Any, optimizers: list[Optimizer]) -> Any:
     return given(optimizers[0])
 
 
-def shard_optimizers(optimizers: list[Optimizer], model: nn.Module, asked: ParallelConfig) -> Optimizer:
-    return shard_optimizer(
-        optimizers,
-        model,
-        stage=asked.effective_zero_stage or 0,
-        precision=asked.precision,
-        offload=asked.offload,
-        max_grad_norm=asked.max_grad_norm,
-        on_nonfinite=asked.on_nonfinite,
-        keep_frozen=asked.keep_frozen,
-        reshard_after_forward=asked.reshard_after_forward,
-        bucket_bytes=asked.bucket_bytes,
-    )
-
-
 @dataclass(eq=False)
 class RebuildArguments:
     """Of what an engine is built once more.
@@ -331,7 +316,7 @@ def reshard_engine(engine: Engine, recipe: RebuildArguments, given: Any) -> Resh
         pipeline = make_pipeline(model, asked, recipe.loss_fn, recipe.loss_weight)
         rebind_parameters(optimizers, old.groups, model)
         if asked.effective_zero_stage is not None and optimizers:
-            optimizers = [shard_optimizers(optimizers, model, asked)]
+            optimizers = [shard_optimizer(optimizers, model, **asked.zero_options())]
         moved = old.arrive(model, optimizers)
     set_modes(model, modes)
     changes.apply(recipe.twin)
@@ -446,7 +431,7 @@ def _engine_of(
     pipeline, optimizers, schedulers = collective_call(grid, make, doing="make what trains the model")
     if asked.effective_zero_stage is not None and optimizers:
         with unchanged_on_error(optimizers):
-            optimizers = [shard_optimizers(optimizers, model, asked)]
+            optimizers = [shard_optimizer(optimizers, model, **asked.zero_options())]
     engine = Engine(
         model, optimizers, pipeline, asked, grid,
         scheduler=schedulers, has_target=recipe.loss_fn is not None, **options,
