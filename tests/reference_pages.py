@@ -81,8 +81,8 @@ def _table(kind: Any) -> type[BaseModel] | None:
 def _rows(fields: dict[str, Any]) -> str:
     lines = ["| key | type | by default | |", "|---|---|---|---|"]
     for name, field in fields.items():
-        default = "has to be said" if field.default is PydanticUndefined else _value(field.default)
-        said = (field.description or "").replace("|", "\\|").replace("None: ", "If it is omitted: ")
+        default = "required" if field.default is PydanticUndefined else _value(field.default)
+        said = (field.description or "").replace("|", "\\|").replace("None: ", "By default ")
         said = said[:1].upper() + said[1:]
         lines.append(f"| `{name}` | {_kind(field.annotation)} | {default} | {said} |")
     return "\n".join(lines) + "\n"
