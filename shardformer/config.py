@@ -122,20 +122,15 @@ class ShardConfig:
             check_int(name, value, unit="bytes") if name == "bucket_bytes" else check_bool(name, value)
 
     def stream_layout(self) -> ActivationLayout:
-        """How the activations between the blocks are to lie."""
-        from shardformer.layout.activation_layout import (
-            CONTEXT_PARALLEL,
-            GRID_LAYOUTS,
-            SEQUENCE_PARALLEL,
-            ActivationLayout,
-        )
+        """The layout of the activations between the blocks."""
+        from shardformer.layout import activation_layout as layouts
 
         if self.stream is not None:
             return self.stream
-        if self.tensor_parallel_mode in GRID_LAYOUTS:
-            return GRID_LAYOUTS[self.tensor_parallel_mode]
-        cuts = SEQUENCE_PARALLEL.cuts if self.enable_sequence_parallelism else ()
-        return ActivationLayout((*CONTEXT_PARALLEL.cuts, *cuts) if self.cuts_context else cuts)
+        if self.tensor_parallel_mode != "1d":
+            return layouts.GRID_LAYOUTS[self.tensor_parallel_mode]
+        cuts = layouts.SEQUENCE_PARALLEL.cuts if self.enable_sequence_parallelism else ()
+        return layouts.ActivationLayout((*layouts.CONTEXT_PARALLEL.cuts, *cuts) if self.cuts_context else cuts)
 
     @property
     def cuts_context(self) -> bool:
@@ -202,9 +197,7 @@ _SHARD_OPTIONS = {
     "fused_normalization": "enable_fused_normalization",
     "flash_attention": "enable_flash_attention",
     "fused_activation": "enable_jit_fused",
-    "tensor_parallel_mode": "tensor_parallel_mode",
-    "context_parallel": "context_parallel",
-    "check_consistency": "check_consistency",
+    **{name: name for name in ("tensor_parallel_mode", "context_parallel", "check_consistency")},
 }
 """A field of ``ParallelConfig`` -> the field of ``ShardConfig``."""
 RENAMED_FIELDS = {
@@ -422,7 +415,7 @@ class ParallelConfig:
     def shard_options(self) -> dict[str, Any]:
         """The options of ``ShardConfig``."""
         buckets = {} if self.bucket_bytes is None else {"bucket_bytes": self.bucket_bytes}
-        options = {of_shard: getattr(self, name) for name, of_shard in _SHARD_OPTIONS.items()}
+        options = {option: getattr(self, name) for name, option in _SHARD_OPTIONS.items()}
         return {**options, "extra_kwargs": {"check_inputs": self.check_inputs, **buckets}}
 
     def stage_options(self) -> dict[str, Any]:

@@ -75,9 +75,8 @@ def renamed_arguments(
             for old in [name for name in given if name in names]:
                 new, value = names[old], given.pop(old)
                 if new in given:
-                    raise ConfigError(
-                        f"{kind.__name__} got both {old}= and {new}=", rule=f"{old} is now {new}", remedy=f"Pass {new}="
-                    )
+                    both = f"{kind.__name__} got both {old}= and {new}="
+                    raise ConfigError(both, rule=f"{old} is now {new}", remedy=f"Pass {new}=")
                 warnings.warn(f"{kind.__name__}({old}=) is now {new}=", DeprecationWarning, stacklevel=2)
                 known = (values or {}).get(new, {})
                 given[new] = known.get(value, value) if isinstance(value, str | bool) else value
@@ -92,15 +91,11 @@ def renamed_arguments(
 
 
 def _renamed_attribute(message: str, new: str) -> property:
-    def read(self: Any) -> Any:
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
-        return getattr(self, new)
+    def access(function: Callable[..., Any], *arguments: Any) -> Any:
+        warnings.warn(message, DeprecationWarning, stacklevel=3)
+        return function(*arguments)
 
-    def write(self: Any, value: Any) -> None:
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
-        setattr(self, new, value)
-
-    return property(read, write)
+    return property(lambda x: access(getattr, x, new), lambda x, value: access(setattr, x, new, value))
 
 
 def _names_in(source: str) -> dict[str, tuple[str, str]]:
