@@ -219,7 +219,7 @@ class ParallelConfig:
     Raises ConfigError for a value or a combination that is not supported.
     """
 
-    data: Annotated[int | None, "Data parallel size. None: the number of processes over the other sizes."] = None
+    data: Annotated[int | None, "Data parallel size. None: the number of processes divided by the other sizes."] = None
     pipe: Annotated[int, "Pipeline parallel size: the number of stages."] = 1
     sequence: Annotated[
         int | Sequence[int], "Context parallel size. Two numbers: a ring of groups, and Ulysses in each group."

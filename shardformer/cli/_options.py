@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound="DataclassInstance")
 
 
-def options_from_dataclass(kind: type[T], flags: Mapping[str, str] | None = None) -> Callable[..., Any]:
+def options_from_dataclass(
+    kind: type[T], flags: Mapping[str, str] | None = None
+) -> Callable[[Callable[[T], None]], Callable[..., None]]:
     """Makes a command of a function that takes one ``kind``, a dataclass.
 
     A field is ``Annotated`` with its help, or with a ``typer.Option`` or ``typer.Argument``. A boolean field is a
