@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import typer
+from torch import nn
 
 import shardformer
 from shardformer.cli import build_app
 from shardformer.config import RENAMED_FIELDS, ParallelConfig, ShardConfig
 from shardformer.errors import ConfigError
 from shardformer.offload.host import OffloadConfig
+from shardformer.verify.training_options import VerifyTraining
 from shardformer.zero.mixed_precision import LossScale, MixedPrecision
 
 EVERY_FIELD: dict[str, Any] = {
@@ -87,6 +89,15 @@ def test_earlier_values_work_under_the_earlier_name() -> None:
         assert ParallelConfig(pipe=2, cut="even").partition == "uniform"  # type: ignore[call-arg]
     with pytest.warns(DeprecationWarning):
         assert not ShardConfig(watch=False).check_consistency  # type: ignore[call-arg]
+
+
+def test_other_classes_take_earlier_names_too() -> None:
+    with pytest.warns(DeprecationWarning):
+        training = VerifyTraining(zero=1, reference="whole")  # type: ignore[call-arg]
+    assert training == VerifyTraining(zero_stage=1, average_loss_over="tokens")
+    model = shardformer.shard_model(nn.Linear(2, 2), context=shardformer.ParallelContext.of({}))
+    with pytest.warns(DeprecationWarning, match="average_over_data"):
+        assert shardformer.Pipeline(model, average_over_data=True)._averages  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("name", NEEDS)

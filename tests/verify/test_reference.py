@@ -93,6 +93,12 @@ def test_unlike_numbers_of_labels_are_told_from_the_whole(pool2: WorkerPool) -> 
     ).passed
 
 
+def test_a_pipeline_averages_over_the_tokens_of_all_data_ranks(pool4: WorkerPool) -> None:
+    training = VerifyTraining(average_loss_over="tokens")
+    model_fn, pipeline = SmallModel("gpt2").deeper(4), VerifyPipeline(2)
+    assert verify(model_fn, unlike, 1, 2, 1, pipeline=pipeline, training=training, pool=pool4).passed
+
+
 def test_another_reference_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"average_loss_over='token'.*Did you mean 'tokens'"):
         VerifyTraining(average_loss_over="token")
