@@ -122,12 +122,9 @@ class VerifyOptions:
         found = {name: self.parallel[name] for name in names if name in self.parallel}
         if "pipe" not in self.parallel:
             if found:
-                given = [f"--{name.replace('_', '-')} {value}" for name, value in found.items()]
-                raise ConfigError(
-                    f"{' '.join(given)} without --pipe",
-                    rule="These options configure a pipeline, and --pipe sets the number of its stages",
-                    remedy="Add --pipe 2, or leave them out",
-                )
+                given = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in found.items())
+                rule = "These options configure a pipeline, and --pipe sets the number of its stages"
+                raise ConfigError(f"{given} without --pipe", rule=rule, remedy="Add --pipe 2, or leave them out")
             return None
         from shardformer.verify.train_both import VerifyPipeline
 
@@ -191,11 +188,8 @@ def _check(options: VerifyOptions) -> None:
             rule, remedy = "An axis has one rank or more", f"Use --{name} 1 or more"
             raise ConfigError(f"{name}={size}", rule=rule, remedy=remedy)
     if options.all_heads and options.head:
-        raise ConfigError(
-            f"--all-heads and --head {options.head}",
-            rule="--all-heads runs every head, --head one",
-            remedy="Leave one of the two out",
-        )
+        rule, remedy = "--all-heads runs every head, --head one", "Leave one of the two out"
+        raise ConfigError(f"--all-heads and --head {options.head}", rule=rule, remedy=remedy)
     options.pipelined()
     layout = options.layout()
     _check_used(options, layout)
@@ -231,17 +225,11 @@ def _sources(options: VerifyOptions) -> list[ModelSource]:
     source = find_model(options.model)
     fixed = "batch_fn" in source.own and not hasattr(source.own["batch_fn"], "with_samples")
     if (fixed and options.batch) or ("batch_fn" in source.own and options.tokens):
-        raise ConfigError(
-            f"--batch or --tokens for {options.model}, which brings its own batch_fn",
-            rule="The two are sizes of random batches",
-            remedy="Leave them out, or the batch_fn",
-        )
+        what = f"--batch or --tokens for {options.model}, which brings its own batch_fn"
+        raise ConfigError(what, rule="They are sizes of random batches", remedy="Leave them out, or the batch_fn")
     if options.tokens and source.config is not None and is_vision_only(source.head):
-        raise ConfigError(
-            f"--tokens {options.tokens} for {source.head or options.model}, which reads images",
-            rule="It is the length of a text",
-            remedy="Leave it out",
-        )
+        what = f"--tokens {options.tokens} for {source.head or options.model}, which reads images"
+        raise ConfigError(what, rule="It is the length of a text", remedy="Leave it out")
     heads = source.heads if options.all_heads else [options.head] if options.head else []
     sources = [source.with_head(head) for head in heads] or [source]
     pipeline = options.pipelined()

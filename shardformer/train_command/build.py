@@ -173,9 +173,6 @@ def hook_key(name: str) -> str:
 
 KNOWN_HOOKS = {hook_key(name): getattr(included, name) for name in included.__all__}
 
-RENAMED_HOOKS = {"gradient_watch": "gradient_monitor"}
-"""Earlier name of a hook -> its name."""
-
 
 def build_hooks(config: TrainConfig) -> list[Hook]:
     """Those that measure before those that write.
@@ -230,9 +227,7 @@ def _kind(name: str) -> Any:
             raise ConfigError(
                 f"hooks.{name}",
                 rule='A hook is one of those that come with the trainer, or of your own as "my_hooks.py:MyHook"',
-                remedy=f"It is now hooks.{RENAMED_HOOKS[name]}"
-                if name in RENAMED_HOOKS
-                else did_you_mean(name, KNOWN_HOOKS),
+                remedy=did_you_mean(name, KNOWN_HOOKS),
             )
         return KNOWN_HOOKS[name]
     found = getattr(_module(file, name), attribute, None)

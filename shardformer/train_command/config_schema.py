@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tomllib
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -13,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from shardformer.config import RENAMED_FIELDS, ParallelConfig
 from shardformer.errors import ConfigError, did_you_mean
 from shardformer.mesh.rank_grid import num_ranks
+from shardformer.pipeline.partition import RENAMED_METHODS
 
 Task = Literal["causal", "masked", "sequence_to_sequence", "classification", "image_classification"]
 Format = Literal["text", "jsonl", "datasets", "images"]
@@ -259,6 +261,7 @@ RENAMED_KEYS = {
     "data.sequence": "data.sequence_length",
     "data.workers": "data.num_workers",
     "schedule.final": "schedule.min_lr_rate",
+    "hooks.gradient_watch": "hooks.gradient_monitor",
     **{f"parallel.{old}": f"parallel.{new}" for old, new in RENAMED_FIELDS.items()},
 }
 """Earlier name of a key -> its name."""
@@ -299,9 +302,23 @@ def load_train_config(file: str | Path, changes: Sequence[str] = ()) -> TrainCon
 def parse_config(said: dict[str, Any], where: str) -> TrainConfig:
     """The run that these tables say; ``where`` they stand is for errors."""
     try:
-        return TrainConfig.model_validate(said)
+        return TrainConfig.model_validate(_with_new_names(said))
     except ValidationError as error:
         raise _to_config_error(error, where) from error
+
+
+def _with_new_names(said: Mapping[str, Any]) -> dict[str, Any]:
+    """The tables with earlier keys renamed, with a warning. A key that has both names is left, and an error."""
+    found = {name: dict(table) if isinstance(table, dict) else table for name, table in said.items()}
+    for old, new in RENAMED_KEYS.items():
+        (name, _, old_key), new_key = old.partition("."), new.partition(".")[2]
+        table = found.get(name)
+        if isinstance(table, dict) and old_key in table and new_key not in table:
+            value = table.pop(old_key)
+            table[new_key] = RENAMED_METHODS.get(value, value) if isinstance(value, str) else value
+            if os.environ.get("RANK", "0") == "0":
+                warnings.warn(f"{old} is now {new}", FutureWarning, stacklevel=3)
+    return found
 
 
 def _change(said: dict[str, Any], change: str) -> None:

@@ -49,10 +49,7 @@ def test_a_layout_has_the_fields_of_parallel() -> None:
         ({"parallel__tensor": 0}, r"tensor=0"),
         ({"parallel__precision": "bf17"}, r"bf17"),
         ({"parallel__num_model_chunks": 2}, r"num_model_chunks=2 without pipe=2"),
-        ({"parallel__chunks": 2}, r"parallel\.chunks = 2.*It is now parallel\.num_model_chunks"),
-        ({"data__sequence": 2}, r"data\.sequence = 2.*It is now data\.sequence_length"),
-        ({"data__workers": 2}, r"data\.workers = 2.*It is now data\.num_workers"),
-        ({"schedule__final": 0.1}, r"schedule\.final = 0\.1.*It is now schedule\.min_lr_rate"),
+        ({"data__workers": 2, "data__num_workers": 2}, r"data\.workers = 2.*It is now data\.num_workers"),
         ({"training__epochs": 1.5}, r"training\.epochs = 1\.5.*Write a whole number"),
         ({"optimizer__lr": "5e-5"}, r"optimizer\.lr = '5e-5'.*Write a number, without quotes"),
         ({"training__export": "yes"}, r"training\.export = 'yes'.*Write true or false"),
@@ -97,6 +94,27 @@ def test_what_cannot_be_is_told_with_its_key(changes: dict[str, Any], words: str
     with pytest.raises(ConfigError, match=words) as caught:
         said(**changes)
     assert all((caught.value.what, caught.value.rule, caught.value.remedy))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"parallel__pipe": 2, "parallel__cut": "even"}, {"parallel__pipe": 2, "parallel__partition": "uniform"}),
+        ({"parallel__zero": 2}, {"parallel__zero_stage": 2}),
+        ({"data__sequence": 16}, {"data__sequence_length": 16}),
+        ({"data__workers": 2}, {"data__num_workers": 2}),
+        (
+            {"schedule__name": "cosine", "schedule__final": 0.1},
+            {"schedule__name": "cosine", "schedule__min_lr_rate": 0.1},
+        ),
+        ({"hooks__gradient_watch": True}, {"hooks__gradient_monitor": True}),
+    ],
+    ids=str,
+)
+def test_an_earlier_key_works_with_a_warning(old: dict[str, Any], new: dict[str, Any]) -> None:
+    with pytest.warns(FutureWarning, match=r"is now"):
+        found = said(**old)
+    assert found == said(**new)
 
 
 def test_a_file_is_read_and_keys_are_changed(tmp_path: Path) -> None:

@@ -184,7 +184,6 @@ def test_an_interrupted_run_has_saved_itself_and_says_so(tmp_path: Path) -> None
     ("tables", "words"),
     [
         ({"hooks": {"progres": True}}, r"hooks.progres.*Did you mean 'progress'"),
-        ({"hooks": {"gradient_watch": True}}, r"It is now hooks.gradient_monitor"),
         ({"hooks": {"checkpoint": {"every": 3}}}, r"hooks.checkpoint.every = 3.*Did you mean"),
         ({"hooks": {"nothing.py:Hook": True}}, r"no file 'nothing.py'"),
         ({"optimizer": {"name": "Adamw"}}, r"optimizer.name = 'Adamw'.*Did you mean 'AdamW'"),
