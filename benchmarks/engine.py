@@ -61,7 +61,7 @@ def plain(size: Llama, batch: int) -> Step:
 
 def bare(size: Llama, batch: int, context: ParallelContext) -> Step:
     model, batches = shardformer.shard_model(size.build(), context=context).train(), size.batches(batch)
-    pipeline, optimizer = Pipeline(model, average_over_data=True), common.adamw(model)
+    pipeline, optimizer = Pipeline(model, average_loss_over="tokens"), common.adamw(model)
 
     def step(index: int) -> float:
         loss = pipeline.step(batches[index % len(batches)])

@@ -33,7 +33,7 @@ LAYOUTS = {
     "one process": (1, []),
     "tensor 2": (2, ["--tensor", "2"]),
     "sequence 2": (2, ["--sequence", "2"]),
-    "pipe 2, data 2, ZeRO 1": (4, ["--pipe", "2", "--zero", "1"]),
+    "pipe 2, data 2, ZeRO 1": (4, ["--pipe", "2", "--zero-stage", "1"]),
 }
 
 
@@ -72,7 +72,11 @@ def train(args: argparse.Namespace) -> None:
         batch_size=BATCH * ACCUMULATION,
         scheduler=schedule,
         parallel=shardformer.ParallelConfig(
-            tensor=args.tensor, sequence=args.sequence, pipe=args.pipe, zero=args.zero, micro_batch_size=BATCH
+            tensor=args.tensor,
+            sequence=args.sequence,
+            pipe=args.pipe,
+            zero_stage=args.zero_stage,
+            micro_batch_size=BATCH,
         ),
         data_options={"collate_fn": collate, "seed": args.seed},
     )
@@ -170,7 +174,7 @@ if __name__ == "__main__":
     parser.add_argument("--tensor", type=int, default=1)
     parser.add_argument("--sequence", type=int, default=1)
     parser.add_argument("--pipe", type=int, default=1)
-    parser.add_argument("--zero", type=int, default=None)
+    parser.add_argument("--zero-stage", type=int, default=None)
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--samples", type=int, help="only so many of the training and of the test part")
     parser.add_argument("--dropout", action="store_true", help="as the model has it; by default it is off")

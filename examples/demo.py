@@ -2,7 +2,7 @@
 
     python examples/demo.py                       # each layer is split over two processes
     python examples/demo.py --pipe 2              # the layers form two pipeline stages
-    python examples/demo.py --data 2 --zero 2     # each process has half of the batch; gradients and states are sharded
+    python examples/demo.py --data 2 --zero-stage 2   # each process has half of the batch, and ZeRO
 
 The text is the help that comes with Python. It takes about a minute on two cores. The exit status is 1 if any
 difference is larger than rounding errors.
@@ -108,7 +108,7 @@ def main() -> int:
     parser.add_argument("--tensor", type=int, help="tensor parallel size (default: 2 if no other size is given)")
     parser.add_argument("--pipe", type=int, default=1, help="pipeline stages")
     parser.add_argument("--data", type=int, default=1, help="data parallel size")
-    parser.add_argument("--zero", type=int, choices=(1, 2, 3), help="ZeRO stage")
+    parser.add_argument("--zero-stage", type=int, choices=(1, 2, 3), help="ZeRO stage")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256, help="hidden size, a multiple of 8")
@@ -120,7 +120,7 @@ def main() -> int:
 
     if args.result is not None:
         parallel = shardformer.ParallelConfig(
-            tensor=tensor, pipe=args.pipe, data=args.data, zero=args.zero, max_grad_norm=1.0
+            tensor=tensor, pipe=args.pipe, data=args.data, zero_stage=args.zero_stage, max_grad_norm=1.0
         )
         name = f"{num_processes} processes" if os.environ["RANK"] == "0" else ""
         result = timed(train_in_parallel(args, parallel), name)
@@ -132,7 +132,7 @@ def main() -> int:
     console.rule("Gradients and weights, in double precision")
     model_fn = functools.partial(build_model, args.layers, args.hidden)
     pipeline = VerifyPipeline(pipe=args.pipe) if args.pipe > 1 else None
-    training = VerifyTraining(zero=args.zero)
+    training = VerifyTraining(zero_stage=args.zero_stage)
     report = verify(model_fn, batch_at, tensor, args.data, pipeline=pipeline, training=training)
     print(report)
 

@@ -1,60 +1,53 @@
-"""The configuration of a parallel run: ``ShardConfig`` and ``ParallelConfig``.
+"""``ParallelConfig``: how a model is trained over several processes. ``ShardConfig``: the part that shards the model.
 
-Every combination of options is either applied, or refused before anything changes.
+This module does not import torch, so that the command line can read the fields.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from functools import cache
 from math import prod
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
-import torch.distributed as dist
+from shardformer.errors import ConfigError, check_argument, check_bool, check_choice, check_int, check_names
+from shardformer.pipeline.partition import RENAMED_METHODS, check_partition
+from shardformer.pipeline.schedules import LOSS_AVERAGES, SCHEDULES
+from shardformer.public_names import renamed_arguments
 
-from shardformer.errors import ConfigError, check_argument, did_you_mean
-from shardformer.layout.activation_layout import CONTEXT_PARALLEL, GRID_LAYOUTS, SEQUENCE_PARALLEL, ActivationLayout
-from shardformer.mesh.parallel_context import Axis, ParallelContext
-from shardformer.mesh.rank_grid import check_axis_size, num_ranks
-from shardformer.mesh.tensor_grid import sizes_of_mode
-from shardformer.offload.activations import OFFLOAD_TARGETS
-from shardformer.offload.host import OffloadConfig
-from shardformer.pipeline.micro_batches import check_sizes
-from shardformer.pipeline.stage_manager import PipelineStageManager
-from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE
-from shardformer.zero.config import ZERO_STAGES, StepOptions
-from shardformer.zero.mixed_precision import MixedPrecision
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from shardformer.layout.activation_layout import ActivationLayout
+    from shardformer.mesh.parallel_context import Axis, ParallelContext
+    from shardformer.offload.host import OffloadConfig
+    from shardformer.pipeline.stage_manager import PipelineStageManager
+    from shardformer.zero.mixed_precision import MixedPrecision
 
 CONTEXT_PARALLEL_METHODS = ("auto", "ring", "ulysses", "gather")
 EXTRA_KWARGS = ("check_inputs", "bucket_bytes")
+RENAMED_SHARD_FIELDS = {"watch": "check_consistency"}
 
 
+@renamed_arguments(RENAMED_SHARD_FIELDS, attributes=RENAMED_SHARD_FIELDS)
 @dataclass
 class ShardConfig:
-    """How a model is sharded.
+    """How a model is sharded: ``ParallelConfig.shard_config(context)``, or written by hand as in ColossalAI.
 
     Args:
-        tensor_parallel_process_group: the group of the tensor axis. None means all processes.
-        pipeline_stage_manager: how the layers are cut into the stages of a pipeline, and its schedule. None: where the
-            context has a pipe axis, the usual ones.
-        enable_tensor_parallelism: whether weights are cut over the tensor axis.
-        enable_fused_normalization: torch's fused layer and RMS norm in place of the model's own classes.
-        enable_flash_attention: torch's flash or memory-efficient attention, or the flash-attn package where it fits.
-        enable_jit_fused: an MLP's activation in one kernel, with the bias before it and the gate behind it.
-        enable_sequence_parallelism: between blocks each tensor rank holds a part of the sequence.
-        enable_sequence_overlap: the gathers and scatters of sequence parallelism run under the matmuls beside them.
-        enable_all_optimization: all five of the above.
-        tensor_parallel_mode: "1d", or the tensor axis as a grid: "2d" (rows and columns), "2.5d" (and copies of these)
-            or "3d" (and a third axis that is cut too), with ``launch_from_torch(tensor=(2, 2))`` or three numbers.
-        context_parallel: how attention reads the positions of other ranks of the sequence axis: "ring" (keys and values
-            travel), "ulysses" (heads are exchanged for positions), "gather" (keys and values are gathered), or "auto":
-            ring and Ulysses as they send the least.
-        watch: whether ranks notice, at every step of training, that they have come apart: batches, modes, steps and
-            options of optimizers, weights that they hold alike (docs/reliability.md).
-        extra_kwargs: ``check_inputs`` (default True: the tensor ranks compare what they are fed), ``bucket_bytes``
-            (size of a bucket of gradients, default 25 MB).
-        context: the grid from ``launch_from_torch``; it brings the data axis too.
-        stream: how the activations between the blocks lie, where that is not what the options say.
+        tensor_parallel_process_group: the group of the tensor axis. None: all processes.
+        pipeline_stage_manager: the stages of a pipeline and their schedule. None: the defaults, if the context has a
+            pipe axis.
+        enable_tensor_parallelism: shard weights over the tensor axis.
+        enable_fused_normalization, enable_flash_attention, enable_jit_fused, enable_sequence_parallelism,
+            enable_sequence_overlap: ``fused_normalization``, ``flash_attention``, ``fused_activation``,
+            ``sequence_parallel`` and ``sequence_overlap`` of ``ParallelConfig``.
+        enable_all_optimization: all five of these.
+        tensor_parallel_mode, context_parallel, check_consistency: as in ``ParallelConfig``.
+        extra_kwargs: ``check_inputs`` and ``bucket_bytes`` of ``ParallelConfig``.
+        context: the context from ``launch_from_torch``.
+        stream: the layout of the activations between the blocks, if it is not the one of these options.
     """
 
     tensor_parallel_process_group: dist.ProcessGroup | None = None
@@ -68,102 +61,76 @@ class ShardConfig:
     enable_all_optimization: bool = False
     tensor_parallel_mode: str = "1d"
     context_parallel: str = "auto"
-    watch: bool = True
+    check_consistency: bool = True
     extra_kwargs: dict[str, Any] = field(default_factory=dict)
     context: ParallelContext | None = None
     stream: ActivationLayout | None = None
 
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> ShardConfig:
+        """From its fields by name. Raises ConfigError for an unknown one."""
+        known = (*cls.__dataclass_fields__, *RENAMED_SHARD_FIELDS)
+        check_names(options, known, "There is no option", "The options are the fields of ShardConfig")
+        return cls(**options)
+
     def __post_init__(self) -> None:
-        if not isinstance(self.extra_kwargs, Mapping):
-            raise ConfigError(
-                f"extra_kwargs={self.extra_kwargs!r:.80}",
-                rule=f"It is a dict of {', '.join(EXTRA_KWARGS)}",
-                remedy="Write extra_kwargs={'check_inputs': False}, or leave it out",
-            )
-        self.extra_kwargs = dict(self.extra_kwargs)
-        self._check_kinds()
+        from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE
+
+        self._check_types()
         if self.enable_all_optimization:
             self.enable_fused_normalization = self.enable_flash_attention = self.enable_jit_fused = True
             if self.enable_tensor_parallelism and self.tensor_parallel_mode == "1d":
                 self.enable_sequence_parallelism = self.enable_sequence_overlap = True
-        if self.enable_sequence_overlap and not self.enable_sequence_parallelism:
-            raise ConfigError(
-                "enable_sequence_overlap=True with enable_sequence_parallelism=False",
-                rule="The overlap hides the communication of sequence parallelism, which is off",
-                remedy="Set enable_sequence_parallelism=True too, or leave both off",
-            )
-        if self.enable_sequence_parallelism and not self.enable_tensor_parallelism:
-            raise ConfigError(
-                "enable_sequence_parallelism=True with enable_tensor_parallelism=False",
-                rule="The sequence is cut over the tensor axis, between tensor-parallel blocks",
-                remedy="Set enable_tensor_parallelism=True, or leave sequence parallelism off",
-            )
-        if self.tensor_parallel_mode not in tuple(LAYERS_BY_MODE):
-            raise ConfigError(
-                f"tensor_parallel_mode={self.tensor_parallel_mode!r}",
-                rule=f"The modes are {', '.join(LAYERS_BY_MODE)}",
-                remedy=did_you_mean(str(self.tensor_parallel_mode), LAYERS_BY_MODE),
-            )
+        check_choice("tensor_parallel_mode", self.tensor_parallel_mode, LAYERS_BY_MODE)
+        check_choice("context_parallel", self.context_parallel, CONTEXT_PARALLEL_METHODS)
+        on, needed = "enable_sequence_parallelism", "enable_tensor_parallelism"
+        for name, other in (("enable_sequence_overlap", on), (on, needed)):
+            if getattr(self, name) and not getattr(self, other):
+                raise ConfigError(
+                    f"{name}=True with {other}=False",
+                    rule="Sequence parallelism shards activations over the tensor axis, and the overlap hides its "
+                    "communication",
+                    remedy=f"Set {other}=True, or leave {name} out",
+                )
         if self.tensor_parallel_mode != "1d" and (self.enable_sequence_parallelism or self.cuts_context):
-            other = "enable_sequence_parallelism=True" if self.enable_sequence_parallelism else "a sequence axis"
+            other = f"{on}=True" if self.enable_sequence_parallelism else "a sequence axis"
             raise ConfigError(
                 f"tensor_parallel_mode={self.tensor_parallel_mode!r} with {other}",
-                rule="On a tensor grid what flows between the blocks is cut along samples and hidden features",
+                rule="On a tensor grid the activations are sharded along samples and hidden features",
                 remedy="Leave the sequence whole, or use tensor_parallel_mode='1d'",
             )
-        if self.context_parallel not in CONTEXT_PARALLEL_METHODS:
-            raise ConfigError(
-                f"context_parallel={self.context_parallel!r}",
-                rule=f"It is one of {', '.join(CONTEXT_PARALLEL_METHODS)}",
-                remedy=did_you_mean(str(self.context_parallel), CONTEXT_PARALLEL_METHODS),
-            )
-        for name in self.extra_kwargs:
-            if name not in EXTRA_KWARGS:
-                raise ConfigError(
-                    f"extra_kwargs holds {name!r}",
-                    rule=f"It takes {', '.join(EXTRA_KWARGS)}",
-                    remedy=did_you_mean(name, EXTRA_KWARGS),
-                )
 
-    def _check_kinds(self) -> None:
-        manager: Any = self.pipeline_stage_manager
-        if manager is not None and not isinstance(manager, PipelineStageManager):
-            raise ConfigError(
-                f"pipeline_stage_manager={manager!r:.60}",
-                rule="It is a PipelineStageManager, which says how layers are cut into stages, and the schedule",
-                remedy="Write PipelineStageManager(context, schedule='1f1b'), or leave it out",
-            )
-        is_grid = isinstance(self.context, ParallelContext | None)
-        check_argument(
-            "context", self.context, is_grid, "It is the grid that launch_from_torch returned", "Leave context out"
-        )
-        is_layout = isinstance(self.stream, ActivationLayout | None)
-        check_argument(
-            "stream", self.stream, is_layout, "It says how activations between the blocks lie", "Leave stream out"
-        )
-        switches = {n: getattr(self, n) for n in self.__dataclass_fields__ if n.startswith("enable_")}
-        switches |= {"watch": self.watch, "check_inputs": self.extra_kwargs.get("check_inputs", True)}
-        wrong = next((n for n, value in switches.items() if not isinstance(value, bool)), None)
-        if wrong is not None:
-            raise ConfigError(
-                f"{wrong}={switches[wrong]!r}", rule="It is on or off", remedy=f"Write {wrong}=True or False"
-            )
-        size = self.extra_kwargs.get("bucket_bytes", 1)
-        if type(size) is not int or size < 1:
-            raise ConfigError(
-                f"bucket_bytes={size!r}",
-                rule="It is a number of bytes, one or more",
-                remedy="Write 25 * 2**20 for 25 MB, or leave it out",
-            )
+    def _check_types(self) -> None:
+        from shardformer.layout.activation_layout import ActivationLayout
+        from shardformer.mesh.parallel_context import ParallelContext
+        from shardformer.pipeline.stage_manager import PipelineStageManager
+
+        rule = f"It is a dict of {', '.join(EXTRA_KWARGS)}"
+        is_dict = isinstance(self.extra_kwargs, Mapping)
+        check_argument("extra_kwargs", self.extra_kwargs, is_dict, rule, "Write extra_kwargs={'check_inputs': False}")
+        self.extra_kwargs = dict(self.extra_kwargs)
+        check_names(self.extra_kwargs, EXTRA_KWARGS, "extra_kwargs has", rule)
+        for name, kind, remedy in (
+            ("pipeline_stage_manager", PipelineStageManager, "Write PipelineStageManager(context, schedule='1f1b')"),
+            ("context", ParallelContext, "Pass what launch_from_torch returned"),
+            ("stream", ActivationLayout, "Leave it out"),
+        ):
+            value = getattr(self, name)
+            check_argument(name, value, isinstance(value, kind | None), f"It is a {kind.__name__} or None", remedy)
+        switches = [each.name for each in fields(self) if isinstance(each.default, bool)]
+        for name, value in {**{n: getattr(self, n) for n in switches}, **self.extra_kwargs}.items():
+            check_int(name, value, unit="bytes") if name == "bucket_bytes" else check_bool(name, value)
 
     def stream_layout(self) -> ActivationLayout:
-        """How the activations between the blocks are to lie."""
+        """The layout of the activations between the blocks."""
+        from shardformer.layout import activation_layout as layouts
+
         if self.stream is not None:
             return self.stream
-        if self.tensor_parallel_mode in GRID_LAYOUTS:
-            return GRID_LAYOUTS[self.tensor_parallel_mode]
-        cuts = SEQUENCE_PARALLEL.cuts if self.enable_sequence_parallelism else ()
-        return ActivationLayout((*CONTEXT_PARALLEL.cuts, *cuts) if self.cuts_context else cuts)
+        if self.tensor_parallel_mode != "1d":
+            return layouts.GRID_LAYOUTS[self.tensor_parallel_mode]
+        cuts = layouts.SEQUENCE_PARALLEL.cuts if self.enable_sequence_parallelism else ()
+        return layouts.ActivationLayout((*layouts.CONTEXT_PARALLEL.cuts, *cuts) if self.cuts_context else cuts)
 
     @property
     def cuts_context(self) -> bool:
@@ -180,49 +147,40 @@ class ShardConfig:
     @property
     def is_grid(self) -> bool:
         """Whether the tensor axis is a grid."""
-        return self.tensor_parallel_mode in GRID_LAYOUTS and self.enable_tensor_parallelism
+        return self.tensor_parallel_mode != "1d" and self.enable_tensor_parallelism
 
     def resolve_context(self) -> ParallelContext:
-        """The grid to shard over: the one given, one around the group given, or all processes as the tensor axis."""
+        """The context to shard over: the one passed, one around the group passed, or all processes as tensor ranks."""
         context = self._given_context()
-        self._check_mode(context)
-        if context.sequence.size > 1 and all(cut.axis != "sequence" for cut in self.stream_layout().cuts):
+        sizes = context.sizes
+        if self.tensor_parallel_mode == "1d" and "row" in sizes and sizes["tensor"] > 1:
+            grid = " x ".join(str(sizes[name]) for name in ("row", "column", "depth"))
             raise ConfigError(
-                f"The grid has sequence={context.sequence.size}",
-                rule="A model is sharded over the data, pipe and tensor axes, and those that its stream is cut over",
-                remedy="Leave sequence out: enable_sequence_parallelism cuts the sequence along the tensor axis",
+                f"tensor_parallel_mode='1d' with a tensor axis that is a grid of {grid}",
+                rule="Rows and columns are those of the modes 2d, 2.5d and 3d",
+                remedy="Write tensor_parallel_mode='2d', or pass one number as tensor=",
+            )
+        if sizes["sequence"] > 1 and all(cut.axis != "sequence" for cut in self.stream_layout().cuts):
+            raise ConfigError(
+                f"The context has sequence={sizes['sequence']}, and stream={self.stream}",
+                rule="The activations have to be sharded over the sequence axis",
+                remedy="Leave stream out, or the sequence axis",
             )
         return context
 
-    def _check_mode(self, context: ParallelContext) -> None:
-        if self.tensor_parallel_mode == "1d" and "row" in context.axes and context.tensor.size > 1:
-            sizes = context.sizes
-            grid = " x ".join(str(sizes[name]) for name in ("row", "column", "depth"))
-            raise ConfigError(
-                f"tensor_parallel_mode='1d' on a tensor axis that was laid as a grid of {grid}",
-                rule="Rows and columns are those of the modes 2d, 2.5d and 3d",
-                remedy="Write tensor_parallel_mode='2d', or give tensor= one number",
-            )
-
     def _given_context(self) -> ParallelContext:
-        manager = self.pipeline_stage_manager
-        if manager is not None and self.context is None and self.tensor_parallel_process_group is None:
+        from shardformer.mesh.parallel_context import ParallelContext
+
+        manager, context, group = self.pipeline_stage_manager, self.context, self.tensor_parallel_process_group
+        if manager is not None and context is None and group is None:
             return manager.context
-        if manager is not None and self.context is not manager.context:
+        if (manager is not None and context is not manager.context) or (context is not None and group is not None):
             raise ConfigError(
-                "The config's grid is not that of its pipeline_stage_manager",
-                rule="One grid has the stages and all other axes",
-                remedy="Leave context and tensor_parallel_process_group out: the stage manager brings its context",
+                "ShardConfig got more than one of context, tensor_parallel_process_group and pipeline_stage_manager",
+                rule="A context has the tensor group, and a pipeline_stage_manager has the context",
+                remedy="Pass one of them",
             )
-        if self.context is None:
-            return ParallelContext.from_group(self.tensor_parallel_process_group)
-        if self.tensor_parallel_process_group is not None:
-            raise ConfigError(
-                "Both context and tensor_parallel_process_group were given",
-                rule="A context names its tensor group itself",
-                remedy="Give one of the two",
-            )
-        return self.context
+        return ParallelContext.from_group(group) if context is None else context
 
     def options(self) -> dict[str, bool | str]:
         """The options by name, for the plan's hash and for ``describe_sharding``."""
@@ -231,186 +189,268 @@ class ShardConfig:
         return {**{n: bool(getattr(self, n)) for n in names}, **{n: str(getattr(self, n)) for n in modes}}
 
 
-LOSS_AVERAGES = ("tokens", "ranks")
+STAGE_FIELDS = ("num_model_chunks", "partition", "layer_costs", "recompute_layers")
+_OF_STAGE_3 = ("keep_frozen", "reshard_after_forward")
+_SHARD_OPTIONS = {
+    "sequence_parallel": "enable_sequence_parallelism",
+    "sequence_overlap": "enable_sequence_overlap",
+    "fused_normalization": "enable_fused_normalization",
+    "flash_attention": "enable_flash_attention",
+    "fused_activation": "enable_jit_fused",
+    **{name: name for name in ("tensor_parallel_mode", "context_parallel", "check_consistency")},
+}
+"""A field of ``ParallelConfig`` -> the field of ``ShardConfig``."""
+RENAMED_FIELDS = {
+    "tensor_mode": "tensor_parallel_mode", "jit_fused": "fused_activation", "chunks": "num_model_chunks",
+    "cut": "partition", "checkpoint_layers": "recompute_layers", "activations": "activation_offload",
+    "zero": "zero_stage", "watch": "check_consistency", "average": "average_loss_over",
+}  # fmt: skip
+"""Earlier name of a field of ``ParallelConfig`` -> its name."""
 
 
+@renamed_arguments(RENAMED_FIELDS, {"partition": RENAMED_METHODS}, {**RENAMED_FIELDS, "fit": "fit_to"})
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How a model is trained over the processes that were launched. The same fields stand in a run's config file.
+    """How a model is trained over several processes: layout, kernels, pipeline, memory and step.
 
-    Each field is ``Annotated`` with its description, from which the config file's table and its page are made: a
-    docstring would be missing under ``python -OO``.
+    The command line, the table ``[parallel]`` of a run configuration and their documentation are generated from these
+    fields. ``to_dict`` and ``from_dict`` convert to and from values that JSON and TOML can hold.
+
+    Raises ConfigError for a value or a combination that is not supported.
     """
 
-    data: Annotated[
-        int | None,
-        "ranks that each train on a part of the batch; None: what remains of the processes.",
-    ] = None
-    pipe: Annotated[int, "stages, which hold some of the layers each."] = 1
-    sequence: Annotated[int, "ranks over which the sequence is cut, attention reading the positions of all."] = 1
-    tensor: Annotated[
-        int | Sequence[int],
-        "ranks that hold a part of each matrix; two or three numbers for a grid of `tensor_mode`.",
+    data: Annotated[int | None, "Data parallel size. None: the number of processes divided by the other sizes."] = None
+    pipe: Annotated[int, "Pipeline parallel size: the number of stages."] = 1
+    sequence: Annotated[
+        int | Sequence[int], "Context parallel size. Two numbers: a ring of groups, and Ulysses in each group."
     ] = 1
-    tensor_mode: Annotated[str, '"1d", "2d", "2.5d" or "3d", as `tensor_parallel_mode` of `ShardConfig`.'] = "1d"
-    sequence_parallel: Annotated[bool, "whether between blocks each tensor rank holds a part of the sequence."] = False
-    sequence_overlap: Annotated[bool, "whether its gathers and scatters run under the matmuls beside them."] = False
+    tensor: Annotated[
+        int | Sequence[int], "Tensor parallel size. Two or three numbers: the grid of `tensor_parallel_mode`."
+    ] = 1
+    tensor_parallel_mode: Annotated[str, 'How weights are sharded: "1d", or on a grid: "2d", "2.5d" or "3d".'] = "1d"
+    sequence_parallel: Annotated[bool, "Shard activations between blocks along the sequence, over tensor."] = False
+    sequence_overlap: Annotated[bool, "Overlap the communication of `sequence_parallel` with matmuls."] = False
     context_parallel: Annotated[
         str,
-        'how it does: "ring", "ulysses", "gather" or "auto", as in `ShardConfig`.',
+        'How attention reads other ranks of the sequence axis: "ring" sends keys and values around, "ulysses" '
+        'exchanges heads for positions, "gather" gathers keys and values, "auto" takes the one that sends least.',
     ] = "auto"
-    flash_attention: Annotated[bool, "kernels, as in `ShardConfig`."] = False
-    fused_normalization: Annotated[bool, "kernels, as in `ShardConfig`."] = False
-    jit_fused: Annotated[bool, "kernels, as in `ShardConfig`."] = False
-    schedule: Annotated[
-        str,
-        'of the pipeline, "1f1b" and others; see `PipelineStageManager` for this and the next three.',
-    ] = "1f1b"
-    chunks: Annotated[int | None, "virtual stages on each rank; None: the schedule's own number."] = None
-    cut: Annotated[
+    flash_attention: Annotated[bool, "Use torch's fused attention, or flash-attn where it supports the model."] = False
+    fused_normalization: Annotated[bool, "Use torch's fused layer norm and RMS norm."] = False
+    fused_activation: Annotated[bool, "Fuse the activation of an MLP with its bias and gate."] = False
+    schedule: Annotated[str, 'Pipeline schedule: "gpipe", "1f1b", "interleaved", "interleaved_zb" or "zbv".'] = "1f1b"
+    num_model_chunks: Annotated[int | None, "Virtual stages on each rank. None: the default of the schedule."] = None
+    partition: Annotated[
         str | Sequence[int],
-        'how the layers are cut into stages: "cost", "even", or how many layers each has.',
-    ] = "cost"
-    checkpoint_layers: Annotated[
+        'Layers of the stages: "balanced" by cost, "uniform" by number, or the number for each virtual stage.',
+    ] = "balanced"
+    layer_costs: Annotated[
+        Sequence[float] | None, "Cost of each layer, in any unit. None: estimated from the weights that a token meets."
+    ] = None
+    recompute_layers: Annotated[
         int | Sequence[int] | None,
-        "how many layers of each stage compute their activations again in the backward.",
+        "Layers of each virtual stage that recompute their activations in the backward: a number, or one for each.",
     ] = None
-    activations: Annotated[
-        str,
-        'where what the forward saves is kept: "device", "host", "tensor" or "tensor+host"; see `store_activations`.',
+    activation_offload: Annotated[
+        str, 'Where activations are kept: "device", "host", "tensor" (sharded over that axis) or "tensor+host".'
     ] = "device"
-    micro_batches: Annotated[
+    micro_batches: Annotated[int | None, "Micro-batches of the batch of a rank. None: the number of stages."] = None
+    micro_batch_size: Annotated[int | None, "Samples of a micro-batch, instead of `micro_batches`."] = None
+    zero_stage: Annotated[
         int | None,
-        "into how many parts each rank's batch is cut. None: as many as there are stages.",
+        "ZeRO stage: 1 shards the optimizer state over the data axis, 2 also the gradients, 3 also the parameters. "
+        "None: off, or 0 if `precision` or `offload` needs it.",
     ] = None
-    micro_batch_size: Annotated[
-        int | None,
-        "or how many samples each part has: fewer need less memory, and the result is the same.",
+    precision: Annotated[
+        str | MixedPrecision,
+        'Of parameters: "fp32", or "bf16" and "fp16" with master weights in fp32. In Python also a `MixedPrecision`.',
+    ] = "fp32"
+    offload: Annotated[
+        str | OffloadConfig | None,
+        'Where master weights and optimizer state are kept: "cpu" or "nvme:DIR". In Python also an `OffloadConfig`.',
     ] = None
-    zero: Annotated[
-        int | None,
-        "the stage of ZeRO; None: none, unless precision or offload ask for what it does (then 0).",
+    keep_frozen: Annotated[bool, "ZeRO stage 3: do not shard parameters that do not train."] = True
+    reshard_after_forward: Annotated[
+        bool | int | str | None,
+        "ZeRO stage 3: shard a layer again after its forward. False: gather once per step. A number of bytes, or "
+        '"free" for the free memory of the GPU: keep that much of the last layers. None: true, false in a pipeline.',
     ] = None
-    precision: Annotated[str | MixedPrecision, '"fp32", "bf16", "fp16" or a `Precision`.'] = "fp32"
-    offload: Annotated[str | OffloadConfig | None, '"cpu", "nvme:DIR" or an `Offload`.'] = None
-    max_grad_norm: Annotated[float | None, "to which a step clips the norm of all gradients."] = None
+    bucket_bytes: Annotated[int | None, "Bytes of gradients that are reduced together. None: 25 MB."] = None
+    max_grad_norm: Annotated[float | None, "Clip the norm of all gradients to this value."] = None
     on_nonfinite: Annotated[
         str,
-        'what a step does with gradients that are not finite: "raise", "skip" or "ignore". Without zero they are '
-        "looked at where their norm is taken.",
+        'What a step does if gradients are not finite: "raise", "skip" or "ignore". Without ZeRO they are checked '
+        "where their norm is computed.",
     ] = "raise"
-    watch: Annotated[bool, "whether ranks notice that they have come apart, as in `ShardConfig`."] = True
-    average: Annotated[
+    check_inputs: Annotated[bool, "Compare the inputs of the ranks that must receive the same batch."] = True
+    check_consistency: Annotated[bool, "Detect diverging batches, modes, optimizers, replicated weights."] = True
+    average_loss_over: Annotated[
         str,
-        '"tokens": each token, or sample, that counts weighs the same in the loss, wherever in the batch it is, as it '
-        'does on one device. "ranks": the loss is the mean of the data ranks\' losses.',
+        '"tokens": every token (or sample) that counts has the same weight in the loss, as on one device. "ranks": the '
+        "loss is the mean of the losses of the data ranks.",
     ] = "tokens"
 
     def __post_init__(self) -> None:
-        for name in ("data", "pipe", "sequence"):
+        from shardformer.mesh.rank_grid import check_axis_size, num_ranks
+        from shardformer.mesh.tensor_grid import sizes_of_mode
+        from shardformer.offload.activations import OFFLOAD_TARGETS
+        from shardformer.offload.host import OffloadConfig
+        from shardformer.pipeline.micro_batches import check_sizes
+        from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE
+        from shardformer.zero.config import ZERO_STAGES, BucketOptions, Stage3Options, StepOptions
+        from shardformer.zero.mixed_precision import MixedPrecision
+
+        for each in fields(self):
+            if isinstance(value := getattr(self, each.name), list):
+                object.__setattr__(self, each.name, tuple(value))
+            if isinstance(each.default, bool):
+                check_bool(each.name, value)
+        for name, known in (
+            ("zero_stage", (None, *ZERO_STAGES)),
+            ("average_loss_over", LOSS_AVERAGES),
+            ("activation_offload", OFFLOAD_TARGETS),
+            ("tensor_parallel_mode", LAYERS_BY_MODE),
+            ("context_parallel", CONTEXT_PARALLEL_METHODS),
+            ("schedule", SCHEDULES),
+        ):
+            check_choice(name, getattr(self, name), known)
+        check_partition(self.partition, self.layer_costs, self.recompute_layers)
+        for name in ("data", "pipe"):
             if (size := getattr(self, name)) is not None:
                 check_axis_size(name, size)
-        if num_ranks(self.tensor, "tensor") > 1 and self.tensor_mode != "1d":
-            sizes_of_mode(self.tensor_mode, self.tensor)
+        num_ranks(self.sequence)
+        if num_ranks(self.tensor, "tensor") > 1 and self.tensor_parallel_mode != "1d":
+            sizes_of_mode(self.tensor_parallel_mode, self.tensor)
         if self.micro_batches is not None or self.micro_batch_size is not None:
             check_sizes(self.micro_batches, self.micro_batch_size)
-        (
-            MixedPrecision.of(self.precision),
-            OffloadConfig.of(self.offload),
-            StepOptions(self.max_grad_norm, self.on_nonfinite),
-        )
-        for name, known in (
-            ("zero", (None, *ZERO_STAGES)),
-            ("average", LOSS_AVERAGES),
-            ("activations", OFFLOAD_TARGETS),
-        ):
-            if (value := getattr(self, name)) not in known or isinstance(value, bool):
-                rule = f"{name} is one of {', '.join(map(repr, known))}"
-                raise ConfigError(f"{name}={value!r}", rule=rule, remedy=did_you_mean(str(value), map(str, known)))
-        if self.pipe == 1 and (self.chunks, self.cut, self.checkpoint_layers) != (None, "cost", None):
-            raise ConfigError(
-                "chunks, cut or checkpoint_layers is given with pipe=1",
-                rule="They say how layers are cut into the stages of a pipeline",
-                remedy="Write pipe=2 or more, or leave them out; model.gradient_checkpointing_enable() works without",
-            )
+        MixedPrecision.of(self.precision), OffloadConfig.of(self.offload)
+        StepOptions(self.max_grad_norm, self.on_nonfinite), BucketOptions(self.bucket_bytes)
+        Stage3Options(self.keep_frozen, self.reshard_after_forward)
+        self._check_used(STAGE_FIELDS, self.pipe > 1, "pipe=2 or more")
+        self._check_used(_OF_STAGE_3, self.zero_stage == 3, "zero_stage=3")
+        self._check_used(("sequence_overlap",), self.sequence_parallel, "sequence_parallel=True")
+
+    def _check_used(self, names: Sequence[str], is_used: bool, needed: str) -> None:
+        """Raises ConfigError for fields that are set and have no effect with the other fields."""
+        changed = [f"{n}={getattr(self, n)!r}" for n in names if getattr(self, n) != _DEFAULTS[n]]
+        if changed and not is_used:
+            rule, remedy = "It has no effect in this layout", f"Set {needed}, or leave it out"
+            raise ConfigError(f"{', '.join(changed)} without {needed}", rule=rule, remedy=remedy)
 
     @classmethod
     def of(cls, given: Any) -> ParallelConfig:
-        """From what ``initialize`` was given: itself, a mapping of its fields, or None. Raises ConfigError else."""
+        """The ``parallel`` argument of ``initialize``: a ParallelConfig, a dict of its fields, or None."""
         if given is None or isinstance(given, cls):
             return given or cls()
-        if not isinstance(given, dict):
-            raise ConfigError(
-                f"parallel={given!r:.80}",
-                rule="It is a shardformer.ParallelConfig, or a dict of its fields",
-                remedy="Write parallel=shardformer.ParallelConfig(tensor=2)",
-            )
-        names = [field.name for field in fields(cls)]
-        unknown = next((str(name) for name in given if name not in names), None)
-        if unknown is not None:
-            rule = "The fields are those of shardformer.ParallelConfig"
-            raise ConfigError(f"parallel has no field {unknown!r}", rule=rule, remedy=did_you_mean(unknown, names))
+        rule, remedy = "It is a ParallelConfig, or a dict of its fields", "Write parallel=ParallelConfig(tensor=2)"
+        check_argument("parallel", given, isinstance(given, dict), rule, remedy)
+        return cls.from_dict(given)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ParallelConfig:
+        """The configuration with these fields, as ``to_dict`` returns them. Raises ConfigError for an unknown field."""
+        from shardformer.offload.host import OffloadConfig
+        from shardformer.zero.mixed_precision import LossScale, MixedPrecision
+
+        known = (*cls.__dataclass_fields__, *RENAMED_FIELDS)
+        check_names(values, known, "parallel has no field", "The fields are those of shardformer.ParallelConfig")
+        given = dict(values)
+        if isinstance(precision := given.get("precision"), Mapping):
+            scale = precision.get("loss_scale", {})
+            given["precision"] = MixedPrecision(**{**precision, "loss_scale": LossScale(**scale)})
+        if isinstance(offload := given.get("offload"), Mapping):
+            given["offload"] = OffloadConfig(**offload)
         return cls(**given)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as values that JSON can hold."""
+        return {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
+
+    @classmethod
+    @cache
+    def described_fields(cls) -> dict[str, tuple[Any, str]]:
+        """Field -> its type in a file or on the command line, and its description."""
+        stand_ins = {"MixedPrecision": str, "OffloadConfig": str}
+        hints = get_type_hints(cls, localns=stand_ins, include_extras=True)
+        return {each.name: get_args(hints[each.name])[:2] for each in fields(cls)}
 
     @property
     def sizes(self) -> dict[str, int | None]:
-        """Of the axes."""
-        sizes = {name: getattr(self, name) for name in ("data", "pipe", "sequence")}
-        return {**sizes, "tensor": num_ranks(self.tensor, "tensor")}
+        """The size of each axis; None where ``data`` is left open."""
+        from shardformer.mesh.rank_grid import num_ranks
 
-    def fit(self, num_processes: int) -> ParallelConfig:
-        """The layout that is most like this one over another number of processes.
+        composite = {name: num_ranks(getattr(self, name), name) for name in ("sequence", "tensor")}
+        return {"data": self.data, "pipe": self.pipe, **composite}
 
-        The axes that cut the model keep their sizes where these divide the processes, or get a divisor of them, so that
-        heads and layers which could be cut so far still can; the data ranks are what remains.
+    def fit_to(self, num_processes: int) -> ParallelConfig:
+        """The layout that is most like this one for another number of processes.
 
-        >>> fitted = ParallelConfig(tensor=4, pipe=2).fit(6)
+        The axes that shard the model keep their sizes, or get a divisor of them, so that heads and layers can still be
+        divided. The data axis takes the remaining processes.
+
+        >>> fitted = ParallelConfig(tensor=4, pipe=2).fit_to(6)
         >>> fitted.tensor, fitted.pipe, fitted.data
         (1, 2, 3)
         """
+        sizes = {name: size or 1 for name, size in self.sizes.items()}
         found = [
             (pipe, sequence, tensor)
             for pipe in _divisors(self.pipe)
-            for sequence in _divisors(self.sequence)
-            for tensor in _divisors(num_ranks(self.tensor, "tensor"))
+            for sequence in _divisors(sizes["sequence"])
+            for tensor in _divisors(sizes["tensor"])
             if num_processes % (pipe * sequence * tensor) == 0
         ]
         pipe, sequence, tensor = max(found, key=lambda sizes: (prod(sizes), sizes[2]))
-        of_stages: dict[str, Any] = {} if pipe > 1 else {"chunks": None, "cut": "cost", "checkpoint_layers": None}
-        if pipe != self.pipe and not isinstance(self.cut, str):
-            of_stages |= {"cut": "cost"}
-        data = num_processes // (pipe * sequence * tensor)
+        changes: dict[str, Any] = {} if pipe > 1 else {name: _DEFAULTS[name] for name in STAGE_FIELDS}
+        if pipe != self.pipe and not isinstance(self.partition, str):
+            changes |= {"partition": "balanced"}
+        if sequence != sizes["sequence"]:
+            changes |= {"sequence": sequence}
         if tensor == 1:
-            of_stages |= {"sequence_parallel": False, "sequence_overlap": False}
-        if tensor != num_ranks(self.tensor, "tensor"):
-            of_stages |= {"tensor": tensor, "tensor_mode": "1d"}  # of another size there may be no such grid
-        return replace(self, data=data, pipe=pipe, sequence=sequence, **of_stages)
+            changes |= {"sequence_parallel": False, "sequence_overlap": False}
+        if tensor != sizes["tensor"]:
+            changes |= {"tensor": tensor, "tensor_parallel_mode": "1d"}  # another size may have no such grid
+        return replace(self, data=num_processes // (pipe * sequence * tensor), pipe=pipe, **changes)
+
+    def shard_options(self) -> dict[str, Any]:
+        """The options of ``ShardConfig``."""
+        buckets = {} if self.bucket_bytes is None else {"bucket_bytes": self.bucket_bytes}
+        options = {option: getattr(self, name) for name, option in _SHARD_OPTIONS.items()}
+        return {**options, "extra_kwargs": {"check_inputs": self.check_inputs, **buckets}}
+
+    def stage_options(self) -> dict[str, Any]:
+        """The arguments of ``PipelineStageManager``."""
+        return {name: getattr(self, name) for name in ("schedule", *STAGE_FIELDS)}
+
+    def zero_options(self) -> dict[str, Any]:
+        """The arguments of ``shard_optimizer``."""
+        names = ("precision", "offload", "max_grad_norm", "on_nonfinite", *_OF_STAGE_3, "bucket_bytes")
+        return {"stage": self.effective_zero_stage or 0, **{name: getattr(self, name) for name in names}}
 
     def shard_config(self, context: ParallelContext) -> ShardConfig:
-        """What is asked of the sharder, over a grid."""
-        manager = None
-        if context.pipe.size > 1:
-            manager = PipelineStageManager(
-                context, self.schedule, self.chunks, cut=self.cut, checkpoint_layers=self.checkpoint_layers
-            )
-        return ShardConfig(
-            pipeline_stage_manager=manager,
-            enable_sequence_parallelism=self.sequence_parallel,
-            enable_sequence_overlap=self.sequence_overlap,
-            enable_flash_attention=self.flash_attention,
-            enable_fused_normalization=self.fused_normalization,
-            enable_jit_fused=self.jit_fused,
-            context_parallel=self.context_parallel,
-            tensor_parallel_mode=self.tensor_mode,
-            watch=self.watch,
-            context=context,
-        )
+        """The ``ShardConfig`` of this configuration on a grid."""
+        from shardformer.pipeline.stage_manager import PipelineStageManager
+
+        manager = PipelineStageManager(context, **self.stage_options()) if context.pipe.size > 1 else None
+        return ShardConfig(pipeline_stage_manager=manager, context=context, **self.shard_options())
 
     @property
-    def zero_stage(self) -> int | None:
-        """The stage of ZeRO; None where nothing asks for it."""
-        asks = MixedPrecision.of(self.precision).dtype is not None or OffloadConfig.of(self.offload).to is not None
-        return 0 if self.zero is None and asks else self.zero
+    def effective_zero_stage(self) -> int | None:
+        """The ZeRO stage; 0 where only ``precision`` or ``offload`` needs ZeRO, None where nothing does."""
+        from shardformer.offload.host import OffloadConfig
+        from shardformer.zero.mixed_precision import MixedPrecision
+
+        needed = MixedPrecision.of(self.precision).dtype is not None or OffloadConfig.of(self.offload).to is not None
+        return 0 if self.zero_stage is None and needed else self.zero_stage
+
+
+_DEFAULTS = {each.name: each.default for each in fields(ParallelConfig)}
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
 
 
 def _divisors(number: int) -> list[int]:

@@ -129,6 +129,19 @@ def check_bool(name: str, value: object) -> None:
     check_argument(name, value, isinstance(value, bool), "It is True or False", f"Write {_argument(name)}=True")
 
 
+def check_names(given: Iterable[object], known: Iterable[str], what: str, rule: str) -> None:
+    """Raises ConfigError, which has the nearest known names, for the first name that is not known.
+
+    >>> check_names(["tensr"], ["tensor", "data"], "There is no axis", "A grid has axes")
+    Traceback (most recent call last):
+    shardformer.errors.ConfigError: There is no axis 'tensr'. A grid has axes. Did you mean 'tensor'?
+    """
+    names = list(known)
+    for name in given:
+        if name not in names:
+            raise ConfigError(f"{what} {name!r}", rule=rule, remedy=did_you_mean(name, names))
+
+
 def check_callable(name: str, value: object, rule: str) -> None:
     """Raises ConfigError for what is neither a function nor None."""
     check_argument(name, value, value is None or callable(value), rule, f"Give a function, or leave {name} out")

@@ -1,4 +1,4 @@
-"""Public names of a package that are imported when they are first used.
+"""Public names of a package that are imported when they are first used, and earlier names of arguments.
 
 A package lists its public names as imports under ``if TYPE_CHECKING:``, where type checkers and editors see them, and
 gets its ``__getattr__`` from here. Importing the package then imports none of their modules.
@@ -10,14 +10,17 @@ import ast
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from functools import wraps
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from inspect import getsource
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
-from shardformer.errors import did_you_mean
+from shardformer.errors import ConfigError, did_you_mean
+
+T = TypeVar("T")
 
 
 def lazy_names(package: str, renamed: Mapping[str, str] | None = None) -> tuple[Callable[[str], Any], list[str]]:
@@ -47,6 +50,52 @@ def lazy_names(package: str, renamed: Mapping[str, str] | None = None) -> tuple[
         raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}", name=name, obj=sys.modules[package])
 
     return load, sorted(found)
+
+
+def renamed_arguments(
+    names: Mapping[str, str],
+    values: Mapping[str, Mapping[Any, str]] | None = None,
+    attributes: Mapping[str, str] | None = None,
+) -> Callable[[type[T]], type[T]]:
+    """Lets a class take arguments, and have attributes, by their earlier names, with a DeprecationWarning.
+
+    Args:
+        names: an earlier name of an argument -> its name.
+        values: a name -> an earlier value -> the value, for arguments that were passed by their earlier name.
+        attributes: an earlier name of an attribute or method -> its name.
+
+    Raises ConfigError if an argument is passed by both names.
+    """
+
+    def decorate(kind: type[T]) -> type[T]:
+        init = kind.__init__
+
+        @wraps(init)
+        def __init__(self: T, *args: Any, **given: Any) -> None:
+            for old in [name for name in given if name in names]:
+                new, value = names[old], given.pop(old)
+                if new in given:
+                    both = f"{kind.__name__} got both {old}= and {new}="
+                    raise ConfigError(both, rule=f"{old} is now {new}", remedy=f"Pass {new}=")
+                warnings.warn(f"{kind.__name__}({old}=) is now {new}=", DeprecationWarning, stacklevel=2)
+                known = (values or {}).get(new, {})
+                given[new] = known.get(value, value) if isinstance(value, str | bool) else value
+            init(self, *args, **given)
+
+        kind.__init__ = __init__  # type: ignore[method-assign, assignment]
+        for old, new in (attributes or {}).items():
+            setattr(kind, old, _renamed_attribute(f"{kind.__name__}.{old} is now {new}", new))
+        return kind
+
+    return decorate
+
+
+def _renamed_attribute(message: str, new: str) -> property:
+    def access(function: Callable[..., Any], *arguments: Any) -> Any:
+        warnings.warn(message, DeprecationWarning, stacklevel=3)
+        return function(*arguments)
+
+    return property(lambda x: access(getattr, x, new), lambda x, value: access(setattr, x, new, value))
 
 
 def _names_in(source: str) -> dict[str, tuple[str, str]]:

@@ -16,7 +16,7 @@ from shardformer.consistency.initial_weights import check_same_files
 from shardformer.discovery.derive_policy import derive_layer_stacks, derive_policy, no_policy_error
 from shardformer.discovery.user_policy_validation import check_registered_policy, validate_user_policy
 from shardformer.discovery.validation import validate_context_parallel, validate_tensor_grid
-from shardformer.errors import ConfigError, PolicyError, did_you_mean, first_line
+from shardformer.errors import ConfigError, PolicyError, first_line
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.pipeline.layer_sequence import measure_layer_costs, no_layers_error
 from shardformer.policies.policy import Policy, WithoutRules
@@ -163,7 +163,7 @@ class ShardedModel(tuple[nn.Module, list[dict[int, Tensor]]]):
 
 
 class ShardFormer:
-    """Parallelizes models as one config says.
+    """Shards models as a ``ShardConfig`` says; without a context in it, all processes are tensor parallel ranks.
 
     >>> shard_former = ShardFormer(ShardConfig(enable_sequence_parallelism=True))          # doctest: +SKIP
     >>> model, shared_params = shard_former.optimize(model)                                # doctest: +SKIP
@@ -189,7 +189,7 @@ def shard_model(
     config: ShardConfig | None = None,
     **options: Any,
 ) -> nn.Module:
-    """Shards a model over the processes that were launched: one line in a training script.
+    """Shards a model over the processes that were launched; without a context, all are tensor parallel ranks.
 
     Args:
         model: the plain model.
@@ -212,15 +212,7 @@ def shard_model(
             rule="The options are fields of the config",
             remedy="Put them all into ShardConfig(...), or leave config out",
         )
-    if config is None:
-        unknown = [name for name in options if name not in ShardConfig.__dataclass_fields__]
-        if unknown:
-            raise ConfigError(
-                f"There is no option {unknown[0]!r}",
-                rule="Options are the fields of ShardConfig",
-                remedy=did_you_mean(unknown[0], ShardConfig.__dataclass_fields__),
-            )
-        config = ShardConfig(context=context, **options)
+    config = config or ShardConfig.of({"context": context, **options})
     return shard_in_place(model, _checked(config), policy)[0]
 
 
@@ -231,7 +223,7 @@ def measure_pipeline_costs(
     *,
     rounds: int = 3,
 ) -> list[float]:
-    """What each layer of a plain model costs, in seconds of a forward: for ``PipelineStageManager(costs=...)``.
+    """What each layer of a plain model costs, in seconds of a forward: for ``PipelineStageManager(layer_costs=...)``.
 
     In one process, before the model is sharded, with a batch like those it will train on; give what it returns to all
     processes. What stands before and behind the layers counts with the first and the last. The model runs in the mode

@@ -31,7 +31,7 @@ config = { n_embd = 64, n_layer = 2, n_head = 4 }
 [data]
 train = "shakespeare.txt"
 batch_size = 8
-sequence = 64
+sequence_length = 64
 
 [parallel]
 tensor = 2
@@ -50,7 +50,7 @@ steps = 100
 [hooks]
 throughput = { window = 50 }
 tensor_board = true
-gradient_watch = { factor = 5.0 }
+gradient_monitor = { factor = 5.0 }
 ```
 """
 
@@ -81,8 +81,8 @@ def _table(kind: Any) -> type[BaseModel] | None:
 def _rows(fields: dict[str, Any]) -> str:
     lines = ["| key | type | by default | |", "|---|---|---|---|"]
     for name, field in fields.items():
-        default = "has to be said" if field.default is PydanticUndefined else _value(field.default)
-        said = (field.description or "").replace("|", "\\|").replace("None: ", "if it is not said, ")
+        default = "required" if field.default is PydanticUndefined else _value(field.default)
+        said = (field.description or "").replace("|", "\\|").replace("None: ", "By default ")
         said = said[:1].upper() + said[1:]
         lines.append(f"| `{name}` | {_kind(field.annotation)} | {default} | {said} |")
     return "\n".join(lines) + "\n"
@@ -151,6 +151,8 @@ def _option(parameter: Any) -> str:
     names = names or f"`{parameter.metavar or parameter.name.upper()}`"
     default = parameter.default
     shown = "" if default in (None, False, "", []) or callable(default) else f"`{getattr(default, 'value', default)}`"
+    if isinstance(field_default := getattr(parameter, "show_default", None), str):
+        shown = f"`{field_default}`"
     return f"| {names} | {shown} | {(getattr(parameter, 'help', '') or '').replace('|', chr(92) + '|')} |"
 
 

@@ -226,7 +226,7 @@ CASES: dict[str, Case] = {
         ("pipeline_stage_manager=<object", "PipelineStageManager(context"),
     ),
     "another mode of tensor parallelism": Case(
-        ToyLM, {**OWN, "tensor_parallel_mode": "4d"}, ConfigError, ("tensor_parallel_mode='4d'", "1d, 2d, 2.5d, 3d")
+        ToyLM, {**OWN, "tensor_parallel_mode": "4d"}, ConfigError, ("tensor_parallel_mode='4d'", "'1d', '2d'")
     ),
     "fused norms on a model without norms": Case(
         lambda: nn.Sequential(nn.Linear(4, 4)),

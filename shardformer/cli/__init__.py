@@ -1,21 +1,23 @@
 """The command line: one file a verb. ``cli/<verb>.py`` defines ``def <verb>(...)`` and is found by itself.
 
 A verb's module imports torch and the rest of the package inside its function, so that ``shardformer --help`` is fast.
-It may say ``CONTEXT_SETTINGS = {...}`` to take its arguments unparsed. A name with a leading underscore is no verb.
+It may set ``CONTEXT_SETTINGS = {...}`` to take its arguments unparsed, and ``RENAMED_OPTIONS = {...}``.
+A name with a leading underscore is no verb.
 """
 
 from __future__ import annotations
 
 import pkgutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
-from shardformer.errors import ShardFormerError, format_exception, wants_traceback
+from shardformer.errors import ConfigError, ShardFormerError, format_exception, wants_traceback
 
 OLD_NAMES = {"infer": "derive_policy"}
 """Earlier name of a command -> the command. It still runs, and is not listed."""
@@ -42,12 +44,29 @@ def build_app() -> typer.Typer:
         settings = getattr(module, "CONTEXT_SETTINGS", {})
         # A verb that takes its arguments unparsed prints its own help.
         own_help = bool(settings.get("ignore_unknown_options"))
-        app.command(name=verb.replace("_", "-"), context_settings=settings, add_help_option=not own_help)(
-            getattr(module, verb)
-        )
+        app.command(
+            name=verb.replace("_", "-"),
+            cls=_command_class(getattr(module, "RENAMED_OPTIONS", {})),
+            context_settings=settings,
+            add_help_option=not own_help,
+        )(getattr(module, verb))
     for old, verb in OLD_NAMES.items():
         app.command(name=old, hidden=True)(getattr(import_module(f"{__name__}.{verb}"), verb))
     return app
+
+
+def _command_class(renamed: Mapping[str, str]) -> type[TyperCommand]:
+    """A command that refuses earlier names of its options with the new ones."""
+
+    class Command(TyperCommand):
+        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            for word in args:
+                old = word.partition("=")[0]
+                if old in renamed:
+                    raise ConfigError(old, rule=f"{old} is now {renamed[old]}", remedy=f"Use {renamed[old]}")
+            return super().parse_args(ctx, args)
+
+    return Command
 
 
 def _global_options(

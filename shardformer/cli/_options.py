@@ -1,9 +1,9 @@
-"""Options that several commands share, and their checks."""
+"""The options of a command as a dataclass, and flags that are generated from the fields of ``ParallelConfig``."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields
 from inspect import Parameter, Signature
 from pathlib import Path
@@ -11,32 +11,40 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hi
 
 import typer
 
+from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError, LaunchError, did_you_mean
 from shardformer.pipeline.partition import PARTITION_METHODS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from _typeshed import DataclassInstance
 
-    from shardformer.verify.train_both import VerifyPipeline
 
 T = TypeVar("T", bound="DataclassInstance")
 
 
-def options_from_dataclass(kind: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
-    """Makes a verb of a function that takes one ``kind``, a dataclass.
+def options_from_dataclass(
+    kind: type[T], flags: Mapping[str, str] | None = None
+) -> Callable[[Callable[[T], None]], Callable[..., None]]:
+    """Makes a command of a function that takes one ``kind``, a dataclass.
 
-    A field is ``Annotated`` with what its help says, or with a ``typer.Option`` or ``typer.Argument`` of its own. One
-    that is true or false is a switch, ``--its-name``, without a ``--no-its-name``.
+    A field is ``Annotated`` with its help, or with a ``typer.Option`` or ``typer.Argument``. A boolean field is a
+    switch, ``--its-name``, without a ``--no-its-name``.
+
+    Args:
+        flags: a field of ``ParallelConfig`` that is a flag as well -> its help, if the description of the field does
+            not fit. The field ``parallel`` of ``kind`` holds those that were passed.
     """
+    flags = flags or {}
 
     def decorate(verb: Callable[[T], None]) -> Callable[..., None]:
         def called(**given: Any) -> None:
-            verb(kind(**given))
+            found = {name: given.pop(name) for name in flags}
+            parallel = {n: _parse(n, v) for n, v in found.items() if v is not None and v is not False}
+            verb(kind(**given, **({"parallel": parallel} if flags else {})))
 
         hints = get_type_hints(kind, include_extras=True)
-        parameters = [_parameter(field, hints[field.name]) for field in fields(kind)]
+        of_kind = [_parameter(each, hints[each.name]) for each in fields(kind) if each.name != "parallel"]
+        parameters = [*of_kind[:1], *(_flag(name, text) for name, text in flags.items()), *of_kind[1:]]
         called.__name__, called.__qualname__, called.__module__ = verb.__name__, verb.__qualname__, verb.__module__
         called.__doc__ = verb.__doc__
         vars(called)["__signature__"] = Signature(parameters)
@@ -52,6 +60,47 @@ def _parameter(field: Field[Any], hint: Any) -> Parameter:
     option = typer.Option(*names, help=said) if isinstance(said, str) else said
     default = Parameter.empty if field.default is MISSING else field.default
     return Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[plain, option])
+
+
+def _flag(name: str, text: str) -> Parameter:
+    """The flag of a field of ``ParallelConfig``, which is None, or False, if it is not passed."""
+    kind, _ = ParallelConfig.described_fields()[name]
+    plain = next((each for each in (bool, int) if kind in (each, each | None)), str)
+    option = parallel_option(name, text, *([f"--{name.replace('_', '-')}"] if plain is bool else []))
+    annotation = Annotated[bool, option] if plain is bool else Annotated[plain | None, option]
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=False if plain is bool else None, annotation=annotation)
+
+
+def parallel_option(name: str, text: str = "", *names: str) -> Any:
+    """The ``typer.Option`` of a field of ``ParallelConfig``, with its description unless ``text`` has another help."""
+    default = getattr(ParallelConfig, name, None)
+    return typer.Option(
+        *names,
+        metavar=None if names else name.rpartition("_")[2].upper(),
+        help=text or ParallelConfig.described_fields()[name][1].replace("`", "").replace("None: ", "By default "),
+        show_default=str(default) if not text and default not in (None, False) else False,
+    )
+
+
+def _parse(name: str, value: Any) -> Any:
+    if name in ("tensor", "sequence"):
+        from shardformer.mesh.rank_grid import parse_axis_size
+
+        return parse_axis_size(value, name)
+    if name not in ("partition", "recompute_layers") or value in PARTITION_METHODS:
+        return value
+    counts = [part.strip() for part in value.split(",")]
+    if all(count.isdecimal() and len(count) < 5 for count in counts):
+        numbers = [int(count) for count in counts]
+        return numbers[0] if len(numbers) == 1 and name == "recompute_layers" else numbers
+    flag = f"--{name.replace('_', '-')}"
+    methods = f"{flag} balanced, {flag} uniform, or as " if name == "partition" else ""
+    hint = did_you_mean(value, PARTITION_METHODS) if methods and value.isalpha() else ""
+    raise ConfigError(
+        f"{flag} {value}",
+        rule=ParallelConfig.described_fields()[name][1].rstrip("."),
+        remedy=f"{hint} Write {methods}{flag} 3,5".strip(),
+    )
 
 
 def check_model_directory(model: str) -> None:
@@ -82,49 +131,3 @@ def check_num_processes(asked: str, count: int) -> None:
             rule=f"A machine starts {EACH} processes a core at the most, and this one has {cores}",
             remedy=f"Use {EACH * cores} or fewer, best no more than it has devices or cores",
         )
-
-
-def pipeline_options(
-    pipe: int | None,
-    micro_batches: int | None = None,
-    schedule: str | None = None,
-    chunks: int | None = None,
-    cut: str | None = None,
-    loss_weight: Callable[[Mapping[str, Any]], float] | None = None,
-) -> VerifyPipeline | None:
-    """What the options say, None where they ask for no pipeline.
-
-    Raises ConfigError for what no schedule can do, before anything is loaded.
-    """
-    others = {"micro-batches": micro_batches, "schedule": schedule, "chunks": chunks, "cut": cut}
-    if pipe is None:
-        given = [f"--{name} {value}" for name, value in others.items() if value is not None]
-        if given:
-            raise ConfigError(
-                f"{' '.join(given)} without --pipe",
-                rule="These options say how a pipeline runs, and --pipe over how many stages",
-                remedy="Add --pipe 2, or leave them out",
-            )
-        return None
-    from shardformer.verify.train_both import VerifyPipeline
-    from shardformer.verify.verification import StageOptions
-
-    asked = {"schedule": schedule, "num_model_chunks": chunks, "cut": None if cut is None else parse_partition(cut)}
-    found = VerifyPipeline(pipe, micro_batches, {n: v for n, v in asked.items() if v is not None}, loss_weight)
-    StageOptions(pipe, micro_batches, **found.stages)
-    return found
-
-
-def parse_partition(given: str) -> str | Sequence[int]:
-    """``cost``, ``even``, or ``3,5``: how many layers each virtual stage has."""
-    if given in PARTITION_METHODS:
-        return given
-    counts = [part.strip() for part in given.split(",")]
-    if all(count.isdecimal() and len(count) < 5 for count in counts):
-        return [int(count) for count in counts]
-    hint = did_you_mean(given, PARTITION_METHODS) if given.isalpha() else ""
-    raise ConfigError(
-        f"--cut {given}",
-        rule="Layers are cut into stages by cost, evenly, or by a list of how many each virtual stage has",
-        remedy=f"{hint} Write --cut cost, --cut even, or as --cut 3,5".strip(),
-    )

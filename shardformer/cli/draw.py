@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardformer.cli._options import parallel_option
 from shardformer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,19 +23,17 @@ MOST_CELLS = 2**15
 MOST_ROWS = 2**10
 
 
-OF_GRID = ("grid", "mode")
+OF_GRID = ("grid", "tensor_parallel_mode")
+RENAMED_OPTIONS = {"--mode": "--tensor-parallel-mode", "--chunks": "--num-model-chunks"}
+"""Earlier name of an option -> its name."""
 
 
 def draw(
     context: typer.Context,
-    schedule: Annotated[
-        str, typer.Option(metavar="NAME", help="gpipe, 1f1b, interleaved, interleaved_zb or zbv.")
-    ] = "1f1b",
+    schedule: Annotated[str, parallel_option("schedule")] = "1f1b",
     stages: Annotated[int, typer.Option(help="Ranks of the pipe axis.")] = 4,
-    micro_batches: Annotated[int, typer.Option(help="Parts that a batch is cut into.")] = 8,
-    chunks: Annotated[
-        int | None, typer.Option(help="Virtual stages that a rank holds, where the schedule leaves a choice.")
-    ] = None,
+    micro_batches: Annotated[int, typer.Option(help="Micro-batches of a batch.")] = 8,
+    num_model_chunks: Annotated[int | None, parallel_option("num_model_chunks")] = None,
     durations: Annotated[
         str,
         typer.Option(
@@ -50,10 +49,13 @@ def draw(
     grid: Annotated[
         str | None,
         typer.Option(
-            metavar="2x2", help="Draw a tensor grid instead: its rows and columns, or three numbers; with --mode."
+            metavar="2x2",
+            help="Draw a tensor grid instead: its rows and columns, or three numbers; with --tensor-parallel-mode.",
         ),
     ] = None,
-    mode: Annotated[str, typer.Option(metavar="NAME", help="Of the tensor grid: 2d, 2.5d or 3d.")] = "2d",
+    tensor_parallel_mode: Annotated[
+        str | None, parallel_option("tensor_parallel_mode", "Mode of the tensor grid: 2d (the default), 2.5d or 3d.")
+    ] = None,
 ) -> None:
     """Draw a pipeline schedule: what each rank does at what time, how much of it is idle, how much a rank holds.
 
@@ -63,7 +65,7 @@ def draw(
 
     _check_used([name for name in context.params if _is_given(context, name)])
     if grid is not None:
-        _draw_grid(Console(highlight=False), grid, mode)
+        _draw_grid(Console(highlight=False), grid, tensor_parallel_mode or "2d")
         return
 
     from shardformer.pipeline.schedule_chart import check_file, save, schedule_as_text
@@ -71,8 +73,8 @@ def draw(
 
     if out is not None:
         check_file(out)
-    _check_size(stages, micro_batches, chunks or default_chunks(schedule))
-    chosen = make_schedule(schedule, stages, micro_batches, chunks)
+    _check_size(stages, micro_batches, num_model_chunks or default_chunks(schedule))
+    chosen = make_schedule(schedule, stages, micro_batches, num_model_chunks)
     timeline = simulate(chosen, _durations(durations, chosen), send)
     console = Console(highlight=False)
     console.print(_coloured(schedule_as_text(chosen, timeline, console.width), chosen))
@@ -87,14 +89,14 @@ def _is_given(context: typer.Context, name: str) -> bool:
 
 
 def _check_used(given: list[str]) -> None:
-    """Raises ConfigError for options of a schedule beside --grid, and for --mode without."""
+    """Raises ConfigError for options of a schedule beside --grid, and for --tensor-parallel-mode without."""
     with_grid = "grid" in given
     for name in given:
         if with_grid != (name in OF_GRID):
             option = f"--{name.replace('_', '-')}"
             raise ConfigError(
                 f"{option} {'with' if with_grid else 'without'} --grid",
-                rule="A grid is drawn in the terminal, and has --mode alone; all other options are of a schedule",
+                rule="A grid has --tensor-parallel-mode, and the other options are those of a schedule",
                 remedy=f"Leave {option} out" if with_grid else "Add --grid 2x2, or leave it out",
             )
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardformer.errors import ConfigError, did_you_mean
+from shardformer.errors import ConfigError, check_names
 
 if TYPE_CHECKING:
     from rich.console import Console, JustifyMethod
@@ -68,13 +68,8 @@ def _asked(values: str, known: Sequence[str]) -> list[str]:
     asked = list(dict.fromkeys(name.strip() for name in values.split(",")))
     if asked == [""]:
         return []
-    for name in asked:
-        if name not in known:
-            raise ConfigError(
-                f"--values {values}: {name!r}",
-                rule="What is drawn was recorded; a value of the validation is drawn with that of the training",
-                remedy=did_you_mean(name, known),
-            )
+    rule = "What is drawn was recorded; a value of the validation is drawn with that of the training"
+    check_names(asked, known, f"--values {values}:", rule)
     return asked
 
 

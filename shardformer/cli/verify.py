@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from math import prod
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,8 +17,8 @@ from shardformer.cli._options import (
     check_model_directory,
     check_num_processes,
     options_from_dataclass,
-    pipeline_options,
 )
+from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,11 +42,32 @@ class Dtype(StrEnum):
     FP32 = "fp32"
 
 
-class LossAverage(StrEnum):
-    """What the plain loss is with several data ranks."""
-
-    PARTS = "parts"
-    WHOLE = "whole"
+FLAGS = {
+    "tensor": "Tensor parallel size: by default 2, and 1 with --pipe or --sequence; or the rows and columns of a grid, "
+    "as 4x2, or three numbers, with --tensor-parallel-mode.",
+    "tensor_parallel_mode": "",
+    "data": "Data parallel size: the number of parts of the batch, by default 1.",
+    "pipe": "Pipeline parallel size: the number of stages. The small model of a family has as many layers as it needs.",
+    **dict.fromkeys(
+        ("schedule", "num_model_chunks", "micro_batches", "partition", "recompute_layers", "zero_stage"), ""
+    ),
+    "sequence": "Context parallel size: 4, or 2x2, a ring of groups, and Ulysses in each group.",
+    **dict.fromkeys(("context_parallel", "sequence_parallel", "sequence_overlap"), ""),
+    **dict.fromkeys(("fused_normalization", "flash_attention", "fused_activation"), ""),
+    "precision": "With --zero-stage: bf16 or fp16 for the parameters of both models, with master weights in fp32.",
+    "offload": "With --zero-stage: cpu or nvme:DIR, for master weights and optimizer state.",
+    "average_loss_over": "The plain loss, with --data. ranks, the default: the mean of the losses of the ranks' parts "
+    "of a batch, as shard_model and DDP train it. tokens: the loss of the whole batch, from which a loss that balances "
+    "experts, or parts with different numbers of labels, differ.",
+}
+"""A field of ``ParallelConfig`` that is a flag -> its help, if the description of the field does not fit."""
+RENAMED_OPTIONS = {
+    "--mode": "--tensor-parallel-mode", "--chunks": "--num-model-chunks", "--cut": "--partition",
+    "--zero": "--zero-stage", "--context": "--context-parallel", "--overlap": "--sequence-overlap",
+    "--fused-norm": "--fused-normalization", "--jit": "--fused-activation", "--reference": "--average-loss-over",
+    "--micro-steps": "--gradient-accumulation-steps", "--checkpointing": "--activation-checkpointing",
+}  # fmt: skip
+"""Earlier name of an option -> its name."""
 
 
 @dataclass(frozen=True)
@@ -65,160 +87,65 @@ class VerifyOptions:
     policy: Annotated[
         str, "How the model is cut: my_policy.py, my_policy.py:MyPolicy or module:MyPolicy; by default the family's."
     ] = ""
-    tensor: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RANKS",
-            help="Over how many processes the weights are split: by default 2, and with --pipe 1, each layer whole; or "
-            "rows and columns of a grid, as 4x2, or three numbers, with --mode.",
-        ),
-    ] = None
-    mode: Annotated[str, typer.Option(metavar="NAME", help="Of the tensor axis: 1d, 2d, 2.5d or 3d.")] = "1d"
-    data: Annotated[int, "Over how many groups of these the batch is split."] = 1
-    pipe: Annotated[
-        int | None,
-        "Into how many stages the layers are cut, each on processes of its own. A family's small model gets as many "
-        "layers as that takes.",
-    ] = None
-    schedule: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Of the pipeline: gpipe, 1f1b (the default), interleaved, interleaved_zb or zbv; shardformer draw "
-            "shows them.",
-        ),
-    ] = None
-    chunks: Annotated[int | None, "Virtual stages of a process, where the schedule leaves a choice."] = None
-    micro_batches: Annotated[int | None, "Parts of a batch, by default as many as there are stages."] = None
-    cut: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOW",
-            help="How the layers are cut into stages: cost (the default), even, or the number of layers of each "
-            "virtual stage, as 3,5.",
-        ),
-    ] = None
-    zero: Annotated[
-        int | None,
-        "Train with this stage of ZeRO, 0 to 3: each data rank keeps a part of the optimizer's state (1), of the "
-        "gradients (2), of the parameters (3).",
-    ] = None
-    optimizer: Annotated[str, typer.Option(metavar="NAME", help="With --zero: one of torch.optim, LAMB or LARS.")] = (
-        "SGD"
-    )
-    precision: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME", help="With --zero: bf16 or fp16, of the parameters of both models, with masters in fp32."
-        ),
-    ] = "fp32"
-    offload: Annotated[
-        str | None,
-        typer.Option(metavar="WHERE", help="With --zero: cpu, or nvme:DIR, for masters and the optimizer's state."),
-    ] = None
-    micro_steps: Annotated[
+    parallel: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: Annotated[
+        str, typer.Option(metavar="NAME", help="With --zero-stage: one of torch.optim, LAMB or LARS.")
+    ] = "SGD"
+    gradient_accumulation_steps: Annotated[
         int, typer.Option(min=1, max=2**14, help="Backwards of a step, each of a batch of its own.")
     ] = 1
-    checkpointing: Annotated[bool, "Let the sharded model compute its layers again in the backward."] = False
+    activation_checkpointing: Annotated[bool, "The sharded model recomputes its layers in the backward."] = False
     frozen: Annotated[
         str, typer.Option(metavar="NAMES", help="A regular expression: parameters that do not train, by whole names.")
     ] = ""
-    sequence: Annotated[
-        str,
-        typer.Option(
-            metavar="RANKS", help="Ranks that the sequence is cut over: 4, or 2x2, a ring of groups of Ulysses."
-        ),
-    ] = "1"
-    context: Annotated[str, typer.Option(metavar="WAY", help="With --sequence: auto, ring, ulysses or gather.")] = (
-        "auto"
-    )
-    sequence_parallel: Annotated[bool, "Split the sequence as well."] = False
-    overlap: Annotated[bool, "Communicate under computation; needs --sequence-parallel."] = False
-    fused_norm: Annotated[bool, "Use torch's fused norms."] = False
-    flash_attention: Annotated[bool, "Use flash attention."] = False
-    jit: Annotated[bool, "Fuse activations with their bias and gate."] = False
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 3
     dtype: Annotated[
         Dtype,
         "Precision of both models: in fp64 a mistake cannot hide in the rounding. Where a model casts to fewer bits "
         "(LLaMA in its norms, GPT-2 for the loss), it stays in fp64 then.",
     ] = Dtype.FP64
-    reference: Annotated[
-        LossAverage,
-        "The plain loss, with --data: the mean of the losses of the data ranks' parts of a batch, or the loss of the "
-        "whole batch, which a loss that balances experts, or parts with unlike numbers of labels, do not give.",
-    ] = LossAverage.PARTS
     head: Annotated[str, "The class of transformers to build, such as BertForTokenClassification."] = ""
     all_heads: Annotated[bool, "Every head class of the family, one after another."] = False
     batch: Annotated[int | None, typer.Option(min=1, help="Samples in a batch, by default 4 or a little more.")] = None
     tokens: Annotated[int | None, typer.Option(min=6, help="Tokens in a sample, by default 13.")] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on standard output.")] = False
 
-    @property
-    def tensor_size(self) -> int:
-        """Of the tensor axis: who asks for a pipeline alone, or for the sequence axis, gets one."""
-        from shardformer.mesh.rank_grid import num_ranks
-
-        return num_ranks(self.tensor_sizes, "tensor")
-
-    @property
-    def tensor_sizes(self) -> int | tuple[int, ...]:
-        """Its ranks, or those of its rows, columns and third axis. Raises ConfigError for anything else."""
-        from shardformer.mesh.rank_grid import parse_axis_size
-
-        if self.tensor is not None:
-            return parse_axis_size(self.tensor, "tensor")
-        return 2 if self.pipe is None and self.sequence == "1" else 1
-
-    @property
-    def sequence_sizes(self) -> int | tuple[int, int]:
-        """Of the sequence axis. Raises ConfigError for what is neither a number nor two."""
-        from shardformer.mesh.rank_grid import parse_axis_size
-
-        sizes = parse_axis_size(self.sequence, "sequence")
-        return sizes if isinstance(sizes, int) else (sizes[0], sizes[1])
-
-    @property
-    def sequence_ranks(self) -> int:
-        from shardformer.mesh.rank_grid import num_ranks
-
-        return num_ranks(self.sequence_sizes)
-
-    @property
-    def num_processes(self) -> int:
-        return self.tensor_size * (self.pipe or 1) * self.data * self.sequence_ranks
+    def layout(self) -> ParallelConfig:
+        """The layout: with neither --pipe nor --sequence, two tensor parallel ranks unless --tensor is passed."""
+        is_default = "pipe" not in self.parallel and self.parallel.get("sequence", 1) == 1
+        defaults = {"data": 1, "tensor": 2 if is_default else 1, "average_loss_over": "ranks"}
+        return ParallelConfig(**{**defaults, **self.parallel})
 
     def pipelined(self, loss_weight: LossWeight | None = None) -> VerifyPipeline | None:
-        return pipeline_options(self.pipe, self.micro_batches, self.schedule, self.chunks, self.cut, loss_weight)
+        """The pipeline, if there is one. Raises ConfigError for options that its schedule does not support."""
+        names = ("micro_batches", "schedule", "num_model_chunks", "partition", "recompute_layers")
+        found = {name: self.parallel[name] for name in names if name in self.parallel}
+        if "pipe" not in self.parallel:
+            if found:
+                given = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in found.items())
+                rule = "These options configure a pipeline, and --pipe sets the number of its stages"
+                raise ConfigError(f"{given} without --pipe", rule=rule, remedy="Add --pipe 2, or leave them out")
+            return None
+        from shardformer.verify.train_both import VerifyPipeline
+
+        pipeline = VerifyPipeline(self.parallel["pipe"], found.pop("micro_batches", None), found, loss_weight)
+        pipeline.stage_manager()
+        return pipeline
 
     def training(self) -> VerifyTraining:
         from shardformer.verify.training_options import VerifyTraining
 
+        layout = self.layout()
         return VerifyTraining(
-            self.zero,
-            self.optimizer,
-            self.reference.value,
-            self.precision,
-            self.offload,
-            self.micro_steps,
-            self.checkpointing,
-            self.frozen,
+            optimizer=self.optimizer,
+            gradient_accumulation_steps=self.gradient_accumulation_steps,
+            activation_checkpointing=self.activation_checkpointing,
+            frozen=self.frozen,
+            **{n: getattr(layout, n) for n in ("zero_stage", "precision", "offload", "average_loss_over")},
         )
 
-    def config(self) -> dict[str, Any]:
-        """The options by their names in ShardConfig."""
-        return {
-            "enable_sequence_parallelism": self.sequence_parallel,
-            "enable_sequence_overlap": self.overlap,
-            "enable_fused_normalization": self.fused_norm,
-            "enable_flash_attention": self.flash_attention,
-            "enable_jit_fused": self.jit,
-            "context_parallel": self.context,
-            "tensor_parallel_mode": self.mode,
-        }
 
-
-@options_from_dataclass(VerifyOptions)
+@options_from_dataclass(VerifyOptions, FLAGS)
 def verify(options: VerifyOptions) -> None:
     """Train a model whole in one process and split over several, and compare every loss, gradient and weight.
 
@@ -235,7 +162,7 @@ def verify(options: VerifyOptions) -> None:
     sources = _sources(options)
     policy = find_policy(options.policy) if options.policy else sources[0].own.get("policy")
     console, reports = Console(highlight=False), []
-    num_processes = options.num_processes
+    num_processes = prod(size or 1 for size in options.layout().sizes.values())
     with WorkerPool(num_processes, timeout_s=TIMEOUT_S, imports=("torch", "transformers")) as pool:
         for source in sources:
             with _waiting(f"{source.head or source.title}: whole in one process and over {num_processes}"):
@@ -256,39 +183,36 @@ def _check(options: VerifyOptions) -> None:
     from shardformer.config import ShardConfig
 
     for name in ("pipe", "data"):
-        size = getattr(options, name)
-        if size is not None and size < 1:
-            raise ConfigError(
-                f"{name}={size}",
-                rule="An axis has one rank or more",
-                remedy=f"Use --{name} 1 or more",
-            )
+        size = options.parallel.get(name, 1)
+        if size < 1:
+            rule, remedy = "An axis has one rank or more", f"Use --{name} 1 or more"
+            raise ConfigError(f"{name}={size}", rule=rule, remedy=remedy)
     if options.all_heads and options.head:
-        raise ConfigError(
-            f"--all-heads and --head {options.head}",
-            rule="--all-heads runs every head, --head one",
-            remedy="Leave one of the two out",
-        )
-    _check_used(options)
-    check_num_processes("The product of the axes", options.num_processes)
-    ShardConfig(**options.config())  # refuses a combination that cannot be before anything is loaded
+        rule, remedy = "--all-heads runs every head, --head one", "Leave one of the two out"
+        raise ConfigError(f"--all-heads and --head {options.head}", rule=rule, remedy=remedy)
     options.pipelined()
+    layout = options.layout()
+    _check_used(options, layout)
+    check_num_processes("The product of the axes", prod(size or 1 for size in layout.sizes.values()))
+    ShardConfig(**layout.shard_options())  # refuses unsupported combinations before anything is loaded
     options.training()
 
 
-def _check_used(options: VerifyOptions) -> None:
-    """Raises ConfigError for options that can have no effect beside the others."""
-    splits, sequence = options.tensor_size > 1, options.sequence_ranks > 1
-    for given, is_used, needed in (
-        (f"--mode {options.mode}" if options.mode != "1d" else "", splits, "--tensor 2x2"),
-        ("--sequence-parallel" if options.sequence_parallel else "", splits, "--tensor 2"),
-        (f"--context {options.context}" if options.context != "auto" else "", sequence, "--sequence 2"),
-        ("--reference whole" if options.reference is LossAverage.WHOLE else "", options.data > 1, "--data 2"),
+def _check_used(options: VerifyOptions, layout: ParallelConfig) -> None:
+    """Raises ConfigError for options that have no effect with the other options."""
+    sizes = {name: size or 1 for name, size in layout.sizes.items()}
+    for name, axis, needed in (
+        ("tensor_parallel_mode", "tensor", "--tensor 2x2"),
+        ("sequence_parallel", "tensor", "--tensor 2"),
+        ("context_parallel", "sequence", "--sequence 2"),
+        ("average_loss_over", "data", "--data 2"),
     ):
-        if given and not is_used:
+        value = getattr(layout, name)
+        if value not in (False, "1d", "auto", "ranks") and sizes[axis] == 1:
+            flag = f"--{name.replace('_', '-')}"
             raise ConfigError(
-                f"{given} without {needed}",
-                rule=f"{given.split()[0]} has an effect with {needed.split()[0]} alone",
+                f"{flag if value is True else f'{flag} {value}'} without {needed}",
+                rule="It has no effect in this layout",
                 remedy=f"Add {needed}, or leave it out",
             )
 
@@ -301,17 +225,11 @@ def _sources(options: VerifyOptions) -> list[ModelSource]:
     source = find_model(options.model)
     fixed = "batch_fn" in source.own and not hasattr(source.own["batch_fn"], "with_samples")
     if (fixed and options.batch) or ("batch_fn" in source.own and options.tokens):
-        raise ConfigError(
-            f"--batch or --tokens for {options.model}, which brings its own batch_fn",
-            rule="The two are sizes of random batches",
-            remedy="Leave them out, or the batch_fn",
-        )
+        what = f"--batch or --tokens for {options.model}, which brings its own batch_fn"
+        raise ConfigError(what, rule="They are sizes of random batches", remedy="Leave them out, or the batch_fn")
     if options.tokens and source.config is not None and is_vision_only(source.head):
-        raise ConfigError(
-            f"--tokens {options.tokens} for {source.head or options.model}, which reads images",
-            rule="It is the length of a text",
-            remedy="Leave it out",
-        )
+        what = f"--tokens {options.tokens} for {source.head or options.model}, which reads images"
+        raise ConfigError(what, rule="It is the length of a text", remedy="Leave it out")
     heads = source.heads if options.all_heads else [options.head] if options.head else []
     sources = [source.with_head(head) for head in heads] or [source]
     pipeline = options.pipelined()
@@ -320,10 +238,8 @@ def _sources(options: VerifyOptions) -> list[ModelSource]:
 
 def _num_layers(pipeline: VerifyPipeline) -> int:
     """The least that a model must have for its stages."""
-    from shardformer.verify.verification import StageOptions
-
-    stages = StageOptions(pipeline.pipe, pipeline.micro_batches, **pipeline.stages)
-    return stages.num_virtual_stages if isinstance(stages.cut, str) else sum(stages.cut)
+    stages = pipeline.stage_manager()
+    return stages.num_virtual_stages if isinstance(stages.partition, str) else sum(stages.partition)
 
 
 def _verify_one(options: VerifyOptions, source: ModelSource, policy: Any, pool: WorkerPool) -> Report:
@@ -337,18 +253,20 @@ def _verify_one(options: VerifyOptions, source: ModelSource, policy: Any, pool: 
     if weight is None and source.loss_fn is sample_loss and weights_loss_by_sample(source.head):
         weight = num_samples
     pipeline = options.pipelined(weight)
-    of_rank = max(-(-4 // options.data), pipeline.num_parts if pipeline is not None else 1)
-    batch = options.batch or of_rank * options.data
+    layout = options.layout()
+    data = layout.data or 1
+    of_rank = max(-(-4 // data), pipeline.num_parts if pipeline is not None else 1)
+    batch = options.batch or of_rank * data
     return run_verify(
         source.model_fn,
         source.batches(batch, options.tokens or TOKENS),
-        {"tensor": options.tensor_sizes, "sequence": options.sequence_sizes},
-        options.data,
+        {"tensor": layout.tensor, "sequence": layout.sequence},
+        data,
         options.steps,
         {Dtype.FP64: torch.float64, Dtype.FP32: torch.float32}[options.dtype],
         source.loss_fn,
         policy,
-        options.config(),
+        {**layout.shard_options(), "extra_kwargs": {}},
         pipeline=pipeline,
         training=options.training(),
         pool=pool,

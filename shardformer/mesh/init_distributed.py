@@ -232,9 +232,9 @@ def launch_from_torch(
     seed: int | None = None,
     timeout_s: float | None = None,
 ) -> ParallelContext:
-    """Joins the processes that a launcher started, and lays the grid over them.
+    """Joins the processes that a launcher started; without sizes, all of them are tensor parallel ranks.
 
-    Works under ``shardformer run``, torchrun and SLURM (srun). With no size given all processes form the tensor axis.
+    Works under ``shardformer run``, torchrun and SLURM (srun).
 
     Args:
         config: a dict, or a Python file whose names are its keys, with ``parallel = dict(tensor=2, data=2)`` or

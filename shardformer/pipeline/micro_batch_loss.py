@@ -574,7 +574,7 @@ def no_sum_of_means(what: str) -> ConfigError:
         remedy="Pass loss_weight=, a function micro_batch -> number of what counts in it: the loss is then the mean of "
         "the micro-batches' losses by these weights, with all terms in them, such as the balancing loss of routers or "
         "a penalty. Or use a loss that is a sum, or num_items_in_batch in the batch. Without micro-batches, "
-        "average='ranks' takes the mean of the data ranks' losses",
+        "average_loss_over='ranks' takes the mean of the data ranks' losses",
     )
 
 

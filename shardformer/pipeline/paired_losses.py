@@ -313,8 +313,8 @@ def judge(findings: Sequence[int], into: str, *, refuses: bool, gathers: bool, n
             rule="Each part of a batch is run without the samples of the others. The loss of the whole batch is put "
             "together of the parts' losses, as means or sums of what counts in each",
             remedy="Leave the batch in one micro-batch on one data rank; or pass a loss_fn that gathers the embeddings "
-            "with gather_over_data, and use one micro-batch. To train on the mean of the parts' losses, "
-            "each over its own samples, pass loss_weight=, or ParallelConfig(average='ranks') over data ranks; see "
+            "with gather_over_data, and use one micro-batch. To train on the mean of the parts' losses, each over its "
+            "own samples, pass loss_weight=, or ParallelConfig(average_loss_over='ranks') over data ranks; see "
             "docs/engine.md",
         )
     warnings.warn(

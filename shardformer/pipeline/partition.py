@@ -11,10 +11,34 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from shardformer.errors import ConfigError
+from shardformer.errors import ConfigError, check_argument, check_choice
 
-PARTITION_METHODS = ("cost", "even")
-"""Ways to cut by name; besides there is the list of how many layers each stage has."""
+PARTITION_METHODS = ("balanced", "uniform")
+"""Besides these, a partition is the number of layers of each virtual stage."""
+RENAMED_METHODS = {"cost": "balanced", "even": "uniform"}
+
+
+def check_partition(partition: Any, layer_costs: Any = None, recompute_layers: Any = None) -> None:
+    """Raises ConfigError for values that are not of the types that ``PipelineStageManager`` takes."""
+    rule = "It is 'balanced', 'uniform' or the number of layers of each virtual stage"
+    if isinstance(partition, str):
+        check_choice("partition", partition, PARTITION_METHODS, rule)
+    check_argument("partition", partition, isinstance(partition, Sequence), rule, "Write partition='uniform'")
+    are_costs = isinstance(layer_costs, Sequence) and all(
+        isinstance(cost, int | float) and 0 <= cost < math.inf for cost in layer_costs
+    )
+    rule, remedy = "It has a number for each layer", "Leave layer_costs out to have them estimated"
+    check_argument("layer_costs", layer_costs, layer_costs is None or are_costs, rule, remedy)
+    if layer_costs is not None and partition != "balanced":
+        raise ConfigError(
+            f"layer_costs with partition={partition!r}",
+            rule="Costs are used by partition='balanced' alone",
+            remedy="Leave one of the two out",
+        )
+    are_counts = isinstance(recompute_layers, Sequence) and not isinstance(recompute_layers, str)
+    is_right = recompute_layers is None or are_counts or type(recompute_layers) is int
+    rule, remedy = "It is a number of layers, or one for each virtual stage", "Write recompute_layers=4"
+    check_argument("recompute_layers", recompute_layers, is_right, rule, remedy)
 
 
 def partition_balanced(costs: Sequence[float], parts: int, before: Sequence[float] | float = 0) -> list[int]:

@@ -19,7 +19,7 @@ from shardformer.comm.collectives import (
     checksum,
 )
 from shardformer.consistency.rank_divergence import COMPARED_VALUES, KIND_SHIFT, check_step
-from shardformer.errors import ConfigError, InputError, check_bool, check_callable
+from shardformer.errors import ConfigError, InputError, check_bool, check_callable, check_choice
 from shardformer.layout.sharding_metadata import ShardingMetadata, metadata_of
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.rank_grid import AXES
@@ -36,9 +36,10 @@ from shardformer.pipeline.micro_batches import (
 from shardformer.pipeline.p2p_communication import StageExchange
 from shardformer.pipeline.paired_losses import Finding, Trial, TrialHead, findings_of, judge, trial_of, tried
 from shardformer.pipeline.runtime import Batch, LastStage, LossFn, NoOutput, Runtime, RunTrace, StepInputs
-from shardformer.pipeline.schedules import Schedule, fitting_micro_batches, forward_only, make_schedule
+from shardformer.pipeline.schedules import LOSS_AVERAGES, Schedule, fitting_micro_batches, forward_only, make_schedule
 from shardformer.pipeline.stage_forward import dtypes_of
 from shardformer.pipeline.stage_manager import PipelineStageManager, Stages, build_stages
+from shardformer.public_names import renamed_arguments
 from shardformer.random_state import RandomUseDetector, fork_random_state, uses_dropout
 from shardformer.torch_compat import has_data, is_compiled_in_place, to_list, wrapped_name
 from shardformer.transformers_compat import keywords_of, with_mask_as_cached
@@ -84,11 +85,13 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         set_modes(model, before)
 
 
+RENAMED_ARGUMENTS = {"average_over_data": "average_loss_over", "takes_short_batches": "allow_short_batches"}
 OPTIMIZER_VALUES = ("steps", "options")
 STEPS, OPTIONS = 6, 7
 """The places of an optimizer's steps and options among the numbers that stages compare."""
 
 
+@renamed_arguments(RENAMED_ARGUMENTS, {"average_loss_over": {False: "ranks", True: "tokens"}})
 class Pipeline:
     """Runs batches through a sharded model: as micro-batches, over the stages that it was cut into.
 
@@ -106,9 +109,10 @@ class Pipeline:
         micro_batch_size: or how many samples each part has; the last may be short.
         loss_fn: (output, micro-batch) -> loss, for a model that gives none itself.
         loss_weight: micro-batch -> how much counts in it, for a loss that is no mean of torch's functions.
-        average_over_data: whether the batches of all data ranks are one batch, whose every token that counts weighs the
-            same. Without it the loss is the mean of the data ranks' losses, as in other data-parallel training.
-        takes_short_batches: whether a batch with fewer samples than ``micro_batches``, as the last of an epoch may be,
+        average_loss_over: "ranks": the loss is the mean of the data ranks' losses, as in DDP. "tokens": the batches of
+            all data ranks are one batch, in which every token (or sample) that counts has the same weight. This needs
+            two more small all-reduces over data in a step, and is the default of ``initialize``.
+        allow_short_batches: whether a batch with fewer samples than ``micro_batches``, as the last of an epoch may be,
             is cut into as many parts as it has; where the schedule goes with that number.
 
     Every rank is given the same batch, but for data ranks, which each have their own.
@@ -123,28 +127,28 @@ class Pipeline:
         micro_batch_size: int | None = None,
         loss_fn: LossFn | None = None,
         loss_weight: LossWeight | None = None,
-        average_over_data: bool = False,
-        takes_short_batches: bool = False,
+        average_loss_over: str = "ranks",
+        allow_short_batches: bool = False,
     ) -> None:
         for name, given in (("loss_fn", loss_fn), ("loss_weight", loss_weight)):
             rule = "It is a function" + (": (outputs, targets) -> loss" if name == "loss_fn" else ": batch -> a number")
             check_callable(name, given, rule)
-        for name, switch in (("average_over_data", average_over_data), ("takes_short_batches", takes_short_batches)):
-            check_bool(name, switch)
+        check_choice("average_loss_over", average_loss_over, LOSS_AVERAGES)
+        check_bool("allow_short_batches", allow_short_batches)
         state = metadata_of(model)
         self._model, self._state, self._context = model, state, state.context
         if micro_batches is None and micro_batch_size is None:
             micro_batches = 1 if state.stages is None else state.stages.manager.num_stages
         check_sizes(micro_batches, micro_batch_size)
         self._micro_batches, self._micro_batch_size = micro_batches, micro_batch_size
-        self._loss_fn, self._loss_weight, self._averages = loss_fn, loss_weight, average_over_data
-        self._takes_short = takes_short_batches
+        self._loss_fn, self._loss_weight, self._averages = loss_fn, loss_weight, average_loss_over == "tokens"
+        self._takes_short = allow_short_batches
         self._stages: Stages = state.stages or _single_stage(model, state)
         self._found: dict[int, Any] = {}
         self._tried: set[bool] = set()  # in train mode, in eval mode: whether the loss compares samples
         self._is_checkpointed = False  # by transformers, as far as it was seen: a pipeline takes that over
         self.checkpointed: set[str] = set()  # the layers of which it did
-        self._compares_factors = average_over_data and self._context.data.size > 1
+        self._compares_factors = self._averages and self._context.data.size > 1
         self._kinds: tuple[int, ...] = ()  # of the stages' parameters, as stand-ins for them know it
         self._compares = bool(state.request.extra.get("check_inputs", True))
         manager, stage_forward = self._stages.manager, self._stages.stage_forward

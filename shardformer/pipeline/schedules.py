@@ -211,6 +211,8 @@ def _zbv_of_few(stages: int, micro_batches: int) -> tuple[RankActions, ...]:
 
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved_zb", "zbv")
+LOSS_AVERAGES = ("tokens", "ranks")
+"""What the loss of a batch of several data ranks is averaged over."""
 _CHUNKS = {"gpipe": 1, "1f1b": 1, "zbv": 2}
 """How many chunks a schedule has that leaves no choice."""
 
@@ -328,13 +330,13 @@ def check_schedule_name(name: str, stages: int, chunks: int) -> None:
     check_int("stages", stages)
     if name in _CHUNKS and chunks != _CHUNKS[name]:
         raise ConfigError(
-            f"chunks={chunks} for the schedule {name!r}",
+            f"num_model_chunks={chunks} for the schedule {name!r}",
             rule="A rank holds both arms of the V" if name == "zbv" else f"In {name} a rank holds one stage",
             remedy=f"Use {_CHUNKS[name]}, or the schedule 'interleaved'",
         )
     if chunks < default_chunks(name):
         raise ConfigError(
-            f"chunks={chunks} for the schedule {name!r}",
+            f"num_model_chunks={chunks} for the schedule {name!r}",
             rule="An interleaved schedule has two chunks on each rank, or more",
             remedy="Use 2 or more" + (", or the schedule '1f1b'" if chunks == 1 else ""),
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from shardformer.errors import ConfigError, check_argument, check_choice
+from shardformer.errors import ConfigError
 from shardformer.layout.activation_layout import ActivationLayout, ModelRegion
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.module_paths import find_configs, parent_of
@@ -26,12 +25,22 @@ from shardformer.pipeline.layer_sequence import (
     owner_stages,
 )
 from shardformer.pipeline.p2p_communication import PointToPoint
-from shardformer.pipeline.partition import PARTITION_METHODS, partition_balanced, partition_explicit, partition_uniform
+from shardformer.pipeline.partition import (
+    RENAMED_METHODS,
+    check_partition,
+    partition_balanced,
+    partition_explicit,
+    partition_uniform,
+)
 from shardformer.pipeline.schedules import check_schedule_name, default_chunks, placement_of
 from shardformer.pipeline.stage_forward import MissingParams, StageForward
+from shardformer.public_names import renamed_arguments
 from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE
 
+RENAMED_ARGUMENTS = {"cut": "partition", "costs": "layer_costs", "checkpoint_layers": "recompute_layers"}
 
+
+@renamed_arguments(RENAMED_ARGUMENTS, {"partition": RENAMED_METHODS}, RENAMED_ARGUMENTS)
 class PipelineStageManager:
     """How a model is cut into stages, and this process's place among them.
 
@@ -40,13 +49,7 @@ class PipelineStageManager:
 
     Args:
         context: the grid, from ``launch_from_torch(pipe=...)``.
-        schedule: "gpipe", "1f1b", "interleaved", "interleaved_zb" or "zbv".
-        num_model_chunks: virtual stages on each rank; None for the schedule's own number (2 for the last three).
-        cut: "cost" makes the largest stage as cheap as can be, by the weights that a token meets; "even" gives each
-            stage as many layers, or nearly; a list says how many layers each virtual stage has.
-        costs: what each layer costs, in any unit, in place of what is estimated; for ``cut="cost"``.
-        checkpoint_layers: how many layers of each virtual stage compute their activations again in the backward
-            instead of keeping them: a number for all, or a list of one for each; None keeps all.
+        schedule, num_model_chunks, partition, layer_costs, recompute_layers: as in ``ParallelConfig``.
     """
 
     def __init__(
@@ -55,9 +58,9 @@ class PipelineStageManager:
         schedule: str = "1f1b",
         num_model_chunks: int | None = None,
         *,
-        cut: str | Sequence[int] = "cost",
-        costs: Sequence[float] | None = None,
-        checkpoint_layers: int | Sequence[int] | None = None,
+        partition: str | Sequence[int] = "balanced",
+        layer_costs: Sequence[float] | None = None,
+        recompute_layers: int | Sequence[int] | None = None,
     ) -> None:
         if not isinstance(context, ParallelContext):
             raise ConfigError(
@@ -68,8 +71,8 @@ class PipelineStageManager:
         self.num_model_chunks = default_chunks(schedule) if num_model_chunks is None else num_model_chunks
         check_schedule_name(schedule, self.axis.size, self.num_model_chunks)
         self.placement = placement_of(schedule, self.axis.size, self.num_model_chunks)
-        self.cut, self.costs, self.checkpoint_layers = cut, costs, checkpoint_layers
-        self._check_cut()
+        self.partition, self.layer_costs, self.recompute_layers = partition, layer_costs, recompute_layers
+        check_partition(partition, layer_costs, recompute_layers)
         self.point_to_point = PointToPoint(context)
 
     @property
@@ -107,43 +110,26 @@ class PipelineStageManager:
     def options(self) -> dict[str, Any]:
         """What was asked for, which is the same on all ranks."""
         return {
-            "schedule": self.schedule, "num_model_chunks": self.num_model_chunks, "cut": self.cut, "costs": self.costs,
-            "checkpoint_layers": self.checkpoint_layers,
+            "schedule": self.schedule, "num_model_chunks": self.num_model_chunks, "partition": self.partition,
+            "layer_costs": self.layer_costs, "recompute_layers": self.recompute_layers,
         }  # fmt: skip
 
     def checkpointed(self, lengths: Sequence[int]) -> list[int]:
         """How many layers of each virtual stage are checkpointed, of those that it has."""
-        asked = self.checkpoint_layers
+        asked = self.recompute_layers
         if asked is None:
             return [0] * len(lengths)
         counts = [asked] * len(lengths) if isinstance(asked, int) else list(asked)
         if len(counts) != len(lengths) or any(type(n) is not int or n < 0 for n in counts):
             raise ConfigError(
-                f"checkpoint_layers={asked!r}",
+                f"recompute_layers={asked!r}",
                 rule=f"It is a number of layers, or one for each of the {len(lengths)} virtual stages",
-                remedy=f"Write checkpoint_layers={list(lengths)} to checkpoint all",
+                remedy=f"Write recompute_layers={list(lengths)} to checkpoint all",
             )
         return [min(n, length) for n, length in zip(counts, lengths, strict=True)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelineStageManager:
         return self  # its groups cannot be copied
-
-    def _check_cut(self) -> None:
-        is_row = isinstance(self.cut, Sequence) and not isinstance(self.cut, str)
-        rule = "Stages are cut by 'cost', 'even', or by a list of how many layers each has"
-        check_argument("cut", self.cut, is_row or isinstance(self.cut, str), rule, "Write cut='even'")
-        costs: Any = self.costs
-        is_row = isinstance(costs, Sequence) and all(isinstance(c, int | float) and 0 <= c < math.inf for c in costs)
-        rule, remedy = "They are numbers, one for each layer", "Leave costs out to have them estimated"
-        check_argument("costs", costs, costs is None or is_row, rule, remedy)
-        asked: Any = self.checkpoint_layers
-        is_row = isinstance(asked, Sequence) and not isinstance(asked, str)
-        rule, remedy = "It is a number of layers, or one for each virtual stage", "Write checkpoint_layers=4"
-        check_argument("checkpoint_layers", asked, asked is None or is_row or type(asked) is int, rule, remedy)
-        if isinstance(self.cut, str):
-            check_choice("cut", self.cut, PARTITION_METHODS, "Stages are cut by 'cost', 'even', or a list of counts")
-        if self.costs is not None and self.cut != "cost":
-            raise ConfigError(f"costs are given with cut={self.cut!r}", remedy="Leave one of the two out")
 
 
 ALL_LAYER_OUTPUTS = ("output_router_logits", "output_hidden_states", "output_attentions")
@@ -157,19 +143,6 @@ class Chained(Protocol):
 
     def chain(self) -> LayerSequence: ...
     def refuses_pipeline(self) -> str | None: ...
-
-
-class PartitionOptions(Protocol):
-    """How a model is to be cut: what a ``PipelineStageManager`` says of it."""
-
-    @property
-    def num_stages(self) -> int: ...
-    @property
-    def num_virtual_stages(self) -> int: ...
-    @property
-    def cut(self) -> str | Sequence[int]: ...
-    @property
-    def costs(self) -> Sequence[float] | None: ...
 
 
 @dataclass
@@ -309,7 +282,7 @@ def build_stages(model: nn.Module, policy: Chained, manager: PipelineStageManage
 
 
 def partition_model(
-    model: nn.Module, policy: Chained, asked: PartitionOptions
+    model: nn.Module, policy: Chained, asked: PipelineStageManager
 ) -> tuple[LayerSequence, dict[str, frozenset[int]], list[float], list[LayerRange]]:
     """The layers of a model in a row, what goes with each, what each costs, and those of each virtual stage.
 
@@ -329,12 +302,12 @@ def partition_model(
                 "batch",
             )
     home = owner_layers(model, chain) if chain.stacks else {}
-    costs = list(asked.costs) if asked.costs is not None else estimate_layer_costs(model, chain, home)
+    costs = list(asked.layer_costs) if asked.layer_costs is not None else estimate_layer_costs(model, chain, home)
     if len(costs) != len(chain.units):
         raise ConfigError(
-            f"costs has {len(costs)} numbers",
+            f"layer_costs has {len(costs)} numbers",
             rule=f"It has one for each layer, and this {type(model).__name__} runs {len(chain.units)}",
-            remedy="Leave costs out to have them estimated",
+            remedy="Leave layer_costs out to have them estimated",
         )
     if count > max(len(costs), asked.num_stages):
         raise ConfigError(
@@ -345,10 +318,12 @@ def partition_model(
         )
     if count == 1:
         bounds = [0, len(costs)]
-    elif isinstance(asked.cut, str):
-        bounds = partition_uniform(len(costs), count) if asked.cut == "even" else partition_balanced(costs, count)
+    elif isinstance(asked.partition, str):
+        bounds = (
+            partition_uniform(len(costs), count) if asked.partition == "uniform" else partition_balanced(costs, count)
+        )
     else:
-        bounds = partition_explicit(asked.cut, len(costs), count)
+        bounds = partition_explicit(asked.partition, len(costs), count)
     return chain, home, costs, chain.spans(bounds)
 
 

@@ -149,7 +149,7 @@ class Sharder:
             layout = ActivationLayout(tuple(cut for cut in layout.cuts if cut.axis not in layout.block))
         request = ShardingRequest(resolved.source, config.options(), config.extra_kwargs, policy)
         self.state = state = ShardingMetadata(self.context, request, layout)
-        state.watch = ConsistencyMonitor(state) if config.watch else None
+        state.watch = ConsistencyMonitor(state) if config.check_consistency else None
         state.notes += resolved.notes
         if config.cuts_context:
             has_stream = config.enable_sequence_parallelism and self.is_cut
@@ -173,7 +173,7 @@ class Sharder:
         """What every rank must have in common before the model is changed, as text."""
         config, state = self.config, self.state
         asked = [state.request.source, str(config.options()), str(sorted(config.extra_kwargs.items()))]
-        asked += [str(state.stream), f"watch={config.watch}"]
+        asked += [str(state.stream), f"check_consistency={config.check_consistency}"]
         stages = state.stages.lines() if state.stages is not None else []
         return [*asked, *model_fingerprint(self.model), *plan.lines(), *stages]
 

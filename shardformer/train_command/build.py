@@ -140,7 +140,7 @@ def shares_of(table: ScheduleTable, num_steps: int) -> Callable[[int], float]:
     """step from 0 -> share of the learning rate, in a run of so many steps."""
     length = num_steps if table.steps is None else table.steps
     warmup = math.ceil(table.warmup * length) if table.warmup < 1 else round(table.warmup)
-    return partial(lr_factor, table.name, warmup, length, table.final)
+    return partial(lr_factor, table.name, warmup, length, table.min_lr_rate)
 
 
 def lr_factor(name: str, warmup: int, num_steps: int, final: float, step: int) -> float:
@@ -370,8 +370,8 @@ def _check_fits(config: TrainConfig, data: TrainingData, saved: Any) -> None:
             remedy=f"Use the model's own tokenizer, or write model.config.vocab_size = {data.tokens.size} with random",
         )
     most = next((n for name in LENGTHS if isinstance(n := getattr(text, name, None), int) and n > 0), None)
-    if most is not None and config.data.sequence > most:
+    if most is not None and config.data.sequence_length > most:
         raise ConfigError(
-            f"data.sequence = {config.data.sequence}, and the model has {most} positions",
+            f"data.sequence_length = {config.data.sequence_length}, and the model has {most} positions",
             remedy=f"Use {most} or less; where positions are not weights (RoPE), model.config can say more of them",
         )

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import os
 import tomllib
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
-from functools import reduce
-from operator import or_
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, create_model, field_validator
 
-from shardformer.config import ParallelConfig
+from shardformer.config import RENAMED_FIELDS, ParallelConfig
 from shardformer.errors import ConfigError, did_you_mean
 from shardformer.mesh.rank_grid import num_ranks
+from shardformer.pipeline.partition import RENAMED_METHODS
 
 Task = Literal["causal", "masked", "sequence_to_sequence", "classification", "image_classification"]
 Format = Literal["text", "jsonl", "datasets", "images"]
@@ -45,7 +43,7 @@ class ConfigTable(BaseModel):
 
 
 class ModelTable(ConfigTable):
-    """What is trained."""
+    """The model."""
 
     name: str = Field(
         description="A folder that `save_pretrained` wrote, a name on the Hugging Face hub, a `config.json`, or with "
@@ -53,37 +51,34 @@ class ModelTable(ConfigTable):
     )
     task: Task = Field(
         default="causal",
-        description="What it learns: `causal`, to guess the next token; `masked`, to guess those that are masked; "
-        "`sequence_to_sequence`, to write a text from another one; `classification` of texts; `image_classification`.",
+        description="`causal`: predict the next token; `masked`: predict masked tokens; `sequence_to_sequence`: "
+        "generate a text from another one; `classification` of texts; `image_classification`.",
     )
-    head: str | None = Field(
-        default=None, description="The class of transformers; by default the one that transformers has for the task."
-    )
-    random: bool = Field(default=False, description="Whether the weights are random, and not those that were saved.")
-    config: dict[str, Any] = Field(default={}, description="Fields of the model's config that are to be others.")
+    head: str | None = Field(default=None, description="The class of transformers. By default that of the task.")
+    random: bool = Field(default=False, description="Initialize the weights at random instead of loading them.")
+    config: dict[str, Any] = Field(default={}, description="Fields of the model's config to change.")
     trust_remote_code: bool = Field(
         default=False,
-        description="Whether Python that lies beside the model, or on the hub beside it, may run: for models and their "
-        "own tokenizers that transformers does not have.",
+        description="Run Python code that comes with a model or tokenizer that transformers does not have.",
     )
 
 
 class DataTable(ConfigTable):
-    """What it is trained on."""
+    """The training data."""
 
     train: str | list[str] = Field(
         description="A file or several, a folder with a folder of images for each class, or the name of a data set: "
         "see `format`."
     )
-    validation: str | list[str] | None = Field(default=None, description="Data of the same form to try the model on.")
+    validation: str | list[str] | None = Field(default=None, description="Data of the same form for validation.")
     format: Format | None = Field(
         default=None,
         description="`text`: plain text; `jsonl`: JSON objects, one on each line or in one list; `datasets`: the name "
-        "or the folder of a data set of the library `datasets`; `images`. By default what the names end in, and a "
-        "folder holds images.",
+        "or the folder of a data set of the library `datasets`; `images`. By default the suffix of the names decides, "
+        "and a folder holds images.",
     )
     batch_size: int = Field(default=8, ge=1, description="Samples of a step, over all processes.")
-    sequence: int = Field(default=128, ge=2, description="Tokens of a sample, at most.")
+    sequence_length: int = Field(default=128, ge=2, description="Tokens of a sample, at most.")
     tokenizer: str | None = Field(
         default=None,
         description="A folder, a name on the hub, or `bytes`: each byte is a token. By default the model's own, and "
@@ -91,35 +86,26 @@ class DataTable(ConfigTable):
     )
     text: str = Field(default="text", description="The field of a text, in `jsonl` and `datasets`.")
     pair: str | None = Field(default=None, description="The field of a second text, for `classification` of pairs.")
-    target: str = Field(default="target", description="The field of the text to write, for `sequence_to_sequence`.")
+    target: str = Field(default="target", description="The field of the text to generate, for `sequence_to_sequence`.")
     label: str = Field(default="label", description="The field of the class, for `classification`.")
     image: str = Field(default="image", description="The field of the image in `datasets`, or of its path in `jsonl`.")
-    split: str = Field(default="train", description="Which part of `datasets` is trained on.")
+    split: str = Field(default="train", description="The split of `datasets` to train on.")
     validation_split: str | None = Field(
-        default=None,
-        description="Which part the model is tried on, of `validation`, or where that is not said, of `train`.",
+        default=None, description="The split to validate on, of `validation`, or without it of `train`."
     )
-    shuffle: bool = Field(default=True, description="Whether each epoch has an order of its own.")
-    drop_last: bool = Field(
-        default=False, description="Whether what remains at the end of an epoch, and is less than a batch, is left out."
-    )
-    workers: int = Field(default=0, ge=0, description="Processes that read samples, beside each that trains.")
+    shuffle: bool = Field(default=True, description="Shuffle the samples in each epoch.")
+    drop_last: bool = Field(default=False, description="Leave out the last batch of an epoch if it is not full.")
+    num_workers: int = Field(default=0, ge=0, description="Processes that read samples, for each that trains.")
 
 
-def _of_file(name: str, default: Any) -> tuple[Any, Any]:
-    """A field of ``ParallelConfig`` as a file can write it: its type without classes of this package, and its
-    description."""
-    hint, description = get_args(_HINTS[name])
-    kinds = [kind for kind in get_args(hint) if not is_dataclass(kind)] if isinstance(hint, UnionType) else [hint]
-    return reduce(or_, kinds), Field(default, description=description)
-
-
-_HINTS = get_type_hints(ParallelConfig, include_extras=True)
 ParallelTable = create_model(
     "ParallelTable",
     __base__=ConfigTable,
     __doc__="The layout, and how a step is made: the fields of `shardformer.ParallelConfig`.",
-    **{f.name: _of_file(f.name, f.default) for f in fields(ParallelConfig)},
+    **{
+        name: (kind, Field(ParallelConfig.__dataclass_fields__[name].default, description=description))
+        for name, (kind, description) in ParallelConfig.described_fields().items()
+    },
 )  # type: ignore[call-overload]
 
 
@@ -138,48 +124,33 @@ class OptimizerTable(ConfigTable):
 
 
 class ScheduleTable(ConfigTable):
-    """How the learning rate changes over the run."""
+    """The learning rate over the run."""
 
-    name: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="How it falls behind the warm-up: not, in a line, or in half a wave."
-    )
-    warmup: float = Field(
-        default=0, ge=0, description="Over how many steps it rises from 0; below 1 it is a share of all steps."
-    )
-    final: float = Field(default=0, ge=0, le=1, description="What it falls to, as a share of `optimizer.lr`.")
+    name: Literal["constant", "linear", "cosine"] = Field(default="constant", description="Its curve after warm-up.")
+    warmup: float = Field(default=0, ge=0, description="Steps of warm-up from 0. Below 1: a share of all steps.")
+    min_lr_rate: float = Field(default=0, ge=0, le=1, description="The final value, as a share of `optimizer.lr`.")
     steps: int | None = Field(
         default=None,
         ge=1,
-        description="Over how many steps it rises and falls; after them it stays. By default those of the run. A run "
-        "that is resumed with another length needs it, if the rates of its steps would change.",
+        description="The length of the schedule, after which the learning rate stays. By default that of the run. A "
+        "run that is resumed with another length needs it, if the learning rates of its steps would change.",
     )
 
 
 class TrainingTable(ConfigTable):
-    """How long the run is, and when the model is tried."""
+    """The length of the run, and validation."""
 
-    steps: int | None = Field(default=None, ge=1, description="How many steps are made.")
-    epochs: int | None = Field(
-        default=None, ge=1, description="How often all data are gone through. One, if `steps` is not said."
-    )
-    validate_every: int | None = Field(
-        default=None, ge=1, description="Steps from one validation to the next; by default it is behind each epoch."
-    )
-    export: bool = Field(
-        default=False, description="Whether `folder/model` is written at the end, for `from_pretrained`."
-    )
+    steps: int | None = Field(default=None, ge=1, description="Optimizer steps.")
+    epochs: int | None = Field(default=None, ge=1, description="Passes over the data. By default 1, without `steps`.")
+    validate_every: int | None = Field(default=None, ge=1, description="Steps between validations. Default: an epoch.")
+    export: bool = Field(default=False, description="Write `folder/model` at the end, for `from_pretrained`.")
 
 
 class TrainConfig(ConfigTable):
     """A whole run."""
 
-    folder: str = Field(
-        default="run",
-        description="Where records, checkpoints and the trained model lie. In paths, ~ is the home folder.",
-    )
-    seed: int = Field(
-        default=0, ge=0, lt=2**63, description="Of weights, of the order of the data, and of all that is drawn."
-    )
+    folder: str = Field(default="run", description="For logs, checkpoints and the trained model. ~ is the home folder.")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="The seed of weights, data order and all random numbers.")
     model: ModelTable
     data: DataTable
     parallel: ParallelTable = ParallelTable()  # type: ignore[valid-type]
@@ -226,10 +197,10 @@ class TrainConfig(ConfigTable):
             "data.split": of_data_sets,
             "data.validation_split": of_data_sets,
             "schedule.steps": (changes, "a warm-up or a schedule whose rates depend on it"),
-            "schedule.final": (self.schedule.name != "constant", "schedule.name = 'linear' or 'cosine'"),
-            "parallel.tensor_mode": (tensor > 1, "parallel.tensor = 2 or more"),
+            "schedule.min_lr_rate": (self.schedule.name != "constant", "schedule.name = 'linear' or 'cosine'"),
+            "parallel.tensor_parallel_mode": (tensor > 1, "parallel.tensor = 2 or more"),
             "parallel.sequence_parallel": (tensor > 1, "parallel.tensor = 2 or more"),
-            "parallel.context_parallel": (layout.sequence > 1, "parallel.sequence = 2 or more"),
+            "parallel.context_parallel": ((layout.sizes["sequence"] or 1) > 1, "parallel.sequence = 2 or more"),
             "parallel.schedule": (layout.pipe > 1, "parallel.pipe = 2 or more"),
         }
         for key, (is_used, needed) in used.items():
@@ -266,15 +237,15 @@ OF_TRAINER = {
     "adam_epsilon": ["optimizer.eps"],
     "bf16": ["parallel.precision = 'bf16'"],
     "dataloader_drop_last": ["data.drop_last"],
-    "dataloader_num_workers": ["data.workers"],
+    "dataloader_num_workers": ["data.num_workers"],
     "eval_steps": ["training.validate_every"],
     "fp16": ["parallel.precision = 'fp16'"],
     "gradient_accumulation_steps": ["parallel.micro_batches", "parallel.micro_batch_size"],
-    "gradient_checkpointing": ["parallel.checkpoint_layers, with parallel.pipe = 2 or more"],
+    "gradient_checkpointing": ["parallel.recompute_layers, with parallel.pipe = 2 or more"],
     "learning_rate": ["optimizer.lr"],
     "lr_scheduler_type": ["schedule.name"],
-    "max_length": ["data.sequence"],
-    "max_seq_length": ["data.sequence"],
+    "max_length": ["data.sequence_length"],
+    "max_seq_length": ["data.sequence_length"],
     "max_steps": ["training.steps"],
     "num_train_epochs": ["training.epochs"],
     "optim": ["optimizer.name"],
@@ -286,6 +257,14 @@ OF_TRAINER = {
     "warmup_steps": ["schedule.warmup"],
 }
 """What ``TrainingArguments`` of transformers calls a key -> what it is here."""
+RENAMED_KEYS = {
+    "data.sequence": "data.sequence_length",
+    "data.workers": "data.num_workers",
+    "schedule.final": "schedule.min_lr_rate",
+    "hooks.gradient_watch": "hooks.gradient_monitor",
+    **{f"parallel.{old}": f"parallel.{new}" for old, new in RENAMED_FIELDS.items()},
+}
+"""Earlier name of a key -> its name."""
 
 
 def load_train_config(file: str | Path, changes: Sequence[str] = ()) -> TrainConfig:
@@ -323,9 +302,23 @@ def load_train_config(file: str | Path, changes: Sequence[str] = ()) -> TrainCon
 def parse_config(said: dict[str, Any], where: str) -> TrainConfig:
     """The run that these tables say; ``where`` they stand is for errors."""
     try:
-        return TrainConfig.model_validate(said)
+        return TrainConfig.model_validate(_with_new_names(said))
     except ValidationError as error:
         raise _to_config_error(error, where) from error
+
+
+def _with_new_names(said: Mapping[str, Any]) -> dict[str, Any]:
+    """The tables with earlier keys renamed, with a warning. A key that has both names is left, and an error."""
+    found = {name: dict(table) if isinstance(table, dict) else table for name, table in said.items()}
+    for old, new in RENAMED_KEYS.items():
+        (name, _, old_key), new_key = old.partition("."), new.partition(".")[2]
+        table = found.get(name)
+        if isinstance(table, dict) and old_key in table and new_key not in table:
+            value = table.pop(old_key)
+            table[new_key] = RENAMED_METHODS.get(value, value) if isinstance(value, str) else value
+            if os.environ.get("RANK", "0") == "0":
+                warnings.warn(f"{old} is now {new}", FutureWarning, stacklevel=3)
+    return found
 
 
 def _change(said: dict[str, Any], change: str) -> None:
@@ -362,7 +355,7 @@ def _to_config_error(error: ValidationError, where: str) -> ConfigError:
         return ConfigError(
             f"{where} has {key} = {first['input']!r:.80}",
             rule=f"There is no such key in {'the file' if len(place) == 1 else f'[{place[-2]}]'}",
-            remedy=_meant(name, table),
+            remedy=f"It is now {RENAMED_KEYS[key]}" if key in RENAMED_KEYS else _meant(name, table),
         )
     if first["type"] == "missing":
         return ConfigError(

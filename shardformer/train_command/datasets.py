@@ -391,8 +391,8 @@ class TokenBlocks(Dataset[dict[str, Tensor]]):
     def __init__(self, row: Sequence[int], length: int, task: str, tokens: TextTokenizer) -> None:
         if len(row) < length:
             raise InputError(
-                f"The text has {len(row)} tokens ({tokens.name}), and a sample has data.sequence = {length}",
-                remedy="Give a longer text, or a smaller data.sequence",
+                f"The text has {len(row)} tokens ({tokens.name}), and a sample has data.sequence_length = {length}",
+                remedy="Give a longer text, or a smaller data.sequence_length",
             )
         self._row, self._length, self._task, self._tokens = torch.tensor(row, dtype=torch.int32), length, task, tokens
 
@@ -620,8 +620,8 @@ def _language_modeling_data(config: TrainConfig, tokens: TextTokenizer, *, valid
         rows = _rows(config, validation)
         texts = texts_in(rows, data.text, "data.text")
         if task == "sequence_to_sequence":
-            return TextDataset(texts, texts_in(rows, data.target, "data.target"), tokens, data.sequence)
-    return TokenBlocks(concatenate_texts(texts, tokens), data.sequence, task, tokens)
+            return TextDataset(texts, texts_in(rows, data.target, "data.target"), tokens, data.sequence_length)
+    return TokenBlocks(concatenate_texts(texts, tokens), data.sequence_length, task, tokens)
 
 
 def _classified(config: TrainConfig, tokens: TextTokenizer, names: Sequence[str]) -> TrainingData:
@@ -634,7 +634,7 @@ def _classified(config: TrainConfig, tokens: TextTokenizer, names: Sequence[str]
         classes = classes or label_classes(labels, _order(own, names))
         pairs = texts_in(rows, data.pair, "data.pair") if data.pair is not None else None
         numbers = encode_labels(labels, classes, validation)
-        made.append(TextDataset(texts_in(rows, data.text, "data.text"), numbers, tokens, data.sequence, pairs))
+        made.append(TextDataset(texts_in(rows, data.text, "data.text"), numbers, tokens, data.sequence_length, pairs))
     return TrainingData(_title(config), *_both(made), PaddingCollator(tokens.pad), tokens, classes)
 
 

@@ -123,7 +123,7 @@ def _tell_interrupted(trainer: Trainer) -> None:
 def parallel_config_for(config: TrainConfig) -> ParallelConfig:
     """As it is asked for; where a launcher has started the processes once more, the one that fits those it started."""
     is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    return config.layout.fit(num_processes()) if is_restart else config.layout
+    return config.layout.fit_to(num_processes()) if is_restart else config.layout
 
 
 def build_trainer(
@@ -173,7 +173,7 @@ def _engine(
             "shuffle": config.data.shuffle,
             "drop_last": config.data.drop_last,
             "collate_fn": data.collate,
-            "num_workers": config.data.workers,
+            "num_workers": config.data.num_workers,
         },
     )
 
@@ -270,7 +270,7 @@ def _without_values() -> Iterator[Any]:
 
 def _persistent_memory(model: Any, make_optimizer: Any, layout: ParallelConfig, data: int) -> MemoryEstimate:
     optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
-    stage = layout.zero_stage
+    stage = layout.effective_zero_stage
     return estimate_memory(
         model, optimizer, stage=stage or 0, precision=layout.precision, offload=layout.offload, data=data
     )

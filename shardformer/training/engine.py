@@ -280,7 +280,7 @@ class Engine:
 
     def _of_all_data(self, loss: Tensor) -> Tensor:
         """Where each data rank has a loss of its own, their mean."""
-        if self.parallel.average == "ranks" and self.context.data.size > 1:
+        if self.parallel.average_loss_over == "ranks" and self.context.data.size > 1:
             return all_reduce(loss, self.context.data, purpose="loss") / self.context.data.size
         return loss
 

@@ -24,7 +24,7 @@ from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError, check_argument, check_callable, check_choice
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, check_module
 from shardformer.mesh.init_distributed import launch_from_torch
-from shardformer.mesh.parallel_context import ParallelContext, local_device, with_grid_axes
+from shardformer.mesh.parallel_context import ParallelContext, local_device, with_grid_axes, with_ring_axes
 from shardformer.mesh.rank_grid import RankGrid
 from shardformer.meta_init.materialization import meta_copy, record_changes
 from shardformer.offload.activations import offload_activations
@@ -153,11 +153,11 @@ def num_processes() -> int:
 def make_context(context: ParallelContext | None, asked: ParallelConfig) -> ParallelContext:
     if context is None:
         if dist.is_initialized() or any(name in os.environ for name in LAUNCHER_VARIABLES):
-            return with_grid_axes(launch_from_torch(**asked.sizes), asked.tensor)  # type: ignore[arg-type]
+            return _with_views(launch_from_torch(**asked.sizes), asked)  # type: ignore[arg-type]
         context = ParallelContext.of({}, device=local_device())
     differs = [name for name, size in asked.sizes.items() if size not in (None, 1) and context.sizes[name] != size]
     if not differs:
-        return context if "row" in context.sizes else with_grid_axes(context, asked.tensor)
+        return _with_views(context, asked)
     name = differs[0]
     alone = context.world is None and all(size == 1 for size in context.sizes.values())
     raise ConfigError(
@@ -165,6 +165,13 @@ def make_context(context: ParallelContext | None, asked: ParallelConfig) -> Para
         + ("this process runs alone" if alone else f"the grid given has {name}={context.sizes[name]}"),
         remedy="Start it with: shardformer run --nproc_per_node N script.py" if alone else "Give one of the two",
     )
+
+
+def _with_views(context: ParallelContext, asked: ParallelConfig) -> ParallelContext:
+    """The context with the tensor grid, and the ring of Ulysses groups, of the configuration."""
+    if "ring" not in context.sizes:
+        context = with_ring_axes(context, asked.sequence if isinstance(asked.sequence, int) else list(asked.sequence))
+    return context if "row" in context.sizes else with_grid_axes(context, asked.tensor)
 
 
 @contextmanager
@@ -203,8 +210,8 @@ def shard_with_optimizers(
             if held is not None:
                 held.take(model)
             model.to(grid.device)
-            if asked.activations != "device":
-                offload_activations(model, asked.activations)
+            if asked.activation_offload != "device":
+                offload_activations(model, asked.activation_offload)
             then(start_training(model))
 
         if METADATA_ATTRIBUTE in model.__dict__:
@@ -231,8 +238,8 @@ def make_pipeline(model: nn.Module, asked: ParallelConfig, loss_fn: Any, loss_we
         micro_batch_size=asked.micro_batch_size,
         loss_fn=loss_of_target(loss_fn) if loss_fn is not None else None,
         loss_weight=loss_weight,
-        average_over_data=asked.average == "tokens",
-        takes_short_batches=True,
+        average_loss_over=asked.average_loss_over,
+        allow_short_batches=True,
     )
 
 
@@ -247,18 +254,6 @@ def _scheduler(given: Any, optimizers: list[Optimizer]) -> Any:
             remedy="Write scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, ...)",
         )
     return given(optimizers[0])
-
-
-def shard_optimizers(optimizers: list[Optimizer], model: nn.Module, asked: ParallelConfig) -> Optimizer:
-    return shard_optimizer(
-        optimizers,
-        model,
-        stage=asked.zero_stage or 0,
-        precision=asked.precision,
-        offload=asked.offload,
-        max_grad_norm=asked.max_grad_norm,
-        on_nonfinite=asked.on_nonfinite,
-    )
 
 
 @dataclass(eq=False)
@@ -313,8 +308,8 @@ def reshard_engine(engine: Engine, recipe: RebuildArguments, given: Any) -> Resh
         model = shard_with_optimizers(model, None, copy.copy(recipe.policy), asked, grid)
         pipeline = make_pipeline(model, asked, recipe.loss_fn, recipe.loss_weight)
         rebind_parameters(optimizers, old.groups, model)
-        if asked.zero_stage is not None and optimizers:
-            optimizers = [shard_optimizers(optimizers, model, asked)]
+        if asked.effective_zero_stage is not None and optimizers:
+            optimizers = [shard_optimizer(optimizers, model, **asked.zero_options())]
         moved = old.arrive(model, optimizers)
     set_modes(model, modes)
     changes.apply(recipe.twin)
@@ -344,7 +339,7 @@ def _other_grid(context: ParallelContext, asked: ParallelConfig) -> ParallelCont
         sizes["data"] = count // (prod(sizes.values()) or 1)
     grid = RankGrid.of(sizes)
     other = ParallelContext.of(sizes, grid.coords(context.rank), world=context.world, device=context.device)
-    return with_grid_axes(other, asked.tensor)
+    return _with_views(other, asked)
 
 
 EVERY = ("step", "epoch")
@@ -368,7 +363,7 @@ def initialize(
     """Shards a model, and gives the engine that trains it: the same script for one process and for many.
 
     >>> engine = shardformer.initialize(model, optimizer, train_data=data, batch_size=32,         # doctest: +SKIP
-    ...                                 parallel=shardformer.ParallelConfig(tensor=2, zero=1))
+    ...                                 parallel=shardformer.ParallelConfig(tensor=2, zero_stage=1))
     >>> for batch in engine.data:                                                                 # doctest: +SKIP
     ...     engine.train_step(batch)
 
@@ -382,7 +377,7 @@ def initialize(
             ``engine.data`` becomes.
         scheduler: of the learning rate, made of ``optimizer``; several in a list; or a function that makes one.
         parallel: the layout, and how a step is made; or a function that makes it of the number of processes, for runs
-            that go on with fewer: ``shardformer.ParallelConfig(tensor=4).fit``.
+            that go on with fewer: ``shardformer.ParallelConfig(tensor=4).fit_to``.
         batch_size: samples of the whole batch, over all data ranks.
         policy: the user's own policy of sharding; None takes the one that is found.
         context: a grid that was laid already; None: over the processes that were launched, by the sizes in
@@ -427,9 +422,9 @@ def _engine_of(
         return pipeline, *make_optimizers(given, scheduler, model)
 
     pipeline, optimizers, schedulers = collective_call(grid, make, doing="make what trains the model")
-    if asked.zero_stage is not None and optimizers:
+    if asked.effective_zero_stage is not None and optimizers:
         with unchanged_on_error(optimizers):
-            optimizers = [shard_optimizers(optimizers, model, asked)]
+            optimizers = [shard_optimizer(optimizers, model, **asked.zero_options())]
     engine = Engine(
         model, optimizers, pipeline, asked, grid,
         scheduler=schedulers, has_target=recipe.loss_fn is not None, **options,

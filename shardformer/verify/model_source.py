@@ -466,7 +466,7 @@ class ModelSource:
             raise ConfigError(
                 f"{layers} layers for {self.title}",
                 rule=f"A small model is made as deep as its stages ask for, of {MOST_STAGES} layers at the most",
-                remedy="Use fewer stages, or fewer --chunks",
+                remedy="Use fewer stages, or fewer --num-model-chunks",
             )
         model_fn = self.model_fn.deeper(layers)
         title = f"{self.title}, {depth_of(model_fn.family, self.head, layers)} layers"

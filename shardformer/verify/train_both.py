@@ -16,9 +16,9 @@ from torch.overrides import TorchFunctionMode
 from shardformer.comm.collective_call import run_on_all_ranks
 from shardformer.comm.collectives import all_gather_objects, all_reduce, gather_full_tensors
 from shardformer.comm.recorder import CollectiveRecorder
-from shardformer.config import ShardConfig
+from shardformer.config import STAGE_FIELDS, ShardConfig
 from shardformer.discovery.reduced_model import disable_dropout
-from shardformer.errors import ConfigError, check_int
+from shardformer.errors import ConfigError, check_int, check_names
 from shardformer.gradients.clipping import clip_grad_norm_
 from shardformer.gradients.reducer import no_sync
 from shardformer.layout.sharding_metadata import metadata_of, shard_specs
@@ -29,6 +29,7 @@ from shardformer.pipeline.micro_batch_loss import LossWeight
 from shardformer.pipeline.micro_batches import batch_size_of, micro_batch_sizes, named_tensors_in, split_batch
 from shardformer.pipeline.pipeline import Pipeline, start_training
 from shardformer.pipeline.runtime import loss_in
+from shardformer.pipeline.schedules import make_schedule
 from shardformer.pipeline.stage_manager import PipelineStageManager
 from shardformer.policies.policy import Policy
 from shardformer.random_state import seed_random
@@ -185,7 +186,7 @@ def check_independent_samples(job: BatchSharing, model: nn.Module) -> None:
     whole = data_rank_batch(job, job.batch_fn(0), 0, job.num_parts)
     part = data_rank_batch(job, job.batch_fn(0), 0, job.data)
     for larger, smaller, remedy in (
-        (whole, part, "Compare with the parts themselves (--reference parts), or use one data rank"),
+        (whole, part, "Compare with the parts (--average-loss-over ranks), or use one data rank"),
         (part, _micro_batches(job, part)[0], "Use one micro-batch (--micro-batches 1), or data ranks (--data 2)"),
     ):
         if batch_size_of(smaller) < batch_size_of(larger):
@@ -280,6 +281,15 @@ class VerifyPipeline:
         """Into how many micro-batches a batch is cut."""
         return self.pipe if self.micro_batches is None else self.micro_batches
 
+    def stage_manager(self, context: ParallelContext | None = None) -> PipelineStageManager:
+        """The stages; without processes if there is no context. Raises ConfigError for unsupported options."""
+        rule = "VerifyPipeline(stages=) has the options of PipelineStageManager"
+        check_names(self.stages, ("schedule", *STAGE_FIELDS), "There is no option", rule)
+        make_schedule(
+            self.stages.get("schedule", "1f1b"), self.pipe, self.num_parts, self.stages.get("num_model_chunks")
+        )
+        return PipelineStageManager(context or ParallelContext.of({"pipe": self.pipe}), **self.stages)
+
     def __str__(self) -> str:
         said = {"schedule": "{}", "num_model_chunks": "{} chunks"}
         options = [said.get(name, f"{name}={{}}").format(value) for name, value in self.stages.items()]
@@ -330,7 +340,7 @@ class VerifyJob:
     @property
     def num_parts(self) -> int:
         """Into how many parts the plain model is given a batch."""
-        return 1 if self.training.reference == "whole" else self.data
+        return 1 if self.training.average_loss_over == "tokens" else self.data
 
 
 @dataclass
@@ -358,7 +368,7 @@ def run_job(job: VerifyJob) -> tuple[TrainingTrace | None, TrainingTrace, str, s
     mode = job.config.get("tensor_parallel_mode", "1d")
     layout += [str(TensorGrid.of(with_tensor_grid(context, mode), mode))] if mode != "1d" else []
     layout += ["each batch plain in one"] if job.num_parts < job.data else []
-    layout += [str(job.training)] if job.training.zero is not None else []
+    layout += [str(job.training)] if job.training.zero_stage is not None else []
     return plain, sharded, name, ", ".join(layout)
 
 
@@ -475,15 +485,16 @@ def _check_repeats(job: VerifyJob, model: nn.Module) -> None:
 
 
 def _run_sharded(job: VerifyJob, context: ParallelContext) -> tuple[TrainingTrace, str]:
-    model, trace, options = build(job), TrainingTrace(), {"watch": False, **job.config}  # what differs is told below
+    model, trace = build(job), TrainingTrace()
+    options = {"check_consistency": False, **job.config}  # differences are reported by the comparison
     name = type(model).__name__
     if job.pipeline is not None:
-        options["pipeline_stage_manager"] = PipelineStageManager(context, **job.pipeline.stages)
+        options["pipeline_stage_manager"] = job.pipeline.stage_manager(context)
     model = shard_model(model, job.policy, config=ShardConfig(context=context, **options))
     job.training.checkpoint(model)
     optimizer: Any = make_verify_optimizers(model.parameters(), job.training)
     optimizer = (
-        optimizer[0] if job.training.zero is None else shard_optimizer(optimizer, model, **job.training.of_zero())
+        optimizer[0] if job.training.zero_stage is None else shard_optimizer(optimizer, model, **job.training.of_zero())
     )
     asked = job.pipeline
     step_of = _pipelined_step(job, model, asked) if asked is not None else partial(_plain_step, job, model, optimizer)
@@ -498,7 +509,7 @@ def _run_sharded(job: VerifyJob, context: ParallelContext) -> tuple[TrainingTrac
         trace.norms.append(float(clip_grad_norm_(model, MAX_NORM)))
         optimizer.step()
         optimizer.zero_grad()
-    if job.training.zero == 3:
+    if job.training.zero_stage == 3:
         whole = full_state_dict(model)
         trace.after = {n: whole[n] for n in trace.grads[-1]}
     else:
@@ -532,7 +543,7 @@ def _plain_step(
     job: VerifyJob, model: nn.Module, optimizer: Any, part: Mapping[str, Any], step: int, data_rank: int
 ) -> Tensor:
     loss = _loss_of_step(job, model, part, step, data_rank).double()
-    share = loss / job.training.micro_steps
+    share = loss / job.training.gradient_accumulation_steps
     optimizer.backward(share) if isinstance(optimizer, ZeroOptimizer) else share.backward()
     return loss
 
@@ -540,7 +551,10 @@ def _plain_step(
 def _pipelined_step(job: VerifyJob, model: nn.Module, asked: VerifyPipeline) -> StepOf:
     loss_fn = job.loss_fn
     given = None if loss_fn is None else lambda output, part: loss_fn(PrecomputedForward(model, output, part), part)
-    pipeline = Pipeline(model, asked.micro_batches, loss_fn=given, loss_weight=asked.loss_weight)
+    average = job.training.average_loss_over
+    pipeline = Pipeline(
+        model, asked.micro_batches, loss_fn=given, loss_weight=asked.loss_weight, average_loss_over=average
+    )
 
     def step_of(part: Mapping[str, Any], step: int, data_rank: int) -> Tensor:
         seed_random(1 + step * job.data + data_rank)

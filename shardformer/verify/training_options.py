@@ -1,4 +1,4 @@
-"""How ``verify`` trains: with which optimizer, under which stage of ZeRO, beside which plain loss."""
+"""``VerifyTraining``: how ``verify`` trains the sharded model and the plain one."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 
 from shardformer.errors import ConfigError, check_choice, check_int, did_you_mean
 from shardformer.offload.host import OffloadConfig
+from shardformer.pipeline.schedules import LOSS_AVERAGES
+from shardformer.public_names import renamed_arguments
 from shardformer.tensor_parallel.parallel_module import accept_wide_inputs
 from shardformer.zero.config import ZERO_STAGES
 from shardformer.zero.mixed_precision import LossScale, MixedPrecision
@@ -28,78 +30,79 @@ SCALE = 2.0**14
 
 SUPPORTED_OPTIMIZERS = ("Optimizer", "LBFGS", "SparseAdam")
 """Of torch.optim: the base of all, one that computes the loss itself, and one for sparse gradients."""
-REFERENCES = ("parts", "whole")
+RENAMED_ARGUMENTS = {
+    "zero": "zero_stage",
+    "micro_steps": "gradient_accumulation_steps",
+    "checkpointing": "activation_checkpointing",
+    "reference": "average_loss_over",
+}
 
 
+@renamed_arguments(RENAMED_ARGUMENTS, {"average_loss_over": {"parts": "ranks", "whole": "tokens"}}, RENAMED_ARGUMENTS)
 @dataclass(frozen=True)
 class VerifyTraining:
     """How both models are trained.
 
     Args:
-        zero: the stage of ZeRO of the sharded one, 0 to 3; None: without.
+        zero_stage: the ZeRO stage of the sharded model, 0 to 3. None: no ZeRO.
         optimizer: with a stage, the name of one of torch.optim, or LAMB or LARS; Muon gets the matrices, and AdamW the
-            rest. Those that divide by the size of a gradient are held to 1e-4.
-        precision: with a stage, "bf16" or "fp16": the parameters of both models have 16 bits then, and masters in fp32,
-            and differences are held against 16 bits.
-        offload: with a stage, "cpu" or "nvme:DIR": where the sharded one has masters and state.
-        micro_steps: backwards of a step, each of a batch of its own; all but the last under ``no_sync``.
-        checkpointing: whether the sharded model computes its layers again in the backward.
-        frozen: a regular expression; parameters whose whole name it fits do not train.
-        reference: what the plain loss is where there are data ranks. "parts": the mean of the losses of the ranks'
-            parts of the batch, as data parallelism has it. "whole": the loss of the batch as a whole. The two differ
-            where parts count different numbers of labels, and for a loss that is no mean over samples, such as one
-            that balances the load of experts.
+            rest. Those that divide by the size of a gradient are compared with a tolerance of 1e-4.
+        average_loss_over: the plain loss, with data ranks. "ranks": the mean of the losses of the ranks' parts of the
+            batch, as ``shard_model`` and DDP train it. "tokens": the loss of the whole batch. The two differ if parts
+            have different numbers of labels, and for a loss that is no mean over samples, such as one that balances
+            the load of experts.
+        precision: with a stage, "bf16" or "fp16": the parameters of both models have 16 bits, with master weights in
+            fp32, and the tolerances are those of 16 bits.
+        offload: with a stage, "cpu" or "nvme:DIR": where the sharded model keeps master weights and optimizer state.
+        gradient_accumulation_steps: backwards of a step, each of a batch of its own; all but the last under
+            ``no_sync``.
+        activation_checkpointing: whether the sharded model recomputes its layers in the backward.
+        frozen: a regular expression; parameters whose whole name matches do not train.
     """
 
-    zero: int | None = None
+    zero_stage: int | None = None
     optimizer: str = "SGD"
-    reference: str = "parts"
+    average_loss_over: str = "ranks"
     precision: str = "fp32"
     offload: str | None = None
-    micro_steps: int = 1
-    checkpointing: bool = False
+    gradient_accumulation_steps: int = 1
+    activation_checkpointing: bool = False
     frozen: str = ""
 
     def __post_init__(self) -> None:
-        check_choice("zero", self.zero, (None, *ZERO_STAGES))
+        check_choice("zero_stage", self.zero_stage, (None, *ZERO_STAGES))
+        check_choice("average_loss_over", self.average_loss_over, LOSS_AVERAGES)
+        MixedPrecision.of(self.precision), OffloadConfig.of(self.offload)
         try:
             re.compile(self.frozen)
         except re.error as error:
             raise ConfigError(
                 f"frozen={self.frozen!r}: {error}",
-                rule="It is a regular expression that whole names of parameters fit",
+                rule="It is a regular expression that matches whole names of parameters",
                 remedy="Write it as embeddings.*",
             ) from error
         rule = "The optimizer is one of torch.optim that steps on dense gradients without a closure, LAMB or LARS"
         check_choice("optimizer", self.optimizer, _known(), rule)
-        if self.zero is None and self.optimizer != "SGD":
-            raise ConfigError(
-                f"optimizer={self.optimizer!r} without a stage of ZeRO",
-                rule="Without one, verify trains with SGD, whose weights are compared to the last digit",
-                remedy="Add zero=0, 1, 2 or 3 (--zero)",
-            )
-        check_choice("reference", self.reference, REFERENCES)
-
-        self._check_kept()
-
-    def _check_kept(self) -> None:
-        MixedPrecision.of(self.precision), OffloadConfig.of(self.offload)
-        if self.zero is None and (self.precision != "fp32" or self.offload is not None):
-            asked = f"precision={self.precision!r}" if self.precision != "fp32" else f"offload={self.offload!r}"
-            raise ConfigError(f"{asked} without a stage of ZeRO", remedy="Add zero=0, 1, 2 or 3 (--zero)")
-
-        check_int("micro_steps", self.micro_steps)
+        for name, default in (("optimizer", "SGD"), ("precision", "fp32"), ("offload", None)):
+            if self.zero_stage is None and (value := getattr(self, name)) != default:
+                raise ConfigError(
+                    f"{name}={value!r} without a ZeRO stage",
+                    rule="Without ZeRO, verify trains with SGD, whose weights are compared to the last digit",
+                    remedy="Add zero_stage=0, 1, 2 or 3 (--zero-stage)",
+                )
+        check_int("gradient_accumulation_steps", self.gradient_accumulation_steps)
 
     def check_pipeline(self, pipe: int) -> None:
         """Raises ConfigError for what is asked of a pipeline in another way."""
-        if pipe > 1 and self.micro_steps > 1:
+        if pipe > 1 and self.gradient_accumulation_steps > 1:
             raise ConfigError(
-                f"micro_steps={self.micro_steps} beside pipe={pipe}", remedy="Use micro_batches= (--micro-batches)"
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps} beside pipe={pipe}",
+                remedy="Use micro_batches= (--micro-batches)",
             )
 
     def backwards(self, step: int) -> range:
         """The numbers of the backwards of a step, over all steps."""
-        return range(step * self.micro_steps, (step + 1) * self.micro_steps)
+        return range(step * self.gradient_accumulation_steps, (step + 1) * self.gradient_accumulation_steps)
 
     def freeze(self, model: nn.Module) -> None:
         """Raises ConfigError where no parameter has such a name."""
@@ -115,9 +118,9 @@ class VerifyTraining:
 
     def checkpoint(self, model: Any) -> None:
         """Raises ConfigError for a model that does not know how."""
-        if self.checkpointing and not getattr(model, "supports_gradient_checkpointing", False):
-            raise ConfigError(f"checkpointing=True of a {type(model).__name__}", remedy="Leave it out")
-        if self.checkpointing:  # which transformers has by a new name
+        if self.activation_checkpointing and not getattr(model, "supports_gradient_checkpointing", False):
+            raise ConfigError(f"activation_checkpointing=True of a {type(model).__name__}", remedy="Leave it out")
+        if self.activation_checkpointing:  # which transformers has by a new name
             enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
             enable()
 
@@ -134,19 +137,19 @@ class VerifyTraining:
     def of_zero(self) -> dict[str, Any]:
         """What ``shard_optimizer`` is called with."""
         kept = MixedPrecision(self.precision, loss_scale=LossScale(SCALE))
-        return {"stage": self.zero, "precision": kept, "offload": self.offload}
+        return {"stage": self.zero_stage, "precision": kept, "offload": self.offload}
 
     @property
     def is_adaptive(self) -> bool:
         return self.optimizer not in ("SGD", "ASGD", "LARS")
 
     def __str__(self) -> str:
-        if self.zero is None:
+        if self.zero_stage is None:
             return ""
         more = [self.precision] if self.precision != "fp32" else []
         more += [f"offload to {self.offload.partition(':')[0]}"] if self.offload is not None else []
-        more += [f"{self.micro_steps} backwards a step"] if self.micro_steps > 1 else []
-        return ", ".join([f"ZeRO stage {self.zero}, {self.optimizer}", *more])
+        more += [f"{self.gradient_accumulation_steps} backwards a step"] if self.gradient_accumulation_steps > 1 else []
+        return ", ".join([f"ZeRO stage {self.zero_stage}, {self.optimizer}", *more])
 
 
 def _known() -> dict[str, Any]:
@@ -186,7 +189,7 @@ class ReferenceOptimizers:
 def make_verify_optimizers(params: Iterable[nn.Parameter], asked: VerifyTraining) -> list[Optimizer]:
     """SGD with momentum; under ZeRO what was asked for, with a group of its own for what has one dim."""
     trainable = [p for p in params if p.requires_grad]
-    if asked.zero is None or not trainable:  # a stage may have nothing that trains
+    if asked.zero_stage is None or not trainable:  # a stage may have nothing that trains
         return [torch.optim.SGD([{"params": trainable}], lr=LEARNING_RATE, momentum=0.9)]
     kind, rate = _known()[asked.optimizer], LEARNING_RATE if not asked.is_adaptive else LEARNING_RATE / 50
     settings = {"momentum": 0.9} if asked.optimizer in ("SGD", "LARS") else {}

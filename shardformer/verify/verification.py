@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing import process
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.config import ShardConfig
-from shardformer.errors import ConfigError, ShardFormerError, WorkerError, did_you_mean, wants_traceback
+from shardformer.errors import ConfigError, ShardFormerError, WorkerError, check_names, wants_traceback
 from shardformer.layout.tensor_relations import max_difference
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.local_ranks.worker_process import RemoteCall
@@ -27,8 +27,7 @@ from shardformer.mesh.parallel_context import ParallelContext, with_grid_axes
 from shardformer.mesh.rank_grid import num_ranks
 from shardformer.mesh.tensor_grid import GRID_MODES, with_tensor_grid
 from shardformer.pipeline.micro_batches import special_token_ids
-from shardformer.pipeline.schedules import default_chunks, make_schedule
-from shardformer.pipeline.stage_manager import partition_model
+from shardformer.pipeline.stage_manager import PipelineStageManager, partition_model
 from shardformer.policies.policy import Policy
 from shardformer.shard_model_api import resolve_policy
 from shardformer.sharding.checks import check_unsharded, make_checked_plan
@@ -47,37 +46,12 @@ from shardformer.verify.train_both import (
 from shardformer.verify.training_options import ADAPTIVE_BOUND, LEARNING_RATE, VerifyTraining
 
 
-@dataclass(frozen=True)
-class StageOptions:
-    """What ``PipelineStageManager`` is asked for, without the processes that it stands on.
-
-    Raises ConfigError for a schedule that there is not, or not for these numbers.
-    """
-
-    num_stages: int
-    micro_batches: int | None = None
-    schedule: str = "1f1b"
-    num_model_chunks: int | None = None
-    cut: str | Sequence[int] = "cost"
-    costs: Sequence[float] | None = None
-    checkpoint_layers: int | Sequence[int] | None = None
-
-    def __post_init__(self) -> None:
-        micro_batches = self.num_stages if self.micro_batches is None else self.micro_batches
-        make_schedule(self.schedule, self.num_stages, micro_batches, self.num_model_chunks)
-
-    @property
-    def num_virtual_stages(self) -> int:
-        chunks = default_chunks(self.schedule) if self.num_model_chunks is None else self.num_model_chunks
-        return self.num_stages * chunks
-
-
 def check_layout(
     model_fn: Callable[[], nn.Module],
     tensor: int | tuple[int, ...],
     policy: Policy | type[Policy] | None = None,
     options: Mapping[str, Any] | None = None,
-    stages: StageOptions | None = None,
+    stages: PipelineStageManager | None = None,
 ) -> Any:
     """Makes the plan of the first of ``tensor`` ranks for a model that is built here once and thrown away.
 
@@ -284,7 +258,7 @@ def verify(
         config: options of ``ShardConfig``, as one or as a dict.
         pipeline: runs batches as micro-batches, over the stages that it says: ``VerifyPipeline(pipe=2,
         micro_batches=4)``.
-        training: with which optimizer and stage of ZeRO, and beside which plain loss: ``VerifyTraining(zero=3)``.
+        training: with which optimizer and stage of ZeRO, and beside which plain loss: ``VerifyTraining(zero_stage=3)``.
         pool: workers to run in, as many as needed; by default started and ended here.
 
     Returns the report. Raises ShardFormerError when the model cannot be sharded, or compared, as asked; where the plan
@@ -299,7 +273,7 @@ def verify(
     job = VerifyJob(
         model_fn, batch_fn, tensor, data, steps, dtype, loss_fn, policy, options, pipeline, how, sequence, grid
     )
-    stages = None if pipeline is None else _stages_of(pipeline)
+    stages = None if pipeline is None else pipeline.stage_manager()
     start = time.perf_counter()
     RemoteCall.of(report_here, (job,), {})  # refuses what cannot be sent
     job = replace(job, ids=special_token_ids(check_layout(model_fn, grid, policy, job.config, stages)))
@@ -331,33 +305,14 @@ def _sizes_of(tensor: int | Mapping[str, Any]) -> tuple[int | tuple[int, ...], i
     """Of the tensor axis and of the sequence axis."""
     if not isinstance(tensor, Mapping):
         return tensor, 1
-    for name in tensor:
-        if name not in ("tensor", "sequence"):
-            rule = "The dict in the place of tensor= has the sizes of tensor and of sequence"
-            raise ConfigError(
-                f"There is no axis {name!r} in it", rule=rule, remedy=did_you_mean(name, ("tensor", "sequence"))
-            )
+    check_names(tensor, ("tensor", "sequence"), "tensor= has no axis", "It is a size, or the sizes of these axes")
     return tensor.get("tensor", 1), tensor.get("sequence", 1)
-
-
-def _stages_of(pipeline: VerifyPipeline) -> StageOptions:
-    known = [name for name in StageOptions.__dataclass_fields__ if name not in ("num_stages", "micro_batches")]
-    for name in pipeline.stages:
-        if name not in known:
-            rule = "Pipelined(stages=) is what PipelineStageManager takes beside the grid"
-            raise ConfigError(f"There is no option {name!r}", rule=rule, remedy=did_you_mean(name, known))
-    return StageOptions(pipeline.pipe, pipeline.micro_batches, **pipeline.stages)
 
 
 def _options_of(config: Mapping[str, Any] | ShardConfig | None) -> dict[str, Any]:
     """The options that were given, checked."""
-    fields = ShardConfig.__dataclass_fields__
     if not isinstance(config, ShardConfig):
-        for name in config or {}:
-            if name not in fields:
-                rule = "Options are the fields of ShardConfig"
-                raise ConfigError(f"There is no option {name!r}", rule=rule, remedy=did_you_mean(name, fields))
-        config = ShardConfig(**(config or {}))
+        config = ShardConfig.of(config or {})
     if config.context is not None or config.tensor_parallel_process_group is not None:
         raise ConfigError(
             "verify was given a config with a process group",

@@ -66,7 +66,7 @@ def estimate_memory(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
     *,
-    stage: int = 0,
+    stage: int = 1,
     precision: str | MixedPrecision = "fp32",
     offload: str | OffloadConfig | None = None,
     data: int | None = None,

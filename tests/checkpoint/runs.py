@@ -118,7 +118,7 @@ def start(plain: nn.Module, layout: Layout, context: ParallelContext, family: st
     optimizer = make_optimizer(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     trained: Any = shard_optimizer(optimizer, model, stage=layout.stage) if layout.stage is not None else optimizer
-    pipeline = Pipeline(model, micro_batches=2 if layout.pipe > 1 else 1, average_over_data=True)
+    pipeline = Pipeline(model, micro_batches=2 if layout.pipe > 1 else 1, average_loss_over="tokens")
     return Run(context, model, trained, scheduler, pipeline, family)
 
 

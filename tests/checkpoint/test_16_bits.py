@@ -22,12 +22,12 @@ SAMPLES, BEFORE = 4, 2
 COPYING = threading.Lock()
 Layout = dict[str, Any]
 PAIRS: list[tuple[str, Layout, Layout]] = [
-    ("bf16", {"data": 2, "zero": 2}, {"tensor": 2, "zero": 1}),
-    ("fp16", {"pipe": 2, "zero": 1}, {"data": 2, "zero": 3}),
-    ("bf16", {"data": 2, "zero": 3}, {"pipe": 2, "zero": 0}),
-    ("fp16", {"tensor": 2, "zero": 0}, {"data": 2, "zero": 2, "offload": "cpu"}),
-    ("bf16", {"sequence": 2, "zero": 1}, {"tensor": (2, 2), "tensor_mode": "2d", "zero": 1}),
-    ("fp16", {"tensor": 2, "sequence_parallel": True, "zero": 3}, {"pipe": 2, "data": 2, "zero": 1}),
+    ("bf16", {"data": 2, "zero_stage": 2}, {"tensor": 2, "zero_stage": 1}),
+    ("fp16", {"pipe": 2, "zero_stage": 1}, {"data": 2, "zero_stage": 3}),
+    ("bf16", {"data": 2, "zero_stage": 3}, {"pipe": 2, "zero_stage": 0}),
+    ("fp16", {"tensor": 2, "zero_stage": 0}, {"data": 2, "zero_stage": 2, "offload": "cpu"}),
+    ("bf16", {"sequence": 2, "zero_stage": 1}, {"tensor": (2, 2), "tensor_parallel_mode": "2d", "zero_stage": 1}),
+    ("fp16", {"tensor": 2, "sequence_parallel": True, "zero_stage": 3}, {"pipe": 2, "data": 2, "zero_stage": 1}),
 ]
 
 

@@ -42,7 +42,7 @@ def test_durations_and_the_time_on_the_way_are_taken(capsys: pytest.CaptureFixtu
 
 
 def test_chunks_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--schedule", "interleaved", "--stages", "2", "--micro-batches", "2", "--chunks", "3") == 0
+    assert run("--schedule", "interleaved", "--stages", "2", "--micro-batches", "2", "--num-model-chunks", "3") == 0
     assert "c virtual stages 4-5" in capsys.readouterr().out
 
 
@@ -84,7 +84,7 @@ def test_a_chart_is_written_and_named(tmp_path: Path, capsys: pytest.CaptureFixt
         (("--out", "chart.pdf"), "chart.svg"),
         (("--micro-batches", "100000"), "Use --micro-batches 4096 or fewer"),
         (("--stages", "16384", "--micro-batches", "1"), "cells at the most"),
-        (("--schedule", "interleaved", "--chunks", "1000000"), "cells at the most"),
+        (("--schedule", "interleaved", "--num-model-chunks", "1000000"), "cells at the most"),
         (("--schedule", "zbv", "--stages", "16", "--micro-batches", "1024"), "cells at the most"),
         (("--durations", "F=1e308,B=1e308"), "takes inf units"),
         (("--durations", "F=1e-308"), "nearer to each other"),
@@ -104,8 +104,11 @@ def test_what_cannot_be_is_said_before_anything_is_drawn(
     [
         (["--grid", "2x2"], ["1, 0", "2/2, 1/2", "2.5 N H + 0.75 W"]),
         (["--grid", "4x1"], ["4/4, all", "2.25 W"]),
-        (["--grid", "8", "--mode", "3d"], ["1, 1, 1", "4/4, 2/2", "1.25 N H + 0.125 N (2 V + E) + 0.375 W"]),
-        (["--grid", "2x2x2", "--mode", "2.5d"], ["+ 0.25 W (copies)"]),
+        (
+            ["--grid", "8", "--tensor-parallel-mode", "3d"],
+            ["1, 1, 1", "4/4, 2/2", "1.25 N H + 0.125 N (2 V + E) + 0.375 W"],
+        ),
+        (["--grid", "2x2x2", "--tensor-parallel-mode", "2.5d"], ["+ 0.25 W (copies)"]),
     ],
 )
 def test_what_the_ranks_of_a_grid_hold(
@@ -119,14 +122,14 @@ def test_what_the_ranks_of_a_grid_hold(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--grid", "2x2", "--mode", "3d"], "Give three numbers"),
+        (["--grid", "2x2", "--tensor-parallel-mode", "3d"], "Give three numbers"),
         (["--grid", "ax2"], "--grid 4, or --grid 2x2"),
         (["--grid", "200x200"], "1024 at the most"),
         (["--grid", "99999999999999999999x2"], "ranks at the most"),
         (["--grid", "2x2", "--out", "grid.png"], "--out with --grid"),
         (["--grid", "2x2", "--stages", "4"], "--stages with --grid"),
         (["--grid", "2x2", "--micro-batches", "2"], "--micro-batches with --grid"),
-        (["--mode", "2d"], "--mode without --grid"),
+        (["--tensor-parallel-mode", "2d"], "--tensor-parallel-mode without --grid"),
     ],
 )
 def test_a_grid_that_cannot_be(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

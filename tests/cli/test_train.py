@@ -26,7 +26,7 @@ random = true
 config = { n_embd = 16, n_layer = 2, n_head = 2 }
 [data]
 train = "text.txt"
-sequence = 16
+sequence_length = 16
 batch_size = 4
 [training]
 steps = 4
@@ -61,7 +61,7 @@ def test_two_processes_train_and_one_goes_on(folder: Path) -> None:
 
 
 def test_a_dry_run_trains_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    changes = ["--set", "parallel.tensor=2", "--set", "parallel.pipe=2", "--set", "parallel.zero=1"]
+    changes = ["--set", "parallel.tensor=2", "--set", "parallel.pipe=2", "--set", "parallel.zero_stage=1"]
     with pytest.raises(SystemExit) as ended:
         main(["train", "-c", "run.toml", "--dry-run", *changes])
     assert ended.value.code == 0

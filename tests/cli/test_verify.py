@@ -94,7 +94,7 @@ def test_json_is_all_that_stands_on_standard_output() -> None:
 
 
 def test_a_folder_is_verified_in_a_table_of_80_columns(run: Run, bert: Path) -> None:
-    status, out, _ = run("verify", bert, "--dtype", "fp32", "--sequence-parallel", "--overlap")
+    status, out, _ = run("verify", bert, "--dtype", "fp32", "--sequence-parallel", "--sequence-overlap")
     assert status == 0, out
     assert out.rstrip().endswith("Nobody can tell.")
     assert "rank 0's groups send together" in " ".join(out.split())
@@ -106,7 +106,18 @@ def test_a_folder_is_verified_in_a_table_of_80_columns(run: Run, bert: Path) -> 
 
 def test_a_config_is_verified_under_another_head_with_options(run: Run, bert: Path) -> None:
     head = "BertForMultipleChoice"
-    options = ["--head", head, "--fused-norm", "--flash-attention", "--batch", "2", "--tokens", "8", "--steps", "1"]
+    options = [
+        "--head",
+        head,
+        "--fused-normalization",
+        "--flash-attention",
+        "--batch",
+        "2",
+        "--tokens",
+        "8",
+        "--steps",
+        "1",
+    ]
     status, out, _ = run("verify", bert / "config.json", *options, "--json")
     report = json.loads(out)
     assert (status, report["passed"], report["model"]) == (0, True, head)
@@ -136,7 +147,7 @@ def test_a_collective_that_is_left_out_is_told(run: Run, user_module: Path) -> N
 
 
 def test_the_whole_batch_may_be_the_reference(run: Run) -> None:
-    options = ["--tensor", "1", "--data", "2", "--steps", "1", "--reference", "whole"]
+    options = ["--tensor", "1", "--data", "2", "--steps", "1", "--average-loss-over", "tokens"]
     status, out, _ = run("verify", "gpt2", *options)
     assert status == 0 and "over data=2, each batch plain in one." in " ".join(out.split()), out
 
@@ -148,7 +159,18 @@ def test_what_is_not_a_number_is_null_in_json(run: Run, user_module: Path) -> No
 
 
 def test_a_pipeline_is_verified_over_its_stages_alone(run: Run) -> None:
-    options = ["--pipe", "2", "--schedule", "interleaved", "--chunks", "2", "--micro-batches", "4", "--steps", "1"]
+    options = [
+        "--pipe",
+        "2",
+        "--schedule",
+        "interleaved",
+        "--num-model-chunks",
+        "2",
+        "--micro-batches",
+        "4",
+        "--steps",
+        "1",
+    ]
     status, out, _ = run("verify", "gpt2", *options)
     words = " ".join(out.split())
     assert status == 0, out
@@ -158,11 +180,11 @@ def test_a_pipeline_is_verified_over_its_stages_alone(run: Run) -> None:
 
 
 def test_a_pipeline_goes_with_the_other_axes_and_a_batch_grows_with_its_parts(run: Run) -> None:
-    options = ["--pipe", "2", "--tensor", "2", "--cut", "1,2", "--micro-batches", "5", "--steps", "1"]
+    options = ["--pipe", "2", "--tensor", "2", "--partition", "1,2", "--micro-batches", "5", "--steps", "1"]
     status, out, err = run("verify", "gpt2", *options, "--json")
     report = json.loads(out)
     assert (status, report["passed"], err) == (0, True, "")
-    assert report["layout"] == "pipe=2, tensor=2, cut=[1, 2], 5 micro-batches"
+    assert report["layout"] == "pipe=2, tensor=2, partition=[1, 2], 5 micro-batches"
 
 
 def test_heads_without_a_loss_of_their_own_are_verified_over_stages(run: Run) -> None:
@@ -178,7 +200,7 @@ def test_one_stage_accumulates_micro_batches(run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["bert", "--overlap"], "enable_sequence_overlap=True with enable_sequence_parallelism=False"),
+        (["bert", "--sequence-overlap"], "sequence_overlap=True without sequence_parallel=True"),
         (["bert", "--head", "BertForNothing"], "bert has no head 'BertForNothing'"),
         (["bert", "--head", "BertModel", "--all-heads"], "Leave one of the two out"),
         (["bert", "--tensor", "0"], "tensor=0.\n  An axis has one rank or more.\n  Use --tensor 1 or more.\n"),
@@ -186,32 +208,41 @@ def test_one_stage_accumulates_micro_batches(run: Run) -> None:
         (["llama", "--tensor", "64", "--head", "LlamaModel"], "more than the 6 attention heads"),
         (["gpt2", "--batch", "4", "--data", "3"], "A batch of 4 samples over data=3"),
         (["gpt2", "--schedule", "gpipe", "--micro-batches", "4"], "--micro-batches 4 --schedule gpipe without --pipe"),
-        (["gpt2", "--cut", "even"], "Add --pipe 2, or leave them out"),
+        (["gpt2", "--partition", "uniform"], "Add --pipe 2, or leave them out"),
         (["gpt2", "--pipe", "0"], "pipe=0.\n  An axis has one rank or more.\n  Use --pipe 1 or more.\n"),
         (["gpt2", "--pipe", "2", "--schedule", "gpip"], "Did you mean 'gpipe'?"),
-        (["gpt2", "--pipe", "2", "--schedule", "gpipe", "--chunks", "2"], "Use 1, or the schedule 'interleaved'"),
+        (
+            ["gpt2", "--pipe", "2", "--schedule", "gpipe", "--num-model-chunks", "2"],
+            "Use 1, or the schedule 'interleaved'",
+        ),
         (["gpt2", "--pipe", "2", "--schedule", "interleaved", "--micro-batches", "3"], "Use 2 or 4, or the schedule"),
         (["gpt2", "--pipe", "2", "--micro-batches", "0"], "micro_batches=0.\n  Use 1 or more"),
         (
             ["gpt2", "--pipe", "2", "--micro-batches", "8", "--batch", "4"],
             "Use at most 4 micro-batches, or a batch of 8",
         ),
-        (["gpt2", "--pipe", "2", "--cut", "evne"], "Did you mean 'even'?"),
-        (["gpt2", "--pipe", "2", "--cut", "3;5"], "Write --cut cost, --cut even, or as --cut 3,5"),
-        (["gpt2", "--pipe", "2", "--cut", "1,2,3"], "Give 2 counts that sum to 6, as [3, 3]"),
-        (["gpt_neo", "--pipe", "2", "--cut", "2,3"], "skips layer 5"),
+        (["gpt2", "--pipe", "2", "--partition", "unifrom"], "Did you mean 'uniform'?"),
+        (
+            ["gpt2", "--pipe", "2", "--partition", "3;5"],
+            "Write --partition balanced, --partition uniform, or as --partition 3,5",
+        ),
+        (["gpt2", "--pipe", "2", "--partition", "1,2,3"], "Give 2 counts that sum to 6, as [3, 3]"),
+        (["gpt_neo", "--pipe", "2", "--partition", "2,3"], "skips layer 5"),
         ([os.path.dirname(__file__)], "There is no config.json in the folder"),
         (["bert", "--tokens", "99"], "64 positions"),
         (["vit", "--tokens", "20"], "--tokens 20"),
-        (["bert", "--tensor", "1", "--data", "2", "--mode", "2d"], "--mode 2d without"),
+        (["bert", "--tensor", "1", "--data", "2", "--tensor-parallel-mode", "2d"], "--tensor-parallel-mode 2d without"),
         (["bert", "--tensor", "1", "--data", "2", "--sequence-parallel"], "--sequence-parallel without"),
-        (["bert", "--context", "ring"], "--context ring without --sequence"),
-        (["bert", "--reference", "whole"], "--reference whole without --data"),
+        (["bert", "--context-parallel", "ring"], "--context-parallel ring without --sequence"),
+        (["bert", "--average-loss-over", "tokens"], "--average-loss-over tokens without --data"),
         (["bert", "--pipe", "2", "--micro-batches", "1000000"], "at the most"),
-        (["bert", "--pipe", "2", "--schedule", "interleaved", "--chunks", "10000"], "256 layers at the most"),
-        (["bert", "--pipe", "2", "--cut", "1,99999999999"], "--cut 3,5"),
+        (["bert", "--pipe", "2", "--schedule", "interleaved", "--num-model-chunks", "10000"], "256 layers at the most"),
+        (["bert", "--pipe", "2", "--partition", "1,99999999999"], "--partition 3,5"),
         (["bert", "--frozen", "("], "regular expression"),
-        (["bert", "--zero", "1", "--optimizer", "LBFGS"], "without a closure"),
+        (["gpt2", "--pipe", "2", "--chunks", "2"], "--chunks is now --num-model-chunks"),
+        (["gpt2", "--zero=1"], "--zero is now --zero-stage"),
+        (["gpt2", "--reference", "whole"], "--reference is now --average-loss-over"),
+        (["bert", "--zero-stage", "1", "--optimizer", "LBFGS"], "without a closure"),
         (["bert", "--tensor", "99999999999999999999"], "ranks at the most"),
         (["nowhere:model"], "There is no module 'nowhere'"),
         ([":model"], "There is no module ''"),

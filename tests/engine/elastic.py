@@ -48,7 +48,7 @@ def main() -> None:
     inputs = torch.rand(40, 6, generator=torch.Generator().manual_seed(1))
     data = [(x, torch.tensor(i % 3)) for i, x in enumerate(inputs)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    asked = shardformer.ParallelConfig(zero=args.zero).fit
+    asked = shardformer.ParallelConfig(zero_stage=args.zero).fit_to
     engine = shardformer.initialize(model, optimizer, nn.CrossEntropyLoss(), data, parallel=asked, batch_size=8)
     engine.resume(args.folder)
     begun = engine.steps

@@ -123,7 +123,9 @@ def losses(change: Callable[[Engine], None], layouts: list[dict[str, Any] | None
 @pytest.mark.parametrize("name", CARRIED)
 def test_the_losses_are_those_of_a_run_that_was_not_reshaped(name: str) -> None:
     expected = losses(CARRIED[name], [None] * 4)
-    assert losses(CARRIED[name], [None, {"zero": 1}, None, {"micro_batches": 1}]) == pytest.approx(expected, abs=1e-12)
+    assert losses(CARRIED[name], [None, {"zero_stage": 1}, None, {"micro_batches": 1}]) == pytest.approx(
+        expected, abs=1e-12
+    )
     assert losses(lambda engine: None, [None] * 4) != pytest.approx(expected, abs=1e-6), "it changes the losses"
 
 
@@ -158,7 +160,7 @@ def test_what_cannot_be_carried_over_is_refused_and_the_engine_goes_on(name: str
     before, optimizer = engine.model, engine.optimizer
     params = [id(p) for each in optimizer.param_groups for p in each["params"]]
     with pytest.raises(ConfigError, match="changed since initialize"):
-        engine.reshape({"zero": 1})
+        engine.reshape({"zero_stage": 1})
     assert engine.model is before and engine.optimizer is optimizer
     assert [id(p) for each in optimizer.param_groups for p in each["params"]] == params
     engine.train_step(batch(0))
@@ -168,7 +170,7 @@ def test_a_compiled_model_is_not_compiled_in_another_layout_and_a_warning_says_s
     engine = engine_of()
     engine.model.last.compile(backend="eager")
     with pytest.warns(UserWarning, match=r"Call engine.model.last.compile\(\) again") as caught:
-        engine.reshape({"zero": 1})
+        engine.reshape({"zero_stage": 1})
     assert caught[0].filename == __file__
     engine.train_step(batch(0))
 
@@ -203,7 +205,7 @@ def test_a_weight_that_a_hook_computes_before_each_forward_trains_on_in_another_
             found.append(float(engine.train_step(batch(step))))
         return found
 
-    assert trained([None, {"zero": 3}, {"zero": 1}]) == pytest.approx(trained([None] * 3), abs=1e-12)
+    assert trained([None, {"zero_stage": 3}, {"zero_stage": 1}]) == pytest.approx(trained([None] * 3), abs=1e-12)
 
 
 def test_what_was_there_at_initialize_is_no_change() -> None:
@@ -211,7 +213,7 @@ def test_what_was_there_at_initialize_is_no_change() -> None:
     made.first.register_forward_hook(lambda module, args, output: output * 2)
     engine = shardformer.initialize(made, torch.optim.SGD(made.parameters(), lr=0.1), nn.MSELoss())
     plain = float(engine.evaluate(batch(0)))
-    engine.reshape({"zero": 1})
+    engine.reshape({"zero_stage": 1})
     assert float(engine.evaluate(batch(0))) == pytest.approx(plain, abs=1e-12)
 
 
@@ -230,7 +232,7 @@ def test_a_reshape_that_fails_midway_changes_nothing(problem: str, monkeypatch: 
     monkeypatch.setattr(reshape, {"zero": "shard_optimizers", "micro_batches": "make_pipeline"}[problem], fails)
     groups, seed = engine.optimizer.param_groups, torch.get_rng_state()
     with pytest.raises(RuntimeError, match="no memory"):
-        engine.reshape({"zero": 1})
+        engine.reshape({"zero_stage": 1})
     assert engine.optimizer.param_groups is groups and torch.get_rng_state().equal(seed)
     assert float(engine.train_step(batch(1))) == float(other.train_step(batch(1)))
     assert float(engine.train_step(batch(2))) == float(other.train_step(batch(2)))
@@ -263,7 +265,7 @@ def llama_losses(context: ParallelContext | None, layouts: list[dict[str, Any] |
 
 
 def test_over_tensor_and_pipeline_and_data_ranks() -> None:
-    layouts = [None, {"pipe": 2}, {"data": 2, "zero": 1}, {"tensor": 2}]
+    layouts = [None, {"pipe": 2}, {"data": 2, "zero_stage": 1}, {"tensor": 2}]
     expected = llama_losses(None, layouts)
     for found in run_as_threads(lambda context: llama_losses(context, layouts), tensor=2, in_turn=True):
         assert found == pytest.approx(expected, abs=1e-6)
@@ -274,6 +276,6 @@ def test_a_change_on_one_rank_alone_that_ranks_have_differently_is_refused_on_al
         engine = engine_of(context)
         engine.model._shift = float(1 + context.data.rank)
         with pytest.raises(ShardFormerError, match="not alike on all ranks"):
-            engine.reshape({"data": 2, "zero": 1})
+            engine.reshape({"data": 2, "zero_stage": 1})
 
     run_as_threads(do, data=2, in_turn=True)

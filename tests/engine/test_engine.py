@@ -99,7 +99,7 @@ def _layout(parallel: dict[str, Any]) -> float:
 
 def test_one_process_is_the_loop_as_it_was() -> None:
     assert _layout({}) < 1e-12
-    assert _layout({"zero": 1}) < 1e-12
+    assert _layout({"zero_stage": 1}) < 1e-12
     assert _layout({"micro_batch_size": 2}) < EXACT
 
 
@@ -108,8 +108,8 @@ def test_one_process_is_the_loop_as_it_was() -> None:
     [
         {"tensor": 2},
         {"pipe": 2, "micro_batches": 3},
-        {"data": 2, "zero": 2},
-        {"tensor": 2, "sequence_parallel": True, "zero": 0, "micro_batch_size": 2},
+        {"data": 2, "zero_stage": 2},
+        {"tensor": 2, "sequence_parallel": True, "zero_stage": 0, "micro_batch_size": 2},
     ],
     ids=str,
 )
@@ -118,7 +118,7 @@ def test_two_processes_give_the_weights_of_one(pool2: WorkerPool, parallel: dict
 
 
 @pytest.mark.parametrize(
-    "parallel", [{"pipe": 2, "zero": 1}, {"tensor": 2, "zero": 3}, {"pipe": 2, "tensor": 2}, {}], ids=str
+    "parallel", [{"pipe": 2, "zero_stage": 1}, {"tensor": 2, "zero_stage": 3}, {"pipe": 2, "tensor": 2}, {}], ids=str
 )
 def test_four_processes_give_the_weights_of_one(pool4: WorkerPool, parallel: dict[str, Any]) -> None:
     assert max(pool4.run(_layout, parallel)) < EXACT
@@ -130,7 +130,7 @@ def test_four_processes_give_the_weights_of_one(pool4: WorkerPool, parallel: dic
 def _seen_by_norms() -> list[Tensor]:
     """What layer norms are given in some steps, where tensor ranks hold slices of other sizes."""
     torch.manual_seed(0)
-    parallel = {"tensor": 2, "data": 2, "zero": 3}
+    parallel = {"tensor": 2, "data": 2, "zero_stage": 3}
     model = SmallModel("bert", changes={"vocab_size": 131})().double().train()
     engine = initialize(
         model, torch.optim.AdamW(model.parameters(), 1e-3), None, rows(), parallel=parallel, batch_size=4
@@ -233,7 +233,10 @@ def test_an_average_over_ranks_is_the_mean_of_their_losses() -> None:
     y[1:5] = -100  # of the first rank's labels one counts, of the second's all
 
     def run(context: ParallelContext) -> tuple[float, float, float]:
-        engine, mine = made(context=context, parallel={"average": "ranks"}), slice(5 * context.data.rank, None)
+        engine, mine = (
+            made(context=context, parallel={"average_loss_over": "ranks"}),
+            slice(5 * context.data.rank, None),
+        )
         batch = x[mine][:5], y[mine][:5]
         with torch.no_grad():
             own = nn.functional.cross_entropy(engine.model(batch[0]), batch[1])
@@ -380,8 +383,8 @@ def strange_optimizer() -> torch.optim.Optimizer:
         ({"parallel": {"tensr": 2}}, "Did you mean 'tensor'"),
         ({"parallel": 3}, "parallel=3"),
         ({"parallel": {"tensor": 2}}, "runs alone"),
-        ({"parallel": {"zero": 4}}, "zero=4"),
-        ({"parallel": {"cut": "even"}}, "pipe=1"),
+        ({"parallel": {"zero_stage": 4}}, "zero_stage=4"),
+        ({"parallel": {"partition": "uniform"}}, "without pipe=2"),
         ({"parallel": {"max_grad_norm": -1.0}}, "max_grad_norm=-1.0"),
         ({"scheduler_every": "month"}, "scheduler_every='month'"),
         ({"scheduler": lambda optimizer: None}, "0 optimizers"),
@@ -418,13 +421,13 @@ def test_where_it_is_refused_the_optimizer_has_its_parameters_still() -> None:
         ({"tensor": 4, "pipe": 2}, 6, (3, 1, 2)),
         ({"tensor": 2, "pipe": 2}, 3, (3, 1, 1)),
         ({"tensor": 2}, 6, (3, 1, 2)),
-        ({"tensor": 3, "pipe": 2, "cut": [2, 2]}, 3, (1, 1, 3)),
+        ({"tensor": 3, "pipe": 2, "partition": [2, 2]}, 3, (1, 1, 3)),
     ],
 )
 def test_a_layout_fits_another_number_of_processes(
     asked: dict[str, Any], processes: int, sizes: tuple[int, int, int]
 ) -> None:
-    fitted = ParallelConfig(**asked).fit(processes)
+    fitted = ParallelConfig(**asked).fit_to(processes)
     assert (fitted.data, fitted.pipe, fitted.tensor) == sizes
 
 
@@ -467,11 +470,14 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch_to_the_bit(tmp_path: Any) -> No
 
 
 def test_a_pipeline_goes_on_to_the_bit(pool2: WorkerPool, tmp_path: Any) -> None:
-    assert max(pool2.run(_resumed, str(tmp_path), {"pipe": 2, "zero": 1}, {"pipe": 2, "zero": 1})) == 0.0
+    assert max(pool2.run(_resumed, str(tmp_path), {"pipe": 2, "zero_stage": 1}, {"pipe": 2, "zero_stage": 1})) == 0.0
 
 
 def test_it_goes_on_under_another_layout(pools: WorkerPools, tmp_path: Any) -> None:
-    assert max(pools(4).run(_resumed, str(tmp_path), {"tensor": 2, "zero": 2}, {"pipe": 2, "tensor": 2}, 0.0)) < EXACT
+    assert (
+        max(pools(4).run(_resumed, str(tmp_path), {"tensor": 2, "zero_stage": 2}, {"pipe": 2, "tensor": 2}, 0.0))
+        < EXACT
+    )
 
 
 def test_one_process_without_a_launcher_trains_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,7 +145,7 @@ def test_a_load_that_fails_changes_nothing(case: str, tmp_path: Any) -> None:
 @pytest.mark.parametrize("zero", [None, 1, 3])
 def test_a_load_that_fails_on_one_rank_changes_nothing_on_any(zero: int | None, tmp_path: Any) -> None:
     def do(context: ParallelContext) -> None:
-        engine = engine_of(context=context, zero=zero)
+        engine = engine_of(context=context, zero_stage=zero)
         engine.train_step(batch())
         engine.save(tmp_path / "checkpoints")
         engine.train_step(batch())
@@ -214,7 +214,7 @@ def test_a_batch_that_fails_in_its_second_micro_batch_leaves_no_gradients() -> N
 
 @pytest.mark.parametrize("zero", [None, 1])
 def test_a_step_that_is_refused_can_be_left_out(zero: int | None) -> None:
-    engine = engine_of(zero=zero, max_grad_norm=1.0)
+    engine = engine_of(zero_stage=zero, max_grad_norm=1.0)
     x, y = batch()
     before = {name: value.clone() for name, value in engine.model.named_parameters()}
     engine.backward(engine((x, torch.full_like(y, torch.inf))))
@@ -239,7 +239,7 @@ BAD: dict[str, dict[str, Any]] = {
     "scheduler": {"scheduler": "cosine"},
     "scheduler that fails": {"scheduler": NoScheduler},
     "offload": {"parallel": {"offload": "nvme:/proc/no/such/folder"}},
-    "activations": {"parallel": {"activations": "tensor"}},
+    "activations": {"parallel": {"activation_offload": "tensor"}},
 }
 
 

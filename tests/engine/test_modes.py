@@ -72,7 +72,7 @@ ACTIONS: dict[str, Callable[[Engine, Any], Any]] = {
     "fit": lambda engine, folder: fitted(engine),
     "load": saved_and_loaded,
     "export": lambda engine, folder: engine.export(folder / "exported"),
-    "reshape": lambda engine, folder: engine.reshape({"zero": 1}),
+    "reshape": lambda engine, folder: engine.reshape({"zero_stage": 1}),
 }
 
 
@@ -91,7 +91,7 @@ def test_modes_and_running_averages_stay(action: str, tmp_path: Any) -> None:
 @pytest.mark.parametrize("zero", [None, 3])
 def test_over_data_ranks_too(zero: int | None) -> None:
     def do(context: ParallelContext) -> dict[str, bool]:
-        engine = engine_of(model(), context, zero=zero)
+        engine = engine_of(model(), context, zero_stage=zero)
         engine.evaluate(batch(context.data.rank))
         fitted(engine)
         return modes_of(engine.model)

@@ -212,8 +212,8 @@ def _layouts() -> list[tuple[list[float], float, float]]:
     with_dropout = SmallModel("gpt2", changes={"n_layer": 4, **DROPOUT})
     found = [_losses(_alone_with(with_dropout), 4)]
     for stages in (
-        {}, {"schedule": "gpipe", "cut": [1, 3]}, {"schedule": "interleaved"}, {"schedule": "zbv"},
-        {"checkpoint_layers": 1},
+        {}, {"schedule": "gpipe", "partition": [1, 3]}, {"schedule": "interleaved"}, {"schedule": "zbv"},
+        {"recompute_layers": 1},
     ):  # fmt: skip
         found.append(_losses(partial(sharded, with_dropout, **stages), 4))
     return found
@@ -271,8 +271,8 @@ def _kept_bytes(**stages: Any) -> tuple[int, float]:
 
 def test_checkpointed_layers_keep_less_and_give_the_same(pool2: WorkerPool) -> None:
     usual = pool2.run(_kept_bytes)
-    first_only = pool2.run(_kept_bytes, checkpoint_layers=[2, 0])
-    every = pool2.run(_kept_bytes, schedule="interleaved", checkpoint_layers=5)
+    first_only = pool2.run(_kept_bytes, recompute_layers=[2, 0])
+    every = pool2.run(_kept_bytes, schedule="interleaved", recompute_layers=5)
     assert max(gradient for _, gradient in usual + first_only + every) < UPCAST
     assert first_only[0][0] < 0.3 * usual[0][0], "stage 0 checkpoints both of its layers"
     assert first_only[1][0] == usual[1][0], "stage 1 keeps all"
@@ -338,7 +338,7 @@ def test_frozen_layers_get_no_gradient_and_cost_none(pool2: WorkerPool, frozen: 
 
 
 def _outputs() -> tuple[float, float, str, list[str]]:
-    reference, model = plain(T5).eval(), sharded(T5, cut=[2, 2]).eval()
+    reference, model = plain(T5).eval(), sharded(T5, partition=[2, 2]).eval()
     batch = batch_of(5, 7)
     batch["labels"] = batch["labels"].clamp(min=3)
     pipeline = Pipeline(model, micro_batches=2)
@@ -458,11 +458,11 @@ def _with(**more: Any) -> None:
 
 ASKED: dict[str, Callable[[], Any]] = {
     "more stages than layers": lambda: sharded(SmallModel("gpt2", changes={"n_layer": 1})),
-    "a cut that skips a layer": lambda: sharded(cut=[1, 2]),
-    "a cut of three": lambda: sharded(cut=[1, 2, 1]),
-    "another way to cut": lambda: sharded(cut="cots"),
-    "costs of other layers": lambda: sharded(costs=[1.0, 2.0]),
-    "costs that decide nothing": lambda: sharded(cut="even", costs=[1.0] * 4),
+    "a cut that skips a layer": lambda: sharded(partition=[1, 2]),
+    "a cut of three": lambda: sharded(partition=[1, 2, 1]),
+    "another way to cut": lambda: sharded(partition="balancd"),
+    "costs of other layers": lambda: sharded(layer_costs=[1.0, 2.0]),
+    "costs that decide nothing": lambda: sharded(partition="uniform", layer_costs=[1.0] * 4),
     "an unknown schedule": lambda: sharded(schedule="1f1f"),
     "chunks of 1f1b": lambda: sharded(schedule="1f1b", num_model_chunks=2),
     "micro-batches that interleaved forbids": lambda: Pipeline(sharded(schedule="interleaved"), micro_batches=3),
@@ -479,7 +479,7 @@ ASKED: dict[str, Callable[[], Any]] = {
     "stages with other shapes": _stage_of_its_own_batch,
     "stages with other tokens": _stage_of_its_own_tokens,
     "a batch without labels": _no_labels,
-    "checkpoints of other stages": lambda: sharded(checkpoint_layers=[1, 2, 3]),
+    "checkpoints of other stages": lambda: sharded(recompute_layers=[1, 2, 3]),
     "no batch at all": lambda: Pipeline(sharded(), micro_batches=2).step([]),
     "a tensor for a batch": lambda: Pipeline(sharded(), micro_batches=2).step(torch.zeros(2, 5)),
     "states of all layers": lambda: _with(output_hidden_states=True),
@@ -496,9 +496,9 @@ SAID = {
     "more stages than layers": ("ConfigError", "2 pipeline stages for 1 layer", "Use 1 stage"),
     "a cut that skips a layer": ("ConfigError", "layer 3"),
     "a cut of three": ("ConfigError", "[1, 2, 1]", "2"),
-    "another way to cut": ("ConfigError", "cut='cots'", "'cost'"),
+    "another way to cut": ("ConfigError", "partition='balancd'", "'balanced'"),
     "costs of other layers": ("ConfigError", "costs has 2 numbers", "runs 4"),
-    "costs that decide nothing": ("ConfigError", "cut='even'"),
+    "costs that decide nothing": ("ConfigError", "partition='uniform'"),
     "an unknown schedule": ("ConfigError", "schedule='1f1f'", "'1f1b'"),
     "chunks of 1f1b": ("ConfigError", "chunks=2", "interleaved"),
     "micro-batches that interleaved forbids": ("ConfigError", "micro_batches=3", "Use 2 or 4"),
@@ -513,12 +513,12 @@ SAID = {
     "stages with other shapes": ("InputError", "different shapes of batches", "data rank"),
     "stages with other tokens": ("InputError", "different batches", "data rank"),
     "a batch without labels": ("ConfigError", "loss=None", "loss_fn="),
-    "checkpoints of other stages": ("ConfigError", "checkpoint_layers=[1, 2, 3]", "[2, 2]"),
+    "checkpoints of other stages": ("ConfigError", "recompute_layers=[1, 2, 3]", "[2, 2]"),
     "no batch at all": ("InputError", "an empty list"),
     "a tensor for a batch": ("InputError", "a Tensor", "'input_ids': ids"),
     "states of all layers": ("output_hidden_states=True", "a stage has its own layers only"),
     "a cache": ("use_cache=True", "Leave use_cache off"),
-    "another grid": ("ConfigError", "not that of its pipeline_stage_manager", "Leave context"),
+    "another grid": ("ConfigError", "more than one of context", "Pass one of them"),
 }
 
 
@@ -560,7 +560,7 @@ def test_tensor_ranks_send_a_part_each(pool4: WorkerPool, sequence: bool) -> Non
 
 def _gathers(schedule: str) -> int:
     context = ParallelContext.from_world({"tensor": 2, "pipe": 2})
-    manager = PipelineStageManager(context, schedule, cut=[1, 3] if schedule == "1f1b" else [1, 1, 1, 1])
+    manager = PipelineStageManager(context, schedule, partition=[1, 3] if schedule == "1f1b" else [1, 1, 1, 1])
     config = ShardConfig(pipeline_stage_manager=manager, enable_sequence_parallelism=True)
     model = shard_model(plain(), config=config)
     with CollectiveRecorder(context) as recorder:
@@ -634,7 +634,7 @@ def test_any_model_runs_in_one_stage(data: int) -> None:
         model.zero_grad()
         cut = slice(0, 4) if context.data.rank == 0 else slice(4, 7)
         own = {name: x[cut] for name, x in batch.items()} if data > 1 else batch
-        pipeline = Pipeline(model, micro_batches=3, loss_fn=loss_fn, average_over_data=True)
+        pipeline = Pipeline(model, micro_batches=3, loss_fn=loss_fn, average_loss_over="tokens")
         found = float(pipeline.step(own))
         return found, [p.grad for p in model.parameters() if p.grad is not None]
 

@@ -23,12 +23,12 @@ from tests.engine.test_engine import rows
 
 Layout = dict[str, Any]
 LAYOUTS: list[Layout] = [
-    {"tensor": 2, "pipe": 2, "zero": 1},
-    {"data": 4, "zero": 2},
-    {"data": 2, "tensor": 2, "zero": 3},
+    {"tensor": 2, "pipe": 2, "zero_stage": 1},
+    {"data": 4, "zero_stage": 2},
+    {"data": 2, "tensor": 2, "zero_stage": 3},
     {"tensor": 4, "sequence_parallel": True},
-    {"data": 2, "pipe": 2, "zero": 0, "offload": "cpu"},
-    {"sequence": 2, "tensor": 2, "zero": 1},
+    {"data": 2, "pipe": 2, "zero_stage": 0, "offload": "cpu"},
+    {"sequence": 2, "tensor": 2, "zero_stage": 1},
 ]
 
 
@@ -100,9 +100,9 @@ def test_each_layout_becomes_each_other_one(pool4: WorkerPool, family: str) -> N
 
 
 GRIDS: list[Layout] = [
-    {"data": 2, "tensor": 2, "zero": 1},
-    {"tensor": 4, "tensor_mode": "2d"},
-    {"tensor": [2, 1], "tensor_mode": "2d", "pipe": 2, "zero": 0},
+    {"data": 2, "tensor": 2, "zero_stage": 1},
+    {"tensor": 4, "tensor_parallel_mode": "2d"},
+    {"tensor": [2, 1], "tensor_parallel_mode": "2d", "pipe": 2, "zero_stage": 0},
 ]
 
 
@@ -111,10 +111,10 @@ def test_a_tensor_grid_becomes_another_layout(pool4: WorkerPool) -> None:
 
 
 KEPT: list[Layout] = [
-    {"data": 2, "tensor": 2, "zero": 3, "sequence_parallel": True, "activations": "host"},
-    {"data": 2, "pipe": 2, "schedule": "gpipe", "zero": 1, "checkpoint_layers": 1},
-    {"sequence": 2, "tensor": 2, "zero": 2},
-    {"tensor": 4, "tensor_mode": "2d"},
+    {"data": 2, "tensor": 2, "zero_stage": 3, "sequence_parallel": True, "activation_offload": "host"},
+    {"data": 2, "pipe": 2, "schedule": "gpipe", "zero_stage": 1, "recompute_layers": 1},
+    {"sequence": 2, "tensor": 2, "zero_stage": 2},
+    {"tensor": 4, "tensor_parallel_mode": "2d"},
 ]
 
 
@@ -161,7 +161,7 @@ def test_what_a_rank_has_already_is_not_sent(pool2: WorkerPool) -> None:
 def test_one_process_reshapes_too() -> None:
     engine, stays = made("gpt2", {}), made("gpt2", {})
     found = losses(engine, 2)
-    assert engine.reshape({"zero": 1, "micro_batch_size": 2}).sent == 0
+    assert engine.reshape({"zero_stage": 1, "micro_batch_size": 2}).sent == 0
     assert found + losses(engine, 2) == pytest.approx(losses(stays, 4), abs=1e-6)
 
 

@@ -39,12 +39,12 @@ def two_ranks(device: str) -> dict[str, VerifyJob]:
             "llama", device, torch.float32, tensor=2, config={"enable_flash_attention": True}
         ),
         "data 2": job("bert", device, data=2),
-        "data 2, ZeRO 1": job("llama", device, data=2, training=VerifyTraining(zero=1)),
-        "data 2, ZeRO 2": job("gpt2", device, data=2, training=VerifyTraining(zero=2, optimizer="AdamW")),
-        "data 2, ZeRO 3": job("llama", device, data=2, training=VerifyTraining(zero=3)),
-        "data 2, ZeRO 2 in bf16": job("llama", device, data=2, training=VerifyTraining(zero=2, precision="bf16")),
-        "data 2, ZeRO 3 in fp16": job("llama", device, data=2, training=VerifyTraining(zero=3, precision="fp16")),
-        "data 2, ZeRO 2 offloaded": job("llama", device, data=2, training=VerifyTraining(zero=2, offload="cpu")),
+        "data 2, ZeRO 1": job("llama", device, data=2, training=VerifyTraining(zero_stage=1)),
+        "data 2, ZeRO 2": job("gpt2", device, data=2, training=VerifyTraining(zero_stage=2, optimizer="AdamW")),
+        "data 2, ZeRO 3": job("llama", device, data=2, training=VerifyTraining(zero_stage=3)),
+        "data 2, ZeRO 2 in bf16": job("llama", device, data=2, training=VerifyTraining(zero_stage=2, precision="bf16")),
+        "data 2, ZeRO 3 in fp16": job("llama", device, data=2, training=VerifyTraining(zero_stage=3, precision="fp16")),
+        "data 2, ZeRO 2 offloaded": job("llama", device, data=2, training=VerifyTraining(zero_stage=2, offload="cpu")),
         "pipeline 2": job("llama", device, pipeline=VerifyPipeline(2, 2)),
         "sequence 2": job("llama", device, sequence=2),
     }

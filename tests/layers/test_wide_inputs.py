@@ -158,7 +158,7 @@ def test_an_engine_in_16_bits_takes_batches_in_fp32(stage: int) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(36, 3))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        layout = {"data": 2, "zero": stage, "precision": "bf16"}
+        layout = {"data": 2, "zero_stage": stage, "precision": "bf16"}
         engine = initialize(model, optimizer, nn.CrossEntropyLoss(), parallel=layout, context=context)
         rows = torch.randn(2, 1, 5, 5), torch.tensor([0, 2])
         losses = [engine.train_step(rows) for _ in range(8)]

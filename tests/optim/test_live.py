@@ -508,7 +508,7 @@ def test_groups_and_states_that_were_held_before_a_reshape_are_those_of_the_step
     group, batch = own.param_groups[0], next(iter(engine.data))  # type: ignore[arg-type]  # it was given data
     engine.train_step(batch)
     for stage in (1, None, 3):
-        engine.reshape(shardformer.ParallelConfig(zero=stage))
+        engine.reshape(shardformer.ParallelConfig(zero_stage=stage))
         assert engine.optimizer.param_groups[0] is group
         before = shardformer.full_state_dict(engine.model)
         group["lr"] = 0.0

@@ -1,4 +1,4 @@
-"""``Pipeline(..., average_over_data=True)``: the batches of all data ranks are one, whatever counts in each."""
+"""``Pipeline(..., average_loss_over="tokens")``: the batches of all data ranks are one, whatever counts in each."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def run(batches: list[Batch], loss_fn: Any, **options: Any) -> tuple[float, floa
 
     def step(context: ParallelContext) -> tuple[float, dict[str, Tensor]]:
         model = shardformer.shard_model(models[context.data.rank], ToyPolicy(), context=context)
-        pipeline = shardformer.Pipeline(model, loss_fn=loss_fn, **{"average_over_data": True, **options})
+        pipeline = shardformer.Pipeline(model, loss_fn=loss_fn, **{"average_loss_over": "tokens", **options})
         loss = float(pipeline.step(batches[context.data.rank]))
         return loss, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -80,7 +80,7 @@ def test_the_loss_is_that_of_all_data_ranks_samples_at_once(batches: list[Batch]
 
 
 def test_without_it_the_loss_is_the_mean_of_the_data_ranks() -> None:
-    _, loss, gradient = run(BATCHES, mean_loss, micro_batches=2, average_over_data=False)
+    _, loss, gradient = run(BATCHES, mean_loss, micro_batches=2, average_loss_over="ranks")
     assert loss > 1e-3 and gradient > 1e-3
 
 
@@ -108,7 +108,7 @@ def _over_a_grid() -> tuple[float, float]:
     batches = [{"input_ids": b["ids"], "labels": b["labels"]} for b in BATCHES]
     want = plain(**{name: torch.cat([b[name] for b in batches]) for name in batches[0]}).loss
     want.backward()
-    pipeline = shardformer.Pipeline(model, micro_batches=2, average_over_data=True)
+    pipeline = shardformer.Pipeline(model, micro_batches=2, average_loss_over="tokens")
     loss = abs(float(pipeline.step(batches[context.data.rank])) - float(want.detach()))
     loss = max(loss, abs(float(pipeline.evaluate(batches[context.data.rank])) - float(want.detach())))
     expected = dict(plain.named_parameters(remove_duplicate=False))

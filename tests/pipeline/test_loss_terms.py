@@ -117,7 +117,7 @@ def test_a_sum_of_means_changed_in_place_is_exact(name: str) -> None:
 
 def test_over_data_ranks_a_term_is_refused_on_all_and_a_sum_of_means_exact() -> None:
     def refused(context: ParallelContext) -> None:
-        with pytest.raises(ConfigError, match="average='ranks'"):
+        with pytest.raises(ConfigError, match="average_loss_over='ranks'"):
             trained(ADDED, context)
 
     run_as_threads(refused, data=2, in_turn=True)
@@ -132,7 +132,9 @@ def test_with_average_ranks_each_data_rank_has_its_own_loss() -> None:
     (sum(losses, torch.zeros(())) / 2).backward()
     torch.optim.SGD(made.parameters(), lr=0.1).step()
     expected = sum(loss.item() for loss in losses) / 2, nn.utils.parameters_to_vector(made.parameters()).detach()
-    for found in run_as_threads(lambda context: trained(ADDED, context, average="ranks"), data=2, in_turn=True):
+    for found in run_as_threads(
+        lambda context: trained(ADDED, context, average_loss_over="ranks"), data=2, in_turn=True
+    ):
         assert_same(found, expected)
 
 

@@ -175,9 +175,9 @@ class _Rank:
         if entry.kind == "converted later":
             model = model.to(entry.dtype)
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-        keeps = entry.kind == "zero" or "zero" in entry.options
+        keeps = entry.kind == "zero" or "zero_stage" in entry.options
         if keeps:
-            asked = {"stage" if name == "zero" else name: value for name, value in entry.options.items()}
+            asked = {"stage" if name == "zero_stage" else name: value for name, value in entry.options.items()}
             optimizer = shard_optimizer(
                 optimizer, model, **asked, precision=entry.asked if entry.kind == "zero" else "fp32"
             )

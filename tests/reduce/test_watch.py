@@ -30,13 +30,13 @@ Change = Callable[["Run"], None]
 class Run:
     """A model in training on one rank, of which a test changes something before a step."""
 
-    def __init__(self, context: ParallelContext, *, zero: int | None = None, **options: Any) -> None:
+    def __init__(self, context: ParallelContext, *, zero_stage: int | None = None, **options: Any) -> None:
         torch.manual_seed(0)
         self.context = context
         self.model: Any = shardformer.shard_model(SmallModel("llama")().train(), context=context, **options)
         self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        if zero is not None:
-            self.optimizer = shardformer.shard_optimizer(self.optimizer, self.model, stage=zero)
+        if zero_stage is not None:
+            self.optimizer = shardformer.shard_optimizer(self.optimizer, self.model, stage=zero_stage)
         self.pipeline = shardformer.Pipeline(self.model, micro_batches=2) if context.pipe.size > 1 else None
         self.skips = False
 
@@ -116,8 +116,15 @@ def test_ranks_of_one_batch_notice(name: str, sizes: dict[str, int]) -> None:
 
 # A step under ZeRO is made by all ranks together, and weights come from one rank each; under stage 3 a rank in another
 # mode reads other weights, for which the others wait.
-OF_DATA = [("mode", {}), ("rate", {}), ("skipped", {}), ("weight", {}), ("mode", {"zero": 1}), ("rate", {"zero": 1})]
-OF_DATA += [("mode", {"zero": 2}), ("rate", {"zero": 2}), ("rate", {"zero": 3})]
+OF_DATA = [
+    ("mode", {}),
+    ("rate", {}),
+    ("skipped", {}),
+    ("weight", {}),
+    ("mode", {"zero_stage": 1}),
+    ("rate", {"zero_stage": 1}),
+]
+OF_DATA += [("mode", {"zero_stage": 2}), ("rate", {"zero_stage": 2}), ("rate", {"zero_stage": 3})]
 
 
 @pytest.mark.reduced
@@ -238,16 +245,16 @@ def test_ranks_sample_one_text_whatever_their_seeds(pool2: WorkerPool) -> None:
 
 
 def test_it_can_be_left_out() -> None:
-    assert set(came_apart(other_rate, 1, {"tensor": 2}, watch=False)) == {""}
-    assert set(came_apart(other_rate, 1, {"data": 2}, watch=False)) == {""}
-    with pytest.raises(shardformer.ShardFormerError, match="watch='no'"):
-        shardformer.compat.ShardConfig(watch="no")  # type: ignore[arg-type]
+    assert set(came_apart(other_rate, 1, {"tensor": 2}, check_consistency=False)) == {""}
+    assert set(came_apart(other_rate, 1, {"data": 2}, check_consistency=False)) == {""}
+    with pytest.raises(shardformer.ShardFormerError, match="check_consistency='no'"):
+        shardformer.compat.ShardConfig(check_consistency="no")  # type: ignore[arg-type]
 
 
 def test_ranks_that_were_asked_differently_are_told_so() -> None:
     def do(context: ParallelContext) -> None:
-        with pytest.raises(shardformer.ShardFormerError, match="watch="):
-            shardformer.shard_model(SmallModel("llama")(), context=context, watch=context.rank == 0)
+        with pytest.raises(shardformer.ShardFormerError, match="check_consistency="):
+            shardformer.shard_model(SmallModel("llama")(), context=context, check_consistency=context.rank == 0)
 
     run_as_threads(do, tensor=2)
 
@@ -260,7 +267,7 @@ def test_nothing_is_sent_for_it_alone(sizes: dict[str, int]) -> None:
     def do(context: ParallelContext) -> dict[bool, tuple[int, int]]:
         found = {}
         for on in (True, False):
-            run = Run(context, watch=on)
+            run = Run(context, check_consistency=on)
             run.step(run.batch(0))
             with CollectiveRecorder(context) as recorder:
                 run.step(run.batch(1))

@@ -109,7 +109,7 @@ def test_the_losses_are_those_of_one_process(make: Callable[[Any], Optimizers]) 
 def test_under_zero_too(zero: int) -> None:
     def do(context: ParallelContext) -> list[float]:
         model = llama()
-        parallel = {"pipe": 2, "zero": zero}
+        parallel = {"pipe": 2, "zero_stage": zero}
         engine = shardformer.initialize(model, head_alone(model), parallel=parallel, context=context)
         return [float(engine.train_step({"input_ids": ids(step), "labels": ids(step)})) for step in range(STEPS)]
 

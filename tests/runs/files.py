@@ -58,7 +58,7 @@ def config(where: Path, kind: str, data: dict[str, Any], **tables: Any) -> Train
     said: dict[str, Any] = {
         "folder": str(where / "run"),
         "model": model,
-        "data": {"sequence": 16, "batch_size": 4, **data},
+        "data": {"sequence_length": 16, "batch_size": 4, **data},
         "optimizer": {"lr": 1e-2},
         "training": {"steps": 4},
         **tables,

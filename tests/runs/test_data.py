@@ -25,18 +25,20 @@ def test_text_is_cut_into_stretches_of_bytes(tmp_path: Path) -> None:
 
 def test_texts_of_several_files_have_an_end_between_them(tmp_path: Path) -> None:
     names = [write_text(tmp_path, name, times=1) for name in ("a.txt", "b.txt")]
-    found = load_data(config(tmp_path, "gpt2", {"train": names, "sequence": len(WORDS) + 1}))
+    found = load_data(config(tmp_path, "gpt2", {"train": names, "sequence_length": len(WORDS) + 1}))
     assert found.train[0]["input_ids"][-1] == PAD_TOKEN
 
 
 def test_rows_of_json_are_texts_too(tmp_path: Path) -> None:
     rows = [{"words": "abc"}, {"words": "defg"}]
-    found = load_data(config(tmp_path, "gpt2", {"train": write_rows(tmp_path, rows), "text": "words", "sequence": 8}))
+    found = load_data(
+        config(tmp_path, "gpt2", {"train": write_rows(tmp_path, rows), "text": "words", "sequence_length": 8})
+    )
     assert found.train[0]["input_ids"].tolist() == [*b"abc", PAD_TOKEN, *b"defg"]
 
 
 def test_some_tokens_are_masked_anew_each_time(tmp_path: Path) -> None:
-    made = config(tmp_path, "bert", {"train": write_text(tmp_path), "sequence": 200}, model={"task": "masked"})
+    made = config(tmp_path, "bert", {"train": write_text(tmp_path), "sequence_length": 200}, model={"task": "masked"})
     found = load_data(made).train
     torch.manual_seed(0)
     first, again = found[0], found[0]
@@ -108,7 +110,7 @@ def test_data_sets_of_the_library(tmp_path: Path) -> None:
     ("changes", "task", "words"),
     [
         ({"train": "nothing.txt"}, "causal", r"'nothing.txt' cannot be read: No such file"),
-        ({"train": "text.txt", "sequence": 5000}, "causal", r"1260 tokens.*5000"),
+        ({"train": "text.txt", "sequence_length": 5000}, "causal", r"1260 tokens.*5000"),
         ({"train": "empty.txt"}, "causal", r"'empty.txt' is empty"),
         ({"train": "text.bin"}, "causal", r"cannot be told from the name.*data.format"),
         ({"train": "bad.jsonl"}, "causal", r"bad.jsonl, line 2"),
@@ -150,7 +152,7 @@ def test_a_text_has_any_character_that_json_has(form: str, tmp_path: Path) -> No
     rows = [json.dumps({"text": word}, ensure_ascii=False) for word in words]
     whole = {"list": f" [{', '.join(rows)}]", "crlf": "\r\n".join(rows)}.get(form, "\n".join(rows))
     (tmp_path / "rows.jsonl").write_bytes(whole.encode("utf-8-sig" if form == "mark" else "utf-8"))
-    found = load_data(config(tmp_path, "gpt2", {"train": str(tmp_path / "rows.jsonl"), "sequence": 2}))
+    found = load_data(config(tmp_path, "gpt2", {"train": str(tmp_path / "rows.jsonl"), "sequence_length": 2}))
     expected = [*"\0".join(words).encode()]
     tokens = [int(token) for i in range(len(found.train)) for token in found.train[i]["input_ids"]]
     assert tokens == [PAD_TOKEN if byte == 0 else byte for byte in expected][: len(tokens)]

@@ -38,12 +38,12 @@ def test_a_step_in_16_bits_holds_half(tmp_path: Path) -> None:
 
 
 def test_zero_takes_states_away(tmp_path: Path) -> None:
-    assert plan(tmp_path, data=4, zero=1).ranks[0].kept.states == pytest.approx(
+    assert plan(tmp_path, data=4, zero_stage=1).ranks[0].kept.states == pytest.approx(
         plan(tmp_path).ranks[0].kept.states / 4, rel=0.05
     )
 
 
 def test_what_training_would_refuse_is_refused(tmp_path: Path) -> None:
-    made = config(tmp_path, "gpt2", {"train": write_text(tmp_path), "sequence": 1000})
+    made = config(tmp_path, "gpt2", {"train": write_text(tmp_path), "sequence_length": 1000})
     with pytest.raises(InputError, match=r"1260 tokens"):
-        make_dry_run_report(made.model_copy(update={"data": made.data.model_copy(update={"sequence": 5000})}))
+        make_dry_run_report(made.model_copy(update={"data": made.data.model_copy(update={"sequence_length": 5000})}))

@@ -37,8 +37,8 @@ def test_the_least_that_a_run_says() -> None:
 def test_a_layout_has_the_fields_of_parallel() -> None:
     assert list(ParallelTable.model_fields) == [field.name for field in fields(ParallelConfig)]
     assert all(field.description for field in ParallelTable.model_fields.values())
-    found = said(parallel__tensor=2, parallel__cut=[1, 3], parallel__pipe=2, parallel__precision="bf16")
-    assert found.layout == ParallelConfig(tensor=2, pipe=2, cut=[1, 3], precision="bf16")
+    found = said(parallel__tensor=2, parallel__partition=[1, 3], parallel__pipe=2, parallel__precision="bf16")
+    assert found.layout == ParallelConfig(tensor=2, pipe=2, partition=[1, 3], precision="bf16")
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,8 @@ def test_a_layout_has_the_fields_of_parallel() -> None:
         ({"parallel__tensor": "2"}, r"parallel\.tensor = '2'.*valid integer"),
         ({"parallel__tensor": 0}, r"tensor=0"),
         ({"parallel__precision": "bf17"}, r"bf17"),
-        ({"parallel__chunks": 2}, r"pipe=1"),
+        ({"parallel__num_model_chunks": 2}, r"num_model_chunks=2 without pipe=2"),
+        ({"data__workers": 2, "data__num_workers": 2}, r"data\.workers = 2.*It is now data\.num_workers"),
         ({"training__epochs": 1.5}, r"training\.epochs = 1\.5.*Write a whole number"),
         ({"optimizer__lr": "5e-5"}, r"optimizer\.lr = '5e-5'.*Write a number, without quotes"),
         ({"training__export": "yes"}, r"training\.export = 'yes'.*Write true or false"),
@@ -69,7 +70,7 @@ def test_a_layout_has_the_fields_of_parallel() -> None:
         ({"model__task": "casual"}, r"model\.task = 'casual'.*Did you mean 'causal'"),
         ({"data__batch_size": 0}, r"data\.batch_size = 0.*greater than or equal to 1"),
         ({"data__train": 3}, r"data\.train = 3.*string; or .*list"),
-        ({"data__sequence": True}, r"data\.sequence = True"),
+        ({"data__sequence_length": True}, r"data\.sequence_length = True"),
         ({"optimizer__lr": -1.0}, r"optimizer\.lr = -1\.0"),
         ({"schedule__name": "lineer"}, r"schedule\.name = 'lineer'.*Did you mean 'linear'"),
         ({"training__steps": 3, "training__epochs": 2}, r"steps = 3 and training\.epochs = 2"),
@@ -80,7 +81,7 @@ def test_a_layout_has_the_fields_of_parallel() -> None:
         ({"data__label": "other"}, r"data\.label = 'other' without"),
         ({"data__split": "test"}, r"data\.split = 'test' without data\.format = 'datasets'"),
         ({"model__task": "image_classification", "data__tokenizer": "bytes"}, r"data\.tokenizer = 'bytes' without"),
-        ({"schedule__final": 0.1}, r"schedule\.final = 0\.1 without"),
+        ({"schedule__min_lr_rate": 0.1}, r"schedule\.min_lr_rate = 0\.1 without"),
         ({"parallel__sequence_parallel": True}, r"sequence_parallel = True without parallel\.tensor"),
         ({"parallel__context_parallel": "ring"}, r"context_parallel = 'ring' without parallel\.sequence"),
         ({"parallel__schedule": "gpipe"}, r"schedule = 'gpipe' without parallel\.pipe"),
@@ -93,6 +94,27 @@ def test_what_cannot_be_is_told_with_its_key(changes: dict[str, Any], words: str
     with pytest.raises(ConfigError, match=words) as caught:
         said(**changes)
     assert all((caught.value.what, caught.value.rule, caught.value.remedy))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"parallel__pipe": 2, "parallel__cut": "even"}, {"parallel__pipe": 2, "parallel__partition": "uniform"}),
+        ({"parallel__zero": 2}, {"parallel__zero_stage": 2}),
+        ({"data__sequence": 16}, {"data__sequence_length": 16}),
+        ({"data__workers": 2}, {"data__num_workers": 2}),
+        (
+            {"schedule__name": "cosine", "schedule__final": 0.1},
+            {"schedule__name": "cosine", "schedule__min_lr_rate": 0.1},
+        ),
+        ({"hooks__gradient_watch": True}, {"hooks__gradient_monitor": True}),
+    ],
+    ids=str,
+)
+def test_an_earlier_key_works_with_a_warning(old: dict[str, Any], new: dict[str, Any]) -> None:
+    with pytest.warns(FutureWarning, match=r"is now"):
+        found = said(**old)
+    assert found == said(**new)
 
 
 def test_a_file_is_read_and_keys_are_changed(tmp_path: Path) -> None:

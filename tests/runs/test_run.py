@@ -115,7 +115,7 @@ def losses_of(made: TrainConfig) -> list[float]:
     return [record.values["loss"] for record in read_records(made.path)]
 
 
-@pytest.mark.parametrize("parallel", [{"tensor": 2}, {"pipe": 2}, {"data": 2, "zero": 1}], ids=str)
+@pytest.mark.parametrize("parallel", [{"tensor": 2}, {"pipe": 2}, {"data": 2, "zero_stage": 1}], ids=str)
 def test_the_layout_changes_nothing(parallel: dict[str, Any], pool2: WorkerPool, tmp_path: Path) -> None:
     data = {"train": write_text(tmp_path), "batch_size": 6}
     model = {"config": {**SMALL["gpt2"], **NO_DROPOUT}}
@@ -205,7 +205,7 @@ def test_an_interrupted_run_has_saved_itself_and_says_so(tmp_path: Path) -> None
         ({"model": {"config": {"n_embed": 3}}}, r"model.config has 'n_embed'.*Did you mean 'n_embd'"),
         ({"model": {"config": {"n_embd": 15, "n_head": 2}}}, r"cannot build|divisible"),
         ({"model": {"config": {"vocab_size": 100}}}, r"bytes.*258 tokens.*vocabulary of 100"),
-        ({"model": {"config": {"n_positions": 8}}}, r"data.sequence = 16.*8 positions"),
+        ({"model": {"config": {"n_positions": 8}}}, r"data.sequence_length = 16.*8 positions"),
         ({"model": {"head": "GPT2LMHead"}}, r"model.head = 'GPT2LMHead'.*Did you mean"),
         ({"parallel": {"tensor": 2}}, r"tensor=2"),
     ],

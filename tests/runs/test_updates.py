@@ -24,8 +24,8 @@ from tests.runs.files import config, labelled, write_rows
         ({}, [1.0, 1.0, 1.0, 1.0]),
         ({"warmup": 2}, [0.5, 1.0, 1.0, 1.0]),
         ({"name": "linear"}, [1.0, 0.75, 0.5, 0.25]),
-        ({"name": "linear", "warmup": 0.5, "final": 0.5}, [0.5, 1.0, 1.0, 0.75]),
-        ({"name": "cosine", "warmup": 2, "final": 0.2}, [0.5, 1.0, 1.0, 0.6]),
+        ({"name": "linear", "warmup": 0.5, "min_lr_rate": 0.5}, [0.5, 1.0, 1.0, 0.75]),
+        ({"name": "cosine", "warmup": 2, "min_lr_rate": 0.2}, [0.5, 1.0, 1.0, 0.6]),
     ],
     ids=str,
 )

@@ -29,7 +29,7 @@ Layout = Mapping[str, Any]
 TENSOR: list[Layout] = [
     {"tensor": 2},
     {"tensor": 2, "sequence_parallel": True},
-    {"tensor": (2, 1), "tensor_mode": "2d"},
+    {"tensor": (2, 1), "tensor_parallel_mode": "2d"},
 ]
 UNCUT: list[Layout] = [{"pipe": 2}, {"sequence": 2}, {"pipe": 2, "data": 2}]
 
@@ -107,7 +107,7 @@ def check(plain: Any, layout: Layout) -> None:
         data = context.data
         part = {name: x.chunk(data.size)[data.rank] for name, x in BATCH.items()}
         if context.pipe.size > 1:
-            Pipeline(model, 2, average_over_data=True).step(part)
+            Pipeline(model, 2, average_loss_over="tokens").step(part)
         else:
             model(**part).loss.backward()
         own.step()

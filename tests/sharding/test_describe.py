@@ -149,7 +149,7 @@ def _describe_stages(
 
 
 def test_the_page_of_stages(pool4: WorkerPool) -> None:
-    pages = pool4.run(_describe_stages, "gpt2", "interleaved", tensor=2, checkpoint_layers=1)
+    pages = pool4.run(_describe_stages, "gpt2", "interleaved", tensor=2, recompute_layers=1)
     assert pages[0][0].startswith(STAGES.strip())
     assert all(page[1] == pages[0][1] for page in pages)
     assert "lm_head" in pages[2][0] and "on this rank (26.5%)" in pages[2][0]

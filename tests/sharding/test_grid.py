@@ -496,8 +496,8 @@ def test_a_norm_of_this_ranks_features_alone_is_found(monkeypatch: pytest.Monkey
         (6, 6, "2.5d", "Name the three sizes"),
         (4, (2, 2), "3d", "Give three numbers"),
         (8, (2, 2, 2), "2d", "Use tensor=\\(2, 4\\)"),
-        (4, (2, 2), "1d", "laid as a grid of 2 x 2"),
-        (4, (2, 2), "4d", "The modes are"),
+        (4, (2, 2), "1d", "that is a grid of 2 x 2"),
+        (4, (2, 2), "4d", "It is one of"),
         (10, (1, 10), "2d", "more than the"),
     ],
     ids=str,
@@ -572,9 +572,9 @@ def test_the_page_of_grids_runs(pool4: WorkerPool) -> None:
     ("family", "mode", "sizes", "training"),
     [
         ("llama", "2d", (2, 2), VerifyTraining()),
-        ("bert", "2.5d", (2, 1, 2), VerifyTraining(zero=1, optimizer="AdamW")),
-        ("t5", "2d", (4, 1), VerifyTraining(zero=3)),
-        ("gpt2", "3d", (2, 1, 2), VerifyTraining(zero=2, micro_steps=2)),
+        ("bert", "2.5d", (2, 1, 2), VerifyTraining(zero_stage=1, optimizer="AdamW")),
+        ("t5", "2d", (4, 1), VerifyTraining(zero_stage=3)),
+        ("gpt2", "3d", (2, 1, 2), VerifyTraining(zero_stage=2, gradient_accumulation_steps=2)),
     ],
     ids=str,
 )
@@ -591,6 +591,6 @@ def test_over_processes(pool4: WorkerPool, family: str, mode: str, sizes: Sizes,
 def test_with_data_ranks(pool4: WorkerPool) -> None:
     report = verify(
         SmallModel("llama"), RandomBatches(DEFAULT_HEAD["llama"], batch=6), {"tensor": (2, 1)}, 2, dtype=torch.float64,
-        config={"tensor_parallel_mode": "2d"}, training=VerifyTraining(zero=2), pool=pool4,
+        config={"tensor_parallel_mode": "2d"}, training=VerifyTraining(zero_stage=2), pool=pool4,
     )  # fmt: skip
     assert report.passed, str(report)

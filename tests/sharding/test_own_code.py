@@ -114,7 +114,7 @@ def test_where_all_tokens_are_there_it_trains(layout: Layout) -> None:
 
 
 @pytest.mark.reduced(one_in=6)
-@pytest.mark.parametrize("layout", [*CUT, {"tensor": (2, 1), "tensor_mode": "2d"}], ids=str)
+@pytest.mark.parametrize("layout", [*CUT, {"tensor": (2, 1), "tensor_parallel_mode": "2d"}], ids=str)
 @pytest.mark.parametrize("make", [with_method, with_function], ids=lambda make: make.__name__)
 def test_what_reads_each_token_alone_trains(make: Callable[..., Any], layout: Layout) -> None:
     check(make(halved), layout)
@@ -132,7 +132,7 @@ class RunningSum(nn.Module):
         return found
 
 
-CUT_ANYHOW: list[Layout] = [*CUT, {"tensor": (2, 2), "tensor_mode": "2d"}, {"tensor": 2, "sequence": 2}]
+CUT_ANYHOW: list[Layout] = [*CUT, {"tensor": (2, 2), "tensor_parallel_mode": "2d"}, {"tensor": 2, "sequence": 2}]
 
 
 @pytest.mark.reduced(one_in=4)

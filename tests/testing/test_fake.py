@@ -34,7 +34,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, bool]]] = {
     "sequence-parallel": ({"tensor": 2}, SEQUENCE),
     "pipe-tensor": ({"pipe": 2, "tensor": 2}, {}),
     "data": ({"data": 2}, {}),
-    "averaged": ({"data": 2}, {"average_over_data": True}),
+    "averaged": ({"data": 2}, {"average_loss_over": "tokens"}),
 }
 
 
@@ -82,15 +82,15 @@ def step(
     options: Mapping[str, bool],
     given: Mapping[Any, Any],
 ) -> Step:
-    averages = options.get("average_over_data", False)
-    rest = {name: value for name, value in options.items() if name != "average_over_data"}
+    averages = options.get("average_loss_over", "ranks")
+    rest = {name: value for name, value in options.items() if name != "average_loss_over"}
     model = shard_model(sample(), context=context, **rest)
     optimizer = torch.optim.AdamW(model.parameters())
     with (
         CollectiveRecorder(context, model) as recorder,
         MemoryTracker([*model.parameters(), *batch.values()]) as memory,
     ):
-        pipeline = Pipeline(model, micro_batches=2, average_over_data=averages)
+        pipeline = Pipeline(model, micro_batches=2, average_loss_over=averages)
         pipeline.exchange.given = given
         pipeline.step(batch)
         peak = memory.peak  # which a small model's optimizer surpasses

@@ -148,7 +148,7 @@ class Case:
     shows_in: str = "gradient"
     where: str = "."
     schedule: str = "1f1b"
-    cut: Any = "cost"
+    cut: Any = "balanced"
 
     def __str__(self) -> str:
         return f"{self.mutation}, {self.family}, {self.schedule}"
@@ -193,6 +193,6 @@ def test_nothing_left_out_is_nothing_seen(pool2: WorkerPool, family: str) -> Non
 
 def report_of(pool: WorkerPool, case: Case) -> Report | None:
     sample = deep(case.family)
-    pipeline = VerifyPipeline(2, 4, {"schedule": case.schedule, "cut": case.cut})
+    pipeline = VerifyPipeline(2, 4, {"schedule": case.schedule, "partition": case.cut})
     job = VerifyJob(sample, Uneven(sample.head_class), 1, 1, 1, torch.float64, None, None, {}, pipeline)
     return pool.run(report_without, case.mutation, job)[0]

@@ -148,7 +148,7 @@ def test_settings_that_read_between_the_layers_are_refused(pool2: WorkerPool, na
 @pytest.mark.reduced(family=("llama", "t5"))
 @pytest.mark.parametrize("family", FOUR_KINDS)
 def test_checkpointed_layers(pool2: WorkerPool, family: str) -> None:
-    check(pool2, deep(family), "interleaved", checkpoint_layers=1)
+    check(pool2, deep(family), "interleaved", recompute_layers=1)
 
 
 @pytest.mark.reduced(one_in=4, first=2)
@@ -165,7 +165,7 @@ def test_other_settings(pool2: WorkerPool, name: str) -> None:
 @pytest.mark.parametrize("family", ["t5", "whisper", "blip-2"])
 def test_several_stacks_cut_anywhere(pool2: WorkerPool, family: str, first: int) -> None:
     """In the encoder, between the stacks, in the decoder: what is handed on differs."""
-    check(pool2, deep(family), cut=[first, 6 - first])
+    check(pool2, deep(family), partition=[first, 6 - first])
 
 
 @pytest.mark.reduced
@@ -173,22 +173,22 @@ def test_several_stacks_cut_anywhere(pool2: WorkerPool, family: str, first: int)
 @pytest.mark.parametrize("family", ["t5", "whisper", "blip-2"])
 def test_several_stacks_in_turns(pool2: WorkerPool, family: str, cut: list[int]) -> None:
     """Both ranks have layers of the encoder and of the decoder."""
-    check(pool2, deep(family), "interleaved", cut=cut)
+    check(pool2, deep(family), "interleaved", partition=cut)
 
 
 @pytest.mark.reduced
 @pytest.mark.parametrize("cut", [[1, 1, 1, 3], [2, 2, 1, 1]])
 @pytest.mark.parametrize("family", ["t5", "blip-2"])
 def test_several_stacks_over_four_stages(pool4: WorkerPool, family: str, cut: list[int]) -> None:
-    check(pool4, deep(family), pipe=4, cut=cut)
+    check(pool4, deep(family), pipe=4, partition=cut)
 
 
 @pytest.mark.parametrize(
     ("schedule", "cut"),
-    [("1f1b", [1, 4]), ("1f1b", [4, 1]), ("gpipe", "even"), ("interleaved", [2, 1, 1, 1]), ("zbv", [1, 1, 1, 2])],
+    [("1f1b", [1, 4]), ("1f1b", [4, 1]), ("gpipe", "uniform"), ("interleaved", [2, 1, 1, 1]), ("zbv", [1, 1, 1, 2])],
 )
 def test_uneven_cuts(pool2: WorkerPool, schedule: str, cut: Any) -> None:
-    check(pool2, deep("llama", num_hidden_layers=5), schedule, cut=cut, micro_batches=4)
+    check(pool2, deep("llama", num_hidden_layers=5), schedule, partition=cut, micro_batches=4)
 
 
 # ---------------------------------------------------------------------------------------------------------------- heads

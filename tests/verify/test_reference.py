@@ -1,4 +1,4 @@
-"""With data ranks a batch's loss is the mean of its parts' losses, or is not; ``reference=`` says what is asked."""
+"""With data ranks a batch's loss is the mean of its parts' losses, or is not; ``average_loss_over=`` chooses."""
 
 from __future__ import annotations
 
@@ -45,24 +45,26 @@ def tokens(step: int) -> dict[str, Tensor]:
 
 def found(pools: WorkerPools, model_fn: Any, reference: str, tensor: int = 1, **options: Any) -> Report:
     pool = pools(2 * tensor)
-    return verify(model_fn, tokens, tensor, 2, 2, training=VerifyTraining(reference=reference), pool=pool, **options)
+    return verify(
+        model_fn, tokens, tensor, 2, 2, training=VerifyTraining(average_loss_over=reference), pool=pool, **options
+    )
 
 
 @pytest.mark.reduced(one_in=2, first=1)
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_the_load_of_experts_is_balanced_in_each_part_and_not_in_the_whole(pools: WorkerPools, tensor: int) -> None:
-    parts = found(pools, experts, "parts", tensor)
+    parts = found(pools, experts, "ranks", tensor)
     assert parts.passed, str(parts)
-    whole = found(pools, experts, "whole", tensor)
+    whole = found(pools, experts, "tokens", tensor)
     assert not whole.passed
     assert whole.loss.used > 1000 and whole.gradient.used > 1000, "far out of bounds"
 
 
-@pytest.mark.parametrize("reference", ["parts", "whole"])
+@pytest.mark.parametrize("reference", ["ranks", "tokens"])
 def test_a_mean_over_as_many_labels_is_that_of_the_whole(pools: WorkerPools, reference: str) -> None:
     report = found(pools, SmallModel("gpt2"), reference, tensor=2)
     assert report.passed, str(report)
-    assert ("each batch plain in one" in str(report)) == (reference == "whole")
+    assert ("each batch plain in one" in str(report)) == (reference == "tokens")
 
 
 def test_a_pipeline_s_parts_are_compared_with_the_whole_too(pools: WorkerPools) -> None:
@@ -73,7 +75,7 @@ def test_a_pipeline_s_parts_are_compared_with_the_whole_too(pools: WorkerPools) 
         2,
         2,
         pipeline=VerifyPipeline(2),
-        training=VerifyTraining(reference="whole"),
+        training=VerifyTraining(average_loss_over="tokens"),
         pool=pools(4),
     )
     assert report.passed, str(report)
@@ -88,15 +90,21 @@ def unlike(step: int) -> dict[str, Tensor]:
 def test_unlike_numbers_of_labels_are_told_from_the_whole(pool2: WorkerPool) -> None:
     assert verify(SmallModel("gpt2"), unlike, 1, 2, 1, pool=pool2).passed
     assert not verify(
-        SmallModel("gpt2"), unlike, 1, 2, 1, training=VerifyTraining(reference="whole"), pool=pool2
+        SmallModel("gpt2"), unlike, 1, 2, 1, training=VerifyTraining(average_loss_over="tokens"), pool=pool2
     ).passed
 
 
+def test_a_pipeline_averages_over_the_tokens_of_all_data_ranks(pool4: WorkerPool) -> None:
+    training = VerifyTraining(average_loss_over="tokens")
+    model_fn, pipeline = SmallModel("gpt2").deeper(4), VerifyPipeline(2)
+    assert verify(model_fn, unlike, 1, 2, 1, pipeline=pipeline, training=training, pool=pool4).passed
+
+
 def test_another_reference_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"reference='hole'.*Did you mean 'whole'"):
-        VerifyTraining(reference="hole")
+    with pytest.raises(ConfigError, match=r"average_loss_over='token'.*Did you mean 'tokens'"):
+        VerifyTraining(average_loss_over="token")
 
 
 def test_what_is_drawn_for_a_whole_batch_is_not_drawn_for_its_parts(pool2: WorkerPool) -> None:
     with pytest.raises(ConfigError, match="each data rank's part of a whole batch, draws its own numbers"):
-        verify(Listener("Wav2Vec2"), sounds, 1, 2, training=VerifyTraining(reference="whole"), pool=pool2)
+        verify(Listener("Wav2Vec2"), sounds, 1, 2, training=VerifyTraining(average_loss_over="tokens"), pool=pool2)

@@ -98,7 +98,7 @@ def test_data_ranks_get_the_patches_of_their_own_images() -> None:
 @pytest.mark.parametrize(
     ("cut", "remedy"),
     [
-        ({"data": 2, "training": VerifyTraining(reference="whole")}, "--reference parts"),
+        ({"data": 2, "training": VerifyTraining(average_loss_over="tokens")}, "--average-loss-over ranks"),
         ({"pipeline": VerifyPipeline(1, 2)}, "--micro-batches 1"),
     ],
 )

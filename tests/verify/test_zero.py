@@ -30,7 +30,7 @@ from shardformer.verify.verification import verify
 def test_over_data_and_tensor_ranks(family: str, head: str, training: VerifyTraining, pool4: WorkerPool) -> None:
     report = verify(SmallModel(family), RandomBatches(head), 2, 2, pool=pool4, training=training)
     assert report.passed, report
-    assert f"ZeRO stage {training.zero}, {training.optimizer}" in str(report)
+    assert f"ZeRO stage {training.zero_stage}, {training.optimizer}" in str(report)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -47,7 +47,13 @@ FROZEN = r"transformer\.wte\.weight|.*mlp\.c_fc\.weight"
 
 @pytest.mark.parametrize("stage", [None, 0, 1, 2, 3])
 def test_several_backwards_with_checkpoints_and_frozen_weights(stage: int | None, pool4: WorkerPool) -> None:
-    how = VerifyTraining(stage, micro_steps=3, checkpointing=True, frozen=FROZEN, offload="cpu" if stage == 2 else None)
+    how = VerifyTraining(
+        stage,
+        gradient_accumulation_steps=3,
+        activation_checkpointing=True,
+        frozen=FROZEN,
+        offload="cpu" if stage == 2 else None,
+    )
     report = verify(SmallModel("gpt2"), RandomBatches("GPT2LMHeadModel"), 2, 2, steps=2, training=how, pool=pool4)
     assert report.passed, report
 
@@ -105,13 +111,13 @@ def test_batches_of_a_small_model_are_as_large_as_asked() -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"zero": 4}, "zero=4"),
-        ({"zero": 1, "optimizer": "AdamWW"}, "optimizer='AdamWW'.* Did you mean 'AdamW'"),
-        ({"zero": 1, "precision": "fp8"}, "precision='fp8'"),
-        ({"zero": 1, "offload": "disk"}, "offload='disk'"),
-        ({"precision": "bf16"}, "precision='bf16' without a stage"),
-        ({"offload": "cpu"}, "offload='cpu' without a stage"),
-        ({"micro_steps": 0}, "micro_steps=0"),
+        ({"zero_stage": 4}, "zero_stage=4"),
+        ({"zero_stage": 1, "optimizer": "AdamWW"}, "optimizer='AdamWW'.* Did you mean 'AdamW'"),
+        ({"zero_stage": 1, "precision": "fp8"}, "precision='fp8'"),
+        ({"zero_stage": 1, "offload": "disk"}, "offload='disk'"),
+        ({"precision": "bf16"}, "precision='bf16' without a ZeRO stage"),
+        ({"offload": "cpu"}, "offload='cpu' without a ZeRO stage"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0"),
     ],
 )
 def test_what_there_is_not_is_refused(asked: dict[str, Any], said: str) -> None:
@@ -123,7 +129,11 @@ def test_what_there_is_not_is_refused(asked: dict[str, Any], said: str) -> None:
 @pytest.mark.parametrize(
     ("training", "pipeline", "said"),
     [
-        (VerifyTraining(1, micro_steps=2), VerifyPipeline(2), "micro_steps=2 beside pipe=2"),
+        (
+            VerifyTraining(1, gradient_accumulation_steps=2),
+            VerifyPipeline(2),
+            "gradient_accumulation_steps=2 beside pipe=2",
+        ),
         (VerifyTraining(1, frozen="h.0.attn"), None, "frozen='h.0.attn'"),
     ],
 )

@@ -38,7 +38,7 @@ def engine() -> Any:
     plain = model()
     data = [{"input_ids": row, "labels": row} for row in ids()]
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    layout = shardformer.ParallelConfig(tensor=2, zero=1)
+    layout = shardformer.ParallelConfig(tensor=2, zero_stage=1)
     return shardformer.initialize(plain, optimizer, train_data=data, batch_size=8, parallel=layout)
 
 

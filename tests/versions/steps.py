@@ -27,7 +27,7 @@ random = true
 config = { n_embd = 16, n_layer = 2, n_head = 2 }
 [data]
 train = "text.txt"
-sequence = 16
+sequence_length = 16
 batch_size = 4
 [parallel]
 tensor = 2

@@ -33,7 +33,9 @@ def test_the_norm_is_that_of_the_plain_model() -> None:
 
 
 @pytest.mark.parametrize(
-    "parallel", [ParallelConfig(), ParallelConfig(zero=1), ParallelConfig(zero=2, on_nonfinite="ignore")], ids=str
+    "parallel",
+    [ParallelConfig(), ParallelConfig(zero_stage=1), ParallelConfig(zero_stage=2, on_nonfinite="ignore")],
+    ids=str,
 )
 def test_data_ranks_have_the_same_norm(parallel: ParallelConfig) -> None:
     def run(context: ParallelContext | None) -> dict[str, float]:

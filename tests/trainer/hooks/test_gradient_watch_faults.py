@@ -1,4 +1,4 @@
-"""More of what must hold of GradientWatch."""
+"""More of what must hold of GradientMonitor."""
 
 from __future__ import annotations
 
@@ -61,8 +61,9 @@ def test_the_norm_is_that_of_the_plain_model_under_every_layout() -> None:
     model(input_ids=batch, labels=batch).loss.backward()
     want = float(torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf))
     for sizes, how in [
-        ({}, {}), ({"data": 2}, {}), ({"tensor": 2}, {}), ({"pipe": 2}, {}), ({"data": 2}, {"zero": 3}),
-        ({"tensor": 2}, {"zero": 1, "on_nonfinite": "ignore"}), ({"pipe": 2}, {"zero": 1, "on_nonfinite": "ignore"}),
+        ({}, {}), ({"data": 2}, {}), ({"tensor": 2}, {}), ({"pipe": 2}, {}), ({"data": 2}, {"zero_stage": 3}),
+        ({"tensor": 2}, {"zero_stage": 1, "on_nonfinite": "ignore"}),
+        ({"pipe": 2}, {"zero_stage": 1, "on_nonfinite": "ignore"}),
     ]:  # fmt: skip
 
         def run(context: ParallelContext, how: Any = how, sizes: Any = sizes) -> float:
@@ -78,7 +79,7 @@ def test_what_is_not_finite_is_named_as_in_the_plain_model(sizes: dict[str, int]
     name = "transformer.h.1.mlp.c_fc.weight"
 
     def run(context: ParallelContext) -> str:
-        engine = gpt2(context, zero=zero, **sizes)
+        engine = gpt2(context, zero_stage=zero, **sizes)
         for n, p in engine.model.named_parameters():
             if n == name:
                 p.register_hook(lambda g: g * math.inf)
@@ -93,7 +94,7 @@ def test_what_is_not_finite_is_named_as_in_the_plain_model(sizes: dict[str, int]
 @pytest.mark.parametrize("zero", [None, 1])
 def test_training_on_with_what_is_not_finite_is_as_without_the_hook(zero: int | None) -> None:
     def run(hooks: list[Any]) -> dict[str, Tensor]:
-        engine = engine_of(parallel=ParallelConfig(on_nonfinite="ignore", zero=zero))
+        engine = engine_of(parallel=ParallelConfig(on_nonfinite="ignore", zero_stage=zero))
         torch.manual_seed(3)
         next(engine.model.parameters()).register_hook(lambda g: g.masked_fill(torch.arange(4) == 0, math.inf))
         Trainer(engine, hooks).fit(steps=1)

@@ -68,7 +68,7 @@ def test_a_step_that_is_skipped_does_not_move_it(zero: int | None) -> None:
         model, (good, bad) = Net(dropout=0.0), pairs(2)
         engine = initialize(
             model, torch.optim.SGD(model.parameters(), lr=0.05), nn.MSELoss(), [good, (bad[0] * torch.inf, bad[1])],
-            parallel=ParallelConfig(zero=zero, max_grad_norm=1.0, on_nonfinite="skip"), batch_size=1,
+            parallel=ParallelConfig(zero_stage=zero, max_grad_norm=1.0, on_nonfinite="skip"), batch_size=1,
             data_options={"shuffle": False},
         )  # fmt: skip
         average = MovingAverage(0.9, warmup=False)
@@ -79,7 +79,9 @@ def test_a_step_that_is_skipped_does_not_move_it(zero: int | None) -> None:
     torch.testing.assert_close(run(2), run(1), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("how", [{}, {"zero": 0}, {"zero": 1}, {"zero": 2}, {"zero": 3}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{}, {"zero_stage": 0}, {"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 3}], ids=str
+)
 def test_every_layout_has_the_same_average(how: dict[str, Any]) -> None:
     def run(context: ParallelContext) -> dict[str, Tensor]:
         engine, average = engine_of(context, **how), MovingAverage(0.9)
@@ -95,7 +97,7 @@ def test_a_checkpoint_keeps_it_under_another_layout(kind: Any, tmp_path: Path) -
     Trainer(engine_of(kind=kind), [MovingAverage(0.9), Checkpoint(tmp_path)]).fit(steps=4)
 
     def run(context: ParallelContext | None) -> dict[str, Tensor]:
-        how = {} if context is None else {"zero": 1}
+        how = {} if context is None else {"zero_stage": 1}
         engine, average = engine_of(context, kind, **how), MovingAverage(0.9)
         Trainer(engine, [Checkpoint(tmp_path, at_end=False), average]).fit(steps=7)
         return averaged(engine, average)

@@ -95,9 +95,9 @@ LAYOUTS: list[tuple[dict[str, int], dict[str, Any]]] = [
     ({"data": 2}, {}),
     ({"tensor": 2}, {}),
     ({"pipe": 2}, {}),
-    ({"data": 2}, {"zero": 1}),
-    ({"data": 2}, {"zero": 3}),
-    ({"data": 2}, {"zero": 2, "offload": "cpu"}),
+    ({"data": 2}, {"zero_stage": 1}),
+    ({"data": 2}, {"zero_stage": 3}),
+    ({"data": 2}, {"zero_stage": 2, "offload": "cpu"}),
 ]
 
 
@@ -117,7 +117,7 @@ def test_the_average_is_that_of_one_process_under_every_layout(make: Any) -> Non
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_of_masters_and_the_weights_come_back_to_the_bit(precision: str) -> None:
-    alone, loss, is_back = language_model(None, adamw, zero=1, precision=precision)
+    alone, loss, is_back = language_model(None, adamw, zero_stage=1, precision=precision)
     assert is_back
     exact, exact_loss, _ = language_model(None, adamw)
     assert loss == pytest.approx(exact_loss, rel=0.05)
@@ -142,7 +142,7 @@ class Fails(Hook):
 @pytest.mark.parametrize("zero", [None, 1, 3])
 def test_the_weights_are_back_when_an_error_comes_between(moment: str, zero: int | None) -> None:
     def run(context: ParallelContext) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        options: dict[str, Any] = {"parallel": ParallelConfig(zero=zero)}
+        options: dict[str, Any] = {"parallel": ParallelConfig(zero_stage=zero)}
         engine, plainly = engine_of(context, **options), engine_of(context, **options)
         with pytest.raises(ShardFormerError, match="an error in between"):
             Trainer(engine, [Fails(moment), MovingAverage(DECAY)]).fit(steps=2, validation=pairs(4))
@@ -157,7 +157,7 @@ def test_the_weights_are_back_when_an_error_comes_between(moment: str, zero: int
 def test_a_run_that_goes_on_has_the_average_of_one_that_was_not_interrupted(tmp_path: Path, zero: int | None) -> None:
     def run(context: ParallelContext, folder: Path, *ends: int) -> dict[str, Tensor]:
         for end in ends:
-            engine, hook = engine_of(context, parallel=ParallelConfig(zero=zero)), MovingAverage(DECAY)
+            engine, hook = engine_of(context, parallel=ParallelConfig(zero_stage=zero)), MovingAverage(DECAY)
             Trainer(engine, [hook, Checkpoint(folder)]).fit(steps=end)
         return averaged(engine, hook)
 
@@ -172,8 +172,8 @@ def test_a_run_may_go_on_under_another_layout(tmp_path: Path) -> None:
         Trainer(engine, [hook, Checkpoint(folder)]).fit(steps=end)
         return averaged(engine, hook)
 
-    run_as_threads(lambda c: run(c, 2, tmp_path / "a", zero=1), data=2)
-    whole = run_as_threads(lambda c: run(c, 5, tmp_path / "b", zero=1), data=2)[0]
+    run_as_threads(lambda c: run(c, 2, tmp_path / "a", zero_stage=1), data=2)
+    whole = run_as_threads(lambda c: run(c, 5, tmp_path / "b", zero_stage=1), data=2)[0]
     (found,) = run_as_threads(lambda c: run(c, 5, tmp_path / "a"))
     torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-6)
 
@@ -225,7 +225,7 @@ def test_an_average_that_was_not_kept_up_is_not_gone_on_with(tmp_path: Path) -> 
 
 
 def test_masters_in_files(tmp_path: Path) -> None:
-    parallel = ParallelConfig(zero=1, offload=f"nvme:{tmp_path / 'files'}")
+    parallel = ParallelConfig(zero_stage=1, offload=f"nvme:{tmp_path / 'files'}")
     (tmp_path / "files").mkdir()
     engine, hook = engine_of(parallel=parallel), MovingAverage(DECAY, warmup=False)
     try:
@@ -239,15 +239,15 @@ def test_masters_in_files(tmp_path: Path) -> None:
 
 def test_the_engine_may_change_its_layout_between_two_fits() -> None:
     def run(context: ParallelContext) -> dict[str, Tensor]:
-        engine, hook = engine_of(context, parallel=ParallelConfig(zero=1)), MovingAverage(DECAY)
+        engine, hook = engine_of(context, parallel=ParallelConfig(zero_stage=1)), MovingAverage(DECAY)
         trainer = Trainer(engine, [hook])
         trainer.fit(steps=3)
-        engine.reshape(ParallelConfig(zero=3))
+        engine.reshape(ParallelConfig(zero_stage=3))
         trainer.fit(steps=5)
         return averaged(engine, hook)
 
     def straight(context: ParallelContext) -> dict[str, Tensor]:
-        engine, hook = engine_of(context, parallel=ParallelConfig(zero=1)), MovingAverage(DECAY)
+        engine, hook = engine_of(context, parallel=ParallelConfig(zero_stage=1)), MovingAverage(DECAY)
         Trainer(engine, [hook]).fit(steps=5)
         return averaged(engine, hook)
 
