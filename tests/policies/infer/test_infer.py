@@ -76,7 +76,7 @@ def cut_lines(model: nn.Module, policy: Policy) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.reduced(one_in=4)
+@pytest.mark.reduced(one_in=7)
 @pytest.mark.parametrize("family", sorted(FOUND))
 def test_the_registered_families_are_found_as_they_are_written(family: str) -> None:
     model = SmallModel(family)()
@@ -91,7 +91,7 @@ def _without_hints(lines: list[str]) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.reduced(one_in=5, first=1)
+@pytest.mark.reduced(one_in=10, first=6)
 @pytest.mark.parametrize("family", sorted(UNDESCRIBED))
 def test_a_family_that_nobody_described(family: str) -> None:
     model = small(family)
