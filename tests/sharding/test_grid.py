@@ -248,6 +248,7 @@ def mixture(family: str, head: str) -> tuple[nn.Module, list[dict[str, Any]]]:
     return model, [{**in_fp64(batch), "labels": batch["input_ids"]}] * STEPS
 
 
+@pytest.mark.reduced(one_in=2)
 @pytest.mark.slow
 @pytest.mark.usefixtures("found_once")
 @pytest.mark.parametrize(("family", "head"), [("mixtral", "MixtralForCausalLM"), ("qwen2_moe", "Qwen2MoeForCausalLM")])

@@ -72,7 +72,7 @@ def check(
 # ------------------------------------------------------------------------------------------------------------- families
 
 
-@pytest.mark.reduced
+@pytest.mark.reduced(schedule=("gpipe", "1f1b"))
 @pytest.mark.feature("pipeline parallel")
 @pytest.mark.parametrize(
     ("family", "schedule"), [*in_turn(SMALL_CONFIGS, ("gpipe",), ("1f1b",)), *in_turn(SMALL_CONFIGS, ("interleaved",))]
