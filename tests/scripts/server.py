@@ -41,7 +41,6 @@ IMPORTS = (
     "pydantic",
     "rich.console",
     "rich.table",
-    "shardformer.training.initialize",
     "shardformer.cli.train",
     "shardformer.cli.run",
 )
