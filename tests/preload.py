@@ -18,7 +18,7 @@ for family, head in DEFAULT_HEAD.items():
         getattr(transformers, head)
         for name in HEAD_CLASSES.get(family, ()):
             getattr(transformers, name, None)
-for module in ("torch._dynamo", "torch.utils._sympy.functions"):
+for module in ("torch._dynamo", "torch.utils._sympy.functions", "shardformer.training.initialize"):
     importlib.import_module(module)
 
 # Whatever is imported is never garbage: the workers need not search it, nor copy its pages.

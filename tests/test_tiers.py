@@ -57,7 +57,8 @@ def pool2(): pass
 """
 CONFTEST = """
 import pytest
-from tests import tiers
+from tests import scripts, tiers
+scripts.set_up = scripts.tear_down = lambda: None  # the test starts no script that needs a fast Python
 tiers.BUDGET_S = 0.01
 tiers.NUM_SLOWEST = 2
 pytest_plugins = ["tests.feature_table", "tests.tiers"]

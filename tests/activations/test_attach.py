@@ -316,6 +316,7 @@ def test_over_stages_and_tensor_ranks_with_checkpoints() -> None:
 # ----------------------------------------------------------------------------------------------------------------- ZeRO
 
 
+@pytest.mark.reduced
 @pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=["whole", "checkpoint", "reentrant"])
 @pytest.mark.parametrize(("stage", "first"), [(2, "zero"), (3, "zero"), (3, "store")])

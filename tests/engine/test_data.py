@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import numpy
@@ -80,27 +81,31 @@ def test_every_epoch_has_its_own_order_and_not_without_shuffle() -> None:
     assert next(iter(plain)).tolist() == list(range(20))
 
 
-@pytest.mark.slow
+def samples_of(batches: ShardedDataLoader, number: int) -> list[int]:
+    """Of so many batches, over as many epochs as that takes."""
+    found: list[int] = []
+    while number:
+        for batch in batches:
+            found += batch.tolist()
+            number -= 1
+            if not number:
+                break
+    return found
+
+
+@cache
+def sample_order() -> list[int]:
+    return samples_of(ShardedDataLoader(list(range(17)), place(), batch_size=1), 17 * 15)
+
+
 @given(first=st.integers(1, 7), then=st.integers(1, 7), steps=st.integers(0, 12))
 def test_a_run_goes_on_at_the_same_sample(first: int, then: int, steps: int) -> None:
-    def samples(batches: ShardedDataLoader, number: int) -> list[int]:
-        found: list[int] = []
-        while number:
-            for batch in batches:
-                found += batch.tolist()
-                number -= 1
-                if not number:
-                    break
-        return found
-
-    data = list(range(17))
-    whole = samples(ShardedDataLoader(data, place(), batch_size=1), 17 * 15)
-    before = ShardedDataLoader(data, place(), batch_size=first)
-    found = samples(before, steps)
-    after = ShardedDataLoader(data, place(), batch_size=then, seed=99)
+    before = ShardedDataLoader(list(range(17)), place(), batch_size=first)
+    found = samples_of(before, steps)
+    after = ShardedDataLoader(list(range(17)), place(), batch_size=then, seed=99)
     after.load_state(before.state())
-    found += samples(after, 4)
-    assert found == whole[: len(found)]
+    found += samples_of(after, 4)
+    assert found == sample_order()[: len(found)]
 
 
 # ------------------------------------------------------------------------------------------------------- random numbers

@@ -31,7 +31,7 @@ def run(folder: Path, *options: str, processes: int, restarts: int = 0) -> tuple
 def test_killed_processes_change_no_bit(tmp_path: Path) -> None:
     _, none, weights = run(tmp_path / "whole", "--steps", "7", processes=2)
     assert none == 0
-    assert run(tmp_path / "killed", "--steps", "7", "--kills", "2", processes=2, restarts=3) == (0, 2, weights)
+    assert run(tmp_path / "killed", "--steps", "7", "--kills", "1", processes=2, restarts=2) == (0, 1, weights)
 
 
 def test_a_run_goes_on_with_fewer_processes(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -47,6 +48,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
+@cache
 def alone() -> tuple[Losses, dict[str, Tensor]]:
     """The loop as it is without us: the order of the data is all that is ours."""
     model = plain()

@@ -243,6 +243,7 @@ BAD: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.reduced
 @pytest.mark.parametrize("case", BAD)
 @pytest.mark.parametrize("sizes", [{"data": 2}, {"tensor": 2}], ids=str)
 def test_initialize_that_fails_can_be_called_again(case: str, sizes: dict[str, int]) -> None:

@@ -106,8 +106,9 @@ GRIDS: list[Layout] = [
 ]
 
 
-def test_a_tensor_grid_becomes_another_layout(pool4: WorkerPool) -> None:
-    assert max(difference for difference, _ in pool4.run(_tour, "llama", GRIDS)) < 1e-6
+@pytest.mark.parametrize("way", [[0, 1, 2, 0], pytest.param(None, marks=pytest.mark.full)])
+def test_a_tensor_grid_becomes_another_layout(pool4: WorkerPool, way: list[int] | None) -> None:
+    assert max(difference for difference, _ in pool4.run(_tour, "llama", GRIDS, way)) < 1e-6
 
 
 KEPT: list[Layout] = [

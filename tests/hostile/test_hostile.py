@@ -8,7 +8,7 @@ from tests.hostile import arguments, divergence, mutations
 from tests.hostile.faults import Fault, ended
 from tests.hostile.net import EQUAL, FINDINGS, HANGS, RAW, WRONG, Case, Trace, drawn, outcome
 
-SOME = {"argument": (arguments.cases, 24), "divergence": (divergence.cases, 12), "mutation": (mutations.cases, 8)}
+SOME = {"argument": (arguments.cases, 12), "divergence": (divergence.cases, 8), "mutation": (mutations.cases, 5)}
 
 
 @pytest.mark.slow

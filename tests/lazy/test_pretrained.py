@@ -115,9 +115,10 @@ def test_tied_weights_that_were_saved_twice_are_tied_where_they_are_equal(tmp_pa
         assert_same(materialize(ours), plain)
 
 
-@pytest.mark.feature("lazy initialization")
-# chatglm is not in transformers
 @pytest.mark.slow
+@pytest.mark.feature("lazy initialization")
+@pytest.mark.reduced(family=("llama", "gpt2", "t5", "vit", "blip-2"))
+# chatglm is not in transformers
 @pytest.mark.parametrize(("family", "size"), in_turn(sorted(SMALL_CONFIGS.keys() - {"chatglm"}), (2,), (4,)))
 def test_a_training_step_is_that_of_the_loaded_model(family: str, size: int, tmp_path: Path) -> None:
     sample = SmallModel(family)

@@ -59,7 +59,7 @@ def assert_parts_of(model: nn.Module, plain: nn.Module, rank: int) -> None:
     assert any(spec.is_sharded for spec in specs.values())
 
 
-WAYS = ((2, {}), (4, OPTIONS), (2, OPTIONS), (4, {}))
+WAYS = ((2, {}), (2, OPTIONS), (4, OPTIONS), (2, {}), (2, OPTIONS), (4, {}))
 PAIRS = [  # each family once, over 2 or over 4 ranks, plainly or with all options
     pytest.param(family, size, options, id=f"{family}-{size}-{'options' if options else 'plain'}")
     for family, size, options in in_turn(sorted(SMALL_CONFIGS), *WAYS)

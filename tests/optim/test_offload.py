@@ -208,6 +208,7 @@ def test_values_written_between_steps_reach_the_masters_of_the_host(files: bool,
 # ---------------------------------------------------------------------------------------------------------------- files
 
 
+@pytest.mark.reduced
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "how"),

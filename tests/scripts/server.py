@@ -22,8 +22,11 @@ import sys
 import threading
 import types
 from collections.abc import Mapping
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any, NoReturn
+
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 LOOK_S = 1.0
 IMPORTS = (
@@ -32,6 +35,14 @@ IMPORTS = (
     "tests.preload",
     "transformers.models.auto.modeling_auto",
     "torch.utils.data.distributed",
+    "torch.utils.tensorboard",
+    "matplotlib.pyplot",
+    "typer",
+    "pydantic",
+    "rich.console",
+    "rich.table",
+    "shardformer.cli.train",
+    "shardformer.cli.run",
 )
 Request = Mapping[str, Any]
 
@@ -145,6 +156,8 @@ def run(request: Request) -> NoReturn:
     first = {"module": request["cwd"], "code": "", "script": str(Path(name).resolve().parent)}[kind]
     sys.path[:] = [first, *path, *BASE_PATH]
     sys.argv[:] = ["-c" if kind == "code" else name, *arguments]
+    if "RANK" not in os.environ:
+        _start_fork_server()
     status = 0
     try:
         if kind == "module":
@@ -173,6 +186,26 @@ def run(request: Request) -> NoReturn:
     os._exit(status)  # taking all modules apart would take longer than many a script
 
 
+def _start_fork_server() -> None:
+    """Forks the server that ``multiprocessing`` would start anew: the workers of pools find the imports made."""
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    if hasattr(server, "_forkserver_authkey"):  # of a Python that sends it a key when it starts
+        return
+    address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
+    alive, end = os.pipe()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        pid = os.fork()
+        if pid == 0:
+            os.close(end)
+            with contextlib.suppress(SystemExit):  # once nobody has the other end of the pipe
+                forkserver.main(listener.detach(), alive, [])
+            os._exit(0)
+    os.close(alive)
+    server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, end, pid
+
+
 def _status(code: object) -> int:
     if isinstance(code, int | None):
         return (code or 0) & 0xFF
@@ -183,11 +216,17 @@ def _status(code: object) -> int:
 BASE_PATH: list[str] = []
 
 
+def _name_of_caller(depth: int = 2) -> str:
+    return sys._getframe(depth).f_code.co_name
+
+
 def main() -> None:
     root = str(Path(__file__).resolve().parents[2])
     BASE_PATH[:] = [p for p in sys.path[1:] if p not in (root, os.getcwd(), "")]
     for name in IMPORTS:
         importlib.import_module(name)
+    # The launcher's looks into the file of every module for each of its events: a second per run, of so many modules.
+    dynamic_rendezvous.get_method_name = _name_of_caller
     gc.collect()
     gc.freeze()
     request = Server(sys.argv[1]).serve()

@@ -190,7 +190,7 @@ def test_what_save_pretrained_is_given_is_looked_at(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", ["27", pytest.param("9", marks=pytest.mark.full)])
+@pytest.mark.parametrize("every", ["54", pytest.param("9", marks=pytest.mark.full)])
 def test_a_save_that_ends_at_any_of_its_operations_leaves_no_mixture(tmp_path: Path, every: str) -> None:
     script = Path(__file__).with_name("saves.py")
     command = [PYTHON, script, tmp_path, "--every", every]

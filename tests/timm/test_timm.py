@@ -109,6 +109,7 @@ def test_weights_after_three_steps(timm_pools: WorkerPools, name: str, tensor: i
     assert report.gradient.where and any("over tensor (block)" in name for name in report.collectives)
 
 
+@pytest.mark.reduced(cover="mode")
 @pytest.mark.parametrize(
     ("name", "mode"),
     [

@@ -98,7 +98,7 @@ def test_every_head(pools: WorkerPools, family: str, head: str, tensor: int, mod
     check(pools, SmallModel(family, head), RandomBatches(head), tensor, mode)
 
 
-@pytest.mark.reduced
+@pytest.mark.reduced(tensor=(2,))
 @pytest.mark.feature("tensor parallel")
 @over_two_and_four
 @pytest.mark.parametrize("family", REGISTERED)
@@ -107,7 +107,7 @@ def test_tensor_parallel(pools: WorkerPools, family: str, tensor: int) -> None:
 
 
 @pytest.mark.feature("sequence parallel")
-@pytest.mark.parametrize(("family", "tensor"), in_turn(REGISTERED, (2,), (4,)))
+@pytest.mark.parametrize(("family", "tensor"), in_turn(REGISTERED, (2,), (4,), (2,)))
 def test_sequence_parallel(
     pools: WorkerPools, family: str, tensor: int, record_property: Callable[[str, object], None]
 ) -> None:
@@ -116,7 +116,7 @@ def test_sequence_parallel(
 
 
 @pytest.mark.feature("overlap")
-@pytest.mark.parametrize(("family", "tensor"), in_turn(REGISTERED, (4,), (2,)))
+@pytest.mark.parametrize(("family", "tensor"), in_turn(REGISTERED, (2,), (2,), (4,)))
 def test_overlap(pools: WorkerPools, family: str, tensor: int, record_property: Recorded) -> None:
     if refused := check(pools, SmallModel(family), RandomBatches(DEFAULT_HEAD[family]), tensor, "overlap"):
         record_property("feature", refused)
@@ -128,7 +128,7 @@ def test_single_precision(pools: WorkerPools, family: str, mode: str) -> None:
     check(pools, SmallModel(family), RandomBatches(DEFAULT_HEAD[family]), 2, mode, torch.float32)
 
 
-@pytest.mark.reduced(one_in=4)
+@pytest.mark.reduced(one_in=8)
 @pytest.mark.parametrize(
     ("name", "tensor", "mode"), in_turn([n for n in VARIANTS if n != SLOW], (2, "overlap"), (4, "plain"))
 )

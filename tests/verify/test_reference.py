@@ -50,7 +50,7 @@ def found(pools: WorkerPools, model_fn: Any, reference: str, tensor: int = 1, **
     )
 
 
-@pytest.mark.reduced(one_in=2, first=1)
+@pytest.mark.reduced(tensor=(1,))
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_the_load_of_experts_is_balanced_in_each_part_and_not_in_the_whole(pools: WorkerPools, tensor: int) -> None:
     parts = found(pools, experts, "ranks", tensor)

@@ -33,6 +33,7 @@ def test_over_data_and_tensor_ranks(family: str, head: str, training: VerifyTrai
     assert f"ZeRO stage {training.zero_stage}, {training.optimizer}" in str(report)
 
 
+@pytest.mark.reduced
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_16_bits_over_data_ranks_are_those_of_one_process(stage: int, precision: str, pool2: WorkerPool) -> None:
@@ -45,6 +46,7 @@ def test_16_bits_over_data_ranks_are_those_of_one_process(stage: int, precision:
 FROZEN = r"transformer\.wte\.weight|.*mlp\.c_fc\.weight"
 
 
+@pytest.mark.reduced(stage=(None, 2, 3))
 @pytest.mark.parametrize("stage", [None, 0, 1, 2, 3])
 def test_several_backwards_with_checkpoints_and_frozen_weights(stage: int | None, pool4: WorkerPool) -> None:
     how = VerifyTraining(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -120,6 +121,11 @@ def policy_of(model: Seer) -> Policy:
         return derive_policy_on(twin.model, twin.run, twin)()
 
 
+@cache
+def policy_class(how: str) -> type[Policy]:
+    return type(policy_of(seer(how)))
+
+
 def check(
     plain: Seer,
     policy: Policy,
@@ -158,7 +164,7 @@ def check(
 @pytest.mark.parametrize("how", ["plain", "deep"])
 def test_stages_are_proven_with_images_and_train_as_one_device(how: str) -> None:
     plain = seer(how)
-    policy: Any = policy_of(plain)
+    policy: Any = policy_class(how)()
     assert policy.against_pipeline is None and not policy.unproven["pipe"]
     check(plain, policy, batch_of(), pipe=2)
     check(plain, policy, batch_of(images=False), pipe=2)
@@ -169,7 +175,7 @@ def test_stages_are_proven_with_images_and_train_as_one_device(how: str) -> None
 @pytest.mark.parametrize("how", ["plain", "deep"])
 def test_a_sequence_is_cut_in_which_there_are_images(how: str) -> None:
     plain = seer(how)
-    policy = policy_of(plain)
+    policy = policy_class(how)()
     check(plain, policy, batch_of(), sequence=2)
     check(plain, policy, batch_of(images=False), sequence=2)
 
@@ -178,7 +184,7 @@ def test_a_sequence_is_cut_in_which_there_are_images(how: str) -> None:
 @pytest.mark.parametrize("how", ["plain", "deep"])
 def test_sequence_parallelism_with_images(how: str) -> None:
     plain = seer(how)
-    policy: Any = policy_of(plain)
+    policy: Any = policy_class(how)()
     assert policy.against_sequence is None and not policy.unproven["enable_sequence_parallelism"]
     assert policy.stack.sequence.between == (how == "deep")
     for options in ({}, {"enable_sequence_overlap": True}):
