@@ -229,7 +229,7 @@ def test_a_reshape_that_fails_midway_changes_nothing(problem: str, monkeypatch: 
         torch.rand(3)
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(reshape, {"zero": "shard_optimizers", "micro_batches": "make_pipeline"}[problem], fails)
+    monkeypatch.setattr(reshape, {"zero": "shard_optimizer", "micro_batches": "make_pipeline"}[problem], fails)
     groups, seed = engine.optimizer.param_groups, torch.get_rng_state()
     with pytest.raises(RuntimeError, match="no memory"):
         engine.reshape({"zero_stage": 1})
