@@ -56,7 +56,7 @@ def measure(setting: Setting) -> tuple[dict[str, tuple[int, int]], dict[str, Tim
         store = shardformer.offload.offload_activations(model, on or "device")
         step = steps[name] = common.train_step(model, batches)
         step(0)
-        figures = store.figures()
+        figures = store.stats()
         held[name] = figures.most, figures.most_host
         if on is None:
             store.remove()

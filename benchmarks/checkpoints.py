@@ -68,7 +68,7 @@ def trained(setting: Setting) -> tuple[nn.Module, Any]:
     model = shardformer.shard_model(setting.size.build(), context=ParallelContext.from_world(sizes))
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     if setting.zero is not None:
-        optimizer = shardformer.shard_optimizer(optimizer, model, stage=setting.zero)
+        optimizer = shardformer.shard_optimizer(model, optimizer, stage=setting.zero)
     common.train_step(model, setting.size.batches(2), optimizer)(0)
     optimizer.zero_grad()
     return model, optimizer
@@ -104,18 +104,18 @@ def measure(setting: Setting) -> Found:
         TORCH: torch_save,
         TORCH_DISK: torch_save_to_disk,
         DCP: lambda n: dcp.save({f"{rank}": own}, checkpoint_id=folder / f"{n}-dcp"),
-        OURS: lambda n: shardformer.save_checkpoint(folder / f"{n}-ours", model, optimizer),
-        STARTS: lambda n: shardformer.checkpoint.async_save_checkpoint(folder / f"{n}-background", model, optimizer),
+        OURS: lambda n: shardformer.save_checkpoint(model, folder / f"{n}-ours", optimizer),
+        STARTS: lambda n: shardformer.checkpoint.async_save_checkpoint(model, folder / f"{n}-background", optimizer),
         COPY: copy,
         TORCH_LOAD: lambda n: torch.load(folder / f"last-{rank}.pt"),
-        LOAD: lambda n: shardformer.load_checkpoint(folder / "last", model, optimizer),
+        LOAD: lambda n: shardformer.load_checkpoint(model, folder / "last", optimizer),
     }
     ours = folder / "last"
-    shardformer.save_checkpoint(ours, model, optimizer)
+    shardformer.save_checkpoint(model, ours, optimizer)
     torch.save(own, folder / f"last-{rank}.pt")
     timings = _timed(runs, setting)
     before = [x.clone() for x in tensors_in([model.state_dict(), optimizer.state_dict()])]
-    loaded = shardformer.load_checkpoint(ours, model, optimizer)
+    loaded = shardformer.load_checkpoint(model, ours, optimizer)
     after = tensors_in([model.state_dict(), optimizer.state_dict()])
     is_same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     writes = next(ours.glob("step*/")) / f"rank-{rank:05d}.safetensors"

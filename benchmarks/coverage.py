@@ -215,7 +215,7 @@ def cut(model: nn.Module, policy: Policy, called: set[str]) -> tuple[float, list
     """The share of the weights that are cut, and the names of those of the others that stand outside of the layers."""
     policy.set_model(model)
     policy.set_shard_config(ShardConfig(context=ParallelContext.of({"tensor": 2})))
-    parts = set(make_plan(model, policy).cut())
+    parts = set(make_plan(model, policy).sharded_parameter_ids())
     every = {anywhere(path) for path in called}
     weights: dict[int, tuple[str, int]] = {}
     for path, module in model.named_modules():

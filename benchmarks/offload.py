@@ -59,7 +59,7 @@ class Setting:
             how["offload"] = shardformer.OffloadConfig(to, how.pop("share", 0.0), bandwidth=self.bandwidth)
         model = shardformer.shard_model(self.size.build(), context=context)
         made = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        return model, shard_optimizer(made, model, stage=2, precision="bf16", bucket_bytes=4 * 2**20, **how)
+        return model, shard_optimizer(model, made, stage=2, precision="bf16", bucket_bytes=4 * 2**20, **how)
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -170,7 +170,10 @@ PLACES: dict[str, dict[str, Any]] = {
     "stage 2, offload": {"stage": 2, "offload": "cpu"},
     "stage 3, offload": {"stage": 3, "offload": "cpu"},
     "stage 3, parameters too": {"stage": 3, "offload": shardformer.OffloadConfig("cpu", parameters=True)},
-    "stage 2, no masters (Kahan)": {"stage": 2, "precision": shardformer.MixedPrecision("bf16", masters="kahan")},
+    "stage 2, no masters (Kahan)": {
+        "stage": 2,
+        "precision": shardformer.MixedPrecision("bf16", master_weights="kahan"),
+    },
 }
 
 

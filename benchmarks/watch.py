@@ -35,14 +35,14 @@ def measure(size: Llama, batch: int, name: str, repetitions: int, seconds: float
     model, batches = shardformer.shard_model(size.build(), context=context).train(), size.batches(batch)
     optimizer, state = common.adamw(model), metadata_of(model)
     pipeline = shardformer.Pipeline(model) if context.pipe.size > 1 else None
-    watch, last = state.watch, {id(g.bucket): g.bucket for r in state.reducers for g in _gradients(r)}
-    watched = [bucket for bucket in last.values() if bucket.watch is not None]
+    watch, last = state.monitor, {id(g.bucket): g.bucket for r in state.reducers for g in _gradients(r)}
+    watched = [bucket for bucket in last.values() if bucket.monitor is not None]
 
     def step_with(on: bool) -> Step:
         def step(index: int) -> float:
-            state.watch = watch if on else None
+            state.monitor = watch if on else None
             for bucket in watched:
-                bucket.watch = watch if on else None
+                bucket.monitor = watch if on else None
             batch = batches[index % len(batches)]
             if name.endswith(EVALUATED):
                 with torch.no_grad():

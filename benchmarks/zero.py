@@ -102,7 +102,7 @@ def fsdp(setting: Setting, context: ParallelContext, reshard: bool = True) -> Ma
 def ours(setting: Setting, context: ParallelContext, stage: int, **how: Any) -> Made:
     model = shardformer.shard_model(setting.build(), context=context)
     optimizer = fused(model)
-    return model, optimizer if stage == 0 else shard_optimizer(optimizer, model, stage=stage, **how)
+    return model, optimizer if stage == 0 else shard_optimizer(model, optimizer, stage=stage, **how)
 
 
 VARIANTS: dict[str, Callable[[Setting, ParallelContext], Made]] = {

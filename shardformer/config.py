@@ -47,7 +47,7 @@ class ShardConfig:
         tensor_parallel_mode, context_parallel, check_consistency: as in ``ParallelConfig``.
         extra_kwargs: ``check_inputs`` and ``bucket_bytes`` of ``ParallelConfig``.
         context: the context from ``launch_from_torch``.
-        stream: the layout of the activations between the blocks, if it is not the one of these options.
+        activation_layout: the layout of the activations between the blocks, if it is not the one of these options.
     """
 
     tensor_parallel_process_group: dist.ProcessGroup | None = None
@@ -64,7 +64,7 @@ class ShardConfig:
     check_consistency: bool = True
     extra_kwargs: dict[str, Any] = field(default_factory=dict)
     context: ParallelContext | None = None
-    stream: ActivationLayout | None = None
+    activation_layout: ActivationLayout | None = None
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> ShardConfig:
@@ -92,7 +92,7 @@ class ShardConfig:
                     "communication",
                     remedy=f"Set {other}=True, or leave {name} out",
                 )
-        if self.tensor_parallel_mode != "1d" and (self.enable_sequence_parallelism or self.cuts_context):
+        if self.tensor_parallel_mode != "1d" and (self.enable_sequence_parallelism or self.uses_context_parallel):
             other = f"{on}=True" if self.enable_sequence_parallelism else "a sequence axis"
             raise ConfigError(
                 f"tensor_parallel_mode={self.tensor_parallel_mode!r} with {other}",
@@ -121,25 +121,27 @@ class ShardConfig:
         for name, value in {**{n: getattr(self, n) for n in switches}, **self.extra_kwargs}.items():
             check_int(name, value, unit="bytes") if name == "bucket_bytes" else check_bool(name, value)
 
-    def stream_layout(self) -> ActivationLayout:
+    def resolve_activation_layout(self) -> ActivationLayout:
         """The layout of the activations between the blocks."""
         from shardformer.layout import activation_layout as layouts
 
-        if self.stream is not None:
-            return self.stream
+        if self.activation_layout is not None:
+            return self.activation_layout
         if self.tensor_parallel_mode != "1d":
             return layouts.GRID_LAYOUTS[self.tensor_parallel_mode]
-        cuts = layouts.SEQUENCE_PARALLEL.cuts if self.enable_sequence_parallelism else ()
-        return layouts.ActivationLayout((*layouts.CONTEXT_PARALLEL.cuts, *cuts) if self.cuts_context else cuts)
+        cuts = layouts.SEQUENCE_PARALLEL.shards if self.enable_sequence_parallelism else ()
+        return layouts.ActivationLayout(
+            (*layouts.CONTEXT_PARALLEL.shards, *cuts) if self.uses_context_parallel else cuts
+        )
 
     @property
-    def cuts_context(self) -> bool:
+    def uses_context_parallel(self) -> bool:
         """Whether the sequence is cut over the ranks of the sequence axis."""
         manager = self.pipeline_stage_manager
         context = self.context if manager is None or self.context is not None else manager.context
-        return self.stream is None and context is not None and context.sequence.size > 1
+        return self.activation_layout is None and context is not None and context.sequence.size > 1
 
-    def heads_axis(self) -> Axis:
+    def head_axis(self) -> Axis:
         """The axis over which heads and features are cut: tensor, or on a tensor grid its columns."""
         context = self.resolve_context()
         return context.axes["column"] if self.is_grid and "column" in context.axes else context.tensor
@@ -160,9 +162,9 @@ class ShardConfig:
                 rule="Rows and columns are those of the modes 2d, 2.5d and 3d",
                 remedy="Write tensor_parallel_mode='2d', or pass one number as tensor=",
             )
-        if sizes["sequence"] > 1 and all(cut.axis != "sequence" for cut in self.stream_layout().cuts):
+        if sizes["sequence"] > 1 and all(cut.axis != "sequence" for cut in self.resolve_activation_layout().shards):
             raise ConfigError(
-                f"The context has sequence={sizes['sequence']}, and stream={self.stream}",
+                f"The context has sequence={sizes['sequence']}, and stream={self.activation_layout}",
                 rule="The activations have to be sharded over the sequence axis",
                 remedy="Leave stream out, or the sequence axis",
             )
@@ -185,7 +187,9 @@ class ShardConfig:
     def options(self) -> dict[str, bool | str]:
         """The options by name, for the plan's hash and for ``describe_sharding``."""
         names = [n for n in self.__dataclass_fields__ if n.startswith("enable_")]
-        modes = ("tensor_parallel_mode", "context_parallel") if self.cuts_context else ("tensor_parallel_mode",)
+        modes = (
+            ("tensor_parallel_mode", "context_parallel") if self.uses_context_parallel else ("tensor_parallel_mode",)
+        )
         return {**{n: bool(getattr(self, n)) for n in names}, **{n: str(getattr(self, n)) for n in modes}}
 
 

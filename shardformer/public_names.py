@@ -9,18 +9,19 @@ from __future__ import annotations
 import ast
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from inspect import getsource
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from shardformer.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def lazy_names(package: str, renamed: Mapping[str, str] | None = None) -> tuple[Callable[[str], Any], list[str]]:
@@ -72,12 +73,7 @@ def renamed_arguments(
 
         @wraps(init)
         def __init__(self: T, *args: Any, **given: Any) -> None:
-            for old in [name for name in given if name in names]:
-                new, value = names[old], given.pop(old)
-                if new in given:
-                    both = f"{kind.__name__} got both {old}= and {new}="
-                    raise ConfigError(both, rule=f"{old} is now {new}", remedy=f"Pass {new}=")
-                warnings.warn(f"{kind.__name__}({old}=) is now {new}=", DeprecationWarning, stacklevel=2)
+            for new, value in _take_renamed(kind.__name__, given, names):
                 known = (values or {}).get(new, {})
                 given[new] = known.get(value, value) if isinstance(value, str | bool) else value
             init(self, *args, **given)
@@ -88,6 +84,49 @@ def renamed_arguments(
         return kind
 
     return decorate
+
+
+def renamed_parameters(names: Mapping[str, str], earlier_order: Sequence[str] = ()) -> Callable[[F], F]:
+    """Lets a function take arguments by their earlier names, and in an earlier order, with a DeprecationWarning.
+
+    Args:
+        names: an earlier name of an argument -> its name.
+        earlier_order: the names of the parameters from when the model was the second one.
+
+    Raises ConfigError if an argument is passed by both names.
+    """
+
+    def decorate(function: F) -> F:
+        @wraps(function)
+        def call(*args: Any, **given: Any) -> Any:
+            given |= dict(_take_renamed(function.__name__, given, names))
+            is_earlier = earlier_order and args and not _is_model(args[0])
+            if is_earlier and ("model" in given or any(map(_is_model, args[1:2]))):
+                warnings.warn(f"{function.__name__} takes the model first now", DeprecationWarning, stacklevel=2)
+                given |= dict(zip(earlier_order, args))
+                args = args[len(earlier_order) :]
+            return function(*args, **given)
+
+        return cast(F, call)
+
+    return decorate
+
+
+def _is_model(value: Any) -> bool:
+    return hasattr(value, "named_parameters")
+
+
+def _take_renamed(owner: str, given: dict[str, Any], names: Mapping[str, str]) -> list[tuple[str, Any]]:
+    """Takes the arguments that were passed by an earlier name out of ``given``. Returns them by their names."""
+    found = []
+    for old in [name for name in given if name in names]:
+        new = names[old]
+        if new in given:
+            both = f"{owner} got both {old}= and {new}="
+            raise ConfigError(both, rule=f"{old} is now {new}", remedy=f"Pass {new}=")
+        warnings.warn(f"{owner}({old}=) is now {new}=", DeprecationWarning, stacklevel=3)
+        found.append((new, given.pop(old)))
+    return found
 
 
 def _renamed_attribute(message: str, new: str) -> property:

@@ -21,6 +21,7 @@ from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.pipeline.layer_sequence import measure_layer_costs, no_layers_error
 from shardformer.policies.policy import Policy, WithoutRules
 from shardformer.policies.registry import is_user_registered, registered_policy
+from shardformer.public_names import renamed_parameters
 from shardformer.random_state import fork_random_state
 from shardformer.sharding.apply import ResolvedPolicy, Sharder, resolve_as
 from shardformer.sharding.apply_context_parallel import choose_ring_sizes, is_explicit
@@ -100,7 +101,7 @@ def _validate(sharder: Sharder, resolved: ResolvedPolicy, *, is_users: bool) -> 
                 remedy="Use tensor_parallel_mode='1d' for this model, or another of the modes",
             )
         resolved.samples, resolved.unvalidated = found.samples, found.unproven
-    if config.cuts_context:
+    if config.uses_context_parallel:
         way = config.context_parallel
         sizes, may_be_whole = choose_ring_sizes(model, context, way), not is_explicit(context, way)
         with without_fake_tensors():
@@ -216,12 +217,13 @@ def shard_model(
     return shard_in_place(model, _checked(config), policy)[0]
 
 
+@renamed_parameters({"rounds": "repeats"})
 def measure_pipeline_costs(
     model: nn.Module,
     batch: Mapping[str, Any],
     policy: Policy | type[Policy] | None = None,
     *,
-    rounds: int = 3,
+    repeats: int = 3,
 ) -> list[float]:
     """What each layer of a plain model costs, in seconds of a forward: for ``PipelineStageManager(layer_costs=...)``.
 
@@ -232,14 +234,14 @@ def measure_pipeline_costs(
     chosen, _ = resolve_policy(model, policy, tensor=1)
     chosen.set_model(model)
     chosen.set_shard_config(ShardConfig(context=ParallelContext.from_group(Axis("tensor"))))
-    chain = chosen.chain()
+    chain = chosen.layer_sequence()
     if not chain.stacks:
         raise no_layers_error(model, "...")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     with torch.no_grad(), fork_random_state(device):
         try:
-            return measure_layer_costs(model, chain, lambda: model(**batch), rounds, device)
+            return measure_layer_costs(model, chain, lambda: model(**batch), repeats, device)
         finally:  # what a forward in train mode wrote, such as the averages of a BatchNorm
             for buffer, before in buffers:
                 buffer.copy_(before)
@@ -266,19 +268,19 @@ def resolve_policy(
                 else "Derive the class from shardformer.policies.Policy or shardformer.policies.RolePolicy",
             )
         chosen = policy() if isinstance(policy, type) else policy
-        chosen.find_part = _policy_of_part
+        chosen.find_submodel_policy = _policy_of_part
         return chosen, f"the user's policy {type(chosen).__name__}"
     if (known := registered_policy(model)) is not None and not _is_about_a_part(model, known[0]):
-        known[0].find_part = _policy_of_part
+        known[0].find_submodel_policy = _policy_of_part
         if tensor not in (None, 1) and not is_user_registered(model):
             check_registered_policy(model, known[0])
         return known
     try:
         with without_fake_tensors():  # a policy is found on a small model
             inferred = derive_policy(model)
-        if tensor == 1 and inferred.against_pipeline:
+        if tensor == 1 and inferred.no_pipeline:
             uncut = derive_layer_stacks(model)
-            inferred = uncut if uncut.stack and not uncut.against_pipeline else inferred
+            inferred = uncut if uncut.stack and not uncut.no_pipeline else inferred
         return inferred, "a policy that was inferred and proven"
     except PolicyError as error:
         if tensor == 1:
@@ -295,7 +297,7 @@ def _is_about_a_part(model: nn.Module, policy: Policy) -> bool:
         return False
     try:
         own = copy.copy(policy)
-        own.find_part = _policy_of_part
+        own.find_submodel_policy = _policy_of_part
         own.set_model(model)
         own.stacks()
     except PolicyError:

@@ -109,7 +109,7 @@ def test_the_page_of_the_architecture_runs() -> None:
     (block,) = re.findall(r"```python\n(.*?)```", ARCHITECTURE, flags=re.DOTALL)
     names: dict[str, Any] = {}
     exec(compile(block, "architecture.md", "exec"), names)
-    assert str(names["config"].stream_layout()) == "sequence over sequence (zigzag, from the inputs on)"
+    assert str(names["config"].resolve_activation_layout()) == "sequence over sequence (zigzag, from the inputs on)"
 
 
 def test_the_page_of_the_architecture_has_every_floor() -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.checkpoint import directory
+from shardformer.checkpoint import directory as checkpoint_directory
 from shardformer.checkpoint.chunks import ChunkBounds, ChunkOwners, FlatRegion, TensorItem, assign_writes
 from shardformer.checkpoint.file_format import (
     HEADER_BYTES,
@@ -55,6 +55,7 @@ from shardformer.comm.collectives import all_gather_objects, all_reduce
 from shardformer.errors import ConfigError, did_you_mean
 from shardformer.filesystem.atomic_write import path_of
 from shardformer.mesh.parallel_context import Axis
+from shardformer.public_names import renamed_parameters
 from shardformer.zero.flat_shards import FlatShard, ParamSlice
 from shardformer.zero.optimizer_state_view import unchanged_on_error
 
@@ -337,8 +338,8 @@ class LoadPlan:
                 self._then.append(partial(tensor.detach().copy_, self._values[name][1]))
         trained = {id(shard) for shard in (self._tensors.zero.shards if self._tensors.zero is not None else ())}
         for shard in self._tensors.shards():
-            for piece in shard.pieces:
-                if shard.whole is None or shard.has_masters or shard.rounded is not None:
+            for piece in shard.slices:
+                if shard.full is None or shard.has_masters or shard.rounded is not None:
                     self._want_piece(shard, piece, trains=id(shard) in trained)
 
     def _best(self, name: str, dtype: torch.dtype) -> str:
@@ -348,11 +349,11 @@ class LoadPlan:
         return master if is_wider and master in self.index.tensors else f"{WEIGHTS}/{name}"
 
     def _want_piece(self, shard: FlatShard, piece: ParamSlice, *, trains: bool) -> None:
-        name, region = self._tensors.name_of_piece(piece), self._tensors.region_of_piece(piece)
+        name, region = self._tensors.name_of_piece(piece), self._tensors.region_of_slice(piece)
         best = self._best(name, shard.wide if trains else shard.dtype)
         there, values = self._values.get(name, ("", None))
         if there == best and values is not None and not piece.gradient.is_shared:
-            memory = values.reshape(-1)[piece.stretch]
+            memory = values.reshape(-1)[piece.param_range]
         else:
             memory = self._want(best, region, is_checked=there != best)
         rest_name = f"{KAHAN_RESIDUALS}/{name}"
@@ -363,7 +364,7 @@ class LoadPlan:
             if trains:
                 piece.value.copy_(wide.view(piece.value.shape))
             if not trains or not shard.has_masters or shard.rounded is not None:
-                shard.own[piece.at] = memory.reshape(-1).to(shard.own)
+                shard.local[piece.shard_range] = memory.reshape(-1).to(shard.local)
 
         self._then.append(commit)
 
@@ -379,7 +380,7 @@ class LoadPlan:
         for each, values in zip(optimizers, saved if optimizers else (), strict=True):
             each.check(values)
             read = [(slot, key, self._want(name, region)) for slot, key, name, region in each.wanted(self.index)]
-            self._first.append(partial(each.take_up, values, read, exact=self._is_exact))
+            self._first.append(partial(each.load_values, values, read, exact=self._is_exact))
 
     @property
     def _is_exact(self) -> bool:
@@ -429,7 +430,7 @@ class LoadPlan:
         Communicates what went wrong, and under ZeRO one all-gather.
         """
         zero, values = self._tensors.zero, self.index.values
-        with zero.loading() if zero is not None else nullcontext():
+        with zero.writable_state() if zero is not None else nullcontext():
             with unchanged_on_error(self._optimizers, self._schedulers), self._extra_states_kept():
                 run_on_all_ranks(lambda: self._take_states(take), self._tensors.world, f"Loading {self._where}")
             for each in self._then:
@@ -437,7 +438,7 @@ class LoadPlan:
         if zero is not None and self._goes_on and "loss_scale" in values:
             for name, value in values["loss_scale"].items():
                 setattr(zero.loss_scale, name, value)
-            zero.rounds = [values["rounds"]] * len(zero.rounds)
+            zero.rounding_counts = [values["rounds"]] * len(zero.rounding_counts)
 
     def _take_states(self, take: Callable[[], object]) -> None:
         values = self.index.values
@@ -486,8 +487,9 @@ class LoadedCheckpoint:
     has_random: bool = True
 
 
+@renamed_parameters({"folder": "directory"}, ("directory", "model", "optimizer"))
 def load_checkpoint(
-    folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = None, *, scheduler: Any = None
+    model: nn.Module, directory: str | os.PathLike[str], optimizer: Any = None, *, scheduler: Any = None
 ) -> LoadedCheckpoint:
     """Goes on from a checkpoint, under whatever layout it was saved and this run has.
 
@@ -497,7 +499,7 @@ def load_checkpoint(
     All ranks call it. Communicates names, sizes and checksums; under ZeRO one all-gather of the parameters.
 
     Args:
-        folder: a folder of checkpoints, of which the newest that is whole is loaded; or one of them.
+        directory: a folder of checkpoints, of which the newest that is whole is loaded; or one of them.
         optimizer: one, several in a list, or what ``shard_optimizer`` returned, of the classes and groups that were
             saved. None: the weights and buffers alone are loaded, and random numbers go on as they are.
         scheduler: what was given to ``save_checkpoint``.
@@ -506,7 +508,7 @@ def load_checkpoint(
     InputError) for one that is not what was saved; and what an optimizer, a scheduler or a module raises while it takes
     up its state. Then nothing was changed.
     """
-    return load_and_take(folder, model, optimizer, scheduler)
+    return load_and_take(directory, model, optimizer, scheduler)
 
 
 def load_and_take(
@@ -527,7 +529,9 @@ def load_and_take(
     states = run_on_all_ranks(lambda: optimizer_states(optimizer, tensors), tensors.world, "Loading")
     tried: list[str] = []
     found = run_on_first_rank(
-        lambda: [str(each) for each in directory.candidates(path_of(folder))], tensors.world, f"Loading {folder}"
+        lambda: [str(each) for each in checkpoint_directory.candidates(path_of(folder))],
+        tensors.world,
+        f"Loading {folder}",
     )
     for number, name in enumerate(found):
         try:
@@ -543,5 +547,5 @@ def load_and_take(
     extra = from_json(index.values["extra"])
     made = LoadedCheckpoint(loaded, index.step, extra, num_bytes, tuple(tried), loading.has_random)
     loading.commit(partial(take, made))
-    directory.goes_on_from(tensors.model, [str(loaded.parent)])
+    checkpoint_directory.goes_on_from(tensors.model, [str(loaded.parent)])
     return made

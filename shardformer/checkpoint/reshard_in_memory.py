@@ -429,7 +429,7 @@ class ReshardSource:
         self._folders = saved_into(tensors.model)
         self._reading = ExitStack()
         if tensors.zero is not None:
-            self._reading.enter_context(tensors.zero.reading())
+            self._reading.enter_context(tensors.zero.readable_state())
         _, self._holding = collect_state(tensors, lambda: None, optimizer, None, None)
         self._index = CheckpointIndex(
             0, time.time(), tensors.sizes, _entries(self._holding, tensors), self._holding.values
@@ -444,7 +444,7 @@ class ReshardSource:
         """What the ranks had is not read any more."""
         self._reading.close()
 
-    def arrive(self, model: nn.Module, optimizer: Any = None, *, chunk_bytes: int = TRANSFER_BYTES) -> ReshardStats:
+    def load_into(self, model: nn.Module, optimizer: Any = None, *, chunk_bytes: int = TRANSFER_BYTES) -> ReshardStats:
         """Fills a model of the same kind under another layout, and what trains it, over the same processes.
 
         All ranks call it. What a rank holds under both layouts it copies; of what else it will hold each number is sent

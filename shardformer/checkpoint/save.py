@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardformer.checkpoint import directory
+from shardformer.checkpoint import directory as checkpoint_directory
 from shardformer.checkpoint.chunks import ChunkBounds, ChunkOwners, TensorItem, assigned_chunks
 from shardformer.checkpoint.directory import SAVE, CheckpointRetention
 from shardformer.checkpoint.file_format import (
@@ -43,6 +43,7 @@ from shardformer.filesystem.atomic_write import path_of, remove, write_new
 from shardformer.filesystem.lock import release
 from shardformer.layout.shard_spec import Offsets
 from shardformer.mesh.parallel_context import Axis
+from shardformer.public_names import renamed_parameters
 
 LOOK_EVERY_S, PATIENCE_S = 0.005, 1800.0
 """How often the first rank looks for the others' notes, and how long it waits for one after the other."""
@@ -102,15 +103,15 @@ def write_snapshot(snapshot: Snapshot, hidden: Path, root: Path, keep: Checkpoin
         raise
     finally:
         snapshot.pieces.clear()
-    path = directory.step_folder(root, snapshot.index.step)
+    path = checkpoint_directory.step_folder(root, snapshot.index.step)
     if snapshot.rank == 0:
         _merge_rank_notes(snapshot, hidden)
         if to_disk:
             sync(hidden)
-        path = directory.publish_directory(hidden, root, snapshot.index, to_disk=to_disk)
+        path = checkpoint_directory.publish_directory(hidden, root, snapshot.index, to_disk=to_disk)
         if to_disk:
             sync(root)
-            directory.delete_old(root, keep, path)
+            checkpoint_directory.delete_old(root, keep, path)
     return path
 
 
@@ -122,7 +123,7 @@ def wait_for_disk(snapshot: Snapshot, path: Path, root: Path, keep: CheckpointRe
     try:
         for name in (*(path / file_name(rank) for rank in range(snapshot.size)), path / INDEX_FILE, path, root):
             sync(name)
-        directory.delete_old(root, keep, path)
+        checkpoint_directory.delete_old(root, keep, path)
     except FileNotFoundError:
         return  # it was removed
     except OSError as error:
@@ -273,17 +274,18 @@ class AsyncSave:
         return type(None), ()  # of a copied model nothing is under way
 
 
+@renamed_parameters({"folder": "directory", "keep": "retention"}, ("directory", "model", "optimizer"))
 def save_checkpoint(
-    folder: str | os.PathLike[str],
     model: nn.Module,
+    directory: str | os.PathLike[str],
     optimizer: Any = None,
     *,
     step: int = 0,
     scheduler: Any = None,
     extra: Any = None,
-    keep: CheckpointRetention | int | None = None,
+    retention: CheckpointRetention | int | None = None,
 ) -> Path:
-    """Saves a training run into ``folder/step-00000123``, from which any layout of processes goes on.
+    """Saves a training run into ``directory/step-00000123``, from which any layout of processes goes on.
 
     Parameters, their masters, buffers, optimizer states, random states, the scheduler and what is in ``extra``. All
     ranks call it, with the model under any layout; each writes its own pieces, and each number is written once. The
@@ -300,28 +302,29 @@ def save_checkpoint(
         step: how many training steps were made; the name of the checkpoint.
         scheduler: anything with a ``state_dict`` of plain values, or a list of such: schedulers, a GradScaler.
         extra: plain values that ``load_checkpoint`` gives back: numbers, words, lists, dictionaries. The first rank's.
-        keep: how many of the newest checkpoints stay, or a ``CheckpointRetention``; None: all.
+        retention: how many of the newest checkpoints stay, or a ``CheckpointRetention``; None: all.
 
     Returns the path of the checkpoint. Raises, on all ranks, ConfigError for what cannot be saved, InputError where the
     disk fails; then what was there before is as it was.
     """
     come("save_checkpoint", ModelTensors(model).world)
-    with prepare_save(folder, model, optimizer, step, scheduler, extra, keep) as job:
+    with prepare_save(directory, model, optimizer, step, scheduler, extra, retention) as job:
         path = job.agree(partial(job.write, to_disk=job.hosts > 1))
     if job.hosts == 1 and job.world.rank == 0:
         _follow(AsyncSave(job, partial(job.settle, path), is_there=True), job.model)
     return path
 
 
+@renamed_parameters({"folder": "directory", "keep": "retention"}, ("directory", "model", "optimizer"))
 def async_save_checkpoint(
-    folder: str | os.PathLike[str],
     model: nn.Module,
+    directory: str | os.PathLike[str],
     optimizer: Any = None,
     *,
     step: int = 0,
     scheduler: Any = None,
     extra: Any = None,
-    keep: CheckpointRetention | int | None = None,
+    retention: CheckpointRetention | int | None = None,
 ) -> AsyncSave:
     """As ``save_checkpoint``, of which it takes the arguments; returns when all is copied into memory of the host.
 
@@ -329,7 +332,7 @@ def async_save_checkpoint(
     program ends: then the disk has it. The memory, as much as this rank writes, is used again by the next save.
     """
     come("start_checkpoint", ModelTensors(model).world)
-    with prepare_save(folder, model, optimizer, step, scheduler, extra, keep) as job:
+    with prepare_save(directory, model, optimizer, step, scheduler, extra, retention) as job:
         saving = AsyncSave(job, job.write)
         before: AsyncSave | None = job.model.__dict__.get(SAVE)
         job.snapshot.copy_into(saving.memory if before is None else before.memory)
@@ -344,7 +347,7 @@ def check_savable(model: nn.Module, optimizer: Any = None, *, scheduler: Any = N
     """
     tensors = ModelTensors(model)
     come("check_savable", tensors.world)
-    with tensors.zero.reading() if tensors.zero is not None else nullcontext():
+    with tensors.zero.readable_state() if tensors.zero is not None else nullcontext():
         collect_state(tensors, lambda: None, optimizer, scheduler, extra)
 
 
@@ -377,19 +380,21 @@ def prepare_save(
         check_int("step", step, 0, unit="training steps")
         CheckpointRetention.of(keep)
         _check_free(tensors.model.__dict__.get(SAVE))
-        return SaveRequest(str(Path(folder)), step, platform.node(), directory.hidden_folder(root, step).name)
+        return SaveRequest(
+            str(Path(folder)), step, platform.node(), checkpoint_directory.hidden_folder(root, step).name
+        )
 
     def claim() -> None:
         nonlocal is_new
         if world.rank == 0:
-            is_new = directory.claim(root, step, tensors.model)
+            is_new = checkpoint_directory.claim(root, step, tensors.model)
             hidden.mkdir()  # of a name that is used once: ranks that see it see the same folder
 
     def see() -> None:
         if world.rank > 0:
-            directory.check_visible(hidden)
+            checkpoint_directory.check_visible(hidden)
 
-    with tensors.zero.reading() if tensors.zero is not None else nullcontext():
+    with tensors.zero.readable_state() if tensors.zero is not None else nullcontext():
         asked, holding = collect_state(tensors, check, optimizer, scheduler, extra)
         _check_same_request(asked)
         hidden = root / asked[0].hidden

@@ -50,7 +50,7 @@ class ModelTensors:
     def __init__(self, model: nn.Module) -> None:
         self.model = unwrap_model(model)
         self._state = state = find_metadata(self.model)
-        self.zero = state.gradients if isinstance(state.gradients, ZeroOptimizer) else None
+        self.zero = state.gradient_owner if isinstance(state.gradient_owner, ZeroOptimizer) else None
         self.world = self._find_world()
         self._entries = state.by_param()
         self._names: dict[int, str] = {}
@@ -70,7 +70,7 @@ class ModelTensors:
     def _find_world(self) -> Axis:
         context = self._state.context
         if context.world is not None:
-            return context.merged(*AXES)
+            return context.flatten(*AXES)
         return Axis.of(None, "world") if dist.is_available() and dist.is_initialized() else Axis("world")
 
     @property
@@ -98,11 +98,11 @@ class ModelTensors:
             return FlatRegion(tuple(tensor.shape), None, {})
         return FlatRegion(entry.spec.shape, entry.spec, self._state.coords)
 
-    def region_of_piece(self, piece: ParamSlice) -> FlatRegion:
+    def region_of_slice(self, piece: ParamSlice) -> FlatRegion:
         """What this rank's optimizer has of a parameter."""
         spec = piece.entry.spec
         cut = spec if spec.is_sharded and not piece.gradient.is_shared else None
-        return FlatRegion(spec.shape, cut, self._state.coords, piece.stretch)
+        return FlatRegion(spec.shape, cut, self._state.coords, piece.param_range)
 
     def name_of_piece(self, piece: ParamSlice) -> str:
         return self._names[id(piece.gradient.param)]
@@ -112,12 +112,12 @@ class ModelTensors:
         if self.zero is not None:
             seen = {id(shard) for shard in self.zero.shards}
             yield from self.zero.shards
-            yield from (s for unit in self.zero.units for s in unit.shards if id(s) not in seen)
+            yield from (s for unit in self.zero.param_groups_stage3 for s in unit.shards if id(s) not in seen)
 
     @property
     def gathered(self) -> set[int]:
         """The parameters, by identity, whose values stage 3 keeps in shards."""
-        return {id(p) for unit in (self.zero.units if self.zero is not None else ()) for p in unit.params}
+        return {id(p) for unit in (self.zero.param_groups_stage3 if self.zero is not None else ()) for p in unit.params}
 
     def buffer_sums(self) -> dict[str, int]:
         """The checksum of each buffer of this rank."""
@@ -140,12 +140,12 @@ class ModelTensors:
             elif is_front:
                 yield self.region_of(tensor).item(buffer_name(data, name), tensor.detach())
         for shard in self.shards():
-            for piece in shard.pieces:
-                name, region = self.name_of_piece(piece), self.region_of_piece(piece)
+            for piece in shard.slices:
+                name, region = self.name_of_piece(piece), self.region_of_slice(piece)
                 if shard.keeps:
-                    yield region.item(f"{WEIGHTS}/{name}", shard.own[piece.at])
+                    yield region.item(f"{WEIGHTS}/{name}", shard.local[piece.shard_range])
                 if shard.rounded is not None and shard.rounded.rest is not None:
-                    yield region.item(f"{KAHAN_RESIDUALS}/{name}", shard.rounded.rest[piece.at])
+                    yield region.item(f"{KAHAN_RESIDUALS}/{name}", shard.rounded.rest[piece.shard_range])
                 elif shard.rounded is None and shard.wide != shard.dtype and piece.value.requires_grad:
                     yield region.item(f"{MASTER_WEIGHTS}/{name}", piece.value.detach().reshape(-1))
 
@@ -226,13 +226,13 @@ class OptimizerStates:
     def __init__(self, optimizer: Optimizer, number: int, tensors: ModelTensors) -> None:
         self.optimizer, self._number = optimizer, number
         self.kind = type(optimizer).__name__
-        pieces = {id(piece.value): piece for shard in tensors.shards() for piece in shard.pieces}
+        pieces = {id(piece.value): piece for shard in tensors.shards() for piece in shard.slices}
         self.groups: list[list[OptimizerTensor]] = []
         for group in optimizer.param_groups:
             slots = []
             for param in group["params"]:
                 if (piece := pieces.get(id(param))) is not None:
-                    slots.append(OptimizerTensor(tensors.name_of_piece(piece), param, tensors.region_of_piece(piece)))
+                    slots.append(OptimizerTensor(tensors.name_of_piece(piece), param, tensors.region_of_slice(piece)))
                 elif (name := tensors.name_of(param)) is not None:
                     slots.append(OptimizerTensor(name, param, tensors.region_of(param)))
                 else:
@@ -267,7 +267,7 @@ class OptimizerStates:
             f"{self.kind} keeps {key!r} of the shape {shape} for {slot.name}, of which this rank has a part alone: "
             f"{tuple(slot.param.shape)} of {slot.region.shape}",
             rule="What stands for each number of a parameter is cut as that is; other states belong to a whole one",
-            remedy="Write shard_optimizer(optimizer, model), which gives such an optimizer whole parameters, before "
+            remedy="Write shard_optimizer(model, optimizer), which gives such an optimizer whole parameters, before "
             "training; it does so with stage=0 too",
         )
 
@@ -330,7 +330,7 @@ class OptimizerStates:
                 else:
                     raise self._not_placed(key, shape, slot)
 
-    def take_up(
+    def load_values(
         self, saved: Mapping[str, Any], read: Sequence[tuple[OptimizerTensor, str, Tensor]], *, exact: bool
     ) -> None:
         """Gives the optimizer its states and options.
@@ -504,7 +504,7 @@ def _values(tensors: ModelTensors, optimizers: Iterable[OptimizerStates], schedu
     }
     if tensors.zero is not None:
         values["loss_scale"] = asdict(tensors.zero.loss_scale)
-        values["rounds"] = max(tensors.zero.rounds, default=0)
+        values["rounds"] = max(tensors.zero.rounding_counts, default=0)
     return values
 
 

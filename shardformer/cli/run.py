@@ -321,7 +321,9 @@ def _rendezvous(options: argparse.Namespace, endpoint: str) -> AbstractContextMa
     host, _, port = endpoint.rpartition(":")
     if options.rdzv_backend != "static" or _is_alone(options) or options.nnodes == "1" or not port.isdigit():
         return nullcontext()
-    return Rendezvous(host, int(port), options.node_rank, int(options.nnodes.rpartition(":")[2]), "node").watched()
+    return Rendezvous(
+        host, int(port), options.node_rank, int(options.nnodes.rpartition(":")[2]), "node"
+    ).report_missing()
 
 
 def _launch(options: argparse.Namespace, command: str = "run") -> int:

@@ -140,7 +140,7 @@ def print_plan(console: Console, plan: DryRunReport) -> None:
     for name in (*axes, "parameters", "gradients", "masters", "states", "a step", "in all", "host"):
         table.add_column(name, justify="right", no_wrap=True)
     for rank in plan.ranks:
-        kept = rank.kept
+        kept = rank.persistent_bytes
         step = "?" if rank.step is None else format_bytes(rank.step)
         most = kept.total + max((rank.step or 0) - kept.gradients, 0)  # a step's peak has the gradients in it
         cells = (kept.parameters + kept.gathered, kept.gradients, kept.masters, kept.states)

@@ -140,7 +140,7 @@ class VerifyOptions:
             optimizer=self.optimizer,
             gradient_accumulation_steps=self.gradient_accumulation_steps,
             activation_checkpointing=self.activation_checkpointing,
-            frozen=self.frozen,
+            frozen_pattern=self.frozen,
             **{n: getattr(layout, n) for n in ("zero_stage", "precision", "offload", "average_loss_over")},
         )
 

@@ -19,24 +19,24 @@ T = TypeVar("T")
 
 def collective_call(
     context: ParallelContext,
-    make: Callable[[], T],
-    lines_of: Callable[[T], list[str]] = lambda _: [],
-    doing: str = "shard this model",
+    function: Callable[[], T],
+    fingerprint: Callable[[T], list[str]] = lambda _: [],
+    action: str = "shard this model",
     explain: Callable[[], None] = lambda: None,
     error: type[ShardFormerError] = ConfigError,
 ) -> T:
-    """What ``make`` gives on this rank, once it is known that no rank failed to make it and that all made the same.
+    """What ``function`` gives on this rank, once it is known that no rank failed to make it and that all made the same.
 
     Args:
-        lines_of: what was made, as lines that are equal on ranks that agree.
-        doing: what a rank cannot do where it fails, in words.
+        fingerprint: what was made, as lines that are equal on ranks that agree.
+        action: what a rank cannot do where it fails, in words.
         explain: called on all ranks where they differ. It may communicate, and raises what says more than two lines.
-        error: what the other ranks raise if ``make`` fails on one.
+        error: what the other ranks raise if ``function`` fails on one.
 
     Every rank raises when one of them cannot make it, or when they differ. Communicates one gather of a hash an axis.
     """
 
-    result, problem = _attempt(lambda: (made := make(), lines_of(made)))
+    result, problem = _attempt(lambda: (made := function(), fingerprint(made)))
     lines = result[1] if result else []
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     answers = all_gather_from_grid((digest, _error_text(problem)), context)
@@ -45,7 +45,7 @@ def collective_call(
     for rank, (_, said) in answers:
         if said is not None:
             raise error(
-                f"Rank {rank} cannot {doing}: {said}",
+                f"Rank {rank} cannot {action}: {said}",
                 rule="All ranks do the same with the same model, or none does",
                 remedy="See what that rank says",
             )
@@ -72,7 +72,7 @@ def _error_text(problem: Exception | None) -> str | None:
 def all_gather_from_grid(value: T, context: ParallelContext) -> list[tuple[int, T]]:
     """(global rank, value) of every rank of the grid."""
     found = [(context.rank, value)]
-    for axis in reversed(list(context.own_axes)):
+    for axis in reversed(list(context.base_axes)):
         found = [pair for row in all_gather_objects(found, axis) for pair in row]
     return found
 

@@ -305,7 +305,7 @@ def _gather_same_layout(
     tensors: Sequence[Tensor], specs: Sequence[ShardSpec], axis: Callable[[str], Axis]
 ) -> list[Tensor]:
     """The full tensors of some that are cut over the same axes."""
-    places, axes = specs[0].places(), specs[0].axes
+    places, axes = specs[0].rank_coords(), specs[0].axes
     flat = torch.cat([local.detach().reshape(-1) for local in tensors])
     held = [[prod(spec.local_shape(c)) for spec in specs] for c in places]
     sizes = {tuple(c.items()): sum(of_place) for c, of_place in zip(places, held, strict=True)}

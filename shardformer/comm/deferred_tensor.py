@@ -38,14 +38,14 @@ class DeferredTensor(Tensor):
         local: this rank's part, or summand.
         shape: the full shape.
         axis: over which the collective runs; None where it computes and communicates nothing.
-        edges: what a block that reads it can do with ``local`` in place of the full values; None for a sum.
+        region: what a block that reads it can do with ``local`` in place of the full values; None for a sum.
         resolve: the collective: ``local`` -> the full tensor.
         to_local: its backward: the gradient of the full tensor -> that of ``local``.
     """
 
     local: Tensor
     axis: Axis | None
-    edges: Any
+    region: Any
     _resolve: Map
     _to_local: Map
     _full: Tensor | None
@@ -61,7 +61,7 @@ class DeferredTensor(Tensor):
             made: Self = _FromLocal.apply(local, lambda: cls._wrapper(local, shape), to_local)
         else:
             made = cls._wrapper(local, shape)
-        made.local, made.axis, made.edges = local, axis, edges
+        made.local, made.axis, made.region = local, axis, edges
         made._resolve, made._to_local, made._is_watched = resolve, to_local, False
         made._full, made._written, made._own = None, 0, None
         return made
@@ -78,11 +78,11 @@ class DeferredTensor(Tensor):
         return not self._is_watched and not is_written
 
     @property
-    def known(self) -> Tensor | None:
+    def computed_value(self) -> Tensor | None:
         """The full values without history, where somebody has asked for them already."""
         return self._full
 
-    def offer(self, full: Tensor) -> None:
+    def set_computed(self, full: Tensor) -> None:
         """Notes the full values that a consumer has gathered anyway; not those of inference mode, no use outside."""
         if not full.is_inference():
             self._full, self._written = full, full._version
@@ -91,7 +91,7 @@ class DeferredTensor(Tensor):
         """Whether a node of autograd gives the full values."""
         return getattr(node, "to_local", None) is self._to_local
 
-    def value(self) -> Tensor:
+    def full_tensor(self) -> Tensor:
         """The full values, as a plain tensor with its history. Communicates the first time."""
         if self._own is not None:
             return self._own
@@ -99,7 +99,7 @@ class DeferredTensor(Tensor):
         if full is None:
             with torch.no_grad():
                 full = self._resolve(self.local.detach())
-            self.offer(full)
+            self.set_computed(full)
         if not (self.local.requires_grad and torch.is_grad_enabled()):
             return full
         if self._is_watched:  # then the gradient of the whole passes the wrapper
@@ -118,9 +118,9 @@ class DeferredTensor(Tensor):
         if first is not None and _is_same(func, first, args[1:]):
             return first
         if first is not None and is_inplace(func, kwargs):  # what is written into stands for it from now on
-            value = first.value()
+            value = first.full_tensor()
             first._own = value.clone() if is_view(value) else value
-        args, kwargs = tree_map_only(DeferredTensor, methodcaller("value"), (args, dict(kwargs)))
+        args, kwargs = tree_map_only(DeferredTensor, methodcaller("full_tensor"), (args, dict(kwargs)))
         return func(*args, **kwargs)
 
     @classmethod
@@ -129,7 +129,7 @@ class DeferredTensor(Tensor):
     ) -> Any:
         """What gets here was not called by name: autograd itself, or code written in C++."""
         with torch.no_grad():
-            args, kwargs = tree_map_only(DeferredTensor, methodcaller("value"), (args, dict(kwargs or {})))
+            args, kwargs = tree_map_only(DeferredTensor, methodcaller("full_tensor"), (args, dict(kwargs or {})))
         return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # mypy drops the keyword's name
@@ -164,7 +164,7 @@ def _is_same(func: Any, x: DeferredTensor, args: tuple[Any, ...]) -> bool:
 
 def resolve_deferred(output: Any) -> Any:
     """Nested outputs with plain tensors in the place of pending ones."""
-    return tree_map_only(DeferredTensor, methodcaller("value"), output)
+    return tree_map_only(DeferredTensor, methodcaller("full_tensor"), output)
 
 
 _METADATA = METADATA.union(functions_named("requires_grad"))

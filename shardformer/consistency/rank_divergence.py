@@ -125,7 +125,7 @@ class ConsistencyMonitor:
     def __deepcopy__(self, memo: dict[int, Any]) -> ConsistencyMonitor:
         return ConsistencyMonitor(deepcopy(self.state, memo), self.training)  # a copied model has no optimizer
 
-    def stepped(self, optimizer: Optimizer) -> None:
+    def record_step(self, optimizer: Optimizer) -> None:
         """An optimizer has changed the model's parameters."""
         self.steps += 1
         self._has_stepped = True
@@ -135,7 +135,7 @@ class ConsistencyMonitor:
 
     # --- ranks that are given one batch
 
-    def numbers(self, axis: Axis, inputs: Collection[Any] = ()) -> list[int]:
+    def values_to_gather(self, axis: Axis, inputs: Collection[Any] = ()) -> list[int]:
         """Of each fact a number, in ``ORDER``, for ranks of an axis that are given one batch; of weights two."""
         options = _hash_63_bits(hash(self.options[1:]))
         sketch = self._sketch(axis) if self.training else (0.0, 0.0)  # what is evaluated changes no weights
@@ -175,13 +175,13 @@ class ConsistencyMonitor:
 
     # --- data ranks
 
-    def bits(self, axis: Axis) -> list[float]:
+    def values_to_reduce(self, axis: Axis) -> list[float]:
         """Of a hash of what the ranks of an axis have alike, each bit as 1 or -1."""
         known = [self.training, self.steps, hash(self.options[1:]), self._weights(axis)]
         number = int.from_bytes(hashlib.sha256(repr(known).encode()).digest()[: BITS // 8], "big")
         return [1.0 if number >> i & 1 else -1.0 for i in range(BITS)]
 
-    def look(self, sums: Tensor, axis: Axis) -> None:
+    def check_reduced(self, sums: Tensor, axis: Axis) -> None:
         """At the sums of the bits of all ranks. Raises InputError, on every rank of the axis, where any differs.
 
         On a GPU those of the step before are looked at, so that nothing waits for it.
@@ -229,7 +229,7 @@ class ConsistencyMonitor:
         return None if total is None else self._when_there(key, total)
 
     def _part(self, axis: Axis) -> WeightSlices | None:
-        if self.state.parameters is not None:
+        if self.state.parameter_owner is not None:
             return None  # gathered from one owner each, when they are read
         if axis.name not in self._parts:
             over = set(self._axes_of(axis))
@@ -391,8 +391,8 @@ STEP_PATCH = Patch(
 
 def _after_optimizer_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for state in models_trained_by(optimizer):
-        if isinstance(state.watch, ConsistencyMonitor):
-            state.watch.stepped(optimizer)
+        if isinstance(state.monitor, ConsistencyMonitor):
+            state.monitor.record_step(optimizer)
 
 
 def models_trained_by(optimizer: Optimizer) -> Collection[ShardingMetadata]:
@@ -410,12 +410,12 @@ def models_trained_by(optimizer: Optimizer) -> Collection[ShardingMetadata]:
 def check_step(state: ShardingMetadata, inputs: Collection[Any], drew: bool = False) -> bool:
     """The ranks that are given one batch draw alike, and notice where they have come apart: see
     ``broadcast_random_state``."""
-    axis, device, watch = state.alike, state.context.device, state.watch
+    axis, device, watch = state.same_batch_axis, state.context.device, state.monitor
     if watch is None or axis.size == 1:
         return broadcast_random_state(axis, device, drew)
     given = inputs if state.request.extra.get("check_inputs", True) else ()
     return broadcast_random_state(
-        axis, device, drew, watch.numbers(axis, given), lambda every: watch.compare(every, axis, given)
+        axis, device, drew, watch.values_to_gather(axis, given), lambda every: watch.compare(every, axis, given)
     )
 
 

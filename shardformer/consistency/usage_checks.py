@@ -153,5 +153,5 @@ def _in_backward(optimizer: Optimizer) -> ConfigError:
     return ConfigError(
         f"{type(optimizer).__name__}.step was called during a backward, as by a hook of a parameter",
         rule="Ranks sum gradients until the backward ends: what a hook sees is this rank's own",
-        remedy="Step after loss.backward(). To keep fewer gradients, use shard_optimizer(optimizer, model, stage=2)",
+        remedy="Step after loss.backward(). To keep fewer gradients, use shard_optimizer(model, optimizer, stage=2)",
     )

@@ -125,7 +125,7 @@ class _Heads:
             )
         q_heads = query_heads(queries, axis.size)
         k_heads = key_heads(q_heads, queries, keys)
-        of_queries, of_keys = (tuple(p.stretches(ring_rank)) for p in (mask.queries, mask.keys))
+        of_queries, of_keys = (tuple(p.position_ranges(ring_rank)) for p in (mask.queries, mask.keys))
         self._queries = HeadExchange(axis, q_heads, of_queries, queries)
         self._keys = HeadExchange(axis, k_heads, of_keys, keys)
 

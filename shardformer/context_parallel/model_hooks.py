@@ -134,7 +134,7 @@ class StackHook:
                 self._random.enter(hidden)
         else:
             full = self._full
-        run.now = run.meet(full)
+        run.now = run.positions_in_forward(full)
         lengths = {full, *(mask.keys.length for mask in masks)}
         return tree_map_with_path(
             lambda path, leaf: self._own((self._path, *path[1:]), leaf, leaf is hidden, lengths), (args, kwargs)
@@ -156,7 +156,7 @@ class StackHook:
         """This rank's positions of an argument."""
         run = self._run
         if isinstance(leaf, SequenceShardedTensor):
-            run.meet(leaf.rows.full)
+            run.positions_in_forward(leaf.rows.full)
             rows = run.rows(leaf.rows.full)
             return leaf.local if leaf.rows is rows else local_rows(leaf.full_tensor(), rows, leaf.shard_dim)
         if not isinstance(leaf, Tensor):
@@ -178,7 +178,7 @@ class StackHook:
             self._random.leave()
         return with_first_output(output, lambda x: SequenceShardedTensor(resolve_deferred(x), rows, 1))
 
-    def abandon(self) -> None:
+    def reset_after_error(self) -> None:
         """After a forward that an error broke off."""
         self._full = None
         if self._random is not None:
@@ -270,7 +270,7 @@ class FullSequenceHook:
             self._random.leave()
         return with_first_output(output, lambda x: local_rows(x, run.rows(now.length), 1))
 
-    def abandon(self) -> None:
+    def reset_after_error(self) -> None:
         """After a forward that an error broke off."""
         self._now = None
         if self._random is not None:

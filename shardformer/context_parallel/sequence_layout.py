@@ -54,16 +54,16 @@ class SequencePositions:
     group: int = 1
 
     def __post_init__(self) -> None:
-        if self.length < self.least(self.ring, self.group):
+        if self.length < self.min_length(self.ring, self.group):
             raise InputError(
                 f"A sequence of {self.length} positions",
                 rule=f"Over {self.ring} x {self.group} ranks of the sequence axis it has "
-                f"{self.least(self.ring, self.group)} at the least, so that each has some",
+                f"{self.min_length(self.ring, self.group)} at the least, so that each has some",
                 remedy="Give longer sequences, or take fewer ranks for the sequence axis",
             )
 
     @staticmethod
-    def least(ring: int, group: int) -> int:
+    def min_length(ring: int, group: int) -> int:
         """The shortest sequence that can be cut over so many ranks."""
         return ring * max(2, group) if ring > 1 else group
 
@@ -81,7 +81,7 @@ class SequencePositions:
         """The ring rank that has a chunk."""
         return min(chunk, 2 * self.ring - 1 - chunk)
 
-    def stretches(self, ring_rank: int) -> list[int]:
+    def position_ranges(self, ring_rank: int) -> list[int]:
         """How many positions each rank of a ring rank's group has."""
         count = sum(b - a for a, b in self._held(ring_rank))
         bounds = even_bounds(count, self.group)
@@ -221,7 +221,7 @@ class ContextParallelState:
         """How many positions of a sequence this rank has."""
         return self.positions(length).split.length(self.axis.rank)
 
-    def meet(self, length: int) -> SequencePositions:
+    def positions_in_forward(self, length: int) -> SequencePositions:
         """As ``positions``, of a sequence of this forward."""
         self.met[length] = found = self.positions(length)
         return found

@@ -239,7 +239,7 @@ def _block(model: nn.Module, flow: ForwardTrace, group: LinearGroup, layers: str
     ]
     columns = [path for c in misfits or gates or group.columns for path in _everywhere(model, c)]
     context = None
-    if any(isinstance(role, Attention) and role.inputs.from_context for role in roles):
+    if any(isinstance(role, Attention) and role.inputs.cross_attention for role in roles):
         context = _context(model, flow, group, layers)
     why = LOW_RANK if low_rank else UNKNOWN if not roles else ""
     return BlockCandidates(layers, roles, columns, why, _final_norm(model, flow, layers), context)
@@ -385,9 +385,9 @@ def _attentions(model: nn.Module, flow: ForwardTrace, group: LinearGroup, layer:
                 inputs = AttentionInputs(
                     entry=entry,
                     arguments=tuple(arguments),
-                    from_context=reads_context,
-                    from_inside=tuple(inside),
-                    give_width=give_width,
+                    cross_attention=reads_context,
+                    inner_inputs=tuple(inside),
+                    reads_width=give_width,
                 )
                 yield Attention(at, linears, {**attributes, **parameters, **others}, inputs, **count.said)
 

@@ -54,9 +54,11 @@ def policy_module_source(policy: RolePolicy, name: str = "MyPolicy") -> str:
         lines += [f"    stack = {_stack(stacks[0], '    ', used)}"]
     else:
         lines += ["    stack = (", *(f"        {_stack(stack, '        ', used)}," for stack in stacks), "    )"]
-    lines += [f"    {n} = {getattr(policy, n)!r}" for n in ("embeddings", "head", "whole") if getattr(policy, n)]
+    lines += [
+        f"    {n} = {getattr(policy, n)!r}" for n in ("embeddings", "head", "keep_replicated") if getattr(policy, n)
+    ]
     lines = [line.replace("'", '"') for line in lines]
-    for reason in ("against_sequence", "against_pipeline"):
+    for reason in ("no_sequence_parallel", "no_pipeline"):
         if getattr(policy, reason):
             lines.append(f"    {reason} = {json.dumps(getattr(policy, reason))}")
     return "\n".join([f"from shardformer.policies import {', '.join(sorted(used))}", "", "", *lines]) + "\n"
@@ -178,9 +180,9 @@ def derive_layer_stacks(model: nn.Module, *, copies: bool = False) -> RolePolicy
         found = find_layer_stacks(reference)
         largest = sorted(found, key=lambda stack: -_numel(twin.model, stack.layers))
         first = _stacks_only_policy(found, reference, note, twin)
-        alone = largest if len(found) > 1 and first.against_pipeline else []
+        alone = largest if len(found) > 1 and first.no_pipeline else []
         others = (_stacks_only_policy([stack], reference, note, twin) for stack in alone)
-        return next((policy for policy in others if policy.against_pipeline is None), first)()
+        return next((policy for policy in others if policy.no_pipeline is None), first)()
 
 
 def _stacks_only_policy(
@@ -191,7 +193,7 @@ def _stacks_only_policy(
     fields = {"base": "", "stack": stacks, "layers": kinds, "notes": [note]}
     policy: type[DerivedPolicy] = type("InferredPolicy", (DerivedPolicy,), fields)
     if stacks and reference is not None and twin is not None:
-        policy.stack, policy.against_pipeline = _along("pipe", twin, reference, policy, find_pipeline_hints)
+        policy.stack, policy.no_pipeline = _along("pipe", twin, reference, policy, find_pipeline_hints)
     return policy
 
 
@@ -233,7 +235,7 @@ def derive_policy_on(
         )
         if isinstance(refusal, NothingShardedError) and proof.nearest:
             near = _policy(model, proof.nearest, _vocabulary(model))
-            near.whole = _unsharded_matrices(model, near())
+            near.keep_replicated = _unsharded_matrices(model, near())
             refusal.nearest = str(near()).lstrip()
         raise refusal
     policy.stack = _with_returns(policy, outputs_per_layer(model, run, policy.layers))
@@ -241,15 +243,15 @@ def derive_policy_on(
     truth = replace(proof.reference, also=twin.also())
     against = validate_policy(truth, policy, VALIDATION_RANKS[0]) if truth.also else None
     policy.unproven = {"tensor": twin.unproven(against)} if against is not None else {}
-    stacks, policy.against_pipeline = _along("pipe", twin, truth, policy, find_pipeline_hints)
+    stacks, policy.no_pipeline = _along("pipe", twin, truth, policy, find_pipeline_hints)
     policy.stack = stacks[0] if isinstance(proven, LayerStack) else stacks
     if (problem := proof.of(policy, VALIDATION_RANKS)) is not None:  # what is given back is what was proven
-        policy.stack, policy.against_pipeline = proven, problem
+        policy.stack, policy.no_pipeline = proven, problem
     of_sequence = partial(find_sequence_hints, layers=tuple(policy.layers), ranks=VALIDATION_RANKS[0])
-    stacks, policy.against_sequence = _along("enable_sequence_parallelism", twin, truth, policy, of_sequence)
+    stacks, policy.no_sequence_parallel = _along("enable_sequence_parallelism", twin, truth, policy, of_sequence)
     policy.stack = stacks[0] if isinstance(policy.stack, LayerStack) else stacks
-    policy.notes = [*_notes(whole, policy.against_pipeline), *_refused(policy), *map(_note_of, proof.nearest)]
-    policy.whole = _unsharded_matrices(model, policy())
+    policy.notes = [*_notes(whole, policy.no_pipeline), *_refused(policy), *map(_note_of, proof.nearest)]
+    policy.keep_replicated = _unsharded_matrices(model, policy())
     return policy
 
 
@@ -295,7 +297,7 @@ def _with_returns(policy: type[DerivedPolicy], given: Mapping[str, int]) -> Laye
     """The stacks of a policy, with how many things their layers return: a pipeline has to return as many."""
     stacks = [policy.stack] if isinstance(policy.stack, LayerStack) else policy.stack
     found = tuple(
-        replace(s, stages=replace(s.stages, returns=given[layers]))
+        replace(s, stages=replace(s.stages, num_outputs=given[layers]))
         for s, layers in zip(stacks, policy.layers, strict=True)
     )
     return found[0] if isinstance(policy.stack, LayerStack) else found
@@ -324,7 +326,7 @@ class _ValidationCache:
 def _unsharded_matrices(model: nn.Module, policy: DerivedPolicy) -> tuple[str, ...]:
     """The matrices that no role cuts, as a table says so: ``*`` for an index, a dot before what is outside the base."""
     policy.set_model(model)
-    cut, base = make_plan(model, policy).cut(), f"{policy.base}." if policy.base else ""
+    cut, base = make_plan(model, policy).sharded_parameter_ids(), f"{policy.base}." if policy.base else ""
     names = [name.removesuffix(".weight") for name, p in model.named_parameters() if p.dim() > 1 and id(p) not in cut]
     said = [name.removeprefix(base) if name.startswith(base) else f".{name}" for name in names]
     return tuple(dict.fromkeys(map(_starred, said)))
@@ -339,9 +341,9 @@ def _kinds_of_layers(model: nn.Module, layers: str) -> frozenset[BuildModel]:
     return frozenset(layer_kind(model.get_submodule(path)) for path in paths)
 
 
-def _notes(whole: Mapping[str, str], against_pipeline: str | None) -> list[str]:
+def _notes(whole: Mapping[str, str], no_pipeline: str | None) -> list[str]:
     over = f"over {' and '.join(map(str, VALIDATION_RANKS))} tensor ranks"
-    stages = " and over two pipeline stages" if against_pipeline is None else ""
+    stages = " and over two pipeline stages" if no_pipeline is None else ""
     proven = f"The policy was inferred, and proven on a small twin {over}{stages}."
     reasons: dict[str, list[str]] = {}
     for path, why in whole.items():
@@ -429,7 +431,7 @@ def _policy(
     for layers, of_stack in stacks.items():
         norm = next((own(b.final_norm) for b in of_stack if b.final_norm), None)
         context = next(((own(b.context[0]), b.context[1]) for b in of_stack if b.context), None)
-        table.append(LayerStack(own(layers), [b.roles[0] for b in of_stack], final_norm=norm, context=context))
+        table.append(LayerStack(own(layers), [b.roles[0] for b in of_stack], final_norm=norm, cross_states=context))
     fields: dict[str, Any] = {
         "stack": table[0] if len(table) == 1 else tuple(table),
         "embeddings": tuple(own(path) for path in outside.get("embeddings", ())),
@@ -520,8 +522,8 @@ def _nothing_sharded_error(model: nn.Module, reasons: str, tensor: int | None, n
     stacks = derive_layer_stacks(model)
     if not stacks.stack:
         pipe = f"A pipeline has no stack of layers to cut in {name}"
-    elif stacks.against_pipeline:
-        pipe = f"A pipeline does not serve {name} ({stacks.against_pipeline})"
+    elif stacks.no_pipeline:
+        pipe = f"A pipeline does not serve {name} ({stacks.no_pipeline})"
     else:
         pipe = "Or stages: launch_from_torch(pipe=2)"
     table = f"{IN_ITS_FORWARD}:\n{indent(nearest_table, '    ')}\nOr leave" if nearest_table else "Leave"
@@ -530,6 +532,6 @@ def _nothing_sharded_error(model: nn.Module, reasons: str, tensor: int | None, n
         rule="Cut is a block of linears of which one gives what the other takes: an attention by its heads, an MLP by "
         "its features. What mixes features in between, as a scan or a convolution does, needs all of them",
         remedy=f"{table} the tensor axis out. Share the batch out with launch_from_torch(data=2), and the memory with "
-        f"shardformer.shard_optimizer(optimizer, model, stage=3). {pipe}. Where a part of it can be cut after all, "
+        f"shardformer.shard_optimizer(model, optimizer, stage=3). {pipe}. Where a part of it can be cut after all, "
         "write that down (docs/policies.md)",
     )

@@ -49,7 +49,7 @@ def find_layer_stacks(reference: ReferenceGradients) -> list[LayerStack]:
     in_order = [path for path in outer if [call for call in calls if call in layers[path]] == layers[path]]
     given = outputs_per_layer(model, reference.run, in_order)
     in_order.sort(key=lambda path: calls.index(layers[path][0]))
-    return [LayerStack(path, [], stages=PipelineHints(returns=given[path])) for path in in_order]
+    return [LayerStack(path, [], stages=PipelineHints(num_outputs=given[path])) for path in in_order]
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -94,7 +94,7 @@ class _PipelineHintSearch:
         return path.removeprefix(f"{self._base}.") if self._base else path
 
     def _not_run(self, stacks: LayerStacks) -> str | None:
-        units = self._chain(stacks).units
+        units = self._chain(stacks).layer_calls
         calls = _calls(self._truth, units)
         return next((unit for unit in units if unit not in calls), None)
 
@@ -114,8 +114,8 @@ class _PipelineHintSearch:
     def _only_needed(self, stacks: LayerStacks) -> LayerStacks:
         """Without those of ``everywhere`` that are not needed."""
         kept = stacks
-        for path in stacks[0].stages.everywhere:
-            fewer = [_with(s, everywhere=tuple(p for p in s.stages.everywhere if p != path)) for s in kept]
+        for path in stacks[0].stages.on_every_stage:
+            fewer = [_with(s, everywhere=tuple(p for p in s.stages.on_every_stage if p != path)) for s in kept]
             if self._mismatch(fewer) is None:
                 kept = fewer
         return kept
@@ -124,7 +124,7 @@ class _PipelineHintSearch:
         """The modules of the base model outside of the layers that have parameters of their own."""
         paths = [path for path, module in self._model.named_modules() if path and module._parameters]
         inside = [path for path in paths if path.startswith(f"{self._base}." if self._base else "")]
-        return [path for path in inside if not any(f"{path}.".startswith(f"{unit}.") for unit in chain.units)]
+        return [path for path in inside if not any(f"{path}.".startswith(f"{unit}.") for unit in chain.layer_calls)]
 
     def _in_front(self, chain: LayerSequence, *, with_lists: bool) -> tuple[str, ...]:
         """Those that go with the first layer of all, and other lists of layers (a vision tower's) only if asked for."""
@@ -141,20 +141,20 @@ class _PipelineHintSearch:
         """
         chain = self._chain(stacks)
         home, beside = owner_layers(self._model, chain), self._beside(chain)
-        calls = _calls(self._fullest, (*beside, *chain.units))
-        out, end = list(stacks), len(chain.units) - 1
-        bounds = [(calls.index(s.units[0]), calls.index(s.units[-1])) for s in chain.stacks]
+        calls = _calls(self._fullest, (*beside, *chain.layer_calls))
+        out, end = list(stacks), len(chain.layer_calls) - 1
+        bounds = [(calls.index(s.layer_calls[0]), calls.index(s.layer_calls[-1])) for s in chain.stacks]
         for path in (path for path in dict.fromkeys(calls) if path in beside):
             at, own = calls.index(path), self._own(path)
             unit = next(min(units) for name, units in home.items() if name.rpartition(".")[0] == path)
             if at < bounds[0][0] and unit == end:
-                out[0] = _with(out[0], before=(*out[0].stages.before, own))
+                out[0] = _with(out[0], before=(*out[0].stages.with_first_layer, own))
             if at > bounds[-1][1] and unit != end:
-                out[-1] = _with(out[-1], after=(*out[-1].stages.after, own))
+                out[-1] = _with(out[-1], after=(*out[-1].stages.with_last_layer, own))
             for i, (before, after) in enumerate(pairwise(bounds) if len(bounds) == len(out) else []):
                 # what a stack hands to the next directly is made before it is handed on
-                if before[1] < at < after[0] and out[i + 1].context is None and unit != chain.starts[i + 1] - 1:
-                    out[i] = _with(out[i], after=(*out[i].stages.after, own))
+                if before[1] < at < after[0] and out[i + 1].cross_states is None and unit != chain.starts[i + 1] - 1:
+                    out[i] = _with(out[i], after=(*out[i].stages.with_last_layer, own))
         return out
 
     def _with_lent(self, stacks: LayerStacks) -> LayerStacks:
@@ -174,10 +174,10 @@ class _PipelineHintSearch:
         out = list(stacks)
         whole = [join_path(self._base, stack.layers) for stack in stacks]
         for at, (before, layers) in enumerate(pairwise(whole), start=1):
-            if out[at].context is not None or "*" in before + layers:
+            if out[at].cross_states is not None or "*" in before + layers:
                 continue
             if found := _entry(self._truth, before, layers):
-                out[at] = replace(out[at], context=(self._own(found[0]), found[1]))
+                out[at] = replace(out[at], cross_states=(self._own(found[0]), found[1]))
         return out
 
 

@@ -103,7 +103,7 @@ def _unlisted_numbers(policy: RolePolicy, role: Attention, twin: ReducedModel) -
                 twin.model.get_submodule(path) if str(heads).startswith(".") else getattr(twin.model, "config", None)
             )
             count = get_at(owner, heads.removeprefix(".")) if isinstance(heads, str) else heads
-            read = {n: v for n, v in numbers.get(path, {}).items() if n not in role.counts and n != "layer_idx"}
+            read = {n: v for n, v in numbers.get(path, {}).items() if n not in role.local_attrs and n != "layer_idx"}
             return ", ".join(f"{name}={value}" for name, value in read.items() if value == count)
     return ""
 
@@ -127,7 +127,7 @@ def check_registered_policy(model: nn.Module, policy: Policy) -> None:
     against, along_sequence = _registered_policy_fault(model, type(policy), layers, foreign)
     if isinstance(policy, RolePolicy) and along_sequence is not None:
         why = f"with the code of {path} ({type(module).__name__}) {along_sequence}"
-        policy.against_sequence = policy.against_sequence or why
+        policy.no_sequence_parallel = policy.no_sequence_parallel or why
     if against is not None:
         raise PolicyError(
             f"{path} ({type(module).__name__}) runs code that {type(policy).__name__} was not written for: {against}",
@@ -228,11 +228,11 @@ def validate_user_policy(plan: ShardingPlan, policy: Policy, tensor: int) -> str
 
     Returns why it was not tried, to be noted; None where it was, and is right.
     """
-    if not policy.prove or isinstance(policy, DerivedPolicy) or _is_ours(plan, policy):
+    if not policy.validate or isinstance(policy, DerivedPolicy) or _is_ours(plan, policy):
         return None
     model = plan.model
-    own = {n: v for n, v in vars(policy).items() if n not in ("model", "axis", "shard_config", "find_part")}
-    key = (type(model), type(policy), repr(own), tensor, hash((*model_fingerprint(model), *plan.lines())))
+    own = {n: v for n, v in vars(policy).items() if n not in ("model", "axis", "shard_config", "find_submodel_policy")}
+    key = (type(model), type(policy), repr(own), tensor, hash((*model_fingerprint(model), *plan.fingerprint())))
     with _ONE_AT_A_TIME:
         if key not in _KNOWN:
             try:
@@ -290,7 +290,7 @@ def _names_its_numbers(policy: Policy) -> bool:
     if not isinstance(policy, RolePolicy) or type(policy).module_policy is not RolePolicy.module_policy:
         return False
     stacks = [policy.stack] if isinstance(policy.stack, LayerStack) else policy.stack
-    roles = [*policy.single, *(role for stack in stacks for role in stack.blocks)]
+    roles = [*policy.unstacked_blocks, *(role for stack in stacks for role in stack.blocks)]
     attentions: list[Any] = [policy, *(role for role in roles if isinstance(role, Attention))]
     return not any(isinstance(n, int) for each in attentions for n in (each.num_heads, each.num_kv_heads))
 
@@ -422,8 +422,8 @@ class _PolicyTrial:
     def _shard(self, policy: Policy, model: nn.Module, context: ParallelContext) -> None:
         """By a copy of the policy. What is wrong here is wrong with the model itself too, and said of that."""
         own = copy.copy(policy)
-        if (find := policy.find_part) is not None:
-            own.find_part = lambda part: copy.copy(self._parts.setdefault(type(part), find(part)))
+        if (find := policy.find_submodel_policy) is not None:
+            own.find_submodel_policy = lambda part: copy.copy(self._parts.setdefault(type(part), find(part)))
         try:
             config = ShardConfig(context=context, extra_kwargs=dict(policy.shard_config.extra_kwargs))
             shard_with(model, config, own)
@@ -450,15 +450,22 @@ def _single_role_policies(policy: RolePolicy) -> Iterator[tuple[Role | str, Role
 
     def with_only(**fields: Any) -> RolePolicy:
         one: Any = copy.copy(policy)
-        nothing: dict[str, Any] = {"stack": (), "embeddings": (), "head": (), "single": (), "parts": (), "whole": ()}
+        nothing: dict[str, Any] = {
+            "stack": (),
+            "embeddings": (),
+            "head": (),
+            "unstacked_blocks": (),
+            "submodels": (),
+            "keep_replicated": (),
+        }
         vars(one).update(nothing | fields | {"replicated": lambda: None})
         return one  # type: ignore[no-any-return]  # what is written over is no attribute of a class
 
     for stack in [policy.stack] if isinstance(policy.stack, LayerStack) else policy.stack:
         for role in stack.blocks:
             yield role, with_only(stack=replace(stack, blocks=[role]))
-    for role in policy.single:
-        yield role, with_only(single=[role])
+    for role in policy.unstacked_blocks:
+        yield role, with_only(unstacked_blocks=[role])
     for names in ({"embeddings": policy.embeddings}, {"head": policy.head}):
         if any(names.values()):
             (kind, paths), *_ = names.items()

@@ -171,7 +171,7 @@ def bound_policy(policy: type[RolePolicy], model: nn.Module) -> RolePolicy:
 def layer_sequence_of(model: nn.Module, policy: type[RolePolicy], stacks: Sequence[LayerStack]) -> LayerSequence:
     """The layers of these stacks in a row."""
     with_stacks: Any = type(policy.__name__, (policy,), {"stack": tuple(stacks)})
-    return bound_policy(with_stacks, model).chain()
+    return bound_policy(with_stacks, model).layer_sequence()
 
 
 def validate_stages(
@@ -181,13 +181,13 @@ def validate_stages(
     two stacks meet; None when nobody could tell."""
     try:
         chain = layer_sequence_of(reference.model, policy, stacks)
-        count = len(chain.units)
+        count = len(chain.layer_calls)
         if count < 2:
             return ONE_LAYER
         ends = {1, count // 2, count - 1, *(at for start in chain.starts for at in (start - 1, start))}
         for bound in sorted(ends & set(range(1, count))):
             for truth in (reference, *reference.also):
-                _compare_stages(truth, chain, chain.spans([0, bound, count]))
+                _compare_stages(truth, chain, chain.stage_ranges([0, bound, count]))
     except MismatchError as difference:
         return str(difference)
     except ShardFormerError as error:
@@ -319,7 +319,7 @@ def _validate_context(model: nn.Module, policy: Policy, sizes: RingSizes, may_be
 
         def shard(model: nn.Module, context: ParallelContext) -> None:
             if not learned.is_whole:
-                context = context.view("sequence", ring=sizes.ring, ulysses=sizes.group)
+                context = context.reshape_axis("sequence", ring=sizes.ring, ulysses=sizes.group)
             config = ShardConfig(context=context, context_parallel="gather" if sizes.gathers else "auto")
             shard_with(model, config, copy.copy(policy), cuts=False, context=learned)
             if context.rank == 0:
@@ -434,7 +434,7 @@ def _validate_grid(model: nn.Module, policy: Policy, mode: str, sizes: dict[str,
     proof = GridValidation(None, samples)
 
     def shard(model: nn.Module, context: ParallelContext) -> None:
-        config = ShardConfig(context=context.view("tensor", **sizes), tensor_parallel_mode=mode)
+        config = ShardConfig(context=context.reshape_axis("tensor", **sizes), tensor_parallel_mode=mode)
         shard_with(model, config, copy.copy(policy), samples=samples)
 
     against = validate_sharding(reference, shard, tensor=total)

@@ -153,8 +153,10 @@ class GradientSlot:
     axis: Axis
     coords: Coords
     bucket: Bucket | None = None
-    holders: Sequence[Coords] = ()  # the coordinates of each rank of the axis, of a cut one that is brought together
-    is_whole: bool = False  # whether one rank gets all of it, for an optimizer that looks at whole matrices
+    shard_coords: Sequence[
+        Coords
+    ] = ()  # the coordinates of each rank of the axis, of a cut one that is brought together
+    is_full: bool = False  # whether one rank gets all of it, for an optimizer that looks at whole matrices
     changed: bool = False  # since the last time that it was agreed on
     arrived: bool = False  # in this backward
 
@@ -165,19 +167,19 @@ class GradientSlot:
     def _look(self, is_shared: bool) -> None:
         spec = self.entry.spec
         self.is_shared = is_shared
-        summed = [size for name, size in spec.axes.items() if self.is_whole or name in self.entry.reduction.sum_over]
-        self.copies = spec.multiplicity() * (self.axis.size // (prod(summed) if is_shared else 1))
+        summed = [size for name, size in spec.axes.items() if self.is_full or name in self.entry.reduction.sum_over]
+        self.copies = spec.num_copies() * (self.axis.size // (prod(summed) if is_shared else 1))
         """How many of the ranks hold each number: a number, or one for each of the full tensor."""
 
-    def bring_together(self, axis: Axis | None, holders: Sequence[Coords] = ()) -> None:
+    def gather_to_owner(self, axis: Axis | None, holders: Sequence[Coords] = ()) -> None:
         """From now on one rank gets all of it: of a cut parameter the full one, out of the slices of ``axis``.
 
         Args:
             holders: the coordinates of each rank of the axis.
         """
-        self.is_whole = True
+        self.is_full = True
         if axis is not None:
-            self.axis, self.holders = axis, holders
+            self.axis, self.shard_coords = axis, holders
             self._look(True)
 
     @property
@@ -258,27 +260,29 @@ class Bucket:
         """Where ranks hold slices of parameters that one of them has whole, and send directly: who has which."""
         first = self.gradients[0]
         is_direct = self.axis.size > 1 and self.axis.transport.exchanges_directly(first.param)
-        if not is_direct or not all(gradient.holders for gradient in self.gradients):
+        if not is_direct or not all(gradient.shard_coords for gradient in self.gradients):
             return None
-        return SlicesToOwners(self.gradients, first.holders)
+        return SlicesToOwners(self.gradients, first.shard_coords)
 
     @property
-    def had(self) -> list[float]:
+    def has_gradient(self) -> list[float]:
         """For each gradient 1 where this rank has a new one, -1 where that is sparse."""
         return [(-1.0 if g.is_sparse else 1.0) if g.is_new else 0.0 for g in self.gradients]
 
-    def tail(self) -> list[float]:
+    def extra_values(self) -> list[float]:
         """What goes behind the gradients, and is summed with them: ``had``, and the bits of the watch."""
-        return self.had + (self.watch.bits(self.axis) if self.watch is not None and self.axis.size > 1 else [])
+        return self.has_gradient + (
+            self.watch.values_to_reduce(self.axis) if self.watch is not None and self.axis.size > 1 else []
+        )
 
-    def look(self, tail: Tensor) -> Tensor:
+    def check_extra_values(self, tail: Tensor) -> Tensor:
         """The sums of ``had``. Raises InputError, on every rank, where ranks have come apart."""
         count, tail = len(self.gradients), tail.real if tail.is_complex() else tail
         if self.watch is not None and len(tail) > count:
-            self.watch.look(tail[count:], self.axis)
+            self.watch.check_reduced(tail[count:], self.axis)
         return tail[:count]
 
-    def places(self, ranks: int = 1) -> tuple[int, list[slice]]:
+    def offsets(self, ranks: int = 1) -> tuple[int, list[slice]]:
         """How many numbers each rank has of the bucket, and where each gradient lies among those of all ranks.
 
         Gradients follow each other; those that one rank gets whole lie in its part, the largest given out first, each
@@ -287,7 +291,7 @@ class Bucket:
         kernel that looks at where one begins would round otherwise on a rank whose other parameters are smaller.
         """
         sizes = [gradient.numel for gradient in self.gradients]
-        if ranks == 1 or not any(gradient.is_whole for gradient in self.gradients):
+        if ranks == 1 or not any(gradient.is_full for gradient in self.gradients):
             *begins, end = accumulate(map(_with_gap, sizes), initial=0)
             end -= _with_gap(sizes[-1]) - sizes[-1]
             each = max(1, -(-end // ranks))  # where no parameter has a number too: no collective is of nothing
@@ -362,7 +366,7 @@ class AllReduceToGrad:
 
     def start(self, bucket: Bucket) -> None:
         total, places = _packed_offsets(bucket)
-        tail = bucket.tail()
+        tail = bucket.extra_values()
         bucket.flat = flat = bucket.new_flat(total + len(tail))
         for gradient, place in zip(bucket.gradients, places, strict=True):
             gradient.pack(flat[place], gradient.copies)
@@ -376,9 +380,9 @@ class AllReduceToGrad:
         if bucket.work is not None:
             bucket.work.wait()
         total, places = _packed_offsets(bucket)
-        counts = bucket.look(flat[total:])
+        counts = bucket.check_extra_values(flat[total:])
         # a gradient that arrived here needs no count, which a GPU would have to be waited for
-        had = None if all(n > 0 for n in bucket.had) else to_list(counts)
+        had = None if all(n > 0 for n in bucket.has_gradient) else to_list(counts)
         for i, (gradient, place) in enumerate(zip(bucket.gradients, places, strict=True)):
             if had is None or had[i]:
                 value = gradient.unpack(flat[place])
@@ -445,8 +449,8 @@ class ReduceScatterToShards:
 
     def start(self, bucket: Bucket) -> None:
         self._take(bucket)
-        ranks, tail = bucket.axis.size, bucket.tail()
-        each, places = bucket.places(ranks)
+        ranks, tail = bucket.axis.size, bucket.extra_values()
+        each, places = bucket.offsets(ranks)
         if (slices := bucket.slices) is not None:
             behind = bucket.new_flat(len(tail))
             bucket.work = slices.start_sum(each, places, behind.copy_(torch.tensor(tail)))
@@ -467,11 +471,11 @@ class ReduceScatterToShards:
     def finish(self, bucket: Bucket) -> None:
         shard = bucket.work.wait()
         each = self._length(bucket)
-        self._receive(bucket, shard[:each], bucket.look(shard[each:]))
+        self._receive(bucket, shard[:each], bucket.check_extra_values(shard[each:]))
 
     def _length(self, bucket: Bucket) -> int:
         """Numbers of the gradients that a rank gets."""
-        return bucket.places(bucket.axis.size)[0]
+        return bucket.offsets(bucket.axis.size)[0]
 
 
 class AllReduceToShards(ReduceScatterToShards):
@@ -479,12 +483,12 @@ class AllReduceToShards(ReduceScatterToShards):
 
     def start(self, bucket: Bucket) -> None:
         self._take(bucket)
-        total, tail = self._length(bucket), bucket.tail()
+        total, tail = self._length(bucket), bucket.extra_values()
         bucket.flat = flat = bucket.new_flat(total + len(tail))
-        for gap in _gaps(bucket.places()[1], total):
+        for gap in _gaps(bucket.offsets()[1], total):
             flat[gap] = 0
         flat[total:] = torch.tensor(tail, dtype=flat.dtype, device=flat.device)
-        for gradient, place in zip(bucket.gradients, bucket.places()[1], strict=True):
+        for gradient, place in zip(bucket.gradients, bucket.offsets()[1], strict=True):
             gradient.pack(flat[place], gradient.divisor)
             gradient.param.grad = None
         bucket.work = (
@@ -492,7 +496,7 @@ class AllReduceToShards(ReduceScatterToShards):
         )
 
     def _length(self, bucket: Bucket) -> int:
-        return bucket.places()[0]
+        return bucket.offsets()[0]
 
 
 def _packed_offsets(bucket: Bucket) -> tuple[int, list[slice]]:

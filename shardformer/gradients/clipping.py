@@ -47,7 +47,7 @@ def clip_grad_norm_(
             rule="The norm is that of all parts of the model's parameters, and the model knows what they are parts of",
             remedy="Write clip_grad_norm_(model, max_norm), without .parameters()",
         )
-    kept = find_metadata(model).gradients
+    kept = find_metadata(model).gradient_owner
     if kept is None:
         total = grad_norm(model, norm_type)
     else:
@@ -72,8 +72,8 @@ def scale_gradients(model: nn.Module, norm: Tensor, max_norm: float) -> None:
 def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
     """The norm of all gradients: see ``clip_grad_norm_``."""
     state = find_metadata(model)
-    if state.gradients is not None:
-        return state.gradients.clip_grad_norm_(math.inf, norm_type)
+    if state.gradient_owner is not None:
+        return state.gradient_owner.clip_grad_norm_(math.inf, norm_type)
     entries = state.by_param()
     asked = [entries.get(id(p)) or ParamEntry("", p, ShardSpec(p.shape)) for p in model.parameters()]
     return norm_of_entries(asked, state, norm_type)
@@ -111,7 +111,7 @@ def _term(entry: ParamEntry, norm_type: float, coords: Coords, names: Sequence[s
     others = [coords[name] for name in names if name not in reduction.norm_over]
     if grad is None or any(others) or (reduction.stages and reduction.stages[0] != coords["pipe"]):
         return None
-    held_by = entry.spec.multiplicity(coords)
+    held_by = entry.spec.num_copies(coords)
     if grad.is_sparse:
         grad = grad.to_dense() if isinstance(held_by, Tensor) else grad.coalesce().values()
     magnitude = grad.detach().abs()
@@ -162,8 +162,9 @@ def _leading_clip(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Tensor:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         for state in tables_of(params):
-            if state.gradients is not None:
-                state.gradients.agree()  # before .grad is read: backwards in no_sync left what the ranks do not share
+            if state.gradient_owner is not None:
+                # before .grad is read: backwards in no_sync left what the ranks do not share
+                state.gradient_owner.agree()
         with _called_with(params):
             # torch warns of a generator that is empty
             return original((p for p in params) if isinstance(parameters, GeneratorType) else params, *args, **kwargs)
@@ -206,8 +207,8 @@ def _leading_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _norm_of(entries: Sequence[ParamEntry], state: ShardingMetadata, norm_type: float) -> Tensor:
-    if state.gradients is not None:
-        return state.gradients.norm_of([e.param for e in entries], norm_type)
+    if state.gradient_owner is not None:
+        return state.gradient_owner.norm_of([e.param for e in entries], norm_type)
     return norm_of_entries(entries, state, norm_type)
 
 
@@ -224,7 +225,7 @@ def _parts_of(params: Sequence[Tensor], grads: Sequence[Tensor]) -> dict[Shardin
 def _check_no_pieces(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
     """Raises ConfigError for what an optimizer that zero returned has in the place of parameters."""
     asked = {id(x) for x in (*params, *grads)}
-    for kept in (state.gradients for state in tables_here() if state.gradients is not None):
+    for kept in (state.gradient_owner for state in tables_here() if state.gradient_owner is not None):
         for piece in (p for group in kept.param_groups for p in group["params"]):
             if id(piece) in asked or (piece.grad is not None and id(piece.grad) in asked):
                 raise _kept_by_zero("the pieces of parameters that zero's optimizer has")
@@ -247,7 +248,7 @@ def _entries_by_model(grads: Sequence[Tensor]) -> dict[ShardingMetadata, list[Pa
 
 
 def _is_cut(state: ShardingMetadata) -> bool:
-    return state.gradients is not None or any(
+    return state.gradient_owner is not None or any(
         state.axis(name).size > 1 for e in state.entries for name in e.reduction.norm_over
     )
 
@@ -258,10 +259,10 @@ def _model_of_other_stage() -> dict[ShardingMetadata, list[ParamEntry]]:
     Raises ConfigError where several models have stages here, and nothing tells which of them is meant; and where it
     may be that other ranks clip pieces of parameters.
     """
-    if len(tables_here()) > 1 or any(state.gradients is not None for state in tables_here()):
+    if len(tables_here()) > 1 or any(state.gradient_owner is not None for state in tables_here()):
         gc.collect()  # models that nobody holds any more are not meant
     states = [state for state in tables_here() if state.context.pipe.size > 1]
-    if not states and any(state.gradients is not None for state in tables_here()):
+    if not states and any(state.gradient_owner is not None for state in tables_here()):
         raise _kept_by_zero("no gradients")
     if len(states) > 1:
         raise ConfigError(

@@ -113,7 +113,7 @@ class GradientReducer(PausableReducer):
         if self._buckets:
             self._buckets[-1].watch = self._watch  # the last one that is sent
 
-    def hand_over(
+    def reduce_to_shards(
         self, end: ReduceScatterToShards, dtype: torch.dtype | None, size: int, overlaps: bool
     ) -> Sequence[Bucket]:
         """From now on each rank gets its shard of every bucket, summed in ``dtype``: see ``ReduceScatterToShards``.
@@ -243,10 +243,10 @@ def _fill_buckets(gradients: list[GradientSlot], bucket_bytes: int) -> list[Buck
     open_ones: dict[tuple[Any, ...], tuple[Bucket, int]] = {}
     for gradient in reversed(gradients):
         param = gradient.param
-        key = (gradient.axis.ranks, param.dtype, param.device, gradient.is_whole, gradient.is_shared)
+        key = (gradient.axis.ranks, param.dtype, param.device, gradient.is_full, gradient.is_shared)
         bucket, used = open_ones.get(key, (None, 0))
         limit = bucket_bytes if buckets and bucket is not buckets[0] else min(bucket_bytes, FIRST_BUCKET_BYTES)
-        if gradient.is_whole:
+        if gradient.is_full:
             limit = bucket_bytes * gradient.axis.size  # so that the ranks get as much
         size = gradient.numel * gradient.param.element_size()
         if bucket is None or used + size > limit:

@@ -338,9 +338,9 @@ class FusedActivation(DeferredTensor):
         made.terms, made.out = (act, x, bias), None
         return made
 
-    def value(self) -> Tensor:
+    def full_tensor(self) -> Tensor:
         if self._is_watched:
-            return super().value()
+            return super().full_tensor()
         if self.out is None:
             function = bias_activation_gate if self.terms[0] is None else kernel(self.device.type)
             with torch.enable_grad():

@@ -95,45 +95,45 @@ class ActivationLayout:
         block: the axes over which what is inside of blocks is cut: by heads or features, and by samples.
     """
 
-    cuts: tuple[ActivationShard, ...] = ()
+    shards: tuple[ActivationShard, ...] = ()
     block: tuple[str, ...] = ("tensor",)
 
-    def in_force(self, place: ModelRegion) -> tuple[ActivationShard, ...]:
+    def shards_at(self, place: ModelRegion) -> tuple[ActivationShard, ...]:
         """The cuts of what a module at this place reads: a block's entry undoes those that begin at the stack."""
-        if not self.cuts:
+        if not self.shards:
             return ()
         in_stack = {ModelRegion.STACK: list(Dim), ModelRegion.GATHERED: [Dim.BATCH]}.get(place, [])
-        return tuple(c for c in self.cuts if c.begin is ShardedFrom.INPUTS or c.dim in in_stack)
+        return tuple(c for c in self.shards if c.begin is ShardedFrom.INPUTS or c.dim in in_stack)
 
     @property
-    def cuts_stacks(self) -> bool:
+    def shards_stacks(self) -> bool:
         """Whether ranks have parts of what flows through a stack that they have whole before and behind it."""
-        return any(cut.begin is ShardedFrom.STACK for cut in self.cuts)
+        return any(cut.begin is ShardedFrom.STACK for cut in self.shards)
 
-    def cut_at_stack(self, axis: str) -> ActivationShard | None:
+    def shard_at_stack(self, axis: str) -> ActivationShard | None:
         """What the layers of a stack cut over this axis."""
-        return next((c for c in self.cuts if c.begin is ShardedFrom.STACK and c.axis == axis), None)
+        return next((c for c in self.shards if c.begin is ShardedFrom.STACK and c.axis == axis), None)
 
-    def partial_over(self, place: ModelRegion) -> tuple[str, ...]:
+    def partial_axes(self, place: ModelRegion) -> tuple[str, ...]:
         """The axes over whose ranks a whole parameter at this place has summands of its gradient."""
-        axes = [cut.axis for cut in self.in_force(place)]
+        axes = [cut.axis for cut in self.shards_at(place)]
         return tuple(dict.fromkeys((*axes, *self.block) if place is ModelRegion.BLOCK else axes))
 
     @cached_property
     def input_axes(self) -> tuple[str, ...]:
         """The axes over which the model's inputs are cut."""
-        return tuple(cut.axis for cut in self.in_force(ModelRegion.OUTSIDE))
+        return tuple(cut.axis for cut in self.shards_at(ModelRegion.OUTSIDE))
 
     def num_parts(self, sizes: Mapping[str, int]) -> int:
         """Into how many parts the model's inputs are cut. Each rank's loss is the mean of its own part."""
         return prod(map(sizes.__getitem__, self.input_axes))
 
-    def stream_of(self, place: ModelRegion, coords: Coords, sizes: Mapping[str, int]) -> int:
+    def random_stream_index(self, place: ModelRegion, coords: Coords, sizes: Mapping[str, int]) -> int:
         """Which of several independent streams of random numbers a rank draws from at this place.
 
         0 where all ranks hold the same activations and have to draw alike; other numbers for ranks that hold parts.
         """
-        axes = self.partial_over(place)
+        axes = self.partial_axes(place)
         if not any(sizes.get(axis, 1) > 1 for axis in axes):
             return 0
         number = 0
@@ -143,7 +143,7 @@ class ActivationLayout:
 
     def __str__(self) -> str:
         return (
-            ", ".join(f"{c.dim} over {c.axis} ({c.order}, from the {c.begin} on)" for c in self.cuts) or "nothing cut"
+            ", ".join(f"{c.dim} over {c.axis} ({c.order}, from the {c.begin} on)" for c in self.shards) or "nothing cut"
         )
 
 

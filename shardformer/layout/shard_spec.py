@@ -77,7 +77,7 @@ class Split:
         ]
         return cls(tuple(parts), splits[0].axes, splits[0].sizes)
 
-    def over(self, axis: str) -> Split:
+    def with_axes(self, axis: str) -> Split:
         """The same split over another axis."""
         return Split(self.parts, (axis,))
 
@@ -283,7 +283,7 @@ class ShardSpec:
         """The axes that the tensor is cut over, and their sizes."""
         return {axis: size for splits in self.splits.values() for axis, size in _axes_of(splits).items()}
 
-    def places(self) -> list[Coords]:
+    def rank_coords(self) -> list[Coords]:
         """The coordinates of all ranks that hold different parts, the first axis outermost."""
         return _places(self.axes)
 
@@ -331,7 +331,7 @@ class ShardSpec:
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """The full tensor from the parts of all ranks, in the order of ``places`` (of shared ones the last one's)."""
         full = parts[0].new_zeros(self.shape)
-        for coords, part in zip(self.places(), parts, strict=True):
+        for coords, part in zip(self.rank_coords(), parts, strict=True):
             self.place(part, full, coords)
         return full
 
@@ -365,7 +365,7 @@ class ShardSpec:
         """Whether every number is held by one rank only, of those that hold different parts."""
         return all(count == 1 for runs in self._holders.values() for *_, count in runs)
 
-    def multiplicity(self, coords: Coords | None = None) -> Tensor | int:
+    def num_copies(self, coords: Coords | None = None) -> Tensor | int:
         """How many ranks hold each number: 1, or fp64 counts that broadcast against the part at these coordinates.
 
         Without coordinates the counts broadcast against the full tensor.

@@ -56,7 +56,7 @@ def reduction_of(
     on each rank of an axis over which it is not cut itself, and so have the slices of a cut parameter that several
     ranks hold, and what several stages hold.
     """
-    partial = set(stream.partial_over(place)) - spec.axes.keys()
+    partial = set(stream.partial_axes(place)) - spec.axes.keys()
     summed = {"data", *partial, *stream.input_axes, *spec.shared_axes}
     over = [axis for axis, size in sizes.items() if size > 1 and axis in summed]
     divisor = float(sizes.get("data", 1) * stream.num_parts(sizes))
@@ -143,10 +143,10 @@ class GradientOwner(Protocol):
 class ParameterOwner(Protocol):
     """What an optimizer has that keeps the values of parameters itself."""
 
-    def bring(self, param: Tensor) -> None:
+    def gather(self, param: Tensor) -> None:
         """Lets a parameter have its values until another one is brought. All ranks call it alike."""
 
-    def put_away(self) -> None:
+    def release(self) -> None:
         """No values are asked for any more."""
 
 
@@ -162,16 +162,16 @@ class ConsistencyMonitorProtocol(Protocol):
     def rounds_of_stage(self) -> int: ...
     def options_of_stage(self) -> int: ...
     def batch(self, inputs: Collection[Any]) -> int: ...
-    def numbers(self, axis: Axis, inputs: Collection[Any] = ()) -> list[int]: ...
+    def values_to_gather(self, axis: Axis, inputs: Collection[Any] = ()) -> list[int]: ...
     def compare(self, every: Sequence[Sequence[int]], axis: Axis, inputs: Collection[Any] = ()) -> None: ...
-    def bits(self, axis: Axis) -> list[float]: ...
-    def look(self, sums: Tensor, axis: Axis) -> None: ...
+    def values_to_reduce(self, axis: Axis) -> list[float]: ...
+    def check_reduced(self, sums: Tensor, axis: Axis) -> None: ...
 
 
 class RegionHook(Protocol):
     """Where a region of the model begins or ends, which a forward that an error broke off may have left open."""
 
-    def abandon(self) -> None: ...
+    def reset_after_error(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -181,45 +181,45 @@ class ShardingMetadata:
     Args:
         context: the grid it lives on.
         request: what was asked for.
-        stream: how the activations between its blocks lie.
+        activations: how the activations between its blocks lie.
         entries: its parameters, each once.
         stages: how a pipeline cut it (``shardformer.pipeline.stage_manager.Stages``); None without one.
         replacements: in the order in which they were made.
         notes: things worth knowing, such as which attention kernel was chosen.
         reducers: what agrees on gradients with other ranks.
-        edges: of the regions in which ranks hold different activations.
+        region_hooks: of the regions in which ranks hold different activations.
         unproven: inputs of a forward that the model, as it is sharded, is not proven to take, and what was wrong.
         check_call: raises ConfigError for arguments of a forward that the sharded model cannot do.
         layer_axes: axes of parallel layers in a model that was not sharded but written with them.
         number: in which order models were sharded, or copied, in this process.
-        gradients: what keeps the gradients in the place of the parameters' ``.grad``; None where nothing does.
-        parameters: what keeps the values of parameters; None where they keep them themselves.
+        gradient_owner: what keeps the gradients in the place of the parameters' ``.grad``; None where nothing does.
+        parameter_owner: what keeps the values of parameters; None where they keep them themselves.
         context_run: how its sequence is cut over ranks, see ``shardformer.context_parallel``; None where it is not.
-        watch: what notices that ranks have come apart; None where nothing does.
+        monitor: what notices that ranks have come apart; None where nothing does.
     """
 
     context: ParallelContext
     request: ShardingRequest = field(default_factory=ShardingRequest)
-    stream: ActivationLayout = field(default_factory=ActivationLayout)
+    activations: ActivationLayout = field(default_factory=ActivationLayout)
     entries: list[ParamEntry] = field(default_factory=list)
     stages: Any = None
     replacements: list[ReplacementRecord] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     reducers: list[Reducer] = field(default_factory=list)
-    edges: list[RegionHook] = field(default_factory=list)
+    region_hooks: list[RegionHook] = field(default_factory=list)
     unproven: Mapping[str, str] = field(default_factory=dict)
     check_call: Callable[[nn.Module, Mapping[str, Any]], None] | None = None
     layer_axes: Mapping[str, Axis] = field(default_factory=dict)
     number: int = 0
-    gradients: GradientOwner | None = None
-    parameters: ParameterOwner | None = None
+    gradient_owner: GradientOwner | None = None
+    parameter_owner: ParameterOwner | None = None
     context_run: Any = None
-    watch: ConsistencyMonitorProtocol | None = None
+    monitor: ConsistencyMonitorProtocol | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardingMetadata:
         """For a copied model, which has no optimizer."""
         memo[id(self)] = twin = type(self).__new__(type(self))
-        known = {**self.__dict__, "gradients": None, "parameters": None}
+        known = {**self.__dict__, "gradient_owner": None, "parameter_owner": None}
         twin.__dict__.update((name, deepcopy(value, memo)) for name, value in known.items())
         _register_metadata(twin)
         twin._refuse_pickling()
@@ -236,9 +236,9 @@ class ShardingMetadata:
         )
 
     @property
-    def alike(self) -> Axis:
+    def same_batch_axis(self) -> Axis:
         """The ranks that are given the same batch."""
-        return self.context.tensor if self.context_run is None else self.context.alike
+        return self.context.tensor if self.context_run is None else self.context.same_batch_axis
 
     def note(self, path: str, before: Any, after: Any, kind: str = "module") -> None:
         """Writes down a replacement."""

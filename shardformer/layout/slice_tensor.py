@@ -18,7 +18,7 @@ from shardformer.torch_compat import DisableTorchFunctionSubclass, tree_leaves, 
 MARKED = "_shardformer_slices"
 """Attribute of a module whose state dict marks slices: the names of its parameters; None: all, and its buffers."""
 _REMEDY = (
-    "On all ranks call model.save_pretrained(folder) or shardformer.export_pretrained(folder, model) for a model that "
+    "On all ranks call model.save_pretrained(folder) or shardformer.export_pretrained(model, folder) for a model that "
     "transformers loads, shardformer.save_checkpoint to go on training, or shardformer.full_state_dict(model) for the "
     "plain model's state dict. tensor.as_subclass(torch.Tensor) is this rank's part as a plain tensor"
 )

@@ -65,7 +65,7 @@ class Mailbox:
         self._ended: set[int] = set()
         self._failed_at: float | None = None
 
-    def lay(self, key: MessageKey, value: Any, readers: int) -> None:
+    def put(self, key: MessageKey, value: Any, readers: int) -> None:
         """Lays a value down for so many ranks."""
         with self._changed:
             self._laid[key] = value, readers
@@ -115,7 +115,7 @@ class Mailbox:
             if self.turn is not None:
                 self.turn.acquire()
 
-    def take(self, rank: int, keys: Sequence[MessageKey]) -> list[Any]:
+    def get(self, rank: int, keys: Sequence[MessageKey]) -> list[Any]:
         """The values that ``keys`` name, when all of them have been laid down."""
         if absent := self.missing(rank, keys, self.timeout_s):
             raise self._error(rank, absent)
@@ -212,14 +212,14 @@ class ThreadTransport:
         return [self.receive(x, source, EXCHANGE) for source, x in arriving.items() if x.numel()]
 
     def send(self, x: Tensor, to: int, tag: int) -> Work:
-        self.world.table.lay(self._message(self._me, self._line[to], tag), _copy(x), 1)
+        self.world.table.put(self._message(self._me, self._line[to], tag), _copy(x), 1)
         return _DeferredWork(None)
 
     def receive(self, x: Tensor, source: int, tag: int) -> Work:
         key = self._message(self._line[source], self._me, tag)
 
         def finish() -> None:
-            (value,) = self.world.table.take(self._me, [key])
+            (value,) = self.world.table.get(self._me, [key])
             assert value.dtype == x.dtype, f"{value.dtype} arrives where {x.dtype} is expected"
             x.copy_(value.view(x.shape))
 
@@ -247,7 +247,7 @@ class ThreadTransport:
         mine = self._line.index(self._me)
         table = self.world.table
         table.withdraw(before[mine])
-        table.lay(keys[mine], Word(call, not waits), len(keys))
+        table.put(keys[mine], Word(call, not waits), len(keys))
         if not waits:
             return Meeting()
         table.missing(self._me, keys, table.timeout_s)
@@ -258,8 +258,8 @@ class ThreadTransport:
         """Lays ``value`` down; what is returned waits for every rank's value."""
         self._counts["meeting"] += 1
         keys = self._keys(what, self._counts["meeting"])
-        self.world.table.lay(keys[self._line.index(self._me)], value, len(keys))
-        return lambda: self.world.table.take(self._me, keys)
+        self.world.table.put(keys[self._line.index(self._me)], value, len(keys))
+        return lambda: self.world.table.get(self._me, keys)
 
     def _keys(self, what: str, place: Hashable) -> list[MessageKey]:
         return [MessageKey(what, (self._channel, place), rank) for rank in self._line]

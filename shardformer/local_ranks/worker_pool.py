@@ -163,7 +163,7 @@ class WorkerPool:
         alike = len(failures) == self.num_workers and len(kinds) == 1 and kinds != {type(None)}
         if len(replies) == self.num_workers and (not failures or alike):
             return [replies[rank] for rank in range(self.num_workers)]
-        fates = [worker.obituary() for worker in self._workers if worker.rank in dead]
+        fates = [worker.exit_report() for worker in self._workers if worker.rank in dead]
         fates += [_raised(rank, failure) for rank, failure in failures.items()]
         what = "was still running or waiting, and was killed" if fates else f"had not answered after {timeout_s:g} s"
         silent = [worker for worker in self._workers if worker.rank not in replies and worker.rank not in dead]
@@ -255,7 +255,7 @@ class _Worker:
                 return "".join(f"{frame}\n" for frame in frames[: ours[0]])
         return ""
 
-    def obituary(self) -> _RankOutcome:
+    def exit_report(self) -> _RankOutcome:
         self.process.join(1.0)
         code = self.process.exitcode
         if code is None:

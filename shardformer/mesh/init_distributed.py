@@ -84,7 +84,7 @@ def _report_missing_ranks(rank: int, size: int, timeout_s: float) -> Iterator[No
     advice = STARTED if _launchers_share_store() else SAME_ADDRESS
     meeting = Rendezvous(host, port, rank, size, "rank", _restart_count(), advice)
     try:
-        with meeting.watched():
+        with meeting.report_missing():
             yield
     except DistError as error:
         missing = meeting.missing()

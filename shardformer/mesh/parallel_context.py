@@ -22,6 +22,7 @@ from shardformer.mesh.rank_failures import MonitoredWork, PeerRanks, ReceivedWor
 from shardformer.mesh.rank_grid import AXES, AxisSizes, RankGrid, RingUlyssesSize, TensorGridSize, build_rank_grid
 from shardformer.mesh.rank_presence import Presence, presence, to, uncounted
 from shardformer.mesh.transport import NO_TRANSPORT, CollectiveLog, Meeting, RankGroups, Transport, Word, Work, World
+from shardformer.public_names import renamed_arguments
 from shardformer.torch_compat import get_default_store, is_counted, name_of_group, num_begun
 
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.001, 0.25
@@ -179,18 +180,18 @@ class ProcessGroupTransport:
             self.broadcast(host, source)
             x.data.copy_(host)
             return
-        with self.peers.reached("a broadcast"):
+        with self.peers.report_lost_peer("a broadcast"):
             dist.broadcast(x, src=self._ranks[source], group=self.group)
 
     def broadcast_object(self, value: Any, source: int) -> Any:
         box = [value]
-        with self.peers.reached("a broadcast"):
+        with self.peers.report_lost_peer("a broadcast"):
             dist.broadcast_object_list(box, src=self._ranks[source], group=self.group)
         return box[0]
 
     def gather_objects(self, value: Any) -> list[Any]:
         out: list[Any] = [None] * len(self._ranks)
-        with self.peers.reached("a gather of objects"):
+        with self.peers.report_lost_peer("a gather of objects"):
             dist.all_gather_object(out, value, group=self.group)
         return out
 
@@ -355,6 +356,16 @@ class Axis:
         return f"{self.name} {self.rank}/{self.size}"
 
 
+@renamed_arguments(
+    {},
+    attributes={
+        "alike": "same_batch_axis",
+        "own_axes": "base_axes",
+        "finest": "expand_views",
+        "merged": "flatten",
+        "view": "reshape_axis",
+    },
+)
 @dataclass(frozen=True, eq=False)
 class ParallelContext:
     """The named grid of processes and this process's place in it.
@@ -374,7 +385,7 @@ class ParallelContext:
     world: World | None = None
     mesh: DeviceMesh | None = None
     traffic: CollectiveLog = field(default_factory=CollectiveLog)
-    _by_lines: dict[RankGroups, Axis] = field(default_factory=dict)
+    _by_rank_group: dict[RankGroups, Axis] = field(default_factory=dict)
 
     def axis(self, name: str) -> Axis:
         """The axis called ``name``: data, pipe, sequence, tensor, or one of a view. ConfigError for another name."""
@@ -398,15 +409,15 @@ class ParallelContext:
         return self.axes["sequence"]
 
     @property
-    def alike(self) -> Axis:
+    def same_batch_axis(self) -> Axis:
         """The ranks that are given the same batch, on one stage: those of sequence and of tensor.
 
         All processes ask for it first at the same time: it may have to be connected.
         """
-        return self.merged("sequence", "tensor")
+        return self.flatten("sequence", "tensor")
 
     @property
-    def own_axes(self) -> list[Axis]:
+    def base_axes(self) -> list[Axis]:
         """The axes of the grid itself, without those of its views: together they count each rank once."""
         return [self.axes[name] for name in self.grid.sizes]
 
@@ -416,7 +427,7 @@ class ParallelContext:
         thread = None if self.world is None else self.world.thread
         return thread is None or thread is threading.current_thread()
 
-    def finest(self, names: Iterable[str]) -> set[str]:
+    def expand_views(self, names: Iterable[str]) -> set[str]:
         """The named axes, with those of a view in the place of an axis that one refolds."""
         views = {view.of[0]: tuple(view.sizes) for view in self.grid.views if len(view.of) == 1}
         return {finer for name in names for finer in views.get(name, (name,))}
@@ -458,7 +469,7 @@ class ParallelContext:
         grid, rank = RankGrid.of({"tensor": tensor.size}, tensor.ranks), tensor.ranks[tensor.rank]
         axes = {name: Axis(name, ranks=(rank,), traffic=tensor.traffic) for name in AXES[:-1]}
         world = tensor.transport.world or ProcessWorld(tensor.ranks)
-        by_lines = {grid.lines("tensor"): tensor}
+        by_lines = {grid.rank_groups("tensor"): tensor}
         axes["tensor"] = tensor
         return cls(grid, rank, axes, device or local_device(), world, None, tensor.traffic, by_lines)
 
@@ -487,10 +498,10 @@ class ParallelContext:
                 # some versions of torch give a mesh NCCL where the user chose gloo and there is a GPU
                 is_chosen = dist.get_backend_config(group) == dist.get_backend_config()
                 transport = ProcessGroupTransport(group) if is_chosen else None
-                context._new_axis(name, grid.lines(name), transport)
+                context._new_axis(name, grid.rank_groups(name), transport)
         return context._with_axes(AXES)
 
-    def merged(self, *names: str, only: Mapping[str, Sequence[int]] | None = None) -> Axis:
+    def flatten(self, *names: str, only: Mapping[str, Sequence[int]] | None = None) -> Axis:
         """One axis over the product of the named ones (size 1 ones are dropped), in the order of the grid.
 
         Args:
@@ -502,10 +513,10 @@ class ParallelContext:
         wide = [name for name in names if self.axis(name).size > 1]
         if only is None and len(wide) <= 1:
             return self.axes[wide[0] if wide else names[0]]
-        lines = self.grid.lines(*wide, only=only)
-        return self._by_lines.get(lines) or self._new_axis("_".join(wide), lines)
+        lines = self.grid.rank_groups(*wide, only=only)
+        return self._by_rank_group.get(lines) or self._new_axis("_".join(wide), lines)
 
-    def view(self, of: str | Sequence[str], **sizes: int) -> ParallelContext:
+    def reshape_axis(self, of: str | Sequence[str], **sizes: int) -> ParallelContext:
         """The same grid, whose axis ``of``, or product of axes, is also seen as the named axes.
 
         ``context.view("tensor", row=2, column=2).axis("row")`` holds this process and one two tensor ranks away. All
@@ -518,8 +529,8 @@ class ParallelContext:
     def _with_axes(self, names: Sequence[str] | Mapping[str, int]) -> ParallelContext:
         axes = dict(self.axes)
         for name in names:
-            lines = self.grid.lines(name)
-            axis = self._by_lines.get(lines) or self._new_axis(name, lines)
+            lines = self.grid.rank_groups(name)
+            axis = self._by_rank_group.get(lines) or self._new_axis(name, lines)
             axes[name] = axis if axis.name == name else replace(axis, name=name)
         return replace(self, axes=axes)
 
@@ -533,7 +544,7 @@ class ParallelContext:
             transport.peers = PeerRanks(line, place, name, hosts, self.traffic)
         crosses = self.grid.crosses_hosts(line)
         axis = Axis(name, len(line), place, transport, line, self.traffic, crosses)
-        return self._by_lines.setdefault(lines, axis)
+        return self._by_rank_group.setdefault(lines, axis)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelContext:
         return self
@@ -548,7 +559,7 @@ def with_ring_axes(context: ParallelContext, sequence: RingUlyssesSize | None) -
     if sequence is None or isinstance(sequence, int):
         return context
     ring, group = sequence
-    return context.view("sequence", ring=ring, ulysses=group)
+    return context.reshape_axis("sequence", ring=ring, ulysses=group)
 
 
 def with_grid_axes(context: ParallelContext, tensor: TensorGridSize | None) -> ParallelContext:
@@ -556,7 +567,7 @@ def with_grid_axes(context: ParallelContext, tensor: TensorGridSize | None) -> P
     if not isinstance(tensor, tuple | list) or len(tensor) == 1:
         return context
     row, column, *depth = tensor
-    return context.view("tensor", row=row, column=column, depth=depth[0] if depth else 1)
+    return context.reshape_axis("tensor", row=row, column=column, depth=depth[0] if depth else 1)
 
 
 def local_device() -> torch.device:

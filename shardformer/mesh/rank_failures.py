@@ -58,7 +58,7 @@ class PeerRanks:
         return isinstance(error, RuntimeError) and any(word in str(error) for word in LOST_PEER_PATTERNS)
 
     @contextmanager
-    def reached(self, what: str, peer: int | None = None) -> Iterator[None]:
+    def report_lost_peer(self, what: str, peer: int | None = None) -> Iterator[None]:
         """Around a call of torch: where it fails for lack of another rank, LostPeerError names it.
 
         Args:
@@ -111,7 +111,7 @@ class MonitoredWork:
         self._work, self._peers, self._what, self._peer, self.joined = work, peers, what, peer, joined
 
     def wait(self) -> Any:
-        with self._peers.reached(self._what, self._peer):
+        with self._peers.report_lost_peer(self._what, self._peer):
             return self._work.wait()
 
     def is_completed(self) -> bool:
@@ -180,7 +180,7 @@ class Rendezvous:
     advice: str = SAME_ADDRESS
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def report_missing(self) -> Iterator[None]:
         """Around what returns when all have come."""
         over = threading.Event()
         watch = self._say_who_is_missing if self.place == 0 else self._say_what_is_not_reached

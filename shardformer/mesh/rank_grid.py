@@ -91,7 +91,7 @@ class RankGrid:
             raise ConfigError(f"There is no rank at {dict(coords)}", remedy=f"The sizes are {dict(self.sizes)}")
         return self.ranks[place]
 
-    def lines(self, *names: str, only: Mapping[str, Sequence[int]] | None = None) -> RankGroups:
+    def rank_groups(self, *names: str, only: Mapping[str, Sequence[int]] | None = None) -> RankGroups:
         """All lines along the product of some axes, each in the order of the grid.
 
         Args:

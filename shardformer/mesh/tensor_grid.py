@@ -49,8 +49,8 @@ class TensorGrid:
         """The grid of a context that is seen by ``with_tensor_grid``. All processes call it: axes may have to be
         connected."""
         row, column, depth = (context.axis(name) for name in GRID_AXIS_NAMES)
-        batch = context.merged("row", "column" if mode == "3d" else "depth")
-        core = context.merged("row", "depth")
+        batch = context.flatten("row", "column" if mode == "3d" else "depth")
+        core = context.flatten("row", "depth")
         hidden, contraction = (depth, depth) if mode == "3d" else (column, Axis("contraction"))
         return cls(mode, context.tensor, row, column, depth, hidden, contraction, batch, core)
 
@@ -124,7 +124,9 @@ def with_tensor_grid(context: ParallelContext, mode: str) -> ParallelContext:
     known = context.sizes
     sizes = sizes_of_mode(mode, [known[n] for n in GRID_AXIS_NAMES] if "row" in known else context.tensor.size)
     return (
-        context if "row" in context.sizes else context.view("tensor", **dict(zip(GRID_AXIS_NAMES, sizes, strict=True)))
+        context
+        if "row" in context.sizes
+        else context.reshape_axis("tensor", **dict(zip(GRID_AXIS_NAMES, sizes, strict=True)))
     )
 
 
@@ -169,7 +171,7 @@ def describe_grid_shards(mode: str, sizes: int | tuple[int, ...]) -> list[GridSh
     for rank in range(row * column * depth):
         context = ParallelContext.of({"tensor": row * column * depth}, {"tensor": rank})
         grid = TensorGrid.of(
-            context.view("tensor", **dict(zip(GRID_AXIS_NAMES, (row, column, depth), strict=True))), mode
+            context.reshape_axis("tensor", **dict(zip(GRID_AXIS_NAMES, (row, column, depth), strict=True))), mode
         )
         axes = [grid.row, grid.column, grid.depth][: 2 if mode == "2d" else 3]
         hidden = _part(grid.contraction.rank * grid.row.size + grid.row.rank, grid.contraction.size * grid.row.size)

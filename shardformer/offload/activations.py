@@ -39,6 +39,7 @@ from shardformer.offload.saved_tensors import (
     is_dense,
     storage_range,
 )
+from shardformer.public_names import renamed_parameters
 from shardformer.tensor_parallel.sequence_parallel import first_tensor
 from shardformer.torch_compat import (
     DisableTorchFunctionSubclass,
@@ -87,7 +88,7 @@ def check_replicated(numbers: Sequence[int], axis: Axis, what: str) -> None:
             f"{what} was not the same on all ranks of {axis.name}: rank {', '.join(map(str, others))} of {axis.size} "
             "held other numbers in the forward",
             rule="Of what enters a layer each tensor rank keeps a part, so that all of them must hold the same",
-            remedy='Give all tensor ranks the same batch and random numbers; else store with on="host"',
+            remedy='Give all tensor ranks the same batch and random numbers; else store with to="host"',
         )
 
 
@@ -140,7 +141,7 @@ class ActivationStore:
         """Of a copied model."""
         return type(self), (self._to_host, self._axis, self._min_bytes)
 
-    def figures(self) -> ActivationStats:
+    def stats(self) -> ActivationStats:
         """How many bytes are where now, and were at most."""
         self._settle()
         rates = {
@@ -166,7 +167,7 @@ class ActivationStore:
         self._undo.append(undo)
 
     def __str__(self) -> str:
-        return str(self.figures())
+        return str(self.stats())
 
     # --- the forward
 
@@ -277,10 +278,10 @@ class ActivationStore:
         size = len(piece.data)
         self._largest = max(self._largest, size)
         while self._leaving and sum(len(p.host) for p in self._leaving if p.host is not None) + size > self._allowed:
-            self._let_go(self._leaving.popleft())
+            self._release(self._leaving.popleft())
         piece.host = self._link.new_host(size, torch.uint8)
         self.account.add_host(size)
-        piece.copy, piece.is_leaving = self._link.down(piece.host, piece.data), True
+        piece.copy, piece.is_leaving = self._link.to_host(piece.host, piece.data), True
         piece.count_data(COPYING_TO_HOST)
         self._leaving.append(piece)
 
@@ -288,7 +289,7 @@ class ActivationStore:
     def _allowed(self) -> int:
         return PREFETCH_COUNT * self._largest
 
-    def _let_go(self, piece: StoredStorage) -> None:
+    def _release(self, piece: StoredStorage) -> None:
         """Waits for the copy to the host. Then the memory on the device goes, unless the backward is about to ask."""
         assert piece.copy is not None and piece.data is not None
         piece.copy.finish()
@@ -303,7 +304,7 @@ class ActivationStore:
     def _settle(self) -> None:
         """Notes what is not on the device any more."""
         while self._leaving and self._leaving[0].copy is not None and self._leaving[0].copy.is_done():
-            self._let_go(self._leaving.popleft())
+            self._release(self._leaving.popleft())
         if any(source.expired() for source, _ in self._read):
             left = [(source, size) for source, size in self._read if not source.expired()]
             self.account.add(FETCHED, sum(size for _, size in left) - sum(size for _, size in self._read))
@@ -327,7 +328,7 @@ class ActivationStore:
         out = handle.tensor(whole, piece.base)
         if not piece.waits:
             self._hand_over(piece)
-        self._bring_ahead(handle.graph, handle.place)
+        self._prefetch(handle.graph, handle.place)
         return out
 
     def _fetch(self, piece: StoredStorage) -> None:
@@ -338,7 +339,7 @@ class ActivationStore:
             return
         assert piece.host is not None and self._link is not None
         piece.data = torch.empty(len(piece.host), dtype=torch.uint8, device=self._link.device)
-        piece.base, piece.copy = piece.start, self._link.up(piece.data, piece.host)
+        piece.base, piece.copy = piece.start, self._link.to_device(piece.data, piece.host)
         self._hold(piece, len(piece.data))
 
     def _hold(self, piece: StoredStorage, size: int) -> None:
@@ -368,7 +369,7 @@ class ActivationStore:
         del held
         self._brought.discard(piece)
 
-    def _bring_ahead(self, graph: ForwardRecord, place: int) -> None:
+    def _prefetch(self, graph: ForwardRecord, place: int) -> None:
         """Begins to bring what was saved before, which the backward asks for next."""
         at = min(graph.fetched, place)
         while at > 0:
@@ -428,14 +429,15 @@ STORE = "_shardformer_activations"
 """The attribute of a model that holds its store."""
 
 
-def offload_activations(model: nn.Module, on: str = "host", *, min_bytes: int = 2**16) -> ActivationStore:
+@renamed_parameters({"on": "to"})
+def offload_activations(model: nn.Module, to: str = "host", *, min_bytes: int = 2**16) -> ActivationStore:
     """Keeps what a model's forward saves for its backward where it takes less memory of the device.
 
     Call it once, before training. Losses and gradients stay what they are, to the bit.
 
     Args:
         model: any module; for the tensor ranks one that ``shard_model`` returned.
-        on: where what is saved is kept until the backward needs it.
+        to: where what is saved is kept until the backward needs it.
             ``"host"``: it is copied to the host, beside the computation, and back before it is needed.
             ``"tensor"``: of the hidden states that enter a layer, which all tensor ranks hold alike, each rank keeps
             1/T, and the backward gathers them. With activation checkpointing these are nearly all that is saved;
@@ -458,15 +460,15 @@ def offload_activations(model: nn.Module, on: str = "host", *, min_bytes: int = 
     Rajbhandari, Rasley, Ruwase and He, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020),
     section 6.1: partitioned activation checkpointing, Pa and Pa+cpu.
     """
-    check_choice("on", on, OFFLOAD_TARGETS)
+    check_choice("on", to, OFFLOAD_TARGETS)
     if STORE in model.__dict__:
         raise ConfigError(
             f"store_activations of a {type(model).__name__} whose activations are stored",
             remedy="Call .remove() of what the first call returned, then call it again",
         )
-    axis = find_metadata(model).axes["tensor"] if "tensor" in on else None
-    layers = _replicated_layers(model, on) if axis is not None else {}
-    store = ActivationStore("host" in on, axis, min_bytes)
+    axis = find_metadata(model).axes["tensor"] if "tensor" in to else None
+    layers = _replicated_layers(model, to) if axis is not None else {}
+    store = ActivationStore("host" in to, axis, min_bytes)
     _attach(model, store, layers)
     for _, _, state in _sharded(model):
         stage_forward = getattr(state.stages, "stage_forward", None)
@@ -504,12 +506,12 @@ def _replicated_layers(model: nn.Module, on: str) -> dict[str, nn.Module]:
     layers, cut = dict[str, nn.Module](), ""
     for _, module, state in _sharded(model):
         policy: Any = state.request.policy
-        for stack in policy.chain().stacks:
-            layout = stack.layout_in(state.stream)
-            if layout.cuts_stacks:
+        for stack in policy.layer_sequence().stacks:
+            layout = stack.layout_in(state.activations)
+            if layout.shards_stacks:
                 cut = str(layout)
             else:
-                layers |= {path: module.get_submodule(path) for path in stack.units}
+                layers |= {path: module.get_submodule(path) for path in stack.layer_calls}
     if not layers:
         has = f"cuts the stream between its layers: {cut}" if cut else "has no layers that are known"
         raise ConfigError(

@@ -85,7 +85,7 @@ class OffloadFile:
         size, seconds = self.moved[way]
         self.moved[way] = size + total, seconds + time.perf_counter() - begin
 
-    def borrow(self, size: int) -> Tensor:
+    def acquire_buffer(self, size: int) -> Tensor:
         """Memory of the host. Waits for something to be written where there is too much of it in use."""
         while not self._free and self._num_made >= self.buffers and self._writing:
             self._land()
@@ -95,7 +95,7 @@ class OffloadFile:
         buffer = self._free.pop()
         return buffer if buffer.numel() >= size else self._host.link.new_host(size, torch.uint8)
 
-    def give_back(self, buffer: Tensor) -> None:
+    def release_buffer(self, buffer: Tensor) -> None:
         if len(self._free) < self.buffers:
             self._free.append(buffer)
 
@@ -106,7 +106,7 @@ class OffloadFile:
         except OSError as error:
             self.error = self.error or error
         if buffer is not None:
-            self.give_back(buffer)
+            self.release_buffer(buffer)
 
     def bandwidth(self, way: str) -> float | None:
         """Measured, in bytes a second; None where nothing was moved yet."""
@@ -250,10 +250,10 @@ class FileShard(HostShard):
         if self.is_here or self._reading is not None or self._disk.error is not None or self._counts is None:
             return
         size = self._counts.record.size
-        self._buffer = self._disk.borrow(size)
+        self._buffer = self._disk.acquire_buffer(size)
         self._reading = self._disk.read(self._counts.at, self._buffer[:size])
 
-    def take(self) -> bool:
+    def load(self) -> bool:
         """Returns whether masters and states are in memory now; an error says why they are not."""
         if self.is_here:
             return True
@@ -279,9 +279,9 @@ class FileShard(HostShard):
         self.is_here = True
         return True
 
-    def put_away(self) -> None:
+    def evict(self) -> None:
         """Starts to write what is here to the place that does not count yet, and drops it."""
-        self.settle()
+        self.wait()
         record, tensors = self._look()
         try:
             if self._other is None or self._other.capacity < record.size:
@@ -292,7 +292,7 @@ class FileShard(HostShard):
             self._other.record, self._is_written = record, True
             buffer, self._buffer = self._buffer, None
             self._disk.write(self._other.at, tensors, buffer)
-        self.drop()
+        self.discard()
 
     def _look(self) -> tuple[FileLayout, list[Tensor]]:
         record, tensors = FileLayout([(-1, "", self.dtype, self.values.shape)]), [self.values]
@@ -303,10 +303,10 @@ class FileShard(HostShard):
                     tensors.append(x.contiguous())
         return record, tensors
 
-    def drop(self, *, keeps_memory: bool = False) -> None:
-        self.settle()
+    def discard(self, *, keeps_memory: bool = False) -> None:
+        self.wait()
         if self._buffer is not None and not keeps_memory:
-            self._disk.give_back(self._buffer)
+            self._disk.release_buffer(self._buffer)
         self._buffer, self.is_here = None, False
         self.values = _AWAY.to(self.dtype)
         for value, _ in self._pieces:
@@ -323,7 +323,7 @@ class FileShard(HostShard):
     def roll_back(self) -> None:
         """What counted still does, and so do the states that are not in the file."""
         if self.is_here:
-            self.drop()
+            self.discard()
         for (value, _), small in zip(self._pieces, self._small, strict=False):
             state = self._states(value)
             state.clear()
@@ -332,7 +332,7 @@ class FileShard(HostShard):
 
     def save(self) -> None:
         """Writes what is here, and lets it count. Between two steps."""
-        self.put_away()
+        self.evict()
         self._disk.flush()
         if self._disk.error is None:
             self.commit()

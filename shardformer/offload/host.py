@@ -93,11 +93,11 @@ class HostDeviceCopier:
         """Memory of the host that copies reach at full speed: pinned, beside a GPU."""
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self._is_cuda)
 
-    def down(self, out: Tensor, x: Tensor) -> AsyncCopy:
+    def to_host(self, out: Tensor, x: Tensor) -> AsyncCopy:
         """Starts ``out.copy_(x)`` from the device to the host. ``x`` stays as it is until that is done."""
         return self._start(DEVICE_TO_HOST, out, x)
 
-    def up(self, out: Tensor, x: Tensor) -> AsyncCopy:
+    def to_device(self, out: Tensor, x: Tensor) -> AsyncCopy:
         """Starts ``out.copy_(x)`` from the host to the device. Both stay as they are until that is done."""
         return self._start(HOST_TO_DEVICE, out, x)
 
@@ -223,9 +223,9 @@ class HostMemory:
         if asked.threads is None and device.type != "cpu":
             self._threads = max(1, len(os.sched_getaffinity(0)) // _processes_here())
 
-    def bring_down(self, out: Tensor, x: Tensor) -> AsyncCopy:
+    def copy_to_host(self, out: Tensor, x: Tensor) -> AsyncCopy:
         """Starts to copy to the host; waits for an earlier copy where there are too many."""
-        copy = self.link.down(out, x)
+        copy = self.link.to_host(out, x)
         self._under_way.append(copy)
         while self._under_way and (len(self._under_way) > self._most or self._under_way[0].is_done()):
             self._under_way.popleft().finish()
@@ -277,14 +277,14 @@ class HostShard:
     def fetch(self) -> None:
         """Before ``take``, where that would have to wait."""
 
-    def take(self) -> bool:
+    def load(self) -> bool:
         """Returns whether the masters may be read and written to."""
         return True
 
-    def put_away(self) -> None:
+    def evict(self) -> None:
         """The masters are not needed before the next step."""
 
-    def drop(self, *, keeps_memory: bool = False) -> None:
+    def discard(self, *, keeps_memory: bool = False) -> None:
         """As ``put_away``, where nothing was changed.
 
         Args:
@@ -297,7 +297,7 @@ class HostShard:
     def receive(self, part: Tensor, scale: float) -> None:
         """Starts to bring gradients down, which are added over ``scale``."""
         self._land()
-        self._arriving = self.host.bring_down(self._stage(part.dtype), part), scale
+        self._arriving = self.host.copy_to_host(self._stage(part.dtype), part), scale
 
     def _stage(self, dtype: torch.dtype) -> Tensor:
         if self._staging is None or self._staging.dtype != dtype:
@@ -322,19 +322,19 @@ class HostShard:
         self._land()
         return self._sum if self._has_sum else None
 
-    def forget(self) -> None:
+    def clear_gradients(self) -> None:
         """The gradients are used, or thrown away."""
         self._land()
         self._has_sum = False
 
-    def bring_up(self, own: Tensor) -> AsyncCopy:
+    def copy_to_device(self, own: Tensor) -> AsyncCopy:
         """Starts to copy the masters to the device, in the dtype there. Until it is done they stay as they are."""
-        self.settle()
+        self.wait()
         values = self.values if own.dtype == self.dtype else self._stage(own.dtype).copy_(self.values)
-        self._leaving = self.host.link.up(own, values)
+        self._leaving = self.host.link.to_device(own, values)
         return self._leaving
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Returns when the masters may be written to."""
         if self._leaving is not None:
             self._leaving.finish()

@@ -111,7 +111,7 @@ class _Unknown(Exception):
 
 
 class LabelTracer:
-    """What became of a micro-batch's tensors, as told by ``saw`` after each function of torch."""
+    """What became of a micro-batch's tensors, as told by ``record`` after each function of torch."""
 
     def __init__(self, tensors: Tensors) -> None:
         self._tensors = tensors
@@ -123,7 +123,7 @@ class LabelTracer:
         found: Expression | None = self._known.get(tensor)
         return found
 
-    def saw(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
+    def record(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
         is_write = is_inplace(func, kwargs)
         written = args[0] if is_write and args and isinstance(args[0], Tensor) else None
         if written is None and not isinstance(out, Tensor | tuple | list):

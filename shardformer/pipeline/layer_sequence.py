@@ -20,6 +20,7 @@ from torch import nn
 
 from shardformer.errors import ConfigError
 from shardformer.layout.activation_layout import ActivationLayout, Dim, ShardedFrom
+from shardformer.public_names import renamed_arguments
 
 Record = TypeVar("Record", bound=Any)
 
@@ -35,56 +36,78 @@ def _inside(path: str, inner: Any) -> Any:
     return inner and tuple(_inside(path, each) for each in inner)
 
 
+@renamed_arguments(
+    {
+        "before": "with_first_layer",
+        "after": "with_last_layer",
+        "from_first": "shared_from_first",
+        "everywhere": "on_every_stage",
+        "returns": "num_outputs",
+    }
+)
 @dataclass(frozen=True, kw_only=True)
 class PipelineHints:
     """What the stages of a pipeline need of a stack of layers beside the layers themselves.
 
     Args:
-        before, after: paths of what goes with the first unit, and with the last, where the order in which the model
+        with_first_layer, with_last_layer: paths of what goes with the first unit, and with the last, where the order
+        in which the model
             registers its modules does not tell.
-        from_first: attributes of the first unit's module, modules among them, that the first unit of every stage
+        shared_from_first: attributes of the first unit's module, modules among them, that the first unit of every stage
             has too.
-        everywhere: paths of what every stage with a unit of this stack has.
-        returns: how many things a layer returns; 0 for its hidden states alone. None: 0 if its forward is annotated
+        on_every_stage: paths of what every stage with a unit of this stack has.
+        num_outputs: how many things a layer returns; 0 for its hidden states alone. None: 0 if its forward is annotated
             to return a tensor, 1 otherwise.
     """
 
-    before: Sequence[str] = ()
-    after: Sequence[str] = ()
-    from_first: Sequence[str] = ()
-    everywhere: Sequence[str] = ()
-    returns: int | None = 0
+    with_first_layer: Sequence[str] = ()
+    with_last_layer: Sequence[str] = ()
+    shared_from_first: Sequence[str] = ()
+    on_every_stage: Sequence[str] = ()
+    num_outputs: int | None = 0
 
     def for_layers(self, layers: nn.Module) -> PipelineHints:
         """The same, with the number of things that the first of ``layers`` returns."""
-        if self.returns is not None:
+        if self.num_outputs is not None:
             return self
         forward = type(next(layers.children())).forward
         is_tensor = inspect.signature(forward).return_annotation in (torch.Tensor, "Tensor", "torch.Tensor")
-        return replace(self, returns=int(not is_tensor))
+        return replace(self, num_outputs=int(not is_tensor))
 
 
+@renamed_arguments(
+    {
+        "gathers": "gather_modules",
+        "around": "gather_with_blocks",
+        "beside": "per_token_args",
+        "apart": "token_free_modules",
+    }
+)
 @dataclass(frozen=True)
 class SequenceParallelHints:
     """What sequence parallelism has to know of a stack beside its blocks. Modules are named by their paths in a layer.
 
     Args:
-        gathers: modules that need the whole sequence, where they hold no block: convolutions, attentions that stay
+        gather_modules: modules that need the whole sequence, where they hold no block: convolutions, attentions that
+        stay
             whole. It is gathered around them.
-        around: modules that are given the whole sequence together with the blocks in them, as an MLP whose experts are
+        gather_with_blocks: modules that are given the whole sequence together with the blocks in them, as an MLP
+        whose experts are
             given tokens in another order.
-        beside: arguments that are given for each token beside the hidden states, (B, S, ...): a layer's own by their
+        per_token_args: arguments that are given for each token beside the hidden states, (B, S, ...): a layer's own
+        by their
             names, those of a module that is given the whole sequence behind its path ("mixer.gate").
-        apart: modules that are given no tokens, as a time step that scales all of them. What they give is summed over
+        token_free_modules: modules that are given no tokens, as a time step that scales all of them. What they give
+        is summed over
             the ranks' tokens in the backward.
         between: whether the model's own code between two layers reads all positions, as where features of images are
             added to some. What a layer gives is then gathered where it is read; the next layer gathers nothing.
     """
 
-    gathers: Sequence[str] = ()
-    around: Sequence[str] = ()
-    beside: Sequence[str] = ()
-    apart: Sequence[str] = ()
+    gather_modules: Sequence[str] = ()
+    gather_with_blocks: Sequence[str] = ()
+    per_token_args: Sequence[str] = ()
+    token_free_modules: Sequence[str] = ()
     between: bool = False
 
 
@@ -99,7 +122,7 @@ class StackDescription:
             where those of the stack before come in; None: as the hidden states of the first unit.
         whole_sequence: why sequence parallelism does not cut its sequence: its blocks enter and leave with all of it.
         reads_context: whether blocks read the context as it comes in; else it enters none of them there.
-        units: path of the module that each unit calls, in order; of a stack of its own the layers, each once.
+        layer_calls: path of the module that each unit calls, in order; of a stack of its own the layers, each once.
         stages: what stages have to have of it.
         sequence: what sequence parallelism has to know of it.
     """
@@ -109,26 +132,26 @@ class StackDescription:
     context: tuple[str, str] | None = None
     whole_sequence: str | None = None
     reads_context: bool = True
-    units: tuple[str, ...] = ()
+    layer_calls: tuple[str, ...] = ()
     stages: PipelineHints = PipelineHints()
     sequence: SequenceParallelHints = SequenceParallelHints()
 
     def within(self, path: str) -> StackDescription:
         """The same stack of a model that holds this one's at ``path``; a path may end in ``?``, which goes."""
-        own = with_path_prefix(self, path, "layers", "final_norm", "units")
-        stages = with_path_prefix(self.stages, path, "before", "after", "everywhere")
+        own = with_path_prefix(self, path, "layers", "final_norm", "layer_calls")
+        stages = with_path_prefix(self.stages, path, "with_first_layer", "with_last_layer", "on_every_stage")
         return replace(own, context=self.context and (_inside(path, self.context[0]), self.context[1]), stages=stages)
 
     def layout_in(self, stream: ActivationLayout) -> ActivationLayout:
         """The stream in this stack: where the sequence stays whole, the stack does not cut it."""
         whole = Dim.SEQUENCE if self.whole_sequence else None
-        cuts = [cut for cut in stream.cuts if cut.begin is ShardedFrom.INPUTS or cut.dim is not whole]
-        return replace(stream, cuts=tuple(cuts))
+        cuts = [cut for cut in stream.shards if cut.begin is ShardedFrom.INPUTS or cut.dim is not whole]
+        return replace(stream, shards=tuple(cuts))
 
     @property
-    def calls_again(self) -> bool:
+    def repeats_layers(self) -> bool:
         """Whether some layer is called more than once."""
-        return len(set(self.units)) < len(self.units)
+        return len(set(self.layer_calls)) < len(self.layer_calls)
 
 
 def _layers_of(layers: nn.Module, path: str) -> list[str]:
@@ -153,23 +176,25 @@ class LayerSequence:
         found = []
         for at, stack in enumerate(stacks):
             layers = _layers_of(model.get_submodule(stack.layers), stack.layers)
-            found.append(replace(stack, units=stack.units or tuple(layers), context=stack.context if at else None))
-        return cls(tuple(stack for stack in found if stack.units))
+            found.append(
+                replace(stack, layer_calls=stack.layer_calls or tuple(layers), context=stack.context if at else None)
+            )
+        return cls(tuple(stack for stack in found if stack.layer_calls))
 
     @property
-    def units(self) -> tuple[str, ...]:
-        return tuple(chain.from_iterable(s.units for s in self.stacks))
+    def layer_calls(self) -> tuple[str, ...]:
+        return tuple(chain.from_iterable(s.layer_calls for s in self.stacks))
 
     @property
     def starts(self) -> tuple[int, ...]:
         """The first unit of each stack."""
-        return tuple(accumulate((len(s.units) for s in self.stacks[:-1]), initial=0))[: len(self.stacks)]
+        return tuple(accumulate((len(s.layer_calls) for s in self.stacks[:-1]), initial=0))[: len(self.stacks)]
 
     def stack_of(self, unit: int) -> int:
         """The stack that holds a unit."""
         return max(i for i, start in enumerate(self.starts) if start <= unit)
 
-    def carried(self, unit: int) -> tuple[str, ...]:
+    def received_states(self, unit: int) -> tuple[str, ...]:
         """What the stage before hands over where a stage begins with ``unit``: "hidden", "context", or both."""
         if unit == 0:
             return ()
@@ -178,7 +203,7 @@ class LayerSequence:
         begins = unit == self.starts[index]
         return (() if begins and has_context else ("hidden",)) + (("context",) if has_context else ())
 
-    def spans(self, bounds: Sequence[int]) -> list[LayerRange]:
+    def stage_ranges(self, bounds: Sequence[int]) -> list[LayerRange]:
         """The spans between bounds, which are as many as the stages and one."""
         return [LayerRange(a, b) for a, b in pairwise(bounds)]
 
@@ -211,25 +236,25 @@ def _in_order(model: nn.Module) -> Iterator[str]:
 
 def _homes_of(name: str, units: LayerSequence, order: Mapping[str, int]) -> Iterable[int]:
     for stack, start in zip(units.stacks, units.starts, strict=True):
-        whole = range(start, start + len(stack.units))
-        from_first = [f"{stack.units[0]}.{path}" for path in stack.stages.from_first]
-        if any(_is_under(name, path) for path in (*stack.stages.everywhere, *from_first)):
+        whole = range(start, start + len(stack.layer_calls))
+        from_first = [f"{stack.layer_calls[0]}.{path}" for path in stack.stages.shared_from_first]
+        if any(_is_under(name, path) for path in (*stack.stages.on_every_stage, *from_first)):
             return whole
-        inside = [u for u in whole if _is_under(name, stack.units[u - start])]
+        inside = [u for u in whole if _is_under(name, stack.layer_calls[u - start])]
         if inside:
             return inside
     for stack, start in zip(units.stacks, units.starts, strict=True):
-        if any(_is_under(name, path) for path in stack.stages.before):
+        if any(_is_under(name, path) for path in stack.stages.with_first_layer):
             return [start]
-        if any(_is_under(name, path) for path in (*stack.stages.after, stack.final_norm) if path):
-            return [start + len(stack.units) - 1]
+        if any(_is_under(name, path) for path in (*stack.stages.with_last_layer, stack.final_norm) if path):
+            return [start + len(stack.layer_calls) - 1]
     return [_unit_beside(name, units, order)]
 
 
 def _unit_beside(name: str, units: LayerSequence, order: Mapping[str, int]) -> int:
     """The unit that something outside of the layers goes with, by the place where the model registers it."""
     starts = units.starts
-    firsts = [min(at for n, at in order.items() if _is_under(n, s.units[0])) for s in units.stacks]
+    firsts = [min(at for n, at in order.items() if _is_under(n, s.layer_calls[0])) for s in units.stacks]
     before = [i for i, first in enumerate(firsts) if order[name] < first]
     follows = before[0] if before else len(firsts)  # the stack it stands before
     shared = [_common(name, s.layers) for s in units.stacks]
@@ -238,7 +263,7 @@ def _unit_beside(name: str, units: LayerSequence, order: Mapping[str, int]) -> i
         # what a stack hands to the next directly is made before it is handed on
         return starts[follows] - (follows > 0 and units.stacks[follows].context is None)
     earlier = follows - 1 if not nearest else max(i for i in range(follows) if shared[i] == nearest)
-    return starts[earlier] + len(units.stacks[earlier].units) - 1
+    return starts[earlier] + len(units.stacks[earlier].layer_calls) - 1
 
 
 def _common(name: str, layers: str) -> int:
@@ -270,7 +295,7 @@ def estimate_layer_costs(model: nn.Module, chain: LayerSequence, home: Mapping[s
 
     A table that is looked up costs nothing; what stands before and behind a stack counts with its first and last unit.
     """
-    units = chain.units
+    units = chain.layer_calls
     per_module = {path: _matrices(model, model.get_submodule(path)) for path in dict.fromkeys(units)}
     costs = [MIN_COST + per_module[path] for path in units]
     tables = {id(m) for m in model.modules() if isinstance(m, nn.Embedding)}
@@ -308,7 +333,7 @@ def measure_layer_costs(
             torch.cuda.synchronize(device)
         marks.append(time.perf_counter())
 
-    handles = [model.get_submodule(path).register_forward_hook(mark) for path in dict.fromkeys(chain.units)]
+    handles = [model.get_submodule(path).register_forward_hook(mark) for path in dict.fromkeys(chain.layer_calls)]
     found: list[list[float]] = []
     try:
         for _ in range(rounds + 1):  # the first only warms up

@@ -558,7 +558,7 @@ class _LossRecorder(TorchFunctionMode):
         with self._weights.following(self._index):
             out = func(*args, **kwargs)
         if self._trace is not None:
-            self._trace.saw(func, args, kwargs, out)
+            self._trace.record(func, args, kwargs, out)
         return out
 
 

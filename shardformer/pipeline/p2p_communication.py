@@ -36,7 +36,7 @@ class PointToPoint:
         self.axis = context.pipe
         self._transports = {TO_NEXT_STAGE: self.axis.transport, TO_PREVIOUS_STAGE: self.axis.transport}
         if self.axis.size > 1 and self.axis.transport.sends_in_turn(context.device) and context.world is not None:
-            self._transports[TO_PREVIOUS_STAGE] = context.world.connect(context.grid.lines("pipe"))
+            self._transports[TO_PREVIOUS_STAGE] = context.world.connect(context.grid.rank_groups("pipe"))
 
     def send(self, x: Tensor, to: int, purpose: str) -> PendingCollective:
         """Starts sending a contiguous tensor, which stays as it is until what is returned is done."""

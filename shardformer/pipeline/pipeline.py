@@ -155,7 +155,13 @@ class Pipeline:
         assert stage_forward is not None
         self.exchange = StageExchange(manager.point_to_point, self._context.tensor, self._context.device)
         self._runtime = Runtime(
-            model, stage_forward, self._stages.chain, self._stages.spans, self.exchange, manager.stage, state.stream
+            model,
+            stage_forward,
+            self._stages.chain,
+            self._stages.spans,
+            self.exchange,
+            manager.stage,
+            state.activations,
         )
         if micro_batches is not None:
             self._schedule(micro_batches)  # refuses a number that it forbids
@@ -177,7 +183,7 @@ class Pipeline:
         the first step, and after the model was converted, the dtypes of its parameters.
         """
         reducers = [reducer for reducer in self._state.reducers if not reducer.is_paused]
-        keeper = self._state.gradients
+        keeper = self._state.gradient_owner
         with self._state.paused(), keeper.scaled() if keeper is not None else nullcontext(1.0) as scale:
             loss = self._run(batch, backward=True, loss_scale=scale).loss
         for reducer in reducers:
@@ -302,7 +308,7 @@ class Pipeline:
 
     def _agree_on_step(self, batches: Sequence[Batch]) -> bool:
         """Whether any rank draws random numbers while it trains; the ranks of one batch have compared themselves."""
-        training, watch = self._model.training, self._state.watch
+        training, watch = self._model.training, self._state.monitor
         if watch is not None:
             watch.training = training
         elif not training:
@@ -374,7 +380,7 @@ class Pipeline:
                 batches[0],
                 getattr(self._model, "main_input_name", None),
                 special_token_ids(getattr(self._model, "config", None)),
-                fails_alone=self._state.parameters is not None,
+                fails_alone=self._state.parameter_owner is not None,
                 weighs=self._loss_weight is None,
                 refused=refuses,
             )
@@ -393,7 +399,7 @@ class Pipeline:
 
     def _findings(self, trial: Trial | None) -> tuple[Sequence[int] | None, list[nn.Module]]:
         """What all ranks found in their trials, None if the loss is random; and the modules that wrote to buffers."""
-        world = self._context.merged(*AXES) if self._context.world is not None else Axis("world")
+        world = self._context.flatten(*AXES) if self._context.world is not None else Axis("world")
         if not all(has_one for (has_one,) in all_gather_numbers([trial is not None], world)):
             return (), []
         assert trial is not None
@@ -436,7 +442,7 @@ class Pipeline:
         """
         stages = self._stages
         assert stages.stage_forward is not None
-        return stages.draws or stages.stage_forward.draws.seen is not False
+        return stages.uses_random or stages.stage_forward.draws.seen is not False
 
     def _cut(self, batches: Sequence[Batch]) -> tuple[list[dict[str, Any]], list[int]]:
         main = getattr(self._model, "main_input_name", None)
@@ -486,7 +492,7 @@ class Pipeline:
         kinds = tuple((p.requires_grad, p.dtype) for p in self._model.parameters())
         autocast = _autocast(self._context.device)
         shapes = [_shapes_of(part) for part in parts]
-        axis, watch = self._stages.manager.axis, self._state.watch
+        axis, watch = self._stages.manager.axis, self._state.monitor
         training = self._model.training
         if axis.size == 1:
             return [(s, (backward, training, autocast, kinds)) for s in shapes], seed
@@ -543,7 +549,7 @@ class Pipeline:
         assert self._stages.stage_forward is not None
         if self._stages.manager.num_stages > 1:
             self._stages.stage_forward.follow_wrappers(self._model)
-        for path in dict.fromkeys(self._stages.chain.units):
+        for path in dict.fromkeys(self._stages.chain.layer_calls):
             layer: Any = self._model.get_submodule(path)
             while (name := wrapped_name(layer)) is not None:
                 layer = layer._modules[name]
@@ -626,6 +632,6 @@ def _single_stage(model: nn.Module, state: ShardingMetadata) -> Stages:
     """The stages of a model that no pipeline cut: one, with all layers."""
     manager = PipelineStageManager(state.context, "1f1b")
     state.stages = stages = build_stages(model, state.request.policy, manager)
-    stages.draws = uses_dropout(model)
-    stages.open(model, state.stream, state.context)
+    stages.uses_random = uses_dropout(model)
+    stages.install(model, state.activations, state.context)
     return stages

@@ -319,7 +319,7 @@ class Runtime:
             received = [p.requires_grad_() if trains else p for p, trains in zip(parts, trained, strict=True)]
         waited = time.perf_counter() - began
         is_last = stage == job.schedule.last
-        names = self._chain.carried(span.start)
+        names = self._chain.received_states(span.start)
         # no leaves: autocast takes those for weights, keeps their copies in 16 bits and adds up gradients in these
         given = [x.view_as(x) for x in received]
         run = StagePass(span, dict(zip(names, given, strict=True)), job.seeds[index])
@@ -339,7 +339,7 @@ class Runtime:
 
     def _lies_whole(self, unit: int, payload: StageActivations) -> list[bool]:
         """Which tensors of a payload all tensor ranks hold alike, at a boundary before ``unit``."""
-        is_cut = self._chain.stacks[self._chain.stack_of(unit)].layout_in(self._stream).cuts_stacks
+        is_cut = self._chain.stacks[self._chain.stack_of(unit)].layout_in(self._stream).shards_stacks
         return [name != "hidden" or not is_cut for name in payload]
 
     def _backward(self, action: Action) -> float:

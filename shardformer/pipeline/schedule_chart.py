@@ -67,7 +67,7 @@ def grid(schedule: Schedule, timeline: Timeline) -> str:
 
 def schedule_summary(schedule: Schedule, timeline: Timeline) -> list[str]:
     """What a schedule costs, in two lines."""
-    form = bubble_formula(schedule.name, schedule.stages, schedule.micro_batches, schedule.chunks)
+    form = bubble_formula(schedule.name, schedule.stages, schedule.micro_batches, schedule.num_model_chunks)
     by_formula = "" if form is None or _kinds(schedule) == [ActionKind.FORWARD] else f" (formula: {form:.1%})"
     held = ", ".join(map(str, timeline.in_flight))
     on = f" on ranks 0 to {schedule.stages - 1}" if schedule.stages > 1 else ""
@@ -78,7 +78,7 @@ def schedule_summary(schedule: Schedule, timeline: Timeline) -> list[str]:
 
 
 def _of_a_chunk(schedule: Schedule) -> str:
-    return " (of one chunk)" if schedule.chunks > 1 else ""
+    return " (of one chunk)" if schedule.num_model_chunks > 1 else ""
 
 
 def _line(head: str, cells: Sequence[str], cell: int) -> str:
@@ -87,9 +87,9 @@ def _line(head: str, cells: Sequence[str], cell: int) -> str:
 
 def _legend(schedule: Schedule, timeline: Timeline) -> list[str]:
     lines = [", ".join(f"{kind} {ACTION_STYLES[kind][0]}" for kind in _kinds(schedule)) + "; then the micro-batch"]
-    if schedule.chunks > 1:
+    if schedule.num_model_chunks > 1:
         size = schedule.stages
-        of = [f"s {c * size}-{c * size + size - 1}" if size > 1 else f" {c}" for c in range(schedule.chunks)]
+        of = [f"s {c * size}-{c * size + size - 1}" if size > 1 else f" {c}" for c in range(schedule.num_model_chunks)]
         shown = [f"{_letter(schedule, chunk)} virtual stage{which}" for chunk, which in enumerate(of)]
         lines.append(f"chunk: {', '.join(shown)}")
     unit = _unit(timeline)
@@ -104,9 +104,9 @@ def action_label(schedule: Schedule, action: Action) -> str:
 
 
 def _letter(schedule: Schedule, chunk: int) -> str:
-    if schedule.chunks == 1:
+    if schedule.num_model_chunks == 1:
         return ""
-    return ascii_lowercase[chunk] if schedule.chunks <= len(ascii_lowercase) else f".{chunk}"
+    return ascii_lowercase[chunk] if schedule.num_model_chunks <= len(ascii_lowercase) else f".{chunk}"
 
 
 def _kinds(schedule: Schedule) -> list[ActionKind]:
@@ -226,7 +226,7 @@ def _draw_frame(axes: Axes, schedule: Schedule, timeline: Timeline) -> None:
     takes = next(
         span.end - span.start for row in timeline.spans for span in row if span.action.kind is ActionKind.FORWARD
     )
-    what = "forward of one chunk" if schedule.chunks > 1 else "forward"
+    what = "forward of one chunk" if schedule.num_model_chunks > 1 else "forward"
     axes.set_xlabel(f"time (a {what} takes {takes:g}); the number in a box is the micro-batch", fontsize=9)
     held = axes.secondary_yaxis("right")
     held.set_yticks(list(ranks), [f"holds {number}" for number in timeline.in_flight])
@@ -235,7 +235,7 @@ def _draw_frame(axes: Axes, schedule: Schedule, timeline: Timeline) -> None:
         side.spines[:].set_visible(False)
     stages = f"{schedule.stages} stage{'s' if schedule.stages > 1 else ''}"
     micro_batches = f"{schedule.micro_batches} micro-batch{'es' if schedule.micro_batches > 1 else ''}"
-    chunks = f", {schedule.chunks} chunks a rank" if schedule.chunks > 1 else ""
+    chunks = f", {schedule.num_model_chunks} chunks a rank" if schedule.num_model_chunks > 1 else ""
     axes.set_title(f"{schedule.name}: {stages}, {micro_batches}{chunks}", loc="left", fontsize=11, pad=22)
     most = f"{max(timeline.in_flight)} micro-batch{'es' if max(timeline.in_flight) > 1 else ''}"
     cost = f"bubble (idle) {timeline.bubble:.1%}; a rank holds activations of at most {most}{_of_a_chunk(schedule)}"
@@ -248,19 +248,22 @@ def _draw_legend(axes: Axes, schedule: Schedule) -> None:
 
     patches = []
     for kind in _kinds(schedule):
-        for chunk in range(schedule.chunks):
+        for chunk in range(schedule.num_model_chunks):
             face = colours(schedule, Action(kind, chunk * schedule.stages, 0))[0]
-            of = f", chunk {_letter(schedule, chunk)}" if schedule.chunks > 1 else ""
+            of = f", chunk {_letter(schedule, chunk)}" if schedule.num_model_chunks > 1 else ""
             patches.append(Patch(facecolor=face, label=ACTION_STYLES[kind][0] + of))
     # a whole column, for matplotlib cuts the list into columns of one length
-    patches += [Patch(facecolor=_IDLE_COLOUR, label="idle"), *[Patch(alpha=0, label="")] * (schedule.chunks - 1)]
-    columns = len(patches) // schedule.chunks
+    patches += [
+        Patch(facecolor=_IDLE_COLOUR, label="idle"),
+        *[Patch(alpha=0, label="")] * (schedule.num_model_chunks - 1),
+    ]
+    columns = len(patches) // schedule.num_model_chunks
     axes.figure.legend(handles=patches, loc="outside lower left", ncols=columns, fontsize=8, frameon=False)
 
 
 def colours(schedule: Schedule, action: Action) -> tuple[str, str]:
     """Of a box and of the number in it. Each further chunk is a lighter shade."""
-    share = 0.55 * schedule.chunk_of(action.stage) / max(1, schedule.chunks - 1)
+    share = 0.55 * schedule.chunk_of(action.stage) / max(1, schedule.num_model_chunks - 1)
     full = (int(ACTION_STYLES[action.kind][1][i : i + 2], 16) for i in (1, 3, 5))
     red, green, blue = (round(part + (255 - part) * share) for part in full)
     is_dark = 0.299 * red + 0.587 * green + 0.114 * blue < 125

@@ -229,14 +229,14 @@ class Schedule:
     name: str
     stages: int
     micro_batches: int
-    chunks: int
+    num_model_chunks: int
     placement: tuple[int, ...]
     actions: tuple[RankActions, ...]
 
     @property
     def last(self) -> int:
         """The virtual stage that gives the loss."""
-        return self.stages * self.chunks - 1
+        return self.stages * self.num_model_chunks - 1
 
     def chunk_of(self, stage: int) -> int:
         """Which of its rank's virtual stages one is, counted in the order in which a micro-batch passes them."""

@@ -260,7 +260,7 @@ class StageForward:
     ) -> None:
         self._chain, self._placeholders, self._tables = chain, placeholders, tuple(tables)
         self._checkpointed, self._random_stream = set(checkpointed), random_stream
-        self._num_units = len(chain.units)
+        self._num_units = len(chain.layer_calls)
         self._wrappers = dict(wrappers)
         self._units: dict[str, tuple[nn.Module, int, int]] = {}  # path -> where it stands, the stack and the first unit
         self._checked: set[int] = set()
@@ -292,22 +292,22 @@ class StageForward:
         """Stands in the forwards of the layers, behind all else that changes them."""
         chain, home = self._chain, self._home
         for index, (stack, start) in enumerate(zip(chain.stacks, chain.starts, strict=True)):
-            for path in dict.fromkeys(stack.units):
+            for path in dict.fromkeys(stack.layer_calls):
                 layer = model.get_submodule(path)
                 layer = self._wrappers.get(id(layer), layer)
-                self._units[path] = layer, index, start + stack.units.index(path)
-                self._stand_in_layer(*self._units[path])
+                self._units[path] = layer, index, start + stack.layer_calls.index(path)
+                self._override_layer(*self._units[path])
             if index > 0 and stack.context is not None:
-                self._stand_at_entry(model.get_submodule(stack.context[0]), stack, start)
-        if not chain.units:  # one stage has all of it
+                self._override_entry(model.get_submodule(stack.context[0]), stack, start)
+        if not chain.layer_calls:  # one stage has all of it
             return
-        inside = {id(m) for path in chain.units for m in model.get_submodule(path).modules()}
+        inside = {id(m) for path in chain.layer_calls for m in model.get_submodule(path).modules()}
         outside: dict[nn.Module, frozenset[int]] = {}
         for path, module in model.named_modules(remove_duplicate=False):
             if id(module) not in inside and type(module) in (*self._tables, nn.Linear):
                 outside[module] = outside.get(module, frozenset()) | home.get(f"{path}.weight", frozenset())
         for module, units in outside.items():
-            self._stand_outside(module, units)
+            self._override_outside(module, units)
 
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self._replaced.append((module, module.__dict__.get("forward")))
@@ -315,7 +315,7 @@ class StageForward:
 
     def checkpoint_layer(self, path: str) -> None:
         """From now on the layer at ``path`` computes its activations again in the backward."""
-        self._checkpointed |= {at for at, unit in enumerate(self._chain.units) if unit == path}
+        self._checkpointed |= {at for at, unit in enumerate(self._chain.layer_calls) if unit == path}
 
     def follow_wrappers(self, model: nn.Module) -> None:
         """Stands around wrappers that a script put around layers since, or in the layers whose wrappers are gone.
@@ -332,7 +332,7 @@ class StageForward:
                     del self._replaced[at]
                     break
             self._units[path] = now, index, unit
-            self._stand_in_layer(now, index, unit)
+            self._override_layer(now, index, unit)
 
     def run(self, model: nn.Module, run: StagePass, forward: Callable[[], Any]) -> tuple[Any, StageActivations | None]:
         """Lets ``forward`` call the model, as far as the stage goes.
@@ -362,7 +362,7 @@ class StageForward:
             seed_random((run.seed + SPLITMIX64[0] * part) % 2**63)
         self.draws.begin()
 
-    def _stand_in_layer(self, module: nn.Module, index: int, unit: int) -> None:
+    def _override_layer(self, module: nn.Module, index: int, unit: int) -> None:
         stack, original = self._chain.stacks[index], module.forward
         first = self._chain.starts[index]
 
@@ -371,8 +371,8 @@ class StageForward:
             if run is None:
                 return original(*args, **kwargs)
             at = unit
-            if stack.calls_again:
-                at = first + sum(first <= u < first + len(stack.units) for u in run.calls)
+            if stack.repeats_layers:
+                at = first + sum(first <= u < first + len(stack.layer_calls) for u in run.calls)
             if at in run.calls:
                 raise ConfigError(
                     f"The layers at {stack.layers} were run a second time in one forward",
@@ -380,7 +380,7 @@ class StageForward:
                 )
             run.calls.append(at)
             if at < run.span.start:
-                hidden, returns = first_tensor(args, kwargs), stack.stages.returns
+                hidden, returns = first_tensor(args, kwargs), stack.stages.num_outputs
                 return (hidden, *[None] * (returns - 1)) if returns else hidden
             if at >= run.span.stop:
                 raise StageBoundaryReached(self._payload(run, at, args, kwargs))
@@ -418,7 +418,7 @@ class StageForward:
         self, run: StagePass, at: int, original: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
     ) -> None:
         """The first time that a layer runs here: what it reads was made on this stage, or handed to it."""
-        path = self._chain.units[at]
+        path = self._chain.layer_calls[at]
         names = list(inspect.signature(original).parameters)
         given = [*zip([*names, *(f"argument {i}" for i in range(len(names), len(args)))], args), *kwargs.items()]
         hidden = first_tensor(args, kwargs)
@@ -429,7 +429,7 @@ class StageForward:
 
     def _payload(self, run: StagePass, at: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> StageActivations:
         payload = {}
-        carried = self._chain.carried(at)
+        carried = self._chain.received_states(at)
         if "hidden" in carried:
             payload["hidden"] = first_tensor(args, kwargs)
         if "context" in carried:
@@ -437,7 +437,7 @@ class StageForward:
             payload["context"] = to_local(run.context)
         return payload
 
-    def _stand_at_entry(self, module: nn.Module, stack: StackDescription, start: int) -> None:
+    def _override_entry(self, module: nn.Module, stack: StackDescription, start: int) -> None:
         assert stack.context is not None
         name = stack.context[1]
         parameters = list(inspect.signature(module.forward).parameters)
@@ -449,7 +449,7 @@ class StageForward:
                 return None
             value = kwargs.get(name) if name in kwargs else (args[position] if position < len(args) else None)
             if run.span.start >= start and "context" in run.received:
-                if run.span.start in range(start, start + len(stack.units)):
+                if run.span.start in range(start, start + len(stack.layer_calls)):
                     run.context = shard_like(run.received["context"], value)
                     if name in kwargs:
                         return args, {**kwargs, name: run.context}
@@ -468,7 +468,7 @@ class StageForward:
 
         self._hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
 
-    def _stand_outside(self, module: nn.Module, home: frozenset[int]) -> None:
+    def _override_outside(self, module: nn.Module, home: frozenset[int]) -> None:
         """A table or linear outside of the layers that is of another stage, on this rank or not, costs nothing."""
         original = module.forward
 

@@ -114,7 +114,7 @@ class PipelineStageManager:
             "layer_costs": self.layer_costs, "recompute_layers": self.recompute_layers,
         }  # fmt: skip
 
-    def checkpointed(self, lengths: Sequence[int]) -> list[int]:
+    def recomputed(self, lengths: Sequence[int]) -> list[int]:
         """How many layers of each virtual stage are checkpointed, of those that it has."""
         asked = self.recompute_layers
         if asked is None:
@@ -141,8 +141,8 @@ class Chained(Protocol):
 
     notes: Sequence[str]
 
-    def chain(self) -> LayerSequence: ...
-    def refuses_pipeline(self) -> str | None: ...
+    def layer_sequence(self) -> LayerSequence: ...
+    def no_pipeline_reason(self) -> str | None: ...
 
 
 @dataclass
@@ -150,13 +150,13 @@ class Stages:
     """How a model was cut into stages, and what runs its spans on this rank.
 
     Args:
-        home: the units that each parameter and buffer goes with, by name.
-        holders: the virtual stages that hold each parameter and buffer, by name.
+        owner_layers: the units that each parameter and buffer goes with, by name.
+        owner_stages: the virtual stages that hold each parameter and buffer, by name.
         state: name -> (first name of that tensor, full shape) of all that the whole model saves.
         parameters: name -> (first name of that parameter, how many numbers it holds) of the whole model's.
         shared: the stages that hold each parameter of which there are several, by name: of a layer that several call,
             or by several names (tied).
-        draws: whether the model draws random numbers when it trains.
+        uses_random: whether the model draws random numbers when it trains.
         stream: how the activations between the layers lie.
     """
 
@@ -164,14 +164,14 @@ class Stages:
     chain: LayerSequence
     spans: list[LayerRange]
     costs: list[float]
-    home: dict[str, frozenset[int]]
-    holders: dict[str, frozenset[int]]
+    owner_layers: dict[str, frozenset[int]]
+    owner_stages: dict[str, frozenset[int]]
     state: dict[str, tuple[str, tuple[int, ...]]]
     parameters: dict[str, tuple[str, int]]
     shared: dict[str, tuple[int, ...]] = field(default_factory=dict)
     placeholders: MissingParams = field(default_factory=MissingParams)
     stage_forward: StageForward | None = None
-    draws: bool = False
+    uses_random: bool = False
     stream: ActivationLayout = field(default_factory=ActivationLayout)
     shared_params: list[dict[int, Tensor]] = field(default_factory=list)
 
@@ -182,7 +182,7 @@ class Stages:
 
     def stages_of(self, name: str) -> tuple[int, ...]:
         """The ranks of the pipe axis that hold a parameter or buffer."""
-        return tuple(sorted({self.manager.placement[v] for v in self.holders[name]}))
+        return tuple(sorted({self.manager.placement[v] for v in self.owner_stages[name]}))
 
     def is_here(self, name: str) -> bool:
         return self.manager.stage in self.stages_of(name)
@@ -194,7 +194,7 @@ class Stages:
 
     def is_elsewhere(self, path: str) -> bool:
         """Whether a module or what is inside of it belongs to a layer that no stage of this rank runs."""
-        units = self.chain.units
+        units = self.chain.layer_calls
         around = [at for at, unit in enumerate(units) if path == unit or path.startswith(f"{unit}.")]
         return bool(around) and not any(at in span for at in around for span in self._own_spans())
 
@@ -202,14 +202,14 @@ class Stages:
         """What all ranks must have alike."""
         return [str(self.manager.options()), str(self.spans), *(f"{n}: {v}" for n, v in self.shared.items())]
 
-    def take_out(self, model: nn.Module) -> None:
+    def remove_other_stages(self, model: nn.Module) -> None:
         """Takes the other stages' parameters out of the model."""
-        self.placeholders.remove(model, {name: self.is_here(name) for name in self.holders})
+        self.placeholders.remove(model, {name: self.is_here(name) for name in self.owner_stages})
 
     def _own_spans(self) -> list[LayerRange]:
         return [self.spans[v] for v in self.manager.virtual_stages]
 
-    def open(
+    def install(
         self,
         model: nn.Module,
         stream: ActivationLayout,
@@ -229,7 +229,7 @@ class Stages:
             model,
             self.chain,
             self.placeholders,
-            self.home,
+            self.owner_layers,
             (nn.Embedding, *(layers.embedding for layers in LAYERS_BY_MODE.values())),
             self._checkpointed(),
             partial(_random_stream, stream=stream, context=context),
@@ -244,7 +244,7 @@ class Stages:
         return nullcontext() if self.manager.num_stages > 1 else self.stage_forward.installed(model)
 
     def _checkpointed(self) -> frozenset[int]:
-        counts = self.manager.checkpointed([len(span) for span in self.spans])
+        counts = self.manager.recomputed([len(span) for span in self.spans])
         return frozenset(u for span, n in zip(self.spans, counts, strict=True) for u in span[:n])
 
     def note_shared(self, model: nn.Module) -> None:
@@ -256,8 +256,8 @@ class Stages:
 
 def _random_stream(stack: StackDescription, stream: ActivationLayout, context: ParallelContext) -> int:
     layout = stack.layout_in(stream)
-    is_whole = stack.whole_sequence is not None and not layout.cuts_stacks
-    return 0 if is_whole else layout.stream_of(ModelRegion.STACK, context.coords, context.sizes)
+    is_whole = stack.whole_sequence is not None and not layout.shards_stacks
+    return 0 if is_whole else layout.random_stream_index(ModelRegion.STACK, context.coords, context.sizes)
 
 
 def build_stages(model: nn.Module, policy: Chained, manager: PipelineStageManager) -> Stages:
@@ -289,12 +289,12 @@ def partition_model(
     Raises as ``build_stages``.
     """
     count = asked.num_virtual_stages
-    chain = policy.chain()
+    chain = policy.layer_sequence()
     if count > 1 and not chain.stacks:
         raise no_layers_error(model, str(asked.num_stages), policy.notes)
     if asked.num_stages > 1:
         _check_settings(model)
-        if against := policy.refuses_pipeline():
+        if against := policy.no_pipeline_reason():
             raise ConfigError(
                 f"pipe={asked.num_stages}, and of this {type(model).__name__} it is known that {against}",
                 rule="A stage has its own layers, and hands on only what its last one gives",
@@ -303,10 +303,10 @@ def partition_model(
             )
     home = owner_layers(model, chain) if chain.stacks else {}
     costs = list(asked.layer_costs) if asked.layer_costs is not None else estimate_layer_costs(model, chain, home)
-    if len(costs) != len(chain.units):
+    if len(costs) != len(chain.layer_calls):
         raise ConfigError(
             f"layer_costs has {len(costs)} numbers",
-            rule=f"It has one for each layer, and this {type(model).__name__} runs {len(chain.units)}",
+            rule=f"It has one for each layer, and this {type(model).__name__} runs {len(chain.layer_calls)}",
             remedy="Leave layer_costs out to have them estimated",
         )
     if count > max(len(costs), asked.num_stages):
@@ -324,7 +324,7 @@ def partition_model(
         )
     else:
         bounds = partition_explicit(asked.partition, len(costs), count)
-    return chain, home, costs, chain.spans(bounds)
+    return chain, home, costs, chain.stage_ranges(bounds)
 
 
 def _by_first_name(tensors: Mapping[str, Any]) -> dict[str, tuple[str, Tensor]]:
@@ -338,9 +338,11 @@ def copy_shared_attributes(model: nn.Module, chain: LayerSequence, spans: Sequen
     for stack, start in zip(chain.stacks, chain.starts, strict=True):
         for span in spans:
             at = max(span.start, start)
-            for path in stack.stages.from_first if start < at < min(span.stop, start + len(stack.units)) else ():
-                first, name = parent_of(model.get_submodule(stack.units[0]), path)
-                owner, _ = parent_of(model.get_submodule(stack.units[at - start]), path)
+            for path in (
+                stack.stages.shared_from_first if start < at < min(span.stop, start + len(stack.layer_calls)) else ()
+            ):
+                first, name = parent_of(model.get_submodule(stack.layer_calls[0]), path)
+                owner, _ = parent_of(model.get_submodule(stack.layer_calls[at - start]), path)
                 owner.__dict__[name] = getattr(first, name)  # not as a module of its own, which would have two names
 
 

@@ -84,26 +84,26 @@ class HeadLayout:
     def _own(self, rank: int) -> range:
         return range(self.query_bounds[rank], self.query_bounds[rank + 1])
 
-    def held(self, rank: int) -> list[int]:
+    def kv_heads_of_rank(self, rank: int) -> list[int]:
         """The KV heads that this rank holds."""
         return sorted(set(self._read(rank)))
 
     def expand(self, rank: int) -> list[int] | None:
         """Which held KV head each local query head reads, where the forward's even repetition would go wrong."""
-        read, held = self._read(rank), self.held(rank)
+        read, held = self._read(rank), self.kv_heads_of_rank(rank)
         if all(read.count(h) == read.count(held[0]) for h in held):
             return None
         return [partition * len(held) + held.index(h) for partition in range(self.partitions) for h in read]
 
     def seen(self, rank: int) -> list[int]:
         """The KV heads that the forward of this rank sees, in its order."""
-        own = self.held(rank) if self.expand(rank) is None else self._read(rank)
+        own = self.kv_heads_of_rank(rank) if self.expand(rank) is None else self._read(rank)
         each = self.num_kv_heads // self.partitions
         return [partition * each + h for partition in range(self.partitions) for h in own]
 
     def kv_heads(self, rank: int) -> int:
         """How many KV heads the forward sees."""
-        return self.heads(rank) if self.expand(rank) is not None else self.partitions * len(self.held(rank))
+        return self.heads(rank) if self.expand(rank) is not None else self.partitions * len(self.kv_heads_of_rank(rank))
 
     def query_split(self, unit: int | None = None) -> Split:
         """Features of which each query head has ``unit``, by default the head dim."""
@@ -111,7 +111,7 @@ class HeadLayout:
 
     def kv_split(self, unit: int | None = None) -> Split:
         """Features of which each KV head has ``unit``."""
-        held = [self.held(r) for r in range(self.ranks)]
+        held = [self.kv_heads_of_rank(r) for r in range(self.ranks)]
         return self._split([(h[0], h[-1] + 1) for h in held], unit)
 
     def _split(self, heads: Iterable[tuple[int, int]], unit: int | None) -> Split:
@@ -128,7 +128,7 @@ class HeadLayout:
         d, parts = per_group // (self.group + 2), []
         for rank in range(self.ranks):
             own: list[tuple[int, int]] = []
-            for h in self.held(rank):
+            for h in self.kv_heads_of_rank(rank):
                 start, first = h * per_group, h * self.group
                 mine = [i - first for i, read in zip(self._own(rank), self._read(rank), strict=True) if read == h]
                 own += [(start + mine[0] * d, start + (mine[-1] + 1) * d)]

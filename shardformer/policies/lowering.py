@@ -66,7 +66,7 @@ class LayerLowering:
     is_stage: bool = False
     classes: ModeLayers = LAYERS_BY_MODE["1d"]
 
-    def has(self, role: Role) -> bool:
+    def exists(self, role: Role) -> bool:
         """Whether the layer has what the role describes. Raises PolicyError where it has not and should.
 
         A layer that has the module, but not its exit, has another one in the place of an optional one
@@ -107,8 +107,8 @@ class LayerLowering:
         norms = [norm for norm in norms if not isinstance(find_module(self.layer, norm), nn.Identity)]
         subs = description.sub_module_replacement or []
         subs += [LayerReplacement(norm, self.classes.norm, {"split": row}) for norm in norms]
-        block.activated = fused == 1 and not norms
-        block.exits_with = mlp.exits_with
+        block.fuse_activation = fused == 1 and not norms
+        block.shared_exit = mlp.shared_exit
         return description
 
     def experts(self, experts: Experts) -> ModulePolicyDescription:
@@ -126,7 +126,7 @@ class LayerLowering:
             up_split = Split.even(experts.fused * width, self.axis.size, experts.fused * unit)
         splits = dict.fromkeys(ups, up_split) | {experts.down: Split.even(width, self.axis.size, unit)}
         parameters = {join_path(experts.at, name): {dims[name]: split} for name, split in splits.items()}
-        block = BlockDescription(experts.at, [], experts.at, summands=experts.summands)
+        block = BlockDescription(experts.at, [], experts.at, replicated_terms=experts.replicated_terms)
         attributes = {} if is_aligned else _computed_one_by_one(module, experts.at)
         return ModulePolicyDescription(attribute_replacement=attributes, blocks=[block], parameters=parameters)
 
@@ -252,7 +252,7 @@ class AttentionLowering:
         return HeadLayout(num_heads, num_kv_heads, unit, self.layer.axis.size, self.role.projections.partitions)
 
     @property
-    def few_heads(self) -> int | None:
+    def uneven_heads(self) -> int | None:
         """How many heads there are, in the first of several stages, where these are fewer than ranks."""
         heads = self._count(self.num_heads)
         return heads if heads is not None and heads < self.layer.axis.size and self.layer.is_stage else None
@@ -282,8 +282,8 @@ class AttentionLowering:
         at, inputs, rank = self.role.at, self.role.inputs, self.layer.axis.rank
         linears = _existing_projections(self.role.projections, at, self.layer.layer)
         columns = self._columns(linears)
-        from_context = inputs.from_context or inputs.arguments
-        others = {*inputs.from_inside, *((linears.k, linears.v, linears.kv) if from_context else ())}
+        from_context = inputs.cross_attention or inputs.arguments
+        others = {*inputs.inner_inputs, *((linears.k, linears.v, linears.kv) if from_context else ())}
         description, block = self.layer.block(
             at if inputs.entry is None else self._path(inputs.entry),
             {self._path(name): kwargs for name, kwargs in columns.items() if name not in others},
@@ -294,10 +294,10 @@ class AttentionLowering:
         by_head = self._add_counted(description, columns.get(linears.k or linears.v or "", {}))
         first, end = self.layout.query_bounds[rank : rank + 2]
         bounds = (self.layout.partition.num_heads, first, end)
-        width = self.layout.values(rank)["width"] if inputs.give_width else None
+        width = self.layout.values(rank)["width"] if inputs.reads_width else None
         kv_heads = (self.layout.num_kv_heads, tuple(self.layout.seen(rank)))
         block.arguments = BlockArguments(at, list(inputs.arguments), by_head, bounds, width, kv_heads)
-        block.gathers_around = at if inputs.whole_sequence else None
+        block.gather_module = at if inputs.full_sequence else None
         return description
 
     def _path(self, name: str) -> str:
@@ -314,25 +314,27 @@ class AttentionLowering:
         parameters: dict[str, dict[int, Split]] = {}
         arguments: dict[str, int] = {}
         subs, classes, queries = description.sub_module_replacement or [], self.layer.classes, self.layout.query_split()
-        for name, said in self.role.counts.items():
+        for name, said in self.role.local_attrs.items():
             path = self._path(name.rstrip("?"))
             thing = get_at(self.layer.layer, path)
             if isinstance(thing, Tensor):
-                self.role.counted(name, "parameter")
+                self.role.local_attr_kind(name, "parameter")
                 parameters[path] = self.layout.parameter_split(path, thing, said)
             elif isinstance(thing, nn.Embedding):
-                self.role.counted(name, "embedding")
+                self.role.local_attr_kind(name, "embedding")
                 split = self.layout.query_split(1)
-                subs.append(LayerReplacement(path, classes.table, {"split": split, "gather_output": False}))
+                subs.append(LayerReplacement(path, classes.bias_table, {"split": split, "gather_output": False}))
             elif isinstance(thing, nn.Module):
-                of_q = self.role.counted(name, "norm") == "heads" or not of_k
+                of_q = self.role.local_attr_kind(name, "norm") == "heads" or not of_k
                 if not isinstance(thing, nn.Identity):  # in the place of a norm that this model does not have
                     subs.append(LayerReplacement(path, classes.norm, {"split": queries} if of_q else dict(of_k)))
             elif not isinstance(said, str) and not name.endswith("?"):
-                self.role.counted(name, "argument")
+                self.role.local_attr_kind(name, "argument")
                 arguments[name] = said[1]
             elif thing is not None:
-                attributes[path] = self.layout.values(self.layer.axis.rank)[self.role.counted(name, "attribute")]
+                attributes[path] = self.layout.values(self.layer.axis.rank)[
+                    self.role.local_attr_kind(name, "attribute")
+                ]
             elif not name.endswith("?"):
                 raise self._nothing(name)
         description.attribute_replacement, description.parameters = attributes, parameters
@@ -355,7 +357,7 @@ class AttentionLowering:
         expand = layout.expand(self.layer.axis.rank)
         columns: dict[str, dict[str, Any]] = {}
         if linears.q:
-            q_unit = self._unit(linears.q, layout.num_heads, None if self.role.inputs.from_inside else layout.head_dim)
+            q_unit = self._unit(linears.q, layout.num_heads, None if self.role.inputs.inner_inputs else layout.head_dim)
             columns[linears.q] = {"split": layout.query_split(q_unit)}
         for gate in linears.gates:
             columns[gate] = {"split": layout.query_split(self._unit(gate, layout.num_heads))}
@@ -378,7 +380,7 @@ class AttentionLowering:
         layout, features, has_q = self.layout, self._features(name), name == linears.qkv
         heads, kv_heads, d = layout.num_heads, layout.num_kv_heads, layout.head_dim
         sizes = [heads * d] * has_q + [kv_heads * d] * 2
-        if features != sum(sizes) and not (linears.interleaved and name in self.role.inputs.from_inside):
+        if features != sum(sizes) and not (linears.interleaved and name in self.role.inputs.inner_inputs):
             raise PolicyError(
                 f"{self.layer.path}.{self._path(name)} has {features} features, which are not "
                 f"{' + '.join(map(str, sizes))}",

@@ -43,16 +43,16 @@ class BlockArguments:
 
     Args:
         at: path of the module whose forward it is.
-        entering: those of its arguments that enter by themselves.
-        by_head: argument -> which of its dims counts the heads.
+        region_inputs: those of its arguments that enter by themselves.
+        head_dims: argument -> which of its dims counts the heads.
         bounds: how many heads there are, from which to which this rank has.
         width: the width of this rank's heads, for a forward that reads it as the last dim of what enters.
         kv_heads: how many key-value heads there are, and those that this rank's forward sees, in its order.
     """
 
     at: str
-    entering: Sequence[str] = ()
-    by_head: Mapping[str, int] = field(default_factory=dict)
+    region_inputs: Sequence[str] = ()
+    head_dims: Mapping[str, int] = field(default_factory=dict)
     bounds: HeadRange = field(default=(0, 0, 0), repr=False)  # ranks differ in it, and agree on the rest
     width: int | None = field(default=None, repr=False)
     kv_heads: tuple[int, tuple[int, ...]] = field(default=(0, ()), repr=False)
@@ -66,13 +66,15 @@ class BlockDescription:
         entry: path of the module whose first tensor argument enters.
         columns: paths of the column-parallel linears that read what entered.
         row: path of the row-parallel linear at the exit.
-        others: paths of column-parallel linears that read something else that has entered (cross-attention's states).
+        cross_columns: paths of column-parallel linears that read something else that has entered (cross-attention's
+        states).
         arguments: what else the forward of a module in it is given.
-        activated: whether an activation follows the columns at once, so that their bias can be fused with it.
-        exits_with: path of an earlier block's row-parallel linear, which exits with this one's: the layer adds them.
-        gathers_around: path of a module that needs the whole sequence, under sequence parallelism, outside of the
+        fuse_activation: whether an activation follows the columns at once, so that their bias can be fused with it.
+        shared_exit: path of an earlier block's row-parallel linear, which exits with this one's: the layer adds them.
+        gather_module: path of a module that needs the whole sequence, under sequence parallelism, outside of the
             block too.
-        summands: for a module that is a block by itself, named by ``entry`` and ``row`` (all that it is given enters,
+        replicated_terms: for a module that is a block by itself, named by ``entry`` and ``row`` (all that it is given
+        enters,
             and what it gives leaves): the parameters and modules in it that stay whole and are added to what it gives,
             of which each rank adds an equal part. None for any other block.
     """
@@ -80,16 +82,16 @@ class BlockDescription:
     entry: str
     columns: Sequence[str]
     row: str
-    others: Sequence[str] = ()
+    cross_columns: Sequence[str] = ()
     arguments: BlockArguments | None = None
-    activated: bool = False
-    exits_with: str | None = None
-    gathers_around: str | None = None
-    summands: Sequence[str] | None = None
+    fuse_activation: bool = False
+    shared_exit: str | None = None
+    gather_module: str | None = None
+    replicated_terms: Sequence[str] | None = None
 
     def within(self, path: str) -> BlockDescription:
         """The same block of a model that holds the described module at ``path``."""
-        own = with_path_prefix(self, path, "entry", "columns", "row", "others", "exits_with", "gathers_around")
+        own = with_path_prefix(self, path, "entry", "columns", "row", "cross_columns", "shared_exit", "gather_module")
         return replace(own, arguments=self.arguments and with_path_prefix(self.arguments, path, "at"))
 
     @property

@@ -28,7 +28,7 @@ class Policy(LegacyPolicy):
     name: str | None = None
     notes: Sequence[str] = ()
     """What ``describe_sharding`` says of it."""
-    prove: bool = True
+    validate: bool = True
     """Whether a policy that a user gives is tried on a copy of a small model before it is used."""
 
     unproven: Mapping[str, Mapping[str, str]] = MappingProxyType({})
@@ -39,7 +39,7 @@ class Policy(LegacyPolicy):
         self.model: Any = None
         self.shard_config: ShardConfig = ShardConfig()
         self.axis: Axis = Axis("tensor")
-        self.find_part: Callable[[nn.Module], Policy] | None = None
+        self.find_submodel_policy: Callable[[nn.Module], Policy] | None = None
         """Finds the policy of a model inside this one; None: of a registered family only."""
 
     @property
@@ -56,7 +56,7 @@ class Policy(LegacyPolicy):
         """Makes the config known as ``self.shard_config``, and checks that the policy can do it."""
         self.shard_config = shard_config
         # with tensor parallelism off nothing is cut: the policy sees the model as one rank alone does
-        self.axis = shard_config.heads_axis() if shard_config.enable_tensor_parallelism else Axis("tensor")
+        self.axis = shard_config.head_axis() if shard_config.enable_tensor_parallelism else Axis("tensor")
         self.config_sanity_check()
 
     def config_sanity_check(self) -> None:
@@ -80,11 +80,11 @@ class Policy(LegacyPolicy):
         """The model's stacks of layers; sequence parallelism and pipelines need them."""
         return []
 
-    def chain(self) -> LayerSequence:
+    def layer_sequence(self) -> LayerSequence:
         """The layers as a pipeline cuts them: one behind the other, in the order in which they run."""
         return LayerSequence.of(self.model, self.stacks())
 
-    def refuses_pipeline(self) -> str | None:
+    def no_pipeline_reason(self) -> str | None:
         """Why the layers of this model cannot be on several stages; None where they can."""
         return None
 

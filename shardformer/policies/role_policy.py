@@ -7,6 +7,7 @@ MLP's to one layer, and what it holds to that module; a leading dot makes such a
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
@@ -46,6 +47,14 @@ BETWEEN_LAYERS = "it reads the states between its layers, of which a rank has a 
 BETWEEN_STAGES = "it reads the states between its layers, of which a stage has those between its own"
 
 
+RENAMED_FIELDS = {
+    "whole": "keep_replicated", "parts": "submodels", "single": "unstacked_blocks",
+    "against_sequence": "no_sequence_parallel", "against_pipeline": "no_pipeline",
+    "refuses_sequence": "no_sequence_parallel_reason", "refuses_pipeline": "no_pipeline_reason", "chain": "layer_sequence",
+}  # fmt: skip
+"""Earlier names of what a policy defines -> the names now."""
+
+
 class RolePolicy(Policy):
     """A policy that is a table of roles. See ``shardformer/policies/models`` for tables.
 
@@ -53,12 +62,14 @@ class RolePolicy(Policy):
         stack: the model's stack or stacks.
         embeddings: embeddings over the vocabulary, relative to the base model.
         head: the language model's head, relative to the whole model; head classes without one need no word.
-        single: attentions and MLPs that stand in no stack, relative to the whole model.
-        parts: submodules that are models themselves (a text model), relative to the whole model; ``?`` as always. Each
+        unstacked_blocks: attentions and MLPs that stand in no stack, relative to the whole model.
+        submodels: submodules that are models themselves (a text model), relative to the whole model; ``?`` as always.
+        Each
             is described by the policy of its own model type.
-        whole: what stays whole on purpose although it is large or inside a layer, relative to the base model, ``*``
+        keep_replicated: what stays whole on purpose although it is large or inside a layer, relative to the base
+        model, ``*``
             standing for an index; behind a dot, relative to the whole model, where only some heads have it.
-        against_sequence, against_pipeline: why the model cannot run sequence parallelism, or a pipeline, if so.
+        no_sequence_parallel, no_pipeline: why the model cannot run sequence parallelism, or a pipeline, if so.
         num_heads, num_kv_heads: these numbers, or the names of the config's fields that hold them; or, behind a dot,
             the name of an attribute of the attention module.
     """
@@ -66,24 +77,29 @@ class RolePolicy(Policy):
     stack: LayerStack | Sequence[LayerStack] = ()
     embeddings: str | Sequence[str] = ()
     head: str | Sequence[str] = ()
-    single: Sequence[Role] = ()
-    parts: Sequence[str] = ()
-    whole: Sequence[str] = ()
+    unstacked_blocks: Sequence[Role] = ()
+    submodels: Sequence[str] = ()
+    keep_replicated: Sequence[str] = ()
     num_heads: int | str = "num_attention_heads"
     num_kv_heads: int | str | None = "num_key_value_heads"
-    against_sequence: str | None = None
-    against_pipeline: str | None = None
-    _few: Sequence[str] = ()
+    no_sequence_parallel: str | None = None
+    no_pipeline: str | None = None
+    _uneven_heads: Sequence[str] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        for old, new in RENAMED_FIELDS.items():
+            if old in vars(cls):
+                warnings.warn(f"{cls.__name__}.{old} is now {new}", DeprecationWarning, stacklevel=2)
+                setattr(cls, new, vars(cls)[old])
+                delattr(cls, old)
         known = dir(RolePolicy)
         for name in vars(cls):
             close = get_close_matches(name, [n for n in known if n[:1] != "_"], cutoff=0.8)
             if name not in known and close:
                 raise PolicyError(
                     f"{cls.__name__} says {name!r}",
-                    rule="A table has stack, embeddings, head, whole, num_heads and num_kv_heads",
+                    rule="A table has stack, embeddings, head, keep_replicated, num_heads and num_kv_heads",
                     remedy=f"Did you mean {close[0]!r}? A name that is less like it is left alone",
                 )
 
@@ -94,7 +110,7 @@ class RolePolicy(Policy):
             check_type(type(self).__name__, name, getattr(self, name), type_hints_of(RolePolicy)[name])
 
     def config_sanity_check(self) -> None:
-        against = self.refuses_sequence()
+        against = self.no_sequence_parallel_reason()
         if self.shard_config.enable_sequence_parallelism and against:
             raise ConfigError(
                 f"enable_sequence_parallelism=True, and of this {type(self.model).__name__} it is known that {against}",
@@ -108,22 +124,22 @@ class RolePolicy(Policy):
         """Whether the layer adds what leaves the exits that the table names together, with nothing between."""
         return True
 
-    def refuses_sequence(self) -> str | None:
+    def no_sequence_parallel_reason(self) -> str | None:
         """Why this model cannot run sequence parallelism; None where it can."""
         if _is_backbone(self.model):
             return BETWEEN_LAYERS
         whole = [stack.whole_sequence for stack in self.stacks()]
-        return self.against_sequence or (whole[0] if whole and all(whole) else None)
+        return self.no_sequence_parallel or (whole[0] if whole and all(whole) else None)
 
-    def refuses_pipeline(self) -> str | None:
+    def no_pipeline_reason(self) -> str | None:
         """Why the layers of this model cannot be on several stages; None where they can."""
-        if self.against_pipeline:
-            return self.against_pipeline
-        layers = [stack.layers for stack in self.chain().stacks]
+        if self.no_pipeline:
+            return self.no_pipeline
+        layers = [stack.layers for stack in self.layer_sequence().stacks]
         for path, module in self.model.named_modules():
             if _is_backbone(module) and any(f"{inner}.".startswith(f"{path}.") or not path for inner in layers):
                 return BETWEEN_STAGES
-        return next((why for _, policy in self._parts() if (why := policy.refuses_pipeline())), None)
+        return next((why for _, policy in self._parts() if (why := policy.no_pipeline_reason())), None)
 
     @property
     def _classes(self) -> ModeLayers:
@@ -137,12 +153,12 @@ class RolePolicy(Policy):
 
     def module_policy(self) -> Mapping[ModuleKey, ModulePolicyDescription]:
         self.notes = list(type(self).notes)
-        self._few = []
+        self._uneven_heads = []
         # outside of the stacks all tensor ranks have the same, on a grid too
         tensor = self.shard_config.resolve_context().tensor if self.axis.name == "column" else self.axis
         model = LayerLowering(self.model, "", tensor)
         out: dict[ModuleKey, ModulePolicyDescription] = {
-            "": merge_descriptions([self._outside(), self._merged(self.single, model)])
+            "": merge_descriptions([self._outside(), self._merged(self.unstacked_blocks, model)])
         }
         for stack, is_stage in self._present_stacks():
             out |= self._layers(join_path(self.base, stack.layers), stack.blocks, is_stage)
@@ -154,15 +170,15 @@ class RolePolicy(Policy):
     def _parts(self) -> list[tuple[str, Policy]]:
         """The policies of the submodules that are models themselves, by their paths."""
         out = []
-        for path in [part.rstrip("?") for part in self.parts if module_exists(self.model, part)]:
+        for path in [part.rstrip("?") for part in self.submodels if module_exists(self.model, part)]:
             policy = self._policy_of(model := get_module(self.model, path), path)
             policy.model, policy.shard_config, policy.axis = model, self.shard_config, self.axis
             out.append((path, policy))
         return out
 
     def _policy_of(self, model: nn.Module, part: str) -> Policy:
-        if self.find_part is not None:
-            return self.find_part(model)
+        if self.find_submodel_policy is not None:
+            return self.find_submodel_policy(model)
         if (known := registered_policy(model)) is not None:
             return known[0]
         raise PolicyError(
@@ -202,25 +218,27 @@ class RolePolicy(Policy):
             if norm is not None and not any_norm and not _reads_each_token(behind, layers):
                 norm = None
             stages = s.stages.for_layers(get_module(base, s.layers))
-            own = StackDescription(s.layers, norm, s.context, s.whole_sequence, s.reads_context, stages=stages)
+            own = StackDescription(
+                s.layers, norm, s.cross_states, s.no_sequence_parallel, s.reads_context, stages=stages
+            )
             out.append(replace(own, sequence=s.sequence).within(self.base))
         return out
 
-    def chain(self) -> LayerSequence:
+    def layer_sequence(self) -> LayerSequence:
         own = LayerSequence.of(self.model, self._own_stacks(any_norm=True)).stacks
-        every = [*own, *(s.within(path) for path, policy in self._parts() for s in policy.chain().stacks)]
+        every = [*own, *(s.within(path) for path, policy in self._parts() for s in policy.layer_sequence().stacks)]
         if every:  # some models register their head before the layers
             tops = {head.partition(".")[0] for head in as_path_list(self.head) if module_exists(self.model, f"{head}?")}
             beside = sorted(top for top in tops if not any(f"{s.layers}.".startswith(f"{top}.") for s in every))
             stages = every[-1].stages
-            every[-1] = replace(every[-1], stages=replace(stages, after=(*stages.after, *beside)))
+            every[-1] = replace(every[-1], stages=replace(stages, with_last_layer=(*stages.with_last_layer, *beside)))
         return LayerSequence(tuple(every))
 
     def replicated(self) -> list[str] | None:
         base = get_module(self.model, self.base)
         known = [name for name, _ in [*base.named_modules(), *base.named_parameters()]]
         out = []
-        for path in self.whole:
+        for path in self.keep_replicated:
             if path.startswith("."):
                 out.append(path[1:])
                 continue
@@ -228,7 +246,11 @@ class RolePolicy(Policy):
             if not path.endswith("?") and not found:
                 raise no_match_error(self.base, path, base)
             out += [join_path(self.base, name) for name in found]
-        out += [name for path in self._few for name in match_paths(path, [n for n, _ in self.model.named_modules()])]
+        out += [
+            name
+            for path in self._uneven_heads
+            for name in match_paths(path, [n for n, _ in self.model.named_modules()])
+        ]
         for path, policy in self._parts():
             inner = policy.replicated()
             out += [path] if inner is None else [join_path(path, name) for name in inner]
@@ -256,7 +278,7 @@ class RolePolicy(Policy):
         subs = [LayerReplacement(join_path(self.base, path), self._classes.embedding) for path in embeddings]
         heads = [path.rstrip("?") for path in as_path_list(self.head)]
         own = [path for path in heads if self._is_head_of_user(path)]
-        self._few = [*self._few, *own]
+        self._uneven_heads = [*self._uneven_heads, *own]
         self.notes = [*self.notes, *(f"Whole, since it is no linear: {path}." for path in own)]
         subs += [LayerReplacement(p, self._classes.head, ignore_if_not_exist=True) for p in heads if p not in own]
         return ModulePolicyDescription(sub_module_replacement=subs)
@@ -267,20 +289,20 @@ class RolePolicy(Policy):
         return is_shipped(self) and head is not None and not is_linear(head)
 
     def _block(self, block: Role, lowering: LayerLowering) -> ModulePolicyDescription | None:
-        if not lowering.has(block):
+        if not lowering.exists(block):
             return None
         if isinstance(block, MLP):
-            return lowering.mlps(block if self.sums_exits() else replace(block, exits_with=None))
+            return lowering.mlps(block if self.sums_exits() else replace(block, shared_exit=None))
         if isinstance(block, Experts):
             return lowering.experts(block)
         attention = self._attention(block, lowering)
-        if (heads := attention.few_heads) is None:
+        if (heads := attention.uneven_heads) is None:
             return attention.description()
         at, out = (
             join_path(lowering.path, block.at),
             join_path(lowering.path, resolve_path(block.at, block.projections.out)),
         )
-        self._few = [*self._few, at, out]
+        self._uneven_heads = [*self._uneven_heads, at, out]
         note = f"Whole, since {heads} heads are fewer than {self.axis.size} ranks: {at}."
         self.notes = [*self.notes, *([note] if note not in self.notes else [])]
         return None

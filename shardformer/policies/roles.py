@@ -9,6 +9,7 @@ from shardformer.errors import PolicyError, did_you_mean
 from shardformer.module_paths import resolve_path
 from shardformer.pipeline.layer_sequence import PipelineHints, SequenceParallelHints
 from shardformer.policies.module_descriptions import check_field_types
+from shardformer.public_names import renamed_arguments
 
 LocalAttr = str | tuple[str, int]
 """What something counts, and which of its dims does where that has to be said."""
@@ -53,6 +54,14 @@ Q_K_V_O = AttentionProjections(q="q_proj", k="k_proj", v="v_proj", out="o_proj")
 Q_K_V_OUT = AttentionProjections(q="q_proj", k="k_proj", v="v_proj", out="out_proj")
 
 
+@renamed_arguments(
+    {
+        "from_context": "cross_attention",
+        "from_inside": "inner_inputs",
+        "give_width": "reads_width",
+        "whole_sequence": "full_sequence",
+    }
+)
 @dataclass(frozen=True, kw_only=True)
 class AttentionInputs:
     """What enters an attention, where that is not the first tensor argument of its module alone.
@@ -61,25 +70,26 @@ class AttentionInputs:
         entry: the module whose first tensor argument enters instead: the first of the projections, for an attention
             that adds its residual itself.
         arguments: arguments of the forward, beside the first, that projections read; each enters by itself.
-        from_context: k and v read another stack's states (cross-attention).
-        from_inside: those of the projections that read what other modules inside made of the input (a low-rank
+        cross_attention: k and v read another stack's states (cross-attention).
+        inner_inputs: those of the projections that read what other modules inside made of the input (a low-rank
             projection and its norm), instead of the input itself.
-        give_width: whether the forward takes the width of the heads from the last dim of what enters.
-        whole_sequence: whether the module needs the whole sequence outside of the block too (it adds its residual
+        reads_width: whether the forward takes the width of the heads from the last dim of what enters.
+        full_sequence: whether the module needs the whole sequence outside of the block too (it adds its residual
             itself): sequence parallelism gathers it before the module and cuts it behind.
     """
 
     entry: str | None = None
     arguments: Sequence[str] = ()
-    from_context: bool = False
-    from_inside: Sequence[str] = ()
-    give_width: bool = False
-    whole_sequence: bool = False
+    cross_attention: bool = False
+    inner_inputs: Sequence[str] = ()
+    reads_width: bool = False
+    full_sequence: bool = False
 
     def __post_init__(self) -> None:
         check_field_types(self)
 
 
+@renamed_arguments({"counts": "local_attrs", "counted": "local_attr_kind"})
 @dataclass(frozen=True)
 class Attention:
     """An attention of a layer.
@@ -87,7 +97,7 @@ class Attention:
     Args:
         at: path of the module; its first tensor argument is what enters, if ``inputs`` says nothing else.
         projections: its linears.
-        counts: what its forward reads and has to be this rank's -> what that counts: "heads", "kv_heads", "groups"
+        local_attrs: what its forward reads and has to be this rank's -> what that counts: "heads", "kv_heads", "groups"
             (query heads a KV head) or "width" (heads times head dim). The name is that of
 
             - an attribute of the module;
@@ -104,7 +114,7 @@ class Attention:
 
     at: str
     projections: AttentionProjections
-    counts: Mapping[str, LocalAttr] = field(default_factory=dict)
+    local_attrs: Mapping[str, LocalAttr] = field(default_factory=dict)
     inputs: AttentionInputs = AttentionInputs()
     num_heads: int | str | None = None
     num_kv_heads: int | str | None = None
@@ -112,12 +122,12 @@ class Attention:
 
     def __post_init__(self) -> None:
         check_field_types(self)
-        for name in self.counts:
-            self.counted(name)
+        for name in self.local_attrs:
+            self.local_attr_kind(name)
 
-    def counted(self, name: str, what: str | None = None) -> str:
+    def local_attr_kind(self, name: str, what: str | None = None) -> str:
         """What ``name`` counts. Raises PolicyError where nothing counts that, or not ``what`` it is the name of."""
-        said = self.counts[name]
+        said = self.local_attrs[name]
         kind = said if isinstance(said, str) else said[0]
         kinds = (
             LOCAL_ATTR_KINDS[what]
@@ -133,6 +143,7 @@ class Attention:
         return kind
 
 
+@renamed_arguments({"exits_with": "shared_exit"})
 @dataclass(frozen=True)
 class MLP:
     """An MLP of a layer.
@@ -144,7 +155,7 @@ class MLP:
         fused: how many blocks lie behind each other in each of ``up`` (2 for a fused gate and up); None: as many as
             the sizes say.
         norm: a norm over all features between entry and exit.
-        exits_with: the output projection of the attention before it, relative to the layer, where the layer adds both
+        shared_exit: the output projection of the attention before it, relative to the layer, where the layer adds both
             outputs at once: they leave together, in one collective.
         optional: whether some layers or models lack it.
     """
@@ -154,13 +165,14 @@ class MLP:
     down: str
     fused: int | None = 1
     norm: str | None = None
-    exits_with: str | None = None
+    shared_exit: str | None = None
     optional: bool = False
 
     def __post_init__(self) -> None:
         check_field_types(self)
 
 
+@renamed_arguments({"summands": "replicated_terms"})
 @dataclass(frozen=True)
 class Experts:
     """The experts of a layer whose weights are stacked into parameters with three dims; each expert is cut inside.
@@ -171,7 +183,8 @@ class Experts:
         at: path of the module.
         up: parameters (experts, width, hidden) or (experts, hidden, width) that read the input, and their biases.
         down: the parameter (experts, hidden, width) at the exit; the other way round too where ``fused`` is not one.
-        summands: what is added to the experts' sum and is not cut: a bias (experts, hidden) behind ``down``, the module
+        replicated_terms: what is added to the experts' sum and is not cut: a bias (experts, hidden) behind ``down``,
+        the module
             that stands for experts that change nothing.
         fused: how many blocks lie behind each other in each of ``up``.
         interleaved: those of ``up`` lie feature by feature instead.
@@ -182,7 +195,7 @@ class Experts:
     at: str
     up: str | Sequence[str]
     down: str
-    summands: Sequence[str] = ()
+    replicated_terms: Sequence[str] = ()
     fused: int = 1
     interleaved: bool = False
     dims: Mapping[str, int] = field(default_factory=dict)
@@ -202,6 +215,7 @@ def exit_path(role: Role) -> str | None:
     return resolve_path(role.at, role.projections.out if isinstance(role, Attention) else role.down)
 
 
+@renamed_arguments({"context": "cross_states", "whole_sequence": "no_sequence_parallel"})
 @dataclass(frozen=True)
 class LayerStack:
     """A stack of layers.
@@ -210,9 +224,9 @@ class LayerStack:
         layers: path of the ModuleList, with ``*`` for an index where each stage of a model has one ("layers.*.blocks").
         blocks: the attentions, MLPs and experts of one layer.
         final_norm: the norm behind the last layer.
-        context: (path of a module, name of its argument): the states that ``from_context`` attentions read, which
+        cross_states: (path of a module, name of its argument): the states that ``from_context`` attentions read, which
             enter there once for all of them; for a pipeline, where the states of the stack before come in.
-        whole_sequence: why sequence parallelism cannot cut its sequence, where it does cut those of other stacks.
+        no_sequence_parallel: why sequence parallelism cannot cut its sequence, where it does cut those of other stacks.
         optional: whether some models lack it.
         stages: what a pipeline has to know of it.
         sequence: what sequence parallelism has to know of it beside its blocks.
@@ -221,18 +235,18 @@ class LayerStack:
     layers: str
     blocks: Sequence[Role]
     final_norm: str | None = None
-    context: tuple[str, str] | None = None
-    whole_sequence: str | None = None
+    cross_states: tuple[str, str] | None = None
+    no_sequence_parallel: str | None = None
     optional: bool = False
     stages: PipelineHints = field(default_factory=PipelineHints)
     sequence: SequenceParallelHints = field(default_factory=SequenceParallelHints)
 
     def __post_init__(self) -> None:
         check_field_types(self)
-        name = self.context[1] if self.context and self.reads_context else None
+        name = self.cross_states[1] if self.cross_states and self.reads_context else None
         for role in self.blocks:
             arguments = role.inputs.arguments if isinstance(role, Attention) else ()
-            if name in arguments or (arguments and isinstance(role, Attention) and role.inputs.from_context):
+            if name in arguments or (arguments and isinstance(role, Attention) and role.inputs.cross_attention):
                 raise PolicyError(
                     f"The states of another stack enter the attention {role.at!r} twice: by the context of the stack "
                     f"{self.layers!r} and by the arguments {list(arguments)}",
@@ -243,4 +257,4 @@ class LayerStack:
     @property
     def reads_context(self) -> bool:
         """Whether an attention reads the context as one; else it only tells a pipeline what comes in."""
-        return any(isinstance(role, Attention) and role.inputs.from_context for role in self.blocks)
+        return any(isinstance(role, Attention) and role.inputs.cross_attention for role in self.blocks)

@@ -123,7 +123,7 @@ class Sharder:
         manager = config.pipeline_stage_manager
         stages = self.context.pipe.size if manager is None else manager.num_virtual_stages
         self.has_stages = manager is not None or stages > 1
-        self.needs_policy = self.is_cut or config.cuts_context or stages > 1
+        self.needs_policy = self.is_cut or config.uses_context_parallel or stages > 1
         """Whether an axis other than data shards the model. Data parallelism needs no knowledge of its structure."""
         self._fresh = fresh
         self._outside = set() if fresh else held_outside(model)
@@ -144,14 +144,14 @@ class Sharder:
         """
         config, policy, plan = self.config, resolved.policy, resolved.plan
         self._resolved = resolved
-        layout = config.stream_layout()
+        layout = config.resolve_activation_layout()
         if not self.is_cut:
-            layout = ActivationLayout(tuple(cut for cut in layout.cuts if cut.axis not in layout.block))
+            layout = ActivationLayout(tuple(cut for cut in layout.shards if cut.axis not in layout.block))
         request = ShardingRequest(resolved.source, config.options(), config.extra_kwargs, policy)
         self.state = state = ShardingMetadata(self.context, request, layout)
-        state.watch = ConsistencyMonitor(state) if config.check_consistency else None
+        state.monitor = ConsistencyMonitor(state) if config.check_consistency else None
         state.notes += resolved.notes
-        if config.cuts_context:
+        if config.uses_context_parallel:
             has_stream = config.enable_sequence_parallelism and self.is_cut
             plan = plan_for_context(plan, resolved.context, has_stream=has_stream)
         self.model = plan.model
@@ -160,7 +160,7 @@ class Sharder:
         if self.has_stages:
             manager = config.pipeline_stage_manager or PipelineStageManager(self.context)
             state.stages = build_stages(self.model, policy, manager)
-            state.stages.draws = uses_dropout(self.model)
+            state.stages.uses_random = uses_dropout(self.model)
             check_stages(self._ties, state.stages.stages_of)
         state.unproven = self._unproven()
         check_no_hooks(self.model, plan)
@@ -173,9 +173,9 @@ class Sharder:
         """What every rank must have in common before the model is changed, as text."""
         config, state = self.config, self.state
         asked = [state.request.source, str(config.options()), str(sorted(config.extra_kwargs.items()))]
-        asked += [str(state.stream), f"check_consistency={config.check_consistency}"]
+        asked += [str(state.activations), f"check_consistency={config.check_consistency}"]
         stages = state.stages.lines() if state.stages is not None else []
-        return [*asked, *model_fingerprint(self.model), *plan.lines(), *stages]
+        return [*asked, *model_fingerprint(self.model), *plan.fingerprint(), *stages]
 
     def shard(self, plan: ShardingPlan) -> list[dict[int, Tensor]]:
         """Changes the model as planned, which is the same on every rank. Communicates.
@@ -184,13 +184,13 @@ class Sharder:
         the pipe axis that hold it -> this rank's own.
         """
         context, state = self.context, self.state
-        state.notes += sync_initial_weights(self.model, context.own_axes[::-1])
+        state.notes += sync_initial_weights(self.model, context.base_axes[::-1])
         stages = state.stages
         if stages is not None:
-            stages.take_out(self.model)
+            stages.remove_other_stages(self.model)
             plan = plan.restricted(stages.placeholders)
         blocks = collective_call(context, lambda: self._carry_out(plan))
-        for axis in (state.alike, context.pipe):
+        for axis in (state.same_batch_axis, context.pipe):
             broadcast_random_state(axis, context.device)
         install_gradient_reduction(self.model, plan if self.is_cut else ShardingPlan(self.model, []), blocks, state)
         state.attach(self.model)
@@ -229,7 +229,9 @@ class Sharder:
             materialize_parameters(self.model, self.context.device)
         structure = ModuleFingerprint(self.model, list(local_input_modules(plan, self.state, is_cut=self.is_cut)))
         caches = CacheHeads.of(self.model, plan.blocks if self.is_cut else (), self.context.tensor, self.grid)
-        ForwardChecks(self.model, self.state, structure, caches, is_cut=self.is_cut or self.config.cuts_context)
+        ForwardChecks(
+            self.model, self.state, structure, caches, is_cut=self.is_cut or self.config.uses_context_parallel
+        )
         return blocks
 
     def _apply(self, plan: ShardingPlan) -> list[InstalledBlock]:
@@ -245,17 +247,17 @@ class Sharder:
         if self.grid is not None:
             state.notes.append(grid_summary(self.grid))
         draws = uses_dropout(self.model)
-        if config.cuts_context:
+        if config.uses_context_parallel:
             install_context_attention(self.model, state, config.context_parallel, self._resolved.context, draws=draws)
         blocks = install_regions(self.model, plan, state, config, self.grid) if self.is_cut else []
         if self.grid is not None:
             install_argument_hooks(self.model, plan, state, self._resolved.samples)
-        if config.cuts_context:
+        if config.uses_context_parallel:
             install_context_hooks(self.model, plan.stacks, state, self._resolved.context, draws=draws)
         show_whole_behind(self.model, plan)
         self.model = policy.postprocess() or self.model
         if state.stages is not None:
-            state.stages.open(self.model, state.stream, state.context, self._wrappers)
+            state.stages.install(self.model, state.activations, state.context, self._wrappers)
         return blocks
 
     def replace_module(self, plan: ShardingPlan) -> None:
@@ -362,7 +364,7 @@ def _own(model: nn.Module, path: str) -> Any:
 def resolve_as(sharder: Sharder, policy: Policy, source: str, *, cuts: bool = True, **learned: Any) -> ResolvedPolicy:
     """A policy that is not looked for, with what is known about the layout: see ``ResolvedPolicy``."""
     plan = make_checked_plan(sharder.model, policy, sharder.config, cuts=cuts)
-    if sharder.has_stages and (chain := policy.chain()).stacks:
+    if sharder.has_stages and (chain := policy.layer_sequence()).stacks:
         owner_layers(plan.model, chain)
     # over data ranks alone the rules change nothing, so that they must not be a reason to refuse anything
     plan = plan if sharder.is_cut else ShardingPlan(plan.model, plan.stacks)

@@ -149,7 +149,7 @@ def _said_of_all(config: Any, name: str) -> Any:
 
 def _is_inside_host(context: ParallelContext, group: int) -> bool:
     """Whether so many neighbours on the axis are on one host, as far as is known."""
-    lines = context.grid.lines("sequence")
+    lines = context.grid.rank_groups("sequence")
     return not any(
         context.grid.crosses_hosts(line[i : i + group]) for line in lines for i in range(0, len(line), group)
     )
@@ -184,7 +184,7 @@ def install_context_attention(
     context = state.context
     sizes = choose_ring_sizes(model, context, way)
     has_view = RING in context.axes and GROUP in context.axes
-    view = context if has_view else context.view("sequence", **{RING: sizes.ring, GROUP: sizes.group})
+    view = context if has_view else context.reshape_axis("sequence", **{RING: sizes.ring, GROUP: sizes.group})
     state.context_run = run = ContextParallelState(
         context.sequence, view.axis(RING), view.axis(GROUP), sizes.gathers, learned.is_whole, dims=dict(learned.dims)
     )
@@ -196,7 +196,7 @@ def install_context_attention(
         for layer in model.get_submodule(path).children():
             mixing = find_module(layer, name)
             if mixing is not None and not any(type(inner) in classes for inner in mixing.modules()):
-                state.edges.append(FullSequenceHook(run, (path, name), mixing, draws=draws))
+                state.region_hooks.append(FullSequenceHook(run, (path, name), mixing, draws=draws))
     how = "attention is computed whole on every rank" if learned.is_whole else sizes
     state.notes.append(f"Context parallelism: {how}.")
     if learned.gathers:
@@ -232,7 +232,7 @@ def install_context_hooks(
         layers = [layer for layer in model.get_submodule(stack.layers)._modules.values() if layer is not None]
         norm = model.get_submodule(stack.final_norm) if stack.final_norm else None
         last = [*(layers if learned.reads_between else ()), norm or layers[-1]]
-        state.edges.append(StackHook(run, stack.layers, layers, last, draws=draws))
+        state.region_hooks.append(StackHook(run, stack.layers, layers, last, draws=draws))
         inside |= {id(m) for layer in (*layers, *([norm] if norm is not None else [])) for m in layer.modules()}
     for module in model.modules():
         if isinstance(module, ParallelModule) and id(module) not in inside:
@@ -266,4 +266,4 @@ def plan_for_context(plan: ShardingPlan, learned: ContextFindings, *, has_stream
             "tensor axis",
             remedy="Leave enable_sequence_parallelism off, or the sequence axis out",
         )
-    return replace(plan, blocks=[(path, replace(block, exits_with=None)) for path, block in plan.blocks])
+    return replace(plan, blocks=[(path, replace(block, shared_exit=None)) for path, block in plan.blocks])

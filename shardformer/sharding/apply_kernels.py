@@ -35,7 +35,7 @@ def check_optimizations(model: nn.Module, config: ShardConfig, policy: Policy) -
             rule="Sequence parallelism runs from the first layer of a stack to its last, between blocks",
             remedy="Write the policy as roles (RolePolicy with a Stack), or leave sequence parallelism off",
         )
-    if config.cuts_context:
+    if config.uses_context_parallel:
         check_context(model, policy.stacks(), config.resolve_context(), config.context_parallel, policy.notes)
     if config.enable_flash_attention:
         check_flash_attention(model, config.resolve_context().device)
@@ -47,7 +47,7 @@ def check_optimizations(model: nn.Module, config: ShardConfig, policy: Policy) -
 
 def apply_optimizations(model: nn.Module, config: ShardConfig, plan: ShardingPlan, state: ShardingMetadata) -> None:
     """Makes the replacements that the options ask for, and records them."""
-    if config.enable_flash_attention and not config.cuts_context:  # whose kernels are fused ones, too
+    if config.enable_flash_attention and not config.uses_context_parallel:  # whose kernels are fused ones, too
         replaced = partial(state.note, kind="method")
         state.notes.append(f"Attention: {use_flash_attention(model, state.context.device, replaced)}.")
     if config.enable_fused_normalization:
@@ -76,7 +76,7 @@ def fuse_activations(model: nn.Module, plan: ShardingPlan, state: ShardingMetada
     found: Counter[str] = Counter()
     for path, block in plan.blocks:
         acts = sorted({type(m).__name__ for m in model.get_submodule(path).modules()} & {*ACTIVATIONS})
-        modules = [model.get_submodule(name) for name in block.columns if block.activated and acts]
+        modules = [model.get_submodule(name) for name in block.columns if block.fuse_activation and acts]
         columns = [m for m in modules if isinstance(m, Linear1D_Col) and not m.skip_bias_add]
         for column in columns:
             column.finish = defer_bias

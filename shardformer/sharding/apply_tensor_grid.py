@@ -61,7 +61,9 @@ def plan_for_grid(plan: ShardingPlan, grid: TensorGrid) -> ShardingPlan:
             rule="On a grid the stream is cut from the first layer of a stack to its last",
             remedy="Write the policy as roles (RolePolicy with a Stack), or use tensor_parallel_mode='1d'",
         )
-    plan = replace(plan, replacements=dict(plan.replacements), parameters=dict(plan.parameters), gathered=[])
+    plan = replace(
+        plan, replacements=dict(plan.replacements), parameters=dict(plan.parameters), full_sequence_modules=[]
+    )
     for stack in plan.stacks:
         prefix = f"{stack.layers}."
         blocks = [block for _, block in plan.blocks if block.entry.startswith(prefix)]
@@ -78,8 +80,8 @@ def plan_for_grid(plan: ShardingPlan, grid: TensorGrid) -> ShardingPlan:
         norm = plan.model.get_submodule(stack.final_norm) if stack.final_norm else None
         if stack.final_norm and norm is not None and _has_numbers(norm, width):
             _add(plan, grid, prefix, stack.final_norm, norm, width)
-    around = [block.gathers_around for _, block in plan.blocks if block.gathers_around is not None]
-    gathered = [path for path in dict.fromkeys(plan.gathered) if path not in around]
+    around = [block.gather_module for _, block in plan.blocks if block.gather_module is not None]
+    gathered = [path for path in dict.fromkeys(plan.full_sequence_modules) if path not in around]
     if (gathered or around) and grid.mode == "3d":
         raise ConfigError(
             f"tensor_parallel_mode='3d' for {type(plan.model).__name__}, whose {[*gathered, *around][0]!r} reads all "
@@ -88,7 +90,7 @@ def plan_for_grid(plan: ShardingPlan, grid: TensorGrid) -> ShardingPlan:
             remedy="Use tensor_parallel_mode='2d' or '2.5d', which serve such a model, or '1d'",
         )
     kept = {n: s for n, s in plan.replacements.items() if not (_is_norm(s) and _within(n, [*gathered, *around]))}
-    return replace(plan, replacements=kept, gathered=gathered)
+    return replace(plan, replacements=kept, full_sequence_modules=gathered)
 
 
 def _has_numbers(module: nn.Module, width: int) -> bool:
@@ -134,7 +136,7 @@ def _check_classes(plan: ShardingPlan, prefix: str) -> None:
 
 def _width(plan: ShardingPlan, blocks: list[BlockDescription]) -> int | None:
     """The hidden features of a stack: what the exits of its blocks give."""
-    rows = (find_module(plan.model, block.row) for block in blocks if block.summands is None)
+    rows = (find_module(plan.model, block.row) for block in blocks if block.replicated_terms is None)
     found: list[Any] = [row for row in rows if row is not None]
     return next((row.nf if is_transposed(row) else row.out_features for row in found), None)
 
@@ -153,7 +155,7 @@ def _add(plan: ShardingPlan, grid: TensorGrid, prefix: str, path: str, module: n
         layer, child = path.removeprefix(prefix).split(".")[:2]
         holder = f"{prefix}{layer}.{child}"
         holds_one_end = any(_contains(holder, block.entry) != _contains(holder, block.row) for _, block in plan.blocks)
-        plan.gathered.append(path if holds_one_end else holder)
+        plan.full_sequence_modules.append(path if holds_one_end else holder)
     else:
         raise ConfigError(
             f"tensor_parallel_mode={grid.mode!r} for {type(plan.model).__name__}, whose {path!r} has parameters "
@@ -216,14 +218,14 @@ def install_argument_hooks(
     model: nn.Module, plan: ShardingPlan, state: ShardingMetadata, samples: ArgumentSamples
 ) -> None:
     """Each attention of a stack is given this rank's samples of its other arguments."""
-    streams = [edge for edge in state.edges if isinstance(edge, GridStackActivations)]
+    streams = [edge for edge in state.region_hooks if isinstance(edge, GridStackActivations)]
     stacks = [(f"{stack.layers}.", stream) for stack, stream in zip(plan.stacks, streams, strict=True)]
     entering: dict[nn.Module, tuple[BlockArguments, GridStackActivations]] = {}
     for _, block in plan.blocks:
         stream = next((stream for prefix, stream in stacks if block.entry.startswith(prefix)), None)
         if stream is not None and block.arguments is not None:
             entering[model.get_submodule(block.arguments.at)] = block.arguments, stream
-    for path in plan.gathered:
+    for path in plan.full_sequence_modules:
         stream = next((stream for prefix, stream in stacks if path.startswith(prefix)), None)
         if stream is not None:
             entering.setdefault(model.get_submodule(path), (BlockArguments(path), stream))
@@ -250,7 +252,7 @@ class _LocalSamplesHook:
         self._arguments, self._stream, self._samples = arguments, stream, samples
         self._rows, self._names = 0, _names_of(module)
         module.register_forward_pre_hook(self._before_entry, with_kwargs=True, prepend=True)
-        for name in arguments.entering:
+        for name in arguments.region_inputs:
             change_argument(module, name, partial(self._own, name))
 
     def _before_entry(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -263,7 +265,7 @@ class _LocalSamplesHook:
             if not isinstance(leaf, Tensor) or leaf is hidden or not leaf.dim():
                 return leaf
             name = _argument_path(path, self._names)
-            return leaf if name in self._arguments.entering else self._own(name, leaf)
+            return leaf if name in self._arguments.region_inputs else self._own(name, leaf)
 
         return tree_map_with_path(own, (args, kwargs))
 

@@ -47,11 +47,11 @@ def install_regions(
     """Registers the hooks of every stack and block, after all other changes: they stand on modules that stay."""
     axis, random = state.context.tensor, uses_dropout(model)
     classes = LAYERS_BY_MODE[config.tensor_parallel_mode]
-    _check_stream(plan, state.stream)
+    _check_stream(plan, state.activations)
     streams: dict[str, StackActivations] = {}
     for stack in plan.stacks:
-        layout = stack.layout_in(state.stream)
-        if stack.whole_sequence and layout != state.stream:
+        layout = stack.layout_in(state.activations)
+        if stack.whole_sequence and layout != state.activations:
             state.notes.append(f"The sequence stays whole in {stack.layers}: {stack.whole_sequence}.")
         stream = (
             StackActivations(layout, axis, overlap=config.enable_sequence_overlap, random=random)
@@ -64,27 +64,31 @@ def install_regions(
             if state.stages.placeholders.has_any(norm):  # of another stage, and over all features
                 norm.forward = _handed_on
         _open_stack(model, stack, stream, axis, random)
-    if any(stream.layout.cut_at_stack(axis.name) for stream in streams.values()):
+    if any(stream.layout.shard_at_stack(axis.name) for stream in streams.values()):
         for module in model.modules():
             if isinstance(module, classes.embedding):
                 module.__dict__["sums_later"] = True
     alone = StackActivations(ActivationLayout(), axis)
     arounds: list[Any] = []
-    for path in (*plan.gathered, *plan.apart):
+    for path in (*plan.full_sequence_modules, *plan.token_free_modules):
         of, module = _stream_at(path, streams, alone), model.get_submodule(path)
-        arounds.append((of.register_whole if path in plan.gathered else of.register_apart)(module, random))
-    for path, name in plan.beside:
+        arounds.append(
+            (of.register_full_sequence if path in plan.full_sequence_modules else of.register_token_free)(
+                module, random
+            )
+        )
+    for path, name in plan.per_token_args:
         of, module = _stream_at(f"{path}.", streams, alone), model.get_submodule(path)
         module.register_forward_pre_hook(of.recall_before, with_kwargs=True)
-        change_argument(module, name, of.cut_beside if _is_layer(path, plan) else of.join_beside)
-    without_stream = tuple(f"{path}." for path in (*plan.gathered, *plan.apart))
+        change_argument(module, name, of.shard_argument if _is_layer(path, plan) else of.gather_argument)
+    without_stream = tuple(f"{path}." for path in (*plan.full_sequence_modules, *plan.token_free_modules))
     blocks: list[InstalledBlock] = []
     for path, description in plan.blocks:
         stream, of_block = _stream_at(f"{path}.", streams, alone), classes
         if stream is alone:
             of_block = LAYERS_BY_MODE["1d"]
-        elif description.gathers_around is not None:
-            arounds.append(stream.register_whole(model.get_submodule(description.gathers_around), random))
+        elif description.gather_module is not None:
+            arounds.append(stream.register_full_sequence(model.get_submodule(description.gather_module), random))
             stream = StackActivations(ActivationLayout(), stream.axis)
         elif f"{description.entry}.".startswith(without_stream):
             stream = StackActivations(ActivationLayout(), stream.axis)
@@ -93,7 +97,7 @@ def install_regions(
             blocks.append(opened)
     # what is entered last is left first
     outer = [around for around in arounds if around is not None] + list(streams.values())
-    state.edges[:] = [*(block for _, block in blocks), *state.edges, *outer]
+    state.region_hooks[:] = [*(block for _, block in blocks), *state.region_hooks, *outer]
     return blocks
 
 
@@ -112,10 +116,12 @@ def _stream_at(path: str, streams: Mapping[str, StackActivations], alone: StackA
 def _check_stream(plan: ShardingPlan, stream: ActivationLayout) -> None:
     """Raises ConfigError where a stack would cut the stream, and a layer of it needs more than its own part."""
     cut = {
-        stack.layers for stack in plan.stacks if any(c.begin is ShardedFrom.STACK for c in stack.layout_in(stream).cuts)
+        stack.layers
+        for stack in plan.stacks
+        if any(c.begin is ShardedFrom.STACK for c in stack.layout_in(stream).shards)
     }
     for _, block in plan.blocks:
-        if block.entry.rpartition(".")[0] in cut and block.gathers_around is None:
+        if block.entry.rpartition(".")[0] in cut and block.gather_module is None:
             raise ConfigError(
                 f"Sequence parallelism in {block.entry}, whose layers are blocks themselves",
                 rule="The sequence is cut from the first layer to the last: residuals are added inside of layers",
@@ -135,7 +141,7 @@ def _open_stack(model: nn.Module, stack: StackDescription, stream: StackActivati
     children = [layer for layer in layers._modules.values() if layer is not None]  # one may be there several times
     ends = [*children, *([model.get_submodule(stack.final_norm)] if stack.final_norm else [])]
     is_repeated = len(set(ends)) < len(ends)  # then the first layer is no beginning, or the last no end
-    if stream.layout.cuts_stacks and (is_repeated or stack.sequence.between):
+    if stream.layout.shards_stacks and (is_repeated or stack.sequence.between):
         for module in dict.fromkeys(ends):
             stream.register(module, module)
     else:
@@ -163,27 +169,27 @@ def _open_block(
     row = model.get_submodule(description.row)
     if isinstance(row, classes.row) and getattr(row, "block", None) is not None:
         return None
-    if description.summands is not None:
-        wrap_as_block(row, stream, description.summands)
+    if description.replicated_terms is not None:
+        wrap_as_block(row, stream, description.replicated_terms)
         return None
     arguments = description.arguments or BlockArguments("")
     brings = model.get_submodule(arguments.at)
-    for name in arguments.entering:
+    for name in arguments.region_inputs:
         change_argument(brings, name, partial(enter_region, axis=axis))
-    for name, dim in arguments.by_head.items():
+    for name, dim in arguments.head_dims.items():
         change_argument(brings, name, partial(select_local_heads, dim=dim, bounds=arguments.bounds, axis=axis))
     block = (GridTensorParallelBlock if issubclass(classes.row, GridModule) else TensorParallelBlock)(
         stream, random, arguments.width
     )
-    for name in [*description.columns, *description.others]:
+    for name in [*description.columns, *description.cross_columns]:
         column = _expected(model, name, classes.column, "columns")
         column.block = block
         if name in description.columns:
             block.columns.append(column)
     _expected(model, description.row, classes.row, "row").block = block
-    if description.exits_with is not None:
-        other = _expected(model, description.exits_with, classes.row, "row")
-        other.exits_with = (row,)
+    if description.shared_exit is not None:
+        other = _expected(model, description.shared_exit, classes.row, "row")
+        other.shared_exit = (row,)
     entry = model.get_submodule(description.entry)
     block.register_entry(entry, holds_exit=description.holds_exit)
     return entry, block
@@ -209,7 +215,7 @@ def install_gradient_reduction(
     buckets in one order, whatever each calls the parameters. Communicates when groups are made, on all processes.
     """
     shared: dict[str, tuple[int, ...]] = {} if state.stages is None else state.stages.shared
-    places = ParameterRegions(plan, state.stream)
+    places = ParameterRegions(plan, state.activations)
     specs = {id(param): spec for _, param, spec in sharded_parameters(model)}
     for name, param in model.named_parameters():
         spec = specs.get(id(param), ShardSpec(param.shape))
@@ -225,11 +231,11 @@ def install_gradient_reduction(
             gradients.setdefault(entry.reduction.stages, []).append(GradientSlot(entry, axis, state.coords))
     by_param = {id(g.param): g for found in gradients.values() for g in found if not g.entry.spec.is_sharded}
     for module, block in blocks:
-        if block.stream.layout.cut_at_stack(block.axis.name) is None:
+        if block.stream.layout.shard_at_stack(block.axis.name) is None:
             _watch_side(module, block, by_param)
     size = state.request.extra.get("bucket_bytes", BUCKET_BYTES)
     state.reducers = [
-        GradientReducer(gradients[stages], size, watch=None if stages else state.watch)  # stages hold other weights
+        GradientReducer(gradients[stages], size, watch=None if stages else state.monitor)  # stages hold other weights
         for stages in sorted(gradients)
     ]
 
@@ -241,8 +247,12 @@ class ParameterRegions:
         self._stream, blocks = stream, [block for _, block in plan.blocks]
         self._inside = tuple(_prefix(block.entry) for block in blocks)
         # of a block whose module is a block by itself, each rank adds a part of the bias
-        self._biases = {f"{_prefix(block.row)}bias" for block in blocks if block.summands is None}
-        whole = [*plan.gathered, *plan.apart, *(b.gathers_around for b in blocks if b.gathers_around is not None)]
+        self._biases = {f"{_prefix(block.row)}bias" for block in blocks if block.replicated_terms is None}
+        whole = [
+            *plan.full_sequence_modules,
+            *plan.token_free_modules,
+            *(b.gather_module for b in blocks if b.gather_module is not None),
+        ]
         self._whole = tuple(map(_prefix, whole))
         self._stacks = [
             (prefix, stack.layout_in(stream))
@@ -273,22 +283,22 @@ def _axes(state: ShardingMetadata, held: Sequence[tuple[int, ...]]) -> Callable[
         held: the sets of stages that hold a parameter together.
     """
     context = state.context
-    names = ("data", *state.stream.partial_over(ModelRegion.OUTSIDE))
+    names = ("data", *state.activations.partial_axes(ModelRegion.OUTSIDE))
     outside = tuple(name for name in names if context.axis(name).size > 1)
-    block = [name for name in state.stream.block if context.sizes.get(name, 1) > 1]
+    block = [name for name in state.activations.block if context.sizes.get(name, 1) > 1]
     choices = [(*outside, *chosen) for count in range(len(block) + 1) for chosen in combinations(block, count)]
     of_stages = {
-        (tuple(sorted(names)), stages): context.merged(*names, "pipe", only={"pipe": stages})
+        (tuple(sorted(names)), stages): context.flatten(*names, "pipe", only={"pipe": stages})
         for stages in held
         for names in choices
     }
     for names in choices:
-        context.merged(*names or ("data",))
+        context.flatten(*names or ("data",))
 
     def axis_of(reduction: Reduction) -> Axis:
         if reduction.stages:
             return of_stages[tuple(sorted(reduction.sum_over)), reduction.stages]
-        return context.merged(*reduction.sum_over) if reduction.sum_over else Axis("none")
+        return context.flatten(*reduction.sum_over) if reduction.sum_over else Axis("none")
 
     return axis_of
 

@@ -196,7 +196,7 @@ def make_checked_plan(model: nn.Module, policy: Policy, config: ShardConfig, *, 
 
 def check_no_hooks(model: nn.Module, plan: ShardingPlan) -> None:
     """Raises ConfigError when a parameter that is to be cut has hooks: they would be lost, or be given a part."""
-    cut = plan.cut()
+    cut = plan.sharded_parameter_ids()
     for p in model.parameters():
         if id(p) in cut and tensor_hooks_of(p):
             raise ConfigError(
@@ -208,7 +208,7 @@ def check_no_hooks(model: nn.Module, plan: ShardingPlan) -> None:
 
 def check_views(model: nn.Module, plan: ShardingPlan, stages: Stages | None) -> None:
     """Raises ConfigError where a buffer or an attribute shares the memory of a parameter that is cut, or elsewhere."""
-    cut = plan.cut()
+    cut = plan.sharded_parameter_ids()
     moved = [(n, p) for n, p in model.named_parameters() if id(p) in cut or not (stages is None or stages.is_here(n))]
     if found := view_of(model, moved):
         view, name = found
@@ -247,7 +247,7 @@ def check_no_optimizer(model: nn.Module, plan: ShardingPlan, stages: Stages | No
         outside: what ``held_outside`` said of the model before it was planned. Where that is no parameter that is cut,
             which is the usual case, nothing is searched: the collector looks through all objects of the process.
     """
-    cut = plan.cut()
+    cut = plan.sharded_parameter_ids()
     if stages is not None:
         cut |= {id(p): name for name, p in model.named_parameters() if not stages.is_here(name)}
     if not cut.keys() & outside:

@@ -173,10 +173,10 @@ class StageRow:
 def stage_rows(stages: Stages) -> list[StageRow]:
     """A row for each rank of the pipe axis; the same on all of them."""
     names = stages.parameters
-    in_layers = {n for n in names if any(n.startswith(f"{path}.") for path in stages.chain.units)}
+    in_layers = {n for n in names if any(n.startswith(f"{path}.") for path in stages.chain.layer_calls)}
     total = stages.num_parameters
     cost = max(sum(stages.costs), 1e-30)
-    counts = stages.manager.checkpointed([len(span) for span in stages.spans])
+    counts = stages.manager.recomputed([len(span) for span in stages.spans])
     rows = []
     for stage in range(stages.manager.num_stages):
         held = stages.manager.virtual_stages_of(stage)
@@ -187,7 +187,7 @@ def stage_rows(stages: Stages) -> list[StageRow]:
             StageRow(
                 stage,
                 held,
-                ", ".join(abbreviate_paths([stages.chain.units[unit] for unit in units])),
+                ", ".join(abbreviate_paths([stages.chain.layer_calls[unit] for unit in units])),
                 ", ".join(modules_of(here - in_layers, names)),
                 size,
                 size / max(total, 1),
@@ -384,7 +384,7 @@ def describe_sharding(model: nn.Module) -> ShardingDescription:
         [(*row, n) for row, n in rows.items()],
         [(*change, n) for change, n in changes.items()],
         [(*of, n, size / total) for of, (n, size) in whole.items()],
-        [*state.notes, *([state.gradients.describe()] if state.gradients is not None else [])],
+        [*state.notes, *([state.gradient_owner.describe()] if state.gradient_owner is not None else [])],
         layers,
         rows_of_stages,
         [] if stages is None else stage_lines(rows_of_stages, stages),

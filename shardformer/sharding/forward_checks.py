@@ -258,7 +258,7 @@ def _params_of(model: nn.Module) -> dict[str, int]:
 
 def local_input_modules(plan: ShardingPlan, state: ShardingMetadata, *, is_cut: bool) -> Iterator[LocalInputModule]:
     """The modules that see a part of what they see in the plain model."""
-    cuts = [cut for cut in state.stream.cuts if state.context.sizes.get(cut.axis, 1) > 1]
+    cuts = [cut for cut in state.activations.shards if state.context.sizes.get(cut.axis, 1) > 1]
     if cuts:
         why = f"between the blocks each rank holds a part of the {' and '.join(cut.dim for cut in cuts)}"
         for stack in plan.stacks:
@@ -416,7 +416,7 @@ class ForwardChecks:
         # a model that is sharded later must not change what this one was compiled with
         self._eager: Callable[..., None] = torch.compiler.disable(ForwardChecks._look)
         self._caches = caches
-        self._compared = not state.request.extra.get("check_inputs", True) or state.alike.size == 1
+        self._compared = not state.request.extra.get("check_inputs", True) or state.same_batch_axis.size == 1
         model.register_forward_pre_hook(self._before, with_kwargs=True)
         model.register_forward_hook(self._behind, with_kwargs=True)
         if any(axis.size > 1 for axis in state.context.axes.values()):
@@ -431,11 +431,11 @@ class ForwardChecks:
 
     def _look(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if current_graph_task_id() < 0:  # not a recomputation in a backward
-            for edge in self._state.edges:
-                edge.abandon()
+            for edge in self._state.region_hooks:
+                edge.reset_after_error()
         for reducer in self._state.reducers:
             reducer.refresh()
-        self._refuse_alone(model)
+        self._check_called_by_pipeline(model)
         check_ddp(model, self._state.context)
         self._check_call(model, kwargs)
         if current_graph_task_id() < 0:
@@ -443,9 +443,9 @@ class ForwardChecks:
         self._structure.check(model)
         if not self._compared:
             self._compared = True
-            check_same_batch([*args, *kwargs.values()], self._state.alike)
-        if self._state.watch is not None:
-            self._state.watch.training = model.training
+            check_same_batch([*args, *kwargs.values()], self._state.same_batch_axis)
+        if self._state.monitor is not None:
+            self._state.monitor.training = model.training
         if self._aligns(model, kwargs):
             check_step(self._state, [*args, *kwargs.values()])
 
@@ -464,9 +464,9 @@ class ForwardChecks:
             return False
         if not model.training and any(map(holds_tokens, caches_in(kwargs.values()))):
             return False
-        return self._is_cut and (model.training or self._state.watch is not None)
+        return self._is_cut and (model.training or self._state.monitor is not None)
 
-    def _refuse_alone(self, model: nn.Module) -> None:
+    def _check_called_by_pipeline(self, model: nn.Module) -> None:
         """A stage is no model by itself: only a pipeline hands it what the stage before made."""
         stages = self._state.stages
         if stages is None or stages.manager.num_stages == 1:
@@ -509,7 +509,7 @@ class ForwardChecks:
                 )
 
     def _refuse_outputs(self, model: nn.Module, kwargs: Mapping[str, Any]) -> None:
-        cuts = [cut.dim for cut in self._state.stream.cuts]
+        cuts = [cut.dim for cut in self._state.activations.shards]
         settings, in_stages = getattr(model, "config", None), self._state.context.pipe.size > 1
         for name, when, why in (
             ("output_attentions", self._is_cut, "Between the blocks each tensor rank holds its own heads only"),

@@ -41,10 +41,13 @@ class ShardingPlan:
         functions: (path of a module, function that changes its parameters in place).
         methods: path of a method -> the function that takes its place.
         blocks: (path of the described module, block).
-        gathered: paths of modules in a layer that are given the whole sequence where it is cut between blocks, or, on
+        full_sequence_modules: paths of modules in a layer that are given the whole sequence where it is cut between
+        blocks, or, on
             a tensor grid, all hidden features.
-        apart: paths of modules in a layer that are given no tokens, where the sequence is cut between blocks.
-        beside: (path of a layer or of a module in it, its argument) of what is given for each token beside the states.
+        token_free_modules: paths of modules in a layer that are given no tokens, where the sequence is cut between
+        blocks.
+        per_token_args: (path of a layer or of a module in it, its argument) of what is given for each token beside
+        the states.
     """
 
     model: nn.Module
@@ -55,11 +58,11 @@ class ShardingPlan:
     functions: list[tuple[str, Callable[[nn.Module], Any]]] = field(default_factory=list)
     methods: dict[str, Callable[..., Any]] = field(default_factory=dict)
     blocks: list[tuple[str, BlockDescription]] = field(default_factory=list)
-    gathered: list[str] = field(default_factory=list)
-    apart: list[str] = field(default_factory=list)
-    beside: list[tuple[str, str]] = field(default_factory=list)
+    full_sequence_modules: list[str] = field(default_factory=list)
+    token_free_modules: list[str] = field(default_factory=list)
+    per_token_args: list[tuple[str, str]] = field(default_factory=list)
 
-    def cut(self) -> dict[int, str]:
+    def sharded_parameter_ids(self) -> dict[int, str]:
         """The identity of every parameter that is cut, and a name of it."""
         modules = {path: self.model.get_submodule(path) for path in self.replacements}
         out = {id(p): f"{path}.{n}" for path, m in modules.items() for n, p in m.named_parameters(recurse=False)}
@@ -80,12 +83,12 @@ class ShardingPlan:
             replacements={path: sub for path, sub in self.replacements.items() if is_here(path)},
             parameters={path: splits for path, splits in self.parameters.items() if has(path)},
             blocks=[(path, block) for path, block in self.blocks if is_here(block.row)],
-            gathered=[path for path in self.gathered if is_here(path)],
-            apart=[path for path in self.apart if is_here(path)],
-            beside=[(path, name) for path, name in self.beside if is_here(path)],
+            full_sequence_modules=[path for path in self.full_sequence_modules if is_here(path)],
+            token_free_modules=[path for path in self.token_free_modules if is_here(path)],
+            per_token_args=[(path, name) for path, name in self.per_token_args if is_here(path)],
         )
 
-    def lines(self) -> list[str]:
+    def fingerprint(self) -> list[str]:
         """The plan as text that is equal on all ranks that agree."""
         out = []
         for path, sub in self.replacements.items():
@@ -99,7 +102,7 @@ class ShardingPlan:
         # of attributes the names only: their values differ where ranks hold different numbers of heads
         out += [*self.attributes, *self.methods, *(f"{path}: {qualified_name(f)}" for path, f in self.functions)]
         out += [f"{path}: {block}" for path, block in self.blocks]
-        return [*out, *(f"{path}: gathered" for path in self.gathered), *map(str, self.stacks)]
+        return [*out, *(f"{path}: gathered" for path in self.full_sequence_modules), *map(str, self.stacks)]
 
 
 def make_plan(model: nn.Module, policy: Policy, *, cuts: bool = True) -> ShardingPlan:
@@ -127,9 +130,9 @@ def make_plan(model: nn.Module, policy: Policy, *, cuts: bool = True) -> Shardin
     if not cuts:
         return plan
     if policy.shard_config.enable_sequence_parallelism:
-        plan.gathered.extend(_gathered(plan))
-        plan.apart.extend(_in_layers(plan, lambda needs: needs.apart))
-        plan.beside.extend(_beside(plan))
+        plan.full_sequence_modules.extend(_gathered(plan))
+        plan.token_free_modules.extend(_in_layers(plan, lambda needs: needs.token_free_modules))
+        plan.per_token_args.extend(_beside(plan))
     _check_tied(plan)
     _check_explained(policy, plan)
     return plan
@@ -137,10 +140,10 @@ def make_plan(model: nn.Module, policy: Policy, *, cuts: bool = True) -> Shardin
 
 def _gathered(plan: ShardingPlan) -> Iterator[str]:
     """Paths of the modules that stacks name as given the whole sequence."""
-    around = dict.fromkeys(_in_layers(plan, lambda needs: needs.around))
+    around = dict.fromkeys(_in_layers(plan, lambda needs: needs.gather_with_blocks))
     ends = tuple(end for _, block in plan.blocks for end in (block.entry, block.row))
     yield from around
-    for path in _in_layers(plan, lambda needs: needs.gathers):
+    for path in _in_layers(plan, lambda needs: needs.gather_modules):
         if path not in around and not any(f"{end}.".startswith(f"{path}.") for end in ends):
             yield path
 
@@ -148,7 +151,7 @@ def _gathered(plan: ShardingPlan) -> Iterator[str]:
 def _beside(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
     for stack in plan.stacks:
         for index, layer in plan.model.get_submodule(stack.layers).named_children():
-            for module, _, name in (said.rpartition(".") for said in stack.sequence.beside):
+            for module, _, name in (said.rpartition(".") for said in stack.sequence.per_token_args):
                 if find_module(layer, module) is not None:
                     yield join_path(stack.layers, index, module), name
 
@@ -231,12 +234,12 @@ def _add_parameters(plan: ShardingPlan, at: str, module: nn.Module, parameters: 
 
 
 def _add_block(plan: ShardingPlan, at: str, module: nn.Module, block: BlockDescription) -> None:
-    for suffix in (*block.columns, *block.others, block.row):
+    for suffix in (*block.columns, *block.cross_columns, block.row):
         get_module(module, suffix, at, "")
     entry, block = get_module(module, block.entry, at, ""), block.within(at)
-    said = {*plan.parameters, *(join_path(block.entry, name) for name in block.summands or ())}
+    said = {*plan.parameters, *(join_path(block.entry, name) for name in block.replicated_terms or ())}
     own = [n for name, _ in entry.named_parameters(recurse=False) if (n := join_path(block.entry, name)) not in said]
-    if own and block.entry not in (*block.columns, *block.others):
+    if own and block.entry not in (*block.columns, *block.cross_columns):
         raise PolicyError(
             f"{own[0]} is a parameter of the module at a block's entry itself",
             rule="Inside a block each rank has a part of such a gradient, behind its exit the whole; modules show it",
@@ -312,7 +315,7 @@ def _check_tied(plan: ShardingPlan) -> None:
     """A weight that is cut in one module must not be used whole by another that it is tied to."""
     replaced = {id(plan.model.get_submodule(path)) for path in plan.replacements}
     named = {(id(owner), name) for owner, name in (parent_of(plan.model, path) for path in plan.parameters)}
-    for path, name, other in readers_of(plan.model, plan.cut(), replaced):
+    for path, name, other in readers_of(plan.model, plan.sharded_parameter_ids(), replaced):
         if (id(plan.model.get_submodule(path)), name) not in named:
             raise PolicyError(
                 f"{join_path(path, name)} is tied to {other}, which is cut, but no rule names it",
@@ -325,7 +328,10 @@ def _check_explained(policy: Policy, plan: ShardingPlan) -> None:
     whole = policy.replicated()
     if whole is None:
         return
-    model, replaced = plan.model, {*plan.cut(), *(id(get_at(plan.model, name)) for name in plan.parameters)}
+    model, replaced = (
+        plan.model,
+        {*plan.sharded_parameter_ids(), *(id(get_at(plan.model, name)) for name in plan.parameters)},
+    )
     total = sum(p.numel() for p in model.parameters())
     inside = tuple(f"{s.layers}." for s in plan.stacks)
     left: dict[str, nn.Parameter] = {}

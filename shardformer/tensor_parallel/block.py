@@ -177,7 +177,7 @@ class TensorParallelBlock:
         """This rank's x of the stream becomes the block's input (B, S, H). Communicates what ``edges`` says."""
         self._outputs = {}
         if isinstance(x, DeferredTensor):
-            x = x.value()
+            x = x.full_tensor()
         self._edges = edges = self.stream.edges(x)
         self.is_flat = isinstance(edges, SequenceShardedRegion) and x.dim() == 2
         if self.is_flat:
@@ -189,7 +189,7 @@ class TensorParallelBlock:
         self._pending = entered if isinstance(entered, DeferredTensor) else None
         self._node = entered if self._is_watched else None
         if self.width is not None:
-            entered = LocalWidthTensor.of(entered if self._pending is None else self._pending.value(), self)
+            entered = LocalWidthTensor.of(entered if self._pending is None else self._pending.full_tensor(), self)
         self._entered = entered
         if training and self.random:
             self._random.enter(x)
@@ -219,10 +219,15 @@ class TensorParallelBlock:
             if x is self._entered and all(own is not column for own in self.columns):
                 return column.multiply(x)  # one that reads other states too, which have entered by themselves
             pending = self._pending
-            known = pending.known if pending is not None and pending.is_pending else None
+            known = pending.computed_value if pending is not None and pending.is_pending else None
             seen, outputs = self._project_all(known)
-            if pending is not None and pending.known is None and seen is not None and seen.dtype == pending.dtype:
-                pending.offer(seen)
+            if (
+                pending is not None
+                and pending.computed_value is None
+                and seen is not None
+                and seen.dtype == pending.dtype
+            ):
+                pending.set_computed(seen)
             self._outputs = {id(c): y for c, y in zip(self.columns, outputs, strict=True)}
         return self._outputs.pop(id(column))
 
@@ -277,7 +282,7 @@ class TensorParallelBlock:
             seen.add(node)
             reached += [following for following, _ in node.next_functions]
 
-    def abandon(self) -> None:
+    def reset_after_error(self) -> None:
         """Forgets a forward that an error broke off inside, and goes back to the random numbers outside."""
         self._source = self._entered = self._pending = self._edges = None
         self._outputs = {}
@@ -353,7 +358,7 @@ def wrap_as_block(module: nn.Module, stream: StackActivations, summands: Sequenc
     def entered(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
-        tokens = stream.by_token(x)
+        tokens = stream.per_token(x)
         if tokens is not None:
             return stream.gathered(tokens).view(-1, *x.shape[1:]) if x.dim() == tokens.dim() - 1 else stream.gathered(x)
         return enter_region(x, axis) if x.is_floating_point() and x.requires_grad else x

@@ -78,7 +78,7 @@ class _ParallelLinear(ParallelModule):
         self.transposed = is_transposed(native)
         weight, full_bias = native.weight, getattr(native, "bias", None)
         assert isinstance(weight, Tensor) and (full_bias is None or isinstance(full_bias, Tensor))
-        self.split = (split or self._even_split()).over(self.axis.name)
+        self.split = (split or self._even_split()).with_axes(self.axis.name)
         of_weight, of_bias = self._specs(weight.shape)
         self.register_shard("weight", weight, of_weight, shared)
         self.register_shard("bias", full_bias, of_bias, shared)
@@ -271,7 +271,7 @@ class Linear1D_Row(_ParallelLinear):
         """The sum over the ranks, with the product that another row handed to this one; zero where this one did so."""
         if self.exits_with:
             self.exits_with[0].product_of_other = x, weight
-            return x.new_zeros((*edges.leading(x), self.out_features))
+            return x.new_zeros((*edges.leading_shape(x), self.out_features))
         if self.product_of_other is not None:
             (other, its_weight), self.product_of_other = self.product_of_other, None
             x, weight = torch.cat((x, other), -1), torch.cat((weight, its_weight), 0 if self.transposed else 1)
@@ -279,7 +279,7 @@ class Linear1D_Row(_ParallelLinear):
         return y
 
     def _part_of(self, x: Tensor) -> Tensor:
-        if self.split == self._even_split().over(self.axis.name):
+        if self.split == self._even_split().with_axes(self.axis.name):
             return scatter_to_region(x, self.axis, -1, self.split)
         return copy_to_tp_region(x, self.axis).index_select(-1, self.split.indices(self.axis.rank).to(x.device))
 
@@ -324,7 +324,7 @@ class _ParallelEmbedding(ParallelModule):
         assert isinstance(weight, Tensor)
         size = weight.shape[self._dim]
         check_divides("num_embeddings" if self._dim == 0 else "embedding_dim", size, self.axis)
-        self.split = (split or Split.even(size, self.axis.size)).over(self.axis.name)
+        self.split = (split or Split.even(size, self.axis.size)).with_axes(self.axis.name)
         self.register_shard("weight", weight, ShardSpec(weight.shape, {self._dim: self.split}), shared)
         self.train(native.training)
 
@@ -456,7 +456,7 @@ class ShardedNorm(ParallelModule):
         super().__init__(Axis.of(process_group))
         self.kind: str = "layer" if isinstance(norm, FusedLayerNorm) else str(norm.kind)
         self.eps: Any = norm.eps
-        split = split.over(self.axis.name)
+        split = split.with_axes(self.axis.name)
         self.expand, self.full, self.split = expand, split.full, split
         for name in ("weight", "bias"):
             param = norm._parameters.get(name)

@@ -290,7 +290,7 @@ def shard_parameter(
     Raises ConfigError when a split is not of its dim's length.
     """
     full: Tensor = getattr(module, name)
-    spec = ShardSpec(full.shape, {dim: split.over(axis.name) for dim, split in splits.items()})
+    spec = ShardSpec(full.shape, {dim: split.with_axes(axis.name) for dim, split in splits.items()})
     coords = {axis.name: axis.rank}
     if name in module._buffers:
         module._buffers[name] = spec.slice(full, coords)

@@ -57,19 +57,21 @@ class ReplicatedRegion:
         entered = copy_to_tp_region(x, self.axis)
         return x.view_as(x) if entered is x else entered
 
-    def gathered(self, x: Tensor, multiply: Multiply, known: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
+    def gather_then_matmul(
+        self, x: Tensor, multiply: Multiply, known: Tensor | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
         """The full tensor of the ranks' x, ``known`` where it is given, and ``multiply`` of it."""
         return x, multiply(x)
 
-    def start_summed(self, x: Tensor) -> PendingCollective:
+    def start_reduce(self, x: Tensor) -> PendingCollective:
         """Starts the sum of the ranks' x, of which this rank gets what it holds of the stream."""
         return start_all_reduce(x, self.axis)
 
-    def summed(self, x: Tensor, multiply: Multiply) -> Tensor:
+    def matmul_then_reduce(self, x: Tensor, multiply: Multiply) -> Tensor:
         """That of ``multiply(x)``, which has one result."""
-        return self.start_summed(multiply(x)[0]).wait()
+        return self.start_reduce(multiply(x)[0]).wait()
 
-    def leading(self, x: Tensor) -> tuple[int, ...]:
+    def leading_shape(self, x: Tensor) -> tuple[int, ...]:
         """The dims before the last of what this rank holds of a stream of which x is the whole."""
         return tuple(x.shape[:-1])
 
@@ -97,7 +99,9 @@ class SequenceShardedRegion:
             lambda grad: reduce_scatter(grad, self.axis, SEQUENCE),
         )
 
-    def gathered(self, x: Tensor, multiply: Multiply, known: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
+    def gather_then_matmul(
+        self, x: Tensor, multiply: Multiply, known: Tensor | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
         if known is not None or not self.overlap:
             joined = all_gather(x, self.axis, SEQUENCE, self.full) if known is None else known
             return joined, multiply(joined)
@@ -110,15 +114,15 @@ class SequenceShardedRegion:
         columns = zip(*(products[start] for start in sorted(products)), strict=True)
         return joined, [torch.cat(pieces, SEQUENCE) for pieces in columns]
 
-    def start_summed(self, x: Tensor) -> PendingCollective:
+    def start_reduce(self, x: Tensor) -> PendingCollective:
         return start_reduce_scatter(x, self.axis, SEQUENCE)
 
-    def summed(self, x: Tensor, multiply: Multiply) -> Tensor:
+    def matmul_then_reduce(self, x: Tensor, multiply: Multiply) -> Tensor:
         if not self.overlap:
-            return self.start_summed(multiply(x)[0]).wait()
+            return self.start_reduce(multiply(x)[0]).wait()
         return matmul_reduce_scatter(lambda a, b: multiply(x[:, a:b])[0], self.axis, self.full)
 
-    def leading(self, x: Tensor) -> tuple[int, ...]:
+    def leading_shape(self, x: Tensor) -> tuple[int, ...]:
         return (*x.shape[:SEQUENCE], local_length(self.full, self.axis))
 
 
@@ -135,10 +139,10 @@ def enter_region(x: Tensor, axis: Axis) -> Tensor:
     Raises PolicyError for one that has entered already, or is a view of such a one.
     """
     if isinstance(x, DeferredTensor):
-        if x.is_pending and x.edges is not None and x.axis is axis:
-            entered: Tensor = x.edges.enter(x.local)
+        if x.is_pending and x.region is not None and x.axis is axis:
+            entered: Tensor = x.region.enter(x.local)
             return entered
-        x = x.value()
+        x = x.full_tensor()
     node: Any = x.grad_fn
     while node is not None:
         if custom_function_of(node) is CopyToTpRegion:
@@ -216,12 +220,12 @@ def single_column_projection(column: ColumnParallel, x: Tensor) -> Tensor:
     Backward: one all-reduce of x; of what leaves a stack that cuts it, one reduce-scatter.
     """
     if isinstance(x, DeferredTensor):
-        if x.is_pending and x.edges is not None and x.axis is column.axis:
-            seen, (y,) = column_projections(x.local, x.edges, [column], x.known)
-            if x.known is None and seen.dtype == x.dtype:
-                x.offer(seen)
+        if x.is_pending and x.region is not None and x.axis is column.axis:
+            seen, (y,) = column_projections(x.local, x.region, [column], x.computed_value)
+            if x.computed_value is None and seen.dtype == x.dtype:
+                x.set_computed(seen)
             return y
-        x = x.value()
+        x = x.full_tensor()
     return column_projections(x, ReplicatedRegion(column.axis), [column])[1][0]
 
 
@@ -253,7 +257,7 @@ class _ColumnProjections(Function):
         def multiply(piece: Tensor) -> list[Tensor]:
             return [linear_matmul(piece, w, b, t) for (w, b), t in zip(pairs, transposed, strict=True)]
 
-        seen, outputs = edges.gathered(x, multiply, known)
+        seen, outputs = edges.gather_then_matmul(x, multiply, known)
         ctx.edges, ctx.transposed = edges, transposed
         ctx.has_bias = [b is not None for _, b in pairs]
         ctx.save_for_backward(seen, *[w for w, _ in pairs])
@@ -268,7 +272,7 @@ class _ColumnProjections(Function):
         seen, *weights = ctx.saved_tensors
         pending = None
         if ctx.needs_input_grad[0]:
-            pending = ctx.edges.start_summed(_input_grad(seen, weights, ctx.transposed, grads))
+            pending = ctx.edges.start_reduce(_input_grad(seen, weights, ctx.transposed, grads))
         out: list[Tensor | None] = []
         for i, grad in enumerate(grads):
             needs_weight, needs_bias = ctx.needs_input_grad[4 + 2 * i], ctx.needs_input_grad[5 + 2 * i]
@@ -305,7 +309,7 @@ class RowParallelMatmul(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, transposed: bool, edges: TpRegion) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.transposed, ctx.edges, ctx.gathered = transposed, edges, None
-        return edges.summed(x, lambda piece: [linear_matmul(piece, weight, None, transposed)])
+        return edges.matmul_then_reduce(x, lambda piece: [linear_matmul(piece, weight, None, transposed)])
 
     @staticmethod
     @once_differentiable
@@ -317,7 +321,7 @@ class RowParallelMatmul(Function):
             return [linear_matmul(piece, weight, None, not ctx.transposed)] if needs_x else []
 
         known, ctx.gathered = ctx.gathered, None
-        full, x_grad = ctx.edges.gathered(grad, multiply, known)
+        full, x_grad = ctx.edges.gather_then_matmul(grad, multiply, known)
         if needs_x and not needs_weight:
             ctx.gathered = full
         w_grad = weight_grad(x, full, ctx.transposed) if needs_weight else None

@@ -50,7 +50,7 @@ class StackActivations:
 
     def __init__(self, layout: ActivationLayout, axis: Axis, *, overlap: bool = False, random: bool = False) -> None:
         self.layout, self.axis, self.overlap = layout, axis, overlap
-        cut = layout.cut_at_stack(axis.name) if axis.size > 1 else None
+        cut = layout.shard_at_stack(axis.name) if axis.size > 1 else None
         if cut is not None and (cut.dim not in REGIONS_BY_DIM or cut.order is not IndexOrder.CONTIGUOUS):
             raise ConfigError(
                 f"A stack that cuts {cut}",
@@ -80,7 +80,7 @@ class StackActivations:
         if self._dim is None:
             return ReplicatedRegion(self.axis)
         if x.dim() != 2:  # a layer's MLP that is given (B*s, H) follows its attention
-            self.recall(x)
+            self.restore_length(x)
         return (
             SequenceShardedRegion(self.axis, self.full, self.overlap) if self._is_open else ReplicatedRegion(self.axis)
         )
@@ -105,9 +105,14 @@ class StackActivations:
         self._is_random = training
         if self._random is not None and training:
             self._random.enter(x_BSH)
-        if isinstance(x_BSH, DeferredTensor) and x_BSH.is_pending and x_BSH.known is None and x_BSH.edges is None:
+        if (
+            isinstance(x_BSH, DeferredTensor)
+            and x_BSH.is_pending
+            and x_BSH.computed_value is None
+            and x_BSH.region is None
+        ):
             return reduce_scatter_to_sp_region(x_BSH.local, self.axis, SEQUENCE)
-        if isinstance(x_BSH, DeferredTensor) and x_BSH.is_pending and self._is_own(x_BSH.edges):
+        if isinstance(x_BSH, DeferredTensor) and x_BSH.is_pending and self._is_own(x_BSH.region):
             return x_BSH.local  # as the layer before left it
         return scatter_to_region(x_BSH, self.axis, SEQUENCE, self._split())
 
@@ -152,9 +157,9 @@ class StackActivations:
 
     def recall_before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a module whose other arguments are cut or joined: see ``recall``."""
-        self.recall(first_tensor(args, kwargs))
+        self.restore_length(first_tensor(args, kwargs))
 
-    def cut_beside(self, x_BS: Tensor) -> Tensor:
+    def shard_argument(self, x_BS: Tensor) -> Tensor:
         """This rank's positions of what a layer is given for each token, (B, S, ...). Backward: one all-gather of it.
 
         What an earlier layer made of its own positions is left as it is.
@@ -162,16 +167,16 @@ class StackActivations:
         whole = self.is_cut and x_BS.dim() > 1 and x_BS.shape[SEQUENCE] == self.full
         return scatter_to_region(x_BS, self.axis, SEQUENCE, self._split()) if whole else x_BS
 
-    def join_beside(self, x_Bs: Tensor) -> Tensor:
+    def gather_argument(self, x_Bs: Tensor) -> Tensor:
         """All positions of what a module that is given them all takes for each token. Backward: this rank's slices."""
         own = self.is_cut and x_Bs.dim() > 1 and x_Bs.shape[SEQUENCE] == local_length(self.full, self.axis)
         return gather_from_region(x_Bs, self.axis, SEQUENCE, self._split()) if own else x_Bs
 
-    def register_apart(self, module: nn.Module, random: bool) -> GatherHook | None:
+    def register_token_free(self, module: nn.Module, random: bool) -> GatherHook | None:
         """Lets a module that is given no tokens be the same on all ranks. Backward: one all-reduce of what it gives."""
         return None if self._dim is None else TokenFreeModule(self, module, random)
 
-    def register_whole(self, module: nn.Module, random: bool) -> GatherHook | None:
+    def register_full_sequence(self, module: nn.Module, random: bool) -> GatherHook | None:
         """Gives ``module`` the whole sequence, which its forward needs outside of its block too: it adds its residual.
 
         Forward: one all-gather of B*S*H; backward the same. What is inside of the module and outside of a block is
@@ -179,14 +184,14 @@ class StackActivations:
         """
         return None if self._dim is None else FullSequenceModule(self, module, random)
 
-    def abandon(self) -> None:
+    def reset_after_error(self) -> None:
         """After a forward that an error broke off: back to the random numbers outside."""
         if self._random is not None:
             self._random.leave()
 
     # --- lengths
 
-    def recall(self, x_BsH: Tensor) -> None:
+    def restore_length(self, x_BsH: Tensor) -> None:
         """In a recomputation under checkpointing: ``full`` becomes the length in the forward that is repeated.
 
         Communicates one number, where that forward cannot be told by this rank's length alone.
@@ -211,7 +216,7 @@ class StackActivations:
                 remedy="Switch off what cuts the sequence itself (chunk_size_feed_forward), or sequence parallelism",
             )
 
-    def by_token(self, x: Tensor) -> Tensor | None:
+    def per_token(self, x: Tensor) -> Tensor | None:
         """What is given for each token of this rank's part as (B, s, ...); None for anything else.
 
         Tokens may be flattened, (B*s, ...).
@@ -240,7 +245,7 @@ class StackActivations:
 class GatherHook(Protocol):
     """What stands around a module that is given more than this rank's part of the stream."""
 
-    def abandon(self) -> None: ...
+    def reset_after_error(self) -> None: ...
 
 
 class FullSequenceModule:
@@ -255,7 +260,7 @@ class FullSequenceModule:
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         stream, x = self._stream, first_tensor(args, kwargs)
-        stream.recall(x)
+        stream.restore_length(x)
         if not stream.is_cut:
             return None
         stream.check(x)
@@ -269,7 +274,7 @@ class FullSequenceModule:
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if not self._stream.is_cut:
             return output
-        self.abandon()
+        self.reset_after_error()
         return with_first_output(output, self._own_positions)
 
     def _own_positions(self, x: Tensor) -> Tensor:
@@ -279,7 +284,7 @@ class FullSequenceModule:
             return self._own_positions(x.unflatten(0, (stream.samples, stream.full))).flatten(0, 1)
         return scatter_to_region(x, stream.axis, SEQUENCE, stream._split())
 
-    def abandon(self) -> None:
+    def reset_after_error(self) -> None:
         """Behind the module, or after a forward that an error broke off: back to the random numbers outside."""
         if self._random is not None:
             self._random.leave()
@@ -298,7 +303,7 @@ class TokenFreeModule(FullSequenceModule):
 
         if not self._stream.is_cut:
             return output
-        self.abandon()
+        self.reset_after_error()
         return tree_map(left, output)
 
 

@@ -308,14 +308,14 @@ class TextTokenizer:
     mask: int | None = MASK
     tokenizer: Any = None
 
-    def plain(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         """A text as it is, however long."""
         if self.tokenizer is None:
             return list(text.encode())
         found: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return found
 
-    def marked(self, text: str, pair: str | None, most: int) -> dict[str, list[int]]:
+    def encode_with_special_tokens(self, text: str, pair: str | None, most: int) -> dict[str, list[int]]:
         """A text, or two, as the model wants to see them: with tokens before and behind, and ``most`` in all."""
         if self.tokenizer is None:
             whole = text if pair is None else f"{text}\0{pair}"
@@ -364,7 +364,7 @@ def concatenate_texts(texts: Sequence[str], tokens: TextTokenizer) -> list[int]:
     for number, text in enumerate(texts):
         if number and tokens.end is not None:
             row.append(tokens.end)
-        row.extend(tokens.plain(text))
+        row.extend(tokens.encode(text))
     return row
 
 
@@ -442,8 +442,12 @@ class TextDataset(Dataset[dict[str, Any]]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         label, pair = self._labels[index], self._pairs[index] if self._pairs is not None else None
-        labels = self._tokens.marked(label, None, self._most)["input_ids"] if isinstance(label, str) else label
-        return {**self._tokens.marked(self._texts[index], pair, self._most), "labels": labels}
+        labels = (
+            self._tokens.encode_with_special_tokens(label, None, self._most)["input_ids"]
+            if isinstance(label, str)
+            else label
+        )
+        return {**self._tokens.encode_with_special_tokens(self._texts[index], pair, self._most), "labels": labels}
 
 
 @dataclass(frozen=True)

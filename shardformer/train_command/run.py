@@ -195,13 +195,13 @@ class RankMemory:
 
     Args:
         coords: its place on the axes.
-        kept: by kind, through the whole run.
+        persistent_bytes: by kind, through the whole run.
         step: the most that a step holds beside parameters: activations, gradients, scratch. None where it could not
             be traced.
     """
 
     coords: dict[str, int]
-    kept: MemoryEstimate
+    persistent_bytes: MemoryEstimate
     step: int | None
 
 

@@ -253,7 +253,7 @@ def batches_of(source: Any, context: ParallelContext, **options: Any) -> Sharded
     """``ShardedDataLoader`` that all ranks make together. Raises, on all, what one of them raises, or where their
     data differ."""
     made = collective_call(
-        context, lambda: ShardedDataLoader(source, context, **options), doing="divide the training data"
+        context, lambda: ShardedDataLoader(source, context, **options), action="divide the training data"
     )
     made.compare()
     return made

@@ -55,7 +55,7 @@ def compare_data(
         count: how many samples have a number.
         read: number -> sample, the same each time if the data draws nothing at random; None of a stream.
     """
-    axes = context.own_axes
+    axes = context.base_axes
     if context.world is None or all(axis.size == 1 for axis in axes):
         return
     come("ShardedDataLoader.compare (by initialize, Trainer.fit or the first loop over the data)", *axes)

@@ -31,6 +31,7 @@ from shardformer.layout.sharding_metadata import metadata_of
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.mesh.rank_grid import AXES
 from shardformer.pipeline.pipeline import Pipeline, evaluating
+from shardformer.public_names import renamed_arguments, renamed_parameters
 from shardformer.torch_compat import is_true
 from shardformer.training.data_loader import ShardedDataLoader, is_batch_list, named_batch, on_device
 from shardformer.weights.save_pretrained import export_pretrained
@@ -74,6 +75,7 @@ def has_checkpoint(folder: str | os.PathLike[str], world: Axis) -> bool:
     return run_on_first_rank(look, world, f"Looking into {folder}")
 
 
+@renamed_arguments({}, attributes={"reshape": "reshard", "take_over": "adopt", "take_data": "set_data"})
 class Engine:
     """Trains a model under any layout: what ``shardformer.initialize`` returns.
 
@@ -127,11 +129,11 @@ class Engine:
         _ = self.world  # all ranks connect it here, and none has to later, where only some may come
         self.rebuild: Callable[[Any], ReshardStats] | None = None
         if data is not None:
-            self.take_data(data)
+            self.set_data(data)
 
     def _trains(self, model: nn.Module, optimizers: list[Optimizer], pipeline: Pipeline) -> None:
         self.model, self.optimizers, self.pipeline = model, optimizers, pipeline
-        if (watch := metadata_of(model).watch) is not None:
+        if (watch := metadata_of(model).monitor) is not None:
             watch.has_several_optimizers = sum(len(getattr(each, "inner", (each,))) for each in optimizers) > 1
 
     # --- a step
@@ -255,8 +257,8 @@ class Engine:
 
         The ranks of one data rank call it together; under stage 3 of ZeRO all ranks do.
         """
-        has_shards = metadata_of(self.model).parameters is not None
-        come("engine.predict", *(axis for axis in self.context.own_axes if axis.name != "data" or has_shards))
+        has_shards = metadata_of(self.model).parameter_owner is not None
+        come("engine.predict", *(axis for axis in self.context.base_axes if axis.name != "data" or has_shards))
         with evaluating(self.model):
             return self.pipeline.forward(self._taken(batch), gather=gather)
 
@@ -355,7 +357,7 @@ class Engine:
                 remedy="Give initialize(model, optimizer), or call engine.eval() first",
             )
 
-    def take_data(self, data: ShardedDataLoader) -> None:
+    def set_data(self, data: ShardedDataLoader) -> None:
         """Trains on other data from here on."""
         self.data = data
         data.on_epoch_end = self._end_epoch
@@ -376,23 +378,24 @@ class Engine:
     @property
     def world(self) -> Axis:
         """All ranks that train the model together."""
-        return self.context.merged(*AXES) if self.context.world is not None else Axis("world")
+        return self.context.flatten(*AXES) if self.context.world is not None else Axis("world")
 
     @property
     def is_first(self) -> bool:
         """Whether this is the process that prints and writes what all know."""
         return self.world.rank == 0
 
+    @renamed_parameters({"folder": "directory", "keep": "retention"})
     def save(
         self,
-        folder: str | os.PathLike[str],
+        directory: str | os.PathLike[str],
         *,
         extra: Any = None,
-        keep: CheckpointRetention | int | None = None,
+        retention: CheckpointRetention | int | None = None,
         in_background: bool = False,
         position: Any = None,
     ) -> Path | None:
-        """Saves all that training needs to go on, into ``folder/step-00000123``: see ``save_checkpoint``.
+        """Saves all that training needs to go on, into ``directory/step-00000123``: see ``save_checkpoint``.
 
         Args:
             extra: plain values of your own, which ``load`` gives back.
@@ -410,7 +413,13 @@ class Engine:
         said = pack_engine_state(self.steps, self.skipped, position, extra)
         make = async_save_checkpoint if in_background else save_checkpoint
         made = make(
-            folder, self.model, self.optimizer, step=self.steps, scheduler=self.scheduler, extra=said, keep=keep
+            self.model,
+            directory,
+            self.optimizer,
+            step=self.steps,
+            scheduler=self.scheduler,
+            extra=said,
+            retention=retention,
         )
         self._saving = made if isinstance(made, AsyncSave) else None
         return None if isinstance(made, AsyncSave) else made
@@ -425,13 +434,14 @@ class Engine:
         saving, self._saving = self._saving, None
         return saving.wait() if saving is not None else None
 
-    def load(self, folder: str | os.PathLike[str]) -> LoadedCheckpoint:
+    @renamed_parameters({"folder": "directory"})
+    def load(self, directory: str | os.PathLike[str]) -> LoadedCheckpoint:
         """Goes on from a checkpoint that was saved under any layout: see ``load_checkpoint``.
 
         Weights, optimizer, scheduler, random numbers, the number of steps and the position in the data. Where it
         raises, all of them, and the gradients of a step that was begun, are as they were before.
         """
-        return self.load_and_take(folder)
+        return self.load_and_take(directory)
 
     def load_and_take(
         self, folder: str | os.PathLike[str], take: Callable[[LoadedCheckpoint], object] = lambda _: None
@@ -458,14 +468,15 @@ class Engine:
         self.zero_grad()
         return unpack_engine_state(found)[-1]
 
-    def resume(self, folder: str | os.PathLike[str]) -> LoadedCheckpoint | None:
+    @renamed_parameters({"folder": "directory"})
+    def resume(self, directory: str | os.PathLike[str]) -> LoadedCheckpoint | None:
         """``load`` where the folder holds a checkpoint; None where training is to begin: for runs that start again."""
         come("engine.resume", self.world)
-        return self.load(folder) if has_checkpoint(folder, self.world) else None
+        return self.load(directory) if has_checkpoint(directory, self.world) else None
 
     # --- under another layout
 
-    def reshape(self, parallel: ParallelConfig | dict[str, Any]) -> ReshardStats:
+    def reshard(self, parallel: ParallelConfig | dict[str, Any]) -> ReshardStats:
         """Goes on under another layout of the same processes, without the disk.
 
         Weights, masters, optimizer states and random numbers move as a checkpoint would bring them: what a rank has
@@ -482,7 +493,7 @@ class Engine:
         assert self.rebuild is not None
         return self.rebuild(parallel)
 
-    def take_over(
+    def adopt(
         self,
         model: nn.Module,
         optimizers: list[Optimizer],
@@ -497,10 +508,11 @@ class Engine:
         if self.data is not None:
             self.data.share_among(context)
 
-    def export(self, folder: str | os.PathLike[str], tokenizer: Any = None) -> None:
+    @renamed_parameters({"folder": "directory"})
+    def export(self, directory: str | os.PathLike[str], tokenizer: Any = None) -> None:
         """Writes a folder that ``from_pretrained`` of transformers reads: see ``export_pretrained``."""
         come("engine.export", self.world)
-        export_pretrained(folder, self.model, tokenizer=tokenizer)
+        export_pretrained(self.model, directory, tokenizer=tokenizer)
 
 
 def needs_metric(scheduler: Any) -> bool:

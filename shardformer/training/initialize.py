@@ -68,12 +68,12 @@ class DetachedOptimizers:
             for group in o.param_groups
         ]
 
-    def let_go(self) -> None:
+    def detach(self) -> None:
         """The lists are empty from here on."""
         for group in self._groups:
             group.params.clear()
 
-    def take(self, model: nn.Module) -> None:
+    def attach(self, model: nn.Module) -> None:
         """Fills the lists with this rank's parameters: none of those that other stages hold.
 
         Raises ConfigError where one that was trained has no place any more.
@@ -116,7 +116,7 @@ def _check(optimizer: Optimizer, names: dict[int, list[str]]) -> None:
     if optimizer.state:
         raise ConfigError(
             f"This {kind} has made steps already: it has a state for {len(optimizer.state)} parameters",
-            remedy="Save it with save_checkpoint(folder, model, optimizer) and load it with engine.load(folder)",
+            remedy="Save it with save_checkpoint(model, folder, optimizer) and load it with engine.load(folder)",
         )
 
 
@@ -179,12 +179,12 @@ def _detached(given: Any, model: nn.Module) -> Iterator[DetachedOptimizers | Non
     """The optimizers hold no parameters in here; where an error breaks it off they get those of the model back."""
     held = DetachedOptimizers(given, model) if isinstance(given, list) else None
     if held is not None:
-        held.let_go()
+        held.detach()
     try:
         yield held
     except BaseException:
         if held is not None:
-            held.take(model)
+            held.attach(model)
         raise
 
 
@@ -203,12 +203,12 @@ def shard_with_optimizers(
     """
     lines = [f"{name}={value}" for name, value in vars(asked).items() if not callable(value)]
     lines += [type(each).__name__ for each in given] if isinstance(given, list) else []
-    collective_call(grid, lambda: lines, lambda lines: lines, doing="train as it was asked to")
+    collective_call(grid, lambda: lines, lambda lines: lines, action="train as it was asked to")
     with _detached(given, model) as held:
 
         def finish(model: nn.Module) -> None:
             if held is not None:
-                held.take(model)
+                held.attach(model)
             model.to(grid.device)
             if asked.activation_offload != "device":
                 offload_activations(model, asked.activation_offload)
@@ -261,12 +261,12 @@ class RebuildArguments:
     """Of what an engine is built once more.
 
     Args:
-        twin: the plain model without values; None where it was sharded when it came.
+        meta_model: the plain model without values; None where it was sharded when it came.
         policy, loss_fn, loss_weight: as ``initialize`` was given them.
         seen: what the sharded model was then.
     """
 
-    twin: nn.Module | None
+    meta_model: nn.Module | None
     policy: Any
     loss_fn: Any
     loss_weight: Any
@@ -274,14 +274,14 @@ class RebuildArguments:
 
     def see(self, model: nn.Module) -> None:
         """What is changed from here on is carried over."""
-        if self.twin is not None:
-            self.seen = seen_in(model, self.twin)
+        if self.meta_model is not None:
+            self.seen = seen_in(model, self.meta_model)
 
 
 def reshard_engine(engine: Engine, recipe: RebuildArguments, given: Any) -> ReshardStats:
     """Moves what the engine trains into another layout: see ``Engine.reshape``."""
     asked = ParallelConfig.of(given)
-    if recipe.twin is None:
+    if recipe.meta_model is None:
         raise ConfigError(
             "reshape of an engine whose model was sharded before it was given to initialize",
             remedy="Give initialize the plain model",
@@ -289,7 +289,7 @@ def reshard_engine(engine: Engine, recipe: RebuildArguments, given: Any) -> Resh
     grid = _other_grid(engine.context, asked)
     if engine.data is not None:
         engine.data.check_ranks(grid.data.size)
-    changes = Changes.since(recipe.seen, engine.model, recipe.twin, engine.world)
+    changes = Changes.since(recipe.seen, engine.model, recipe.meta_model, engine.world)
     _note_compiled(engine.model)
     checkpointed = set().union(*all_gather_objects(engine.pipeline.checkpointed, engine.world))
     optimizers = [own for each in engine.optimizers for own in getattr(each, "inner", [each])]
@@ -299,8 +299,8 @@ def reshard_engine(engine: Engine, recipe: RebuildArguments, given: Any) -> Resh
         undone,
         closing(ReshardSource(engine.model, engine.optimizer)) as old,
     ):
-        with record_changes(recipe.twin):
-            model = copy.deepcopy(recipe.twin)
+        with record_changes(recipe.meta_model):
+            model = copy.deepcopy(recipe.meta_model)
         changes.apply(model)
         for path in checkpointed:
             vars(model.get_submodule(path))["gradient_checkpointing"] = True
@@ -309,11 +309,11 @@ def reshard_engine(engine: Engine, recipe: RebuildArguments, given: Any) -> Resh
         pipeline = make_pipeline(model, asked, recipe.loss_fn, recipe.loss_weight)
         rebind_parameters(optimizers, old.groups, model)
         if asked.effective_zero_stage is not None and optimizers:
-            optimizers = [shard_optimizer(optimizers, model, **asked.zero_options())]
-        moved = old.arrive(model, optimizers)
+            optimizers = [shard_optimizer(model, optimizers, **asked.zero_options())]
+        moved = old.load_into(model, optimizers)
     set_modes(model, modes)
-    changes.apply(recipe.twin)
-    engine.take_over(model, optimizers, pipeline, asked, grid)
+    changes.apply(recipe.meta_model)
+    engine.adopt(model, optimizers, pipeline, asked, grid)
     recipe.see(model)
     return moved
 
@@ -421,10 +421,10 @@ def _engine_of(
         pipeline = make_pipeline(model, asked, recipe.loss_fn, recipe.loss_weight)
         return pipeline, *make_optimizers(given, scheduler, model)
 
-    pipeline, optimizers, schedulers = collective_call(grid, make, doing="make what trains the model")
+    pipeline, optimizers, schedulers = collective_call(grid, make, action="make what trains the model")
     if asked.effective_zero_stage is not None and optimizers:
         with unchanged_on_error(optimizers):
-            optimizers = [shard_optimizer(optimizers, model, **asked.zero_options())]
+            optimizers = [shard_optimizer(model, optimizers, **asked.zero_options())]
     engine = Engine(
         model, optimizers, pipeline, asked, grid,
         scheduler=schedulers, has_target=recipe.loss_fn is not None, **options,

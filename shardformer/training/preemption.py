@@ -95,7 +95,7 @@ class StepSynchronizer:
             first = next(said for said in all_gather_objects(said, world) if said is not None)
             raise first from (self.failure.error if self.failure is not None else None)
 
-    def take(self) -> StepRequests:
+    def synchronize(self) -> StepRequests:
         """What was asked for since the last time, as far as all ranks have heard of it."""
         heard, self._heard = self._heard, StepRequests()
         return heard

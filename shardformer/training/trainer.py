@@ -179,14 +179,14 @@ class Trainer:
         self.engine.listener = self._call
         try:
             with self._agreement.signals(self._tell_signal):
-                self._moment("setup")
-                self._moment("before_train")
+                self._call_hooks("setup")
+                self._call_hooks("before_train")
                 self._position = self._data.state()
                 if self._saves:
                     self.engine.check_save(**self._saved())
                 self._run(validate_every)
-                self._moment("after_train")
-                if self._agreement.take().save:
+                self._call_hooks("after_train")
+                if self._agreement.synchronize().save:
                     self._save()
                 self.engine.wait()
         except BaseException as error:
@@ -202,7 +202,7 @@ class Trainer:
     def _run(self, validate_every: int | None) -> None:
         data = self._data
         while not self._is_over():
-            self._moment("before_epoch")
+            self._call_hooks("before_epoch")
             batches = iter(data)
             while (batch := self._next(batches)) is not None:
                 self._between_steps()
@@ -217,7 +217,7 @@ class Trainer:
                     break
             if data.seen == 0:  # the epoch is finished
                 self._position = data.state()
-                self._moment("after_epoch")
+                self._call_hooks("after_epoch")
                 if validate_every is None:
                     self.validate()
             if self._is_over() and self._validated_step != self.step:
@@ -279,11 +279,11 @@ class Trainer:
 
     def _asked(self) -> StepRequests:
         """What all ranks have heard of since the last time; a signal ends the run, also one that came meanwhile."""
-        asked = self._agreement.take()
+        asked = self._agreement.synchronize()
         if asked.signal and not self.was_interrupted:
-            self._moment("on_signal")
+            self._call_hooks("on_signal")
             self.stopped_by, self.was_interrupted = "a signal", True
-            asked |= self._agreement.take()
+            asked |= self._agreement.synchronize()
         return asked
 
     def _validate(self) -> None:
@@ -291,13 +291,13 @@ class Trainer:
             return
         self._validated_step = self.step
         self._doing = "the validation"
-        self._moment("before_validation")
+        self._call_hooks("before_validation")
         self._validation.rewind()
         self.values["validation/loss"] = float(self.engine.evaluate(self._each_of(self._validation)))
         for scheduler in self.engine.schedulers:
             if needs_metric(scheduler):
                 scheduler.step(self.values["validation/loss"])
-        self._moment("after_validation")
+        self._call_hooks("after_validation")
 
     def _each_of(self, batches: ShardedDataLoader) -> Iterator[Any]:
         for batch in batches:
@@ -310,10 +310,10 @@ class Trainer:
     def _save(self) -> None:
         if not self._saves:
             return
-        self._moment("before_save")
+        self._call_hooks("before_save")
         for save in self._saves:
             save(**self._saved())
-        self._moment("after_save")
+        self._call_hooks("after_save")
 
     def _saved(self) -> dict[str, Any]:
         """What a checkpoint has beside what the engine saves."""
@@ -368,7 +368,7 @@ class Trainer:
         """
         self._agreement.check(self.engine)
 
-    def _moment(self, moment: str) -> None:
+    def _call_hooks(self, moment: str) -> None:
         """One outside of steps, behind which all ranks agree."""
         self._call(moment)
         self.agree()
@@ -400,7 +400,7 @@ class Trainer:
     def _take_data(self, train: Any, validation: Any, every: int | None, batch_size: int | None) -> None:
         before = self.engine.data
         if train is not None:
-            self.engine.take_data(self._batches(train, batch_size, before))
+            self.engine.set_data(self._batches(train, batch_size, before))
         if validation is not None:
             validation = self._batches(validation, batch_size, before, shuffle=False, merge_last=True)
         self._validation = validation

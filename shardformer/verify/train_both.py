@@ -361,7 +361,7 @@ def run_job(job: VerifyJob) -> tuple[TrainingTrace | None, TrainingTrace, str, s
     sizes = {"tensor": job.tensor, "pipe": job.pipe, "data": job.data, "sequence": num_ranks(job.sequence)}
     context = ParallelContext.from_world(sizes, torch.device(job.device))
     context = with_grid_axes(with_ring_axes(context, job.sequence), job.grid)
-    world = context.merged(*AXES)
+    world = context.flatten(*AXES)
     plain = run_on_all_ranks(lambda: _run_plain(job) if world.rank == 0 else None, world, "Training in one process")
     sharded, name = _run_sharded(job, context)
     layout = [str(context), *([str(job.pipeline)] if job.pipeline is not None else [])]
@@ -494,7 +494,7 @@ def _run_sharded(job: VerifyJob, context: ParallelContext) -> tuple[TrainingTrac
     job.training.checkpoint(model)
     optimizer: Any = make_verify_optimizers(model.parameters(), job.training)
     optimizer = (
-        optimizer[0] if job.training.zero_stage is None else shard_optimizer(optimizer, model, **job.training.of_zero())
+        optimizer[0] if job.training.zero_stage is None else shard_optimizer(model, optimizer, **job.training.of_zero())
     )
     asked = job.pipeline
     step_of = _pipelined_step(job, model, asked) if asked is not None else partial(_plain_step, job, model, optimizer)

@@ -57,7 +57,7 @@ class VerifyTraining:
         gradient_accumulation_steps: backwards of a step, each of a batch of its own; all but the last under
             ``no_sync``.
         activation_checkpointing: whether the sharded model recomputes its layers in the backward.
-        frozen: a regular expression; parameters whose whole name matches do not train.
+        frozen_pattern: a regular expression; parameters whose whole name matches do not train.
     """
 
     zero_stage: int | None = None
@@ -67,17 +67,17 @@ class VerifyTraining:
     offload: str | None = None
     gradient_accumulation_steps: int = 1
     activation_checkpointing: bool = False
-    frozen: str = ""
+    frozen_pattern: str = ""
 
     def __post_init__(self) -> None:
         check_choice("zero_stage", self.zero_stage, (None, *ZERO_STAGES))
         check_choice("average_loss_over", self.average_loss_over, LOSS_AVERAGES)
         MixedPrecision.of(self.precision), OffloadConfig.of(self.offload)
         try:
-            re.compile(self.frozen)
+            re.compile(self.frozen_pattern)
         except re.error as error:
             raise ConfigError(
-                f"frozen={self.frozen!r}: {error}",
+                f"frozen={self.frozen_pattern!r}: {error}",
                 rule="It is a regular expression that matches whole names of parameters",
                 remedy="Write it as embeddings.*",
             ) from error
@@ -106,12 +106,16 @@ class VerifyTraining:
 
     def freeze(self, model: nn.Module) -> None:
         """Raises ConfigError where no parameter has such a name."""
-        names = [name for name, _ in model.named_parameters() if self.frozen and re.fullmatch(self.frozen, name)]
-        if self.frozen and not names:
+        names = [
+            name
+            for name, _ in model.named_parameters()
+            if self.frozen_pattern and re.fullmatch(self.frozen_pattern, name)
+        ]
+        if self.frozen_pattern and not names:
             raise ConfigError(
-                f"frozen={self.frozen!r} of a {type(model).__name__}",
+                f"frozen={self.frozen_pattern!r} of a {type(model).__name__}",
                 rule="A parameter is frozen whose whole name the regular expression fits",
-                remedy=did_you_mean(self.frozen, [name for name, _ in model.named_parameters()]),
+                remedy=did_you_mean(self.frozen_pattern, [name for name, _ in model.named_parameters()]),
             )
         for name in names:
             model.get_parameter(name).requires_grad_(False)

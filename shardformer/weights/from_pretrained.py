@@ -22,6 +22,7 @@ from shardformer.meta_init.init_recipe import deferred_storage_of, values_of
 from shardformer.meta_init.lazy_init import LazyLoading, record_calls
 from shardformer.meta_init.materialization import NOTES
 from shardformer.meta_init.safetensors_source import lazy_tensors
+from shardformer.public_names import renamed_parameters
 from shardformer.transformers_compat import load_transformers
 
 HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
@@ -33,9 +34,10 @@ CONSENT = "trust_remote_code=True runs the Python that lies beside the weights"
 _one_at_a_time = Lock()  # transformers changes things of the whole process while it loads
 
 
+@renamed_parameters({"kind": "model_class", "where": "pretrained_model_name_or_path"})
 def from_pretrained(
-    kind: type[Any],
-    where: str | os.PathLike[str],
+    model_class: type[Any],
+    pretrained_model_name_or_path: str | os.PathLike[str],
     *,
     config: Any = None,
     dtype: Any = None,
@@ -45,8 +47,9 @@ def from_pretrained(
     """A model with saved weights, none of which is read yet: ``shard_model`` lets each rank read its part.
 
     Args:
-        kind: a class of transformers, also one of ``AutoModelForCausalLM`` and the like.
-        where: a folder that ``save_pretrained`` wrote (one safetensors file, or several and an index), or a name on the
+        model_class: a class of transformers, also one of ``AutoModelForCausalLM`` and the like.
+        pretrained_model_name_or_path: a folder that ``save_pretrained`` wrote (one safetensors file, or several and
+        an index), or a name on the
             Hugging Face hub.
         config: in place of the folder's.
         dtype: of the weights; None takes that of the config, as transformers does.
@@ -66,19 +69,26 @@ def from_pretrained(
     trust = options.pop("trust_remote_code", False)
     check_bool("trust_remote_code", trust)
     check_bool("all_bytes", all_bytes)
-    config, kind = _config_and_class(kind, str(where), config, trust, hub, options)
-    files = [lazy_tensors(path, all_bytes=all_bytes) for path in _files(str(where), hub)]
+    config, model_class = _config_and_class(
+        model_class, str(pretrained_model_name_or_path), config, trust, hub, options
+    )
+    files = [lazy_tensors(path, all_bytes=all_bytes) for path in _files(str(pretrained_model_name_or_path), hub)]
     state = {key: tensor for file in files for key, tensor in file.items()}
-    generation = _generation(str(where), hub)
+    generation = _generation(str(pretrained_model_name_or_path), hub)
     with _one_at_a_time, _in_this_thread(), LazyLoading():
         model, info = _loaded(
-            kind, str(where), config=config, state_dict=dict(state), dtype=dtype, generation_config=generation
+            model_class,
+            str(pretrained_model_name_or_path),
+            config=config,
+            state_dict=dict(state),
+            dtype=dtype,
+            generation_config=generation,
         )
-        _check(model, str(where), info)
+        _check(model, str(pretrained_model_name_or_path), info)
         _tie_equal(model)
-    model.name_or_path = model.config.name_or_path = str(where)
+    model.name_or_path = model.config.name_or_path = str(pretrained_model_name_or_path)
     record_calls(model)
-    vars(model)[NOTES] = [f"The weights are those of {str(where)!r}.", *_notes(info)]
+    vars(model)[NOTES] = [f"The weights are those of {str(pretrained_model_name_or_path)!r}.", *_notes(info)]
     return cast(nn.Module, model)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.checkpoint import directory
+from shardformer.checkpoint import directory as checkpoint_directory
 from shardformer.checkpoint.file_format import (
     CheckpointIndex,
     IndexEntry,
@@ -39,6 +39,7 @@ from shardformer.errors import ConfigError, InputError, check_int
 from shardformer.filesystem.atomic_write import DirectoryWriter, path_of, remove, write_new
 from shardformer.filesystem.lock import release
 from shardformer.layout.sharding_metadata import ShardingMetadata, metadata_of
+from shardformer.public_names import renamed_parameters
 from shardformer.tensor_parallel.layers import Embedding1D, VocabParallelEmbedding1D
 from shardformer.transformers_compat import save_code
 from shardformer.weights.state_dict import full_state_dict
@@ -60,9 +61,10 @@ MODEL_DIRECTORY = DirectoryWriter(
 """The files that are loaded together with, or instead of, a model; without a config transformers loads none."""
 
 
+@renamed_parameters({"folder": "directory"}, ("directory", "model"))
 def export_pretrained(
-    folder: str | os.PathLike[str],
     model: nn.Module,
+    directory: str | os.PathLike[str],
     *,
     tokenizer: Any = None,
     max_file_bytes: int = MAX_BYTES,
@@ -74,7 +76,8 @@ def export_pretrained(
     alone. Communicates names and sizes, no weights.
 
     Args:
-        folder: a new one, or one that an export wrote, which is replaced: it is there when all of it is written. Other
+        directory: a new one, or one that an export wrote, which is replaced: it is there when all of it is written.
+        Other
             files in it are kept.
         tokenizer: or anything else with ``save_pretrained``, which is saved beside.
         max_file_bytes: of one file of weights.
@@ -83,13 +86,13 @@ def export_pretrained(
     from, and InputError where the disk fails.
     """
     tensors = ModelTensors(model)
-    world, what = tensors.world, f"Exporting to {folder}"
+    world, what = tensors.world, f"Exporting to {directory}"
     come("export_pretrained", world)
-    target = run_on_all_ranks(lambda: _checked(folder, tensors, max_file_bytes), world, what)
+    target = run_on_all_ranks(lambda: _checked(directory, tensors, max_file_bytes), world, what)
     place = Path(os.path.abspath(target))
     hidden = place.parent / run_on_first_rank(lambda: _begin(place), world, what)
     try:
-        run_on_all_ranks(lambda: directory.check_visible(hidden), world, what)
+        run_on_all_ranks(lambda: checkpoint_directory.check_visible(hidden), world, what)
         with prepare_save(hidden / EXPORT_FILE_NAME, model) as job:
             parts = job.agree(partial(job.write, to_disk=False))
         index = CheckpointIndex.read(parts)
@@ -311,8 +314,8 @@ def _save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
     """
     state = metadata_of(self)
     context = state.context
-    come("save_pretrained", *context.own_axes)
-    collective_call(context, lambda: _check_saving(state, save_directory, kwargs), doing="save this model")
+    come("save_pretrained", *context.base_axes)
+    collective_call(context, lambda: _check_saving(state, save_directory, kwargs), action="save this model")
     kwargs.pop("is_main_process", None)
     weights = kwargs.pop("state_dict", None) or full_state_dict(self)
 
@@ -324,7 +327,7 @@ def _save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
         native: Callable[..., None] = type(self).save_pretrained
         MODEL_DIRECTORY.replace(save_directory, lambda folder: native(self, folder, state_dict=weights, **kwargs))
 
-    collective_call(context, write, doing=f"write to {str(save_directory)!r}", error=InputError)
+    collective_call(context, write, action=f"write to {str(save_directory)!r}", error=InputError)
 
 
 def _check_saving(state: ShardingMetadata, folder: Any, kwargs: Mapping[str, Any]) -> None:

@@ -54,10 +54,10 @@ def _check_load_arguments(state: ShardingMetadata, assign: bool) -> None:
             rule="It puts other tensors in the place of the parameters, whose gradients are agreed on between ranks",
             remedy="Leave assign out: the values are copied",
         )
-    if state.parameters is not None:
+    if state.parameter_owner is not None:
         raise ConfigError(
             "load_state_dict of a model whose parameters stage 3 of ZeRO keeps",
-            remedy="Load before shard_optimizer(...) is called, or use load_checkpoint(folder, model, optimizer)",
+            remedy="Load before shard_optimizer(...) is called, or use load_checkpoint(model, folder, optimizer)",
         )
 
 
@@ -107,7 +107,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     over pipe one broadcast of each tensor.
     """
     state = metadata_of(model)
-    axes = [state.context.tensor, state.context.pipe, *([state.context.data] if state.parameters else [])]
+    axes = [state.context.tensor, state.context.pipe, *([state.context.data] if state.parameter_owner else [])]
     come("full_state_dict", *axes)
     entries = state.by_param()
     known: dict[int, Tensor] = {}
@@ -117,13 +117,13 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
             continue
         if id(value) not in known:
             entry = entries.get(id(value))
-            if state.parameters is not None and entry is not None:
-                state.parameters.bring(value)
+            if state.parameter_owner is not None and entry is not None:
+                state.parameter_owner.gather(value)
             whole = value.detach() if entry is None else gather_full(value, entry.spec, state.axis)
             known[id(value)] = whole.cpu()
         out[name] = known[id(value)]
-    if state.parameters is not None:
-        state.parameters.put_away()
+    if state.parameter_owner is not None:
+        state.parameter_owner.release()
     if state.stages is None or state.context.pipe.size == 1:
         return out
     return _broadcast_from_stages(out, state.stages, state)

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 class _CallablePackage(ModuleType):
     """The package can be called, since ``shardformer.zero(optimizer, model)`` was a function of that name."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, optimizer: Any, model: Any, **options: Any) -> Any:
         import warnings
 
         from shardformer.zero.shard_optimizer import shard_optimizer
 
         warnings.warn("shardformer.zero is now shardformer.shard_optimizer", DeprecationWarning, stacklevel=2)
-        return shard_optimizer(*args, **kwargs)
+        return shard_optimizer(model, optimizer, **options)
 
 
 __getattr__, __all__ = lazy_names(__name__)

@@ -72,7 +72,7 @@ class ZeroOptions:
         check_choice("stage", self.stage, ZERO_STAGES)
         if self.offload.to is not None and self.precision.rounding is not None:
             raise ConfigError(
-                f"MixedPrecision(masters={self.precision.masters!r}) beside offload={self.offload.to!r}",
+                f"MixedPrecision(masters={self.precision.master_weights!r}) beside offload={self.offload.to!r}",
                 remedy="Leave one of the two out",
             )
         if self.offload.parameters and (self.stage < 3 or self.offload.to is None):

@@ -69,7 +69,7 @@ class DevicePlacement:
             return
         self._is_open = False
         room: float = free_bytes(self._context.device) * MARGIN
-        for axis in self._context.own_axes:
+        for axis in self._context.base_axes:
             room = min(all_gather_objects(room, axis))
         if self._brings:
             room = self._bring(room, [self._bytes(shard) for shard in self._shards])
@@ -87,7 +87,7 @@ class DevicePlacement:
     def _bytes(self, shard: FlatShard) -> float:
         """What a shard takes on the device: masters, the sum of the gradients, states."""
         found = shard.length * shard.wide.itemsize * (1 + (shard.wide != shard.dtype))
-        for piece in shard.pieces:
+        for piece in shard.slices:
             states = (optimizer.state.get(piece.value, {}) for optimizer in self._optimizers)
             found += sum(x.nbytes for state in states for x in state.values() if isinstance(x, Tensor))
         most: float = max(all_gather_objects(found, shard.axis))
@@ -102,8 +102,8 @@ def free_bytes(device: torch.device) -> float:
 
 def move_shard_to_device(shard: FlatShard, optimizers: Sequence[Optimizer]) -> None:
     """Moves a shard's masters, and the optimizers' states of them, to the device, between two steps."""
-    shard.leave_host()
-    values = {id(piece.value): piece.value for piece in shard.pieces}
+    shard.move_to_device()
+    values = {id(piece.value): piece.value for piece in shard.slices}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             counts_there: Any = group.get("fused") or group.get("capturable")

@@ -37,16 +37,16 @@ class ParamSlice:
 
     Args:
         number: the place of the parameter in its bucket.
-        stretch: the numbers of the flat parameter; of the full one where ranks hold slices of it.
-        at: where they lie in this rank's part of the bucket.
+        param_range: the numbers of the flat parameter; of the full one where ranks hold slices of it.
+        shard_range: where they lie in this rank's part of the bucket.
         value: the optimizer's parameter: a view of this rank's part, or a master where that has 16 bits, or is on the
             device while the optimizer is not.
     """
 
     gradient: GradientSlot
     number: int
-    stretch: slice
-    at: slice
+    param_range: slice
+    shard_range: slice
     value: nn.Parameter
 
     @property
@@ -70,7 +70,7 @@ class UnshardOptions:
 class FlatShard:
     """This rank's part of a bucket. Communicates one all-gather of the parameters for each ``start_gather``.
 
-    The model's parameters become views of one tensor, ``whole``, in which the ranks' parts lie behind each other, so
+    The model's parameters become views of one tensor, ``full``, in which the ranks' parts lie behind each other, so
     that the gather writes into them. Where they are slices of what lies there, only this rank's part lasts.
 
     Args:
@@ -97,20 +97,20 @@ class FlatShard:
         self.dtype = dtype if dtype is not None and first.is_floating_point() else first.dtype
         self.device = first.device
         self.wide = torch.promote_types(self.dtype, torch.float32)
-        self.length, self.places = bucket.places(self.axis.size)
+        self.length, self.places = bucket.offsets(self.axis.size)
         self.gathered, self.keeps = gathered, gathered is not None
         self._link = gathered.link if gathered is not None else None
         lasts = not self.keeps and not any(gradient.is_shared for gradient in self.gradients)
-        self.whole: Tensor | None = self._new(self.length * self.axis.size) if lasts else None
+        self.full: Tensor | None = self._new(self.length * self.axis.size) if lasts else None
         if self._link is not None:
-            self.own = self._link.new_host(self.length, self.dtype).zero_()
+            self.local = self._link.new_host(self.length, self.dtype).zero_()
         else:
-            self.own = self._new(self.length) if self.whole is None else self._own_of(self.whole)
+            self.local = self._new(self.length) if self.full is None else self._own_of(self.full)
         self.host = host.part(self.length, self.wide) if host is not None else None
         rounds = rounding is not None and self.wide != self.dtype and host is None
-        self.rounded = RoundedWeights(self.own, rests=rounding == KAHAN) if rounds else None
+        self.rounded = RoundedWeights(self.local, rests=rounding == KAHAN) if rounds else None
         self.has_masters = self.host is not None or self.wide != self.dtype
-        self.pieces = [piece for n, g in enumerate(self.gradients) if (piece := self._take(n, g)) is not None]
+        self.slices = [piece for n, g in enumerate(self.gradients) if (piece := self._take(n, g)) is not None]
         self._sum: Tensor | None = None
         self._counts: Tensor | None = None
         self._had = [False] * len(self.gradients)
@@ -121,14 +121,16 @@ class FlatShard:
         self._fetched: tuple[Tensor, AsyncCopy] | None = None
         self._versions = self._current_versions()
 
-    def hold(self, keys: Mapping[int, int]) -> None:
+    def enable_rounding(self, keys: Mapping[int, int]) -> None:
         """Without masters: what is wide now is rounded.
 
         Args:
             keys: a number for each entry, by its identity.
         """
         if self.rounded is not None:
-            self.rounded.hold([RoundedSlice(p.value, p.at, p.stretch.start, keys[id(p.entry)]) for p in self.pieces])
+            self.rounded.hold(
+                [RoundedSlice(p.value, p.shard_range, p.param_range.start, keys[id(p.entry)]) for p in self.slices]
+            )
 
     @property
     def _masters(self) -> HostShard | RoundedWeights | None:
@@ -146,7 +148,7 @@ class FlatShard:
         return self._sum if self.host is None else self.host.sum
 
     @property
-    def had(self) -> list[bool]:
+    def has_gradient(self) -> list[bool]:
         """For each parameter, whether any rank had a gradient of it. On a GPU the first look waits for it."""
         if self._counts is not None:
             counts: list[float] = to_list(self._counts)
@@ -156,22 +158,22 @@ class FlatShard:
     @property
     def is_changed(self) -> bool:
         """Whether any parameter had a gradient, which all ranks know alike, whatever became of it since."""
-        return any(self.had) or self._is_discarded
+        return any(self.has_gradient) or self._is_discarded
 
     def _current_versions(self) -> list[int]:
         return [gradient.param._version for gradient in self.gradients]
 
-    def moved(self) -> str | None:
+    def find_moved_param(self) -> str | None:
         """The name of a parameter whose values are no longer where they were put; None where all are."""
-        if self.whole is None or not has_data(self.whole):
+        if self.full is None or not has_data(self.full):
             return None
-        base, size = self.whole.data_ptr(), self.whole.element_size()
+        base, size = self.full.data_ptr(), self.full.element_size()
         for gradient, place in zip(self.gradients, self.places, strict=True):
             if gradient.numel and gradient.param.data_ptr() != base + place.start * size:
                 return gradient.entry.name
         return None
 
-    def take_up(self) -> None:
+    def adopt_written_params(self) -> None:
         """Parameters that were written to since the last step, as by ``load_state_dict``: their values are taken up.
 
         All ranks write alike. What lies in this rank's part is there already, where the parameters are views of it.
@@ -182,20 +184,20 @@ class FlatShard:
             for number, (gradient, before) in enumerate(zip(self.gradients, self._versions, strict=True)):
                 if gradient.param._version != before:
                     self._take_up(number, gradient)
-        self.know_values()
+        self.sync_versions()
 
-    def know_values(self) -> None:
+    def sync_versions(self) -> None:
         """What the parameters hold now is what this shard has."""
         self._versions = self._current_versions()
 
     def _take_up(self, number: int, gradient: GradientSlot) -> None:
-        flat = _flat(gradient, gradient.param.detach()) if self.whole is None else None
-        for piece in (piece for piece in self.pieces if piece.number == number):
+        flat = _flat(gradient, gradient.param.detach()) if self.full is None else None
+        for piece in (piece for piece in self.slices if piece.number == number):
             if flat is not None:
-                self.own[piece.at] = flat[piece.stretch]
+                self.local[piece.shard_range] = flat[piece.param_range]
             if self.has_masters:  # what was written as it was, as when weights are loaded, keeps its master
                 value = piece.value.detach()
-                written = self.own[piece.at].view_as(value).to(value.device)
+                written = self.local[piece.shard_range].view_as(value).to(value.device)
                 value.copy_(torch.where(value.to(self.dtype) == written, value, written.to(self.wide)))
 
     def _new(self, numel: int) -> Tensor:
@@ -214,20 +216,20 @@ class FlatShard:
         """
         flat = _flat(gradient, gradient.param.detach())
         place, stretch = self.places[number], self._stretch(number)
-        if self.whole is not None:
-            self.whole[place] = flat
-            gradient.param.data = gradient.unpack(self.whole[place])
+        if self.full is not None:
+            self.full[place] = flat
+            gradient.param.data = gradient.unpack(self.full[place])
         if stretch.start == stretch.stop and gradient.numel:
             return None
         begin = place.start - self.axis.rank * self.length
         at = slice(begin + stretch.start, begin + stretch.stop) if gradient.numel else slice(0, 0)
-        if self.whole is None:
-            self.own[at] = flat[stretch]
+        if self.full is None:
+            self.local[at] = flat[stretch]
         if self.host is not None:
             value = self.host.values[at].copy_(flat[stretch])
         else:
-            value = flat[stretch].to(self.wide, copy=True) if self.has_masters else self.own[at]
-        value = value.view(gradient.shape) if gradient.is_whole else value
+            value = flat[stretch].to(self.wide, copy=True) if self.has_masters else self.local[at]
+        value = value.view(gradient.shape) if gradient.is_full else value
         return ParamSlice(gradient, number, stretch, at, nn.Parameter(value, gradient.param.requires_grad))
 
     def cut(self, number: int, state: dict[str, Any]) -> dict[str, Any]:
@@ -248,7 +250,7 @@ class FlatShard:
     def _cut(self, gradient: GradientSlot, x: Tensor, stretch: slice) -> Tensor:
         flat = _flat(gradient, x.to_dense() if x.is_sparse else x)
         flat = flat if self.host is None else flat.to("cpu")
-        return flat.view(gradient.shape).clone() if gradient.is_whole else flat[stretch].clone()
+        return flat.view(gradient.shape).clone() if gradient.is_full else flat[stretch].clone()
 
     def receive(self, part: Tensor, had: Tensor, scale: float = 1.0) -> None:
         """Adds this rank's part of a sum of gradients, over ``scale``.
@@ -265,21 +267,21 @@ class FlatShard:
     def give_gradients(self) -> None:
         """The optimizer's parameters get their gradients; those whose parameter had none on any rank get none."""
         total = self.sum
-        for piece in self.pieces:
-            has_one = total is not None and self.had[piece.number]
-            piece.value.grad = total[piece.at].view_as(piece.value) if has_one and total is not None else None
+        for piece in self.slices:
+            has_one = total is not None and self.has_gradient[piece.number]
+            piece.value.grad = total[piece.shard_range].view_as(piece.value) if has_one and total is not None else None
 
     # --- what scripts see of the gradients, between a backward and zero_grad
 
     def show(self) -> None:
         """Parameters and pieces have their gradients in ``.grad``; on a GPU those of no rank too, as zeros."""
-        if not has_data(self.own) or (total := self.sum) is None:
+        if not has_data(self.local) or (total := self.sum) is None:
             return
-        known = self.had if self._counts is None or not self._counts.is_cuda else [True] * len(self.gradients)
+        known = self.has_gradient if self._counts is None or not self._counts.is_cuda else [True] * len(self.gradients)
         views: dict[int, Tensor] = {}
-        for piece in self.pieces:
+        for piece in self.slices:
             if known[piece.number]:
-                views[piece.number] = piece.value.grad = total[piece.at].view_as(piece.value)
+                views[piece.number] = piece.value.grad = total[piece.shard_range].view_as(piece.value)
         for number, gradient in enumerate(self.gradients):
             if known[number] and not gradient.changed:
                 seen = gradient.param.grad = ShardedGradient(self, number)
@@ -293,16 +295,16 @@ class FlatShard:
         gradient, grad = self.gradients[number], self.gradients[number].param.grad
         if (shown := self._shown.get(number)) is None:
             if gradient.changed and grad is None:
-                self.discard(number)  # with what a backward in no_sync added to it
+                self.discard_gradient(number)  # with what a backward in no_sync added to it
             elif isinstance(grad, ShardedGradient) and grad.is_of(self, number) and grad.made is not None:
                 self._put_back(number, grad.made)
             return
-        piece = next((piece for piece in self.pieces if piece.number == number), None)
+        piece = next((piece for piece in self.slices if piece.number == number), None)
         mine = piece.value.grad if piece is not None else None
         if grad is None:
             self.edited(number, "discarded")
         if grad is None or (piece is not None and mine is None):
-            self.discard(number)
+            self.discard_gradient(number)
             return
         if not isinstance(grad, ShardedGradient) or not grad.is_of(self, number):
             raise set_by_hand(gradient.entry.name)
@@ -320,17 +322,17 @@ class FlatShard:
         self.edited(number, "put back")
         if self.sum is None:
             self.receive(self._new(self.length), torch.zeros(len(self.gradients)))
-        self.had[number] = True
+        self.has_gradient[number] = True
         self.numbers_of(number).copy_(numbers)
 
-    def discard(self, number: int) -> None:
+    def discard_gradient(self, number: int) -> None:
         """What was summed of the gradient of a parameter is not used."""
         self._shown.pop(number, None)
-        if self.had[number]:
+        if self.has_gradient[number]:
             self._had[number], self._is_discarded = False, True
             self.numbers_of(number).zero_()
         self.gradients[number].param.grad = None
-        for piece in (piece for piece in self.pieces if piece.number == number):
+        for piece in (piece for piece in self.slices if piece.number == number):
             piece.value.grad = None
 
     def edited(self, number: int, what: str) -> None:
@@ -344,8 +346,8 @@ class FlatShard:
                 f"The gradient of {self.gradients[number].entry.name} was used after zero_grad",
                 remedy="Clone it before, or read p.grad after the next backward",
             )
-        piece = next((piece for piece in self.pieces if piece.number == number), None)
-        return total[piece.at] if piece is not None else total[:0]
+        piece = next((piece for piece in self.slices if piece.number == number), None)
+        return total[piece.shard_range] if piece is not None else total[:0]
 
     def is_here(self, number: int) -> bool:
         """Whether each rank has all numbers of a gradient, in the shape of the parameter."""
@@ -372,8 +374,8 @@ class FlatShard:
         self._sum, self._counts, self._had = None, None, [False] * len(self.gradients)
         self._is_discarded, self.edits = False, 0
         if self.host is not None:
-            self.host.forget()
-        for piece in self.pieces:
+            self.host.clear_gradients()
+        for piece in self.slices:
             piece.value.grad = None
         for gradient in self.gradients:
             gradient.param.grad = None
@@ -385,23 +387,27 @@ class FlatShard:
         ``start_gather`` waits for that.
         """
         if self.host is not None and self._link is not None:
-            self.own.copy_(self.host.values)
+            self.local.copy_(self.host.values)
         elif self.host is not None:
-            self._going_up = self.host.bring_up(self.own)
+            self._going_up = self.host.copy_to_device(self.local)
         elif self.rounded is not None:
             self.rounded.store()
         elif self.has_masters:
-            for piece in self.pieces:
-                self.own[piece.at] = piece.value.detach().reshape(-1)
+            for piece in self.slices:
+                self.local[piece.shard_range] = piece.value.detach().reshape(-1)
 
-    def leave_host(self) -> None:
+    def move_to_device(self) -> None:
         """From now on the pieces are on the device. Between two steps."""
         assert self.host is not None
-        self.host.take()
-        self.host.settle()
+        self.host.load()
+        self.host.wait()
         self.host, self.has_masters = None, self.wide != self.dtype or self.rests_on_host
-        for piece in self.pieces:
-            here = piece.value.detach().to(self.device) if self.has_masters else self.own[piece.at].view_as(piece.value)
+        for piece in self.slices:
+            here = (
+                piece.value.detach().to(self.device)
+                if self.has_masters
+                else self.local[piece.shard_range].view_as(piece.value)
+            )
             piece.value.data = here
 
     def fetch(self) -> None:
@@ -409,19 +415,19 @@ class FlatShard:
         if self._masters is not None:
             self._masters.fetch()
 
-    def take(self) -> bool:
+    def load(self) -> bool:
         """Returns whether the pieces have their values now."""
-        return self._masters is None or self._masters.take()
+        return self._masters is None or self._masters.load()
 
-    def put_away(self) -> None:
+    def evict(self) -> None:
         """The values of the pieces may go."""
         if self._masters is not None:
-            self._masters.put_away()
+            self._masters.evict()
 
-    def drop(self, *, keeps_memory: bool = False) -> None:
+    def discard(self, *, keeps_memory: bool = False) -> None:
         """The values of the pieces may go, which nobody changed."""
         if self._masters is not None:
-            self._masters.drop(keeps_memory=keeps_memory)
+            self._masters.discard(keeps_memory=keeps_memory)
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -430,8 +436,8 @@ class FlatShard:
         if masters is None:
             yield
             return
-        masters.take()
-        masters.settle()
+        masters.load()
+        masters.wait()
         try:
             yield
         finally:
@@ -449,7 +455,7 @@ class FlatShard:
             copy.wait()
             own = self._own_of(whole)
         else:
-            whole, own = self._new_whole() if self.whole is None else self.whole, self.own
+            whole, own = self._new_whole() if self.full is None else self.full, self.local
         if self._slices is not None:
             return self._slices.start_share(own, whole, self.places)
         return start_all_gather_into(whole, own, self.axis, "parameters")
@@ -458,7 +464,7 @@ class FlatShard:
         """Starts to bring this rank's part to the device, where it rests on the host."""
         if self._link is not None and self._fetched is None:
             whole = self._new_whole()
-            self._fetched = whole, self._link.up(self._own_of(whole), self.own)
+            self._fetched = whole, self._link.to_device(self._own_of(whole), self.local)
 
     def forget_fetched(self) -> None:
         """What was brought to the device will not be used."""
@@ -470,7 +476,7 @@ class FlatShard:
         numel = self.length * self.axis.size
         if self.gathered is not None:
             return self.gathered.memory(numel, self.dtype, self.device)
-        return self.own.new_empty(numel)
+        return self.local.new_empty(numel)
 
     def _own_of(self, whole: Tensor) -> Tensor:
         return whole[self.axis.rank * self.length : (self.axis.rank + 1) * self.length]
@@ -479,14 +485,14 @@ class FlatShard:
         """The gradient of a parameter, from all ranks. Communicates one all-gather of the bucket."""
         mine = self.sum if self.sum is not None else torch.zeros(self.length, dtype=self.wide)
         whole = start_all_gather(mine.to(self.device), self.axis, 0, purpose="gradients").wait()
-        return self.gradients[number].unpack(whole[self.places[number]]) if self.had[number] else None
+        return self.gradients[number].unpack(whole[self.places[number]]) if self.has_gradient[number] else None
 
     def write(self, values: Tensor) -> None:
         """Puts what was gathered into the model's parameters, where these are slices of it."""
         for gradient, place in zip(self.gradients, self.places, strict=True):
             if gradient.is_shared:
                 gradient.param.detach().copy_(gradient.unpack(values[place]))
-        self.know_values()
+        self.sync_versions()
 
 
 def set_by_hand(name: str) -> ConfigError:

@@ -160,9 +160,9 @@ def assign_owners(gradients: Sequence[GradientSlot], params: Collection[int], co
     chosen = [gradient for gradient in gradients if id(gradient.param) in params]
     cut = {id(g): _gradient_axes(g, context) for g in chosen if g.entry.spec.is_sharded}
     wanted = set(cut.values())
-    for axis in context.own_axes:
+    for axis in context.base_axes:
         wanted = {names for theirs in all_gather_objects(wanted, axis) for names in theirs}
-    axes = {names: context.merged(*names) for names in sorted(wanted)}
+    axes = {names: context.flatten(*names) for names in sorted(wanted)}
     holders = {names: all_gather_objects(dict(context.coords), axis) for names, axis in axes.items()}
     for gradient in chosen:
         if gradient.entry.reduction.stages and id(gradient) in cut:
@@ -173,11 +173,11 @@ def assign_owners(gradients: Sequence[GradientSlot], params: Collection[int], co
             )
         names = cut.get(id(gradient))
         if names is None:
-            gradient.bring_together(None)
+            gradient.gather_to_owner(None)
         else:
-            gradient.bring_together(axes[names], holders[names])
+            gradient.gather_to_owner(axes[names], holders[names])
 
 
 def _gradient_axes(gradient: GradientSlot, context: ParallelContext) -> tuple[str, ...]:
     names = {*gradient.entry.reduction.sum_over, *gradient.entry.spec.axes}
-    return tuple(n for n, size in context.grid.sizes.items() if size > 1 and ({n} | context.finest([n])) & names)
+    return tuple(n for n, size in context.grid.sizes.items() if size > 1 and ({n} | context.expand_views([n])) & names)

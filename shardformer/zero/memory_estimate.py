@@ -108,7 +108,7 @@ def estimate_memory(
         total(size, cut if stage == 3 else None),
         max((a + b for a, b in pairwise([*units, 0])), default=0) if stage == 3 else 0,
         total(size, None) if stage < 2 else total(wide, cut),
-        total(wide, cut) * _MASTERS[asked.precision.masters] if narrow is not None else 0,
+        total(wide, cut) * _MASTERS[asked.precision.master_weights] if narrow is not None else 0,
         sum(
             state_bytes(each, group, p, wide[id(p)]) / cut[id(p)]
             for each in optimizers
@@ -174,13 +174,13 @@ def measure_memory(
     """What is there now: counted, each memory once."""
     cut_ones = [shard for unit in units for shard in unit.shards]
     cut = {id(gradient.param) for shard in cut_ones for gradient in shard.gradients}
-    resting = [shard.own for shard in cut_ones if shard.rests_on_host]
+    resting = [shard.local for shard in cut_ones if shard.rests_on_host]
     lasting = [entry.param for entry in table.entries if id(entry.param) not in cut]
     gathered = [base for unit in units for base in unit.bases]
     here = [shard for shard in shards if shard.host is None]
-    states = {id(piece.value): piece for shard in here for piece in shard.pieces}
+    states = {id(piece.value): piece for shard in here for piece in shard.slices}
     return MemoryEstimate(
-        parameters=_bytes([*lasting, *(shard.own for shard in cut_ones if not shard.rests_on_host)]),
+        parameters=_bytes([*lasting, *(shard.local for shard in cut_ones if not shard.rests_on_host)]),
         gathered=_bytes(gathered),
         gradients=_bytes([s.sum for s in here if s.sum is not None] + _grads(table)),
         masters=_bytes([x for shard in here for x in _masters_of(shard)]),
@@ -203,7 +203,7 @@ def _grads(table: ShardingMetadata) -> list[Tensor]:
 def _masters_of(shard: FlatShard) -> list[Tensor]:
     if shard.rounded is not None:
         return [shard.rounded.rest] if shard.rounded.rest is not None else []
-    return [piece.value for piece in shard.pieces] if shard.has_masters else []
+    return [piece.value for piece in shard.slices] if shard.has_masters else []
 
 
 def _states(optimizers: Sequence[Optimizer], pieces: Mapping[int, object]) -> list[Tensor]:
@@ -214,7 +214,7 @@ def _states(optimizers: Sequence[Optimizer], pieces: Mapping[int, object]) -> li
 def _on_host(shard: FlatShard, optimizers: Sequence[Optimizer]) -> Iterator[Tensor]:
     assert shard.host is not None
     yield from shard.host.tensors()
-    yield from _states(optimizers, {id(piece.value): piece for piece in shard.pieces})
+    yield from _states(optimizers, {id(piece.value): piece for piece in shard.slices})
 
 
 def memory_lines(

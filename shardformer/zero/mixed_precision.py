@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError, check_argument
+from shardformer.public_names import renamed_arguments
 from shardformer.random_state import SPLITMIX64
 
 PARAMETER_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -66,6 +67,7 @@ class LossScale:
             self.value *= self.backoff
 
 
+@renamed_arguments({"masters": "master_weights"})
 @dataclass
 class MixedPrecision:
     """What ``shard_optimizer`` keeps in how many bits.
@@ -75,14 +77,14 @@ class MixedPrecision:
             rank's pieces.
         gradients: "fp32" sums them in fp32, which sends twice the bytes of 16 bits; None: as the parameters.
         loss_scale: for fp16.
-        masters: of bf16. "fp32"; or none, to save memory: "kahan" keeps what rounding took away, in 16 bits;
+        master_weights: of bf16. "fp32"; or none, to save memory: "kahan" keeps what rounding took away, in 16 bits;
             "stochastic" rounds up or down by chance.
     """
 
     parameters: str = "fp32"
     gradients: str | None = None
     loss_scale: LossScale = field(default_factory=LossScale)
-    masters: str = "fp32"
+    master_weights: str = "fp32"
 
     def __post_init__(self) -> None:
         for name, given in vars(self).items():
@@ -100,9 +102,11 @@ class MixedPrecision:
                     remedy="Write precision='bf16', or leave it out",
                 )
 
-        if self.masters not in MASTER_WEIGHT_KINDS or (self.masters != "fp32" and self.parameters != "bf16"):
+        if self.master_weights not in MASTER_WEIGHT_KINDS or (
+            self.master_weights != "fp32" and self.parameters != "bf16"
+        ):
             raise ConfigError(
-                f"MixedPrecision({self.parameters!r}, masters={self.masters!r})",
+                f"MixedPrecision({self.parameters!r}, masters={self.master_weights!r})",
                 rule=f"For bf16, masters is one of {', '.join(map(repr, MASTER_WEIGHT_KINDS))}",
                 remedy="Leave masters out",
             )
@@ -120,7 +124,7 @@ class MixedPrecision:
     @property
     def rounding(self) -> str | None:
         """How parameters are rounded that have no masters; None: they have some, or need none."""
-        return self.masters if self.masters != "fp32" else None
+        return self.master_weights if self.master_weights != "fp32" else None
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
@@ -168,16 +172,16 @@ class RoundedWeights:
         for piece in pieces:
             self._values[piece.at] = piece.value.detach().reshape(-1)
         self._own.copy_(self._values)
-        self._keep_rest()
-        self.put_away()
+        self._keep_kahan_residual()
+        self.evict()
 
     def fetch(self) -> None:
         """There is nothing to wait for."""
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """There is nothing under way."""
 
-    def take(self) -> bool:
+    def load(self) -> bool:
         """Widens."""
         if self._values is None:
             self._values = self._own.float()
@@ -194,30 +198,30 @@ class RoundedWeights:
             new = self._values.to(self._own.dtype)
             stays = (self._values - self._own).abs() <= (self._values - new).abs()  # halfway between two: as it was
             self._own.copy_(torch.where(stays, self._own, new))
-            self._keep_rest()
+            self._keep_kahan_residual()
             return
         self.step += 1
         for piece in self._pieces:
             wide = self._values[piece.at]
             self._own[piece.at] = stochastic_round(wide, random_bits(wide, piece.first, piece.key, self.step))
 
-    def _keep_rest(self) -> None:
+    def _keep_kahan_residual(self) -> None:
         if self.rest is not None and self._values is not None:
             self.rest.copy_(self._values - self._own)
 
-    def put_away(self) -> None:
+    def evict(self) -> None:
         """Drops what is wide."""
         self._values = None
         for piece in self._pieces:
             value = torch.full((), torch.nan, dtype=torch.float32, device=self._own.device)
             piece.value.data = value.expand(piece.value.shape)
 
-    def drop(self, *, keeps_memory: bool = False) -> None:
-        self.put_away()
+    def discard(self, *, keeps_memory: bool = False) -> None:
+        self.evict()
 
     def save(self) -> None:
         self.store()
-        self.put_away()
+        self.evict()
 
 
 def random_bits(like: Tensor, first: int, key: int, step: int) -> Tensor:

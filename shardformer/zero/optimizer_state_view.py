@@ -179,7 +179,7 @@ def _checking(original: Any) -> Any:
         state_dict = _checked(self, state_dict, table)
         with unchanged_on_error([self]):
             collective_call(
-                table.context, lambda: original(self, state_dict), doing=f"load this {type(self).__name__}'s state"
+                table.context, lambda: original(self, state_dict), action=f"load this {type(self).__name__}'s state"
             )
 
     return load_state_dict
@@ -310,7 +310,7 @@ class LiveState(MutableMapping[Tensor, State]):
         self._pieces: dict[int, ParamSlice | None] = {id(g.param): None for shard in shards for g in shard.gradients}
         held = ((id(p), o) for o in optimizers for group in o.param_groups for p in group["params"])
         self._owners: dict[int, Optimizer] = dict(held)
-        self._pieces |= {id(piece.gradient.param): piece for shard in shards for piece in shard.pieces}
+        self._pieces |= {id(piece.gradient.param): piece for shard in shards for piece in shard.slices}
 
     def _found(self, key: Tensor) -> tuple[Any, Tensor] | None:
         """(the state of the optimizer that has a parameter, the parameter as it has it); None for no rank's piece."""

@@ -75,13 +75,13 @@ class OptimizerUpdate:
             for number, turn in enumerate(turns):
                 for shard in (shard for coming in turns[number : number + 2] for shard in coming):
                     shard.fetch()
-                if all([shard.take() for shard in turn]):
+                if all([shard.load() for shard in turn]):
                     self._step(turn if self._is_apart else None)
                     for shard in turn:
                         shard.store()
                 hand_out.add(turn)
                 for shard in turn:
-                    shard.put_away()
+                    shard.evict()
         hand_out.finish()
 
     def _end_files(self, files: FileStore, shards: Sequence[FlatShard]) -> None:
@@ -90,10 +90,10 @@ class OptimizerUpdate:
             return
         hand_out = ParamAllGather()
         for shard in shards:
-            if shard.take():
+            if shard.load():
                 shard.store()
             hand_out.add([shard])
-            shard.drop()
+            shard.discard()
         hand_out.finish()
         what = f"The optimizer's files in {files.disk.folder} failed: {said}"
         if files.end_step([], self._context) is not None:
@@ -108,7 +108,7 @@ class OptimizerUpdate:
             for optimizer in self._optimizers:
                 optimizer.step()
             return
-        pieces = {id(piece.value) for shard in turn for piece in shard.pieces if piece.value.grad is not None}
+        pieces = {id(piece.value) for shard in turn for piece in shard.slices if piece.value.grad is not None}
         for optimizer in self._optimizers:
             with restricted_to(optimizer, pieces):
                 if optimizer.param_groups:
@@ -191,12 +191,12 @@ def sharded_grad_norm(
     there[1:] += torch.tensor([float(problem is not None), edits, edits**2], dtype=torch.float64)
     for shard in shards if problem is None else ():
         total, found = here if shard.host is None else there, shard.sum
-        for piece in shard.pieces:
-            is_asked = shard.had[piece.number] and (only is None or id(piece.gradient.param) in only)
+        for piece in shard.slices:
+            is_asked = shard.has_gradient[piece.number] and (only is None or id(piece.gradient.param) in only)
             if found is not None and is_asked and _counts_in_norm(piece.gradient, table, stage):
-                total[0] += torch.linalg.vector_norm(found[piece.at]).to(total) ** 2
+                total[0] += torch.linalg.vector_norm(found[piece.shard_range]).to(total) ** 2
     total, count = here + there.to(device), 1
-    axes = sorted(table.context.own_axes, key=lambda axis: axis.name not in ALIKE)
+    axes = sorted(table.context.base_axes, key=lambda axis: axis.name not in ALIKE)
     axes = [axis for axis in axes if not (in_stage and axis.name == "pipe")]
     for axis in axes:
         if axis.name in ALIKE:
@@ -240,7 +240,7 @@ def _counts_in_norm(gradient: GradientSlot, table: ShardingMetadata, stage: int)
     else:
         cut = gradient.entry.spec.axes if gradient.is_shared else ()
         own = {*reduction.norm_over} - {*reduction.sum_over, *cut}
-    others = context.finest(context.grid.sizes) - context.finest(own)
+    others = context.expand_views(context.grid.sizes) - context.expand_views(own)
     return all(coords[name] == 0 for name in others)
 
 
@@ -250,10 +250,10 @@ def find_nonfinite(shards: Sequence[FlatShard], table: ShardingMetadata, norm: T
     found = [
         (order[id(piece.entry)], table.context.rank, piece.entry.name)
         for shard in shards
-        for piece in shard.pieces
-        if shard.sum is not None and not bool(torch.isfinite(shard.sum[piece.at]).all())
+        for piece in shard.slices
+        if shard.sum is not None and not bool(torch.isfinite(shard.sum[piece.shard_range]).all())
     ]
-    for axis in table.context.own_axes:
+    for axis in table.context.base_axes:
         found = [item for theirs in all_gather_objects(found, axis) for item in theirs]
     _, rank, name = min(found, default=(0, 0, "some parameter"))
     return InputError(

@@ -30,6 +30,7 @@ from shardformer.layout.tensor_relations import overlapping, view_of
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.offload.disk import check_room
 from shardformer.offload.host import OffloadConfig
+from shardformer.public_names import renamed_parameters
 from shardformer.torch_compat import has_data
 from shardformer.zero.config import BucketOptions, Stage3Options, StepOptions, ZeroOptions, as_optimizer_list, no_files
 from shardformer.zero.device_placement import check_free
@@ -61,12 +62,12 @@ def checked(given: Callable[[], Given], model: nn.Module, table: ShardingMetadat
         lines = [f"{name}={value!r}" for name, value in vars(settings).items()]
         return lines + [type(optimizer).__name__ for optimizer in optimizers]
 
-    return collective_call(table.context, check, lines_of, doing="train with these optimizers")
+    return collective_call(table.context, check, lines_of, action="train with these optimizers")
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], table: ShardingMetadata) -> None:
     """Raises ConfigError for optimizers that hold anything but the parameters of this model, each once."""
-    if table.gradients is not None:
+    if table.gradient_owner is not None:
         raise ConfigError(
             "zero was called twice on this model",
             remedy="Give both optimizers at once: shard_optimizer([first, second], model)",
@@ -192,9 +193,10 @@ def _unsharded_metadata(model: nn.Module, context: ParallelContext) -> ShardingM
     return table
 
 
+@renamed_parameters({}, ("optimizer", "model"))
 def shard_optimizer(
-    optimizer: Optimizer | Sequence[Optimizer],
     model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
     *,
     stage: int = 1,
     precision: str | MixedPrecision = "fp32",

@@ -228,7 +228,7 @@ class GatherScheduler:
                 if isinstance(x, Tensor) and x.requires_grad:
                     x.register_hook(self._expect_end)
 
-    def leave_early(self, output: Any) -> None:
+    def end_forward_early(self, output: Any) -> None:
         """A forward ends here, though the module that was called has not returned."""
         assert self._caller is not None
         module = self._caller
@@ -244,21 +244,21 @@ class GatherScheduler:
         """Forgets a forward or backward that an error broke off."""
         self._kind, self._is_ending = None, False
         for unit in self.units:
-            unit.free()
+            unit.reshard()
 
-    def bring(self, param: Tensor) -> None:
+    def gather(self, param: Tensor) -> None:
         """Gathers the unit of a parameter for whoever saves it, and drops the others. All ranks call it."""
         wanted = param.__dict__.get(GROUP_ATTRIBUTE)
         for unit in self.units:
             if unit is not wanted:
-                unit.free()
+                unit.reshard()
         if wanted is not None:
             wanted.wait()
 
-    def put_away(self) -> None:
+    def release(self) -> None:
         """Drops all units: nobody reads them any more, or the shards have changed."""
         for unit in self.units:
-            unit.free()
+            unit.reshard()
 
     # --- one forward or backward
 
@@ -308,7 +308,7 @@ class GatherScheduler:
     def _step(self, index: int, coming: Sequence[int]) -> None:
         """One step of the walk: a unit comes, the one before goes, its gradients are sent, the next one is begun."""
         before, self._at = self._last, self._at + 1
-        self.units[index].wait()
+        self.units[index].wait_for_unshard()
         self._record.units.append(index)
         comes_again = self._plan is not None and self._plan.comes_again(before, self._at)
         if before not in (index, END) and not comes_again:
@@ -318,9 +318,9 @@ class GatherScheduler:
                 self.reducer.send(self.units[unit])
         if self._gathers_ahead:
             for unit in coming[:1]:
-                self.units[unit].start()
+                self.units[unit].unshard()
             for unit in coming[1:]:
-                self.units[unit].fetch()
+                self.units[unit].prefetch()
 
     def _pass(self, unit: ParamGroup) -> None:
         """A unit's turn is over."""
@@ -331,7 +331,7 @@ class GatherScheduler:
 
     def _drop(self, unit: ParamGroup) -> None:
         if self._frees:
-            unit.free()
+            unit.reshard()
 
     @property
     def _last(self) -> int:
@@ -377,7 +377,7 @@ class GatherScheduler:
             if chosen == want:
                 return
 
-    def arrived(self, unit: ParamGroup) -> None:
+    def gradient_ready(self, unit: ParamGroup) -> None:
         """A gradient of this unit arrived."""
         if self._kind is None or not self._is_backward:
             self._begin_backward(None)
@@ -497,10 +497,12 @@ def set_up_stage3(
     overlaps = settings.sending.overlap
     trained = [index for index, made in buckets.items() if made]
     if trained:
-        buckets[min(trained)][-1].watch = table.watch
-    walk.reducer = ParamGroupReducer(units, buckets, end, walk.arrived, table.entries, overlaps=overlaps, memory=chunks)
+        buckets[min(trained)][-1].watch = table.monitor
+    walk.reducer = ParamGroupReducer(
+        units, buckets, end, walk.gradient_ready, table.entries, overlaps=overlaps, memory=chunks
+    )
     table.reducers = [walk.reducer, *rest]
-    table.parameters = walk
+    table.parameter_owner = walk
     axis = walk.axis
     decode_together(
         model, lambda: come("generate", axis), lambda mine: any(row[0] for row in all_gather_numbers([int(mine)], axis))
@@ -534,7 +536,7 @@ def _make_param_groups(
         parts = [_bytes_of(shard) for shard in unit.shards]
         unit.size = sum(parts)
         sizes += parts
-        unit.hide()
+        unit.replace_with_placeholders()
         units.append(unit)
     chunks.fit(sizes)
     return units, buckets
@@ -549,7 +551,7 @@ def _make_scheduler(
     model: nn.Module, table: ShardingMetadata, units: Sequence[ParamGroup], settings: ZeroOptions
 ) -> GatherScheduler:
     wide = [name for name, size in table.context.grid.sizes.items() if size > 1 and name != "pipe"]
-    axis = table.context.merged(*(wide or ["data"]))
+    axis = table.context.flatten(*(wide or ["data"]))
     for unit, sizes in zip(
         units, zip(*all_gather_objects([unit.size for unit in units], axis), strict=True), strict=True
     ):
@@ -565,7 +567,7 @@ def _make_scheduler(
     walk = GatherScheduler(model, units, axis, frees=frees, gathers_ahead=settings.sending.overlap, part=part)
     walk.residents.room = asked if isinstance(asked, int) and not isinstance(asked, bool) else 0
     if stage_forward is not None:
-        stage_forward.when_left.append(walk.leave_early)
+        stage_forward.when_left.append(walk.end_forward_early)
     return walk
 
 
@@ -583,7 +585,7 @@ def _buckets(gradients: Sequence[GradientSlot], dtype: torch.dtype | None) -> li
     for gradient in gradients:
         param = gradient.param
         kind = (gradient.axis.ranks, param.dtype, param.device, param.requires_grad)
-        bucket = found.setdefault((*kind, gradient.is_whole, gradient.is_shared), Bucket(gradient.axis, dtype))
+        bucket = found.setdefault((*kind, gradient.is_full, gradient.is_shared), Bucket(gradient.axis, dtype))
         bucket.gradients.append(gradient)
         gradient.bucket, gradient.arrived = bucket, False
     return list(found.values())

@@ -133,24 +133,24 @@ class ParamGroup:
         self._versions: list[int] = []
 
     @_lasting
-    def fetch(self) -> None:
+    def prefetch(self) -> None:
         """Starts to bring what of it rests on the host to the device, for ``start``."""
         if not self.is_here and not self._pending:
             for shard in self.shards:
                 shard.fetch_parameters()
 
     @_lasting
-    def start(self) -> None:
+    def unshard(self) -> None:
         """Starts to gather the values. Communicates one all-gather for each shard."""
         if not self.is_here and not self._pending:
             self._pending = [shard.start_gather() for shard in self.shards]
 
     @_lasting
-    def wait(self) -> None:
+    def wait_for_unshard(self) -> None:
         """The parameters have their values when this returns."""
         if self.is_here:
             return
-        self.start()
+        self.unshard()
         for shard, pending in zip(self.shards, self._pending, strict=True):
             whole = pending.wait()
             self._add_base(whole)
@@ -177,7 +177,7 @@ class ParamGroup:
                 remedy="Train with stage=2 where parameters are changed by others than the optimizer",
             )
 
-    def free(self) -> None:
+    def reshard(self) -> None:
         """Drops the values."""
         for pending in self._pending:
             pending.wait()  # it was begun on all ranks, and nobody came to read it
@@ -190,12 +190,12 @@ class ParamGroup:
             for memory in memories:
                 del self.where[memory]
             self.bases, self.is_here = [], False
-            self.hide()
+            self.replace_with_placeholders()
             for memory in memories:
                 self.give_back(memory)
 
     @_lasting
-    def hide(self) -> None:
+    def replace_with_placeholders(self) -> None:
         """Lets each parameter keep its shape alone."""
         for shard in self.shards:
             for gradient in shard.gradients:

@@ -60,7 +60,7 @@ def unscale_on_all_ranks(original: Any) -> Any:
     def unscale(self: Any, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
         found: dict[torch.device, Tensor] = original(self, optimizer, inv_scale, found_inf, allow_fp16)
         for state in models_trained_by(optimizer):
-            axes = [axis for axis in state.context.own_axes if axis.size > 1]
+            axes = [axis for axis in state.context.base_axes if axis.size > 1]
             worst = torch.stack([x.to(found_inf.device) for x in (found_inf, *found.values())]).max()
             for axis in axes:
                 worst = all_reduce(worst.clone(), axis, op="max", purpose="norm")
@@ -76,7 +76,7 @@ def _warn_matrix_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None
     if (holder := holder_of(optimizer)) is not None and not holder.is_stepping:
         raise ConfigError(
             f"step was called on the {type(optimizer).__name__} that zero was given",
-            remedy="Step what zero returned: optimizer = shardformer.shard_optimizer(optimizer, model)",
+            remedy="Step what zero returned: optimizer = shardformer.shard_optimizer(model, optimizer)",
         )
     if isinstance(optimizer, ZeroOptimizer):
         return
@@ -98,6 +98,6 @@ def _warn_matrix_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None
         warnings.warn(
             f"{type(optimizer).__name__} {reason}, and this rank has a part of {cut[0]}"
             f"{' and others' if len(cut) > 1 else ''}: it makes other steps than on one device. Write "
-            "optimizer = shardformer.shard_optimizer(optimizer, model), which gives it whole ones.",
+            "optimizer = shardformer.shard_optimizer(model, optimizer), which gives it whole ones.",
             stacklevel=4,
         )

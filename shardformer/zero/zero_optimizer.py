@@ -45,12 +45,12 @@ from shardformer.zero.stage3_parameters import ParamGroup
 def readable_state(shards: Sequence[FlatShard]) -> Iterator[None]:
     """The pieces and their states have their values in here."""
     for shard in shards:
-        shard.take()
+        shard.load()
     try:
         yield
     finally:
         for shard in shards:
-            shard.drop(keeps_memory=True)
+            shard.discard(keeps_memory=True)
 
 
 @contextmanager
@@ -69,13 +69,13 @@ def writable_state(
             if shard.rounded is None:  # else it is rounded once, behind this
                 shard.store()
     if walk is not None:
-        walk.put_away()
+        walk.release()
     hand_out = ParamAllGather()
     hand_out.add(shards)
     with torch.no_grad():
         hand_out.finish()
     for shard in shards:
-        shard.know_values()
+        shard.sync_versions()
     if isinstance(host, FileStore):
         host.end_writing(context)
 
@@ -91,7 +91,7 @@ def check_unmodified(model: nn.Module, table: ShardingMetadata, shards: Sequence
         if entry.param.grad is not None:
             raise set_by_hand(entry.name)
     for shard in shards:
-        if moved := shard.moved():
+        if moved := shard.find_moved_param():
             raise ConfigError(
                 f"{moved} got other memory after zero was called (p.data = ..., model.to(...))",
                 rule=rule,
@@ -142,7 +142,7 @@ class ZeroOptimizer(Optimizer):
         self._room = self._make_room()
         keys = {id(entry): number for number, entry in enumerate(table.entries)}
         for shard in self.shards:
-            shard.hold(keys)
+            shard.enable_rounding(keys)
         self._update = OptimizerUpdate(self.inner, self.shards, self._host, table.context)
         if isinstance(self._host, FileStore):
             self._put_into_files(self._host)
@@ -151,7 +151,7 @@ class ZeroOptimizer(Optimizer):
         super().__init__([group for optimizer in self.inner for group in optimizer.param_groups], defaults)
         self._is_laid_out = True
         self._state = LiveState(self.inner, self.shards)
-        table.gradients = self
+        table.gradient_owner = self
         self.__dict__[METADATA_ATTRIBUTE] = table
         model.__dict__["zero_grad"] = ZeroGradMethod(model, self)
         for optimizer in self.inner:
@@ -207,7 +207,7 @@ class ZeroOptimizer(Optimizer):
         axis = Axis("none") if self._stage == 0 else None
         dtype, sending = self._precision.reduce_dtype, self._settings.sending
         size: Any = sending.bucket_bytes or self._table.request.extra.get("bucket_bytes", BUCKET_BYTES)
-        found = [bucket for r in reducers for bucket in r.hand_over(self._end, dtype, size, sending.overlap)]
+        found = [bucket for r in reducers for bucket in r.reduce_to_shards(self._end, dtype, size, sending.overlap)]
         narrow, rounding = self._precision.dtype, self._precision.rounding
         return [FlatShard(bucket, narrow, axis=axis, host=self._host, rounding=rounding) for bucket in found]
 
@@ -226,8 +226,8 @@ class ZeroOptimizer(Optimizer):
 
         parts = [(shard, shard.host) for shard in self.shards if isinstance(shard.host, FileShard)]
         for shard, part in parts:
-            expected = sum(state_bytes(*held[id(p.value)], p.value) for p in shard.pieces if id(p.value) in held)
-            part.hold([(p.value, p.at) for p in shard.pieces], states, round(expected))
+            expected = sum(state_bytes(*held[id(p.value)], p.value) for p in shard.slices if id(p.value) in held)
+            part.hold([(p.value, p.shard_range) for p in shard.slices], states, round(expected))
         if said := files.end_step([part for _, part in parts], self._table.context):
             raise no_files(files.disk.folder, said)
 
@@ -259,7 +259,7 @@ class ZeroOptimizer(Optimizer):
         for shard in self.shards:
             for number, gradient in enumerate(shard.gradients):
                 param: Any = gradient.param
-                found = [piece for piece in shard.pieces if piece.number == number]
+                found = [piece for piece in shard.slices if piece.number == number]
                 pieces.setdefault(id(param), []).extend(found)
                 for optimizer in self.inner:
                     if state := optimizer.state.pop(param, None):
@@ -284,10 +284,10 @@ class ZeroOptimizer(Optimizer):
         self.agree()
         problem = self._take_edits()
         for shard in self.shards if problem is None else ():
-            shard.take_up()
+            shard.adopt_written_params()
         if self._prepare(problem):
             if self._walk is not None:
-                self._walk.put_away()
+                self._walk.release()
             with self._stepping():
                 self._update.run()
             self._room.after_step()
@@ -461,15 +461,15 @@ class ZeroOptimizer(Optimizer):
 
     def _state_dict(self) -> dict[str, Any]:
         context = self._table.context
-        with self.reading():
+        with self.readable_state():
             states = [optimizer.state_dict() for optimizer in self.inner]
             return {
                 "place": {"sizes": context.sizes, "coords": context.coords},
                 # torch hands out the dictionaries that an optimizer goes on using
                 "optimizers": [{**d, "state": {k: dict(v) for k, v in d["state"].items()}} for d in states],
                 "loss_scale": asdict(self._precision.loss_scale),
-                "rounds": self.rounds,
-                "masters": [piece.value.detach().clone() for shard in self.shards for piece in shard.pieces],
+                "rounds": self.rounding_counts,
+                "masters": [piece.value.detach().clone() for shard in self.shards for piece in shard.slices],
             }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -481,21 +481,21 @@ class ZeroOptimizer(Optimizer):
 
     def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
         context, doing = self._table.context, "load this optimizer's state"
-        collective_call(context, lambda: self._check_saved(state_dict), doing=doing)
+        collective_call(context, lambda: self._check_saved(state_dict), action=doing)
 
         def load() -> None:
             for optimizer, state in zip(self.inner, state_dict["optimizers"], strict=True):
                 load_in_place(optimizer, state)
 
-        pieces = [piece for shard in self.shards for piece in shard.pieces]
-        with self.loading():
+        pieces = [piece for shard in self.shards for piece in shard.slices]
+        with self.writable_state():
             with unchanged_on_error(self.inner):
-                collective_call(context, load, doing=doing)
+                collective_call(context, load, action=doing)
             for piece, master in zip(pieces, state_dict["masters"], strict=True):
                 piece.value.copy_(master)
         for name, value in state_dict["loss_scale"].items():
             setattr(self._precision.loss_scale, name, value)
-        self.rounds = state_dict["rounds"]
+        self.rounding_counts = state_dict["rounds"]
 
     def _check_saved(self, state_dict: dict[str, Any]) -> None:
         context = self._table.context
@@ -505,7 +505,7 @@ class ZeroOptimizer(Optimizer):
             raise ConfigError(
                 f"The state that was to be loaded has no {missing[0]!r}: it is not what this optimizer saved",
                 remedy="Load what optimizer.state_dict() gave; load the state of a plain optimizer into yours before "
-                "shard_optimizer(optimizer, model); or let save_checkpoint save, whose checkpoints fit any layout",
+                "shard_optimizer(model, optimizer); or let save_checkpoint save, whose checkpoints fit any layout",
             )
         saved, axes = state_dict["place"], place_of(self.inner[0])
         try:
@@ -523,18 +523,18 @@ class ZeroOptimizer(Optimizer):
 
     @property
     def _form(self) -> tuple[Any, ...]:
-        shapes = [tuple(piece.value.shape) for shard in self.shards for piece in shard.pieces]
+        shapes = [tuple(piece.value.shape) for shard in self.shards for piece in shard.slices]
         groups = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in self.inner]
-        return shapes, groups, sorted(vars(self._precision.loss_scale)), len(self.rounds)
+        return shapes, groups, sorted(vars(self._precision.loss_scale)), len(self.rounding_counts)
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
+    def readable_state(self) -> Iterator[None]:
         """The pieces and their states have their values in here. Between two steps."""
         with readable_state(self.shards), self._opened():
             yield
 
     @contextmanager
-    def loading(self) -> Iterator[None]:
+    def writable_state(self) -> Iterator[None]:
         """The pieces may be written to in here; behind it the parameters of all ranks have what was written.
 
         All ranks call it. Communicates one all-gather of the parameters.
@@ -556,12 +556,12 @@ class ZeroOptimizer(Optimizer):
         return any(s.axis.size > 1 or any(gradient.is_shared for gradient in s.gradients) for s in self.shards)
 
     @property
-    def rounds(self) -> list[int]:
+    def rounding_counts(self) -> list[int]:
         """How often each shard was rounded by chance."""
         return [shard.rounded.step for shard in self.shards if shard.rounded is not None]
 
-    @rounds.setter
-    def rounds(self, rounds: Sequence[int]) -> None:
+    @rounding_counts.setter
+    def rounding_counts(self, rounds: Sequence[int]) -> None:
         for rounded, step in zip([s.rounded for s in self.shards if s.rounded], rounds, strict=True):
             rounded.step = step
 
@@ -571,7 +571,7 @@ class ZeroOptimizer(Optimizer):
         return self._table
 
     @property
-    def units(self) -> Sequence[ParamGroup]:
+    def param_groups_stage3(self) -> Sequence[ParamGroup]:
         """Under stage 3, what is gathered together; else none."""
         return self._walk.units if self._walk is not None else ()
 
@@ -581,7 +581,7 @@ class ZeroOptimizer(Optimizer):
 
     def memory(self) -> MemoryEstimate:
         """What this rank keeps now, in bytes, by kind."""
-        return measure_memory(self._table, self.shards, self.units, self.inner)
+        return measure_memory(self._table, self.shards, self.param_groups_stage3, self.inner)
 
     def describe(self) -> str:
         """What was asked for, what this rank keeps now, and how fast it comes and goes."""

@@ -55,7 +55,7 @@ def trained(model: nn.Module, family: str, on: str | None, context: ParallelCont
     with CollectiveRecorder(context or ParallelContext.of({})) as recorder:
         loss = sample_loss(model, batch_of(family)) + sample_loss(model, batch_of(family, 1))
         loss.backward()
-    figures = store.figures() if store else None
+    figures = store.stats() if store else None
     return float(loss.detach()), [p.grad for p in model.parameters()], figures, recorder
 
 
@@ -177,7 +177,7 @@ def test_what_a_checkpoint_saves_before_the_layer_is_called_is_cut(on: str) -> N
         layers, model.config.use_cache = model.transformer.h, False  # a cache would grow again in the recomputation
         model.transformer.h = nn.ModuleList([Checkpointed(layer) for layer in layers])
         found = trained(model, "gpt2", None, context)
-        assert store.figures().most > 0
+        assert store.stats().most > 0
         return found
 
     for own, other in zip(run_as_threads(run, tensor=2), expected, strict=True):
@@ -286,7 +286,7 @@ def in_stages(on: str | None, schedule: str, tensor: int, reentrant: bool | None
         with CollectiveRecorder(context) as recorder:
             losses = [float(pipeline.step(RandomBatches(DEFAULT_HEAD["gpt2"], batch=4)(step))) for step in (0, 1)]
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-        figures = store.figures() if store else None
+        figures = store.stats() if store else None
         return sum(losses), [p.grad for p in model.parameters()], figures, recorder
 
     return run_as_threads(run, tensor=tensor, pipe=2, in_turn=True)
@@ -330,14 +330,14 @@ def test_zero(stage: int, first: str, reentrant: bool | None) -> None:
             model = shard_model(models[context.rank], context=context)
             steps: dict[str, Callable[[], Any]] = {
                 "store": lambda: offload_activations(model, on, min_bytes=SMALL) if on else None,
-                "zero": lambda: shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, stage=stage),
+                "zero": lambda: shard_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage),
             }
             made = {name: steps[name]() for name in sorted(steps, key=lambda name: name != first)}
             for step in range(3):
                 sample_loss(model, batch_of("llama", 10 * step + context.data.rank)).backward()
                 made["zero"].step()
                 made["zero"].zero_grad()
-            return full_state_dict(model), made["store"].figures().most_host if on else 0
+            return full_state_dict(model), made["store"].stats().most_host if on else 0
 
         return run_as_threads(run, data=2)
 
@@ -347,7 +347,7 @@ def test_zero(stage: int, first: str, reentrant: bool | None) -> None:
     sample_loss(plain_model, batch_of("llama")).backward()
     for (weights, most_host), (plain, _) in zip(on_host, expected, strict=True):
         assert all(torch.equal(weights[name], value) for name, value in plain.items())
-        assert most_host == store.figures().most_host  # and no parameter that was gathered
+        assert most_host == store.stats().most_host  # and no parameter that was gathered
 
 
 def test_parts_on_the_host_beside_stage_3_over_data_and_tensor_ranks() -> None:
@@ -356,13 +356,13 @@ def test_parts_on_the_host_beside_stage_3_over_data_and_tensor_ranks() -> None:
 
         def run(context: ParallelContext) -> dict[str, Tensor]:
             model = shard_model(models[context.rank], context=context)
-            optimizer = shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, stage=3)
+            optimizer = shard_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3)
             store = offload_activations(model, on, min_bytes=SMALL) if on else None
             for step in range(2):
                 sample_loss(model, batch_of("llama", 10 * step + context.data.rank)).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            assert store is None or store.figures().most_host > 0
+            assert store is None or store.stats().most_host > 0
             return full_state_dict(model)
 
         return run_as_threads(run, data=2, tensor=2)

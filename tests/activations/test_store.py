@@ -93,8 +93,8 @@ def stored(model: nn.Module, link: HostDeviceCopier | None = None, min_bytes: in
 def drained(store: ActivationStore) -> ActivationStats:
     """The figures when all copies to the host are done."""
     while store._leaving:
-        store._let_go(store._leaving.popleft())
-    return store.figures()
+        store._release(store._leaving.popleft())
+    return store.stats()
 
 
 USES = [once, twice_through_one_graph, two_forwards, gradients_of_gradients, a_forward_that_is_given_up]
@@ -167,14 +167,14 @@ def test_views_come_back_with_their_strides_and_dtypes() -> None:
     model = Keeper(kinds)
     store = stored(model)
     model().sum().backward()
-    assert store.figures().most_host > 64 * 50 * 4
+    assert store.stats().most_host > 64 * 50 * 4
 
 
 def test_views_of_one_memory_are_kept_once_and_a_small_part_of_a_large_one_by_itself() -> None:
     x, big = torch.randn(30, 40), torch.randn(1000, 10)
     store = stored(model := Keeper(lambda: [*x.chunk(3, 1), x, x.t(), big[10:14], big[10:14].t()]))
     loss = model().sum()
-    assert store.figures().host == 30 * 40 * 4 + 4 * 10 * 4
+    assert store.stats().host == 30 * 40 * 4 + 4 * 10 * 4
     loss.backward()
 
 
@@ -217,16 +217,16 @@ def test_of_the_inputs_of_checkpoints_two_are_on_the_device_at_a_time(reentrant:
     store = stored(model, HostDeviceCopier(torch.device("cpu"), bandwidth=2e7))
     model.zero_grad()
     loss = model(x).sum()
-    forward = store.figures()
+    forward = store.stats()
     assert forward.most_host == 12 * size and forward.most <= (PREFETCH_COUNT + 1) * size
     assert sum(not storage.expired() for storage in seen) <= PREFETCH_COUNT + 1  # the memory has really gone
     held: list[int] = []
     for layer in model.layers:
-        layer.weight.register_hook(lambda grad: held.append(store.figures().device[FETCHED]))
+        layer.weight.register_hook(lambda grad: held.append(store.stats().device[FETCHED]))
     store.reset()
     loss.backward()
     assert same([p.grad for p in model.parameters()], expected)
-    assert store.figures().most <= (2 * PREFETCH_COUNT + 1) * size
+    assert store.stats().most <= (2 * PREFETCH_COUNT + 1) * size
     assert sorted(held)[len(held) // 2] >= 2 * size, "nothing was brought ahead"
 
 
@@ -241,7 +241,7 @@ def test_on_a_gpu_the_allocator_gives_the_memory_back() -> None:
         in_forward = torch.cuda.max_memory_allocated() - begin
         loss.backward()
         torch.cuda.synchronize()
-        assert on == "device" or (store.figures().bandwidth[HOST_TO_DEVICE] or 0) > 0
+        assert on == "device" or (store.stats().bandwidth[HOST_TO_DEVICE] or 0) > 0
         return in_forward, [p.grad for p in model.parameters()]
 
     (host, found), (device, expected) = peak("host"), peak("device")
@@ -252,16 +252,16 @@ def test_it_takes_as_much_as_all_inputs_where_nothing_moves() -> None:
     model, x = Deep(), torch.randn(64, 32, requires_grad=True)
     store = offload_activations(model, "device", min_bytes=0)
     loss = model(x).sum()
-    assert sum(store.figures().device.values()) == 12 * x.nbytes
+    assert sum(store.stats().device.values()) == 12 * x.nbytes
     loss.backward()
-    assert (store.figures().most, store.figures().most_host) == (12 * x.nbytes, 0)
+    assert (store.stats().most, store.stats().most_host) == (12 * x.nbytes, 0)
 
 
 def test_what_is_smaller_than_min_bytes_stays() -> None:
     model, x = Deep(), torch.randn(64, 32, requires_grad=True)
     store = offload_activations(model, min_bytes=x.nbytes + 1)
     model(x).sum().backward()
-    assert (store.figures().most, store.figures().most_host) == (12 * x.nbytes, 0)
+    assert (store.stats().most, store.stats().most_host) == (12 * x.nbytes, 0)
 
 
 def test_copies_up_are_made_in_the_order_in_which_the_backward_asks() -> None:
@@ -318,7 +318,7 @@ def test_hooks_of_others_around_a_forward_keep_what_it_saves() -> None:
     with torch.autograd.graph.save_on_cpu():
         loss = model(X)
     assert same(gradients(model, lambda m: loss.backward()), expected)
-    assert store.figures().most_host == 0 and top() is None
+    assert store.stats().most_host == 0 and top() is None
 
 
 def test_without_gradients_nothing_is_stored() -> None:
@@ -327,7 +327,7 @@ def test_without_gradients_nothing_is_stored() -> None:
         model(X)
     with torch.inference_mode():
         model(X)
-    assert (store.figures().most, store.figures().most_host) == (0, 0)
+    assert (store.stats().most, store.stats().most_host) == (0, 0)
 
 
 def test_a_model_in_a_model_keeps_its_own_and_a_copied_one_has_a_store_of_its_own() -> None:
@@ -335,11 +335,11 @@ def test_a_model_in_a_model_keeps_its_own_and_a_copied_one_has_a_store_of_its_ow
     expected = gradients(inner, once)
     own, around = stored(inner), stored(outer := nn.Sequential(nn.Linear(16, 16), inner))
     outer(X).backward()
-    assert own.figures().most_host > around.figures().most_host > 0
+    assert own.stats().most_host > around.stats().most_host > 0
     other = copy.deepcopy(inner)
     own.reset()
     assert same(gradients(other, once), expected)
-    assert own.figures().most_host == 0 and top() is None
+    assert own.stats().most_host == 0 and top() is None
 
 
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
@@ -366,7 +366,7 @@ def test_parts_that_are_compiled_and_models_that_are() -> None:
     store = stored(part := copy.deepcopy(model))
     part.a.compile(backend="aot_eager")
     assert same(gradients(part, once), expected)
-    assert store.figures().most_host > 0
+    assert store.stats().most_host > 0
     stored(whole := copy.deepcopy(model))
     compiled: Any = torch.compile(whole, backend="aot_eager")
     assert same(gradients(whole, lambda _: compiled(X).backward()), expected)
@@ -381,7 +381,7 @@ def test_it_is_called_once_and_removed_for_good() -> None:
     loss.backward()  # what was stored comes back
     store.reset()
     once(model)
-    assert store.figures().most_host == 0
+    assert store.stats().most_host == 0
     offload_activations(model, min_bytes=0).remove()
     with pytest.raises(ConfigError, match=r"on='disk'.*'device', 'host', 'tensor', 'tensor.host'"):
         offload_activations(model, "disk")

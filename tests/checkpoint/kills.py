@@ -42,7 +42,7 @@ def save_for_ever(rank: int, folder: Path, store: Path, step: int, in_background
     )
     model = net()
     context = ParallelContext.from_world({"data": RANKS})
-    optimizer = shard_optimizer(torch.optim.AdamW(model.parameters()), model, stage=2, context=context)
+    optimizer = shard_optimizer(model, torch.optim.AdamW(model.parameters()), stage=2, context=context)
     while True:
         step += 1
         with torch.no_grad():
@@ -50,9 +50,9 @@ def save_for_ever(rank: int, folder: Path, store: Path, step: int, in_background
                 tensor.fill_(step)
         extra = {"step": step}
         if in_background:
-            async_save_checkpoint(folder, model, optimizer, step=step, extra=extra, keep=2).wait()
+            async_save_checkpoint(model, folder, optimizer, step=step, extra=extra, retention=2).wait()
         else:
-            save_checkpoint(folder, model, optimizer, step=step, extra=extra, keep=2)
+            save_checkpoint(model, folder, optimizer, step=step, extra=extra, retention=2)
         if rank == 0:
             store.with_suffix(".said").write_text(str(step))
 
@@ -61,7 +61,7 @@ def newest(folder: Path) -> int:
     """The step of the newest checkpoint, of which every number is looked at; 0 where there is none."""
     model = net()
     try:
-        loaded = load_checkpoint(folder, model)
+        loaded = load_checkpoint(model, folder)
     except ConfigError:
         return 0
     found = {float(x) for tensor in model.state_dict().values() for x in tensor.flatten()[::7]}

@@ -117,7 +117,7 @@ def start(plain: nn.Module, layout: Layout, context: ParallelContext, family: st
     model = shard_model(copy.deepcopy(plain), **config)
     optimizer = make_optimizer(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    trained: Any = shard_optimizer(optimizer, model, stage=layout.stage) if layout.stage is not None else optimizer
+    trained: Any = shard_optimizer(model, optimizer, stage=layout.stage) if layout.stage is not None else optimizer
     pipeline = Pipeline(model, micro_batches=2 if layout.pipe > 1 else 1, average_loss_over="tokens")
     return Run(context, model, trained, scheduler, pipeline, family)
 
@@ -136,9 +136,9 @@ def on_ranks(layout: Layout, family: str, do: Callable[[Run], Any]) -> list[Any]
 
 def save(run: Run, folder: Path, step: int) -> Path:
     return save_checkpoint(
-        folder, run.model, run.optimizer, step=step, scheduler=run.scheduler, extra={"seen": step * SAMPLES}
+        run.model, folder, run.optimizer, step=step, scheduler=run.scheduler, extra={"seen": step * SAMPLES}
     )
 
 
 def load(run: Run, folder: Path) -> LoadedCheckpoint:
-    return load_checkpoint(folder, run.model, run.optimizer, scheduler=run.scheduler)
+    return load_checkpoint(run.model, folder, run.optimizer, scheduler=run.scheduler)

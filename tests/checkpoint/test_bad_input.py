@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = Net()
     optimizer = stepped(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    save_checkpoint(root, model, optimizer, step=7, scheduler=scheduler)
+    save_checkpoint(model, root, optimizer, step=7, scheduler=scheduler)
     return root
 
 
@@ -83,7 +83,7 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(name: str, folder: Path)
     before = copy.deepcopy(model.state_dict())
     optimizer = make(model)
     with pytest.raises(ConfigError, match=said):
-        load_checkpoint(folder, model, optimizer)
+        load_checkpoint(model, folder, optimizer)
     assert all(torch.equal(x, before[n]) for n, x in model.state_dict().items())
     if isinstance(optimizer, torch.optim.Optimizer):
         assert not optimizer.state
@@ -91,7 +91,7 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(name: str, folder: Path)
 
 def test_names_that_are_near_are_named(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"Did you mean 'head\.weight'"):
-        load_checkpoint(folder, Net(head="heads"))
+        load_checkpoint(Net(head="heads"), folder)
 
 
 def test_two_schedulers_for_one(folder: Path) -> None:
@@ -99,14 +99,14 @@ def test_two_schedulers_for_one(folder: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1) for _ in range(2)]
     with pytest.raises(ConfigError, match="states of StepLR, and StepLR, StepLR is to be loaded"):
-        load_checkpoint(folder, model, optimizer, scheduler=schedulers)
+        load_checkpoint(model, folder, optimizer, scheduler=schedulers)
 
 
 @pytest.mark.parametrize("path", ["nowhere", "step-00000009", "file"])
 def test_a_path_that_is_no_checkpoint_says_what_is_near(path: str, folder: Path) -> None:
     (folder / "file").write_text("")
     with pytest.raises(ShardFormerError, match=r"does not exist|no checkpoint|is a file") as error:
-        load_checkpoint(folder / path, Net())
+        load_checkpoint(Net(), folder / path)
     assert "\n" not in str(error.value)
 
 
@@ -125,10 +125,10 @@ def test_what_cannot_be_saved_is_said_on_all_ranks(name: str, tmp_path: Path) ->
 
     def do(context: ParallelContext) -> str:
         model = Net()
-        optimizer = shard_optimizer(torch.optim.AdamW(model.parameters()), model, stage=1, context=context)
+        optimizer = shard_optimizer(model, torch.optim.AdamW(model.parameters()), stage=1, context=context)
         own = options if context.rank == 1 else {}
         with pytest.raises((ConfigError, InputError), match=said) as error:
-            save_checkpoint(tmp_path / "root", model, optimizer, **own)
+            save_checkpoint(model, tmp_path / "root", optimizer, **own)
         return str(error.value)
 
     assert len(set(run_as_threads(do, data=2))) == 1
@@ -155,9 +155,9 @@ def test_an_age_below_zero() -> None:
 
 def test_the_optimizer_of_another_model_under_zero(tmp_path: Path) -> None:
     model, other = Net(), Net()
-    optimizer = shard_optimizer(torch.optim.AdamW(other.parameters()), other, stage=1)
+    optimizer = shard_optimizer(other, torch.optim.AdamW(other.parameters()), stage=1)
     with pytest.raises(ConfigError, match="of another model"):
-        save_checkpoint(tmp_path, model, optimizer)
+        save_checkpoint(model, tmp_path, optimizer)
 
 
 @pytest.mark.filterwarnings("ignore:Adafactor looks at whole parameters")
@@ -171,7 +171,7 @@ def test_states_of_a_cut_matrix_that_are_not_cut_alike(tmp_path: Path) -> None:
         model = shard_model(copy.deepcopy(plain), context=context)
         optimizer = stepped(model, torch.optim.Adafactor)
         with pytest.raises(ConfigError, match=r"Adafactor keeps 'row_var' .* Write shard_optimizer"):
-            save_checkpoint(tmp_path, model, optimizer)
+            save_checkpoint(model, tmp_path, optimizer)
 
     run_as_threads(do, tensor=2)
 
@@ -180,24 +180,24 @@ def test_a_model_without_values(tmp_path: Path) -> None:
     with LazyInit():
         model = Net()
     with pytest.raises(ConfigError, match="has no values"):
-        save_checkpoint(tmp_path, model)
+        save_checkpoint(model, tmp_path)
 
 
 def test_what_a_module_makes_when_it_is_asked_would_be_lost(tmp_path: Path) -> None:
     model = Net()
     model.register_state_dict_post_hook(lambda module, state, prefix, _: state.update({f"{prefix}sum": torch.ones(2)}))
     with pytest.raises(ConfigError, match=r"sum in the model's state dict is a Tensor that a module makes"):
-        save_checkpoint(tmp_path, model)
+        save_checkpoint(model, tmp_path)
 
 
 @pytest.mark.parametrize("what", ["folder", "step"])
 def test_ranks_that_were_asked_for_different_things(what: str, tmp_path: Path) -> None:
     def do(context: ParallelContext) -> str:
         model = Net()
-        optimizer = shard_optimizer(torch.optim.AdamW(model.parameters()), model, stage=1, context=context)
+        optimizer = shard_optimizer(model, torch.optim.AdamW(model.parameters()), stage=1, context=context)
         own = context.rank if what == "folder" else 0
         with pytest.raises(ConfigError) as error:
-            save_checkpoint(tmp_path / str(own), model, optimizer, step=context.rank if what == "step" else 0)
+            save_checkpoint(model, tmp_path / str(own), optimizer, step=context.rank if what == "step" else 0)
         return str(error.value)
 
     said = run_as_threads(do, data=2)
@@ -218,9 +218,9 @@ def test_a_folder_that_other_hosts_do_not_see(tmp_path: Path, monkeypatch: pytes
 
     def do(context: ParallelContext) -> None:
         model = Net()
-        optimizer = shard_optimizer(torch.optim.AdamW(model.parameters()), model, stage=1, context=context)
+        optimizer = shard_optimizer(model, torch.optim.AdamW(model.parameters()), stage=1, context=context)
         with pytest.raises(ConfigError, match="is not the folder of that name that the first rank has"):
-            save_checkpoint(tmp_path, model, optimizer)
+            save_checkpoint(model, tmp_path, optimizer)
 
     run_as_threads(do, data=3)
 
@@ -229,16 +229,16 @@ def test_tensors_without_numbers_and_kinds_that_files_do_not_have(tmp_path: Path
     model, again = Net(), Net()
     for each in (model, again):
         each.register_buffer("none", torch.empty(0, 3))
-    save_checkpoint(tmp_path, model)
-    load_checkpoint(tmp_path, again)
+    save_checkpoint(model, tmp_path)
+    load_checkpoint(again, tmp_path)
     assert torch.equal(again.body.weight, model.body.weight)
     model.register_buffer("pairs", torch.zeros(3).to(torch.float8_e4m3fnuz))
     with pytest.raises(ConfigError, match="pairs holds numbers of the kind"):
-        save_checkpoint(tmp_path, model)
+        save_checkpoint(model, tmp_path)
 
 
 def test_weights_alone_leave_random_numbers_as_they_are(folder: Path) -> None:
     model = Net()
     before = torch.get_rng_state()
-    assert not load_checkpoint(folder, model).has_random
+    assert not load_checkpoint(model, folder).has_random
     assert torch.equal(torch.get_rng_state(), before)

@@ -54,7 +54,7 @@ def saved(root: Path, step: int, keep: Any = None, save: Callable[..., Any] = sa
 
     def do(context: ParallelContext) -> Any:
         model = net(step)
-        optimizer = shard_optimizer(torch.optim.AdamW(model.parameters()), model, stage=1, context=context)
+        optimizer = shard_optimizer(model, torch.optim.AdamW(model.parameters()), stage=1, context=context)
         (sum(p.sum() for p in model.parameters()) * 0).backward()
         optimizer.step()
         with torch.no_grad():
@@ -80,7 +80,7 @@ def in_background(*args: Any, **kwargs: Any) -> Path:
 
 def loaded(path: Path) -> tuple[LoadedCheckpoint, dict[str, Tensor]]:
     model = net()
-    return load_checkpoint(path, model, torch.optim.AdamW(model.parameters())), model.state_dict()
+    return load_checkpoint(model, path, torch.optim.AdamW(model.parameters())), model.state_dict()
 
 
 def check(path: Path, step: int) -> LoadedCheckpoint:
@@ -237,7 +237,7 @@ def test_nothing_is_changed_before_all_was_found_right(copy: Path) -> None:
     model = net(7)
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(CorruptCheckpointError):
-        load_checkpoint(newest, model, optimizer)
+        load_checkpoint(model, newest, optimizer)
     assert all(bool((tensor == 7).all()) for tensor in model.state_dict().values())
     assert optimizer.state == {}
 
@@ -353,17 +353,17 @@ def test_a_save_in_the_background_holds_what_was_there_when_it_began(
 
     def do(context: ParallelContext) -> tuple[Path, str]:
         model = net(3)
-        optimizer = shard_optimizer(torch.optim.AdamW(model.parameters()), model, stage=1, context=context)
-        saving = async_save_checkpoint(tmp_path, model, optimizer, step=3)
+        optimizer = shard_optimizer(model, torch.optim.AdamW(model.parameters()), stage=1, context=context)
+        saving = async_save_checkpoint(model, tmp_path, optimizer, step=3)
         assert not saving.is_done
         with torch.no_grad():
             for tensor in model.state_dict().values():
                 tensor.fill_(4)
         with pytest.raises(InputError) as second:
-            save_checkpoint(tmp_path, model, optimizer, step=4)
+            save_checkpoint(model, tmp_path, optimizer, step=4)
         goes_on.set()
         path = saving.wait()
-        saving = async_save_checkpoint(tmp_path, model, optimizer, step=4)
+        saving = async_save_checkpoint(model, tmp_path, optimizer, step=4)
         saving.wait()
         return path, str(second.value)
 
@@ -389,7 +389,7 @@ def test_a_save_in_the_background_that_fails_says_so(tmp_path: Path, monkeypatch
 
 def saving_run(context: ParallelContext) -> tuple[nn.Module, Any]:
     model = net(3)
-    return model, shard_optimizer(torch.optim.AdamW(model.parameters()), model, stage=1, context=context)
+    return model, shard_optimizer(model, torch.optim.AdamW(model.parameters()), stage=1, context=context)
 
 
 def test_older_checkpoints_go_when_the_disk_has_what_every_rank_wrote(
@@ -403,7 +403,7 @@ def test_older_checkpoints_go_when_the_disk_has_what_every_rank_wrote(
         real(path)
 
     monkeypatch.setattr(snapshot, "sync", slow)
-    assert run_as_threads(lambda c: save_checkpoint(copy, *saving_run(c), step=3, keep=1), data=RANKS)
+    assert run_as_threads(lambda c: save_checkpoint(copy, *saving_run(c), step=3, retention=1), data=RANKS)
     check(copy, 3)
     assert {p.name for p in copy.glob("step*")} == {f"step-0000000{n}" for n in (1, 2, 3)}
     goes_on.set()
@@ -431,16 +431,16 @@ def test_a_disk_that_fails_behind_a_save_keeps_the_older_ones_and_is_said_by_the
     def do(context: ParallelContext) -> list[str]:
         run, meet = saving_run(context), context.data.transport.gather_objects
         is_broken.set()
-        save_checkpoint(copy, *run, step=3, keep=1)
+        save_checkpoint(copy, *run, step=3, retention=1)
         meet(None)
         settle()
         meet(None)
         is_broken.clear()
         with pytest.raises(InputError, match="may not be on the disk") as error:
-            save_checkpoint(copy, *run, step=4, keep=1)
+            save_checkpoint(copy, *run, step=4, retention=1)
         kept = sorted(p.name for p in copy.glob("step*"))
         meet(None)
-        save_checkpoint(copy, *run, step=5, keep=1)
+        save_checkpoint(copy, *run, step=5, retention=1)
         return [str(error.value), *kept]
 
     first, other = run_as_threads(do, data=RANKS)

@@ -57,8 +57,8 @@ CASES = [
     Case("stage3-bf16", data=2, tensor=2, settings={"stage": 3, "precision": "bf16"}, family="gpt2"),
     Case("stage3-frozen", data=2, settings={"stage": 3, "keep_frozen": False}, freeze=True),
     Case("stage3-on-host", data=2, settings={"stage": 3, "offload": OffloadConfig("cpu", parameters=True)}),
-    Case("kahan", data=2, settings={"stage": 1, "precision": MixedPrecision("bf16", masters="kahan")}),
-    Case("stochastic", data=3, settings={"stage": 2, "precision": MixedPrecision("bf16", masters="stochastic")}),
+    Case("kahan", data=2, settings={"stage": 1, "precision": MixedPrecision("bf16", master_weights="kahan")}),
+    Case("stochastic", data=3, settings={"stage": 2, "precision": MixedPrecision("bf16", master_weights="stochastic")}),
     Case("fp16", data=2, settings={"stage": 1, "precision": "fp16"}, family="bert"),
     Case("offload", data=2, settings={"stage": 2, "offload": "cpu", "precision": "bf16"}),
     Case("files", data=2, settings={"stage": 1, "offload": "nvme"}),
@@ -96,7 +96,7 @@ def begin(case: Case, seed: int, context: ParallelContext, folder: Path) -> tupl
     settings = dict(case.settings)
     if settings.get("offload") == "nvme":
         settings["offload"] = f"nvme:{folder}"
-    return model, shard_optimizer(inner, model, **settings), scheduler
+    return model, shard_optimizer(model, inner, **settings), scheduler
 
 
 @pytest.mark.slow
@@ -109,13 +109,13 @@ def test_a_run_goes_on_as_if_it_had_not_been_stopped(case: Case, tmp_path: Path)
         model, optimizer, scheduler = begin(case, 0, context, disk)
         rank = context.data.rank
         train(case, model, optimizer, scheduler, range(STOP), rank)
-        save_checkpoint(tmp_path / "saved", model, optimizer, step=STOP, scheduler=scheduler)
+        save_checkpoint(model, tmp_path / "saved", optimizer, step=STOP, scheduler=scheduler)
         train(case, model, optimizer, scheduler, range(STOP, END), rank)
         return full_state_dict(model)
 
     def resumed(context: ParallelContext) -> dict[str, Tensor]:
         model, optimizer, scheduler = begin(case, 1, context, disk)
-        load_checkpoint(tmp_path / "saved", model, optimizer, scheduler=scheduler)
+        load_checkpoint(model, tmp_path / "saved", optimizer, scheduler=scheduler)
         train(case, model, optimizer, scheduler, range(STOP, END), context.data.rank)
         return full_state_dict(model)
 
@@ -129,12 +129,12 @@ def test_ranks_agree_on_what_was_rounded_by_chance_while_it_was_loaded(tmp_path:
     wide, narrow = Case("wide", data=2), CASES[[case.name for case in CASES].index("stochastic")]
 
     def straight(context: ParallelContext) -> None:
-        save_checkpoint(tmp_path, begin(wide, 0, context, tmp_path)[0])
+        save_checkpoint(begin(wide, 0, context, tmp_path)[0], tmp_path)
 
     def rounded(context: ParallelContext) -> dict[str, Tensor]:
         model, optimizer, _ = begin(narrow, 1, context, tmp_path)
-        load_checkpoint(tmp_path, model)
-        assert set(optimizer.rounds) == {1}
+        load_checkpoint(model, tmp_path)
+        assert set(optimizer.rounding_counts) == {1}
         return full_state_dict(model)
 
     run_as_threads(straight, data=2)
@@ -155,8 +155,8 @@ def test_states_that_are_wider_than_their_parameters_keep_every_bit(tmp_path: Pa
     model(torch.randn(3, 6).bfloat16()).square().sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    save_checkpoint(tmp_path, model, optimizer)
-    load_checkpoint(tmp_path, again, resumed)
+    save_checkpoint(model, tmp_path, optimizer)
+    load_checkpoint(again, tmp_path, resumed)
     for ours, theirs in zip(again.parameters(), model.parameters(), strict=True):
         expected = {key: x for key, x in optimizer.state[theirs].items() if isinstance(x, Tensor)}
         assert expected["exp_avg"].dtype == torch.float32
@@ -195,7 +195,7 @@ def test_averages_that_each_data_rank_has_for_itself_and_states_that_are_no_tens
     def made(context: ParallelContext) -> tuple[Counting, Any]:
         model = Counting()
         return model, shard_optimizer(
-            torch.optim.AdamW(model.parameters(), lr=0.1), model, stage=stage, context=context
+            model, torch.optim.AdamW(model.parameters(), lr=0.1), stage=stage, context=context
         )
 
     def straight(context: ParallelContext) -> tuple[dict[str, Tensor], dict[str, int]]:
@@ -203,12 +203,12 @@ def test_averages_that_each_data_rank_has_for_itself_and_states_that_are_no_tens
         for number in range(4):
             step(model, optimizer, number, context.data.rank)
             if number == 1:
-                save_checkpoint(tmp_path, model, optimizer)
+                save_checkpoint(model, tmp_path, optimizer)
         return {n: x.clone() for n, x in model.named_buffers()}, model.seen
 
     def resumed(context: ParallelContext) -> tuple[dict[str, Tensor], dict[str, int]]:
         model, optimizer = made(context)
-        load_checkpoint(tmp_path, model, optimizer)
+        load_checkpoint(model, tmp_path, optimizer)
         for number in range(2, 4):
             step(model, optimizer, number, context.data.rank)
         return {n: x.clone() for n, x in model.named_buffers()}, model.seen
@@ -219,7 +219,7 @@ def test_averages_that_each_data_rank_has_for_itself_and_states_that_are_no_tens
         assert all(torch.equal(ours[name], value) for name, value in theirs.items())
         assert seen == all_seen == {"calls": 4}
     alone = Counting()
-    load_checkpoint(tmp_path, alone)
+    load_checkpoint(alone, tmp_path)
     assert alone.seen == {"calls": 2}
 
 
@@ -239,9 +239,9 @@ def test_a_scaler_and_a_scheduler_of_schedulers_go_on(tmp_path: Path) -> None:
         others[0].step()
     others[1].scale(torch.ones(()))
     others[1].update(4.0)
-    save_checkpoint(tmp_path, model, optimizer, scheduler=others)
+    save_checkpoint(model, tmp_path, optimizer, scheduler=others)
     again, theirs = made()
-    load_checkpoint(tmp_path, model, again, scheduler=theirs)
+    load_checkpoint(model, tmp_path, again, scheduler=theirs)
     assert theirs[1].get_scale() == 4.0
     for _ in range(3):
         for one, scheduler in ((optimizer, others[0]), (again, theirs[0])):

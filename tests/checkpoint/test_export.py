@@ -42,7 +42,7 @@ def same(folder: Path, plain: nn.Module) -> None:
 def test_one_process_writes_what_transformers_reads(family: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = SmallModel(family)()
-    export_pretrained(tmp_path / "out", model)
+    export_pretrained(model, tmp_path / "out")
     same(tmp_path / "out", model)
 
 
@@ -67,7 +67,7 @@ def test_any_layout_writes_what_transformers_reads(family: str, layout: str, tmp
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(export, "_full", full)
-            return export_pretrained(tmp_path / "out", run.model, max_file_bytes=40_000), held
+            return export_pretrained(run.model, tmp_path / "out", max_file_bytes=40_000), held
 
     for path, held in run_as_threads(do, data=how.data, tensor=how.tensor, pipe=how.pipe):
         assert path == tmp_path / "out"
@@ -86,7 +86,7 @@ class Words:
 
 def test_what_stands_beside_the_weights(tmp_path: Path) -> None:
     model: Any = SmallModel("gpt2")().to(torch.bfloat16)
-    path = export_pretrained(tmp_path / "out", model, tokenizer=Words())
+    path = export_pretrained(model, tmp_path / "out", tokenizer=Words())
     assert {f.name for f in path.iterdir()} == {
         "config.json", "generation_config.json", "model.safetensors", "words.txt"
     }  # fmt: skip
@@ -98,7 +98,7 @@ def test_what_stands_beside_the_weights(tmp_path: Path) -> None:
 
 
 def test_a_model_without_a_config_gets_its_weights_alone(tmp_path: Path) -> None:
-    path = export_pretrained(tmp_path / "out", nn.Linear(2, 3))
+    path = export_pretrained(nn.Linear(2, 3), tmp_path / "out")
     assert [f.name for f in path.iterdir()] == ["model.safetensors"]
 
 
@@ -112,9 +112,9 @@ def test_parameters_without_dimensions_or_numbers_and_complex_ones_are_written(
         model = shardformer.shard_model(models[context.rank], context=context)
         optimizer: Any = unusual.sgd(model)
         if how is not None:
-            optimizer = shardformer.shard_optimizer(optimizer, model, **how)
+            optimizer = shardformer.shard_optimizer(model, optimizer, **how)
         unusual.train(model, optimizer, [context.rank])
-        export_pretrained(tmp_path / "out", model, max_file_bytes=50)
+        export_pretrained(model, tmp_path / "out", max_file_bytes=50)
         return shardformer.full_state_dict(model)
 
     for trained in run_as_threads(do, data=2):
@@ -134,19 +134,19 @@ def test_complex_numbers_of_128_bits_are_saved_and_exporting_them_is_refused(tmp
 
     def do(context: ParallelContext) -> None:
         model = shardformer.shard_model(models[context.rank], context=context)
-        optimizer = shardformer.shard_optimizer(torch.optim.Adam(model.parameters()), model, stage=3)
-        with optimizer.loading():
+        optimizer = shardformer.shard_optimizer(model, torch.optim.Adam(model.parameters()), stage=3)
+        with optimizer.writable_state():
             for shard in optimizer.shards:
-                shard.own.mul_(1 + 1e-9j)
-        shardformer.save_checkpoint(tmp_path / "saved", model, optimizer)
+                shard.local.mul_(1 + 1e-9j)
+        shardformer.save_checkpoint(model, tmp_path / "saved", optimizer)
         with pytest.raises(ConfigError, match="weight holds numbers of the kind complex128"):
-            export_pretrained(tmp_path / "out", model)
+            export_pretrained(model, tmp_path / "out")
 
     models = [Filter(), Filter()]
     run_as_threads(do, data=2)
     assert not (tmp_path / "out").exists()
     found = Filter()
-    shardformer.load_checkpoint(tmp_path / "saved", found)
+    shardformer.load_checkpoint(found, tmp_path / "saved")
     assert torch.equal(found.weight, Filter().weight * (1 + 1e-9j)) and torch.equal(found.phase, Filter().phase)  # type: ignore[operator,arg-type]
     kept = load_file(next((tmp_path / "saved").rglob("rank-00000.safetensors")))
     assert all(x.dtype == torch.float64 for x in kept.values() if x.shape[-1:] == (2,))
@@ -155,21 +155,21 @@ def test_complex_numbers_of_128_bits_are_saved_and_exporting_them_is_refused(tmp
 def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("")
     with pytest.raises(ConfigError, match="is not an export of ShardFormer"):
-        export_pretrained(tmp_path, nn.Linear(2, 3))
+        export_pretrained(nn.Linear(2, 3), tmp_path)
     with pytest.raises(ConfigError, match="is a file"):
-        export_pretrained(tmp_path / "mine", nn.Linear(2, 3))
+        export_pretrained(nn.Linear(2, 3), tmp_path / "mine")
     with pytest.raises(ConfigError, match="max_file_bytes=0"):
-        export_pretrained(tmp_path / "out", nn.Linear(2, 3), max_file_bytes=0)
+        export_pretrained(nn.Linear(2, 3), tmp_path / "out", max_file_bytes=0)
 
 
 def test_an_earlier_export_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "out"
     first, second = nn.Linear(2, 3), nn.Linear(2, 3)
-    export_pretrained(path, first, max_file_bytes=1)
+    export_pretrained(first, path, max_file_bytes=1)
     (path / "NOTES.md").write_text("my notes")
     (path / "plots").mkdir()
     (path / "plots" / "loss.png").write_text("")
-    export_pretrained(path, second)
+    export_pretrained(second, path)
     assert sorted(f.name for f in path.iterdir()) == ["NOTES.md", "model.safetensors", "plots"]
     assert (path / "plots" / "loss.png").exists()
     assert torch.equal(load_file(path / "model.safetensors")["weight"], second.weight)
@@ -188,7 +188,7 @@ def test_what_no_export_wrote_is_not_overwritten(file: str, tmp_path: Path) -> N
         (path / file).write_text("mine")
     before = (path / file).read_bytes()
     with pytest.raises(ConfigError, match="is not an export of ShardFormer"):
-        export_pretrained(path, nn.Linear(2, 3))
+        export_pretrained(nn.Linear(2, 3), path)
     assert [(f.name, f.read_bytes()) for f in path.iterdir()] == [(file, before)]
 
 
@@ -197,17 +197,17 @@ def test_an_export_into_the_current_folder_leaves_the_process_in_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
-        export_pretrained(".", nn.Linear(2, 2))
+        export_pretrained(nn.Linear(2, 2), ".")
         assert Path("model.safetensors").is_file()
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
 def test_a_link_to_a_folder_is_left_alone(tmp_path: Path) -> None:
-    export_pretrained(tmp_path / "real", nn.Linear(2, 3))
+    export_pretrained(nn.Linear(2, 3), tmp_path / "real")
     before = (tmp_path / "real" / "model.safetensors").read_bytes()
     (tmp_path / "out").symlink_to(tmp_path / "real")
     with pytest.raises(ConfigError, match="is a symbolic link"):
-        export_pretrained(tmp_path / "out", nn.Linear(2, 3))
+        export_pretrained(nn.Linear(2, 3), tmp_path / "out")
     assert (tmp_path / "real" / "model.safetensors").read_bytes() == before
 
 
@@ -217,7 +217,7 @@ def test_an_export_leaves_a_save_into_the_folder_above_alone(tmp_path: Path) -> 
     for path in mine:
         path.mkdir()
         (path / "file").write_text("")
-    export_pretrained(tmp_path / "out", nn.Linear(2, 3))
+    export_pretrained(nn.Linear(2, 3), tmp_path / "out")
     assert all((path / "file").exists() for path in mine)
 
 
@@ -226,11 +226,11 @@ def test_two_exports_to_one_folder_at_the_same_time_leave_one(tmp_path: Path, mo
 
     def finish(*args: Any, **kwargs: Any) -> None:
         monkeypatch.setattr(export, "_finish", real)
-        said.append(export_pretrained(tmp_path / "out", second))
+        said.append(export_pretrained(second, tmp_path / "out"))
         real(*args, **kwargs)
 
     monkeypatch.setattr(export, "_finish", finish)
-    export_pretrained(tmp_path / "out", first)
+    export_pretrained(first, tmp_path / "out")
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["weight"], first.weight)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -239,11 +239,11 @@ def test_an_export_does_not_take_the_place_of_another_model(tmp_path: Path) -> N
     plain = SmallModel("gpt2")()
     plain.save_pretrained(tmp_path / "base")
     with pytest.raises(ConfigError, match="is not an export of ShardFormer"):
-        export_pretrained(tmp_path / "base", plain)
-    export_pretrained(tmp_path / "out", plain)
+        export_pretrained(plain, tmp_path / "base")
+    export_pretrained(plain, tmp_path / "out")
     again = materialize(from_pretrained(type(plain), tmp_path / "out"))
     with pytest.raises(ConfigError, match="is the folder that the model was loaded from"):
-        export_pretrained(tmp_path / "out", again)
+        export_pretrained(again, tmp_path / "out")
     same(tmp_path / "out", plain)
 
 
@@ -254,6 +254,6 @@ def test_a_disk_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     plain = copy.deepcopy(SmallModel("gpt2")())
     monkeypatch.setattr(export, "_put_together", full)
     with pytest.raises(InputError, match="No space left"):
-        export_pretrained(tmp_path / "out", plain)
+        export_pretrained(plain, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
     assert DEFAULT_HEAD["gpt2"] == type(plain).__name__

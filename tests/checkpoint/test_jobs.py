@@ -38,11 +38,11 @@ def net(value: float = 1.0) -> nn.Module:
 
 
 def save(root: Path, step: int, value: float = 1.0, **options: Any) -> Path:
-    return async_save_checkpoint(root, net(value), step=step, **options).wait()
+    return async_save_checkpoint(net(value), root, step=step, **options).wait()
 
 
 def newest(root: Path) -> int:
-    return load_checkpoint(root, net()).step
+    return load_checkpoint(net(), root).step
 
 
 def steps(root: Path) -> list[int]:
@@ -57,9 +57,9 @@ def on_two_ranks(root: Path, step: int = 5) -> list[str]:
 
     def do(context: ParallelContext) -> str:
         model = net()
-        optimizer = shard_optimizer(torch.optim.AdamW(model.parameters()), model, stage=1, context=context)
+        optimizer = shard_optimizer(model, torch.optim.AdamW(model.parameters()), stage=1, context=context)
         try:
-            save_checkpoint(root, model, optimizer, step=step)
+            save_checkpoint(model, root, optimizer, step=step)
         except (ConfigError, InputError) as error:
             return f"{type(error).__name__}: {error}"
         return ""
@@ -114,7 +114,7 @@ def test_a_save_in_the_background_goes_to_the_folder_that_was_meant(
         return write(*arguments, **options)
 
     monkeypatch.setattr(snapshot, "write_boxes", waiting)
-    saving = async_save_checkpoint("checkpoints", net(), step=1)
+    saving = async_save_checkpoint(net(), "checkpoints", step=1)
     monkeypatch.chdir(tmp_path / "other")
     goes_on.set()
     assert saving.wait() == tmp_path / "checkpoints/step-00000001"
@@ -148,21 +148,21 @@ def test_two_models_of_one_process_save_different_steps_at_the_same_time(
 
     monkeypatch.setattr(snapshot, "write_boxes", together)
     models = [net(1.0), net(2.0)]
-    savings = [async_save_checkpoint(tmp_path, model, step=step) for step, model in enumerate(models, 1)]
+    savings = [async_save_checkpoint(model, tmp_path, step=step) for step, model in enumerate(models, 1)]
     for number, path in enumerate([saving.wait() for saving in savings], 1):
         again = net(0.0)
-        assert load_checkpoint(path, again).step == number
+        assert load_checkpoint(again, path).step == number
         assert all(bool((p == number).all()) for p in again.parameters())
 
 
 def test_two_models_of_one_process_do_not_save_the_same_step_into_one_folder(tmp_path: Path) -> None:
     first, second = net(1.0), net(2.0)
-    save_checkpoint(tmp_path, first, step=5)
+    save_checkpoint(first, tmp_path, step=5)
     with pytest.raises(ConfigError, match="another model of this process"):
-        save_checkpoint(tmp_path, second, step=5)
-    load_checkpoint(tmp_path, second)
-    save_checkpoint(tmp_path, second, step=5)  # it goes on with the run
-    save_checkpoint(tmp_path, first, step=6)
+        save_checkpoint(second, tmp_path, step=5)
+    load_checkpoint(second, tmp_path)
+    save_checkpoint(second, tmp_path, step=5)  # it goes on with the run
+    save_checkpoint(first, tmp_path, step=6)
     del first, second
     save(tmp_path, 5, 3.0)
 
@@ -179,11 +179,11 @@ def test_a_step_that_another_model_is_saving_in_the_background_is_not_saved(
 
     monkeypatch.setattr(snapshot, "write_boxes", slow)
     first, second = net(1.0), net(2.0)
-    saving = async_save_checkpoint(tmp_path, first, step=5)
+    saving = async_save_checkpoint(first, tmp_path, step=5)
     begun.wait(20)
     with pytest.raises(ConfigError, match="another model of this process"):
-        save_checkpoint(tmp_path, second, step=5)
-    load_checkpoint(saving.wait(), second)
+        save_checkpoint(second, tmp_path, step=5)
+    load_checkpoint(second, saving.wait())
     assert all(bool((p == 1).all()) for p in second.parameters())
 
 

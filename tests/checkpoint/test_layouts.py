@@ -97,29 +97,29 @@ def test_each_parameter_goes_on_with_its_step_count_of_the_rank_that_had_it(tmp_
 
     def saves(context: ParallelContext) -> None:
         model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-        optimizer = shard_optimizer(torch.optim.AdamW(model.parameters()), model, stage=1, context=context)
+        optimizer = shard_optimizer(model, torch.optim.AdamW(model.parameters()), stage=1, context=context)
         for _ in range(3):
             model(torch.ones(2, 4)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        save_checkpoint(tmp_path, model, optimizer)
+        save_checkpoint(model, tmp_path, optimizer)
 
     run_as_threads(saves, data=2)
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     optimizer = torch.optim.AdamW(model.parameters())
-    load_checkpoint(tmp_path, model, optimizer)
+    load_checkpoint(model, tmp_path, optimizer)
     assert [float(optimizer.state[p]["step"]) for p in model.parameters()] == [3.0, 3.0]
 
 
 def test_an_fp32_model_starts_from_the_masters_of_a_16_bit_run(tmp_path: Path) -> None:
     torch.manual_seed(0)
     saved, model = nn.Linear(4, 4), nn.Linear(4, 4)
-    optimizer = shard_optimizer(torch.optim.AdamW(saved.parameters()), saved, stage=1, precision="bf16")
+    optimizer = shard_optimizer(saved, torch.optim.AdamW(saved.parameters()), stage=1, precision="bf16")
     saved(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    save_checkpoint(tmp_path, saved, optimizer)
-    load_checkpoint(tmp_path, model)
+    save_checkpoint(saved, tmp_path, optimizer)
+    load_checkpoint(model, tmp_path)
     for wide, narrow in zip(model.parameters(), saved.parameters(), strict=True):
         assert torch.equal(wide.bfloat16(), narrow)
         assert not torch.equal(wide, narrow.float())

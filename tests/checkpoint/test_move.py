@@ -152,7 +152,7 @@ def layouts(draw: Any, shape: tuple[int, ...], axes: dict[str, int]) -> ShardSpe
         if kind == "shared" and ranks > 1:
             split = Split((((0, n),), *(((0, at),) if r % 2 else ((at, n),) for r in range(1, ranks))), (axis,))
         else:
-            split = (Split.even(n, ranks) if kind == "even" else Split.fused([at, n - at], ranks)).over(axis)
+            split = (Split.even(n, ranks) if kind == "even" else Split.fused([at, n - at], ranks)).with_axes(axis)
         cut[dim] = [split]
     return ShardSpec(shape, cut)
 
@@ -174,7 +174,7 @@ def test_each_rank_receives_only_the_numbers_that_it_lacks(change: Any, chunk_by
         x = torch.zeros(new.local_shape(context.coords), dtype=torch.int64)
         have = FlatRegion(old.shape, old, context.coords).item("x", old.slice(full, context.coords))
         want = FlatRegion(new.shape, new, context.coords).item("x", x)
-        found = exchange_items([have], [want], context.merged("data", "tensor"), chunk_bytes=chunk_bytes)
+        found = exchange_items([have], [want], context.flatten("data", "tensor"), chunk_bytes=chunk_bytes)
         assert torch.equal(x, new.slice(full, context.coords))
         return found, context.coords
 
@@ -451,7 +451,7 @@ def test_chunks_without_bytes_and_unlike_ones_are_refused(given: list[Any]) -> N
 
 def rows_become_columns(chunk_bytes: int) -> ReshardStats:
     context = ParallelContext.from_world({"tensor": 2, "data": None})
-    world = context.merged("data", "tensor")
+    world = context.flatten("data", "tensor")
     full = {f"x{i}": torch.randn(7, 9 + i, generator=torch.Generator().manual_seed(i)) for i in range(3)}
     have, want, new = [], [], {}
     for name, x in full.items():

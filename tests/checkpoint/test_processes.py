@@ -33,11 +33,11 @@ def trained(
     model = shard_model(SmallModel("gpt2", changes=DROPS)(), context=context).train()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=3e-3)
     if stage is not None:
-        optimizer = shard_optimizer(optimizer, model, stage=stage)
+        optimizer = shard_optimizer(model, optimizer, stage=stage)
     torch.manual_seed(100 + context.data.rank + 10 * resume)
     losses = []
     if resume:
-        assert load_checkpoint(folder, model, optimizer).has_random
+        assert load_checkpoint(model, folder, optimizer).has_random
     saving = None
     for step in range(2 if resume else 0, 4):
         loss = sample_loss(model, RandomBatches(DEFAULT_HEAD["gpt2"], batch=2)(10 * step + context.data.rank))
@@ -46,7 +46,7 @@ def trained(
         optimizer.zero_grad()
         losses.append(float(loss))
         if step == 1 and not resume:
-            saving = async_save_checkpoint(folder, model, optimizer, step=2)
+            saving = async_save_checkpoint(model, folder, optimizer, step=2)
     if saving is not None:
         saving.wait()
     return losses, full_state_dict(model)
@@ -86,7 +86,7 @@ def data_parallel(folder: Path) -> dict[str, Tensor]:
     wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     stepped(wrapped, optimizer, range(2))
-    save_checkpoint(folder, wrapped, optimizer, step=2)
+    save_checkpoint(wrapped, folder, optimizer, step=2)
     stepped(wrapped, optimizer, range(2, 4))
     dist.barrier()
     return model.state_dict()
@@ -106,6 +106,6 @@ def goes_on(folder: Path, expected: dict[str, Tensor], wrap: Callable[[nn.Module
     model = net()
     nn.init.zeros_(model[0].weight)  # type: ignore[index,arg-type]
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    assert load_checkpoint(folder, wrap(model), optimizer).step == 2
+    assert load_checkpoint(wrap(model), folder, optimizer).step == 2
     stepped(model, optimizer, range(2, 4))
     assert all(torch.allclose(x, expected[name], rtol=0, atol=1e-6) for name, x in model.state_dict().items())

@@ -36,12 +36,12 @@ CALLS: dict[str, Callable[[Engine, str], Any]] = {
     "engine.load": lambda engine, folder: engine.load(folder),
     "engine.resume": lambda engine, folder: engine.resume(folder),
     "engine.export": lambda engine, folder: engine.export(folder),
-    "engine.reshape": lambda engine, folder: engine.reshape({"data": 2}),
+    "engine.reshape": lambda engine, folder: engine.reshard({"data": 2}),
     "engine.evaluate": lambda engine, folder: engine.evaluate(BATCH),
     "engine.train_step": lambda engine, folder: engine.train_step(BATCH),
     "engine(batch)": lambda engine, folder: engine(BATCH),
-    "save_checkpoint": lambda engine, folder: save_checkpoint(folder, engine.model),
-    "load_checkpoint": lambda engine, folder: load_checkpoint(folder, engine.model),
+    "save_checkpoint": lambda engine, folder: save_checkpoint(engine.model, folder),
+    "load_checkpoint": lambda engine, folder: load_checkpoint(engine.model, folder),
 }
 ORDER = list(CALLS)
 

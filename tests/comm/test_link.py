@@ -18,15 +18,15 @@ def test_what_goes_down_comes_up_again(device: str) -> None:
     link = HostDeviceCopier(torch.device(device))
     x = torch.randn(1000, device=device)
     host, back = link.new_host(1000, torch.float32), torch.empty(1000, device=device)
-    assert torch.equal(link.down(host, x).finish(), x.cpu())
-    assert torch.equal(link.up(back, host).wait(), x)
+    assert torch.equal(link.to_host(host, x).finish(), x.cpu())
+    assert torch.equal(link.to_device(back, host).wait(), x)
     torch.accelerator.synchronize() if device == "cuda" else None
     assert all((link.bandwidth(way) or 0) > 0 for way in (DEVICE_TO_HOST, HOST_TO_DEVICE))
 
 
 def test_copies_of_one_way_are_made_in_their_order() -> None:
     link, host = HostDeviceCopier(torch.device("cpu"), bandwidth=1e6), torch.empty(1000)
-    copies = [link.down(host, torch.full((1000,), float(n))) for n in range(5)]
+    copies = [link.to_host(host, torch.full((1000,), float(n))) for n in range(5)]
     assert float(copies[-1].finish()[0]) == 4
     assert [copied.size for copied in link.log] == [4000] * 5
 
@@ -34,7 +34,7 @@ def test_copies_of_one_way_are_made_in_their_order() -> None:
 def test_what_is_read_is_held_until_it_was() -> None:
     """Memory that is used again asks who still looks at it."""
     link, x = HostDeviceCopier(torch.device("cpu"), bandwidth=40_000.0), torch.ones(1000)
-    copy, held = link.down(torch.empty(1000), x), weakref.ref(x.untyped_storage())
+    copy, held = link.to_host(torch.empty(1000), x), weakref.ref(x.untyped_storage())
     storage = held()
     assert storage is not None and torch._C._storage_Use_Count(storage._cdata) > 2
     copy.finish()
@@ -44,7 +44,7 @@ def test_what_is_read_is_held_until_it_was() -> None:
 def test_a_copy_does_not_hold_up_who_began_it() -> None:
     link = HostDeviceCopier(torch.device("cpu"), bandwidth=40_000.0)
     begin = time.perf_counter()
-    copy = link.down(torch.empty(1000), torch.ones(1000))
+    copy = link.to_host(torch.empty(1000), torch.ones(1000))
     begun = time.perf_counter() - begin
     copy.finish()
     assert begun < 0.05 <= time.perf_counter() - begin

@@ -58,7 +58,7 @@ def main() -> None:
             if restart < args.kills and engine.steps == begun + fatal and engine.world.rank == victim:
                 os.kill(os.getpid(), signal.SIGKILL)
             engine.train_step(batch)
-            engine.save(args.folder, keep=2, in_background=engine.steps % 2 == 0)
+            engine.save(args.folder, retention=2, in_background=engine.steps % 2 == 0)
             time.sleep(args.pause)
             if engine.steps == args.steps:
                 break

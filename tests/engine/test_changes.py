@@ -114,7 +114,7 @@ def losses(change: Callable[[Engine], None], layouts: list[dict[str, Any] | None
     change(engine)
     for step, layout in enumerate(layouts):
         if layout is not None:
-            engine.reshape(layout)
+            engine.reshard(layout)
         found.append(float(engine.train_step(batch(step))))
     found.append(float(engine.evaluate(batch(9))))
     return found
@@ -160,7 +160,7 @@ def test_what_cannot_be_carried_over_is_refused_and_the_engine_goes_on(name: str
     before, optimizer = engine.model, engine.optimizer
     params = [id(p) for each in optimizer.param_groups for p in each["params"]]
     with pytest.raises(ConfigError, match="changed since initialize"):
-        engine.reshape({"zero_stage": 1})
+        engine.reshard({"zero_stage": 1})
     assert engine.model is before and engine.optimizer is optimizer
     assert [id(p) for each in optimizer.param_groups for p in each["params"]] == params
     engine.train_step(batch(0))
@@ -170,7 +170,7 @@ def test_a_compiled_model_is_not_compiled_in_another_layout_and_a_warning_says_s
     engine = engine_of()
     engine.model.last.compile(backend="eager")
     with pytest.warns(UserWarning, match=r"Call engine.model.last.compile\(\) again") as caught:
-        engine.reshape({"zero_stage": 1})
+        engine.reshard({"zero_stage": 1})
     assert caught[0].filename == __file__
     engine.train_step(batch(0))
 
@@ -201,7 +201,7 @@ def test_a_weight_that_a_hook_computes_before_each_forward_trains_on_in_another_
         engine, found = shardformer.initialize(made, torch.optim.SGD(made.parameters(), lr=0.1), nn.MSELoss()), []
         for step, layout in enumerate(layouts):
             if layout is not None:
-                engine.reshape(layout)
+                engine.reshard(layout)
             found.append(float(engine.train_step(batch(step))))
         return found
 
@@ -213,7 +213,7 @@ def test_what_was_there_at_initialize_is_no_change() -> None:
     made.first.register_forward_hook(lambda module, args, output: output * 2)
     engine = shardformer.initialize(made, torch.optim.SGD(made.parameters(), lr=0.1), nn.MSELoss())
     plain = float(engine.evaluate(batch(0)))
-    engine.reshape({"zero_stage": 1})
+    engine.reshard({"zero_stage": 1})
     assert float(engine.evaluate(batch(0))) == pytest.approx(plain, abs=1e-12)
 
 
@@ -232,7 +232,7 @@ def test_a_reshape_that_fails_midway_changes_nothing(problem: str, monkeypatch: 
     monkeypatch.setattr(reshape, {"zero": "shard_optimizer", "micro_batches": "make_pipeline"}[problem], fails)
     groups, seed = engine.optimizer.param_groups, torch.get_rng_state()
     with pytest.raises(RuntimeError, match="no memory"):
-        engine.reshape({"zero_stage": 1})
+        engine.reshard({"zero_stage": 1})
     assert engine.optimizer.param_groups is groups and torch.get_rng_state().equal(seed)
     assert float(engine.train_step(batch(1))) == float(other.train_step(batch(1)))
     assert float(engine.train_step(batch(2))) == float(other.train_step(batch(2)))
@@ -255,7 +255,7 @@ def llama_losses(context: ParallelContext | None, layouts: list[dict[str, Any] |
     modes, found = modes_of(engine.model), []
     for step, layout in enumerate(layouts):
         if layout is not None and context is not None:
-            engine.reshape(layout)
+            engine.reshard(layout)
             assert not engine.model.config.use_cache and modes_of(engine.model) == modes
         ids = torch.randint(3, 60, (4, 8), generator=torch.Generator().manual_seed(step))
         part = ids.chunk(engine.context.data.size)[engine.context.data.rank]
@@ -276,6 +276,6 @@ def test_a_change_on_one_rank_alone_that_ranks_have_differently_is_refused_on_al
         engine = engine_of(context)
         engine.model._shift = float(1 + context.data.rank)
         with pytest.raises(ShardFormerError, match="not alike on all ranks"):
-            engine.reshape({"data": 2, "zero_stage": 1})
+            engine.reshard({"data": 2, "zero_stage": 1})
 
     run_as_threads(do, data=2, in_turn=True)

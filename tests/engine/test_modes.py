@@ -72,7 +72,7 @@ ACTIONS: dict[str, Callable[[Engine, Any], Any]] = {
     "fit": lambda engine, folder: fitted(engine),
     "load": saved_and_loaded,
     "export": lambda engine, folder: engine.export(folder / "exported"),
-    "reshape": lambda engine, folder: engine.reshape({"zero_stage": 1}),
+    "reshape": lambda engine, folder: engine.reshard({"zero_stage": 1}),
 }
 
 

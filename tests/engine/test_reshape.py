@@ -77,7 +77,7 @@ def _tour(
     expected, found = [next_loss(stays) for _ in way], [next_loss(engine)]
     moves = []
     for then in way[1:]:
-        moves.append(engine.reshape(layouts[then]))
+        moves.append(engine.reshard(layouts[then]))
         found.append(next_loss(engine))
     rates = [e.optimizers[0].param_groups[0]["lr"] for e in (stays, engine)]
     assert rates[0] == rates[1], rates
@@ -148,9 +148,9 @@ def test_nothing_outlives_its_step_or_its_engine(pool4: WorkerPool) -> None:
 def _stays() -> tuple[ReshardStats, ReshardStats]:
     engine = made("llama", {"tensor": 2})
     losses(engine, 1)
-    same = engine.reshape({"tensor": 2})
+    same = engine.reshard({"tensor": 2})
     losses(engine, 1)
-    return same, engine.reshape({"data": 2})
+    return same, engine.reshard({"data": 2})
 
 
 def test_what_a_rank_has_already_is_not_sent(pool2: WorkerPool) -> None:
@@ -162,7 +162,7 @@ def test_what_a_rank_has_already_is_not_sent(pool2: WorkerPool) -> None:
 def test_one_process_reshapes_too() -> None:
     engine, stays = made("gpt2", {}), made("gpt2", {})
     found = losses(engine, 2)
-    assert engine.reshape({"zero_stage": 1, "micro_batch_size": 2}).sent == 0
+    assert engine.reshard({"zero_stage": 1, "micro_batch_size": 2}).sent == 0
     assert found + losses(engine, 2) == pytest.approx(losses(stays, 4), abs=1e-6)
 
 
@@ -172,7 +172,7 @@ def _refused() -> tuple[str, list[float]]:
     said = ""
     for layout in ({"tensor": 3}, {"pipe": 2, "schedule": "no such"}):
         try:
-            engine.reshape(layout)
+            engine.reshard(layout)
         except ConfigError as error:
             said += str(error)
     return said, found + losses(engine, 2)
@@ -196,8 +196,8 @@ def test_it_is_refused_in_the_middle_of_a_step_and_for_a_model_that_came_sharded
     assert engine.data is not None
     engine(next(iter(engine.data)))
     with pytest.raises(InputError, match="in the middle of a step"):
-        engine.reshape({})
+        engine.reshard({})
     context = ParallelContext.of({})
     model: nn.Module = shard_model(SmallModel("gpt2")(), context=context)
     with pytest.raises(ConfigError, match="plain model"):
-        initialize(model, context=context).reshape({})
+        initialize(model, context=context).reshard({})

@@ -56,7 +56,7 @@ def train(
         shardformer.offload.activations.offload_activations(model, activations, min_bytes=0)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, **(adam or {}))
     if zero is not None:
-        optimizer = shardformer.shard_optimizer(optimizer, model, **zero)
+        optimizer = shardformer.shard_optimizer(model, optimizer, **zero)
     losses = []
     for _ in range(steps):
         loss = model(**batch).loss
@@ -246,11 +246,11 @@ def random_states(device: str) -> str:
     where = torch.device(device)
     model, optimizer, _ = train("gpt2", device, zero={"stage": 2}, adam={"fused": True})
     with TemporaryDirectory() as folder:
-        shardformer.save_checkpoint(folder, model, optimizer, step=1)
+        shardformer.save_checkpoint(model, folder, optimizer, step=1)
         expected = [torch.rand(8, device=where).cpu(), torch.rand(8)]
         torch.manual_seed(123)
         other, its, _ = train("gpt2", device, zero={"stage": 2}, adam={"fused": True}, steps=1)
-        shardformer.load_checkpoint(folder, other, its)
+        shardformer.load_checkpoint(other, folder, its)
         found = [torch.rand(8, device=where).cpu(), torch.rand(8)]
         for name, a, b in zip((device, "the CPU"), found, expected, strict=True):
             assert torch.equal(a, b), f"the random numbers of {name} differ after loading"
@@ -288,7 +288,7 @@ def _kept(where: torch.device, zero: dict[str, Any], before: int) -> tuple[float
     plain = torch.optim.AdamW(model.parameters())
     expected = shardformer.estimate_memory(model, plain, **zero)
     dtype = torch.bfloat16 if "precision" in zero else torch.float32
-    optimizer: Any = shardformer.shard_optimizer(plain, model, **zero)
+    optimizer: Any = shardformer.shard_optimizer(model, plain, **zero)
     x = torch.randn(4, 2048, device=where, dtype=dtype)
     optimizer.backward(model(x).float().square().mean())
     optimizer.step()

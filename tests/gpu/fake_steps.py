@@ -53,7 +53,7 @@ def misplaced_in_training(family: str, layout: Layout) -> list[str]:
             shardformer.offload.activations.offload_activations(model, layout.activations, min_bytes=0)
         optimizer: Any = torch.optim.AdamW(model.parameters(), **layout.adam)
         if layout.zero is not None:
-            optimizer = shardformer.shard_optimizer(optimizer, model, max_grad_norm=1.0, **layout.zero)
+            optimizer = shardformer.shard_optimizer(model, optimizer, max_grad_norm=1.0, **layout.zero)
         pipeline = Pipeline(model, micro_batches=2) if layout.sizes.get("pipe", 1) > 1 else None
         for _ in range(2):
             loss = _backward(model, to_device(batch), optimizer, pipeline)

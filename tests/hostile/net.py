@@ -152,7 +152,7 @@ def closed(trace: Trace, model: nn.Module) -> Trace:
         trace.weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
         return trace
     trace.weights = full_state_dict(model)
-    if state.parameters is None:
+    if state.parameter_owner is None:
         trace.replicas = {e.name: e.param.detach().clone() for e in state.entries if not e.spec.axes}
     return trace
 

@@ -141,7 +141,7 @@ def test_a_model_whose_buffer_reaches_a_layer() -> None:
     narrowed = copy.deepcopy(model).to(torch.bfloat16)
     torch.manual_seed(0)
     expected = sample_loss(narrowed, {n: x.bfloat16() if x.is_floating_point() else x for n, x in batch.items()})
-    optimizer = shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, stage=1, precision="bf16")
+    optimizer = shard_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=1, precision="bf16")
     torch.manual_seed(0)
     loss = sample_loss(model, batch)
     assert any(b.dtype == torch.float32 for b in model.buffers()) and loss == expected
@@ -182,7 +182,7 @@ def test_a_stage_that_runs_past_layers_of_another_one() -> None:
     plain = transformers.M2M100ForConditionalGeneration(config).train()
     ids = torch.arange(3, 27).view(4, 6)
     alone = copy.deepcopy(plain)
-    shard_optimizer(torch.optim.SGD(alone.parameters(), lr=0.1), alone, stage=1, precision="bf16")
+    shard_optimizer(alone, torch.optim.SGD(alone.parameters(), lr=0.1), stage=1, precision="bf16")
     expected = float(alone(input_ids=ids, labels=ids).loss.detach())
 
     def run(context: ParallelContext) -> float:

@@ -14,7 +14,7 @@ SIZES = st.integers(1, 5)
 
 @given(length=st.integers(1, 70), ring=SIZES, group=SIZES)
 def test_each_position_is_with_one_rank(length: int, ring: int, group: int) -> None:
-    if length < SequencePositions.least(ring, group):
+    if length < SequencePositions.min_length(ring, group):
         with pytest.raises(InputError, match=f"A sequence of {length} positions"):
             SequencePositions(length, ring, group)
         return
@@ -28,7 +28,7 @@ def test_each_position_is_with_one_rank(length: int, ring: int, group: int) -> N
         mine = chunk_indices(positions, positions.chunks_of(rank)).tolist()
         parts = [positions.indices(rank * group + i).tolist() for i in range(group)]
         assert [at for part in parts for at in part] == mine == sorted(mine)
-        assert [len(part) for part in parts] == positions.stretches(rank)
+        assert [len(part) for part in parts] == positions.position_ranges(rank)
         assert {positions.owner(chunk) for chunk in positions.chunks_of(rank)} == {rank}
 
 

@@ -15,7 +15,7 @@ FULL = ShardSpec((4,))
 
 
 def over(axis: str) -> ShardSpec:
-    return ShardSpec((4,), {0: Split.even(4, 2).over(axis)})
+    return ShardSpec((4,), {0: Split.even(4, 2).with_axes(axis)})
 
 
 @pytest.mark.parametrize(

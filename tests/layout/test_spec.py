@@ -44,10 +44,10 @@ def splits(draw: Any, length: int, axes: list[str]) -> Any:
         sizes = (ranks, draw(st.integers(1, 2)))
         return Split.even(length, prod(sizes), axes=(axis, axes.pop()), sizes=sizes)
     if kind == "even":
-        return Split.even(length, ranks).over(axis)
+        return Split.even(length, ranks).with_axes(axis)
     if kind == "fused":
         at = draw(st.integers(0, length))
-        return Split.fused([at, length - at], ranks).over(axis)
+        return Split.fused([at, length - at], ranks).with_axes(axis)
     cuts = sorted(draw(st.lists(st.integers(0, length), max_size=4)))
     pieces = [(a, b) for a, b in itertools.pairwise([0, *cuts, length]) if a < b]
     held: list[list[Any]] = [[] for _ in range(ranks)]
@@ -80,8 +80,8 @@ def numbered(shape: tuple[int, ...]) -> Tensor:
 @given(specs())
 def test_join_is_the_inverse_of_slice(spec: ShardSpec) -> None:
     full = numbered(spec.shape)
-    parts = [spec.slice(full, coords) for coords in spec.places()]
-    assert [tuple(p.shape) for p in parts] == [spec.local_shape(coords) for coords in spec.places()]
+    parts = [spec.slice(full, coords) for coords in spec.rank_coords()]
+    assert [tuple(p.shape) for p in parts] == [spec.local_shape(coords) for coords in spec.rank_coords()]
     assert torch.equal(spec.join(parts), full)
 
 
@@ -89,7 +89,7 @@ def test_join_is_the_inverse_of_slice(spec: ShardSpec) -> None:
 @given(specs())
 def test_boxes_are_the_part_in_its_order_and_cover_it_once(spec: ShardSpec) -> None:
     full = numbered(spec.shape)
-    for coords in spec.places():
+    for coords in spec.rank_coords():
         local = spec.slice(full, coords)
         seen = torch.zeros(local.shape, dtype=torch.int)
         for box in spec.boxes(coords):
@@ -103,13 +103,13 @@ def test_boxes_are_the_part_in_its_order_and_cover_it_once(spec: ShardSpec) -> N
 def test_multiplicities_add_up(spec: ShardSpec) -> None:
     """Every number counted by all that hold it, each as one of so many, is counted once."""
     ones, total = torch.ones(spec.shape, dtype=torch.float64), torch.zeros(spec.shape, dtype=torch.float64)
-    for coords in spec.places():
-        share = spec.slice(ones, coords) / spec.multiplicity(coords)
+    for coords in spec.rank_coords():
+        share = spec.slice(ones, coords) / spec.num_copies(coords)
         for box in spec.boxes(coords):
             box.of_full(total).add_(box.of_local(share))
     assert torch.allclose(total, ones)
-    held = sum(prod(spec.local_shape(coords)) for coords in spec.places())
-    assert held == int((ones * spec.multiplicity()).sum())
+    held = sum(prod(spec.local_shape(coords)) for coords in spec.rank_coords())
+    assert held == int((ones * spec.num_copies()).sum())
     assert spec.is_partition == (held == prod(spec.shape))
 
 
@@ -125,7 +125,7 @@ def test_every_rank_holds_the_kv_heads_that_its_query_heads_read(kv: int, group:
     assert sum(layout.heads(r) for r in range(ranks)) == heads
     for rank in range(ranks):
         wanted = [h // group for h in range(layout.query_bounds[rank], layout.query_bounds[rank + 1])]
-        held = layout.held(rank)
+        held = layout.kv_heads_of_rank(rank)
         seen = [held[i] for i in layout.expand(rank) or range(len(held))]
         repeated = [h for h in seen for _ in range(layout.values(rank)["groups"])]
         assert repeated == wanted  # what the forward pairs with each local query head
@@ -136,7 +136,7 @@ def test_a_slice_that_two_ranks_hold_is_counted_for_both() -> None:
     split = Split((((0, 2),), ((1, 3),)))
     spec = ShardSpec((3, 2), {0: split})
     assert split.multiplicity == (1, 2, 1) and not split.is_partition and not spec.is_partition
-    held = spec.multiplicity({"tensor": 1})
+    held = spec.num_copies({"tensor": 1})
     assert isinstance(held, torch.Tensor) and held.tolist() == [[2], [1]]
 
 

@@ -114,7 +114,7 @@ def test_an_export_has_the_code_of_its_model(folder: Path, tmp_path: Path, monke
     kind = transformers.AutoModelForCausalLM
     model = shardformer.from_pretrained(kind, with_code(folder), trust_remote_code=True)
     materialize(model)
-    shardformer.export_pretrained(tmp_path / "export", model)
+    shardformer.export_pretrained(model, tmp_path / "export")
     again = kind.from_pretrained(tmp_path / "export", trust_remote_code=True)
     assert type(again).__name__ == "OwnModel"
     assert [n for n, x in again.state_dict().items() if not torch.equal(x, model.state_dict()[n])] == []

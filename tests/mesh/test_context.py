@@ -76,8 +76,8 @@ def sums() -> dict[str, float]:
     context = ParallelContext.from_world({"tensor": 2, "data": 2})
     axes = {
         **context.axes,
-        "both": context.merged("data", "tensor"),
-        "pipe and tensor": context.merged("pipe", "tensor"),
+        "both": context.flatten("data", "tensor"),
+        "pipe and tensor": context.flatten("pipe", "tensor"),
     }
     return {name: float(all_reduce(torch.tensor(float(dist.get_rank())), axis)) for name, axis in axes.items()}
 
@@ -315,11 +315,11 @@ def test_a_missing_environment_is_named(monkeypatch: pytest.MonkeyPatch, missing
 
 def axes_of_a_view() -> dict[str, tuple[tuple[int, ...], float]]:
     """Axis -> its ranks, and the sum of the global ranks over it."""
-    context = ParallelContext.from_world({"tensor": 4}).view("tensor", row=2, column=2)
+    context = ParallelContext.from_world({"tensor": 4}).reshape_axis("tensor", row=2, column=2)
     assert context.mesh is not None and (context.sizes["row"], context.tensor.size) == (2, 4)
-    assert context.merged("row", "column") is context.tensor
+    assert context.flatten("row", "column") is context.tensor
     found = {name: context.axis(name) for name in ("row", "column", "tensor")}
-    found["some"] = context.merged("tensor", only={"tensor": (0, 1, 3)})
+    found["some"] = context.flatten("tensor", only={"tensor": (0, 1, 3)})
     return {n: (a.ranks, float(all_reduce(torch.tensor(float(dist.get_rank())), a))) for n, a in found.items()}
 
 
@@ -337,9 +337,9 @@ def view_of_a_group() -> list[tuple[tuple[int, ...], float]]:
     pair = dist.new_group([0, 2])
     axes = []
     if rank in (0, 2):
-        context = ParallelContext.from_group(pair).view("tensor", row=2, column=1)
+        context = ParallelContext.from_group(pair).reshape_axis("tensor", row=2, column=1)
         axes = [context.axis("row"), context.axis("column")]
-    axes.append(ParallelContext.from_group(None).view("tensor", row=2, column=2).axis("row"))
+    axes.append(ParallelContext.from_group(None).reshape_axis("tensor", row=2, column=2).axis("row"))
     return [(axis.ranks, float(all_reduce(torch.tensor(float(rank)), axis))) for axis in axes]
 
 
@@ -353,7 +353,7 @@ def parts_of_a_group() -> tuple[tuple[int, ...], float] | None:
     rank, most = dist.get_rank(), dist.new_group([0, 1, 3])
     if rank == 2:
         return None
-    axis = ParallelContext.from_group(most).merged("tensor", only={"tensor": (1, 2)})
+    axis = ParallelContext.from_group(most).flatten("tensor", only={"tensor": (1, 2)})
     return axis.ranks, float(all_reduce(torch.tensor(float(rank)), axis))
 
 
@@ -365,7 +365,7 @@ def hosts(names: list[str]) -> list[bool | None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "gethostname", lambda: names[dist.get_rank()])
         context = ParallelContext.from_world({"tensor": 2})
-    axes = [context.tensor, context.data, context.pipe, context.merged("data", "tensor")]
+    axes = [context.tensor, context.data, context.pipe, context.flatten("data", "tensor")]
     return [axis.crosses_hosts for axis in axes]
 
 
@@ -376,8 +376,10 @@ def test_an_axis_knows_whether_it_crosses_hosts(pool4: WorkerPool) -> None:
 
 
 def test_a_context_by_arithmetic_reaches_nobody() -> None:
-    context = ParallelContext.of({"data": 2, "tensor": 4}, {"data": 1, "tensor": 2}).view("tensor", row=2, column=2)
-    assert (context.rank, context.tensor.ranks, context.merged("data", "row").ranks) == (6, (4, 5, 6, 7), (0, 2, 4, 6))
+    context = ParallelContext.of({"data": 2, "tensor": 4}, {"data": 1, "tensor": 2}).reshape_axis(
+        "tensor", row=2, column=2
+    )
+    assert (context.rank, context.tensor.ranks, context.flatten("data", "row").ranks) == (6, (4, 5, 6, 7), (0, 2, 4, 6))
     assert context.coords == {"data": 1, "pipe": 0, "sequence": 0, "tensor": 2, "row": 1, "column": 0}
     assert context.tensor.group is None
     with pytest.raises(LaunchError, match="all_reduce on an axis without a transport"):
@@ -389,7 +391,7 @@ def test_a_context_by_arithmetic_reaches_nobody() -> None:
 def test_a_stream_of_ones_own_says_what_the_sequence_axis_cuts() -> None:
     context = ParallelContext.of({"sequence": 2})
     with pytest.raises(ConfigError, match=r"sequence=2"):
-        ShardConfig(context=context, stream=ActivationLayout()).resolve_context()
+        ShardConfig(context=context, activation_layout=ActivationLayout()).resolve_context()
 
 
 def test_the_sequence_axis_may_be_a_ring_of_groups() -> None:

@@ -35,7 +35,7 @@ NAMES = st.sets(st.sampled_from(AXES), min_size=1)
 @given(SIZES, NAMES)
 def test_lines_partition_the_ranks(sizes: dict[str, int], names: set[str]) -> None:
     grid = RankGrid.of(sizes)
-    lines = grid.lines(*names)
+    lines = grid.rank_groups(*names)
     assert sorted(rank for line in lines for rank in line) == list(grid.ranks)
     assert {len(line) for line in lines} == {prod(sizes[name] for name in names)}
     for line in lines:
@@ -58,9 +58,9 @@ def test_a_view_merged_is_what_it_refolds_merged(
 ) -> None:
     grid, of, folded = viewed
     others -= set(of)
-    assert grid.lines(*folded, *others) == grid.lines(*of, *others)
+    assert grid.rank_groups(*folded, *others) == grid.rank_groups(*of, *others)
     part = list(folded)[:2]
-    lines = grid.lines(*part, *others)
+    lines = grid.rank_groups(*part, *others)
     assert sorted(rank for line in lines for rank in line) == list(grid.ranks)
     assert {len(line) for line in lines} == {prod({**grid.sizes, **folded}[name] for name in [*part, *others])}
     assert prod(grid.sizes.values()) == len(grid.ranks)
@@ -83,15 +83,15 @@ def test_a_view_leaves_coordinates_as_they_are(viewed: tuple[RankGrid, list[str]
 
 def test_only_some_ranks_of_an_axis() -> None:
     grid = RankGrid.of({"data": 2, "pipe": 3, "tensor": 2})
-    assert grid.lines("pipe", only={"pipe": (0, 2)}) == ((0, 4), (1, 5), (6, 10), (7, 11))
-    assert grid.lines("data", "pipe", only={"pipe": (0, 2)}) == ((0, 4, 6, 10), (1, 5, 7, 11))
+    assert grid.rank_groups("pipe", only={"pipe": (0, 2)}) == ((0, 4), (1, 5), (6, 10), (7, 11))
+    assert grid.rank_groups("data", "pipe", only={"pipe": (0, 2)}) == ((0, 4, 6, 10), (1, 5, 7, 11))
 
 
 def test_experts_over_data_and_tensor() -> None:
     grid = RankGrid.of({"data": 4, "pipe": 2, "tensor": 2}).view(["data", "tensor"], {"replica": 2, "expert": 4})
-    assert grid.lines("expert")[0] == (0, 1, 4, 5)
-    assert grid.lines("replica")[0] == (0, 8)
-    assert grid.lines("pipe", "replica")[0] == (0, 2, 8, 10)
+    assert grid.rank_groups("expert")[0] == (0, 1, 4, 5)
+    assert grid.rank_groups("replica")[0] == (0, 8)
+    assert grid.rank_groups("pipe", "replica")[0] == (0, 2, 8, 10)
 
 
 CUBE = RankGrid.of({"data": 2, "tensor": 8}).view(["tensor"], {"row": 2, "column": 2, "depth": 2})
@@ -119,17 +119,17 @@ def test_a_view_that_cannot_be(of: list[str], sizes: dict[str, int], said: str) 
 
 def test_axes_that_overlap_are_not_merged() -> None:
     grid = CUBE.view(["data", "tensor"], {"replica": 4, "expert": 4})
-    assert grid.lines("tensor", "row") == grid.lines("tensor")
+    assert grid.rank_groups("tensor", "row") == grid.rank_groups("tensor")
     for names in (("row", "expert"), ("data", "expert")):
         with pytest.raises(ConfigError, match=f"{', '.join(names)} overlap"):
-            grid.lines(*names)
+            grid.rank_groups(*names)
 
 
 def test_a_line_crosses_hosts() -> None:
     grid = RankGrid.of({"data": 2, "tensor": 2}, hosts=["a", "a", "b", "b"])
-    assert [grid.crosses_hosts(line) for line in (*grid.lines("tensor"), *grid.lines("data"))] == [False] * 2 + [
-        True
-    ] * 2
+    assert [grid.crosses_hosts(line) for line in (*grid.rank_groups("tensor"), *grid.rank_groups("data"))] == [
+        False
+    ] * 2 + [True] * 2
     assert RankGrid.of({"tensor": 2}).crosses_hosts((0, 1)) is None
 
 

@@ -36,7 +36,7 @@ def test_the_first_one_names_those_that_have_not_come(capfd: pytest.CaptureFixtu
     store = TCPStore("127.0.0.1", port, None, True, timedelta(seconds=5), wait_for_workers=False)
 
     def come(place: int) -> None:
-        with Rendezvous("127.0.0.1", port, place, 4, "rank").watched():
+        with Rendezvous("127.0.0.1", port, place, 4, "rank").report_missing():
             time.sleep(1.8)
 
     threads = [threading.Thread(target=come, args=[place]) for place in (0, 2)]
@@ -65,7 +65,7 @@ def test_who_has_not_joined_is_named_in_the_error(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(("place", "host"), [(1, "127.0.0.1"), (0, "127.0.0.1"), (1, "no.such.host.invalid")])
 def test_who_is_not_reached_is_said_with_the_reason(place: int, host: str, capfd: pytest.CaptureFixture[str]) -> None:
     port = free_port()
-    with Rendezvous(host, port, place, 2, "node").watched():
+    with Rendezvous(host, port, place, 2, "node").report_missing():
         time.sleep(2.5)
     said = capfd.readouterr().err
     assert f"node {place} (" in said and f"has not reached {host}:{port}" in said
@@ -76,7 +76,7 @@ def test_who_is_not_reached_is_said_with_the_reason(place: int, host: str, capfd
 
 def test_where_all_have_come_nothing_is_said(capfd: pytest.CaptureFixture[str]) -> None:
     begin = time.monotonic()
-    with Rendezvous("127.0.0.1", free_port(), 1, 2, "rank").watched():
+    with Rendezvous("127.0.0.1", free_port(), 1, 2, "rank").report_missing():
         pass
     assert time.monotonic() - begin < 0.5 and not capfd.readouterr().err
 

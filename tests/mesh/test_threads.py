@@ -91,8 +91,8 @@ def test_who_does_not_come_to_a_call_is_known() -> None:
 
 def test_an_axis_and_its_merged_axes_do_not_hear_each_other() -> None:
     def collect(context: ParallelContext) -> list[list[int]]:
-        both = context.merged("data", "tensor")
-        assert context.merged("data", "tensor") is both
+        both = context.flatten("data", "tensor")
+        assert context.flatten("data", "tensor") is both
         return [all_gather_objects(context.rank, axis) for axis in (both, context.tensor, both, context.data)]
 
     assert run_as_threads(collect, data=2, tensor=2)[2] == [[0, 1, 2, 3], [2, 3], [0, 1, 2, 3], [0, 2]]

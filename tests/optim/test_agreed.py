@@ -77,7 +77,7 @@ def test_gradients_that_a_step_finds_are_those_of_one_process(name: str, stage: 
         model: nn.Module = shardformer.shard_model(models[context.rank], context=context)
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         if stage is not None:
-            optimizer = shardformer.shard_optimizer(optimizer, model, stage=stage)
+            optimizer = shardformer.shard_optimizer(model, optimizer, stage=stage)
         trained(model, optimizer, [context.rank], lambda: shardformer.no_sync(model))
         return shardformer.full_state_dict(model)
 

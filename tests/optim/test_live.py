@@ -77,7 +77,7 @@ def check_same(
 
     def over(context: ParallelContext) -> dict[str, Tensor]:
         model = models[context.rank]
-        optimizer = shard_optimizer(adam(model), model, context=context, stage=stage, **how)
+        optimizer = shard_optimizer(model, adam(model), context=context, stage=stage, **how)
         train(model, optimizer, [context.rank], change, every, behind)
         return full_state_dict(model)
 
@@ -173,7 +173,7 @@ def test_a_step_keeps_gradients(stage: int, offload: str | None) -> None:
 
 def test_a_tensor_like_a_gradient_is_drawn_as_that_of_one_process() -> None:
     model = net()
-    shard_optimizer(adam(model), model)
+    shard_optimizer(model, adam(model))
     model(inputs(0, 0)).square().mean().backward()
     for p in model.parameters():
         drawn = []
@@ -199,7 +199,7 @@ def test_gradients_that_are_set_to_zero_count_and_those_that_are_none_do_not() -
     train(other, adam(other), [0], nothing, 1, nothing)
     assert all(torch.equal(value, other.state_dict()[name]) for name, value in plain.state_dict().items())
     model = net()
-    train(model, shard_optimizer(adam(model), model), [0], nothing, 1, again(True))
+    train(model, shard_optimizer(model, adam(model)), [0], nothing, 1, again(True))
     torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=0, atol=1e-11)
 
 
@@ -220,7 +220,7 @@ def test_an_edit_of_gradients_in_no_sync_counts() -> None:
 
     def over(context: ParallelContext) -> dict[str, Tensor]:
         model = models[context.rank]
-        optimizer = shard_optimizer(adam(model), model, context=context)
+        optimizer = shard_optimizer(model, adam(model), context=context)
         loop(model, optimizer, [context.rank], optimizer.no_sync)
         return full_state_dict(model)
 
@@ -254,7 +254,7 @@ def test_a_hook_on_an_accumulated_gradient_counts(stage: int | None, is_first: b
         if stage is None:
             model = shardformer.shard_model(model, context=context)
         else:
-            ours = shard_optimizer(ours, model, stage=stage, context=context)
+            ours = shard_optimizer(model, ours, stage=stage, context=context)
         if not is_first:
             halved(model)
         model(inputs(0, context.rank)).square().mean().backward()
@@ -269,7 +269,7 @@ def test_a_hook_on_an_accumulated_gradient_counts(stage: int | None, is_first: b
 def test_what_cannot_be_honoured_raises_on_all_ranks(on_nonfinite: str) -> None:
     def over(context: ParallelContext) -> list[str]:
         model = net()
-        optimizer = shard_optimizer(adam(model), model, context=context, stage=2, on_nonfinite=on_nonfinite)
+        optimizer = shard_optimizer(model, adam(model), context=context, stage=2, on_nonfinite=on_nonfinite)
         model(inputs(0, context.rank)).square().mean().backward()
         weight: Any = model[0].weight
         said = []
@@ -307,7 +307,7 @@ def test_what_one_rank_does_alone_to_gradients_raises_on_all_ranks(
 
     def over(context: ParallelContext) -> None:
         model = shardformer.shard_model(models[context.rank], ToyPolicy(), context=context)
-        optimizer = shard_optimizer(adam(model), model, on_nonfinite=on_nonfinite)
+        optimizer = shard_optimizer(model, adam(model), on_nonfinite=on_nonfinite)
         toy_loss(model, toy_batch(0)).backward()
         if context.rank == 0:
             change(next(model.parameters()))
@@ -353,12 +353,12 @@ def test_states_on_the_host_are_live_and_those_in_files_inside_of_loading(tmp_pa
     check_same(behind=STATES["by parameter"], stage=2, offload="cpu")
 
     def cleared(model: nn.Module, optimizer: Any) -> None:
-        if not hasattr(optimizer, "loading"):
+        if not hasattr(optimizer, "writable_state"):
             optimizer.state.clear()
             return
         with pytest.raises(ConfigError, match=r"optimizer.state beside offload='nvme:"):
             optimizer.state.clear()
-        with optimizer.loading():
+        with optimizer.writable_state():
             optimizer.state.clear()
 
     check_same(behind=cleared, ranks=1, offload=f"nvme:{tmp_path}")
@@ -403,7 +403,7 @@ def test_zero_refuses_a_state_of_another_rank_on_all_ranks_and_changes_nothing()
     def over(context: ParallelContext) -> None:
         model = models[context.rank]
         own = adam(model)
-        optimizer = shard_optimizer(own, model, context=context)
+        optimizer = shard_optimizer(model, own, context=context)
         model(inputs(0, context.rank)).square().mean().backward()
         optimizer.step()
         states[context.rank] = optimizer.state_dict()
@@ -454,17 +454,17 @@ def scheduled(kind: str, is_sharded: bool, folder: Path | None) -> list[float]:
         nn.init.zeros_(model.weight)
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0, momentum=1e-9)
         if is_sharded:
-            optimizer = shard_optimizer(optimizer, model)
+            optimizer = shard_optimizer(model, optimizer)
         return model, optimizer, SCHEDULERS[kind](optimizer)
 
     model, optimizer, schedule = make()
     taken = []
     for step in range(8):
         if step == 3 and folder is not None:
-            shardformer.save_checkpoint(folder, model, optimizer, step=3, scheduler=schedule)
+            shardformer.save_checkpoint(model, folder, optimizer, step=3, scheduler=schedule)
             model, optimizer, schedule = make()
             groups = list(optimizer.param_groups)
-            shardformer.load_checkpoint(folder, model, optimizer, scheduler=schedule)
+            shardformer.load_checkpoint(model, folder, optimizer, scheduler=schedule)
             assert all(a is b for a, b in zip(groups, optimizer.param_groups, strict=True))
         elif step == 3:
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -489,7 +489,7 @@ def test_each_scheduler_goes_on_after_a_load(kind: str, tmp_path: Path) -> None:
 def test_the_optimizer_that_zero_was_given_is_not_stepped_and_lets_go_of_all_gradients() -> None:
     model = net()
     own = adam(model)
-    optimizer = shard_optimizer(own, model)
+    optimizer = shard_optimizer(model, own)
     model(inputs(0, 0)).square().mean().backward()
     with pytest.raises(ConfigError, match="step was called on the AdamW that zero was given"):
         own.step()
@@ -508,7 +508,7 @@ def test_groups_and_states_that_were_held_before_a_reshape_are_those_of_the_step
     group, batch = own.param_groups[0], next(iter(engine.data))  # type: ignore[arg-type]  # it was given data
     engine.train_step(batch)
     for stage in (1, None, 3):
-        engine.reshape(shardformer.ParallelConfig(zero_stage=stage))
+        engine.reshard(shardformer.ParallelConfig(zero_stage=stage))
         assert engine.optimizer.param_groups[0] is group
         before = shardformer.full_state_dict(engine.model)
         group["lr"] = 0.0

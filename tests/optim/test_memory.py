@@ -54,11 +54,11 @@ def test_a_rank_keeps_what_was_said(ranks: int, stage: int, precision: str) -> N
     def train(context: ParallelContext) -> dict[str, int]:
         model = shard_model(models[context.rank], context=context)
         optimizer = torch.optim.AdamW(model.parameters())
-        ours = shard_optimizer(optimizer, model, stage=stage, precision=precision)
+        ours = shard_optimizer(model, optimizer, stage=stage, precision=precision)
         ids = torch.arange(12).view(2, 6)
         ours.backward(model(input_ids=ids, labels=ids).loss)
         sums = [shard.sum for shard in ours.shards if shard.sum is not None]
-        pieces = [piece.value for shard in ours.shards for piece in shard.pieces]
+        pieces = [piece.value for shard in ours.shards for piece in shard.slices]
         ours.step()
         ours.zero_grad()
         states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor) and t.dim()]
@@ -87,8 +87,8 @@ RESTS = OffloadConfig("cpu", parameters=True)
         (3, {"offload": "cpu", "precision": "bf16"}),
         (3, {"offload": RESTS, "precision": "bf16"}),
         (2, {"offload": "nvme:", "precision": "bf16"}),
-        (2, {"precision": MixedPrecision("bf16", masters="kahan")}),
-        (3, {"precision": MixedPrecision("bf16", masters="stochastic")}),
+        (2, {"precision": MixedPrecision("bf16", master_weights="kahan")}),
+        (3, {"precision": MixedPrecision("bf16", master_weights="stochastic")}),
         (2, {}),
     ],
     ids=str,
@@ -101,7 +101,7 @@ def test_what_is_elsewhere_is_what_was_said(stage: int, how: dict[str, Any], tmp
 
     def train(context: ParallelContext) -> tuple[MemoryEstimate, MemoryEstimate, str]:
         model = shard_model(models[context.rank], context=context)
-        ours = shard_optimizer(torch.optim.AdamW(model.parameters()), model, stage=stage, **how)
+        ours = shard_optimizer(model, torch.optim.AdamW(model.parameters()), stage=stage, **how)
         ids = torch.arange(12).view(2, 6)
         ours.backward(model(input_ids=ids, labels=ids).loss)
         before = ours.memory()
@@ -121,7 +121,7 @@ def test_what_is_elsewhere_is_what_was_said(stage: int, how: dict[str, Any], tmp
 def test_a_share_of_the_states_stays_on_the_device() -> None:
     model = nn.Sequential(*[nn.Linear(50, 50) for _ in range(10)])
     optimizer = shardformer.zero.HybridAdam(model.parameters(), on_device=0.5)
-    ours = shard_optimizer(optimizer, model, offload="cpu", precision="bf16", bucket_bytes=5100)
+    ours = shard_optimizer(model, optimizer, offload="cpu", precision="bf16", bucket_bytes=5100)
     model(torch.ones(2, 50, dtype=torch.bfloat16)).float().square().sum().backward()
     ours.step()
     ours.zero_grad()
@@ -132,7 +132,7 @@ def test_a_share_of_the_states_stays_on_the_device() -> None:
 def _parameters(model: nn.Module, optimizer: ZeroOptimizer) -> list[Tensor]:
     if optimizer._walk is None:
         return list(model.parameters())
-    return [shard.own for shard in optimizer.shards]
+    return [shard.local for shard in optimizer.shards]
 
 
 def test_a_sharded_model_and_an_optimizer_with_factored_state() -> None:
@@ -172,7 +172,7 @@ def peak_of(ranks: int, stage: int, **how: Any) -> tuple[float, MemoryEstimate]:
         with MemoryTracker() as live:
             model = build()
             made = torch.optim.AdamW(model.parameters())
-            ours = shard_optimizer(made, model, stage=stage, context=context, bucket_bytes=WIDTH * WIDTH * 4, **how)
+            ours = shard_optimizer(model, made, stage=stage, context=context, bucket_bytes=WIDTH * WIDTH * 4, **how)
             for _ in range(2):
                 live.peak = live.live
                 ours.backward(model(torch.ones(1, WIDTH, dtype=next(model.parameters()).dtype)).float().sum())

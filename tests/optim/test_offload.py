@@ -75,7 +75,7 @@ def trained(
     def train(context: ParallelContext) -> tuple[Weights, list[tuple[Any, ...]], ZeroOptimizer]:
         model = shard_model(models[context.rank], context=context)
         made = OPTIMIZERS[optimizer](list(model.parameters()))
-        ours, seen = shard_optimizer(made, model, offload=offload, bucket_bytes=4096, **how), []
+        ours, seen = shard_optimizer(model, made, offload=offload, bucket_bytes=4096, **how), []
         for step in range(STEPS):
             for n in range(micro):
                 batch = RandomBatches(DEFAULT_HEAD[family], batch=2)(10 * step + n + 5 * context.rank)
@@ -128,7 +128,7 @@ def test_hybrid_adam_is_adam(decoupled: bool) -> None:
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
     theirs = kind(plain.parameters(), lr=0.1, weight_decay=0.05, fused=True)
     made = HybridAdam(ours.parameters(), lr=0.1, weight_decay=0.05, decoupled_weight_decay=decoupled, on_device=0.6)
-    optimizer = shard_optimizer(made, ours, offload="cpu", bucket_bytes=4)
+    optimizer = shard_optimizer(ours, made, offload="cpu", bucket_bytes=4)
     assert len({shard.host is None for shard in optimizer.shards}) == 2
     for step in range(3):
         x = torch.randn(4, 9, generator=torch.Generator().manual_seed(step))
@@ -147,7 +147,7 @@ def test_masters_states_and_gradients_are_on_the_host_but_for_the_share() -> Non
         assert 1 - share <= part < 1 - share + 0.2
         for shard in (shard for shard in ours.shards if shard.host is not None):
             base, size = shard.host.values.data_ptr(), shard.host.values.nbytes
-            assert all(base <= piece.value.data_ptr() < base + size for piece in shard.pieces)
+            assert all(base <= piece.value.data_ptr() < base + size for piece in shard.slices)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -169,7 +169,7 @@ def check_resumes(**how: Any) -> None:
     """A step behind what was saved is the same step again."""
     torch.manual_seed(0)
     model = nn.Linear(7, 5)
-    ours = shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1), model, **how)
+    ours = shard_optimizer(model, torch.optim.AdamW(model.parameters(), lr=0.1), **how)
 
     def step(value: float) -> None:
         model(torch.full((2, 7), value, dtype=torch.bfloat16)).float().square().sum().backward()
@@ -196,7 +196,7 @@ def test_an_optimizer_of_the_host_is_saved_and_taken_up_again(files: bool, tmp_p
 def test_values_written_between_steps_reach_the_masters_of_the_host(files: bool, tmp_path: Path) -> None:
     offload = f"nvme:{tmp_path}" if files else "cpu"
     model = nn.Linear(3, 2)
-    ours = shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, offload=offload)
+    ours = shard_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), offload=offload)
     with torch.no_grad():
         model.weight.fill_(4.0)
     model(torch.ones(1, 3)).sum().backward()
@@ -236,7 +236,7 @@ def test_from_files_the_weights_and_states_are_to_the_bit_those_without(
 
 def test_masters_and_states_are_in_files_between_steps(tmp_path: Path) -> None:
     *_, ours = trained(OffloadConfig(f"nvme:{tmp_path}", buffers=3), stage=2, precision="bf16", data=1)[0]
-    for piece in (piece for shard in ours.shards for piece in shard.pieces):
+    for piece in (piece for shard in ours.shards for piece in shard.slices):
         assert piece.value.untyped_storage().nbytes() == 4
         assert all(x.numel() < 2 for state in ours.inner[0].state.values() for x in state.values())
     host: Any = ours._host
@@ -270,7 +270,7 @@ def test_a_full_disk_leaves_the_step_before(
         model = models[context.rank]
         made = torch.optim.AdamW(model.parameters(), lr=0.1)
         ours = shard_optimizer(
-            made, model, offload=f"nvme:{tmp_path}", bucket_bytes=64, precision="bf16", context=context
+            model, made, offload=f"nvme:{tmp_path}", bucket_bytes=64, precision="bf16", context=context
         )
 
         def step(number: int) -> None:
@@ -315,7 +315,7 @@ def test_a_folder_that_cannot_be_used_is_refused_on_all_ranks(
         model(torch.ones(1, 5)).sum().backward()
         optimizer.step()
         with pytest.raises(ConfigError) as error:
-            shard_optimizer(optimizer, model, offload=f"nvme:{path}", context=context)
+            shard_optimizer(model, optimizer, offload=f"nvme:{path}", context=context)
         assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
         model(torch.ones(1, 5)).sum().backward()
         optimizer.step()  # as if zero had not been called
@@ -328,7 +328,7 @@ def test_a_folder_that_cannot_be_used_is_refused_on_all_ranks(
 def test_an_optimizer_that_counts_its_steps_is_not_updated_from_files(tmp_path: Path) -> None:
     model = nn.Linear(5, 3)
     with pytest.raises(ConfigError, match="Counting"):
-        shard_optimizer(Counting(model.parameters(), lr=0.1), model, offload=f"nvme:{tmp_path}")
+        shard_optimizer(model, Counting(model.parameters(), lr=0.1), offload=f"nvme:{tmp_path}")
 
 
 def test_what_one_rank_alone_asks_for_in_vain_is_refused_on_all() -> None:
@@ -338,7 +338,7 @@ def test_what_one_rank_alone_asks_for_in_vain_is_refused_on_all() -> None:
         model = models[context.rank]
         with pytest.raises(ConfigError, match="stage=9"):
             shard_optimizer(
-                torch.optim.SGD(model.parameters()), model, stage=9 if context.rank == 1 else 1, context=context
+                model, torch.optim.SGD(model.parameters()), stage=9 if context.rank == 1 else 1, context=context
             )
 
     run_as_threads(refused, data=2)
@@ -362,7 +362,7 @@ def test_what_does_not_fit_is_refused_and_the_optimizer_is_as_it_was(asked: dict
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigError) as error:
         shard_optimizer(
-            optimizer, model, **{name: value() if callable(value) else value for name, value in asked.items()}
+            model, optimizer, **{name: value() if callable(value) else value for name, value in asked.items()}
         )
     assert said in str(error.value)
     assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))

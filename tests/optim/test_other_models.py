@@ -197,7 +197,7 @@ def test_an_optimizer_finds_the_models_of_its_own_parameters_and_reads_no_other(
         optimizer.step()
         optimizer.zero_grad()
         assert [
-            state.watch.steps for state in (metadata_of(one), metadata_of(two), metadata_of(other)) if state.watch
+            state.monitor.steps for state in (metadata_of(one), metadata_of(two), metadata_of(other)) if state.monitor
         ] == [
             1,
             1,
@@ -211,7 +211,7 @@ def test_the_optimizer_of_zero_is_that_of_its_model() -> None:
     def find(context: ParallelContext) -> None:
         models = [shardformer.shard_model(plain_model(), ToyPolicy(), context=context) for _ in range(2)]
         for model in models:
-            optimizer = shardformer.shard_optimizer(torch.optim.AdamW(model.parameters()), model)
+            optimizer = shardformer.shard_optimizer(model, torch.optim.AdamW(model.parameters()))
             assert list(models_trained_by(optimizer)) == [metadata_of(model)]
 
     run_as_threads(find, data=2)

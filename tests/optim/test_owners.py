@@ -83,7 +83,7 @@ def with_zero(job: Job, make: Make, clips: bool = True) -> list[Weights]:
 
     def train(context: ParallelContext) -> Weights:
         model = shard_model(models[context.rank], context=context, **job.options)
-        optimizer = shard_optimizer(make(model), model, stage=job.stage, max_grad_norm=CLIP if clips else None)
+        optimizer = shard_optimizer(model, make(model), stage=job.stage, max_grad_norm=CLIP if clips else None)
         for step in range(4):
             job.loss(model, step, 0, context.data.rank).backward()
             optimizer.step()
@@ -138,7 +138,7 @@ def test_what_is_put_before_an_optimizers_step_does_not_hide_what_it_is() -> Non
 
 
 def test_parts_of_a_matrix_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GradientSlot, "bring_together", lambda self, axis, holders=(): None)
+    monkeypatch.setattr(GradientSlot, "gather_to_owner", lambda self, axis, holders=(): None)
     job = Job(tensor=2, stage=1)
     want = plainly(job, MAKERS["LAMB"])
     weights = with_zero(job, MAKERS["LAMB"])[0]
@@ -153,7 +153,7 @@ def test_of_a_cut_matrix_each_rank_sends_its_slices_alone() -> None:
 
     def sent(context: ParallelContext) -> tuple[dict[str, int], int]:
         model = shard_model(models[context.rank], context=context)
-        optimizer = shard_optimizer(LAMB(model.parameters()), model, stage=2)
+        optimizer = shard_optimizer(model, LAMB(model.parameters()), stage=2)
         with CollectiveRecorder(context) as recorder:
             job.loss(model, 0, 0, context.data.rank).backward()
             optimizer.step()
@@ -176,7 +176,7 @@ def test_each_rank_keeps_the_state_of_about_as_much() -> None:
     def kept(context: ParallelContext) -> int:
         model = shard_model(models[context.rank], context=context)
         own = LAMB(model.parameters())
-        shard_optimizer(own, model, stage=1)
+        shard_optimizer(model, own, stage=1)
         return sum(p.numel() for group in own.param_groups for p in group["params"])
 
     first, second = run_as_threads(kept, data=2)
@@ -201,7 +201,7 @@ class Coupled(Optimizer):
 def test_what_looks_at_all_parameters_together_is_refused() -> None:
     model = nn.Linear(3, 3)
     with pytest.raises(ConfigError, match=r"Coupled was tried .* the numbers of one differ .* when there is another"):
-        shard_optimizer(Coupled(model.parameters()), model)
+        shard_optimizer(model, Coupled(model.parameters()))
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "RMSprop", "NAdam", "RAdam", "Adamax", "Adagrad", "Rprop"])
@@ -238,7 +238,7 @@ def test_the_state_of_a_whole_matrix_goes_with_it() -> None:
     own.step()
     twin = nn.Linear(4, 4).double()
     twin.load_state_dict(model.state_dict())
-    ours: ZeroOptimizer = shard_optimizer(own, model)
+    ours: ZeroOptimizer = shard_optimizer(model, own)
     other = torch.optim.Adafactor(twin.parameters(), lr=0.01)
     twin(torch.ones(2, 4).double()).sum().backward()
     other.step()

@@ -66,7 +66,7 @@ def over_ranks(
 
     def run(context: ParallelContext) -> Any:
         model = models[context.rank]
-        optimizer = shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.05), model, context=context, **how)
+        optimizer = shard_optimizer(model, torch.optim.AdamW(model.parameters(), lr=0.05), context=context, **how)
         return use(model, optimizer, context)
 
     return run_as_threads(run, data=2)
@@ -107,7 +107,7 @@ def over_ranks_with(use: Any, precision: Callable[[], MixedPrecision], stage: in
     def run(context: ParallelContext) -> Any:
         model = models[context.rank]
         own = torch.optim.AdamW(model.parameters(), lr=0.05)
-        return use(model, shard_optimizer(own, model, context=context, precision=precision(), stage=stage), context)
+        return use(model, shard_optimizer(model, own, context=context, precision=precision(), stage=stage), context)
 
     return run_as_threads(run, data=2)
 
@@ -126,7 +126,7 @@ def test_a_state_dict_keeps_the_scale_and_how_near_it_is_to_its_next_change() ->
         model = net(torch.float32)
         scale = LossScale(value, growth_interval=3)
         return shard_optimizer(
-            torch.optim.AdamW(model.parameters()), model, stage=1, precision=MixedPrecision("fp16", None, scale)
+            model, torch.optim.AdamW(model.parameters()), stage=1, precision=MixedPrecision("fp16", None, scale)
         )
 
     saved, loaded = made(16.0), made(1024.0)
@@ -206,7 +206,7 @@ def test_a_pipeline_scales_the_loss_for_the_backward_alone() -> None:
         model = shard_model(models[context.rank], context=context)
         pipeline = Pipeline(model, micro_batches=2)
         ours = shard_optimizer(
-            torch.optim.SGD(model.parameters(), lr=0.5), model, precision="fp16", max_grad_norm=100.0
+            model, torch.optim.SGD(model.parameters(), lr=0.5), precision="fp16", max_grad_norm=100.0
         )
         found = []
         for step in range(3):
@@ -223,7 +223,7 @@ def test_a_pipeline_scales_the_loss_for_the_backward_alone() -> None:
 
 def test_what_would_train_wrongly_in_fp16_is_refused() -> None:
     model = net(torch.float32)
-    optimizer = shard_optimizer(torch.optim.AdamW(model.parameters()), model, precision="fp16")
+    optimizer = shard_optimizer(model, torch.optim.AdamW(model.parameters()), precision="fp16")
     with pytest.raises(ConfigError, match="arrived from a backward that"):
         loss_of(model, 0, 0, torch.float16).backward()
     optimizer.zero_grad()
@@ -232,6 +232,6 @@ def test_what_would_train_wrongly_in_fp16_is_refused() -> None:
     with pytest.raises(ConfigError, match="A GradScaler was given the optimizer that zero returned"):
         scaler.step(optimizer)
     with pytest.raises(ConfigError, match="on_nonfinite='stop'"):
-        shard_optimizer(torch.optim.AdamW(model.parameters()), net(), on_nonfinite="stop")
+        shard_optimizer(net(), torch.optim.AdamW(model.parameters()), on_nonfinite="stop")
     with pytest.raises(ConfigError, match="gradients='bf16'"):
         shardformer.MixedPrecision("bf16", gradients="bf16")

@@ -48,7 +48,7 @@ def drift(masters: str, stage: int = 1) -> list[float]:
             model.weight.fill_(1.0)
         made = torch.optim.SGD(model.parameters(), lr=2.5e-4)
         ours = shard_optimizer(
-            made, model, stage=stage, precision=MixedPrecision("bf16", masters=masters), context=context
+            model, made, stage=stage, precision=MixedPrecision("bf16", master_weights=masters), context=context
         )
         for _ in range(400):
             model(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
@@ -80,8 +80,8 @@ def test_tensor_ranks_round_alike_what_they_hold_alike(masters: str) -> None:
 
     def train(context: ParallelContext) -> dict[str, Tensor]:
         model = shard_model(models[context.rank], context=context)
-        how = MixedPrecision("bf16", masters=masters)
-        ours = shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), model, precision=how)
+        how = MixedPrecision("bf16", master_weights=masters)
+        ours = shard_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), precision=how)
         for step in range(3):
             ours.backward(sample_loss(model, RandomBatches(DEFAULT_HEAD["llama"], batch=2)(step)))
             ours.step()
@@ -96,19 +96,19 @@ def test_tensor_ranks_round_alike_what_they_hold_alike(masters: str) -> None:
 
 @pytest.mark.parametrize("masters", ["kahan", "stochastic"])
 def test_what_was_saved_goes_on_the_same(masters: str) -> None:
-    check_resumes(precision=MixedPrecision("bf16", masters=masters))
+    check_resumes(precision=MixedPrecision("bf16", master_weights=masters))
 
 
 @pytest.mark.parametrize(
     ("precision", "offload", "said"),
     [
-        (lambda: MixedPrecision("bf16", masters="none"), None, "masters='none'"),
-        (lambda: MixedPrecision("fp16", masters="kahan"), None, "MixedPrecision('fp16', masters='kahan')"),
-        (lambda: MixedPrecision("bf16", masters="kahan"), "cpu", "beside offload='cpu'"),
+        (lambda: MixedPrecision("bf16", master_weights="none"), None, "masters='none'"),
+        (lambda: MixedPrecision("fp16", master_weights="kahan"), None, "MixedPrecision('fp16', masters='kahan')"),
+        (lambda: MixedPrecision("bf16", master_weights="kahan"), "cpu", "beside offload='cpu'"),
     ],
 )
 def test_what_does_not_fit_is_refused(precision: Any, offload: OffloadConfig | None, said: str) -> None:
     model = nn.Linear(3, 2)
     with pytest.raises(ConfigError) as error:
-        shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, precision=precision(), offload=offload)
+        shard_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), precision=precision(), offload=offload)
     assert said in str(error.value)

@@ -146,7 +146,7 @@ def plain_weights(case: Case, ranks: int, steps: int = 4) -> Weights:
 def weights_over(case: Case, context: ParallelContext, model: nn.Module, steps: int = 4) -> Weights:
     own = torch.optim.AdamW(model.parameters(), lr=0.02)
     how: dict[str, Any] = {"reshard_after_forward": case.reshard, "offload": case.offload}
-    optimizer = shard_optimizer(own, model, stage=3, max_grad_norm=CLIP, context=context, **how)
+    optimizer = shard_optimizer(model, own, stage=3, max_grad_norm=CLIP, context=context, **how)
     for step in range(steps):
         case.backward(model, step, context.data.rank, 1.0)
         assert all(p.grad is None or isinstance(p.grad, ShardedGradient) for p in model.parameters())
@@ -237,7 +237,7 @@ def over_ranks(use: Callable[[Stack, ZeroOptimizer, ParallelContext], Any], rank
     def run(context: ParallelContext) -> Any:
         model = models[context.rank]
         own = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02)
-        return use(model, shard_optimizer(own, model, stage=3, context=context, **how), context)
+        return use(model, shard_optimizer(model, own, stage=3, context=context, **how), context)
 
     return run_as_threads(run, data=ranks)
 
@@ -249,7 +249,7 @@ def test_16_bit_parameters_are_those_of_stage_1_to_the_bit() -> None:
         def train(context: ParallelContext) -> Weights:
             model = models[context.rank]
             own = torch.optim.AdamW(model.parameters(), lr=0.02)
-            optimizer = shard_optimizer(own, model, stage=stage, precision="bf16", context=context)
+            optimizer = shard_optimizer(model, own, stage=stage, precision="bf16", context=context)
             for step in range(3):
                 loss_of(model, step, context.rank).backward()
                 optimizer.step()
@@ -281,7 +281,7 @@ def test_frozen_layers_stay_whole_or_are_cut_as_asked(keep_frozen: bool) -> None
     def train(context: ParallelContext) -> Weights:
         model = models[context.rank]
         own = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02)
-        ours = shard_optimizer(own, model, stage=3, keep_frozen=keep_frozen, context=context)
+        ours = shard_optimizer(model, own, stage=3, keep_frozen=keep_frozen, context=context)
         assert (model.layers[1].linear.weight.untyped_storage().nbytes() > 8) == keep_frozen if keep_frozen else True
         for step in range(3):
             loss_of(model, step, context.rank).backward()
@@ -304,7 +304,7 @@ def test_over_stages_and_data_ranks(reshard: bool | None) -> None:
     def train(model: nn.Module, context: ParallelContext) -> int:
         pipeline = Pipeline(model, micro_batches=2)
         own = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        ours = shard_optimizer(own, model, stage=3, max_grad_norm=CLIP, reshard_after_forward=reshard)
+        ours = shard_optimizer(model, own, stage=3, max_grad_norm=CLIP, reshard_after_forward=reshard)
         for step in range(3):
             with CollectiveRecorder(context) as recorder:
                 pipeline.step(STAGED(10 * step + context.data.rank))
@@ -326,7 +326,7 @@ def test_evaluation_and_generation() -> None:
 
     def run(context: ParallelContext) -> None:
         ours: Any = models[context.rank]
-        shard_optimizer(torch.optim.AdamW(ours.parameters()), ours, stage=3, context=context)
+        shard_optimizer(ours, torch.optim.AdamW(ours.parameters()), stage=3, context=context)
         assert torch.equal(ours.generate(start, max_new_tokens=4, do_sample=False), want)
         with torch.no_grad():
             assert torch.equal(ours(input_ids=start, decoder_input_ids=start).logits, logits)
@@ -366,7 +366,7 @@ def test_data_ranks_generate_texts_of_different_lengths(options: dict[str, Any],
     def run(context: ParallelContext) -> None:
         ours = models[context.rank]
         whole = _Wrapped(ours) if is_wrapped else ours
-        optimizer = shard_optimizer(torch.optim.SGD(whole.parameters(), lr=0.1), whole, stage=3, context=context)
+        optimizer = shard_optimizer(whole, torch.optim.SGD(whole.parameters(), lr=0.1), stage=3, context=context)
         assert torch.equal(generate(ours, context.rank), want[context.rank])
         whole.train()(input_ids=prompts[context.rank], labels=prompts[context.rank]).loss.backward()
         optimizer.step()
@@ -443,7 +443,7 @@ def test_what_is_sent_and_how_much_is_here_at_a_time(
     """The table is not gathered for the backward, and the last unit stays; two units of the model are here at most."""
     here: Counter[int] = Counter()
     most: Counter[int] = Counter()
-    wait, free = ParamGroup.wait, ParamGroup.free
+    wait, free = ParamGroup.wait_for_unshard, ParamGroup.reshard
 
     def waits(self: ParamGroup) -> None:
         here[id(self.where)] += 0 if self.is_here else sum(p.numel() for p in self.params)
@@ -454,8 +454,8 @@ def test_what_is_sent_and_how_much_is_here_at_a_time(
         here[id(self.where)] -= sum(p.numel() for p in self.params) if self.is_here else 0
         free(self)
 
-    monkeypatch.setattr(ParamGroup, "wait", waits)
-    monkeypatch.setattr(ParamGroup, "free", frees)
+    monkeypatch.setattr(ParamGroup, "wait_for_unshard", waits)
+    monkeypatch.setattr(ParamGroup, "reshard", frees)
 
     def use(model: Stack, optimizer: ZeroOptimizer, context: ParallelContext) -> tuple[int, int]:
         for step in range(3):
@@ -580,7 +580,7 @@ def test_a_rank_whose_backward_reads_nothing_takes_part_in_that_of_others(first:
 
     def train(context: ParallelContext) -> Weights:
         model = models[context.rank]
-        optimizer = shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.02), model, stage=3, context=context)
+        optimizer = shard_optimizer(model, torch.optim.AdamW(model.parameters(), lr=0.02), stage=3, context=context)
         for step in range(4):
             backward(model, step, context.rank, 1.0)
             optimizer.step()
@@ -606,7 +606,7 @@ def test_layers_in_another_order_are_refused() -> None:
 
     def run(context: ParallelContext) -> None:
         model = models[context.rank]
-        shard_optimizer(torch.optim.AdamW(model.parameters()), model, stage=3, context=context)
+        shard_optimizer(model, torch.optim.AdamW(model.parameters()), stage=3, context=context)
         model(tokens(0, 0)).sum().backward()
         model.turned = True
         with pytest.raises(InputError, match=r"layers.2 was read at a place where it was not before"):

@@ -89,7 +89,7 @@ def test_on_the_host_a_rank_keeps_no_parameters_on_the_device() -> None:
         loss_of(model, 0, context.rank).backward()
         optimizer.step()
         optimizer.zero_grad()
-        return [(shard.whole is None, shard._link is not None) for shard in optimizer.shards]
+        return [(shard.full is None, shard._link is not None) for shard in optimizer.shards]
 
     for found in over_ranks(use, offload=OffloadConfig("cpu", parameters=True)):
         assert len(found) > 1 and all(left and rests for left, rests in found)

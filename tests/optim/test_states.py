@@ -55,7 +55,7 @@ def test_a_state_that_every_rank_has_whole_is_written_and_goes_to_another_rank()
             model = shardformer.shard_model(models.pop(), ToyPolicy(), context=context)
             optimizer: Any = adam(model)
             if stage is not None:
-                optimizer = shardformer.shard_optimizer(optimizer, model, stage=stage)
+                optimizer = shardformer.shard_optimizer(model, optimizer, stage=stage)
             a_step(model, optimizer)
             if context.rank == 0:
                 torch.save(optimizer.state_dict(), file := io.BytesIO())
@@ -75,7 +75,7 @@ def test_within_torch_a_state_is_loaded_copied_and_put_back(stage: int | None, t
         def made() -> tuple[Any, Any, Any]:
             model = shardformer.shard_model(models.pop(), ToyPolicy(), context=context)
             optimizer: Any = (
-                adam(model) if stage is None else shardformer.shard_optimizer(adam(model), model, stage=stage)
+                adam(model) if stage is None else shardformer.shard_optimizer(model, adam(model), stage=stage)
             )
             return model, optimizer, lr_scheduler.ExponentialLR(optimizer, 0.9)
 
@@ -93,7 +93,7 @@ def test_within_torch_a_state_is_loaded_copied_and_put_back(stage: int | None, t
             if number and stage is None:  # by hand, as scripts do that know the layout of a state
                 for p, kept in zip(other.parameters(), state["state"].values(), strict=True):
                     ours.state[p] = {key: value.clone() for key, value in kept.items()}
-                shardformer.save_checkpoint(tmp_path / "by hand", other, ours, step=1)
+                shardformer.save_checkpoint(other, tmp_path / "by hand", ours, step=1)
             a_step(other, ours)
             ends.append(shardformer.full_state_dict(other))
         a_step(model, optimizer)
@@ -153,7 +153,7 @@ def test_each_rank_takes_its_part_of_the_state_of_a_plain_run() -> None:
             optimizer: Any = sgd(model)
             optimizer.load_state_dict(copy.deepcopy(state))
             if stage is not None:
-                optimizer = shardformer.shard_optimizer(optimizer, model, stage=stage)
+                optimizer = shardformer.shard_optimizer(model, optimizer, stage=stage)
             found.append(trained(model, optimizer))
         return found
 
@@ -165,7 +165,7 @@ def test_each_rank_takes_its_part_of_the_state_of_a_plain_run() -> None:
 @pytest.mark.parametrize("stage", [None, 1])
 def test_hooks_of_a_script_for_states_are_called(stage: int | None) -> None:
     model, called = ToyLM().double(), list[str]()
-    optimizer: Any = adam(model) if stage is None else shardformer.shard_optimizer(adam(model), model, stage=stage)
+    optimizer: Any = adam(model) if stage is None else shardformer.shard_optimizer(model, adam(model), stage=stage)
     optimizer.register_state_dict_pre_hook(lambda _: called.append("before"))
     optimizer.register_state_dict_post_hook(lambda _, state: {**state, "epoch": 3})
     optimizer.register_load_state_dict_pre_hook(lambda _, state: called.append(f"epoch {state['epoch']}"))
@@ -177,7 +177,7 @@ def test_hooks_of_a_script_for_states_are_called(stage: int | None) -> None:
 @pytest.mark.parametrize("copies", [copy.deepcopy, copy.copy, pickle.dumps], ids=["deepcopy", "copy", "pickle"])
 def test_what_zero_returned_is_not_copied(copies: Any) -> None:
     model = ToyLM()
-    optimizer = shardformer.shard_optimizer(adam(model), model)
+    optimizer = shardformer.shard_optimizer(model, adam(model))
     with pytest.raises(ConfigError, match=r"keep optimizer\.state_dict"):
         copies(optimizer)
     a_step(model, optimizer)
@@ -207,7 +207,7 @@ def test_a_state_that_is_broken_on_one_rank_raises_on_all_and_changes_nothing(na
 
     def do(context: ParallelContext) -> None:
         model = shardformer.shard_model(models[context.rank], ToyPolicy(), context=context)
-        optimizer: Any = adam(model) if stage is None else shardformer.shard_optimizer(adam(model), model, stage=stage)
+        optimizer: Any = adam(model) if stage is None else shardformer.shard_optimizer(model, adam(model), stage=stage)
         a_step(model, optimizer)
         before = copy.deepcopy(optimizer.state_dict())
         state = copy.deepcopy(before)

@@ -174,7 +174,7 @@ def test_gradients_that_zero_keeps_are_clipped_as_in_the_plain_model(stage: int,
 
     def clip(context: ParallelContext) -> list[float]:
         model = shardformer.shard_model(models[context.rank], ToyPolicy(), context=context)
-        optimizer = shardformer.shard_optimizer(torch.optim.AdamW(model.parameters()), model, stage=stage)
+        optimizer = shardformer.shard_optimizer(model, torch.optim.AdamW(model.parameters()), stage=stage)
         backward(model)
         pieces = [p for group in optimizer.param_groups for p in group["params"]]
         with pytest.raises(ConfigError, match="was given the pieces of parameters that zero's optimizer has"):

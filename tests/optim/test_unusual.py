@@ -122,17 +122,17 @@ def test_each_stage_trains_clips_and_goes_on_from_a_checkpoint(how: dict[str, An
     def over(context: ParallelContext) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
         def made(number: int, **how: Any) -> tuple[nn.Module, Any]:
             model = models[context.rank][number]
-            return model, shard_optimizer(sgd(model), model, context=context, **how)
+            return model, shard_optimizer(model, sgd(model), context=context, **how)
 
         clipped, optimizer = made(0, **how)
         train(clipped, optimizer, [context.rank], clips=lambda model: clip_grad_norm_(model, 0.01))
         model, optimizer = made(1, **how)
         train(model, optimizer, [context.rank])
-        shardformer.save_checkpoint(tmp_path / "saved", model, optimizer, step=STEPS)
+        shardformer.save_checkpoint(model, tmp_path / "saved", optimizer, step=STEPS)
         ends = []
         for each, ours in ((model, optimizer), made(2, **how), made(3, stage=1)):
             if each is not model:
-                shardformer.load_checkpoint(tmp_path / "saved", each, ours)
+                shardformer.load_checkpoint(each, tmp_path / "saved", ours)
             train(each, ours, [context.rank], STEPS)
             ends.append(full_state_dict(each))
         return full_state_dict(clipped), ends
@@ -143,7 +143,7 @@ def test_each_stage_trains_clips_and_goes_on_from_a_checkpoint(how: dict[str, An
             check(end, further)
     model = model_of()
     optimizer = sgd(model)
-    shardformer.load_checkpoint(tmp_path / "saved", model, optimizer)
+    shardformer.load_checkpoint(model, tmp_path / "saved", optimizer)
     train(model, optimizer, [0, 1], STEPS)
     check(dict(model.state_dict()), further)
 
@@ -152,12 +152,12 @@ def test_a_checkpoint_of_one_process_goes_on_under_stage_3(tmp_path: Path) -> No
     model, models, further = model_of(), [model_of() for _ in range(2)], plainly(2)
     optimizer = sgd(model)
     train(model, optimizer, [0, 1])
-    shardformer.save_checkpoint(tmp_path, model, optimizer, step=STEPS)
+    shardformer.save_checkpoint(model, tmp_path, optimizer, step=STEPS)
 
     def over(context: ParallelContext) -> dict[str, Tensor]:
         model = models[context.rank]
-        ours = shard_optimizer(sgd(model), model, stage=3, context=context)
-        shardformer.load_checkpoint(tmp_path, model, ours)
+        ours = shard_optimizer(model, sgd(model), stage=3, context=context)
+        shardformer.load_checkpoint(model, tmp_path, ours)
         train(model, ours, [context.rank], STEPS)
         return full_state_dict(model)
 
@@ -169,16 +169,16 @@ def test_zero_takes_over_the_state_of_an_optimizer_that_made_steps() -> None:
     model = model_of()
     optimizer = sgd(model)
     train(model, optimizer, [0, 1])
-    ours = shard_optimizer(optimizer, model, stage=3)
+    ours = shard_optimizer(model, optimizer, stage=3)
     train(model, ours, [0, 1], STEPS)
     check(full_state_dict(model), plainly(2))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "kahan"])
 def test_complex_parameters_keep_their_precision_beside_16_bits(precision: str) -> None:
-    how = shardformer.MixedPrecision("bf16", masters="kahan") if precision == "kahan" else precision
+    how = shardformer.MixedPrecision("bf16", master_weights="kahan") if precision == "kahan" else precision
     model = model_of()
-    train(model, shard_optimizer(sgd(model), model, precision=how), [0, 1])  # type: ignore[arg-type]  # a word, or more
+    train(model, shard_optimizer(model, sgd(model), precision=how), [0, 1])  # type: ignore[arg-type]  # a word, or more
     assert model.filter.dtype == torch.complex64 and model.temperature.dtype == torch.bfloat16
     want = plainly()
     assert (model.filter - want["filter"]).abs().max() < 2e-2
@@ -239,4 +239,4 @@ def test_sparse_gradients_over_data_ranks_are_those_of_one_process(kind: Any) ->
 def test_an_optimizer_that_takes_sparse_gradients_alone_is_refused_by_zero() -> None:
     model = nn.Embedding(9, 4, sparse=True)
     with pytest.raises(shardformer.ShardFormerError, match="SparseAdam was tried"):
-        shard_optimizer(torch.optim.SparseAdam(model.parameters()), model)
+        shard_optimizer(model, torch.optim.SparseAdam(model.parameters()))

@@ -95,7 +95,7 @@ def with_zero(job: Job) -> list[tuple[Weights, list[float], float]]:
         options = {"extra_kwargs": {"bucket_bytes": 4096}, **job.options}
         model = shard_model(models[context.rank], context=context, **options)
         own = optimizer_of(job.optimizer, model)
-        optimizer, norms = shard_optimizer(own, model, stage=job.stage, max_grad_norm=CLIP, offload=job.offload), []
+        optimizer, norms = shard_optimizer(model, own, stage=job.stage, max_grad_norm=CLIP, offload=job.offload), []
         for step in range(STEPS):
             for micro in range(job.micro):
                 with optimizer.no_sync() if micro + 1 < job.micro else nullcontext():
@@ -209,7 +209,7 @@ def over_ranks(
 
     def run(context: ParallelContext) -> Any:
         model = models[context.rank]
-        optimizer = shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.05), model, context=context, **how)
+        optimizer = shard_optimizer(model, torch.optim.AdamW(model.parameters(), lr=0.05), context=context, **how)
         return use(model, optimizer, context)
 
     return run_as_threads(run, data=ranks)
@@ -382,7 +382,7 @@ def test_over_stages_and_data_ranks(stage: int) -> None:
     def train(model: nn.Module, context: ParallelContext) -> None:
         pipeline = Pipeline(model, micro_batches=2)
         own = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        optimizer = shard_optimizer(own, model, stage=stage, max_grad_norm=CLIP)
+        optimizer = shard_optimizer(model, own, stage=stage, max_grad_norm=CLIP)
         for step in range(3):
             pipeline.step(STAGED(10 * step + context.data.rank))
             optimizer.step()
@@ -418,13 +418,13 @@ def sharing(model: Any) -> nn.Module:
 def test_what_does_not_fit_is_refused(make: Callable[[nn.Module], Any], how: dict[str, Any], said: str) -> None:
     model = net()
     with pytest.raises(ConfigError, match=said):
-        shard_optimizer(make(model), model, **how)
+        shard_optimizer(model, make(model), **how)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop, torch.optim.NAdam])
 def test_what_changes_each_number_by_itself_is_taken(kind: Any) -> None:
     model = net()
-    assert shard_optimizer(kind(model.parameters(), lr=0.1), model).param_groups[0]["lr"] == 0.1
+    assert shard_optimizer(model, kind(model.parameters(), lr=0.1)).param_groups[0]["lr"] == 0.1
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -446,7 +446,7 @@ def test_state_that_was_there_goes_with_the_pieces(kind: Any, stage: int) -> Non
 
     def train(context: ParallelContext) -> Weights:
         model = models[context.rank]
-        trained(model, shard_optimizer(stepped(model), model, stage=stage, context=context), [context.rank])
+        trained(model, shard_optimizer(model, stepped(model), stage=stage, context=context), [context.rank])
         return full_state_dict(model)
 
     for weights in run_as_threads(train, data=2):
@@ -459,7 +459,7 @@ def test_torchs_data_parallel_around_it_is_refused(pool2: WorkerPool) -> None:
 
 def wrapped() -> None:
     model = net()
-    shard_optimizer(adam(model), model)
+    shard_optimizer(model, adam(model))
     with pytest.raises(ConfigError, match="DistributedDataParallel around a model"):
         nn.parallel.DistributedDataParallel(model)
 
@@ -481,7 +481,7 @@ def test_a_copied_model_is_one_without_zero() -> None:
 def in_a_process() -> Weights:
     context = ParallelContext.from_world({"data": 2})
     model = net()
-    optimizer = shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.05), model, stage=2)
+    optimizer = shard_optimizer(model, torch.optim.AdamW(model.parameters(), lr=0.05), stage=2)
     trained(model, optimizer, [context.rank])
     return dict(model.state_dict())
 
@@ -496,9 +496,9 @@ def test_processes_do_what_threads_do(pool2: WorkerPool) -> None:
 def test_what_comes_too_late_is_refused() -> None:
     model = net()
     model.b.requires_grad_(False)
-    optimizer = shard_optimizer(adam(model), model)
+    optimizer = shard_optimizer(model, adam(model))
     with pytest.raises(ConfigError, match="zero was called twice"):
-        shard_optimizer(adam(model), model)
+        shard_optimizer(model, adam(model))
     with pytest.raises(ConfigError, match="add_param_group"):
         optimizer.add_param_group({"params": list(model.b.parameters())})
     model.b.requires_grad_(True)

@@ -23,7 +23,7 @@ def chain_of(sample: SmallModel) -> tuple[nn.Module, LayerSequence]:
     policy, _ = resolve_policy(model, None)
     policy.set_model(model)
     policy.set_shard_config(ShardConfig(context=ParallelContext.of({"tensor": 1})))
-    return model, policy.chain()
+    return model, policy.layer_sequence()
 
 
 def home_of(sample: SmallModel) -> dict[str, frozenset[int]]:
@@ -32,19 +32,21 @@ def home_of(sample: SmallModel) -> dict[str, frozenset[int]]:
 
 def test_units_are_the_layers_in_the_order_in_which_they_run() -> None:
     _, chain = chain_of(SmallModel("whisper"))
-    assert [unit.split(".")[-3] for unit in chain.units] == ["encoder", "encoder", "decoder", "decoder"]
+    assert [unit.split(".")[-3] for unit in chain.layer_calls] == ["encoder", "encoder", "decoder", "decoder"]
     assert chain.starts == (0, 2)
     _, albert = chain_of(SmallModel("albert", changes={"num_hidden_layers": 5, "num_hidden_groups": 2}))
-    assert [unit[-1] for unit in albert.units] == list("00011"), "groups of the five layers, as the model calls them"
+    assert [unit[-1] for unit in albert.layer_calls] == list("00011"), (
+        "groups of the five layers, as the model calls them"
+    )
 
 
 def test_what_a_stage_is_handed_depends_on_where_it_begins() -> None:
     _, chain = chain_of(SmallModel("t5"))
-    assert [chain.carried(unit) for unit in range(4)] == [(), ("hidden",), ("context",), ("hidden", "context")]
+    assert [chain.received_states(unit) for unit in range(4)] == [(), ("hidden",), ("context",), ("hidden", "context")]
     _, swin = chain_of(SmallModel("swin"))
-    assert {swin.carried(unit) for unit in range(1, 3)} == {("hidden",)}
+    assert {swin.received_states(unit) for unit in range(1, 3)} == {("hidden",)}
     _, blip = chain_of(SmallModel("blip-2"))
-    handed = [chain_.carried(unit) for chain_ in [blip] for unit in range(6)]
+    handed = [chain_.received_states(unit) for chain_ in [blip] for unit in range(6)]
     assert handed == [(), ("hidden",), ("context",), ("hidden", "context"), ("context",), ("hidden", "context")]
 
 
@@ -65,7 +67,7 @@ def test_embeddings_go_with_the_first_layer_and_the_head_with_the_last(
     model, chain = chain_of(SmallModel(family))
     home = owner_layers(model, chain)
     assert {home[name] for name in first} == {frozenset({0})}
-    assert {home[name] for name in last} == {frozenset({len(chain.units) - 1})}
+    assert {home[name] for name in last} == {frozenset({len(chain.layer_calls) - 1})}
 
 
 def test_each_stack_of_several_has_what_stands_around_it() -> None:
@@ -98,7 +100,7 @@ def test_what_all_layers_read_is_on_every_stage_of_the_stack() -> None:
 
 def test_every_parameter_is_held_by_a_stage() -> None:
     model, chain = chain_of(SmallModel("blip-2"))
-    held = owner_stages(owner_layers(model, chain), chain.spans([0, 1, 5, 6]))
+    held = owner_stages(owner_layers(model, chain), chain.stage_ranges([0, 1, 5, 6]))
     assert all(held[name] for name, _ in model.named_parameters())
     assert {stage for stages in held.values() for stage in stages} == {0, 1, 2}
 
@@ -182,7 +184,7 @@ class LateNorm(nn.Module):
 
 @pytest.mark.parametrize("before", [0, 1])
 def test_states_that_another_stage_should_have_made_are_refused_and_not_nan(before: int) -> None:
-    chain = LayerSequence((StackDescription("layers", units=("layers.0", "layers.1", "layers.2")),))
+    chain = LayerSequence((StackDescription("layers", layer_calls=("layers.0", "layers.1", "layers.2")),))
     model = LateNorm(before)
     stage = stretch(model, chain, LayerRange(0, 2))
     said = rf"layers\.{before} is given input, which is computed of parameters that another stage holds.*before="
@@ -210,7 +212,7 @@ class Twice(nn.Module):
 
 
 def test_layers_that_run_a_second_time_are_refused() -> None:
-    model, chain = Twice(), LayerSequence((StackDescription("layers", units=("layers.0", "layers.1")),))
+    model, chain = Twice(), LayerSequence((StackDescription("layers", layer_calls=("layers.0", "layers.1")),))
     stage = stretch(model, chain, LayerRange(0, 2))
     with pytest.raises(ConfigError, match="run a second time"):
         stage.run(model, StagePass(LayerRange(0, 2), {}), partial(model, torch.zeros(1, 4)))

@@ -73,5 +73,7 @@ def test_all_schedules_are_drawn_and_compared() -> None:
     for name, with_8, with_16, held, chunks, takes in found:
         few, many = make_schedule(name, 4, 8), make_schedule(name, 4, 16)
         assert (with_8, with_16) == tuple(f"{simulate(schedule).bubble:.1%}" for schedule in (few, many))
-        assert float(held) == max(simulate(many).in_flight) / many.chunks
-        assert chunks.startswith(str(many.chunks)) and (takes == "any number") == (not name.startswith("interleaved"))
+        assert float(held) == max(simulate(many).in_flight) / many.num_model_chunks
+        assert chunks.startswith(str(many.num_model_chunks)) and (takes == "any number") == (
+            not name.startswith("interleaved")
+        )

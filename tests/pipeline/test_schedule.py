@@ -132,7 +132,7 @@ def test_a_stage_takes_the_micro_batches_in_their_order(name: str, chunks: int) 
 def test_a_zero_bubble_schedule_splits_every_backward_and_the_others_none(name: str) -> None:
     schedule = make_schedule(name, 4, 8)
     counts = Counter(action.kind for order in schedule.actions for action in order)
-    of_each = schedule.stages * schedule.chunks * schedule.micro_batches
+    of_each = schedule.stages * schedule.num_model_chunks * schedule.micro_batches
     kinds = (
         (ActionKind.FORWARD, ActionKind.INPUT, ActionKind.WEIGHT)
         if name in ("interleaved_zb", "zbv")

@@ -130,7 +130,7 @@ class LostExit(ToyPolicy):
     stack = LayerStack(
         "layers",
         [
-            Attention("attn", AttentionProjections(q="q", k="k", v="v", out="o"), counts={"num_heads": "heads"}),
+            Attention("attn", AttentionProjections(q="q", k="k", v="v", out="o"), local_attrs={"num_heads": "heads"}),
             MLP("mlp", up="fc1", down="fc3", optional=True),
         ],
     )
@@ -150,7 +150,7 @@ class OtherModule(nn.Module):
 
 class PassedOver(ToyPolicy):
     stack = LayerStack("layers", [LostExit.stack.blocks[0], MLP("mlp", up="fc1", down="fc2", optional=True)])
-    whole = ("layers.*.mlp.fc3",)
+    keep_replicated = ("layers.*.mlp.fc3",)
 
 
 def with_another_mlp() -> nn.Module:
@@ -188,7 +188,7 @@ class EntersAtQ(ToyPolicy):
                 "attn",
                 AttentionProjections(q="q", k="k", v="v", out="o"),
                 inputs=AttentionInputs(entry="q"),
-                counts={"num_heads": "heads"},
+                local_attrs={"num_heads": "heads"},
             ),
             MLP("mlp", up="fc1", down="fc2"),
         ],

@@ -94,7 +94,9 @@ class FlatLM(ToyLM):
 
 
 class FlatPolicy(ToyPolicy):
-    attention = Attention("attn", AttentionProjections(q="q", k="k", v="v", out="o"), counts={"num_heads": "heads"})
+    attention = Attention(
+        "attn", AttentionProjections(q="q", k="k", v="v", out="o"), local_attrs={"num_heads": "heads"}
+    )
     stack = LayerStack("layers", [attention, MLP("fc1", up=".fc1", down=".fc2")], final_norm="norm")
 
 
@@ -107,7 +109,7 @@ class MyGPT2(RolePolicy):
     stack = LayerStack(
         "h",
         [
-            Attention("attn", AttentionProjections(qkv="c_attn", out="c_proj"), counts={"split_size": "width"}),
+            Attention("attn", AttentionProjections(qkv="c_attn", out="c_proj"), local_attrs={"split_size": "width"}),
             MLP("mlp", up="c_fc", down="c_proj"),
         ],
         final_norm="ln_f",

@@ -30,7 +30,7 @@ def test_every_query_head_is_on_one_rank_and_its_kv_head_beside_it(sizes: tuple[
         heads = layout.query_split().length(rank) // head_dim
         assert heads == layout.heads(rank) == layout.query_split(1).length(rank) >= 1
         # What the forward sees: each of its KV heads repeated for the same number of query heads, in order.
-        held, expand = layout.held(rank), layout.expand(rank)
+        held, expand = layout.kv_heads_of_rank(rank), layout.expand(rank)
         seen = held if expand is None else [held[i] for i in expand]
         values = layout.values(rank)
         assert len(seen) == layout.kv_heads(rank) == values["kv_heads"]
@@ -41,7 +41,7 @@ def test_every_query_head_is_on_one_rank_and_its_kv_head_beside_it(sizes: tuple[
 
 def test_the_picture_of_the_docstring() -> None:
     layout = HeadLayout(6, 2, head_dim=8, ranks=4)
-    assert [layout.held(rank) for rank in range(4)] == [[0], [0, 1], [1], [1]]
+    assert [layout.kv_heads_of_rank(rank) for rank in range(4)] == [[0], [0, 1], [1], [1]]
     assert [layout.heads(rank) for rank in range(4)] == [2, 2, 1, 1]
     assert layout.expand(1) is None  # 0 1 for heads 2 and 3: one each
     assert layout.kv_split().multiplicity == (2,) * 8 + (3,) * 8
@@ -49,7 +49,7 @@ def test_the_picture_of_the_docstring() -> None:
 
 def test_kv_heads_stay_with_their_groups_where_there_are_enough() -> None:
     layout = HeadLayout(12, 4, head_dim=2, ranks=3)
-    assert [layout.held(rank) for rank in range(3)] == [[0, 1], [2], [3]]
+    assert [layout.kv_heads_of_rank(rank) for rank in range(3)] == [[0, 1], [2], [3]]
     assert layout.kv_split().is_partition
 
 

@@ -52,8 +52,12 @@ HEADS = AttentionProjections(q="q", k="k", v="v", out="o")
         (lambda: MLP("mlp", up="fc1", down="fc2", fused="2"), "fused='2'", "a whole number or None"),
         (lambda: LayerStack("layers", MLP("mlp", up="a", down="b")), "Stack has blocks=MLP(", "Write blocks=[MLP("),
         (lambda: LayerStack("layers", ["attn"]), "blocks=['attn']", "an Attention or an MLP or an Experts"),
-        (lambda: LayerStack("layers", [], context="x"), "context='x'", "(a string, a string) or None"),
-        (lambda: LayerStack("layers", [], stages=PipelineHints(before="x")), "before='x'", "Write before=['x']"),
+        (lambda: LayerStack("layers", [], cross_states="x"), "context='x'", "(a string, a string) or None"),
+        (
+            lambda: LayerStack("layers", [], stages=PipelineHints(with_first_layer="x")),
+            "before='x'",
+            "Write before=['x']",
+        ),
     ],
 )
 def test_a_role_is_refused_where_it_is_written(write: Callable[[], Any], what: str, rule: str) -> None:
@@ -147,6 +151,6 @@ def test_an_instance_of_a_shipped_policy_is_checked_where_it_was_changed() -> No
 
 
 def test_lists_may_be_tuples_and_pairs_lists() -> None:
-    LayerStack("layers", (MLP("mlp", up=("gate", "up"), down="down"),), context=["decoder", "states"])  # type: ignore[arg-type]
+    LayerStack("layers", (MLP("mlp", up=("gate", "up"), down="down"),), cross_states=["decoder", "states"])  # type: ignore[arg-type]
     Attention("attn", HEADS, {"alibi": ("heads", 0)}, num_heads=4)
     assert describe_type(dict[int, Split] | None) == "a dict (a whole number: a Split) or None"

@@ -81,7 +81,7 @@ class Model(nn.Module):
 ATTENTION = Attention(
     "attn",
     AttentionProjections(qkv="qkv", q="q?", out="out"),
-    counts={
+    local_attrs={
         "num_heads": "heads",
         "head_count?": "heads",
         "q_bias": "width",
@@ -93,7 +93,7 @@ ATTENTION = Attention(
         "absent?": "heads",
         "norm": "heads",
     },
-    inputs=AttentionInputs(give_width=True),
+    inputs=AttentionInputs(reads_width=True),
 )
 
 
@@ -130,8 +130,8 @@ def test_nobody_can_tell(ranks: int, mode: str) -> None:
     ("changes", "said"),
     [
         ({"inputs": AttentionInputs()}, "shape '[2, 7, 30]' is invalid"),
-        ({"counts": {**ATTENTION.counts, "scale": "inside"}}, "must match the size of tensor"),
-        ({"counts": {n: k for n, k in ATTENTION.counts.items() if n != "shift"}}, "shift is a parameter of"),
+        ({"counts": {**ATTENTION.local_attrs, "scale": "inside"}}, "must match the size of tensor"),
+        ({"counts": {n: k for n, k in ATTENTION.local_attrs.items() if n != "shift"}}, "shift is a parameter of"),
     ],
 )
 def test_each_word_is_needed(changes: dict[str, Any], said: str) -> None:
@@ -202,8 +202,8 @@ def saved() -> nn.Module:
         (Model, {"q_bias": "heads"}, r"attn\.q_bias has the shape \(30,\).*size of what it counts, here 5"),
         (Model, {"table": ("heads", 0)}, r"attn\.table has the shape \(13, 5\).*Name the dim"),
         (square, {"scale": "heads"}, r"attn\.scale has the shape \(5, 5, 1\).*\('heads', dim\)"),
-        (saved, ATTENTION.counts, r"layers\.1\.attn\.k_bias is a buffer that is saved"),
-        (Model, {**ATTENTION.counts, "qkv.weight": "inside"}, r"qkv\.weight is named, and .* is replaced"),
+        (saved, ATTENTION.local_attrs, r"layers\.1\.attn\.k_bias is a buffer that is saved"),
+        (Model, {**ATTENTION.local_attrs, "qkv.weight": "inside"}, r"qkv\.weight is named, and .* is replaced"),
     ],
 )
 def test_what_does_not_fit_is_refused(make: Callable[[], nn.Module], counts: dict[str, Any], said: str) -> None:

@@ -71,12 +71,12 @@ class StagedPolicy(RolePolicy):
     stack = LayerStack(
         "layers.*.blocks",
         [
-            Attention("attn", AttentionProjections(qkv="qkv", out="out"), counts={"num_heads": "heads"}),
+            Attention("attn", AttentionProjections(qkv="qkv", out="out"), local_attrs={"num_heads": "heads"}),
             MLP("mlp", up="0", down="2"),
         ],
     )
-    whole = ("layers.*.merge",)
-    against_sequence = "windows make other sequences of it"
+    keep_replicated = ("layers.*.merge",)
+    no_sequence_parallel = "windows make other sequences of it"
     num_heads = ".num_heads"
 
 

@@ -87,7 +87,7 @@ class ToyPolicy(RolePolicy):
     stack = LayerStack(
         "layers",
         [
-            Attention("attn", AttentionProjections(q="q", k="k", v="v", out="o"), counts={"num_heads": "heads"}),
+            Attention("attn", AttentionProjections(q="q", k="k", v="v", out="o"), local_attrs={"num_heads": "heads"}),
             MLP("mlp", up="fc1", down="fc2"),
         ],
         final_norm="norm",

@@ -179,7 +179,7 @@ class _Rank:
         if keeps:
             asked = {"stage" if name == "zero_stage" else name: value for name, value in entry.options.items()}
             optimizer = shard_optimizer(
-                optimizer, model, **asked, precision=entry.asked if entry.kind == "zero" else "fp32"
+                model, optimizer, **asked, precision=entry.asked if entry.kind == "zero" else "fp32"
             )
         if self.context.pipe.size > 1:
             scale = 1.0 if keeps else entry.scale

@@ -36,7 +36,7 @@ class Run:
         self.model: Any = shardformer.shard_model(SmallModel("llama")().train(), context=context, **options)
         self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         if zero_stage is not None:
-            self.optimizer = shardformer.shard_optimizer(self.optimizer, self.model, stage=zero_stage)
+            self.optimizer = shardformer.shard_optimizer(self.model, self.optimizer, stage=zero_stage)
         self.pipeline = shardformer.Pipeline(self.model, micro_batches=2) if context.pipe.size > 1 else None
         self.skips = False
 
@@ -327,9 +327,9 @@ def test_a_copy_of_a_model_is_watched_by_itself() -> None:
         run.step(run.batch(0))
         twin = copy.deepcopy(run.model)
         state = twin.__dict__["_shardformer"]
-        assert isinstance(state.watch, ConsistencyMonitor)
-        assert state.watch.state is state
-        assert state.watch.steps == 0
+        assert isinstance(state.monitor, ConsistencyMonitor)
+        assert state.monitor.state is state
+        assert state.monitor.steps == 0
         for step in range(2):
             run.step(run.batch(step))
             twin(**run.batch(step)).loss.backward()
@@ -343,6 +343,6 @@ def test_two_models_and_their_optimizers_are_counted_each_for_itself() -> None:
         one.step(one.batch(0))
         one.step(one.batch(1))
         other.step(other.batch(0))
-        return tuple(run.model.__dict__["_shardformer"].watch.steps for run in (one, other))  # type: ignore[return-value]
+        return tuple(run.model.__dict__["_shardformer"].monitor.steps for run in (one, other))  # type: ignore[return-value]
 
     assert run_as_threads(do, tensor=2) == [(2, 1), (2, 1)]

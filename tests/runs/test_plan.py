@@ -24,22 +24,22 @@ def test_ranks_of_every_stage_are_told(tmp_path: Path) -> None:
     alone, split = plan(tmp_path), plan(tmp_path, tensor=2, pipe=2)
     assert [rank.coords for rank in split.ranks] == [{"pipe": p, "tensor": t} for p in (0, 1) for t in (0, 1)]
     (whole,) = alone.ranks
-    assert whole.kept.parameters == 4 * alone.num_parameters
+    assert whole.persistent_bytes.parameters == 4 * alone.num_parameters
     for rank in split.ranks:
-        assert rank.kept.parameters < whole.kept.parameters
+        assert rank.persistent_bytes.parameters < whole.persistent_bytes.parameters
         assert 0 < (rank.step or 0) < (whole.step or 0)
 
 
 def test_a_step_in_16_bits_holds_half(tmp_path: Path) -> None:
     wide, narrow = plan(tmp_path).ranks[0], plan(tmp_path, precision="bf16").ranks[0]
-    assert narrow.kept.parameters == wide.kept.parameters / 2
-    assert narrow.kept.masters == wide.kept.parameters
+    assert narrow.persistent_bytes.parameters == wide.persistent_bytes.parameters / 2
+    assert narrow.persistent_bytes.masters == wide.persistent_bytes.parameters
     assert 0.4 < (narrow.step or 0) / (wide.step or 1) < 0.8
 
 
 def test_zero_takes_states_away(tmp_path: Path) -> None:
-    assert plan(tmp_path, data=4, zero_stage=1).ranks[0].kept.states == pytest.approx(
-        plan(tmp_path).ranks[0].kept.states / 4, rel=0.05
+    assert plan(tmp_path, data=4, zero_stage=1).ranks[0].persistent_bytes.states == pytest.approx(
+        plan(tmp_path).ranks[0].persistent_bytes.states / 4, rel=0.05
     )
 
 

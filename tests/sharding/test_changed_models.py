@@ -188,7 +188,7 @@ def test_a_view_of_a_weight_is_refused_where_the_weight_moves(how: str) -> None:
         assert torch.equal(model.view, model.linear.weight.detach()[4 - len(model.view) :])
         model = Viewing(how)
         with pytest.raises(ConfigError, match=r"view is a view of the parameter linear\.weight"):
-            shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, stage=1, context=context)
+            shard_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=1, context=context)
 
     run_as_threads(run, data=2, in_turn=True)
 
@@ -214,7 +214,7 @@ def test_two_parameters_that_lie_beside_each_other_in_one_storage_are_two() -> N
         model.a, model.b = nn.Parameter(flat[:4].clone()), nn.Parameter(flat[4:].clone())
         whole = flat.clone()
         model.a.data, model.b.data = whole[:4], whole[4:]
-        optimizer = shard_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, stage=2, context=context)
+        optimizer = shard_optimizer(model, torch.optim.SGD(model.parameters(), lr=1.0), stage=2, context=context)
         (model.a.sum() + 2 * model.b.sum()).backward()
         optimizer.step()
         return [model.a.detach(), model.b.detach()]

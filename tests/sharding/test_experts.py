@@ -62,12 +62,12 @@ class Model(nn.Module):
 
 class OfMixtral(RolePolicy):
     stack = LayerStack("layers", [KINDS["mixtral"][2]])
-    whole = ("layers.*.router",)
+    keep_replicated = ("layers.*.router",)
 
 
 class OfGptOss(RolePolicy):
     stack = LayerStack("layers", [KINDS["gpt_oss"][2]])
-    whole = ("layers.*.router", "layers.*.experts.down_proj_bias")
+    keep_replicated = ("layers.*.router", "layers.*.experts.down_proj_bias")
 
 
 POLICIES = {"mixtral": OfMixtral, "gpt_oss": OfGptOss}

@@ -122,7 +122,7 @@ def test_what_is_in_both_goes_in_where_that_is_asked_for() -> None:
 def test_under_stage_3_nothing_is_loaded_past_the_optimizer() -> None:
     def do(context: ParallelContext) -> None:
         model: Any = shardformer.shard_model(plain(), context=context)
-        shardformer.shard_optimizer(torch.optim.AdamW(model.parameters()), model, stage=3)
+        shardformer.shard_optimizer(model, torch.optim.AdamW(model.parameters()), stage=3)
         with pytest.raises(ConfigError, match="load_checkpoint"):
             model.load_state_dict(plain().state_dict())
 

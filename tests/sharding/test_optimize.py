@@ -54,7 +54,7 @@ class NormedPolicy(RolePolicy):
             Attention(
                 "attn",
                 AttentionProjections(q="q.0", k="k", v="v", out="o"),
-                counts={"q.1": "heads", "num_heads": "heads"},
+                local_attrs={"q.1": "heads", "num_heads": "heads"},
             ),
             MLP("mlp", up="fc1", down="fc2"),
         ],

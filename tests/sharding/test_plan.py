@@ -241,7 +241,7 @@ def test_a_table_that_does_not_fit_the_model(changes: dict[str, Any], words: tup
 def test_what_may_lack_and_what_stays_whole_on_purpose() -> None:
     extra = Attention("cross", AttentionProjections(q="q", k="k", v="v", out="o"), optional=True)
     gate = MLP("mlp", up=["fc1", "gate?"], down="fc2")
-    plan = plan_of(Other(stack=block(GOOD_ATTENTION, extra, gate), embeddings=(), whole=("embed", "pooler?")))
+    plan = plan_of(Other(stack=block(GOOD_ATTENTION, extra, gate), embeddings=(), keep_replicated=("embed", "pooler?")))
     assert [path for path in plan.replacements if path.startswith("layers.0")] == [
         f"layers.0.{name}" for name in ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.fc1", "mlp.fc2")
     ]
@@ -249,7 +249,7 @@ def test_what_may_lack_and_what_stays_whole_on_purpose() -> None:
 
 def test_more_ranks_than_there_are_heads_or_features() -> None:
     refused(ToyPolicy(), "A tensor size of 6 is more than the 5 attention heads", "1, 2, 3, 4, 5", size=6)
-    only_mlp = Other(stack=block(GOOD_MLP), whole=("layers",))
+    only_mlp = Other(stack=block(GOOD_MLP), keep_replicated=("layers",))
     refused(only_mlp, "42 is more than the 41 features of layers.*.mlp.fc1", "41 or less", size=42)
 
 
@@ -318,11 +318,11 @@ def scaled(factor: float) -> float:
 
 
 def test_a_plan_is_the_same_text_in_every_process() -> None:
-    lines = plan_of(Written({"Layer": cut("attn.q", kwargs={"init": scaled, "gather_output": True})})).lines()
+    lines = plan_of(Written({"Layer": cut("attn.q", kwargs={"init": scaled, "gather_output": True})})).fingerprint()
     assert (
         lines[0] == "layers.0.attn.q: Linear [(30, 30), (30,)] -> Linear1D_Col {'init': scaled, 'gather_output': True}"
     )
-    assert "0x" not in "\n".join([*lines, *plan_of(ToyPolicy()).lines()])
+    assert "0x" not in "\n".join([*lines, *plan_of(ToyPolicy()).fingerprint()])
 
 
 def test_ranks_with_other_numbers_of_heads_have_one_plan() -> None:
@@ -331,5 +331,5 @@ def test_ranks_with_other_numbers_of_heads_have_one_plan() -> None:
         policy = ToyPolicy()
         policy.set_model(ToyLM())
         policy.axis = Axis("tensor", 2, rank)
-        lines.append(make_plan(policy.model, policy).lines())
+        lines.append(make_plan(policy.model, policy).fingerprint())
     assert lines[0] == lines[1] and len(lines[0]) > 10

@@ -99,8 +99,8 @@ class BiasedBank(Bank):
 
 
 class BiasedExpertsPolicy(RolePolicy):
-    stack = LayerStack("layers", [Experts("experts", "up", "down", summands=["bias"])])
-    whole = ("layers.*.experts.bias",)
+    stack = LayerStack("layers", [Experts("experts", "up", "down", replicated_terms=["bias"])])
+    keep_replicated = ("layers.*.experts.bias",)
 
 
 @pytest.mark.parametrize("cuts", [False, True])
@@ -136,7 +136,7 @@ def test_experts_of_transformers_are_cut_beside_the_sequence(family: str) -> Non
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     policy = derive_policy(model)
-    assert policy.against_sequence is None
+    assert policy.no_sequence_parallel is None
 
 
 class Feed(nn.Module):
@@ -176,9 +176,9 @@ class DiffusionPolicy(RolePolicy):
     stack = LayerStack(
         "layers",
         [MLP("mlp", "up", "down"), MLP("time", "up", "down")],
-        sequence=SequenceParallelHints(beside=["of_tokens"], apart=["time"]),
+        sequence=SequenceParallelHints(per_token_args=["of_tokens"], token_free_modules=["time"]),
     )
-    whole = ("layers.*.gate",)
+    keep_replicated = ("layers.*.gate",)
 
 
 @pytest.mark.parametrize("lengths", [(9, 14), (8, 9)])

@@ -112,7 +112,8 @@ class AttentionsOnly(nn.Module):
 
 class AttentionsOnlyPolicy(RolePolicy):
     stack = LayerStack(
-        "layers", [Attention("", AttentionProjections(q="q", k="k", v="v", out="o"), counts={"num_heads": "heads"})]
+        "layers",
+        [Attention("", AttentionProjections(q="q", k="k", v="v", out="o"), local_attrs={"num_heads": "heads"})],
     )
     embeddings = "embed"
     head = "head"

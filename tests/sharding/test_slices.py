@@ -113,7 +113,7 @@ def test_what_every_rank_has_whole_is_written(sizes: dict[str, int], tmp_path: P
     def do(context: ParallelContext) -> None:
         model = sharded(context)
         safetensors.torch.save_model(model, str(tmp_path / str(context.rank)))
-        shardformer.shard_optimizer(torch.optim.AdamW(model.parameters()), model, stage=2)
+        shardformer.shard_optimizer(model, torch.optim.AdamW(model.parameters()), stage=2)
         torch.save(model.state_dict(), io.BytesIO())
         torch.save(dict(model.named_parameters()), io.BytesIO())
 
@@ -126,7 +126,7 @@ def test_what_every_rank_has_whole_is_written(sizes: dict[str, int], tmp_path: P
 def test_under_stage_3_nothing_is_written(tmp_path: Path) -> None:
     def do(context: ParallelContext) -> None:
         model = sharded(context)
-        shardformer.shard_optimizer(torch.optim.AdamW(model.parameters()), model, stage=3)
+        shardformer.shard_optimizer(model, torch.optim.AdamW(model.parameters()), stage=3)
         for write in ("save_model", "torch.save", "torch.save of parameters"):
             with pytest.raises(ConfigError):
                 WRITES[write](model, tmp_path / str(context.rank))

@@ -20,7 +20,7 @@ def estimated(model: nn.Module) -> list[float]:
     policy, _ = resolve_policy(model, None)
     policy.set_model(model)
     policy.set_shard_config(ShardConfig(context=ParallelContext.of({"tensor": 1})))
-    chain = policy.chain()
+    chain = policy.layer_sequence()
     return estimate_layer_costs(model, chain, owner_layers(model, chain))
 
 
@@ -71,7 +71,7 @@ def test_measured_costs_see_what_no_weight_tells() -> None:
     layers: Any = model.get_submodule("model.layers")
     policy, _ = resolve_policy(model, None)
     layers[1] = Slow(layers[1])
-    costs = measure_pipeline_costs(model, RandomBatches("LlamaForCausalLM")(0), type(policy), rounds=2)
+    costs = measure_pipeline_costs(model, RandomBatches("LlamaForCausalLM")(0), type(policy), repeats=2)
     assert len(costs) == 4
     assert costs[1] > 5 * max(costs[2], costs[3])
     assert all(cost > 0 for cost in costs)
@@ -87,5 +87,5 @@ def test_measuring_changes_neither_buffers_nor_random_states() -> None:
 
     model.model.layers[0].register_forward_hook(writes)
     seed = torch.get_rng_state()
-    measure_pipeline_costs(model, RandomBatches("LlamaForCausalLM")(0), type(policy), rounds=1)
+    measure_pipeline_costs(model, RandomBatches("LlamaForCausalLM")(0), type(policy), repeats=1)
     assert model.calls == 0 and torch.get_rng_state().equal(seed)

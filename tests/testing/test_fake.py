@@ -210,7 +210,7 @@ def test_a_block_that_asks_for_the_width_of_its_heads_is_refused() -> None:
 def test_every_other_rank_says_what_this_one_says() -> None:
     context = fake_context({"data": 2, "tensor": 1}, tensor=4, data=8)
     assert (context.rank, context.coords["data"]) == (9, 2)
-    assert context.merged("data", "tensor").size == 32
+    assert context.flatten("data", "tensor").size == 32
     assert all_gather_objects("here", context.tensor) == ["here"] * 4
     with fake_tensors():
         whole = all_gather(torch.zeros(3, 2), context.tensor, 1, full=7)

@@ -91,7 +91,7 @@ def test_a_model_of_unheard_of_names_is_found(odd: nn.Module) -> None:
     policy: Any = derive_policy(odd)
     attention, mlp = policy.stack.blocks
     assert isinstance(attention, Attention) and isinstance(mlp, MLP)
-    assert policy.stack.layers == "storeys" and policy.against_pipeline is None
+    assert policy.stack.layers == "storeys" and policy.no_pipeline is None
     assert {attention.projections.q, attention.projections.out} == {"ask", "close"}
 
 

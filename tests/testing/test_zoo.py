@@ -213,7 +213,7 @@ def test_a_head_is_made_as_deep_as_a_pipeline_needs(head: str) -> None:
     model = sample()
     policy, _ = resolve_policy(model, None)
     policy.set_model(model)
-    units = sum(len(segment.units) for segment in policy.chain().stacks)
+    units = sum(len(segment.layer_calls) for segment in policy.layer_sequence().stacks)
     assert units == depth_of(sample.family, head, 5) and units in (5, 6)
     assert depth_of(sample.family, head, 1) >= 2
 

@@ -53,7 +53,7 @@ def test_several_backwards_with_checkpoints_and_frozen_weights(stage: int | None
         stage,
         gradient_accumulation_steps=3,
         activation_checkpointing=True,
-        frozen=FROZEN,
+        frozen_pattern=FROZEN,
         offload="cpu" if stage == 2 else None,
     )
     report = verify(SmallModel("gpt2"), RandomBatches("GPT2LMHeadModel"), 2, 2, steps=2, training=how, pool=pool4)
@@ -62,7 +62,7 @@ def test_several_backwards_with_checkpoints_and_frozen_weights(stage: int | None
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_stage_of_a_pipeline_may_have_nothing_that_trains(stage: int, pool4: WorkerPool) -> None:
-    how = VerifyTraining(stage, frozen=r"transformer\.(wte|wpe|h\.0)\..*")
+    how = VerifyTraining(stage, frozen_pattern=r"transformer\.(wte|wpe|h\.0)\..*")
     report = verify(
         SmallModel("gpt2"), RandomBatches("GPT2LMHeadModel"), 1, 2, training=how, pipeline=VerifyPipeline(2), pool=pool4
     )
@@ -136,7 +136,7 @@ def test_what_there_is_not_is_refused(asked: dict[str, Any], said: str) -> None:
             VerifyPipeline(2),
             "gradient_accumulation_steps=2 beside pipe=2",
         ),
-        (VerifyTraining(1, frozen="h.0.attn"), None, "frozen='h.0.attn'"),
+        (VerifyTraining(1, frozen_pattern="h.0.attn"), None, "frozen='h.0.attn'"),
     ],
 )
 def test_what_a_model_cannot_do_is_refused(

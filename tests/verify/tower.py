@@ -50,7 +50,7 @@ class Tower(nn.Module):
 
 class TowerPolicy(RolePolicy):
     stack = LayerStack("layers", [MLP("mlp", up="up", down="down")])
-    whole = ("out",)
+    keep_replicated = ("out",)
 
 
 class ForgetfulPolicy(TowerPolicy):

@@ -11,23 +11,23 @@ class AlbertPolicy(RolePolicy):
     attention = Attention(
         "attention",
         AttentionProjections(q="query", k="key", v="value", out="dense"),
-        inputs=AttentionInputs(entry="query", whole_sequence=True),
+        inputs=AttentionInputs(entry="query", full_sequence=True),
     )
     stack = LayerStack(
         "encoder.albert_layer_groups.*.albert_layers", [attention, MLP("ffn", up="", down=".ffn_output")]
     )
     embeddings = "embeddings.word_embeddings"
     head = "predictions.decoder"
-    whole = (
+    keep_replicated = (
         "embeddings.position_embeddings",
         "embeddings.token_type_embeddings",
         "encoder.embedding_hidden_mapping_in",
         "pooler?",
     )
 
-    def chain(self) -> LayerSequence:
+    def layer_sequence(self) -> LayerSequence:
         """As many units as there are layers to compute, each a call of one of the few groups there are."""
         config, groups = self.model.config, "encoder.albert_layer_groups"
         depth, kinds = config.num_hidden_layers, config.num_hidden_groups
         units = tuple(f"{groups}.{at * kinds // depth}" for at in range(depth))
-        return LayerSequence((StackDescription(groups, units=units).within(self.base),))
+        return LayerSequence((StackDescription(groups, layer_calls=units).within(self.base),))

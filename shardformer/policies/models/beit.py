@@ -14,7 +14,7 @@ class BeitPolicy(RolePolicy):
             Attention(
                 "attention",
                 Q_K_V_O,
-                counts={
+                local_attrs={
                     ".relative_position_bias.relative_position_bias_table?": "heads",
                     "attention_mask": ("heads", 1),
                 },
@@ -22,13 +22,13 @@ class BeitPolicy(RolePolicy):
             MLP("mlp", up="fc1", down="fc2"),
         ],
         final_norm="layernorm?",
-        stages=PipelineHints(everywhere=["shared_position_bias?", "relative_position_bias?"]),
+        stages=PipelineHints(on_every_stage=["shared_position_bias?", "relative_position_bias?"]),
     )
     head = "lm_head"
-    whole = ("embeddings", "pooler?", "relative_position_bias?", ".decode_head", ".auxiliary_head", ".fpn")
+    keep_replicated = ("embeddings", "pooler?", "relative_position_bias?", ".decode_head", ".auxiliary_head", ".fpn")
 
-    def refuses_sequence(self) -> str | None:
-        return BETWEEN_LAYERS if hasattr(self.model, "decode_head") else super().refuses_sequence()
+    def no_sequence_parallel_reason(self) -> str | None:
+        return BETWEEN_LAYERS if hasattr(self.model, "decode_head") else super().no_sequence_parallel_reason()
 
-    def refuses_pipeline(self) -> str | None:
-        return BETWEEN_STAGES if hasattr(self.model, "decode_head") else super().refuses_pipeline()
+    def no_pipeline_reason(self) -> str | None:
+        return BETWEEN_STAGES if hasattr(self.model, "decode_head") else super().no_pipeline_reason()

@@ -16,16 +16,16 @@ class BertPolicy(RolePolicy):
             Attention(
                 "crossattention.self",
                 AttentionProjections(q="query", k="key", v="value", out=".crossattention.output.dense"),
-                inputs=AttentionInputs(from_context=True),
+                inputs=AttentionInputs(cross_attention=True),
                 optional=True,
             ),
             MLP("intermediate", up="dense", down=".output.dense"),
         ],
-        context=("encoder", "encoder_hidden_states"),
+        cross_states=("encoder", "encoder_hidden_states"),
     )
     embeddings = "embeddings.word_embeddings"
     head = ("cls.predictions.decoder", "lm_head.decoder")
-    whole = (
+    keep_replicated = (
         "embeddings.position_embeddings",
         "embeddings.token_type_embeddings",
         "embeddings.task_type_embeddings?",

@@ -13,8 +13,8 @@ VISION: list[Role] = [
     Attention(
         "self_attn",
         AttentionProjections(qkv="qkv", out="projection"),
-        counts={"num_heads": "heads"},
-        inputs=AttentionInputs(give_width=True),
+        local_attrs={"num_heads": "heads"},
+        inputs=AttentionInputs(reads_width=True),
         num_heads=".num_heads",
     ),
     MLP("mlp", up="fc1", down="fc2"),
@@ -25,7 +25,7 @@ def _attention(at: str, **kwargs: Any) -> Attention:
     return Attention(
         f"{at}.attention",
         AttentionProjections(q="query", k="key", v="value", out=f".{at}.output.dense"),
-        counts={"num_attention_heads": "heads", "all_head_size": "width"},
+        local_attrs={"num_attention_heads": "heads", "all_head_size": "width"},
         **kwargs,
     )
 
@@ -36,41 +36,41 @@ QFORMER: list[Role] = [
     MLP("intermediate_query", up="dense", down=".output_query.dense"),
     MLP("intermediate", up="dense", down=".output.dense", optional=True),
 ]
-BEFORE = PipelineHints(before=["query_tokens"])
+BEFORE = PipelineHints(with_first_layer=["query_tokens"])
 WHOLE = "the Q-Former sends its queries and its text through different layers"
 
 
 class Blip2VisionPolicy(RolePolicy):
     stack = LayerStack("encoder.layers", VISION)
-    whole = ("embeddings",)
+    keep_replicated = ("embeddings",)
     num_heads = ".num_heads"
 
 
 class Blip2QFormerPolicy(RolePolicy):
-    stack = LayerStack("encoder.layer", QFORMER, whole_sequence=WHOLE)
+    stack = LayerStack("encoder.layer", QFORMER, no_sequence_parallel=WHOLE)
     num_heads = ".num_attention_heads"
 
 
 class Blip2Policy(RolePolicy):
     stack = (
         LayerStack("vision_model.encoder.layers", VISION, optional=True),
-        LayerStack("qformer.encoder.layer", QFORMER, whole_sequence=WHOLE, optional=True, stages=BEFORE),
+        LayerStack("qformer.encoder.layer", QFORMER, no_sequence_parallel=WHOLE, optional=True, stages=BEFORE),
     )
-    parts = ("language_model?",)
+    submodels = ("language_model?",)
     embeddings = "embeddings.word_embeddings?"
-    whole = (
+    keep_replicated = (
         "vision_model.embeddings?", "query_tokens?", "language_projection?", "embeddings?", "itm_head?",
         "vision_projection?", "text_projection?",
     )  # fmt: skip
     num_heads = ".num_attention_heads"
 
-    def chain(self) -> LayerSequence:
+    def layer_sequence(self) -> LayerSequence:
         """Image encoder, Q-Former, language model: what the one before has made comes in by a door of its own."""
         doors = {
             "qformer.encoder.layer": ("qformer", "encoder_hidden_states"),
             "language_model": ("language_projection", "input"),
         }
-        found, entered = list(super().chain().stacks), set()
+        found, entered = list(super().layer_sequence().stacks), set()
         for at, stack in enumerate(found):
             door = next((d for d in doors if f"{stack.layers}.".startswith(f"{d}.")), None)
             if at and door is not None and door not in entered:

@@ -12,13 +12,13 @@ class BloomPolicy(RolePolicy):
     attention = Attention(
         "self_attention",
         AttentionProjections(qkv="query_key_value", interleaved=True, out="dense"),
-        counts={"num_heads": "heads", "alibi": ("heads", 0)},
+        local_attrs={"num_heads": "heads", "alibi": ("heads", 0)},
     )
     stack = LayerStack(
         "h",
         [attention, MLP("mlp", up="dense_h_to_4h", down="dense_4h_to_h")],
         final_norm="ln_f",
-        stages=PipelineHints(returns=1),
+        stages=PipelineHints(num_outputs=1),
     )
     embeddings = "word_embeddings"
     head = "lm_head"

@@ -13,7 +13,7 @@ class ChatGLMPolicy(RolePolicy):
             Attention(
                 "self_attention",
                 AttentionProjections(qkv="query_key_value", out="dense"),
-                counts={
+                local_attrs={
                     "num_attention_heads_per_partition": "heads",
                     "num_multi_query_groups_per_partition": "kv_heads",
                     "core_attention.hidden_size_per_partition": "width",
@@ -26,5 +26,5 @@ class ChatGLMPolicy(RolePolicy):
     )
     embeddings = "embedding.word_embeddings"
     head = "transformer.output_layer"
-    whole = ("prefix_encoder?",)
+    keep_replicated = ("prefix_encoder?",)
     num_kv_heads = ".num_multi_query_groups_per_partition"

@@ -14,17 +14,17 @@ class FalconPolicy(RolePolicy):
             Attention(
                 "self_attention",
                 AttentionProjections(qkv="query_key_value", interleaved=True, out="dense"),
-                counts={
+                local_attrs={
                     "num_heads": "heads",
                     "num_kv_heads": "kv_heads",
                     "alibi": ("heads", 1),
                     "attention_mask": ("heads", 1),
                 },
             ),
-            MLP("mlp", up="dense_h_to_4h", down="dense_4h_to_h", exits_with="self_attention.dense"),
+            MLP("mlp", up="dense_h_to_4h", down="dense_4h_to_h", shared_exit="self_attention.dense"),
         ],
         final_norm="ln_f",
-        stages=PipelineHints(returns=1),
+        stages=PipelineHints(num_outputs=1),
     )
     embeddings = "word_embeddings"
     head = "lm_head"

@@ -10,19 +10,19 @@ class GPT2Policy(RolePolicy):
     stack = LayerStack(
         "h",
         [
-            Attention("attn", AttentionProjections(qkv="c_attn", out="c_proj"), counts={"split_size": "width"}),
+            Attention("attn", AttentionProjections(qkv="c_attn", out="c_proj"), local_attrs={"split_size": "width"}),
             Attention(
                 "crossattention",
                 AttentionProjections(q="q_attn", kv="c_attn", out="c_proj"),
-                counts={"split_size": "width"},
-                inputs=AttentionInputs(from_context=True),
+                local_attrs={"split_size": "width"},
+                inputs=AttentionInputs(cross_attention=True),
                 optional=True,
             ),
             MLP("mlp", up="c_fc", down="c_proj"),
         ],
         final_norm="ln_f",
-        context=("", "encoder_hidden_states"),
+        cross_states=("", "encoder_hidden_states"),
     )
     embeddings = "wte"
     head = "lm_head"
-    whole = ("wpe",)
+    keep_replicated = ("wpe",)

@@ -8,10 +8,10 @@ from shardformer.policies.roles import MLP, Q_K_V_OUT, Attention, LayerStack
 
 
 class GPTNeoPolicy(RolePolicy):
-    attention = Attention("attn.attention", Q_K_V_OUT, counts={"num_heads": "heads"})
+    attention = Attention("attn.attention", Q_K_V_OUT, local_attrs={"num_heads": "heads"})
     stack = LayerStack(
-        "h", [attention, MLP("mlp", up="c_fc", down="c_proj")], final_norm="ln_f", stages=PipelineHints(returns=1)
+        "h", [attention, MLP("mlp", up="c_fc", down="c_proj")], final_norm="ln_f", stages=PipelineHints(num_outputs=1)
     )
     embeddings = "wte"
     head = "lm_head"
-    whole = ("wpe",)
+    keep_replicated = ("wpe",)

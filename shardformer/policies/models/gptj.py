@@ -11,11 +11,11 @@ class GPTJPolicy(RolePolicy):
     stack = LayerStack(
         "h",
         [
-            Attention("attn", Q_K_V_OUT, counts={"num_attention_heads": "heads"}),
-            MLP("mlp", up="fc_in", down="fc_out", exits_with="attn.out_proj"),
+            Attention("attn", Q_K_V_OUT, local_attrs={"num_attention_heads": "heads"}),
+            MLP("mlp", up="fc_in", down="fc_out", shared_exit="attn.out_proj"),
         ],
         final_norm="ln_f",
-        stages=PipelineHints(returns=None),  # from transformers 5.24 on its states alone
+        stages=PipelineHints(num_outputs=None),  # from transformers 5.24 on its states alone
     )
     embeddings = "wte"
     head = "lm_head"

@@ -7,7 +7,7 @@ from shardformer.policies.roles import MLP, Q_K_V_O, Attention, LayerStack
 
 
 class LlamaPolicy(RolePolicy):
-    attention = Attention("self_attn", Q_K_V_O, counts={"num_key_value_groups": "groups"})
+    attention = Attention("self_attn", Q_K_V_O, local_attrs={"num_key_value_groups": "groups"})
     stack = LayerStack(
         "layers", [attention, MLP("mlp", up=["gate_proj", "up_proj"], down="down_proj")], final_norm="norm"
     )

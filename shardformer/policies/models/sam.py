@@ -19,7 +19,7 @@ def _attention(at: str) -> Attention:
     return Attention(
         at,
         Q_K_V_OUT,
-        counts={"num_attention_heads": "heads"},
+        local_attrs={"num_attention_heads": "heads"},
         inputs=AttentionInputs(arguments=["key", "value"]),
     )
 
@@ -28,7 +28,7 @@ LAYERS: list[Role] = [
     Attention(
         "attn",
         AttentionProjections(qkv="qkv", out="proj"),
-        counts={"num_attention_heads": "heads", "rel_pos_h?": "inside", "rel_pos_w?": "inside"},
+        local_attrs={"num_attention_heads": "heads", "rel_pos_h?": "inside", "rel_pos_w?": "inside"},
     ),
     MLP("mlp", up="lin1", down="lin2"),
 ]
@@ -36,14 +36,14 @@ LAYERS: list[Role] = [
 
 class SamVisionPolicy(RolePolicy):
     stack = LayerStack("vision_encoder.layers", LAYERS)
-    whole = ("vision_encoder.patch_embed", "vision_encoder.neck", "vision_encoder.pos_embed?")
+    keep_replicated = ("vision_encoder.patch_embed", "vision_encoder.neck", "vision_encoder.pos_embed?")
     num_heads = ".num_attention_heads"
-    against_sequence = "its windows cut the image, so no sequence stays whole between its blocks"
+    no_sequence_parallel = "its windows cut the image, so no sequence stays whole between its blocks"
 
 
 class SamPolicy(RolePolicy):
     stack = (
-        LayerStack("vision_encoder.layers", LAYERS, stages=PipelineHints(after=["shared_image_embedding"])),
+        LayerStack("vision_encoder.layers", LAYERS, stages=PipelineHints(with_last_layer=["shared_image_embedding"])),
         LayerStack(
             "mask_decoder.transformer.layers",
             [
@@ -54,15 +54,15 @@ class SamPolicy(RolePolicy):
             ],
         ),
     )
-    single = (_attention("mask_decoder.transformer.final_attn_token_to_image"),)
-    whole = (
+    unstacked_blocks = (_attention("mask_decoder.transformer.final_attn_token_to_image"),)
+    keep_replicated = (
         "vision_encoder.patch_embed", "vision_encoder.neck", "vision_encoder.pos_embed?", "shared_image_embedding",
         "prompt_encoder", "mask_decoder.iou_token", "mask_decoder.mask_tokens", "mask_decoder.upscale_conv1",
         "mask_decoder.upscale_conv2", "mask_decoder.output_hypernetworks_mlps", "mask_decoder.iou_prediction_head",
     )  # fmt: skip
     num_heads = ".num_attention_heads"
-    against_sequence = SamVisionPolicy.against_sequence
+    no_sequence_parallel = SamVisionPolicy.no_sequence_parallel
 
-    def chain(self) -> LayerSequence:
+    def layer_sequence(self) -> LayerSequence:
         """The image's encoder; the small decoder behind it, which hands on two streams, stays in one piece."""
-        return LayerSequence(super().chain().stacks[:1])
+        return LayerSequence(super().layer_sequence().stacks[:1])

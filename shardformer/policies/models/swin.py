@@ -11,13 +11,15 @@ BIAS = "continuous_position_bias_mlp.2"
 
 
 class SwinPolicy(RolePolicy):
-    attention = Attention("attention", Q_K_V_O, counts={"relative_position_bias.relative_position_bias_table": "heads"})
-    stack = LayerStack(
-        "encoder.layers.*.blocks", [attention, MLP("mlp", up="fc1", down="fc2")], stages=PipelineHints(returns=2)
+    attention = Attention(
+        "attention", Q_K_V_O, local_attrs={"relative_position_bias.relative_position_bias_table": "heads"}
     )
-    whole = ("embeddings", "encoder.layers.*.downsample?", ".decoder")
+    stack = LayerStack(
+        "encoder.layers.*.blocks", [attention, MLP("mlp", up="fc1", down="fc2")], stages=PipelineHints(num_outputs=2)
+    )
+    keep_replicated = ("embeddings", "encoder.layers.*.downsample?", ".decoder")
     num_heads = ".num_attention_heads"
-    against_sequence = AGAINST_SEQUENCE
+    no_sequence_parallel = AGAINST_SEQUENCE
 
 
 class Swinv2Policy(RolePolicy):
@@ -29,18 +31,18 @@ class Swinv2Policy(RolePolicy):
             Attention(
                 "attention.self",
                 AttentionProjections(q="query", k="key", v="value", out=".attention.output.dense", gates=[BIAS]),
-                counts={"num_attention_heads": "heads", "all_head_size": "width", "logit_scale": "heads"},
-                inputs=AttentionInputs(from_inside=[BIAS]),
+                local_attrs={"num_attention_heads": "heads", "all_head_size": "width", "logit_scale": "heads"},
+                inputs=AttentionInputs(inner_inputs=[BIAS]),
             ),
             MLP("intermediate", up="dense", down=".output.dense"),
         ],
-        stages=PipelineHints(returns=1),
+        stages=PipelineHints(num_outputs=1),
     )
-    whole = (
+    keep_replicated = (
         "embeddings",
         "encoder.layers.*.downsample?",
         "encoder.layers.*.blocks.*.attention.self.continuous_position_bias_mlp.0",
         ".decoder",
     )
     num_heads = ".num_attention_heads"
-    against_sequence = AGAINST_SEQUENCE
+    no_sequence_parallel = AGAINST_SEQUENCE

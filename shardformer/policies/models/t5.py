@@ -7,7 +7,7 @@ from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import MLP, Attention, AttentionInputs, AttentionProjections, LayerStack
 
 TABLE = ("layer.0.SelfAttention.relative_attention_bias", "layer.0.SelfAttention.has_relative_attention_bias")
-STAGES = PipelineHints(returns=3, from_first=TABLE)
+STAGES = PipelineHints(num_outputs=3, shared_from_first=TABLE)
 """Only the first layer makes the biases, and hands them on: with a pipeline the first layer of each stage does."""
 
 
@@ -31,11 +31,11 @@ class T5Policy(RolePolicy):
             "decoder.block",
             [
                 _attention("layer.0.SelfAttention"),
-                _attention("layer.1.EncDecAttention", AttentionInputs(from_context=True)),
+                _attention("layer.1.EncDecAttention", AttentionInputs(cross_attention=True)),
                 MLP("layer.2.DenseReluDense", up=["wi?", "wi_0?", "wi_1?"], down="wo"),
             ],
             final_norm="decoder.final_layer_norm",
-            context=("decoder", "encoder_hidden_states"),
+            cross_states=("decoder", "encoder_hidden_states"),
             stages=STAGES,
             optional=True,
         ),

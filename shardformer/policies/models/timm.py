@@ -26,23 +26,23 @@ class TimmPolicy(RolePolicy):
     """A table for a model of timm.
 
     Class attributes:
-        per_head: parameters outside of the layers, where a model has them, with a dim that counts the heads of every
+        head_attrs: parameters outside of the layers, where a model has them, with a dim that counts the heads of every
             layer.
     """
 
     num_heads = ".num_heads"
-    per_head: Mapping[str, LocalAttr] = {}
+    head_attrs: Mapping[str, LocalAttr] = {}
 
     def module_policy(self) -> Mapping[ModuleKey, ModulePolicyDescription]:
         said = dict(super().module_policy())
-        if self.per_head:
+        if self.head_attrs:
             stack, _ = self._present_stacks()[0]
             layer = LayerLowering(get_module(self.model, f"{stack.layers}.0"), stack.layers, self.axis)
             first = next(block for block in stack.blocks if isinstance(block, Attention))
             layout = self._attention(first, layer).layout
             said[""].parameters = {
                 path: layout.parameter_split(path, full, counted)
-                for path, counted in self.per_head.items()
+                for path, counted in self.head_attrs.items()
                 if (full := get_at(self.model, path)) is not None
             }
         return said
@@ -80,21 +80,21 @@ class TimmBeitPolicy(TimmPolicy):
     attention = Attention(
         "attn",
         FUSED,
-        counts={"num_heads": "heads", **BIASES, "relative_position_bias_table?": ("heads", -1)},
-        inputs=AttentionInputs(give_width=True),
+        local_attrs={"num_heads": "heads", **BIASES, "relative_position_bias_table?": ("heads", -1)},
+        inputs=AttentionInputs(reads_width=True),
     )
     stack = LayerStack(
-        "blocks", [attention, TIMM_MLP], final_norm="norm", stages=PipelineHints(everywhere=["rel_pos_bias?"])
+        "blocks", [attention, TIMM_MLP], final_norm="norm", stages=PipelineHints(on_every_stage=["rel_pos_bias?"])
     )
-    per_head = {"rel_pos_bias.relative_position_bias_table": ("heads", -1)}
-    whole = OUTSIDE
+    head_attrs = {"rel_pos_bias.relative_position_bias_table": ("heads", -1)}
+    keep_replicated = OUTSIDE
 
 
 class TimmEvaPolicy(TimmPolicy):
     attention = Attention(
         "attn",
         AttentionProjections(qkv="qkv?", q="q_proj?", k="k_proj?", v="v_proj?", out="proj"),
-        counts={
+        local_attrs={
             "num_heads": "heads",
             "num_kv_heads?": "kv_heads",
             "num_kv_groups?": "groups",
@@ -102,45 +102,49 @@ class TimmEvaPolicy(TimmPolicy):
             **BIASES,
             "norm": "heads",
         },
-        inputs=AttentionInputs(give_width=True),
+        inputs=AttentionInputs(reads_width=True),
         num_kv_heads=".num_kv_heads",
     )
-    stack = LayerStack("blocks", [attention, TIMM_MLP], final_norm="norm", stages=PipelineHints(everywhere=["rope?"]))
-    per_head = {"rope.freqs": ("heads", 2)}
-    whole = OUTSIDE
+    stack = LayerStack(
+        "blocks", [attention, TIMM_MLP], final_norm="norm", stages=PipelineHints(on_every_stage=["rope?"])
+    )
+    head_attrs = {"rope.freqs": ("heads", 2)}
+    keep_replicated = OUTSIDE
 
 
 class TimmSwinPolicy(TimmPolicy):
-    attention = Attention("attn", FUSED, counts={"num_heads": "heads", "relative_position_bias_table": ("heads", -1)})
+    attention = Attention(
+        "attn", FUSED, local_attrs={"num_heads": "heads", "relative_position_bias_table": ("heads", -1)}
+    )
     stack = LayerStack("layers.*.blocks", [attention, TIMM_MLP])
-    whole = ("patch_embed", "layers.*.downsample", "head?")
-    against_sequence = AGAINST_SEQUENCE
+    keep_replicated = ("patch_embed", "layers.*.downsample", "head?")
+    no_sequence_parallel = AGAINST_SEQUENCE
 
 
 class TimmSwinV2Policy(TimmPolicy):
     attention = Attention(
         "attn",
         FUSED,
-        counts={
+        local_attrs={
             "num_heads": "heads",
             **BIASES,
             "logit_scale": ("heads", 0),
             "cpb_mlp.0.weight": "inside",
             "cpb_mlp.2.weight": ("heads", 0),
         },
-        inputs=AttentionInputs(give_width=True),
+        inputs=AttentionInputs(reads_width=True),
     )
     stack = LayerStack("layers.*.blocks", [attention, TIMM_MLP])
-    whole = ("patch_embed", "layers.*.downsample", "head?")
-    against_sequence = AGAINST_SEQUENCE
+    keep_replicated = ("patch_embed", "layers.*.downsample", "head?")
+    no_sequence_parallel = AGAINST_SEQUENCE
 
 
 class TimmViTPolicy(TimmPolicy):
     attention = Attention(
         "attn",
         FUSED,
-        counts={"num_heads": "heads", "attn_dim?": "width", "norm": "heads"},
-        inputs=AttentionInputs(give_width=True),  # where there is no attn_dim
+        local_attrs={"num_heads": "heads", "attn_dim?": "width", "norm": "heads"},
+        inputs=AttentionInputs(reads_width=True),  # where there is no attn_dim
     )
     stack = LayerStack("blocks", [attention, TIMM_MLP], final_norm="norm")
-    whole = (*OUTSIDE, "dist_token?", "head_dist?")
+    keep_replicated = (*OUTSIDE, "dist_token?", "head_dist?")

@@ -10,4 +10,4 @@ class ViTPolicy(RolePolicy):
     stack = LayerStack(
         "layers", [Attention("attention", Q_K_V_O), MLP("mlp", up="fc1", down="fc2")], final_norm="layernorm"
     )
-    whole = ("embeddings", "pooler?")
+    keep_replicated = ("embeddings", "pooler?")

@@ -7,12 +7,12 @@ from typing import Any
 from shardformer.policies.role_policy import BETWEEN_LAYERS, BETWEEN_STAGES, RolePolicy
 from shardformer.policies.roles import MLP, Q_K_V_OUT, Attention, AttentionInputs, LayerStack
 
-CONTEXT = AttentionInputs(from_context=True)
+CONTEXT = AttentionInputs(cross_attention=True)
 FEED_FORWARD = MLP("fc1", up="", down=".fc2")
 
 
 def _attention(at: str, **kwargs: Any) -> Attention:
-    return Attention(at, Q_K_V_OUT, counts={"num_heads": "heads"}, **kwargs)
+    return Attention(at, Q_K_V_OUT, local_attrs={"num_heads": "heads"}, **kwargs)
 
 
 class WhisperPolicy(RolePolicy):
@@ -24,19 +24,19 @@ class WhisperPolicy(RolePolicy):
             "decoder.layers",
             [_attention("self_attn"), _attention("encoder_attn", inputs=CONTEXT), FEED_FORWARD],
             final_norm="decoder.layer_norm",
-            context=("decoder", "encoder_hidden_states"),
+            cross_states=("decoder", "encoder_hidden_states"),
             optional=True,
         ),
     )
     embeddings = "decoder.embed_tokens?"
     head = ("proj_out", "lm_head")
-    whole = ("encoder.conv1?", "encoder.conv2?", "encoder.embed_positions?", "decoder.embed_positions?")
+    keep_replicated = ("encoder.conv1?", "encoder.conv2?", "encoder.embed_positions?", "decoder.embed_positions?")
     num_heads = num_kv_heads = ".num_heads"
 
-    def refuses_sequence(self) -> str | None:
+    def no_sequence_parallel_reason(self) -> str | None:
         sums = getattr(self.model.config, "use_weighted_layer_sum", False)
-        return BETWEEN_LAYERS if sums else super().refuses_sequence()
+        return BETWEEN_LAYERS if sums else super().no_sequence_parallel_reason()
 
-    def refuses_pipeline(self) -> str | None:
+    def no_pipeline_reason(self) -> str | None:
         sums = getattr(self.model.config, "use_weighted_layer_sum", False)
-        return BETWEEN_STAGES if sums else super().refuses_pipeline()
+        return BETWEEN_STAGES if sums else super().no_pipeline_reason()

@@ -113,7 +113,7 @@ class GridLinear_Row(_GridLinear, Linear1D_Row):
             width = even_length(self.out_features, self.grid.hidden.size, self.grid.hidden.rank)
             if not isinstance(edges, GridRegion):
                 return x.new_zeros((*x.shape[:-1], self.out_features))
-            return x.new_zeros((*edges.leading(x), width))
+            return x.new_zeros((*edges.leading_shape(x), width))
         if self.product_of_other is not None:
             (other, its_weight), self.product_of_other = self.product_of_other, None
             x, weight = torch.cat((x, other), -1), torch.cat((weight, its_weight), 0 if self.transposed else 1)
@@ -144,7 +144,7 @@ class ModeLayers:
         column: for the linears that read what enters a block.
         row: for the linear at its exit.
         norm: for a norm between them, over features that ranks have parts of.
-        table: for an embedding inside of a block, with columns for heads.
+        bias_table: for an embedding inside of a block, with columns for heads.
         embedding: for the embedding of the vocabulary.
         head: for the linear that gives its logits.
     """
@@ -152,7 +152,7 @@ class ModeLayers:
     column: type[ParallelModule]
     row: type[ParallelModule]
     norm: type[ParallelModule]
-    table: type[ParallelModule]
+    bias_table: type[ParallelModule]
     embedding: type[ParallelModule]
     head: type[ParallelModule]
 
@@ -161,7 +161,7 @@ _1D = ModeLayers(
     column=Linear1D_Col,
     row=Linear1D_Row,
     norm=ShardedNorm,
-    table=Embedding1D,
+    bias_table=Embedding1D,
     embedding=VocabParallelEmbedding1D,
     head=VocabParallelLMHead1D,
 )

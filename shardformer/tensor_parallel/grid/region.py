@@ -84,7 +84,7 @@ class GridRegion:
     def _dim(self, x: Tensor) -> int:
         return self.batch_dim if x.dim() > 2 else 0
 
-    def leading(self, x: Tensor) -> tuple[int, ...]:
+    def leading_shape(self, x: Tensor) -> tuple[int, ...]:
         """The dims before the last of the stream, of those of x in a block."""
         dim = self._dim(x)
         samples = x.shape[dim] * self.grid.core.size // self.grid.batch.size
@@ -344,7 +344,7 @@ class GridStackActivations(StackActivations):
         left: Tensor = _Leave.apply(x_bSh, self.grid, samples, self.width, self.batch_dim)
         return left
 
-    def register_whole(self, module: nn.Module, random: bool) -> GridFullHiddenModule:
+    def register_full_sequence(self, module: nn.Module, random: bool) -> GridFullHiddenModule:
         """Gives ``module`` all hidden features of this rank's samples. One all-gather, and backward one too."""
         return GridFullHiddenModule(self, module, random)
 
@@ -400,10 +400,10 @@ class GridFullHiddenModule:
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if not self._stream.is_cut:
             return output
-        self.abandon()
+        self.reset_after_error()
         return with_first_output(output, lambda x: scatter_to_region(x, self._stream.grid.hidden, -1, self._split()))
 
-    def abandon(self) -> None:
+    def reset_after_error(self) -> None:
         """Behind the module, or after a forward that an error broke off: back to the random numbers outside."""
         if self._random is not None:
             self._random.leave()

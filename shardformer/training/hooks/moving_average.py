@@ -183,7 +183,7 @@ class MovingAverage(Hook):
         averages = [(p, self._average_of(p, optimizer.state.get(p))) for optimizer, p in _slots(engine)]
         self._weights = [(x, x.detach().clone()) for x in _written(engine)]
         zero = _zero_of(engine)
-        with zero.loading() if zero is not None else nullcontext():
+        with zero.writable_state() if zero is not None else nullcontext():
             for param, average in averages:
                 param.copy_(average)
 
@@ -196,17 +196,17 @@ class MovingAverage(Hook):
         for x, before in weights:
             x.detach().copy_(before)
         if (zero := _zero_of(engine)) is not None:
-            if (gathered := find_metadata(engine.model).parameters) is not None:
-                gathered.put_away()
+            if (gathered := find_metadata(engine.model).parameter_owner) is not None:
+                gathered.release()
             for shard in zero.shards:
-                shard.know_values()
+                shard.sync_versions()
 
 
 def _check(engine: Any) -> None:
     precision, offload = MixedPrecision.of(engine.parallel.precision), OffloadConfig.of(engine.parallel.offload)
     if precision.rounding is not None:
         raise ConfigError(
-            f"MovingAverage beside MixedPrecision(masters={precision.masters!r})",
+            f"MovingAverage beside MixedPrecision(masters={precision.master_weights!r})",
             rule="Weights that are put back would be rounded once more, to others than they were",
             remedy="Use precision='bf16' with its masters, or leave the hook out",
         )
@@ -240,9 +240,9 @@ def _written(engine: Any) -> Iterator[Tensor]:
         return
     for shard in zero.shards:
         if shard.has_masters:
-            yield from (piece.value for piece in shard.pieces)
-        if shard.whole is None:
-            yield shard.own
+            yield from (piece.value for piece in shard.slices)
+        if shard.full is None:
+            yield shard.local
         if not shard.keeps:
             yield from (gradient.param for gradient in shard.gradients)
 

@@ -68,7 +68,7 @@ def test_what_is_written_into_it_is_in_it(use: Callable[[Tensor, Tensor], Tensor
         torch.manual_seed(0)
         x, y = (torch.randn(4, 3, dtype=torch.float64, requires_grad=trains) for _ in range(2))
         out = use(make(x), y)
-        out = out.value() if isinstance(out, DeferredTensor) else out
+        out = out.full_tensor() if isinstance(out, DeferredTensor) else out
         if trains:
             (out**2).sum().backward()
         found.append([out.detach(), x.grad, y.grad])
@@ -113,14 +113,14 @@ def write_into_a_view(x: Tensor) -> None:
 
 def write_into_the_values(x: Tensor) -> None:
     assert isinstance(x, DeferredTensor)
-    x.value().zero_()
+    x.full_tensor().zero_()
 
 
 @pytest.mark.parametrize("write", [multiply_in_place, write_into_a_view, write_into_the_values])
 def test_what_was_written_into_is_not_pending(write: Callable[[Tensor], None]) -> None:
     """Its consumer, the first layer, would take ``local``, which does not have what was written."""
     x = doubled(torch.ones(2, 3))
-    x.value()
+    x.full_tensor()
     assert x.is_pending
     write(x)
     assert not x.is_pending

@@ -148,8 +148,8 @@ MUTANTS = [
     mutant(
         "stochastic-rounding-starts-again",
         "shardformer/checkpoint/load.py",
-        'zero.rounds = [values["rounds"]] * len(zero.rounds)',
-        "zero.rounds = list(zero.rounds)",
+        'zero.rounding_counts = [values["rounds"]] * len(zero.rounding_counts)',
+        "zero.rounding_counts = list(zero.rounding_counts)",
         'A run with masters="stochastic" that goes on rounds differently than one that was not interrupted.',
         first=("tests/checkpoint/test_exact.py", "tests/optim/test_rounding.py"),
     ),

@@ -10,8 +10,8 @@ MUTANTS = [
     mutant(
         "llama-repeats-shared-heads",
         "shardformer/policies/models/llama.py",
-        'counts={"num_key_value_groups": "groups"})',
-        "counts={})",
+        'local_attrs={"num_key_value_groups": "groups"})',
+        "local_attrs={})",
         "LLaMA with more tensor ranks than KV heads repeats KV heads as often as on one device.",
         first=(
             "tests/policies/test_heads.py::test_llama_trains_alike_where_ranks_share_kv_heads",
@@ -33,7 +33,7 @@ MUTANTS = [
     mutant(
         "bert-cross-attention-not-summed",
         "shardformer/policies/models/bert.py",
-        "inputs=AttentionInputs(from_context=True),",
+        "inputs=AttentionInputs(cross_attention=True),",
         "inputs=AttentionInputs(),",
         "A BERT decoder passes its encoder a part of the gradient.",
         first=(
@@ -71,8 +71,8 @@ MUTANTS = [
     mutant(
         "whisper-sums-layers-of-one-stage",
         "shardformer/policies/models/whisper.py",
-        "return BETWEEN_STAGES if sums else super().refuses_pipeline()",
-        "return super().refuses_pipeline()",
+        "return BETWEEN_STAGES if sums else super().no_pipeline_reason()",
+        "return super().no_pipeline_reason()",
         "Whisper with a weighted sum of its layers is accepted in a pipeline.",
         first=("tests/verify/test_pipelines.py::test_what_reads_between_its_layers_is_refused",),
     ),
@@ -87,8 +87,8 @@ MUTANTS = [
     mutant(
         "t5-stage-without-positions",
         "shardformer/policies/models/t5.py",
-        "STAGES = PipelineHints(returns=3, from_first=TABLE)",
-        "STAGES = PipelineHints(returns=3)",
+        "STAGES = PipelineHints(num_outputs=3, shared_from_first=TABLE)",
+        "STAGES = PipelineHints(num_outputs=3)",
         "In a pipeline the later stages of T5 have no relative positions.",
         first=("tests/verify/test_pipelines.py::test_several_stacks_cut_anywhere",),
     ),

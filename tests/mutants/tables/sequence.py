@@ -121,7 +121,7 @@ MUTANTS = [
     mutant(
         "experts-see-own-tokens",
         "shardformer/tensor_parallel/block.py",
-        "        tokens = stream.by_token(x)\n",
+        "        tokens = stream.per_token(x)\n",
         "        tokens = None\n",
         "With sequence parallelism the experts sum the results of different tokens.",
         first=(

@@ -105,7 +105,7 @@ MUTANTS = [
     mutant(
         "stage-3-keeps-old-parameters",
         "shardformer/zero/zero_optimizer.py",
-        "            if self._walk is not None:\n                self._walk.put_away()\n            with",
+        "            if self._walk is not None:\n                self._walk.release()\n            with",
         "            with",
         "Stage 3 that keeps layers after their use (a pipeline, reshard_after_forward=False) trains on stale weights.",
         first=(
@@ -140,7 +140,7 @@ MUTANTS = [
     mutant(
         "whole-matrices-are-flat",
         "shardformer/zero/flat_shards.py",
-        "value = value.view(gradient.shape) if gradient.is_whole else value",
+        "value = value.view(gradient.shape) if gradient.is_full else value",
         "value = value.reshape(-1)",
         "LARS and Muon see every matrix as a vector.",
         first=("tests/optim/test_owners.py::test_over_data_ranks_the_weights_are_those_of_one_process_to_the_bit",),

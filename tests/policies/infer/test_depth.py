@@ -26,13 +26,13 @@ from shardformer.verify.verification import verify
 from tests.policies.toy import ToyLM
 
 FOUND: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "bart": ("BartForCausalLM", {"before": ("model.decoder.layernorm_embedding",)}),
-    "fsmt": ("FSMTForConditionalGeneration", {"context": ("model.decoder", "encoder_hidden_states")}),
-    "mt5": ("MT5ForConditionalGeneration", {"from_first": ("layer.0.SelfAttention.relative_attention_bias",)}),
-    "cpmant": ("CpmAntForCausalLM", {"everywhere": ("cpmant.position_bias",)}),
+    "bart": ("BartForCausalLM", {"with_first_layer": ("model.decoder.layernorm_embedding",)}),
+    "fsmt": ("FSMTForConditionalGeneration", {"cross_states": ("model.decoder", "encoder_hidden_states")}),
+    "mt5": ("MT5ForConditionalGeneration", {"shared_from_first": ("layer.0.SelfAttention.relative_attention_bias",)}),
+    "cpmant": ("CpmAntForCausalLM", {"on_every_stage": ("cpmant.position_bias",)}),
     "voxtral_realtime": (
         "VoxtralRealtimeForConditionalGeneration",
-        {"after": ("model.multi_modal_projector.linear_1", "model.multi_modal_projector.linear_2")},
+        {"with_last_layer": ("model.multi_modal_projector.linear_1", "model.multi_modal_projector.linear_2")},
     ),
 }
 """Model type -> its class, and what one of its stacks needs that the place in the model does not tell."""
@@ -62,14 +62,14 @@ def test_what_stages_need_is_found_and_without_it_they_differ(family: str) -> No
     reference = truth_of(family, name)
     policy = type(derive_layer_stacks(reference.model))
     stacks = stacks_of(policy)
-    assert policy.against_pipeline is None
+    assert policy.no_pipeline is None
     assert validate_stages(reference, policy, stacks) is None
     ((field, paths),) = needs.items()
     assert any(
-        set(paths) <= set(getattr(stack if field == "context" else stack.stages, field) or ()) for stack in stacks
+        set(paths) <= set(getattr(stack if field == "cross_states" else stack.stages, field) or ()) for stack in stacks
     ), stacks
-    if field == "context":
-        without = [replace(stack, context=None) for stack in stacks]
+    if field == "cross_states":
+        without = [replace(stack, cross_states=None) for stack in stacks]
     else:
         without = [replace(stack, stages=replace(stack.stages, **{field: ()})) for stack in stacks]
     assert validate_stages(reference, policy, without) is not None
@@ -81,7 +81,7 @@ def test_what_cannot_be_cut_is_refused_before_training(family: str) -> None:
     name, why = REFUSED[family]
     policy = derive_layer_stacks(truth_of(family, name).model)
     policy.model = truth_of(family, name).model
-    assert why in str(policy.refuses_pipeline())
+    assert why in str(policy.no_pipeline_reason())
 
 
 def test_one_layer_proves_nothing() -> None:

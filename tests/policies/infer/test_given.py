@@ -32,7 +32,7 @@ from tests.test_bad_input import OnlyMLP, Refusal, Written, refusal_of, refused
 from tests.verify.tower import Tower, TowerPolicy
 
 COUNTS = {"num_heads": "heads"}
-ATTENTION = Attention("attn", AttentionProjections(q="q", k="k", v="v", out="o"), counts=COUNTS)
+ATTENTION = Attention("attn", AttentionProjections(q="q", k="k", v="v", out="o"), local_attrs=COUNTS)
 FEED_FORWARD = MLP("mlp", up="fc1", down="fc2")
 
 
@@ -114,7 +114,7 @@ class ColumnAlone(Policy):
 WRONG: dict[str, tuple[Callable[[], nn.Module], Any, Sequence[str]]] = {
     "q and o swapped": (
         ToyLM,
-        table(Attention("attn", AttentionProjections(q="o", k="k", v="v", out="q"), counts=COUNTS), FEED_FORWARD),
+        table(Attention("attn", AttentionProjections(q="o", k="k", v="v", out="q"), local_attrs=COUNTS), FEED_FORWARD),
         ("the Attention 'attn' of MyPolicy alone, ToyLM does not run", "'layers.0.attn.q'", "behind the heads is out"),
     ),
     "up and down swapped": (

@@ -165,7 +165,7 @@ def check(
 def test_stages_are_proven_with_images_and_train_as_one_device(how: str) -> None:
     plain = seer(how)
     policy: Any = policy_class(how)()
-    assert policy.against_pipeline is None and not policy.unproven["pipe"]
+    assert policy.no_pipeline is None and not policy.unproven["pipe"]
     check(plain, policy, batch_of(), pipe=2)
     check(plain, policy, batch_of(images=False), pipe=2)
     check(plain, policy, batch_of(), tensor=2)
@@ -185,7 +185,7 @@ def test_a_sequence_is_cut_in_which_there_are_images(how: str) -> None:
 def test_sequence_parallelism_with_images(how: str) -> None:
     plain = seer(how)
     policy: Any = policy_class(how)()
-    assert policy.against_sequence is None and not policy.unproven["enable_sequence_parallelism"]
+    assert policy.no_sequence_parallel is None and not policy.unproven["enable_sequence_parallelism"]
     assert policy.stack.sequence.between == (how == "deep")
     for options in ({}, {"enable_sequence_overlap": True}):
         for images in (True, False):
@@ -218,7 +218,7 @@ def test_what_no_code_reads_between_two_layers_is_not_gathered() -> None:
 def test_where_images_cannot_be_batches_with_them_are_refused_on_all_ranks() -> None:
     plain = seer("again")
     policy: Any = policy_of(plain)
-    assert policy.against_pipeline is None and "pixel_values" in policy.unproven["pipe"]
+    assert policy.no_pipeline is None and "pixel_values" in policy.unproven["pipe"]
     check(plain, policy, batch_of(images=False), pipe=2)
 
     def refused(context: ParallelContext) -> None:

@@ -70,7 +70,7 @@ def cut_lines(model: nn.Module, policy: Policy) -> list[str]:
     policy.set_model(model)
     policy.set_shard_config(ShardConfig(context=ParallelContext.of({"tensor": 2}, {"tensor": 1})))
     plan = make_plan(model, policy)
-    replaced = [line for line in plan.lines() if " -> " in line]
+    replaced = [line for line in plan.fingerprint() if " -> " in line]
     blocks = sorted(str(block) for _, block in plan.blocks)
     return [*sorted(replaced), *blocks, *map(str, plan.stacks)]
 
@@ -102,7 +102,7 @@ def test_a_family_that_nobody_described(family: str) -> None:
     sequence = validate_policy(
         reference, type(policy), 2, enable_sequence_parallelism=True, enable_sequence_overlap=True
     )
-    assert sequence is None and policy.against_sequence is None
+    assert sequence is None and policy.no_sequence_parallel is None
     policy.set_model(model)
     replaced = {id(model.get_submodule(path)) for path in make_plan(model, policy).replacements}
     layers = tuple(stack.layers for stack in policy.stacks())
@@ -134,7 +134,7 @@ def test_what_sequence_parallelism_needs_is_found(
     twin = reduce_model(build_meta_model(transformers.AutoConfig.for_model(family, architectures=[head])))
     policy = derive_policy_on(twin.model, twin.run)()
     stacks = [policy.stack] if isinstance(policy.stack, LayerStack) else policy.stack
-    assert any(name in getattr(stack.sequence, need) for stack in stacks) and policy.against_sequence is None
+    assert any(name in getattr(stack.sequence, need) for stack in stacks) and policy.no_sequence_parallel is None
     assert f'"{name}"' in policy_module_source(policy), "it is written down too"
     reference = ReferenceGradients.of(twin.model, twin.run)
     assert validate_policy(reference, type(policy), 3, enable_sequence_parallelism=True) is None
@@ -183,9 +183,9 @@ def test_of_a_config() -> None:
 
 class WholeMLP(GPT2Policy):
     stack = LayerStack(
-        "h", [Attention("attn", AttentionProjections(qkv="c_attn", out="c_proj"), counts={"split_size": "width"})]
+        "h", [Attention("attn", AttentionProjections(qkv="c_attn", out="c_proj"), local_attrs={"split_size": "width"})]
     )
-    whole = ("h.*.mlp",)
+    keep_replicated = ("h.*.mlp",)
 
 
 class Interleaved(WholeMLP):
@@ -195,7 +195,7 @@ class Interleaved(WholeMLP):
             Attention(
                 "attn",
                 AttentionProjections(qkv="c_attn", out="c_proj", interleaved=True),
-                counts={"split_size": "width"},
+                local_attrs={"split_size": "width"},
             )
         ],
     )
@@ -344,7 +344,7 @@ def test_the_twin_of_a_model_that_attends_in_blocks_does_so_too() -> None:
 def test_sequence_parallelism_that_was_not_proven_is_refused() -> None:
     policy = DerivedPolicy()
     policy.set_model(ToyLM())
-    policy.against_sequence = "the output differs"
+    policy.no_sequence_parallel = "the output differs"
     with pytest.raises(ConfigError, match="of this ToyLM it is known that the output differs"):
         policy.set_shard_config(
             ShardConfig(enable_sequence_parallelism=True, context=ParallelContext.of({"tensor": 2}))

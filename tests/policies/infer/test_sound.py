@@ -40,18 +40,18 @@ def test_states_of_the_encoder_enter_once_although_a_pipeline_knows_where_they_c
     native: Any = getattr(transformers, name)
     twin = reduce_model(build_meta_model(native.config_class(architectures=[name])))
     policy: Any = derive_policy_on(twin.model, twin.run)
-    assert policy.against_pipeline is None and policy.stack[1].context == ("decoder", "encoder_hidden_states")
+    assert policy.no_pipeline is None and policy.stack[1].cross_states == ("decoder", "encoder_hidden_states")
     assert any(block.inputs.arguments for block in policy.stack[1].blocks if isinstance(block, Attention))
     assert validate_policy(ReferenceGradients.of(twin.model, twin.run), policy, 2) is None
 
 
 def test_states_that_a_table_lets_enter_twice_are_refused_when_it_is_written() -> None:
     linears = AttentionProjections(q="q", k="k", v="v", out="o")
-    cross = Attention("cross", linears, inputs=AttentionInputs(from_context=True))
+    cross = Attention("cross", linears, inputs=AttentionInputs(cross_attention=True))
     other = Attention("attn", linears, inputs=AttentionInputs(arguments=["states"]))
     with pytest.raises(PolicyError, match=r"attention 'attn' twice: .* arguments \['states'\]"):
-        LayerStack("layers", [cross, other], context=("decoder", "states"))
-    LayerStack("layers", [cross, other], context=("decoder", "other_states"))
+        LayerStack("layers", [cross, other], cross_states=("decoder", "states"))
+    LayerStack("layers", [cross, other], cross_states=("decoder", "other_states"))
 
 
 def test_a_view_of_what_has_entered_does_not_enter_again() -> None:
@@ -94,7 +94,7 @@ def test_heads_that_differ_by_their_index_in_training_stay_whole(bird: tuple[nn.
 BIRD = Attention(
     "attention.self",
     AttentionProjections(q="query", k="key", v="value", out=".attention.output.dense"),
-    counts={"num_attention_heads": "heads", "all_head_size": "width"},
+    local_attrs={"num_attention_heads": "heads", "all_head_size": "width"},
 )
 
 
@@ -159,20 +159,20 @@ def test_what_a_pipeline_needs_is_left_out_where_ranks_would_differ_with_it(
     twin = reduce_model(transformers.OPTForCausalLM(transformers.OPTConfig(vocab_size=60, num_hidden_layers=2)))
     native: Any = derive_policy_on(twin.model, twin.run)
     attention, *others = native.stack.blocks
-    torn = [replace(native.stack, blocks=[replace(attention, counts={}), *others])]
+    torn = [replace(native.stack, blocks=[replace(attention, local_attrs={}), *others])]
     monkeypatch.setattr(
         "shardformer.discovery.derive_policy.find_pipeline_hints", lambda reference, policy: (torn, None)
     )
     policy: Any = derive_policy_on(twin.model, twin.run)
     assert policy.stack.blocks == native.stack.blocks
-    assert "cut so, it does not run" in policy.against_pipeline
+    assert "cut so, it does not run" in policy.no_pipeline
 
 
 @pytest.mark.slow
 @torch.no_grad()
 def test_a_policy_is_found_although_no_gradients_are_wanted() -> None:
     model = transformers.OPTForCausalLM(transformers.OPTConfig(vocab_size=60, num_hidden_layers=2))
-    assert derive_policy(model).against_pipeline is None
+    assert derive_policy(model).no_pipeline is None
 
 
 def test_what_cancels_out_in_fp32_inside_is_rounding_and_what_is_left_out_is_not() -> None:

@@ -27,7 +27,7 @@ def cut_in_layers(model: nn.Module, policy: RolePolicy) -> set[str]:
     """The last two names of each linear in the layers that the policy cuts everywhere."""
     policy.set_model(model)
     policy.set_shard_config(ShardConfig(context=ParallelContext.of({"tensor": 2})))
-    cut = make_plan(model, policy).cut()
+    cut = make_plan(model, policy).sharded_parameter_ids()
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and ".layers." in n}
     whole = {".".join(n.split(".")[-2:]) for n, m in linears.items() if id(m.weight) not in cut}
     return {".".join(n.split(".")[-2:]) for n in linears} - whole

@@ -242,7 +242,7 @@ def test_the_engine_may_change_its_layout_between_two_fits() -> None:
         engine, hook = engine_of(context, parallel=ParallelConfig(zero_stage=1)), MovingAverage(DECAY)
         trainer = Trainer(engine, [hook])
         trainer.fit(steps=3)
-        engine.reshape(ParallelConfig(zero_stage=3))
+        engine.reshard(ParallelConfig(zero_stage=3))
         trainer.fit(steps=5)
         return averaged(engine, hook)
 
