@@ -35,7 +35,7 @@ class PointToPoint:
     def __init__(self, context: ParallelContext) -> None:
         self.axis = context.pipe
         self._transports = {TO_NEXT_STAGE: self.axis.transport, TO_PREVIOUS_STAGE: self.axis.transport}
-        if self.axis.size > 1 and self.axis.transport.sends_in_turn(context.device) and context.world is not None:
+        if self.axis.size > 1 and context.world is not None and self.axis.transport.sends_in_turn(context.device):
             self._transports[TO_PREVIOUS_STAGE] = context.world.connect(context.grid.rank_groups("pipe"))
 
     def send(self, x: Tensor, to: int, purpose: str) -> PendingCollective:

@@ -50,7 +50,8 @@ BETWEEN_STAGES = "it reads the states between its layers, of which a stage has t
 RENAMED_FIELDS = {
     "whole": "keep_replicated", "parts": "submodels", "single": "unstacked_blocks",
     "against_sequence": "no_sequence_parallel", "against_pipeline": "no_pipeline",
-    "refuses_sequence": "no_sequence_parallel_reason", "refuses_pipeline": "no_pipeline_reason", "chain": "layer_sequence",
+    "refuses_sequence": "no_sequence_parallel_reason", "refuses_pipeline": "no_pipeline_reason",
+    "chain": "layer_sequence",
 }  # fmt: skip
 """Earlier names of what a policy defines -> the names now."""
 
