@@ -56,8 +56,12 @@ SMALL_GRIDS: list[tuple[str, Sizes]] = [
     ("2d", (1, 2)),
     ("2.5d", (1, 2, 2)),
     ("2d", (2, 1)),
+    ("3d", (1, 2, 2)),
+    ("2.5d", (1, 2, 2)),
+    ("2d", (2, 2)),
     ("3d", (2, 1, 2)),
 ]
+"""The same modes in the same order, over at most four ranks."""
 FAMILIES = [name for name in DEFAULT_HEAD if name not in ("sam", "albert", "gpt_neo")]  # these below, or refused
 
 
