@@ -82,7 +82,7 @@ def measure(setting: Setting) -> Measured:
         steps[f"{OURS} {name}"] = common.pipeline_step(model, Pipeline(model, setting.micro_batches), batches)
         stages = metadata_of(model).stages
         assert stages is not None
-        bounds = [(span.start, span.stop) for span in stages.stage_ranges]
+        bounds = [(span.start, span.stop) for span in stages.spans]
         layers[name] = [end - start for start, end in bounds]
         rival = HandCut(
             setting.model.build(), name, setting.micro_batches, bounds, manager.placement, context.pipe.group

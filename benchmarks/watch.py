@@ -36,13 +36,13 @@ def measure(size: Llama, batch: int, name: str, repetitions: int, seconds: float
     optimizer, state = common.adamw(model), metadata_of(model)
     pipeline = shardformer.Pipeline(model) if context.pipe.size > 1 else None
     watch, last = state.monitor, {id(g.bucket): g.bucket for r in state.reducers for g in _gradients(r)}
-    watched = [bucket for bucket in last.values() if bucket.monitor is not None]
+    watched = [bucket for bucket in last.values() if bucket.watch is not None]
 
     def step_with(on: bool) -> Step:
         def step(index: int) -> float:
             state.monitor = watch if on else None
             for bucket in watched:
-                bucket.monitor = watch if on else None
+                bucket.watch = watch if on else None
             batch = batches[index % len(batches)]
             if name.endswith(EVALUATED):
                 with torch.no_grad():

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 CONTEXT_PARALLEL_METHODS = ("auto", "ring", "ulysses", "gather")
 EXTRA_KWARGS = ("check_inputs", "bucket_bytes")
-RENAMED_SHARD_FIELDS = {"watch": "check_consistency"}
+RENAMED_SHARD_FIELDS = {"watch": "check_consistency", "stream": "activation_layout"}
 
 
 @renamed_arguments(RENAMED_SHARD_FIELDS, attributes=RENAMED_SHARD_FIELDS)
@@ -113,7 +113,7 @@ class ShardConfig:
         for name, kind, remedy in (
             ("pipeline_stage_manager", PipelineStageManager, "Write PipelineStageManager(context, schedule='1f1b')"),
             ("context", ParallelContext, "Pass what launch_from_torch returned"),
-            ("stream", ActivationLayout, "Leave it out"),
+            ("activation_layout", ActivationLayout, "Leave it out"),
         ):
             value = getattr(self, name)
             check_argument(name, value, isinstance(value, kind | None), f"It is a {kind.__name__} or None", remedy)
@@ -164,9 +164,9 @@ class ShardConfig:
             )
         if sizes["sequence"] > 1 and all(cut.axis != "sequence" for cut in self.resolve_activation_layout().shards):
             raise ConfigError(
-                f"The context has sequence={sizes['sequence']}, and stream={self.activation_layout}",
+                f"The context has sequence={sizes['sequence']}, and activation_layout={self.activation_layout}",
                 rule="The activations have to be sharded over the sequence axis",
-                remedy="Leave stream out, or the sequence axis",
+                remedy="Leave activation_layout out, or the sequence axis",
             )
         return context
 

@@ -66,7 +66,7 @@ def test_what_is_printed_is_what_the_page_shows(folder: Path) -> None:
     printed = runpy.run_path(str(folder / "phi.py"))["PhiPolicy"]
     names: dict[str, Any] = {}
     exec(FILES["phi.py"], names)
-    for name in ("stack", "embeddings", "head", "whole"):
+    for name in ("stack", "embeddings", "head", "keep_replicated"):
         assert getattr(printed, name) == getattr(names["PhiPolicy"], name)
     assert "Whole" not in (folder / "phi.py").read_text()
 

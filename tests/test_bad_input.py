@@ -280,7 +280,7 @@ class BrokenAtTheEnd(ToyPolicy):
 
 class OnlyMLP(RolePolicy):
     stack = LayerStack("layers", [MLP("mlp", up="fc1", down="fc2")], final_norm="norm")
-    embeddings, head, whole = "embed", "head", ("layers",)
+    embeddings, head, keep_replicated = "embed", "head", ("layers",)
 
 
 def frozen() -> nn.Module:

@@ -93,7 +93,7 @@ def test_earlier_values_work_under_the_earlier_name() -> None:
 
 def test_other_classes_take_earlier_names_too() -> None:
     with pytest.warns(DeprecationWarning):
-        training = VerifyTraining(zero=1, average_loss_over="whole")  # type: ignore[call-arg]
+        training = VerifyTraining(zero=1, reference="whole")  # type: ignore[call-arg]
     assert training == VerifyTraining(zero_stage=1, average_loss_over="tokens")
     model = shardformer.shard_model(nn.Linear(2, 2), context=shardformer.ParallelContext.of({}))
     with pytest.warns(DeprecationWarning, match="average_over_data"):

@@ -80,7 +80,7 @@ class CheckpointRetention:
                 raise ConfigError(
                     f"keep: {name}={value!r}",
                     rule="A number above 0, or None",
-                    remedy="Write keep=3 for the three newest, or CheckpointRetention(last=3, every=1000)",
+                    remedy="Write retention=3 for the three newest, or CheckpointRetention(last=3, every=1000)",
                 )
 
     @classmethod

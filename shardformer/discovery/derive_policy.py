@@ -465,7 +465,7 @@ EXAMPLE = """
 
     class MyPolicy(RolePolicy):
         stack = LayerStack("layers", [                # the ModuleList of layers; what follows stands in each of them
-            Attention("attn", AttentionProjections(q="q", k="k", v="v", out="o"), counts={"num_heads": "heads"}),
+            Attention("attn", AttentionProjections(q="q", k="k", v="v", out="o"), local_attrs={"num_heads": "heads"}),
             MLP("mlp", up="fc1", down="fc2"),
         ])
         embeddings = "embed"                     # over the vocabulary
@@ -476,7 +476,7 @@ EXAMPLE = """
 
 IN_ITS_FORWARD = (
     "Where its attention takes heads apart, let the number of heads, and the width of all, be -1 or an attribute that "
-    "counts= names: a rank has a part of them. Then the nearest policy does"
+    "local_attrs= names: a rank has a part of them. Then the nearest policy does"
 )
 
 

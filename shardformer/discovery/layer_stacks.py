@@ -109,13 +109,13 @@ class _PipelineHintSearch:
         for way in ways:
             for with_lists in (False, True) if self._truth.also else (False,):
                 if everywhere := self._in_front(self._chain(way), with_lists=with_lists):
-                    yield [_with(stack, everywhere=everywhere) for stack in way]
+                    yield [_with(stack, on_every_stage=everywhere) for stack in way]
 
     def _only_needed(self, stacks: LayerStacks) -> LayerStacks:
         """Without those of ``everywhere`` that are not needed."""
         kept = stacks
         for path in stacks[0].stages.on_every_stage:
-            fewer = [_with(s, everywhere=tuple(p for p in s.stages.on_every_stage if p != path)) for s in kept]
+            fewer = [_with(s, on_every_stage=tuple(p for p in s.stages.on_every_stage if p != path)) for s in kept]
             if self._mismatch(fewer) is None:
                 kept = fewer
         return kept
@@ -148,13 +148,13 @@ class _PipelineHintSearch:
             at, own = calls.index(path), self._own(path)
             unit = next(min(units) for name, units in home.items() if name.rpartition(".")[0] == path)
             if at < bounds[0][0] and unit == end:
-                out[0] = _with(out[0], before=(*out[0].stages.with_first_layer, own))
+                out[0] = _with(out[0], with_first_layer=(*out[0].stages.with_first_layer, own))
             if at > bounds[-1][1] and unit != end:
-                out[-1] = _with(out[-1], after=(*out[-1].stages.with_last_layer, own))
+                out[-1] = _with(out[-1], with_last_layer=(*out[-1].stages.with_last_layer, own))
             for i, (before, after) in enumerate(pairwise(bounds) if len(bounds) == len(out) else []):
                 # what a stack hands to the next directly is made before it is handed on
                 if before[1] < at < after[0] and out[i + 1].cross_states is None and unit != chain.starts[i + 1] - 1:
-                    out[i] = _with(out[i], after=(*out[i].stages.with_last_layer, own))
+                    out[i] = _with(out[i], with_last_layer=(*out[i].stages.with_last_layer, own))
         return out
 
     def _with_lent(self, stacks: LayerStacks) -> LayerStacks:
@@ -166,7 +166,7 @@ class _PipelineHintSearch:
                 0
             ]  # of a list of layers for each stage the first
             layers = list(self._model.get_submodule(path).children())
-            out.append(_with(stack, from_first=tuple(_only_in_first(*layers[:2]))) if len(layers) > 1 else stack)
+            out.append(_with(stack, shared_from_first=tuple(_only_in_first(*layers[:2]))) if len(layers) > 1 else stack)
         return out
 
     def _with_contexts(self, stacks: LayerStacks) -> LayerStacks:

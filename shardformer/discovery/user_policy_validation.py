@@ -74,8 +74,8 @@ def suggest_fix(policy: Policy, role: Role | str | None, twin: ReducedModel, at:
         unsaid = _unlisted_numbers(policy, role, twin)
         return (
             "The linears that read its input are q, k and v, or qkv, and the one behind the heads is out; num_heads, "
-            f"here {heads!r}, is what its forward takes them apart by; counts= names what it reads that has to be this "
-            "rank's" + (f". It reads {unsaid}, of which counts= says nothing" if unsaid else "") + "."
+            f"here {heads!r}, is what its forward takes them apart by; local_attrs= names what it reads that has to be "
+            "this rank's" + (f". It reads {unsaid}, of which local_attrs= says nothing" if unsaid else "") + "."
         )
     if isinstance(role, MLP):
         return f"{OF_MLP}."

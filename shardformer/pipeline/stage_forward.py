@@ -511,6 +511,7 @@ def _other_stage_error(path: str, name: str) -> ConfigError:
     return ConfigError(
         f"{path} is given {name}, which is computed of parameters that another stage holds, or of NaN in the batch",
         rule="A stage hands on the states between the layers; what a layer reads beside them is made on its own stage",
-        remedy="Name the module that makes it in a policy: LayerStack(..., stages=PipelineHints(everywhere=[...])), "
-        "from_first=[...] where it stands in the first layer, before=[...] or after=[...] where one stage needs it",
+        remedy="Name the module that makes it in a policy: LayerStack(..., stages=PipelineHints(on_every_stage=[..])); "
+        "shared_from_first=[...] where it stands in the first layer, with_first_layer=[...] or with_last_layer=[...] "
+        "where one stage needs it",
     )

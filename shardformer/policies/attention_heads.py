@@ -145,7 +145,7 @@ class HeadLayout:
         dims = [d for d, n in enumerate(full.shape) if n == split.full] if dim is None else [dim % max(full.dim(), 1)]
         if len(dims) != 1 or full.shape[dims[0]] != split.full:
             raise PolicyError(
-                f"{path} has the shape {tuple(full.shape)}, and counts={said!r}",
+                f"{path} has the shape {tuple(full.shape)}, and local_attrs={said!r}",
                 rule=f"One of its dims has the size of what it counts, here {split.full}",
                 remedy=f"Name the dim too, ({kind!r}, dim), where several have that size, or correct what it counts",
             )

@@ -345,7 +345,7 @@ class AttentionLowering:
         owner = find_module(module, name.rpartition(".")[0]) or module
         known = [n for n in dir(owner) if n[:1] != "_"]
         return PolicyError(
-            f"There is nothing at '{self.layer.path}.{self._path(name)}', and counts={{{name!r}: ...}}",
+            f"There is nothing at '{self.layer.path}.{self._path(name)}', and local_attrs={{{name!r}: ...}}",
             rule="What an attention's counts name is an attribute, parameter, norm or embedding, or with a dim an "
             "argument of its forward",
             remedy=did_you_mean(name.rpartition(".")[2], known) + " Where some models lack it, end its name with a ?",

@@ -9,6 +9,7 @@ Three ways to write one, of which each is turned into the next:
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -20,8 +21,18 @@ from shardformer.mesh.parallel_context import Axis
 from shardformer.pipeline.layer_sequence import LayerSequence, StackDescription
 from shardformer.policies.legacy import LegacyPolicy, legacy_descriptions
 from shardformer.policies.module_descriptions import ModuleKey, ModulePolicyDescription
+from shardformer.public_names import renamed_arguments
+
+RENAMED = {
+    "prove": "validate", "find_part": "find_submodel_policy", "chain": "layer_sequence", "whole": "keep_replicated",
+    "parts": "submodels", "single": "unstacked_blocks", "against_sequence": "no_sequence_parallel",
+    "against_pipeline": "no_pipeline", "refuses_sequence": "no_sequence_parallel_reason",
+    "refuses_pipeline": "no_pipeline_reason",
+}  # fmt: skip
+"""Earlier names of what a policy defines -> the names now."""
 
 
+@renamed_arguments({}, attributes=RENAMED)
 class Policy(LegacyPolicy):
     """How a model is sharded. Overwrite what your model needs; see the module's docstring for the three forms."""
 
@@ -34,6 +45,13 @@ class Policy(LegacyPolicy):
     unproven: Mapping[str, Mapping[str, str]] = MappingProxyType({})
     """"tensor", "pipe" or "enable_sequence_parallelism" -> inputs (images in a text) with which it was not proven, and
     why. Batches with them are refused then."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for old in [name for name in vars(cls) if name in RENAMED]:
+            warnings.warn(f"{cls.__name__}.{old} is now {RENAMED[old]}", DeprecationWarning, stacklevel=2)
+            setattr(cls, RENAMED[old], vars(cls)[old])
+            delattr(cls, old)
 
     def __init__(self) -> None:
         self.model: Any = None

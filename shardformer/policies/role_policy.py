@@ -7,7 +7,6 @@ MLP's to one layer, and what it holds to that module; a leading dot makes such a
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
@@ -47,15 +46,6 @@ BETWEEN_LAYERS = "it reads the states between its layers, of which a rank has a 
 BETWEEN_STAGES = "it reads the states between its layers, of which a stage has those between its own"
 
 
-RENAMED_FIELDS = {
-    "whole": "keep_replicated", "parts": "submodels", "single": "unstacked_blocks",
-    "against_sequence": "no_sequence_parallel", "against_pipeline": "no_pipeline",
-    "refuses_sequence": "no_sequence_parallel_reason", "refuses_pipeline": "no_pipeline_reason",
-    "chain": "layer_sequence",
-}  # fmt: skip
-"""Earlier names of what a policy defines -> the names now."""
-
-
 class RolePolicy(Policy):
     """A policy that is a table of roles. See ``shardformer/policies/models`` for tables.
 
@@ -89,11 +79,6 @@ class RolePolicy(Policy):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for old, new in RENAMED_FIELDS.items():
-            if old in vars(cls):
-                warnings.warn(f"{cls.__name__}.{old} is now {new}", DeprecationWarning, stacklevel=2)
-                setattr(cls, new, vars(cls)[old])
-                delattr(cls, old)
         known = dir(RolePolicy)
         for name in vars(cls):
             close = get_close_matches(name, [n for n in known if n[:1] != "_"], cutoff=0.8)

@@ -136,7 +136,7 @@ class Attention:
         )
         if kind not in kinds:
             raise PolicyError(
-                f"counts={{{name!r}: {said!r}}} of the attention {self.at!r}",
+                f"local_attrs={{{name!r}: {said!r}}} of the attention {self.at!r}",
                 rule=f"What {f'an {what}' if what else 'something'} counts is {', '.join(kinds)}",
                 remedy=did_you_mean(kind, kinds),
             )
@@ -251,7 +251,7 @@ class LayerStack:
                     f"The states of another stack enter the attention {role.at!r} twice: by the context of the stack "
                     f"{self.layers!r} and by the arguments {list(arguments)}",
                     rule="The gradients of what enters are summed over the ranks once",
-                    remedy="Leave out `arguments` where an attention has from_context=True, or say them of all",
+                    remedy="Leave out `arguments` where an attention has cross_attention=True, or say them of all",
                 )
 
     @property

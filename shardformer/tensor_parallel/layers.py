@@ -219,7 +219,7 @@ class Linear1D_Row(_ParallelLinear):
             (backward one all-gather of the input; one all-reduce of it where ``split`` is not the even one).
         skip_bias_add: returns (output, bias) without adding the bias.
 
-    Where a layer adds the outputs of two rows at once, the first's ``exits_with`` holds the second: the first then
+    Where a layer adds the outputs of two rows at once, the first's ``shared_exit`` holds the second: the first then
     gives its bias alone and communicates nothing, and the second brings both products out in one.
     """
 
@@ -238,7 +238,7 @@ class Linear1D_Row(_ParallelLinear):
         super().__init__(in_features, out_features, bias, **kwargs)
         self.parallel_input, self.skip_bias_add = parallel_input, skip_bias_add
         self.block: TensorParallelBlock | None = None
-        self.exits_with: tuple[Linear1D_Row, ...] = ()  # not as a module of this one
+        self.shared_exit: tuple[Linear1D_Row, ...] = ()  # not as a module of this one
         self.product_of_other: tuple[Tensor, Tensor] | None = None
 
     def forward(self, x: Tensor) -> Any:
@@ -269,8 +269,8 @@ class Linear1D_Row(_ParallelLinear):
 
     def _leave(self, x: Tensor, weight: Tensor, edges: TpRegion) -> Tensor:
         """The sum over the ranks, with the product that another row handed to this one; zero where this one did so."""
-        if self.exits_with:
-            self.exits_with[0].product_of_other = x, weight
+        if self.shared_exit:
+            self.shared_exit[0].product_of_other = x, weight
             return x.new_zeros((*edges.leading_shape(x), self.out_features))
         if self.product_of_other is not None:
             (other, its_weight), self.product_of_other = self.product_of_other, None

@@ -253,7 +253,7 @@ class GatherScheduler:
             if unit is not wanted:
                 unit.reshard()
         if wanted is not None:
-            wanted.wait()
+            wanted.wait_for_unshard()
 
     def release(self) -> None:
         """Drops all units: nobody reads them any more, or the shards have changed."""

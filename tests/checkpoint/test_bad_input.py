@@ -113,7 +113,7 @@ def test_a_path_that_is_no_checkpoint_says_what_is_near(path: str, folder: Path)
 SAVES: dict[str, tuple[dict[str, Any], str]] = {
     "step": ({"step": -1}, "step=-1"),
     "a step that is no number": ({"step": 1.5}, "step=1.5"),
-    "keep": ({"keep": 0}, "keep: last=0"),
+    "keep": ({"retention": 0}, "keep: last=0"),
     "code in extra": ({"extra": {"fn": print}}, r"extra\['fn'\] is a builtins.builtin_function_or_method"),
     "a large tensor in extra": ({"extra": torch.zeros(10**5)}, "extra is a torch.Tensor"),
 }

@@ -60,7 +60,7 @@ def saved(root: Path, step: int, keep: Any = None, save: Callable[..., Any] = sa
         with torch.no_grad():
             for tensor in model.state_dict().values():
                 tensor.fill_(step)
-        return save(root, model, optimizer, step=step, keep=keep)
+        return save(model, root, optimizer, step=step, retention=keep)
 
     found = run_as_threads(do, data=RANKS)
     settle()
@@ -387,9 +387,10 @@ def test_a_save_in_the_background_that_fails_says_so(tmp_path: Path, monkeypatch
 # ------------------------------------------------------------------------------------ what a save leaves to a thread
 
 
-def saving_run(context: ParallelContext) -> tuple[nn.Module, Any]:
+def saving_run(context: ParallelContext) -> dict[str, Any]:
     model = net(3)
-    return model, shard_optimizer(model, torch.optim.AdamW(model.parameters()), stage=1, context=context)
+    optimizer = shard_optimizer(model, torch.optim.AdamW(model.parameters()), stage=1, context=context)
+    return {"model": model, "optimizer": optimizer}
 
 
 def test_older_checkpoints_go_when_the_disk_has_what_every_rank_wrote(
@@ -403,7 +404,7 @@ def test_older_checkpoints_go_when_the_disk_has_what_every_rank_wrote(
         real(path)
 
     monkeypatch.setattr(snapshot, "sync", slow)
-    assert run_as_threads(lambda c: save_checkpoint(copy, *saving_run(c), step=3, retention=1), data=RANKS)
+    assert run_as_threads(lambda c: save_checkpoint(**saving_run(c), directory=copy, step=3, retention=1), data=RANKS)
     check(copy, 3)
     assert {p.name for p in copy.glob("step*")} == {f"step-0000000{n}" for n in (1, 2, 3)}
     goes_on.set()
@@ -431,16 +432,16 @@ def test_a_disk_that_fails_behind_a_save_keeps_the_older_ones_and_is_said_by_the
     def do(context: ParallelContext) -> list[str]:
         run, meet = saving_run(context), context.data.transport.gather_objects
         is_broken.set()
-        save_checkpoint(copy, *run, step=3, retention=1)
+        save_checkpoint(**run, directory=copy, step=3, retention=1)
         meet(None)
         settle()
         meet(None)
         is_broken.clear()
         with pytest.raises(InputError, match="may not be on the disk") as error:
-            save_checkpoint(copy, *run, step=4, retention=1)
+            save_checkpoint(**run, directory=copy, step=4, retention=1)
         kept = sorted(p.name for p in copy.glob("step*"))
         meet(None)
-        save_checkpoint(copy, *run, step=5, retention=1)
+        save_checkpoint(**run, directory=copy, step=5, retention=1)
         return [str(error.value), *kept]
 
     first, other = run_as_threads(do, data=RANKS)

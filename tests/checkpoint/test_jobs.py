@@ -196,10 +196,10 @@ def test_the_newest_is_the_one_that_was_saved_last_whatever_the_clock(
 ) -> None:
     clock = time.time
     for step in (100, 200):
-        save(tmp_path, step, keep=2)
+        save(tmp_path, step, retention=2)
     monkeypatch.setattr(time, "time", lambda: clock() + shift_s)
     for step in (300, 150):  # a run that goes on from step 100
-        save(tmp_path, step, keep=2)
+        save(tmp_path, step, retention=2)
         assert newest(tmp_path) == step
         assert (tmp_path / LATEST).read_text() == f"step-{step:08d}\n"
     assert steps(tmp_path) == [150, 300]
@@ -234,12 +234,12 @@ def test_what_a_user_put_beside_a_checkpoint_stays(how: str, tmp_path: Path) -> 
     (path / "NOTES.md").write_text("my notes")
     (path / "plots").mkdir()
     (path / "plots" / "rank-00000.safetensors").write_text("not a checkpoint's")
-    save(tmp_path, 2 if how == "dropped" else 1, keep=1)
+    save(tmp_path, 2 if how == "dropped" else 1, retention=1)
     assert (path / "NOTES.md").read_text() == "my notes"
     assert (path / "plots" / "rank-00000.safetensors").exists()
     assert (path / "checkpoint.json").exists() == (how == "replaced")
     assert newest(tmp_path) == (2 if how == "dropped" else 1)
-    save(tmp_path, 1, keep=1)
+    save(tmp_path, 1, retention=1)
     assert (path / "NOTES.md").exists() and newest(tmp_path) == 1
 
 
@@ -261,7 +261,7 @@ def test_a_checkpoint_that_is_a_link_is_loaded_and_not_deleted(tmp_path: Path) -
     root.mkdir()
     (root / "step-00000001").symlink_to(tmp_path / "big disk" / "step-00000001")
     assert newest(root) == 1
-    save(root, 2, keep=1)
+    save(root, 2, retention=1)
     assert (root / "step-00000001").is_symlink() and newest(tmp_path / "big disk") == 1
 
 
@@ -271,7 +271,7 @@ def test_what_was_not_a_save_is_not_deleted(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("mine")
     for step in (1, 2, 3):
-        save(tmp_path, step, keep=CheckpointRetention(last=1))
+        save(tmp_path, step, retention=CheckpointRetention(last=1))
     assert all((tmp_path / name / "file").read_text() == "mine" for name in mine)
 
 
@@ -291,7 +291,7 @@ def test_a_planted_link_is_not_written_through(name: str, to: str, tmp_path: Pat
     (root / name).symlink_to(precious)
     try:
         save(root, 7)
-        save(root, 7, keep=1)
+        save(root, 7, retention=1)
         assert newest(root) == 7
     except ConfigError:
         assert name in (LOCK, "step-00000007")

@@ -97,7 +97,7 @@ for step in range(4):
     tried("backward", step, lambda: loss.backward() if loss.requires_grad else None)
     tried("step", step, optimizer.step)
     optimizer.zero_grad()
-    tried("save", step, lambda: shardformer.save_checkpoint({str(folder / "saved")!r}, model))
+    tried("save", step, lambda: shardformer.save_checkpoint(model, {str(folder / "saved")!r}))
 print("DONE", flush=True)
 """)
     return file

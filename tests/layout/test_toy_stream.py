@@ -47,7 +47,9 @@ def test_gradients_are_those_of_the_whole_sequence(order: IndexOrder) -> None:
     cut = ActivationShard(Dim.SEQUENCE, "sequence", order, ShardedFrom.INPUTS)
 
     def difference(context: ParallelContext) -> float:
-        model = shard_model(models[context.rank], TokenWisePolicy, context=context, stream=ActivationLayout((cut,)))
+        model = shard_model(
+            models[context.rank], TokenWisePolicy, context=context, activation_layout=ActivationLayout((cut,))
+        )
         own = [i for a, b in cut.split(8, 2).parts[context.sequence.rank] for i in range(a, b)]
         cross_entropy(model(batch["ids"][:, own]).flatten(0, 1), batch["labels"][:, own].flatten()).backward()
         specs, want = shard_specs(model), {name: p.grad for name, p in plain.named_parameters()}

@@ -187,7 +187,9 @@ def test_states_that_another_stage_should_have_made_are_refused_and_not_nan(befo
     chain = LayerSequence((StackDescription("layers", layer_calls=("layers.0", "layers.1", "layers.2")),))
     model = LateNorm(before)
     stage = stretch(model, chain, LayerRange(0, 2))
-    said = rf"layers\.{before} is given input, which is computed of parameters that another stage holds.*before="
+    said = (
+        rf"layers\.{before} is given input, which is computed of parameters that another stage holds.*with_first_layer="
+    )
     with pytest.raises(ConfigError, match=said):
         stage.run(model, StagePass(LayerRange(0, 2), {}), partial(model, torch.ones(1, 4)))
     whole = LateNorm(before)

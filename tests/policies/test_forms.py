@@ -114,7 +114,7 @@ class MyGPT2(RolePolicy):
         ],
         final_norm="ln_f",
     )
-    embeddings, head, whole, num_heads = "wte", "lm_head", ("wpe",), "n_head"
+    embeddings, head, keep_replicated, num_heads = "wte", "lm_head", ("wpe",), "n_head"
 
 
 def test_roles_on_gpt2(pool2: WorkerPool) -> None:

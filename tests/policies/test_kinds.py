@@ -42,8 +42,8 @@ HEADS = AttentionProjections(q="q", k="k", v="v", out="o")
     [
         (lambda: Attention(None, HEADS), "Attention has at=None", "`at` is a string"),
         (lambda: Attention("attn", "q"), "Attention has projections='q'", "`projections` is an AttentionProjections"),
-        (lambda: Attention("attn", HEADS, {"n": 3}), "counts={'n': 3}", "a string or (a string, a whole number)"),
-        (lambda: Attention("attn", HEADS, ["num_heads"]), "counts=['num_heads']", "`counts` is a dict"),
+        (lambda: Attention("attn", HEADS, {"n": 3}), "local_attrs={'n': 3}", "a string or (a string, a whole number)"),
+        (lambda: Attention("attn", HEADS, ["num_heads"]), "local_attrs=['num_heads']", "`local_attrs` is a dict"),
         (lambda: Attention("attn", HEADS, num_heads=True), "num_heads=True", "a whole number or a string or None"),
         (lambda: AttentionProjections(q=["q"], out="o"), "Projections has q=['q']", "`q` is a string or None"),
         (lambda: AttentionProjections(q="q", out=None), "Projections has out=None", "`out` is a string"),
@@ -52,11 +52,11 @@ HEADS = AttentionProjections(q="q", k="k", v="v", out="o")
         (lambda: MLP("mlp", up="fc1", down="fc2", fused="2"), "fused='2'", "a whole number or None"),
         (lambda: LayerStack("layers", MLP("mlp", up="a", down="b")), "Stack has blocks=MLP(", "Write blocks=[MLP("),
         (lambda: LayerStack("layers", ["attn"]), "blocks=['attn']", "an Attention or an MLP or an Experts"),
-        (lambda: LayerStack("layers", [], cross_states="x"), "context='x'", "(a string, a string) or None"),
+        (lambda: LayerStack("layers", [], cross_states="x"), "cross_states='x'", "(a string, a string) or None"),
         (
             lambda: LayerStack("layers", [], stages=PipelineHints(with_first_layer="x")),
-            "before='x'",
-            "Write before=['x']",
+            "with_first_layer='x'",
+            "Write with_first_layer=['x']",
         ),
     ],
 )
@@ -96,7 +96,10 @@ class FirstForm(Policy):
         (table(stack="layers"), ("MyPolicy has stack='layers'", "a LayerStack or a list (each a LayerStack)")),
         (table(embeddings=[3]), ("embeddings=[3]", "a string or a list (each a string)")),
         (table(head=None), ("head=None", "a string or a list")),
-        (table(whole="layers.*.mlp"), ("whole='layers.*.mlp'", "Write whole=['layers.*.mlp']")),
+        (
+            table(keep_replicated="layers.*.mlp"),
+            ("keep_replicated='layers.*.mlp'", "Write keep_replicated=['layers.*.mlp']"),
+        ),
         (table(num_heads=5.0), ("num_heads=5.0", "a whole number or a string")),
         (saying({3: ModulePolicyDescription()}), ("MyPolicy.module_policy() has key=3", "a string or a class")),
         (saying({None: ModulePolicyDescription()}), ("key=None", "a string or a class")),

@@ -130,8 +130,8 @@ def test_nobody_can_tell(ranks: int, mode: str) -> None:
     ("changes", "said"),
     [
         ({"inputs": AttentionInputs()}, "shape '[2, 7, 30]' is invalid"),
-        ({"counts": {**ATTENTION.local_attrs, "scale": "inside"}}, "must match the size of tensor"),
-        ({"counts": {n: k for n, k in ATTENTION.local_attrs.items() if n != "shift"}}, "shift is a parameter of"),
+        ({"local_attrs": {**ATTENTION.local_attrs, "scale": "inside"}}, "must match the size of tensor"),
+        ({"local_attrs": {n: k for n, k in ATTENTION.local_attrs.items() if n != "shift"}}, "shift is a parameter of"),
     ],
 )
 def test_each_word_is_needed(changes: dict[str, Any], said: str) -> None:
@@ -208,9 +208,9 @@ def saved() -> nn.Module:
 )
 def test_what_does_not_fit_is_refused(make: Callable[[], nn.Module], counts: dict[str, Any], said: str) -> None:
     with pytest.raises(PolicyError, match=said):
-        run_as_threads(lambda context: shard_model(make(), changed(counts=counts), context=context), tensor=2)
+        run_as_threads(lambda context: shard_model(make(), changed(local_attrs=counts), context=context), tensor=2)
 
 
 def test_a_wrong_count_is_refused_where_it_is_written() -> None:
-    with pytest.raises(PolicyError, match=r"counts=\{'scale': 'head'\}.*'heads'"):
+    with pytest.raises(PolicyError, match=r"local_attrs=\{'scale': 'head'\}.*'heads'"):
         Attention("attn", AttentionProjections(out="o"), {"scale": "head"})

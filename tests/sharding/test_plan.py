@@ -224,7 +224,7 @@ GOOD_ATTENTION, GOOD_MLP = ToyPolicy.stack.blocks
         ({"stack": block(MLP("mlp", up="fc1", down="fc1"))}, ("41 output features", "30 input features")),
         ({"stack": LayerStack("layers", [GOOD_ATTENTION, GOOD_MLP], final_norm="nrm")}, ("no module 'nrm'", "'norm'")),
         ({"embeddings": "embd"}, ("no module 'embd'", "'embed'")),
-        ({"whole": ("positions",)}, ("no module 'positions'",)),
+        ({"keep_replicated": ("positions",)}, ("no module 'positions'",)),
         ({"num_heads": "n_head"}, ("num_heads is 'n_head'", "no config", "num_heads = 12")),
         ({"num_heads": 4}, ("layers.*.attn.o has 30 features", "4 heads")),
         ({"num_kv_heads": 1}, ("layers.*.attn.k has 30 features", "1 heads of 6")),

@@ -108,8 +108,8 @@ class GridLinear_Row(_GridLinear, Linear1D_Row):
         return ShardSpec(shape, splits), ShardSpec((self.out_features,), {0: of_bias})
 
     def _leave(self, x: Tensor, weight: Tensor, edges: TpRegion) -> Tensor:
-        if self.exits_with:
-            self.exits_with[0].product_of_other = x, weight
+        if self.shared_exit:
+            self.shared_exit[0].product_of_other = x, weight
             width = even_length(self.out_features, self.grid.hidden.size, self.grid.hidden.rank)
             if not isinstance(edges, GridRegion):
                 return x.new_zeros((*x.shape[:-1], self.out_features))

@@ -110,4 +110,6 @@ class Checkpoint(Hook):
         if self._engine.steps == self._saved_step:
             return
         self._saved_step = self._engine.steps
-        self._engine.save(self.folder, extra=extra, keep=self.keep, in_background=self.in_background, position=position)
+        self._engine.save(
+            self.folder, extra=extra, retention=self.keep, in_background=self.in_background, position=position
+        )

@@ -130,7 +130,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], Any, Sequence[str]]] = {
     "no counts": (
         ToyLM,
         table(Attention("attn", AttentionProjections(q="q", k="k", v="v", out="o")), FEED_FORWARD),
-        ("the Attention 'attn'", "It reads num_heads=5, of which counts= says nothing"),
+        ("the Attention 'attn'", "It reads num_heads=5, of which local_attrs= says nothing"),
     ),
     "heads that tear": (
         with_attention(TornHeads),
@@ -210,7 +210,7 @@ def test_a_policy_is_tried_over_as_many_ranks_as_there_are() -> None:
         (ToyLM, Written("Layer", ("mlp.fc1", Linear1D_Col), kwargs={"gather_output": True})),
         (Tower, TowerPolicy),
         (lambda: ToyLM(tied=True), ToyPolicy),
-        (with_mlp(lambda: nn.Softmax(-1)), table(ATTENTION, whole=("layers.*.mlp",))),
+        (with_mlp(lambda: nn.Softmax(-1)), table(ATTENTION, keep_replicated=("layers.*.mlp",))),
     ],
     ids=["all", "the MLP alone", "gathered", "numbers", "tied", "mixed and whole"],
 )
@@ -283,7 +283,7 @@ def test_where_nothing_can_be_told_a_policy_is_taken_at_its_word_and_that_is_not
 
 def test_a_difference_that_is_meant_can_be_said() -> None:
     make, policy, _ = WRONG["features that are mixed"]
-    assert len(sharded(make, type("Meant", (policy,), {"prove": False}))) == 2
+    assert len(sharded(make, type("Meant", (policy,), {"validate": False}))) == 2
 
 
 def test_a_policy_is_tried_once_for_models_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,16 +116,21 @@ def test_a_family_that_nobody_described(family: str) -> None:
 @pytest.mark.parametrize(
     ("family", "head", "need", "name"),
     [
-        ("deepseek_v32", "DeepseekV32ForCausalLM", "gathers", "self_attn"),  # an attention that stays whole
-        ("qwen3_next", "Qwen3NextForCausalLM", "gathers", "linear_attn"),
-        ("wav2vec2-bert", "Wav2Vec2BertForSequenceClassification", "gathers", "conv_module"),
-        ("llama4_text", "Llama4ForCausalLM", "around", "feed_forward"),  # each expert is given all tokens
-        ("deepseek_v4", "DeepseekV4ForCausalLM", "around", "mlp"),  # each token has several states, (B, S, 4, H)
-        ("switch_transformers", "SwitchTransformersForConditionalGeneration", "around", "layer.1.mlp"),
-        ("mobilebert", "MobileBertForMaskedLM", "around", "attention"),  # values have a source of their own
-        ("gemma4_text", "Gemma4ForCausalLM", "beside", "per_layer_input"),
-        ("zamba", "ZambaForCausalLM", "beside", "mamba_decoder.transformer_hidden_states"),
-        ("voxtral_realtime", "VoxtralRealtimeForConditionalGeneration", "apart", "ada_rms_norm"),
+        ("deepseek_v32", "DeepseekV32ForCausalLM", "gather_modules", "self_attn"),  # an attention that stays whole
+        ("qwen3_next", "Qwen3NextForCausalLM", "gather_modules", "linear_attn"),
+        ("wav2vec2-bert", "Wav2Vec2BertForSequenceClassification", "gather_modules", "conv_module"),
+        ("llama4_text", "Llama4ForCausalLM", "gather_with_blocks", "feed_forward"),  # each expert is given all tokens
+        (
+            "deepseek_v4",
+            "DeepseekV4ForCausalLM",
+            "gather_with_blocks",
+            "mlp",
+        ),  # each token has several states, (B, S, 4, H)
+        ("switch_transformers", "SwitchTransformersForConditionalGeneration", "gather_with_blocks", "layer.1.mlp"),
+        ("mobilebert", "MobileBertForMaskedLM", "gather_with_blocks", "attention"),  # values have a source of their own
+        ("gemma4_text", "Gemma4ForCausalLM", "per_token_args", "per_layer_input"),
+        ("zamba", "ZambaForCausalLM", "per_token_args", "mamba_decoder.transformer_hidden_states"),
+        ("voxtral_realtime", "VoxtralRealtimeForConditionalGeneration", "token_free_modules", "ada_rms_norm"),
     ],
 )
 def test_what_sequence_parallelism_needs_is_found(

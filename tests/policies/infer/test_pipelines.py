@@ -100,4 +100,4 @@ def test_what_reads_between_the_layers_is_named(pool2: WorkerPool) -> None:
 def test_how_many_things_layers_return_is_found_and_written_down(family: str, returns: int) -> None:
     policy = derive_policy(Small(family, CLASSES[family])())
     assert isinstance(policy.stack, LayerStack) and policy.stack.stages.num_outputs == returns
-    assert (f"returns={returns}" in policy_module_source(policy)) == (returns > 0)
+    assert (f"num_outputs={returns}" in policy_module_source(policy)) == (returns > 0)
