@@ -285,7 +285,7 @@ class HostShard:
         """The masters are not needed before the next step."""
 
     def discard(self, *, keeps_memory: bool = False) -> None:
-        """As ``put_away``, where nothing was changed.
+        """As ``evict``, where nothing was changed.
 
         Args:
             keeps_memory: somebody still looks at the tensors that are here.

@@ -224,7 +224,7 @@ class LayerStack:
         layers: path of the ModuleList, with ``*`` for an index where each stage of a model has one ("layers.*.blocks").
         blocks: the attentions, MLPs and experts of one layer.
         final_norm: the norm behind the last layer.
-        cross_states: (path of a module, name of its argument): the states that ``from_context`` attentions read, which
+        cross_states: (path of a module, name of its argument): the states that ``cross_attention`` attentions read, which
             enter there once for all of them; for a pipeline, where the states of the stack before come in.
         no_sequence_parallel: why sequence parallelism cannot cut its sequence, where it does cut those of other stacks.
         optional: whether some models lack it.

@@ -249,7 +249,7 @@ class GatherHook(Protocol):
 
 
 class FullSequenceModule:
-    """Around a module that needs the whole sequence: see ``StackActivations.register_whole``."""
+    """Around a module that needs the whole sequence: see ``StackActivations.register_full_sequence``."""
 
     def __init__(self, stream: StackActivations, module: nn.Module, random: bool) -> None:
         self._stream = stream
@@ -291,7 +291,7 @@ class FullSequenceModule:
 
 
 class TokenFreeModule(FullSequenceModule):
-    """Around a module that is given no tokens: see ``StackActivations.register_apart``."""
+    """Around a module that is given no tokens: see ``StackActivations.register_token_free``."""
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._stream.is_cut and self._random is not None and module.training:
