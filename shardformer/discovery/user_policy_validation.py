@@ -59,7 +59,7 @@ OF_DESCRIPTIONS = (
 )
 OF_VOCABULARY = (
     "The table of tokens goes into `embeddings`, the linear that gives a score for each token into `head`; what else "
-    "is large, as a table of positions, into `whole`"
+    "is large, as a table of positions, into `keep_replicated`"
 )
 OF_MLP = (
     "The linears that read its input go into `up`, the last one into `down`, a norm between them into `norm`; what "

@@ -305,7 +305,7 @@ class AttentionLowering:
         return resolve_path(self.role.at, name)
 
     def _add_counted(self, description: ModulePolicyDescription, of_k: Mapping[str, Any]) -> dict[str, int]:
-        """Adds what the role's ``counts`` name to the description. Returns the arguments that count heads.
+        """Adds what the role's ``local_attrs`` name to the description. Returns the arguments that count heads.
 
         Args:
             of_k: how the projection of k, or v, is cut, which a norm of k is cut as.

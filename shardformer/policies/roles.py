@@ -20,7 +20,7 @@ LOCAL_ATTR_KINDS = {
     "embedding": ("heads",),
     "argument": ("heads",),
 }
-"""What each of the things that an attention's ``counts`` may name can count."""
+"""What each of the things that an attention's ``local_attrs`` may name can count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,8 +224,8 @@ class LayerStack:
         layers: path of the ModuleList, with ``*`` for an index where each stage of a model has one ("layers.*.blocks").
         blocks: the attentions, MLPs and experts of one layer.
         final_norm: the norm behind the last layer.
-        cross_states: (path of a module, name of its argument): the states that ``cross_attention`` attentions read, which
-            enter there once for all of them; for a pipeline, where the states of the stack before come in.
+        cross_states: (path of a module, name of its argument): the states that attentions with ``cross_attention``
+            read, which enter there once for all of them; for a pipeline, where the states of the stack before come in.
         no_sequence_parallel: why sequence parallelism cannot cut its sequence, where it does cut those of other stacks.
         optional: whether some models lack it.
         stages: what a pipeline has to know of it.

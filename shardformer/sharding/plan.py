@@ -348,7 +348,7 @@ def _check_explained(policy: Policy, plan: ShardingPlan) -> None:
             f"No rule explains {name!r} {tuple(p.shape)}, {p.numel() / total:.1%} of all parameters"
             + (f", nor {', '.join(map(repr, others))}" if others else ""),
             rule="Every matrix of a layer, and every large one elsewhere, is cut or said to stay whole",
-            remedy=f"Give it a role, or add it to the policy's `whole` ({known or 'empty now'})",
+            remedy=f"Give it a role, or add it to the policy's `keep_replicated` ({known or 'empty now'})",
         )
 
 

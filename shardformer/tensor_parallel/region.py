@@ -148,7 +148,7 @@ def enter_region(x: Tensor, axis: Axis) -> Tensor:
         if custom_function_of(node) is CopyToTpRegion:
             raise PolicyError(
                 f"A tensor of shape {tuple(x.shape)} enters a block that has entered one already",
-                remedy="Name it once: by the `context` of its stack, or by the `inputs` of its attentions",
+                remedy="Name it once: by the `cross_states` of its stack, or by the `inputs` of its attentions",
             )
         before = node.next_functions
         node = before[0][0] if len(before) == 1 else None  # a view has one

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts import PYTHON
-
 pytestmark = pytest.mark.slow
 
 TWO = """
@@ -45,7 +43,7 @@ TWO = """
 @pytest.mark.skipif(sys.platform != "linux", reason="forks processes that have torch's threads")
 def test_a_process_that_an_error_ended_is_not_waited_for(tmp_path: Path) -> None:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    script = [PYTHON, "-c", textwrap.dedent(TWO), str(tmp_path / "store")]
+    script = [sys.executable, "-c", textwrap.dedent(TWO), str(tmp_path / "store")]
     done = subprocess.run(script, env=env, capture_output=True, text=True, timeout=60)
     text, codes = done.stdout.splitlines()
     assert text.startswith("Process 1 ended before it came to shard, by ConfigError: 'my-model' holds no config.")

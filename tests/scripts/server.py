@@ -22,7 +22,6 @@ import sys
 import threading
 import types
 from collections.abc import Mapping
-from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -156,8 +155,6 @@ def run(request: Request) -> NoReturn:
     first = {"module": request["cwd"], "code": "", "script": str(Path(name).resolve().parent)}[kind]
     sys.path[:] = [first, *path, *BASE_PATH]
     sys.argv[:] = ["-c" if kind == "code" else name, *arguments]
-    if "RANK" not in os.environ:
-        _start_fork_server()
     status = 0
     try:
         if kind == "module":
@@ -184,26 +181,6 @@ def run(request: Request) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(status)  # taking all modules apart would take longer than many a script
-
-
-def _start_fork_server() -> None:
-    """Forks the server that ``multiprocessing`` would start anew: the workers of pools find the imports made."""
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
-    if hasattr(server, "_forkserver_authkey"):  # of a Python that sends it a key when it starts
-        return
-    address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
-    alive, end = os.pipe()
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(address)
-        listener.listen()
-        pid = os.fork()
-        if pid == 0:
-            os.close(end)
-            with contextlib.suppress(SystemExit):  # once nobody has the other end of the pipe
-                forkserver.main(listener.detach(), alive, [])
-            os._exit(0)
-    os.close(alive)
-    server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, end, pid
 
 
 def _status(code: object) -> int:
