@@ -84,10 +84,7 @@ def train_in_parallel(args: argparse.Namespace, parallel: shardformer.ParallelCo
         data_options={"shuffle": False},
     )  # fmt: skip
     for batch in itertools.islice(engine.data, args.steps):
-        loss = engine(batch)
-        engine.backward(loss)
-        engine.step()
-        yield loss.item()
+        yield engine.train_step(batch).item()
 
 
 def timed(losses: Iterable[float], name: str = "") -> dict[str, Any]:

@@ -229,7 +229,10 @@ GOOD_ATTENTION, GOOD_MLP = ToyPolicy.stack.blocks
         ({"num_heads": 4}, ("layers.*.attn.o has 30 features", "4 heads")),
         ({"num_kv_heads": 1}, ("layers.*.attn.k has 30 features", "1 heads of 6")),
         ({"num_kv_heads": 2}, ("5 query heads on 2 KV heads", "Check the head counts")),
-        ({"stack": block(GOOD_ATTENTION)}, ("No rule explains 'layers.0.mlp.fc1.weight' (41, 30)", "`whole`")),
+        (
+            {"stack": block(GOOD_ATTENTION)},
+            ("No rule explains 'layers.0.mlp.fc1.weight' (41, 30)", "`keep_replicated`"),
+        ),
         ({"embeddings": ()}, ("No rule explains 'embed.weight' (101, 30)", "%")),
         ({"head": ()}, ("No rule explains 'head.weight' (101, 30)",)),
     ],
