@@ -10,8 +10,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 import shardformer
+from shardformer.policies.role_policy import RolePolicy
+from shardformer.policies.roles import Q_K_V_O, Attention
 
 PACKAGE = Path(shardformer.__file__).parent
 PACKAGES = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
@@ -68,3 +71,35 @@ def test_zero_can_still_be_called() -> None:
 def test_a_misspelt_name_gets_a_suggestion() -> None:
     with pytest.raises(AttributeError, match=r"no attribute 'shard_modle'\. Did you mean 'shard_model'"):
         shardformer.shard_modle  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_the_earlier_order_and_names_of_arguments_give_the_same(tmp_path: Path) -> None:
+    context = shardformer.ParallelContext.of({})
+    model = shardformer.shard_model(torch.nn.Linear(2, 2), context=context)
+    with pytest.warns(DeprecationWarning, match="shard_optimizer takes the model first now"):
+        optimizer = shardformer.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, stage=0)  # type: ignore[arg-type]
+    with pytest.warns(DeprecationWarning, match="save_checkpoint takes the model first now"):
+        path = shardformer.save_checkpoint(tmp_path, model, optimizer, step=3)  # type: ignore[arg-type]
+    assert path == tmp_path / "step-00000003"
+    with pytest.warns(DeprecationWarning, match=r"load_checkpoint\(folder=\) is now directory="):
+        assert shardformer.load_checkpoint(model=model, folder=tmp_path, optimizer=optimizer).step == 3  # type: ignore[call-arg]
+    assert shardformer.load_checkpoint(model, tmp_path, optimizer).step == 3
+    with pytest.raises(shardformer.ConfigError, match="got both folder= and directory="):
+        shardformer.load_checkpoint(model, folder=tmp_path, directory=tmp_path)  # type: ignore[call-arg]
+
+
+def test_what_a_policy_defines_by_an_earlier_name_counts() -> None:
+    """It would be ignored in silence otherwise."""
+    with pytest.warns(DeprecationWarning, match="Mine.whole is now keep_replicated"):
+
+        class Mine(RolePolicy):
+            whole = ("positions",)
+
+    assert Mine.keep_replicated == ("positions",)
+    policy = Mine()
+    with pytest.warns(DeprecationWarning, match="is now validate"):
+        policy.prove = False  # type: ignore[attr-defined]
+    assert not policy.validate
+    with pytest.warns(DeprecationWarning, match=r"Attention\(counts=\) is now local_attrs="):
+        made = Attention("attn", Q_K_V_O, counts={"num_heads": "heads"})  # type: ignore[call-arg]
+    assert made.local_attrs == {"num_heads": "heads"}

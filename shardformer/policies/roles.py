@@ -89,7 +89,7 @@ class AttentionInputs:
         check_field_types(self)
 
 
-@renamed_arguments({"counts": "local_attrs", "counted": "local_attr_kind"})
+@renamed_arguments({"counts": "local_attrs"})
 @dataclass(frozen=True)
 class Attention:
     """An attention of a layer.
