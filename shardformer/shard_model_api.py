@@ -97,7 +97,7 @@ def _validate(sharder: Sharder, resolved: ResolvedPolicy, *, is_users: bool) -> 
         if found.against is not None:
             raise ConfigError(
                 f"tensor_parallel_mode={sharder.grid.mode!r} for {type(model).__name__}: {found.against}",
-                rule="A model is cut over a grid where a small twin of it trains so as it does whole",
+                rule="A small copy of the model has to give the same results over the grid as in one process",
                 remedy="Use tensor_parallel_mode='1d' for this model, or another of the modes",
             )
         resolved.samples, resolved.unvalidated = found.samples, found.unproven
@@ -109,8 +109,8 @@ def _validate(sharder: Sharder, resolved: ResolvedPolicy, *, is_users: bool) -> 
         if learned.against is not None:
             raise ConfigError(
                 f"sequence={context.sequence.size} for {type(model).__name__}: {learned.against}",
-                rule="A sequence is cut over ranks where a small twin of the model trains so as it does whole",
-                remedy="Leave the sequence axis out for this model: enable_sequence_parallelism cuts the sequence "
+                rule="A small copy of the model has to give the same results with a sharded sequence as in one process",
+                remedy="Leave the sequence axis out for this model: enable_sequence_parallelism shards the sequence "
                 "between the blocks of tensor parallelism",
             )
         resolved.context = learned.learned
