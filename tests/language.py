@@ -1,0 +1,150 @@
+"""Find prose that is hard to read: private vocabulary, long sentences, and errors without the value that was passed.
+
+``python -m tests.language [PATH ...]`` prints what it finds in these files, or in all files of the project.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+MAX_WORDS = 30
+PRIVATE_WORDS = {
+    r"said|says|told|tells": "use reported, specified, logged",
+    r"stands?|standing|stood": "use is, has, contains",
+    r"goes with|go with": "use works with",
+    r"behind|beside": "use after, next to, in addition to",
+    r"alike": "use identical, the same",
+    r"somebody|nobody|anybody|whoever|everybody": "use you, the user, or rewrite",
+    r"twins?": "use reduced model",
+    r"proven|proofs?|proves": "use validated, validation",
+    r"stretch(?:es)?": "use slice, chunk, range",
+    r"comes? apart|came apart": "use diverge",
+    r"at the (?:most|least)": "use at most, at least",
+    r"to the bit": "use bitwise equal",
+    r"mend(?:s|ed)?": "use fix",
+    r"meanwhile": "rewrite",
+    r"of which|in which case": "rewrite as two sentences",
+}
+ALLOWED = {
+    "standard",
+    "standalone",
+    "standing_orders",
+}
+BAD_STARTS = re.compile(r"(?:What|Who|Whoever|Whose|Of|That|Where|Nothing|Nobody)\b")
+TEXT_KEYWORDS = {"help", "rule", "remedy", "text", "message", "epilog", "description"}
+ERRORS = re.compile(r"(?:\w*Error|\w*Warning)$")
+VALUE_NEEDED = re.compile(r"\b\w+=|\bmust be\b|\bis not an? |\bis not one of\b|\bUnknown\b")
+
+
+@dataclass(frozen=True)
+class Finding:
+    path: Path
+    line: int
+    kind: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.kind}: {self.text}"
+
+
+@dataclass(frozen=True)
+class Text:
+    """A piece of prose, with the kind of place it comes from."""
+
+    line: int
+    place: str
+    text: str
+
+
+def _literal(node: ast.expr) -> str | None:
+    """The text of a string, an f-string (values as ``{}``) or a sum of both."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(v.value) if isinstance(v, ast.Constant) else "{}" for v in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        left, right = _literal(node.left), _literal(node.right)
+        return None if left is None and right is None else (left or "{}") + (right or "{}")
+    return None
+
+
+def texts_in_python(source: str) -> Iterator[Text]:
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if doc := ast.get_docstring(node):
+                yield Text(node.body[0].lineno, "docstring", doc)
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                yield Text(node.lineno, "test name", node.name.replace("_", " "))
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            name = getattr(node.exc.func, "id", getattr(node.exc.func, "attr", ""))
+            parts = [_literal(arg) for arg in [*node.exc.args, *(k.value for k in node.exc.keywords)]]
+            if ERRORS.match(name) and any(parts):
+                yield Text(node.lineno, "error", "\n".join(part for part in parts if part))
+        elif isinstance(node, ast.Call):
+            for keyword in node.keywords:
+                if keyword.arg in TEXT_KEYWORDS and (text := _literal(keyword.value)):
+                    yield Text(keyword.value.lineno, "text", text)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT and not token.string.startswith(
+            ("# noqa", "# type:", "#!", "# fmt", "# ---")
+        ):
+            yield Text(token.start[0], "comment", token.string.lstrip("# "))
+
+
+def texts_in_markdown(source: str) -> Iterator[Text]:
+    source = re.sub(r"```.*?```", lambda found: "\n" * found[0].count("\n"), source, flags=re.DOTALL)
+    line = 1
+    for paragraph in re.split(r"(\n\s*\n)", source):
+        if paragraph.strip():
+            for row in paragraph.split("\n") if paragraph.lstrip().startswith("|") else [paragraph]:
+                yield Text(line, "page", re.sub(r"\]\([^)]*\)", "]", row))
+        line += paragraph.count("\n")
+
+
+def sentences(text: str) -> Iterator[str]:
+    """The sentences of a text; items of lists, rows of tables and sections of docstrings are sentences of their own."""
+    text = re.sub(r"\b(e\.g|i\.e|et al|vs|cf)\.", r"\1", text)
+    for block in re.split(r"\n\s*\n|\n\s*(?=[-*] |\d\. |\w+: |\w+\(|\|)|\|", text):
+        yield from re.split(r"(?<=[.!?:])[)\"'*]*\s+|;\s", " ".join(block.split()))
+
+
+def check(path: Path) -> Iterator[Finding]:
+    source = path.read_text(encoding="utf-8")
+    shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+    found = texts_in_python(source) if path.suffix == ".py" else texts_in_markdown(source)
+    for text in found:
+        prose = re.sub(r"``?[^`]*``?|'[^']*'|\"[^\"]*\"", "CODE", text.text)
+        for words, instead in PRIVATE_WORDS.items():
+            for match in re.finditer(rf"(?<![\w.-])(?:{words})(?![\w-])", prose, re.IGNORECASE):
+                yield Finding(shown, text.line, "private word", f"{match[0]!r}: {instead}")
+        if text.place != "test name":
+            for sentence in sentences(prose):
+                if (length := len(re.findall(r"[A-Za-z]{2,}|\bI\b|\ba\b", sentence))) > MAX_WORDS:
+                    yield Finding(shown, text.line, "long sentence", f"{length} words: {sentence[:100]}")
+        if text.place == "docstring":
+            summary = text.text.split("\n\n")[0]
+            if BAD_STARTS.match(summary):
+                yield Finding(shown, text.line, "summary line", summary.split("\n")[0][:100])
+        if text.place == "error" and "{}" not in text.text and VALUE_NEEDED.search(text.text.split("\n")[0]):
+            yield Finding(shown, text.line, "error without the value", text.text.split("\n")[0][:100])
+
+
+def project_files() -> list[Path]:
+    folders = ["shardformer", "tests", "benchmarks", "examples"]
+    python = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [*python, ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+if __name__ == "__main__":
+    for each in [Path(argument).resolve() for argument in sys.argv[1:]] or project_files():
+        for finding in check(each):
+            print(finding)
