@@ -39,6 +39,7 @@ ALLOWED = {
     "standing_orders",
 }
 BAD_STARTS = re.compile(r"(?:What|Who|Whoever|Whose|Of|That|Where|Nothing|Nobody)\b")
+TEXT_CALLS = {"echo", "print", "warn", "info", "warning", "error", "log"}
 TEXT_KEYWORDS = {"help", "rule", "remedy", "text", "message", "epilog", "description"}
 ERRORS = re.compile(r"(?:\w*Error|\w*Warning)$")
 VALUE_NEEDED = re.compile(r"\b\w+=|\bmust be\b|\bis not an? |\bis not one of\b|\bUnknown\b")
@@ -89,7 +90,11 @@ def texts_in_python(source: str) -> Iterator[Text]:
             parts = [_literal(arg) for arg in [*node.exc.args, *(k.value for k in node.exc.keywords)]]
             if ERRORS.match(name) and any(parts):
                 yield Text(node.lineno, "error", "\n".join(part for part in parts if part))
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield Text(node.lineno, "comment", node.value.value)
         elif isinstance(node, ast.Call):
+            if getattr(node.func, "id", getattr(node.func, "attr", "")) in TEXT_CALLS:
+                yield from (Text(arg.lineno, "text", text) for arg in node.args if (text := _literal(arg)))
             for keyword in node.keywords:
                 if keyword.arg in TEXT_KEYWORDS and (text := _literal(keyword.value)):
                     yield Text(keyword.value.lineno, "text", text)

@@ -1,0 +1,59 @@
+"""The prose of the project is plain English: no private vocabulary, short sentences, errors with the value passed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.language import ROOT, check, project_files
+
+GENERATED = {"coverage.md", "features.md"}
+"""Pages whose text comes from results of other programs; the texts of these programs are checked."""
+
+
+@pytest.mark.parametrize("folder", ["shardformer", "tests", "benchmarks", "examples", "docs", "."])
+def test_the_prose_is_plain(folder: str) -> None:
+    files = [path for path in project_files() if path.name not in GENERATED]
+    parents = {path: path.relative_to(ROOT).parts[:-1] for path in files}
+    chosen = [path for path in files if (parents[path][0] if parents[path] else ".") == folder]
+    assert chosen
+    findings = [str(finding) for path in chosen for finding in check(path)]
+    assert findings == [], f"{len(findings)} texts to rewrite:\n" + "\n".join(findings[:40])
+
+
+@pytest.mark.parametrize(
+    ("source", "kind"),
+    [
+        ('"""A tensor that stands for another one."""', "private word"),
+        ("x = 1  # the rank is told its place", "private word"),
+        ("def test_nobody_can_tell() -> None: ...", "private word"),
+        ('raise ConfigError("The ranks have come apart")', "private word"),
+        ('Option(help="Ends when somebody could tell the two apart.")', "private word"),
+        ('"""What a rank stores."""', "summary line"),
+        (f'"""The tensor is {"very " * 30}long."""', "long sentence"),
+        ('raise ConfigError("tensor= must be an int", remedy="Pass a number")', "error without the value"),
+    ],
+)
+def test_each_kind_of_text_is_found(source: str, kind: str, tmp_path: Path) -> None:
+    (tmp_path / "sample.py").write_text(source)
+    assert [finding.kind for finding in check(tmp_path / "sample.py")] == [kind]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        '"""Return the local shard of a tensor."""',
+        'raise ConfigError(f"tensor={size} does not divide num_heads={heads}")',
+        'said = {"told": "stands"}  # `behind` is a name here',
+    ],
+)
+def test_plain_text_and_code_are_not_reported(source: str, tmp_path: Path) -> None:
+    (tmp_path / "sample.py").write_text(source)
+    assert list(check(tmp_path / "sample.py")) == []
+
+
+def test_pages_are_checked_without_their_code(tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text("# Title\n\n```python\nprint('nobody')\n```\n\nThe rank is told.\n")
+    (finding,) = check(tmp_path / "page.md")
+    assert (finding.kind, finding.line) == ("private word", 7)
