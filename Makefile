@@ -1,17 +1,18 @@
-# make demo    install into .venv and train a small model in one process and in two, side by side
-# make test-fast  lint, types, and the tests that start no process; for every edit
-# make test    install with the test tools and run every check that CI runs; JOBS=2 tests at once
-# make test-all  every case of every test, the generated hostile cases, the mutants, the oldest versions
-# make lint    ruff and mypy only            make format   let ruff rewrite the files
-# make features  run the tests of the families and write docs/features.md from what they say
-# make pages   write docs/configuration.md and docs/commands.md from the code
-# make test-oldest  the tests of the families with the oldest transformers that is supported, in .venv-oldest
-# make test-versions  the versions that users have, from the oldest to the newest: an environment of its own for each
-#              row of docs/versions.md; ARGS="--rows 3.13 --envs FOLDER --only train" runs some of it
-# make test-gpu  check and measure one GPU, in at most 5 minutes; without one, device placement on a fake accelerator
-# make hostile  what hostile users try, all of it: ARGS="--seed 7" repeats a run
-# make mutants  known faults in a copy of the package, and the test that finds each: ARGS="--area context" for some
-# make bench   every script of benchmarks/   make clean    remove .venv and what the tools left
+# make demo           install into .venv, train a small model in one process and in two, and compare the results
+# make test           install the test tools and run what CI runs; JOBS=2 tests in parallel
+# make test-fast      lint, types, and the tests that start no process; run it after every edit
+# make test-all       every case of every test, generated misuse, the mutants, the oldest versions
+# make lint           ruff, codespell and mypy             make format   let ruff rewrite the files
+# make docs           build the documentation into site/   make docs-serve   serve it and rebuild it after each edit
+# make pages          write docs/configuration.md and docs/commands.md from the code
+# make features       test all model families and write docs/features.md from the results
+# make test-oldest    test the model families with the oldest supported transformers, in .venv-oldest
+# make test-versions  test in one environment per row of docs/versions.md; ARGS="--rows 3.13 --envs FOLDER --only train"
+# make test-gpu       check and measure one GPU in at most 5 minutes; without a GPU, test device placement
+# make hostile        run all generated misuse; ARGS="--seed 7" repeats a run
+# make mutants        apply known faults to a copy of the package and run the test that finds each; ARGS="--area context"
+# make bench          run every benchmark
+# make clean          remove .venv and generated files
 
 PYTHON ?= python3
 ARGS ?=
@@ -20,12 +21,12 @@ VENV := .venv
 OLDEST := .venv-oldest
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
-# The package is read by hundreds of processes: its compiled files are kept, whatever the machine says of others.
+# Hundreds of processes import the package, so its compiled files are always written.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 STARTED := $(shell date +%s)
 TIER := $(TEST_ENV) $(BIN)/python -m tests.run_tier --jobs $(JOBS) --started $(STARTED)
 
-.PHONY: demo test test-fast test-all test-gpu test-oldest test-versions hostile mutants features pages lint format bench clean
+.PHONY: demo test test-fast test-all test-gpu test-oldest test-versions hostile mutants features pages docs docs-serve lint format bench clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.installed
@@ -62,9 +63,16 @@ hostile: $(VENV)/.installed-test
 mutants: $(VENV)/.installed-test $(VENV)/.installed-timm
 	$(TEST_ENV) $(BIN)/python -m tests.mutants $(ARGS)
 
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+docs-serve: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 	$(BIN)/mypy
 
 format: $(VENV)/.installed-test
@@ -75,14 +83,14 @@ bench: $(VENV)/.installed-test
 	set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script $(ARGS); done
 
 clean:
-	rm -rf $(VENV) $(OLDEST) .venvs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) .venvs site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit("ShardFormer needs Python 3.11 or newer, and $(PYTHON) is %d.%d. \
 	Name another one: make PYTHON=python3.12" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 
-# The constraint on torch is what keeps a machine with a local CPU build from fetching the CUDA one.
+# The constraint on torch keeps a machine with a local CPU build from downloading the CUDA build.
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing into $(VENV); the first time this takes a minute or more."
 	$(PIP) --editable .
@@ -93,16 +101,20 @@ $(VENV)/.installed-test: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --editable ".[test,plot]"
 	@touch $@ $(VENV)/.installed
 
-# timm for its tests, in a folder of its own: torchvision, which it imports, is not always built for the torch that is
-# here (a CPU build), and transformers does not start beside one that is not. Its Python files are enough; what they find
-# compiled elsewhere is declared in tests/timm/process.py.
+$(VENV)/.installed-docs: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) --editable ".[docs]"
+	@touch $@
+
+# timm has its own folder: it imports torchvision, which may not exist for the installed CPU build of torch, and a
+# mismatched torchvision breaks transformers. The tests need only its Python files; tests/timm/process.py declares the
+# compiled operators.
 $(VENV)/.installed-timm: constraints.txt | $(BIN)/python
 	@echo "Installing timm into $(VENV)/timm for its tests."
 	rm -rf $(VENV)/timm
 	$(PIP) --no-deps --target $(VENV)/timm timm torchvision
 	@touch $@
 
-# constraints.txt, but for the lines that constraints-oldest.txt has as well.
+# Constraints: constraints.txt, with the versions of constraints-oldest.txt instead of its own.
 $(OLDEST)/.installed-test: pyproject.toml constraints.txt constraints-oldest.txt | $(BIN)/python
 	@echo "Installing into $(OLDEST) with the oldest transformers; the first time this takes a minute or more."
 	$(BIN)/python -m venv $(OLDEST)
