@@ -78,10 +78,11 @@ def _literal(node: ast.expr) -> str | None:
 
 
 def texts_in_python(source: str) -> Iterator[Text]:
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
+    docstrings: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             if doc := ast.get_docstring(node):
+                docstrings.add(node.body[0].lineno)
                 yield Text(node.body[0].lineno, "docstring", doc)
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
                 yield Text(node.lineno, "test name", node.name.replace("_", " "))
@@ -91,7 +92,8 @@ def texts_in_python(source: str) -> Iterator[Text]:
             if ERRORS.match(name) and any(parts):
                 yield Text(node.lineno, "error", "\n".join(part for part in parts if part))
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            yield Text(node.lineno, "comment", node.value.value)
+            if node.lineno not in docstrings:
+                yield Text(node.lineno, "comment", node.value.value)
         elif isinstance(node, ast.Call):
             if getattr(node.func, "id", getattr(node.func, "attr", "")) in TEXT_CALLS:
                 yield from (Text(arg.lineno, "text", text) for arg in node.args if (text := _literal(arg)))

@@ -73,7 +73,7 @@ def _on_host(model: nn.Module) -> dict[str, Tensor]:
 
 
 def furthest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[float, str]:
-    """The largest difference of two models' weights over the largest number of that weight, and which weight it is."""
+    """Return the largest relative difference of two models' weights, and the name of that weight."""
     found = [
         (float((x.float() - theirs[name].float()).abs().max() / theirs[name].float().abs().max().clamp(min=1e-6)), name)
         for name, x in ours.items()
@@ -194,7 +194,7 @@ def _attend_written_out(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) ->
 
 
 def fused_optimizers(device: str) -> str:
-    """AdamW's fused, capturable and foreach kinds under ZeRO give the weights of the same optimizer without it."""
+    """Fused, capturable and foreach AdamW give the same weights with and without ZeRO."""
     kinds: list[dict[str, Any]] = [{"fused": True}, {"foreach": True}]
     if torch.device(device).type == "cuda":
         kinds += [{"capturable": True}, {"fused": True, "capturable": True}]
@@ -210,7 +210,7 @@ def fused_optimizers(device: str) -> str:
 
 
 def offload(device: str) -> str:
-    """Masters and states in pinned memory of the host, moved on streams of their own, give the same weights."""
+    """Master weights and states in pinned host memory give the same weights."""
     is_gpu, worst = torch.device(device).type == "cuda", 0.0
     for precision in ("fp32", "bf16"):
         for stage in (2, 3):
@@ -232,7 +232,7 @@ def offload(device: str) -> str:
 
 
 def activation_offload(device: str) -> str:
-    """Activations that go to the host and back change no gradient."""
+    """Offloaded activations give the same gradients."""
     _, _, plain = train("llama", device, options={})
     model, _, stored = train("llama", device, options={}, activations="host")
     off = max(abs(a - b) / abs(b) for a, b in zip(stored, plain, strict=True))
@@ -261,7 +261,7 @@ def random_states(device: str) -> str:
 
 
 def memory(device: str) -> str:
-    """``shardformer.estimate_memory`` estimates within 10 percent what the GPU holds after a step."""
+    """``shardformer.estimate_memory`` is within 10 percent of the memory after a step."""
     where, found = torch.device(device), []
     _warm_up(where)  # allocates the workspaces of cuBLAS, one per thread
     for zero in ({"stage": 0}, {"stage": 2, "precision": "bf16"}, {"stage": 3, "precision": "bf16"}):
@@ -282,7 +282,7 @@ def _warm_up(where: torch.device) -> None:
 
 
 def _kept(where: torch.device, zero: dict[str, Any], before: int) -> tuple[float, int]:
-    """The estimate for a model of 34 million parameters, and the bytes that are held after a step."""
+    """Return the estimate for a model of 34 million parameters, and the bytes allocated after a step."""
     model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8))).to(where)
     model = shard_model(model, context=ParallelContext.from_world({}, where))
     plain = torch.optim.AdamW(model.parameters())

@@ -34,7 +34,7 @@ def fake_device() -> torch.device:
 
 
 class _Accelerator(ModuleType):
-    """What ``torch.fakegpu`` is: what torch calls of the module of an accelerator."""
+    """The module ``torch.fakegpu``: the functions that torch calls for an accelerator."""
 
     def is_available(self) -> bool:
         return True
@@ -74,7 +74,7 @@ class _Accelerator(ModuleType):
 
 
 class _WithoutNumbers(TorchDispatchMode):
-    """Forgets the numbers of what goes to the fake device.
+    """Discard the values of tensors that move to the fake device.
 
     A fake tensor that is made of a few numbers keeps them, and torch computes with them as long as it can: it would
     copy them into memory of the device.
@@ -95,13 +95,13 @@ def _without_numbers(x: Any) -> Any:
 
 @contextmanager
 def on_fake_device(device: torch.device) -> Iterator[Callable[[Any], Any]]:
-    """Fake tensors, of which some may be on ``device``. Yields a function that moves a model, or a batch, there.
+    """Enable fake tensors on ``device``. Yield a function that moves a model or a batch there.
 
     A model is changed and returned; its parameters become new ones, tied parameters stay tied.
     """
-    # In one thread: an error in a device's own backward thread would abort the process.
+    # One thread: an error in the backward thread of a device would abort the process.
     lifts = torch._C._only_lift_cpu_tensors()
-    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor makes its numbers fake before they go to the device
+    torch._C._set_only_lift_cpu_tensors(True)  # makes the values of torch.tensor fake before they move to the device
     try:
         with torch.autograd.set_multithreading_enabled(False), fake_tensors() as copied, _WithoutNumbers():
             yield partial(_to, device, copied)
@@ -116,9 +116,9 @@ def _to(device: torch.device, copied: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _moved(model: nn.Module, device: torch.device) -> nn.Module:
-    """``model.to(device)``, which torch refuses for fake tensors: it would change the device under a parameter."""
+    """Replace ``model.to(device)``, which torch does not support for fake tensors."""
     new: dict[int, nn.Parameter] = {}
-    old = [p for p in model.parameters()]  # keeps their identities from being used again
+    old = [p for p in model.parameters()]  # keeps their ids from being reused
     for module in model.modules():
         for name, param in module._parameters.items():
             if param is not None:
@@ -137,7 +137,7 @@ def misplaced(
     optimizers: Mapping[str, Optimizer] | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """The names of tensors that are not on ``device``: of a model, of optimizers, and others.
+    """Return the names of tensors of a model, its optimizers and ``others`` that are not on ``device``.
 
     Args:
         optimizers: their parameters, gradients and states; a number of steps may be on the host, where torch keeps it.

@@ -1,4 +1,4 @@
-"""Training steps of one rank on the fake accelerator: in a worker process, never in that of the tests."""
+"""Training steps of one rank on the fake accelerator. Run them only in a worker process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def misplaced_in_training(family: str, layout: Layout) -> list[str]:
     """
     device = fake_device()
     sample = SmallModel(family)
-    real = sample()  # some families read values while they are built
+    real = sample()  # some families read values during construction
     batch = RandomBatches(sample.head_class)(0)
     with on_fake_device(device) as to_device:
         context = fake_context(device=device, backend="nccl", **layout.sizes)
@@ -82,7 +82,7 @@ def _backward(model: nn.Module, batch: dict[str, Tensor], optimizer: Any, pipeli
 
 
 class Forgetful(nn.Module):
-    """Adds a tensor that it makes on the CPU, whatever the device of its input."""
+    """Module that adds a tensor on the CPU to its input, a device placement error."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Forgetful(nn.Module):
 
 
 def run_forgetful() -> str:
-    """The error that the fake device raises for it."""
+    """Return the error that the fake device raises for it."""
     device = fake_device()
     with on_fake_device(device) as to_device:
         model = to_device(Forgetful())
@@ -106,7 +106,7 @@ def run_forgetful() -> str:
 
 
 def misplaced_by_hand() -> list[str]:
-    """Of a model whose buffer, and whose optimizer's state, was left on the CPU."""
+    """Return the names of misplaced tensors of a model with a buffer and optimizer state on the CPU."""
     device = fake_device()
     with on_fake_device(device) as to_device:
         model = to_device(nn.Linear(4, 4))

@@ -23,12 +23,12 @@ from tests.gpu.throughput import measure
 from tests.pools import WorkerPools
 
 LIMIT_S = 285.0
-"""Of all checks together."""
+"""Time limit of all checks together."""
 THROUGHPUT_S = 60.0
 GRACE_S = 2.0
 """Time for a worker's error to arrive before the check is stopped from outside."""
 LEAST_S = 5.0
-"""A check that has less time left is not started."""
+"""Minimum remaining time to start a check."""
 OF_A_GPU = ("memory",)
 """Checks that need a GPU."""
 
@@ -122,7 +122,7 @@ def _run(check: Check, pool: WorkerPool, left: float) -> Result:
 
 @contextmanager
 def _at_most(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError in here after so long: a pool's own limit does not cover the start of its processes."""
+    """Raise TimeoutError after ``seconds``. The limit of a pool does not cover the start of its processes."""
 
     def stop(*_: Any) -> None:
         raise TimeoutError(f"it took more than {seconds:.0f} s")

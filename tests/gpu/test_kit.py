@@ -1,4 +1,4 @@
-"""The kit for one GPU ends within its time, whatever a check does, and says so in its status."""
+"""The kit for one GPU ends within its time limit, and its exit status reports failed checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens per second of a GPT of about 100 million parameters in bf16, plain and through the engine, in turns."""
+"""Tokens per second of a GPT of about 100 million parameters in bf16, for plain PyTorch and the engine, alternating."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS_A_TURN = 5
 
 
 def measure(device: str, seconds: float, batch: int = 8, sequence: int = 1024, **size: int) -> dict[str, float]:
-    """Trains both for about ``seconds`` together, in turns of a few steps.
+    """Train both for about ``seconds`` in total, alternating every few steps.
 
     Both have bf16 weights and fused AdamW; the engine's masters are in fp32, which the plain one's are not.
 

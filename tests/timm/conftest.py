@@ -1,4 +1,4 @@
-"""Pools of workers that import timm: their own, so that no other test runs where it was imported."""
+"""Worker pools that import timm. No other test runs in these processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.timm.process import FOLDER, is_there
 
 @pytest.fixture(scope="session")
 def timm_pools() -> Iterator[WorkerPools]:
-    """``timm_pools(n)``: n workers in which ``tests.timm.process.timm()`` gives timm."""
+    """Return ``timm_pools(n)``: n workers in which ``tests.timm.process.timm()`` returns timm."""
     if not is_there():
         pytest.fail(f"timm is neither in this environment nor in {FOLDER}: make test puts it there")
     with WorkerPools() as pools:

@@ -1,4 +1,4 @@
-"""Small models of timm's own classes, odd where that may be: 17 tokens, five or six heads, stages of 3 and 6."""
+"""Small models of timm's own classes, with odd sizes: 17 tokens, five or six heads, stages of 3 and 6."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ STAGED = ["swin", "swin v2"]
 
 @dataclass(frozen=True)
 class Small:
-    """Builds a model, with no weight at a value that hides it: zeros of biases, ones of norms."""
+    """Build a model with random biases and norm weights, so that an error in them changes the result."""
 
     name: str
     changes: Mapping[str, Any] | None = None

@@ -1,8 +1,8 @@
-"""timm in processes of their own, which never come near the other tests: transformers looks for torchvision too.
+"""timm in separate worker processes, because an imported torchvision also changes transformers.
 
-``make test`` puts timm and torchvision into ``.venv/timm``. Of torchvision the Python files are enough, with the
-compiled operators that they look for at import declared; no model here calls one. A timm that stands in the environment
-itself, as users have it, goes first.
+``make test`` puts timm and torchvision into ``.venv/timm``. The Python files of torchvision are enough, with the
+compiled operators declared that they need at import. No model here calls them. A timm in the environment has
+precedence.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from types import ModuleType
 import torch
 
 FOLDER = Path(os.environ.get("TIMM_FOLDER", Path(sys.prefix) / "timm"))
-"""Where timm is, when it is not in the environment."""
+"""Folder with timm, if the environment does not have it."""
 OPERATORS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
@@ -32,7 +32,7 @@ def is_there() -> bool:
 
 @cache
 def timm(module: str = "") -> ModuleType:
-    """timm, or a module of it such as ``models.beit``, in a worker; it is not for the process of the tests."""
+    """Import timm, or a module of it such as ``models.beit``. Call this only in a worker process."""
     if parent_process() is None:
         raise ImportError("timm is for the workers: pass a function that calls this one to a pool")
     if find_spec("timm") is None:
@@ -43,7 +43,7 @@ def timm(module: str = "") -> ModuleType:
 
 @cache
 def _declare_operators() -> torch.library.Library:
-    """Kept by the cache: what a library declared goes with it."""
+    """Declare compiled operators once; the cache keeps the library object alive."""
     library = torch.library.Library("torchvision", "DEF")
     for operator in OPERATORS:
         library.define(operator)

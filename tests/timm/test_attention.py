@@ -1,4 +1,4 @@
-"""Attention of timm's models on fused kernels: all calls go there, nobody can tell, scores of a batch are not held."""
+"""timm's attention on fused kernels: all calls use them, results are equal, and scores are not stored."""
 
 from __future__ import annotations
 
@@ -26,11 +26,8 @@ TRAINED_BIAS = ("beit", "beit with one bias for all", "swin", "swin v2")
 HELD_BY_THE_MODEL = {"swin": "the model itself adds relative positions to the mask of each shifted window"}
 
 
-# ------------------------------------------------------------------------------------------------------ nobody can tell
-
-
 def said_of(name: str) -> tuple[str, int]:
-    """What is said of the kernels, and how many forwards were led there."""
+    """Return the reported kernels, and the number of attention calls that used them."""
 
     def use(model: Any) -> tuple[str, int]:
         said = shardformer.describe_sharding(model)
@@ -44,7 +41,7 @@ def said_of(name: str) -> tuple[str, int]:
 
 @pytest.mark.reduced(cover="cell")
 @pytest.mark.parametrize("name", [of(name, "flash attention") for name in MODELS])
-def test_every_call_of_attention_comes_to_the_kernels(timm_worker: WorkerPool, name: str) -> None:
+def test_every_attention_call_uses_the_kernels(timm_worker: WorkerPool, name: str) -> None:
     assert in_worker(timm_worker, differences, name, (2, 4), {}, FLASH) == []
     notes, forwards = in_worker(timm_worker, said_of, name)
     assert "torch flash attention for the CPU" in notes
@@ -54,7 +51,7 @@ def test_every_call_of_attention_comes_to_the_kernels(timm_worker: WorkerPool, n
 
 @pytest.mark.parametrize("mode", ["sequence", "overlap"])
 @pytest.mark.parametrize("name", ["vit with all between", "beit", "eva02"])
-def test_beside_all_other_options(timm_worker: WorkerPool, name: str, mode: str) -> None:
+def test_flash_attention_with_all_other_options(timm_worker: WorkerPool, name: str, mode: str) -> None:
     options = {**FLASH, **MODES[mode], "enable_fused_normalization": True, "enable_jit_fused": True}
     with timm_worker.with_timeout(300) as pool:
         assert in_worker(pool, differences, name, (2,), {}, options) == []
@@ -74,11 +71,8 @@ def test_dropout_of_weights_is_refused_on_the_cpu(timm_worker: WorkerPool, name:
     assert "dropout of the attention weights" in said
 
 
-# --------------------------------------------------------------------------------------------------------- what is held
-
-
 def held_by(name: str) -> tuple[set[str], bool, str]:
-    """Which operations a training step runs, whether scores of a batch wait for the backward, and the word for CUDA."""
+    """Return the operations of a training step, whether scores are saved for the backward, and the note for CUDA."""
     called: set[tuple[int, int, int]] = set()
     held: list[tuple[int, ...]] = []
     attention = F.scaled_dot_product_attention
@@ -96,7 +90,7 @@ def held_by(name: str) -> tuple[set[str], bool, str]:
     batch = {key: x.double() if x.is_floating_point() else x for key, x in images(0).items()}
     use_flash_attention(model, CPU)
     with (
-        patch.object(attention_kernels, "SCORES_AT_ONCE", 0),  # these are so small that all of them would be
+        patch.object(attention_kernels, "SCORES_AT_ONCE", 0),  # otherwise the small scores would all be kept
         patch.object(F, "scaled_dot_product_attention", noted),
         torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor),
         Ops() as ops,
@@ -108,7 +102,7 @@ def held_by(name: str) -> tuple[set[str], bool, str]:
 
 
 @pytest.mark.parametrize("name", [of(name, "memory-efficient attention") for name in MODELS])
-def test_scores_of_a_batch_are_not_held(
+def test_attention_scores_are_not_saved(
     timm_worker: WorkerPool, name: str, record_property: Callable[[str, object], None]
 ) -> None:
     ops, held, on_cuda = in_worker(timm_worker, held_by, name)

@@ -1,4 +1,4 @@
-"""timm's models built without values: the numbers of an eager build, of which each rank makes its own part only."""
+"""timm's models under LazyInit: the values of an eager build, and each rank creates only its shards."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_weights_and_buffers_are_those_of_an_eager_build(
 
 
 def created() -> None:
-    """As a user does, by a name."""
+    """Build a model by its name."""
     arguments = {"num_classes": 10, "img_size": 64, "depth": 2}
     torch.manual_seed(3)
     plain = timm().create_model("vit_tiny_patch16_224", **arguments)
@@ -67,11 +67,8 @@ def test_a_model_that_timm_creates_by_its_name(timm_worker: WorkerPool) -> None:
     in_worker(timm_worker, created)
 
 
-# ---------------------------------------------------------------------------------------------------------------- parts
-
-
 def sharded_both_ways(name: str, ranks: int, options: dict[str, bool]) -> list[int]:
-    """Shards a model that has values and one that has none, and trains both a step. How many parameters are cut."""
+    """Shard and train an eager and a lazy model for one step. Return the number of sharded parameters."""
     plain = built(name)
     eager, lazy = [built(name) for _ in range(ranks)], [built_lazily(name) for _ in range(ranks)]
     whole, batch = plain.state_dict(), images(0)
@@ -104,16 +101,13 @@ def sharded_both_ways(name: str, ranks: int, options: dict[str, bool]) -> list[i
     ("name", "ranks"),
     [of(name, "lazy initialization", beside=way) for name, *way in in_turn(MODELS, (2,), (4,))],
 )
-def test_parts_and_a_step_are_those_of_the_eager_model(timm_worker: WorkerPool, name: str, ranks: int) -> None:
+def test_shards_and_a_step_equal_the_eager_model(timm_worker: WorkerPool, name: str, ranks: int) -> None:
     options = NORMS if ranks == 4 or name in STAGED else {**NORMS, **SEQUENCE}
     assert all(in_worker(timm_worker, sharded_both_ways, name, ranks, options))
 
 
-# --------------------------------------------------------------------------------------------------------------- memory
-
-
 def held_while_sharding(name: str) -> tuple[int, int, int, int]:
-    """Bytes: the most that a rank holds of full tensors at once; the largest; those that are not cut; all of them."""
+    """Return bytes: peak of full tensors on a rank, largest tensor, replicated tensors, all tensors."""
     context = ParallelContext.from_world({"tensor": 2, "data": 1})
     module, cls, arguments = MODELS[name]
     with shardformer.meta_init.LazyInit():
@@ -129,6 +123,6 @@ def held_while_sharding(name: str) -> tuple[int, int, int, int]:
 
 @pytest.mark.reduced(one_in=3)
 @pytest.mark.parametrize("name", ["vit", "beit", "eva02"])
-def test_one_full_tensor_is_held_beside_the_part(timm_pools: WorkerPools, name: str) -> None:
+def test_a_rank_stores_its_shards_and_one_full_tensor(timm_pools: WorkerPools, name: str) -> None:
     for peak, largest, not_cut, everything in timm_pools(2).run(held_while_sharding, name):
         assert largest <= peak <= largest + not_cut < everything / 5

@@ -1,4 +1,4 @@
-"""Nobody can tell: timm's models, sharded, against the plain ones. All of it runs in workers that import timm."""
+"""timm's models equal the plain models after sharding. All tests run in workers that import timm."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ NORMS = {"enable_fused_normalization": True}
 
 
 def of(name: str, *features: str, beside: tuple[Any, ...] = ()) -> Any:
-    """A parameter, with those ``beside`` it, that fills cells of docs/features.md."""
+    """Return a test parameter that fills cells of docs/features.md."""
     return pytest.param(name, *beside, marks=pytest.mark.feature(*features, family=f"timm:{MODELS[name][1]}"))
 
 
@@ -53,7 +53,7 @@ def in_worker(pool: WorkerPool, fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def differences(name: str, ranks: tuple[int, ...], changes: dict[str, Any], options: dict[str, bool]) -> list[str]:
-    """What is wrong over each number of ranks, which are threads of this worker; all gradients are compared."""
+    """Return the differences for each number of ranks (threads of this worker); all gradients are compared."""
     torch.manual_seed(0)
     model = Small(name, changes)().double()
     x = images(0)["x"].double()
@@ -65,7 +65,7 @@ def differences(name: str, ranks: tuple[int, ...], changes: dict[str, Any], opti
 
 
 def sharded(name: str, options: dict[str, bool], use: Callable[[Any], Any], ranks: int = 2) -> Any:
-    """What ``use`` gives for the sharded model on the first rank."""
+    """Return the result of ``use`` for the sharded model on the first rank."""
 
     plain = Small(name)()
 
@@ -77,13 +77,13 @@ def sharded(name: str, options: dict[str, bool], use: Callable[[Any], Any], rank
 
 @pytest.mark.reduced(cover="cell")
 @pytest.mark.parametrize(("name", "mode"), [of(name, FEATURES[mode], beside=(mode,)) for name, mode in TRIED])
-def test_nobody_can_tell(timm_worker: WorkerPool, name: str, mode: str) -> None:
+def test_sharded_model_equals_plain_model(timm_worker: WorkerPool, name: str, mode: str) -> None:
     assert in_worker(timm_worker, differences, name, (2, 4), {}, MODES[mode]) == []
 
 
 @pytest.mark.parametrize("name", STAGED)
 def test_stages_over_three_ranks(timm_worker: WorkerPool, name: str) -> None:
-    """Each has one of the three heads of the first stage, and two of the six of the second."""
+    """Each rank has one of three heads in the first stage, and two of six in the second."""
     assert in_worker(timm_worker, differences, name, (3,), {}, {}) == []
 
 
@@ -123,13 +123,10 @@ def test_weights_after_three_steps(timm_pools: WorkerPools, name: str, tensor: i
     ],
 )
 def test_tensor_times_data(timm_pools: WorkerPools, name: str, mode: str) -> None:
-    """Each data rank has its own two of the four images, and every gradient is that of all four."""
+    """Each data-parallel rank has two of four images, and every gradient is that of all four."""
     report = verify(Small(name), images, tensor=2, data=2, loss_fn=loss, config=MODES[mode], pool=timm_pools(4))
     assert report.passed, str(report)
     assert any("over data (gradients)" in name for name in report.collectives), report.collectives
-
-
-# --------------------------------------------------------------------------------------- would it be noticed if not so?
 
 
 def without(what: str, name: str, options: dict[str, bool]) -> list[str]:
@@ -168,12 +165,9 @@ class _Done:
         ),
     ],
 )
-def test_what_is_not_summed_is_noticed(timm_worker: WorkerPool, what: str, name: str, mode: str, said: str) -> None:
+def test_a_missing_sum_is_detected(timm_worker: WorkerPool, what: str, name: str, mode: str, said: str) -> None:
     found = in_worker(timm_worker, without, what, name, MODES[mode])
     assert len(found) == 1 and said in found[0], found
-
-
-# ------------------------------------------------------------------------------------------------------------- options
 
 
 @pytest.mark.parametrize(
@@ -197,11 +191,8 @@ def test_activations_with_bias_and_gate(timm_worker: WorkerPool, name: str) -> N
         assert in_worker(pool, differences, name, (2,), {"drop_path_rate": 1e-9}, options) == []
 
 
-# ---------------------------------------------------------------------------------------------------- stochastic depth
-
-
 def dropped(mode: dict[str, bool], checkpointed: bool) -> list[list[bool]]:
-    """Which samples each DropPath dropped: six in the forward and, when checkpointed, once more from the last layer on.
+    """Return the samples that each DropPath dropped: six calls, and again in the recomputation under checkpointing.
 
     The first layer drops none, and a recomputation ends before the last DropPath of a layer.
     """
@@ -226,9 +217,6 @@ def test_ranks_drop_the_same_samples(timm_pools: WorkerPools, mode: str, checkpo
     first, second = timm_pools(2).run(dropped, MODES[mode], checkpointed)
     assert first == second and len({tuple(samples) for samples in first}) > 1
     assert first[6:] == ([first[4], first[2], first[0]] if checkpointed else [])
-
-
-# -------------------------------------------------------------------------------- what is said, and what cannot be done
 
 
 def test_the_class_is_the_family(timm_worker: WorkerPool) -> None:
@@ -284,7 +272,7 @@ def test_sequence_parallelism_is_refused(
         ("reset_classifier", {}, "Call reset_classifier on the plain model"),
     ],
 )
-def test_methods_that_do_not_know_of_ranks(
+def test_methods_that_rebuild_layers_are_refused(
     timm_worker: WorkerPool, method: str, options: dict[str, bool], said: str
 ) -> None:
     assert said in in_worker(timm_worker, error_of, "beit", options, method)
@@ -300,7 +288,7 @@ def shard_mixer() -> None:
     run_as_threads(lambda context: shardformer.shard_model(mixer, context=context), tensor=2)
 
 
-def test_transformers_runs_beside_it(timm_worker: WorkerPool) -> None:
+def test_transformers_runs_with_timm(timm_worker: WorkerPool) -> None:
     assert in_worker(timm_worker, bert_beside_timm) is None
 
 
@@ -319,7 +307,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "timm.md"
 
 
 def run_the_page() -> tuple[str, bool]:
-    """What the script of docs/timm.md prints, and whether timm's own model takes the weights that it ends with."""
+    """Return the output of the script of docs/timm.md, and whether timm's model loads its final weights."""
     plain = timm().create_model("vit_tiny_patch16_224", num_classes=10, img_size=64, depth=3)
     source = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)[0]
     names: dict[str, Any] = {}
@@ -340,16 +328,13 @@ def test_timm_is_not_imported_by_the_tests(timm_worker: WorkerPool) -> None:
         timm()
 
 
-# ----------------------------------------------------------------------------------------------------------- a pipeline
-
-
 @pytest.mark.reduced(cover="cell")
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [of(name, "pipeline parallel", beside=way) for name, *way in in_turn(MODELS, ("1f1b",), ("interleaved",))],
 )
 def test_pipeline_parallel(timm_pools: WorkerPools, name: str, schedule: str) -> None:
-    """Four layers over two ranks; the bias or the rotations that all of them read are on both."""
+    """Four layers on two ranks; both have the bias or rotations that all layers read."""
     small = Small(name, None if name in STAGED else {"depth": 4})
     pipeline = VerifyPipeline(2, 2, {"schedule": schedule})
     with timm_pools(2).with_timeout(300) as pool:
