@@ -272,7 +272,7 @@ def test_sequence_parallelism_is_refused(
         ("reset_classifier", {}, "Call reset_classifier on the plain model"),
     ],
 )
-def test_methods_that_rebuild_layers_are_refused(
+def test_methods_of_timm_after_sharding(
     timm_worker: WorkerPool, method: str, options: dict[str, bool], said: str
 ) -> None:
     assert said in in_worker(timm_worker, error_of, "beit", options, method)
