@@ -4,6 +4,7 @@
 # make test-all       every case of every test, generated misuse, the mutants, the oldest versions
 # make lint           ruff, codespell and mypy             make format   let ruff rewrite the files
 # make docs           build the documentation into site/   make docs-serve   serve it and rebuild it after each edit
+# make dist           build the sdist and the wheel, check both, and use the wheel in an empty environment
 # make pages          write docs/configuration.md and docs/commands.md from the code
 # make features       test all model families and write docs/features.md from the results
 # make test-oldest    test the model families with the oldest supported transformers, in .venv-oldest
@@ -26,7 +27,7 @@ TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTH
 STARTED := $(shell date +%s)
 TIER := $(TEST_ENV) $(BIN)/python -m tests.run_tier --jobs $(JOBS) --started $(STARTED)
 
-.PHONY: demo test test-fast test-all test-gpu test-oldest test-versions hostile mutants features pages docs docs-serve lint format bench clean
+.PHONY: demo test test-fast test-all test-gpu test-oldest test-versions hostile mutants features pages docs docs-serve dist lint format bench clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.installed
@@ -69,6 +70,14 @@ docs: $(VENV)/.installed-docs
 docs-serve: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
+dist: $(VENV)/.installed-dist
+	rm -rf dist build
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/twine check --strict dist/*
+	rm -rf .venvs/dist && $(BIN)/python -m venv .venvs/dist
+	.venvs/dist/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt dist/*.whl
+	cd .venvs/dist && bin/shardformer --version && bin/shardformer verify gpt2 --tensor 2
+
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -100,6 +109,10 @@ $(VENV)/.installed-test: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing into $(VENV) with the test tools; the first time this takes a minute or more."
 	$(PIP) --editable ".[test,plot]"
 	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-dist: pyproject.toml | $(BIN)/python
+	$(PIP) build twine
+	@touch $@
 
 $(VENV)/.installed-docs: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --editable ".[docs]"
