@@ -96,7 +96,7 @@ def test_a_rank_that_cannot_tell_what_counts_keeps_no_other_waiting() -> None:
             labels = torch.tensor([-100 if i % 5 == 0 else n * 7 % VOCAB for i, n in enumerate(labels.tolist())])
         return F.cross_entropy(output.flatten(0, 1), labels)
 
-    with pytest.raises(ShardFormerError, match=r"that the micro-batch does not hold|could not be told on another"):
+    with pytest.raises(ShardFormerError, match=r"contains no such labels|could not count the labels"):
         run(BATCHES, loss, micro_batches=2)
 
 

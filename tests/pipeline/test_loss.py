@@ -119,7 +119,7 @@ def test_watching_the_head_alone_is_enough(head: str, last_layer: str) -> None:
     weights, losses, running = LossWeights(parts, SIZES), [], [0]
     model.get_submodule(last_layer).register_forward_hook(lambda *_: weights.start(running[0]))
     for running[0], part in enumerate(parts):
-        assert weights._watch is None
+        assert weights._recorder is None
         loss = own_loss(model, part)
         weights.stop()
         loss = weights.of(running[0], loss)
@@ -335,7 +335,7 @@ def test_what_an_earlier_step_found_out_settles_what_this_one_cannot_tell() -> N
     batch["labels"][:3] = -100  # shifted or not, all the same
     given = [{key: x.clone() for key, x in part.items()} for part in parts]
     assert_same(in_parts(model, LossWeights(given, SIZES, found=found), parts, run), at_once(model, batch, run))
-    with pytest.raises(ConfigError, match="were expected"):
+    with pytest.raises(ConfigError, match="instead of"):
         in_parts(model, LossWeights(given, SIZES), parts, run)
 
 
@@ -357,16 +357,16 @@ def mean_by_hand(x: Tensor, labels: Tensor) -> Tensor:
 
 
 REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
-    "no loss": (lambda x, labels: x.square().mean(), "called no loss of torch.nn.functional, and it gave"),
+    "no loss": (lambda x, labels: x.square().mean(), "called no loss of torch.nn.functional, but returned"),
     "no reduction": (
         lambda x, labels: F.cross_entropy(x.view(-1, 5), labels.view(-1), reduction="none").mean(),
-        "but with reduction='none'",
+        "except with reduction='none'",
     ),
     "something else in the loss": (
         lambda x, labels: LOSSES["filled"](x, labels) + 0.01 * x.square().mean(),
-        "the means in it add up to",
+        "its mean losses sum to",
     ),
-    "no sum of means": (lambda x, labels: LOSSES["filled"](x, labels).exp(), "the means in it add up to"),
+    "no sum of means": (lambda x, labels: LOSSES["filled"](x, labels).exp(), "its mean losses sum to"),
     "factors of a micro-batch": (
         lambda x, labels: LOSSES["filled"](x, labels) * (labels != -100).sum(),
         "have the factors",
@@ -374,7 +374,7 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
     "a mean by hand": (mean_by_hand, "have the factors"),
     "labels that only the model knows": (
         lambda x, labels: F.cross_entropy(x.view(-1, 5), torch.where(x[..., 0] > 0, labels, -100).view(-1)),
-        "that the micro-batch does not hold",
+        "micro-batch contains no such labels",
     ),
     "labels that cannot be foreseen": (
         lambda x, labels: (
@@ -382,16 +382,16 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
             if len(x) == 3
             else F.cross_entropy(x[:, 0], torch.zeros_like(x[:, 0, 0]).long(), ignore_index=0)
         ),
-        "counts 0 in micro-batch 1, and 2 were expected",
+        "counts 0 labels in micro-batch 1 instead of 2",
     ),
     "a loss for each row": (lambda x, labels: LOSSES["filled"](x, labels) + torch.zeros(len(x)), "has the shape"),
     "a loss of some micro-batches": (
         lambda x, labels: LOSSES["filled"](x, labels) + (LOSSES["selected"](x, labels) if len(x) == 3 else 0),
-        "called 1 losses, micro-batch 0 2",
+        "called 1 losses, but micro-batch 0 called 2",
     ),
     "another loss in some micro-batches": (
         lambda x, labels: LOSSES["elements" if len(x) == 1 else "filled"](x, labels),
-        "called as loss 0 of micro-batch 3 alone",
+        "Micro-batch 3 called .* as loss 0, unlike other",
     ),
 }
 
@@ -402,16 +402,18 @@ def test_what_is_no_sum_of_known_means_is_refused(name: str, later: bool, monkey
     loss, what = REFUSED[name]
     model, _, parts = tagged(loss)
     if later:
-        monkeypatch.setattr(LossWeights, "_expect", lambda self, ok, problem: self._later.append((ok, problem)))
+        monkeypatch.setattr(
+            LossWeights, "_check", lambda self, ok, problem: self._deferred_checks.append((ok, problem))
+        )
     with pytest.raises(ConfigError, match=what) as error:
         in_parts(model, LossWeights(parts, SIZES), parts, run)
-    assert "loss_weight=" in error.value.remedy
+    assert "loss_weight" in error.value.remedy
 
 
 def test_a_mean_by_hand_of_equal_counts_is_refused() -> None:
     model, batch, _ = tagged(mean_by_hand)
     parts = cut({**batch, "labels": batch["labels"].abs() % 5}, (2, 2, 2, 2))
-    with pytest.raises(ConfigError, match="what micro-batch 0 counts"):
+    with pytest.raises(ConfigError, match="the number of labels in micro-batch 0"):
         in_parts(model, LossWeights(parts, (2, 2, 2, 2)), parts, run)
 
 
@@ -439,7 +441,7 @@ def test_a_micro_batch_of_no_weight_adds_zero() -> None:
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan")])
 def test_weights_of_nothing_are_refused(weight: float) -> None:
-    with pytest.raises(ConfigError, match="loss_weight gave"):
+    with pytest.raises(ConfigError, match="loss_weight returned"):
         LossWeights([{}, {}], (1, 1), lambda part: weight)
 
 
@@ -455,7 +457,7 @@ def test_after_an_error_nothing_is_watched_and_the_next_start_begins_anew() -> N
         run(model, parts[0])
         raise ZeroDivisionError
     weights.stop()
-    assert weights._watch is None and not _get_current_function_mode_stack()
+    assert weights._recorder is None and not _get_current_function_mode_stack()
     weights.start(0)
     weights.start(0)
     weights.stop()

@@ -37,9 +37,9 @@ def test_sizes_hold_every_sample_once(batch_size: int, count: int) -> None:
 @pytest.mark.parametrize(
     ("asked", "what"),
     [
-        ((9, None), "micro_batches=9 for a batch of 8"),
-        ((None, None), "micro_batches=None with micro_batch_size=None"),
-        ((2, 4), "micro_batches=2 with micro_batch_size=4"),
+        ((9, None), "micro_batches=9 is larger than the batch size 8"),
+        ((None, None), "micro_batches=None and micro_batch_size=None"),
+        ((2, 4), "micro_batches=2 and micro_batch_size=4"),
         ((0, None), "micro_batches=0"),
         ((None, -1), "micro_batch_size=-1"),
         ((2.0, None), "micro_batches=2.0"),
@@ -66,7 +66,9 @@ def test_the_batch_size_is_that_of_the_main_input_or_of_the_first_tensor() -> No
 
 @pytest.mark.parametrize("batch", [{}, {"a": 1, "loss": torch.tensor(1.0)}])
 def test_a_batch_without_tensors_is_refused(batch: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="a, loss holds no tensor" if batch else "nothing holds no tensor"):
+    with pytest.raises(
+        ConfigError, match=r"\(a, loss\) contains no tensor" if batch else r"\(empty\) contains no tensor"
+    ):
         batch_size_of(batch)
 
 
@@ -114,7 +116,7 @@ def test_a_tokenizers_batch_is_cut() -> None:
 
 
 def test_sizes_of_another_batch_are_refused() -> None:
-    with pytest.raises(ConfigError, match=re.escape("[2, 2] samples, 4 together, for a batch of 5")):
+    with pytest.raises(ConfigError, match=re.escape("[2, 2] sum to 4, but the batch has 5 samples")):
         split_batch({"x": torch.zeros(5)}, [2, 2], None)
 
 

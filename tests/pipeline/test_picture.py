@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from shardformer.errors import ConfigError
-from shardformer.pipeline.schedule_chart import check_file, colours, grid, save, schedule_as_text
-from shardformer.pipeline.schedules import SCHEDULES, Action, ActionKind, forward_only, make_schedule, simulate
+from shardformer.pipeline.schedule_chart import check_file, colours, format_grid, save, schedule_as_text
+from shardformer.pipeline.schedules import SCHEDULES, Action, ActionKind, drop_backward, make_schedule, simulate
 
 needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is an extra")
 
@@ -23,7 +23,7 @@ def test_the_text_says_what_is_drawn_and_what_it_costs() -> None:
         "rank 0 | F0a F1a F0b F1b .   .   B0b --  .   B1b --  B0a --  B1a --",
         "rank 1 | .   F0a F1a F0b B0b --  F1b B1b --  B0a --  B1a --  .   .",
         "",
-        "F forward, B backward; then the micro-batch",
+        "F forward, B backward; the number is the micro-batch",
         "chunk: a virtual stages 0-1, b virtual stages 2-3",
         "bubble     20.0% of 15 units of time (formula: 20.0%)",
         "in flight  at most 4, 3 micro-batches (of one chunk) on ranks 0 to 1",
@@ -31,9 +31,9 @@ def test_the_text_says_what_is_drawn_and_what_it_costs() -> None:
 
 
 def test_a_forward_alone_has_no_formula_and_one_rank_no_others() -> None:
-    schedule = forward_only(make_schedule("1f1b", 1, 3))
+    schedule = drop_backward(make_schedule("1f1b", 1, 3))
     assert schedule_as_text(schedule, simulate(schedule)).splitlines()[-3:] == [
-        "F forward; then the micro-batch",
+        "F forward; the number is the micro-batch",
         "bubble     0.0% of 3 units of time",
         "in flight  at most 3 micro-batches",
     ]
@@ -46,7 +46,7 @@ def test_a_long_grid_is_folded_into_bands_that_fit_and_lose_nothing(name: str, w
     timeline = simulate(schedule)
     folded = schedule_as_text(schedule, timeline, width).split("\n\n")[:-1]
     assert len(folded) > 1 and max(len(line) for band in folded for line in band.splitlines()) <= width
-    for rank, whole in enumerate(grid(schedule, timeline).splitlines()):
+    for rank, whole in enumerate(format_grid(schedule, timeline).splitlines()):
         parts = [band.splitlines()[1 + rank].partition("|")[2].split() for band in folded]
         assert [cell for part in parts for cell in part] == whole.partition("|")[2].split()
 
@@ -73,7 +73,7 @@ def test_times_that_are_no_multiples_are_rounded_and_said_to_be() -> None:
     schedule = make_schedule("1f1b", 2, 2)
     timeline = simulate(schedule, {ActionKind.FORWARD: 1, ActionKind.BACKWARD: 2.4}, send=0.3)
     text = schedule_as_text(schedule, timeline)
-    assert "a column is 1 units of time, to which the grid is rounded" in text
+    assert "a column is 1 units of time; times are rounded to columns" in text
     for action in (action for order in schedule.actions for action in order):
         assert re.search(rf"^rank {action.stage} .* {action.kind}{action.micro_batch}\b", text, re.MULTILINE)
     assert "rounded" not in schedule_as_text(schedule, simulate(schedule))
@@ -120,7 +120,10 @@ def test_kinds_and_chunks_have_colours_of_their_own() -> None:
 
 
 def test_a_file_that_cannot_be_a_chart_is_refused(tmp_path: Path) -> None:
-    for path, said in [("chart.pdf", r"ends in \.svg or \.png"), ("nowhere/chart.svg", "a folder that exists")]:
+    for path, said in [
+        ("chart.pdf", r"does not end in \.svg or \.png"),
+        ("nowhere/chart.svg", "not in a writable folder"),
+    ]:
         with pytest.raises(ConfigError, match=said):
             check_file(tmp_path / path)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from shardformer.pipeline.stage_forward import MissingParams, is_placeholder, placeholder_output
+from shardformer.pipeline.stage_forward import MissingParams, compute_placeholder_output, is_placeholder
 
 
 def parts() -> tuple[nn.Module, MissingParams]:
@@ -56,8 +56,8 @@ def test_what_a_linear_would_give_has_the_dtype_of_autocast_and_a_table_its_own(
     x, ids = torch.zeros(2, 4), torch.zeros(2, dtype=torch.long)
     for dtype in (torch.bfloat16, torch.float16):
         with torch.autocast("cpu", dtype=dtype):
-            assert placeholder_output(linear, (x,), {}).dtype == linear(x).dtype == dtype
-            assert placeholder_output(table, (ids,), {}).dtype == table(ids).dtype == torch.float32
-    assert placeholder_output(linear, (x,), {}).dtype == torch.float32 and is_placeholder(
-        placeholder_output(linear, (x,), {})
+            assert compute_placeholder_output(linear, (x,), {}).dtype == linear(x).dtype == dtype
+            assert compute_placeholder_output(table, (ids,), {}).dtype == table(ids).dtype == torch.float32
+    assert compute_placeholder_output(linear, (x,), {}).dtype == torch.float32 and is_placeholder(
+        compute_placeholder_output(linear, (x,), {})
     )

@@ -18,7 +18,7 @@ MUTANTS = [
     mutant(
         "summed-loss-without-data-ranks",
         "shardformer/pipeline/micro_batch_loss.py",
-        "return call.given() * self._num_ranks if self._over is not None else call.given()",
+        "return call.given() * self._num_ranks if self._data_axis is not None else call.given()",
         "return call.given()",
         'A loss with reduction="sum" is averaged over the data ranks instead of summed.',
         first=("tests/pipeline/test_average_over_data.py",),
@@ -42,7 +42,7 @@ MUTANTS = [
     mutant(
         "stages-send-slices-of-other-positions",
         "shardformer/pipeline/runtime.py",
-        'return [name != "hidden" or not is_cut for name in payload]',
+        'return [name != "hidden" or not is_sharded for name in payload]',
         "return [True for name in payload]",
         "With tensor, pipeline and sequence parallelism, the next stage joins slices of different positions.",
         first=("tests/verify/test_pipelines.py::test_tensor_with_cut_sequences_times_pipe",),
@@ -50,7 +50,7 @@ MUTANTS = [
     mutant(
         "stages-ignore-the-loss-scale",
         "shardformer/pipeline/runtime.py",
-        "[torch.full_like(loss, self._job.loss_scale) for loss in outputs]",
+        "[torch.full_like(loss, self._step.loss_scale) for loss in outputs]",
         "[torch.ones_like(loss) for loss in outputs]",
         "In fp16 a pipeline divides gradients by a loss scale that was never applied.",
         first=("tests/optim/test_precision.py::test_a_pipeline_scales_the_loss_for_the_backward_alone",),
@@ -66,16 +66,16 @@ MUTANTS = [
     mutant(
         "split-backward-loses-the-first-stage",
         "shardformer/pipeline/split_backward.py",
-        "return found, WeightBackward(beside)",
-        "return found, WeightBackward([])",
+        "return input_grads, WeightBackward(other_outputs)",
+        "return input_grads, WeightBackward([])",
         "With a zero-bubble schedule the first stage does not train.",
         first=("tests/pipeline/test_backward.py",),
     ),
     mutant(
         "split-backward-loses-other-outputs",
         "shardformer/pipeline/split_backward.py",
-        "return _plain_backward(given + beside, inputs), WeightBackward([])",
-        "return _plain_backward(given, inputs), WeightBackward([])",
+        "return _run_full_backward(output_grads + other_outputs, inputs), WeightBackward([])",
+        "return _run_full_backward(output_grads, inputs), WeightBackward([])",
         "With a zero-bubble schedule and checkpointing, an output that reads no input of the stage passes no gradient.",
         first=(
             "tests/pipeline/test_backward.py::test_both_parts_are_one_backward_to_the_bit",
@@ -112,8 +112,8 @@ MUTANTS = [
     mutant(
         "one-row-for-all-samples-is-cut",
         "shardformer/pipeline/micro_batches.py",
-        "        if x.dim() == 0 or x.shape[0] == 1:\n            return [x for _ in self._each]\n",
-        "        if x.dim() == 0:\n            return [x for _ in self._each]\n",
+        "        if x.dim() == 0 or x.shape[0] == 1:\n            return [x for _ in self._parts]\n",
+        "        if x.dim() == 0:\n            return [x for _ in self._parts]\n",
         "A batch with one row of positions for all samples is refused with micro-batches.",
         first=("tests/pipeline/test_microbatches.py",),
     ),
