@@ -95,7 +95,6 @@ def evaluate(expression: Expression, tensors: Tensors, values: dict[int, Tensor]
 
 
 def _map_nested(value: Any, func: Callable[[Any], Any]) -> Any:
-    """Apply ``func`` to the leaves of nested arguments."""
     if type(value) in (tuple, list):
         return type(value)(_map_nested(x, func) for x in value)
     if type(value) is dict:

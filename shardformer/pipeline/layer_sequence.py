@@ -264,7 +264,6 @@ def _find_adjacent_layer(name: str, layers: LayerSequence, order: Mapping[str, i
 
 
 def _count_common_parts(name: str, layers: str) -> int:
-    """Return the number of leading components that two paths share."""
     pairs = zip(name.split("."), layers.split("."), strict=False)
     return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
 

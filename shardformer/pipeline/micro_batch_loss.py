@@ -120,7 +120,6 @@ class LossCall:
         return loss
 
     def summed(self) -> Tensor:
-        """Compute the loss with ``reduction="sum"``."""
         return self._compute_with("sum")
 
     def count(self) -> LossCount:
@@ -191,7 +190,6 @@ def _signature(func: Callable[..., Any]) -> inspect.Signature:
 
 
 def _legacy_reduction(size_average: bool | None, reduce: bool | None) -> str:
-    """Convert torch's deprecated reduction arguments."""
     if reduce is False:
         return "none"
     return "sum" if size_average is False else "mean"
@@ -396,7 +394,6 @@ class LossWeights:
         loss.total = self._sum_over_data(sum(loss.n_m))
 
     def _sum_over_data(self, here: float) -> float:
-        """Sum a number over the data ranks."""
         if self._data_axis is None:
             return here
         axis, device = self._data_axis
@@ -419,7 +416,6 @@ class LossWeights:
         return [weight * self._num_ranks / total for weight in weights]
 
     def _predict_counts(self, first: int, trace: LabelTracer | None, call: LossCall, number: int) -> list[float]:
-        """Predict the count of a loss in each micro-batch."""
         here = call.count()
         tensors = [dict(named_tensors_in(m)) for m in self._micro_batches]
         n_m = self._predict_from_basis(first, trace, call, number, tensors)
@@ -522,7 +518,6 @@ class LossWeights:
 
     @staticmethod
     def _compute_factors(loss: Tensor, forward: _RecordedLosses) -> Tensor:
-        """Return the factor of each recorded loss in the loss."""
         with_grad = [i for i, part in enumerate(forward.parts) if part.requires_grad]
         grads = torch.autograd.grad(loss, [forward.parts[i] for i in with_grad], retain_graph=True, allow_unused=True)
         grad_of = dict(zip(with_grad, grads, strict=True))
@@ -550,8 +545,6 @@ class LossWeights:
 
 
 class _LossRecorder(TorchFunctionMode):
-    """Intercepts torch functions while a head runs."""
-
     def __init__(self, weights: LossWeights, index: int, trace: LabelTracer | None) -> None:
         super().__init__()
         self._weights, self._index, self._trace = weights, index, trace
@@ -624,7 +617,6 @@ def is_comparing_samples(loss_fn: Callable[..., Any], output: Any, batch: Any, s
 
 
 def _select_rows(value: Any, size: int, begin: int, end: int) -> Any:
-    """Select samples from all tensors with one row per sample."""
     if isinstance(value, Tensor):
         return value[begin:end].clone() if value.dim() and value.shape[0] == size else value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

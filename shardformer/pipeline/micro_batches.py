@@ -104,7 +104,6 @@ def _list_inputs_of_length(batch: Mapping[Any, Any], length: int) -> list[str]:
 
 
 def _has_same_modality(name: str, grid: str) -> bool:
-    """Return whether both inputs describe videos, or both do not."""
     return ("video" in name or "second" in name) == ("video" in grid)
 
 
@@ -135,7 +134,6 @@ def _per_image_inputs(batch: Mapping[Any, Any], grid: str, images: int, samples:
 
 
 def _find_image_ends(batch: Mapping[Any, Any], grid: str, units: Sequence[int], samples: int, ids: Ids) -> Ends:
-    """Return the end of each sample's images."""
     if batch[grid].dim() == 1:
         return list(range(samples + 1))
     candidates, known = _count_media_tokens(batch, grid, ids)
@@ -284,7 +282,6 @@ def _find_main_input(batch: Mapping[Any, Any], main: str | None) -> Any:
 
 
 def _without_flattened(value: Any) -> Any:
-    """Remove the inputs whose rows are not samples."""
     if not isinstance(value, Mapping):
         return value
     flat = flattened_inputs(value)
@@ -292,7 +289,6 @@ def _without_flattened(value: Any) -> Any:
 
 
 def _list_grids(batch: Mapping[Any, Any]) -> list[Any]:
-    """Return the inputs with a row per image."""
     return [batch[name] for name in batch if name in flattened_inputs(batch) and "grid" in name]
 
 

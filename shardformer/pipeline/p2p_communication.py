@@ -45,7 +45,6 @@ class PointToPoint:
         return PendingCollective([self._transports[way].send(x, to, way)], lambda: x, noted)
 
     def receive(self, x: Tensor, source: int, purpose: str) -> PendingCollective:
-        """Start receiving into ``x``."""
         way = TO_NEXT_STAGE if source < self.axis.rank else TO_PREVIOUS_STAGE
         noted = record("receive", self.axis, bytes_of(x), purpose, ranks=2)
         return PendingCollective([self._transports[way].receive(x, source, way)], lambda: x, noted)
@@ -174,7 +173,6 @@ class StageExchange:
             self._start_send(part.contiguous(), receiver, _describe_purpose(action))
 
     def _local_bounds(self, shape: TensorMeta) -> list[int]:
-        """Return the start and end of this tensor-parallel rank's shard in the flattened tensor."""
         return even_bounds(shape.numel, self._tensor.size)[self._tensor.rank : self._tensor.rank + 2]
 
     def _start_send(self, x: Tensor, receiver: int, purpose: str) -> None:

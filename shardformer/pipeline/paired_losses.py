@@ -284,7 +284,7 @@ def _is_user_hook(hook: Any) -> bool:
 
 
 def report_finding(
-    findings: Sequence[int], division: str, *, is_exact: bool, allows_gather: bool, only_normalizes: bool
+    findings: Sequence[int], division: str, is_exact: bool, allows_gather: bool, only_normalizes: bool
 ) -> None:
     """Raise ConfigError, or warn, if a divided batch has a loss that compares its samples.
 

@@ -31,8 +31,7 @@ def check_partition(partition: Any, layer_costs: Any = None, recompute_layers: A
     check_argument("layer_costs", layer_costs, layer_costs is None or are_costs, rule, remedy)
     if layer_costs is not None and partition != "balanced":
         raise ConfigError(
-            f"partition={partition!r} does not use layer_costs",
-            remedy="Omit layer_costs or use partition='balanced'",
+            f"partition={partition!r} does not use layer_costs", remedy="Omit layer_costs or use partition='balanced'"
         )
     are_counts = isinstance(recompute_layers, Sequence) and not isinstance(recompute_layers, str)
     is_right = recompute_layers is None or are_counts or type(recompute_layers) is int

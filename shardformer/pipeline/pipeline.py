@@ -10,39 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.comm.collectives import (
-    all_gather_numbers,
-    all_gather_objects,
-    all_reduce,
-    broadcast,
-    broadcast_object,
-    checksum,
-)
+from shardformer.comm import collectives
 from shardformer.consistency.rank_divergence import COMPARED_VALUES, KIND_SHIFT, check_step
 from shardformer.errors import ConfigError, InputError, check_bool, check_callable, check_choice
 from shardformer.layout.sharding_metadata import ShardingMetadata, metadata_of
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.rank_grid import AXES
+from shardformer.pipeline import micro_batches as splitting
+from shardformer.pipeline import paired_losses as trials
 from shardformer.pipeline.micro_batch_loss import LossWeight, LossWeights, not_sum_of_means_error
-from shardformer.pipeline.micro_batches import (
-    TARGET_KEY,
-    batch_size_of,
-    check_sizes,
-    micro_batch_sizes,
-    named_tensors_in,
-    special_token_ids,
-    split_batch,
-)
+from shardformer.pipeline.micro_batches import named_tensors_in
 from shardformer.pipeline.p2p_communication import StageExchange
-from shardformer.pipeline.paired_losses import (
-    Finding,
-    Trial,
-    TrialHead,
-    make_trial,
-    merge_findings,
-    report_finding,
-    restore_after_trial,
-)
+from shardformer.pipeline.paired_losses import Finding, Trial
 from shardformer.pipeline.runtime import Batch, LastStage, LossFn, NoOutput, Runtime, RunTrace, StepInputs
 from shardformer.pipeline.schedules import LOSS_AVERAGES, Schedule, drop_backward, fitting_micro_batches, make_schedule
 from shardformer.pipeline.stage_forward import dtypes_of
@@ -147,14 +126,10 @@ class Pipeline:
         self._model, self._state, self._context = model, state, state.context
         if micro_batches is None and micro_batch_size is None:
             micro_batches = 1 if state.stages is None else state.stages.manager.num_stages
-        check_sizes(micro_batches, micro_batch_size)
+        splitting.check_sizes(micro_batches, micro_batch_size)
         self._micro_batches, self._micro_batch_size = micro_batches, micro_batch_size
-        self._loss_fn, self._loss_weight, self._averages_tokens = (
-            loss_fn,
-            loss_weight,
-            average_loss_over == "tokens",
-        )
-        self._allows_short_batches = allow_short_batches
+        self._loss_fn, self._loss_weight = loss_fn, loss_weight
+        self._averages_tokens, self._allows_short_batches = average_loss_over == "tokens", allow_short_batches
         self._stages: Stages = state.stages or _single_stage(model, state)
         self._label_forms: dict[int, Any] = {}
         self._checked_modes: set[bool] = set()  # training flags for which the trial has run
@@ -163,17 +138,12 @@ class Pipeline:
         self._must_check_factors = self._averages_tokens and self._context.data.size > 1
         self._stage_dtypes_hash: tuple[int, ...] = ()  # hash of each stage's parameter dtypes
         self._must_compare_batches = bool(state.request.extra.get("check_inputs", True))
-        manager, stage_forward = self._stages.manager, self._stages.stage_forward
-        assert stage_forward is not None
+        stages, manager = self._stages, self._stages.manager
+        assert stages.stage_forward is not None
+        self._manager, self._stage_forward = manager, stages.stage_forward
         self.exchange = StageExchange(manager.point_to_point, self._context.tensor, self._context.device)
         self._runtime = Runtime(
-            model,
-            stage_forward,
-            self._stages.chain,
-            self._stages.spans,
-            self.exchange,
-            manager.stage,
-            state.activations,
+            model, self._stage_forward, stages.chain, stages.spans, self.exchange, manager.stage, state.activations
         )
         if micro_batches is not None:
             self._schedule(micro_batches)  # raises for an invalid number
@@ -181,7 +151,7 @@ class Pipeline:
     @property
     def stage_manager(self) -> PipelineStageManager:
         """Layout of the pipeline stages, and this process's position in it."""
-        return self._stages.manager
+        return self._manager
 
     def step(self, batch: Batch | Sequence[Batch]) -> Tensor:
         """Run the forward and backward of a batch. Gradients are accumulated in ``.grad``; you call the optimizer.
@@ -230,11 +200,9 @@ class Pipeline:
             # the mean over zero labels is NaN
             total += head.loss.cpu().double() * counted if counted else 0.0
             weight += counted
-        device, axis = self._context.device, self._stages.manager.axis
-        both = broadcast(
-            torch.stack([total, torch.tensor(weight).double()]).to(device), axis, self._stages.manager.last_stage
-        )
-        return both[0] / both[1]
+        sums = torch.stack([total, torch.tensor(weight).double()]).to(self._context.device)
+        total, count = collectives.broadcast(sums, self._manager.axis, self._manager.last_stage)
+        return total / count
 
     def forward(self, batch: Batch, *, gather: bool = False) -> Any:
         """Return the model's output for a batch on the last stage, without gradients.
@@ -248,9 +216,9 @@ class Pipeline:
         """
         with torch.no_grad():
             output = self._run(batch, backward=False, wants_output=True).output
-        axis, last = self._stages.manager.axis, self._stages.manager.last_stage
+        axis, last = self._manager.axis, self._manager.last_stage
         if gather:
-            return broadcast_object(output, axis, last)
+            return collectives.broadcast_object(output, axis, last)
         return output if axis.rank == last else NoOutput(axis.rank, last)
 
     @contextmanager
@@ -280,15 +248,16 @@ class Pipeline:
         schedule = self._schedule(len(parts))
         if not backward:
             schedule = drop_backward(schedule)
-        device, manager = self._context.device, self._stages.manager
         self._check_not_compiled()
         draws = self._check_data_ranks(batches)
         runs_trial = not wants_output and self._must_run_trial(len(parts), backward=backward)
-        with fork_random_state(device):
+        with fork_random_state(self._context.device):
             keys, seed = self._compare_stages(parts, backward, _next_seed() if draws else 0)
             seeds = [(seed + 7919 * i) % 2**62 if seed else None for i in range(len(parts))]
             self._adopt_gradient_checkpointing()
-            head = self._make_last_stage(parts, sizes, wants_output, counts, runs_trial and manager.num_stages > 1)
+            head = self._make_last_stage(
+                parts, sizes, wants_output, counts, runs_trial and self._manager.num_stages > 1
+            )
             try:
                 with self._stages.installed(self._model):
                     self._runtime.run(StepInputs(schedule, inputs, keys, seeds, head, loss_scale))
@@ -309,7 +278,7 @@ class Pipeline:
         return head
 
     def _check_not_compiled(self) -> None:
-        if self._stages.manager.num_stages == 1:
+        if self._manager.num_stages == 1:
             return
         for path, module in self._model.named_modules():
             # the model itself, and layers whose forwards are overridden
@@ -335,7 +304,6 @@ class Pipeline:
         The statistics are the mean of the loss factors, the mean of their squares, and (whether a trial is needed,
         whether the loss compares samples).
         """
-        manager = self._stages.manager
         loss = head.loss if head.loss is not None else torch.zeros((), dtype=torch.float64)
         rows = [loss]
         if self._must_check_factors:
@@ -343,21 +311,22 @@ class Pipeline:
         if runs_trial:
             rows += [loss.new_tensor(float(self._needs_trial(head))), loss.new_tensor(float(head.compares_samples))]
         with self._runtime.annotate_errors("at the end of a step"):
-            loss = broadcast(torch.stack(rows).to(self._context.device), manager.axis, manager.last_stage)
+            loss = collectives.broadcast(
+                torch.stack(rows).to(self._context.device), self._manager.axis, self._manager.last_stage
+            )
         if self._averages_tokens:
-            loss = all_reduce(loss, self._context.data, purpose="loss") / self._context.data.size
+            loss = collectives.all_reduce(loss, self._context.data, purpose="loss") / self._context.data.size
         found = list(loss.unbind())
         return [*found[:-2], loss[-2:]] if runs_trial else found
 
     def _make_last_stage(
         self, parts: Sequence[Batch], sizes: Sequence[int], wants_output: bool, counts: bool, runs_trial: bool
     ) -> LastStage:
-        stage_forward, weights = self._stages.stage_forward, None
-        assert stage_forward is not None
+        weights = None
         if not wants_output:
             over = (self._context.data, self._context.device) if self._averages_tokens else None
             weights = LossWeights(parts, sizes, self._loss_weight, self._label_forms, over, counts=counts)
-        return LastStage(parts, sizes, stage_forward, weights, self._loss_fn, checks_comparison=runs_trial)
+        return LastStage(parts, sizes, self._stage_forward, weights, self._loss_fn, checks_comparison=runs_trial)
 
     def _must_run_trial(self, num_parts: int, *, backward: bool) -> bool:
         """Return whether this step checks if the loss compares samples: the first one in each mode.
@@ -369,12 +338,11 @@ class Pipeline:
         return is_divided and self._model.training not in self._checked_modes and (backward or self._averages_tokens)
 
     def _requires_exact_loss(self, num_parts: int) -> bool:
-        """Return whether the loss must equal the full batch's: the user did not choose a mean of the parts."""
         return self._loss_weight is None and (num_parts > 1 or self._averages_tokens)
 
     def _needs_trial(self, head: LastStage) -> bool:
         """Return whether to run a trial. With several stages, only a ``loss_fn`` is checked, on the last stage."""
-        if self._stages.manager.num_stages > 1:
+        if self._manager.num_stages > 1:
             return False
         if not self._requires_exact_loss(len(head.sizes)):
             return self._loss_fn is not None
@@ -392,10 +360,9 @@ class Pipeline:
         findings: Sequence[int] | None = [Finding.COMPARES] if compares else []
         is_exact, only_normalizes = self._requires_exact_loss(num_parts), False
         if may_compare:
-            trial = make_trial(
+            trial = trials.make_trial(
                 batches[0],
-                getattr(self._model, "main_input_name", None),
-                special_token_ids(getattr(self._model, "config", None)),
+                *self._input_names(),
                 needs_full_samples=self._state.parameter_owner is not None,
                 uses_counts=self._loss_weight is None,
                 rejects_unknown=is_exact,
@@ -410,38 +377,33 @@ class Pipeline:
                 with evaluating(self._model):
                     in_eval, _ = self._run_trial_on_all_ranks(trial)
                 only_normalizes = in_eval is not None and {*in_eval} == {Finding.INDEPENDENT}
-        report_finding(
-            findings or (),
-            " and ".join(divisions),
-            is_exact=is_exact,
-            allows_gather=num_parts == 1,
-            only_normalizes=only_normalizes,
-        )
+        division, allows_gather = " and ".join(divisions), num_parts == 1
+        trials.report_finding(findings or (), division, is_exact, allows_gather, only_normalizes)
         self._checked_modes.add(mode)
 
     def _run_trial_on_all_ranks(self, trial: Trial | None) -> tuple[Sequence[int] | None, list[nn.Module]]:
         """Return the findings of all ranks (None if the loss is random), and the modules that wrote to buffers."""
         world = self._context.flatten(*AXES) if self._context.world is not None else Axis("world")
-        if not all(has_one for (has_one,) in all_gather_numbers([trial is not None], world)):
+        if not all(has_one for (has_one,) in collectives.all_gather_numbers([trial is not None], world)):
             return (), []
         assert trial is not None
         found, draws = Finding.INCONCLUSIVE, RandomUseDetector(self._context.device)
         buffer_writers: list[nn.Module] = []
         try:
-            with restore_after_trial(self._model, self._context.device) as buffer_writers:
+            with trials.restore_after_trial(self._model, self._context.device) as buffer_writers:
                 draws.begin()
                 found = self._run_trial(trial)
                 draws.end()
         except Exception:  # no error, no finding
             found = Finding.INCONCLUSIVE
-        return merge_findings(all_gather_numbers([int(found), bool(draws.seen)], world)), buffer_writers
+        return trials.merge_findings(
+            collectives.all_gather_numbers([int(found), bool(draws.seen)], world)
+        ), buffer_writers
 
     def _run_trial(self, trial: Trial) -> Finding:
-        """Run the micro-batches of a trial on the only stage."""
         data_rank, compares, trace = self._context.data.rank, self._must_compare_batches, self._runtime.trace
-        parts, stage_forward = trial.micro_batches(data_rank), self._stages.stage_forward
-        assert stage_forward is not None
-        inputs, head = self._inputs(parts), TrialHead(trial, parts, stage_forward, self._loss_fn)
+        parts = trial.micro_batches(data_rank)
+        inputs, head = self._inputs(parts), trials.TrialHead(trial, parts, self._stage_forward, self._loss_fn)
         keys, _ = self._compare_stages(inputs, False, 0)
         self._runtime.trace = None
         try:
@@ -461,32 +423,35 @@ class Pipeline:
 
         Ranks of a stage may disagree if another thread draws numbers, so the ranks agree on the result.
         """
-        stages = self._stages
-        assert stages.stage_forward is not None
-        return stages.uses_random or stages.stage_forward.draws.seen is not False
+        return self._stages.uses_random or self._stage_forward.draws.seen is not False
+
+    def _input_names(self) -> tuple[str | None, dict[str, int]]:
+        config = getattr(self._model, "config", None)
+        return getattr(self._model, "main_input_name", None), splitting.special_token_ids(config)
 
     def _split_batches(self, batches: Sequence[Batch]) -> tuple[list[dict[str, Any]], list[int]]:
-        main = getattr(self._model, "main_input_name", None)
+        main, ids = self._input_names()
         parts: list[dict[str, Any]] = []
         sizes: list[int] = []
         for batch in batches:
             count = self._micro_batches
             if count is not None and len(batches) > 1:
                 count = -(-count // len(batches))
-            size = batch_size_of(batch, main)
+            size = splitting.batch_size_of(batch, main)
             if count is not None and self._allows_short_batches:
                 count = min(count, max(size, 1))
-            each = micro_batch_sizes(size, count, self._micro_batch_size)
+            each = splitting.micro_batch_sizes(size, count, self._micro_batch_size)
             if self._micro_batch_size is not None and len(batches) == 1:
                 each = self._fit_to_schedule(size, each)
-            parts += split_batch(batch, each, main, special_token_ids(getattr(self._model, "config", None)))
+            parts += splitting.split_batch(batch, each, main, ids)
             sizes += each
         return parts, sizes
 
     def _inputs(self, parts: Sequence[Batch]) -> Sequence[Batch]:
-        """Return the inputs of the model: without a cache and without entries that only the loss function reads."""
         names = keywords_of(self._model) if self._loss_fn is not None else None
-        parts = [{n: x for n, x in p.items() if n != TARGET_KEY and (names is None or n in names)} for p in parts]
+        parts = [
+            {n: x for n, x in p.items() if n != splitting.TARGET_KEY and (names is None or n in names)} for p in parts
+        ]
         if any("position_ids" in part for part in parts) and not self._is_checkpointed:
             self._is_checkpointed = any(
                 getattr(m, "gradient_checkpointing", None) is True for m in self._model.modules()
@@ -494,13 +459,12 @@ class Pipeline:
         return [with_mask_as_cached(p, self._model, is_checkpointed=self._is_checkpointed) for p in parts]
 
     def _fit_to_schedule(self, size: int, each: list[int]) -> list[int]:
-        """Increase the number of micro-batches to one that the schedule accepts."""
-        manager = self._stages.manager
+        manager = self._manager
         count = fitting_micro_batches(manager.schedule, manager.num_stages, manager.num_model_chunks, len(each))
-        return micro_batch_sizes(size, count, None) if count != len(each) and count <= size else each
+        return splitting.micro_batch_sizes(size, count, None) if count != len(each) and count <= size else each
 
     def _schedule(self, micro_batches: int) -> Schedule:
-        manager = self._stages.manager
+        manager = self._manager
         return make_schedule(manager.schedule, manager.num_stages, micro_batches, manager.num_model_chunks)
 
     def _compare_stages(self, parts: Sequence[Batch], backward: bool, seed: int) -> tuple[list[Hashable], int]:
@@ -513,18 +477,17 @@ class Pipeline:
         kinds = tuple((p.requires_grad, p.dtype) for p in self._model.parameters())
         autocast = _autocast_dtype(self._context.device)
         shapes = [_shapes_of(part) for part in parts]
-        axis, watch = self._stages.manager.axis, self._state.monitor
-        training = self._model.training
+        axis, watch, training = self._manager.axis, self._state.monitor, self._model.training
         if axis.size == 1:
             return [(s, (backward, training, autocast, kinds)) for s in shapes], seed
         tensors = [t for part in parts for _, t in named_tensors_in(part)] if self._must_compare_batches else []
-        seen = watch.batch(tensors) if watch is not None else _hash_repr([checksum(t) for t in tensors])
+        seen = watch.batch(tensors) if watch is not None else _hash_repr([collectives.checksum(t) for t in tensors])
         self._must_compare_batches = self._must_compare_batches and watch is not None
         steps, options = (watch.rounds_of_stage(), watch.options_of_stage()) if watch is not None else (0, 0)
         modes = backward, training, _hash_repr(autocast)
         local = (_hash_repr(shapes), len(parts), *modes, seen, steps, options, _hash_repr(kinds), seed)
         with self._runtime.annotate_errors("before a step"):
-            every = self._mask_incomparable(all_gather_numbers(local, axis))
+            every = self._mask_incomparable(collectives.all_gather_numbers(local, axis))
         if any(theirs[:-2] != every[0][:-2] for theirs in every):
             raise _stage_mismatch_error(every, axis)
         stages = tuple(theirs[-2] for theirs in every)
@@ -538,7 +501,7 @@ class Pipeline:
         """
         if stages == self._stage_dtypes_hash:
             return
-        everywhere = all_gather_objects(dtypes_of(self._model), self._stages.manager.axis)
+        everywhere = collectives.all_gather_objects(dtypes_of(self._model), self._manager.axis)
         known: dict[str, tuple[int, torch.dtype]] = {}
         for stage, dtypes in enumerate(everywhere):
             for name, dtype in dtypes.items():
@@ -566,17 +529,15 @@ class Pipeline:
         return rows
 
     def _adopt_gradient_checkpointing(self) -> None:
-        """Replace ``gradient_checkpointing_enable`` of transformers by the checkpointing of the stage."""
-        assert self._stages.stage_forward is not None
-        if self._stages.manager.num_stages > 1:
-            self._stages.stage_forward.follow_wrappers(self._model)
+        if self._manager.num_stages > 1:
+            self._stage_forward.follow_wrappers(self._model)
         for path in dict.fromkeys(self._stages.chain.layer_calls):
             layer: Any = self._model.get_submodule(path)
             while (name := wrapped_name(layer)) is not None:
                 layer = layer._modules[name]
             if getattr(layer, "gradient_checkpointing", False) is True:
                 layer.gradient_checkpointing, self._is_checkpointed = False, True
-                self._stages.stage_forward.checkpoint_layer(path)
+                self._stage_forward.checkpoint_layer(path)
                 self.checkpointed.add(path)
 
 
@@ -601,7 +562,6 @@ def _hash_repr(value: Any) -> int:
 
 
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Return the dtype of autocast, or None if it is disabled."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
@@ -611,45 +571,35 @@ def _next_seed() -> int:
 
 def _stage_mismatch_error(every: Sequence[Sequence[int]], axis: Axis) -> InputError:
     other = next(stage for stage, theirs in enumerate(every) if theirs[:-2] != every[0][:-2])
-    kinds = (
-        "batch shapes",
-        "numbers of micro-batches",
-        "calls",
-        "training modes",
-        "autocast settings",
-        "batches",
-        *OPTIMIZER_VALUES,
-    )
-    what, ours, theirs = next((kind, a, b) for kind, a, b in zip(kinds, every[0], every[other], strict=False) if a != b)
-    if what in OPTIMIZER_VALUES:
-        ranks = axis.ranks[0], axis.ranks[other]
-        numbers = f" ({ours}, and rank {ranks[1]} {theirs})" if what == "steps" else ""
+    what = ("batch shapes", "numbers of micro-batches", "calls", "training modes", "autocast settings", "batches")
+    names = (*what, *OPTIMIZER_VALUES)
+    value, ours, theirs = next((n, a, b) for n, a, b in zip(names, every[0], every[other], strict=False) if a != b)
+    if value in OPTIMIZER_VALUES:
+        ranks, compared = (axis.ranks[0], axis.ranks[other]), COMPARED_VALUES[value]
+        numbers = f" ({ours}, and rank {ranks[1]} {theirs})" if value == "steps" else ""
         places = f"Ranks {ranks[0]} and {ranks[1]}, stages 0 and {other} of {axis.size},"
         return InputError(
-            f"{places} have diverged: they have different {COMPARED_VALUES[what].what}{numbers}",
-            rule=COMPARED_VALUES[what].rule,
-            remedy=COMPARED_VALUES[what].remedy,
+            f"{places} have diverged: they have different {compared.what}{numbers}",
+            rule=compared.rule,
+            remedy=compared.remedy,
         )
     return InputError(
-        f"Stages 0 and {other} of {axis.size} received different {what}",
+        f"Stages 0 and {other} of {axis.size} received different {value}",
         rule="All stages of a data rank must make the same calls with the same batch",
         remedy="Select the batch by context.data.rank of context.data.size, not by the world rank",
     )
 
 
 def _is_batch_norm(module: nn.Module) -> bool:
-    """Return whether a module computes batch statistics."""
     return isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)) and module.training
 
 
 def _check_factors_agree(mean: Tensor, mean_square: Tensor) -> None:
-    """Raise ConfigError if the mean losses have different factors on different data ranks."""
     if has_data(mean) and not to_list(mean_square - mean.square() <= 1e-11 * mean_square):
         raise not_sum_of_means_error("The mean losses have different factors on different data ranks")
 
 
 def _single_stage(model: nn.Module, state: ShardingMetadata) -> Stages:
-    """Return the stages of a model without a pipeline: one stage with all layers."""
     manager = PipelineStageManager(state.context, "1f1b")
     state.stages = stages = build_stages(model, state.request.policy, manager)
     stages.uses_random = uses_dropout(model)

@@ -198,8 +198,6 @@ def without_placeholders(output: Any) -> Any:
 
 @dataclass
 class _InFlightMicroBatch:
-    """A micro-batch of a stage between its forward and its backward."""
-
     received: list[Tensor]
     sent: list[Tensor]
     loss: Tensor | None = None
@@ -340,7 +338,6 @@ class Runtime:
         return waited
 
     def _list_replicated(self, unit: int, payload: StageActivations) -> list[bool]:
-        """Return for each tensor whether all tensor-parallel ranks have the same values."""
         is_sharded = self._chain.stacks[self._chain.stack_of(unit)].layout_in(self._stream).shards_stacks
         return [name != "hidden" or not is_sharded for name in payload]
 

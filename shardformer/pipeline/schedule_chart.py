@@ -148,8 +148,7 @@ def check_file(path: Path) -> None:
     """Raise ConfigError if ``path`` has no chart suffix, its folder is not writable, or matplotlib is missing."""
     if path.suffix.lower() not in SUFFIXES:
         raise ConfigError(
-            f"The chart file {str(path)!r} does not end in .svg or .png",
-            remedy="Use a name such as chart.svg",
+            f"The chart file {str(path)!r} does not end in .svg or .png", remedy="Use a name such as chart.svg"
         )
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise ConfigError(
@@ -217,7 +216,6 @@ def _draw_boxes(axes: Axes, schedule: Schedule, timeline: Timeline, points_per_u
 
 
 def _draw_frame(axes: Axes, schedule: Schedule, timeline: Timeline) -> None:
-    """Draw the axes, the micro-batches in flight of each rank, and the title."""
     ranks = range(schedule.stages)
     axes.set(xlim=(0, timeline.makespan), ylim=(schedule.stages - 0.5, -0.5))
     axes.set_yticks(list(ranks), [f"rank {rank}" for rank in ranks])
@@ -241,7 +239,6 @@ def _draw_frame(axes: Axes, schedule: Schedule, timeline: Timeline) -> None:
 
 
 def _draw_legend(axes: Axes, schedule: Schedule) -> None:
-    """Draw a legend with one column per kind of action, divided into chunks, and an entry for idle time."""
     from matplotlib.patches import Patch
 
     patches = []

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
+from itertools import accumulate, chain
 from math import inf
 from typing import Any, NamedTuple
 
@@ -64,32 +65,32 @@ RankActions = tuple[Action, ...]
 """The actions of one rank, in order."""
 
 
+_IN_FLIGHT_CHANGE = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1, ActionKind.WEIGHT: -1}
+
+
 class _PipelineState:
-    """State of a step-by-step simulation: the actions that each rank has run, and when they ended."""
+    """State of a step-by-step simulation: the actions that each rank has run."""
 
     def __init__(self, ranks: int, last: int) -> None:
         self.last = last
-        self.now = 0
-        self.done_at: dict[Action, int] = {}
+        self.done: set[Action] = set()  # in earlier steps
         self.orders: list[list[Action]] = [[] for _ in range(ranks)]
         self.in_flight = [0] * ranks  # (virtual stage, micro-batch) pairs from their F to their W
 
     def is_ready(self, action: Action) -> bool:
-        """Return whether all dependencies of ``action`` ended in an earlier step."""
-        return all(self.done_at.get(need, self.now + 1) <= self.now for need in action.dependencies(self.last))
+        return self.done.issuperset(action.dependencies(self.last))
 
     def run(self, total: int, choose: Callable[[int], Action | None]) -> tuple[RankActions, ...]:
         """Simulate until ``total`` actions are done. ``choose(rank)`` returns the rank's next action or None."""
-        while len(self.done_at) < total:
+        while len(self.done) < total:
             chosen = [choose(rank) for rank in range(len(self.orders))]
-            assert any(chosen), f"no rank can run an action in step {self.now}"
+            assert any(chosen), "no rank can run an action"
             for rank, action in enumerate(chosen):
                 if action is not None:
-                    self.done_at[action] = self.now + 1
+                    self.done.add(action)
                     self.orders[rank].append(action)
-                    self.in_flight[rank] += {ActionKind.FORWARD: 1, ActionKind.WEIGHT: -1}.get(action.kind, 0)
-            self.now += 1
-        return tuple(tuple(order) for order in self.orders)
+                    self.in_flight[rank] += _IN_FLIGHT_CHANGE.get(action.kind, 0)
+        return tuple(map(tuple, self.orders))
 
 
 def split_backwards(orders: Sequence[RankActions], last: int) -> tuple[RankActions, ...]:
@@ -104,23 +105,20 @@ def split_backwards(orders: Sequence[RankActions], last: int) -> tuple[RankActio
         0 | F0a F1a F0b F1b F2a I0b W0b F3a I1b W1b F2b I0a W0a F3b I1a I2b W1a W2b I3b I2a I3a W3b W2a W3a .
         1 | .   F0a F1a F0b I0b F1b I1b F2a I0a W0b F3a I1a W1b F2b I2b W0a F3b I3b I2a I3a W1a W2b W3b W2a W3a
     """
-    wanted = [
-        deque(replace(a, kind=ActionKind.INPUT) if a.kind is ActionKind.BACKWARD else a for a in order)
-        for order in orders
-    ]
+    as_input = {ActionKind.BACKWARD: ActionKind.INPUT}
+    wanted = [deque(replace(a, kind=as_input.get(a.kind, a.kind)) for a in order) for order in orders]
     weights: list[deque[Action]] = [deque() for _ in orders]
     limit = max(max_in_flight(order) for order in orders)
     state = _PipelineState(len(orders), last)
 
     def choose(rank: int) -> Action | None:
-        full = state.in_flight[rank] >= limit
-        if wanted[rank]:
-            first = wanted[rank][0]
-            if state.is_ready(first) and not (full and first.kind is ActionKind.FORWARD):
-                wanted[rank].popleft()
-                if first.kind is ActionKind.INPUT:
-                    weights[rank].append(replace(first, kind=ActionKind.WEIGHT))
-                return first
+        first = wanted[rank][0] if wanted[rank] else None
+        is_full = state.in_flight[rank] >= limit
+        if first and state.is_ready(first) and not (is_full and first.kind is ActionKind.FORWARD):
+            wanted[rank].popleft()
+            if first.kind is ActionKind.INPUT:
+                weights[rank].append(replace(first, kind=ActionKind.WEIGHT))
+            return first
         return weights[rank].popleft() if weights[rank] else None
 
     num_backwards = sum(a.kind is ActionKind.BACKWARD for order in orders for a in order)
@@ -129,11 +127,7 @@ def split_backwards(orders: Sequence[RankActions], last: int) -> tuple[RankActio
 
 def max_in_flight(order: Sequence[Action]) -> int:
     """Return the largest number of (virtual stage, micro-batch) pairs whose activations are kept at one time."""
-    current = most = 0
-    for action in order:
-        current += {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1, ActionKind.WEIGHT: -1}.get(action.kind, 0)
-        most = max(most, current)
-    return most
+    return max(accumulate((_IN_FLIGHT_CHANGE.get(action.kind, 0) for action in order), initial=0))
 
 
 def _build_zbv(stages: int, micro_batches: int) -> tuple[RankActions, ...]:
@@ -164,9 +158,8 @@ def _build_zbv_rank(stages: int, micro_batches: int, rank: int) -> RankActions:
                 order.append(Action(*step, counts[step]))
                 counts[step] += 1
 
-    down_steps, up_steps = (
-        [(kind, stage) for kind in (ActionKind.FORWARD, ActionKind.INPUT, ActionKind.WEIGHT)] for stage in (down, up)
-    )
+    kinds = (ActionKind.FORWARD, ActionKind.INPUT, ActionKind.WEIGHT)
+    down_steps, up_steps = ([(kind, stage) for kind in kinds] for stage in (down, up))
     add(2 * ranks_left - 1, down_steps[0])
     add(rank, up_steps[0], down_steps[0])
     add(ranks_left, *up_steps)
@@ -190,13 +183,8 @@ def _build_zbv_few_micro_batches(stages: int, micro_batches: int) -> tuple[RankA
 
     def choose(rank: int) -> Action | None:
         down, up = rank, last - rank
-        wishes = [
-            (ActionKind.FORWARD, up),
-            (ActionKind.INPUT, up),
-            (ActionKind.FORWARD, down),
-            (ActionKind.INPUT, down),
-        ]
-        for kind, stage in (*wishes, (ActionKind.WEIGHT, up), (ActionKind.WEIGHT, down)):
+        priorities = [(kind, stage) for stage in (up, down) for kind in (ActionKind.FORWARD, ActionKind.INPUT)]
+        for kind, stage in (*priorities, (ActionKind.WEIGHT, up), (ActionKind.WEIGHT, down)):
             action = Action(kind, stage, next_micro_batch[kind, stage])
             room = limit - state.in_flight[rank] - (stage == down)
             if (
@@ -282,9 +270,8 @@ def make_schedule(name: str, stages: int, micro_batches: int, chunks: int | None
 
 def drop_backward(schedule: Schedule) -> Schedule:
     """Return the forwards of a schedule, for evaluation."""
-    return replace(
-        schedule, actions=tuple(tuple(a for a in order if a.kind is ActionKind.FORWARD) for order in schedule.actions)
-    )
+    forwards = (tuple(a for a in order if a.kind is ActionKind.FORWARD) for order in schedule.actions)
+    return replace(schedule, actions=tuple(forwards))
 
 
 def messages(schedule: Schedule, sender: int, receiver: int) -> RankActions:
@@ -409,20 +396,21 @@ def _build_rank_actions(
     stages: int, micro_batches: int, chunks: int, ahead: Callable[[int], int]
 ) -> tuple[RankActions, ...]:
     """Return per rank ``ahead(rank)`` forwards, then forwards and backwards in turn, then the last backwards."""
+
+    def passes(kind: ActionKind, rank: int, chunk_order: range) -> list[Action]:
+        return [
+            Action(kind, chunk * stages + rank, i)
+            for group in range(0, micro_batches, stages)
+            for chunk in chunk_order
+            for i in range(group, min(group + stages, micro_batches))
+        ]
+
     orders = []
     for rank in range(stages):
-        forwards, backwards = (
-            [
-                Action(kind, chunk * stages + rank, i)
-                for group in range(0, micro_batches, stages)
-                for chunk in passed
-                for i in range(group, min(group + stages, micro_batches))
-            ]
-            for kind, passed in ((ActionKind.FORWARD, range(chunks)), (ActionKind.BACKWARD, range(chunks)[::-1]))
-        )
+        forwards = passes(ActionKind.FORWARD, rank, range(chunks))
+        backwards = passes(ActionKind.BACKWARD, rank, range(chunks)[::-1])
         first = min(ahead(rank), len(forwards))
-        pairs = zip(forwards[first:], backwards)
-        in_turn = (action for pair in pairs for action in pair)
+        in_turn = chain.from_iterable(zip(forwards[first:], backwards))
         orders.append((*forwards[:first], *in_turn, *backwards[len(forwards) - first :]))
     return tuple(orders)
 
@@ -520,8 +508,7 @@ def bubble_formula(name: str, stages: int, micro_batches: int, chunks: int) -> f
 
 def check_schedule(schedule: Schedule) -> None:
     """Raise ConfigError if a schedule cannot be run. ``find_problems`` lists the reasons."""
-    found = find_problems(schedule)
-    if found:
+    if found := find_problems(schedule):
         raise _invalid_schedule_error(schedule, found)
 
 
@@ -530,11 +517,7 @@ def find_problems(schedule: Schedule) -> list[str]:
     done = Counter(action for order in schedule.actions for action in order)
     kinds = {action.kind for action in done} | {ActionKind.FORWARD}
     found = []
-    if kinds not in (
-        {ActionKind.FORWARD},
-        {ActionKind.FORWARD, ActionKind.BACKWARD},
-        {ActionKind.FORWARD, ActionKind.INPUT, ActionKind.WEIGHT},
-    ):
+    if kinds not in ({*"F"}, {*"FB"}, {*"FIW"}):
         found.append(f"its actions are {', '.join(sorted(kinds))} instead of F; F and B; or F, I and W")
     stages, micro_batches = range(schedule.last + 1), range(schedule.micro_batches)
     wanted = {Action(kind, stage, i) for kind in kinds for stage in stages for i in micro_batches}

@@ -178,7 +178,6 @@ class _BranchNode:
             self.node.__dict__.pop("apply", None)
 
     def _supports_partial_grads(self) -> bool:
-        """Return whether this is a custom function that can compute some of its gradients and be called directly."""
         function = custom_function_of(self.node)
         if function is None or getattr(function, "boxed_grads_call", False):
             return False
@@ -289,7 +288,6 @@ def _run_branches(edges: Sequence[GradientEdge], branches: Sequence[_BranchNode]
 def _run_full_backward(
     output_grads: Sequence[tuple[GradientEdge, Tensor]], inputs: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """Run the full backward and return the inputs' gradients, without changing the inputs' ``.grad``."""
     before = [x.grad for x in inputs]
     for x in inputs:
         x.grad = None
@@ -302,6 +300,5 @@ def _run_full_backward(
 
 
 def _requires_full_backward(node: Node) -> bool:
-    """Return whether the node cannot run for some of its gradients only, or cannot run twice."""
     function = custom_function_of(node)  # reentrant checkpointing and torch.compile
     return function is CheckpointFunction or hasattr(function, "_aot_id")

@@ -164,7 +164,6 @@ def nan_tensor(*shape: int, like: Tensor) -> Tensor:
 
 
 def _make_placeholder(param: Tensor) -> Tensor:
-    """Return the placeholder of a parameter, on the CPU for a meta parameter."""
     device = torch.device("cpu") if param.is_meta else param.device
     number = float("nan") if param.is_floating_point() else 0
     return torch.full((), number, dtype=param.dtype, device=device).expand(tuple(param.shape))
@@ -487,7 +486,6 @@ class StageForward:
 
 
 def _restore_forward(module: nn.Module, forward: Any) -> None:
-    """Restore a module's instance forward, or its class's forward if ``forward`` is None."""
     if forward is None:
         del module.__dict__["forward"]
     else:

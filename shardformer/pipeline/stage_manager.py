@@ -82,7 +82,6 @@ class PipelineStageManager:
 
     @property
     def num_stages(self) -> int:
-        """Size of the pipe axis."""
         return self.axis.size
 
     @property
@@ -175,7 +174,6 @@ class Stages:
 
     @property
     def is_running(self) -> bool:
-        """Whether a pipeline is calling the model."""
         return self.stage_forward is not None and self.stage_forward.now is not None
 
     def stages_of(self, name: str) -> tuple[int, ...]:
@@ -346,7 +344,6 @@ def copy_shared_attributes(model: nn.Module, chain: LayerSequence, spans: Sequen
 
 
 def _check_config(model: nn.Module) -> None:
-    """Raise ConfigError for layer drop and for outputs that are collected from all layers."""
     for config in find_configs(model):
         for name, value in vars(config).items():
             if name.endswith("layerdrop") and isinstance(value, float) and value > 0:
