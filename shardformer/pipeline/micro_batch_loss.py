@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -68,16 +68,16 @@ class LossCall:
 
     Args:
         named: arguments by name.
-        count_basis: the tensor that determines the count: labels or weights.
+        basis: the tensor that determines the count: labels or weights.
         ignored: class index of ignored labels.
     """
 
-    func: Callable[..., Any]
+    func: Callable[..., Tensor]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     named: Mapping[str, Any]
     reduction: str
-    count_basis: Tensor | None
+    basis: Tensor | None
     ignored: int | None
 
     @classmethod
@@ -86,12 +86,13 @@ class LossCall:
         bound.apply_defaults()
         named = bound.arguments
         reduction: str = named["reduction"]
-        if named.get("size_average") is not None or named.get("reduce") is not None:
-            reduction = _legacy_reduction(named.get("size_average"), named.get("reduce"))
-        count_basis = named.get("target", named.get("targets"))
+        size_average, reduce = named.get("size_average"), named.get("reduce")  # deprecated arguments of torch
+        if size_average is not None or reduce is not None:
+            reduction = "none" if reduce is False else "sum" if size_average is False else "mean"
+        basis = named.get("target", named.get("targets"))
         if func in _WEIGHT_NORMALIZED_LOSSES and named.get("weight") is not None:
-            count_basis = named["weight"]
-        return cls(func, args, kwargs, named, reduction, count_basis, named.get("ignore_index"))
+            basis = named["weight"]
+        return cls(func, args, kwargs, named, reduction, basis, named.get("ignore_index"))
 
     @property
     def name(self) -> str:
@@ -104,11 +105,7 @@ class LossCall:
     @property
     def has_classes(self) -> bool:
         """Whether the count basis contains class indices."""
-        return (
-            RECORDED_LOSSES[self.func] == "classes"
-            and self.count_basis is not None
-            and not self.count_basis.is_floating_point()
-        )
+        return RECORDED_LOSSES[self.func] == "classes" and self.basis is not None and not self.basis.is_floating_point()
 
     @property
     def has_weights(self) -> bool:
@@ -116,42 +113,35 @@ class LossCall:
 
     def given(self) -> Tensor:
         """Compute the loss as it was called."""
-        loss: Tensor = self.func(*self.args, **self.kwargs)
-        return loss
-
-    def summed(self) -> Tensor:
-        return self._compute_with("sum")
+        return self.func(*self.args, **self.kwargs)
 
     def count(self) -> LossCount:
         """Return the denominator of the mean."""
         if self.has_classes or self.has_weights:
-            assert self.count_basis is not None
-            return self.count_in(self.count_basis, self.ignored)
+            assert self.basis is not None
+            return self.count_in(self.basis, self.ignored)
         first: Tensor = next(iter(self.named.values()))
-        numel: int
         if self.reduction == "batchmean":
             return first.shape[0] if first.dim() else 1
+        if RECORDED_LOSSES[self.func] == "others":
+            with torch.no_grad():
+                return self.compute_with("none").numel()
+        assert self.basis is not None
         if RECORDED_LOSSES[self.func] == "elements":
-            assert self.count_basis is not None
-            numel = torch.broadcast_shapes(first.shape, self.count_basis.shape).numel()
-            return numel
-        if RECORDED_LOSSES[self.func] == "classes":  # class probabilities
-            assert self.count_basis is not None
-            return self.count_basis.numel() // self._num_classes()
-        with torch.no_grad():
-            return self._compute_with("none").numel()
+            return math.prod(torch.broadcast_shapes(first.shape, self.basis.shape))
+        return self.basis.numel() // self._num_classes()  # class probabilities
 
-    def count_in(self, count_basis: Tensor, ignored: int | None) -> LossCount:
+    def count_in(self, basis: Tensor, ignored: int | None) -> LossCount:
         """Return the denominator of the mean for other labels or weights; all elements for tensors without values."""
-        if not has_data(count_basis):
-            return count_basis.numel()
+        if not has_data(basis):
+            return basis.numel()
         weight: Tensor | None = self.named.get("weight")
         if not self.has_classes:
-            return count_basis.detach().sum(dtype=torch.float64)
-        counted = torch.ones_like(count_basis, dtype=torch.bool) if ignored is None else count_basis != ignored
+            return basis.detach().sum(dtype=torch.float64)
+        counted = torch.ones_like(basis, dtype=torch.bool) if ignored is None else basis != ignored
         if weight is None:
             return counted.sum()
-        of_target = weight.detach().double()[torch.where(counted, count_basis, 0).to(weight.device)]
+        of_target = weight.detach().double()[torch.where(counted, basis, 0).to(weight.device)]
         return torch.where(counted.to(weight.device), of_target, 0.0).sum()
 
     @property
@@ -172,16 +162,11 @@ class LossCall:
         logits: Tensor = self.named["input"]
         return logits.shape[1] if logits.dim() > 1 else logits.shape[0]
 
-    def _compute_with(self, reduction: str) -> Tensor:
-        arguments = {name: value for name, value in self.named.items() if name not in _REDUCTION_ARGUMENTS}
-        first = [
-            arguments.pop(name) for name in list(arguments)[:2]
-        ]  # positional, as vocabulary-parallel logits expect them
-        loss: Tensor = self.func(*first, **arguments, reduction=reduction)
-        return loss
-
-
-_REDUCTION_ARGUMENTS = ("size_average", "reduce", "reduction")
+    def compute_with(self, reduction: str) -> Tensor:
+        """Compute the loss with another reduction."""
+        arguments = {n: value for n, value in self.named.items() if n not in ("size_average", "reduce", "reduction")}
+        first = [arguments.pop(name) for name in list(arguments)[:2]]  # vocabulary-parallel logits need them positional
+        return self.func(*first, **arguments, reduction=reduction)
 
 
 @cache
@@ -189,16 +174,10 @@ def _signature(func: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(func)
 
 
-def _legacy_reduction(size_average: bool | None, reduce: bool | None) -> str:
-    if reduce is False:
-        return "none"
-    return "sum" if size_average is False else "mean"
-
-
 # m: micro-batch, i: call of a loss, n: counts, N: their sum
 
 LossWeight = Callable[[Mapping[str, Any]], float]
-Problem = Callable[[], ConfigError]
+Problem = Callable[[], str]
 
 
 @dataclass
@@ -210,9 +189,6 @@ class _LossTotals:
     n_m: list[float] = field(default_factory=list)
     total: float = 0.0  # over all micro-batches, and over data ranks if the loss is averaged over them
     seen: dict[int, LossCount] = field(default_factory=dict)
-
-    def matches(self, call: LossCall) -> bool:
-        return (self.name, self.is_mean) == (call.name, call.is_mean)
 
 
 @dataclass
@@ -321,11 +297,10 @@ class LossWeights:
     def finish(self) -> None:
         """Run the deferred checks after all forwards. Raises ConfigError."""
         checks, self._deferred_checks = self._deferred_checks, []
-        if checks:
-            good = to_list(torch.stack([ok for ok, _ in checks]))
-            for (_, problem), ok in zip(checks, good, strict=True):
-                if not ok:
-                    raise problem()
+        results = to_list(torch.stack([ok for ok, _ in checks])) if checks else []
+        for (_, problem), ok in zip(checks, results, strict=True):
+            if not ok:
+                raise not_sum_of_means_error(problem())
         self._check_no_divided_sum()
 
     @property
@@ -346,19 +321,18 @@ class LossWeights:
         forward = self._forwards[index]
         forward.reductions.append(call.reduction)
         if self._is_full_batch:
-            self._losses.append(
-                _LossTotals(call.name, call.is_mean, total=float(call.count()) if call.is_mean else 0.0)
-            )
+            total = float(call.count()) if call.is_mean else 0.0
+            self._losses.append(_LossTotals(call.name, call.is_mean, total=total))
         if self._is_full_batch or call.reduction == "none":
             return call.given()
         number = len(forward.parts)
         if index == self._first:
             self._losses.append(_LossTotals(call.name, call.is_mean))
             if call.is_mean:
-                self._count_total(self._losses[-1], partial(self._predict_counts, index, trace, call, number))
+                self._count_total(self._losses[-1], index, trace, call, number)
             else:
                 self.has_only_class_means = False
-        elif number >= len(self._losses) or not self._losses[number].matches(call):
+        elif [(x.name, x.is_mean) for x in self._losses[number : number + 1]] != [(call.name, call.is_mean)]:
             raise not_sum_of_means_error(
                 f"Micro-batch {index} called {call.name} as loss {number}, unlike other micro-batches"
             )
@@ -382,12 +356,12 @@ class LossWeights:
         n, total = loss.n_m[index], loss.total
         if not total:  # the full batch's loss is NaN, too
             return call.given()
-        return call.given() * (n * self._num_ranks / total) if n else call.summed() * 0.0
+        return call.given() * (n * self._num_ranks / total) if n else call.compute_with("sum") * 0.0
 
-    def _count_total(self, loss: _LossTotals, counts: Callable[[], list[float]]) -> None:
+    def _count_total(self, loss: _LossTotals, *call: Any) -> None:
         """Store a loss's counts. If they cannot be computed, other ranks receive NaN instead of waiting."""
         try:
-            loss.n_m = counts()
+            loss.n_m = self._predict_counts(*call)
         except ShardFormerError:
             self._sum_over_data(math.nan)
             raise
@@ -401,9 +375,7 @@ class LossWeights:
         total = float(summed) if has_data(summed) else here * axis.size
         if math.isnan(here) or not math.isnan(total):
             return total
-        raise InputError(
-            "Another data rank could not count the labels in its loss", remedy="Read the error of that rank"
-        )
+        raise InputError("Another data rank could not count the labels in its loss", remedy="Read that rank's error")
 
     def _compute_weight_shares(self, loss_weight: LossWeight) -> list[float]:
         weights = [float(loss_weight(m)) for m in self._micro_batches]
@@ -432,30 +404,30 @@ class LossWeights:
         self, first: int, trace: LabelTracer | None, call: LossCall, number: int, tensors: list[dict[Any, Tensor]]
     ) -> list[Any] | None:
         """Predict the counts from the other micro-batches' labels. Returns None if their origin is unknown."""
-        count_basis, here = call.count_basis, tensors[first]
-        if count_basis is None:
+        basis, here = call.basis, tensors[first]
+        if basis is None:
             return None
         n, counts = call.count(), call.has_classes or call.has_weights
 
         def count(m: int, there: Tensor) -> LossCount:
             if counts:
-                return call.count_in(there.to(count_basis.device), call.ignored_in(here, tensors[m]))
+                return call.count_in(there.to(basis.device), call.ignored_in(here, tensors[m]))
             assert isinstance(n, int)
-            return n * there.numel() // max(count_basis.numel(), 1)
+            return n * there.numel() // max(basis.numel(), 1)
 
-        expression = None if trace is None else trace.expression_of(count_basis)
+        expression = None if trace is None else trace.expression_of(basis)
         if expression is not None:
             try:
                 bases = [evaluate(expression, of_m) for of_m in tensors]
             except (RuntimeError, IndexError, TypeError, ValueError, KeyError):
                 bases = []  # an expression with a fixed length, in a micro-batch of another length
-            if bases and _equals(bases[first], count_basis):
+            if bases and _equals(bases[first], basis):
                 return [count(m, there) for m, there in enumerate(bases)]
         if not call.has_classes:
             return None
         ignored = -100 if call.ignored is None else call.ignored
         used = [form for i, form in self._label_forms.items() if i < number]
-        forms = find_label_forms(count_basis, here, ignored, call.ignores_beyond, used)
+        forms = find_label_forms(basis, here, ignored, call.ignores_beyond, used)
         if not forms:
             return None
         form = self._label_forms[number] if self._label_forms.get(number) in forms else forms[0]
@@ -466,9 +438,9 @@ class LossWeights:
     def _predict_from_samples(self, first: int, call: LossCall, here: LossCount) -> list[Any]:
         """Predict counts in proportion to the samples, if no label is ignored."""
         size = self._sizes[first]
-        full = call.count_basis.numel() if call.has_classes and call.count_basis is not None else None
+        full = call.basis.numel() if call.has_classes and call.basis is not None else None
         if call.has_weights or (full is not None and int(here) != full) or int(here) % size:
-            shape = None if call.count_basis is None else tuple(call.count_basis.shape)
+            shape = None if call.basis is None else tuple(call.basis.shape)
             raise not_sum_of_means_error(
                 f"{call.name} counts {float(here):g} labels in {size} samples of micro-batch {first}, but the "
                 f"micro-batch contains no such labels of shape {shape}"
@@ -480,7 +452,7 @@ class LossWeights:
         name = call.name  # the deferred check must not keep the logits alive
         self._check(
             (seen - expected).abs() <= 1e-6 * abs(expected),
-            lambda: not_sum_of_means_error(
+            lambda: (
                 f"{name}, loss {number} of the model, counts {float(seen):g} labels in micro-batch {index} instead of "
                 f"{expected:g}"
             ),
@@ -501,7 +473,7 @@ class LossWeights:
         scale = value.abs() + values.abs().sum()
         self._check(  # NaN passes
             ~((value - expected).abs() > bound * scale),
-            lambda: not_sum_of_means_error(
+            lambda: (
                 f"The loss of micro-batch {index} is {float(value):.6g}, but its mean losses sum to "
                 f"{float(expected):.6g}: it contains another term or is not their sum"
             ),
@@ -510,7 +482,7 @@ class LossWeights:
         before = self._factors[next(iter(self._factors))]
         self._check(
             ~((factors - before).abs() > bound * before.abs()).any(),
-            lambda: not_sum_of_means_error(
+            lambda: (
                 f"The mean losses have the factors {factors.tolist()} in micro-batch {index}, but {before.tolist()} in "
                 "another"
             ),
@@ -518,11 +490,11 @@ class LossWeights:
 
     @staticmethod
     def _compute_factors(loss: Tensor, forward: _RecordedLosses) -> Tensor:
-        with_grad = [i for i, part in enumerate(forward.parts) if part.requires_grad]
-        grads = torch.autograd.grad(loss, [forward.parts[i] for i in with_grad], retain_graph=True, allow_unused=True)
-        grad_of = dict(zip(with_grad, grads, strict=True))
+        trained = [part for part in forward.parts if part.requires_grad]
+        grads = iter(torch.autograd.grad(loss, trained, retain_graph=True, allow_unused=True))
+        of_parts = [next(grads) if part.requires_grad else None for part in forward.parts]
         zero = loss.new_zeros((), dtype=torch.float64)
-        return torch.stack([zero if (g := grad_of.get(i)) is None else g.double() for i in range(len(forward.parts))])
+        return torch.stack([zero if grad is None else grad.double() for grad in of_parts])
 
     def _check_no_divided_sum(self) -> None:
         """Refuse summed losses that the model divides by the micro-batch's count, because they are means."""
@@ -541,7 +513,7 @@ class LossWeights:
         if ok.device.type != "cpu":
             self._deferred_checks.append((ok, problem))
         elif not to_list(ok):
-            raise problem()
+            raise not_sum_of_means_error(problem())
 
 
 class _LossRecorder(TorchFunctionMode):
@@ -562,8 +534,8 @@ class _LossRecorder(TorchFunctionMode):
         return out
 
 
-def _equals(x: Tensor, count_basis: Tensor) -> bool:
-    return x.shape == count_basis.shape and bool(to_list((x.detach().to(count_basis) == count_basis.detach()).all()))
+def _equals(x: Tensor, basis: Tensor) -> bool:
+    return x.shape == basis.shape and bool(to_list((x.detach().to(basis) == basis.detach()).all()))
 
 
 def not_sum_of_means_error(problem: str) -> ConfigError:
@@ -611,9 +583,13 @@ def is_comparing_samples(loss_fn: Callable[..., Any], output: Any, batch: Any, s
         IS_TRYING.reset(token)
     if not all(map(math.isfinite, (*alone, both))):
         return False
-    tolerance = ABSOLUTE + RELATIVE * max(abs(x) for x in (*alone, both))
+    return not is_mean_or_sum(alone, both, ABSOLUTE + RELATIVE * max(abs(x) for x in (*alone, both)))
+
+
+def is_mean_or_sum(alone: Sequence[float], both: float, tolerance: float) -> bool:
+    """Return whether the loss of two groups of samples may be a weighted mean of their losses, or is the sum."""
     is_mean = min(alone) - tolerance <= both <= max(alone) + tolerance
-    return not is_mean and abs(both - sum(alone)) > tolerance
+    return is_mean or abs(both - sum(alone)) <= tolerance
 
 
 def _select_rows(value: Any, size: int, begin: int, end: int) -> Any:

@@ -13,6 +13,7 @@ import sysconfig
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 from typing import Any
@@ -25,7 +26,15 @@ from shardformer.comm.collectives import all_gather, all_gather_numbers, all_red
 from shardformer.errors import ConfigError, ShardFormerError
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.pipeline.label_tracing import LabelTracer
-from shardformer.pipeline.micro_batch_loss import ABSOLUTE, IS_TRYING, RELATIVE, Gathers, LossCall, LossWeights
+from shardformer.pipeline.micro_batch_loss import (
+    ABSOLUTE,
+    IS_TRYING,
+    RELATIVE,
+    Gathers,
+    LossCall,
+    LossWeights,
+    is_mean_or_sum,
+)
 from shardformer.pipeline.micro_batches import Ids, batch_size_of, merge_outputs, split_batch
 from shardformer.pipeline.runtime import Batch, LastStage, LossFn
 from shardformer.pipeline.stage_forward import StageForward
@@ -92,7 +101,7 @@ class Finding(IntEnum):
     INDEPENDENT = 0
     INCONCLUSIVE = 1  # the loss cannot be computed in a trial, or the step itself refuses it
     NOT_REPEATABLE = 2  # the same samples have a different loss the second time
-    GATHERS = 3  # the loss allows_gather the samples of other data ranks
+    GATHERS = 3  # the loss gathers the samples of other data ranks
     COMPARES = 4  # the loss compares the samples of a batch
 
 
@@ -107,6 +116,7 @@ def merge_findings(every: Sequence[Sequence[int]]) -> list[int] | None:
     return None if any(drew for _, drew in every) else [*found, Finding.GATHERS]
 
 
+@dataclass(frozen=True)
 class Trial:
     """A few samples of this rank's batch as micro-batches of one forward, and the interpretation of their losses.
 
@@ -118,16 +128,11 @@ class Trial:
         rejects_unknown: whether the step refuses losses whose label counts are unknown.
     """
 
-    def __init__(
-        self, parts: Sequence[Batch], both: Batch, sizes: Sequence[int], *, uses_counts: bool, rejects_unknown: bool
-    ) -> None:
-        self.parts, self.both, self.sizes, self.uses_counts, self._rejects_unknown = (
-            parts,
-            both,
-            sizes,
-            uses_counts,
-            rejects_unknown,
-        )
+    parts: Sequence[Batch]
+    both: Batch
+    sizes: Sequence[int]
+    uses_counts: bool
+    rejects_unknown: bool
 
     def micro_batches(self, data_rank: int) -> list[Batch]:
         """Return A and B with weighted losses; A, B and AB; and A again (B except on the first data rank)."""
@@ -147,10 +152,9 @@ class Trial:
             return Finding.NOT_REPEATABLE
         if math.isfinite(weighted):
             return Finding.INDEPENDENT if abs(weighted - both) <= tolerance else Finding.COMPARES
-        if self._rejects_unknown:
+        if self.rejects_unknown:
             return Finding.INCONCLUSIVE
-        is_mean = min(first, second) - tolerance <= both <= max(first, second) + tolerance
-        return Finding.INDEPENDENT if is_mean or abs(both - first - second) <= tolerance else Finding.COMPARES
+        return Finding.INDEPENDENT if is_mean_or_sum((first, second), both, tolerance) else Finding.COMPARES
 
 
 def make_trial(
@@ -170,10 +174,10 @@ def make_trial(
             cuts = [each, each, size - 2 * each]
             first, second = split_batch(batch, [n for n in cuts if n], main, ids)[:2]
             both = split_batch(batch, [n for n in (2 * each, cuts[2]) if n], main, ids)[0]
-            return Trial([first, second], both, [each, each], uses_counts=uses_counts, rejects_unknown=rejects_unknown)
+            return Trial([first, second], both, [each, each], uses_counts, rejects_unknown)
         if size and not needs_full_samples:
             both = merge_outputs([batch, batch], [size, size])
-            return Trial([batch, batch], both, [size, size], uses_counts=uses_counts, rejects_unknown=rejects_unknown)
+            return Trial([batch, batch], both, [size, size], uses_counts, rejects_unknown)
     except ShardFormerError:
         pass
     return None

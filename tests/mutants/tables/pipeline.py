@@ -26,7 +26,7 @@ MUTANTS = [
     mutant(
         "micro-batch-without-labels-is-nan",
         "shardformer/pipeline/micro_batch_loss.py",
-        "return call.given() * (n * self._num_ranks / total) if n else call.summed() * 0.0",
+        'return call.given() * (n * self._num_ranks / total) if n else call.compute_with("sum") * 0.0',
         "return call.given() * (n * self._num_ranks / total)",
         "The loss is NaN where all labels of one micro-batch are ignored.",
         first=("tests/pipeline/test_loss.py::test_a_micro_batch_where_nothing_counts_adds_zero",),
