@@ -134,9 +134,8 @@ class StackDescription:
         """Return this stack for a model that contains the stack's model at ``path``. A trailing ``?`` is dropped."""
         own = with_path_prefix(self, path, "layers", "final_norm", "layer_calls")
         stages = with_path_prefix(self.stages, path, "with_first_layer", "with_last_layer", "on_every_stage")
-        return replace(
-            own, context=self.context and (_add_prefix(path, self.context[0]), self.context[1]), stages=stages
-        )
+        context = self.context and (_add_prefix(path, self.context[0]), self.context[1])
+        return replace(own, context=context, stages=stages)
 
     def layout_in(self, stream: ActivationLayout) -> ActivationLayout:
         """Return the activation layout inside this stack, without sequence shards if the stack keeps full sequences."""
@@ -150,10 +149,10 @@ class StackDescription:
         return len(set(self.layer_calls)) < len(self.layer_calls)
 
 
-def _list_layer_paths(layers: nn.Module, path: str) -> list[str]:
+def _list_layer_paths(layers: nn.Module, path: str) -> tuple[str, ...]:
     """Return the path of each layer in order. A layer that the list contains repeatedly has its first path."""
     first: dict[int, str] = {}
-    return [first.setdefault(id(m), f"{path}.{name}") for name, m in layers._modules.items() if m is not None]
+    return tuple(first.setdefault(id(m), f"{path}.{name}") for name, m in layers._modules.items() if m is not None)
 
 
 LayerRange = range
@@ -171,11 +170,10 @@ class LayerSequence:
         """Return the sequence of a model's stacks. Stacks without layers are dropped."""
         found = []
         for at, stack in enumerate(stacks):
-            layers = _list_layer_paths(model.get_submodule(stack.layers), stack.layers)
-            found.append(
-                replace(stack, layer_calls=stack.layer_calls or tuple(layers), context=stack.context if at else None)
-            )
-        return cls(tuple(stack for stack in found if stack.layer_calls))
+            calls = stack.layer_calls or _list_layer_paths(model.get_submodule(stack.layers), stack.layers)
+            if calls:
+                found.append(replace(stack, layer_calls=calls, context=stack.context if at else None))
+        return cls(tuple(found))
 
     @property
     def layer_calls(self) -> tuple[str, ...]:
@@ -191,7 +189,7 @@ class LayerSequence:
         return max(i for i, start in enumerate(self.starts) if start <= layer)
 
     def received_states(self, layer: int) -> tuple[str, ...]:
-        """Return the states that a stage starting at ``unit`` receives: "hidden", "context" or both."""
+        """Return the states that a stage starting at ``layer`` receives: "hidden", "context" or both."""
         if layer == 0:
             return ()
         index = self.stack_of(layer)
@@ -291,18 +289,13 @@ def estimate_layer_costs(model: nn.Module, chain: LayerSequence, owners: Mapping
     Embedding lookups are free. Modules before and after a stack count for its first and last layer.
     """
     layer_calls = chain.layer_calls
-    per_module = {path: _count_matrix_elements(model, model.get_submodule(path)) for path in dict.fromkeys(layer_calls)}
-    costs = [MIN_COST + per_module[path] for path in layer_calls]
+    costs = [MIN_COST + _count_matrix_elements(model, model.get_submodule(path)) for path in layer_calls]
     tables = {id(m) for m in model.modules() if isinstance(m, nn.Embedding)}
     for path, module in model.named_modules() if layer_calls else ():
         for name, p in module.named_parameters(recurse=False):
             at, *others = owners[f"{path}.{name}" if path else name]
-            if (
-                p.dim() >= 2
-                and id(module) not in tables
-                and not others
-                and not f"{path}.".startswith(f"{layer_calls[at]}.")
-            ):
+            is_counted = others or _is_inside(path, layer_calls[at])
+            if p.dim() >= 2 and id(module) not in tables and not is_counted:
                 costs[at] += p.numel()
     return costs
 

@@ -128,7 +128,7 @@ class LossCall:
                 return self.compute_with("none").numel()
         assert self.basis is not None
         if RECORDED_LOSSES[self.func] == "elements":
-            return math.prod(torch.broadcast_shapes(first.shape, self.basis.shape))
+            return int(torch.broadcast_shapes(first.shape, self.basis.shape).numel())
         return self.basis.numel() // self._num_classes()  # class probabilities
 
     def count_in(self, basis: Tensor, ignored: int | None) -> LossCount:

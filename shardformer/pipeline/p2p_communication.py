@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -116,6 +117,7 @@ class StageExchange:
         self._sent: deque[tuple[Any, Tensor]] = deque()
         self._incoming: dict[int, _MessageQueue] = {}
         self.waiting_for: int | None = None
+        self.seconds_waited = 0.0
 
     @property
     def traffic(self) -> CollectiveLog:
@@ -196,12 +198,14 @@ class StageExchange:
         return self._wait_for(Action(kind, stage + 1, micro_batch))
 
     def _wait_for(self, action: Action) -> list[Tensor]:
+        began = time.perf_counter()
         while _result_key(action) not in self._arrived:
             incoming = self._incoming[self._schedule.placement[action.stage]]
             self._post_next(incoming)
             posted = incoming.posted.popleft()
             self._arrived[_result_key(posted.action)] = self._wait_posted(incoming, posted)
             self._post_next(incoming)
+        self.seconds_waited += time.perf_counter() - began
         return self._arrived.pop(_result_key(action))
 
     def _post_next(self, incoming: _MessageQueue) -> None:

@@ -142,9 +142,7 @@ class Pipeline:
         assert stages.stage_forward is not None
         self._manager, self._stage_forward = manager, stages.stage_forward
         self.exchange = StageExchange(manager.point_to_point, self._context.tensor, self._context.device)
-        self._runtime = Runtime(
-            model, self._stage_forward, stages.chain, stages.spans, self.exchange, manager.stage, state.activations
-        )
+        self._runtime = Runtime(model, stages, self.exchange)
         if micro_batches is not None:
             self._schedule(micro_batches)  # raises for an invalid number
 
@@ -201,8 +199,8 @@ class Pipeline:
             total += head.loss.cpu().double() * counted if counted else 0.0
             weight += counted
         sums = torch.stack([total, torch.tensor(weight).double()]).to(self._context.device)
-        total, count = collectives.broadcast(sums, self._manager.axis, self._manager.last_stage)
-        return total / count
+        sums = collectives.broadcast(sums, self._manager.axis, self._manager.last_stage)
+        return sums[0] / sums[1]
 
     def forward(self, batch: Batch, *, gather: bool = False) -> Any:
         """Return the model's output for a batch on the last stage, without gradients.
@@ -219,7 +217,7 @@ class Pipeline:
         axis, last = self._manager.axis, self._manager.last_stage
         if gather:
             return collectives.broadcast_object(output, axis, last)
-        return output if axis.rank == last else NoOutput(axis.rank, last)
+        return output if axis.rank == last else NoOutput(axis.rank)
 
     @contextmanager
     def trace(self) -> Iterator[RunTrace]:

@@ -12,15 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError, InputError, LaunchError
-from shardformer.layout.activation_layout import ActivationLayout
 from shardformer.mesh.rank_failures import LostPeerError
-from shardformer.pipeline.layer_sequence import LayerRange, LayerSequence
 from shardformer.pipeline.micro_batch_loss import LossWeights, is_comparing_samples
 from shardformer.pipeline.micro_batches import merge_outputs, named_tensors_in
 from shardformer.pipeline.p2p_communication import StageExchange
 from shardformer.pipeline.schedules import Action, ActionKind, Schedule
 from shardformer.pipeline.split_backward import WeightBackward, backward_of_inputs
 from shardformer.pipeline.stage_forward import StageActivations, StageForward, StagePass, is_placeholder
+from shardformer.pipeline.stage_manager import Stages
 from shardformer.torch_compat import tree_map_only
 
 IGNORED = -100
@@ -78,10 +77,8 @@ class LastStage:
         self._check_first_loss(loss, output)
         if self._checks_comparison and self._loss_fn is not None:
             part, size = self._parts[micro_batch], self.sizes[micro_batch]
-            self.compares_samples, self._checks_comparison = (
-                is_comparing_samples(self._loss_fn, output, part, size, len(self._parts)),
-                False,
-            )
+            self.compares_samples = is_comparing_samples(self._loss_fn, output, part, size, len(self._parts))
+            self._checks_comparison = False
         loss = self._weights.of(micro_batch, loss)
         value = loss.detach().double()
         self.loss = value if self.loss is None else self.loss + value
@@ -102,14 +99,12 @@ class LastStage:
 
     def _check_first_loss(self, loss: Tensor, output: Any) -> None:
         """Raise if the first loss is NaN because the labels are ignored or another stage computes its inputs."""
-        is_last_layer_valid, self._stage_forward.is_last_layer_valid = self._stage_forward.is_last_layer_valid, None
+        is_valid, self._stage_forward.is_last_layer_valid = self._stage_forward.is_last_layer_valid, None
         outputs = [t for _, t in named_tensors_in({"output": output})]
-        if not is_last_layer_valid or not is_placeholder(loss) or not any(map(is_placeholder, outputs)):
+        if not is_valid or not is_placeholder(loss) or not any(map(is_placeholder, outputs)):
             return
-        integers = [
-            (name[-1], t) for part in self._parts for name, t in named_tensors_in(part) if not t.is_floating_point()
-        ]
-        labels = [t for name, t in integers if "label" in str(name)]
+        tensors = [(str(name[-1]), t) for part in self._parts for name, t in named_tensors_in(part)]
+        labels = [t for name, t in tensors if "label" in name and not t.is_floating_point()]
         if labels and all(bool((t == IGNORED).all()) for t in labels):
             raise InputError(
                 f"The loss is NaN because all labels of the batch are {IGNORED} (ignored)",
@@ -117,8 +112,8 @@ class LastStage:
             )
         raise ConfigError(
             "The loss is NaN, because it uses an output of the model that only an earlier stage computes",
-            remedy="Pass a loss_fn to Pipeline that uses the last hidden states or the logits only, "
-            "or omit pipe if the head of the model reads intermediate states",
+            remedy="Pass a loss_fn to Pipeline that uses the last hidden states or the logits only, or omit pipe if "
+            "the head of the model reads intermediate states",
         )
 
     @property
@@ -169,8 +164,8 @@ def _describe_output(output: Any) -> str:
 class NoOutput:
     """Return value of ``Pipeline.forward`` on a stage without an output."""
 
-    def __init__(self, stage: int, last: int) -> None:
-        self._stage, self._last = stage, last
+    def __init__(self, stage: int) -> None:
+        self._stage = stage
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -241,27 +236,17 @@ class Runtime:
 
     Args:
         model: the model with this rank's parameters.
-        stage_forward: runs its stages.
-        spans: layers of each virtual stage.
+        stages: the installed stages of the model.
         exchange: communication with the other stages.
-        stream: layout of the activations, which decides what tensor-parallel ranks have replicated and send once.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        stage_forward: StageForward,
-        chain: LayerSequence,
-        spans: Sequence[LayerRange],
-        exchange: StageExchange,
-        stage: int,
-        stream: ActivationLayout,
-    ) -> None:
-        self._model, self._stage_forward, self._chain = model, stage_forward, chain
-        self._spans, self._exchange, self._stage = spans, exchange, stage
+    def __init__(self, model: nn.Module, stages: Stages, exchange: StageExchange) -> None:
+        assert stages.stage_forward is not None
+        self._model, self._stage_forward, self._exchange = model, stages.stage_forward, exchange
+        self._chain, self._spans, self._stage = stages.chain, stages.spans, stages.manager.stage
+        self._stream = stages.stream
         self._in_flight: dict[tuple[int, int], _InFlightMicroBatch] = {}
         self._weights: dict[tuple[int, int], WeightBackward] = {}
-        self._stream = stream
         self._interrupted_at = ""
         self.trace: RunTrace | None = None
 
@@ -286,38 +271,36 @@ class Runtime:
         if self.trace is not None:
             self.trace.start = start
         for action in step.schedule.actions[self._stage]:
-            began = time.perf_counter()
+            began, waited = time.perf_counter(), self._exchange.seconds_waited
             self._interrupted_at = _describe_action(action)
             with self.annotate_errors(self._interrupted_at), self._exchange.traffic.within(action=str(action)):
-                waited = self._run_action(action)
+                self._run_action(action)
             if self.trace is not None:
-                self.trace.spans.append((action, began + waited - start, time.perf_counter() - start))
+                began += self._exchange.seconds_waited - waited
+                self.trace.spans.append((action, began - start, time.perf_counter() - start))
                 self.trace.in_flight = max(self.trace.in_flight, len({*self._in_flight, *self._weights}))
         self._interrupted_at = "at the end of a step"
         with self.annotate_errors(self._interrupted_at):
             self._exchange.finish()
         self._interrupted_at = ""
 
-    def _run_action(self, action: Action) -> float:
-        """Run one action. Returns the seconds spent waiting for other ranks."""
+    def _run_action(self, action: Action) -> None:
         if action.kind is ActionKind.FORWARD:
-            return self._forward(action)
-        if action.kind is ActionKind.WEIGHT:
+            self._forward(action)
+        elif action.kind is ActionKind.WEIGHT:
             with self._disable_autocast():
                 self._weights.pop((action.stage, action.micro_batch)).run()
-            return 0.0
-        return self._backward(action)
+        else:
+            self._backward(action)
 
-    def _forward(self, action: Action) -> float:
+    def _forward(self, action: Action) -> None:
         stage, index = action.stage, action.micro_batch
         step, span = self._step, self._spans[stage]
-        began = time.perf_counter()
         received: list[Tensor] = []
         if stage > 0:
             parts, shapes = self._exchange.activations(stage, index)
             trained = [s.trains and torch.is_grad_enabled() for s in shapes]
             received = [p.requires_grad_() if trains else p for p, trains in zip(parts, trained, strict=True)]
-        waited = time.perf_counter() - began
         is_last = stage == step.schedule.last
         names = self._chain.received_states(span.start)
         # non-leaf views: autocast would cache 16-bit copies of leaves, as of weights, and accumulate gradients in them
@@ -332,32 +315,27 @@ class Runtime:
         else:
             assert payload is not None
             live.sent = list(payload.values())
-            self._exchange.send(action, list(payload.values()), self._list_replicated(span.stop, payload))
+            self._exchange.send(action, [*live.sent], self._list_replicated(span.stop, payload))
         if torch.is_grad_enabled():
             self._in_flight[stage, index] = live
-        return waited
 
     def _list_replicated(self, unit: int, payload: StageActivations) -> list[bool]:
         is_sharded = self._chain.stacks[self._chain.stack_of(unit)].layout_in(self._stream).shards_stacks
         return [name != "hidden" or not is_sharded for name in payload]
 
-    def _backward(self, action: Action) -> float:
+    def _backward(self, action: Action) -> None:
         stage, index = action.stage, action.micro_batch
         live = self._in_flight.pop((stage, index))
-        waited = 0.0
         outputs = [live.loss] if live.loss is not None else []
         grads: Sequence[Tensor | None] = [torch.full_like(loss, self._step.loss_scale) for loss in outputs] or [None]
         if stage != self._step.schedule.last:
-            began = time.perf_counter()
             outputs = [t for t in live.sent if t.requires_grad]
             grads = self._exchange.gradients(stage, index, action.kind)
-            waited = time.perf_counter() - began
         trained = [x for x in live.received if x.requires_grad]
         with self._disable_autocast():
             input_grads = self._run_backward(action, outputs, grads, trained)
         if stage > 0:
             self._exchange.send(action, input_grads, [])
-        return waited
 
     def _run_backward(
         self, action: Action, outputs: list[Tensor], grads: Sequence[Tensor | None], inputs: list[Tensor]

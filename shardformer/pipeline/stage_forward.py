@@ -45,18 +45,16 @@ class MissingParams:
 
     def remove(self, model: nn.Module, held: Mapping[str, bool]) -> None:
         """Replace the parameters that ``held`` maps to False. A module with several names is kept if any name is."""
-        is_local: dict[tuple[int, str], bool] = {}
         names: dict[tuple[int, str], tuple[str, ...]] = {}
         modules = list(model.named_modules(remove_duplicate=False))
         for path, module in modules:
             for name in module._parameters:
-                key, full = (id(module), name), f"{path}.{name}" if path else name
-                is_local[key] = is_local.get(key, False) or held.get(full, True)
-                names[key] = (*names.get(key, ()), full)
+                full = f"{path}.{name}" if path else name
+                names[id(module), name] = (*names.get((id(module), name), ()), full)
         self._names = {id(module): tuple(module._parameters) for _, module in modules}
         for _, module in modules:
             for name, param in list(module._parameters.items()):
-                if param is not None and not is_local[id(module), name]:
+                if param is not None and not any(held.get(full, True) for full in names[id(module), name]):
                     del module._parameters[name]
                     module.__dict__[name] = _make_placeholder(param)
                     self._placeholders.append((module, name, names[id(module), name]))
@@ -183,18 +181,20 @@ def compute_placeholder_output(module: nn.Module, args: tuple[Any, ...], kwargs:
 
 def has_nan(x: Any) -> bool:
     """Return whether a tensor contains a NaN, as results computed from placeholders do."""
-    looks = isinstance(x, Tensor) and x.is_floating_point() and x.numel() > 0 and has_data(x)
-    return looks and bool(x.isnan().any())
+    return _has_float_values(x) and bool(x.isnan().any())
 
 
 def is_placeholder(x: Any) -> bool:
     """Return whether a tensor contains only NaN, as results computed from placeholders do."""
-    looks = isinstance(x, Tensor) and x.is_floating_point() and x.numel() > 0 and has_data(x)
-    return looks and bool(x.isnan().all())
+    return _has_float_values(x) and bool(x.isnan().all())
+
+
+def _has_float_values(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point() and x.numel() > 0 and has_data(x)
 
 
 StageActivations = dict[str, Tensor]
-"""What one stage hands to the next: the hidden states, and states of an earlier stack that this one reads."""
+"""States that one stage sends to the next: "hidden", and "context" from an earlier stack (encoder states)."""
 
 
 @dataclass
@@ -256,23 +256,16 @@ class StageForward:
     ) -> None:
         self._chain, self._placeholders, self._embedding_types = chain, placeholders, tuple(tables)
         self._checkpointed, self._random_stream = set(checkpointed), random_stream
-        self._num_layers = len(chain.layer_calls)
-        self._wrappers = dict(wrappers)
-        self._patched_layers: dict[
-            str, tuple[nn.Module, int, int]
-        ] = {}  # path -> layer or its wrapper, stack, first call
+        self._num_layers, self._wrappers, self._owners = len(chain.layer_calls), dict(wrappers), owners
+        # path -> layer or its wrapper, index of the stack, first layer call
+        self._patched_layers: dict[str, tuple[nn.Module, int, int]] = {}
         self._checked_layers: set[int] = set()
-        self.is_last_layer_valid: bool | None = (
-            None  # whether the output of the last layer was free of NaN in its first run
-        )
+        self.is_last_layer_valid: bool | None = None  # whether its first output was free of NaN
         self.now: StagePass | None = None
-        self.when_left: list[
-            Callable[[StageActivations], None]
-        ] = []  # callbacks for a forward that ends at the stage boundary
+        self.when_left: list[Callable[[StageActivations], None]] = []  # called at the stage boundary
         self.draws = RandomUseDetector(device or torch.device("cpu"))
-        self._overridden: list[tuple[nn.Module, Any]] = []
+        self._overridden: dict[nn.Module, Any] = {}  # instance attribute ``forward`` of each module before
         self._hooks: list[RemovableHandle] = []
-        self._owners = owners
         if lasting:
             self._install(model)
 
@@ -283,15 +276,15 @@ class StageForward:
         try:
             yield
         finally:
-            for module, before in self._overridden:
-                _restore_forward(module, before)
+            for module in list(self._overridden):
+                self._restore_forward(module)
             for hook in self._hooks:
                 hook.remove()
-            self._overridden, self._hooks = [], []
+            self._hooks = []
 
     def _install(self, model: nn.Module) -> None:
         """Override the forwards of the layers. Must follow all other changes of the layers."""
-        chain, owners = self._chain, self._owners
+        chain = self._chain
         for index, (stack, start) in enumerate(zip(chain.stacks, chain.starts, strict=True)):
             for path in dict.fromkeys(stack.layer_calls):
                 layer = model.get_submodule(path)
@@ -306,13 +299,20 @@ class StageForward:
         outside: dict[nn.Module, frozenset[int]] = {}
         for path, module in model.named_modules(remove_duplicate=False):
             if id(module) not in in_layers and type(module) in (*self._embedding_types, nn.Linear):
-                outside[module] = outside.get(module, frozenset()) | owners.get(f"{path}.weight", frozenset())
+                outside[module] = outside.get(module, frozenset()) | self._owners.get(f"{path}.weight", frozenset())
         for module, layer_indices in outside.items():
             self._override_unowned(module, layer_indices)
 
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self._overridden.append((module, module.__dict__.get("forward")))
+        self._overridden.setdefault(module, module.__dict__.get("forward"))
         module.forward = _ForwardOverride(forward, module.forward)
+
+    def _restore_forward(self, module: nn.Module) -> None:
+        forward = self._overridden.pop(module)
+        if forward is None:
+            del module.__dict__["forward"]
+        else:
+            module.forward = forward
 
     def checkpoint_layer(self, path: str) -> None:
         """Enable activation checkpointing for the layer at ``path``."""
@@ -328,11 +328,8 @@ class StageForward:
             current = model.get_submodule(path)
             if current is module or not {*module.modules()} & {*current.modules()}:
                 continue
-            for at, (replaced, before) in enumerate(self._overridden):
-                if replaced is module:
-                    _restore_forward(module, before)
-                    del self._overridden[at]
-                    break
+            if module in self._overridden:
+                self._restore_forward(module)
             self._patched_layers[path] = current, index, layer_index
             self._override_layer(current, index, layer_index)
 
@@ -433,14 +430,13 @@ class StageForward:
     def _collect_activations(
         self, run: StagePass, at: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> StageActivations:
-        payload = {}
-        states = self._chain.received_states(at)
-        if "hidden" in states:
-            payload["hidden"] = first_tensor(args, kwargs)
-        if "context" in states:
+        def state(name: str) -> Tensor:
+            if name == "hidden":
+                return first_tensor(args, kwargs)
             assert run.context is not None
-            payload["context"] = to_local(run.context)
-        return payload
+            return to_local(run.context)
+
+        return {name: state(name) for name in self._chain.received_states(at)}
 
     def _override_entry(self, module: nn.Module, stack: StackDescription, start: int) -> None:
         assert stack.context is not None
@@ -452,14 +448,14 @@ class StageForward:
             run = self.now
             if run is None:
                 return None
-            value = kwargs.get(name) if name in kwargs else (args[position] if position < len(args) else None)
+            value = kwargs[name] if name in kwargs else next(iter(args[position:]), None)
             if run.span.start >= start and "context" in run.received:
-                if run.span.start in range(start, start + len(stack.layer_calls)):
-                    run.context = shard_like(run.received["context"], value)
-                    if name in kwargs:
-                        return args, {**kwargs, name: run.context}
-                    return (*args[:position], run.context, *args[position + 1 :]), kwargs
-                return None
+                if run.span.start >= start + len(stack.layer_calls):
+                    return None
+                run.context = shard_like(run.received["context"], value)
+                if name in kwargs:
+                    return args, {**kwargs, name: run.context}
+                return (*args[:position], run.context, *args[position + 1 :]), kwargs
             if not isinstance(value, Tensor):
                 raise ConfigError(
                     f"{type(module).__name__} received {name}={value!r:.60}, not the states of the previous stack",
@@ -478,18 +474,11 @@ class StageForward:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             run = self.now
-            if run is not None and not any(layer_index in run.span for layer_index in owners):
+            if run is not None and owners.isdisjoint(run.span):
                 return compute_placeholder_output(module, args, kwargs)
             return original(*args, **kwargs)
 
         self._replace(module, forward)
-
-
-def _restore_forward(module: nn.Module, forward: Any) -> None:
-    if forward is None:
-        del module.__dict__["forward"]
-    else:
-        module.forward = forward
 
 
 class _ForwardOverride:

@@ -264,18 +264,16 @@ def build_stages(model: nn.Module, policy: LayerSequencePolicy, manager: Pipelin
             the outputs of all layers.
     """
     chain, owners, costs, spans = partition_model(model, policy, manager)
-    state = {
-        n: (first, tuple(t.shape)) for n, (first, t) in _map_to_first_name(model.state_dict(keep_vars=True)).items()
-    }
-    named = _map_to_first_name(dict(model.named_parameters(remove_duplicate=False)))
-    parameters = {name: (first, p.numel()) for name, (first, p) in named.items()}
+    tensors = _map_to_first_name(model.state_dict(keep_vars=True))
+    state = {name: (first, tuple(t.shape)) for name, (first, t) in tensors.items()}
+    tensors = _map_to_first_name(dict(model.named_parameters(remove_duplicate=False)))
+    parameters = {name: (first, p.numel()) for name, (first, p) in tensors.items()}
     stages = Stages(manager, chain, spans, costs, owners, owner_stages(owners, spans), state, parameters)
     names: dict[str, list[str]] = {}
     for name, (first, _) in parameters.items() if manager.num_stages > 1 else ():
         names.setdefault(first, []).append(name)
-    for tied_names in (
-        names.values()
-    ):  # all names of a parameter are adjacent: stages use different names and fill buckets in this order
+    # keep the names of a parameter adjacent: stages use different ones, and fill buckets in this order
+    for tied_names in names.values():
         ranks = sorted({rank for name in tied_names for rank in stages.stages_of(name)})
         if len(ranks) > 1:
             stages.shared |= dict.fromkeys(tied_names, tuple(ranks))
@@ -316,9 +314,8 @@ def partition_model(
     if count == 1:
         bounds = [0, len(costs)]
     elif isinstance(manager.partition, str):
-        bounds = (
-            partition_uniform(len(costs), count) if manager.partition == "uniform" else partition_balanced(costs, count)
-        )
+        is_uniform = manager.partition == "uniform"
+        bounds = partition_uniform(len(costs), count) if is_uniform else partition_balanced(costs, count)
     else:
         bounds = partition_explicit(manager.partition, len(costs), count)
     return chain, owners, costs, chain.stage_ranges(bounds)
@@ -335,9 +332,8 @@ def copy_shared_attributes(model: nn.Module, chain: LayerSequence, spans: Sequen
     for stack, start in zip(chain.stacks, chain.starts, strict=True):
         for span in spans:
             at = max(span.start, start)
-            for path in (
-                stack.stages.shared_from_first if start < at < min(span.stop, start + len(stack.layer_calls)) else ()
-            ):
+            is_copied = start < at < min(span.stop, start + len(stack.layer_calls))
+            for path in stack.stages.shared_from_first if is_copied else ():
                 first, name = parent_of(model.get_submodule(stack.layer_calls[0]), path)
                 owner, _ = parent_of(model.get_submodule(stack.layer_calls[at - start]), path)
                 owner.__dict__[name] = getattr(first, name)  # not registered: the module would have two names
