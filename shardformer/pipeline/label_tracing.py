@@ -163,12 +163,10 @@ class LabelTracer:
             return x  # a scalar constant
 
         try:
-            derived = DerivedTensor(
-                func, _map_nested(tuple(args), to_expression), _map_nested(dict(kwargs), to_expression), writes=is_write
-            )
+            args, kwargs = _map_nested((tuple(args), dict(kwargs)), to_expression)
         except _UnknownArgumentError:
             return None
-        return derived if num_known else None
+        return DerivedTensor(func, args, kwargs, writes=is_write) if num_known else None
 
 
 _RANDOM_OPS = ("rand", "bernoulli", "multinomial", "normal", "dropout", "uniform")
@@ -212,9 +210,8 @@ def find_label_forms(
     """
     flat = target.reshape(-1)
     used_names = {form.name for form in used}
-    matches = [
-        form for form in _list_candidate_forms(flat.numel(), tensors, clamped) if _equals(form(tensors, ignored), flat)
-    ]
+    forms = _list_candidate_forms(flat.numel(), tensors, clamped)
+    matches = [form for form in forms if _equals(form(tensors, ignored), flat)]
     return sorted(matches, key=lambda form: (not _has_label_name(form.name), form.name in used_names))
 
 

@@ -70,13 +70,10 @@ def sample_ends(batch: Mapping[Any, Any], samples: int, ids: Ids) -> dict[str, E
         images = _find_image_ends(batch, grid, units, samples, ids)
         patches = [0, *accumulate(units)]
         found = {grid: images, **{name: [patches[i] for i in images] for name in names}}
-        for name in _per_image_inputs(batch, grid, len(units), samples):
-            found[name] = images
+        found |= dict.fromkeys(_per_image_inputs(batch, grid, len(units), samples), images)
         for name, rows in found.items():
             if ends.setdefault(name, rows) != rows:
-                raise _ambiguous_rows_error(
-                    name, batch[name], samples, f"it matches {grid} and another grid of the batch"
-                )
+                raise _ambiguous_rows_error(batch, name, samples, f"it matches {grid} and another grid")
     return ends
 
 
@@ -110,14 +107,11 @@ def _has_same_modality(name: str, grid: str) -> bool:
 def _find_flattened(batch: Mapping[Any, Any], grid: str, length: int, samples: int) -> list[str]:
     """Return the inputs with a row per patch. Raises InputError if the rows might be samples."""
     names = [name for name in _list_inputs_of_length(batch, length) if name != grid]
-    same_modality = [name for name in names if _has_same_modality(name, grid)]
-    names = same_modality or names
+    names = [name for name in names if _has_same_modality(name, grid)] or names
     if names and length == samples and batch[grid].dim() == 1:
         return []  # one row per sample
     if names and length in (samples, 1):
-        raise _ambiguous_rows_error(
-            names[-1], batch[names[-1]], samples, f"{grid} describes {length} rows for all images together"
-        )
+        raise _ambiguous_rows_error(batch, names[-1], samples, f"{grid} describes {length} rows for all images")
     return names
 
 
@@ -145,7 +139,7 @@ def _find_image_ends(batch: Mapping[Any, Any], grid: str, units: Sequence[int], 
     why = "several tokens could be the placeholders of its images"
     if not matches:
         why = "the placeholder tokens do not match its images" if known or candidates else "the batch has no tokens"
-    raise _ambiguous_rows_error(grid, batch[grid], samples, why)
+    raise _ambiguous_rows_error(batch, grid, samples, why)
 
 
 def _count_media_tokens(batch: Mapping[Any, Any], grid: str, ids: Ids) -> tuple[list[list[int]], bool]:
@@ -164,8 +158,7 @@ def _count_media_tokens(batch: Mapping[Any, Any], grid: str, ids: Ids) -> tuple[
 
 
 def _count_per_row(tokens: Tensor, token: int) -> list[int]:
-    counts: list[int] = to_list((tokens == token).flatten(1).sum(-1))
-    return counts
+    return list(to_list((tokens == token).flatten(1).sum(-1)))
 
 
 def _split_images(tokens: Sequence[int], units: Sequence[int]) -> Ends | None:
@@ -186,9 +179,10 @@ def _split_images(tokens: Sequence[int], units: Sequence[int]) -> Ends | None:
     return [end for end in ends if end is not None] if None not in ends else None
 
 
-def _ambiguous_rows_error(name: str, value: Any, samples: int, why: str) -> InputError:
+def _ambiguous_rows_error(batch: Mapping[Any, Any], name: str, samples: int, why: str) -> InputError:
     return InputError(
-        f"The rows of {name}, a tensor of shape {tuple(value.shape)}, cannot be assigned to {samples} samples: {why}",
+        f"The rows of {name}, a tensor of shape {tuple(batch[name].shape)}, cannot be assigned to {samples} samples: "
+        f"{why}",
         rule="Tensors with a row per image or patch are split by the placeholder tokens of each sample",
         remedy=f"Add {KINDS} to the batch, as the processors of transformers do, and check that the images are in the "
         "order of the samples. Or use one data rank and one micro-batch",
@@ -248,11 +242,11 @@ def check_sizes(micro_batches: int | None, micro_batch_size: int | None) -> None
             f"Exactly one of micro_batches={micro_batches} and micro_batch_size={micro_batch_size} must be set",
             remedy="Pass one of the two",
         )
-    name, value = (
-        ("micro_batches", micro_batches) if micro_batch_size is None else ("micro_batch_size", micro_batch_size)
-    )
-    check_int(name, value)
-    if micro_batches is not None and micro_batches > MAX_MICRO_BATCHES:
+    if micro_batches is None:
+        check_int("micro_batch_size", micro_batch_size)
+        return
+    check_int("micro_batches", micro_batches)
+    if micro_batches > MAX_MICRO_BATCHES:
         raise ConfigError(
             f"micro_batches={micro_batches} is larger than the maximum of {MAX_MICRO_BATCHES}",
             remedy="Use at most one micro-batch per sample",

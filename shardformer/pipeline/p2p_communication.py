@@ -42,13 +42,13 @@ class PointToPoint:
     def send(self, x: Tensor, to: int, purpose: str) -> PendingCollective:
         """Start sending a contiguous tensor, which must not change until the returned work completes."""
         way = TO_NEXT_STAGE if to > self.axis.rank else TO_PREVIOUS_STAGE
-        noted = record("send", self.axis, bytes_of(x), purpose, ranks=2)
-        return PendingCollective([self._transports[way].send(x, to, way)], lambda: x, noted)
+        event = record("send", self.axis, bytes_of(x), purpose, ranks=2)
+        return PendingCollective([self._transports[way].send(x, to, way)], lambda: x, event)
 
     def receive(self, x: Tensor, source: int, purpose: str) -> PendingCollective:
         way = TO_NEXT_STAGE if source < self.axis.rank else TO_PREVIOUS_STAGE
-        noted = record("receive", self.axis, bytes_of(x), purpose, ranks=2)
-        return PendingCollective([self._transports[way].receive(x, source, way)], lambda: x, noted)
+        event = record("receive", self.axis, bytes_of(x), purpose, ranks=2)
+        return PendingCollective([self._transports[way].receive(x, source, way)], lambda: x, event)
 
 
 HEADER_BYTES = 1024
@@ -111,6 +111,7 @@ class StageExchange:
 
     def __init__(self, point_to_point: PointToPoint, tensor: Axis, device: torch.device) -> None:
         self._point_to_point, self._tensor, self.device = point_to_point, tensor, device
+        self._rank = point_to_point.axis.rank
         self.known: dict[tuple[int, Hashable], TensorMetas] = {}
         self.given: Mapping[tuple[int, Hashable], TensorMetas] = {}
         self._arrived: dict[tuple[bool, int, int], list[Tensor]] = {}
@@ -128,12 +129,8 @@ class StageExchange:
         """Prepare for a step whose micro-batches have these keys."""
         self._schedule, self._keys = schedule, keys
         self._arrived.clear()
-        self._incoming = {}
-        me = self._point_to_point.axis.rank
-        for source in range(self._point_to_point.axis.size):
-            order = messages(schedule, source, me)
-            if source != me and order:
-                self._incoming[source] = _MessageQueue(source, deque(order))
+        orders = (messages(schedule, source, self._rank) for source in range(self._point_to_point.axis.size))
+        self._incoming = {source: _MessageQueue(source, deque(order)) for source, order in enumerate(orders) if order}
 
     def send(self, action: Action, tensors: list[Tensor | None], is_sharded: Sequence[bool]) -> None:
         """Send the result of ``action``: activations after a forward, gradients after a backward.
@@ -141,12 +138,12 @@ class StageExchange:
         Gradients are passed for the tensors that need one; None stands for zero.
         """
         receiver = self._schedule.placement[action.receiver_stage]
-        key = (max(action.stage, action.receiver_stage), self._keys[action.micro_batch])
+        key = self._boundary_key(action)
         if action.kind is ActionKind.FORWARD:
-            present = [t for t in tensors if t is not None]
+            parts = [t for t in tensors if t is not None]
             metas = tuple(
-                TensorMeta(tuple(t.shape), t.dtype, t.requires_grad, c and self._tensor.size > 1)
-                for t, c in zip(present, is_sharded, strict=True)
+                TensorMeta(tuple(t.shape), t.dtype, t.requires_grad, shards and self._tensor.size > 1)
+                for t, shards in zip(parts, is_sharded, strict=True)
             )
             is_new = key not in self.known
             if self.known.setdefault(key, metas) != metas:
@@ -155,17 +152,16 @@ class StageExchange:
                     f"the same shape gave {[s.sizes for s in self.known[key]]}",
                     remedy="Pad the batch so that its shape determines the shapes of all activations",
                 )
-            parts = [t.detach() for t in present]
-            if receiver != self._point_to_point.axis.rank and is_new:
+            parts = [t.detach() for t in parts]
+            if receiver != self._rank and is_new:
                 self._start_send(_encode_header(metas, self.device), receiver, "header")
         else:
-            metas_with_grad = [s for s in self.known[key] if s.trains]
+            metas = tuple(s for s in self.known[key] if s.trains)
             parts = [
                 torch.zeros(s.sizes, dtype=s.dtype, device=self.device) if t is None else t
-                for t, s in zip(tensors, metas_with_grad, strict=True)
+                for t, s in zip(tensors, metas, strict=True)
             ]
-            metas = tuple(metas_with_grad)
-        if receiver == self._point_to_point.axis.rank:
+        if receiver == self._rank:
             self._arrived[_result_key(action)] = parts
             return
         for part, shape in zip(parts, metas, strict=True):
@@ -232,17 +228,20 @@ class StageExchange:
                 posted.works.append(self._point_to_point.receive(part, source, _describe_purpose(posted.action)))
 
     def _metas_of(self, action: Action) -> TensorMetas | None:
-        if action.kind is ActionKind.FORWARD:
-            return self.known.get((action.stage + 1, self._keys[action.micro_batch]))
-        metas = self.known.get((action.stage, self._keys[action.micro_batch]))
-        return None if metas is None else tuple(s for s in metas if s.trains)
+        metas = self.known.get(self._boundary_key(action))
+        if metas is None or action.kind is ActionKind.FORWARD:
+            return metas
+        return tuple(s for s in metas if s.trains)
+
+    def _boundary_key(self, action: Action) -> tuple[int, Hashable]:
+        return max(action.stage, action.receiver_stage), self._keys[action.micro_batch]
 
     def _wait_posted(self, incoming: _MessageQueue, posted: _PostedMessage) -> list[Tensor]:
         action, self.waiting_for = posted.action, incoming.source
         if posted.header is not None:
             header, work = posted.header
             work.wait()
-            key = (action.stage + 1, self._keys[action.micro_batch])
+            key = self._boundary_key(action)
             self.known[key] = pickle.loads(bytes(header.tolist())) if has_data(header) else self._infer_metas(*key)
             self._post(incoming.source, posted, self.known[key])
         for work in posted.works:
@@ -254,9 +253,8 @@ class StageExchange:
 
     def _infer_metas(self, boundary: int, key: Hashable) -> TensorMetas:
         """Return the metadata at the nearest earlier boundary, because a trace receives headers without values."""
-        earlier = {
-            b: metas for (b, k), metas in (*self.given.items(), *self.known.items()) if k == key and b <= boundary
-        }
+        metas_at = {**self.given, **self.known}
+        earlier = {b: metas for (b, k), metas in metas_at.items() if k == key and b <= boundary}
         if not earlier:
             raise ConfigError(
                 f"Stage {boundary} cannot be traced before the shapes of its input activations are known",
@@ -267,8 +265,7 @@ class StageExchange:
     def _gather_full(self, part: Tensor, shape: TensorMeta) -> Tensor:
         if not shape.is_sharded:
             return part
-        bounds = even_bounds(shape.numel, self._tensor.size)
-        lengths = [b - a for a, b in pairwise(bounds)]
+        lengths = [b - a for a, b in pairwise(even_bounds(shape.numel, self._tensor.size))]
         return all_gather(part, self._tensor, 0, lengths=lengths, purpose="arrival").view(shape.sizes)
 
     def finish(self) -> None:

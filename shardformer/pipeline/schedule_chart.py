@@ -28,7 +28,7 @@ ACTION_STYLES = {
 CONTINUATION_MARK = "--"
 MAX_COLUMNS = 2**15
 SUFFIXES = (".svg", ".png")
-_IDLE_COLOUR = "#EDEDED"
+_IDLE_COLOR = "#EDEDED"
 _COLUMN_AND_MAX_WIDTH = 0.3, 40.0  # inches
 _FONT_SIZE_RANGE = 3.0, 9.0  # points
 
@@ -45,15 +45,13 @@ def schedule_as_text(schedule: Schedule, timeline: Timeline, width: int | None =
     columns = len(rows[0])
     in_band = columns if width is None else max(1, (width - len(row_labels[0])) // cell)
     in_band -= in_band % 5 if 5 < in_band < columns else 0  # bands start at a time label
-    bands = []
+    lines = []
     for first in range(0, columns, in_band):
         times = [f"{i * unit:<{5 * cell}g}" for i in range(first, min(first + in_band, columns), 5)]
-        lines = ["time   ".rjust(len(row_labels[0]) + 1) + "".join(times).rstrip()]
+        lines.append("time   ".rjust(len(row_labels[0]) + 1) + "".join(times).rstrip())
         lines += [_format_row(label, row[first : first + in_band], cell) for label, row in zip(row_labels, rows)]
-        bands.append("\n".join(lines))
-    return "\n\n".join(
-        [*bands, "\n".join([*_format_legend(schedule, timeline), *schedule_summary(schedule, timeline)])]
-    )
+        lines.append("")
+    return "\n".join([*lines, *_format_legend(schedule, timeline), *schedule_summary(schedule, timeline)])
 
 
 def format_grid(schedule: Schedule, timeline: Timeline) -> str:
@@ -88,10 +86,8 @@ def _format_row(label: str, cells: Sequence[str], cell: int) -> str:
 
 
 def _format_legend(schedule: Schedule, timeline: Timeline) -> list[str]:
-    lines = [
-        ", ".join(f"{kind} {ACTION_STYLES[kind][0]}" for kind in _list_kinds(schedule))
-        + "; the number is the micro-batch"
-    ]
+    kinds = ", ".join(f"{kind} {ACTION_STYLES[kind][0]}" for kind in _list_kinds(schedule))
+    lines = [f"{kinds}; the number is the micro-batch"]
     if schedule.num_model_chunks > 1:
         size = schedule.stages
         of = [f"s {c * size}-{c * size + size - 1}" if size > 1 else f" {c}" for c in range(schedule.num_model_chunks)]
@@ -147,9 +143,7 @@ def _round_to_column(time: float, unit: float) -> int:
 def check_file(path: Path) -> None:
     """Raise ConfigError if ``path`` has no chart suffix, its folder is not writable, or matplotlib is missing."""
     if path.suffix.lower() not in SUFFIXES:
-        raise ConfigError(
-            f"The chart file {str(path)!r} does not end in .svg or .png", remedy="Use a name such as chart.svg"
-        )
+        raise ConfigError(f"The chart file {str(path)!r} does not end in .svg or .png", remedy="Use chart.svg")
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise ConfigError(
             f"The chart file {str(path)!r} is not in a writable folder",
@@ -204,7 +198,7 @@ def _draw_boxes(axes: Axes, schedule: Schedule, timeline: Timeline, points_per_u
     column = _shortest_action(timeline) * points_per_unit
     points = min(_FONT_SIZE_RANGE[1], column / (0.62 * digits + 0.5))
     for rank, row in enumerate(timeline.spans):
-        axes.add_patch(Rectangle((0, rank - 0.4), timeline.makespan, 0.8, color=_IDLE_COLOUR, linewidth=0))
+        axes.add_patch(Rectangle((0, rank - 0.4), timeline.makespan, 0.8, color=_IDLE_COLOR, linewidth=0))
         for action, start, end in row:
             face, ink = colours(schedule, action)
             box = Rectangle((start, rank - 0.4), end - start, 0.8, facecolor=face)
@@ -219,9 +213,8 @@ def _draw_frame(axes: Axes, schedule: Schedule, timeline: Timeline) -> None:
     ranks = range(schedule.stages)
     axes.set(xlim=(0, timeline.makespan), ylim=(schedule.stages - 0.5, -0.5))
     axes.set_yticks(list(ranks), [f"rank {rank}" for rank in ranks])
-    takes = next(
-        span.end - span.start for row in timeline.spans for span in row if span.action.kind is ActionKind.FORWARD
-    )
+    spans = (span for row in timeline.spans for span in row)
+    takes = next(end - start for action, start, end in spans if action.kind is ActionKind.FORWARD)
     what = "forward of one chunk" if schedule.num_model_chunks > 1 else "forward"
     axes.set_xlabel(f"time (a {what} takes {takes:g}); the number in a box is the micro-batch", fontsize=9)
     right_axis = axes.secondary_yaxis("right")
@@ -248,10 +241,8 @@ def _draw_legend(axes: Axes, schedule: Schedule) -> None:
             of = f", chunk {_chunk_suffix(schedule, chunk)}" if schedule.num_model_chunks > 1 else ""
             patches.append(Patch(facecolor=face, label=ACTION_STYLES[kind][0] + of))
     # pad to a full column: matplotlib divides the list into columns of equal length
-    patches += [
-        Patch(facecolor=_IDLE_COLOUR, label="idle"),
-        *[Patch(alpha=0, label="")] * (schedule.num_model_chunks - 1),
-    ]
+    patches.append(Patch(facecolor=_IDLE_COLOR, label="idle"))
+    patches += [Patch(alpha=0, label="")] * (schedule.num_model_chunks - 1)
     columns = len(patches) // schedule.num_model_chunks
     axes.figure.legend(handles=patches, loc="outside lower left", ncols=columns, fontsize=8, frameon=False)
 

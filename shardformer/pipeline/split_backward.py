@@ -61,20 +61,15 @@ def backward_of_inputs(
         if y.requires_grad and (grad is not None or y.numel() == 1)
     ]
     input_edges = {i: get_gradient_edge(x) for i, x in enumerate(inputs) if x.requires_grad}
-    chain, branches, is_ordered = _find_chain(
-        [edge.node for edge, _ in output_grads], {edge.node for edge in input_edges.values()}
-    )
+    starts, ends = [edge.node for edge, _ in output_grads], {edge.node for edge in input_edges.values()}
+    chain, branches, is_ordered = _find_chain(starts, ends)
     other_outputs = [(edge, grad) for edge, grad in output_grads if edge.node not in chain]
     output_grads = [(edge, grad) for edge, grad in output_grads if edge.node in chain]
     input_grads: list[Tensor | None] = [None] * len(inputs)
     if not output_grads:
         return input_grads, WeightBackward(other_outputs)
-    can_split = (
-        is_ordered
-        and not any(map(_requires_full_backward, chain))
-        and not any(is_packed(branch.node) for branch in branches)
-    )
-    if not can_split:
+    runs_once = any(map(_requires_full_backward, chain)) or any(is_packed(branch.node) for branch in branches)
+    if runs_once or not is_ordered:
         return _run_full_backward(output_grads + other_outputs, inputs), WeightBackward([])
     reached = {i: edge for i, edge in input_edges.items() if edge.node in chain}
     ran: list[_BranchNode] = []
@@ -112,10 +107,8 @@ class WeightBackward:
         """
         branches, output_grads, output_edges = self._branches, self._other_outputs, self._output_edges
         self._branches, self._other_outputs, self._output_edges = [], [], []
-        called = [branch for branch in branches if branch.results is None]
-        if called:
-            exits = [edge for branch in called for edge in branch.exits.values()]
-            _run_branches(exits, called)
+        if called := [branch for branch in branches if branch.results is None]:
+            _run_branches(called)
         for branch in branches:
             output_grads.extend(branch.pop_exit_grads())
         if output_grads:
@@ -267,8 +260,8 @@ def _find_chain(starts: Iterable[Node], ends: set[Node]) -> tuple[set[Node], lis
     return chain, branches, is_ordered
 
 
-def _run_branches(edges: Sequence[GradientEdge], branches: Sequence[_BranchNode]) -> None:
-    """Call the branch nodes inside a separate backward towards ``edges``, so that they compute only these gradients.
+def _run_branches(branches: Sequence[_BranchNode]) -> None:
+    """Call the branch nodes inside a separate backward towards their exits, so that they compute only these gradients.
 
     A node queries the running backward for the gradients that it needs.
     """
@@ -282,6 +275,7 @@ def _run_branches(edges: Sequence[GradientEdge], branches: Sequence[_BranchNode]
             branch.call()
 
     end.grad_fn.register_hook(call)
+    edges = [edge for branch in branches for edge in branch.exits.values()]
     torch.autograd.grad([end], [get_gradient_edge(start), *edges], allow_unused=True)
 
 
