@@ -111,7 +111,7 @@ class LossCall:
     def has_weights(self) -> bool:
         return self.named.get("weight") is not None and (self.has_classes or self.func in _WEIGHT_NORMALIZED_LOSSES)
 
-    def given(self) -> Tensor:
+    def compute(self) -> Tensor:
         """Compute the loss as it was called."""
         return self.func(*self.args, **self.kwargs)
 
@@ -324,7 +324,7 @@ class LossWeights:
             total = float(call.count()) if call.is_mean else 0.0
             self._losses.append(_LossTotals(call.name, call.is_mean, total=total))
         if self._is_full_batch or call.reduction == "none":
-            return call.given()
+            return call.compute()
         number = len(forward.parts)
         if index == self._first:
             self._losses.append(_LossTotals(call.name, call.is_mean))
@@ -352,11 +352,11 @@ class LossWeights:
     def _scale(self, loss: _LossTotals, index: int, call: LossCall) -> Tensor:
         if not call.is_mean:
             loss.seen[index] = call.count()
-            return call.given() * self._num_ranks if self._data_axis is not None else call.given()
+            return call.compute() * self._num_ranks if self._data_axis is not None else call.compute()
         n, total = loss.n_m[index], loss.total
         if not total:  # the full batch's loss is NaN, too
-            return call.given()
-        return call.given() * (n * self._num_ranks / total) if n else call.compute_with("sum") * 0.0
+            return call.compute()
+        return call.compute() * (n * self._num_ranks / total) if n else call.compute_with("sum") * 0.0
 
     def _count_total(self, loss: _LossTotals, *call: Any) -> None:
         """Store a loss's counts. If they cannot be computed, other ranks receive NaN instead of waiting."""

@@ -6,7 +6,7 @@ Image patches and other tensors without a row per sample are split by sample, to
     image_grid_thw  (3, 3)     a row per image: [[1, 2, 4], [1, 4, 4], [1, 2, 2]] are 8, 16 and 4 patches
     pixel_values    (28, D)    the first 24 rows belong to the first sample, the last 4 to the second
 
-The placeholder tokens of a sample determine its images: each stands for one patch or for a fixed number of patches. If
+The placeholder tokens of a sample determine its images: each represents one patch or for a fixed number of patches. If
 the tokens are missing or ambiguous, the batch raises InputError.
 """
 

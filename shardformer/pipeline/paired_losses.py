@@ -235,7 +235,7 @@ class _DeferredLossWeights(LossWeights):
                 return super().call(index, trace, call)
             except Exception as problem:
                 self._first_error = problem
-        return call.given()
+        return call.compute()
 
     def of(self, index: int, loss: Tensor) -> Tensor:
         if self._first_error is not None:

@@ -485,12 +485,12 @@ class Pipeline:
         modes = backward, training, _hash_repr(autocast)
         local = (_hash_repr(shapes), len(parts), *modes, seen, steps, options, _hash_repr(kinds), seed)
         with self._runtime.annotate_errors("before a step"):
-            every = self._mask_incomparable(collectives.all_gather_numbers(local, axis))
-        if any(theirs[:-2] != every[0][:-2] for theirs in every):
-            raise _stage_mismatch_error(every, axis)
-        stages = tuple(theirs[-2] for theirs in every)
+            rows = self._mask_incomparable(collectives.all_gather_numbers(local, axis))
+        if any(row[:-2] != rows[0][:-2] for row in rows):
+            raise _stage_mismatch_error(rows, axis)
+        stages = tuple(row[-2] for row in rows)
         self._update_placeholder_dtypes(stages)
-        return [(s, (*modes, stages)) for s in shapes], next((theirs[-1] for theirs in every if theirs[-1]), 0)
+        return [(s, (*modes, stages)) for s in shapes], next((row[-1] for row in rows if row[-1]), 0)
 
     def _update_placeholder_dtypes(self, stages: tuple[int, ...]) -> None:
         """Convert the placeholders of other stages' parameters if a stage's parameters have changed.
@@ -513,9 +513,9 @@ class Pipeline:
         self._stages.placeholders.take_dtypes(self._model, {n: d for each in everywhere for n, d in each.items()})
         self._stage_dtypes_hash = stages
 
-    def _mask_incomparable(self, every: Sequence[Sequence[int]]) -> list[list[int]]:
+    def _mask_incomparable(self, gathered: Sequence[Sequence[int]]) -> list[list[int]]:
         """Return the stages' values without those that may differ between stages (see ``consistency``)."""
-        rows = [list(theirs) for theirs in every]
+        rows = [list(row) for row in gathered]
         are_known = all(row[OPTIONS] for row in rows)
         has_one_kind = len({row[OPTIONS] >> KIND_SHIFT for row in rows}) == 1
         trained = [row[STEPS] for row in rows if row[STEPS]]
@@ -567,14 +567,14 @@ def _next_seed() -> int:
     return 1 + int(to_list(torch.randint(2**62 - 1, (), device="cpu")))
 
 
-def _stage_mismatch_error(every: Sequence[Sequence[int]], axis: Axis) -> InputError:
-    other = next(stage for stage, theirs in enumerate(every) if theirs[:-2] != every[0][:-2])
+def _stage_mismatch_error(rows: Sequence[Sequence[int]], axis: Axis) -> InputError:
+    other = next(stage for stage, row in enumerate(rows) if row[:-2] != rows[0][:-2])
     what = ("batch shapes", "numbers of micro-batches", "calls", "training modes", "autocast settings", "batches")
     names = (*what, *OPTIMIZER_VALUES)
-    value, ours, theirs = next((n, a, b) for n, a, b in zip(names, every[0], every[other], strict=False) if a != b)
+    value, first, second = next((n, a, b) for n, a, b in zip(names, rows[0], rows[other], strict=False) if a != b)
     if value in OPTIMIZER_VALUES:
         ranks, compared = (axis.ranks[0], axis.ranks[other]), COMPARED_VALUES[value]
-        numbers = f" ({ours}, and rank {ranks[1]} {theirs})" if value == "steps" else ""
+        numbers = f" ({first}, and rank {ranks[1]} {second})" if value == "steps" else ""
         places = f"Ranks {ranks[0]} and {ranks[1]}, stages 0 and {other} of {axis.size},"
         return InputError(
             f"{places} have diverged: they have different {compared.what}{numbers}",

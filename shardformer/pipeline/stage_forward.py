@@ -43,8 +43,8 @@ class MissingParams:
     def __len__(self) -> int:
         return len(self._placeholders)
 
-    def remove(self, model: nn.Module, held: Mapping[str, bool]) -> None:
-        """Replace the parameters that ``held`` maps to False. A module with several names is kept if any name is."""
+    def remove(self, model: nn.Module, is_local: Mapping[str, bool]) -> None:
+        """Replace the parameters that ``is_local`` maps to False, unless it maps another of their names to True."""
         names: dict[tuple[int, str], tuple[str, ...]] = {}
         modules = list(model.named_modules(remove_duplicate=False))
         for path, module in modules:
@@ -54,7 +54,7 @@ class MissingParams:
         self._names = {id(module): tuple(module._parameters) for _, module in modules}
         for _, module in modules:
             for name, param in list(module._parameters.items()):
-                if param is not None and not any(held.get(full, True) for full in names[id(module), name]):
+                if param is not None and not any(is_local.get(full, True) for full in names[id(module), name]):
                     del module._parameters[name]
                     module.__dict__[name] = _make_placeholder(param)
                     self._placeholders.append((module, name, names[id(module), name]))

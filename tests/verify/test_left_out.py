@@ -45,7 +45,7 @@ def no_sum_over_stages() -> Any:
 
 def mean_of_means() -> Any:
     def part(self: Any, loss: Any, index: int, call: Any) -> Tensor:
-        given: Tensor = call.given()
+        given: Tensor = call.compute()
         return given.nan_to_num() / len(self._micro_batches)
 
     return mock.patch.object(micro_batch_loss.LossWeights, "_scale", part)

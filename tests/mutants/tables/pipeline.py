@@ -18,16 +18,16 @@ MUTANTS = [
     mutant(
         "summed-loss-without-data-ranks",
         "shardformer/pipeline/micro_batch_loss.py",
-        "return call.given() * self._num_ranks if self._data_axis is not None else call.given()",
-        "return call.given()",
+        "return call.compute() * self._num_ranks if self._data_axis is not None else call.compute()",
+        "return call.compute()",
         'A loss with reduction="sum" is averaged over the data ranks instead of summed.',
         first=("tests/pipeline/test_average_over_data.py",),
     ),
     mutant(
         "micro-batch-without-labels-is-nan",
         "shardformer/pipeline/micro_batch_loss.py",
-        'return call.given() * (n * self._num_ranks / total) if n else call.compute_with("sum") * 0.0',
-        "return call.given() * (n * self._num_ranks / total)",
+        'return call.compute() * (n * self._num_ranks / total) if n else call.compute_with("sum") * 0.0',
+        "return call.compute() * (n * self._num_ranks / total)",
         "The loss is NaN where all labels of one micro-batch are ignored.",
         first=("tests/pipeline/test_loss.py::test_a_micro_batch_where_nothing_counts_adds_zero",),
     ),
@@ -93,8 +93,8 @@ MUTANTS = [
     mutant(
         "stages-do-not-compare-batches",
         "shardformer/pipeline/pipeline.py",
-        "if any(theirs[:-2] != every[0][:-2] for theirs in every):",
-        "if any(theirs[1] != every[0][1] for theirs in every):",
+        "if any(row[:-2] != rows[0][:-2] for row in rows):",
+        "if any(row[1] != rows[0][1] for row in rows):",
         "Stages that are given different batches train on a mixture of both, without an error.",
         first=(
             "tests/engine/test_pipeline.py::test_what_cannot_be_is_said_on_every_stage",
