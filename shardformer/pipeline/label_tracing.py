@@ -30,11 +30,11 @@ class TensorSize:
     dim: int
     sign: int = 1
 
-    def of(self, tensors: Tensors) -> int:
+    def evaluate(self, tensors: Tensors) -> int:
         return self.sign * tensors[self.name].shape[self.dim]
 
     @staticmethod
-    def from_number(number: int, tensors: Tensors) -> TensorSize | int:
+    def match(number: int, tensors: Tensors) -> TensorSize | int:
         """Return an int as a size of a tensor, except dim 0, or the int itself if no size matches or it is 0 or 1."""
         if abs(number) > 1:
             for name, tensor in tensors.items():
@@ -81,7 +81,7 @@ def evaluate(expression: Expression, tensors: Tensors, values: dict[int, Tensor]
     def value(x: Any) -> Any:
         if isinstance(x, BatchTensor | DerivedTensor):
             return evaluate(x, tensors, values)
-        return x.of(tensors) if isinstance(x, TensorSize) else x
+        return x.evaluate(tensors) if isinstance(x, TensorSize) else x
 
     args, kwargs = _map_nested(expression.args, value), _map_nested(dict(expression.kwargs), value)
     if expression.writes:
@@ -153,7 +153,7 @@ class LabelTracer:
         def to_expression(x: Any) -> Any:
             nonlocal num_known
             if not isinstance(x, Tensor):
-                return TensorSize.from_number(x, self._tensors) if has_sizes and type(x) is int else x
+                return TensorSize.match(x, self._tensors) if has_sizes and type(x) is int else x
             expression = self.expression_of(x)
             if expression is not None:
                 num_known += 1

@@ -81,7 +81,7 @@ class LossCall:
     ignored: int | None
 
     @classmethod
-    def of(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LossCall:
+    def bind(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LossCall:
         bound = _signature(func).bind(*args, **kwargs)
         bound.apply_defaults()
         named = bound.arguments
@@ -115,11 +115,11 @@ class LossCall:
         """Compute the loss as it was called."""
         return self.func(*self.args, **self.kwargs)
 
-    def count(self) -> LossCount:
+    def compute_count(self) -> LossCount:
         """Return the denominator of the mean."""
         if self.has_classes or self.has_weights:
             assert self.basis is not None
-            return self.count_in(self.basis, self.ignored)
+            return self.count_labels(self.basis, self.ignored)
         first: Tensor = next(iter(self.named.values()))
         if self.reduction == "batchmean":
             return first.shape[0] if first.dim() else 1
@@ -131,7 +131,7 @@ class LossCall:
             return int(torch.broadcast_shapes(first.shape, self.basis.shape).numel())
         return self.basis.numel() // self._num_classes()  # class probabilities
 
-    def count_in(self, basis: Tensor, ignored: int | None) -> LossCount:
+    def count_labels(self, basis: Tensor, ignored: int | None) -> LossCount:
         """Return the denominator of the mean for other labels or weights; all elements for tensors without values."""
         if not has_data(basis):
             return basis.numel()
@@ -145,16 +145,16 @@ class LossCall:
         return torch.where(counted.to(weight.device), of_target, 0.0).sum()
 
     @property
-    def ignores_beyond(self) -> bool:
+    def ignores_extra_class(self) -> bool:
         """Whether the ignored index equals the number of classes, as for positions outside the text."""
         return self.has_classes and self.ignored == self._num_classes()
 
-    def ignored_in(self, here: Tensors, there: Tensors) -> int | None:
+    def find_ignored_index(self, here: Tensors, there: Tensors) -> int | None:
         """Return the ignored index in another micro-batch, which differs if it is a sequence length."""
-        if self.ignored is None or not self.ignores_beyond:
+        if self.ignored is None or not self.ignores_extra_class:
             return self.ignored
-        size = TensorSize.from_number(self.ignored, here)
-        return size.of(there) if isinstance(size, TensorSize) else size
+        size = TensorSize.match(self.ignored, here)
+        return size.evaluate(there) if isinstance(size, TensorSize) else size
 
     def _num_classes(self) -> int:
         if "linear_weight" in self.named:
@@ -316,12 +316,12 @@ class LossWeights:
         values = next(iter(self._factors.values()), torch.zeros(0, dtype=torch.float64))
         return (values * torch.arange(1, len(values) + 1, device=values.device)).sum()
 
-    def call(self, index: int, trace: LabelTracer | None, call: LossCall) -> Tensor:
+    def record_loss(self, index: int, trace: LabelTracer | None, call: LossCall) -> Tensor:
         """Record a loss of micro-batch ``index``, and return its share of the full batch's loss."""
         forward = self._forwards[index]
         forward.reductions.append(call.reduction)
         if self._is_full_batch:
-            total = float(call.count()) if call.is_mean else 0.0
+            total = float(call.compute_count()) if call.is_mean else 0.0
             self._losses.append(_LossTotals(call.name, call.is_mean, total=total))
         if self._is_full_batch or call.reduction == "none":
             return call.compute()
@@ -351,7 +351,7 @@ class LossWeights:
 
     def _scale(self, loss: _LossTotals, index: int, call: LossCall) -> Tensor:
         if not call.is_mean:
-            loss.seen[index] = call.count()
+            loss.seen[index] = call.compute_count()
             return call.compute() * self._num_ranks if self._data_axis is not None else call.compute()
         n, total = loss.n_m[index], loss.total
         if not total:  # the full batch's loss is NaN, too
@@ -388,7 +388,7 @@ class LossWeights:
         return [weight * self._num_ranks / total for weight in weights]
 
     def _predict_counts(self, first: int, trace: LabelTracer | None, call: LossCall, number: int) -> list[float]:
-        here = call.count()
+        here = call.compute_count()
         tensors = [dict(named_tensors_in(m)) for m in self._micro_batches]
         n_m = self._predict_from_basis(first, trace, call, number, tensors)
         self.has_only_class_means = self.has_only_class_means and n_m is not None and call.has_classes
@@ -407,11 +407,11 @@ class LossWeights:
         basis, here = call.basis, tensors[first]
         if basis is None:
             return None
-        n, counts = call.count(), call.has_classes or call.has_weights
+        n, counts = call.compute_count(), call.has_classes or call.has_weights
 
         def count(m: int, there: Tensor) -> LossCount:
             if counts:
-                return call.count_in(there.to(basis.device), call.ignored_in(here, tensors[m]))
+                return call.count_labels(there.to(basis.device), call.find_ignored_index(here, tensors[m]))
             assert isinstance(n, int)
             return n * there.numel() // max(basis.numel(), 1)
 
@@ -427,12 +427,12 @@ class LossWeights:
             return None
         ignored = -100 if call.ignored is None else call.ignored
         used = [form for i, form in self._label_forms.items() if i < number]
-        forms = find_label_forms(basis, here, ignored, call.ignores_beyond, used)
+        forms = find_label_forms(basis, here, ignored, call.ignores_extra_class, used)
         if not forms:
             return None
         form = self._label_forms[number] if self._label_forms.get(number) in forms else forms[0]
         self._label_forms[number] = form
-        there_m = [call.ignored_in(here, of_m) for of_m in tensors]
+        there_m = [call.find_ignored_index(here, of_m) for of_m in tensors]
         return [count(m, form(tensors[m], ignored if i is None else i)) for m, i in enumerate(there_m)]
 
     def _predict_from_samples(self, first: int, call: LossCall, here: LossCount) -> list[Any]:
@@ -448,7 +448,7 @@ class LossWeights:
         return [int(here) // size * other for other in self._sizes]
 
     def _check_count(self, index: int, number: int, call: LossCall) -> None:
-        expected, seen = self._losses[number].n_m[index], torch.as_tensor(call.count())
+        expected, seen = self._losses[number].n_m[index], torch.as_tensor(call.compute_count())
         name = call.name  # the deferred check must not keep the logits alive
         self._check(
             (seen - expected).abs() <= 1e-6 * abs(expected),
@@ -526,7 +526,7 @@ class _LossRecorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in RECORDED_LOSSES:
-            return self._weights.call(self._index, self._trace, LossCall.of(func, args, kwargs))
+            return self._weights.record_loss(self._index, self._trace, LossCall.bind(func, args, kwargs))
         with self._weights.grad_mode(self._index):
             out = func(*args, **kwargs)
         if self._trace is not None:
@@ -555,7 +555,7 @@ RELATIVE, ABSOLUTE = 1e-3, 1e-6
 """Tolerances of losses in fp32."""
 
 
-class Gathers(Exception):
+class GatherInTrialError(Exception):
     """Raised if a loss gathers the samples of all data ranks in a trial."""
 
 
@@ -575,7 +575,7 @@ def is_comparing_samples(loss_fn: Callable[..., Any], output: Any, batch: Any, s
             float(loss_fn(_select_rows(output, size, i, i + 1), _select_rows(batch, size, i, i + 1))) for i in (0, 1)
         ]
         both = float(loss_fn(_select_rows(output, size, 0, 2), _select_rows(batch, size, 0, 2)))
-    except Gathers:
+    except GatherInTrialError:
         return num_parts > 1
     except Exception:  # no error, no finding
         return False

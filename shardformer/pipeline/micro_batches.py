@@ -47,44 +47,44 @@ def special_token_ids(config: Any) -> dict[str, int]:
     return {n: x for n, x in fields.items() if n.endswith(("_token_id", "_token_index")) and type(x) is int}
 
 
-def flattened_inputs(batch: Mapping[Any, Any]) -> set[str]:
+def find_flattened_inputs(batch: Mapping[Any, Any]) -> set[str]:
     """Return the names of the grids in a batch, and of the inputs with a row per patch."""
     names = set()
-    for grid, units in _grids(batch):
+    for grid, units in _iterate_grids(batch):
         flat = [name for name in _list_inputs_of_length(batch, sum(units)) if name not in (grid, MEDIA_TOKEN_FIELDS)]
         names |= {grid, *flat} if flat else set()
     return names
 
 
-def sample_ends(batch: Mapping[Any, Any], samples: int, ids: Ids) -> dict[str, Ends]:
+def find_sample_ends(batch: Mapping[Any, Any], samples: int, ids: Ids) -> dict[str, Ends]:
     """Return the row ends of each sample for all inputs without a row per sample.
 
     Raises:
         InputError: if grids, tokens and inputs do not match, or match in several ways.
     """
     ends: dict[str, Ends] = {}
-    for grid, units in [*_grids(batch), *_counts(batch, samples)]:
+    for grid, units in [*_iterate_grids(batch), *_iterate_counts(batch, samples)]:
         names = _find_flattened(batch, grid, sum(units), samples)
         if not names:
             continue
         images = _find_image_ends(batch, grid, units, samples, ids)
         patches = [0, *accumulate(units)]
         found = {grid: images, **{name: [patches[i] for i in images] for name in names}}
-        found |= dict.fromkeys(_per_image_inputs(batch, grid, len(units), samples), images)
+        found |= dict.fromkeys(_iterate_per_image_inputs(batch, grid, len(units), samples), images)
         for name, rows in found.items():
             if ends.setdefault(name, rows) != rows:
                 raise _ambiguous_rows_error(batch, name, samples, f"it matches {grid} and another grid")
     return ends
 
 
-def _grids(batch: Mapping[Any, Any]) -> Iterator[tuple[str, list[int]]]:
+def _iterate_grids(batch: Mapping[Any, Any]) -> Iterator[tuple[str, list[int]]]:
     """Yield each grid and the number of patches of each image."""
     for name, x in batch.items():
         if isinstance(name, str) and "grid" in name and _is_integer(x) and x.dim() == 2 and x.shape[1] <= 3:
             yield name, to_list(x.prod(-1))
 
 
-def _counts(batch: Mapping[Any, Any], samples: int) -> Iterator[tuple[str, list[int]]]:
+def _iterate_counts(batch: Mapping[Any, Any], samples: int) -> Iterator[tuple[str, list[int]]]:
     """Yield each input that counts the rows of another input per sample, and its counts."""
     for name, x in batch.items():
         words = set(name.split("_")) if isinstance(name, str) else set()
@@ -115,7 +115,7 @@ def _find_flattened(batch: Mapping[Any, Any], grid: str, length: int, samples: i
     return names
 
 
-def _per_image_inputs(batch: Mapping[Any, Any], grid: str, images: int, samples: int) -> Iterator[str]:
+def _iterate_per_image_inputs(batch: Mapping[Any, Any], grid: str, images: int, samples: int) -> Iterator[str]:
     """Yield other inputs with a row or number per image."""
     if batch[grid].dim() == 1:
         return
@@ -259,7 +259,7 @@ def batch_size_of(batch: Mapping[str, Any], main: str | None = None) -> int:
     Raises:
         ConfigError: if the batch contains no tensor with a first dim.
     """
-    named = _find_main_input(batch, main) if main in batch or flattened_inputs(batch) else None
+    named = _find_main_input(batch, main) if main in batch or find_flattened_inputs(batch) else None
     for _, tensor in named_tensors_in([named, _without_flattened(batch), *_list_grids(batch)]):
         if tensor.dim() > 0:
             return tensor.shape[0]
@@ -270,7 +270,7 @@ def batch_size_of(batch: Mapping[str, Any], main: str | None = None) -> int:
 
 
 def _find_main_input(batch: Mapping[Any, Any], main: str | None) -> Any:
-    flat = flattened_inputs(batch)
+    flat = find_flattened_inputs(batch)
     known = (name for name in (main, MEDIA_TOKEN_FIELDS, "inputs_embeds") if name in batch and name not in flat)
     return next((batch[name] for name in known), None)
 
@@ -278,12 +278,12 @@ def _find_main_input(batch: Mapping[Any, Any], main: str | None) -> Any:
 def _without_flattened(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
-    flat = flattened_inputs(value)
+    flat = find_flattened_inputs(value)
     return {name: _without_flattened(inner) for name, inner in value.items() if name not in flat}
 
 
 def _list_grids(batch: Mapping[Any, Any]) -> list[Any]:
-    return [batch[name] for name in batch if name in flattened_inputs(batch) and "grid" in name]
+    return [batch[name] for name in batch if name in find_flattened_inputs(batch) and "grid" in name]
 
 
 def split_batch(
@@ -327,7 +327,7 @@ class _BatchSplit:
 
     def split_mapping(self, batch: Mapping[Any, Any], path: str = "") -> dict[Any, list[Any]]:
         """Return the parts of each value."""
-        rows = sample_ends(batch, self.ends[-1], self.ids)
+        rows = find_sample_ends(batch, self.ends[-1], self.ids)
         return {
             name: self._slice_rows(value, [rows[name][end] for end in self.ends])
             if name in rows

@@ -19,7 +19,7 @@ from shardformer.errors import ConfigError, InputError
 from shardformer.layout.shard_spec import even_bounds
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.mesh.transport import CollectiveLog
-from shardformer.pipeline.schedules import Action, ActionKind, Schedule, messages
+from shardformer.pipeline.schedules import Action, ActionKind, Schedule, list_messages
 from shardformer.torch_compat import has_data
 
 TO_NEXT_STAGE, TO_PREVIOUS_STAGE = 1, 2
@@ -129,7 +129,7 @@ class StageExchange:
         """Prepare for a step whose micro-batches have these keys."""
         self._schedule, self._keys = schedule, keys
         self._arrived.clear()
-        orders = (messages(schedule, source, self._rank) for source in range(self._point_to_point.axis.size))
+        orders = (list_messages(schedule, source, self._rank) for source in range(self._point_to_point.axis.size))
         self._incoming = {source: _MessageQueue(source, deque(order)) for source, order in enumerate(orders) if order}
 
     def send(self, action: Action, tensors: list[Tensor | None], is_sharded: Sequence[bool]) -> None:

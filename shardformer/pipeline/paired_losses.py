@@ -30,7 +30,7 @@ from shardformer.pipeline.micro_batch_loss import (
     ABSOLUTE,
     IS_TRYING,
     RELATIVE,
-    Gathers,
+    GatherInTrialError,
     LossCall,
     LossWeights,
     is_mean_or_sum,
@@ -73,7 +73,7 @@ def gather_over_data(x: Tensor, context: Any) -> Tensor:
             remedy="Pass engine.context or the context that launch_from_torch returned",
         )
     if IS_TRYING.get():
-        raise Gathers
+        raise GatherInTrialError
     if context.data.size == 1:
         return x
     lengths = [row[0] for row in all_gather_numbers([len(x)], context.data)]
@@ -194,11 +194,11 @@ class TrialHead(LastStage):
         self._losses_seen = [math.nan] * len(parts)
         self.has_gathered = False
 
-    def before(self, micro_batch: int) -> None:
+    def begin_head(self, micro_batch: int) -> None:
         if micro_batch < 2:
-            super().before(micro_batch)
+            super().begin_head(micro_batch)
 
-    def after(self, micro_batch: int, output: Any) -> None:
+    def end_head(self, micro_batch: int, output: Any) -> None:
         token = IS_TRYING.set(True)
         try:
             loss = self._loss_of(output, self._parts[micro_batch])
@@ -206,7 +206,7 @@ class TrialHead(LastStage):
             if micro_batch < 2:
                 loss = loss * math.nan if self._trial_weights is None else self._trial_weights.of(micro_batch, loss)
             self._losses_seen[micro_batch] = float(loss)
-        except Gathers:
+        except GatherInTrialError:
             self.has_gathered = True
         except Exception:  # no error, no finding
             return
@@ -229,10 +229,10 @@ class _DeferredLossWeights(LossWeights):
 
     _first_error: Exception | None = None
 
-    def call(self, index: int, trace: LabelTracer | None, call: LossCall) -> Tensor:
+    def record_loss(self, index: int, trace: LabelTracer | None, call: LossCall) -> Tensor:
         if self._first_error is None:
             try:
-                return super().call(index, trace, call)
+                return super().record_loss(index, trace, call)
             except Exception as problem:
                 self._first_error = problem
         return call.compute()

@@ -24,7 +24,7 @@ from shardformer.pipeline.p2p_communication import StageExchange
 from shardformer.pipeline.paired_losses import Finding, Trial
 from shardformer.pipeline.runtime import Batch, LastStage, LossFn, NoOutput, Runtime, RunTrace, StepInputs
 from shardformer.pipeline.schedules import LOSS_AVERAGES, Schedule, drop_backward, fitting_micro_batches, make_schedule
-from shardformer.pipeline.stage_forward import dtypes_of
+from shardformer.pipeline.stage_forward import list_dtypes
 from shardformer.pipeline.stage_manager import PipelineStageManager, Stages, build_stages
 from shardformer.public_names import renamed_arguments
 from shardformer.random_state import RandomUseDetector, fork_random_state, uses_dropout
@@ -499,7 +499,7 @@ class Pipeline:
         """
         if stages == self._stage_dtypes_hash:
             return
-        everywhere = collectives.all_gather_objects(dtypes_of(self._model), self._manager.axis)
+        everywhere = collectives.all_gather_objects(list_dtypes(self._model), self._manager.axis)
         known: dict[str, tuple[int, torch.dtype]] = {}
         for stage, dtypes in enumerate(everywhere):
             for name, dtype in dtypes.items():

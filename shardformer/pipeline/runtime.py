@@ -60,12 +60,12 @@ class LastStage:
         self.factors = torch.zeros((), dtype=torch.float64)
         self.output: Any = None
 
-    def before(self, micro_batch: int) -> None:
+    def begin_head(self, micro_batch: int) -> None:
         """Start recording losses, after the last layer has run."""
         if self._weights is not None:
             self._weights.start(micro_batch)
 
-    def after(self, micro_batch: int, output: Any) -> Tensor | None:
+    def end_head(self, micro_batch: int, output: Any) -> Tensor | None:
         """Process the model's output. Returns the loss for the backward, or None."""
         if self._weights is None:
             self._outputs[micro_batch] = output
@@ -307,11 +307,11 @@ class Runtime:
         states = [x.view_as(x) for x in received]
         run = StagePass(span, dict(zip(names, states, strict=True)), step.seeds[index])
         if is_last:
-            run.at_end = lambda: step.head.before(index)
+            run.at_end = lambda: step.head.begin_head(index)
         output, payload = self._stage_forward.run(self._model, run, lambda: self._model(**step.batches[index]))
         live = _InFlightMicroBatch(received, [])
         if is_last:
-            live.loss = step.head.after(index, output)
+            live.loss = step.head.end_head(index, output)
         else:
             assert payload is not None
             live.sent = list(payload.values())

@@ -51,7 +51,7 @@ def schedule_as_text(schedule: Schedule, timeline: Timeline, width: int | None =
         lines.append("time   ".rjust(len(row_labels[0]) + 1) + "".join(times).rstrip())
         lines += [_format_row(label, row[first : first + in_band], cell) for label, row in zip(row_labels, rows)]
         lines.append("")
-    return "\n".join([*lines, *_format_legend(schedule, timeline), *schedule_summary(schedule, timeline)])
+    return "\n".join([*lines, *_format_legend(schedule, timeline), *summarize_schedule(schedule, timeline)])
 
 
 def format_grid(schedule: Schedule, timeline: Timeline) -> str:
@@ -65,7 +65,7 @@ def format_grid(schedule: Schedule, timeline: Timeline) -> str:
     return "\n".join(_format_row(f"rank {rank} |", row, cell) for rank, row in enumerate(rows))
 
 
-def schedule_summary(schedule: Schedule, timeline: Timeline) -> list[str]:
+def summarize_schedule(schedule: Schedule, timeline: Timeline) -> list[str]:
     """Return the bubble and the micro-batches in flight of a schedule as two lines."""
     form = bubble_formula(schedule.name, schedule.stages, schedule.micro_batches, schedule.num_model_chunks)
     by_formula = "" if form is None or _list_kinds(schedule) == [ActionKind.FORWARD] else f" (formula: {form:.1%})"

@@ -274,7 +274,7 @@ def drop_backward(schedule: Schedule) -> Schedule:
     return replace(schedule, actions=tuple(forwards))
 
 
-def messages(schedule: Schedule, sender: int, receiver: int) -> RankActions:
+def list_messages(schedule: Schedule, sender: int, receiver: int) -> RankActions:
     """Return the actions of rank ``sender`` whose results go to rank ``receiver``, in the order in which they run.
 
     The output of F goes to the rank of the next virtual stage, the gradient from B or I to the rank of the previous

@@ -58,7 +58,7 @@ class MissingParams:
                     del module._parameters[name]
                     module.__dict__[name] = _make_placeholder(param)
                     self._placeholders.append((module, name, names[id(module), name]))
-        self._local_dtypes = dtypes_of(model)
+        self._local_dtypes = list_dtypes(model)
         incomplete = {id(module) for module, _, _ in self._placeholders}
         for _, module in modules:
             if any(id(inner) in incomplete for inner in module.modules()):
@@ -97,7 +97,7 @@ class MissingParams:
             dtypes: dtype of each parameter of all stages, by name. A missing parameter (in a trace of a single rank) is
                 converted like this rank's parameters of the same dtype.
         """
-        before, self._local_dtypes = self._local_dtypes, dtypes_of(model)
+        before, self._local_dtypes = self._local_dtypes, list_dtypes(model)
         converted = {before[name]: dtype for name, dtype in self._local_dtypes.items() if name in before}
         for module, name, names in self._placeholders:
             known = next((dtypes[n] for n in names if n in dtypes), None)
@@ -146,7 +146,7 @@ class _NamedParameters:
                     yield f"{path}.{name}" if path else name, value
 
 
-def dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
+def list_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
     """Return the dtype of each local parameter, under all its names."""
     return {name: p.dtype for name, p in model.named_parameters(remove_duplicate=False)}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shardformer.pipeline.schedule_chart import format_grid, schedule_summary
+from shardformer.pipeline.schedule_chart import format_grid, summarize_schedule
 from shardformer.pipeline.schedules import SCHEDULES, make_schedule, simulate
 from tests.scripts import SHARDFORMER
 
@@ -62,7 +62,7 @@ def test_a_picture_is_that_of_the_schedule(picture: str) -> None:
     _, _, name, _, stages, _, micro_batches = head.split()
     schedule = make_schedule(name, int(stages), int(micro_batches))
     timeline = simulate(schedule)
-    assert lines == [*format_grid(schedule, timeline).splitlines(), *schedule_summary(schedule, timeline)]
+    assert lines == [*format_grid(schedule, timeline).splitlines(), *summarize_schedule(schedule, timeline)]
 
 
 def test_all_schedules_are_drawn_and_compared() -> None:

@@ -24,8 +24,8 @@ from shardformer.pipeline.schedules import (
     drop_backward,
     find_problems,
     fitting_micro_batches,
+    list_messages,
     make_schedule,
-    messages,
     simulate,
 )
 
@@ -265,18 +265,18 @@ def test_every_schedule_places_as_its_placement_says() -> None:
 
 def test_messages_name_what_is_sent_in_the_order_in_which_it_is_made() -> None:
     schedule = make_schedule("1f1b", 3, 2)
-    assert [str(action) for action in messages(schedule, 0, 1)] == ["F0@0", "F1@0"]
-    assert [str(action) for action in messages(schedule, 1, 0)] == ["B0@1", "B1@1"]
-    assert messages(schedule, 0, 2) == messages(schedule, 2, 0) == messages(schedule, 1, 1) == ()
+    assert [str(action) for action in list_messages(schedule, 0, 1)] == ["F0@0", "F1@0"]
+    assert [str(action) for action in list_messages(schedule, 1, 0)] == ["B0@1", "B1@1"]
+    assert list_messages(schedule, 0, 2) == list_messages(schedule, 2, 0) == list_messages(schedule, 1, 1) == ()
 
 
 def test_an_interleaved_pipeline_is_a_ring_and_a_v_is_not() -> None:
     ring, v = make_schedule("interleaved", 3, 3), make_schedule("zbv", 3, 3)
-    assert {action.stage for action in messages(ring, 2, 0)} == {2}  # stage 2 of rank 2, then 3 of rank 0
-    assert {action.stage for action in messages(ring, 0, 2)} == {3}
-    assert messages(v, 2, 0) == messages(v, 0, 2) == messages(v, 2, 2) == ()
+    assert {action.stage for action in list_messages(ring, 2, 0)} == {2}  # stage 2 of rank 2, then 3 of rank 0
+    assert {action.stage for action in list_messages(ring, 0, 2)} == {3}
+    assert list_messages(v, 2, 0) == list_messages(v, 0, 2) == list_messages(v, 2, 2) == ()
     # rank 2 has stages 2 and 3: its F of 3 goes up, its I of 2 comes back; F of 2 and I of 3 stay
-    assert {(action.kind, action.stage) for action in messages(v, 2, 1)} == {
+    assert {(action.kind, action.stage) for action in list_messages(v, 2, 1)} == {
         (ActionKind.FORWARD, 3),
         (ActionKind.INPUT, 2),
     }
@@ -303,10 +303,10 @@ def test_ranks_that_wait_for_their_messages_in_order_of_sending_come_to_the_end(
                     break
                 done[rank].add(action)
                 for peer in ranks:
-                    if action in messages(schedule, rank, peer):
+                    if action in list_messages(schedule, rank, peer):
                         point_to_point[rank, peer].append(action)
                         sent[rank, peer].append(action)
                 at[rank] += 1
                 moved = True
     assert at == [len(order) for order in schedule.actions]
-    assert all(tuple(sent[a, b]) == messages(schedule, a, b) for a, b in sent)
+    assert all(tuple(sent[a, b]) == list_messages(schedule, a, b) for a, b in sent)
