@@ -29,7 +29,7 @@ MUTANTS = [
         'return call.compute() * (n * self._num_ranks / total) if n else call.compute_with("sum") * 0.0',
         "return call.compute() * (n * self._num_ranks / total)",
         "The loss is NaN where all labels of one micro-batch are ignored.",
-        first=("tests/pipeline/test_loss.py::test_a_micro_batch_where_nothing_counts_adds_zero",),
+        first=("tests/pipeline/test_loss.py::test_micro_batch_without_labels_adds_zero",),
     ),
     mutant(
         "class-weights-do-not-count",
@@ -37,7 +37,7 @@ MUTANTS = [
         "        if weight is None:\n            return counted.sum()\n",
         "        if weight is None or self.is_mean:\n            return counted.sum()\n",
         "A cross entropy with class weights gives another loss with micro-batches than without.",
-        first=("tests/pipeline/test_loss.py::test_losses_as_people_write_them",),
+        first=("tests/pipeline/test_loss.py::test_common_user_losses_equal_full_batch",),
     ),
     mutant(
         "stages-send-slices-of-other-positions",
@@ -78,7 +78,7 @@ MUTANTS = [
         "return _run_full_backward(output_grads, inputs), WeightBackward([])",
         "With a zero-bubble schedule and checkpointing, an output that reads no input of the stage passes no gradient.",
         first=(
-            "tests/pipeline/test_backward.py::test_both_parts_are_one_backward_to_the_bit",
+            "tests/pipeline/test_backward.py::test_input_and_weight_parts_equal_one_backward_bitwise",
             "tests/pipeline/test_backward.py",
         ),
     ),
