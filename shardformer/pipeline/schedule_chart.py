@@ -36,6 +36,10 @@ _FONT_SIZE_RANGE = 3.0, 9.0  # points
 def schedule_as_text(schedule: Schedule, timeline: Timeline, width: int | None = None) -> str:
     """Return the text grid with its legend, the bubble and the number of micro-batches in flight.
 
+    The grid has a row per rank and a column per time unit, the duration of the shortest action. ``F3`` is the forward
+    of micro-batch 3, ``--`` its continuation, ``.`` idle time. With several chunks per rank, a letter after the number
+    names the chunk: ``F3b``.
+
     Args:
         width: maximum line length, beyond which the grid wraps; None for no limit.
     """
@@ -52,17 +56,6 @@ def schedule_as_text(schedule: Schedule, timeline: Timeline, width: int | None =
         lines += [_format_row(label, row[first : first + in_band], cell) for label, row in zip(row_labels, rows)]
         lines.append("")
     return "\n".join([*lines, *_format_legend(schedule, timeline), *summarize_schedule(schedule, timeline)])
-
-
-def format_grid(schedule: Schedule, timeline: Timeline) -> str:
-    """Return a text grid with a row per rank and a column per time unit, the duration of the shortest action.
-
-    ``F3`` is the forward of micro-batch 3, ``--`` its continuation, ``.`` idle time. With several chunks per rank, a
-    letter after the number names the chunk: ``F3b``.
-    """
-    rows = _layout_cells(schedule, timeline)
-    cell = 1 + max(len(text) for row in rows for text in row)
-    return "\n".join(_format_row(f"rank {rank} |", row, cell) for rank, row in enumerate(rows))
 
 
 def summarize_schedule(schedule: Schedule, timeline: Timeline) -> list[str]:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from shardformer.pipeline.schedule_chart import format_grid, summarize_schedule
+from shardformer.pipeline.schedule_chart import summarize_schedule
 from shardformer.pipeline.schedules import SCHEDULES, make_schedule, simulate
+from tests.pipeline.schedule_checks import grid_rows
 from tests.scripts import SHARDFORMER
 
 PAGE = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text(encoding="utf-8")
@@ -62,7 +63,7 @@ def test_picture_matches_schedule(picture: str) -> None:
     _, _, name, _, stages, _, micro_batches = head.split()
     schedule = make_schedule(name, int(stages), int(micro_batches))
     timeline = simulate(schedule)
-    assert lines == [*format_grid(schedule, timeline).splitlines(), *summarize_schedule(schedule, timeline)]
+    assert lines == [*grid_rows(schedule, timeline), *summarize_schedule(schedule, timeline)]
 
 
 def test_all_schedules_are_on_the_page() -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from shardformer.errors import ConfigError
-from shardformer.pipeline.schedule_chart import check_file, colours, format_grid, save, schedule_as_text
+from shardformer.pipeline.schedule_chart import check_file, colours, save, schedule_as_text
 from shardformer.pipeline.schedules import SCHEDULES, Action, ActionKind, drop_backward, make_schedule, simulate
+from tests.pipeline.schedule_checks import grid_rows
 
 needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is an extra")
 
@@ -46,7 +47,7 @@ def test_long_grid_wraps_without_loss(name: str, width: int) -> None:
     timeline = simulate(schedule)
     folded = schedule_as_text(schedule, timeline, width).split("\n\n")[:-1]
     assert len(folded) > 1 and max(len(line) for band in folded for line in band.splitlines()) <= width
-    for rank, whole in enumerate(format_grid(schedule, timeline).splitlines()):
+    for rank, whole in enumerate(grid_rows(schedule, timeline)):
         parts = [band.splitlines()[1 + rank].partition("|")[2].split() for band in folded]
         assert [cell for part in parts for cell in part] == whole.partition("|")[2].split()
 

@@ -11,23 +11,21 @@ from hypothesis import strategies as st
 
 from shardformer.errors import ConfigError
 from shardformer.pipeline import schedules
-from shardformer.pipeline.schedule_chart import format_grid
 from shardformer.pipeline.schedules import (
     SCHEDULES,
     Action,
     ActionKind,
     assign_virtual_stages,
     bubble_formula,
-    check_schedule,
     check_schedule_name,
     default_chunks,
     drop_backward,
-    find_problems,
     fitting_micro_batches,
     list_messages,
     make_schedule,
     simulate,
 )
+from tests.pipeline.schedule_checks import find_problems, grid_rows
 
 WITH_CHUNKS = [
     *(("gpipe", 1), ("1f1b", 1), ("zbv", 2)),
@@ -84,7 +82,7 @@ def lines(picture: str) -> list[str]:
 @pytest.mark.parametrize(("name", "stages", "micro_batches"), PICTURES)
 def test_schedule_matches_picture(name: str, stages: int, micro_batches: int) -> None:
     schedule = make_schedule(name, stages, micro_batches)
-    assert format_grid(schedule, simulate(schedule)).splitlines() == lines(PICTURES[name, stages, micro_batches])
+    assert grid_rows(schedule, simulate(schedule)) == lines(PICTURES[name, stages, micro_batches])
 
 
 @pytest.mark.parametrize(
@@ -102,7 +100,7 @@ def test_docstring_picture_matches_schedule(name: str, said: str | None) -> None
     sizes = re.search(r"p=(\d), m=(\d)", said)
     assert sizes is not None
     schedule = make_schedule(name, int(sizes[1]), int(sizes[2]))
-    drawn = [line.removeprefix("rank ") for line in format_grid(schedule, simulate(schedule)).splitlines()]
+    drawn = [line.removeprefix("rank ") for line in grid_rows(schedule, simulate(schedule))]
     assert [line.strip() for line in said.splitlines() if " | " in line] == drawn
 
 
@@ -116,7 +114,7 @@ def test_every_schedule_of_every_size_is_valid(name: str, chunks: int) -> None:
         schedule = make_schedule(name, stages, micro_batches, chunks)
         assert find_problems(schedule) == [], (stages, micro_batches)
         assert find_problems(drop_backward(schedule)) == [], (stages, micro_batches)
-    check_schedule(make_schedule(name, 8, 64, chunks))
+    assert find_problems(make_schedule(name, 8, 64, chunks)) == []
 
 
 @pytest.mark.parametrize(("name", "chunks"), WITH_CHUNKS)
