@@ -270,8 +270,7 @@ class LossWeights:
     def of(self, index: int, loss: Tensor) -> Tensor:
         """Return the micro-batch's share of the full batch's loss. The shares of all micro-batches sum to that loss.
 
-        Raises:
-            ConfigError: if the loss is not a linear combination of the recorded losses.
+        Raises ConfigError if the loss is not a linear combination of the recorded losses.
         """
         if self._weight_shares is not None:
             share = self._weight_shares[index]

@@ -59,8 +59,7 @@ def find_flattened_inputs(batch: Mapping[Any, Any]) -> set[str]:
 def find_sample_ends(batch: Mapping[Any, Any], samples: int, ids: Ids) -> dict[str, Ends]:
     """Return the row ends of each sample for all inputs without a row per sample.
 
-    Raises:
-        InputError: if grids, tokens and inputs do not match, or match in several ways.
+    Raises InputError if grids, tokens and inputs do not match, or match in several ways.
     """
     ends: dict[str, Ends] = {}
     for grid, units in [*_iterate_grids(batch), *_iterate_counts(batch, samples)]:
@@ -215,8 +214,7 @@ def micro_batch_sizes(batch_size: int, micro_batches: int | None, micro_batch_si
     >>> micro_batch_sizes(7, micro_batches=None, micro_batch_size=3)
     [3, 3, 1]
 
-    Raises:
-        ConfigError: as ``check_sizes``, or for more micro-batches than samples.
+    Raises ConfigError as ``check_sizes``, or for more micro-batches than samples.
     """
     check_sizes(micro_batches, micro_batch_size)
     if micro_batch_size is not None:
@@ -256,8 +254,7 @@ def check_sizes(micro_batches: int | None, micro_batch_size: int | None) -> None
 def batch_size_of(batch: Mapping[str, Any], main: str | None = None) -> int:
     """Return the batch size: the first dim of ``batch[main]``, or of the first tensor without a row per patch.
 
-    Raises:
-        ConfigError: if the batch contains no tensor with a first dim.
+    Raises ConfigError if the batch contains no tensor with a first dim.
     """
     named = _find_main_input(batch, main) if main in batch or find_flattened_inputs(batch) else None
     for _, tensor in named_tensors_in([named, _without_flattened(batch), *_list_grids(batch)]):

@@ -56,8 +56,7 @@ def partition_balanced(costs: Sequence[float], num_stages: int, before: Sequence
         costs: cost of each layer, including the embedding in the first and the head in the last.
         before: additional cost of a stage; one number for all stages, or one per stage.
 
-    Raises:
-        ConfigError: for more stages than layers, or an invalid cost.
+    Raises ConfigError for more stages than layers, or an invalid cost.
     """
     _check_counts(len(costs), num_stages)
     base_costs = [before] * num_stages if isinstance(before, int | float) else list(before)
@@ -90,8 +89,7 @@ def partition_uniform(layers: int, num_stages: int) -> list[int]:
     >>> partition_uniform(14, 4)
     [0, 3, 7, 11, 14]
 
-    Raises:
-        ConfigError: for more stages than layers.
+    Raises ConfigError for more stages than layers.
     """
     _check_counts(layers, num_stages)
     each, extra = divmod(layers, num_stages)
@@ -108,8 +106,7 @@ def partition_explicit(counts: Sequence[int], layers: int, num_stages: int) -> l
     >>> partition_explicit([3, 4, 4, 1], 12, 4)
     [0, 3, 7, 11, 12]
 
-    Raises:
-        ConfigError: unless there is one positive count per stage and the counts sum to the number of layers.
+    Raises ConfigError unless there is one positive count per stage and the counts sum to the number of layers.
     """
     shown = f"partition={list(counts)}"
     _check_counts(layers, num_stages)

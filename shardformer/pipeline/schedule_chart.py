@@ -161,8 +161,7 @@ def reporting_write_errors(path: Path) -> Iterator[Path]:
 def save(schedule: Schedule, timeline: Timeline, path: Path) -> None:
     """Draw a chart with one lane per rank, and save it as SVG or PNG according to the suffix of ``path``.
 
-    Raises:
-        ConfigError: as ``check_file``, or if writing fails.
+    Raises ConfigError as ``check_file``, or if writing fails.
     """
     check_file(path)
     import matplotlib

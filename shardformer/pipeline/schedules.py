@@ -243,8 +243,7 @@ def make_schedule(name: str, stages: int, micro_batches: int, chunks: int | None
     Args:
         chunks: virtual stages per rank; None for the schedule's default.
 
-    Raises:
-        ConfigError: if the schedule does not exist or does not support these numbers.
+    Raises ConfigError if the schedule does not exist or does not support these numbers.
     """
     chunks = default_chunks(name) if chunks is None else chunks
     check_schedule_name(name, stages, chunks)
@@ -461,8 +460,7 @@ def simulate(schedule: Schedule, durations: Durations = DURATIONS, send: float =
             missing kinds.
         send: transfer time of a result to another rank. The sender does not wait.
 
-    Raises:
-        ConfigError: for an invalid duration, an unknown virtual stage, or a schedule that deadlocks.
+    Raises ConfigError for an invalid duration, an unknown virtual stage, or a schedule that deadlocks.
     """
     of: dict[Any, float] = {**DURATIONS, **durations}
     named = {f"duration {f'{k[0]}@{k[1]}' if isinstance(k, tuple) else k}": number for k, number in of.items()}
