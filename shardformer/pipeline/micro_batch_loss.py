@@ -284,7 +284,7 @@ class LossWeights:
                 f"The model called no loss of torch.nn.functional{unreduced}, but returned the loss {loss.detach()}"
             )
         if loss.numel() != 1:
-            raise not_sum_of_means_error(f"The loss of micro-batch {index} has the shape {tuple(loss.shape)}")
+            raise not_sum_of_means_error(f"The loss of micro-batch {index} has the shape {tuple(loss.shape)}, not ()")
         if len(forward.parts) != len(self._losses):
             raise not_sum_of_means_error(
                 f"Micro-batch {index} called {len(forward.parts)} losses, but micro-batch {self._first} called "
@@ -542,10 +542,9 @@ def not_sum_of_means_error(problem: str) -> ConfigError:
         problem,
         rule="With several micro-batches, the loss must be a sum of mean losses of torch.nn.functional with constant "
         "factors and labels from the micro-batch",
-        remedy="Pass loss_weight, a function (micro-batch) -> number of counted labels. The loss is then the weighted "
-        "mean of the micro-batches' losses, including terms such as a router's balancing loss. Or use a loss with "
-        "reduction='sum', or num_items_in_batch in the batch. Without micro-batches, average_loss_over='ranks' "
-        "averages the losses of the data ranks",
+        remedy="Pass loss_weight, a function (micro-batch) -> number of counted labels, to use the weighted mean of the "
+        "micro-batches' losses, including terms such as a router's balancing loss. Or use reduction='sum'. Without "
+        "micro-batches, average_loss_over='ranks' averages the losses of the data ranks",
     )
 
 

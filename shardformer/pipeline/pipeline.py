@@ -507,7 +507,7 @@ class Pipeline:
                 other, before = known.setdefault(first, (stage, dtype))
                 if before != dtype:
                     raise InputError(
-                        f"{first} is {before} on stage {other} and {dtype} on stage {stage}",
+                        f"The parameter {first} is {before} on stage {other} and {dtype} on stage {stage}",
                         remedy="Convert the model with model.to(dtype), or convert the weight on both stages",
                     )
         self._stages.placeholders.take_dtypes(self._model, {n: d for each in everywhere for n, d in each.items()})

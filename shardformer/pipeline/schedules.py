@@ -465,9 +465,9 @@ def simulate(schedule: Schedule, durations: Durations = DURATIONS, send: float =
     of: dict[Any, float] = {**DURATIONS, **durations}
     named = {f"duration {f'{k[0]}@{k[1]}' if isinstance(k, tuple) else k}": number for k, number in of.items()}
     for name, number in [*named.items(), ("send", send)]:
-        least = "0 or more" if name == "send" else "a positive number"
+        valid = "a finite number of at least 0" if name == "send" else "a finite positive number"
         if not (0 <= number < inf) or (number == 0 and name != "send"):
-            raise ConfigError(f"{name}={number:g} is not a finite time, {least}", remedy=f"Use {least}")
+            raise ConfigError(f"{name}={number:g} is not {valid}", remedy=f"Use {valid}")
     if beyond := [key for key in durations if isinstance(key, tuple) and not 0 <= key[1] <= schedule.last]:
         raise ConfigError(
             f"durations contains virtual stage {beyond[0][1]}, but the schedule has stages 0 to {schedule.last}",
