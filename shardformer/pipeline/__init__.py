@@ -1,4 +1,4 @@
-"""Pipeline parallelism: layers on several ranks, schedules of micro-batches, and their loss."""
+"""Pipeline parallelism: stages, micro-batch schedules and losses of micro-batches."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""How a loss's target came from the micro-batch, so that those of other micro-batches are known before they run.
+"""Derives the target of a loss from the tensors of a micro-batch, to predict the targets of other micro-batches.
 
-A head may shift its labels, clamp them, flatten them, write into a copy of them. Whoever watches the head's functions
-(``LabelTracer``) knows the target as an expression over the micro-batch's own tensors, and can work it out for a
-micro-batch that did not run yet. Where that is not seen (the labels were copied on their way), the target is looked for
-among the micro-batch's tensors by its content, in the forms that heads give it (``find_label_forms``).
+A head may shift, clamp, flatten or copy its labels. ``LabelTracer`` records the torch functions of the head, and
+expresses the target in terms of the micro-batch's tensors, which can then be evaluated for other micro-batches. If a
+step is not recorded, ``find_label_forms`` searches the micro-batch for a tensor with the content of the target, in the
+forms that heads commonly use.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from shardformer.torch_compat import to_list
 
 @dataclass(frozen=True)
 class TensorSize:
-    """A size of one of the micro-batch's tensors, or less than nothing by as much."""
+    """A size of one of the micro-batch's tensors, multiplied by ``sign``."""
 
     name: TensorPath
     dim: int
     sign: int = 1
 
-    def of(self, tensors: Tensors) -> int:
+    def evaluate(self, tensors: Tensors) -> int:
         return self.sign * tensors[self.name].shape[self.dim]
 
     @staticmethod
-    def named(number: int, tensors: Tensors) -> TensorSize | int:
-        """The number as a size beyond the rows; the number itself where there is none, or too small to tell."""
+    def match(number: int, tensors: Tensors) -> TensorSize | int:
+        """Return an int as a size of a tensor, except dim 0, or the int itself if no size matches or it is 0 or 1."""
         if abs(number) > 1:
             for name, tensor in tensors.items():
                 if abs(number) in tensor.shape[1:]:
@@ -45,19 +45,18 @@ class TensorSize:
 
 @dataclass(frozen=True, eq=False)
 class BatchTensor:
-    """A tensor of the micro-batch."""
+    """A tensor of the micro-batch, as an expression."""
 
     name: TensorPath
 
 
 @dataclass(frozen=True, eq=False)
 class DerivedTensor:
-    """What a function of torch made of tensors of the micro-batch: its arguments hold ``BatchTensor``,
-    ``DerivedTensor`` and sizes.
+    """Result of a torch function whose arguments contain expressions over the micro-batch.
 
     Args:
-        item: which of several results.
-        writes: the function writes into its first argument, which is the result.
+        item: index of the result, if the function returns several.
+        writes: whether the function writes its result into its first argument.
     """
 
     func: Callable[..., Any]
@@ -71,124 +70,124 @@ Expression = BatchTensor | DerivedTensor
 
 
 @torch.no_grad()
-def evaluate(expression: Expression, tensors: Tensors, known: dict[int, Tensor] | None = None) -> Tensor:
-    """The expression's value for a micro-batch."""
-    known = {} if known is None else known
-    if id(expression) in known:
-        return known[id(expression)]
+def evaluate(expression: Expression, tensors: Tensors, values: dict[int, Tensor] | None = None) -> Tensor:
+    """Return the value of an expression for the tensors of a micro-batch."""
+    values = {} if values is None else values
+    if id(expression) in values:
+        return values[id(expression)]
     if isinstance(expression, BatchTensor):
         return tensors[expression.name]
 
     def value(x: Any) -> Any:
         if isinstance(x, BatchTensor | DerivedTensor):
-            return evaluate(x, tensors, known)
-        return x.of(tensors) if isinstance(x, TensorSize) else x
+            return evaluate(x, tensors, values)
+        return x.evaluate(tensors) if isinstance(x, TensorSize) else x
 
-    args, kwargs = _mapped(expression.args, value), _mapped(dict(expression.kwargs), value)
+    args, kwargs = _map_nested(expression.args, value), _map_nested(dict(expression.kwargs), value)
     if expression.writes:
         args = (args[0].clone(), *args[1:])
     result = expression.func(*args, **kwargs)
     if expression.item is not None:
         result = result[expression.item]
     out: Tensor = args[0] if expression.writes else result
-    known[id(expression)] = out
+    values[id(expression)] = out
     return out
 
 
-def _mapped(value: Any, how: Callable[[Any], Any]) -> Any:
-    """Nested arguments with ``how`` done to what is in them."""
+def _map_nested(value: Any, func: Callable[[Any], Any]) -> Any:
     if type(value) in (tuple, list):
-        return type(value)(_mapped(x, how) for x in value)
+        return type(value)(_map_nested(x, func) for x in value)
     if type(value) is dict:
-        return {key: _mapped(x, how) for key, x in value.items()}
+        return {key: _map_nested(x, func) for key, x in value.items()}
     if type(value) is slice:
-        return slice(_mapped(value.start, how), _mapped(value.stop, how), _mapped(value.step, how))
-    return how(value)
+        return slice(_map_nested(value.start, func), _map_nested(value.stop, func), _map_nested(value.step, func))
+    return func(value)
 
 
-class _Unknown(Exception):
-    """An argument is no expression over the micro-batch."""
+class _UnknownArgumentError(Exception):
+    """Raised for an argument that is not computed from the micro-batch."""
 
 
 class LabelTracer:
-    """What became of a micro-batch's tensors, as told by ``record`` after each function of torch."""
+    """Tracks how tensors derive from a micro-batch. Call ``record`` after each torch function."""
 
     def __init__(self, tensors: Tensors) -> None:
         self._tensors = tensors
-        self._known: Any = WeakIdKeyDictionary()  # no tensor lives longer for it
+        self._expressions: Any = WeakIdKeyDictionary()  # does not keep tensors alive
         for name, tensor in tensors.items():
-            self._known[tensor] = BatchTensor(name)
+            self._expressions[tensor] = BatchTensor(name)
 
     def expression_of(self, tensor: Tensor) -> Expression | None:
-        found: Expression | None = self._known.get(tensor)
-        return found
+        expression: Expression | None = self._expressions.get(tensor)
+        return expression
 
     def record(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
         is_write = is_inplace(func, kwargs)
         written = args[0] if is_write and args and isinstance(args[0], Tensor) else None
         if written is None and not isinstance(out, Tensor | tuple | list):
             return
-        made = self._made(func, args, kwargs, is_write)
+        derived = self._derive(func, args, kwargs, is_write)
         if written is not None:
-            self._note(written, made)
+            self._store(written, derived)
         elif isinstance(out, Tensor):
-            self._note(out, made)
-        elif made is not None:
+            self._store(out, derived)
+        elif derived is not None:
             for i, part in enumerate(out):
                 if isinstance(part, Tensor):
-                    self._note(part, DerivedTensor(made.func, made.args, made.kwargs, item=i))
+                    self._store(part, DerivedTensor(derived.func, derived.args, derived.kwargs, item=i))
 
-    def _note(self, tensor: Tensor, made: DerivedTensor | None) -> None:
-        if made is not None:
-            self._known[tensor] = made
-        elif tensor in self._known:
-            del self._known[tensor]  # written into with what is not known
+    def _store(self, tensor: Tensor, derived: DerivedTensor | None) -> None:
+        if derived is not None:
+            self._expressions[tensor] = derived
+        elif tensor in self._expressions:
+            del self._expressions[tensor]  # overwritten with an unknown value
 
-    def _made(
+    def _derive(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], is_write: bool
     ) -> DerivedTensor | None:
         name = getattr(func, "__name__", "")
-        if any(word in name for word in _RANDOM):
+        if any(word in name for word in _RANDOM_OPS):
             return None
-        num_known, has_sizes = 0, name in _TAKES_SIZES
+        num_known, has_sizes = 0, name in _OPS_WITH_SIZES
 
-        def named(x: Any) -> Any:
+        def to_expression(x: Any) -> Any:
             nonlocal num_known
             if not isinstance(x, Tensor):
-                return TensorSize.named(x, self._tensors) if has_sizes and type(x) is int else x
+                return TensorSize.match(x, self._tensors) if has_sizes and type(x) is int else x
             expression = self.expression_of(x)
             if expression is not None:
                 num_known += 1
                 return expression
             if x.numel() > 1 or x.requires_grad:
-                raise _Unknown
-            return x  # a number
+                raise _UnknownArgumentError
+            return x  # a scalar constant
 
         try:
-            made = DerivedTensor(func, _mapped(tuple(args), named), _mapped(dict(kwargs), named), writes=is_write)
-        except _Unknown:
+            args, kwargs = _map_nested((tuple(args), dict(kwargs)), to_expression)
+        except _UnknownArgumentError:
             return None
-        return made if num_known else None
+        return DerivedTensor(func, args, kwargs, writes=is_write) if num_known else None
 
 
-_RANDOM = ("rand", "bernoulli", "multinomial", "normal", "dropout", "uniform")
-"""To do these again would change what follows."""
+_RANDOM_OPS = ("rand", "bernoulli", "multinomial", "normal", "dropout", "uniform")
+"""Random operations are not repeated, because that would change later random numbers."""
 
-_TAKES_SIZES = ("__getitem__", "__setitem__", "clamp", "clip", "narrow")
-"""Where a number that is the length of the micro-batch is meant to be that."""
+_OPS_WITH_SIZES = ("__getitem__", "__setitem__", "clamp", "clip", "narrow")
+"""Operations in which an int argument that equals a size of the micro-batch is treated as that size."""
 
 
 @dataclass(frozen=True)
 class LabelForm:
-    """A tensor of the micro-batch in one of the forms that heads give to labels, flattened.
+    """A tensor of the micro-batch in a form that heads give to labels, flattened.
 
     Args:
-        cut: how many entries of the last dim are left out at its start; of a shift, 1, and one that is ignored follows.
-        clamped: between 0 and the ignored class, as question answering does.
+        offset: number of leading entries of the last dim to drop.
+        shifted: whether an ignored label is appended before, as in a shift by one.
+        clamped: whether the labels are clamped to [0, ignored class], as in question answering.
     """
 
     name: TensorPath
-    cut: int = 0
+    offset: int = 0
     shifted: bool = False
     clamped: bool = False
 
@@ -196,26 +195,27 @@ class LabelForm:
         labels = tensors[self.name]
         if self.shifted:
             labels = F.pad(labels, (0, 1), value=ignored)
-        if self.cut:
-            labels = labels[..., self.cut :]
+        if self.offset:
+            labels = labels[..., self.offset :]
         return (labels.clamp(0, ignored) if self.clamped else labels).reshape(-1)
 
 
 def find_label_forms(
     target: Tensor, tensors: Tensors, ignored: int, clamped: bool, used: Collection[LabelForm]
 ) -> list[LabelForm]:
-    """All forms of the micro-batch's tensors with the content of ``target``: the likeliest first.
+    """Return all label forms whose content equals ``target``, the most likely first.
 
-    Several have it where two tensors are alike by chance, or all is ignored. Then what is named as labels are comes
-    before what is not, and a tensor that no other loss of the model took (``used``) before one that did.
+    Several forms match if tensors are equal by chance or all labels are ignored. Tensors with a typical name of labels
+    come first, then those that no other loss of the model has used.
     """
     flat = target.reshape(-1)
-    taken = {form.name for form in used}
-    found = [form for form in _forms(flat.numel(), tensors, clamped) if _is_same(form(tensors, ignored), flat)]
-    return sorted(found, key=lambda form: (not _is_named(form.name), form.name in taken))
+    used_names = {form.name for form in used}
+    forms = _list_candidate_forms(flat.numel(), tensors, clamped)
+    matches = [form for form in forms if _equals(form(tensors, ignored), flat)]
+    return sorted(matches, key=lambda form: (not _has_label_name(form.name), form.name in used_names))
 
 
-def _forms(size: int, tensors: Tensors, clamped: bool) -> Iterator[LabelForm]:
+def _list_candidate_forms(size: int, tensors: Tensors, clamped: bool) -> Iterator[LabelForm]:
     for name, tensor in tensors.items():
         if tensor.is_floating_point() or tensor.dtype == torch.bool or not tensor.dim() or not tensor.numel():
             continue
@@ -223,14 +223,14 @@ def _forms(size: int, tensors: Tensors, clamped: bool) -> Iterator[LabelForm]:
         rows = tensor.numel() // length
         if tensor.numel() == size:
             yield LabelForm(name, clamped=clamped)
-            yield LabelForm(name, cut=1, shifted=True, clamped=clamped)
+            yield LabelForm(name, offset=1, shifted=True, clamped=clamped)
         elif 0 < size < tensor.numel() and size % rows == 0:
-            yield LabelForm(name, cut=length - size // rows, clamped=clamped)
+            yield LabelForm(name, offset=length - size // rows, clamped=clamped)
 
 
-def _is_same(form: Tensor, flat: Tensor) -> bool:
+def _equals(form: Tensor, flat: Tensor) -> bool:
     return form.shape == flat.shape and bool(to_list((form.to(flat.device) == flat).all()))
 
 
-def _is_named(name: TensorPath) -> bool:
+def _has_label_name(name: TensorPath) -> bool:
     return any(word in str(name) for word in ("label", "target", "position"))

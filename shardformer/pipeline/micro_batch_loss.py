@@ -1,17 +1,17 @@
-"""The loss of a batch that runs as micro-batches: equal to the loss of the whole batch.
+"""Loss of a batch that runs as micro-batches, equal to the loss of the full batch.
 
-A mean over tokens is no mean of the micro-batches' means where they count differently many: some labels are padding,
-the last micro-batch is short. The model calls its losses itself, so while its head runs, ``LossWeights`` stands before
-the mean losses of ``torch.nn.functional``, and the i-th of them becomes
+The mean over the tokens of a batch is not the mean of its micro-batches' means if the micro-batches count different
+numbers of labels, because of padding or a short last micro-batch. While the model's head runs, ``LossWeights``
+intercepts the mean losses of ``torch.nn.functional`` and replaces the i-th one by
 
-    mean_m * n_mi / N_i             n_mi = what it counts in micro-batch m,   N_i = sum of n_mi over all micro-batches
+    mean_m * n_mi / N_i             n_mi = labels counted in micro-batch m,   N_i = sum of n_mi over all micro-batches
 
-so that the micro-batches' losses add up to the whole batch's, for every sum of such means with fixed factors. N_i is
-needed before the other micro-batches' forwards, as 1F1B runs a backward early: the first forward shows how the i-th
-loss's target comes from the micro-batch's own tensors (``targets``), and the same is done to the others'.
+The micro-batches' losses then sum to the full batch's loss, for every sum of mean losses with constant factors. The
+first backward needs N_i before the other forwards have run (1F1B). The first forward therefore records how the i-th
+target derives from the micro-batch's tensors (``label_tracing``), and predicts the counts of the other micro-batches.
 
-Nothing is believed: every micro-batch's count must be the one that was predicted, and its loss a sum of what was
-watched with the same factors, else a ConfigError tells to give ``loss_weight``.
+Every prediction is checked: each micro-batch must have the predicted count, and its loss must be the same linear
+combination of recorded losses. Otherwise a ConfigError asks for ``loss_weight``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -38,41 +38,41 @@ from shardformer.pipeline.label_tracing import LabelForm, LabelTracer, TensorSiz
 from shardformer.pipeline.micro_batches import Tensors, named_tensors_in, rebuild_container
 from shardformer.torch_compat import has_data, to_list
 
-_CLASSES = "cross_entropy nll_loss linear_cross_entropy"
-_ELEMENTS = """
+_CLASS_LOSSES = "cross_entropy nll_loss linear_cross_entropy"
+_ELEMENTWISE_LOSSES = """
     binary_cross_entropy binary_cross_entropy_with_logits mse_loss l1_loss smooth_l1_loss huber_loss kl_div
     hinge_embedding_loss poisson_nll_loss soft_margin_loss
     """
-_OTHERS = """
+_OTHER_LOSSES = """
     cosine_embedding_loss margin_ranking_loss multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss
     triplet_margin_loss triplet_margin_with_distance_loss gaussian_nll_loss ctc_loss
     """
 
 RECORDED_LOSSES: Mapping[Any, str] = {
     getattr(F, name): kind
-    for kind, names in (("classes", _CLASSES), ("elements", _ELEMENTS), ("others", _OTHERS))
+    for kind, names in (("classes", _CLASS_LOSSES), ("elements", _ELEMENTWISE_LOSSES), ("others", _OTHER_LOSSES))
     for name in names.split()
     if hasattr(F, name)
 }
-"""By what a loss counts: by classes that are not ignored, by elements, or by what it gives without a reduction."""
+"""Denominator of the mean: labels that are not ignored, elements, or the losses without reduction."""
 
-_SUMS_WEIGHTS = tuple(getattr(F, name) for name in ("mse_loss", "l1_loss", "huber_loss"))
-"""Their mean with weights is divided by the sum of the weights; that of the others by the number of elements."""
+_WEIGHT_NORMALIZED_LOSSES = tuple(getattr(F, name) for name in ("mse_loss", "l1_loss", "huber_loss"))
+"""Losses whose weighted mean is divided by the sum of the weights, not by the number of elements."""
 
 LossCount = Tensor | int
 
 
 @dataclass(frozen=True, eq=False)
 class LossCall:
-    """One call of a loss.
+    """One call of a loss function.
 
     Args:
-        named: the arguments by name.
-        basis: the tensor that says what counts, to be found in other micro-batches: the labels, or weights.
-        ignored: the class that does not count.
+        named: arguments by name.
+        basis: the tensor that determines the count: labels or weights.
+        ignored: class index of ignored labels.
     """
 
-    func: Callable[..., Any]
+    func: Callable[..., Tensor]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     named: Mapping[str, Any]
@@ -81,15 +81,16 @@ class LossCall:
     ignored: int | None
 
     @classmethod
-    def of(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LossCall:
+    def bind(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LossCall:
         bound = _signature(func).bind(*args, **kwargs)
         bound.apply_defaults()
         named = bound.arguments
         reduction: str = named["reduction"]
-        if named.get("size_average") is not None or named.get("reduce") is not None:
-            reduction = _legacy(named.get("size_average"), named.get("reduce"))
+        size_average, reduce = named.get("size_average"), named.get("reduce")  # deprecated arguments of torch
+        if size_average is not None or reduce is not None:
+            reduction = "none" if reduce is False else "sum" if size_average is False else "mean"
         basis = named.get("target", named.get("targets"))
-        if func in _SUMS_WEIGHTS and named.get("weight") is not None:
+        if func in _WEIGHT_NORMALIZED_LOSSES and named.get("weight") is not None:
             basis = named["weight"]
         return cls(func, args, kwargs, named, reduction, basis, named.get("ignore_index"))
 
@@ -103,43 +104,35 @@ class LossCall:
 
     @property
     def has_classes(self) -> bool:
-        """Whether the basis holds class indices."""
+        """Whether the count basis contains class indices."""
         return RECORDED_LOSSES[self.func] == "classes" and self.basis is not None and not self.basis.is_floating_point()
 
     @property
     def has_weights(self) -> bool:
-        return self.named.get("weight") is not None and (self.has_classes or self.func in _SUMS_WEIGHTS)
+        return self.named.get("weight") is not None and (self.has_classes or self.func in _WEIGHT_NORMALIZED_LOSSES)
 
-    def given(self) -> Tensor:
-        """The loss as it was called."""
-        loss: Tensor = self.func(*self.args, **self.kwargs)
-        return loss
+    def compute(self) -> Tensor:
+        """Compute the loss as it was called."""
+        return self.func(*self.args, **self.kwargs)
 
-    def summed(self) -> Tensor:
-        """The same loss as a sum."""
-        return self._reduced("sum")
-
-    def count(self) -> LossCount:
-        """What the mean divides by, here."""
+    def compute_count(self) -> LossCount:
+        """Return the denominator of the mean."""
         if self.has_classes or self.has_weights:
             assert self.basis is not None
-            return self.count_in(self.basis, self.ignored)
+            return self.count_labels(self.basis, self.ignored)
         first: Tensor = next(iter(self.named.values()))
-        numel: int
         if self.reduction == "batchmean":
             return first.shape[0] if first.dim() else 1
+        if RECORDED_LOSSES[self.func] == "others":
+            with torch.no_grad():
+                return self.compute_with("none").numel()
+        assert self.basis is not None
         if RECORDED_LOSSES[self.func] == "elements":
-            assert self.basis is not None
-            numel = torch.broadcast_shapes(first.shape, self.basis.shape).numel()
-            return numel
-        if RECORDED_LOSSES[self.func] == "classes":  # probabilities of classes
-            assert self.basis is not None
-            return self.basis.numel() // self._num_classes()
-        with torch.no_grad():
-            return self._reduced("none").numel()
+            return int(torch.broadcast_shapes(first.shape, self.basis.shape).numel())
+        return self.basis.numel() // self._num_classes()  # class probabilities
 
-    def count_in(self, basis: Tensor, ignored: int | None) -> LossCount:
-        """What the mean divides by where ``basis`` is the labels, or the weights: all, if they have no values."""
+    def count_labels(self, basis: Tensor, ignored: int | None) -> LossCount:
+        """Return the denominator of the mean for other labels or weights; all elements for tensors without values."""
         if not has_data(basis):
             return basis.numel()
         weight: Tensor | None = self.named.get("weight")
@@ -152,16 +145,16 @@ class LossCall:
         return torch.where(counted.to(weight.device), of_target, 0.0).sum()
 
     @property
-    def ignores_beyond(self) -> bool:
-        """Whether the ignored class is the one behind the last, as of positions that are out of the text."""
+    def ignores_extra_class(self) -> bool:
+        """Whether the ignored index equals the number of classes, as for positions outside the text."""
         return self.has_classes and self.ignored == self._num_classes()
 
-    def ignored_in(self, here: Tensors, there: Tensors) -> int | None:
-        """The ignored class in another micro-batch: where it is the number of classes, that may be a length."""
-        if self.ignored is None or not self.ignores_beyond:
+    def find_ignored_index(self, here: Tensors, there: Tensors) -> int | None:
+        """Return the ignored index in another micro-batch, which differs if it is a sequence length."""
+        if self.ignored is None or not self.ignores_extra_class:
             return self.ignored
-        size = TensorSize.named(self.ignored, here)
-        return size.of(there) if isinstance(size, TensorSize) else size
+        size = TensorSize.match(self.ignored, here)
+        return size.evaluate(there) if isinstance(size, TensorSize) else size
 
     def _num_classes(self) -> int:
         if "linear_weight" in self.named:
@@ -169,14 +162,11 @@ class LossCall:
         logits: Tensor = self.named["input"]
         return logits.shape[1] if logits.dim() > 1 else logits.shape[0]
 
-    def _reduced(self, reduction: str) -> Tensor:
-        rest = {name: value for name, value in self.named.items() if name not in _REDUCTION}
-        first = [rest.pop(name) for name in list(rest)[:2]]  # as vocabulary-parallel logits expect them
-        loss: Tensor = self.func(*first, **rest, reduction=reduction)
-        return loss
-
-
-_REDUCTION = ("size_average", "reduce", "reduction")
+    def compute_with(self, reduction: str) -> Tensor:
+        """Compute the loss with another reduction."""
+        arguments = {n: value for n, value in self.named.items() if n not in ("size_average", "reduce", "reduction")}
+        first = [arguments.pop(name) for name in list(arguments)[:2]]  # vocabulary-parallel logits need them positional
+        return self.func(*first, **arguments, reduction=reduction)
 
 
 @cache
@@ -184,60 +174,48 @@ def _signature(func: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(func)
 
 
-def _legacy(size_average: bool | None, reduce: bool | None) -> str:
-    """The names of reductions that torch had before."""
-    if reduce is False:
-        return "none"
-    return "sum" if size_average is False else "mean"
-
-
-# m micro-batch, i call of a loss, n counts, N their sum
+# m: micro-batch, i: call of a loss, n: counts, N: their sum
 
 LossWeight = Callable[[Mapping[str, Any]], float]
-Problem = Callable[[], ConfigError]
+Problem = Callable[[], str]
 
 
 @dataclass
 class _LossTotals:
-    """The i-th call of a loss in every micro-batch: what it counts, of a mean as predicted."""
+    """The i-th loss call of all micro-batches, with counts predicted for means and observed for sums."""
 
     name: str
     is_mean: bool
     n_m: list[float] = field(default_factory=list)
-    total: float = 0.0  # of all micro-batches, and of those of other data ranks where these are averaged over
+    total: float = 0.0  # over all micro-batches, and over data ranks if the loss is averaged over them
     seen: dict[int, LossCount] = field(default_factory=dict)
-
-    def is_like(self, call: LossCall) -> bool:
-        return (self.name, self.is_mean) == (call.name, call.is_mean)
 
 
 @dataclass
-class _Forward:
-    """What the losses of one micro-batch gave. Tensors with a history stay only until ``of``."""
+class _RecordedLosses:
+    """Losses of one micro-batch. Tensors with autograd history are kept only until ``of``."""
 
-    parts: list[Tensor] = field(default_factory=list)  # the model has copies, which it may write to
+    parts: list[Tensor] = field(default_factory=list)  # the model receives clones, which it may modify
     reductions: list[str] = field(default_factory=list)
 
 
 class LossWeights:
-    """Makes the mean losses of micro-batches their parts of the whole batch's.
+    """Scales the mean losses of each micro-batch to its share of the full batch's loss.
 
-    Around the head of each micro-batch's forward: ``start(m)`` and ``stop()``. Then ``of(m, loss)`` gives what to call
-    backward on, and ``finish()`` comes before the optimizer's step. A single
-    micro-batch is the whole batch, and its loss stays as it is.
+    Call ``start(m)`` and ``stop()`` around the head of each micro-batch's forward, backward on the result of
+    ``of(m, loss)``, and ``finish()`` before the optimizer step. A single micro-batch keeps its loss.
+
+    The host synchronizes with the device in the first forward and in ``finish`` only. On the CPU, checks run at once.
 
     Args:
-        micro_batches: all of them, as the model is given them; their shapes may differ.
-        sizes: how many samples each has.
-        loss_weight: micro-batch -> the number of what counts in it. The loss is then its share of their sum, and no
-            loss is watched.
-        found: what earlier steps found out of the model's losses. It is added to.
-        over: (the data axis, the device to communicate from), where the whole batch is that of all data ranks. Parts
-            are then this many times as large as there are ranks, since their gradients are averaged. Communicates one
-            number for each loss, before the first backward.
-        counts: whether ``counted`` is wanted of a single micro-batch.
-
-    The host waits for the device at the first forward and in ``finish`` alone; on the CPU all is checked at once.
+        micro_batches: all micro-batches; shapes may differ.
+        sizes: number of samples of each.
+        loss_weight: micro-batch -> number of counted labels. The loss is then weighted by it, and none is recorded.
+        found: label forms found in earlier steps. It is extended.
+        over: (data axis, device for communication) if the full batch spans all data ranks. Losses are then multiplied
+            by the number of ranks, because gradients are averaged. Communicates one number per loss before the first
+            backward.
+        counts: whether to compute ``counted`` even for a single micro-batch.
     """
 
     def __init__(
@@ -252,299 +230,292 @@ class LossWeights:
     ) -> None:
         assert len(micro_batches) == len(sizes), (len(micro_batches), len(sizes))
         self._micro_batches, self._sizes = micro_batches, sizes
-        self._found = {} if found is None else found
-        self._over = over if over is not None and over[0].size > 1 else None
-        self._num_ranks = 1 if self._over is None else self._over[0].size
-        self._is_whole = len(micro_batches) == 1 and self._over is None
+        self._label_forms = {} if found is None else found
+        self._data_axis = over if over is not None and over[0].size > 1 else None
+        self._num_ranks = 1 if self._data_axis is None else self._data_axis[0].size
+        self._is_full_batch = len(micro_batches) == 1 and self._data_axis is None
         self._counts, self._weight = counts, 0.0
-        self._shares = None if loss_weight is None else self._shares_by(loss_weight)
+        self._weight_shares = None if loss_weight is None else self._compute_weight_shares(loss_weight)
         self._losses: list[_LossTotals] = []
         self._first: int | None = None
-        self._forwards: dict[int, _Forward] = {}
-        self._factors: dict[int, Tensor] = {}  # of each micro-batch's losses in its loss, all in one tensor
-        self._later: list[tuple[Tensor, Problem]] = []
-        self._watch: _LossRecorder | None = None
-        self._evaluates = not torch.is_grad_enabled()
-        self.is_explained = self._shares is None
-        """Whether all losses so far are means over classes that the batch holds: each sample has its own."""
+        self._forwards: dict[int, _RecordedLosses] = {}
+        self._factors: dict[int, Tensor] = {}  # per micro-batch: factor of each recorded loss in the micro-batch's loss
+        self._deferred_checks: list[tuple[Tensor, Problem]] = []
+        self._recorder: _LossRecorder | None = None
+        self._is_evaluation = not torch.is_grad_enabled()
+        self.has_only_class_means = self._weight_shares is None
+        """Whether all recorded losses are means over labels of the batch, so that samples are independent."""
 
     def start(self, index: int) -> None:
-        """From here on losses are those of micro-batch ``index``, until ``stop()``, which must follow in any case."""
+        """Start recording losses for micro-batch ``index``. ``stop()`` must follow."""
         self.stop()
-        if self._shares is not None or (self._is_whole and not self._counts):
+        if self._weight_shares is not None or (self._is_full_batch and not self._counts):
             return
         if self._first is None:
             self._first = index
         if index == self._first:
             self._losses = []
-        self._forwards[index] = _Forward()
-        needs_labels = index == self._first and not self._is_whole
+        self._forwards[index] = _RecordedLosses()
+        needs_labels = index == self._first and not self._is_full_batch
         trace = LabelTracer(dict(named_tensors_in(self._micro_batches[index]))) if needs_labels else None
-        self._watch = _LossRecorder(self, index, trace)
-        self._watch.__enter__()
+        self._recorder = _LossRecorder(self, index, trace)
+        self._recorder.__enter__()
 
     def stop(self) -> None:
-        """Ends what ``start`` began; does nothing where nothing began."""
-        watch, self._watch = self._watch, None
+        """Stop recording losses."""
+        watch, self._recorder = self._recorder, None
         if watch is not None:
             watch.__exit__(None, None, None)
 
     def of(self, index: int, loss: Tensor) -> Tensor:
-        """The micro-batch's part of the whole batch's loss: the sum of all parts is that loss.
+        """Return the micro-batch's share of the full batch's loss. The shares of all micro-batches sum to that loss.
 
-        Raises ConfigError where the loss is not made of what was watched, as far as its gradient tells.
+        Raises ConfigError if the loss is not a linear combination of the recorded losses.
         """
-        if self._shares is not None:
-            share = self._shares[index]
+        if self._weight_shares is not None:
+            share = self._weight_shares[index]
             return loss * share if share else loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
-        if self._is_whole:
+        if self._is_full_batch:
             return loss
-        forward = self._forwards.pop(index, _Forward())
+        forward = self._forwards.pop(index, _RecordedLosses())
         if not forward.parts:
-            unreduced = " but with reduction='none'" if "none" in forward.reductions else ""
-            raise no_sum_of_means(
-                f"The model called no loss of torch.nn.functional{unreduced}, and it gave {loss.detach()}"
+            unreduced = " except with reduction='none'" if "none" in forward.reductions else ""
+            raise not_sum_of_means_error(
+                f"The model called no loss of torch.nn.functional{unreduced}, but returned the loss {loss.detach()}"
             )
         if loss.numel() != 1:
-            raise no_sum_of_means(f"The loss of micro-batch {index} has the shape {tuple(loss.shape)}")
+            raise not_sum_of_means_error(f"The loss of micro-batch {index} has the shape {tuple(loss.shape)}, not ()")
         if len(forward.parts) != len(self._losses):
-            raise no_sum_of_means(
-                f"Micro-batch {index} called {len(forward.parts)} losses, micro-batch {self._first} {len(self._losses)}"
+            raise not_sum_of_means_error(
+                f"Micro-batch {index} called {len(forward.parts)} losses, but micro-batch {self._first} called "
+                f"{len(self._losses)}"
             )
         self._check_sum(index, loss, forward)
-        return loss.detach() if self._evaluates else loss
+        return loss.detach() if self._is_evaluation else loss
 
     def finish(self) -> None:
-        """After all forwards: raises ConfigError for what was not right in one of them."""
-        checks, self._later = self._later, []
-        if checks:
-            good = to_list(torch.stack([ok for ok, _ in checks]))
-            for (_, problem), ok in zip(checks, good, strict=True):
-                if not ok:
-                    raise problem()
-        self._check_own_means()
+        """Run the deferred checks after all forwards. Raises ConfigError."""
+        checks, self._deferred_checks = self._deferred_checks, []
+        results = to_list(torch.stack([ok for ok, _ in checks])) if checks else []
+        for (_, problem), ok in zip(checks, results, strict=True):
+            if not ok:
+                raise not_sum_of_means_error(problem())
+        self._check_no_divided_sum()
 
     @property
     def counted(self) -> float | None:
-        """What the whole batch's loss is a mean over; None where it is a sum, or of means that count differently."""
-        if self._shares is not None:
+        """Number of labels in the full batch's loss; None for a sum or for means over different numbers."""
+        if self._weight_shares is not None:
             return self._weight
-        return found.pop() if len(found := {x.total if x.is_mean else None for x in self._losses}) == 1 else None
+        return totals.pop() if len(totals := {x.total if x.is_mean else None for x in self._losses}) == 1 else None
 
     @property
     def factors(self) -> Tensor:
-        """A number of the factors of the means in the loss, which are the same on all data ranks."""
-        slopes = next(iter(self._factors.values()), torch.zeros(0, dtype=torch.float64))
-        return (slopes * torch.arange(1, len(slopes) + 1, device=slopes.device)).sum()
+        """A hash of the factors of the mean losses, which must be equal on all data ranks."""
+        values = next(iter(self._factors.values()), torch.zeros(0, dtype=torch.float64))
+        return (values * torch.arange(1, len(values) + 1, device=values.device)).sum()
 
-    def call(self, index: int, trace: LabelTracer | None, call: LossCall) -> Tensor:
-        """A watched loss of micro-batch ``index``: its part of the whole; a sum as it is."""
+    def record_loss(self, index: int, trace: LabelTracer | None, call: LossCall) -> Tensor:
+        """Record a loss of micro-batch ``index``, and return its share of the full batch's loss."""
         forward = self._forwards[index]
         forward.reductions.append(call.reduction)
-        if self._is_whole:
-            self._losses.append(
-                _LossTotals(call.name, call.is_mean, total=float(call.count()) if call.is_mean else 0.0)
-            )
-        if self._is_whole or call.reduction == "none":
-            return call.given()
+        if self._is_full_batch:
+            total = float(call.compute_count()) if call.is_mean else 0.0
+            self._losses.append(_LossTotals(call.name, call.is_mean, total=total))
+        if self._is_full_batch or call.reduction == "none":
+            return call.compute()
         number = len(forward.parts)
         if index == self._first:
             self._losses.append(_LossTotals(call.name, call.is_mean))
             if call.is_mean:
-                self._total(self._losses[-1], partial(self._predict, index, trace, call, number))
+                self._count_total(self._losses[-1], index, trace, call, number)
             else:
-                self.is_explained = False
-        elif number >= len(self._losses) or not self._losses[number].is_like(call):
-            raise no_sum_of_means(f"{call.name} was called as loss {number} of micro-batch {index} alone")
+                self.has_only_class_means = False
+        elif [(x.name, x.is_mean) for x in self._losses[number : number + 1]] != [(call.name, call.is_mean)]:
+            raise not_sum_of_means_error(
+                f"Micro-batch {index} called {call.name} as loss {number}, unlike other micro-batches"
+            )
         elif call.is_mean:
-            self._verify(index, number, call)
-        part = self._part(self._losses[number], index, call)
-        if self._evaluates:
+            self._check_count(index, number, call)
+        part = self._scale(self._losses[number], index, call)
+        if self._is_evaluation:
             part = part.detach().requires_grad_()
         forward.parts.append(part)
-        with self.following(index):
+        with self.grad_mode(index):
             return part.clone()
 
-    def following(self, index: int) -> AbstractContextManager[Any]:
-        """Around what is done to the losses: in an evaluation, too, gradients tell how the whole depends on them."""
-        return torch.enable_grad() if self._evaluates and self._forwards[index].parts else nullcontext()
+    def grad_mode(self, index: int) -> AbstractContextManager[Any]:
+        """Enable gradients on the recorded losses in evaluation, too, to obtain their factors."""
+        return torch.enable_grad() if self._is_evaluation and self._forwards[index].parts else nullcontext()
 
-    def _part(self, loss: _LossTotals, index: int, call: LossCall) -> Tensor:
+    def _scale(self, loss: _LossTotals, index: int, call: LossCall) -> Tensor:
         if not call.is_mean:
-            loss.seen[index] = call.count()
-            return call.given() * self._num_ranks if self._over is not None else call.given()
+            loss.seen[index] = call.compute_count()
+            return call.compute() * self._num_ranks if self._data_axis is not None else call.compute()
         n, total = loss.n_m[index], loss.total
-        if not total:  # the whole batch's is not a number either
-            return call.given()
-        return call.given() * (n * self._num_ranks / total) if n else call.summed() * 0.0
+        if not total:  # the full batch's loss is NaN, too
+            return call.compute()
+        return call.compute() * (n * self._num_ranks / total) if n else call.compute_with("sum") * 0.0
 
-    def _total(self, loss: _LossTotals, counts: Callable[[], list[float]]) -> None:
-        """Notes what a loss counts here, and in the whole batch. No rank waits for one on which that cannot be told."""
+    def _count_total(self, loss: _LossTotals, *call: Any) -> None:
+        """Store a loss's counts. If they cannot be computed, other ranks receive NaN instead of waiting."""
         try:
-            loss.n_m = counts()
+            loss.n_m = self._predict_counts(*call)
         except ShardFormerError:
-            self._summed(math.nan)
+            self._sum_over_data(math.nan)
             raise
-        loss.total = self._summed(sum(loss.n_m))
+        loss.total = self._sum_over_data(sum(loss.n_m))
 
-    def _summed(self, here: float) -> float:
-        """A number of this rank's micro-batches, of all ranks'."""
-        if self._over is None:
+    def _sum_over_data(self, here: float) -> float:
+        if self._data_axis is None:
             return here
-        axis, device = self._over
+        axis, device = self._data_axis
         summed = all_reduce(torch.tensor(here, dtype=torch.float64, device=device), axis, purpose="loss")
         total = float(summed) if has_data(summed) else here * axis.size
         if math.isnan(here) or not math.isnan(total):
             return total
-        raise InputError(
-            "What counts in the loss could not be told on another data rank", remedy="Read the error of that rank"
-        )
+        raise InputError("Another data rank could not count the labels in its loss", remedy="Read that rank's error")
 
-    def _shares_by(self, loss_weight: LossWeight) -> list[float]:
+    def _compute_weight_shares(self, loss_weight: LossWeight) -> list[float]:
         weights = [float(loss_weight(m)) for m in self._micro_batches]
-        total = self._weight = self._summed(sum(weights))
+        total = self._weight = self._sum_over_data(sum(weights))
         if not total > 0 or min(weights) < 0:
             raise ConfigError(
-                f"loss_weight gave {weights} for the micro-batches",
-                rule="It is the number of what counts in a micro-batch, and something counts",
-                remedy="Count the labels that are not ignored, such as int((micro_batch['labels'] != -100).sum())",
+                f"loss_weight returned {weights}, but weights must be non-negative with a positive sum",
+                remedy="Return the number of labels that are not ignored: int((micro_batch['labels'] != -100).sum())",
             )
         return [weight * self._num_ranks / total for weight in weights]
 
-    def _predict(self, first: int, trace: LabelTracer | None, call: LossCall, number: int) -> list[float]:
-        """What the call counts in each micro-batch."""
-        here = call.count()
+    def _predict_counts(self, first: int, trace: LabelTracer | None, call: LossCall, number: int) -> list[float]:
+        here = call.compute_count()
         tensors = [dict(named_tensors_in(m)) for m in self._micro_batches]
-        n_m = self._by_basis(first, trace, call, number, tensors)
-        self.is_explained = self.is_explained and n_m is not None and call.has_classes
+        n_m = self._predict_from_basis(first, trace, call, number, tensors)
+        self.has_only_class_means = self.has_only_class_means and n_m is not None and call.has_classes
         if n_m is None:
-            n_m = self._by_sample(first, call, here)
+            n_m = self._predict_from_samples(first, call, here)
         n_m[first] = here
         if any(isinstance(n, Tensor) for n in n_m):
             device = next(n.device for n in n_m if isinstance(n, Tensor))
             n_m = torch.stack([torch.as_tensor(n, dtype=torch.float64, device=device) for n in n_m]).tolist()
         return [float(n) for n in n_m]
 
-    def _by_basis(
+    def _predict_from_basis(
         self, first: int, trace: LabelTracer | None, call: LossCall, number: int, tensors: list[dict[Any, Tensor]]
     ) -> list[Any] | None:
-        """Counts in what the others have for the labels here; None where the labels came from nowhere."""
+        """Predict the counts from the other micro-batches' labels. Returns None if their origin is unknown."""
         basis, here = call.basis, tensors[first]
         if basis is None:
             return None
-        n, counts = call.count(), call.has_classes or call.has_weights
+        n, counts = call.compute_count(), call.has_classes or call.has_weights
 
         def count(m: int, there: Tensor) -> LossCount:
             if counts:
-                return call.count_in(there.to(basis.device), call.ignored_in(here, tensors[m]))
+                return call.count_labels(there.to(basis.device), call.find_ignored_index(here, tensors[m]))
             assert isinstance(n, int)
             return n * there.numel() // max(basis.numel(), 1)
 
         expression = None if trace is None else trace.expression_of(basis)
         if expression is not None:
             try:
-                again = [evaluate(expression, of_m) for of_m in tensors]
+                bases = [evaluate(expression, of_m) for of_m in tensors]
             except (RuntimeError, IndexError, TypeError, ValueError, KeyError):
-                again = []  # a length of its own in a micro-batch of another length
-            if again and _is_alike(again[first], basis):
-                return [count(m, there) for m, there in enumerate(again)]
+                bases = []  # an expression with a fixed length, in a micro-batch of another length
+            if bases and _equals(bases[first], basis):
+                return [count(m, there) for m, there in enumerate(bases)]
         if not call.has_classes:
             return None
         ignored = -100 if call.ignored is None else call.ignored
-        used = [form for i, form in self._found.items() if i < number]
-        forms = find_label_forms(basis, here, ignored, call.ignores_beyond, used)
+        used = [form for i, form in self._label_forms.items() if i < number]
+        forms = find_label_forms(basis, here, ignored, call.ignores_extra_class, used)
         if not forms:
             return None
-        form = self._found[number] if self._found.get(number) in forms else forms[0]
-        self._found[number] = form
-        there_m = [call.ignored_in(here, of_m) for of_m in tensors]
+        form = self._label_forms[number] if self._label_forms.get(number) in forms else forms[0]
+        self._label_forms[number] = form
+        there_m = [call.find_ignored_index(here, of_m) for of_m in tensors]
         return [count(m, form(tensors[m], ignored if i is None else i)) for m, i in enumerate(there_m)]
 
-    def _by_sample(self, first: int, call: LossCall, here: LossCount) -> list[Any]:
-        """Counts in proportion to the samples, where nothing is ignored."""
+    def _predict_from_samples(self, first: int, call: LossCall, here: LossCount) -> list[Any]:
+        """Predict counts in proportion to the samples, if no label is ignored."""
         size = self._sizes[first]
         full = call.basis.numel() if call.has_classes and call.basis is not None else None
         if call.has_weights or (full is not None and int(here) != full) or int(here) % size:
             shape = None if call.basis is None else tuple(call.basis.shape)
-            raise no_sum_of_means(
-                f"{call.name} counts {float(here):g} in {size} samples of micro-batch {first}, by labels of shape "
-                f"{shape} that the micro-batch does not hold"
+            raise not_sum_of_means_error(
+                f"{call.name} counts {float(here):g} labels in {size} samples of micro-batch {first}, but the "
+                f"micro-batch contains no such labels of shape {shape}"
             )
         return [int(here) // size * other for other in self._sizes]
 
-    def _verify(self, index: int, number: int, call: LossCall) -> None:
-        expected, seen = self._losses[number].n_m[index], torch.as_tensor(call.count())
-        name = call.name  # what is kept for later keeps no logits
-        self._expect(
+    def _check_count(self, index: int, number: int, call: LossCall) -> None:
+        expected, seen = self._losses[number].n_m[index], torch.as_tensor(call.compute_count())
+        name = call.name  # the deferred check must not keep the logits alive
+        self._check(
             (seen - expected).abs() <= 1e-6 * abs(expected),
-            lambda: no_sum_of_means(
-                f"{name}, loss {number} of the model, counts {float(seen):g} in micro-batch {index}, and "
-                f"{expected:g} were expected"
+            lambda: (
+                f"{name}, loss {number} of the model, counts {float(seen):g} labels in micro-batch {index} instead of "
+                f"{expected:g}"
             ),
         )
 
-    def _check_sum(self, index: int, loss: Tensor, forward: _Forward) -> None:
-        """The loss is the sum of its parts times their slopes, and the slopes are those of the first micro-batch."""
+    def _check_sum(self, index: int, loss: Tensor, forward: _RecordedLosses) -> None:
+        """Check that the loss is a linear combination of the recorded losses with the first micro-batch's factors."""
         if loss.requires_grad:
-            slopes = self._slopes(loss, forward)
-        elif self._evaluates:  # it was detached, or is made of other things than what was watched
-            slopes = loss.new_ones(len(forward.parts), dtype=torch.float64)
-        else:  # nothing trains
+            factors = self._compute_factors(loss, forward)
+        elif self._is_evaluation:  # detached, or not computed from the recorded losses
+            factors = loss.new_ones(len(forward.parts), dtype=torch.float64)
+        else:  # no trainable parameters
             return
-        values = torch.stack([part.detach().double() for part in forward.parts]) * slopes
+        values = torch.stack([part.detach().double() for part in forward.parts]) * factors
         dtypes = [loss.dtype, *(part.dtype for part in forward.parts)]
         bound = 8 * max(torch.finfo(dtype).eps for dtype in dtypes)
-        whole, of_parts = loss.detach().double(), values.sum()
-        scale = whole.abs() + values.abs().sum()
-        self._expect(  # a loss that is not a number passes, as it would without us
-            ~((whole - of_parts).abs() > bound * scale),
-            lambda: no_sum_of_means(
-                f"The loss of micro-batch {index} is {float(whole):.6g}, and the means in it add up to "
-                f"{float(of_parts):.6g}: it holds another term, or is no sum of them"
+        value, expected = loss.detach().double(), values.sum()
+        scale = value.abs() + values.abs().sum()
+        self._check(  # NaN passes
+            ~((value - expected).abs() > bound * scale),
+            lambda: (
+                f"The loss of micro-batch {index} is {float(value):.6g}, but its mean losses sum to "
+                f"{float(expected):.6g}: it contains another term or is not their sum"
             ),
         )
-        self._factors[index] = slopes
+        self._factors[index] = factors
         before = self._factors[next(iter(self._factors))]
-        self._expect(
-            ~((slopes - before).abs() > bound * before.abs()).any(),
-            lambda: no_sum_of_means(
-                f"The means in the loss have the factors {slopes.tolist()} in micro-batch {index} and "
-                f"{before.tolist()} in another"
+        self._check(
+            ~((factors - before).abs() > bound * before.abs()).any(),
+            lambda: (
+                f"The mean losses have the factors {factors.tolist()} in micro-batch {index}, but {before.tolist()} in "
+                "another"
             ),
         )
 
     @staticmethod
-    def _slopes(loss: Tensor, forward: _Forward) -> Tensor:
-        """By what each part is multiplied in the loss."""
-        with_grad = [i for i, part in enumerate(forward.parts) if part.requires_grad]
-        grads = torch.autograd.grad(loss, [forward.parts[i] for i in with_grad], retain_graph=True, allow_unused=True)
-        given = dict(zip(with_grad, grads, strict=True))
+    def _compute_factors(loss: Tensor, forward: _RecordedLosses) -> Tensor:
+        trained = [part for part in forward.parts if part.requires_grad]
+        grads = iter(torch.autograd.grad(loss, trained, retain_graph=True, allow_unused=True))
+        of_parts = [next(grads) if part.requires_grad else None for part in forward.parts]
         zero = loss.new_zeros((), dtype=torch.float64)
-        return torch.stack([zero if (g := given.get(i)) is None else g.double() for i in range(len(forward.parts))])
+        return torch.stack([zero if grad is None else grad.double() for grad in of_parts])
 
-    def _check_own_means(self) -> None:
-        """A sum that the model divides by what counts in the micro-batch is a mean by another name."""
+    def _check_no_divided_sum(self) -> None:
+        """Refuse summed losses that the model divides by the micro-batch's count, because they are means."""
         for number, loss in enumerate(self._losses):
             n_m = {m: float(n) for m, n in loss.seen.items()}
-            total = self._summed(sum(n_m.values())) if n_m else 0.0
+            total = self._sum_over_data(sum(n_m.values())) if n_m else 0.0
             for m, n in n_m.items():
-                slope = float(self._factors[m][number]) if m in self._factors else 0.0
-                if n < total and abs(slope * n - 1) < 1e-6:
-                    raise no_sum_of_means(
-                        f"The model divides the sum of {loss.name} by {n:g}, what micro-batch {m} counts"
+                factor = float(self._factors[m][number]) if m in self._factors else 0.0
+                if n < total and abs(factor * n - 1) < 1e-6:
+                    raise not_sum_of_means_error(
+                        f"The model divides the sum of {loss.name} by {n:g}, the number of labels in micro-batch {m}"
                     )
 
-    def _expect(self, ok: Tensor, problem: Problem) -> None:
-        """Raises the problem now where that costs nothing, and in ``finish`` where the device would be waited for."""
+    def _check(self, ok: Tensor, problem: Problem) -> None:
+        """Raise the error now on the CPU, or in ``finish`` to avoid a device synchronization."""
         if ok.device.type != "cpu":
-            self._later.append((ok, problem))
+            self._deferred_checks.append((ok, problem))
         elif not to_list(ok):
-            raise problem()
+            raise not_sum_of_means_error(problem())
 
 
 class _LossRecorder(TorchFunctionMode):
-    """Sees every function of torch while a head runs."""
-
     def __init__(self, weights: LossWeights, index: int, trace: LabelTracer | None) -> None:
         super().__init__()
         self._weights, self._index, self._trace = weights, index, trace
@@ -554,78 +525,82 @@ class _LossRecorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in RECORDED_LOSSES:
-            return self._weights.call(self._index, self._trace, LossCall.of(func, args, kwargs))
-        with self._weights.following(self._index):
+            return self._weights.record_loss(self._index, self._trace, LossCall.bind(func, args, kwargs))
+        with self._weights.grad_mode(self._index):
             out = func(*args, **kwargs)
         if self._trace is not None:
             self._trace.record(func, args, kwargs, out)
         return out
 
 
-def _is_alike(x: Tensor, basis: Tensor) -> bool:
+def _equals(x: Tensor, basis: Tensor) -> bool:
     return x.shape == basis.shape and bool(to_list((x.detach().to(basis) == basis.detach()).all()))
 
 
-def no_sum_of_means(what: str) -> ConfigError:
+def not_sum_of_means_error(problem: str) -> ConfigError:
     return ConfigError(
-        what,
-        rule="The loss of several micro-batches is that of the whole batch if it is a sum of mean losses of "
-        "torch.nn.functional, with fixed factors, whose labels come from the micro-batch",
-        remedy="Pass loss_weight=, a function micro_batch -> number of what counts in it: the loss is then the mean of "
-        "the micro-batches' losses by these weights, with all terms in them, such as the balancing loss of routers or "
-        "a penalty. Or use a loss that is a sum, or num_items_in_batch in the batch. Without micro-batches, "
-        "average_loss_over='ranks' takes the mean of the data ranks' losses",
+        problem,
+        rule="With several micro-batches, the loss must be a sum of mean losses of torch.nn.functional with constant "
+        "factors and labels from the micro-batch",
+        remedy="Pass loss_weight, a function (micro-batch) -> number of counted labels, to use the weighted mean of the "
+        "micro-batches' losses, including terms such as a router's balancing loss. Or use reduction='sum'. Without "
+        "micro-batches, average_loss_over='ranks' averages the losses of the data ranks",
     )
 
 
 IS_TRYING: ContextVar[bool] = ContextVar("shardformer_is_trying_a_loss", default=False)
 RELATIVE, ABSOLUTE = 1e-3, 1e-6
-"""How far losses may differ by rounding, in 32 bits."""
+"""Tolerances of losses in fp32."""
 
 
-class Gathers(Exception):
-    """Raised where a loss that is tried out gathers the samples of all data ranks."""
+class GatherInTrialError(Exception):
+    """Raised if a loss gathers the samples of all data ranks in a trial."""
 
 
 @torch.no_grad()
-def compares_outputs(loss_fn: Callable[..., Any], output: Any, batch: Any, size: int, num_parts: int) -> bool:
-    """Whether it is known that a loss compares samples, from the losses of two of them, on one rank alone.
-
-    The loss of two samples is between their own if it is a mean over what counts in them, or their sum.
+def is_comparing_samples(loss_fn: Callable[..., Any], output: Any, batch: Any, size: int, num_parts: int) -> bool:
+    """Return whether a loss of two samples differs from both the mean and the sum of their losses, on one rank.
 
     Args:
-        output, batch: of ``size`` samples.
-        num_parts: with one, a loss that calls ``gather_over_data`` is right.
+        output, batch: for ``size`` samples.
+        num_parts: number of micro-batches. With one, a loss may call ``gather_over_data``.
     """
     if size < 2:
         return False
     token = IS_TRYING.set(True)
     try:
-        alone = [float(loss_fn(_rows(output, size, i, i + 1), _rows(batch, size, i, i + 1))) for i in (0, 1)]
-        both = float(loss_fn(_rows(output, size, 0, 2), _rows(batch, size, 0, 2)))
-    except Gathers:
+        alone = [
+            float(loss_fn(_select_rows(output, size, i, i + 1), _select_rows(batch, size, i, i + 1))) for i in (0, 1)
+        ]
+        both = float(loss_fn(_select_rows(output, size, 0, 2), _select_rows(batch, size, 0, 2)))
+    except GatherInTrialError:
         return num_parts > 1
-    except Exception:  # a loss that cannot be cut is not judged
+    except Exception:  # no error, no finding
         return False
     finally:
         IS_TRYING.reset(token)
     if not all(map(math.isfinite, (*alone, both))):
         return False
-    room = ABSOLUTE + RELATIVE * max(abs(x) for x in (*alone, both))
-    is_mean = min(alone) - room <= both <= max(alone) + room
-    return not is_mean and abs(both - sum(alone)) > room
+    return not is_mean_or_sum(alone, both, ABSOLUTE + RELATIVE * max(abs(x) for x in (*alone, both)))
 
 
-def _rows(value: Any, size: int, begin: int, end: int) -> Any:
-    """Some samples out of tensors that have a row for each."""
+def is_mean_or_sum(alone: Sequence[float], both: float, tolerance: float) -> bool:
+    """Return whether the loss of two groups of samples may be a weighted mean of their losses, or is the sum."""
+    is_mean = min(alone) - tolerance <= both <= max(alone) + tolerance
+    return is_mean or abs(both - sum(alone)) <= tolerance
+
+
+def _select_rows(value: Any, size: int, begin: int, end: int) -> Any:
     if isinstance(value, Tensor):
         return value[begin:end].clone() if value.dim() and value.shape[0] == size else value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: _rows(getattr(value, f.name), size, begin, end) for f in dataclasses.fields(value) if f.init}
+        fields = {
+            f.name: _select_rows(getattr(value, f.name), size, begin, end) for f in dataclasses.fields(value) if f.init
+        }
         kind: Any = type(value)
         return kind(**fields)
     if isinstance(value, Mapping):
-        return rebuild_container(value, {name: _rows(each, size, begin, end) for name, each in value.items()})
+        return rebuild_container(value, {name: _select_rows(each, size, begin, end) for name, each in value.items()})
     if isinstance(value, (list, tuple)):
-        return rebuild_container(value, [_rows(each, size, begin, end) for each in value])
+        return rebuild_container(value, [_select_rows(each, size, begin, end) for each in value])
     return value

@@ -1,14 +1,13 @@
-"""Splits a batch into micro-batches and joins their outputs.
+"""Splits a batch into micro-batches and merges their outputs.
 
-Tensors whose rows are not samples are split by samples, too: patches of all images with a grid per image.
+Image patches and other tensors without a row per sample are split by sample, too. Example:
 
     input_ids       (2, S)     two samples: the first has two images, the second one
-    image_grid_thw  (3, 3)     a row for each image: [[1, 2, 4], [1, 4, 4], [1, 2, 2]] are 8, 16 and 4 patches
-    pixel_values    (28, D)    the first 24 rows are of the first sample, the last 4 of the second
+    image_grid_thw  (3, 3)     a row per image: [[1, 2, 4], [1, 4, 4], [1, 2, 2]] are 8, 16 and 4 patches
+    pixel_values    (28, D)    the first 24 rows belong to the first sample, the last 4 to the second
 
-How many images a sample has is told by the tokens that stand for them: they are as many as an image has patches, or a
-fixed share of that, so the images of a sample end where its tokens do. Nothing is guessed: where tokens do not tell, or
-tell two things, the batch is refused.
+The placeholder tokens of a sample determine its images: each represents one patch or for a fixed number of patches. If
+the tokens are missing or ambiguous, the batch raises InputError.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ from shardformer.torch_compat import to_list
 
 MEDIA_TOKEN_FIELDS, KINDS = "input_ids", "mm_token_type_ids"
 COUNTS = ("num", "count", "counts", "lengths")
-"""In the names of inputs that say how many rows of another input each sample has."""
+"""Words in the names of inputs that count the rows of another input per sample."""
 Ids = Mapping[str, int]
-"""Field of a config -> the token that stands for images, videos or sounds."""
+"""Field of a config -> placeholder token of images, videos or audio."""
 Ends = list[int]
-"""Where the rows of each sample end, with a 0 before."""
+"""End of each sample's rows, after a leading 0."""
 
 
 def special_token_ids(config: Any) -> dict[str, int]:
-    """The tokens that a config names.
+    """Return the special token ids of a config by field.
 
     >>> from types import SimpleNamespace
     >>> special_token_ids(SimpleNamespace(image_token_id=7, video_token_index=8, hidden_size=9))
@@ -48,130 +47,125 @@ def special_token_ids(config: Any) -> dict[str, int]:
     return {n: x for n, x in fields.items() if n.endswith(("_token_id", "_token_index")) and type(x) is int}
 
 
-def flattened_inputs(batch: Mapping[Any, Any]) -> set[str]:
-    """The grids of a batch, and the inputs that have a row for each of their patches."""
+def find_flattened_inputs(batch: Mapping[Any, Any]) -> set[str]:
+    """Return the names of the grids in a batch, and of the inputs with a row per patch."""
     names = set()
-    for grid, units in _grids(batch):
-        flat = [name for name in _of_length(batch, sum(units)) if name not in (grid, MEDIA_TOKEN_FIELDS)]
+    for grid, units in _iterate_grids(batch):
+        flat = [name for name in _list_inputs_of_length(batch, sum(units)) if name not in (grid, MEDIA_TOKEN_FIELDS)]
         names |= {grid, *flat} if flat else set()
     return names
 
 
-def sample_ends(batch: Mapping[Any, Any], samples: int, ids: Ids) -> dict[str, Ends]:
-    """Input -> where the rows of each sample end in it, of those that have not a row for each sample.
+def find_sample_ends(batch: Mapping[Any, Any], samples: int, ids: Ids) -> dict[str, Ends]:
+    """Return the row ends of each sample for all inputs without a row per sample.
 
-    Raises InputError where grids, tokens and inputs do not fit together, or several divisions would fit.
+    Raises InputError if grids, tokens and inputs do not match, or match in several ways.
     """
     ends: dict[str, Ends] = {}
-    for grid, units in [*_grids(batch), *_counts(batch, samples)]:
-        names = _flat_of(batch, grid, sum(units), samples)
+    for grid, units in [*_iterate_grids(batch), *_iterate_counts(batch, samples)]:
+        names = _find_flattened(batch, grid, sum(units), samples)
         if not names:
             continue
-        images = _images_of(batch, grid, units, samples, ids)
+        images = _find_image_ends(batch, grid, units, samples, ids)
         patches = [0, *accumulate(units)]
         found = {grid: images, **{name: [patches[i] for i in images] for name in names}}
-        for name in _per_image_inputs(batch, grid, len(units), samples):
-            found[name] = images
+        found |= dict.fromkeys(_iterate_per_image_inputs(batch, grid, len(units), samples), images)
         for name, rows in found.items():
             if ends.setdefault(name, rows) != rows:
-                raise _unclear(name, batch[name], samples, f"it fits {grid} and another of the batch's grids")
+                raise _ambiguous_rows_error(batch, name, samples, f"it matches {grid} and another grid")
     return ends
 
 
-def _grids(batch: Mapping[Any, Any]) -> Iterator[tuple[str, list[int]]]:
-    """Grid -> the patches of each image."""
+def _iterate_grids(batch: Mapping[Any, Any]) -> Iterator[tuple[str, list[int]]]:
+    """Yield each grid and the number of patches of each image."""
     for name, x in batch.items():
-        if isinstance(name, str) and "grid" in name and _is_whole(x) and x.dim() == 2 and x.shape[1] <= 3:
+        if isinstance(name, str) and "grid" in name and _is_integer(x) and x.dim() == 2 and x.shape[1] <= 3:
             yield name, to_list(x.prod(-1))
 
 
-def _counts(batch: Mapping[Any, Any], samples: int) -> Iterator[tuple[str, list[int]]]:
-    """Input -> how many rows of another input belong to each sample."""
+def _iterate_counts(batch: Mapping[Any, Any], samples: int) -> Iterator[tuple[str, list[int]]]:
+    """Yield each input that counts the rows of another input per sample, and its counts."""
     for name, x in batch.items():
         words = set(name.split("_")) if isinstance(name, str) else set()
-        if words & set(COUNTS) and _is_whole(x) and x.shape == (samples,):
+        if words & set(COUNTS) and _is_integer(x) and x.shape == (samples,):
             yield name, to_list(x)
 
 
-def _is_whole(x: Any) -> bool:
+def _is_integer(x: Any) -> bool:
     return isinstance(x, Tensor) and not x.is_floating_point() and x.dtype != torch.bool
 
 
-def _of_length(batch: Mapping[Any, Any], length: int) -> list[str]:
+def _list_inputs_of_length(batch: Mapping[Any, Any], length: int) -> list[str]:
     return [name for name, x in batch.items() if isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == length]
 
 
-def _is_alike(name: str, grid: str) -> bool:
-    """Whether both are of videos, or both are not."""
+def _has_same_modality(name: str, grid: str) -> bool:
     return ("video" in name or "second" in name) == ("video" in grid)
 
 
-def _flat_of(batch: Mapping[Any, Any], grid: str, length: int, samples: int) -> list[str]:
-    """The inputs that have a row for each of all patches. Raises InputError where they might be samples as well."""
-    names = [name for name in _of_length(batch, length) if name != grid]
-    alike = [name for name in names if _is_alike(name, grid)]
-    names = alike or names
+def _find_flattened(batch: Mapping[Any, Any], grid: str, length: int, samples: int) -> list[str]:
+    """Return the inputs with a row per patch. Raises InputError if the rows might be samples."""
+    names = [name for name in _list_inputs_of_length(batch, length) if name != grid]
+    names = [name for name in names if _has_same_modality(name, grid)] or names
     if names and length == samples and batch[grid].dim() == 1:
-        return []  # a row for each sample, as is usual
+        return []  # one row per sample
     if names and length in (samples, 1):
-        raise _unclear(names[-1], batch[names[-1]], samples, f"by {grid} all images together have {length} rows")
+        raise _ambiguous_rows_error(batch, names[-1], samples, f"{grid} describes {length} rows for all images")
     return names
 
 
-def _per_image_inputs(batch: Mapping[Any, Any], grid: str, images: int, samples: int) -> Iterator[str]:
-    """Other inputs with a row, or a number in a list, for each image."""
+def _iterate_per_image_inputs(batch: Mapping[Any, Any], grid: str, images: int, samples: int) -> Iterator[str]:
+    """Yield other inputs with a row or number per image."""
     if batch[grid].dim() == 1:
         return
     for name, x in batch.items():
         numbers = isinstance(x, list | tuple) and all(isinstance(n, int | float) for n in x)
         length = len(x) if numbers else x.shape[0] if isinstance(x, Tensor) and x.dim() > 0 else -1
-        is_named = "grid" in name and _is_alike(name, grid)
+        is_named = "grid" in name and _has_same_modality(name, grid)
         if name != grid and length == images and (is_named or (not numbers and images not in (samples, 1))):
             yield name
 
 
-def _images_of(batch: Mapping[Any, Any], grid: str, units: Sequence[int], samples: int, ids: Ids) -> Ends:
-    """Where the images of each sample end."""
+def _find_image_ends(batch: Mapping[Any, Any], grid: str, units: Sequence[int], samples: int, ids: Ids) -> Ends:
     if batch[grid].dim() == 1:
         return list(range(samples + 1))
-    ways, known = _token_counts(batch, grid, ids)
-    fitting = [ends for counts in ways if (ends := _division(counts, units)) is not None]
-    if not ways and len(units) == samples:
-        return list(range(samples + 1))  # nothing but images
-    if fitting and all(ends == fitting[0] for ends in fitting):
-        return fitting[0]
-    why = "which tokens stand for it is not known, and several would fit"
-    if not fitting:
-        why = "the tokens of its samples do not fit its images" if known or ways else "the batch has no tokens"
-    raise _unclear(grid, batch[grid], samples, why)
+    candidates, known = _count_media_tokens(batch, grid, ids)
+    matches = [ends for counts in candidates if (ends := _split_images(counts, units)) is not None]
+    if not candidates and len(units) == samples:
+        return list(range(samples + 1))  # the batch contains only images
+    if matches and all(ends == matches[0] for ends in matches):
+        return matches[0]
+    why = "several tokens could be the placeholders of its images"
+    if not matches:
+        why = "the placeholder tokens do not match its images" if known or candidates else "the batch has no tokens"
+    raise _ambiguous_rows_error(batch, grid, samples, why)
 
 
-def _token_counts(batch: Mapping[Any, Any], grid: str, ids: Ids) -> tuple[list[list[int]], bool]:
-    """How many tokens each sample has that may stand for the images; one way where it is known which do."""
+def _count_media_tokens(batch: Mapping[Any, Any], grid: str, ids: Ids) -> tuple[list[list[int]], bool]:
+    """Return candidates for the placeholder tokens per sample, and whether the token is known."""
     kinds, tokens = batch.get(KINDS), batch.get(MEDIA_TOKEN_FIELDS)
     of = "video" if "video" in grid else "audio" if "audio" in grid else "image"
     if isinstance(kinds, Tensor):
-        return [_per_row(kinds, {"image": 1, "video": 2, "audio": 3}[of])], True
+        return [_count_per_row(kinds, {"image": 1, "video": 2, "audio": 3}[of])], True
     if not isinstance(tokens, Tensor):
         return [], False
     known = [token for name, token in ids.items() if name.startswith(f"{of}_token")]
-    named = [counts for token in known if sum(counts := _per_row(tokens, token))]
+    named = [counts for token in known if sum(counts := _count_per_row(tokens, token))]
     if named:
         return named[:1], True
-    return [_per_row(tokens, token) for token in to_list(tokens.unique())], False
+    return [_count_per_row(tokens, token) for token in to_list(tokens.unique())], False
 
 
-def _per_row(tokens: Tensor, token: int) -> list[int]:
-    found: list[int] = to_list((tokens == token).flatten(1).sum(-1))
-    return found
+def _count_per_row(tokens: Tensor, token: int) -> list[int]:
+    return list(to_list((tokens == token).flatten(1).sum(-1)))
 
 
-def _division(tokens: Sequence[int], units: Sequence[int]) -> Ends | None:
-    """Where the images of each sample end, if samples have so many tokens, and images so many patches; else None.
+def _split_images(tokens: Sequence[int], units: Sequence[int]) -> Ends | None:
+    """Return the end of each sample's images, given placeholder tokens per sample and patches per image, or None.
 
-    >>> _division([6, 1], [8, 16, 4])  # a token for four patches
+    >>> _split_images([6, 1], [8, 16, 4])  # a token per four patches
     [0, 2, 3]
-    >>> _division([3, 4], [8, 16, 4]) is None
+    >>> _split_images([3, 4], [8, 16, 4]) is None
     True
     """
     if not sum(tokens) or sum(units) % sum(tokens):
@@ -184,24 +178,24 @@ def _division(tokens: Sequence[int], units: Sequence[int]) -> Ends | None:
     return [end for end in ends if end is not None] if None not in ends else None
 
 
-def _unclear(name: str, value: Any, samples: int, why: str) -> InputError:
+def _ambiguous_rows_error(batch: Mapping[Any, Any], name: str, samples: int, why: str) -> InputError:
     return InputError(
-        f"{name}, a tensor of {tuple(value.shape)}, cannot be shared out among {samples} samples: {why}",
-        rule="What has a row for each image, or for each of its patches, is cut where the images of a sample end; how "
-        "many it has is told by the tokens that stand for them, each for as many patches",
-        remedy=f"Give {KINDS} in the batch, as a processor of transformers does, and check that the images are in the "
-        "order of the samples; or use one data rank and one micro-batch",
+        f"The rows of {name}, a tensor of shape {tuple(batch[name].shape)}, cannot be assigned to {samples} samples: "
+        f"{why}",
+        rule="Tensors with a row per image or patch are split by the placeholder tokens of each sample",
+        remedy=f"Add {KINDS} to the batch, as the processors of transformers do, and check that the images are in the "
+        "order of the samples. Or use one data rank and one micro-batch",
     )
 
 
 TensorPath = tuple[Any, ...]
-"""Where a tensor is in a micro-batch: the key, and those within it."""
+"""Path of a tensor in a micro-batch: its key, followed by nested keys and indices."""
 
 Tensors = Mapping[TensorPath, Tensor]
 
 
 def named_tensors_in(value: Any, name: TensorPath = ()) -> Iterator[tuple[TensorPath, Tensor]]:
-    """All tensors of a micro-batch, by where they are."""
+    """Yield all tensors of a micro-batch with their paths."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, Mapping):
@@ -213,175 +207,172 @@ def named_tensors_in(value: Any, name: TensorPath = ()) -> Iterator[tuple[Tensor
 
 
 def micro_batch_sizes(batch_size: int, micro_batches: int | None, micro_batch_size: int | None) -> list[int]:
-    """How many samples each micro-batch has, by their number or by the size of all but the last.
+    """Return the number of samples of each micro-batch, from their number or from the size of all but the last.
 
     >>> micro_batch_sizes(7, micro_batches=4, micro_batch_size=None)
     [2, 2, 2, 1]
     >>> micro_batch_sizes(7, micro_batches=None, micro_batch_size=3)
     [3, 3, 1]
 
-    Raises ConfigError unless exactly one is given, a positive int, and there is a sample for each micro-batch.
+    Raises ConfigError as ``check_sizes``, or for more micro-batches than samples.
     """
     check_sizes(micro_batches, micro_batch_size)
     if micro_batch_size is not None:
-        full, rest = divmod(batch_size, micro_batch_size)
-        return [micro_batch_size] * full + [rest] * (rest > 0)
+        full, remainder = divmod(batch_size, micro_batch_size)
+        return [micro_batch_size] * full + [remainder] * (remainder > 0)
     assert micro_batches is not None
     if micro_batches > batch_size:
         raise ConfigError(
-            f"micro_batches={micro_batches} for a batch of {batch_size}",
-            remedy=f"Use at most {batch_size} micro-batches, or a batch of {micro_batches} samples or more",
+            f"micro_batches={micro_batches} is larger than the batch size {batch_size}",
+            remedy=f"Use at most {batch_size} micro-batches, or a batch of at least {micro_batches} samples",
         )
     each, extra = divmod(batch_size, micro_batches)
     return [each + (i < extra) for i in range(micro_batches)]
 
 
 MAX_MICRO_BATCHES = 2**14
-"""Micro-batches of a batch."""
 
 
 def check_sizes(micro_batches: int | None, micro_batch_size: int | None) -> None:
-    """Raises ConfigError unless exactly one is given, a positive int."""
+    """Raise ConfigError unless exactly one argument is set, to a positive int."""
     if (micro_batches is None) == (micro_batch_size is None):
         raise ConfigError(
-            f"micro_batches={micro_batches} with micro_batch_size={micro_batch_size}", remedy="Give one of the two"
+            f"Exactly one of micro_batches={micro_batches} and micro_batch_size={micro_batch_size} must be set",
+            remedy="Pass one of the two",
         )
-    name, value = (
-        ("micro_batches", micro_batches) if micro_batch_size is None else ("micro_batch_size", micro_batch_size)
-    )
-    check_int(name, value)
-    if micro_batches is not None and micro_batches > MAX_MICRO_BATCHES:
+    if micro_batches is None:
+        check_int("micro_batch_size", micro_batch_size)
+        return
+    check_int("micro_batches", micro_batches)
+    if micro_batches > MAX_MICRO_BATCHES:
         raise ConfigError(
-            f"micro_batches={micro_batches}",
-            rule=f"A schedule names each of them on each stage: {MAX_MICRO_BATCHES} at the most",
-            remedy="Use no more than a batch has samples",
+            f"micro_batches={micro_batches} is larger than the maximum of {MAX_MICRO_BATCHES}",
+            remedy="Use at most one micro-batch per sample",
         )
 
 
 def batch_size_of(batch: Mapping[str, Any], main: str | None = None) -> int:
-    """The first dim of ``batch[main]`` where that is a tensor that has one, else of the first tensor that has one.
+    """Return the batch size: the first dim of ``batch[main]``, or of the first tensor without a row per patch.
 
-    What has a row for each patch of all images, beside their grid, does not count where anything else is there.
-    Raises ConfigError for a batch without such a tensor.
+    Raises ConfigError if the batch contains no tensor with a first dim.
     """
-    named = _main_of(batch, main) if main in batch or flattened_inputs(batch) else None
-    for _, tensor in named_tensors_in([named, _by_sample(batch), *_grids_of(batch)]):
+    named = _find_main_input(batch, main) if main in batch or find_flattened_inputs(batch) else None
+    for _, tensor in named_tensors_in([named, _without_flattened(batch), *_list_grids(batch)]):
         if tensor.dim() > 0:
             return tensor.shape[0]
     raise ConfigError(
-        f"a batch of {', '.join(sorted(map(str, batch))) or 'nothing'} holds no tensor with a first dim",
-        remedy="Give the inputs as tensors whose first dim is the batch, as a data collator does",
+        f"The batch ({', '.join(sorted(map(str, batch))) or 'empty'}) contains no tensor with a batch dimension",
+        remedy="Pass the inputs as tensors whose first dim is the batch, as a data collator does",
     )
 
 
-def _main_of(batch: Mapping[Any, Any], main: str | None) -> Any:
-    flat = flattened_inputs(batch)
+def _find_main_input(batch: Mapping[Any, Any], main: str | None) -> Any:
+    flat = find_flattened_inputs(batch)
     known = (name for name in (main, MEDIA_TOKEN_FIELDS, "inputs_embeds") if name in batch and name not in flat)
     return next((batch[name] for name in known), None)
 
 
-def _by_sample(value: Any) -> Any:
-    """Without what has rows of other things than samples."""
+def _without_flattened(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
-    flat = flattened_inputs(value)
-    return {name: _by_sample(inner) for name, inner in value.items() if name not in flat}
+    flat = find_flattened_inputs(value)
+    return {name: _without_flattened(inner) for name, inner in value.items() if name not in flat}
 
 
-def _grids_of(batch: Mapping[Any, Any]) -> list[Any]:
-    """What has a row for each image."""
-    return [batch[name] for name in batch if name in flattened_inputs(batch) and "grid" in name]
+def _list_grids(batch: Mapping[Any, Any]) -> list[Any]:
+    return [batch[name] for name in batch if name in find_flattened_inputs(batch) and "grid" in name]
 
 
 def split_batch(
     batch: Mapping[str, Any], sizes: Sequence[int], main: str | None = None, ids: Ids = MappingProxyType({})
 ) -> list[dict[str, Any]]:
-    """The micro-batches, of ``sizes`` samples each.
+    """Split a batch into micro-batches of ``sizes`` samples.
 
-    A tensor or an array whose first dim is the batch's size is cut, also inside lists, tuples and mappings. So is a
-    list with an entry for each sample: of words, numbers, mappings, or tensors with other rows. Patches of images of
-    different sizes are cut where the images of a sample end (``flat``), and a stack of what is like the main input,
-    such as positions in three dims, along its second dim. A tensor with one row, or without a dim, and anything else,
-    are handed to every micro-batch as they are.
+    Tensors and arrays whose first dim is the batch size are split along it, including those in nested containers. Lists
+    with an entry per sample are split, too. Image patches are split where the images of a sample end. Integer tensors
+    of shape (n, B, S) for a main input of shape (B, S), such as 3D positions, are split along the second dim. Tensors
+    with one row or no dims, and all other values, are passed to every micro-batch.
 
     Args:
-        main: the input that has a row for each sample.
-        ids: fields of the model's config -> the tokens that stand for images.
+        main: name of the input with a row per sample.
+        ids: fields of the model's config -> placeholder tokens of images.
 
-    Raises ConfigError when ``sizes`` do not sum to the batch's size, and InputError for a tensor with other rows.
+    Raises:
+        ConfigError: if ``sizes`` do not sum to the batch size.
+        InputError: for a tensor with another number of rows.
     """
     total = batch_size_of(batch, main)
     if sum(sizes) != total:
         raise ConfigError(
-            f"micro-batches of {list(sizes)} samples, {sum(sizes)} together, for a batch of {total}",
-            remedy="Take the sizes from sizes_of, with the size of this batch",
+            f"The micro-batch sizes {list(sizes)} sum to {sum(sizes)}, but the batch has {total} samples",
+            remedy="Compute the sizes with micro_batch_sizes for this batch",
         )
     if len(sizes) == 1:
         return [dict(batch)]
-    cut = _BatchSplit([0, *accumulate(sizes)], _main_of(batch, main), ids)
-    parts = cut.of_mapping(batch)
+    splitter = _BatchSplit([0, *accumulate(sizes)], _find_main_input(batch, main), ids)
+    parts = splitter.split_mapping(batch)
     return [{name: column[i] for name, column in parts.items()} for i in range(len(sizes))]
 
 
 @dataclasses.dataclass(frozen=True)
 class _BatchSplit:
-    """Where a batch is cut, in samples, and the input that it is known by."""
+    """Splits the values of one batch at ``ends``, in samples."""
 
     ends: Ends
     main: Any
     ids: Ids
 
-    def of_mapping(self, batch: Mapping[Any, Any], path: str = "") -> dict[Any, list[Any]]:
-        """Each value's parts."""
-        rows = sample_ends(batch, self.ends[-1], self.ids)
+    def split_mapping(self, batch: Mapping[Any, Any], path: str = "") -> dict[Any, list[Any]]:
+        """Return the parts of each value."""
+        rows = find_sample_ends(batch, self.ends[-1], self.ids)
         return {
-            name: self._rows(value, [rows[name][end] for end in self.ends])
+            name: self._slice_rows(value, [rows[name][end] for end in self.ends])
             if name in rows
-            else self._parts(value, f"{path}{name}")
+            else self._split(value, f"{path}{name}")
             for name, value in batch.items()
         }
 
-    def _parts(self, value: Any, path: str) -> list[Any]:
+    def _split(self, value: Any, path: str) -> list[Any]:
         if isinstance(value, Tensor):
-            return self._of_tensor(value, path)
-        if has_entries(value, self.ends[-1]):
-            return self._rows(value, self.ends)
+            return self._split_tensor(value, path)
+        if has_entry_per_sample(value, self.ends[-1]):
+            return self._slice_rows(value, self.ends)
         if isinstance(value, Mapping) and any(True for _ in named_tensors_in(value)):
-            inner = self.of_mapping(value, f"{path}.")
-            return [rebuild_container(value, {name: column[i] for name, column in inner.items()}) for i in self._each]
+            inner = self.split_mapping(value, f"{path}.")
+            return [rebuild_container(value, {name: column[i] for name, column in inner.items()}) for i in self._parts]
         if isinstance(value, list | tuple) and any(True for _ in named_tensors_in(value)):
-            columns = [self._parts(inner, f"{path}[{i}]") for i, inner in enumerate(value)]
-            return [rebuild_container(value, [column[i] for column in columns]) for i in self._each]
-        return [value for _ in self._each]
+            columns = [self._split(inner, f"{path}[{i}]") for i, inner in enumerate(value)]
+            return [rebuild_container(value, [column[i] for column in columns]) for i in self._parts]
+        return [value for _ in self._parts]
 
     @property
-    def _each(self) -> range:
+    def _parts(self) -> range:
         return range(len(self.ends) - 1)
 
-    def _of_tensor(self, x: Tensor, path: str) -> list[Tensor]:
+    def _split_tensor(self, x: Tensor, path: str) -> list[Tensor]:
         samples = self.ends[-1]
         is_like = isinstance(self.main, Tensor) and self.main.dim() > 1 and x.shape[1:] == self.main.shape[:2]
         is_stack = is_like and x.dim() == 3 and not x.is_floating_point()
         if is_stack and x.shape[0] == samples > 1:
-            raise _no_samples(path, x, samples, "both of its first two dims could be them")
+            raise _row_count_error(path, x, samples, "its first and second dim both match the samples")
         if x.dim() > 0 and x.shape[0] == samples:
-            return self._rows(x, self.ends)
+            return self._slice_rows(x, self.ends)
         if is_stack:
             return [x[:, start:end] for start, end in pairwise(self.ends)]
         if x.dim() == 0 or x.shape[0] == 1:
-            return [x for _ in self._each]
-        raise _no_samples(path, x, samples, "it is known by no grid whose they could be")
+            return [x for _ in self._parts]
+        raise _row_count_error(path, x, samples, "no grid of the batch describes them")
 
     @staticmethod
-    def _rows(value: Any, ends: Ends) -> list[Any]:
+    def _slice_rows(value: Any, ends: Ends) -> list[Any]:
         return [value[start:end] for start, end in pairwise(ends)]
 
 
-def has_entries(value: Any, samples: int) -> bool:
-    """Whether a value of a batch that is no tensor has an entry for each sample.
+def has_entry_per_sample(value: Any, samples: int) -> bool:
+    """Return whether a value other than a tensor has one entry per sample.
 
-    A list of tensors with a row for each sample has none: it is several inputs. Of tuples those of words have, as torch
-    puts words together; one of numbers is a size.
+    A list of tensors with a row per sample is a list of inputs. A tuple has an entry per sample only if it contains
+    strings, as torch collates them; a tuple of numbers is a size.
     """
     if samples < 2:
         return False
@@ -394,22 +385,22 @@ def has_entries(value: Any, samples: int) -> bool:
     return not any(isinstance(each, Tensor) and each.dim() and each.shape[0] == samples for each in value)
 
 
-def _no_samples(path: str, x: Tensor, samples: int, why: str) -> InputError:
+def _row_count_error(path: str, x: Tensor, samples: int, why: str) -> InputError:
     return InputError(
-        f"{path}, a tensor of {tuple(x.shape)}, has {x.shape[0]} rows in a batch of {samples} samples; {why}",
-        rule="A batch is cut into micro-batches, and over data ranks, along the first dim of its tensors, which is the "
-        "samples; of patches of images it is cut by a grid with a row for each image (image_grid_thw)",
-        remedy="Give it a row for each sample, or one row (x[None]) where all samples share it; or cut nothing: one "
-        "micro-batch, and batches that each data rank makes of its own samples",
+        f"{path}, a tensor of shape {tuple(x.shape)}, has {x.shape[0]} rows in a batch of {samples} samples: {why}",
+        rule="The first dim of a tensor is the samples. Image patches also need a grid with a row per image "
+        "(image_grid_thw)",
+        remedy="Pass one row per sample, or one row (x[None]) that all samples share. Or avoid splitting with one "
+        "micro-batch, and batches that each data rank creates from its own samples",
     )
 
 
 def merge_outputs(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """What came out of micro-batches of ``sizes`` samples, as the whole batch would have given it.
+    """Merge the outputs of micro-batches into the output of the full batch.
 
-    Tensors whose first dim is their micro-batch's size are joined along it, also inside lists, tuples, mappings and
-    dataclasses, which are built anew. A number in a tensor, a loss, becomes None: how it sums up is the caller's to
-    know. Anything else stays if it is equal in all of them, and becomes None otherwise.
+    Tensors whose first dim is the micro-batch size are concatenated, including those in nested containers and
+    dataclasses. Scalar tensors (losses) become None, because the caller knows how to reduce them. Other values are kept
+    if all micro-batches agree, and become None otherwise.
     """
     first = parts[0]
     if any(type(part) is not type(first) for part in parts):
@@ -434,7 +425,7 @@ def merge_outputs(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
 def _is_equal(one: Any, other: Any) -> bool:
     try:
         return one is other or bool(one == other)
-    except (ValueError, RuntimeError):  # an array of several numbers is neither
+    except (ValueError, RuntimeError):  # an array without a truth value
         return False
 
 
@@ -448,7 +439,7 @@ def _merge_tensors(parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor | No
 
 
 def rebuild_container(one: Any, content: Any) -> Any:
-    """A container of the kind of ``one``: a named tuple stays one, and what cannot be built of its content is plain."""
+    """Return a container of the type of ``one``, or ``content`` itself if the type cannot be constructed from it."""
     if isinstance(one, tuple) and hasattr(one, "_fields"):
         return type(one)(*content)
     try:
@@ -458,4 +449,4 @@ def rebuild_container(one: Any, content: Any) -> Any:
 
 
 TARGET_KEY = "target of the loss"
-"""The name, in a batch, of what the loss function alone reads."""
+"""Key of a batch entry that only the loss function reads."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,18 +19,18 @@ from shardformer.errors import ConfigError, InputError
 from shardformer.layout.shard_spec import even_bounds
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.mesh.transport import CollectiveLog
-from shardformer.pipeline.schedules import Action, ActionKind, Schedule, messages
+from shardformer.pipeline.schedules import Action, ActionKind, Schedule, list_messages
 from shardformer.torch_compat import has_data
 
 TO_NEXT_STAGE, TO_PREVIOUS_STAGE = 1, 2
-"""Towards a higher rank, and towards a lower one; tags that no exchange has, which sends without one."""
+"""Message tags for sends to a higher and to a lower rank. Other exchanges send without a tag."""
 
 
 class PointToPoint:
-    """Both ways between the ranks of the pipe axis. What is sent one way arrives in the order in which it was sent.
+    """Sends and receives between ranks of the pipe axis, in order within each direction.
 
-    Where a transport runs what two ranks send each other in turn, each way gets one of its own, so that neither waits
-    for the other. All processes make their PointToPoint at one time.
+    A transport that serializes the messages of two ranks is duplicated, so that activations and gradients do not wait
+    for each other. All processes must construct their PointToPoint at the same time.
     """
 
     def __init__(self, context: ParallelContext) -> None:
@@ -39,37 +40,35 @@ class PointToPoint:
             self._transports[TO_PREVIOUS_STAGE] = context.world.connect(context.grid.rank_groups("pipe"))
 
     def send(self, x: Tensor, to: int, purpose: str) -> PendingCollective:
-        """Starts sending a contiguous tensor, which stays as it is until what is returned is done."""
+        """Start sending a contiguous tensor, which must not change until the returned work completes."""
         way = TO_NEXT_STAGE if to > self.axis.rank else TO_PREVIOUS_STAGE
-        noted = record("send", self.axis, bytes_of(x), purpose, ranks=2)
-        return PendingCollective([self._transports[way].send(x, to, way)], lambda: x, noted)
+        event = record("send", self.axis, bytes_of(x), purpose, ranks=2)
+        return PendingCollective([self._transports[way].send(x, to, way)], lambda: x, event)
 
     def receive(self, x: Tensor, source: int, purpose: str) -> PendingCollective:
-        """Starts receiving into ``x``."""
         way = TO_NEXT_STAGE if source < self.axis.rank else TO_PREVIOUS_STAGE
-        noted = record("receive", self.axis, bytes_of(x), purpose, ranks=2)
-        return PendingCollective([self._transports[way].receive(x, source, way)], lambda: x, noted)
+        event = record("receive", self.axis, bytes_of(x), purpose, ranks=2)
+        return PendingCollective([self._transports[way].receive(x, source, way)], lambda: x, event)
 
 
 HEADER_BYTES = 1024
 PREFETCHED_MESSAGES = 4
-"""How many messages of a rank are received ahead of their use. gloo lets one leave when its receiver asks for it, so in
-a schedule where a rank computes longer than the other sends, the second would only then set out."""
+"""Number of receives posted ahead per rank. gloo starts a transfer only when its receive is posted."""
 
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """What is known of one tensor of a parcel before it comes.
+    """Metadata of one tensor of a message.
 
     Args:
-        trains: whether a gradient of it is wanted.
-        is_cut: whether each tensor rank sends a part of it.
+        trains: whether the tensor needs a gradient.
+        is_sharded: whether each tensor-parallel rank sends one shard of it.
     """
 
     sizes: tuple[int, ...]
     dtype: torch.dtype
     trains: bool
-    is_cut: bool
+    is_sharded: bool
 
     @property
     def numel(self) -> int:
@@ -80,8 +79,8 @@ TensorMetas = tuple[TensorMeta, ...]
 
 
 @dataclass
-class _Posted:
-    """A message that is on its way: first its header, where its shapes are not known."""
+class _PostedMessage:
+    """A message whose receives are posted: first its header, if the shapes are unknown."""
 
     action: Action
     header: tuple[Tensor, Any] | None = None
@@ -90,210 +89,201 @@ class _Posted:
 
 
 @dataclass
-class _Incoming:
+class _MessageQueue:
     """Messages from one rank, in the order in which it sends them."""
 
     source: int
     expected: deque[Action]
-    posted: deque[_Posted] = field(default_factory=deque)
+    posted: deque[_PostedMessage] = field(default_factory=deque)
 
 
 class StageExchange:
-    """The parcels of one step, to and from all other ranks of the pipe axis.
+    """Messages of one step between this rank and all other ranks of the pipe axis.
+
+    ``known`` maps (receiving virtual stage, key of the micro-batch) to the metadata of the activations, across steps.
+    A trace of a single rank receives no headers. It takes the metadata from ``given``, the ``known`` of earlier
+    stages. ``waiting_for`` is the rank of the pipe axis whose message this rank is waiting for.
 
     Args:
-        point_to_point: along the pipe axis.
-        tensor: the tensor axis, over which what is replicated is cut and gathered.
-
-    ``known`` has the shapes by boundary (the virtual stage behind it) and key of the micro-batch, from step to step.
-    Where a rank is traced alone no header says them: they are taken from ``given``, the ``known`` of stages before.
-    ``waiting_for`` is the rank of the pipe axis whose parcel is waited for just now.
+        point_to_point: communication along the pipe axis.
+        tensor: the tensor axis. Replicated tensors are sent in shards over it and all-gathered by the receivers.
     """
 
     def __init__(self, point_to_point: PointToPoint, tensor: Axis, device: torch.device) -> None:
         self._point_to_point, self._tensor, self.device = point_to_point, tensor, device
+        self._rank = point_to_point.axis.rank
         self.known: dict[tuple[int, Hashable], TensorMetas] = {}
         self.given: Mapping[tuple[int, Hashable], TensorMetas] = {}
-        self._kept: dict[tuple[bool, int, int], list[Tensor]] = {}
+        self._arrived: dict[tuple[bool, int, int], list[Tensor]] = {}
         self._sent: deque[tuple[Any, Tensor]] = deque()
-        self._incoming: dict[int, _Incoming] = {}
+        self._incoming: dict[int, _MessageQueue] = {}
         self.waiting_for: int | None = None
+        self.seconds_waited = 0.0
 
     @property
     def traffic(self) -> CollectiveLog:
-        """What this process hands to collectives."""
+        """Log of this process's collectives."""
         return self._point_to_point.axis.traffic
 
     def begin(self, schedule: Schedule, keys: Sequence[Hashable]) -> None:
-        """Makes ready for a step whose micro-batches have these keys."""
+        """Prepare for a step whose micro-batches have these keys."""
         self._schedule, self._keys = schedule, keys
-        self._kept.clear()
-        self._incoming = {}
-        me = self._point_to_point.axis.rank
-        for source in range(self._point_to_point.axis.size):
-            order = messages(schedule, source, me)
-            if source != me and order:
-                self._incoming[source] = _Incoming(source, deque(order))
+        self._arrived.clear()
+        orders = (list_messages(schedule, source, self._rank) for source in range(self._point_to_point.axis.size))
+        self._incoming = {source: _MessageQueue(source, deque(order)) for source, order in enumerate(orders) if order}
 
-    # --- out
+    def send(self, action: Action, tensors: list[Tensor | None], is_sharded: Sequence[bool]) -> None:
+        """Send the result of ``action``: activations after a forward, gradients after a backward.
 
-    def send(self, action: Action, tensors: list[Tensor | None], is_cut: Sequence[bool]) -> None:
-        """Hands over what ``action`` gave: the activations behind a forward, the gradients behind a backward.
-
-        Gradients are given for what trains; one that is None is zero.
+        Gradients are passed for the tensors that need one; None stands for zero.
         """
-        receiver = self._schedule.placement[action.taker]
-        key = (max(action.stage, action.taker), self._keys[action.micro_batch])
+        receiver = self._schedule.placement[action.receiver_stage]
+        key = self._boundary_key(action)
         if action.kind is ActionKind.FORWARD:
-            given = [t for t in tensors if t is not None]
-            shapes = tuple(
-                TensorMeta(tuple(t.shape), t.dtype, t.requires_grad, c and self._tensor.size > 1)
-                for t, c in zip(given, is_cut, strict=True)
+            parts = [t for t in tensors if t is not None]
+            metas = tuple(
+                TensorMeta(tuple(t.shape), t.dtype, t.requires_grad, shards and self._tensor.size > 1)
+                for t, shards in zip(parts, is_sharded, strict=True)
             )
             is_new = key not in self.known
-            if self.known.setdefault(key, shapes) != shapes:
+            if self.known.setdefault(key, metas) != metas:
                 raise InputError(
-                    f"A stage hands on {[s.sizes for s in shapes]}, before for micro-batches of these shapes "
-                    f"{[s.sizes for s in self.known[key]]}",
-                    rule="What a stage hands on has one shape for one shape of micro-batches, which the next stage "
-                    "remembers",
-                    remedy="Pad the batch, so that its shapes tell the shapes of everything that the model makes of it",
+                    f"A stage computed activations of shapes {[s.sizes for s in metas]}, but an earlier micro-batch of "
+                    f"the same shape gave {[s.sizes for s in self.known[key]]}",
+                    remedy="Pad the batch so that its shape determines the shapes of all activations",
                 )
-            parts = [t.detach() for t in given]
-            if receiver != self._point_to_point.axis.rank and is_new:
-                self._start(_header(shapes, self.device), receiver, "header")
+            parts = [t.detach() for t in parts]
+            if receiver != self._rank and is_new:
+                self._start_send(_encode_header(metas, self.device), receiver, "header")
         else:
-            wanted = [s for s in self.known[key] if s.trains]
+            metas = tuple(s for s in self.known[key] if s.trains)
             parts = [
                 torch.zeros(s.sizes, dtype=s.dtype, device=self.device) if t is None else t
-                for t, s in zip(tensors, wanted, strict=True)
+                for t, s in zip(tensors, metas, strict=True)
             ]
-            shapes = tuple(wanted)
-        if receiver == self._point_to_point.axis.rank:
-            self._kept[_result_key(action)] = parts
+        if receiver == self._rank:
+            self._arrived[_result_key(action)] = parts
             return
-        for part, shape in zip(parts, shapes, strict=True):
-            if shape.is_cut:
-                start, end = self._own_bounds(shape)
+        for part, shape in zip(parts, metas, strict=True):
+            if shape.is_sharded:
+                start, end = self._local_bounds(shape)
                 part = part.reshape(-1)[start:end]
-            self._start(part.contiguous(), receiver, _purpose(action))
+            self._start_send(part.contiguous(), receiver, _describe_purpose(action))
 
-    def _own_bounds(self, shape: TensorMeta) -> list[int]:
-        """From where to where in all numbers this tensor rank's part of them is."""
+    def _local_bounds(self, shape: TensorMeta) -> list[int]:
         return even_bounds(shape.numel, self._tensor.size)[self._tensor.rank : self._tensor.rank + 2]
 
-    def _start(self, x: Tensor, receiver: int, purpose: str) -> None:
+    def _start_send(self, x: Tensor, receiver: int, purpose: str) -> None:
         if x.numel():
             self._sent.append((self._point_to_point.send(x, receiver, purpose), x))
         while self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()
 
-    # --- in
-
     def prefetch(self) -> None:
-        """Starts to receive what every rank sends next, so that it comes while something else is computed."""
+        """Post the receives of the next messages of every rank, to overlap them with computation."""
         for incoming in self._incoming.values():
-            self._begin_next(incoming)
+            self._post_next(incoming)
 
     def activations(self, stage: int, micro_batch: int) -> tuple[list[Tensor], TensorMetas]:
-        """What the virtual stage before ``stage`` handed over, and what is known of it."""
-        parts = self._take(Action(ActionKind.FORWARD, stage - 1, micro_batch))
+        """Return the activations from the virtual stage before ``stage``, and their metadata."""
+        parts = self._wait_for(Action(ActionKind.FORWARD, stage - 1, micro_batch))
         return parts, self.known[stage, self._keys[micro_batch]]
 
     def gradients(self, stage: int, micro_batch: int, kind: ActionKind) -> list[Tensor]:
-        """The gradients of what ``stage`` handed on, of the tensors that train."""
-        return self._take(Action(kind, stage + 1, micro_batch))
+        """Return the gradients of the activations that ``stage`` sent and that need one."""
+        return self._wait_for(Action(kind, stage + 1, micro_batch))
 
-    def _take(self, action: Action) -> list[Tensor]:
-        """What came of an action."""
-        while _result_key(action) not in self._kept:
+    def _wait_for(self, action: Action) -> list[Tensor]:
+        began = time.perf_counter()
+        while _result_key(action) not in self._arrived:
             incoming = self._incoming[self._schedule.placement[action.stage]]
-            self._begin_next(incoming)
+            self._post_next(incoming)
             posted = incoming.posted.popleft()
-            self._kept[_result_key(posted.action)] = self._finish(incoming, posted)
-            self._begin_next(incoming)
-        return self._kept.pop(_result_key(action))
+            self._arrived[_result_key(posted.action)] = self._wait_posted(incoming, posted)
+            self._post_next(incoming)
+        self.seconds_waited += time.perf_counter() - began
+        return self._arrived.pop(_result_key(action))
 
-    def _begin_next(self, incoming: _Incoming) -> None:
+    def _post_next(self, incoming: _MessageQueue) -> None:
         posted = incoming.posted
         while incoming.expected and len(posted) < PREFETCHED_MESSAGES and not (posted and posted[-1].header):
             action = incoming.expected[0]
-            shapes = self._shapes_of(action)
-            if shapes is None and action.kind is not ActionKind.FORWARD:
-                return  # its own activation has not left yet, whose shapes it has
-            posted.append(_Posted(incoming.expected.popleft()))
-            if shapes is None:
+            metas = self._metas_of(action)
+            if metas is None and action.kind is not ActionKind.FORWARD:
+                return  # the gradient has the shapes of an activation that this rank has not sent yet
+            posted.append(_PostedMessage(incoming.expected.popleft()))
+            if metas is None:
                 header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=self.device)
                 posted[-1].header = header, self._point_to_point.receive(header, incoming.source, "header")
             else:
-                self._post(incoming.source, posted[-1], shapes)
+                self._post(incoming.source, posted[-1], metas)
 
-    def _post(self, source: int, posted: _Posted, shapes: TensorMetas) -> None:
-        for shape in shapes:
-            start, end = self._own_bounds(shape)
-            sizes = (end - start,) if shape.is_cut else shape.sizes
+    def _post(self, source: int, posted: _PostedMessage, metas: TensorMetas) -> None:
+        for shape in metas:
+            start, end = self._local_bounds(shape)
+            sizes = (end - start,) if shape.is_sharded else shape.sizes
             part = torch.empty(sizes, dtype=shape.dtype, device=self.device)
             posted.parts.append(part)
             if part.numel():
-                posted.works.append(self._point_to_point.receive(part, source, _purpose(posted.action)))
+                posted.works.append(self._point_to_point.receive(part, source, _describe_purpose(posted.action)))
 
-    def _shapes_of(self, action: Action) -> TensorMetas | None:
-        if action.kind is ActionKind.FORWARD:
-            return self.known.get((action.stage + 1, self._keys[action.micro_batch]))
-        shapes = self.known.get((action.stage, self._keys[action.micro_batch]))
-        return None if shapes is None else tuple(s for s in shapes if s.trains)
+    def _metas_of(self, action: Action) -> TensorMetas | None:
+        metas = self.known.get(self._boundary_key(action))
+        if metas is None or action.kind is ActionKind.FORWARD:
+            return metas
+        return tuple(s for s in metas if s.trains)
 
-    def _finish(self, incoming: _Incoming, posted: _Posted) -> list[Tensor]:
+    def _boundary_key(self, action: Action) -> tuple[int, Hashable]:
+        return max(action.stage, action.receiver_stage), self._keys[action.micro_batch]
+
+    def _wait_posted(self, incoming: _MessageQueue, posted: _PostedMessage) -> list[Tensor]:
         action, self.waiting_for = posted.action, incoming.source
         if posted.header is not None:
             header, work = posted.header
             work.wait()
-            key = (action.stage + 1, self._keys[action.micro_batch])
-            self.known[key] = pickle.loads(bytes(header.tolist())) if has_data(header) else self._unread(*key)
+            key = self._boundary_key(action)
+            self.known[key] = pickle.loads(bytes(header.tolist())) if has_data(header) else self._infer_metas(*key)
             self._post(incoming.source, posted, self.known[key])
         for work in posted.works:
             work.wait()
         self.waiting_for = None
-        known = self._shapes_of(action)
-        assert known is not None
-        return [self._whole(part, shape) for part, shape in zip(posted.parts, known, strict=True)]
+        metas = self._metas_of(action)
+        assert metas is not None
+        return [self._gather_full(part, shape) for part, shape in zip(posted.parts, metas, strict=True)]
 
-    def _unread(self, boundary: int, key: Hashable) -> TensorMetas:
-        """What a header without values would say: the same as at the nearest boundary before where it is known."""
-        before = {
-            b: shapes for (b, k), shapes in (*self.given.items(), *self.known.items()) if k == key and b <= boundary
-        }
-        if not before:
+    def _infer_metas(self, boundary: int, key: Hashable) -> TensorMetas:
+        """Return the metadata at the nearest earlier boundary, because a trace receives headers without values."""
+        metas_at = {**self.given, **self.known}
+        earlier = {b: metas for (b, k), metas in metas_at.items() if k == key and b <= boundary}
+        if not earlier:
             raise ConfigError(
-                f"Stage {boundary} is traced, and nothing says what the stages before it hand on",
-                remedy="Trace stage 0 with the same batch first, and set exchange.given to its exchange.known",
+                f"Stage {boundary} cannot be traced before the shapes of its input activations are known",
+                remedy="Trace stage 0 with the same batch first, and assign its exchange.known to exchange.given",
             )
-        return before[max(before)]
+        return earlier[max(earlier)]
 
-    def _whole(self, part: Tensor, shape: TensorMeta) -> Tensor:
-        if not shape.is_cut:
+    def _gather_full(self, part: Tensor, shape: TensorMeta) -> Tensor:
+        if not shape.is_sharded:
             return part
-        bounds = even_bounds(shape.numel, self._tensor.size)
-        lengths = [b - a for a, b in pairwise(bounds)]
+        lengths = [b - a for a, b in pairwise(even_bounds(shape.numel, self._tensor.size))]
         return all_gather(part, self._tensor, 0, lengths=lengths, purpose="arrival").view(shape.sizes)
 
     def finish(self) -> None:
-        """Waits until everything has left."""
+        """Wait until all sends have completed."""
         while self._sent:
             work, _ = self._sent.popleft()
             work.wait()
 
 
 def _result_key(action: Action) -> tuple[bool, int, int]:
-    """Where the result of an action is kept."""
-    return action.kind is ActionKind.FORWARD, action.taker, action.micro_batch
+    return action.kind is ActionKind.FORWARD, action.receiver_stage, action.micro_batch
 
 
-def _purpose(action: Action) -> str:
+def _describe_purpose(action: Action) -> str:
     return "activation" if action.kind is ActionKind.FORWARD else "gradient"
 
 
-def _header(shapes: TensorMetas, device: torch.device) -> Tensor:
-    written = pickle.dumps(shapes)
-    assert len(written) <= HEADER_BYTES
-    return torch.frombuffer(bytearray(written.ljust(HEADER_BYTES)), dtype=torch.uint8).to(device)
+def _encode_header(metas: TensorMetas, device: torch.device) -> Tensor:
+    encoded = pickle.dumps(metas)
+    assert len(encoded) <= HEADER_BYTES
+    return torch.frombuffer(bytearray(encoded.ljust(HEADER_BYTES)), dtype=torch.uint8).to(device)

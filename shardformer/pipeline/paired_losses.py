@@ -1,8 +1,8 @@
-"""Losses that compare the samples of a batch with each other, as contrastive ones do.
+"""Detection of losses that compare the samples of a batch with each other, such as contrastive losses.
 
-Such a loss is not the mean of the losses of parts of the batch: micro-batches and data ranks each compare their own
-samples alone. ``gather_over_data`` gives every data rank the samples of all. A ``Trial`` finds such a loss, of the
-model or of a ``loss_fn``, in the first step: a few samples are run apart and together, without gradients.
+Such a loss is not the mean of its micro-batches' losses, because each micro-batch and data rank compares only its own
+samples. ``gather_over_data`` gives every data rank the samples of all. A ``Trial`` detects such a loss in the first
+step: it runs a few samples separately and together, without gradients.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sysconfig
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 from typing import Any
@@ -25,47 +26,54 @@ from shardformer.comm.collectives import all_gather, all_gather_numbers, all_red
 from shardformer.errors import ConfigError, ShardFormerError
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.pipeline.label_tracing import LabelTracer
-from shardformer.pipeline.micro_batch_loss import ABSOLUTE, IS_TRYING, RELATIVE, Gathers, LossCall, LossWeights
+from shardformer.pipeline.micro_batch_loss import (
+    ABSOLUTE,
+    IS_TRYING,
+    RELATIVE,
+    GatherInTrialError,
+    LossCall,
+    LossWeights,
+    is_mean_or_sum,
+)
 from shardformer.pipeline.micro_batches import Ids, batch_size_of, merge_outputs, split_batch
 from shardformer.pipeline.runtime import Batch, LastStage, LossFn
 from shardformer.pipeline.stage_forward import StageForward
 from shardformer.random_state import fork_random_state
 from shardformer.torch_compat import disable_current_modes, is_compiled
 
-# A, B two parts of a batch; AB both as one batch
+# A, B: two groups of samples; AB: both as one batch
 
-ROUNDINGS = 8
-"""Of a number in fewer bits."""
-REPEATED = 1e-2
-"""How far the same computation may differ, as a part of that."""
-SAMPLES = 2
-"""In a part that is tried, where the batch has enough: BatchNorm takes no single one."""
+DTYPE_ROUNDINGS = 8
+"""Tolerance of losses in 16 bits, in units of the dtype's eps."""
+REPEAT_TOLERANCE = 1e-2
+"""Tolerance of a repeated computation, as a share of the tolerance of different ones."""
+SAMPLES_PER_PART = 2
+"""Samples in each of A and B if the batch has enough. BatchNorm needs more than one."""
 
 
 def gather_over_data(x: Tensor, context: Any) -> Tensor:
-    """The samples of all data ranks, in rank order, on every one of them, with gradients.
+    """All-gather the samples of all data ranks, in rank order, with gradients.
 
-    For a ``loss_fn`` that compares all samples of the batch with each other. Every data rank then computes the loss of
-    the whole batch, and the engine's mean over data ranks is that loss, with the gradients of one device. It needs one
-    micro-batch: those of one rank run one after the other.
+    Use it in a ``loss_fn`` that compares all samples of the batch. Every data rank then computes the loss of the full
+    batch, and the mean over data ranks has the gradients of one device. Requires one micro-batch.
 
     >>> def contrastive(output, batch):                                                           # doctest: +SKIP
     ...     images, texts = (shardformer.pipeline.gather_over_data(x, engine.context) for x in output)
     ...     return torch.nn.functional.cross_entropy(images @ texts.T, torch.arange(len(images)))
 
-    Args:
-        x: this rank's samples along dim 0; their number may differ by rank.
-        context: the grid that ``launch_from_torch`` returned, or ``engine.context``.
+    Communicates one all-gather over data in the forward, and one all-reduce of the same size in the backward.
 
-    Communicates one all-gather of the joined tensor over data; in the backward one all-reduce of it.
+    Args:
+        x: this rank's samples along dim 0. Their number may differ between ranks.
+        context: the parallel context that ``launch_from_torch`` returned, or ``engine.context``.
     """
     if not isinstance(context, ParallelContext):
         raise ConfigError(
-            f"gather_over_data was given a {type(context).__name__} as context",
-            remedy="Pass engine.context, or what launch_from_torch returned",
+            f"gather_over_data received context={context!r:.60}, which is not a ParallelContext",
+            remedy="Pass engine.context or the context that launch_from_torch returned",
         )
     if IS_TRYING.get():
-        raise Gathers
+        raise GatherInTrialError
     if context.data.size == 1:
         return x
     lengths = [row[0] for row in all_gather_numbers([len(x)], context.data)]
@@ -87,175 +95,174 @@ class _GatherSamples(Function):
         return summed[begin : begin + ctx.lengths[ctx.axis.rank]], None, None
 
 
-# ---------------------------------------------------------------------------------------------------------- a trial
-
-
 class Finding(IntEnum):
-    """What a rank found out of the losses of a trial."""
+    """Result of a trial on one rank."""
 
-    FINE = 0
-    UNKNOWN = 1  # the loss cannot be tried, or it is one that the step itself refuses
-    CHANGES = 2  # the same samples have another loss the second time
-    GATHERS = 3  # it gathers the samples of other data ranks
-    COMPARES = 4
+    INDEPENDENT = 0
+    INCONCLUSIVE = 1  # the loss cannot be computed in a trial, or the step itself refuses it
+    NOT_REPEATABLE = 2  # the same samples have a different loss the second time
+    GATHERS = 3  # the loss gathers the samples of other data ranks
+    COMPARES = 4  # the loss compares the samples of a batch
 
 
-def findings_of(every: Sequence[Sequence[int]]) -> list[int] | None:
-    """What (finding, whether random numbers were drawn) of all ranks mean together; None where nothing is sure.
+def merge_findings(every: Sequence[Sequence[int]]) -> list[int] | None:
+    """Merge the (finding, whether random numbers were drawn) of all ranks. Returns None if they are inconclusive.
 
-    A loss that changes where nobody draws reads the samples of other data ranks, which are others the second time.
+    A loss that is not repeatable without random numbers reads samples of other data ranks, which change in between.
     """
     found = [finding for finding, _ in every]
-    if Finding.CHANGES not in found:
+    if Finding.NOT_REPEATABLE not in found:
         return found
     return None if any(drew for _, drew in every) else [*found, Finding.GATHERS]
 
 
+@dataclass(frozen=True)
 class Trial:
-    """A few samples of this rank's batch, as micro-batches of one forward, and what their losses show.
+    """A few samples of this rank's batch as micro-batches of one forward, and the interpretation of their losses.
 
     Args:
         parts: A and B.
         both: AB.
-        sizes: the samples of A and of B.
-        weighs: whether the losses of micro-batches are put together by what counts in them, and not by ``loss_weight``.
-        refused: whether the step refuses a loss of which what counts cannot be told.
+        sizes: numbers of samples in A and B.
+        uses_counts: whether micro-batches are weighted by label counts instead of ``loss_weight``.
+        rejects_unknown: whether the step refuses losses whose label counts are unknown.
     """
 
-    def __init__(
-        self, parts: Sequence[Batch], both: Batch, sizes: Sequence[int], *, weighs: bool, refused: bool
-    ) -> None:
-        self.parts, self.both, self.sizes, self.weighs, self._refused = parts, both, sizes, weighs, refused
+    parts: Sequence[Batch]
+    both: Batch
+    sizes: Sequence[int]
+    uses_counts: bool
+    rejects_unknown: bool
 
     def micro_batches(self, data_rank: int) -> list[Batch]:
-        """A and B, to be weighted; A, B and AB; and A once more, or B on all data ranks but the first."""
+        """Return A and B with weighted losses; A, B and AB; and A again (B except on the first data rank)."""
         return [*self.parts, *self.parts, self.both, self.parts[min(data_rank, 1)]]
 
-    def find(self, losses: Sequence[float], *, data_rank: int, eps: float) -> Finding:
-        """What the losses of the micro-batches show: of A and B weighted, and added; of A, of B, of AB, and again.
+    def classify(self, losses: Sequence[float], *, data_rank: int, eps: float) -> Finding:
+        """Return the finding for the losses: weighted A plus weighted B, A, B, AB, and the repetition.
 
         Args:
-            eps: of the type that the model computes in.
+            eps: machine epsilon of the model's dtype.
         """
-        weighted, first, second, both, again = losses
-        if not all(map(math.isfinite, (first, second, both, again))):
-            return Finding.UNKNOWN
-        room = ABSOLUTE + max(RELATIVE, ROUNDINGS * eps) * max(map(abs, (first, second, both)))
-        if abs(again - (second if data_rank else first)) > REPEATED * room:
-            return Finding.CHANGES
+        weighted, first, second, both, repeated = losses
+        if not all(map(math.isfinite, (first, second, both, repeated))):
+            return Finding.INCONCLUSIVE
+        tolerance = ABSOLUTE + max(RELATIVE, DTYPE_ROUNDINGS * eps) * max(map(abs, (first, second, both)))
+        if abs(repeated - (second if data_rank else first)) > REPEAT_TOLERANCE * tolerance:
+            return Finding.NOT_REPEATABLE
         if math.isfinite(weighted):
-            return Finding.FINE if abs(weighted - both) <= room else Finding.COMPARES
-        if self._refused:
-            return Finding.UNKNOWN
-        is_mean = min(first, second) - room <= both <= max(first, second) + room
-        return Finding.FINE if is_mean or abs(both - first - second) <= room else Finding.COMPARES
+            return Finding.INDEPENDENT if abs(weighted - both) <= tolerance else Finding.COMPARES
+        if self.rejects_unknown:
+            return Finding.INCONCLUSIVE
+        return Finding.INDEPENDENT if is_mean_or_sum((first, second), both, tolerance) else Finding.COMPARES
 
 
-def trial_of(
-    batch: Batch, main: str | None, ids: Ids, *, fails_alone: bool, weighs: bool, refused: bool
+def make_trial(
+    batch: Batch, main: str | None, ids: Ids, *, needs_full_samples: bool, uses_counts: bool, rejects_unknown: bool
 ) -> Trial | None:
-    """A trial of the first samples of a batch; None where they cannot be told from the others.
+    """Return a trial of the first samples of a batch, or None if the samples cannot be separated.
 
     Args:
-        main, ids: as for ``split_batch``.
-        fails_alone: whether other ranks wait for one whose forward fails: then only what is sure to be a batch is run.
-        weighs, refused: of the trial.
+        main, ids: as in ``split_batch``.
+        needs_full_samples: whether other ranks wait for a rank whose forward fails, so that only valid batches may run.
+        uses_counts, rejects_unknown: as in ``Trial``.
     """
     try:
         size = batch_size_of(batch, main)
-        each = min(SAMPLES, size // 2)
-        if each == SAMPLES or (each and not fails_alone):
+        each = min(SAMPLES_PER_PART, size // 2)
+        if each == SAMPLES_PER_PART or (each and not needs_full_samples):
             cuts = [each, each, size - 2 * each]
             first, second = split_batch(batch, [n for n in cuts if n], main, ids)[:2]
             both = split_batch(batch, [n for n in (2 * each, cuts[2]) if n], main, ids)[0]
-            return Trial([first, second], both, [each, each], weighs=weighs, refused=refused)
-        if size and not fails_alone:
+            return Trial([first, second], both, [each, each], uses_counts, rejects_unknown)
+        if size and not needs_full_samples:
             both = merge_outputs([batch, batch], [size, size])
-            return Trial([batch, batch], both, [size, size], weighs=weighs, refused=refused)
+            return Trial([batch, batch], both, [size, size], uses_counts, rejects_unknown)
     except ShardFormerError:
         pass
     return None
 
 
 class TrialHead(LastStage):
-    """Notes the losses of a trial. It raises no error: a loss that cannot be tried is not judged."""
+    """Records the losses of a trial without raising errors."""
 
     def __init__(
         self, trial: Trial, parts: Sequence[Batch], stage_forward: StageForward, loss_fn: LossFn | None
     ) -> None:
-        self._tried = _TriedWeights(trial.parts, trial.sizes) if trial.weighs else None
-        super().__init__(parts, [1] * len(parts), stage_forward, self._tried, loss_fn)
-        self._noted = [math.nan] * len(parts)
-        self.gathers = False
+        self._trial_weights = _DeferredLossWeights(trial.parts, trial.sizes) if trial.uses_counts else None
+        super().__init__(parts, [1] * len(parts), stage_forward, self._trial_weights, loss_fn)
+        self._losses_seen = [math.nan] * len(parts)
+        self.has_gathered = False
 
-    def before(self, micro_batch: int) -> None:
+    def begin_head(self, micro_batch: int) -> None:
         if micro_batch < 2:
-            super().before(micro_batch)
+            super().begin_head(micro_batch)
 
-    def after(self, micro_batch: int, output: Any) -> None:
+    def end_head(self, micro_batch: int, output: Any) -> None:
         token = IS_TRYING.set(True)
         try:
             loss = self._loss_of(output, self._parts[micro_batch])
             self.close()
             if micro_batch < 2:
-                loss = loss * math.nan if self._tried is None else self._tried.of(micro_batch, loss)
-            self._noted[micro_batch] = float(loss)
-        except Gathers:
-            self.gathers = True
-        except Exception:  # what cannot be tried is not judged
+                loss = loss * math.nan if self._trial_weights is None else self._trial_weights.of(micro_batch, loss)
+            self._losses_seen[micro_batch] = float(loss)
+        except GatherInTrialError:
+            self.has_gathered = True
+        except Exception:  # no error, no finding
             return
         finally:
             IS_TRYING.reset(token)
             self.close()
 
     def losses(self) -> list[float]:
-        """In the order of ``Trial.find``."""
+        """Return the losses in the order of ``Trial.classify``."""
         try:
-            if self._tried is not None:
-                self._tried.finish()
+            if self._trial_weights is not None:
+                self._trial_weights.finish()
         except ConfigError:
-            self._noted[0] = math.nan
-        return [self._noted[0] + self._noted[1], *self._noted[2:]]
+            self._losses_seen[0] = math.nan
+        return [self._losses_seen[0] + self._losses_seen[1], *self._losses_seen[2:]]
 
 
-class _TriedWeights(LossWeights):
-    """Weights that refuse nothing in the middle of a forward, but afterwards."""
+class _DeferredLossWeights(LossWeights):
+    """Loss weights that raise errors after the forward instead of inside it."""
 
-    _problem: Exception | None = None
+    _first_error: Exception | None = None
 
-    def call(self, index: int, trace: LabelTracer | None, call: LossCall) -> Tensor:
-        if self._problem is None:
+    def record_loss(self, index: int, trace: LabelTracer | None, call: LossCall) -> Tensor:
+        if self._first_error is None:
             try:
-                return super().call(index, trace, call)
+                return super().record_loss(index, trace, call)
             except Exception as problem:
-                self._problem = problem
-        return call.given()
+                self._first_error = problem
+        return call.compute()
 
     def of(self, index: int, loss: Tensor) -> Tensor:
-        if self._problem is not None:
-            raise self._problem
+        if self._first_error is not None:
+            raise self._first_error
         return super().of(index, loss)
 
 
 @contextmanager
-def tried(model: nn.Module, device: torch.device) -> Iterator[list[nn.Module]]:
-    """What forwards do in here to the random states, to buffers and to plain values in modules is undone behind it.
+def restore_after_trial(model: nn.Module, device: torch.device) -> Iterator[list[nn.Module]]:
+    """Restore random states, buffers and plain attributes of the modules on exit, and disable the user's forward hooks.
 
-    Hooks that a script registered are not called. Gives a list that then holds the modules that wrote to their buffers.
+    Yields a list, which on exit contains the modules that wrote to their buffers.
     """
-    writers: list[nn.Module] = []
-    own = __name__.partition(".")[0]
-    modules = [module for module in model.modules() if type(module).__module__.partition(".")[0] != own]
+    buffer_writers: list[nn.Module] = []
+    package = __name__.partition(".")[0]
+    modules = [module for module in model.modules() if type(module).__module__.partition(".")[0] != package]
     plain = [({n: v for n, v in vars(m).items() if isinstance(v, (int, float, str, type(None)))}, m) for m in modules]
     buffers = [(m, {n: (b, None if b is None else b.clone()) for n, b in m._buffers.items()}) for m in modules]
     hooks = [(each, dict(each)) for m in model.modules() for each in (m._forward_pre_hooks, m._forward_hooks) if each]
     eager = torch.compiler.set_stance("force_eager") if any(map(is_compiled, model.modules())) else nullcontext()
     try:
         for each, registered in hooks:
-            for number in [number for number, hook in registered.items() if _is_of_script(hook)]:
+            for number in [number for number, hook in registered.items() if _is_user_hook(hook)]:
                 del each[number]
-        with torch.no_grad(), fork_random_state(device), eager, disable_current_modes():  # no mode counts or traces it
-            yield writers
+        # recorders must not see the trial
+        with torch.no_grad(), fork_random_state(device), eager, disable_current_modes():
+            yield buffer_writers
     finally:
         for each, registered in hooks:
             each.clear()
@@ -263,62 +270,62 @@ def tried(model: nn.Module, device: torch.device) -> Iterator[list[nn.Module]]:
         for values, module in plain:
             vars(module).update(values)
         with torch.no_grad():
-            for module, held in buffers:
-                for name, (buffer, before) in held.items():
+            for module, saved in buffers:
+                for name, (buffer, before) in saved.items():
                     is_same, module._buffers[name] = module._buffers.get(name) is buffer, buffer
                     if buffer is not None and before is not None and not (is_same and torch.equal(buffer, before)):
                         buffer.copy_(before)
-                        writers.append(module)
+                        buffer_writers.append(module)
 
 
-def _is_of_script(hook: Any) -> bool:
-    """Whether a hook is a script's, and no library's."""
+def _is_user_hook(hook: Any) -> bool:
+    """Return whether a hook is defined in the user's code instead of a library."""
     while isinstance(hook, partial):
         hook = hook.func
-    own, root = (str(name).partition(".")[0] for name in (__name__, getattr(hook, "__module__", "")))
+    package, root = (str(name).partition(".")[0] for name in (__name__, getattr(hook, "__module__", "")))
     file = getattr(sys.modules.get(root), "__file__", None) or ""
-    return root != own and not any(file.startswith(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
+    return root != package and not any(file.startswith(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
 
 
-def judge(findings: Sequence[int], into: str, *, refuses: bool, gathers: bool, normalizes: bool) -> None:
-    """Raises ConfigError, or warns, where the loss of a batch that is divided compares its samples.
+def report_finding(
+    findings: Sequence[int], division: str, is_exact: bool, allows_gather: bool, only_normalizes: bool
+) -> None:
+    """Raise ConfigError, or warn, if a divided batch has a loss that compares its samples.
 
     Args:
-        findings: of all ranks.
-        into: what the batch is divided into, in words.
-        refuses: whether the loss is to be that of the whole batch: the user did not choose the mean of the parts'.
-        gathers: whether a loss that gathers the samples of all data ranks is right: with one micro-batch.
-        normalizes: whether it does so in train mode alone, by statistics over the batch.
+        findings: findings of all ranks.
+        division: description of the parts of the batch.
+        is_exact: whether the loss must equal the full batch's loss: the user did not choose a mean of the parts.
+        allows_gather: whether a loss may gather the samples of all data ranks, which needs one micro-batch.
+        only_normalizes: whether samples interact only in train mode, by batch statistics.
     """
     is_gathered = Finding.GATHERS in findings
-    if (is_gathered and gathers) or not (is_gathered or Finding.COMPARES in findings):
+    if (is_gathered and allows_gather) or not (is_gathered or Finding.COMPARES in findings):
         return
-    if normalizes and refuses:
+    if only_normalizes and is_exact:
         warnings.warn(
-            f"In train mode the model normalizes by statistics over the batch, as BatchNorm does, and the batch is "
-            f"divided {into}: each part has statistics of its own, so that loss and weights differ from those of one "
-            "device. Put these layers into eval mode, or use GroupNorm or LayerNorm; over data ranks with one "
-            "micro-batch, torch.nn.SyncBatchNorm; see docs/engine.md",
+            f"The model normalizes by batch statistics (BatchNorm) in train mode, but the batch is divided {division}. "
+            "Each part uses its own statistics, so loss and weights differ from training on one device. Use GroupNorm "
+            "or LayerNorm, put these layers into eval mode, or use torch.nn.SyncBatchNorm with one micro-batch. "
+            "See docs/engine.md",
             stacklevel=2,
         )
-    if normalizes:
+    if only_normalizes:
         return
-    how = "the loss of four samples is not that of two and two"
+    how = "the loss of four samples differs from the losses of two and two"
     if is_gathered:
-        how = "it gathers those of other data ranks, and a micro-batch has some of them alone"
-    what = f"The loss compares the samples of a batch with each other ({how}), and the batch is divided {into}"
-    if refuses:
+        how = "it gathers samples of other data ranks, but a micro-batch contains only some of them"
+    what = f"The loss compares the samples of a batch with each other ({how}), but the batch is divided {division}"
+    if is_exact:
         raise ConfigError(
             what,
-            rule="Each part of a batch is run without the samples of the others. The loss of the whole batch is put "
-            "together of the parts' losses, as means or sums of what counts in each",
-            remedy="Leave the batch in one micro-batch on one data rank; or pass a loss_fn that gathers the embeddings "
-            "with gather_over_data, and use one micro-batch. To train on the mean of the parts' losses, each over its "
-            "own samples, pass loss_weight=, or ParallelConfig(average_loss_over='ranks') over data ranks; see "
-            "docs/engine.md",
+            rule="The loss of a divided batch is the weighted mean or the sum of the losses of its parts",
+            remedy="Use one micro-batch on one data rank, or one micro-batch and a loss_fn that gathers the embeddings "
+            "with gather_over_data. To train on the mean of the parts' losses, pass loss_weight, or "
+            "ParallelConfig(average_loss_over='ranks') for data ranks. See docs/engine.md",
         )
     warnings.warn(
-        f"{what}: each part compares its own samples alone, so that loss and weights differ from those of one device. "
-        "Use one micro-batch, and shardformer.pipeline.gather_over_data in loss_fn; see docs/engine.md",
+        f"{what}. Each part compares only its own samples, so loss and weights differ from training on one device. "
+        "Use one micro-batch, and shardformer.pipeline.gather_over_data in loss_fn. See docs/engine.md",
         stacklevel=2,
     )

@@ -1,7 +1,7 @@
-"""Cuts a chain of layers into stages: contiguous, at least one layer each, and the slowest as fast as can be.
+"""Partition a sequence of layers into contiguous pipeline stages, each with at least one layer.
 
-A cut of ``n`` layers into ``p`` stages is the list of its ``p + 1`` bounds: stage ``i`` holds the layers from
-``bounds[i]`` up to ``bounds[i + 1]``.
+A partition of ``n`` layers into ``p`` stages is a list of ``p + 1`` bounds: stage ``i`` runs layers ``bounds[i]`` to
+``bounds[i + 1] - 1``.
 """
 
 from __future__ import annotations
@@ -14,139 +14,145 @@ from typing import Any
 from shardformer.errors import ConfigError, check_argument, check_choice
 
 PARTITION_METHODS = ("balanced", "uniform")
-"""Besides these, a partition is the number of layers of each virtual stage."""
+"""Names of the partition methods. A partition is one of these or the number of layers of each virtual stage."""
 RENAMED_METHODS = {"cost": "balanced", "even": "uniform"}
 
 
 def check_partition(partition: Any, layer_costs: Any = None, recompute_layers: Any = None) -> None:
-    """Raises ConfigError for values that are not of the types that ``PipelineStageManager`` takes."""
-    rule = "It is 'balanced', 'uniform' or the number of layers of each virtual stage"
+    """Raise ConfigError if an argument of ``PipelineStageManager`` has the wrong type."""
+    rule = "partition must be 'balanced', 'uniform' or a sequence of layer counts, one per virtual stage"
     if isinstance(partition, str):
         check_choice("partition", partition, PARTITION_METHODS, rule)
     check_argument("partition", partition, isinstance(partition, Sequence), rule, "Write partition='uniform'")
     are_costs = isinstance(layer_costs, Sequence) and all(
         isinstance(cost, int | float) and 0 <= cost < math.inf for cost in layer_costs
     )
-    rule, remedy = "It has a number for each layer", "Leave layer_costs out to have them estimated"
+    rule, remedy = "layer_costs must contain one number per layer", "Omit layer_costs to estimate the costs"
     check_argument("layer_costs", layer_costs, layer_costs is None or are_costs, rule, remedy)
     if layer_costs is not None and partition != "balanced":
         raise ConfigError(
-            f"layer_costs with partition={partition!r}",
-            rule="Costs are used by partition='balanced' alone",
-            remedy="Leave one of the two out",
+            f"partition={partition!r} does not use layer_costs", remedy="Omit layer_costs or use partition='balanced'"
         )
     are_counts = isinstance(recompute_layers, Sequence) and not isinstance(recompute_layers, str)
     is_right = recompute_layers is None or are_counts or type(recompute_layers) is int
-    rule, remedy = "It is a number of layers, or one for each virtual stage", "Write recompute_layers=4"
+    rule, remedy = "recompute_layers must be an int or one int per virtual stage", "Write recompute_layers=4"
     check_argument("recompute_layers", recompute_layers, is_right, rule, remedy)
 
 
-def partition_balanced(costs: Sequence[float], parts: int, before: Sequence[float] | float = 0) -> list[int]:
-    """The bounds for which the largest cost of a stage is the smallest possible.
+def partition_balanced(costs: Sequence[float], num_stages: int, before: Sequence[float] | float = 0) -> list[int]:
+    """Return the bounds that minimize the cost of the slowest stage.
 
-    Of the cuts that reach it, the one whose counts of layers are the most even (the sum of their squares is the
-    smallest), then the one whose earlier stages have fewer layers, since they hold more micro-batches at a time.
+    Ties prefer the most even layer counts (smallest sum of squares), then fewer layers in the earlier stages, which
+    keep more micro-batches in flight.
 
     >>> partition_balanced([1, 1, 1, 1, 4], 2)
     [0, 4, 5]
     >>> partition_balanced([1, 1, 1, 1, 1], 2)
     [0, 2, 5]
-    >>> partition_balanced([1, 1, 1, 1], 2, before=[2, 0])     # the first stage does something else as well
+    >>> partition_balanced([1, 1, 1, 1], 2, before=[2, 0])     # the first stage has additional work
     [0, 1, 4]
 
     Args:
-        costs: one a layer, with all that goes with it: the embedding with the first, the head with the last.
-        before: what a stage costs before its first layer; one number for all stages, or one a stage.
+        costs: cost of each layer, including the embedding in the first and the head in the last.
+        before: additional cost of a stage; one number for all stages, or one per stage.
 
-    Raises ConfigError for more parts than layers, and for a cost that is negative or no number.
+    Raises ConfigError for more stages than layers, or an invalid cost.
     """
-    _check_counts(len(costs), parts)
-    own = [before] * parts if isinstance(before, int | float) else list(before)
-    if len(own) != parts:
+    _check_counts(len(costs), num_stages)
+    base_costs = [before] * num_stages if isinstance(before, int | float) else list(before)
+    if len(base_costs) != num_stages:
         raise ConfigError(
-            f"before has {len(own)} numbers for {parts} stages", remedy=f"Give {parts} numbers, or one for all stages"
+            f"before has {len(base_costs)} numbers for {num_stages} stages",
+            remedy=f"Pass {num_stages} numbers, or one for all stages",
         )
     _check_costs("costs", costs)
-    _check_costs("before", own)
-    # exact sums: rounding must not decide which of two cuts is the better one
-    units, own_units = _as_integers(costs, own)
+    _check_costs("before", base_costs)
+    # integers: rounding must not decide between two partitions
+    units, base_units = _as_integers(costs, base_costs)
     sums = [0, *accumulate(units)]
-    peak = _best(sums, own_units, math.inf, 0, lambda cost, count, after: max(cost, after))
-    _, counts = _best(sums, own_units, peak, (0, ()), lambda _, count, after: (after[0] + count**2, (count, *after[1])))
+    peak = _minimize_partition(sums, base_units, math.inf, 0, lambda cost, count, after: max(cost, after))
+    _, counts = _minimize_partition(
+        sums, base_units, peak, (0, ()), lambda _, count, after: (after[0] + count**2, (count, *after[1]))
+    )
     return [0, *accumulate(counts)]
 
 
-def partition_uniform(layers: int, parts: int) -> list[int]:
-    """The bounds for layers of one cost; where they do not divide, stages in the middle hold one more.
+def partition_uniform(layers: int, num_stages: int) -> list[int]:
+    """Return the bounds of a partition with equal layer counts.
 
-    The first stage holds the embedding as well and the last the head, so these two come last in getting one more, and
-    the last, which computes the loss, after the first. Among the others the later ones come first: earlier stages hold
-    more micro-batches at a time.
+    If the number of layers is not divisible, the extra layers go to the middle stages, later ones first because earlier
+    stages keep more micro-batches in flight. Then follow the first stage, which also computes the embedding, and the
+    last, which also computes head and loss.
 
     >>> partition_uniform(12, 4)
     [0, 3, 6, 9, 12]
     >>> partition_uniform(14, 4)
     [0, 3, 7, 11, 14]
 
-    Raises ConfigError for more parts than layers.
+    Raises ConfigError for more stages than layers.
     """
-    _check_counts(layers, parts)
-    each, extra = divmod(layers, parts)
-    order = [*range(parts - 2, 0, -1), 0, parts - 1]
-    counts = [each] * parts
+    _check_counts(layers, num_stages)
+    each, extra = divmod(layers, num_stages)
+    order = [*range(num_stages - 2, 0, -1), 0, num_stages - 1]
+    counts = [each] * num_stages
     for stage in order[:extra]:
         counts[stage] += 1
     return [0, *accumulate(counts)]
 
 
-def partition_explicit(asked: Sequence[int], layers: int, parts: int) -> list[int]:
-    """The bounds for counts of layers that the user gives, one a stage.
+def partition_explicit(counts: Sequence[int], layers: int, num_stages: int) -> list[int]:
+    """Return the bounds for user-specified layer counts, one per stage.
 
     >>> partition_explicit([3, 4, 4, 1], 12, 4)
     [0, 3, 7, 11, 12]
 
-    Raises ConfigError when they are not one count a stage, of at least one layer, that sum to all layers.
+    Raises ConfigError unless there is one positive count per stage and the counts sum to the number of layers.
     """
-    shown = f"layers per stage {list(asked)}"
-    _check_counts(layers, parts)
-    example = [b - a for a, b in zip(partition_uniform(layers, parts), partition_uniform(layers, parts)[1:])]
-    remedy = f"Give {parts} counts that sum to {layers}, as {example}"
-    if len(asked) != parts:
-        names = "names 1 stage" if len(asked) == 1 else f"names {len(asked)} stages"
-        raise ConfigError(f"{shown} {names} of {parts}", rule="There is one count a stage", remedy=remedy)
-    for stage, count in enumerate(asked):
+    shown = f"partition={list(counts)}"
+    _check_counts(layers, num_stages)
+    example = [b - a for a, b in zip(partition_uniform(layers, num_stages), partition_uniform(layers, num_stages)[1:])]
+    remedy = f"Pass {num_stages} counts that sum to {layers}, such as {example}"
+    if len(counts) != num_stages:
+        stages = "1 stage" if len(counts) == 1 else f"{len(counts)} stages"
+        raise ConfigError(f"{shown} describes {stages} instead of {num_stages}", remedy=remedy)
+    for stage, count in enumerate(counts):
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ConfigError(
-                f"{shown} gives stage {stage} {count!r} layers",
-                rule="A stage holds a whole number of layers, at least one",
+                f"{shown} assigns {count!r} layers to stage {stage}",
+                rule="Each stage needs at least one layer",
                 remedy=remedy,
             )
-    total = sum(asked)
+    total = sum(counts)
     if total != layers:
-        wrong = f"skips {_range_of(total, layers)}" if total < layers else f"names {total} of {layers} layers"
-        raise ConfigError(f"{shown} {wrong}", rule="Every layer is in exactly one stage", remedy=remedy)
-    return [0, *accumulate(asked)]
+        wrong = (
+            f"omits {_range_of(total, layers)}"
+            if total < layers
+            else f"assigns {total} layers, but the model has {layers}"
+        )
+        raise ConfigError(f"{shown} {wrong}", remedy=remedy)
+    return [0, *accumulate(counts)]
 
 
 def _range_of(start: int, end: int) -> str:
-    """``layer 11``, ``layers 10 and 11`` or ``layers 9 to 11``, of the layers from ``start`` up to ``end``."""
+    """Format the layers ``start`` to ``end - 1``: ``layer 11``, ``layers 10 and 11`` or ``layers 9 to 11``."""
     if end - start == 1:
         return f"layer {start}"
     return f"layers {start} {'and' if end - start == 2 else 'to'} {end - 1}"
 
 
-def _check_counts(layers: int, parts: int) -> None:
-    if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1:
+def _check_counts(layers: int, num_stages: int) -> None:
+    if isinstance(num_stages, bool) or not isinstance(num_stages, int) or num_stages < 1:
         raise ConfigError(
-            f"{parts!r} pipeline stages",
-            rule="Layers are cut into a whole number of stages, at least one",
+            f"The number of pipeline stages is {num_stages!r}, which is not a positive int",
             remedy=f"Use 1 to {layers} stages" if layers > 1 else "Use 1 stage",
         )
-    if parts > layers:
+    if num_stages > layers:
         which = f"1 to {layers} stages" if layers > 1 else "1 stage"
         raise ConfigError(
-            f"{parts} pipeline stages for {layers} layer{'s' if layers != 1 else ''}",
-            remedy=f"Use {which}, or a model of {parts} layers or more" if layers else "Use a model that has layers",
+            f"{layers} layer{'s' if layers != 1 else ''} cannot fill {num_stages} pipeline stages",
+            remedy=f"Use {which}, or a model with at least {num_stages} layers"
+            if layers
+            else "Use a model that has layers",
         )
 
 
@@ -154,42 +160,41 @@ def _check_costs(name: str, costs: Sequence[float]) -> None:
     for i, cost in enumerate(costs):
         if not math.isfinite(cost) or cost < 0:
             raise ConfigError(
-                f"{name}[{i}]={cost}",
-                rule="A cost is a finite number that is not negative",
-                remedy="Give a time, a number of operations or of parameters, or equal costs where none is known",
+                f"{name}[{i}]={cost} is not a finite, non-negative number",
+                remedy="Pass the time, FLOPs or parameter count of each layer, or equal costs",
             )
 
 
 def _as_integers(*groups: Sequence[float]) -> list[list[int]]:
-    """All numbers in units of one size in which each of them is whole: a float is a whole number over a power of 2."""
+    """Scale all numbers by one power of two so that each becomes an int, without rounding."""
     ratios = [[float(x).as_integer_ratio() for x in group] for group in groups]
     unit = max((d for group in ratios for _, d in group), default=1)
     return [[n * (unit // d) for n, d in group] for group in ratios]
 
 
-def _best(
-    sums: Sequence[int], own: Sequence[int], limit: float, end: Any, value: Callable[[int, int, Any], Any]
+def _minimize_partition(
+    sums: Sequence[int], base_costs: Sequence[int], limit: float, end: Any, value: Callable[[int, int, Any], Any]
 ) -> Any:
-    """The least value of a cut none of whose stages costs more than ``limit``.
+    """Return the smallest value of a partition in which no stage costs more than ``limit``.
 
     Args:
-        end: the value of a cut of nothing.
-        value: (cost of a stage, its layers, the value of the cut of the layers behind it) -> that with the stage.
+        end: value of the empty partition.
+        value: (cost of a stage, its layer count, value of the later stages) -> value including the stage.
     """
     layers = len(sums) - 1
-    # rest[i]: of the best cut of the layers from i on into the stages from here on
-    rest: list[Any] = [None] * layers + [end]
-    for own_cost in reversed(own):
-        rest = [
+    # best_from[i]: value of the best partition of layers i and later into this stage and later ones
+    best_from: list[Any] = [None] * layers + [end]
+    for base_cost in reversed(base_costs):
+        best_from = [
             min(
                 (
-                    value(cost, j - i, rest[j])
+                    value(cost, j - i, best_from[j])
                     for j in range(i + 1, layers + 1)
-                    if rest[j] is not None and (cost := own_cost + sums[j] - sums[i]) <= limit
+                    if best_from[j] is not None and (cost := base_cost + sums[j] - sums[i]) <= limit
                 ),
                 default=None,
             )
             for i in range(layers + 1)
         ]
-    assert rest[0] is not None  # there are as many layers as stages, and the limit is that of a cut
-    return rest[0]
+    assert best_from[0] is not None  # there are enough layers, and ``limit`` is reachable
+    return best_from[0]

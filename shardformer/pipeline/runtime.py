@@ -1,4 +1,4 @@
-"""Runs the actions of a schedule on one rank, for one batch of micro-batches."""
+"""Runs the actions of a pipeline schedule on one rank, for the micro-batches of one step."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError, InputError, LaunchError
-from shardformer.layout.activation_layout import ActivationLayout
 from shardformer.mesh.rank_failures import LostPeerError
-from shardformer.pipeline.layer_sequence import LayerRange, LayerSequence
-from shardformer.pipeline.micro_batch_loss import LossWeights, compares_outputs
+from shardformer.pipeline.micro_batch_loss import LossWeights, is_comparing_samples
 from shardformer.pipeline.micro_batches import merge_outputs, named_tensors_in
 from shardformer.pipeline.p2p_communication import StageExchange
 from shardformer.pipeline.schedules import Action, ActionKind, Schedule
 from shardformer.pipeline.split_backward import WeightBackward, backward_of_inputs
 from shardformer.pipeline.stage_forward import StageActivations, StageForward, StagePass, is_placeholder
+from shardformer.pipeline.stage_manager import Stages
 from shardformer.torch_compat import tree_map_only
 
 IGNORED = -100
-"""The label of what does not count, in torch and transformers."""
+"""Label of ignored tokens in torch and transformers."""
 
 Batch = Mapping[str, Any]
 LossFn = Callable[[Any, Batch], Tensor]
 
 
 class LastStage:
-    """What is done with the outputs of the last stage: their losses are weighted, or they are kept.
+    """Collects the outputs of the last stage: weights their losses, or keeps the outputs themselves.
 
     Args:
-        parts, sizes: the micro-batches, and how many samples each has.
-        stage_forward: the forward of the last stage; others' heads see no output.
-        weights: of the micro-batches in the loss of the batch; None where the outputs are wanted.
-        loss_fn: (output, micro-batch) -> loss; None for the model's own.
-        looks: whether ``compares`` is to become whether ``loss_fn`` compares the samples of the first micro-batch.
+        parts, sizes: the micro-batches and their numbers of samples.
+        stage_forward: forward of the last stage.
+        weights: weights of the micro-batches in the loss of the batch; None to keep the outputs.
+        loss_fn: (output, micro-batch) -> loss; None for the model's own loss.
+        checks_comparison: whether to set ``compares_samples``: whether ``loss_fn`` compares the samples of the first
+            micro-batch.
     """
 
     def __init__(
@@ -49,9 +49,9 @@ class LastStage:
         weights: LossWeights | None,
         loss_fn: LossFn | None,
         *,
-        looks: bool = False,
+        checks_comparison: bool = False,
     ) -> None:
-        self._looks, self.compares = looks, False
+        self._checks_comparison, self.compares_samples = checks_comparison, False
         self._parts, self.sizes, self._stage_forward = parts, sizes, stage_forward
         self._weights, self._loss_fn = weights, loss_fn
         self._outputs: dict[int, Any] = {}
@@ -60,13 +60,13 @@ class LastStage:
         self.factors = torch.zeros((), dtype=torch.float64)
         self.output: Any = None
 
-    def before(self, micro_batch: int) -> None:
-        """When the last layer has run."""
+    def begin_head(self, micro_batch: int) -> None:
+        """Start recording losses, after the last layer has run."""
         if self._weights is not None:
             self._weights.start(micro_batch)
 
-    def after(self, micro_batch: int, output: Any) -> Tensor | None:
-        """When the model gave its output: the loss to go back from, or None."""
+    def end_head(self, micro_batch: int, output: Any) -> Tensor | None:
+        """Process the model's output. Returns the loss for the backward, or None."""
         if self._weights is None:
             self._outputs[micro_batch] = output
             return None
@@ -74,58 +74,55 @@ class LastStage:
             loss = self._loss_of(output, self._parts[micro_batch])
         finally:
             self._weights.stop()
-        self._check_first(loss, output)
-        if self._looks and self._loss_fn is not None:
+        self._check_first_loss(loss, output)
+        if self._checks_comparison and self._loss_fn is not None:
             part, size = self._parts[micro_batch], self.sizes[micro_batch]
-            self.compares, self._looks = compares_outputs(self._loss_fn, output, part, size, len(self._parts)), False
+            self.compares_samples = is_comparing_samples(self._loss_fn, output, part, size, len(self._parts))
+            self._checks_comparison = False
         loss = self._weights.of(micro_batch, loss)
         value = loss.detach().double()
         self.loss = value if self.loss is None else self.loss + value
         return loss
 
     def _loss_of(self, output: Any, part: Batch) -> Tensor:
-        given = output if self._loss_fn is None else self._loss_fn(output, part)
-        loss = loss_in(given)
+        result = output if self._loss_fn is None else self._loss_fn(output, part)
+        loss = loss_in(result)
         if loss is not None:
             return loss
-        who = "model" if self._loss_fn is None else "loss function"
+        source = "model" if self._loss_fn is None else "loss function"
         raise ConfigError(
-            f"The {who} returned {_describe_output(given)}, in which there is no loss",
-            rule="A step goes back from a tensor of one number: what is returned itself, its .loss, its ['loss'], or "
-            "the first element of a tuple. A model of transformers returns a loss where the batch has labels",
-            remedy="Add labels to the batch, or pass loss_fn=, a function (output, micro-batch) -> loss",
+            f"The {source} returned {_describe_output(result)}, which contains no loss",
+            rule="The loss must be a tensor with one element: the return value, its .loss, its ['loss'], or the first "
+            "element of a tuple. Models of transformers return a loss if the batch contains labels",
+            remedy="Add labels to the batch, or pass loss_fn, a function (output, micro-batch) -> loss",
         )
 
-    def _check_first(self, loss: Tensor, output: Any) -> None:
-        """The first loss of all is a number, unless the model gives none; not NaN that stands for another stage's."""
-        ended_well, self._stage_forward.ended_well = self._stage_forward.ended_well, None
+    def _check_first_loss(self, loss: Tensor, output: Any) -> None:
+        """Raise if the first loss is NaN because the labels are ignored or another stage computes its inputs."""
+        is_valid, self._stage_forward.is_last_layer_valid = self._stage_forward.is_last_layer_valid, None
         outputs = [t for _, t in named_tensors_in({"output": output})]
-        if not ended_well or not is_placeholder(loss) or not any(map(is_placeholder, outputs)):
+        if not is_valid or not is_placeholder(loss) or not any(map(is_placeholder, outputs)):
             return
-        given = [
-            (name[-1], t) for part in self._parts for name, t in named_tensors_in(part) if not t.is_floating_point()
-        ]
-        labels = [t for name, t in given if "label" in str(name)]
+        tensors = [(str(name[-1]), t) for part in self._parts for name, t in named_tensors_in(part)]
+        labels = [t for name, t in tensors if "label" in name and not t.is_floating_point()]
         if labels and all(bool((t == IGNORED).all()) for t in labels):
             raise InputError(
-                f"All labels of the batch are {IGNORED}: the loss is NaN, as the plain model's",
-                rule=f"A mean is over the labels that count, and {IGNORED} marks those that do not",
-                remedy="Look at the collator or the mask that writes the labels, and leave such a batch out",
+                f"The loss is NaN because all labels of the batch are {IGNORED} (ignored)",
+                remedy="Check the collator or the mask that writes the labels, and skip such batches",
             )
         raise ConfigError(
-            "The loss is NaN: it reads something in the model's output that an earlier stage computed",
-            rule="The last stage has what its own layers and what stands behind them give",
-            remedy="Give Pipeline(..., loss_fn=) that reads the last states or the logits only; where the model's "
-            "head reads states between its layers, leave pipe out",
+            "The loss is NaN, because it uses an output of the model that only an earlier stage computes",
+            remedy="Pass a loss_fn to Pipeline that uses the last hidden states or the logits only, or omit pipe if "
+            "the head of the model reads intermediate states",
         )
 
     @property
-    def is_explained(self) -> bool:
-        """Whether the loss is made of means over classes that the batch holds."""
-        return self._weights is not None and self._weights.is_explained
+    def has_only_class_means(self) -> bool:
+        """Whether the loss consists of means over class labels of the batch."""
+        return self._weights is not None and self._weights.has_only_class_means
 
     def close(self) -> None:
-        """After the last forward, or an error."""
+        """Stop recording losses, after the last forward or an error."""
         if self._weights is not None:
             self._weights.stop()
 
@@ -139,19 +136,19 @@ class LastStage:
 
 
 def loss_in(output: Any) -> Tensor | None:
-    """The loss in what a model returned, a tensor of one number; None without.
+    """Return the loss in a model's output as a scalar tensor, or None if there is none.
 
-    In each form that the Trainer of transformers takes: ``output.loss``, ``output["loss"]`` or the first element of a
-    tuple; or the output itself.
+    Accepts the forms that the Trainer of transformers accepts (``output.loss``, ``output["loss"]``, the first element
+    of a tuple) and the loss itself.
     """
-    found = output if isinstance(output, Tensor) else getattr(output, "loss", None)
-    if found is None and isinstance(output, Mapping):
-        found = output.get("loss")
-    elif found is None and isinstance(output, tuple | list) and output:
-        found = output[0]
-    if not isinstance(found, Tensor) or found.numel() != 1:
+    loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, Mapping):
+        loss = output.get("loss")
+    elif loss is None and isinstance(output, tuple | list) and output:
+        loss = output[0]
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
         return None
-    return found.reshape(()) if found.dim() else found
+    return loss.reshape(()) if loss.dim() else loss
 
 
 def _describe_output(output: Any) -> str:
@@ -165,10 +162,10 @@ def _describe_output(output: Any) -> str:
 
 
 class NoOutput:
-    """What ``Pipeline.forward`` gives on a stage that has no output."""
+    """Return value of ``Pipeline.forward`` on a stage without an output."""
 
-    def __init__(self, stage: int, last: int) -> None:
-        self._stage, self._last = stage, last
+    def __init__(self, stage: int) -> None:
+        self._stage = stage
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -180,13 +177,13 @@ class NoOutput:
 
     def _error(self, name: str) -> ConfigError:
         return ConfigError(
-            f"{name} was asked of stage {self._stage}",
-            remedy="Call forward(batch, gather=True) on all stages, or look at the output on the last stage only",
+            f"Stage {self._stage} has no output, so {name} is not available",
+            remedy="Call forward(batch, gather=True) on all stages, or use the output on the last stage only",
         )
 
 
 def without_placeholders(output: Any) -> Any:
-    """The output without what other stages made of it, which is NaN here where the output itself is not."""
+    """Replace the outputs that only other stages compute, which are NaN here, by None, unless all are NaN."""
     tensors = [t for _, t in named_tensors_in({"output": output}) if t.is_floating_point() and t.numel()]
     placeholders = {id(t) for t in tensors if is_placeholder(t)}
     if len(placeholders) == len(tensors):
@@ -196,23 +193,21 @@ def without_placeholders(output: Any) -> Any:
 
 @dataclass
 class _InFlightMicroBatch:
-    """A micro-batch in a stage between its forward and its backward."""
-
     received: list[Tensor]
-    handed_on: list[Tensor]
+    sent: list[Tensor]
     loss: Tensor | None = None
 
 
 @dataclass
 class StepInputs:
-    """One batch.
+    """Inputs of one step.
 
     Args:
         batches: the micro-batches, on every rank.
-        keys: what is equal for micro-batches that make activations of the same shapes.
-        seeds: of each micro-batch's random numbers, or None.
-        head: for the last stage.
-        loss_scale: what the loss is multiplied by for the backward.
+        keys: equal for micro-batches whose activations have equal shapes.
+        seeds: random seed of each micro-batch, or None.
+        head: collects the outputs of the last stage.
+        loss_scale: factor of the loss in the backward.
     """
 
     schedule: Schedule
@@ -225,10 +220,10 @@ class StepInputs:
 
 @dataclass
 class RunTrace:
-    """When each action of this rank ran, in seconds from the start, and how many micro-batches were live at most.
+    """Start and end of this rank's actions in seconds since ``start``, and the peak number of micro-batches in flight.
 
     Args:
-        start: of the last step, by ``time.perf_counter``, which the processes of one machine have in common.
+        start: start of the last step by ``time.perf_counter``, which is shared by the processes of one machine.
     """
 
     spans: list[tuple[Action, float, float]] = field(default_factory=list)
@@ -240,147 +235,128 @@ class Runtime:
     """Runs schedules on one rank.
 
     Args:
-        model: this rank's part.
-        stage_forward: that runs spans of it.
-        spans: the units of each virtual stage.
-        exchange: to the other ranks.
-        stream: how the activations between the layers lie: what all tensor ranks hold alike is sent once.
+        model: the model with this rank's parameters.
+        stages: the installed stages of the model.
+        exchange: communication with the other stages.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        stage_forward: StageForward,
-        chain: LayerSequence,
-        spans: Sequence[LayerRange],
-        exchange: StageExchange,
-        stage: int,
-        stream: ActivationLayout,
-    ) -> None:
-        self._model, self._stage_forward, self._chain = model, stage_forward, chain
-        self._spans, self._exchange, self._stage = spans, exchange, stage
-        self._live: dict[tuple[int, int], _InFlightMicroBatch] = {}
+    def __init__(self, model: nn.Module, stages: Stages, exchange: StageExchange) -> None:
+        assert stages.stage_forward is not None
+        self._model, self._stage_forward, self._exchange = model, stages.stage_forward, exchange
+        self._chain, self._spans, self._stage = stages.chain, stages.spans, stages.manager.stage
+        self._stream = stages.stream
+        self._in_flight: dict[tuple[int, int], _InFlightMicroBatch] = {}
         self._weights: dict[tuple[int, int], WeightBackward] = {}
-        self._stream = stream
-        self._broken_off = ""
+        self._interrupted_at = ""
         self.trace: RunTrace | None = None
 
-    def check_goes_on(self) -> None:
-        """Raises LaunchError after a step that an error broke off: the other stages are still in it."""
-        if not self._broken_off or len(self._job.schedule.actions) == 1:
+    def check_not_interrupted(self) -> None:
+        """Raise LaunchError if an error interrupted the previous step."""
+        if not self._interrupted_at or len(self._step.schedule.actions) == 1:
             return
         raise LaunchError(
-            f"An earlier step ended in the middle: stage {self._stage}, {self._broken_off}",
-            rule="Stages run a step together, and the others still wait in that one for what it did not send",
-            remedy="Let the error end this process, and with it the others, and start again from what was saved",
+            f"An error interrupted an earlier step in stage {self._stage}, {self._interrupted_at}",
+            rule="The other stages still wait for the messages of that step",
+            remedy="Let the error end the run, and resume from the last checkpoint",
         )
 
-    def run(self, job: StepInputs) -> None:
-        """Does what the schedule says for this rank. Raises LaunchError when another stage is gone."""
-        self._job = job
-        self._live.clear()
+    def run(self, step: StepInputs) -> None:
+        """Run this rank's actions. Raises LaunchError if another stage has ended."""
+        self._step = step
+        self._in_flight.clear()
         self._weights.clear()
-        self._exchange.begin(job.schedule, job.keys)
+        self._exchange.begin(step.schedule, step.keys)
         self._exchange.prefetch()
         start = time.perf_counter()
         if self.trace is not None:
             self.trace.start = start
-        for action in job.schedule.actions[self._stage]:
-            began = time.perf_counter()
-            self._broken_off = _describe_action(action)
-            with self.named(self._broken_off), self._exchange.traffic.within(action=str(action)):
-                waited = self._do(action)
+        for action in step.schedule.actions[self._stage]:
+            began, waited = time.perf_counter(), self._exchange.seconds_waited
+            self._interrupted_at = _describe_action(action)
+            with self.annotate_errors(self._interrupted_at), self._exchange.traffic.within(action=str(action)):
+                self._run_action(action)
             if self.trace is not None:
-                self.trace.spans.append((action, began + waited - start, time.perf_counter() - start))
-                self.trace.in_flight = max(self.trace.in_flight, len({*self._live, *self._weights}))
-        self._broken_off = "at the end of a step"
-        with self.named(self._broken_off):
+                began += self._exchange.seconds_waited - waited
+                self.trace.spans.append((action, began - start, time.perf_counter() - start))
+                self.trace.in_flight = max(self.trace.in_flight, len({*self._in_flight, *self._weights}))
+        self._interrupted_at = "at the end of a step"
+        with self.annotate_errors(self._interrupted_at):
             self._exchange.finish()
-        self._broken_off = ""
+        self._interrupted_at = ""
 
-    def _do(self, action: Action) -> float:
-        """Carries out one action. Returns the seconds that it waited for others."""
+    def _run_action(self, action: Action) -> None:
         if action.kind is ActionKind.FORWARD:
-            return self._forward(action)
-        if action.kind is ActionKind.WEIGHT:
-            with self._outside_of_autocast():
+            self._forward(action)
+        elif action.kind is ActionKind.WEIGHT:
+            with self._disable_autocast():
                 self._weights.pop((action.stage, action.micro_batch)).run()
-            return 0.0
-        return self._backward(action)
+        else:
+            self._backward(action)
 
-    def _forward(self, action: Action) -> float:
+    def _forward(self, action: Action) -> None:
         stage, index = action.stage, action.micro_batch
-        job, span = self._job, self._spans[stage]
-        began = time.perf_counter()
+        step, span = self._step, self._spans[stage]
         received: list[Tensor] = []
         if stage > 0:
             parts, shapes = self._exchange.activations(stage, index)
             trained = [s.trains and torch.is_grad_enabled() for s in shapes]
             received = [p.requires_grad_() if trains else p for p, trains in zip(parts, trained, strict=True)]
-        waited = time.perf_counter() - began
-        is_last = stage == job.schedule.last
+        is_last = stage == step.schedule.last
         names = self._chain.received_states(span.start)
-        # no leaves: autocast takes those for weights, keeps their copies in 16 bits and adds up gradients in these
-        given = [x.view_as(x) for x in received]
-        run = StagePass(span, dict(zip(names, given, strict=True)), job.seeds[index])
+        # non-leaf views: autocast would cache 16-bit copies of leaves, as of weights, and accumulate gradients in them
+        states = [x.view_as(x) for x in received]
+        run = StagePass(span, dict(zip(names, states, strict=True)), step.seeds[index])
         if is_last:
-            run.at_end = lambda: job.head.before(index)
-        output, payload = self._stage_forward.run(self._model, run, lambda: self._model(**job.batches[index]))
+            run.at_end = lambda: step.head.begin_head(index)
+        output, payload = self._stage_forward.run(self._model, run, lambda: self._model(**step.batches[index]))
         live = _InFlightMicroBatch(received, [])
         if is_last:
-            live.loss = job.head.after(index, output)
+            live.loss = step.head.end_head(index, output)
         else:
             assert payload is not None
-            live.handed_on = list(payload.values())
-            self._exchange.send(action, list(payload.values()), self._lies_whole(span.stop, payload))
+            live.sent = list(payload.values())
+            self._exchange.send(action, [*live.sent], self._list_replicated(span.stop, payload))
         if torch.is_grad_enabled():
-            self._live[stage, index] = live
-        return waited
+            self._in_flight[stage, index] = live
 
-    def _lies_whole(self, unit: int, payload: StageActivations) -> list[bool]:
-        """Which tensors of a payload all tensor ranks hold alike, at a boundary before ``unit``."""
-        is_cut = self._chain.stacks[self._chain.stack_of(unit)].layout_in(self._stream).shards_stacks
-        return [name != "hidden" or not is_cut for name in payload]
+    def _list_replicated(self, unit: int, payload: StageActivations) -> list[bool]:
+        is_sharded = self._chain.stacks[self._chain.stack_of(unit)].layout_in(self._stream).shards_stacks
+        return [name != "hidden" or not is_sharded for name in payload]
 
-    def _backward(self, action: Action) -> float:
+    def _backward(self, action: Action) -> None:
         stage, index = action.stage, action.micro_batch
-        live = self._live.pop((stage, index))
-        waited = 0.0
+        live = self._in_flight.pop((stage, index))
         outputs = [live.loss] if live.loss is not None else []
-        grads: Sequence[Tensor | None] = [torch.full_like(loss, self._job.loss_scale) for loss in outputs] or [None]
-        if stage != self._job.schedule.last:
-            began = time.perf_counter()
-            outputs = [t for t in live.handed_on if t.requires_grad]
+        grads: Sequence[Tensor | None] = [torch.full_like(loss, self._step.loss_scale) for loss in outputs] or [None]
+        if stage != self._step.schedule.last:
+            outputs = [t for t in live.sent if t.requires_grad]
             grads = self._exchange.gradients(stage, index, action.kind)
-            waited = time.perf_counter() - began
-        trains = [x for x in live.received if x.requires_grad]
-        with self._outside_of_autocast():
-            arrived = self._go_back(action, outputs, grads, trains)
+        trained = [x for x in live.received if x.requires_grad]
+        with self._disable_autocast():
+            input_grads = self._run_backward(action, outputs, grads, trained)
         if stage > 0:
-            self._exchange.send(action, arrived, [])
-        return waited
+            self._exchange.send(action, input_grads, [])
 
-    def _go_back(
+    def _run_backward(
         self, action: Action, outputs: list[Tensor], grads: Sequence[Tensor | None], inputs: list[Tensor]
     ) -> list[Tensor | None]:
         pairs = [(y, g) for y, g in zip(outputs, grads, strict=False) if y.requires_grad]
         if action.kind is ActionKind.INPUT:
-            arrived, rest = backward_of_inputs([y for y, _ in pairs], [g for _, g in pairs], inputs)
-            self._weights[action.stage, action.micro_batch] = rest
-            return arrived
+            input_grads, weight_backward = backward_of_inputs([y for y, _ in pairs], [g for _, g in pairs], inputs)
+            self._weights[action.stage, action.micro_batch] = weight_backward
+            return input_grads
         if pairs:
             torch.autograd.backward([y for y, _ in pairs], [g for _, g in pairs])
         return [x.grad for x in inputs]
 
-    def _outside_of_autocast(self) -> torch.autocast:
-        """A backward is outside of the autocast that its forward was in, as in a loop of your own: each operation goes
-        back in the dtype that it came in."""
+    def _disable_autocast(self) -> torch.autocast:
+        """Disable autocast for the backward, which uses the dtypes of the forward, as outside a pipeline."""
         return torch.autocast(self._exchange.device.type, enabled=False)
 
     @contextmanager
-    def named(self, what: str) -> Iterator[None]:
-        """Says in which action of which stage an error came up."""
-        where = f"stage {self._stage}, {what}"
+    def annotate_errors(self, where: str) -> Iterator[None]:
+        """Add the stage and the action to errors."""
+        where = f"stage {self._stage}, {where}"
         try:
             yield
         except Exception as error:
@@ -402,5 +378,6 @@ def _describe_action(action: Action) -> str:
 
 def _lost_stage_error(stage: int, where: str, error: LostPeerError) -> LostPeerError:
     return LostPeerError(
-        f"Stage {stage} is gone, which {where} needs. {error.what}", remedy="See what the stage that ended first says"
+        f"Stage {stage} ended while {where} waited for it. {error.what}",
+        remedy="Read the error of the stage that ended first",
     )

@@ -1,21 +1,21 @@
-"""Pipeline schedules as data: for each rank, the list of its actions. Costs, idle time and checks of a schedule.
+"""Pipeline schedules: the ordered actions of each rank, and the simulation and validation of a schedule.
 
-A rank of the pipe axis holds one stage or several; each is a *virtual stage*, counted from 0, which takes the model's
-input, to the last, which gives its loss.
+Each rank of the pipe axis runs one or more *virtual stages*. Virtual stage 0 takes the model's inputs, the last one
+computes the loss.
 
-Both are found by playing the pipeline through in steps of one unit, the time of an F, an I or a W: in each step each
-rank takes the most wanted of the actions that can be done by then. No choice is left to chance, so every rank that asks
-gets the same schedule. (Qi et al., "Zero Bubble Pipeline Parallelism", 2023, and "Pipeline Parallelism with
-Controllable Memory", 2024.)
+The zero-bubble schedules (Qi et al., "Zero Bubble Pipeline Parallelism", 2023, and "Pipeline Parallelism with
+Controllable Memory", 2024) are built by simulation in steps of one forward. In each step every rank runs the
+runnable action with the highest priority. The result is deterministic, so all ranks build the same schedule.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
+from itertools import accumulate, chain
 from math import inf
 from typing import Any, NamedTuple
 
@@ -23,17 +23,17 @@ from shardformer.errors import ConfigError, check_choice, check_int
 
 
 class ActionKind(StrEnum):
-    """What is done. A backward is either one ``B``, or an ``I`` and, at some later time, its ``W``."""
+    """Kind of a pipeline action. A backward is either one ``B``, or an ``I`` and a later ``W``."""
 
     FORWARD = "F"
-    BACKWARD = "B"  # the whole backward
-    INPUT = "I"  # backward towards the stage's input only, which the stage before waits for
-    WEIGHT = "W"  # the gradients of the stage's weights, which nobody waits for
+    BACKWARD = "B"  # the full backward
+    INPUT = "I"  # the gradients of the stage's inputs, which the previous stage needs
+    WEIGHT = "W"  # the gradients of the stage's weights, which no other stage needs
 
 
 @dataclass(frozen=True, order=True)
 class Action:
-    """One micro-batch through one virtual stage, forwards or backwards.
+    """Forward or backward of one micro-batch through one virtual stage.
 
     >>> print(Action(ActionKind.FORWARD, stage=2, micro_batch=3))
     F3@2
@@ -47,12 +47,12 @@ class Action:
         return f"{self.kind}{self.micro_batch}@{self.stage}"
 
     @property
-    def taker(self) -> int:
-        """The virtual stage that its result is for: behind a forward the next one, behind a backward the one before."""
+    def receiver_stage(self) -> int:
+        """The virtual stage that receives the result: the next one for a forward, the previous one for a backward."""
         return self.stage + (1 if self.kind is ActionKind.FORWARD else -1)
 
-    def needs(self, last: int) -> tuple[Action, ...]:
-        """What must have been done before this, where ``last`` is the last virtual stage."""
+    def dependencies(self, last: int) -> tuple[Action, ...]:
+        """Return the actions that must complete before this one. ``last`` is the last virtual stage."""
         forward = Action(ActionKind.FORWARD, self.stage, self.micro_batch)
         if self.kind is ActionKind.FORWARD:
             return (Action(self.kind, self.stage - 1, self.micro_batch),) if self.stage > 0 else ()
@@ -62,87 +62,79 @@ class Action:
 
 
 RankActions = tuple[Action, ...]
-"""What one rank does, one after another."""
+"""The actions of one rank, in order."""
+
+
+_IN_FLIGHT_CHANGE = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1, ActionKind.WEIGHT: -1}
 
 
 class _PipelineState:
-    """The pipeline as it is after some steps: what each rank did, and when it was done."""
+    """State of a step-by-step simulation: the actions that each rank has run."""
 
     def __init__(self, ranks: int, last: int) -> None:
         self.last = last
-        self.now = 0
-        self.done_at: dict[Action, int] = {}
+        self.done: set[Action] = set()  # in earlier steps
         self.orders: list[list[Action]] = [[] for _ in range(ranks)]
-        self.held = [0] * ranks  # activations of a (virtual stage, micro-batch), from its F to its W
+        self.in_flight = [0] * ranks  # (virtual stage, micro-batch) pairs from their F to their W
 
-    def can(self, action: Action) -> bool:
-        """Whether all that ``action`` needs was done in an earlier step."""
-        return all(self.done_at.get(need, self.now + 1) <= self.now for need in action.needs(self.last))
+    def is_ready(self, action: Action) -> bool:
+        return self.done.issuperset(action.dependencies(self.last))
 
     def run(self, total: int, choose: Callable[[int], Action | None]) -> tuple[RankActions, ...]:
-        """Steps until ``total`` actions are done. ``choose`` names what a rank does in this step, or None."""
-        while len(self.done_at) < total:
+        """Simulate until ``total`` actions are done. ``choose(rank)`` returns the rank's next action or None."""
+        while len(self.done) < total:
             chosen = [choose(rank) for rank in range(len(self.orders))]
-            # what waits only for the step that has just ended can be done now, so somebody always moves
-            assert any(chosen), f"the pipeline stands still at {self.now}"
+            assert any(chosen), "no rank can run an action"
             for rank, action in enumerate(chosen):
                 if action is not None:
-                    self.done_at[action] = self.now + 1
+                    self.done.add(action)
                     self.orders[rank].append(action)
-                    self.held[rank] += {ActionKind.FORWARD: 1, ActionKind.WEIGHT: -1}.get(action.kind, 0)
-            self.now += 1
-        return tuple(tuple(order) for order in self.orders)
+                    self.in_flight[rank] += _IN_FLIGHT_CHANGE.get(action.kind, 0)
+        return tuple(map(tuple, self.orders))
 
 
-def place_weight_gradients(orders: Sequence[RankActions], last: int) -> tuple[RankActions, ...]:
-    """Splits every B of ``orders`` into an I in its place and a W where the rank would else be idle.
+def split_backwards(orders: Sequence[RankActions], last: int) -> tuple[RankActions, ...]:
+    """Split every B into an I at the same place and a W where the rank would otherwise be idle.
 
-    A rank holds no more activations than the fullest rank of ``orders`` does; at that number a W comes before an F. For
-    p stages of v chunks and m micro-batches in the interleaved order the bubble is a third, (p - 1) / (3 v m + p - 1)::
+    No rank keeps more activations than the largest number on any rank in ``orders``: at that limit a W precedes the
+    next F. For p stages of v chunks and m micro-batches in the interleaved order, the bubble shrinks to a third,
+    (p - 1) / (3 v m + p - 1)::
 
         p=2, m=4, v=2
 
         0 | F0a F1a F0b F1b F2a I0b W0b F3a I1b W1b F2b I0a W0a F3b I1a I2b W1a W2b I3b I2a I3a W3b W2a W3a .
         1 | .   F0a F1a F0b I0b F1b I1b F2a I0a W0b F3a I1a W1b F2b I2b W0a F3b I3b I2a I3a W1a W2b W3b W2a W3a
     """
-    wanted = [
-        deque(replace(a, kind=ActionKind.INPUT) if a.kind is ActionKind.BACKWARD else a for a in order)
-        for order in orders
-    ]
+    as_input = {ActionKind.BACKWARD: ActionKind.INPUT}
+    wanted = [deque(replace(a, kind=as_input.get(a.kind, a.kind)) for a in order) for order in orders]
     weights: list[deque[Action]] = [deque() for _ in orders]
-    limit = max(peak_in_flight(order) for order in orders)
-    play = _PipelineState(len(orders), last)
+    limit = max(max_in_flight(order) for order in orders)
+    state = _PipelineState(len(orders), last)
 
     def choose(rank: int) -> Action | None:
-        full = play.held[rank] >= limit
-        if wanted[rank]:
-            first = wanted[rank][0]
-            if play.can(first) and not (full and first.kind is ActionKind.FORWARD):
-                wanted[rank].popleft()
-                if first.kind is ActionKind.INPUT:
-                    weights[rank].append(replace(first, kind=ActionKind.WEIGHT))
-                return first
+        first = wanted[rank][0] if wanted[rank] else None
+        is_full = state.in_flight[rank] >= limit
+        if first and state.is_ready(first) and not (is_full and first.kind is ActionKind.FORWARD):
+            wanted[rank].popleft()
+            if first.kind is ActionKind.INPUT:
+                weights[rank].append(replace(first, kind=ActionKind.WEIGHT))
+            return first
         return weights[rank].popleft() if weights[rank] else None
 
     num_backwards = sum(a.kind is ActionKind.BACKWARD for order in orders for a in order)
-    return play.run(3 * num_backwards, choose)
+    return state.run(3 * num_backwards, choose)
 
 
-def peak_in_flight(order: Sequence[Action]) -> int:
-    """The most (virtual stage, micro-batch) whose activations are held at a time: from F to B, or from F to W."""
-    held = most = 0
-    for action in order:
-        held += {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1, ActionKind.WEIGHT: -1}.get(action.kind, 0)
-        most = max(most, held)
-    return most
+def max_in_flight(order: Sequence[Action]) -> int:
+    """Return the largest number of (virtual stage, micro-batch) pairs whose activations are kept at one time."""
+    return max(accumulate((_IN_FLIGHT_CHANGE.get(action.kind, 0) for action in order), initial=0))
 
 
-def zbv(stages: int, micro_batches: int) -> tuple[RankActions, ...]:
-    """Two chunks a rank on a way of the shape of a V: down to the last rank (a), and up to the first again (b).
+def _build_zbv(stages: int, micro_batches: int) -> tuple[RankActions, ...]:
+    """Zero-bubble V schedule: two chunks per rank, from the first rank to the last (a) and back to the first (b).
 
-    Once the pipeline is full a rank does F, I and W of one chunk, then of the other, so that a message has the time of
-    an action or two to arrive, and actions need not take equally long. A rank holds no more than 2p chunks'
-    activations, as many as 1F1B's first rank has::
+    Once the pipeline is full, a rank runs F, I and W of one chunk, then of the other. A message therefore has the time
+    of one or two actions to arrive. A rank keeps at most 2p chunk activations, like the first rank of 1F1B::
 
         p=2, m=4, v=2
 
@@ -150,13 +142,13 @@ def zbv(stages: int, micro_batches: int) -> tuple[RankActions, ...]:
         1 | .   F0a F0b F1a F1b I0b W0b F2a I0a W0a F2b I1b W1b F3a I1a W1a F3b I2b W2b I2a I3b I3a W2a W3b W3a
     """
     if micro_batches < 2 * stages - 1:
-        return _zbv_of_few(stages, micro_batches)
-    return tuple(_zbv_of_rank(stages, micro_batches, rank) for rank in range(stages))
+        return _build_zbv_few_micro_batches(stages, micro_batches)
+    return tuple(_build_zbv_rank(stages, micro_batches, rank) for rank in range(stages))
 
 
-def _zbv_of_rank(stages: int, micro_batches: int, rank: int) -> RankActions:
-    """The order of the ZB-V schedule of Qi et al., 2024, for as many micro-batches as fill the V, or more."""
-    down, up, behind = rank, 2 * stages - 1 - rank, stages - rank
+def _build_zbv_rank(stages: int, micro_batches: int, rank: int) -> RankActions:
+    """Return a rank's order in the ZB-V schedule of Qi et al., 2024, for 2p - 1 or more micro-batches."""
+    down, up, ranks_left = rank, 2 * stages - 1 - rank, stages - rank
     counts = {(kind, stage): 0 for kind in ActionKind for stage in (down, up)}
     order: list[Action] = []
 
@@ -166,64 +158,61 @@ def _zbv_of_rank(stages: int, micro_batches: int, rank: int) -> RankActions:
                 order.append(Action(*step, counts[step]))
                 counts[step] += 1
 
-    of_down, of_up = (
-        [(kind, stage) for kind in (ActionKind.FORWARD, ActionKind.INPUT, ActionKind.WEIGHT)] for stage in (down, up)
-    )
-    add(2 * behind - 1, of_down[0])
-    add(rank, of_up[0], of_down[0])
-    add(behind, *of_up)
-    add(micro_batches - stages, *of_down, *of_up)
-    add(rank, of_down[1], of_up[1])
-    add(behind, *of_down[1:])
-    add(micro_batches, of_up[2])
-    add(micro_batches, of_down[2])
+    kinds = (ActionKind.FORWARD, ActionKind.INPUT, ActionKind.WEIGHT)
+    down_steps, up_steps = ([(kind, stage) for kind in kinds] for stage in (down, up))
+    add(2 * ranks_left - 1, down_steps[0])
+    add(rank, up_steps[0], down_steps[0])
+    add(ranks_left, *up_steps)
+    add(micro_batches - stages, *down_steps, *up_steps)
+    add(rank, down_steps[1], up_steps[1])
+    add(ranks_left, *down_steps[1:])
+    add(micro_batches, up_steps[2])
+    add(micro_batches, down_steps[2])
     return tuple(order)
 
 
-def _zbv_of_few(stages: int, micro_batches: int) -> tuple[RankActions, ...]:
-    """For too few micro-batches to fill the V.
+def _build_zbv_few_micro_batches(stages: int, micro_batches: int) -> tuple[RankActions, ...]:
+    """ZB-V order for fewer than 2p - 1 micro-batches.
 
-    The second chunk goes before the first and F before I, so that what was begun is ended; W comes when nothing else
-    can be done. Of the 2p activations one is kept free for the second chunk, without which the first could fill the
-    rank for good.
+    The second chunk has priority over the first, and F over I. W runs when nothing else can. One of the 2p activation
+    slots is reserved for the second chunk, because a rank filled with activations of the first chunk would deadlock.
     """
     last, limit = 2 * stages - 1, 2 * stages
-    play = _PipelineState(stages, last)
-    following = {(kind, stage): 0 for kind in ActionKind for stage in range(last + 1)}  # the next micro-batch of each
+    state = _PipelineState(stages, last)
+    next_micro_batch = {(kind, stage): 0 for kind in ActionKind for stage in range(last + 1)}
 
     def choose(rank: int) -> Action | None:
         down, up = rank, last - rank
-        wishes = [
-            (ActionKind.FORWARD, up),
-            (ActionKind.INPUT, up),
-            (ActionKind.FORWARD, down),
-            (ActionKind.INPUT, down),
-        ]
-        for kind, stage in (*wishes, (ActionKind.WEIGHT, up), (ActionKind.WEIGHT, down)):
-            action = Action(kind, stage, following[kind, stage])
-            room = limit - play.held[rank] - (stage == down)
-            if action.micro_batch < micro_batches and play.can(action) and (kind is not ActionKind.FORWARD or room > 0):
-                following[kind, stage] += 1
+        priorities = [(kind, stage) for stage in (up, down) for kind in (ActionKind.FORWARD, ActionKind.INPUT)]
+        for kind, stage in (*priorities, (ActionKind.WEIGHT, up), (ActionKind.WEIGHT, down)):
+            action = Action(kind, stage, next_micro_batch[kind, stage])
+            room = limit - state.in_flight[rank] - (stage == down)
+            if (
+                action.micro_batch < micro_batches
+                and state.is_ready(action)
+                and (kind is not ActionKind.FORWARD or room > 0)
+            ):
+                next_micro_batch[kind, stage] += 1
                 return action
         return None
 
-    return play.run(6 * stages * micro_batches, choose)
+    return state.run(6 * stages * micro_batches, choose)
 
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved_zb", "zbv")
 LOSS_AVERAGES = ("tokens", "ranks")
-"""What the loss of a batch of several data ranks is averaged over."""
+"""Values of ``average_loss_over``."""
 _CHUNKS = {"gpipe": 1, "1f1b": 1, "zbv": 2}
-"""How many chunks a schedule has that leaves no choice."""
+"""Schedules with a fixed number of chunks per rank."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each rank of the pipe axis does, in order.
+    """Ordered actions of every rank of the pipe axis.
 
     Args:
-        placement: the rank on the pipe axis that holds each virtual stage.
-        actions: a list for each rank on the pipe axis.
+        placement: rank on the pipe axis of each virtual stage.
+        actions: one tuple of actions per rank on the pipe axis.
     """
 
     name: str
@@ -235,81 +224,78 @@ class Schedule:
 
     @property
     def last(self) -> int:
-        """The virtual stage that gives the loss."""
+        """The last virtual stage, which computes the loss."""
         return self.stages * self.num_model_chunks - 1
 
-    def chunk_of(self, stage: int) -> int:
-        """Which of its rank's virtual stages one is, counted in the order in which a micro-batch passes them."""
+    def chunk_index(self, stage: int) -> int:
+        """Return the index of a virtual stage among its rank's virtual stages, in the order of the forward."""
         return stage // self.stages
 
 
 MAX_ACTIONS = 2**20
-"""Forwards of a schedule, on all stages."""
+"""Upper limit of micro-batches times virtual stages."""
 
 
 @lru_cache(maxsize=256)
 def make_schedule(name: str, stages: int, micro_batches: int, chunks: int | None = None) -> Schedule:
-    """The schedule ``name`` for p stages and m micro-batches.
+    """Return the schedule ``name`` for p stages and m micro-batches.
 
     Args:
-        chunks: virtual stages that a rank holds; None for the schedule's own number.
+        chunks: virtual stages per rank; None for the schedule's default.
 
-    Raises ConfigError when there is no such schedule, or not for these numbers.
+    Raises ConfigError if the schedule does not exist or does not support these numbers.
     """
     chunks = default_chunks(name) if chunks is None else chunks
     check_schedule_name(name, stages, chunks)
     _check_micro_batches(name, stages, micro_batches, chunks)
     if stages * chunks * micro_batches > MAX_ACTIONS:
         raise ConfigError(
-            f"{micro_batches} micro-batches over {stages} stages of {chunks} chunks",
-            rule=f"A schedule names each of them on each virtual stage: {MAX_ACTIONS:,} at the most",
+            f"{micro_batches} micro-batches on {stages} stages of {chunks} chunks exceed {MAX_ACTIONS:,} forwards",
             remedy="Use fewer micro-batches, stages or chunks",
         )
-    placement = placement_of(name, stages, chunks)
+    placement = assign_virtual_stages(name, stages, chunks)
     if name == "gpipe":
-        orders = _gpipe(stages, micro_batches)
+        orders = _build_gpipe(stages, micro_batches)
     elif name == "1f1b":
-        orders = _one_f_one_b(stages, micro_batches)
+        orders = _build_1f1b(stages, micro_batches)
     elif name == "interleaved":
-        orders = _interleaved(stages, micro_batches, chunks)
+        orders = _build_interleaved(stages, micro_batches, chunks)
     elif name == "interleaved_zb":
-        orders = place_weight_gradients(_interleaved(stages, micro_batches, chunks), last=stages * chunks - 1)
+        orders = split_backwards(_build_interleaved(stages, micro_batches, chunks), last=stages * chunks - 1)
     else:
-        orders = zbv(stages, micro_batches)
+        orders = _build_zbv(stages, micro_batches)
     return Schedule(name, stages, micro_batches, chunks, placement, orders)
 
 
-def forward_only(schedule: Schedule) -> Schedule:
-    """The same without the backwards, for evaluation."""
-    return replace(
-        schedule, actions=tuple(tuple(a for a in order if a.kind is ActionKind.FORWARD) for order in schedule.actions)
+def drop_backward(schedule: Schedule) -> Schedule:
+    """Return the forwards of a schedule, for evaluation."""
+    forwards = (tuple(a for a in order if a.kind is ActionKind.FORWARD) for order in schedule.actions)
+    return replace(schedule, actions=tuple(forwards))
+
+
+def list_messages(schedule: Schedule, sender: int, receiver: int) -> RankActions:
+    """Return the actions of rank ``sender`` whose results go to rank ``receiver``, in the order in which they run.
+
+    The output of F goes to the rank of the next virtual stage, the gradient from B or I to the rank of the previous
+    one. Results that stay on a rank are not sent, and W has no result.
+    """
+    return tuple(
+        a for a in schedule.actions[sender] if receiver != sender and receiver == find_receiver_rank(schedule, a)
     )
 
 
-def messages(schedule: Schedule, sender: int, receiver: int) -> RankActions:
-    """The actions of rank ``sender`` whose result goes to rank ``receiver``, in the order in which they are done.
-
-    After F of a virtual stage its output goes to the rank of the next one; after B or I the gradient of its input to
-    the rank of the one before. What stays on a rank, and what W gives, is not sent.
-    """
-    return tuple(a for a in schedule.actions[sender] if receiver != sender and receiver == receiver_of(schedule, a))
+def find_receiver_rank(schedule: Schedule, action: Action) -> int | None:
+    """Return the rank that receives the result of ``action`` (possibly its own rank), or None if there is none."""
+    is_sent = action.kind is not ActionKind.WEIGHT and 0 <= action.receiver_stage <= schedule.last
+    return schedule.placement[action.receiver_stage] if is_sent else None
 
 
-def receiver_of(schedule: Schedule, action: Action) -> int | None:
-    """The rank that takes the result of ``action``, its own one among them; None if there is none."""
-    is_sent = action.kind is not ActionKind.WEIGHT and 0 <= action.taker <= schedule.last
-    return schedule.placement[action.taker] if is_sent else None
+def assign_virtual_stages(name: str, stages: int, chunks: int) -> tuple[int, ...]:
+    """Return the rank of each virtual stage: round-robin, or for zbv up to the last rank and back.
 
-
-# ------------------------------------------------------------------------------------------------- what goes with what
-
-
-def placement_of(name: str, stages: int, chunks: int) -> tuple[int, ...]:
-    """The rank of each virtual stage: round and round, or for zbv down to the last rank and up again.
-
-    >>> placement_of("interleaved", stages=4, chunks=2)
+    >>> assign_virtual_stages("interleaved", stages=4, chunks=2)
     (0, 1, 2, 3, 0, 1, 2, 3)
-    >>> placement_of("zbv", stages=4, chunks=2)
+    >>> assign_virtual_stages("zbv", stages=4, chunks=2)
     (0, 1, 2, 3, 3, 2, 1, 0)
     """
     check_schedule_name(name, stages, chunks)
@@ -319,31 +305,29 @@ def placement_of(name: str, stages: int, chunks: int) -> tuple[int, ...]:
 
 
 def default_chunks(name: str) -> int:
-    """How many chunks a rank holds when nobody says."""
+    """Return the default number of chunks (virtual stages) per rank of a schedule."""
     check_choice("schedule", name, SCHEDULES)
     return _CHUNKS.get(name, 2)
 
 
 def check_schedule_name(name: str, stages: int, chunks: int) -> None:
-    """Raises ConfigError when there is no schedule of this name, or not for these numbers."""
+    """Raise ConfigError if the schedule does not exist or does not support these numbers."""
     check_choice("schedule", name, SCHEDULES)
     check_int("stages", stages)
     if name in _CHUNKS and chunks != _CHUNKS[name]:
         raise ConfigError(
-            f"num_model_chunks={chunks} for the schedule {name!r}",
-            rule="A rank holds both arms of the V" if name == "zbv" else f"In {name} a rank holds one stage",
-            remedy=f"Use {_CHUNKS[name]}, or the schedule 'interleaved'",
+            f"schedule={name!r} requires num_model_chunks={_CHUNKS[name]}, but num_model_chunks={chunks} was passed",
+            remedy=f"Use num_model_chunks={_CHUNKS[name]} or schedule='interleaved'",
         )
     if chunks < default_chunks(name):
         raise ConfigError(
-            f"num_model_chunks={chunks} for the schedule {name!r}",
-            rule="An interleaved schedule has two chunks on each rank, or more",
-            remedy="Use 2 or more" + (", or the schedule '1f1b'" if chunks == 1 else ""),
+            f"schedule={name!r} requires at least 2 chunks per rank, but num_model_chunks={chunks} was passed",
+            remedy="Use num_model_chunks=2 or more" + (", or schedule='1f1b'" if chunks == 1 else ""),
         )
 
 
 def fitting_micro_batches(name: str, stages: int, chunks: int, at_least: int) -> int:
-    """The smallest number of micro-batches from ``at_least`` on that the schedule takes."""
+    """Return the smallest number of micro-batches, at least ``at_least``, that the schedule accepts."""
     check_schedule_name(name, stages, chunks)
     step = stages if name.startswith("interleaved") else 1
     return max(1, -(-at_least // step)) * step
@@ -352,24 +336,20 @@ def fitting_micro_batches(name: str, stages: int, chunks: int, at_least: int) ->
 def _check_micro_batches(name: str, stages: int, micro_batches: int, chunks: int) -> None:
     above = fitting_micro_batches(name, stages, chunks, at_least=micro_batches)
     if micro_batches < 1:
-        raise ConfigError(f"micro_batches={micro_batches}", remedy=f"Use {above} or more")
+        raise ConfigError(f"micro_batches={micro_batches} is not positive", remedy=f"Use {above} or more")
     if above != micro_batches:
         below = above - stages
         raise ConfigError(
-            f"micro_batches={micro_batches} for the schedule {name!r} with {stages} stages",
-            rule="An interleaved schedule takes micro-batches in groups of as many as there are stages",
-            remedy=f"Use {f'{below} or {above}' if below else above}, or the schedule '1f1b', which takes any number",
+            f"micro_batches={micro_batches} is not a multiple of the {stages} stages, as schedule={name!r} requires",
+            remedy=f"Use {f'{below} or {above}' if below else above}, or schedule='1f1b', which accepts any number",
         )
 
 
-# ---------------------------------------------------------------------------------------------------------- the orders
+def _build_gpipe(stages: int, micro_batches: int) -> tuple[RankActions, ...]:
+    """All forwards, then all backwards (Huang et al., 2019). Each rank keeps the activations of all m micro-batches.
 
-
-def _gpipe(stages: int, micro_batches: int) -> tuple[RankActions, ...]:
-    """All forwards, then all backwards (Huang et al., 2019). Every rank holds the activations of all m micro-batches.
-
-    The backwards come in the order of the forwards, as in every schedule here, so that a stage sums its gradients in
-    one order whichever is used::
+    Backwards run in the order of the forwards, as in every schedule here. A stage therefore accumulates its gradients
+    in the same order under every schedule::
 
         p=3, m=3
 
@@ -377,13 +357,13 @@ def _gpipe(stages: int, micro_batches: int) -> tuple[RankActions, ...]:
         1 | .  F0 F1 F2 .  .  .  B0 -- B1 -- B2 -- .  .
         2 | .  .  F0 F1 F2 B0 -- B1 -- B2 -- .  .  .  .
     """
-    return _orders(stages, micro_batches, 1, lambda rank: micro_batches)
+    return _build_rank_actions(stages, micro_batches, 1, lambda rank: micro_batches)
 
 
-def _one_f_one_b(stages: int, micro_batches: int) -> tuple[RankActions, ...]:
-    """One forward, one backward in turn, once the pipeline is full (PipeDream-flush, Narayanan et al., 2021).
+def _build_1f1b(stages: int, micro_batches: int) -> tuple[RankActions, ...]:
+    """Alternate one forward and one backward once the pipeline is full (PipeDream-flush, Narayanan et al., 2021).
 
-    Rank r first does p - 1 - r forwards more, and so holds the activations of p - r micro-batches, not m::
+    Rank r first runs p - 1 - r extra forwards, so it keeps the activations of p - r micro-batches instead of m::
 
         p=4, m=6
 
@@ -392,39 +372,44 @@ def _one_f_one_b(stages: int, micro_batches: int) -> tuple[RankActions, ...]:
         2 | .  .  F0 F1 .  .  B0 -- F2 B1 -- F3 B2 -- F4 B3 -- F5 B4 -- .  B5 -- .  .  .  .
         3 | .  .  .  F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- F4 B4 -- F5 B5 -- .  .  .  .  .  .
     """
-    return _orders(stages, micro_batches, 1, lambda rank: stages - 1 - rank)
+    return _build_rank_actions(stages, micro_batches, 1, lambda rank: stages - 1 - rank)
 
 
-def _interleaved(stages: int, micro_batches: int, chunks: int) -> tuple[RankActions, ...]:
-    """1F1B where a rank has v chunks, p virtual stages apart (Narayanan et al., 2021, section 2.2).
+def _build_interleaved(stages: int, micro_batches: int, chunks: int) -> tuple[RankActions, ...]:
+    """1F1B in which a rank has v chunks, p virtual stages apart (Narayanan et al., 2021, section 2.2).
 
-    Micro-batches come in groups of p. A group passes the first chunk of a rank, then its second, and so on; its
-    backwards come in the other order of chunks. The bubble has the time of a chunk, not of a whole stage::
+    Micro-batches run in groups of p. A group passes the first chunk of a rank, then the second, and so on; its
+    backwards pass the chunks in reverse. The bubble shrinks from the time of a stage to the time of a chunk::
 
         p=2, m=4, v=2
 
         0 | F0a F1a F0b F1b F2a .   B0b --  F3a B1b --  F2b B0a --  F3b B1a --  .   B2b --  .   B3b --  B2a --  B3a --
         1 | .   F0a F1a F0b B0b --  F1b B1b --  F2a B0a --  F3a B1a --  F2b B2b --  F3b B3b --  B2a --  B3a --  .   .
     """
-    return _orders(stages, micro_batches, chunks, lambda rank: 2 * (stages - 1 - rank) + (chunks - 1) * stages)
+    return _build_rank_actions(
+        stages, micro_batches, chunks, lambda rank: 2 * (stages - 1 - rank) + (chunks - 1) * stages
+    )
 
 
-def _orders(stages: int, micro_batches: int, chunks: int, ahead: Callable[[int], int]) -> tuple[RankActions, ...]:
-    """For each rank some forwards ahead, then a forward and a backward in turn, then the backwards that are left."""
+def _build_rank_actions(
+    stages: int, micro_batches: int, chunks: int, ahead: Callable[[int], int]
+) -> tuple[RankActions, ...]:
+    """Return per rank ``ahead(rank)`` forwards, then forwards and backwards in turn, then the last backwards."""
+
+    def passes(kind: ActionKind, rank: int, chunk_order: range) -> list[Action]:
+        return [
+            Action(kind, chunk * stages + rank, i)
+            for group in range(0, micro_batches, stages)
+            for chunk in chunk_order
+            for i in range(group, min(group + stages, micro_batches))
+        ]
+
     orders = []
     for rank in range(stages):
-        forwards, backwards = (
-            [
-                Action(kind, chunk * stages + rank, i)
-                for group in range(0, micro_batches, stages)
-                for chunk in passed
-                for i in range(group, min(group + stages, micro_batches))
-            ]
-            for kind, passed in ((ActionKind.FORWARD, range(chunks)), (ActionKind.BACKWARD, range(chunks)[::-1]))
-        )
+        forwards = passes(ActionKind.FORWARD, rank, range(chunks))
+        backwards = passes(ActionKind.BACKWARD, rank, range(chunks)[::-1])
         first = min(ahead(rank), len(forwards))
-        pairs = zip(forwards[first:], backwards)
-        in_turn = (action for pair in pairs for action in pair)
+        in_turn = chain.from_iterable(zip(forwards[first:], backwards))
         orders.append((*forwards[:first], *in_turn, *backwards[len(forwards) - first :]))
     return tuple(orders)
 
@@ -435,13 +420,12 @@ DURATIONS: Mapping[ActionKind, float] = {
     ActionKind.INPUT: 1.0,
     ActionKind.WEIGHT: 1.0,
 }
-"""In the time of the forward of one chunk. A backward is two matrix products for a forward's one."""
+"""Default durations, in units of one chunk's forward. A backward computes twice as many matrix products."""
 Durations = Mapping[ActionKind, float] | Mapping[ActionKind | tuple[ActionKind, int], float]
-_SHOWN_PROBLEMS = 5
 
 
 class ActionSpan(NamedTuple):
-    """When an action begins and ends."""
+    """Start and end time of an action."""
 
     action: Action
     start: float
@@ -450,14 +434,15 @@ class ActionSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """A schedule played through, with a row for each rank of the pipe axis.
+    """Simulated timing of a schedule.
 
     Args:
-        makespan: from the first action's begin to the last one's end.
-        idle: for each rank the time in which it does nothing.
-        bubble: the idle time of all ranks as a share of all their time, from 0 to 1.
-        in_flight: for each rank the most activations that it holds at a time, each of one micro-batch in one chunk,
-            from its F to the end of its backward: its B, or its W.
+        spans: one row of action spans per rank of the pipe axis.
+        makespan: time from the start of the first action to the end of the last.
+        idle: idle time of each rank.
+        bubble: idle time of all ranks as a share of their total time, from 0 to 1.
+        in_flight: per rank, the peak number of activations kept, each of one micro-batch in one chunk. An activation is
+            kept from its F to the end of its B or W.
     """
 
     spans: tuple[tuple[ActionSpan, ...], ...]
@@ -468,30 +453,31 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, durations: Durations = DURATIONS, send: float = 0.0) -> Timeline:
-    """Plays a schedule through: each rank begins its next action as soon as what the action needs is there.
+    """Simulate a schedule: each rank starts its next action as soon as the action's dependencies are available.
 
     Args:
-        durations: of each kind of action, in any unit, or by (kind, virtual stage) where the stages differ. Those that
-            are left out are ``DURATIONS``.
-        send: how long a result is on its way to another rank; the sender goes on meanwhile.
+        durations: time of each kind of action, or of (kind, virtual stage), in any unit. ``DURATIONS`` fills in the
+            missing kinds.
+        send: transfer time of a result to another rank. The sender does not wait.
 
-    Raises ConfigError for a duration that cannot be or is of no stage, and for a schedule that stands still.
+    Raises ConfigError for an invalid duration, an unknown virtual stage, or a schedule that deadlocks.
     """
     of: dict[Any, float] = {**DURATIONS, **durations}
     named = {f"duration {f'{k[0]}@{k[1]}' if isinstance(k, tuple) else k}": number for k, number in of.items()}
     for name, number in [*named.items(), ("send", send)]:
-        least = "0 or more" if name == "send" else "a positive number"
+        valid = "a finite number of at least 0" if name == "send" else "a finite positive number"
         if not (0 <= number < inf) or (number == 0 and name != "send"):
-            raise ConfigError(f"{name}={number:g}", rule=f"A time is finite, this one {least}", remedy=f"Use {least}")
+            raise ConfigError(f"{name}={number:g} is not {valid}", remedy=f"Use {valid}")
     if beyond := [key for key in durations if isinstance(key, tuple) and not 0 <= key[1] <= schedule.last]:
         raise ConfigError(
-            f"A duration is given for stage {beyond[0][1]}",
-            rule=f"The virtual stages are 0 to {schedule.last}",
-            remedy="Name one of them, or the kind of action alone",
+            f"durations contains virtual stage {beyond[0][1]}, but the schedule has stages 0 to {schedule.last}",
+            remedy="Use one of these stages, or pass the duration for the kind of action only",
         )
     spans, stuck = _simulate_ranks(schedule, of, send)
     if stuck:
-        raise _broken(schedule, [stuck])
+        raise ConfigError(
+            f"The schedule {schedule.name!r} deadlocks: {stuck}", remedy="Build the schedule with make_schedule"
+        )
     makespan = max((row[-1].end for row in spans if row), default=0.0)
     idle = tuple(max(0.0, makespan - sum(span.end - span.start for span in row)) for row in spans)
     return Timeline(
@@ -499,12 +485,12 @@ def simulate(schedule: Schedule, durations: Durations = DURATIONS, send: float =
         makespan=makespan,
         idle=idle,
         bubble=sum(idle) / (len(idle) * makespan) if makespan else 0.0,
-        in_flight=tuple(peak_in_flight(order) for order in schedule.actions),
+        in_flight=tuple(max_in_flight(order) for order in schedule.actions),
     )
 
 
 def bubble_formula(name: str, stages: int, micro_batches: int, chunks: int) -> float | None:
-    """The bubble in closed form, if sending takes no time, and F, I and W the same; None where there is no such form.
+    """Return the bubble in closed form for free communication and equal F, I and W, or None if there is no closed form.
 
     With p stages, m micro-batches and v chunks a rank works for v m pairs of F and B, and waits for p - 1::
 
@@ -519,73 +505,31 @@ def bubble_formula(name: str, stages: int, micro_batches: int, chunks: int) -> f
     return (stages - 1) / (pairs + stages - 1)
 
 
-def check_schedule(schedule: Schedule) -> None:
-    """Raises ConfigError when a schedule cannot be run: see ``problems``."""
-    found = problems(schedule)
-    if found:
-        raise _broken(schedule, found)
-
-
-def problems(schedule: Schedule) -> list[str]:
-    """What is wrong with a schedule, in words: actions that are missing, twice, elsewhere, or in no possible order.
-
-    One without any backward is whole, too: it evaluates.
-    """
-    done = Counter(action for order in schedule.actions for action in order)
-    kinds = {action.kind for action in done} | {ActionKind.FORWARD}
-    found = []
-    if kinds not in (
-        {ActionKind.FORWARD},
-        {ActionKind.FORWARD, ActionKind.BACKWARD},
-        {ActionKind.FORWARD, ActionKind.INPUT, ActionKind.WEIGHT},
-    ):
-        found.append(f"its kinds are {', '.join(sorted(kinds))}, not F; F and B; or F, I and W")
-    stages, micro_batches = range(schedule.last + 1), range(schedule.micro_batches)
-    wanted = {Action(kind, stage, i) for kind in kinds for stage in stages for i in micro_batches}
-    found += [f"{action} is missing" for action in sorted(wanted - done.keys())]
-    found += [f"{action} is there {count} times" for action, count in sorted(done.items()) if count > 1]
-    found += [f"{action} is of no stage and micro-batch of this schedule" for action in sorted(done.keys() - wanted)]
-    for rank, order in enumerate(schedule.actions):
-        for action in order:
-            if action in wanted and schedule.placement[action.stage] != rank:
-                found.append(f"{action} is on rank {rank}, its stage on rank {schedule.placement[action.stage]}")
-    stuck = _simulate_ranks(schedule, DURATIONS, 0.0)[1]
-    return found + [stuck] if stuck else found
-
-
 def _simulate_ranks(
     schedule: Schedule, durations: Mapping[Any, float], send: float
 ) -> tuple[list[list[ActionSpan]], str]:
-    """The spans of each rank, and how it stands when no rank can go on ("" when all is done)."""
+    """Return the spans of each rank, and a description of the deadlock ("" if all actions ran)."""
     spans: list[list[ActionSpan]] = [[] for _ in schedule.actions]
     ended: dict[Action, tuple[float, int]] = {}
-    moved = True
-    while moved:
-        moved = False
+    has_progress = True
+    while has_progress:
+        has_progress = False
         for rank, order in enumerate(schedule.actions):
             while len(spans[rank]) < len(order):
                 action = order[len(spans[rank])]
-                needs = action.needs(schedule.last)
+                needs = action.dependencies(schedule.last)
                 if any(need not in ended for need in needs):
                     break
-                there = [end + (send if other != rank else 0.0) for end, other in map(ended.__getitem__, needs)]
-                start = max([spans[rank][-1].end if spans[rank] else 0.0, *there])
+                arrivals = [end + (send if other != rank else 0.0) for end, other in map(ended.__getitem__, needs)]
+                start = max([spans[rank][-1].end if spans[rank] else 0.0, *arrivals])
                 at_stage = (action.kind, action.stage)
                 ended[action] = start + durations.get(at_stage, durations[action.kind]), rank
                 spans[rank].append(ActionSpan(action, start, ended[action][0]))
-                moved = True
+                has_progress = True
     waiting = []
     for rank, order in enumerate(schedule.actions):
         if len(spans[rank]) < len(order):
             action = order[len(spans[rank])]
-            missing = [str(need) for need in action.needs(schedule.last) if need not in ended]
-            waiting.append(f"rank {rank} waits with {action} for {' and '.join(missing)}")
-    return spans, "it stands still: " + ", ".join(waiting) if waiting else ""
-
-
-def _broken(schedule: Schedule, found: list[str]) -> ConfigError:
-    more = f"; and {len(found) - _SHOWN_PROBLEMS} more" if len(found) > _SHOWN_PROBLEMS else ""
-    return ConfigError(
-        f"The schedule {schedule.name!r} cannot be run: {'; '.join(found[:_SHOWN_PROBLEMS])}{more}",
-        remedy="Build it with make_schedule, or mend the named actions",
-    )
+            missing = [str(need) for need in action.dependencies(schedule.last) if need not in ended]
+            waiting.append(f"rank {rank} cannot run {action} before {' and '.join(missing)}")
+    return spans, ", ".join(waiting)

@@ -1,7 +1,7 @@
-"""A backward in two parts, for schedules that fill the bubble with the second (Qi et al. 2023, "Zero Bubble").
+"""Splits a backward into an input part and a weight part, for zero-bubble schedules (Qi et al. 2023, "Zero Bubble").
 
-The input part runs the chain of nodes between the outputs and the inputs. A node of the chain where a gradient also
-leaves towards something that trains (a matmul, towards its weight) is a fork::
+The input part runs the *chain*: the autograd nodes between the outputs and the inputs. A chain node whose gradients
+also flow to trainable leaves (a matmul, to its weight) is a *branch node*::
 
     outputs -> AddmmBackward -> GeluBackward -> AddmmBackward -> inputs        the chain, run by the input part
                    |                                |
@@ -10,9 +10,9 @@ leaves towards something that trains (a matmul, towards its weight) is a fork::
                    v                                v
                weight 2                         weight 1
 
-The input part notes what arrives at each fork. The weight part calls each fork again for the gradients that leave the
-chain only, then hands all of them to autograd at once, so each leaf gets its whole gradient, and its hooks one call,
-as in one backward.
+The input part stores the incoming gradients of each branch node. The weight part calls each branch node again for the
+gradients that leave the chain, then passes all of them to one autograd call. Each leaf therefore receives its full
+gradient, and its hooks run once, as in one backward.
 """
 
 from __future__ import annotations
@@ -42,177 +42,178 @@ Grads = tuple[Tensor | None, ...]
 def backward_of_inputs(
     outputs: Sequence[Tensor], grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
 ) -> tuple[list[Tensor | None], WeightBackward]:
-    """The gradients of ``inputs``, and the rest of the backward, to be run later.
+    """Return the gradients of ``inputs``, and the remaining backward to run later.
 
-    Nothing is accumulated into ``inputs``, which are leaves; None is the gradient of one that the outputs do not depend
-    on. A gradient of None means one for an output of a single number, a loss, and that nothing arrived for any other.
-    ``outputs`` and ``inputs`` may be given up after this call; ``grads`` may not be written to before the rest has run.
+    If nodes cannot run twice or in part (activation checkpointing, offloading, compiled code), or a split would change
+    the order of accumulation, the full backward runs here and the remaining one is empty. If no input needs a gradient,
+    the full backward remains.
 
-    Where the forward saved something that can only be had once or dearly (activation checkpointing, offloading), or the
-    graph does not come apart, all of the backward happens here and the rest is empty. Without inputs that need a
-    gradient all of it is the rest.
+    Args:
+        outputs: may be freed after this call.
+        grads: gradients of the outputs. None means 1 for a scalar, and no gradient for any other output. They must not
+            be modified before the remaining backward has run.
+        inputs: leaf tensors. Their ``.grad`` is not changed, and an unused input has the gradient None.
     """
-    assert all(x.is_leaf for x in inputs), "what lies before the inputs belongs to another backward"
-    given = [
+    assert all(x.is_leaf for x in inputs), "inputs must be leaf tensors"
+    output_grads = [
         (get_gradient_edge(y), torch.ones_like(y) if grad is None else grad)
         for y, grad in zip(outputs, grads, strict=True)
         if y.requires_grad and (grad is not None or y.numel() == 1)
     ]
-    wanted = {i: get_gradient_edge(x) for i, x in enumerate(inputs) if x.requires_grad}
-    chain, forks, in_order = _chain_between([edge.node for edge, _ in given], {edge.node for edge in wanted.values()})
-    beside = [(edge, grad) for edge, grad in given if edge.node not in chain]
-    given = [(edge, grad) for edge, grad in given if edge.node in chain]
-    found: list[Tensor | None] = [None] * len(inputs)
-    if not given:
-        return found, WeightBackward(beside)
-    splits = in_order and not any(map(_runs_only_whole, chain)) and not any(is_packed(fork.node) for fork in forks)
-    if not splits:
-        return _plain_backward(given + beside, inputs), WeightBackward([])
-    reached = {i: edge for i, edge in wanted.items() if edge.node in chain}
+    input_edges = {i: get_gradient_edge(x) for i, x in enumerate(inputs) if x.requires_grad}
+    starts, ends = [edge.node for edge, _ in output_grads], {edge.node for edge in input_edges.values()}
+    chain, branches, is_ordered = _find_chain(starts, ends)
+    other_outputs = [(edge, grad) for edge, grad in output_grads if edge.node not in chain]
+    output_grads = [(edge, grad) for edge, grad in output_grads if edge.node in chain]
+    input_grads: list[Tensor | None] = [None] * len(inputs)
+    if not output_grads:
+        return input_grads, WeightBackward(other_outputs)
+    runs_once = any(map(_requires_full_backward, chain)) or any(is_packed(branch.node) for branch in branches)
+    if runs_once or not is_ordered:
+        return _run_full_backward(output_grads + other_outputs, inputs), WeightBackward([])
+    reached = {i: edge for i, edge in input_edges.items() if edge.node in chain}
     ran: list[_BranchNode] = []
-    for fork in forks:
-        fork.listen(ran)
+    for branch in branches:
+        branch.add_hooks(ran)
     try:
-        edges, values = zip(*given)
-        results = torch.autograd.grad(edges, list(reached.values()), values, retain_graph=bool(forks))
+        edges, values = zip(*output_grads)
+        results = torch.autograd.grad(edges, list(reached.values()), values, retain_graph=bool(branches))
     finally:
-        for fork in forks:
-            fork.end_listening()
+        for branch in branches:
+            branch.remove_hooks()
     for i, result in zip(reached, results, strict=True):
-        found[i] = result
-    if forks:
-        release_saved_tensors(chain - {fork.node for fork in ran if fork.results is None})
-    # a custom function's node is owned by the node before it, so the outputs' nodes are held
-    return found, WeightBackward(beside, ran, [edge for edge, _ in given])
+        input_grads[i] = result
+    if branches:
+        release_saved_tensors(chain - {branch.node for branch in ran if branch.results is None})
+    # keep the output nodes alive: a custom function's node is owned by its successor
+    return input_grads, WeightBackward(other_outputs, ran, [edge for edge, _ in output_grads])
 
 
 class WeightBackward:
-    """The part of a backward that ``backward_of_inputs`` left: what trains gets its gradients."""
+    """Remaining part of a split backward, which computes the gradients of the weights."""
 
     def __init__(
         self,
-        beside: list[tuple[GradientEdge, Tensor]],
-        forks: list[_BranchNode] | None = None,
-        held: list[GradientEdge] | None = None,
+        other_outputs: list[tuple[GradientEdge, Tensor]],
+        branches: list[_BranchNode] | None = None,
+        output_edges: list[GradientEdge] | None = None,
     ) -> None:
-        self._beside, self._forks, self._held = beside, forks or [], held or []
+        self._other_outputs, self._branches, self._output_edges = other_outputs, branches or [], output_edges or []
 
     def run(self) -> None:
-        """Accumulates into ``.grad`` of every leaf but the inputs, as backward does, then lets go of the graph.
+        """Accumulate ``.grad`` of every leaf except the inputs, then free the graph.
 
-        For a moment it holds the gradients of all these leaves once more, beside those in ``.grad``.
+        The peak memory includes a second copy of these gradients.
         """
-        forks, given, held = self._forks, self._beside, self._held
-        self._forks, self._beside, self._held = [], [], []
-        called = [fork for fork in forks if fork.results is None]
-        if called:
-            exits = [edge for fork in called for edge in fork.exits.values()]
-            _run_nodes_towards(exits, called)
-        for fork in forks:
-            given.extend(fork.leaving())
-        if given:
-            edges, values = (list(part) for part in zip(*given))
-            given.clear()
+        branches, output_grads, output_edges = self._branches, self._other_outputs, self._output_edges
+        self._branches, self._other_outputs, self._output_edges = [], [], []
+        if called := [branch for branch in branches if branch.results is None]:
+            _run_branches(called)
+        for branch in branches:
+            output_grads.extend(branch.pop_exit_grads())
+        if output_grads:
+            edges, values = (list(part) for part in zip(*output_grads))
+            output_grads.clear()
             torch.autograd.backward(edges, values)
-        held.clear()
+        output_edges.clear()
 
 
 @dataclass(eq=False)
 class _BranchNode:
-    """A node of the chain, and what its input part left for its weight part.
+    """A chain node with edges that leave the chain, and the state that its input part stores for its weight part.
 
     Args:
-        exits: the edges that leave the chain, by their place among the node's edges.
-        grads: what arrived at the node.
-        results: the gradients of the exits, by place; None as long as the weight part has to ask for them.
-        asked: which gradients the forward asked of a custom function that can be asked for less.
+        exits: edges that leave the chain, by index among the node's edges.
+        grads: incoming gradients of the node.
+        results: gradients of the exits by index; None until they are computed.
+        needed_grads: original ``needs_input_grad`` of a custom function that supports partial gradients.
     """
 
     node: Node
     exits: dict[int, GradientEdge]
     grads: Grads = ()
     results: dict[int, Tensor | None] | None = None
-    asked: tuple[bool, ...] | None = None
+    needed_grads: tuple[bool, ...] | None = None
     handles: list[Any] = field(default_factory=list)
 
-    def listen(self, ran: list[_BranchNode]) -> None:
-        """As the node runs in the input part, notes what arrives and what it gives; those that run come to ``ran``."""
+    def add_hooks(self, ran: list[_BranchNode]) -> None:
+        """Register hooks that store the node's gradients in the input part, and append nodes that run to ``ran``."""
 
-        def before(grads: Grads) -> None:
+        def prehook(grads: Grads) -> None:
             ran.append(self)
             self.grads = grads
-            if self._can_be_asked():
-                self.asked = self.node.needs_input_grad
-                self.node.needs_input_grad = self._asking_for(leaving=False)
+            if self._supports_partial_grads():
+                self.needed_grads = self.node.needs_input_grad
+                self.node.needs_input_grad = self._select_needed_grads(for_exits=False)
                 if any(grad is None for grad in grads):
-                    self.node.apply = filled
+                    self.node.apply = apply_filled
 
-        def filled(*grads: Tensor | None) -> Any:
-            # the engine calls this with zeros in place of None where the function wants them, which only it can tell
+        def apply_filled(*grads: Tensor | None) -> Any:
+            # the autograd engine replaces None by zeros if the function materializes gradients
             self.grads = grads
             return type(self.node).apply(self.node, *grads)
 
-        def after(results: Grads, _: Grads) -> None:
-            # a custom function that does not look at what is asked computes all at once, and is not run a second time
-            unasked = {k: results[k] for k in self.exits}
-            cannot = custom_function_of(self.node) is not None and self.asked is None
-            if cannot or any(grad is not None for grad in unasked.values()):
-                self.results, self.grads = unasked, ()
+        def posthook(results: Grads, _: Grads) -> None:
+            # a custom function that ignores needs_input_grad computes all gradients now, and must not run again
+            exit_grads = {k: results[k] for k in self.exits}
+            must_run_once = custom_function_of(self.node) is not None and self.needed_grads is None
+            if must_run_once or any(grad is not None for grad in exit_grads.values()):
+                self.results, self.grads = exit_grads, ()
 
-        self.handles = [self.node.register_prehook(before), self.node.register_hook(after)]
+        self.handles = [self.node.register_prehook(prehook), self.node.register_hook(posthook)]
 
-    def end_listening(self) -> None:
+    def remove_hooks(self) -> None:
         for handle in self.handles:
             handle.remove()
         self.handles = []
-        if self.asked is not None:
-            self.node.needs_input_grad = self.asked
+        if self.needed_grads is not None:
+            self.node.needs_input_grad = self.needed_grads
             self.node.__dict__.pop("apply", None)
 
-    def _can_be_asked(self) -> bool:
-        """Whether this is a custom function that can be told which gradients to compute, and called by hand."""
+    def _supports_partial_grads(self) -> bool:
         function = custom_function_of(self.node)
         if function is None or getattr(function, "boxed_grads_call", False):
             return False
         needs: tuple[bool, ...] = self.node.needs_input_grad
-        return sum(needs) == len(self._places())
+        return sum(needs) == len(self._edge_indices())
 
-    def _places(self) -> list[int]:
+    def _edge_indices(self) -> list[int]:
         return [k for k, (follower, _) in enumerate(self.node.next_functions) if follower is not None]
 
-    def _asking_for(self, leaving: bool) -> tuple[bool, ...]:
-        """``needs_input_grad`` for the exits only, or for all but them."""
-        assert self.asked is not None
-        # it has an entry an argument, the edges are one a tensor; those that need a gradient are the same in both
-        places = iter(self._places())
-        return tuple(needs and (next(places) in self.exits) == leaving for needs in self.asked)
+    def _select_needed_grads(self, for_exits: bool) -> tuple[bool, ...]:
+        """Return ``needs_input_grad`` for the exits only, or for all edges except the exits."""
+        assert self.needed_grads is not None
+        # needs_input_grad has an entry per argument, next_functions one per tensor; those with gradients correspond
+        indices = iter(self._edge_indices())
+        return tuple(needs and (next(indices) in self.exits) == for_exits for needs in self.needed_grads)
 
     def call(self) -> None:
-        """Computes the gradients of the exits, in a backward that goes to them and to nothing else."""
+        """Compute the gradients of the exits, inside a backward towards the exits only."""
         grads, self.grads = self.grads, ()
-        if self.asked is None:
+        if self.needed_grads is None:
             results = as_tuple(self.node(*grads))
         else:
-            self.node.needs_input_grad = self._asking_for(leaving=True)
-            given = as_tuple(self.node.apply(*grads))
-            wanted = [grad for grad, needs in zip(given, self.asked) if needs]
-            results = dict(zip(self._places(), wanted, strict=True))
+            self.node.needs_input_grad = self._select_needed_grads(for_exits=True)
+            input_grads = as_tuple(self.node.apply(*grads))
+            needed = [grad for grad, needs in zip(input_grads, self.needed_grads) if needs]
+            results = dict(zip(self._edge_indices(), needed, strict=True))
         self.results = {k: results[k] for k in self.exits}
 
-    def leaving(self) -> Iterator[tuple[GradientEdge, Tensor]]:
-        """The exits with their gradients, which are given away."""
+    def pop_exit_grads(self) -> Iterator[tuple[GradientEdge, Tensor]]:
+        """Yield the exits and their gradients, and free the gradients."""
         results, self.results = self.results or {}, None
         for k, grad in results.items():
             if grad is not None:
                 edge = self.exits[k]
                 shape = gradient_shape(edge)
-                yield self._in_turn(edge, grad), grad if grad.shape == shape else grad.sum_to_size(shape)
+                yield self._order_after(edge, grad), grad if grad.shape == shape else grad.sum_to_size(shape)
 
-    def _in_turn(self, edge: GradientEdge, grad: Tensor) -> GradientEdge:
-        """An edge that is passed when this node would be run.
+    def _order_after(self, edge: GradientEdge, grad: Tensor) -> GradientEdge:
+        """Return an edge whose gradient is accumulated when this node would have run.
 
-        A leaf adds up what arrives in the order of its arrival, and sums in another order are other numbers. What is
-        given to a leaf itself arrives before all else, so it goes by way of a view that takes the place of this node.
+        A leaf accumulates gradients in the order of arrival, and floating-point sums depend on the order. A gradient
+        that is passed to autograd for a leaf itself arrives first. A view of the leaf, ordered like this node, delays
+        it.
         """
         leaf = getattr(edge.node, "variable", None)
         if not isinstance(leaf, Tensor) or grad.layout is not torch.strided:
@@ -223,11 +224,11 @@ class _BranchNode:
         return GradientEdge(view, 0)
 
 
-def _chain_between(starts: Iterable[Node], ends: set[Node]) -> tuple[set[Node], list[_BranchNode], bool]:
-    """The nodes on the ways from ``starts`` to ``ends``, those where other ways begin, and whether these keep order.
+def _find_chain(starts: Iterable[Node], ends: set[Node]) -> tuple[set[Node], list[_BranchNode], bool]:
+    """Return the nodes from ``starts`` to ``ends``, the branch nodes, and whether a split keeps the order of sums.
 
-    They do not where a computed weight (a copy that autocast made) adds up three gradients or more, some from forks and
-    some by way of other nodes: the weight part could not add them in the order of one backward.
+    The order changes if a computed weight (a copy made by autocast) accumulates three or more gradients, some from
+    branch nodes and some from other nodes.
     """
     before: dict[Node, list[Node]] = {start: [] for start in starts}
     to_visit = list(before)
@@ -246,23 +247,23 @@ def _chain_between(starts: Iterable[Node], ends: set[Node]) -> tuple[set[Node], 
             if node not in chain:
                 chain.add(node)
                 to_visit.append(node)
-    forks, in_order = [], True
+    branches, is_ordered = [], True
     for node in chain:
         edges = enumerate(node.next_functions)
         exits = {k: GradientEdge(f, i) for k, (f, i) in edges if f is not None and f not in chain}
         if exits:
-            forks.append(_BranchNode(node, exits))
+            branches.append(_BranchNode(node, exits))
             for edge in exits.values():
                 users = before[edge.node]
                 computed = getattr(edge.node, "variable", None) is None
-                in_order &= not computed or len(users) < 3 or chain.issuperset(users)
-    return chain, forks, in_order
+                is_ordered &= not computed or len(users) < 3 or chain.issuperset(users)
+    return chain, branches, is_ordered
 
 
-def _run_nodes_towards(edges: Sequence[GradientEdge], forks: Sequence[_BranchNode]) -> None:
-    """Calls the nodes of ``forks`` in a backward of its own, so that they compute what flows to ``edges`` only.
+def _run_branches(branches: Sequence[_BranchNode]) -> None:
+    """Call the branch nodes inside a separate backward towards their exits, so that they compute only these gradients.
 
-    A node asks the backward that it runs in which of its gradients anybody waits for.
+    A node queries the running backward for the gradients that it needs.
     """
     with torch.enable_grad():
         start = torch.zeros((), requires_grad=True)
@@ -270,27 +271,28 @@ def _run_nodes_towards(edges: Sequence[GradientEdge], forks: Sequence[_BranchNod
     assert end.grad_fn is not None
 
     def call(*_: object) -> None:
-        for fork in forks:
-            fork.call()
+        for branch in branches:
+            branch.call()
 
     end.grad_fn.register_hook(call)
+    edges = [edge for branch in branches for edge in branch.exits.values()]
     torch.autograd.grad([end], [get_gradient_edge(start), *edges], allow_unused=True)
 
 
-def _plain_backward(given: Sequence[tuple[GradientEdge, Tensor]], inputs: Sequence[Tensor]) -> list[Tensor | None]:
-    """A plain backward, after which the inputs' ``.grad`` are as they were before."""
+def _run_full_backward(
+    output_grads: Sequence[tuple[GradientEdge, Tensor]], inputs: Sequence[Tensor]
+) -> list[Tensor | None]:
     before = [x.grad for x in inputs]
     for x in inputs:
         x.grad = None
-    edges, values = zip(*given)
+    edges, values = zip(*output_grads)
     torch.autograd.backward(edges, values)
-    found = [x.grad for x in inputs]
+    results = [x.grad for x in inputs]
     for x, grad in zip(inputs, before):
         x.grad = grad
-    return found
+    return results
 
 
-def _runs_only_whole(node: Node) -> bool:
-    """Whether the node is a backward of its own that will not be run for some gradients only, or a second time."""
-    function = custom_function_of(node)  # reentrant checkpointing, and what torch.compile has made
+def _requires_full_backward(node: Node) -> bool:
+    function = custom_function_of(node)  # reentrant checkpointing and torch.compile
     return function is CheckpointFunction or hasattr(function, "_aot_id")

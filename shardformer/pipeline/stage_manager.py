@@ -1,4 +1,4 @@
-"""The stages of a pipeline: which rank holds which layers, and the model without the layers of other stages."""
+"""Pipeline stages: the layers of each rank, and the removal of other stages' parameters from the model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from shardformer.pipeline.partition import (
     partition_explicit,
     partition_uniform,
 )
-from shardformer.pipeline.schedules import check_schedule_name, default_chunks, placement_of
+from shardformer.pipeline.schedules import assign_virtual_stages, check_schedule_name, default_chunks
 from shardformer.pipeline.stage_forward import MissingParams, StageForward
 from shardformer.public_names import renamed_arguments
 from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE
@@ -42,13 +42,13 @@ RENAMED_ARGUMENTS = {"cut": "partition", "costs": "layer_costs", "checkpoint_lay
 
 @renamed_arguments(RENAMED_ARGUMENTS, {"partition": RENAMED_METHODS}, RENAMED_ARGUMENTS)
 class PipelineStageManager:
-    """How a model is cut into stages, and this process's place among them.
+    """Layout of the pipeline stages, and the position of this process in it.
 
-    A rank of the pipe axis holds one *virtual stage*, or several (``num_model_chunks``) with a schedule that visits
-    each rank more than once; a micro-batch passes the virtual stages in order.
+    Each rank of the pipe axis runs one *virtual stage*, or several (``num_model_chunks``) with a schedule that visits a
+    rank more than once. A micro-batch passes the virtual stages in order.
 
     Args:
-        context: the grid, from ``launch_from_torch(pipe=...)``.
+        context: parallel context from ``launch_from_torch(pipe=...)``.
         schedule, num_model_chunks, partition, layer_costs, recompute_layers: as in ``ParallelConfig``.
     """
 
@@ -64,13 +64,13 @@ class PipelineStageManager:
     ) -> None:
         if not isinstance(context, ParallelContext):
             raise ConfigError(
-                f"PipelineStageManager was given {context!r:.60}",
-                remedy="Give it what launch_from_torch(pipe=...) returned",
+                f"PipelineStageManager received context={context!r:.60}, which is not a ParallelContext",
+                remedy="Pass the context that launch_from_torch(pipe=...) returned",
             )
         self.context, self.schedule = context, schedule
         self.num_model_chunks = default_chunks(schedule) if num_model_chunks is None else num_model_chunks
         check_schedule_name(schedule, self.axis.size, self.num_model_chunks)
-        self.placement = placement_of(schedule, self.axis.size, self.num_model_chunks)
+        self.placement = assign_virtual_stages(schedule, self.axis.size, self.num_model_chunks)
         self.partition, self.layer_costs, self.recompute_layers = partition, layer_costs, recompute_layers
         check_partition(partition, layer_costs, recompute_layers)
         self.point_to_point = PointToPoint(context)
@@ -82,7 +82,6 @@ class PipelineStageManager:
 
     @property
     def num_stages(self) -> int:
-        """Ranks of the pipe axis."""
         return self.axis.size
 
     @property
@@ -96,7 +95,7 @@ class PipelineStageManager:
 
     @property
     def virtual_stages(self) -> tuple[int, ...]:
-        """The virtual stages that this process holds, in the order in which a micro-batch passes them."""
+        """Virtual stages of this process, in the order in which a micro-batch passes them."""
         return self.virtual_stages_of(self.stage)
 
     def virtual_stages_of(self, stage: int) -> tuple[int, ...]:
@@ -104,40 +103,39 @@ class PipelineStageManager:
 
     @property
     def last_stage(self) -> int:
-        """The rank on the pipe axis that gives the loss."""
+        """The rank on the pipe axis that computes the loss."""
         return self.placement[-1]
 
     def options(self) -> dict[str, Any]:
-        """What was asked for, which is the same on all ranks."""
+        """Return the user's pipeline options, which must be equal on all ranks."""
         return {
             "schedule": self.schedule, "num_model_chunks": self.num_model_chunks, "partition": self.partition,
             "layer_costs": self.layer_costs, "recompute_layers": self.recompute_layers,
         }  # fmt: skip
 
     def recomputed(self, lengths: Sequence[int]) -> list[int]:
-        """How many layers of each virtual stage are checkpointed, of those that it has."""
-        asked = self.recompute_layers
-        if asked is None:
+        """Return how many layers of each virtual stage use activation checkpointing."""
+        requested = self.recompute_layers
+        if requested is None:
             return [0] * len(lengths)
-        counts = [asked] * len(lengths) if isinstance(asked, int) else list(asked)
+        counts = [requested] * len(lengths) if isinstance(requested, int) else list(requested)
         if len(counts) != len(lengths) or any(type(n) is not int or n < 0 for n in counts):
             raise ConfigError(
-                f"recompute_layers={asked!r}",
-                rule=f"It is a number of layers, or one for each of the {len(lengths)} virtual stages",
-                remedy=f"Write recompute_layers={list(lengths)} to checkpoint all",
+                f"recompute_layers={requested!r} is not one int or {len(lengths)} ints, one per virtual stage",
+                remedy=f"Use recompute_layers={list(lengths)} to recompute all layers",
             )
         return [min(n, length) for n, length in zip(counts, lengths, strict=True)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelineStageManager:
-        return self  # its groups cannot be copied
+        return self  # process groups cannot be copied
 
 
 ALL_LAYER_OUTPUTS = ("output_router_logits", "output_hidden_states", "output_attentions")
-ALL_LAYER_OUTPUTS_REASON = "It collects something of every layer, and a stage has its own layers only"
+ALL_LAYER_OUTPUTS_REASON = "The option collects outputs of all layers, but a stage runs only its own layers"
 
 
-class Chained(Protocol):
-    """What a policy says of the row of layers of its model."""
+class LayerSequencePolicy(Protocol):
+    """The part of a policy that describes the sequence of layers."""
 
     notes: Sequence[str]
 
@@ -147,17 +145,16 @@ class Chained(Protocol):
 
 @dataclass
 class Stages:
-    """How a model was cut into stages, and what runs its spans on this rank.
+    """Partition of a model into stages, and the runner of this rank's stages.
 
     Args:
-        owner_layers: the units that each parameter and buffer goes with, by name.
-        owner_stages: the virtual stages that hold each parameter and buffer, by name.
-        state: name -> (first name of that tensor, full shape) of all that the whole model saves.
-        parameters: name -> (first name of that parameter, how many numbers it holds) of the whole model's.
-        shared: the stages that hold each parameter of which there are several, by name: of a layer that several call,
-            or by several names (tied).
-        uses_random: whether the model draws random numbers when it trains.
-        stream: how the activations between the layers lie.
+        owner_layers: layer calls that each parameter and buffer belongs to, by name.
+        owner_stages: virtual stages that have each parameter and buffer, by name.
+        state: name -> (first name of the same tensor, full shape), for the full model's state dict.
+        parameters: name -> (first name of the same parameter, number of elements), for the full model.
+        shared: name -> ranks of the pipe axis, for parameters on several ranks: tied weights and repeated layers.
+        uses_random: whether the model draws random numbers in training.
+        stream: layout of the activations between layers.
     """
 
     manager: PipelineStageManager
@@ -177,11 +174,10 @@ class Stages:
 
     @property
     def is_running(self) -> bool:
-        """Whether a pipeline calls the model just now."""
         return self.stage_forward is not None and self.stage_forward.now is not None
 
     def stages_of(self, name: str) -> tuple[int, ...]:
-        """The ranks of the pipe axis that hold a parameter or buffer."""
+        """Return the ranks of the pipe axis that have a parameter or buffer."""
         return tuple(sorted({self.manager.placement[v] for v in self.owner_stages[name]}))
 
     def is_here(self, name: str) -> bool:
@@ -189,24 +185,24 @@ class Stages:
 
     @property
     def num_parameters(self) -> int:
-        """Numbers in the whole model's parameters, those that are tied once."""
+        """Number of elements in the full model's parameters, counting tied weights once."""
         return sum(dict(self.parameters.values()).values())
 
     def is_elsewhere(self, path: str) -> bool:
-        """Whether a module or what is inside of it belongs to a layer that no stage of this rank runs."""
+        """Return whether a module belongs to layers that no stage of this rank runs."""
         units = self.chain.layer_calls
-        around = [at for at, unit in enumerate(units) if path == unit or path.startswith(f"{unit}.")]
-        return bool(around) and not any(at in span for at in around for span in self._own_spans())
+        positions = [at for at, unit in enumerate(units) if path == unit or path.startswith(f"{unit}.")]
+        return bool(positions) and not any(at in span for at in positions for span in self._local_spans())
 
     def lines(self) -> list[str]:
-        """What all ranks must have alike."""
+        """Return a description of the stages that must be equal on all ranks."""
         return [str(self.manager.options()), str(self.spans), *(f"{n}: {v}" for n, v in self.shared.items())]
 
     def remove_other_stages(self, model: nn.Module) -> None:
-        """Takes the other stages' parameters out of the model."""
+        """Remove the parameters of other stages from the model."""
         self.placeholders.remove(model, {name: self.is_here(name) for name in self.owner_stages})
 
-    def _own_spans(self) -> list[LayerRange]:
+    def _local_spans(self) -> list[LayerRange]:
         return [self.spans[v] for v in self.manager.virtual_stages]
 
     def install(
@@ -216,150 +212,145 @@ class Stages:
         context: ParallelContext,
         wrappers: Mapping[int, nn.Module] = MappingProxyType({}),
     ) -> None:
-        """Makes what runs a part of the model, and puts it into the layers, after all else that changes them.
+        """Create the stage runner and patch the layers' forwards. Must follow all other changes of the layers.
 
-        Where there is one stage it goes there for each step, and leaves the model as it was.
+        With one stage, the patches are installed for each step only, and the model stays unchanged between steps.
 
         Args:
-            wrappers: identity of a module -> the outermost of the wrappers that are around it when it runs.
+            wrappers: id of a module -> the outermost wrapper around its forward.
         """
         self.stream = stream
-        copy_shared_attributes(model, self.chain, self._own_spans())
+        copy_shared_attributes(model, self.chain, self._local_spans())
         self.stage_forward = StageForward(
             model,
             self.chain,
             self.placeholders,
             self.owner_layers,
             (nn.Embedding, *(layers.embedding for layers in LAYERS_BY_MODE.values())),
-            self._checkpointed(),
-            partial(_random_stream, stream=stream, context=context),
+            self._recomputed_layers(),
+            partial(_random_stream_index, stream=stream, context=context),
             context.device,
             wrappers,
             lasting=self.manager.num_stages > 1,
         )
 
     def installed(self, model: nn.Module) -> AbstractContextManager[None]:
-        """While this lasts the layers know of the pipeline; those of several stages always do."""
+        """Context in which the layers' forwards are patched. With several stages they always are."""
         assert self.stage_forward is not None
         return nullcontext() if self.manager.num_stages > 1 else self.stage_forward.installed(model)
 
-    def _checkpointed(self) -> frozenset[int]:
+    def _recomputed_layers(self) -> frozenset[int]:
         counts = self.manager.recomputed([len(span) for span in self.spans])
         return frozenset(u for span, n in zip(self.spans, counts, strict=True) for u in span[:n])
 
     def note_shared(self, model: nn.Module) -> None:
-        """Writes down the parameters that other stages hold too: stage -> this rank's own, for each that holds it."""
+        """Record the parameters that other stages have too, as stage -> local parameter."""
         for name, param in model.named_parameters():
             if name in self.shared:
                 self.shared_params.append(dict.fromkeys(self.shared[name], param))
 
 
-def _random_stream(stack: StackDescription, stream: ActivationLayout, context: ParallelContext) -> int:
+def _random_stream_index(stack: StackDescription, stream: ActivationLayout, context: ParallelContext) -> int:
     layout = stack.layout_in(stream)
-    is_whole = stack.whole_sequence is not None and not layout.shards_stacks
-    return 0 if is_whole else layout.random_stream_index(ModelRegion.STACK, context.coords, context.sizes)
+    is_replicated = stack.whole_sequence is not None and not layout.shards_stacks
+    return 0 if is_replicated else layout.random_stream_index(ModelRegion.STACK, context.coords, context.sizes)
 
 
-def build_stages(model: nn.Module, policy: Chained, manager: PipelineStageManager) -> Stages:
-    """Cuts a model, which is as it was, into the virtual stages of ``manager``.
+def build_stages(model: nn.Module, policy: LayerSequencePolicy, manager: PipelineStageManager) -> Stages:
+    """Partition an unsharded model into the virtual stages of ``manager``.
 
-    Raises ConfigError when the model has no stack that can be cut, fewer layers than stages, layers that are left out
-    at random, or is asked for what no stage has.
+    Raises:
+        ConfigError: if the model has no stack of layers, fewer layers than stages, layer drop, or an option that needs
+            the outputs of all layers.
     """
-    chain, home, costs, spans = partition_model(model, policy, manager)
-    state = {n: (first, tuple(t.shape)) for n, (first, t) in _by_first_name(model.state_dict(keep_vars=True)).items()}
-    named = _by_first_name(dict(model.named_parameters(remove_duplicate=False)))
-    parameters = {name: (first, p.numel()) for name, (first, p) in named.items()}
-    stages = Stages(manager, chain, spans, costs, home, owner_stages(home, spans), state, parameters)
+    chain, owners, costs, spans = partition_model(model, policy, manager)
+    tensors = _map_to_first_name(model.state_dict(keep_vars=True))
+    state = {name: (first, tuple(t.shape)) for name, (first, t) in tensors.items()}
+    tensors = _map_to_first_name(dict(model.named_parameters(remove_duplicate=False)))
+    parameters = {name: (first, p.numel()) for name, (first, p) in tensors.items()}
+    stages = Stages(manager, chain, spans, costs, owners, owner_stages(owners, spans), state, parameters)
     names: dict[str, list[str]] = {}
     for name, (first, _) in parameters.items() if manager.num_stages > 1 else ():
         names.setdefault(first, []).append(name)
-    for same in names.values():  # beside each other: stages know one by different names, and fill buckets in this order
-        ranks = sorted({rank for name in same for rank in stages.stages_of(name)})
+    # keep the names of a parameter adjacent: stages use different ones, and fill buckets in this order
+    for tied_names in names.values():
+        ranks = sorted({rank for name in tied_names for rank in stages.stages_of(name)})
         if len(ranks) > 1:
-            stages.shared |= dict.fromkeys(same, tuple(ranks))
+            stages.shared |= dict.fromkeys(tied_names, tuple(ranks))
     return stages
 
 
 def partition_model(
-    model: nn.Module, policy: Chained, asked: PipelineStageManager
+    model: nn.Module, policy: LayerSequencePolicy, manager: PipelineStageManager
 ) -> tuple[LayerSequence, dict[str, frozenset[int]], list[float], list[LayerRange]]:
-    """The layers of a model in a row, what goes with each, what each costs, and those of each virtual stage.
+    """Return a model's layer sequence, the owner layers of each parameter, the layer costs and the stages' layers.
 
     Raises as ``build_stages``.
     """
-    count = asked.num_virtual_stages
+    count = manager.num_virtual_stages
     chain = policy.layer_sequence()
     if count > 1 and not chain.stacks:
-        raise no_layers_error(model, str(asked.num_stages), policy.notes)
-    if asked.num_stages > 1:
-        _check_settings(model)
-        if against := policy.no_pipeline_reason():
+        raise no_layers_error(model, str(manager.num_stages), policy.notes)
+    if manager.num_stages > 1:
+        _check_config(model)
+        if reason := policy.no_pipeline_reason():
             raise ConfigError(
-                f"pipe={asked.num_stages}, and of this {type(model).__name__} it is known that {against}",
-                rule="A stage has its own layers, and hands on only what its last one gives",
-                remedy="Leave pipe out: cut this model by tensor parallelism, or give each process its own part of the "
-                "batch",
+                f"pipe={manager.num_stages} does not work with {type(model).__name__}: {reason}",
+                remedy="Omit pipe, and use tensor or data parallelism",
             )
-    home = owner_layers(model, chain) if chain.stacks else {}
-    costs = list(asked.layer_costs) if asked.layer_costs is not None else estimate_layer_costs(model, chain, home)
+    owners = owner_layers(model, chain) if chain.stacks else {}
+    costs = list(manager.layer_costs) if manager.layer_costs is not None else estimate_layer_costs(model, chain, owners)
     if len(costs) != len(chain.layer_calls):
         raise ConfigError(
-            f"layer_costs has {len(costs)} numbers",
-            rule=f"It has one for each layer, and this {type(model).__name__} runs {len(chain.layer_calls)}",
-            remedy="Leave layer_costs out to have them estimated",
+            f"layer_costs has {len(costs)} numbers, but {type(model).__name__} runs {len(chain.layer_calls)} layers",
+            remedy="Pass one number per layer, or omit layer_costs to estimate the costs",
         )
-    if count > max(len(costs), asked.num_stages):
+    if count > max(len(costs), manager.num_stages):
         raise ConfigError(
-            f"{asked.num_stages} stages of {count // asked.num_stages} chunks each, so {count} virtual stages, for the "
-            f"{len(costs)} layers of {type(model).__name__}",
-            remedy="Use the schedule '1f1b', which has one a stage, fewer stages, or a model of "
-            f"{count} layers or more",
+            f"{type(model).__name__} has {len(costs)} layers, but {manager.num_stages} stages of "
+            f"{count // manager.num_stages} chunks need at least {count}",
+            remedy="Use schedule='1f1b', which has one chunk per stage, or fewer stages",
         )
     if count == 1:
         bounds = [0, len(costs)]
-    elif isinstance(asked.partition, str):
-        bounds = (
-            partition_uniform(len(costs), count) if asked.partition == "uniform" else partition_balanced(costs, count)
-        )
+    elif isinstance(manager.partition, str):
+        is_uniform = manager.partition == "uniform"
+        bounds = partition_uniform(len(costs), count) if is_uniform else partition_balanced(costs, count)
     else:
-        bounds = partition_explicit(asked.partition, len(costs), count)
-    return chain, home, costs, chain.stage_ranges(bounds)
+        bounds = partition_explicit(manager.partition, len(costs), count)
+    return chain, owners, costs, chain.stage_ranges(bounds)
 
 
-def _by_first_name(tensors: Mapping[str, Any]) -> dict[str, tuple[str, Tensor]]:
-    """Each name of a tensor -> the first of its names, and the tensor."""
+def _map_to_first_name(tensors: Mapping[str, Any]) -> dict[str, tuple[str, Tensor]]:
+    """Map each name of a tensor to the first name of the same tensor, and the tensor."""
     first: dict[int, str] = {}
     return {name: (first.setdefault(id(x), name), x) for name, x in tensors.items() if isinstance(x, Tensor)}
 
 
 def copy_shared_attributes(model: nn.Module, chain: LayerSequence, spans: Sequence[LayerRange]) -> None:
-    """The first layer of each stack in each of the spans gets what it needs of the first of all."""
+    """Copy the attributes in ``shared_from_first`` to the first layer of each stack in each stage."""
     for stack, start in zip(chain.stacks, chain.starts, strict=True):
         for span in spans:
             at = max(span.start, start)
-            for path in (
-                stack.stages.shared_from_first if start < at < min(span.stop, start + len(stack.layer_calls)) else ()
-            ):
+            is_copied = start < at < min(span.stop, start + len(stack.layer_calls))
+            for path in stack.stages.shared_from_first if is_copied else ():
                 first, name = parent_of(model.get_submodule(stack.layer_calls[0]), path)
                 owner, _ = parent_of(model.get_submodule(stack.layer_calls[at - start]), path)
-                owner.__dict__[name] = getattr(first, name)  # not as a module of its own, which would have two names
+                owner.__dict__[name] = getattr(first, name)  # not registered: the module would have two names
 
 
-def _check_settings(model: nn.Module) -> None:
-    """Refuses what stages cannot do: layers dropped at random, and outputs that are gathered from all layers."""
+def _check_config(model: nn.Module) -> None:
     for config in find_configs(model):
         for name, value in vars(config).items():
             if name.endswith("layerdrop") and isinstance(value, float) and value > 0:
                 raise ConfigError(
-                    f"{name}={value} with a pipeline",
-                    rule="Which layers a batch skips would have to be drawn alike by all stages",
+                    f"{name}={value} does not work with a pipeline, because each stage would drop layers independently",
                     remedy=f"Build the model with {name}=0",
                 )
-            name = name.lstrip("_")  # transformers keeps some of them behind a property
+            name = name.lstrip("_")  # transformers stores some options under a private name
             if name in ALL_LAYER_OUTPUTS and value is True:
                 raise ConfigError(
-                    f"{name}=True with a pipeline",
+                    f"{name}=True does not work with a pipeline",
                     rule=ALL_LAYER_OUTPUTS_REASON,
                     remedy=f"Set config.{name} = False",
                 )

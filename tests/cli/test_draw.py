@@ -86,9 +86,9 @@ def test_a_chart_is_written_and_named(tmp_path: Path, capsys: pytest.CaptureFixt
         (("--stages", "16384", "--micro-batches", "1"), "cells at the most"),
         (("--schedule", "interleaved", "--num-model-chunks", "1000000"), "cells at the most"),
         (("--schedule", "zbv", "--stages", "16", "--micro-batches", "1024"), "cells at the most"),
-        (("--durations", "F=1e308,B=1e308"), "takes inf units"),
-        (("--durations", "F=1e-308"), "nearer to each other"),
-        (("--send", "1e9"), "columns at the most"),
+        (("--durations", "F=1e308,B=1e308"), "chart of inf time units"),
+        (("--durations", "F=1e-308"), "of similar size"),
+        (("--send", "1e9"), "columns"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_is_drawn(

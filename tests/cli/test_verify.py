@@ -213,20 +213,20 @@ def test_one_stage_accumulates_micro_batches(run: Run) -> None:
         (["gpt2", "--pipe", "2", "--schedule", "gpip"], "Did you mean 'gpipe'?"),
         (
             ["gpt2", "--pipe", "2", "--schedule", "gpipe", "--num-model-chunks", "2"],
-            "Use 1, or the schedule 'interleaved'",
+            "Use num_model_chunks=1 or schedule='interleaved'",
         ),
         (["gpt2", "--pipe", "2", "--schedule", "interleaved", "--micro-batches", "3"], "Use 2 or 4, or the schedule"),
         (["gpt2", "--pipe", "2", "--micro-batches", "0"], "micro_batches=0.\n  Use 1 or more"),
         (
             ["gpt2", "--pipe", "2", "--micro-batches", "8", "--batch", "4"],
-            "Use at most 4 micro-batches, or a batch of 8",
+            "Use at most 4 micro-batches, or a batch of at least 8",
         ),
         (["gpt2", "--pipe", "2", "--partition", "unifrom"], "Did you mean 'uniform'?"),
         (
             ["gpt2", "--pipe", "2", "--partition", "3;5"],
             "Write --partition balanced, --partition uniform, or as --partition 3,5",
         ),
-        (["gpt2", "--pipe", "2", "--partition", "1,2,3"], "Give 2 counts that sum to 6, as [3, 3]"),
+        (["gpt2", "--pipe", "2", "--partition", "1,2,3"], "Pass 2 counts that sum to 6, such as [3, 3]"),
         (["gpt_neo", "--pipe", "2", "--partition", "2,3"], "skips layer 5"),
         ([os.path.dirname(__file__)], "There is no config.json in the folder"),
         (["bert", "--tokens", "99"], "64 positions"),
@@ -292,8 +292,11 @@ def test_a_function_that_gives_nothing_is_named(run: Run, tmp_path: Path, comman
 
 def test_a_model_is_as_deep_as_it_is(monkeypatch: pytest.MonkeyPatch, run: Run, bert: Path) -> None:
     monkeypatch.setattr(WorkerPool, "run", lambda *_, **__: pytest.fail("a process was started"))
-    assert "4 pipeline stages for 2 layers" in run("verify", bert, "--pipe", "4")[2]
-    assert "so 4 virtual stages, for the 2 layers of Bert" in run("verify", bert, "--pipe", "2", "--schedule", "zbv")[2]
+    assert "2 layers cannot fill 4 pipeline stages" in run("verify", bert, "--pipe", "4")[2]
+    assert (
+        "has 2 layers, but 2 stages of 2 chunks need at least 4"
+        in run("verify", bert, "--pipe", "2", "--schedule", "zbv")[2]
+    )
 
 
 def test_a_function_with_batches_of_its_own_takes_no_sizes(run: Run, user_module: Path) -> None:

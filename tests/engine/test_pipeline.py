@@ -368,7 +368,7 @@ def test_outputs_are_on_the_last_stage_and_gathered_when_asked(pool2: WorkerPool
         assert "logits" in given
         assert "encoder_last_hidden_state" not in given, "the last stage did not make it"
         if said:
-            assert "logits was asked of stage 0" in said
+            assert "Stage 0 has no output, so logits" in said
             assert "gather=True" in said
 
 
@@ -493,7 +493,7 @@ ASKED: dict[str, Callable[[], Any]] = {
     ),
 }
 SAID = {
-    "more stages than layers": ("ConfigError", "2 pipeline stages for 1 layer", "Use 1 stage"),
+    "more stages than layers": ("ConfigError", "1 layer cannot fill 2 pipeline stages", "Use 1 stage"),
     "a cut that skips a layer": ("ConfigError", "layer 3"),
     "a cut of three": ("ConfigError", "[1, 2, 1]", "2"),
     "another way to cut": ("ConfigError", "partition='balancd'", "'balanced'"),
@@ -510,13 +510,13 @@ SAID = {
     "a model that was not sharded": ("ConfigError", "is not sharded", "shard_model"),
     "a stage called alone": ("ConfigError", "was called on stage", "Pipeline(model"),
     "text generated over stages": ("ConfigError", "generate()"),
-    "stages with other shapes": ("InputError", "different shapes of batches", "data rank"),
+    "stages with other shapes": ("InputError", "different batch shapes", "data rank"),
     "stages with other tokens": ("InputError", "different batches", "data rank"),
-    "a batch without labels": ("ConfigError", "loss=None", "loss_fn="),
+    "a batch without labels": ("ConfigError", "loss=None", "loss_fn"),
     "checkpoints of other stages": ("ConfigError", "recompute_layers=[1, 2, 3]", "[2, 2]"),
     "no batch at all": ("InputError", "an empty list"),
     "a tensor for a batch": ("InputError", "a Tensor", "'input_ids': ids"),
-    "states of all layers": ("output_hidden_states=True", "a stage has its own layers only"),
+    "states of all layers": ("output_hidden_states=True", "a stage runs only its own layers"),
     "a cache": ("use_cache=True", "Leave use_cache off"),
     "another grid": ("ConfigError", "more than one of context", "Pass one of them"),
 }

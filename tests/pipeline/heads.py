@@ -1,4 +1,4 @@
-"""Every head with batches of micro-batches that count differently many labels, and both ways to run them."""
+"""Model heads with micro-batches that have different label counts, and two ways to run them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BATCH_NORM = ("BeitForSemanticSegmentation",)
 
 @contextmanager
 def weighing(weights: LossWeights, index: int) -> Iterator[None]:
-    """In here the mean losses of micro-batch ``index`` become their parts of the whole."""
+    """Scale the mean losses of micro-batch ``index`` to their share of the full batch."""
     weights.start(index)
     try:
         yield
@@ -37,7 +37,7 @@ def model_of(head: str, **changes: Any) -> nn.Module:
 
 
 def batch_of(head: str, nothing_in: Sequence[int] = (3, 4), **changes: Any) -> Batch:
-    """A batch of 8 rows. In the rows ``nothing_in`` no label counts, where labels can be ignored."""
+    """A batch of 8 rows. All labels of the rows ``nothing_in`` are ignored, if labels can be ignored."""
     num_labels = 2 if head == "AlbertForPreTraining" else 3
     batch = RandomBatches(head, batch=sum(SIZES), num_labels=num_labels, **changes)(0)
     batch = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
@@ -54,7 +54,7 @@ def batch_of(head: str, nothing_in: Sequence[int] = (3, 4), **changes: Any) -> B
 
 
 def cut(batch: Mapping[str, Any], sizes: Sequence[int] = SIZES) -> list[Batch]:
-    """Micro-batches of rows; what has no rows is the same in each."""
+    """Micro-batches of rows. Values without rows are copied to each."""
     parts: list[Batch] = [{} for _ in sizes]
     for name, value in batch.items():
         pieces = value.split(list(sizes)) if isinstance(value, Tensor) and value.dim() else [value] * len(sizes)
@@ -84,7 +84,7 @@ def at_once(model: nn.Module, batch: Batch, loss_of: LossOf = own_loss) -> tuple
 def in_parts(
     model: nn.Module, weights: LossWeights, parts: Sequence[Batch], loss_of: LossOf = own_loss
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Each backward before the next forward, as late as 1F1B's last stage has it."""
+    """Run each backward before the next forward, as the last stage of 1F1B does."""
     losses = []
     for index, part in enumerate(parts):
         with weighing(weights, index):

@@ -1,4 +1,4 @@
-"""``Pipeline(..., average_loss_over="tokens")``: the batches of all data ranks are one, whatever counts in each."""
+"""``average_loss_over="tokens"``: the batches of all data ranks form one batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Batch = dict[str, Tensor]
 
 
 def batch_of(samples: int, ignored: int, seed: int) -> Batch:
-    """Tokens of whose labels the first ones of each sample do not count."""
+    """Tokens with labels, of which the first ones of each sample are ignored."""
     ids = torch.randint(VOCAB, (samples, 9), generator=torch.Generator().manual_seed(seed))
     labels = ids.roll(-1, 1)
     labels[:, :ignored] = -100
@@ -50,7 +50,7 @@ def num_counted(batch: Any) -> float:
 
 
 def run(batches: list[Batch], loss_fn: Any, **options: Any) -> tuple[float, float, float]:
-    """The loss of the plain model on all samples; and the largest differences of the loss and of a gradient."""
+    """Return the single-device loss on all samples, and the largest differences of the loss and of a gradient."""
     torch.manual_seed(0)
     plain = ToyLM().double()
     models = [copy.deepcopy(plain) for _ in batches]
@@ -73,30 +73,30 @@ def run(batches: list[Batch], loss_fn: Any, **options: Any) -> tuple[float, floa
 @pytest.mark.parametrize("batches", [BATCHES, NONE_COUNT])
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("how", ["mean", "sum", "loss_weight"])
-def test_the_loss_is_that_of_all_data_ranks_samples_at_once(batches: list[Batch], micro_batches: int, how: str) -> None:
+def test_loss_equals_loss_of_all_samples_on_one_device(batches: list[Batch], micro_batches: int, how: str) -> None:
     weight = {"loss_weight": num_counted} if how == "loss_weight" else {}
     whole, loss, gradient = run(batches, sum_loss if how == "sum" else mean_loss, micro_batches=micro_batches, **weight)
     assert loss < 1e-12 * whole and gradient < 1e-12 * whole
 
 
-def test_without_it_the_loss_is_the_mean_of_the_data_ranks() -> None:
+def test_ranks_average_is_the_mean_of_data_rank_losses() -> None:
     _, loss, gradient = run(BATCHES, mean_loss, micro_batches=2, average_loss_over="ranks")
     assert loss > 1e-3 and gradient > 1e-3
 
 
-def test_a_mean_that_the_model_takes_itself_is_refused() -> None:
+def test_manual_mean_in_model_raises() -> None:
     with pytest.raises(ConfigError, match="The model divides the sum of cross_entropy by"):
         run(BATCHES, own_mean, micro_batches=1)
 
 
-def test_a_rank_that_cannot_tell_what_counts_keeps_no_other_waiting() -> None:
+def test_rank_without_label_count_does_not_block_other_ranks() -> None:
     def loss(output: Tensor, batch: Any) -> Tensor:
         labels = batch["labels"].flatten()
         if (labels != -100).sum() > 10:  # on the first rank alone
             labels = torch.tensor([-100 if i % 5 == 0 else n * 7 % VOCAB for i, n in enumerate(labels.tolist())])
         return F.cross_entropy(output.flatten(0, 1), labels)
 
-    with pytest.raises(ShardFormerError, match=r"that the micro-batch does not hold|could not be told on another"):
+    with pytest.raises(ShardFormerError, match=r"contains no such labels|could not count the labels"):
         run(BATCHES, loss, micro_batches=2)
 
 
@@ -116,6 +116,6 @@ def _over_a_grid() -> tuple[float, float]:
     return loss, float(max(differences))
 
 
-def test_over_stages_and_data_ranks_it_is_the_plain_models_loss(pool4: WorkerPool) -> None:
+def test_loss_over_stages_and_data_ranks_equals_single_device(pool4: WorkerPool) -> None:
     for loss, gradient in pool4.run(_over_a_grid):
         assert loss < 1e-6 and gradient < 1e-6  # GPT-2 computes its loss in fp32

@@ -1,4 +1,4 @@
-"""The input part and the weight part together are one backward: to the bit, each hook once, nothing twice."""
+"""The input part and the weight part equal one backward bitwise, and each hook runs once."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class PartlyCheckpointed(Residual):
 
 
 class Reused(Residual):
-    """One layer three times, as ALBERT does; its first weight is used straight as well, before and after."""
+    """One layer three times, as in ALBERT. Its first weight is also used directly before and after."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = x @ self.ups[0].weight.t() @ self.ups[0].weight
@@ -89,7 +89,7 @@ class Attention(nn.Module):
 
 
 class Computed(nn.Module):
-    """Weights that are computed of others: a chunked one, a normed one, a shared product that two matmuls use."""
+    """Weights computed from others: chunked, normalized, and a product that two matmuls share."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Computed(nn.Module):
 
 
 class Halves(nn.Module):
-    """Two inputs and two outputs, one of which needs the second input only."""
+    """Two inputs and two outputs, one of which depends on the second input only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class Halves(nn.Module):
 
 
 class Beside(nn.Module):
-    """An output that no input leads to, and a tensor that reaches an output by another way than the chain."""
+    """An output that depends on no input, and a tensor that reaches an output outside the chain."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class Beside(nn.Module):
 
 
 class BesideReentrant(Reentrant):
-    """A chain that only runs whole, and an output that no input leads to."""
+    """A chain that cannot run in part, and an output that depends on no input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class TensorParallel(nn.Module):
 
 
 class _Matmul(torch.autograd.Function):
-    """As a user writes it: notes each run; ``careful`` looks at what is asked for."""
+    """A custom function that counts its runs. ``careful`` checks ``needs_input_grad``."""
 
     runs: list[tuple[bool, ...]] = []
 
@@ -182,7 +182,7 @@ class Custom(nn.Module):
 
 
 class Embedding(nn.Module):
-    """A first stage: the ids need no gradient, and the embedding is used again as a weight."""
+    """A first stage: the ids need no gradient, and the embedding is also used as a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ def bert() -> nn.Module:
 
 
 class Hidden(nn.Module):
-    """A transformers model that is given hidden states, as a later stage is."""
+    """A transformers model that receives hidden states, as a later stage does."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -297,7 +297,7 @@ def assert_same(found: dict[str, Tensor | None] | list[Tensor | None], want: Any
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_both_parts_are_one_backward_to_the_bit(name: str) -> None:
+def test_input_and_weight_parts_equal_one_backward_bitwise(name: str) -> None:
     model, plain = made(name), made(name)
     x = some(2, 4, width(name))
     want = plainly(plain, x)
@@ -311,7 +311,7 @@ def test_both_parts_are_one_backward_to_the_bit(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["residual", "reused", "attention", "llama", "tensor parallel"])
-def test_in_the_dtypes_that_are_trained(name: str, dtype: torch.dtype) -> None:
+def test_split_backward_in_training_dtypes(name: str, dtype: torch.dtype) -> None:
     model, plain = made(name, dtype), made(name, dtype)
     x = some(2, 4, width(name)).to(dtype)
     want = plainly(plain, x)
@@ -322,7 +322,7 @@ def test_in_the_dtypes_that_are_trained(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", ["residual", "reused", "bert"])
-def test_under_autocast(name: str) -> None:
+def test_split_backward_under_autocast(name: str) -> None:
     model, plain = made(name, torch.float32), made(name, torch.float32)
     x = some(2, 4, width(name)).float()
     with torch.autocast("cpu", torch.bfloat16):
@@ -334,7 +334,7 @@ def test_under_autocast(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["residual", "reused", "custom, careful", "tensor parallel", "llama"])
-def test_micro_batches_whose_parts_come_in_mixed_order(name: str) -> None:
+def test_parts_of_micro_batches_in_mixed_order(name: str) -> None:
     model, plain = made(name), made(name)
     batches = [some(2, 4, width(name), seed=i) for i in range(4)]
     for i in (1, 0, 2, 3):  # the order in which the weight parts come
@@ -348,7 +348,7 @@ def test_micro_batches_whose_parts_come_in_mixed_order(name: str) -> None:
     assert_same(grads_of(model), grads_of(plain))
 
 
-def test_some_inputs_lead_to_some_outputs() -> None:
+def test_outputs_that_depend_on_some_inputs() -> None:
     torch.manual_seed(1)
     model = Halves().double()
     plain = deepcopy(model)
@@ -360,7 +360,7 @@ def test_some_inputs_lead_to_some_outputs() -> None:
     assert_same(grads_of(model), grads_of(plain))
 
 
-def test_an_input_that_nothing_depends_on_gets_none() -> None:
+def test_unused_input_has_no_gradient() -> None:
     model = Halves().double()
     x, y, z = some(2, H).requires_grad_(), some(2, H).requires_grad_(), some(2, H).requires_grad_()
     outputs = model(x, y)
@@ -370,7 +370,7 @@ def test_an_input_that_nothing_depends_on_gets_none() -> None:
     assert model.one.weight.grad is None and model.two.weight.grad is not None
 
 
-def test_a_loss_needs_no_gradient_and_an_output_for_which_none_came_has_no_part() -> None:
+def test_loss_needs_no_gradient_and_output_without_gradient_is_skipped() -> None:
     model, x = Residual().double(), some(2, H).requires_grad_()
     y = model(x)
     (found,), rest = backward_of_inputs([y.sum(), y], [None, None], [x])
@@ -382,7 +382,7 @@ def test_a_loss_needs_no_gradient_and_an_output_for_which_none_came_has_no_part(
     assert_same({**got, "x": found}, {**grads_of(model), "x": x.grad})
 
 
-def test_an_output_may_be_an_input_or_what_trains_itself() -> None:
+def test_output_can_be_an_input_or_a_parameter() -> None:
     x, w = some(3).requires_grad_(), some(3).requires_grad_()
     (found,), rest = backward_of_inputs([x, w], [some(3, seed=1), some(3, seed=2)], [x])
     assert found is not None and torch.equal(found, some(3, seed=1)) and w.grad is None
@@ -390,7 +390,7 @@ def test_an_output_may_be_an_input_or_what_trains_itself() -> None:
     assert w.grad is not None and torch.equal(w.grad, some(3, seed=2)) and x.grad is None
 
 
-def test_without_inputs_all_of_it_is_the_weight_part() -> None:
+def test_without_inputs_everything_is_the_weight_part() -> None:
     model, plain = made("embedding"), made("embedding")
     x = some(2, 4, H)
     plainly(plain, x)
@@ -402,7 +402,7 @@ def test_without_inputs_all_of_it_is_the_weight_part() -> None:
 
 
 @pytest.mark.parametrize("name", ["residual", "custom, careful", "tensor parallel"])
-def test_the_weight_part_holds_the_weights_gradients_and_the_input_part_none(name: str) -> None:
+def test_only_weight_part_accumulates_weight_gradients(name: str) -> None:
     model = made(name)
     _, rest = in_parts(model, some(2, 4, H))
     assert all(p.grad is None for p in model.parameters())
@@ -410,7 +410,7 @@ def test_the_weight_part_holds_the_weights_gradients_and_the_input_part_none(nam
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_a_frozen_stage_has_no_weight_part() -> None:
+def test_frozen_stage_has_empty_weight_part() -> None:
     model, plain = made("residual"), made("residual")
     for net in (model, plain):
         net.requires_grad_(False)
@@ -420,7 +420,7 @@ def test_a_frozen_stage_has_no_weight_part() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_where_some_are_frozen() -> None:
+def test_partly_frozen_stage() -> None:
     model, plain = made("residual"), made("residual")
     for net in (model, plain):
         for name, p in net.named_parameters():
@@ -434,7 +434,7 @@ def test_where_some_are_frozen() -> None:
 @pytest.mark.parametrize(
     "name", ["residual", "reused", "computed weights", "checkpointed", "custom, careless", "llama"]
 )
-def test_hooks_run_once_with_the_whole_gradient(name: str) -> None:
+def test_parameter_hooks_run_once_with_full_gradient(name: str) -> None:
     model, plain = made(name), made(name)
     seen: dict[str, list[Tensor]] = {}
     after: list[str] = []
@@ -449,7 +449,7 @@ def test_hooks_run_once_with_the_whole_gradient(name: str) -> None:
     assert all(len(grads) == 1 and torch.equal(grads[0], want[key]) for key, grads in seen.items())
 
 
-def test_hooks_of_activations_and_modules_run_once() -> None:
+def test_activation_and_module_hooks_run_once() -> None:
     model, plain = made("residual"), made("residual")
     calls: list[str] = []
 
@@ -469,7 +469,7 @@ def test_hooks_of_activations_and_modules_run_once() -> None:
     assert_same(grads_of(model), grads_of(plain))
 
 
-def test_gradients_are_averaged_in_one_backward() -> None:
+def test_gradients_are_all_reduced_once() -> None:
     model, plain = made("reused"), made("reused")
     axis = Axis.of(None)
     ends: list[int] = []
@@ -489,7 +489,7 @@ def test_gradients_are_averaged_in_one_backward() -> None:
         assert (found is None) == (grad is None) and (found is None or torch.equal(found, grad * 4))
 
 
-def test_a_checkpointed_layer_is_recomputed_once() -> None:
+def test_checkpointed_layer_is_recomputed_once() -> None:
     model = made("checkpointed")
     assert isinstance(model, Checkpointed)
     _, rest = in_parts(model, some(2, H))
@@ -497,7 +497,7 @@ def test_a_checkpointed_layer_is_recomputed_once() -> None:
     assert model.calls == 2 * 3  # forward, and once more
 
 
-def test_a_careful_custom_function_does_each_half_once_and_a_careless_one_runs_once() -> None:
+def test_custom_function_runs_each_half_once_or_runs_once() -> None:
     x, only_w, only_x, both = some(2, H), (False, False, True, False), (False, True, False, False), (False, True) * 2
     _Matmul.runs.clear()
     _, rest = in_parts(Custom(True, True).double(), x)
@@ -509,7 +509,7 @@ def test_a_careful_custom_function_does_each_half_once_and_a_careless_one_runs_o
     assert len(_Matmul.runs) == 3 and both not in _Matmul.runs
 
 
-def test_weights_are_not_computed_in_the_input_part_nor_the_chain_in_the_weight_part() -> None:
+def test_each_part_computes_only_its_own_gradients() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     model, x = made("residual"), some(2, 4, H)
@@ -528,11 +528,11 @@ def test_weights_are_not_computed_in_the_input_part_nor_the_chain_in_the_weight_
 
 
 class _Own:
-    """What a test can hold weakly."""
+    """An object that supports weak references."""
 
 
 def storages(node: Any, seen: set[Any] | None = None) -> set[tuple[str, int]]:
-    """(node, bytes) of the tensors of two dims and more that a graph holds and that do not train."""
+    """(node, bytes) of the tensors with at least two dims that a graph stores and that do not train."""
     seen = set() if seen is None else seen
     found = set()
     for name in (name for name in dir(node) if name.startswith("_raw_saved_")):
@@ -548,7 +548,7 @@ def storages(node: Any, seen: set[Any] | None = None) -> set[tuple[str, int]]:
     return found
 
 
-def test_what_only_the_chain_needs_goes_with_the_input_part_and_the_rest_with_the_weight_part() -> None:
+def test_each_part_frees_the_tensors_that_it_alone_needs() -> None:
     model, x = made("residual"), some(2, H).requires_grad_()
     y = model(x)
     assert any(name.startswith("Gelu") for name, _ in storages(y.grad_fn))
@@ -566,7 +566,7 @@ def test_what_only_the_chain_needs_goes_with_the_input_part_and_the_rest_with_th
         gc.enable()
 
 
-def test_a_custom_function_that_has_run_for_good_holds_nothing() -> None:
+def test_finished_custom_function_frees_its_tensors() -> None:
     model, x = made("custom, careless"), some(2, H).requires_grad_()
     y = model(x)
     assert any("_Matmul" in name for name, _ in storages(y.grad_fn))
@@ -591,11 +591,11 @@ def _over_ranks() -> tuple[int, int, int]:
     return whole.count("all_reduce"), first.count("all_reduce"), second.count("all_reduce")
 
 
-def test_over_ranks_the_input_part_has_all_the_communication(pool2: WorkerPool) -> None:
+def test_input_part_runs_all_tensor_parallel_communication(pool2: WorkerPool) -> None:
     assert pool2.run(_over_ranks) == [(1, 1, 0)] * 2  # the column's, in backward
 
 
-def test_a_graph_that_is_used_up_says_so() -> None:
+def test_second_backward_through_used_graph_raises() -> None:
     model, x = made("residual"), some(2, H).requires_grad_()
     y = model(x)
     backward_of_inputs([y], grads_for([y]), [x])
@@ -603,7 +603,7 @@ def test_a_graph_that_is_used_up_says_so() -> None:
         y.sum().backward()
 
 
-def test_a_failure_leaves_no_hooks_behind() -> None:
+def test_failure_removes_all_hooks() -> None:
     class Fails(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:

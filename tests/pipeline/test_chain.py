@@ -1,4 +1,4 @@
-"""The chain: which layers run in what order, and what goes with which of them."""
+"""The layer sequence: execution order, and the parameters that belong to each layer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def home_of(sample: SmallModel) -> dict[str, frozenset[int]]:
     return owner_layers(*chain_of(sample))
 
 
-def test_units_are_the_layers_in_the_order_in_which_they_run() -> None:
+def test_layer_calls_are_in_execution_order() -> None:
     _, chain = chain_of(SmallModel("whisper"))
     assert [unit.split(".")[-3] for unit in chain.layer_calls] == ["encoder", "encoder", "decoder", "decoder"]
     assert chain.starts == (0, 2)
@@ -40,7 +40,7 @@ def test_units_are_the_layers_in_the_order_in_which_they_run() -> None:
     )
 
 
-def test_what_a_stage_is_handed_depends_on_where_it_begins() -> None:
+def test_received_states_depend_on_first_layer_of_stage() -> None:
     _, chain = chain_of(SmallModel("t5"))
     assert [chain.received_states(unit) for unit in range(4)] == [(), ("hidden",), ("context",), ("hidden", "context")]
     _, swin = chain_of(SmallModel("swin"))
@@ -61,16 +61,14 @@ def test_what_a_stage_is_handed_depends_on_where_it_begins() -> None:
         ("sam", ["vision_encoder.pos_embed"], ["shared_image_embedding.positional_embedding"]),
     ],
 )  # fmt: skip
-def test_embeddings_go_with_the_first_layer_and_the_head_with_the_last(
-    family: str, first: list[str], last: list[str]
-) -> None:
+def test_embeddings_belong_to_first_layer_and_head_to_last(family: str, first: list[str], last: list[str]) -> None:
     model, chain = chain_of(SmallModel(family))
     home = owner_layers(model, chain)
     assert {home[name] for name in first} == {frozenset({0})}
     assert {home[name] for name in last} == {frozenset({len(chain.layer_calls) - 1})}
 
 
-def test_each_stack_of_several_has_what_stands_around_it() -> None:
+def test_modules_between_stacks_belong_to_adjacent_stack() -> None:
     whisper = home_of(SmallModel("whisper"))
     assert whisper["model.encoder.conv1.weight"] == {0}
     assert whisper["model.encoder.layer_norm.weight"] == {1}
@@ -84,7 +82,7 @@ def test_each_stack_of_several_has_what_stands_around_it() -> None:
     assert blip["language_projection.weight"] == {4}
 
 
-def test_what_all_layers_read_is_on_every_stage_of_the_stack() -> None:
+def test_modules_read_by_all_layers_are_on_every_stage() -> None:
     t5 = home_of(SmallModel("t5"))
     assert t5["encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"] == {0, 1}
     assert t5["decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"] == {2, 3}
@@ -98,7 +96,7 @@ def test_what_all_layers_read_is_on_every_stage_of_the_stack() -> None:
     assert {beit[name] for name in shared} == {frozenset({0, 1})}
 
 
-def test_every_parameter_is_held_by_a_stage() -> None:
+def test_every_parameter_belongs_to_a_stage() -> None:
     model, chain = chain_of(SmallModel("blip-2"))
     held = owner_stages(owner_layers(model, chain), chain.stage_ranges([0, 1, 5, 6]))
     assert all(held[name] for name, _ in model.named_parameters())
@@ -109,14 +107,14 @@ def test_every_parameter_is_held_by_a_stage() -> None:
 
 
 def stretch(model: nn.Module, chain: LayerSequence, span: LayerRange) -> StageForward:
-    """The model as the stage that runs ``span`` has it."""
+    """Prepare the model for the stage that runs ``span``."""
     home, placeholders = owner_layers(model, chain), MissingParams()
     placeholders.remove(model, {name: any(unit in span for unit in units) for name, units in home.items()})
     return StageForward(model, chain, placeholders, home)
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3])
-def test_stretches_one_behind_the_other_are_the_model(cut: int) -> None:
+def test_stages_in_sequence_equal_the_model(cut: int) -> None:
     model, chain = chain_of(SmallModel("llama", changes={"num_hidden_layers": 4}))
     batch = RandomBatches("LlamaForCausalLM")(0)
     expected = model.eval()(**batch).loss
@@ -131,7 +129,7 @@ def test_stretches_one_behind_the_other_are_the_model(cut: int) -> None:
     assert sum(p.numel() for m in (first, second) for p in m.parameters()) == sum(p.numel() for p in model.parameters())
 
 
-def test_the_same_without_what_was_handed_over_shows_as_nan() -> None:
+def test_missing_received_states_give_nan() -> None:
     model, chain = chain_of(SmallModel("llama"))
     batch = RandomBatches("LlamaForCausalLM")(0)
     stage = stretch(model, chain, LayerRange(1, 2))
@@ -139,7 +137,7 @@ def test_the_same_without_what_was_handed_over_shows_as_nan() -> None:
     assert output.loss.isnan()
 
 
-def test_names_stay_and_absent_weights_need_no_memory() -> None:
+def test_placeholders_keep_names_and_need_no_memory() -> None:
     model, chain = chain_of(SmallModel("gpt2"))
     before = dict(model.named_parameters())
     stretch(model, chain, LayerRange(1, 2))
@@ -149,7 +147,7 @@ def test_names_stay_and_absent_weights_need_no_memory() -> None:
     assert absent.untyped_storage().nbytes() == absent.element_size()
 
 
-def test_stand_ins_follow_the_model_to_another_precision() -> None:
+def test_placeholders_follow_dtype_conversion() -> None:
     model, chain = chain_of(SmallModel("gpt2"))
     stage = stretch(model, chain, LayerRange(1, 2))
     for dtype in (torch.float64, torch.bfloat16):
@@ -161,15 +159,15 @@ def test_stand_ins_follow_the_model_to_another_precision() -> None:
         assert output.logits.isfinite().all()
 
 
-def test_a_stage_cannot_be_copied() -> None:
+def test_copying_a_stage_raises() -> None:
     model, chain = chain_of(SmallModel("gpt2"))
     stretch(model, chain, LayerRange(0, 2))
-    with pytest.raises(ConfigError, match="was copied"):
+    with pytest.raises(ConfigError, match="cannot be copied"):
         copy.deepcopy(model)
 
 
 class LateNorm(nn.Module):
-    """Uses a norm, which it registers behind its layers, before its first layer, or before its second."""
+    """Uses a norm, registered after its layers, before its first or its second layer."""
 
     def __init__(self, before: int) -> None:
         super().__init__()
@@ -183,13 +181,11 @@ class LateNorm(nn.Module):
 
 
 @pytest.mark.parametrize("before", [0, 1])
-def test_states_that_another_stage_should_have_made_are_refused_and_not_nan(before: int) -> None:
+def test_argument_from_another_stage_raises(before: int) -> None:
     chain = LayerSequence((StackDescription("layers", layer_calls=("layers.0", "layers.1", "layers.2")),))
     model = LateNorm(before)
     stage = stretch(model, chain, LayerRange(0, 2))
-    said = (
-        rf"layers\.{before} is given input, which is computed of parameters that another stage holds.*with_first_layer="
-    )
+    said = rf"argument input of layers\.{before} contains NaN: another stage has the parameters.*with_first_layer="
     with pytest.raises(ConfigError, match=said):
         stage.run(model, StagePass(LayerRange(0, 2), {}), partial(model, torch.ones(1, 4)))
     whole = LateNorm(before)
@@ -200,7 +196,7 @@ def test_states_that_another_stage_should_have_made_are_refused_and_not_nan(befo
 
 
 class Twice(nn.Module):
-    """Runs its layers two times over."""
+    """Runs its layers twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,8 +209,8 @@ class Twice(nn.Module):
         return x
 
 
-def test_layers_that_run_a_second_time_are_refused() -> None:
+def test_layers_that_run_twice_raise() -> None:
     model, chain = Twice(), LayerSequence((StackDescription("layers", layer_calls=("layers.0", "layers.1")),))
     stage = stretch(model, chain, LayerRange(0, 2))
-    with pytest.raises(ConfigError, match="run a second time"):
+    with pytest.raises(ConfigError, match="ran a second time"):
         stage.run(model, StagePass(LayerRange(0, 2), {}), partial(model, torch.zeros(1, 4)))

@@ -1,4 +1,4 @@
-"""Patches of images of different sizes are cut where the images of a sample end, or the batch is refused."""
+"""Image patches are split where the images of a sample end, or the batch raises."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PATCHES = [8, 16, 4]
 
 
 def batch_of(images: list[list[int]], word: int = 5) -> dict[str, Any]:
-    """Samples with the images of these numbers, a token for four patches, and a word between two images."""
+    """Samples with these images, one token per four patches, and a word between two images."""
     rows = [[word] + [t for i in each for t in [IMAGE] * (PATCHES[i] // 4) + [word]] for each in images]
     longest = max(map(len, rows))
     order = [i for each in images for i in each]
@@ -35,14 +35,14 @@ def images_in(part: dict[str, Any]) -> list[int]:
     return [int(piece[0, 0]) for piece in part["pixel_values"].split(rows)]
 
 
-def test_the_examples_of_the_docstrings() -> None:
+def test_image_split_doctests() -> None:
     assert doctest.testmod(flat).failed == 0
 
 
 @pytest.mark.parametrize(
     "images", [[[0, 1], [2]], [[0], [1, 2]], [[0, 1, 2], []], [[], [2, 1], [0]], [[2], [1], [0]], [[1], [], [0, 2]]]
 )
-def test_each_sample_has_its_own_images(images: list[list[int]]) -> None:
+def test_each_sample_keeps_its_images(images: list[list[int]]) -> None:
     batch = batch_of(images)
     assert batch_size_of(batch) == len(images)
     parts = split_batch(batch, [1] * len(images), ids={"image_token_id": IMAGE})
@@ -50,21 +50,21 @@ def test_each_sample_has_its_own_images(images: list[list[int]]) -> None:
     assert [len(part["input_ids"]) for part in parts] == [1] * len(images)
 
 
-def test_what_no_config_names_is_told_by_the_only_division_that_fits() -> None:
+def test_unnamed_token_is_inferred_if_only_one_split_matches() -> None:
     assert [images_in(part) for part in split_batch(batch_of([[0, 1], [2]]), [1, 1])] == [[0, 1], [2]]
 
 
-def test_two_divisions_that_fit_are_refused_unless_the_kinds_of_tokens_are_given() -> None:
+def test_ambiguous_split_raises_without_token_types() -> None:
     batch = {**batch_of([[1], []]), "image_grid_thw": torch.tensor([[1, 2, 4], [1, 2, 4]])}
     batch["input_ids"] = torch.tensor([[5, 6, 90, 90, 90, 90], [5, 6, 7, 7, 7, 7]])  # by 5: an image each
-    with pytest.raises(InputError, match=r"image_grid_thw.*several would fit.*mm_token_type_ids"):
+    with pytest.raises(InputError, match=r"image_grid_thw.*several tokens could be.*mm_token_type_ids"):
         split_batch(batch, [1, 1])
     kinds = (batch["input_ids"] == IMAGE).long()
     first, second = split_batch({**batch, "mm_token_type_ids": kinds}, [1, 1])
     assert [len(part["image_grid_thw"]) for part in (first, second)] == [2, 0] and not len(second["pixel_values"])
 
 
-def test_images_and_videos_are_cut_by_their_own_tokens() -> None:
+def test_images_and_videos_are_split_by_their_own_tokens() -> None:
     ids = torch.tensor([[VIDEO, VIDEO, VIDEO, IMAGE, 5], [IMAGE, IMAGE, 5, 5, 5]])
     batch = {
         "input_ids": ids, "image_grid_thw": torch.tensor([[1, 2, 2], [1, 2, 4]]), "pixel_values": torch.arange(12),
@@ -79,7 +79,7 @@ def test_images_and_videos_are_cut_by_their_own_tokens() -> None:
     assert torch.equal(second["position_ids"], batch["position_ids"][:, 1:])
 
 
-def test_counts_say_how_many_rows_a_sample_has() -> None:
+def test_count_inputs_define_rows_per_sample() -> None:
     batch = {"input_ids": torch.zeros(2, 3), "targets": torch.arange(5), "target_lengths": torch.tensor([2, 3])}
     first, second = split_batch(batch, [1, 1])
     assert first["targets"].tolist() == [0, 1] and second["targets"].tolist() == [2, 3, 4]
@@ -100,15 +100,15 @@ IDS = torch.zeros(2, 4)
         ({"input_ids": IDS, "images": [torch.zeros(3, 8, 8)] * 3}, r"images\[0\], .* has 3 rows"),
         ({"input_ids": IDS, "deep": {"x": torch.zeros(5)}}, r"deep\.x, .* has 5 rows"),
         ({"input_ids": IDS, "cache_position": torch.arange(4)}, r"cache_position.*x\[None\]"),
-        ({"input_ids": torch.zeros(3, 4), "position_ids": SQUARE}, "both of its first two dims"),
-        ({"inputs_embeds": torch.zeros(3, 4, 8), "position_ids": SQUARE}, "both of its first two dims"),
-        ({**batch_of([[0, 1], [2]]), "input_ids": torch.tensor([[90] * 5, [5] * 5])}, "does not fit|do not fit"),
-        ({**batch_of([[0, 1], [2]]), "mm_token_type_ids": torch.zeros(2, 5)}, "do not fit"),
-        ({"input_ids": IDS.T, "image_grid_thw": GRID[2:], "pixel_values": torch.zeros(4, 3)}, "have 4 rows"),
+        ({"input_ids": torch.zeros(3, 4), "position_ids": SQUARE}, "first and second dim both match"),
+        ({"inputs_embeds": torch.zeros(3, 4, 8), "position_ids": SQUARE}, "first and second dim both match"),
+        ({**batch_of([[0, 1], [2]]), "input_ids": torch.tensor([[90] * 5, [5] * 5])}, "do not match"),
+        ({**batch_of([[0, 1], [2]]), "mm_token_type_ids": torch.zeros(2, 5)}, "do not match"),
+        ({"input_ids": IDS.T, "image_grid_thw": GRID[2:], "pixel_values": torch.zeros(4, 3)}, "describes 4 rows"),
         ({"inputs_embeds": torch.zeros(2, 4, 8), "image_grid_thw": GRID, "pixel_values": torch.zeros(28)}, "no tokens"),
     ],
 )  # fmt: skip
-def test_what_has_other_rows_than_samples_is_refused(batch: dict[str, Tensor], words: str) -> None:
+def test_tensor_with_unexplained_rows_raises(batch: dict[str, Tensor], words: str) -> None:
     samples = batch_size_of(batch, "input_ids")
     known = {"image_token_id": IMAGE}
     with pytest.raises(InputError, match=words):
@@ -116,7 +116,7 @@ def test_what_has_other_rows_than_samples_is_refused(batch: dict[str, Tensor], w
     assert split_batch(batch, [samples], "input_ids", known) == [batch], "where nothing is cut all is as it came"
 
 
-def test_a_loaders_batches_are_shared_out_by_their_images() -> None:
+def test_data_loader_batches_are_split_by_images() -> None:
     batches = [batch_of([[0, 1], [2]])]
     parts = [
         part for rank in range(2)

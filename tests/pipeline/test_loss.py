@@ -1,4 +1,4 @@
-"""The loss and the gradients of micro-batches are those of the whole batch at once, or a ConfigError says why not."""
+"""Loss and gradients of micro-batches equal those of the full batch, or a ConfigError is raised."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ IN_FP32 = ("GPTNeo", "GPTJ")  # attention that transformers computes in fp32 wha
 
 @pytest.fixture(autouse=True)
 def stays_in_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers casts logits to fp32 for many losses; left out here, so that nothing hides behind that."""
+    """Disable the fp32 casts of transformers' losses, which would hide differences."""
     to_fp32 = Tensor.float
     monkeypatch.setattr(Tensor, "float", lambda self: self if self.dtype == torch.float64 else to_fp32(self))
 
@@ -63,7 +63,7 @@ def assert_same(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("head", [head for head in TRAINABLE if head not in MASKED_IMAGES])
-def test_every_head_trains_as_on_the_whole_batch(head: str) -> None:
+def test_every_head_trains_as_on_the_full_batch(head: str) -> None:
     model, batch = model_of(head), batch_of(head)
     parts = cut(batch)
     ours = in_parts(model, LossWeights(parts, SIZES), parts)
@@ -71,7 +71,7 @@ def test_every_head_trains_as_on_the_whole_batch(head: str) -> None:
 
 
 @pytest.mark.parametrize("head", ["LlamaForCausalLM", "BertForPreTraining", "T5ForConditionalGeneration"])
-def test_a_mean_of_means_is_another_loss(head: str) -> None:
+def test_mean_of_means_differs_from_full_loss(head: str) -> None:
     model, batch = model_of(head), batch_of(head, nothing_in=())
     means = sum(own_loss(model, part) * size / sum(SIZES) for part, size in zip(cut(batch), SIZES, strict=True))
     assert abs((means - own_loss(model, batch)).item()) > 1e-5
@@ -85,7 +85,7 @@ def test_a_mean_of_means_is_another_loss(head: str) -> None:
         ("multi_label_classification", 3, (torch.arange(24).view(8, 3) % 2).double()),
     ],
 )
-def test_regression_and_several_classes_at_once(problem_type: str, num_labels: int, labels: Tensor) -> None:
+def test_regression_and_multi_label_losses(problem_type: str, num_labels: int, labels: Tensor) -> None:
     head = "BertForSequenceClassification"
     model = model_of(head, problem_type=problem_type, num_labels=num_labels)
     batch = {**batch_of(head), "labels": labels}
@@ -95,7 +95,7 @@ def test_regression_and_several_classes_at_once(problem_type: str, num_labels: i
 
 @pytest.mark.parametrize("nothing_in", [(0, 1, 2), (7,), (3, 4, 5, 6)])
 @pytest.mark.parametrize("head", ["LlamaForCausalLM", "BertForMaskedLM", "GPT2DoubleHeadsModel"])
-def test_a_micro_batch_where_nothing_counts_adds_zero(head: str, nothing_in: tuple[int, ...]) -> None:
+def test_micro_batch_without_labels_adds_zero(head: str, nothing_in: tuple[int, ...]) -> None:
     model, batch = model_of(head), batch_of(head, nothing_in)
     parts = cut(batch)
     assert_same(in_parts(model, LossWeights(parts, SIZES), parts), at_once(model, batch))
@@ -112,14 +112,14 @@ def test_a_micro_batch_where_nothing_counts_adds_zero(head: str, nothing_in: tup
         ("WhisperForConditionalGeneration", "model.decoder.layers.1"),
     ],
 )
-def test_watching_the_head_alone_is_enough(head: str, last_layer: str) -> None:
+def test_recording_the_head_only_is_sufficient(head: str, last_layer: str) -> None:
     model, batch = model_of(head), batch_of(head, nothing_in=(0, 1, 2))
     whole = at_once(model, batch)
     parts = cut(batch)
     weights, losses, running = LossWeights(parts, SIZES), [], [0]
     model.get_submodule(last_layer).register_forward_hook(lambda *_: weights.start(running[0]))
     for running[0], part in enumerate(parts):
-        assert weights._watch is None
+        assert weights._recorder is None
         loss = own_loss(model, part)
         weights.stop()
         loss = weights.of(running[0], loss)
@@ -129,13 +129,13 @@ def test_watching_the_head_alone_is_enough(head: str, last_layer: str) -> None:
     assert_same((torch.stack(losses).sum(), gradients(model)), whole)
 
 
-def test_where_nothing_counts_at_all_the_loss_is_not_a_number_as_on_the_whole_batch() -> None:
+def test_batch_without_labels_has_nan_loss() -> None:
     model, batch = model_of("LlamaForCausalLM"), batch_of("LlamaForCausalLM", range(8))
     parts = cut(batch)
     assert in_parts(model, LossWeights(parts, SIZES), parts)[0].isnan() and own_loss(model, batch).isnan()
 
 
-def test_the_first_forward_need_not_be_that_of_the_first_micro_batch() -> None:
+def test_first_forward_can_be_any_micro_batch() -> None:
     model, batch = model_of("LlamaForCausalLM"), batch_of("LlamaForCausalLM")
     parts = cut(batch)
     weights = LossWeights(parts, SIZES)
@@ -151,8 +151,7 @@ def test_the_first_forward_need_not_be_that_of_the_first_micro_batch() -> None:
 
 @pytest.mark.parametrize("copied", [False, True], ids=["as given", "copied on their way"])
 @pytest.mark.parametrize("head", ["LlamaForCausalLM", "BertForMaskedLM"])
-def test_micro_batches_of_different_length(head: str, copied: bool) -> None:
-    """The whole is padded: what is padded counts nothing and is not seen."""
+def test_micro_batches_of_different_lengths(head: str, copied: bool) -> None:
     model = model_of(head)
     long, short = batch_of(head), batch_of(head, sequence=9)
     padded = {
@@ -166,7 +165,7 @@ def test_micro_batches_of_different_length(head: str, copied: bool) -> None:
     assert_same(in_parts(model, LossWeights(given, 2 * SIZES), parts), at_once(model, padded))
 
 
-def test_positions_out_of_texts_of_different_length_do_not_count() -> None:
+def test_positions_outside_texts_are_ignored() -> None:
     model = model_of("LlamaForQuestionAnswering")
     parts = [part for length in (9, 13) for part in cut(batch_of("LlamaForQuestionAnswering", sequence=length), (3, 5))]
     expected = 0.0
@@ -187,7 +186,7 @@ def test_positions_out_of_texts_of_different_length_do_not_count() -> None:
 
 
 class Tagger(nn.Module):
-    """Logits of 5 classes for the tokens (B, S), and a loss that is given."""
+    """Logits of 5 classes for tokens (B, S), and a custom loss."""
 
     def __init__(self, loss: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -260,12 +259,12 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 
 @pytest.mark.filterwarnings("ignore:size_average and reduce args:UserWarning")
 @pytest.mark.parametrize("name", LOSSES)
-def test_losses_as_people_write_them(name: str) -> None:
+def test_common_user_losses_equal_full_batch(name: str) -> None:
     model, batch, parts = tagged(LOSSES[name])
     assert_same(in_parts(model, LossWeights(parts, SIZES), parts, run), at_once(model, batch, run))
 
 
-def test_labels_selected_by_a_mask_of_the_batch() -> None:
+def test_labels_selected_by_batch_mask() -> None:
     model, batch, parts = tagged(lambda x, labels, mask: F.cross_entropy(x[mask], labels[mask]), mask=MASK)
     assert_same(in_parts(model, LossWeights(parts, SIZES), parts, run), at_once(model, batch, run))
 
@@ -283,7 +282,7 @@ FORMS: dict[str, Callable[..., Tensor]] = {
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_labels_that_were_copied_on_their_way_are_found_by_their_content(name: str) -> None:
+def test_copied_labels_are_found_by_content(name: str) -> None:
     model, batch, parts = tagged(FORMS[name], mask=MASK)
     if name == "clamped":
         batch["labels"].abs_()
@@ -292,7 +291,7 @@ def test_labels_that_were_copied_on_their_way_are_found_by_their_content(name: s
     assert_same(in_parts(model, LossWeights(given, SIZES), parts, run), at_once(model, batch, run))
 
 
-def test_what_is_named_as_labels_is_taken_where_tokens_are_the_same() -> None:
+def test_label_names_are_preferred_among_equal_tensors() -> None:
     def loss(x: Tensor, labels: Tensor, tokens: Tensor) -> Tensor:
         return F.cross_entropy(x.view(-1, 5), labels.view(-1))
 
@@ -304,7 +303,7 @@ def test_what_is_named_as_labels_is_taken_where_tokens_are_the_same() -> None:
     assert_same(in_parts(model, LossWeights(given, SIZES), parts, run), at_once(model, batch, run))
 
 
-def test_what_was_taken_before_is_taken_last_where_positions_are_the_same() -> None:
+def test_unused_tensors_are_preferred_among_equal_tensors() -> None:
     head = "BertForQuestionAnswering"
     model, batch = model_of(head), batch_of(head)
     assert torch.equal(batch["start_positions"][:3], batch["end_positions"][:3])
@@ -313,7 +312,7 @@ def test_what_was_taken_before_is_taken_last_where_positions_are_the_same() -> N
     assert_same(in_parts(model, LossWeights(given, SIZES), parts), at_once(model, batch))
 
 
-def test_labels_that_the_model_writes_into_are_not_written_into_ahead() -> None:
+def test_predictions_do_not_modify_labels() -> None:
     def loss(x: Tensor, labels: Tensor) -> Tensor:
         labels[labels == 0] = -100
         return F.cross_entropy(x.view(-1, 5), labels.view(-1))
@@ -327,7 +326,7 @@ def test_labels_that_the_model_writes_into_are_not_written_into_ahead() -> None:
     assert_same(in_parts(model, weights, parts, run), at_once(model, batch, run))
 
 
-def test_what_an_earlier_step_found_out_settles_what_this_one_cannot_tell() -> None:
+def test_earlier_label_form_resolves_ambiguity() -> None:
     model, batch, parts = tagged(FORMS["shifted"], mask=MASK)
     found: dict[int, Any] = {}
     given = [{key: x.clone() for key, x in part.items()} for part in parts]
@@ -335,14 +334,14 @@ def test_what_an_earlier_step_found_out_settles_what_this_one_cannot_tell() -> N
     batch["labels"][:3] = -100  # shifted or not, all the same
     given = [{key: x.clone() for key, x in part.items()} for part in parts]
     assert_same(in_parts(model, LossWeights(given, SIZES, found=found), parts, run), at_once(model, batch, run))
-    with pytest.raises(ConfigError, match="were expected"):
+    with pytest.raises(ConfigError, match="instead of"):
         in_parts(model, LossWeights(given, SIZES), parts, run)
 
 
 # Sums, and what is refused.
 
 
-def test_a_sum_over_the_items_of_the_batch_stays_a_sum() -> None:
+def test_sum_over_num_items_in_batch_is_unchanged() -> None:
     model, batch = model_of("LlamaForCausalLM"), batch_of("LlamaForCausalLM")
     batch["num_items_in_batch"] = (batch["labels"][:, 1:] != -100).sum()
     parts = cut(batch)
@@ -357,16 +356,16 @@ def mean_by_hand(x: Tensor, labels: Tensor) -> Tensor:
 
 
 REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
-    "no loss": (lambda x, labels: x.square().mean(), "called no loss of torch.nn.functional, and it gave"),
+    "no loss": (lambda x, labels: x.square().mean(), "called no loss of torch.nn.functional, but returned"),
     "no reduction": (
         lambda x, labels: F.cross_entropy(x.view(-1, 5), labels.view(-1), reduction="none").mean(),
-        "but with reduction='none'",
+        "except with reduction='none'",
     ),
     "something else in the loss": (
         lambda x, labels: LOSSES["filled"](x, labels) + 0.01 * x.square().mean(),
-        "the means in it add up to",
+        "its mean losses sum to",
     ),
-    "no sum of means": (lambda x, labels: LOSSES["filled"](x, labels).exp(), "the means in it add up to"),
+    "no sum of means": (lambda x, labels: LOSSES["filled"](x, labels).exp(), "its mean losses sum to"),
     "factors of a micro-batch": (
         lambda x, labels: LOSSES["filled"](x, labels) * (labels != -100).sum(),
         "have the factors",
@@ -374,7 +373,7 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
     "a mean by hand": (mean_by_hand, "have the factors"),
     "labels that only the model knows": (
         lambda x, labels: F.cross_entropy(x.view(-1, 5), torch.where(x[..., 0] > 0, labels, -100).view(-1)),
-        "that the micro-batch does not hold",
+        "micro-batch contains no such labels",
     ),
     "labels that cannot be foreseen": (
         lambda x, labels: (
@@ -382,41 +381,43 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
             if len(x) == 3
             else F.cross_entropy(x[:, 0], torch.zeros_like(x[:, 0, 0]).long(), ignore_index=0)
         ),
-        "counts 0 in micro-batch 1, and 2 were expected",
+        "counts 0 labels in micro-batch 1 instead of 2",
     ),
     "a loss for each row": (lambda x, labels: LOSSES["filled"](x, labels) + torch.zeros(len(x)), "has the shape"),
     "a loss of some micro-batches": (
         lambda x, labels: LOSSES["filled"](x, labels) + (LOSSES["selected"](x, labels) if len(x) == 3 else 0),
-        "called 1 losses, micro-batch 0 2",
+        "called 1 losses, but micro-batch 0 called 2",
     ),
     "another loss in some micro-batches": (
         lambda x, labels: LOSSES["elements" if len(x) == 1 else "filled"](x, labels),
-        "called as loss 0 of micro-batch 3 alone",
+        "Micro-batch 3 called .* as loss 0, unlike other",
     ),
 }
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["at once", "when the device is asked"])
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_sum_of_known_means_is_refused(name: str, later: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_other_than_sum_of_means_raises(name: str, later: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     loss, what = REFUSED[name]
     model, _, parts = tagged(loss)
     if later:
-        monkeypatch.setattr(LossWeights, "_expect", lambda self, ok, problem: self._later.append((ok, problem)))
+        monkeypatch.setattr(
+            LossWeights, "_check", lambda self, ok, problem: self._deferred_checks.append((ok, problem))
+        )
     with pytest.raises(ConfigError, match=what) as error:
         in_parts(model, LossWeights(parts, SIZES), parts, run)
-    assert "loss_weight=" in error.value.remedy
+    assert "loss_weight" in error.value.remedy
 
 
-def test_a_mean_by_hand_of_equal_counts_is_refused() -> None:
+def test_manual_mean_with_equal_counts_raises() -> None:
     model, batch, _ = tagged(mean_by_hand)
     parts = cut({**batch, "labels": batch["labels"].abs() % 5}, (2, 2, 2, 2))
-    with pytest.raises(ConfigError, match="what micro-batch 0 counts"):
+    with pytest.raises(ConfigError, match="the number of labels in micro-batch 0"):
         in_parts(model, LossWeights(parts, (2, 2, 2, 2)), parts, run)
 
 
 @pytest.mark.parametrize("head", MASKED_IMAGES)
-def test_a_model_that_takes_its_mean_by_hand_needs_a_weight(head: str) -> None:
+def test_manual_mean_works_with_loss_weight(head: str) -> None:
     model, batch = model_of(head), batch_of(head)
     num_masked = torch.tensor([1, 2, 3, 1, 2, 3, 1, 2])[:, None]
     order = torch.rand(batch["bool_masked_pos"].shape, generator=torch.Generator().manual_seed(3)).argsort(dim=1)
@@ -430,7 +431,7 @@ def test_a_model_that_takes_its_mean_by_hand_needs_a_weight(head: str) -> None:
     assert_same(in_parts(model, weights, parts), at_once(model, batch), 1e-5)
 
 
-def test_a_micro_batch_of_no_weight_adds_zero() -> None:
+def test_micro_batch_with_zero_weight_adds_zero() -> None:
     model, batch, parts = tagged(LOSSES["filled"])
     batch["labels"][3:5] = -100
     weights = LossWeights(parts, SIZES, lambda part: int(((part["labels"] != -100) & (part["labels"] != 3)).sum()))
@@ -438,24 +439,24 @@ def test_a_micro_batch_of_no_weight_adds_zero() -> None:
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan")])
-def test_weights_of_nothing_are_refused(weight: float) -> None:
-    with pytest.raises(ConfigError, match="loss_weight gave"):
+def test_invalid_loss_weights_raise(weight: float) -> None:
+    with pytest.raises(ConfigError, match="loss_weight returned"):
         LossWeights([{}, {}], (1, 1), lambda part: weight)
 
 
-def test_a_single_micro_batch_is_left_alone() -> None:
+def test_single_micro_batch_keeps_its_loss() -> None:
     model, batch, _ = tagged(lambda x, labels: x.square().mean())
     assert_same(in_parts(model, LossWeights([batch], [8]), [batch], run), at_once(model, batch, run))
 
 
-def test_after_an_error_nothing_is_watched_and_the_next_start_begins_anew() -> None:
+def test_recording_stops_after_error_and_restarts() -> None:
     model, batch, parts = tagged(LOSSES["filled"])
     weights = LossWeights(parts, SIZES)
     with pytest.raises(ZeroDivisionError), weighing(weights, 0):
         run(model, parts[0])
         raise ZeroDivisionError
     weights.stop()
-    assert weights._watch is None and not _get_current_function_mode_stack()
+    assert weights._recorder is None and not _get_current_function_mode_stack()
     weights.start(0)
     weights.start(0)
     weights.stop()
@@ -463,7 +464,7 @@ def test_after_an_error_nothing_is_watched_and_the_next_start_begins_anew() -> N
     assert_same(in_parts(model, weights, parts, run), at_once(model, batch, run))
 
 
-def test_without_gradients_the_loss_is_the_same() -> None:
+def test_loss_is_equal_without_gradients() -> None:
     model, batch = model_of("BertForPreTraining"), batch_of("BertForPreTraining")
     parts = cut(batch)
     weights, total = LossWeights(parts, SIZES), 0.0
@@ -477,7 +478,7 @@ def test_without_gradients_the_loss_is_the_same() -> None:
 
 
 def _cut_vocabulary(upcast: bool) -> None:
-    """Logits of which each rank holds some columns, in bf16 or not, against the plain ones."""
+    """Compare vocabulary-parallel logits with full logits."""
     axis, bounds = Axis.of(None), even_bounds(127, 2)
     generator = torch.Generator().manual_seed(4)
     plain = torch.randn(8, 6, 127, generator=generator, dtype=torch.float64).requires_grad_()
@@ -509,5 +510,5 @@ def _cut_vocabulary(upcast: bool) -> None:
 
 
 @pytest.mark.parametrize("upcast", [False, True])
-def test_logits_of_a_cut_vocabulary(pool2: WorkerPool, upcast: bool) -> None:
+def test_vocabulary_parallel_logits(pool2: WorkerPool, upcast: bool) -> None:
     pool2.run(_cut_vocabulary, upcast)

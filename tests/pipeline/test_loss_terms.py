@@ -1,4 +1,4 @@
-"""What a loss holds beside means over tokens is never counted once for each micro-batch: it is weighed, or refused."""
+"""Loss terms other than means over tokens are never counted once per micro-batch: they are weighted or raise."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ EXACT: dict[str, Loss] = {
 
 
 def trained(loss_fn: Loss, context: ParallelContext | None = None, **options: Any) -> tuple[float, Tensor]:
-    """(loss, weights after a step)."""
+    """Return (loss, weights after one step)."""
     made, (x, y) = model(), batch()
     if context is not None:
         x, y = (t.chunk(context.data.size)[context.data.rank] for t in (x, y))
@@ -88,34 +88,34 @@ def assert_same(one: tuple[float, Tensor], other: tuple[float, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("name", [*REFUSED, *EXACT])
-def test_one_micro_batch_is_the_whole_batch(name: str) -> None:
+def test_one_micro_batch_equals_full_batch(name: str) -> None:
     loss_fn = {**REFUSED, **EXACT}[name]
     if name != "data":  # of which torch computes the gradient from what the loss was
         assert_same(trained(loss_fn), alone(loss_fn))
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_sum_of_means_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"means in .*loss_weight="):
+def test_other_terms_in_loss_raise(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"mean losses .*loss_weight"):
         trained(REFUSED[name], micro_batches=2)
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_an_evaluation_refuses_it_too(name: str) -> None:
+def test_other_terms_raise_in_evaluation(name: str) -> None:
     engine = shardformer.initialize(model(), None, REFUSED[name], parallel={"micro_batches": 2})
-    with pytest.raises(ConfigError, match="means in"):
+    with pytest.raises(ConfigError, match="mean losses"):
         engine.evaluate(batch())
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_a_sum_of_means_changed_in_place_is_exact(name: str) -> None:
+def test_sum_of_means_modified_in_place_is_exact(name: str) -> None:
     expected = alone(EXACT[name])
     assert_same(trained(EXACT[name], micro_batches=3), expected)
     engine = shardformer.initialize(model(), None, EXACT[name], parallel={"micro_batch_size": 4})
     assert float(engine.evaluate(batch())) == pytest.approx(expected[0], abs=1e-12)
 
 
-def test_over_data_ranks_a_term_is_refused_on_all_and_a_sum_of_means_exact() -> None:
+def test_other_terms_raise_on_all_data_ranks_and_sum_of_means_is_exact() -> None:
     def refused(context: ParallelContext) -> None:
         with pytest.raises(ConfigError, match="average_loss_over='ranks'"):
             trained(ADDED, context)
@@ -126,7 +126,7 @@ def test_over_data_ranks_a_term_is_refused_on_all_and_a_sum_of_means_exact() -> 
         assert_same(found, expected)
 
 
-def test_with_average_ranks_each_data_rank_has_its_own_loss() -> None:
+def test_ranks_average_keeps_loss_of_each_data_rank() -> None:
     (x, y), made = batch(), model()
     losses = [ADDED(made(x[rows]), y[rows]) for rows in (slice(3), slice(3, 6))]
     (sum(losses, torch.zeros(())) / 2).backward()
@@ -138,8 +138,7 @@ def test_with_average_ranks_each_data_rank_has_its_own_loss() -> None:
         assert_same(found, expected)
 
 
-def test_loss_weight_weighs_all_terms_by_what_counts() -> None:
-    """Of a mean over samples that is the loss of the whole batch, in micro-batches and over data ranks."""
+def test_loss_weight_scales_all_terms() -> None:
     expected = alone(ADDED)
     assert_same(trained(ADDED, micro_batch_size=4, loss_weight=lambda part: len(part["input"])), expected)
 
@@ -151,23 +150,23 @@ def test_loss_weight_weighs_all_terms_by_what_counts() -> None:
 
 
 def factor_of_batch(output: Tensor, target: Tensor) -> Tensor:
-    """One mean on a rank, with another factor on each."""
+    """One mean, with a different factor on each rank."""
     return F.mse_loss(output, target) * (1 + output.detach().abs().max())
 
 
 def larger(output: Tensor, target: Tensor) -> Tensor:
-    """Which of the means it is depends on the rank."""
+    """The mean that enters the loss depends on the rank."""
     means = F.mse_loss(output, target), F.mse_loss(output.roll(1, 0), target)
     return means[int(target[0, 0] > 0)] * 1.0
 
 
 @pytest.mark.parametrize("loss_fn", [factor_of_batch, larger])
-def test_factors_that_differ_between_data_ranks_are_refused_on_all(loss_fn: Loss) -> None:
+def test_different_factors_between_data_ranks_raise_on_all(loss_fn: Loss) -> None:
     signs = {int(batch()[1][row, 0] > 0) for row in (0, 3)}
     assert loss_fn is factor_of_batch or len(signs) == 2, "another mean on each of the two ranks"
 
     def do(context: ParallelContext) -> None:
-        with pytest.raises(ConfigError, match="other factors on other data ranks"):
+        with pytest.raises(ConfigError, match="different factors on different data ranks"):
             trained(loss_fn, context)
 
     run_as_threads(do, data=2, in_turn=True)
@@ -188,7 +187,7 @@ def tokens() -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-def test_the_loss_of_routers_is_that_of_the_batch_or_by_loss_weight_the_mean_of_the_micro_batches() -> None:
+def test_router_loss_raises_or_is_averaged_by_loss_weight() -> None:
     def train(**options: Any) -> float:
         made = mixtral()
         optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
@@ -198,7 +197,7 @@ def test_the_loss_of_routers_is_that_of_the_batch_or_by_loss_weight_the_mean_of_
 
     made = mixtral()
     assert train() == pytest.approx(made(**tokens()).loss.item(), abs=1e-5)
-    with pytest.raises(ConfigError, match="balancing loss of routers"):
+    with pytest.raises(ConfigError, match="router's balancing loss"):
         train(micro_batches=2)
     parts = [{name: x[rows] for name, x in tokens().items()} for rows in (slice(2), slice(2, 4))]
     expected = sum(made(**part).loss.item() for part in parts) / 2

@@ -1,4 +1,4 @@
-"""Micro-batches hold every sample once, and what comes out of them joins to what the batch gives."""
+"""Micro-batches contain every sample once, and their merged outputs equal the output of the batch."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from shardformer.pipeline import micro_batches as microbatches
 from shardformer.pipeline.micro_batches import batch_size_of, merge_outputs, micro_batch_sizes, split_batch
 
 
-def test_the_examples_of_the_docstrings() -> None:
+def test_micro_batch_doctests() -> None:
     assert doctest.testmod(microbatches).failed == 0
 
 
 @given(st.integers(1, 50), st.integers(1, 50))
-def test_sizes_hold_every_sample_once(batch_size: int, count: int) -> None:
+def test_sizes_cover_every_sample_once(batch_size: int, count: int) -> None:
     count = min(count, batch_size)
     sizes = micro_batch_sizes(batch_size, count, None)
     assert len(sizes) == count and sum(sizes) == batch_size and max(sizes) - min(sizes) <= 1
@@ -37,9 +37,9 @@ def test_sizes_hold_every_sample_once(batch_size: int, count: int) -> None:
 @pytest.mark.parametrize(
     ("asked", "what"),
     [
-        ((9, None), "micro_batches=9 for a batch of 8"),
-        ((None, None), "micro_batches=None with micro_batch_size=None"),
-        ((2, 4), "micro_batches=2 with micro_batch_size=4"),
+        ((9, None), "micro_batches=9 is larger than the batch size 8"),
+        ((None, None), "micro_batches=None and micro_batch_size=None"),
+        ((2, 4), "micro_batches=2 and micro_batch_size=4"),
         ((0, None), "micro_batches=0"),
         ((None, -1), "micro_batch_size=-1"),
         ((2.0, None), "micro_batches=2.0"),
@@ -47,16 +47,16 @@ def test_sizes_hold_every_sample_once(batch_size: int, count: int) -> None:
         ((None, "2"), "micro_batch_size='2'"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused(asked: tuple[Any, Any], what: str) -> None:
+def test_invalid_sizes_raise(asked: tuple[Any, Any], what: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(what)):
         micro_batch_sizes(8, *asked)
 
 
-def test_a_size_above_the_batchs_gives_one_micro_batch() -> None:
+def test_size_above_batch_size_gives_one_micro_batch() -> None:
     assert micro_batch_sizes(3, None, 8) == [3]
 
 
-def test_the_batch_size_is_that_of_the_main_input_or_of_the_first_tensor() -> None:
+def test_batch_size_comes_from_main_input_or_first_tensor() -> None:
     batch = {"names": ["a"], "scale": torch.tensor(2.0), "mask": torch.zeros(5, 2), "input_ids": torch.zeros(4, 2)}
     assert batch_size_of(batch, "input_ids") == 4
     assert batch_size_of(batch) == batch_size_of(batch, "pixel_values") == batch_size_of(batch, "names") == 5
@@ -65,8 +65,10 @@ def test_the_batch_size_is_that_of_the_main_input_or_of_the_first_tensor() -> No
 
 
 @pytest.mark.parametrize("batch", [{}, {"a": 1, "loss": torch.tensor(1.0)}])
-def test_a_batch_without_tensors_is_refused(batch: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="a, loss holds no tensor" if batch else "nothing holds no tensor"):
+def test_batch_without_tensors_raises(batch: dict[str, Any]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"\(a, loss\) contains no tensor" if batch else r"\(empty\) contains no tensor"
+    ):
         batch_size_of(batch)
 
 
@@ -75,7 +77,7 @@ class Pair(NamedTuple):
     b: Any
 
 
-def test_only_what_has_a_sample_a_row_is_cut() -> None:
+def test_only_tensors_with_row_per_sample_are_split() -> None:
     ids, table, words = torch.arange(10).view(5, 2), torch.zeros(1, 2), ["a", "b", "c", "d", "e"]
     batch = {"input_ids": ids, "table": table, "words": words, "flag": True, "scale": torch.tensor(1.0), "none": None,
              "size": (5,) * 5,
@@ -91,7 +93,7 @@ def test_only_what_has_a_sample_a_row_is_cut() -> None:
     assert torch.equal(second["deep"]["pair"].a, ids[3:])
 
 
-def test_a_list_with_an_entry_for_each_sample_is_cut() -> None:
+def test_list_with_entry_per_sample_is_split() -> None:
     ids = torch.arange(6).view(3, 2)
     boxes = [{"boxes": torch.zeros(count, 4), "name": "x"} for count in (3, 1, 2)]
     batch = {"ids": ids, "words": ("a", "b", "c"), "boxes": boxes, "images": [torch.zeros(1, n) for n in (1, 2, 3)],
@@ -104,7 +106,7 @@ def test_a_list_with_an_entry_for_each_sample_is_cut() -> None:
     assert [x.tolist() for x in first["inputs"]] == [[[0, 1]]] * 3 and second["pair"] == ["a", "b"]
 
 
-def test_a_tokenizers_batch_is_cut() -> None:
+def test_tokenizer_batch_is_split() -> None:
     from transformers import BatchEncoding
 
     batch = BatchEncoding({"input_ids": torch.arange(4), "attention_mask": torch.ones(4)})
@@ -113,8 +115,8 @@ def test_a_tokenizers_batch_is_cut() -> None:
     assert all(type(part) is dict and len(part["attention_mask"]) == len(part["input_ids"]) for part in parts)
 
 
-def test_sizes_of_another_batch_are_refused() -> None:
-    with pytest.raises(ConfigError, match=re.escape("[2, 2] samples, 4 together, for a batch of 5")):
+def test_sizes_of_another_batch_raise() -> None:
+    with pytest.raises(ConfigError, match=re.escape("[2, 2] sum to 4, but the batch has 5 samples")):
         split_batch({"x": torch.zeros(5)}, [2, 2], None)
 
 
@@ -125,7 +127,7 @@ class Output:
     more: tuple[Any, ...] | None = None
 
 
-def test_outputs_join_to_those_of_the_batch() -> None:
+def test_merged_outputs_equal_outputs_of_batch() -> None:
     x = torch.arange(10).view(5, 2)
     parts = [Output(torch.tensor(1.0), x[:3], (x[:3], None, [7])), Output(torch.tensor(2.0), x[3:], (x[3:], None, [7]))]
     whole = merge_outputs(parts, [3, 2])
@@ -134,7 +136,7 @@ def test_outputs_join_to_those_of_the_batch() -> None:
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.sampled_from([dict, OrderedDict, UserDict]))
-def test_joining_is_the_inverse_of_cutting(sizes: list[int], kind: Any) -> None:
+def test_merge_inverts_split(sizes: list[int], kind: Any) -> None:
     total = sum(sizes)
     x = torch.arange(2 * total).view(total, 2)
     batch = {"x": x, "deep": kind(y=[x, Pair(x, 3)], z="same"), "n": 4, "none": None}
@@ -144,7 +146,7 @@ def test_joining_is_the_inverse_of_cutting(sizes: list[int], kind: Any) -> None:
     assert isinstance(whole["deep"]["y"][1], Pair) and torch.equal(whole["deep"]["y"][1].a, x)
 
 
-def test_a_models_output_stays_one() -> None:
+def test_model_output_type_is_kept() -> None:
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
     x = torch.randn(3, 2)
@@ -157,7 +159,7 @@ def test_a_models_output_stays_one() -> None:
     assert torch.equal(whole.logits, x) and whole.loss is None and torch.equal(whole.hidden_states[1], x * 2)
 
 
-def test_what_differs_and_has_no_row_a_sample_is_none() -> None:
+def test_different_values_without_rows_become_none() -> None:
     table = torch.ones(7)
     one = {"a": 1, "same": table, "other": table, "list": [1], "array": table.numpy()}
     two = {"a": 2, "same": table, "other": table * 2, "list": [1, 2], "array": table.numpy() * 2}
@@ -166,7 +168,7 @@ def test_what_differs_and_has_no_row_a_sample_is_none() -> None:
     assert whole == {"a": None, "other": None, "list": None, "array": None}
 
 
-def test_gradients_flow_through_what_is_joined() -> None:
+def test_gradients_flow_through_merge() -> None:
     parts = [torch.ones(2, requires_grad=True), torch.ones(1, requires_grad=True)]
     merge_outputs(parts, [2, 1]).sum().backward()
     assert all(part.grad is not None for part in parts)

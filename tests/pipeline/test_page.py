@@ -1,4 +1,4 @@
-"""docs/pipeline.md: its files run over two processes, and its pictures and tables are those of the schedules."""
+"""docs/pipeline.md: its examples run on two processes, and its pictures and tables match the schedules."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from shardformer.pipeline.schedule_chart import grid, schedule_summary
+from shardformer.pipeline.schedule_chart import summarize_schedule
 from shardformer.pipeline.schedules import SCHEDULES, make_schedule, simulate
+from tests.pipeline.schedule_checks import grid_rows
 from tests.scripts import SHARDFORMER
 
 PAGE = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text(encoding="utf-8")
@@ -31,12 +32,12 @@ def _run(folder: Path, name: str) -> str:
     return done.stdout
 
 
-def test_the_page_has_an_example_for_each_way() -> None:
+def test_page_has_all_examples() -> None:
     assert list(FILES) == ["train.py", "stages.py", "own_loss.py"]
 
 
 @pytest.mark.slow
-def test_the_example_trains_saves_and_prints_its_stages(tmp_path: Path) -> None:
+def test_example_trains_saves_and_prints_stages(tmp_path: Path) -> None:
     out = _run(tmp_path, "train.py")
     assert re.findall(r"^step (\d)  loss \d\.\d{3}$", out, re.MULTILINE) == ["0", "1", "2"]
     (shown,) = [text for text in TEXTS if text.startswith("LlamaForCausalLM over pipe=2")]
@@ -45,27 +46,27 @@ def test_the_example_trains_saves_and_prints_its_stages(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_stages_are_cut_as_the_page_says(tmp_path: Path) -> None:
+def test_stages_match_the_page(tmp_path: Path) -> None:
     _run(tmp_path, "stages.py")
 
 
 @pytest.mark.slow
-def test_a_loss_of_ones_own_is_the_same_on_both_stages(tmp_path: Path) -> None:
+def test_custom_loss_is_equal_on_both_stages(tmp_path: Path) -> None:
     # two processes write to one pipe: what they print may stand on one line
     first, second = re.findall(r"\d\.\d\d?", _run(tmp_path, "own_loss.py"))
     assert first == second and float(first) > 0
 
 
 @pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.split()[2])
-def test_a_picture_is_that_of_the_schedule(picture: str) -> None:
+def test_picture_matches_schedule(picture: str) -> None:
     head, *lines = picture.splitlines()
     _, _, name, _, stages, _, micro_batches = head.split()
     schedule = make_schedule(name, int(stages), int(micro_batches))
     timeline = simulate(schedule)
-    assert lines == [*grid(schedule, timeline).splitlines(), *schedule_summary(schedule, timeline)]
+    assert lines == [*grid_rows(schedule, timeline), *summarize_schedule(schedule, timeline)]
 
 
-def test_all_schedules_are_drawn_and_compared() -> None:
+def test_all_schedules_are_on_the_page() -> None:
     assert [picture.split()[2] for picture in PICTURES] == list(SCHEDULES)
     rows = takewhile(lambda line: line.startswith("|"), PAGE.split("| schedule | bubble")[1].splitlines()[2:])
     found = [[cell.strip(" `") for cell in row.strip("|").split("|")] for row in rows]

@@ -1,4 +1,4 @@
-"""Losses that compare samples: an error where the batch is divided, and the gather that makes them right."""
+"""Losses that compare samples raise for divided batches, and ``gather_over_data`` makes them exact."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Own(nn.Module):
 
 
 class Averaged(nn.Module):
-    """Statistics over the batch, with a running average, in both modes."""
+    """Batch statistics with a running average, in both modes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Noise(nn.Module):
 
 
 def norms(output: Tensor, target: Tensor) -> Tensor:
-    """A mean and a sum in one loss, each of which is put together in its own way."""
+    """A mean and a sum in one loss."""
     return F.mse_loss(output, target) + 0.1 * F.l1_loss(output, target, reduction="sum")
 
 
@@ -105,7 +105,7 @@ def training(model: nn.Module, loss_fn: Any = None, batch: Any = None, **options
 
 @pytest.mark.parametrize("loss_fn", [contrastive, centred, siglip])
 @pytest.mark.parametrize("is_own", [False, True])
-def test_a_loss_that_compares_samples_is_refused_where_the_batch_is_divided(loss_fn: Any, *, is_own: bool) -> None:
+def test_loss_comparing_samples_raises_for_divided_batch(loss_fn: Any, *, is_own: bool) -> None:
     model, batch = (Own(loss_fn), {"inputs": INPUTS}) if is_own else (model_of(), (INPUTS, INPUTS))
     engine = training(copy.deepcopy(model), None if is_own else loss_fn)
     engine.train_step(batch)  # the whole batch at once
@@ -120,13 +120,13 @@ def test_a_loss_that_compares_samples_is_refused_where_the_batch_is_divided(loss
 
 
 @pytest.mark.parametrize("loss_fn", [nn.MSELoss(), summed, nn.L1Loss(), masked, norms])
-def test_means_and_sums_are_those_of_the_whole_batch(loss_fn: Any) -> None:
+def test_means_and_sums_equal_full_batch(loss_fn: Any) -> None:
     engines = [training(Own(loss_fn), micro_batch_size=size) for size in (None, 3)]
     losses = [[float(engine.train_step({"inputs": INPUTS})) for _ in range(2)] for engine in engines]
     assert losses[0] == pytest.approx(losses[1], abs=1e-12)
 
 
-def test_the_users_choice_of_the_mean_of_the_parts_losses_is_warned_of_once() -> None:
+def test_chosen_mean_of_parts_warns_once() -> None:
     engine = training(model_of(), contrastive, micro_batch_size=4, loss_weight=lambda part: len(INPUTS))
     with pytest.warns(UserWarning, match="compares the samples of a batch") as caught:
         engine.train_step((INPUTS, INPUTS))
@@ -144,15 +144,14 @@ def test_the_users_choice_of_the_mean_of_the_parts_losses_is_warned_of_once() ->
         Noise(),
     ],
 )
-def test_what_is_tried_leaves_nothing_behind(layer: nn.Module) -> None:
-    """BatchNorm is warned of. Random numbers are no reason for either; and nothing of the trial is left."""
+def test_trial_restores_all_state(layer: nn.Module) -> None:
     found: list[list[Tensor]] = []
     for looks in (True, False):
         model = Own(F.mse_loss, copy.deepcopy(layer))
         before = copy.deepcopy(model.state_dict())
         engine = training(model, micro_batch_size=4)
         if not looks:
-            engine.pipeline._look_for_pairs = lambda *_, **__: None
+            engine.pipeline._check_independence = lambda *_, **__: None
         called = list[int]()
         engine.model.body.register_forward_hook(lambda *_, called=called: called.append(1))
         torch.manual_seed(3)
@@ -170,8 +169,8 @@ def test_what_is_tried_leaves_nothing_behind(layer: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_all_data_ranks_refuse_a_model_that_compares_samples(size: int) -> None:
-    """Also where a rank has a single sample, whose loss is zero."""
+def test_model_comparing_samples_raises_on_all_data_ranks(size: int) -> None:
+    """Includes a rank with a single sample, whose loss is zero."""
     models = [Own(contrastive) for _ in range(3)]
 
     def run(context: ParallelContext) -> None:
@@ -182,8 +181,8 @@ def test_all_data_ranks_refuse_a_model_that_compares_samples(size: int) -> None:
     run_as_threads(run, data=3)
 
 
-def test_what_another_rank_finds_is_an_error_on_all() -> None:
-    """Samples of one rank that are all the same show nothing there."""
+def test_finding_of_one_rank_raises_on_all() -> None:
+    """On one rank all samples are equal, so its own losses show nothing."""
     models = [Own(centred) for _ in range(2)]
 
     def run(context: ParallelContext) -> None:
@@ -198,7 +197,7 @@ def test_what_another_rank_finds_is_an_error_on_all() -> None:
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [{"data": 2}, {"data": 2, "tensor": 2}])
-def test_clip_is_refused(layout: dict[str, int]) -> None:
+def test_clip_raises(layout: dict[str, int]) -> None:
     small = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.CLIPConfig(
         text_config={**small, "vocab_size": 20, "eos_token_id": 1},
@@ -218,7 +217,7 @@ def test_clip_is_refused(layout: dict[str, int]) -> None:
 
 
 @pytest.mark.slow
-def test_stages_refuse_it_together_and_go_on() -> None:
+def test_all_stages_raise_and_can_continue() -> None:
     config = transformers.GPT2Config(vocab_size=16, n_embd=8, n_layer=2, n_head=2, n_positions=8)
     torch.manual_seed(0)
     models = [transformers.GPT2Model(config) for _ in range(2)]
@@ -239,7 +238,7 @@ def test_stages_refuse_it_together_and_go_on() -> None:
     assert first == second and first[1] < first[0]
 
 
-def test_a_gather_of_the_users_own_is_right_with_one_micro_batch() -> None:
+def test_user_gather_is_exact_with_one_micro_batch() -> None:
     models = [model_of() for _ in range(2)]
 
     def run(context: ParallelContext) -> None:
@@ -257,7 +256,7 @@ def test_a_gather_of_the_users_own_is_right_with_one_micro_batch() -> None:
     run_as_threads(run, data=2)
 
 
-def test_a_gathered_loss_is_that_of_one_device() -> None:
+def test_gathered_loss_equals_single_device() -> None:
     plain = model_of()
     models = [copy.deepcopy(plain) for _ in range(2)]
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -285,7 +284,7 @@ def test_a_gathered_loss_is_that_of_one_device() -> None:
     run_as_threads(run, data=2)
 
 
-def test_unequal_numbers_of_samples_are_gathered_with_gradients() -> None:
+def test_unequal_sample_counts_are_gathered_with_gradients() -> None:
     def run(context: ParallelContext) -> None:
         x = torch.full((1 + context.rank, 2), float(context.rank), requires_grad=True)
         whole = gather_over_data(x, context)

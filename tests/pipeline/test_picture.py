@@ -1,4 +1,4 @@
-"""Pictures of schedules: the grid with its bands and its notes, and the chart."""
+"""Pictures of schedules: the text grid and the chart."""
 
 from __future__ import annotations
 
@@ -10,30 +10,31 @@ from pathlib import Path
 import pytest
 
 from shardformer.errors import ConfigError
-from shardformer.pipeline.schedule_chart import check_file, colours, grid, save, schedule_as_text
-from shardformer.pipeline.schedules import SCHEDULES, Action, ActionKind, forward_only, make_schedule, simulate
+from shardformer.pipeline.schedule_chart import check_file, colours, save, schedule_as_text
+from shardformer.pipeline.schedules import SCHEDULES, Action, ActionKind, drop_backward, make_schedule, simulate
+from tests.pipeline.schedule_checks import grid_rows
 
 needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is an extra")
 
 
-def test_the_text_says_what_is_drawn_and_what_it_costs() -> None:
+def test_text_contains_legend_and_costs() -> None:
     schedule = make_schedule("interleaved", 2, 2)
     assert schedule_as_text(schedule, simulate(schedule)).splitlines() == [
         "  time   0                   5                   10",
         "rank 0 | F0a F1a F0b F1b .   .   B0b --  .   B1b --  B0a --  B1a --",
         "rank 1 | .   F0a F1a F0b B0b --  F1b B1b --  B0a --  B1a --  .   .",
         "",
-        "F forward, B backward; then the micro-batch",
+        "F forward, B backward; the number is the micro-batch",
         "chunk: a virtual stages 0-1, b virtual stages 2-3",
         "bubble     20.0% of 15 units of time (formula: 20.0%)",
         "in flight  at most 4, 3 micro-batches (of one chunk) on ranks 0 to 1",
     ]
 
 
-def test_a_forward_alone_has_no_formula_and_one_rank_no_others() -> None:
-    schedule = forward_only(make_schedule("1f1b", 1, 3))
+def test_forward_schedule_has_no_formula_and_one_rank_no_range() -> None:
+    schedule = drop_backward(make_schedule("1f1b", 1, 3))
     assert schedule_as_text(schedule, simulate(schedule)).splitlines()[-3:] == [
-        "F forward; then the micro-batch",
+        "F forward; the number is the micro-batch",
         "bubble     0.0% of 3 units of time",
         "in flight  at most 3 micro-batches",
     ]
@@ -41,17 +42,17 @@ def test_a_forward_alone_has_no_formula_and_one_rank_no_others() -> None:
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 100])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_long_grid_is_folded_into_bands_that_fit_and_lose_nothing(name: str, width: int) -> None:
+def test_long_grid_wraps_without_loss(name: str, width: int) -> None:
     schedule = make_schedule(name, 4, 16)
     timeline = simulate(schedule)
     folded = schedule_as_text(schedule, timeline, width).split("\n\n")[:-1]
     assert len(folded) > 1 and max(len(line) for band in folded for line in band.splitlines()) <= width
-    for rank, whole in enumerate(grid(schedule, timeline).splitlines()):
+    for rank, whole in enumerate(grid_rows(schedule, timeline)):
         parts = [band.splitlines()[1 + rank].partition("|")[2].split() for band in folded]
         assert [cell for part in parts for cell in part] == whole.partition("|")[2].split()
 
 
-def test_a_band_begins_with_the_time_of_its_first_column() -> None:
+def test_band_starts_with_time_of_first_column() -> None:
     schedule = make_schedule("1f1b", 2, 8)
     timeline = simulate(schedule, {ActionKind.FORWARD: 0.5, ActionKind.BACKWARD: 1})
     bands = schedule_as_text(schedule, timeline, width=45).split("\n\n")[:-1]
@@ -62,18 +63,18 @@ def test_a_band_begins_with_the_time_of_its_first_column() -> None:
     ]
 
 
-def test_the_rows_are_in_line_when_ranks_and_micro_batches_have_two_digits() -> None:
+def test_rows_are_aligned_for_two_digit_numbers() -> None:
     schedule = make_schedule("1f1b", 11, 12)
     rows = schedule_as_text(schedule, simulate(schedule)).split("\n\n")[0].splitlines()[1:]
     assert len({row.index("|") for row in rows}) == 1
     assert {match.start() % 4 for row in rows for match in re.finditer(r"[FB]\d+", row)} == {rows[0].index("F") % 4}
 
 
-def test_times_that_are_no_multiples_are_rounded_and_said_to_be() -> None:
+def test_rounded_times_are_noted() -> None:
     schedule = make_schedule("1f1b", 2, 2)
     timeline = simulate(schedule, {ActionKind.FORWARD: 1, ActionKind.BACKWARD: 2.4}, send=0.3)
     text = schedule_as_text(schedule, timeline)
-    assert "a column is 1 units of time, to which the grid is rounded" in text
+    assert "a column is 1 units of time; times are rounded to columns" in text
     for action in (action for order in schedule.actions for action in order):
         assert re.search(rf"^rank {action.stage} .* {action.kind}{action.micro_batch}\b", text, re.MULTILINE)
     assert "rounded" not in schedule_as_text(schedule, simulate(schedule))
@@ -84,7 +85,7 @@ def test_times_that_are_no_multiples_are_rounded_and_said_to_be() -> None:
 
 @needs_matplotlib
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_chart_has_a_box_for_each_action_and_says_what_it_costs(name: str, tmp_path: Path) -> None:
+def test_chart_has_box_per_action_and_costs(name: str, tmp_path: Path) -> None:
     schedule = make_schedule(name, 2, 4)
     timeline = simulate(schedule)
     save(schedule, timeline, tmp_path / "chart.svg")
@@ -97,7 +98,7 @@ def test_a_chart_has_a_box_for_each_action_and_says_what_it_costs(name: str, tmp
 
 
 @needs_matplotlib
-def test_the_same_chart_is_the_same_file(tmp_path: Path) -> None:
+def test_charts_are_reproducible(tmp_path: Path) -> None:
     schedule = make_schedule("zbv", 2, 4)
     for name in ("one.svg", "two.svg"):
         save(schedule, simulate(schedule), tmp_path / name)
@@ -105,27 +106,30 @@ def test_the_same_chart_is_the_same_file(tmp_path: Path) -> None:
 
 
 @needs_matplotlib
-def test_a_chart_can_be_a_png_and_is_no_wider_than_can_be_looked_at(tmp_path: Path) -> None:
+def test_png_chart_has_maximum_width(tmp_path: Path) -> None:
     schedule = make_schedule("1f1b", 2, 100)
     save(schedule, simulate(schedule), tmp_path / "chart.png")
     head = (tmp_path / "chart.png").read_bytes()[:24]
     assert head[1:4] == b"PNG" and int.from_bytes(head[16:20]) <= 40 * 160
 
 
-def test_kinds_and_chunks_have_colours_of_their_own() -> None:
+def test_kinds_and_chunks_have_distinct_colors() -> None:
     schedule = make_schedule("interleaved_zb", 2, 2, 4)
     kinds = (ActionKind.FORWARD, ActionKind.INPUT, ActionKind.WEIGHT)
     faces = {colours(schedule, Action(kind, 2 * chunk, 0))[0] for kind in kinds for chunk in range(4)}
     assert len(faces) == 12
 
 
-def test_a_file_that_cannot_be_a_chart_is_refused(tmp_path: Path) -> None:
-    for path, said in [("chart.pdf", r"ends in \.svg or \.png"), ("nowhere/chart.svg", "a folder that exists")]:
+def test_invalid_chart_path_raises(tmp_path: Path) -> None:
+    for path, said in [
+        ("chart.pdf", r"does not end in \.svg or \.png"),
+        ("nowhere/chart.svg", "not in a writable folder"),
+    ]:
         with pytest.raises(ConfigError, match=said):
             check_file(tmp_path / path)
 
 
-def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_matplotlib_raises_with_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardformer.pipeline.schedule_chart.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"pip install 'shardformer\[plot\]'"):
         save(make_schedule("1f1b", 2, 2), simulate(make_schedule("1f1b", 2, 2)), tmp_path / "chart.svg")

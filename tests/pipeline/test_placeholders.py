@@ -1,15 +1,15 @@
-"""What stands for the parameters of other stages has their dtypes, and takes no memory."""
+"""Placeholders for the parameters of other stages have their dtypes and need no memory."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from shardformer.pipeline.stage_forward import MissingParams, is_placeholder, placeholder_output
+from shardformer.pipeline.stage_forward import MissingParams, compute_placeholder_output, is_placeholder
 
 
 def parts() -> tuple[nn.Module, MissingParams]:
-    """A table and a head of another stage, and a layer of this one."""
+    """An embedding and a head of another stage, and a layer of this one."""
     model = nn.ModuleDict({"table": nn.Embedding(5, 4), "layer": nn.Linear(4, 4), "head": nn.Linear(4, 5)})
     placeholders = MissingParams()
     held = {name: name.startswith("layer") for name, _ in model.named_parameters()}
@@ -24,7 +24,7 @@ def stands(model: nn.Module, path: str) -> Tensor:
     return value
 
 
-def test_each_has_the_dtype_that_its_own_stage_says() -> None:
+def test_placeholder_has_dtype_of_its_stage() -> None:
     model, placeholders = parts()
     model.to(torch.bfloat16)
     dtypes = {"table.weight": torch.float16, "layer.weight": torch.bfloat16}
@@ -33,8 +33,8 @@ def test_each_has_the_dtype_that_its_own_stage_says() -> None:
     assert stands(model, "table.weight").shape == (5, 4)
 
 
-def test_where_no_stage_says_it_is_converted_as_the_parameters_here_were() -> None:
-    """A rank that is traced alone hears of no other stage."""
+def test_placeholder_without_dtype_is_converted_like_local_parameters() -> None:
+    """A trace of a single rank receives no dtypes of other stages."""
     model, placeholders = parts()
     for dtype in (torch.bfloat16, torch.float64, torch.float32):
         model.to(dtype)
@@ -42,7 +42,7 @@ def test_where_no_stage_says_it_is_converted_as_the_parameters_here_were() -> No
         assert stands(model, "table.weight").dtype == stands(model, "head.bias").dtype == dtype
 
 
-def test_a_module_with_two_names_has_the_dtype_by_either() -> None:
+def test_module_with_two_names_finds_dtype_by_either() -> None:
     model = nn.ModuleDict({"table": nn.Embedding(5, 4), "layer": nn.Linear(4, 4)})
     model["again"] = model["table"]
     placeholders = MissingParams()
@@ -51,13 +51,13 @@ def test_a_module_with_two_names_has_the_dtype_by_either() -> None:
     assert stands(model, "table.weight").dtype == torch.float16
 
 
-def test_what_a_linear_would_give_has_the_dtype_of_autocast_and_a_table_its_own() -> None:
+def test_linear_placeholder_uses_autocast_dtype_and_embedding_its_own() -> None:
     linear, table = nn.Linear(4, 3), nn.Embedding(5, 4)
     x, ids = torch.zeros(2, 4), torch.zeros(2, dtype=torch.long)
     for dtype in (torch.bfloat16, torch.float16):
         with torch.autocast("cpu", dtype=dtype):
-            assert placeholder_output(linear, (x,), {}).dtype == linear(x).dtype == dtype
-            assert placeholder_output(table, (ids,), {}).dtype == table(ids).dtype == torch.float32
-    assert placeholder_output(linear, (x,), {}).dtype == torch.float32 and is_placeholder(
-        placeholder_output(linear, (x,), {})
+            assert compute_placeholder_output(linear, (x,), {}).dtype == linear(x).dtype == dtype
+            assert compute_placeholder_output(table, (ids,), {}).dtype == table(ids).dtype == torch.float32
+    assert compute_placeholder_output(linear, (x,), {}).dtype == torch.float32 and is_placeholder(
+        compute_placeholder_output(linear, (x,), {})
     )

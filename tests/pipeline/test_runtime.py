@@ -1,4 +1,4 @@
-"""The runtime beside others: a stage that dies, and a timeline of what ran."""
+"""The runtime: a stage that ends early, and the trace of a step."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ for step in range(3):
 
 @pytest.mark.reduced(one_in=3)
 @pytest.mark.parametrize("how", ["killed", "raised", "caught"])
-def test_when_a_stage_dies_the_others_end_and_say_what_they_waited_for(tmp_path: Path, how: str) -> None:
+def test_lost_stage_ends_others_with_waiting_action(tmp_path: Path, how: str) -> None:
     script = tmp_path / "dying.py"
     script.write_text(DYING, encoding="utf-8")
     command = [*SHARDFORMER, "run", "--nproc-per-node", "2", str(script), how]
@@ -82,7 +82,7 @@ def _trace(schedule: str, micro_batches: int) -> tuple[list[Action], int, bool]:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "interleaved_zb", "zbv"])
-def test_what_runs_is_the_schedule_and_holds_as_much_as_it_says(pool2: WorkerPool, schedule: str) -> None:
+def test_trace_matches_schedule_and_its_memory(pool2: WorkerPool, schedule: str) -> None:
     said = make_schedule(schedule, 2, 8)
     for rank, (actions, in_flight, in_order) in enumerate(pool2.run(_trace, schedule, 8)):
         assert tuple(actions) == said.actions[rank]

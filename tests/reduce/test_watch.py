@@ -140,7 +140,7 @@ def test_data_ranks_notice(name: str, how: dict[str, Any]) -> None:
 def test_stages_notice(name: str) -> None:
     change, said = CHANGES[name]
     found = came_apart(change, 1, {"pipe": 2})
-    words = {"batch": "different batches", "mode": "different modes of training"}
+    words = {"batch": "different batches", "mode": "different training modes"}
     assert all(words.get(name, said) in text for text in found), found
     if name == "skipped":
         assert all(re.search(r"Ranks 0 and 1, stages 0 and 1 of 2, .* \(\d, and rank 1 \d\)", text) for text in found)

@@ -193,7 +193,7 @@ def test_a_stage_is_traced_with_the_shapes_that_the_one_before_hands_on() -> Non
     sample = SmallModel("llama")
     with fake_tensors() as copied:
         fakes = copied(batch_of(sample, masked=False))
-        with pytest.raises(ConfigError, match="Stage 1 is traced, and nothing says"):
+        with pytest.raises(ConfigError, match="Stage 1 cannot be traced before"):
             step(fake_context({"pipe": 1}, pipe=2), sample, fakes, {}, {})
 
 

@@ -45,10 +45,10 @@ def no_sum_over_stages() -> Any:
 
 def mean_of_means() -> Any:
     def part(self: Any, loss: Any, index: int, call: Any) -> Tensor:
-        given: Tensor = call.given()
+        given: Tensor = call.compute()
         return given.nan_to_num() / len(self._micro_batches)
 
-    return mock.patch.object(micro_batch_loss.LossWeights, "_part", part)
+    return mock.patch.object(micro_batch_loss.LossWeights, "_scale", part)
 
 
 def no_gradient_sent() -> Any:
@@ -60,7 +60,7 @@ def no_gradient_sent() -> Any:
 
         return go_back
 
-    return replaced(runtime.Runtime, "_go_back", make)
+    return replaced(runtime.Runtime, "_run_backward", make)
 
 
 def received(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Any:
@@ -101,7 +101,7 @@ def no_context_gradient() -> Any:
 
         return payload
 
-    return replaced(stage_forward.StageForward, "_payload", make)
+    return replaced(stage_forward.StageForward, "_collect_activations", make)
 
 
 def every_stage_counts_all() -> Any:

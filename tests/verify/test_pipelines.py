@@ -257,7 +257,7 @@ def test_what_reads_between_its_layers_is_refused(
 
 @pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
 def test_what_collects_of_every_layer_is_refused(pool2: WorkerPool, name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name}=True with a pipeline"):
+    with pytest.raises(ConfigError, match=f"{name}=True does not work with a pipeline"):
         check(pool2, deep("bert", attn_implementation="eager", **{name: True}))
 
 
@@ -266,7 +266,7 @@ def test_what_collects_of_every_layer_is_refused(pool2: WorkerPool, name: str) -
     ("family", "head"), [(family, head) for family, head in EVERY_HEAD if head in OUTPUTS], ids=list(OUTPUTS)
 )
 def test_a_loss_of_what_an_earlier_stage_gave_is_refused(pool2: WorkerPool, family: str, head: str) -> None:
-    with pytest.raises(ShardFormerError, match="it reads something in the model's output that an earlier stage"):
+    with pytest.raises(ShardFormerError, match="it uses an output of the model that only an earlier stage"):
         check(pool2, deep(family, head))
 
 

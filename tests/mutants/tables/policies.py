@@ -98,7 +98,7 @@ MUTANTS = [
         'units = tuple(f"{groups}.{at * kinds // depth}" for at in range(depth))',
         'units = tuple(f"{groups}.{at % kinds}" for at in range(depth))',
         "In a pipeline ALBERT with several groups of layers runs them in another order.",
-        first=("tests/pipeline/test_chain.py::test_units_are_the_layers_in_the_order_in_which_they_run",),
+        first=("tests/pipeline/test_chain.py::test_layer_calls_are_in_execution_order",),
     ),
     mutant(
         "validation-sees-no-exchanged-outputs",
