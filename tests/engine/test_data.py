@@ -264,12 +264,12 @@ def test_a_last_batch_that_is_too_small_can_be_merged() -> None:
 @pytest.mark.parametrize(
     ("source", "options", "said"),
     [
-        (list(range(4)), {}, "without batch_size"),
+        (list(range(4)), {}, "requires batch_size"),
         (list(range(4)), {"batch_size": 0}, "batch_size=0"),
         (list(range(4)), {"batch_size": True}, "batch_size=True"),
-        (list(range(4)), {"batch_size": 1}, "batch_size=1 for 2 data ranks"),
-        (list(range(5)), {"batch_size": 4}, "leave a last one of 1"),
-        (list(range(3)), {"batch_size": 4, "drop_last": True}, "3 samples for batches of 4"),
+        (list(range(4)), {"batch_size": 1}, "batch_size=1 is smaller than the number of data ranks, 2"),
+        (list(range(5)), {"batch_size": 4}, "The last batch has 1 samples"),
+        (list(range(3)), {"batch_size": 4, "drop_last": True}, "drops all 3 samples"),
         (list(range(4)), {"batch_size": 4, "accumulate": 2}, "accumulate=2"),
         (list(range(4)), {"batch_size": 4, "num_workers": -1}, "num_workers=-1"),
         ([], {"batch_size": 4}, "is empty"),
@@ -278,8 +278,8 @@ def test_a_last_batch_that_is_too_small_can_be_merged() -> None:
         (3, {"batch_size": 4}, "is a int"),
         (iter([1]), {"batch_size": 4, "shuffle": True}, "shuffle=True"),
         (iter([1]), {"batch_size": 4, "num_workers": 2}, "num_workers=2"),
-        (loader(batch_size=4), {"batch_size": 8}, "batch_size=8 beside"),
-        (loader(batch_size=4), {"collate_fn": list}, "collate_fn is given beside"),
+        (loader(batch_size=4), {"batch_size": 8}, "batch_size=8 conflicts"),
+        (loader(batch_size=4), {"collate_fn": list}, "collate_fn has no effect"),
         (loader(batch_size=4, sampler=DistributedSampler([1, 2], 2, 0)), {}, "DistributedSampler"),  # type: ignore[arg-type]
     ],
     ids=lambda value: str(value)[:20] if isinstance(value, str) else "",
@@ -296,11 +296,11 @@ def test_what_is_found_out_on_the_way_is_refused_too() -> None:
     assert len(list(once)) == 1
     with pytest.raises(InputError, match="gave nothing in epoch 2"):
         list(once)
-    with pytest.raises(ConfigError, match="does not know its length"):
+    with pytest.raises(ConfigError, match="length of the training data is unknown"):
         len(once)
     with pytest.raises(InputError, match="A batch of 1 samples for 2 data ranks"):
         list(ShardedDataLoader(Rows([1, 2, 3]), place(0, 2), batch_size=2))
-    with pytest.raises(ConfigError, match="Give the same data"):
+    with pytest.raises(ConfigError, match="Pass the same data"):
         ShardedDataLoader([1, 2], place(), batch_size=1).load_state(
             ShardedDataLoader([1], place(), batch_size=1).state()
         )

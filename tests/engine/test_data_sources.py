@@ -126,9 +126,9 @@ def test_shuffling_can_be_taken_from_a_loader() -> None:
 @pytest.mark.parametrize(
     ("source", "options", "said"),
     [
-        (DataLoader([1, 2], 2), {"shuffle": True}, "shuffle=True is given beside"),  # type: ignore[arg-type]
-        (DataLoader([1, 2], 2), {"num_workers": 2}, "num_workers=2 beside"),  # type: ignore[arg-type]
-        (DataLoader([1, 2], 2), {"drop_last": True}, "drop_last=True beside"),  # type: ignore[arg-type]
+        (DataLoader([1, 2], 2), {"shuffle": True}, "shuffle=True conflicts"),  # type: ignore[arg-type]
+        (DataLoader([1, 2], 2), {"num_workers": 2}, "num_workers=2 conflicts"),  # type: ignore[arg-type]
+        (DataLoader([1, 2], 2), {"drop_last": True}, "drop_last=True conflicts"),  # type: ignore[arg-type]
         (DataLoader([1, 2], 2, sampler=[]), {}, "a list, is empty"),  # type: ignore[arg-type]
         (list, {"batch_size": 1}, "is a type"),
         ({"a", "b"}, {"batch_size": 1}, "is a set"),

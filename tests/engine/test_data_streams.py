@@ -83,7 +83,7 @@ def test_what_can_be_gone_through_once_does_not_go_back() -> None:
     batches = ShardedDataLoader(iter(range(10)), place(), batch_size=4)
     next(iter(batches))
     batches.rewind()
-    with pytest.raises(InputError, match="read up to sample 4, and was to go on at 0"):
+    with pytest.raises(InputError, match="cannot restart at sample 0 after 4 samples"):
         next(iter(batches))
 
 

@@ -146,7 +146,7 @@ def test_a_step_trains_a_model_that_is_in_eval_mode(axes: dict[str, int]) -> Non
         own_part = {name: x.chunk(context.data.size)[context.data.rank] for name, x in data.items()}
         losses = [float(engine.train_step(own_part)) for _ in range(2)]
         assert not any(modes_of(engine.model).values())
-        with torch.no_grad(), pytest.raises(InputError, match="train_step was called under"):
+        with torch.no_grad(), pytest.raises(InputError, match="train_step cannot train under"):
             engine.train_step(own_part)
         return losses
 

@@ -163,7 +163,7 @@ def test_names_and_a_number_that_the_run_sets_are_kept(tmp_path: Path) -> None:
     assert found.label2id == {"good": 0, "bad": 1}
     _, found = classified(tmp_path, ["bad", "good"], {"config": {**SMALL["bert"], "num_labels": 3}})
     assert found.id2label == {0: "bad", 1: "good", 2: "LABEL_2"}
-    with pytest.raises(ConfigError, match=r"2 classes, and the data 3"):
+    with pytest.raises(ConfigError, match=r"2 classes, but the data has 3"):
         classified(tmp_path, ["a", "b", "c"], {"config": {**SMALL["bert"], "num_labels": 2}})
 
 

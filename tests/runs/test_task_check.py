@@ -12,7 +12,7 @@ import transformers
 from shardformer.errors import ConfigError
 from shardformer.meta_init.lazy_init import LazyInit
 from shardformer.train_command.run import data_and_model_of, make_dry_run_report
-from shardformer.train_command.run_checks import check_task, seen_by_loss
+from shardformer.train_command.run_checks import check_task, label_dependence
 from tests.runs.files import SMALL, config, write_text
 
 TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
@@ -41,7 +41,7 @@ def model_of(kind: str, fields: dict[str, Any], head: str = "AutoModelForCausalL
     ids=str,
 )
 def test_whether_a_model_reads_what_it_is_to_predict(kind: str, fields: dict[str, Any], sees: bool) -> None:
-    found = seen_by_loss(model_of(kind, fields))
+    found = label_dependence(model_of(kind, fields))
     assert found is not None and found.itself is sees
 
 
@@ -59,8 +59,8 @@ def test_an_encoder_is_not_trained_to_copy_its_input(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "head", "words"),
     [
-        ("gpt2", "GPT2LMHeadModel", r"GPT2LMHeadModel reads no later tokens"),
-        ("bert", "BertLMHeadModel", r"BertLMHeadModel compares a label with the output before it"),
+        ("gpt2", "GPT2LMHeadModel", r"GPT2LMHeadModel, which ignores later tokens"),
+        ("bert", "BertLMHeadModel", r"BertLMHeadModel, which compares a label with the output before it"),
     ],
 )
 def test_a_model_that_does_not_fill_masks_in_is_not_trained_to(

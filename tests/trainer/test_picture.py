@@ -85,7 +85,7 @@ def test_runs_are_drawn(suffix: str, tmp_path: Path) -> None:
 def test_the_legend_says_what_is_drawn_and_nothing_else(tmp_path: Path) -> None:
     records = [*run(150), *of("grad_norm", 1.0, 2.0), *of("validation/loss", 1.0, math.nan)]
     runs = {"validation": records, "_second $x$": run(3)}
-    kinds = ["validation", "moving mean", "as recorded", "not finite"]
+    kinds = ["validation", "moving average", "as recorded", "not finite"]
     draw_metrics(runs, tmp_path / "all.svg")
     assert [word for word in words(tmp_path / "all.svg") if word in [*runs, *kinds]] == [*runs, *kinds]
     draw_metrics(runs, tmp_path / "norm.svg", ["grad_norm"])

@@ -111,7 +111,7 @@ def test_a_hook_may_stop_the_run_and_ask_for_a_validation() -> None:
     trainer = Trainer(made(), [Asks("validate", 1), Asks("stop", 2), diary])
     trainer.fit(steps=9, validation=pairs(3))
     assert trainer.step == 2
-    assert trainer.stopped_by == "a hook asked for it"
+    assert trainer.stopped_by == "a hook requested it"
     assert diary.moments.count("before_validation") == 1
 
 
@@ -337,7 +337,7 @@ def test_what_cannot_be_fitted_is_refused(given: dict[str, Any], said: str) -> N
 
 def test_strange_hooks_and_engines_without_data_are_refused() -> None:
     engine = made()
-    with pytest.raises(ConfigError, match="hooks holds"):
+    with pytest.raises(ConfigError, match="which is not a Hook"):
         Trainer(engine, [print])  # type: ignore[list-item]
     engine.data = None
     with pytest.raises(ConfigError, match="no training data"):

@@ -1,4 +1,4 @@
-"""The hooks that come with the trainer: ``from shardformer.training.hooks import Checkpoint, Progress``."""
+"""Hooks of the trainer, as in ``from shardformer.training.hooks import Checkpoint, Progress``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``JsonLines``: the values of a run, a line of JSON for each step."""
+"""``JsonLines``: hook that writes metrics to a JSON Lines file."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ VALIDATION = "validation/"
 
 
 class JsonLines(Hook):
-    """Writes ``trainer.values`` into ``folder/records.jsonl``, which ``shardformer plot`` draws.
+    """Writes ``trainer.values`` to ``folder/records.jsonl``, which ``shardformer plot`` draws.
 
-    A run that goes on from a checkpoint drops the lines of steps behind it and goes on with the file; one that begins
-    anew keeps the file of the one before beside it. The first rank writes; nothing is communicated. Hooks that add
-    values come before it.
+    A resumed run removes the lines of steps after its checkpoint and appends to the file. A new run keeps the file of
+    an earlier run under another name. Only the first rank writes, without communication. Hooks that compute metrics
+    must come before this hook.
 
     Args:
-        folder: of the run; it is made where there is none.
-        every: steps from one line to the next. What a validation gives is always written.
+        folder: Folder of the run, created if missing.
+        every: Steps between lines. Validation metrics are always written.
 
     Raises:
-        ConfigError: an argument cannot be.
-        OSError: the file cannot be written.
+        ConfigError: An argument is invalid.
+        OSError: The file cannot be written.
     """
 
     def __init__(self, folder: str | Path, every: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""``TensorBoard``: the values of a run as TensorBoard shows them."""
+"""``TensorBoard``: hook that writes metrics for TensorBoard."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from shardformer.training.hooks.json_lines import VALIDATION
 class TensorBoard(Hook):
     """Writes ``trainer.values`` for ``tensorboard --logdir folder``.
 
-    A run that goes on from a checkpoint hides what was written of steps behind it. The first rank writes; nothing is
-    communicated. Hooks that add values come before it.
+    A resumed run hides the values of steps after its checkpoint. Only the first rank writes, without communication.
+    Hooks that compute metrics must come before this hook.
 
     Args:
-        folder: where its event files lie.
-        every: steps from one value to the next. What a validation gives is always written.
+        folder: Folder of the event files.
+        every: Steps between values. Validation metrics are always written.
 
-    Raises ConfigError where tensorboard is not installed, or an argument cannot be.
+    Raises:
+        ConfigError: tensorboard is not installed, or an argument is invalid.
     """
 
     def __init__(self, folder: str | Path, every: int = 1) -> None:
@@ -68,7 +69,7 @@ def _summary_writer() -> Any:
         from torch.utils.tensorboard.writer import SummaryWriter
     except ImportError as error:
         raise ConfigError(
-            "The hook TensorBoard is asked for, and tensorboard is not installed",
-            remedy="pip install 'shardformer[tensorboard]', or use the hook JsonLines",
+            "The hook TensorBoard requires tensorboard, which is not installed",
+            remedy="Run pip install 'shardformer[tensorboard]', or use the hook JsonLines",
         ) from error
     return SummaryWriter

@@ -10,8 +10,8 @@ MUTANTS = [
     mutant(
         "augmentation-depends-on-the-ranks",
         "shardformer/training/data_sources.py",
-        "for i, n in enumerate(batch[mine], mine.start)]",
-        "for i, n in enumerate(batch[mine])]",
+        "for i, n in enumerate(batch[local], local.start)]",
+        "for i, n in enumerate(batch[local])]",
         "Random augmentation of a sample changes with the number of data ranks.",
         first=(
             "tests/engine/test_data.py::test_what_samples_draw_depends_on_neither_layout_nor_workers_nor_a_restart",
@@ -22,7 +22,7 @@ MUTANTS = [
         "shardformer/training/data_sources.py",
         'return torch.Generator().manual_seed(hash_seed(seed, epoch, "order"))',
         'return torch.Generator().manual_seed(hash_seed(seed, "order"))',
-        "Every epoch goes through the samples in the order of the first.",
+        "Every epoch has the order of the first epoch.",
         first=("tests/engine/test_data.py::test_every_epoch_has_its_own_order_and_not_without_shuffle",),
     ),
     mutant(
@@ -30,7 +30,7 @@ MUTANTS = [
         "shardformer/training/data_loader.py",
         'self.epoch, self.seen, self.seed = state["epoch"], state["seen"], state["seed"]',
         'self.epoch, self.seen = state["epoch"], state["seen"]',
-        "A run that goes on with another seed in its script sees some samples twice and others never.",
+        "A run that resumes with another seed in its script repeats some samples and never sees others.",
         first=("tests/engine/test_data.py", "tests/engine/test_engine.py"),
     ),
     mutant(
@@ -38,7 +38,7 @@ MUTANTS = [
         "shardformer/pipeline/pipeline.py",
         "counted = head.counted if head.counted is not None else float(sum(head.sizes))",
         "counted = float(sum(head.sizes))",
-        "The validation loss of batches with different numbers of tokens is not that of all tokens.",
+        "The validation loss is not the mean over all tokens if batches have different numbers of tokens.",
         first=(
             "tests/engine/test_engine.py::test_the_loss_of_many_batches_weighs_each_by_its_labels_that_count",
             "tests/engine/test_engine.py::test_the_loss_of_many_batches_is_that_of_all_of_them",
@@ -48,9 +48,9 @@ MUTANTS = [
     mutant(
         "scheduler-moves-on-skipped-steps",
         "shardformer/training/engine.py",
-        'if is_made and self._scheduler_every == "step":',
+        'if is_updated and self._scheduler_every == "step":',
         'if self._scheduler_every == "step":',
-        "The learning rate falls on steps that were skipped.",
+        "The scheduler steps after skipped steps.",
         first=(
             "tests/engine/test_engine.py::test_a_scheduler_waits_where_a_step_is_skipped",
             "tests/engine/test_engine.py",
@@ -72,15 +72,15 @@ MUTANTS = [
         "shardformer/training/engine.py",
         "            self.data.share_among(context)\n",
         "            self.data.check_ranks(context.data.size)\n",
-        "After reshape, ranks go on with their old part of each batch.",
+        "After reshard, ranks continue with their old shard of each batch.",
         first=("tests/engine/test_reshape.py",),
     ),
     mutant(
         "stopped-run-loses-a-batch",
         "shardformer/training/trainer.py",
-        "                    data.load_state(self._position)  # this batch was not trained on\n",
+        "                    data.load_state(self._position)  # this batch was not used\n",
         "",
-        "A run that a signal or a hook stopped goes on one batch too far.",
+        "A run that a signal or a hook stopped resumes one batch too late.",
         first=("tests/trainer/test_trainer.py::test_a_run_that_was_stopped_goes_on_with_the_batch_that_was_next",),
     ),
     mutant(
@@ -88,7 +88,7 @@ MUTANTS = [
         "shardformer/training/hooks/moving_average.py",
         "if was_skipped or engine.steps % self.every:",
         "if engine.steps % self.every:",
-        "The moving average moves on steps that were skipped.",
+        "The moving average is updated in skipped steps.",
         first=(
             "tests/trainer/hooks/test_moving_average.py::test_a_step_that_is_skipped_does_not_move_it",
             "tests/trainer/hooks/test_moving_average_faults.py",
@@ -98,9 +98,9 @@ MUTANTS = [
     mutant(
         "metrics-of-own-samples",
         "shardformer/training/hooks/metrics.py",
-        "everyone = all_gather_objects(mine, trainer.engine.context.data)",
-        "everyone = [mine]",
-        "Accuracy is that of one data rank's samples.",
+        "gathered = all_gather_objects(local_pairs, trainer.engine.context.data)",
+        "gathered = [local_pairs]",
+        "Accuracy covers only the samples of one data rank.",
         first=("tests/trainer/hooks/test_metrics.py::test_metrics_are_scikit_learn_s_over_all_samples",),
     ),
     mutant(
@@ -108,7 +108,7 @@ MUTANTS = [
         "shardformer/training/hooks/early_stopping.py",
         'self.best, self.without_progress = state["best"], state["without_progress"]',
         'self.best, self.without_progress = state["best"], 0',
-        "Early stopping counts from 0 again after a restart.",
+        "Early stopping restarts its count after a restart.",
         first=("tests/trainer/hooks/test_early_stopping.py",),
     ),
     mutant(
@@ -116,7 +116,7 @@ MUTANTS = [
         "shardformer/training/metrics_log.py",
         "if record.step <= step]",
         "if record.step < step]",
-        "A run that goes on drops the record of the step it goes on from.",
+        "A resumed run loses the record of the step at which it resumes.",
         first=("tests/trainer/test_records.py",),
     ),
     mutant(
@@ -124,7 +124,7 @@ MUTANTS = [
         "shardformer/train_command/build.py",
         "return (step + 1) / warmup",
         "return step / warmup",
-        "The first step of a run with a warm-up changes nothing.",
+        "The first step of a run with warm-up has a learning rate of 0.",
         first=(
             "tests/runs/test_updates.py::test_the_learning_rate_of_each_step_is_the_share_of_its_schedule",
             "tests/runs",
@@ -144,8 +144,8 @@ MUTANTS = [
     mutant(
         "validation-numbers-its-own-classes",
         "shardformer/train_command/datasets.py",
-        "classes = classes or label_classes(labels, _order(own, names))",
-        "classes = label_classes(labels, _order(own, names))",
+        "classes = classes or label_classes(labels, _class_order(own, names))",
+        "classes = label_classes(labels, _class_order(own, names))",
         "Validation data that lacks a class is compared with wrong labels.",
         first=(
             "tests/runs/test_data.py::test_validation_data_that_lack_a_class_have_the_numbers_of_the_training",

@@ -57,7 +57,7 @@ def steps_of(values: Sequence[float], hook: EarlyStopping, context: ParallelCont
 def test_the_run_ends_when_patience_does(options: dict[str, Any], values: list[float], steps: int) -> None:
     made, why = steps_of(values, EarlyStopping(**options))
     assert made == steps
-    assert "was not better" in why
+    assert "did not improve" in why
 
 
 def test_a_run_that_gets_better_goes_on() -> None:
@@ -85,7 +85,7 @@ def test_a_name_that_no_hook_brings_is_said() -> None:
 
 def test_a_run_without_validation_data_is_refused() -> None:
     engine = _engine()
-    with pytest.raises(ConfigError, match="EarlyStopping in a run without validation data"):
+    with pytest.raises(ConfigError, match="EarlyStopping requires validation data"):
         Trainer(engine, [EarlyStopping()]).fit(steps=1)
     assert engine.steps == 0
 

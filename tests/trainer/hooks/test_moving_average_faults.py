@@ -219,7 +219,7 @@ def test_an_average_that_was_not_kept_up_is_not_gone_on_with(tmp_path: Path) -> 
     with pytest.warns(UserWarning, match="MovingAverage"):
         Trainer(engine_of(), [Checkpoint(tmp_path)]).fit(steps=4)
     engine, hook = engine_of(), MovingAverage(DECAY)
-    with pytest.warns(UserWarning, match="begins anew"):
+    with pytest.warns(UserWarning, match="MovingAverage restarts"):
         Trainer(engine, [hook, Checkpoint(tmp_path)]).fit(steps=4)
     torch.testing.assert_close(averaged(engine, hook), full_state_dict(engine.model), rtol=0, atol=0)
 
