@@ -273,9 +273,9 @@ def test_a_last_batch_that_is_too_small_can_be_merged() -> None:
         (list(range(4)), {"batch_size": 4, "accumulate": 2}, "accumulate=2"),
         (list(range(4)), {"batch_size": 4, "num_workers": -1}, "num_workers=-1"),
         ([], {"batch_size": 4}, "is empty"),
-        ({"x": [1]}, {"batch_size": 4}, "is a dict"),
-        ("text", {"batch_size": 4}, "is a str"),
-        (3, {"batch_size": 4}, "is a int"),
+        ({"x": [1]}, {"batch_size": 4}, "data of type dict"),
+        ("text", {"batch_size": 4}, "data of type str"),
+        (3, {"batch_size": 4}, "data of type int"),
         (iter([1]), {"batch_size": 4, "shuffle": True}, "shuffle=True"),
         (iter([1]), {"batch_size": 4, "num_workers": 2}, "num_workers=2"),
         (loader(batch_size=4), {"batch_size": 8}, "batch_size=8 conflicts"),
@@ -294,11 +294,11 @@ def test_what_is_found_out_on_the_way_is_refused_too() -> None:
         list(ShardedDataLoader([{"ids": [1]}, {"ids": [1, 2]}], place(), batch_size=2))
     once = ShardedDataLoader(iter([1, 2]), place(), batch_size=2)
     assert len(list(once)) == 1
-    with pytest.raises(InputError, match="gave nothing in epoch 2"):
+    with pytest.raises(InputError, match="yielded no batch in epoch 2"):
         list(once)
     with pytest.raises(ConfigError, match="length of the training data is unknown"):
         len(once)
-    with pytest.raises(InputError, match="A batch of 1 samples for 2 data ranks"):
+    with pytest.raises(InputError, match="A batch of 1 samples is too small for 2 data ranks"):
         list(ShardedDataLoader(Rows([1, 2, 3]), place(0, 2), batch_size=2))
     with pytest.raises(ConfigError, match="Pass the same data"):
         ShardedDataLoader([1, 2], place(), batch_size=1).load_state(

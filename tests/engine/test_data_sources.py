@@ -65,7 +65,7 @@ def test_what_a_worker_finds_wrong_is_said_as_it_is() -> None:
 def test_batches_of_a_sampler_that_are_too_small() -> None:
     loader: DataLoader[Any] = DataLoader(list(range(5)), batch_sampler=[[0, 1], [2, 3], [4]])  # type: ignore[arg-type]
     assert len(ShardedDataLoader(loader, place())) == 3
-    with pytest.raises(InputError, match="A batch of 1 samples for 2 data ranks"):
+    with pytest.raises(InputError, match="A batch of 1 samples is too small for 2 data ranks"):
         next(iter(ShardedDataLoader(loader, place(0, 2))))
     merged = [
         torch.cat(parts).tolist()
@@ -80,7 +80,7 @@ def test_what_is_left_for_more_ranks_than_it_has_samples() -> None:
         pass
     after = ShardedDataLoader(list(range(12)), place(3, 4), batch_size=4)
     after.load_state(before.state())
-    with pytest.raises(InputError, match="A batch of 3 samples for 4 data ranks"):
+    with pytest.raises(InputError, match="A batch of 3 samples is too small for 4 data ranks"):
         next(iter(after))
 
 
@@ -129,10 +129,10 @@ def test_shuffling_can_be_taken_from_a_loader() -> None:
         (DataLoader([1, 2], 2), {"shuffle": True}, "shuffle=True conflicts"),  # type: ignore[arg-type]
         (DataLoader([1, 2], 2), {"num_workers": 2}, "num_workers=2 conflicts"),  # type: ignore[arg-type]
         (DataLoader([1, 2], 2), {"drop_last": True}, "drop_last=True conflicts"),  # type: ignore[arg-type]
-        (DataLoader([1, 2], 2, sampler=[]), {}, "a list, is empty"),  # type: ignore[arg-type]
-        (list, {"batch_size": 1}, "is a type"),
-        ({"a", "b"}, {"batch_size": 1}, "is a set"),
-        (torch.ones(3), {"batch_size": 1}, "is a Tensor.*TensorDataset"),
+        (DataLoader([1, 2], 2, sampler=[]), {}, r"\(list\) is empty"),  # type: ignore[arg-type]
+        (list, {"batch_size": 1}, "data of type type"),
+        ({"a", "b"}, {"batch_size": 1}, "data of type set"),
+        (torch.ones(3), {"batch_size": 1}, "data of type Tensor.*TensorDataset"),
     ],
 )
 def test_what_would_be_ignored_is_refused(source: Any, options: dict[str, Any], said: str) -> None:

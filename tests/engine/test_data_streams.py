@@ -120,9 +120,9 @@ def test_merging_reads_nothing_ahead_that_a_broken_loop_would_lose() -> None:
 
 
 def test_a_stream_that_gives_no_batch_is_refused() -> None:
-    with pytest.raises(InputError, match="gave nothing in epoch 1"):
+    with pytest.raises(InputError, match="yielded no batch in epoch 1"):
         list(ShardedDataLoader(Count(0), place(), batch_size=4))
-    with pytest.raises(InputError, match="gave nothing in epoch 1"):
+    with pytest.raises(InputError, match="yielded no batch in epoch 1"):
         list(ShardedDataLoader(Count(3), place(), batch_size=4, drop_last=True))
 
 

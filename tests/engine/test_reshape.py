@@ -199,5 +199,5 @@ def test_it_is_refused_in_the_middle_of_a_step_and_for_a_model_that_came_sharded
         engine.reshard({})
     context = ParallelContext.of({})
     model: nn.Module = shard_model(SmallModel("gpt2")(), context=context)
-    with pytest.raises(ConfigError, match="plain model"):
+    with pytest.raises(ConfigError, match="already sharded"):
         initialize(model, context=context).reshard({})

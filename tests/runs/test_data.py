@@ -114,8 +114,12 @@ def test_data_sets_of_the_library(tmp_path: Path) -> None:
         ({"train": "empty.txt"}, "causal", r"'empty.txt' is empty"),
         ({"train": "text.bin"}, "causal", r"cannot be inferred from the name.*data.format"),
         ({"train": "bad.jsonl"}, "causal", r"Line 2 of .*bad.jsonl"),
-        ({"train": "rows.jsonl", "text": "txt"}, "causal", r"no 'txt'.*Did you mean 'text'"),
-        ({"train": "text.txt"}, "classification", r"'classification' with 'text.txt', which is read as text"),
+        ({"train": "rows.jsonl", "text": "txt"}, "causal", r"no field 'txt'.*Did you mean 'text'"),
+        (
+            {"train": "text.txt"},
+            "classification",
+            r"'classification' does not support 'text.txt', which is read as text",
+        ),
         ({"train": "."}, "causal", r"read as images.*data.format = 'datasets'"),
         ({"train": "rows.csv"}, "classification", r"Convert it to JSON lines"),
         ({"train": "latin.txt"}, "causal", r"'latin.txt' is not valid UTF-8: .* at byte 1.*Convert it"),
@@ -124,7 +128,7 @@ def test_data_sets_of_the_library(tmp_path: Path) -> None:
             "causal",
             r"Row 1 of the data has 0.5 in the field 'score', which is not a",
         ),
-        ({"train": "rows.jsonl", "pair": "score"}, "classification", r"0.5 as 'score'.*data.pair"),
+        ({"train": "rows.jsonl", "pair": "score"}, "classification", r"0.5 in the field 'score'.*data.pair"),
         ({"train": "rows.jsonl", "target": "score"}, "sequence_to_sequence", r"0.5 in the field 'score'.*data.target"),
         ({"train": "rows.jsonl", "text": "none"}, "causal", r"Row 1 of the data has null in the field 'none'"),
         ({"train": "others.jsonl"}, "classification", r"All labels are 'ugly'.*two classes"),
@@ -170,7 +174,7 @@ def test_a_text_has_any_character_that_json_has(form: str, tmp_path: Path) -> No
 def test_an_image_processor_of_transformers_sees_what_the_model_was_trained_on(tmp_path: Path) -> None:
     made = config(tmp_path, "vit", {"train": write_images(tmp_path)}, model={"task": "image_classification"})
     found = load_data(made, 32)
-    found.beside.save_pretrained(tmp_path)
+    found.processor.save_pretrained(tmp_path)
     kind = json.loads((tmp_path / "preprocessor_config.json").read_text(encoding="utf-8"))["image_processor_type"]
     processor = getattr(transformers, kind).from_pretrained(tmp_path)  # AutoImageProcessor may need torchvision
     with Image.open(tmp_path / "images/cat/0.png") as image:
@@ -185,7 +189,7 @@ def test_rows_name_files_of_images(tmp_path: Path) -> None:
     assert found.classes == ["cat", "dog"]
     assert found.train[0]["pixel_values"].shape == (3, 32, 32)
     wrong = write_rows(tmp_path, [{"image": 3, "label": "cat"}], "wrong.jsonl")
-    with pytest.raises(InputError, match=r"has 3 as its image"):
+    with pytest.raises(InputError, match=r"has 3 in the field of its image"):
         load_data(config(tmp_path, "vit", {"train": wrong}, model={"task": "image_classification"}), 32)
 
 

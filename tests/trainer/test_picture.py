@@ -113,7 +113,7 @@ def test_what_cannot_be_drawn_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"\.svg or \.png"):
         draw_metrics({"a": run(2)}, tmp_path / "a.pdf")
     if find_spec("matplotlib") is not None:
-        with pytest.raises(ConfigError, match=r"nothing to draw in a"):
+        with pytest.raises(ConfigError, match=r"no metrics to draw in a"):
             draw_metrics({"a": [MetricsRecord(1, 0, 1.0, {})]}, tmp_path / "a.png")
 
 

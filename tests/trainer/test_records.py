@@ -127,7 +127,7 @@ def test_a_damaged_line_is_told_with_its_number(line: str, tmp_path: Path) -> No
     write(tmp_path, range(1, 2))
     with (tmp_path / FILE).open("a", encoding="latin-1") as file:
         file.write(line + "\n")
-    with pytest.raises(InputError, match=r"line 2"):
+    with pytest.raises(InputError, match=r"Line 2 of"):
         read_records(tmp_path)
 
 
@@ -141,7 +141,7 @@ def test_a_folder_above_the_only_run_means_that_run(tmp_path: Path) -> None:
 def test_a_folder_above_several_runs_is_told_with_their_names(tmp_path: Path) -> None:
     write(tmp_path / "first", range(1, 2))
     write(tmp_path / "second" / "log", range(1, 2))
-    with pytest.raises(ConfigError, match=r"holds 2 runs.*Give '.*first' or '.*second/log'"):
+    with pytest.raises(ConfigError, match=r"contains 2 runs.*Pass '.*first' or '.*second/log'"):
         read_records(tmp_path)
     write(tmp_path, range(1, 4))  # its own come first
     assert len(read_records(tmp_path)) == 3

@@ -321,11 +321,11 @@ def test_what_one_rank_asks_for_all_do() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({}, "steps=None, epochs=None"),
-        ({"steps": 1, "epochs": 1}, "steps=1, epochs=1"),
+        ({}, "steps=None and epochs=None"),
+        ({"steps": 1, "epochs": 1}, "steps=1 and epochs=1"),
         ({"steps": -1}, "steps=-1"),
         ({"steps": True}, "steps=True"),
-        ({"steps": 1, "validate_every": 1}, "without validation data"),
+        ({"steps": 1, "validate_every": 1}, "requires validation data"),
         ({"steps": 1, "validate_every": 0, "validation": pairs()}, "validate_every=0"),
     ],
     ids=str,

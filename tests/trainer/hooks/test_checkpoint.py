@@ -133,7 +133,7 @@ def test_hooks_go_on_by_their_names(tmp_path: Path) -> None:
     assert best is not None
     assert again.best is not None and again.best <= best
     assert again.without_progress + stopping.without_progress <= 3
-    with pytest.warns(UserWarning, match="states of hooks that are not here: EarlyStopping"):
+    with pytest.warns(UserWarning, match="states of hooks that the trainer lacks: EarlyStopping"):
         run(4, [Checkpoint(tmp_path)])
 
 

@@ -86,7 +86,7 @@ def test_a_step_that_is_not_finite_names_the_parameters() -> None:
 def test_a_run_that_stays_not_finite_ends_on_all_ranks() -> None:
     def run(context: ParallelContext | None) -> int:
         trainer = broken(context, on_nonfinite="skip")
-        with pytest.raises(InputError, match=r"not finite in 3 steps in a row, up to step 3"):
+        with pytest.raises(InputError, match=r"not finite for 3 steps in a row, up to step 3"):
             trainer.fit(steps=9)
         assert trainer.values["skipped_steps"] == 3
         return trainer.step

@@ -42,7 +42,7 @@ def test_why_a_run_ended_early_is_said(capsys: pytest.CaptureFixture[str]) -> No
             trainer.stop("it is enough")
 
     Trainer(engine_of(), [Stops()]).fit(steps=4)
-    assert "ended at step 1: it is enough" in capsys.readouterr().out
+    assert "stopped at step 1: it is enough" in capsys.readouterr().out
 
 
 def test_numbers_are_short() -> None:
