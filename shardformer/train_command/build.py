@@ -253,9 +253,9 @@ def _import_file(file: str, name: str) -> Any:
         spec.loader.exec_module(module)
     except Exception as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == spec.origin]
-        where = f", line {lines[-1]}" if lines else ""
+        where = f" in line {lines[-1]}" if lines else ""
         raise ConfigError(
-            f"{file}{where} cannot be imported: {type(error).__name__}: {first_line(error)}",
+            f"Importing {file} failed{where}: {type(error).__name__}: {first_line(error)}",
             remedy=f"Fix the file, or remove hooks.{name!r}",
         ) from error
     return module

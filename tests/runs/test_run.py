@@ -183,20 +183,20 @@ def test_an_interrupted_run_has_saved_itself_and_says_so(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("tables", "words"),
     [
-        ({"hooks": {"progres": True}}, r"hooks.progres.*Did you mean 'progress'"),
+        ({"hooks": {"progres": True}}, r"no hook called 'progres'.*Did you mean 'progress'"),
         ({"hooks": {"checkpoint": {"every": 3}}}, r"hooks.checkpoint.every = 3.*Did you mean"),
-        ({"hooks": {"nothing.py:Hook": True}}, r"no file 'nothing.py'"),
+        ({"hooks": {"nothing.py:Hook": True}}, r"'nothing.py' .* does not exist"),
         ({"optimizer": {"name": "Adamw"}}, r"optimizer.name = 'Adamw'.*Did you mean 'AdamW'"),
         ({"optimizer": {"weight_decy": 0.1}}, r"optimizer.weight_decy = 0.1.*Did you mean 'weight_decay'"),
-        ({"optimizer": {"betas": 3}}, r"AdamW does not take"),
-        ({"optimizer": {"betas": [0.9]}}, r"AdamW does not take lr = 0.01, betas = \(0.9,\)"),
+        ({"optimizer": {"betas": 3}}, r"AdamW does not accept"),
+        ({"optimizer": {"betas": [0.9]}}, r"AdamW does not accept lr = 0.01, betas = \(0.9,\)"),
         ({"model": {"config": {"n_head": 0}}}, r"cannot build .*ZeroDivisionError"),
         ({"model": {"config": {"activation_function": "foo"}}}, r"cannot build .*KeyError: 'foo'"),
         ({"model": {"config": {"dtype": "bfloat16"}}}, r"dtype = 'bfloat16', which has no effect.*parallel.precision"),
         ({"model": {"config": {"model_type": "bert"}}}, r"model_type = 'bert'.*model.name"),
-        ({"model": {"task": "masked"}}, r"'masked' with 'gpt2'.*model.task = 'causal' or 'classification'"),
+        ({"model": {"task": "masked"}}, r"'masked' does not support 'gpt2'.*model.task = 'causal' or 'classification'"),
         ({"model": {"head": "AutoModel"}}, r"builds a GPT2Model, which takes no labels"),
-        ({"model": {"head": "AutoConfig"}}, r"model.head = 'AutoConfig'. It is a model"),
+        ({"model": {"head": "AutoConfig"}}, r"model.head = 'AutoConfig' is not a model class"),
         ({"model": {"random": False, "config": {}}}, r"model.name = 'gpt2'.*model.random = true"),
         ({"hooks": {"checkpoint": {"at_end": "no"}}}, r"hooks.checkpoint.at_end = 'no'.*valid boolean"),
         ({"hooks": {"checkpoint": {"every_steps": 0}}}, r"Checkpoint\(every_steps=0\).*every_steps=10"),
@@ -204,7 +204,7 @@ def test_an_interrupted_run_has_saved_itself_and_says_so(tmp_path: Path) -> None
         ({"model": {"name": "gpt3"}}, r"model.name = 'gpt3'.*Did you mean .*gpt"),
         ({"model": {"config": {"n_embed": 3}}}, r"model.config has 'n_embed'.*Did you mean 'n_embd'"),
         ({"model": {"config": {"n_embd": 15, "n_head": 2}}}, r"cannot build|divisible"),
-        ({"model": {"config": {"vocab_size": 100}}}, r"bytes.*258 tokens.*vocabulary of 100"),
+        ({"model": {"config": {"vocab_size": 100}}}, r"bytes.*258 tokens.*vocab_size=100"),
         ({"model": {"config": {"n_positions": 8}}}, r"data.sequence_length = 16.*8 positions"),
         ({"model": {"head": "GPT2LMHead"}}, r"model.head = 'GPT2LMHead'.*Did you mean"),
         ({"parallel": {"tensor": 2}}, r"tensor=2"),
@@ -220,7 +220,9 @@ def test_what_cannot_be_is_told(tables: dict[str, Any], words: str, tmp_path: Pa
 def test_a_hook_whose_file_fails_is_named_with_the_line(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import shardformer\nimport nothing_of_that_name\n", encoding="utf-8")
     hooks = {f"{tmp_path}/mine.py:Mine": True}
-    with pytest.raises(ConfigError, match=r"mine.py, line 2: ModuleNotFoundError: No module named 'nothing_of_that"):
+    with pytest.raises(
+        ConfigError, match=r"mine.py failed in line 2: ModuleNotFoundError: No module named 'nothing_of_that"
+    ):
         run_training(config(tmp_path, "gpt2", {"train": write_text(tmp_path)}, hooks=hooks))
 
 

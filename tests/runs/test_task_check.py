@@ -42,13 +42,13 @@ def model_of(kind: str, fields: dict[str, Any], head: str = "AutoModelForCausalL
 )
 def test_whether_a_model_reads_what_it_is_to_predict(kind: str, fields: dict[str, Any], sees: bool) -> None:
     found = label_dependence(model_of(kind, fields))
-    assert found is not None and found.itself is sees
+    assert found is not None and found.on_label is sees
 
 
 def test_an_encoder_is_not_trained_to_copy_its_input(tmp_path: Path) -> None:
     made = config(tmp_path, "bert", {"train": write_text(tmp_path)})
     for call in (data_and_model_of, make_dry_run_report):
-        with pytest.raises(ConfigError, match=r"BertLMHeadModel reads.*task = 'masked'; or .*is_decoder = true"):
+        with pytest.raises(ConfigError, match=r"does not fit BertLMHeadModel.*task = 'masked', or .*is_decoder = true"):
             call(made)
     fixed = config(
         tmp_path, "bert", {"train": write_text(tmp_path)}, model={"config": {**SMALL["bert"], "is_decoder": True}}
@@ -74,7 +74,7 @@ def test_a_model_that_does_not_fill_masks_in_is_not_trained_to(
 def test_a_large_model_is_tried_on_a_small_one(tmp_path: Path) -> None:
     fields = {"hidden_size": 768, "num_hidden_layers": 4, "num_attention_heads": 12, "intermediate_size": 3072}
     made = config(tmp_path, "bert", {"train": write_text(tmp_path)}, model={"config": fields})
-    with pytest.raises(ConfigError, match=r"BertLMHeadModel reads"):
+    with pytest.raises(ConfigError, match=r"does not fit BertLMHeadModel"):
         check_task(made, model_of("bert", fields))
 
 

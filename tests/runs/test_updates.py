@@ -89,5 +89,7 @@ def test_all_parameters_decay_where_the_config_says_so() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
     assert grouped(model, weight_decay=0.1, decay_biases_and_norms=True) == {0.1: set(dict(model.named_parameters()))}
     assert list(grouped(model, name="SGD")) == [0]
-    with pytest.raises(ConfigError, match=r"decay_biases_and_norms = true with SGD and no weight_decay"):
+    with pytest.raises(
+        ConfigError, match=r"decay_biases_and_norms = true has no effect, because SGD has no weight_decay"
+    ):
         build_optimizer(OptimizerTable(name="SGD", decay_biases_and_norms=True))

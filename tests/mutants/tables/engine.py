@@ -144,8 +144,8 @@ MUTANTS = [
     mutant(
         "validation-numbers-its-own-classes",
         "shardformer/train_command/datasets.py",
-        "classes = classes or label_classes(labels, _class_order(own, names))",
-        "classes = label_classes(labels, _class_order(own, names))",
+        "classes = classes or label_classes(labels, names if set(own) <= set(names) else own)",
+        "classes = label_classes(labels, names if set(own) <= set(names) else own)",
         "Validation data that lacks a class is compared with wrong labels.",
         first=(
             "tests/runs/test_data.py::test_validation_data_that_lack_a_class_have_the_numbers_of_the_training",
