@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,12 +74,12 @@ def _read(name: str) -> str:
             remedy="Convert it, for example with iconv --from-code LATIN1 --to-code UTF-8",
         ) from error
     except OSError as error:
-        raise _unreadable(name, error.strerror or str(error)) from error
-
-
-def read_rows(data: DataTable, kind: str, names: Sequence[str], split: str) -> DatasetRows:
-    """Read the rows of JSON files or of a data set."""
-    return _read_files(names) if kind == "jsonl" else _read_datasets(names, split)
+        path = Path(name)
+        near = did_you_mean(path.name, (p.name for p in path.absolute().parent.glob("*") if p.name != path.name))
+        raise InputError(
+            f"The file {name!r} cannot be read: {error.strerror or error}",
+            remedy=near if near.startswith("Did") else "Correct the path",
+        ) from error
 
 
 def column(rows: DatasetRows, name: str, key: str) -> list[Any]:
@@ -115,38 +115,35 @@ def labels_in(rows: DatasetRows, name: str) -> tuple[list[Any], list[str]]:
     return [names[label] if isinstance(label, int) and 0 <= label < len(names) else label for label in labels], [*names]
 
 
-def _read_files(names: Sequence[str]) -> list[Mapping[str, Any]]:
-    rows = [row for name in names for row in _rows_of(name, _read(name))]
+def _read_rows(names: Sequence[str]) -> list[Mapping[str, Any]]:
+    """Read JSON files that contain one list of objects or one object per line."""
+    rows: list[Mapping[str, Any]] = []
+    for name in names:
+        text = _read(name)
+        with suppress(ValueError):
+            found = json.loads(text) if text.lstrip().startswith("[") else None
+            if isinstance(found, list) and all(isinstance(row, dict) for row in found):
+                rows += found
+                continue
+        # splitlines would also split at other characters, which a text may contain
+        rows += [_parse_row(name, n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if not rows:
         raise InputError(f"{', '.join(names)} contains no rows", remedy="Pass a file with rows")
     return rows
 
 
-def _rows_of(name: str, text: str) -> list[Mapping[str, Any]]:
-    """Parse a list of objects or one object per line. Unlike ``splitlines``, splits only at newline characters."""
-    with suppress(ValueError):
-        found = json.loads(text) if text.lstrip().startswith("[") else None
-        if isinstance(found, list) and all(isinstance(row, dict) for row in found):
-            return found
-    return [_row(name, number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
-
-
-def _row(name: str, number: int, line: str) -> Mapping[str, Any]:
+def _parse_row(name: str, number: int, line: str) -> Mapping[str, Any]:
     try:
         row = json.loads(line)
+        if not isinstance(row, dict):
+            raise ValueError("it is not an object")
     except (ValueError, RecursionError) as error:
-        raise _row_error(name, number, line, str(error)) from error
-    if not isinstance(row, dict):
-        raise _row_error(name, number, line, "it is not an object")
+        raise InputError(
+            f"Line {number} of {name} is not a JSON object: {error}. The line is {line!r:.60}",
+            rule='A file contains one object per line, such as {"text": "words"}, or one list of objects',
+            remedy="Correct the line, or set data.format if the file has another format",
+        ) from error
     return row
-
-
-def _row_error(name: str, number: int, line: str, why: str) -> InputError:
-    return InputError(
-        f"Line {number} of {name} is not a JSON object: {why}. The line is {line!r:.60}",
-        rule='A file contains one object per line, such as {"text": "words"}, or one list of objects',
-        remedy="Correct the line, or set data.format if the file has another format",
-    )
 
 
 def _read_datasets(names: Sequence[str], split: str) -> DatasetRows:
@@ -161,32 +158,21 @@ def _read_datasets(names: Sequence[str], split: str) -> DatasetRows:
         raise ConfigError(f"data.train has {len(names)} data sets", remedy="Merge them, and specify one")
     name = names[0]
     try:
-        found: Any
-        if (Path(name) / "dataset_info.json").is_file() or (Path(name) / "dataset_dict.json").is_file():
-            found = datasets.load_from_disk(name)
-            found = found[split] if isinstance(found, dict) else found
+        if any((Path(name) / file).is_file() for file in ("dataset_info.json", "dataset_dict.json")):
+            found: Any = datasets.load_from_disk(name)
+            rows: DatasetRows = found[split] if isinstance(found, dict) else found
         else:
             path, _, configuration = name.partition(":")
-            found = datasets.load_dataset(path, configuration or None, split=split)
+            rows = datasets.load_dataset(path, configuration or None, split=split)
     except (OSError, ValueError, KeyError) as error:  # errors of the library for missing data
         raise ConfigError(
             f"The data set {name!r} cannot be read: {first_line(error)}",
             rule="A data set is a name on the hub, such as imdb or glue:mrpc, or a folder that save_to_disk wrote",
             remedy="Correct data.train or data.split",
         ) from error
-    rows: DatasetRows = found
     if not len(rows):
         raise InputError(f"The split {split!r} of the data set {name!r} has no rows", remedy="Correct data.split")
     return rows
-
-
-def _unreadable(name: str, why: str) -> InputError:
-    folder = Path(name).absolute().parent
-    others = [other.name for other in folder.glob("*") if other.name != Path(name).name] if folder.is_dir() else []
-    near = did_you_mean(Path(name).name, others)
-    return InputError(
-        f"The file {name!r} cannot be read: {why}", remedy=near if near.startswith("Did") else "Correct the path"
-    )
 
 
 HALF = (0.5, 0.5, 0.5)
@@ -236,50 +222,45 @@ class ImageTransform:
         return torch.from_numpy(scaled_HWC.transpose(2, 0, 1).copy())
 
 
+@dataclass(frozen=True, eq=False)
 class ImageDataset(Dataset[dict[str, Any]]):
     """Images, as files or PIL images, with their classes."""
 
-    def __init__(self, images: Sequence[Any], labels: Sequence[int], transform: ImageTransform) -> None:
-        self._images, self._labels, self._transform = images, labels, transform
+    images: Sequence[Any]
+    labels: Sequence[int]
+    transform: ImageTransform
 
     def __len__(self) -> int:
-        return len(self._images)
+        return len(self.images)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        image = self._images[index]
-        if not isinstance(image, Path):
-            return {"pixel_values": self._transform(image), "labels": self._labels[index]}
-        from PIL import Image, UnidentifiedImageError
+        from PIL import Image
 
+        image = self.images[index]
         try:
-            with Image.open(image) as opened:
-                pixels = self._transform(opened)
-        except (OSError, UnidentifiedImageError) as error:
+            with Image.open(image) if isinstance(image, Path) else nullcontext(image) as opened:
+                return {"pixel_values": self.transform(opened), "labels": self.labels[index]}
+        except OSError as error:
             raise InputError(
                 f"The image {str(image)!r} cannot be read: {error}",
                 remedy="Replace the file, or remove it from the folder",
             ) from error
-        return {"pixel_values": pixels, "labels": self._labels[index]}
 
 
 def as_image(value: Any) -> Any:
     """Return the PIL image or the path in a row, or raise InputError for another type."""
     if isinstance(value, str):
         return Path(value).expanduser()
-    if not hasattr(value, "convert"):
-        raise InputError(
-            f"A row has {value!r:.60} in the field of its image, which is not a path or a decoded image",
-            remedy="Correct data.image or the rows",
-        )
-    return value
+    if hasattr(value, "convert"):
+        return value
+    raise InputError(
+        f"A row has {value!r:.60} in the field of its image, which is not a path or a decoded image",
+        remedy="Correct data.image or the rows",
+    )
 
 
 def list_images(names: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """List the files of image folders with one subfolder per class, and the class of each file.
-
-    Raises:
-        InputError: There are no images.
-    """
+    """List the files of image folders with one subfolder per class, and the class of each file."""
     files = sorted(
         file for name in names for file in Path(name).glob("*/*") if file.suffix.lower() in IMAGES and file.is_file()
     )
@@ -390,6 +371,7 @@ MASKED_SHARE, KEPT_SHARE, OTHER_SHARE = 0.15, 0.1, 0.1
 IGNORED = -100
 
 
+@dataclass(frozen=True, eq=False)
 class TokenBlocks(Dataset[dict[str, Tensor]]):
     """Consecutive blocks of a long token sequence, without the remainder at its end.
 
@@ -399,30 +381,23 @@ class TokenBlocks(Dataset[dict[str, Tensor]]):
         task: "causal": the labels are the tokens, which the model shifts. "masked": 15 % of the tokens are masked at
             random each time. "sequence_to_sequence": the first half is the source, and the second half is the target.
         tokens: Tokenizer.
-
-    Raises:
-        InputError: The sequence is shorter than a block.
     """
 
-    def __init__(self, row: Sequence[int], length: int, task: str, tokens: TextTokenizer) -> None:
-        if len(row) < length:
-            raise InputError(
-                f"The text has {len(row)} tokens ({tokens.name}), fewer than data.sequence_length = {length}",
-                remedy="Use a longer text or a smaller data.sequence_length",
-            )
-        self._row, self._length, self._task, self._tokens = torch.tensor(row, dtype=torch.int32), length, task, tokens
+    row: Tensor
+    length: int
+    task: str
+    tokens: TextTokenizer
 
     def __len__(self) -> int:
-        return len(self._row) // self._length
+        return len(self.row) // self.length
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        ids_S = self._row[index * self._length : (index + 1) * self._length].long()
-        if self._task == "masked":
-            return mask_tokens(ids_S, self._tokens)
-        if self._task == "sequence_to_sequence":
-            half = self._length // 2
-            return {"input_ids": ids_S[:half], "labels": ids_S[half:]}
-        return {"input_ids": ids_S, "labels": ids_S}
+        ids_S = self.row[index * self.length : (index + 1) * self.length].long()
+        if self.task == "masked":
+            return mask_tokens(ids_S, self.tokens)
+        half = self.length // 2
+        is_causal = self.task == "causal"
+        return {"input_ids": ids_S if is_causal else ids_S[:half], "labels": ids_S if is_causal else ids_S[half:]}
 
 
 def mask_tokens(ids_S: Tensor, tokens: TextTokenizer) -> dict[str, Tensor]:
@@ -434,42 +409,28 @@ def mask_tokens(ids_S: Tensor, tokens: TextTokenizer) -> dict[str, Tensor]:
     random_S = torch.randint(tokens.size, ids_S.shape)
     hidden_S = torch.where(uniform_S < 1 - KEPT_SHARE, random_S, ids_S)
     hidden_S = torch.where(uniform_S < 1 - KEPT_SHARE - OTHER_SHARE, tokens.mask, hidden_S)
-    return {
-        "input_ids": torch.where(chosen_S, hidden_S, ids_S),
-        "labels": torch.where(chosen_S, ids_S, IGNORED),
-    }
+    return {"input_ids": torch.where(chosen_S, hidden_S, ids_S), "labels": torch.where(chosen_S, ids_S, IGNORED)}
 
 
+@dataclass(frozen=True, eq=False)
 class TextDataset(Dataset[dict[str, Any]]):
     """Texts or pairs of texts, each with its class or target text."""
 
-    def __init__(
-        self,
-        texts: Sequence[str],
-        labels: Sequence[int] | Sequence[str],
-        tokens: TextTokenizer,
-        max_length: int,
-        pairs: Sequence[str] | None = None,
-    ) -> None:
-        self._texts, self._labels, self._tokens, self._max_length, self._pairs = (
-            texts,
-            labels,
-            tokens,
-            max_length,
-            pairs,
-        )
+    texts: Sequence[str]
+    labels: Sequence[int] | Sequence[str]
+    tokens: TextTokenizer
+    max_length: int
+    pairs: Sequence[str] | None = None
 
     def __len__(self) -> int:
-        return len(self._texts)
+        return len(self.texts)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        label, pair = self._labels[index], self._pairs[index] if self._pairs is not None else None
-        labels = (
-            self._tokens.encode_with_special_tokens(label, None, self._max_length)["input_ids"]
-            if isinstance(label, str)
-            else label
-        )
-        return {**self._tokens.encode_with_special_tokens(self._texts[index], pair, self._max_length), "labels": labels}
+        labels: Any = self.labels[index]
+        if isinstance(labels, str):
+            labels = self.tokens.encode_with_special_tokens(labels, None, self.max_length)["input_ids"]
+        pair = self.pairs[index] if self.pairs is not None else None
+        return {**self.tokens.encode_with_special_tokens(self.texts[index], pair, self.max_length), "labels": labels}
 
 
 @dataclass(frozen=True)
@@ -538,14 +499,6 @@ def encode_labels(labels: Sequence[Any], classes: Sequence[Any], is_validation: 
     return [place[label] for label in labels]
 
 
-def check_mask(task: str, tokens: TextTokenizer) -> None:
-    if task == "masked" and tokens.mask is None:
-        raise ConfigError(
-            f"model.task = 'masked' requires a mask token, which the tokenizer {tokens.name!r} does not have",
-            remedy="Use the tokenizer of a masked language model, 'bytes', or another task",
-        )
-
-
 IMAGE_SIZE = 224
 """Default if the model's config has no image size."""
 
@@ -556,8 +509,6 @@ class TrainingData:
 
     Args:
         title: Description for reports.
-        train: Training data set.
-        validation: Validation data set, or None.
         collate: Function from samples to a batch, or None for the default of ``ShardedDataLoader``.
         tokens: Tokenizer, or None for images.
         classes: Class names, or None.
@@ -590,61 +541,72 @@ def load_data(config: TrainConfig, image_size: int | None = None, names: Sequenc
         ConfigError: The data does not exist, or does not fit the task.
         InputError: The content of the data is invalid.
     """
-    if config.model.task == "image_classification":
-        return _image_data(config, image_size or IMAGE_SIZE, names)
-    model = config.model
-    tokens = load_tokenizer(config.data.tokenizer, model.name, random=model.random, trust=model.trust_remote_code)
-    check_mask(config.model.task, tokens)
-    if config.model.task == "classification":
-        return _classification_data(config, tokens, names)
-    made = [_language_modeling_data(config, tokens, validation=which) for which in _validation_flags(config)]
-    collate = PaddingCollator(tokens.pad) if isinstance(made[0], TextDataset) else None
-    return TrainingData(_title(config), *_train_and_validation(made), collate, tokens)
-
-
-def _validation_flags(config: TrainConfig) -> list[bool]:
-    """Return ``validation`` flags of the data sets to load."""
-    has_validation = config.data.validation is not None or config.data.validation_split is not None
-    return [False, True] if has_validation else [False]
-
-
-def _title(config: TrainConfig) -> str:
-    return ", ".join(names_of(config.data))
+    model, data = config.model, config.data
+    tokens = transform = None
+    if model.task == "image_classification":
+        transform = ImageTransform.of(model.name, image_size or IMAGE_SIZE)
+    else:
+        tokens = load_tokenizer(data.tokenizer, model.name, random=model.random, trust=model.trust_remote_code)
+        if model.task == "masked" and tokens.mask is None:
+            raise ConfigError(
+                f"model.task = 'masked' requires a mask token, which the tokenizer {tokens.name!r} does not have",
+                remedy="Use the tokenizer of a masked language model, 'bytes', or another task",
+            )
+    loaded: list[Any] = []
+    classes: list[Any] = []
+    has_validation = data.validation is not None or data.validation_split is not None
+    for validation in [False, True] if has_validation else [False]:
+        if tokens is not None and not model.task.endswith("classification"):
+            loaded.append(_language_modeling_data(config, tokens, validation))
+            continue
+        inputs, labels, own = _images(config, validation) if transform is not None else _texts(config, validation)
+        classes = classes or label_classes(labels, names if set(own) <= set(names) else own)
+        indices = encode_labels(labels, classes, validation)
+        if transform is not None:
+            loaded.append(ImageDataset(inputs, indices, transform))
+        elif tokens is not None:
+            loaded.append(TextDataset(inputs[0], indices, tokens, data.sequence_length, inputs[1]))
+    collate = PaddingCollator(tokens.pad) if tokens is not None and isinstance(loaded[0], TextDataset) else None
+    train, validation_data = [*loaded, None][:2]
+    title = ", ".join(names_of(data))
+    return TrainingData(title, train, validation_data, collate, tokens, classes or None, transform)
 
 
 def _load_rows(config: TrainConfig, validation: bool) -> Any:
-    data = config.data
+    data, task = config.data, config.model.task
     names = names_of(data, validation=validation)
-    split = data.validation_split or data.split if validation else data.split
     kind = format_of(data, names)
-    if kind in ("text", "images") and not (kind == "images" and config.model.task == "image_classification"):
-        raise _format_error(config.model.task, kind, names)
-    return read_rows(data, kind, names, split)
+    if kind == "text" or (kind == "images" and task != "image_classification"):
+        raise _format_error(task, kind, names)
+    if kind == "jsonl":
+        return _read_rows(names)
+    return _read_datasets(names, data.validation_split or data.split if validation else data.split)
 
 
 def _format_error(task: str, kind: str, names: Sequence[str]) -> ConfigError:
-    what = f"model.task = {task!r} does not support {', '.join(map(repr, names))}, which is read as {kind}"
+    rule = ""
     if kind == "images":
-        return ConfigError(
-            what,
-            rule="A folder is read as images unless data.format is set",
-            remedy="Specify files in the folder, data.format = 'datasets' for a folder that save_to_disk wrote, or "
-            "model.task = 'image_classification'",
+        rule = "A folder is read as images unless data.format is set"
+        remedy = (
+            "Specify files in the folder, data.format = 'datasets' for a folder that save_to_disk wrote, or model.task "
+            "= 'image_classification'"
         )
-    if task == "image_classification":
-        return ConfigError(
-            what,
-            remedy="Specify a folder with one subfolder of images per class, or JSON lines or a data set with an image "
-            "and a class in each row",
+    elif task == "image_classification":
+        remedy = (
+            "Specify a folder with one subfolder of images per class, or JSON lines or a data set with an image and a "
+            "class in each row"
         )
+    else:
+        rule = "This task requires rows with a text and its class or target"
+        remedy = "Specify JSON lines or a data set, or for plain text set model.task = 'causal' or 'masked'"
     return ConfigError(
-        what,
-        rule="This task requires rows with a text and its class or target",
-        remedy="Specify JSON lines or a data set, or for plain text set model.task = 'causal' or 'masked'",
+        f"model.task = {task!r} does not support {', '.join(map(repr, names))}, which is read as {kind}",
+        rule=rule,
+        remedy=remedy,
     )
 
 
-def _language_modeling_data(config: TrainConfig, tokens: TextTokenizer, *, validation: bool) -> Any:
+def _language_modeling_data(config: TrainConfig, tokens: TextTokenizer, validation: bool) -> Any:
     data, task = config.data, config.model.task
     names = names_of(data, validation=validation)
     if format_of(data, names) == "text":
@@ -654,45 +616,28 @@ def _language_modeling_data(config: TrainConfig, tokens: TextTokenizer, *, valid
         texts = texts_in(rows, data.text, "data.text")
         if task == "sequence_to_sequence":
             return TextDataset(texts, texts_in(rows, data.target, "data.target"), tokens, data.sequence_length)
-    return TokenBlocks(concatenate_texts(texts, tokens), data.sequence_length, task, tokens)
+    row = concatenate_texts(texts, tokens)
+    if len(row) < data.sequence_length:
+        raise InputError(
+            f"The text has {len(row)} tokens ({tokens.name}), fewer than data.sequence_length = {data.sequence_length}",
+            remedy="Use a longer text or a smaller data.sequence_length",
+        )
+    return TokenBlocks(torch.tensor(row, dtype=torch.int32), data.sequence_length, task, tokens)
 
 
-def _classification_data(config: TrainConfig, tokens: TextTokenizer, names: Sequence[str]) -> TrainingData:
+def _texts(config: TrainConfig, validation: bool) -> tuple[Any, list[Any], list[str]]:
+    """Return (texts, pairs or None), labels, and the class names of the data set."""
+    data, rows = config.data, _load_rows(config, validation)
+    labels, own = labels_in(rows, data.label)
+    pairs = texts_in(rows, data.pair, "data.pair") if data.pair is not None else None
+    return (texts_in(rows, data.text, "data.text"), pairs), labels, own
+
+
+def _images(config: TrainConfig, validation: bool) -> tuple[Any, list[Any], list[str]]:
+    """Return images or their files, labels, and the class names of the data set."""
     data = config.data
-    made: list[TextDataset] = []
-    classes: list[Any] = []
-    for validation in _validation_flags(config):
-        rows = _load_rows(config, validation)
-        labels, own = labels_in(rows, data.label)
-        classes = classes or label_classes(labels, _class_order(own, names))
-        pairs = texts_in(rows, data.pair, "data.pair") if data.pair is not None else None
-        numbers = encode_labels(labels, classes, validation)
-        made.append(TextDataset(texts_in(rows, data.text, "data.text"), numbers, tokens, data.sequence_length, pairs))
-    return TrainingData(_title(config), *_train_and_validation(made), PaddingCollator(tokens.pad), tokens, classes)
-
-
-def _train_and_validation(made: Sequence[Any]) -> tuple[Any, Any]:
-    return made[0], made[1] if len(made) > 1 else None
-
-
-def _class_order(own: Sequence[str], names: Sequence[str]) -> Sequence[str]:
-    """Return the class names of the data set, unless all of them are classes of the model."""
-    return names if not own or set(own) <= set(names) else own
-
-
-def _image_data(config: TrainConfig, size: int, known: Sequence[str]) -> TrainingData:
-    data, transform = config.data, ImageTransform.of(config.model.name, size)
-    made: list[ImageDataset] = []
-    classes: list[Any] = []
-    for validation in _validation_flags(config):
-        names = names_of(data, validation=validation)
-        if data.format == "datasets" or not Path(names[0]).is_dir():
-            rows = _load_rows(config, validation)
-            images: Sequence[Any] = [as_image(each) for each in column(rows, data.image, "data.image")]
-            labels, own = labels_in(rows, data.label)
-        else:
-            images, labels = list_images(names)
-            own = []
-        classes = classes or label_classes(labels, _class_order(own, known))
-        made.append(ImageDataset(images, encode_labels(labels, classes, validation), transform))
-    return TrainingData(_title(config), *_train_and_validation(made), None, None, classes, transform)
+    names = names_of(data, validation=validation)
+    if data.format != "datasets" and Path(names[0]).is_dir():
+        return *list_images(names), []
+    rows = _load_rows(config, validation)
+    return [as_image(each) for each in column(rows, data.image, "data.image")], *labels_in(rows, data.label)
