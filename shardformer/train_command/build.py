@@ -10,6 +10,7 @@ import os
 import re
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_type_hints
@@ -42,48 +43,39 @@ DECAY = "weight_decay"
 
 
 def build_optimizer(table: OptimizerTable) -> MakeOptimizer:
-    """Return a function that creates the optimizer of a model.
-
-    Raises:
-        ConfigError: The optimizer is unknown, or does not accept an argument.
-    """
-    torch_optimizers = {n: k for n, k in vars(torch.optim).items() if isinstance(k, type) and issubclass(k, Optimizer)}
-    known = {name: kind for name, kind in {**torch_optimizers, **PACKAGE_OPTIMIZERS}.items() if name != "Optimizer"}
+    """Return a function that creates the optimizer of a model."""
+    known: dict[str, Any] = {
+        n: k for n, k in vars(torch.optim).items() if isinstance(k, type) and issubclass(k, Optimizer)
+    }
+    known = {name: kind for name, kind in {**known, **PACKAGE_OPTIMIZERS}.items() if name != "Optimizer"}
     if table.name not in known:
         raise ConfigError(
             f"optimizer.name = {table.name!r} is not a class of torch.optim, or one of {', '.join(PACKAGE_OPTIMIZERS)}",
             remedy=did_you_mean(table.name, known),
         )
     kind = known[table.name]
-    options = {key: tuple(v) if isinstance(v, list) else v for key, v in (table.model_extra or {}).items()}
-    check_arguments(kind, {"lr": table.lr, **options}, "optimizer", ignored=("params",))
+    extra = {key: tuple(v) if isinstance(v, list) else v for key, v in (table.model_extra or {}).items()}
+    arguments = {"lr": table.lr, **extra}
+    check_arguments(kind, arguments, "optimizer", ignored=("params",))
     default = inspect.signature(kind).parameters.get(DECAY)
-    decays = bool(options.get(DECAY, default.default if default is not None else 0))
-    if table.decay_biases_and_norms and not decays:
+    has_decay = bool(arguments.get(DECAY, default.default if default is not None else 0))
+    if table.decay_biases_and_norms and not has_decay:
         raise ConfigError(
             f"optimizer.decay_biases_and_norms = true has no effect, because {kind.__name__} has no {DECAY}",
             remedy=f"Set optimizer.{DECAY} = 0.01, or remove decay_biases_and_norms",
         )
-    create = partial(_make_optimizer, kind, {"lr": table.lr, **options})
-    create(list)([nn.Parameter(torch.zeros(1))])  # raises for invalid values before anything is loaded
-    return lambda model: create(_decay_groups(model) if decays and not table.decay_biases_and_norms else list)
 
+    def make(group: Callable[[Iterable[nn.Parameter]], list[Any]], params: Iterable[nn.Parameter]) -> Any:
+        try:
+            return kind(group(params), **arguments)
+        except Exception as error:  # classes raise different errors
+            shown = ", ".join(f"{name} = {value!r}" for name, value in arguments.items())
+            raise ConfigError(
+                f"{kind.__name__} does not accept {shown}: {first_line(error)}", remedy="Correct the value"
+            ) from error
 
-def _make_optimizer(
-    kind: Any, arguments: Mapping[str, Any], group: Callable[[Iterable[nn.Parameter]], list[Any]]
-) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
-    return lambda params: _construct_optimizer(kind, arguments, group(params))
-
-
-def _construct_optimizer(kind: Any, arguments: Mapping[str, Any], groups: list[Any]) -> Optimizer:
-    try:
-        found: Optimizer = kind(groups, **arguments)
-    except Exception as error:  # classes raise different errors
-        shown = ", ".join(f"{name} = {value!r}" for name, value in arguments.items())
-        raise ConfigError(
-            f"{kind.__name__} does not accept {shown}: {first_line(error)}", remedy="Correct the value"
-        ) from error
-    return found
+    make(list, [nn.Parameter(torch.zeros(1))])  # raises for invalid values before anything is loaded
+    return lambda model: partial(make, _decay_groups(model) if has_decay and not table.decay_biases_and_norms else list)
 
 
 def _decay_groups(model: nn.Module) -> Callable[[Iterable[nn.Parameter]], list[dict[str, Any]]]:
@@ -126,18 +118,15 @@ def check_arguments(kind: Any, arguments: Mapping[str, Any], where: str, ignored
                 f"{where}.{name} = {arguments[name]!r} is not an argument of {kind.__name__}",
                 remedy=did_you_mean(name, known),
             )
-    missing = [name for name in known if parameters[name].default is inspect.Parameter.empty and name not in arguments]
-    named = [name for name in missing if parameters[name].kind in (parameters[name].POSITIONAL_OR_KEYWORD,)]
-    if named:
-        raise ConfigError(
-            f"{where} has no {named[0]}, which {kind.__name__} requires", remedy=f"Set {where}.{named[0]}"
-        )
+    for name in known:
+        p = parameters[name]
+        if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD and name not in arguments:
+            raise ConfigError(f"{where} has no {name}, which {kind.__name__} requires", remedy=f"Set {where}.{name}")
 
 
 def build_scheduler(table: ScheduleTable, num_steps: int) -> Callable[[Optimizer], LambdaLR]:
     """Return a function from an optimizer to its scheduler, for a run of ``num_steps`` steps."""
-    schedule = lr_schedule(table, num_steps)
-    return lambda optimizer: LambdaLR(optimizer, schedule)
+    return partial(LambdaLR, lr_lambda=lr_schedule(table, num_steps))
 
 
 def lr_schedule(table: ScheduleTable, num_steps: int) -> Callable[[int], float]:
@@ -167,20 +156,15 @@ FOLDERS = {"json_lines": ".", "checkpoint": "checkpoints"}
 """Subfolders of the run's folder. Other hooks use their own name."""
 
 
-def hook_key(name: str) -> str:
-    """Convert a class name to a key of the configuration: ``EarlyStopping`` to ``early_stopping``."""
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
-
-
-KNOWN_HOOKS = {hook_key(name): getattr(included, name) for name in included.__all__}
+KNOWN_HOOKS = {
+    re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower(): kind  # EarlyStopping as early_stopping
+    for name, kind in vars(included).items()
+    if isinstance(kind, type)
+}
 
 
 def build_hooks(config: TrainConfig) -> list[Hook]:
-    """Create the hooks; those that measure come before those that write.
-
-    Raises:
-        ConfigError: A hook is unknown, or does not accept an argument.
-    """
+    """Create the hooks; those that measure come before those that write."""
     options: dict[str, Any] = {**dict.fromkeys(DEFAULTS, True), **config.hooks}
     wanted = {name: arguments for name, arguments in options.items() if arguments is not False}
     order = sorted(wanted, key=lambda name: WRITERS.index(name) if name in WRITERS else -1)
@@ -189,14 +173,16 @@ def build_hooks(config: TrainConfig) -> list[Hook]:
 
 def _make_hook(config: TrainConfig, name: str, arguments: dict[str, Any]) -> Hook:
     kind = _hook_class(name)
-    if "folder" in inspect.signature(kind).parameters:
-        arguments = {"folder": str(config.path / FOLDERS.get(name, name)), **arguments}
+    parameters = inspect.signature(kind).parameters
+    arguments = {
+        **({"folder": str(config.path / FOLDERS.get(name, name))} if "folder" in parameters else {}),
+        **arguments,
+    }
     check_arguments(kind, arguments, f"hooks.{name}")
     _check_types(kind, arguments, f"hooks.{name}")
-    arguments = dict(arguments)
     if isinstance(folder := arguments.get("folder"), str):
         arguments["folder"] = os.path.expanduser(folder)
-    several = [p.name for p in inspect.signature(kind).parameters.values() if p.kind is p.VAR_POSITIONAL]
+    several = [p.name for p in parameters.values() if p.kind is p.VAR_POSITIONAL]
     positional = [value for name in several for value in arguments.pop(name, ())]
     hook: Hook = kind(*positional, **arguments)
     return hook
@@ -206,12 +192,12 @@ def _check_types(kind: Any, arguments: dict[str, Any], where: str) -> None:
     """Raise ConfigError if a value does not have the type that the class declares."""
     parameters = inspect.signature(kind).parameters
     for argument, value in arguments.items():
+        if parameters[argument].kind is inspect.Parameter.VAR_POSITIONAL:
+            continue  # the annotation is that of one item
         try:
             adapter = TypeAdapter(get_type_hints(kind.__init__)[argument])
         except Exception:  # no annotation, or one that pydantic cannot check
             continue
-        if parameters[argument].kind is inspect.Parameter.VAR_POSITIONAL:
-            continue  # the annotation is that of one item
         try:
             adapter.validate_json(json.dumps(value, default=str), strict=True)
         except ValidationError as error:
@@ -223,15 +209,15 @@ def _check_types(kind: Any, arguments: dict[str, Any], where: str) -> None:
 
 
 def _hook_class(name: str) -> Any:
+    if name in KNOWN_HOOKS:
+        return KNOWN_HOOKS[name]
     file, colon, attribute = name.rpartition(":")
     if not colon:
-        if name not in KNOWN_HOOKS:
-            raise ConfigError(
-                f"There is no hook called {name!r}",
-                rule='Write your own hook with its file and class as "my_hooks.py:MyHook"',
-                remedy=did_you_mean(name, KNOWN_HOOKS),
-            )
-        return KNOWN_HOOKS[name]
+        raise ConfigError(
+            f"There is no hook called {name!r}",
+            rule='Write your own hook with its file and class as "my_hooks.py:MyHook"',
+            remedy=did_you_mean(name, KNOWN_HOOKS),
+        )
     found = getattr(_import_file(file, name), attribute, None)
     if not (isinstance(found, type) and issubclass(found, Hook)):
         raise ConfigError(
@@ -289,25 +275,23 @@ def model_class_for(config: TrainConfig) -> Any:
 def build_model(
     config: TrainConfig, data: TrainingData, saved: Any, *, lazy: bool = True, dtype: torch.dtype = torch.float32
 ) -> nn.Module:
-    """Build the model in fp32; ``parallel.precision`` determines the dtype of a step.
+    """Build the model in ``dtype``; ``parallel.precision`` determines the dtype of a step.
 
-    Args:
-        config: Run configuration.
-        data: Training data, which determines fields such as the number of classes.
-        saved: Config of the model without the fields that depend on the data.
-        lazy: Leave the weights unmaterialized. Otherwise initialize them randomly, even if the run loads a checkpoint.
-        dtype: Data type of the weights.
-
-    Raises:
-        ConfigError: The model cannot be built, or does not fit the data.
+    ``saved`` is its config without the fields that depend on the data. If ``lazy`` is False, the weights are random,
+    even if the run loads a checkpoint.
     """
     complete = load_model_config(config, from_data(config, data, saved))
     _check_data_fits(config, data, complete)
     kind = model_class_for(config)
     _check_task(config, complete, kind)
     torch.manual_seed(config.seed)
+    trust = config.model.trust_remote_code
     try:
-        model = _instantiate(config, kind, complete, lazy=lazy, dtype=dtype)
+        if lazy and not config.model.random:
+            model = from_pretrained(kind, config.model.name, config=complete, dtype=dtype, trust_remote_code=trust)
+        else:
+            with LazyInit() if lazy else nullcontext():
+                model = _instantiate(kind, complete, dtype, trust)
     except ShardFormerError:
         raise
     except Exception as error:  # model code may raise any error
@@ -316,31 +300,16 @@ def build_model(
             f"{first_line(error)}",
             remedy=remote_code_hint("Correct model.task, model.head or model.config", error),
         ) from error
-    _check_loss(model)
-    return model
-
-
-def _instantiate(config: TrainConfig, kind: Any, saved: Any, *, lazy: bool, dtype: torch.dtype) -> nn.Module:
-    trust = config.model.trust_remote_code
-    if not lazy:
-        return _instantiate_class(kind, saved, dtype, trust)
-    if not config.model.random:
-        return from_pretrained(kind, config.model.name, config=saved, dtype=dtype, trust_remote_code=trust)
-    with LazyInit():
-        return _instantiate_class(kind, saved, dtype, trust)
-
-
-def _check_loss(model: nn.Module) -> None:
-    """Raise ConfigError for a transformers model that returns no loss, such as those of ``AutoModel``."""
     kind = type(model)
     if kind.__module__.startswith("transformers.") and "labels" not in inspect.signature(kind.forward).parameters:
         raise ConfigError(
             f"model.head builds a {kind.__name__}, which takes no labels and returns no loss",
             remedy="Remove model.head, or specify a class with a loss, such as AutoModelForCausalLM",
         )
+    return model
 
 
-def _instantiate_class(kind: Any, saved: Any, dtype: torch.dtype, trust: bool) -> nn.Module:
+def _instantiate(kind: Any, saved: Any, dtype: torch.dtype, trust: bool) -> nn.Module:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

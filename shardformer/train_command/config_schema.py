@@ -18,8 +18,6 @@ from shardformer.pipeline.partition import RENAMED_METHODS
 
 Task = Literal["causal", "masked", "sequence_to_sequence", "classification", "image_classification"]
 Format = Literal["text", "jsonl", "datasets", "images"]
-
-
 PATHS = ("folder", "name", "train", "validation", "tokenizer")
 """Keys that may contain a path in which ~ is expanded."""
 
@@ -42,60 +40,59 @@ class ConfigTable(BaseModel):
         return os.path.expanduser(value) if isinstance(value, str) else value
 
 
+def _key(description: str, default: Any = ..., **limits: Any) -> Any:
+    return Field(default, description=description, **limits)
+
+
 class ModelTable(ConfigTable):
     """The model."""
 
-    name: str = Field(
-        description="A folder that `save_pretrained` wrote, a name on the Hugging Face hub, a `config.json`, or with "
-        "`random` a model type of transformers, such as `llama`."
+    name: str = _key(
+        "A folder that `save_pretrained` wrote, a name on the Hugging Face hub, a `config.json`, or with `random` a "
+        "model type of transformers, such as `llama`."
     )
-    task: Task = Field(
-        default="causal",
-        description="`causal`: predict the next token; `masked`: predict masked tokens; `sequence_to_sequence`: "
-        "generate a target text from a source text; `classification` of texts; `image_classification`.",
+    task: Task = _key(
+        "`causal`: predict the next token; `masked`: predict masked tokens; `sequence_to_sequence`: generate a target "
+        "text from a source text; `classification` of texts; `image_classification`.",
+        "causal",
     )
-    head: str | None = Field(default=None, description="The transformers class. By default that of the task.")
-    random: bool = Field(default=False, description="Initialize the weights at random instead of loading them.")
-    config: dict[str, Any] = Field(default={}, description="Changed fields of the model's config.")
-    trust_remote_code: bool = Field(
-        default=False,
-        description="Allow Python code in the folder of the model, for models that transformers does not contain.",
-    )
+    head: str | None = _key("The transformers class. By default that of the task.", None)
+    random: bool = _key("Initialize the weights at random instead of loading them.", False)
+    config: dict[str, Any] = _key("Changed fields of the model's config.", {})
+    trust_remote_code: bool = _key("Allow Python code of models that transformers does not contain.", False)
 
 
 class DataTable(ConfigTable):
     """The training data."""
 
-    train: str | list[str] = Field(
-        description="A file, a list of files, a folder with one subfolder of images per class, or the name of a data "
-        "set. See `format`."
+    train: str | list[str] = _key(
+        "A file, a list of files, a folder with one subfolder of images per class, or the name of a data set. See "
+        "`format`."
     )
-    validation: str | list[str] | None = Field(default=None, description="Validation data in the same format.")
-    format: Format | None = Field(
-        default=None,
-        description="`text`: plain text; `jsonl`: JSON objects, one per line or in one list; `datasets`: the name or "
-        "the folder of a data set of the library `datasets`; `images`. By default it follows from the suffix, and a "
-        "folder contains images.",
+    validation: str | list[str] | None = _key("Validation data in the same format.", None)
+    format: Format | None = _key(
+        "`text`: plain text; `jsonl`: JSON objects, one per line or in one list; `datasets`: the name or the folder of "
+        "a data set of the library `datasets`; `images`. By default it follows from the suffix, and a folder contains "
+        "images.",
+        None,
     )
-    batch_size: int = Field(default=8, ge=1, description="Global batch size: samples per step over all processes.")
-    sequence_length: int = Field(default=128, ge=2, description="Maximum number of tokens per sample.")
-    tokenizer: str | None = Field(
-        default=None,
-        description="A folder, a name on the hub, or `bytes`: each byte is a token. By default that of the model, or "
-        "`bytes` if the weights are random.",
+    batch_size: int = _key("Global batch size: samples per step over all processes.", 8, ge=1)
+    sequence_length: int = _key("Maximum number of tokens per sample.", 128, ge=2)
+    tokenizer: str | None = _key(
+        "A folder, a name on the hub, or `bytes`: each byte is a token. By default that of the model, or `bytes` if "
+        "the weights are random.",
+        None,
     )
-    text: str = Field(default="text", description="The field that contains the text, in `jsonl` and `datasets`.")
-    pair: str | None = Field(default=None, description="The field of the second text, for `classification` of pairs.")
-    target: str = Field(default="target", description="The field of the target text, for `sequence_to_sequence`.")
-    label: str = Field(default="label", description="The field of the class label, for `classification`.")
-    image: str = Field(default="image", description="The field of the image in `datasets`, or of its path in `jsonl`.")
-    split: str = Field(default="train", description="The split of `datasets` to train on.")
-    validation_split: str | None = Field(
-        default=None, description="The split to validate on, of `validation`, or of `train` if that is not set."
-    )
-    shuffle: bool = Field(default=True, description="Shuffle the samples in each epoch.")
-    drop_last: bool = Field(default=False, description="Drop the last batch of an epoch if it is incomplete.")
-    num_workers: int = Field(default=0, ge=0, description="Data loading processes per training process.")
+    text: str = _key("The field that contains the text, in `jsonl` and `datasets`.", "text")
+    pair: str | None = _key("The field of the second text, for `classification` of pairs.", None)
+    target: str = _key("The field of the target text, for `sequence_to_sequence`.", "target")
+    label: str = _key("The field of the class label, for `classification`.", "label")
+    image: str = _key("The field of the image in `datasets`, or of its path in `jsonl`.", "image")
+    split: str = _key("The split of `datasets` to train on.", "train")
+    validation_split: str | None = _key("The split to validate on, of `validation` or by default of `train`.", None)
+    shuffle: bool = _key("Shuffle the samples in each epoch.", True)
+    drop_last: bool = _key("Drop the last batch of an epoch if it is incomplete.", False)
+    num_workers: int = _key("Data loading processes per training process.", 0, ge=0)
 
 
 ParallelTable = create_model(
@@ -114,53 +111,50 @@ class OptimizerTable(ConfigTable):
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
 
-    name: str = Field(default="AdamW", description="A class of `torch.optim`, or `LAMB`, `LARS`, `HybridAdam`.")
-    lr: float = Field(default=1e-4, gt=0, description="The learning rate.")
-    decay_biases_and_norms: bool = Field(
-        default=False,
-        description="Apply `weight_decay` to biases and norm weights too. The Trainer of transformers excludes them.",
-    )
+    name: str = _key("A class of `torch.optim`, or `LAMB`, `LARS`, `HybridAdam`.", "AdamW")
+    lr: float = _key("The learning rate.", 1e-4, gt=0)
+    decay_biases_and_norms: bool = _key("Apply `weight_decay` to biases and norm weights too.", False)
 
 
 class ScheduleTable(ConfigTable):
     """The learning-rate schedule."""
 
-    name: Literal["constant", "linear", "cosine"] = Field(default="constant", description="The decay after warm-up.")
-    warmup: float = Field(default=0, ge=0, description="Warm-up steps, or below 1 their fraction of all steps.")
-    min_lr_rate: float = Field(default=0, ge=0, le=1, description="The final rate as a fraction of `optimizer.lr`.")
-    steps: int | None = Field(
-        default=None,
+    name: Literal["constant", "linear", "cosine"] = _key("The decay after warm-up.", "constant")
+    warmup: float = _key("Warm-up steps, or below 1 their fraction of all steps.", 0, ge=0)
+    min_lr_rate: float = _key("The final rate as a fraction of `optimizer.lr`.", 0, ge=0, le=1)
+    steps: int | None = _key(
+        "The length of the schedule, after which the learning rate is constant. By default that of the run. It is "
+        "required to resume a run with another length, if that would change learning rates.",
+        None,
         ge=1,
-        description="The length of the schedule, after which the learning rate is constant. By default that of the "
-        "run. It is required to resume a run with another length, if that would change learning rates.",
     )
 
 
 class TrainingTable(ConfigTable):
     """The length of the run, and validation."""
 
-    steps: int | None = Field(default=None, ge=1, description="Number of optimizer steps.")
-    epochs: int | None = Field(default=None, ge=1, description="Number of epochs. By default 1 if `steps` is not set.")
-    validate_every: int | None = Field(default=None, ge=1, description="Steps between validations. Default: one epoch.")
-    export: bool = Field(default=False, description="Write `folder/model` for `from_pretrained` after training.")
+    steps: int | None = _key("Number of optimizer steps.", None, ge=1)
+    epochs: int | None = _key("Number of epochs. By default 1 if `steps` is not set.", None, ge=1)
+    validate_every: int | None = _key("Steps between validations. By default one epoch.", None, ge=1)
+    export: bool = _key("Write `folder/model` for `from_pretrained` after training.", False)
 
 
 class TrainConfig(ConfigTable):
     """A complete run configuration."""
 
-    folder: str = Field(default="run", description="Folder for logs, checkpoints and the trained model.")
-    seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of weights, data order and all random numbers.")
+    folder: str = _key("Folder for logs, checkpoints and the trained model.", "run")
+    seed: int = _key("Seed of weights, data order and all random numbers.", 0, ge=0, lt=2**63)
     model: ModelTable
     data: DataTable
     parallel: ParallelTable = ParallelTable()  # type: ignore[valid-type]
     optimizer: OptimizerTable = OptimizerTable()
     schedule: ScheduleTable = ScheduleTable()
     training: TrainingTable = TrainingTable()
-    hooks: dict[str, bool | dict[str, Any]] = Field(
-        default={},
-        description="Hooks by name: `true`, `false`, or a table of arguments. `throughput`, `progress`, `json_lines` "
-        "and `checkpoint` are enabled by default. To add your own hook, specify its file and class: "
+    hooks: dict[str, bool | dict[str, Any]] = _key(
+        "Hooks by name: `true`, `false`, or a table of arguments. `throughput`, `progress`, `json_lines` and "
+        "`checkpoint` are enabled by default. To add your own hook, specify its file and class: "
         '`"my_hooks.py:MyHook" = true`.',
+        {},
     )
 
     def model_post_init(self, context: Any) -> None:
@@ -205,10 +199,7 @@ class TrainConfig(ConfigTable):
             tables: BaseModel = getattr(self, table)
             value = getattr(tables, name)
             if not is_used and value != type(tables).model_fields[name].default:
-                raise ConfigError(
-                    f"{key} = {value!r} has no effect without {needed}",
-                    remedy="Remove it",
-                )
+                raise ConfigError(f"{key} = {value!r} has no effect without {needed}", remedy="Remove it")
 
     @property
     def layout(self) -> ParallelConfig:
@@ -228,30 +219,19 @@ def remote_code_hint(remedy: str, error: Exception) -> str:
 
 
 TRAINER_KEYS = {
-    "adam_beta1": ["optimizer.betas"],
-    "adam_beta2": ["optimizer.betas"],
-    "adam_epsilon": ["optimizer.eps"],
-    "bf16": ["parallel.precision = 'bf16'"],
-    "dataloader_drop_last": ["data.drop_last"],
-    "dataloader_num_workers": ["data.num_workers"],
-    "eval_steps": ["training.validate_every"],
-    "fp16": ["parallel.precision = 'fp16'"],
-    "gradient_accumulation_steps": ["parallel.micro_batches", "parallel.micro_batch_size"],
-    "gradient_checkpointing": ["parallel.recompute_layers, with parallel.pipe = 2 or more"],
-    "learning_rate": ["optimizer.lr"],
-    "lr_scheduler_type": ["schedule.name"],
-    "max_length": ["data.sequence_length"],
-    "max_seq_length": ["data.sequence_length"],
-    "max_steps": ["training.steps"],
-    "num_train_epochs": ["training.epochs"],
-    "optim": ["optimizer.name"],
-    "output_dir": ["folder, above all tables"],
-    "per_device_train_batch_size": ["data.batch_size, which counts the samples of all processes"],
-    "save_steps": ["hooks.checkpoint.every_steps"],
-    "save_total_limit": ["hooks.checkpoint.keep"],
-    "warmup_ratio": ["schedule.warmup, below 1"],
-    "warmup_steps": ["schedule.warmup"],
-}
+    "adam_beta1": "optimizer.betas", "adam_beta2": "optimizer.betas", "adam_epsilon": "optimizer.eps",
+    "learning_rate": "optimizer.lr", "optim": "optimizer.name", "lr_scheduler_type": "schedule.name",
+    "warmup_steps": "schedule.warmup", "warmup_ratio": "schedule.warmup, below 1",
+    "bf16": "parallel.precision = 'bf16'", "fp16": "parallel.precision = 'fp16'",
+    "gradient_accumulation_steps": "parallel.micro_batches or parallel.micro_batch_size",
+    "gradient_checkpointing": "parallel.recompute_layers, with parallel.pipe = 2 or more",
+    "dataloader_drop_last": "data.drop_last", "dataloader_num_workers": "data.num_workers",
+    "max_length": "data.sequence_length", "max_seq_length": "data.sequence_length",
+    "per_device_train_batch_size": "data.batch_size, the samples of all processes",
+    "max_steps": "training.steps", "num_train_epochs": "training.epochs", "eval_steps": "training.validate_every",
+    "save_steps": "hooks.checkpoint.every_steps", "save_total_limit": "hooks.checkpoint.keep",
+    "output_dir": "folder, above all tables",
+}  # fmt: skip
 """Names in ``TrainingArguments`` of transformers -> keys of a run."""
 RENAMED_KEYS = {
     "data.sequence": "data.sequence_length",
@@ -270,9 +250,6 @@ def load_train_config(file: str | Path, changes: Sequence[str] = ()) -> TrainCon
         file: Path of the file.
         changes: Changed keys, such as ``parallel.tensor=2``. A value that is not valid TOML is a string.
             ``training.epochs=`` removes a key.
-
-    Raises:
-        ConfigError: The file cannot be read, or a key or value is invalid.
     """
     path = Path(file)
     try:
@@ -322,9 +299,7 @@ def _apply_change(tables: dict[str, Any], change: str) -> None:
     key, equals, text = change.partition("=")
     *parents, name = (part.strip() for part in key.split("."))
     if not equals or not name or not all(parents):
-        raise ConfigError(
-            f"--set {change} is not a key and a value", remedy="Write a change as --set parallel.tensor=2"
-        )
+        raise ConfigError(f"--set {change} is not a key and a value", remedy="Write it as --set parallel.tensor=2")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -361,18 +336,13 @@ def _to_config_error(error: ValidationError, where: str) -> ConfigError:
             rule=_description_of(table, name),
             remedy=f"Write {name} in [{'.'.join(place[:-1])}]" if len(place) > 1 else f"Write a table [{name}]",
         )
-    found = first["input"]
-    messages = [
-        e["msg"].removeprefix("Value error, ")
-        for e in error.errors()
-        if _without_unions(map(str, e["loc"])) == _without_unions(place)
-    ]
+    same_key = [e for e in error.errors() if ".".join(_without_unions(map(str, e["loc"]))) == key]
+    messages = "; or ".join(dict.fromkeys(e["msg"].removeprefix("Value error, ") for e in same_key))
     known = str(first.get("ctx", {}).get("expected", "")).replace("'", "").replace(" or ", ", ").split(", ")
-    description = _description_of(table, name)
     return ConfigError(
-        f"{where} has an invalid value, {key} = {found!r:.80}",
-        rule="; or ".join(dict.fromkeys(messages)) + (f". {description}" if description else ""),
-        remedy=did_you_mean(str(found), known) if first["type"] == "literal_error" else _value_for(first),
+        f"{where} has an invalid value, {key} = {first['input']!r:.80}",
+        rule=". ".join(filter(None, (messages, _description_of(table, name)))),
+        remedy=did_you_mean(str(first["input"]), known) if first["type"] == "literal_error" else _value_for(first),
     )
 
 
@@ -395,11 +365,9 @@ def _suggest_key(name: str, table: type[BaseModel] | None) -> str:
     """Return the correct key for a key in the wrong table, or with its name in transformers' ``TrainingArguments``."""
     tables = {key: _table_at([key, ""]) for key in TrainConfig.model_fields}
     every = [f"{key}.{field}" for key, each in tables.items() if each is not None for field in each.model_fields]
-    places = TRAINER_KEYS.get(
-        name, [key for key in (*TrainConfig.model_fields, *every) if key.rpartition(".")[2] == name]
-    )
-    if places:
-        return f"Write it as {' or '.join(places)}"
+    same_name = [key for key in (*TrainConfig.model_fields, *every) if key.rpartition(".")[2] == name]
+    if key := TRAINER_KEYS.get(name, " or ".join(same_name)):
+        return f"Write it as {key}"
     if table is TrainConfig:
         near = did_you_mean(name, [*TrainConfig.model_fields, *every])
         return f"{near} Write a key under its table, as in [data] or data.batch_size"

@@ -31,17 +31,14 @@ def load_model_config(config: TrainConfig, defaults: Fields | None = None) -> An
     """Load the config of the saved model or model type, with the fields that the run sets.
 
     Fields that the config class derives from changed fields are derived again. A folder or config.json stores them, so
-    stored values are kept unless the class rejects the combination. See ``_build``.
-
-    Args:
-        config: Run configuration.
-        defaults: Fields for which the run has no value.
-
-    Raises:
-        ConfigError: The config cannot be loaded, a field does not exist, or a value is invalid.
+    stored values are kept unless the class rejects the combination. ``defaults`` are fields that the run does not set.
     """
     found, saved = _load_saved(config)
-    _check_used(config.model.config)
+    for name, value in config.model.config.items():
+        if name in DECIDED_BY:
+            rule, remedy = DECIDED_BY[name]
+            what = f"model.config has {name} = {value!r:.60}, which has no effect in a run"
+            raise ConfigError(what, rule=rule, remedy=remedy)
     _check_fields(found, config.model.config)
     fields = _add_fields(found, config.model.config, defaults or {})
     return _build(config, found, saved, fields) if fields else found
@@ -50,7 +47,6 @@ def load_model_config(config: TrainConfig, defaults: Fields | None = None) -> An
 def _load_saved(config: TrainConfig) -> tuple[Any, Fields]:
     """Return the unchanged config, and the fields in its file; none for a model type."""
     transformers = load_transformers()
-
     name, random, trust = config.model.name, config.model.random, config.model.trust_remote_code
     try:
         if random and name in transformers.CONFIG_MAPPING:
@@ -59,11 +55,14 @@ def _load_saved(config: TrainConfig) -> tuple[Any, Fields]:
         saved: Fields = type(found).get_config_dict(name)[0]
     except Exception as error:  # files may have any content
         types = list(transformers.CONFIG_MAPPING.keys())
+        remedy = did_you_mean(name, types) if random else "Correct the name"
+        if not random and name in types:
+            remedy = "Set model.random = true to start with random weights, or specify a folder with weights"
         raise ConfigError(
             f"The config of model.name = {name!r} cannot be loaded: {first_line(error)}",
             rule="A name is a folder that save_pretrained wrote, a name on the hub, or with random = true a config.json"
             " or a model type of transformers",
-            remedy=remote_code_hint(_remedy(name, types, random=random), error),
+            remedy=remote_code_hint(remedy, error),
         ) from error
     if not random and Path(name).is_file():
         raise ConfigError(
@@ -71,14 +70,6 @@ def _load_saved(config: TrainConfig) -> tuple[Any, Fields]:
             remedy="Set model.random = true, or specify a folder with weights",
         )
     return found, saved
-
-
-def _remedy(name: str, types: Sequence[str], *, random: bool) -> str:
-    if random:
-        return did_you_mean(name, types)
-    if name in types:
-        return "Set model.random = true to start with random weights, or specify a folder with weights"
-    return "Correct the name"
 
 
 def _nested_config(found: Any, name: str) -> Any:
@@ -94,18 +85,6 @@ def _field_names(found: Any) -> list[str]:
     """
     settable = [name for name, kind in inspect.getmembers(type(found)) if isinstance(kind, property) and kind.fset]
     return [*found.to_dict(), *found.attribute_map, *(name.removeprefix("_") for name in settable)]
-
-
-def _check_used(fields: Fields) -> None:
-    """Raise ConfigError for a field that another key of the run determines."""
-    for name in fields:
-        if name in DECIDED_BY:
-            rule, remedy = DECIDED_BY[name]
-            raise ConfigError(
-                f"model.config has {name} = {fields[name]!r:.60}, which has no effect in a run",
-                rule=rule,
-                remedy=remedy,
-            )
 
 
 def _check_fields(found: Any, fields: Fields, where: str = "model.config") -> None:
@@ -125,7 +104,6 @@ def _check_fields(found: Any, fields: Fields, where: str = "model.config") -> No
 def _config_of_type(part: Any, value: Fields) -> Any:
     """Return the nested config, or one of another type if the fields set ``model_type``."""
     transformers = load_transformers()
-
     kind = value.get("model_type", part.model_type)
     other = kind != part.model_type and kind in transformers.CONFIG_MAPPING
     return transformers.AutoConfig.for_model(kind) if other else part
@@ -164,9 +142,6 @@ def _build(config: TrainConfig, found: Any, saved: Fields, fields: Fields) -> An
     For a model type, only fields of the run are passed, under their own names, because derived fields may depend on the
     name. A file also contains derived fields, such as the type of each layer. If the class rejects these in combination
     with the changed fields, they are omitted and derived again.
-
-    Raises:
-        ConfigError: transformers rejects the values.
     """
     kind, merged = type(found), _merge(found, saved, fields) if saved else fields
     problem: Exception | None = None
@@ -180,10 +155,11 @@ def _build(config: TrainConfig, found: Any, saved: Fields, fields: Fields) -> An
             continue
         made.name_or_path = found.name_or_path
         return made
-    assert problem is not None
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()] or [type(problem).__name__]
+    reason = " ".join(lines[1:] or lines).rstrip(".")  # the first of several lines only names a validator
     raise ConfigError(
         f"transformers cannot build the config of {config.model.name!r} with "
-        f"{', '.join(f'{name} = {value!r:.60}' for name, value in fields.items())}: {_error_message(problem)}",
+        f"{', '.join(f'{name} = {value!r:.60}' for name, value in fields.items())}: {reason}",
         remedy="Correct these fields, or change other fields to match",
     ) from problem
 
@@ -205,12 +181,6 @@ def _omitted_fields(kind: Any, found: Any, saved: Fields, fields: Fields) -> Ite
             derived.append(name)
     yield from ([name] for name in derived)
     yield derived
-
-
-def _error_message(error: Exception) -> str:
-    """Return the message of an error without its first line, which only names a validator."""
-    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()] or [type(error).__name__]
-    return " ".join(lines[1:] or lines).rstrip(".")
 
 
 def image_size_of(saved: Any) -> int | None:

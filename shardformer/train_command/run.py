@@ -27,7 +27,6 @@ from shardformer.train_command.datasets import TrainingData, load_data
 from shardformer.train_command.model_config import class_names_of, image_size_of, load_model_config
 from shardformer.train_command.run_checks import Resume, check_task
 from shardformer.training.data_sources import collate_samples
-from shardformer.training.engine import Engine
 from shardformer.training.hooks.checkpoint import Checkpoint
 from shardformer.training.initialize import initialize, make_context, make_pipeline, num_processes
 from shardformer.training.trainer import Trainer
@@ -40,30 +39,24 @@ EXPORT = "model"
 
 
 def run_training(config: TrainConfig) -> dict[str, float]:
-    """Train, and resume if the run's folder contains a checkpoint. Returns the last metrics.
-
-    Raises:
-        ShardFormerError: The error that ended the run, on all ranks.
-        SystemExit: A signal ended the run.
-    """
-    layout = parallel_config_for(config)
-    context = make_context(None, layout)
-    trainer, data = build_trainer(config, layout, context)
-    if config.training.export:
+    """Train, and resume if the run's folder contains a checkpoint. Returns the last metrics."""
+    # an elastic restart may have fewer processes
+    is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    layout = config.layout.fit_to(num_processes()) if is_restart else config.layout
+    trainer, data = build_trainer(config, layout, make_context(None, layout))
+    training = config.training
+    if training.export:
         run_on_first_rank(lambda: _check_export(config, config.path / EXPORT), trainer.engine.world, "Training")
-    epochs = None if config.training.steps is not None else config.training.epochs or 1
+    epochs = None if training.steps is not None else training.epochs or 1
     with _explained_first_step(config, trainer):
         values = trainer.fit(
-            steps=config.training.steps,
-            epochs=epochs,
-            validation=data.validation,
-            validate_every=config.training.validate_every,
+            steps=training.steps, epochs=epochs, validation=data.validation, validate_every=training.validate_every
         )
     _report_if_nothing_trained(config, trainer)
     if trainer.was_interrupted:
         _report_interruption(trainer)
         raise SystemExit(128 + (trainer.signal or signal.SIGTERM))
-    if config.training.export:
+    if training.export:
         trainer.engine.export(config.path / EXPORT, data.processor)
     return values
 
@@ -120,12 +113,6 @@ def _report_interruption(trainer: Trainer) -> None:
         print(f"stopped after step {trainer.step}; saved in {folder}{more}: run the same command to resume", flush=True)
 
 
-def parallel_config_for(config: TrainConfig) -> ParallelConfig:
-    """Return the configured layout, or after an elastic restart the layout that fits the number of processes."""
-    is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    return config.layout.fit_to(num_processes()) if is_restart else config.layout
-
-
 def build_trainer(
     config: TrainConfig, layout: ParallelConfig, context: ParallelContext
 ) -> tuple[Trainer, TrainingData]:
@@ -133,8 +120,25 @@ def build_trainer(
     hooks = build_hooks(config)
     make_optimizer = build_optimizer(config.optimizer)
     data, model = data_and_model_of(config)
-    hooks.append(Resume(config, num_steps_of(config, data)))
-    return Trainer(_engine(config, layout, context, model, data, make_optimizer), hooks), data
+    num_steps = num_steps_of(config, data)
+    torch.manual_seed(config.seed)
+    engine = initialize(
+        model,
+        make_optimizer(model),
+        train_data=data.train,
+        scheduler=build_scheduler(config.schedule, num_steps),
+        parallel=layout,
+        batch_size=config.data.batch_size,
+        context=context,
+        data_options={
+            "seed": config.seed,
+            "shuffle": config.data.shuffle,
+            "drop_last": config.data.drop_last,
+            "collate_fn": data.collate,
+            "num_workers": config.data.num_workers,
+        },
+    )
+    return Trainer(engine, [*hooks, Resume(config, num_steps)]), data
 
 
 def data_and_model_of(config: TrainConfig) -> tuple[TrainingData, nn.Module]:
@@ -149,33 +153,6 @@ def data_and_model_of(config: TrainConfig) -> tuple[TrainingData, nn.Module]:
     if config.training.export:
         check_export(model, data.processor)
     return data, model
-
-
-def _engine(
-    config: TrainConfig,
-    layout: ParallelConfig,
-    context: ParallelContext,
-    model: Any,
-    data: TrainingData,
-    make_optimizer: Any,
-) -> Engine:
-    torch.manual_seed(config.seed)
-    return initialize(
-        model,
-        make_optimizer(model),
-        train_data=data.train,
-        scheduler=build_scheduler(config.schedule, num_steps_of(config, data)),
-        parallel=layout,
-        batch_size=config.data.batch_size,
-        context=context,
-        data_options={
-            "seed": config.seed,
-            "shuffle": config.data.shuffle,
-            "drop_last": config.data.drop_last,
-            "collate_fn": data.collate,
-            "num_workers": config.data.num_workers,
-        },
-    )
 
 
 def num_steps_of(config: TrainConfig, data: TrainingData) -> int:
@@ -255,17 +232,16 @@ def make_dry_run_report(config: TrainConfig) -> DryRunReport:
             step, reason = _peak_of_traced_step(model, layout, batch, shapes.setdefault(tensor, {}))
         reason_untraced = reason_untraced or reason
         ranks.append(RankMemory(coords, persistent, step))
-    title = f"{model_class_for(config).__name__} of {config.model.name}"
     return DryRunReport(
-        title,
-        num_parameters,
-        data.title,
-        len(data.train),
-        num_steps_of(config, data),
-        sizes,
-        description,
-        ranks,
-        reason_untraced,
+        model=f"{model_class_for(config).__name__} of {config.model.name}",
+        num_parameters=num_parameters,
+        data=data.title,
+        num_samples=len(data.train),
+        num_steps=num_steps_of(config, data),
+        layout=sizes,
+        description=description,
+        ranks=ranks,
+        why_untraced=reason_untraced,
     )
 
 

@@ -36,10 +36,6 @@ class Resume(Hook):
 
     It must come after the hook that loads the checkpoint. Communicates nothing.
 
-    Args:
-        config: Run configuration.
-        num_steps: Total number of steps of the run.
-
     Raises:
         ConfigError: The resumed run has another model or optimizer, or its new length would change learning rates.
     """
@@ -58,25 +54,33 @@ class Resume(Hook):
     def setup(self, trainer: TrainerProtocol) -> None:
         if self._before is None:
             if trainer.is_first and trainer.step == 0 and (self._config.path / FILE).exists():
-                print(
-                    f"starting a new run: {self._config.path} has files of an earlier run, but no checkpoint",
-                    flush=True,
-                )
+                print(f"new run: {self._config.path} has files of an earlier run, but no checkpoint", flush=True)
             return
-        before = self._before["config"]
-        changes = {key: values for key, values in _differences(before, self._values)}
+        before, old_steps = self._before["config"], self._before["num_steps"]
+        changes = dict(_differences(before, self._values))
         _check_fixed(changes, self._config.folder)
-        old = _lr_schedule(before["schedule"], self._before["num_steps"])
-        new = _lr_schedule(self._values["schedule"], self._num_steps)
-        step = _first_change(old, new, trainer.step, max(self._num_steps, self._before["num_steps"]))
+        old, new = _lr_schedule(before["schedule"], old_steps), _lr_schedule(self._values["schedule"], self._num_steps)
+        step = _first_change(old, new, trainer.step, max(self._num_steps, old_steps))
+        rates = ""
         if step is not None:
+            lr = self._config.optimizer.lr
+            old_rate, new_rate = f"{lr * old(step):.3g}", f"{lr * new(step):.3g}"
+            rates = f"the learning rate of step {step + 1} changes to {new_rate} (was {old_rate})"
             if before["schedule"] == self._values["schedule"]:
-                raise _length_error(
-                    self._config, self._before["num_steps"], self._num_steps, old(step), new(step), step
+                raise ConfigError(
+                    f"Resuming with {self._num_steps} instead of {old_steps} steps and schedule.name = "
+                    f"{self._config.schedule.name!r} would change the learning rate of step {step + 1} from {old_rate} "
+                    f"to {new_rate}",
+                    remedy=f"Set schedule.steps = {old_steps} to keep the schedule, with a constant rate after these "
+                    f"steps, or schedule.steps = {self._num_steps} to change it",
                 )
             _set_learning_rates(trainer, new)
         if trainer.is_first and changes:
-            _report_changes(changes, step, old, new, self._config.optimizer.lr)
+            shown = [f"{key} = {_format(now)} (was {_format(before)})" for key, (before, now) in changes.items()]
+            more = f" and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
+            print(f"resumed with changed settings: {', '.join(shown[:SHOWN])}{more}", flush=True)
+            if rates:
+                print(rates, flush=True)
 
     def before_train(self, trainer: TrainerProtocol) -> None:
         if trainer.is_first:
@@ -115,35 +119,12 @@ def _first_change(old: Callable[[int], float], new: Callable[[int], float], firs
     return next((step for step in range(first, last + 1, stride) if abs(old(step) - new(step)) > 1e-9), None)
 
 
-def _length_error(config: TrainConfig, before: int, now: int, old: float, new: float, step: int) -> ConfigError:
-    lr = config.optimizer.lr
-    return ConfigError(
-        f"Resuming with {now} instead of {before} steps and schedule.name = {config.schedule.name!r} would change the "
-        f"learning rate of step {step + 1} from {lr * old:.3g} to {lr * new:.3g}",
-        remedy=f"Set schedule.steps = {before} to keep the schedule, with a constant rate after these steps, or "
-        f"schedule.steps = {now} to change it",
-    )
-
-
 def _set_learning_rates(trainer: TrainerProtocol, share: Callable[[int], float]) -> None:
     """Set the learning rates of the next step, which the checkpoint restored from the earlier schedule."""
     for scheduler in trainer.engine.schedulers:
         assert isinstance(scheduler, LambdaLR)
         for group, rate in zip(scheduler.optimizer.param_groups, scheduler.base_lrs, strict=True):
             group["lr"] = rate * share(scheduler.last_epoch)
-
-
-def _report_changes(
-    changes: Mapping[str, Any], step: int | None, old: Callable[[int], float], new: Callable[[int], float], lr: float
-) -> None:
-    shown = [f"{key} = {_format(now)} (was {_format(before)})" for key, (before, now) in changes.items()]
-    more = f" and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
-    print(f"resumed with changed settings: {', '.join(shown[:SHOWN])}{more}", flush=True)
-    if step is not None:
-        print(
-            f"the learning rate of step {step + 1} changes to {lr * new(step):.3g} (was {lr * old(step):.3g})",
-            flush=True,
-        )
 
 
 def _format(value: Any) -> str:
@@ -162,7 +143,7 @@ PERTURBATION = 0.05
 
 
 def check_task(config: TrainConfig, model: Any) -> None:
-    """Raise ConfigError if a model dependence the token to predict, or not the tokens that it needs.
+    """Raise ConfigError if a model sees the token to predict, or does not see the tokens that it needs.
 
     Models that do not run with tokens alone are not checked. Communicates nothing, and keeps the random state.
     """
@@ -240,8 +221,7 @@ def _remedy(model: Any) -> str:
     config = copy.deepcopy(model.config)
     setattr(config, DECODER, True)
     with LazyInit():
-        decoder = type(model)(config)
-    dependence = label_dependence(decoder)
+        dependence = label_dependence(type(model)(config))
     if dependence is None or dependence.on_label:
         return f"{masked}, or use a model that predicts the next token"
     return f"{masked}, or model.config.{DECODER} = true for causal attention"
@@ -255,7 +235,6 @@ def _measure_dependence(model: nn.Module, ids_BS: Tensor) -> LabelDependence:
     logits_BSV = output["logits"]
     (gradient_BSV,) = torch.autograd.grad(output["loss"], [logits_BSV])
     compared = gradient_BSV.abs().sum((0, 2)).nonzero().flatten().tolist()
-    in_place = compared == [place]
 
     def depends_from(first: int) -> bool:
         other_BS = ids_BS.clone()
@@ -267,4 +246,4 @@ def _measure_dependence(model: nn.Module, ids_BS: Tensor) -> LabelDependence:
         difference = (other_BSV - logits_BSV)[:, compared].abs().max()
         return bool(difference > NOISE * logits_BSV.abs().max())
 
-    return LabelDependence(depends_from(place), depends_from(place + 1), in_place)
+    return LabelDependence(depends_from(place), depends_from(place + 1), in_place=compared == [place])

@@ -290,7 +290,7 @@ def test_data_that_cannot_be_shared_out_is_refused(source: Any, options: dict[st
 
 
 def test_what_is_found_out_on_the_way_is_refused_too() -> None:
-    with pytest.raises(InputError, match="'ids' .* different shapes"):
+    with pytest.raises(InputError, match=r"'ids' .* different shapes"):
         list(ShardedDataLoader([{"ids": [1]}, {"ids": [1, 2]}], place(), batch_size=2))
     once = ShardedDataLoader(iter([1, 2]), place(), batch_size=2)
     assert len(list(once)) == 1

@@ -110,10 +110,10 @@ def test_a_run_that_cannot_be_resumed_says_that_it_begins_anew(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_training(run(tmp_path, 2))
-    assert "starting a new run" not in capsys.readouterr().out
+    assert "new run:" not in capsys.readouterr().out
     shutil.rmtree(tmp_path / "run/checkpoints")
     run_training(run(tmp_path, 2))
-    assert "starting a new run" in capsys.readouterr().out
+    assert "new run:" in capsys.readouterr().out
     run_training(run(tmp_path, 2))
     assert "nothing to train: 2 of 2 steps are complete; increase training.steps" in capsys.readouterr().out
 
