@@ -221,7 +221,8 @@ def _remedy(model: Any) -> str:
     config = copy.deepcopy(model.config)
     setattr(config, DECODER, True)
     with LazyInit():
-        dependence = label_dependence(type(model)(config))
+        decoder = type(model)(config)
+    dependence = label_dependence(decoder)
     if dependence is None or dependence.on_label:
         return f"{masked}, or use a model that predicts the next token"
     return f"{masked}, or model.config.{DECODER} = true for causal attention"

@@ -49,12 +49,8 @@ def compare_data(
 ) -> None:
     """Raise ConfigError on every rank if their training data differ.
 
-    Communicates three gathers of a few integers.
-
-    Args:
-        settings: Values that must be equal on all ranks, such as the number of samples, the seed and the batch size.
-        count: Number of indexed samples.
-        read: Function from an index to a sample, deterministic unless the data is random. None for a stream.
+    ``settings`` must be equal on all ranks. ``read`` returns one of ``count`` samples by its index, and is None for a
+    stream. Communicates three gathers of a few integers.
     """
     axes = context.base_axes
     if context.world is None or all(axis.size == 1 for axis in axes):
@@ -73,13 +69,12 @@ def compare_data(
                 )
     least = min(number for _, (_, number) in every)
     numbers = all_gather_from_grid(number_of(found[:least]), context)
-    other = next((rank for rank, number in numbers if number != numbers[0][1]), None)
     near = all_gather_from_grid(sketches, context)
-    if other is None:
-        other = next((rank for rank, theirs in near if not _are_near(theirs, near[0][1])), None)
-    if other is not None:
+    differing = [rank for rank, number in numbers if number != numbers[0][1]]
+    differing += [rank for rank, theirs in near if not _are_near(theirs, near[0][1])]
+    if differing:
         raise ConfigError(
-            f"Ranks {first} and {other} have different samples at the same index of the training data, a "
+            f"Ranks {first} and {differing[0]} have different samples at the same index of the training data, a "
             f"{settings['type']}",
             remedy=SAME_DATA_REMEDY,
         )
@@ -95,17 +90,15 @@ def _fingerprint_samples(count: int, read: Callable[[int], Any]) -> tuple[list[i
     found: list[int] = []
     sketches: list[tuple[float, float]] = []
     try:
-        first = read(order[0])
-        again, sketch = content_of(first), sketch_of(first)
-        for index in order:
+        for index in [order[0], *order]:  # the first sample is read twice
             sample = read(index)
             found.append(content_of(sample))
             sketches.append(sketch_of(sample))
-            if time.monotonic() > end:
+            if len(found) > 1 and time.monotonic() > end:
                 break
     except Exception:
-        return found, []  # training reads the sample too, and raises the error on all ranks
-    return found if again == found[0] else [], sketches if sketch == sketches[0] else []
+        return found[1:], []  # training reads the sample too, and raises the error on all ranks
+    return found[1:] if found[0] == found[1] else [], sketches[1:] if sketches[0] == sketches[1] else []
 
 
 def sketch_of(value: Any) -> tuple[float, float]:
@@ -147,12 +140,11 @@ def content_of(*values: Any) -> int:
 
     Integers take precedence because floating-point numbers are often augmented at random.
     """
-    parts = [_part(leaf) for value in values for leaf in _leaves(value)]
-    exact = [part for is_exact, part in parts if is_exact]
-    return number_of(exact or [part for _, part in parts])
+    parts = [_leaf_content(leaf) for value in values for leaf in _leaves(value)]
+    return number_of([part for is_exact, part in parts if is_exact] or [part for _, part in parts])
 
 
-def _part(leaf: Any) -> tuple[bool, Any]:
+def _leaf_content(leaf: Any) -> tuple[bool, Any]:
     """Return whether a leaf consists of integers or strings, and its content."""
     if isinstance(leaf, Tensor):
         is_exact = not (leaf.is_floating_point() or leaf.is_complex()) and not leaf.is_quantized
@@ -189,9 +181,6 @@ def collate_samples(samples: list[Any]) -> Any:
     >>> collate_samples([{"ids": [5, 6], "score": 0.5, "text": "a"}, {"ids": [7, 8], "score": 1.0, "text": "b"}])
     {'ids': tensor([[5, 6],
             [7, 8]]), 'score': tensor([0.5000, 1.0000]), 'text': ['a', 'b']}
-
-    Raises:
-        InputError: The samples have different keys or shapes.
     """
     first = samples[0]
     if not isinstance(first, Mapping):
@@ -221,7 +210,9 @@ def _column(key: str, values: list[Any]) -> Any:
 
 def _as_tensor(key: str, value: Any) -> Any:
     """Convert lists or arrays of numbers to a tensor, keeping NumPy dtypes; return other values unchanged."""
-    leaf = _leaf(value)
+    leaf = value  # the first number in nested lists and arrays, or the first empty list
+    while (isinstance(leaf, (list, tuple)) and leaf) or (isinstance(leaf, numpy.ndarray) and leaf.ndim and leaf.size):
+        leaf = leaf[0]
     is_numpy = isinstance(leaf, (numpy.number, numpy.bool_, numpy.ndarray))
     if not isinstance(value, (list, tuple, numpy.ndarray)) or not (is_numpy or isinstance(leaf, (int, float, list))):
         return value
@@ -229,15 +220,6 @@ def _as_tensor(key: str, value: Any) -> Any:
         return torch.as_tensor(numpy.asarray(value)) if is_numpy else torch.tensor(value)
     except ValueError as error:
         raise _shape_error(key, f"cannot be converted to a tensor: {error}") from error
-
-
-def _leaf(value: Any) -> Any:
-    """Return the first number in nested lists and arrays, or the first empty list."""
-    while (isinstance(value, (list, tuple)) and value) or (
-        isinstance(value, numpy.ndarray) and value.ndim and value.size
-    ):
-        value = value[0]
-    return value
 
 
 def _shape_error(key: str, problem: str) -> InputError:
@@ -263,11 +245,7 @@ class DataShard:
 
 
 class StreamedSource:
-    """Data that every rank reads in full, in the order of iteration.
-
-    Args:
-        source: Iterable of samples, or of global batches if ``collate`` is None.
-    """
+    """Iterable of samples, or of global batches if ``collate`` is None, which every rank reads in full."""
 
     def __init__(self, source: Any, collate: Collate | None) -> None:
         self._source, self._collate = source, collate
@@ -283,14 +261,7 @@ class StreamedSource:
         return known_length(self._source) if self.makes_batches else None
 
     def batches(
-        self,
-        epoch: int,
-        seed: int,
-        batch_size: int | None,
-        share: DataShard,
-        start: int,
-        drop_last: bool,
-        merge_last: bool,
+        self, epoch: int, seed: int, size: int | None, share: DataShard, start: int, drop_last: bool, merge_last: bool
     ) -> Iterator[tuple[int, Any]]:
         """Yield pairs as ``IndexedSource.batches`` does. Samples before ``start`` are read again and skipped."""
         reading = self._start_reader(epoch, seed, start)
@@ -299,10 +270,10 @@ class StreamedSource:
                 self.number = content_of(*ends_of(batch))
                 yield count, part
         else:
-            assert batch_size is not None
+            assert size is not None
             reading.skip(start)
-            while samples := reading.take(batch_size):
-                if drop_last and len(samples) < batch_size:
+            while samples := reading.take(size):
+                if drop_last and len(samples) < size:
                     break
                 if merge_last and not drop_last:
                     samples += reading.last(share.size)
@@ -329,11 +300,7 @@ class StreamedSource:
 
 
 class _StreamReader:
-    """One pass through a stream, with its own random state.
-
-    Attributes:
-        count: Number of samples that were read.
-    """
+    """One pass through a stream, with its own random state. ``count`` is the number of samples that were read."""
 
     def __init__(self, source: Any, epoch: int, seed: int) -> None:
         self.count = 0
@@ -343,10 +310,13 @@ class _StreamReader:
 
     def take(self, count: int) -> list[Any]:
         """Return the next ``count`` samples, or fewer at the end."""
-        with self._random.drawing():
-            found = list(islice(self._iterator, count))
+        found = self._next(count)
         self.count += len(found)
         return found
+
+    def _next(self, count: int) -> list[Any]:
+        with self._random.drawing():
+            return list(islice(self._iterator, count))
 
     def last(self, least: int) -> list[Any]:
         """Return all remaining samples if they are fewer than ``least``, and otherwise none."""
@@ -363,7 +333,7 @@ class _StreamReader:
 
     def cut(self, share: DataShard, start: int) -> Iterator[tuple[Any, int, Any]]:
         """Shard a stream of global batches after ``start`` samples, as triples (batch, samples, local shard)."""
-        while found := self.take_one():
+        while found := self._next(1):
             (batch,) = found
             named = batch if isinstance(batch, Mapping) else {"batch": batch}
             count = batch_size_of(named)
@@ -375,11 +345,6 @@ class _StreamReader:
             sizes = [count - left, *(b - a for a, b in pairwise(even_bounds(left, share.size)))]
             part = split_batch(named, sizes)[1 + share.rank]
             yield batch, left, rebuild_container(batch, part) if named is batch else part["batch"]
-
-    def take_one(self) -> list[Any]:
-        """Return the next batch in a list, or an empty list at the end."""
-        with self._random.drawing():
-            return list(islice(self._iterator, 1))
 
 
 def known_length(data: Any) -> int | None:
@@ -409,11 +374,11 @@ LOADER_OPTIONS = (
 """Options of the user's DataLoader that are passed to our own."""
 
 
+@dataclass(frozen=True, eq=False)
 class _Seeded(Dataset[Any]):
     """Data set whose samples are read by key, each with its own random seed."""
 
-    def __init__(self, data: Any) -> None:
-        self._data = data
+    data: Any
 
     def __getitems__(self, keys: list[SampleKey]) -> list[tuple[SampleKey, Any]]:
         with restored_generators():  # once per batch, since restoring takes longer than seeding
@@ -422,20 +387,20 @@ class _Seeded(Dataset[Any]):
     def sample(self, key: SampleKey) -> Any:
         index, *place = key
         seed_generators(*place)
-        return self._data[index]
+        return self.data[index]
 
 
+@dataclass(frozen=True, eq=False)
 class _Collated:
     """Collate function that seeds random numbers from the first sample of the batch."""
 
-    def __init__(self, collate: Collate) -> None:
-        self._collate = collate
+    collate: Collate
 
     def __call__(self, samples: list[tuple[SampleKey, Any]]) -> Any:
         _, *place = samples[0][0]
         try:
             with seeded(*place, "batch"):
-                return self._collate([sample for _, sample in samples])
+                return self.collate([sample for _, sample in samples])
         except ShardFormerError as error:
             return error  # a worker process would replace its type by RuntimeError
 
@@ -443,21 +408,14 @@ class _Collated:
 class _LocalBatchSampler:
     """Sampler of the local shards of the remaining batches of an epoch."""
 
-    def __init__(self) -> None:
-        self.left: Iterable[list[SampleKey]] = ()
+    left: Iterable[list[SampleKey]] = ()
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
         return iter(self.left)
 
 
 class IndexedSource:
-    """Data whose samples have an index.
-
-    Args:
-        shuffle: Shuffle each epoch. Has no effect with a sampler.
-        sampler: The user's sampler, which defines the order.
-        makes_batches: The sampler yields batches.
-    """
+    """Data whose samples have an index, in the order of ``sampler``, which yields batches if ``makes_batches``."""
 
     def __init__(
         self,
@@ -474,14 +432,13 @@ class IndexedSource:
         self.number = 0  # fingerprint of the epoch's order, if a sampler chose it
         self.count: int | None = None if makes_batches else len(data) if sampler is None else len(sampler)
         self._parts, self._generator = _LocalBatchSampler(), torch.Generator()
-        made: DataLoader[Any] = DataLoader(
+        self._loader: DataLoader[Any] = DataLoader(
             _Seeded(data),
             batch_sampler=self._parts,
             collate_fn=_Collated(collate),
             generator=self._generator,
             **options,
         )
-        self._loader = made
 
     @property
     def num_batches(self) -> int | None:
@@ -496,11 +453,9 @@ class IndexedSource:
         share: DataShard,
         start: int,
     ) -> Iterator[tuple[int, Any]]:
-        """Yield pairs of the size of a global batch and its local shard.
+        """Yield the size of each global batch and its local shard, after the first ``start`` samples.
 
-        Args:
-            global_batches: Function that splits an order into global batches.
-            start: Number of samples that were already returned.
+        ``global_batches`` splits the order of an epoch into batches.
         """
         order = self._order(epoch, seed)
         self.number = 0 if self._sampler is None else number_of(order)
@@ -557,18 +512,17 @@ def make_source(
             rule="Supported are a Dataset, a list, a Hugging Face data set, a DataLoader, and an ordered iterable",
             remedy="Pass a list of samples, one dict each, or torch.utils.data.TensorDataset(inputs, targets)",
         )
+    collate = collate or collate_samples
     if _is_indexed(data):
         _check_count(len(data), data)
-        return IndexedSource(
-            data, collate or collate_samples, {"num_workers": num_workers}, shuffle=shuffle is not False
-        )
+        return IndexedSource(data, collate, {"num_workers": num_workers}, shuffle=shuffle is not False)
     if shuffle or num_workers:
         asked = "shuffle=True" if shuffle else f"num_workers={num_workers}"
         raise ConfigError(
             f"{asked} is not supported for streamed data ({type(data).__name__})",
             remedy="Shuffle the stream itself, or pass a DataLoader with workers",
         )
-    return StreamedSource(data, collate or collate_samples)
+    return StreamedSource(data, collate)
 
 
 def _is_indexed(data: Any) -> bool:
@@ -576,9 +530,7 @@ def _is_indexed(data: Any) -> bool:
     return not isinstance(data, IterableDataset) and hasattr(data, "__getitem__") and hasattr(data, "__len__")
 
 
-def _loader_source(
-    loader: DataLoader[Any], collate: Collate | None, shuffle: bool | None
-) -> IndexedSource | StreamedSource:
+def _loader_source(loader: Any, collate: Collate | None, shuffle: bool | None) -> IndexedSource | StreamedSource:
     if collate is not None:
         raise ConfigError("collate_fn has no effect on a DataLoader", remedy="Pass collate_fn to the DataLoader")
     batches = loader.batch_sampler
@@ -596,7 +548,7 @@ def _loader_source(
         )
     if not _is_indexed(loader.dataset) or batches is None:
         return StreamedSource(loader, None)
-    _check_count(len(loader.dataset), loader.dataset)  # type: ignore[arg-type]
+    _check_count(len(loader.dataset), loader.dataset)
     if type(batches) is BatchSampler and known_length(sampler) is None:
         raise ConfigError(
             f"The sampler of the DataLoader, {type(sampler).__name__}, has no length",
@@ -608,11 +560,9 @@ def _loader_source(
         return IndexedSource(data, make, options, sampler=batches, makes_batches=True)
     count = known_length(sampler) or 0
     _check_count(count, sampler)
-    if count == len(data):  # type: ignore[arg-type]
-        if type(sampler) is SequentialSampler:
-            return IndexedSource(data, make, options, shuffle=False)
-        if type(sampler) is RandomSampler and not sampler.replacement:
-            return IndexedSource(data, make, options, shuffle=shuffle is not False)
+    is_random = type(sampler) is RandomSampler and not sampler.replacement
+    if count == len(data) and (is_random or type(sampler) is SequentialSampler):
+        return IndexedSource(data, make, options, shuffle=is_random and shuffle is not False)
     return IndexedSource(data, make, options, sampler=sampler)
 
 

@@ -92,7 +92,8 @@ class Engine:
     Attributes:
         model: Sharded model.
         optimizers: The user's optimizers, or the sharded optimizers that wrap them. Empty for evaluation only.
-        scheduler: The user's scheduler, which steps after each update or each epoch.
+        scheduler: The user's scheduler.
+        scheduler_every: When the scheduler steps: after each "step" or each "epoch".
         data: Training data of this rank, or None.
         pipeline: Pipeline that runs every batch.
         parallel: Configuration of the layout.
@@ -113,13 +114,11 @@ class Engine:
         context: ParallelContext,
         *,
         scheduler: Any = None,
-        scheduler_every: str = "step",
-        data: ShardedDataLoader | None = None,
         has_target: bool = False,
     ) -> None:
         self._set_trained(model, optimizers, pipeline)
         self.parallel, self.context = parallel, context
-        self.scheduler, self._scheduler_every = scheduler, scheduler_every
+        self.scheduler, self.scheduler_every = scheduler, "step"
         self.data: ShardedDataLoader | None = None
         self._has_target = has_target
         self.steps = self.skipped = 0
@@ -131,8 +130,6 @@ class Engine:
         self._saving: AsyncSave | None = None
         _ = self.world  # connects all ranks now, because later only some ranks may reach a collective
         self.rebuild: Callable[[Any], ReshardStats] | None = None
-        if data is not None:
-            self.set_data(data)
 
     def _set_trained(self, model: nn.Module, optimizers: list[Optimizer], pipeline: Pipeline) -> None:
         self.model, self.optimizers, self.pipeline = model, optimizers, pipeline
@@ -216,7 +213,7 @@ class Engine:
         self._is_backward_done = False
         self.steps += 1
         self.skipped += not is_updated
-        if is_updated and self._scheduler_every == "step":
+        if is_updated and self.scheduler_every == "step":
             self._step_schedulers()
         self._notify("after_optimizer_step")
         return is_updated
@@ -344,7 +341,7 @@ class Engine:
                 scheduler.step()
 
     def _end_epoch(self) -> None:
-        if self._scheduler_every == "epoch":
+        if self.scheduler_every == "epoch":
             self._step_schedulers()
 
     def _notify(self, moment: str) -> None:

@@ -39,81 +39,57 @@ from shardformer.zero.optimizer_state_view import let_go, unchanged_on_error
 from shardformer.zero.shard_optimizer import shard_optimizer
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+OptimizerArgument = list[Optimizer] | MakeOptimizer | None
+LAUNCHER_VARIABLES = ("RANK", "SLURM_PROCID")
+"""Environment variables of which every launcher sets one."""
 
 
-@dataclass(frozen=True, eq=False)
-class ParamGroupNames:
-    """Parameter list of an optimizer group, and for each parameter all its names in the unsharded model."""
-
-    params: list[nn.Parameter]
-    names: list[list[str]]
-
-
-class DetachedOptimizers:
-    """Optimizers of an unsharded model, detached from its parameters while the model is sharded.
+@contextmanager
+def _detached(optimizers: Sequence[Optimizer], model: nn.Module) -> Iterator[Callable[[nn.Module], None]]:
+    """Empty the parameter lists of optimizers, and yield a function that fills them from a sharded model.
 
     The optimizers stay the same objects, so that schedulers remain valid. Their parameter lists are modified in place,
-    because some optimizers keep a reference to them.
+    because some optimizers keep a reference to them. An error restores the original parameters.
     """
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    for optimizer in optimizers:
+        _check_optimizer(optimizer, names)
+    lists = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+    aliases = [[names[id(p)] for p in params] for params in lists]
 
-    def __init__(self, optimizers: Sequence[Optimizer], model: nn.Module) -> None:
-        names: dict[int, list[str]] = {}
-        for name, param in model.named_parameters(remove_duplicate=False):
-            names.setdefault(id(param), []).append(name)
-        for optimizer in optimizers:
-            _check_optimizer(optimizer, names)
-        self._groups = [
-            ParamGroupNames(group["params"], [names[id(p)] for p in group["params"]])
-            for o in optimizers
-            for group in o.param_groups
-        ]
-
-    def detach(self) -> None:
-        """Empty the parameter lists."""
-        for group in self._groups:
-            group.params.clear()
-
-    def attach(self, model: nn.Module) -> None:
-        """Fill the lists with the parameters of this rank, without those of other pipeline stages.
-
-        Raises:
-            ConfigError: The sharded model replaced a parameter without keeping its name.
-        """
-        here = dict(model.named_parameters(remove_duplicate=False))
-        for group in self._groups:
-            found = [next((here[name] for name in names if name in here), None) for names in group.names]
-            group.params[:] = [p for p in found if p is not None]
-        names = {name for group in self._groups for aliases in group.names for name in aliases}
-        attached = {id(p) for group in self._groups for p in group.params}
-        missing = next((n for n, p in here.items() if n in names and id(p) not in attached), None)
+    def attach(sharded: nn.Module) -> None:
+        local = dict(sharded.named_parameters(remove_duplicate=False))  # without those of other pipeline stages
+        for params, names_of_params in zip(lists, aliases, strict=True):
+            found = [next((local[name] for name in names if name in local), None) for names in names_of_params]
+            params[:] = [p for p in found if p is not None]
+        trained = {name for names_of_params in aliases for names in names_of_params for name in names}
+        attached = {id(p) for params in lists for p in params}
+        missing = next((name for name, p in local.items() if name in trained and id(p) not in attached), None)
         if missing is not None:
             raise ConfigError(
                 f"The optimizer does not hold the parameter {missing} of the sharded model",
                 remedy="Pass a function: optimizer=lambda parameters: torch.optim.AdamW(parameters)",
             )
 
-
-def rebind_parameters(
-    optimizers: Sequence[Optimizer], groups: Sequence[Sequence[Sequence[str]]], model: nn.Module
-) -> None:
-    """Assign the parameters of a model to optimizers by name, and clear the optimizer states."""
-    here: dict[str, Any] = ModelTensors(model).tensors
-    for optimizer, names in zip(optimizers, groups, strict=True):
-        let_go(optimizer)
-        optimizer.state.clear()
-        for group, own in zip(optimizer.param_groups, names, strict=True):
-            group["params"][:] = [here[name] for name in own if name in here]
+    for params in lists:
+        params.clear()
+    try:
+        yield attach
+    except BaseException:
+        attach(model)
+        raise
 
 
-def _check_optimizer(optimizer: Optimizer, names: dict[int, list[str]]) -> None:
+def _check_optimizer(optimizer: Optimizer, names: Mapping[int, Any]) -> None:
     kind = type(optimizer).__name__
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if id(param) not in names:
-                raise ConfigError(
-                    f"This {kind} has a parameter of shape {tuple(param.shape)} that is not in the model",
-                    remedy="Add the module that owns it to the model, or remove it from the optimizer",
-                )
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        if id(param) not in names:
+            raise ConfigError(
+                f"This {kind} has a parameter of shape {tuple(param.shape)} that is not in the model",
+                remedy="Add the module that owns it to the model, or remove it from the optimizer",
+            )
     if optimizer.state:
         raise ConfigError(
             f"This {kind} already has a state for {len(optimizer.state)} parameters",
@@ -121,30 +97,19 @@ def _check_optimizer(optimizer: Optimizer, names: dict[int, list[str]]) -> None:
         )
 
 
-def as_optimizer_factory(given: Any) -> list[Optimizer] | MakeOptimizer | None:
-    """Return the optimizers as a list, or the function that creates one.
-
-    Raises:
-        ConfigError: ``given`` is neither.
-    """
-    if given is None:
-        return None
+def _as_optimizers(given: Any) -> list[Optimizer] | MakeOptimizer | None:
+    """Return the optimizers as a list, or the function that creates one."""
     if isinstance(given, Optimizer):
         return [given]
     if isinstance(given, (list, tuple)) and given and all(isinstance(each, Optimizer) for each in given):
         return list(given)
-    if callable(given) and not isinstance(given, type):
-        return given  # type: ignore[no-any-return]
+    if given is None or (callable(given) and not isinstance(given, type)):
+        return given
     what = given.__name__ if isinstance(given, type) else f"{given!r:.80}"
     raise ConfigError(
         f"optimizer={what} is not an optimizer, a list of optimizers, or a function from parameters to an optimizer",
         remedy="Pass optimizer=torch.optim.AdamW(model.parameters(), lr=1e-4), for example",
     )
-
-
-LAUNCHER_VARIABLES = ("RANK", "SLURM_PROCID")
-"""Environment variables of which every launcher sets one."""
-OptimizerArgument = list[Optimizer] | MakeOptimizer | None
 
 
 def num_processes() -> int:
@@ -163,60 +128,39 @@ def make_context(context: ParallelContext | None, config: ParallelConfig) -> Par
     if not differs:
         return _with_derived_axes(context, config)
     name = differs[0]
-    alone = context.world is None and all(size == 1 for size in context.sizes.values())
-    raise ConfigError(
-        f"parallel requests {name}={config.sizes[name]}, but "
-        + ("there is only one process" if alone else f"the context has {name}={context.sizes[name]}"),
-        remedy="Start the script with shardformer run --nproc_per_node N script.py"
-        if alone
-        else "Pass only one of them",
-    )
+    problem, remedy = f"the context has {name}={context.sizes[name]}", "Pass only one of them"
+    if context.world is None and all(size == 1 for size in context.sizes.values()):
+        problem, remedy = "there is only one process", "Start it with shardformer run --nproc_per_node N script.py"
+    raise ConfigError(f"parallel requests {name}={config.sizes[name]}, but {problem}", remedy=remedy)
 
 
 def _with_derived_axes(context: ParallelContext, config: ParallelConfig) -> ParallelContext:
     """Add the axes of the tensor grid and of the Ulysses rings."""
     if "ring" not in context.sizes:
-        context = with_ring_axes(
-            context, config.sequence if isinstance(config.sequence, int) else list(config.sequence)
-        )
+        sequence = config.sequence if isinstance(config.sequence, int) else list(config.sequence)
+        context = with_ring_axes(context, sequence)
     return context if "row" in context.sizes else with_grid_axes(context, config.tensor)
 
 
-@contextmanager
-def _detached(given: Any, model: nn.Module) -> Iterator[DetachedOptimizers | None]:
-    """Detach the optimizers from the model; reattach them to the original parameters on error."""
-    detached = DetachedOptimizers(given, model) if isinstance(given, list) else None
-    if detached is not None:
-        detached.detach()
-    try:
-        yield detached
-    except BaseException:
-        if detached is not None:
-            detached.attach(model)
-        raise
-
-
-def shard_with_optimizers(
+def _shard_with_optimizers(
     model: nn.Module,
-    given: OptimizerArgument,
+    optimizers: Sequence[Optimizer],
     policy: Any,
     config: ParallelConfig,
     grid: ParallelContext,
     then: Callable[[nn.Module], object] = lambda _: None,
 ) -> nn.Module:
-    """Shard the model over the grid, and attach the optimizers to its sharded parameters.
+    """Shard the model, attach the optimizers to its sharded parameters, and call ``then`` with the sharded model.
 
-    Args:
-        then: Function of the sharded model. If it raises, the model and the optimizers are restored.
+    An error, also of ``then``, restores the model and the optimizers.
     """
     lines = [f"{name}={value}" for name, value in vars(config).items() if not callable(value)]
-    lines += [type(each).__name__ for each in given] if isinstance(given, list) else []
+    lines += [type(each).__name__ for each in optimizers]
     collective_call(grid, lambda: lines, lambda lines: lines, action="initialize the engine")
-    with _detached(given, model) as detached:
+    with _detached(optimizers, model) as attach:
 
         def finish(model: nn.Module) -> None:
-            if detached is not None:
-                detached.attach(model)
+            attach(model)
             model.to(grid.device)
             if config.activation_offload != "device":
                 offload_activations(model, config.activation_offload)
@@ -226,17 +170,6 @@ def shard_with_optimizers(
             finish(model)
             return model
         return shard_in_place(model, config.shard_config(grid), policy, finish)[0]
-
-
-def make_optimizers(given: OptimizerArgument, scheduler: Any, model: nn.Module) -> tuple[list[Optimizer], Any]:
-    """Return the optimizers and the scheduler."""
-    if given is None:
-        optimizers = []
-    elif isinstance(given, list):
-        optimizers = given
-    else:
-        optimizers = [given([p for p in model.parameters() if p.requires_grad])]
-    return optimizers, _scheduler(scheduler, optimizers)
 
 
 def make_pipeline(model: nn.Module, config: ParallelConfig, loss_fn: Any, loss_weight: Any) -> Pipeline:
@@ -251,7 +184,7 @@ def make_pipeline(model: nn.Module, config: ParallelConfig, loss_fn: Any, loss_w
     )
 
 
-def _scheduler(given: Any, optimizers: list[Optimizer]) -> Any:
+def _make_scheduler(given: Any, optimizers: list[Optimizer]) -> Any:
     several = given if isinstance(given, (list, tuple)) else [given]
     if given is None or (several and all(hasattr(each, "step") for each in several)):
         return given
@@ -266,14 +199,11 @@ def _scheduler(given: Any, optimizers: list[Optimizer]) -> Any:
 
 @dataclass(eq=False)
 class RebuildArguments:
-    """Arguments to build an engine again under another layout.
+    """Arguments of ``initialize`` that build an engine again under another layout.
 
     Args:
         meta_model: Unsharded model on the meta device, or None if the user passed a sharded model.
-        policy: Argument of ``initialize``.
-        loss_fn: Argument of ``initialize``.
-        loss_weight: Argument of ``initialize``.
-        snapshot: Snapshot of the sharded model, to detect later changes.
+        snapshot: Snapshot of the sharded model, relative to which later changes are carried over.
     """
 
     meta_model: nn.Module | None
@@ -283,7 +213,6 @@ class RebuildArguments:
     snapshot: Mapping[Key, Snapshot] = field(default_factory=dict)
 
     def take_snapshot(self, model: nn.Module) -> None:
-        """Take a snapshot of the model, relative to which later changes are carried over."""
         if self.meta_model is not None:
             self.snapshot = take_snapshot(model, self.meta_model)
 
@@ -300,13 +229,16 @@ def reshard_engine(engine: Engine, recipe: RebuildArguments, given: Any) -> Resh
     if engine.data is not None:
         engine.data.check_ranks(grid.data.size)
     changes = Changes.since(recipe.snapshot, engine.model, recipe.meta_model, engine.world)
-    _warn_if_compiled(engine.model)
+    compiled = next((path for path, module in engine.model.named_modules() if is_compiled_in_place(module)), None)
+    if compiled is not None:
+        where = f"engine.model.{compiled}".rstrip(".")
+        text = f"engine.reshard rebuilds the model without its compiled modules. Call {where}.compile() again."
+        warnings.warn(text, stacklevel=3)
     checkpointed = set().union(*all_gather_objects(engine.pipeline.checkpointed, engine.world))
     optimizers = [own for each in engine.optimizers for own in getattr(each, "inner", [each])]
-    undone = unchanged_on_error(optimizers, engine.schedulers)
     with (
         random_kept_on_error(engine.context.device),
-        undone,
+        unchanged_on_error(optimizers, engine.schedulers),
         closing(ReshardSource(engine.model, engine.optimizer)) as old,
     ):
         with record_changes(recipe.meta_model):
@@ -315,9 +247,14 @@ def reshard_engine(engine: Engine, recipe: RebuildArguments, given: Any) -> Resh
         for path in checkpointed:
             vars(model.get_submodule(path))["gradient_checkpointing"] = True
         modes = modes_of(model)
-        model = shard_with_optimizers(model, None, copy.copy(recipe.policy), config, grid)
+        model = _shard_with_optimizers(model, [], copy.copy(recipe.policy), config, grid)
         pipeline = make_pipeline(model, config, recipe.loss_fn, recipe.loss_weight)
-        rebind_parameters(optimizers, old.groups, model)
+        tensors: dict[str, Any] = ModelTensors(model).tensors
+        for optimizer, names_of_groups in zip(optimizers, old.groups, strict=True):
+            let_go(optimizer)
+            optimizer.state.clear()
+            for group, names in zip(optimizer.param_groups, names_of_groups, strict=True):
+                group["params"][:] = [tensors[name] for name in names if name in tensors]
         if config.effective_zero_stage is not None and optimizers:
             optimizers = [shard_optimizer(model, optimizers, **config.zero_options())]
         moved = old.load_into(model, optimizers)
@@ -326,16 +263,6 @@ def reshard_engine(engine: Engine, recipe: RebuildArguments, given: Any) -> Resh
     engine.adopt(model, optimizers, pipeline, config, grid)
     recipe.take_snapshot(model)
     return moved
-
-
-def _warn_if_compiled(model: nn.Module) -> None:
-    compiled = [path for path, module in model.named_modules() if is_compiled_in_place(module)]
-    if compiled:
-        where = f"engine.model{f'.{compiled[0]}' if compiled[0] else ''}"
-        warnings.warn(
-            f"engine.reshard rebuilds the model without its compiled modules. Call {where}.compile() again.",
-            stacklevel=4,
-        )
 
 
 def _grid_for(context: ParallelContext, config: ParallelConfig) -> ParallelContext:
@@ -349,9 +276,6 @@ def _grid_for(context: ParallelContext, config: ParallelConfig) -> ParallelConte
     grid = RankGrid.of(sizes)
     other = ParallelContext.of(sizes, grid.coords(context.rank), world=context.world, device=context.device)
     return _with_derived_axes(other, config)
-
-
-EVERY = ("step", "epoch")
 
 
 def initialize(
@@ -380,8 +304,8 @@ def initialize(
 
     Args:
         model: Unsharded model of transformers or any ``nn.Module``, identical on every rank.
-        optimizer: Optimizer of ``model.parameters()``, created before sharding; a list of optimizers; or a function
-            from the parameters of this rank to an optimizer.
+        optimizer: Optimizer of ``model.parameters()``, a list of optimizers, or a function from the parameters of this
+            rank to an optimizer.
         loss_fn: Function (output, batch) -> loss, for a model that returns no loss. If batches are tuples, the function
             gets (output, target), like ``torch.nn.CrossEntropyLoss()``.
         train_data: Data set, list, iterable, Hugging Face data set or DataLoader. ``engine.data`` is a
@@ -402,63 +326,55 @@ def initialize(
     Raises:
         ShardFormerError: The combination is not supported. Raised on every rank, with the model unchanged.
     """
-    _check_types(model, context, data_options, loss_fn=loss_fn, loss_weight=loss_weight)
-    config = _parallel_config(parallel, scheduler_every)
-    given = as_optimizer_factory(optimizer)
+    check_module(model)
+    check_callable("loss_fn", loss_fn, "It must be a function")
+    check_callable("loss_weight", loss_weight, "It must be a function")
+    check_choice("scheduler_every", scheduler_every, ("step", "epoch"))
+    is_context = context is None or isinstance(context, ParallelContext)
+    check_argument("context", context, is_context, "It must be a ParallelContext", "Remove context")
+    is_dict = data_options is None or isinstance(data_options, dict)
+    rule = "It must be a dict of arguments of ShardedDataLoader"
+    check_argument("data_options", data_options, is_dict, rule, "Remove data_options")
+    config = ParallelConfig.of(parallel(num_processes()) if callable(parallel) else parallel)
+    optimizers = _as_optimizers(optimizer)
     grid = make_context(context, config)
     options = {"batch_size": batch_size, **(data_options or {})}
     data = None if train_data is None else batches_of(train_data, grid, **options)
     meta_model = start_training(meta_copy(model)) if METADATA_ATTRIBUTE not in model.__dict__ else None
-    recipe, made = RebuildArguments(meta_model, policy, loss_fn, loss_weight), list[Engine]()
-    make = partial(_create_engine, recipe=recipe, scheduler_every=scheduler_every, data=data)
-    shard_with_optimizers(
-        model, given, policy, config, grid, lambda model: made.append(make(model, given, scheduler, config, grid))
-    )
-    return made[0]
+    recipe, engines = RebuildArguments(meta_model, policy, loss_fn, loss_weight), list[Engine]()
+
+    def create(model: nn.Module) -> None:
+        engine = _create_engine(model, optimizers, scheduler, config, grid, recipe)
+        engine.scheduler_every = scheduler_every
+        if data is not None:
+            engine.set_data(data)
+        engines.append(engine)
+
+    _shard_with_optimizers(model, optimizers if isinstance(optimizers, list) else [], policy, config, grid, create)
+    return engines[0]
 
 
 def _create_engine(
     model: nn.Module,
-    given: list[Optimizer] | MakeOptimizer | None,
+    given: OptimizerArgument,
     scheduler: Any,
     config: ParallelConfig,
     grid: ParallelContext,
-    *,
     recipe: RebuildArguments,
-    **options: Any,
 ) -> Engine:
     """Create the engine of a sharded model. If one rank fails, all ranks raise."""
 
     def make() -> tuple[Pipeline, list[Optimizer], Any]:
         pipeline = make_pipeline(model, config, recipe.loss_fn, recipe.loss_weight)
-        return pipeline, *make_optimizers(given, scheduler, model)
+        optimizers = [given([p for p in model.parameters() if p.requires_grad])] if callable(given) else given or []
+        return pipeline, optimizers, _make_scheduler(scheduler, optimizers)
 
     pipeline, optimizers, schedulers = collective_call(grid, make, action="create the optimizer")
     if config.effective_zero_stage is not None and optimizers:
         with unchanged_on_error(optimizers):
             optimizers = [shard_optimizer(model, optimizers, **config.zero_options())]
-    engine = Engine(
-        model, optimizers, pipeline, config, grid,
-        scheduler=schedulers, has_target=recipe.loss_fn is not None, **options,
-    )  # fmt: skip
+    has_target = recipe.loss_fn is not None
+    engine = Engine(model, optimizers, pipeline, config, grid, scheduler=schedulers, has_target=has_target)
     recipe.take_snapshot(model)
     engine.rebuild = partial(reshard_engine, engine, recipe)
     return engine
-
-
-def _check_types(model: Any, context: Any, data_options: Any, **functions: Any) -> None:
-    check_module(model)
-    for name, value in functions.items():
-        check_callable(name, value, "It must be a function")
-    is_grid = context is None or isinstance(context, ParallelContext)
-    check_argument(
-        "context", context, is_grid, "It must be the context that launch_from_torch returned", "Remove context"
-    )
-    is_dict = data_options is None or isinstance(data_options, dict)
-    rule = "It must be a dict of arguments of ShardedDataLoader"
-    check_argument("data_options", data_options, is_dict, rule, "Remove data_options")
-
-
-def _parallel_config(parallel: Any, scheduler_every: str) -> ParallelConfig:
-    check_choice("scheduler_every", scheduler_every, EVERY)
-    return ParallelConfig.of(parallel(num_processes()) if callable(parallel) else parallel)

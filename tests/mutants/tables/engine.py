@@ -48,8 +48,8 @@ MUTANTS = [
     mutant(
         "scheduler-moves-on-skipped-steps",
         "shardformer/training/engine.py",
-        'if is_updated and self._scheduler_every == "step":',
-        'if self._scheduler_every == "step":',
+        'if is_updated and self.scheduler_every == "step":',
+        'if self.scheduler_every == "step":',
         "The scheduler steps after skipped steps.",
         first=(
             "tests/engine/test_engine.py::test_a_scheduler_waits_where_a_step_is_skipped",
