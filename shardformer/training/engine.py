@@ -58,23 +58,15 @@ def unpack_engine_state(loaded: LoadedCheckpoint) -> tuple[int, int, Any, Loaded
 
 
 def take_folder(folder: str | os.PathLike[str], owner: object, world: Axis) -> None:
-    """Lock a checkpoint folder for this run on the first rank, for the lifetime of ``owner``.
-
-    Raises:
-        ConfigError: Another process saves into the folder; raised on every rank.
-        InputError: The folder is not writable; raised on every rank.
-    """
+    """Lock a checkpoint folder on the first rank for the lifetime of ``owner``. On failure all ranks raise."""
     run_on_first_rank(lambda: hold(path_of(folder), owner), world, f"Saving into {folder}")
 
 
 def has_checkpoint(folder: str | os.PathLike[str], world: Axis) -> bool:
     """Return whether the first rank finds a checkpoint in a folder."""
-
-    def look() -> bool:
-        path = path_of(folder)
-        return path.is_dir() and bool(list_checkpoints(path))
-
-    return run_on_first_rank(look, world, f"Looking into {folder}")
+    return run_on_first_rank(
+        lambda: path_of(folder).is_dir() and bool(list_checkpoints(path_of(folder))), world, f"Looking into {folder}"
+    )
 
 
 @renamed_arguments({}, attributes={"reshape": "reshard", "take_over": "adopt", "take_data": "set_data"})
@@ -116,10 +108,9 @@ class Engine:
         scheduler: Any = None,
         has_target: bool = False,
     ) -> None:
-        self._set_trained(model, optimizers, pipeline)
-        self.parallel, self.context = parallel, context
-        self.scheduler, self.scheduler_every = scheduler, "step"
         self.data: ShardedDataLoader | None = None
+        self.adopt(model, optimizers, pipeline, parallel, context)
+        self.scheduler, self.scheduler_every = scheduler, "step"
         self._has_target = has_target
         self.steps = self.skipped = 0
         self.grad_norm: Tensor | None = None
@@ -128,13 +119,7 @@ class Engine:
         self._pending: Tensor | None = None
         self._is_backward_done = False
         self._saving: AsyncSave | None = None
-        _ = self.world  # connects all ranks now, because later only some ranks may reach a collective
         self.rebuild: Callable[[Any], ReshardStats] | None = None
-
-    def _set_trained(self, model: nn.Module, optimizers: list[Optimizer], pipeline: Pipeline) -> None:
-        self.model, self.optimizers, self.pipeline = model, optimizers, pipeline
-        if (monitor := metadata_of(model).monitor) is not None:
-            monitor.has_several_optimizers = sum(len(getattr(each, "inner", (each,))) for each in optimizers) > 1
 
     # --- a step
 
@@ -167,7 +152,11 @@ class Engine:
                 "for the previous batch",
                 remedy="For gradient accumulation, pass all batches of a step in one call: engine([first, second])",
             )
-        self._check_trains()
+        if not self.optimizers:
+            raise ConfigError(
+                "The engine cannot train without an optimizer",
+                remedy="Call initialize(model, optimizer), or call engine.eval() to compute losses only",
+            )
         come_to_step(call, self.world, self.data.facts() if self.data is not None else None)
         self._notify("before_forward")
         try:
@@ -245,9 +234,7 @@ class Engine:
         come("engine.evaluate", self.world)
         several = self._synchronized_batches(batches) if _is_stream(batches) else [batches]
         with evaluating(self.model):
-            return self._average_over_data_ranks(
-                self.pipeline.mean_loss(self._prepare_batch(batch) for batch in several)
-            )
+            return self._average_over_data_ranks(self.pipeline.mean_loss(map(self._prepare_batch, several)))
 
     def _synchronized_batches(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches, and check before each one that all ranks have another batch."""
@@ -308,13 +295,15 @@ class Engine:
 
     def _clip_gradients(self) -> bool:
         """Clip the gradients and return whether the update should be made."""
-        asked, takes_norm = self.parallel, self.parallel.max_grad_norm or self.takes_grad_norm
-        self.grad_norm = norm = grad_norm(self.model) if takes_norm else None
-        is_finite = norm is None or asked.on_nonfinite == "ignore" or is_true(torch.isfinite(norm))
-        if norm is not None and is_finite:  # otherwise keep the gradients, to find those that are not finite
-            scale_gradients(self.model, norm, asked.max_grad_norm or math.inf)
-        if is_finite or asked.on_nonfinite == "skip" or norm is None:
-            return is_finite
+        config = self.parallel
+        self.grad_norm = norm = grad_norm(self.model) if config.max_grad_norm or self.takes_grad_norm else None
+        if norm is None:
+            return True
+        if config.on_nonfinite == "ignore" or is_true(torch.isfinite(norm)):
+            scale_gradients(self.model, norm, config.max_grad_norm or math.inf)
+            return True
+        if config.on_nonfinite == "skip":
+            return False
         raise InputError(
             f"The gradient norm of step {self.steps + 1} is {float(norm)}{self._describe_nonfinite_gradients()}",
             rule="No weight was changed",
@@ -325,8 +314,8 @@ class Engine:
         """Gather and list the parameters whose gradients are not finite on any rank."""
         grads = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
         values = {n: grad.coalesce().values() if grad.is_sparse else grad for n, grad in grads.items()}
-        mine = [n for n, x in values.items() if not x.isfinite().all()]
-        names = list(dict.fromkeys(name for found in all_gather_objects(mine, self.world) for name in found))
+        local = [n for n, x in values.items() if not x.isfinite().all()]
+        names = list(dict.fromkeys(name for found in all_gather_objects(local, self.world) for name in found))
         return f", not finite in {', '.join(names[:4])}{f' and {len(names) - 4} more' if len(names) > 4 else ''}"
 
     @property
@@ -353,13 +342,6 @@ class Engine:
             raise InputError(
                 f"{what} cannot be called in the middle of a step",
                 remedy="Call it after engine.step(), or discard the step with engine.zero_grad()",
-            )
-
-    def _check_trains(self) -> None:
-        if not self.optimizers:
-            raise ConfigError(
-                "The engine cannot train without an optimizer",
-                remedy="Call initialize(model, optimizer), or call engine.eval() to compute losses only",
             )
 
     def set_data(self, data: ShardedDataLoader) -> None:
@@ -403,7 +385,6 @@ class Engine:
         """Save everything that is needed to resume training to ``directory/step-00000123``. See ``save_checkpoint``.
 
         Args:
-            directory: Folder of the checkpoints.
             extra: Plain values of your own, which ``load`` returns.
             retention: Number of checkpoints to keep, or a ``CheckpointRetention``. None keeps all.
             in_background: Write in a thread while training continues. The next save, ``engine.wait()`` and the end of
@@ -419,19 +400,16 @@ class Engine:
         self.wait()
         if position is None and self.data is not None:
             position = self.data.state()
-        engine_state = pack_engine_state(self.steps, self.skipped, position, extra)
-        make = async_save_checkpoint if in_background else save_checkpoint
-        made = make(
-            self.model,
-            directory,
-            self.optimizer,
-            step=self.steps,
-            scheduler=self.scheduler,
-            extra=engine_state,
-            retention=retention,
-        )
-        self._saving = made if isinstance(made, AsyncSave) else None
-        return None if isinstance(made, AsyncSave) else made
+        options = {
+            "step": self.steps,
+            "scheduler": self.scheduler,
+            "extra": pack_engine_state(self.steps, self.skipped, position, extra),
+            "retention": retention,
+        }
+        if not in_background:
+            return save_checkpoint(self.model, directory, self.optimizer, **options)
+        self._saving = async_save_checkpoint(self.model, directory, self.optimizer, **options)
+        return None
 
     def check_save(self, *, extra: Any = None, position: Any = None) -> None:
         """Raise on all ranks the error that ``save`` would raise, without writing a checkpoint."""
@@ -460,19 +438,20 @@ class Engine:
         self.wait()
         before = self.steps, self.skipped, None if self.data is None else self.data.state()
 
-        def take_place(found: LoadedCheckpoint) -> None:
-            steps, skipped, position, loaded = unpack_engine_state(found)
+        def restore(steps: int, skipped: int, position: Any) -> None:
             if self.data is not None and position is not None:
                 self.data.load_state(position)
             self.steps, self.skipped = steps, skipped
+
+        def take_place(found: LoadedCheckpoint) -> None:
+            *place, loaded = unpack_engine_state(found)
+            restore(*place)
             take(loaded)
 
         try:
             found = load_and_take(folder, self.model, self.optimizer, self.scheduler, take_place)
         except BaseException:
-            self.steps, self.skipped, position = before
-            if self.data is not None and position is not None:
-                self.data.load_state(position)
+            restore(*before)
             raise
         self.zero_grad()
         return unpack_engine_state(found)[-1]
@@ -514,9 +493,11 @@ class Engine:
         context: ParallelContext,
     ) -> None:
         """Replace the model, optimizers, pipeline and layout."""
-        self._set_trained(model, optimizers, pipeline)
+        self.model, self.optimizers, self.pipeline = model, optimizers, pipeline
         self.parallel, self.context = parallel, context
-        _ = self.world
+        if (monitor := metadata_of(model).monitor) is not None:
+            monitor.has_several_optimizers = sum(len(getattr(each, "inner", (each,))) for each in optimizers) > 1
+        _ = self.world  # connects all ranks now, because later only some ranks may reach a collective
         if self.data is not None:
             self.data.share_among(context)
 

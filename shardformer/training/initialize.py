@@ -304,28 +304,41 @@ def initialize(
 
     Args:
         model: Unsharded model of transformers or any ``nn.Module``, identical on every rank.
-        optimizer: Optimizer of ``model.parameters()``, a list of optimizers, or a function from the parameters of this
-            rank to an optimizer.
-        loss_fn: Function (output, batch) -> loss, for a model that returns no loss. If batches are tuples, the function
-            gets (output, target), like ``torch.nn.CrossEntropyLoss()``.
-        train_data: Data set, list, iterable, Hugging Face data set or DataLoader. ``engine.data`` is a
-            ``ShardedDataLoader`` over it.
-        scheduler: Learning-rate scheduler of ``optimizer``, a list of schedulers, or a function from the optimizer to
-            one.
-        parallel: Layout and training options, or a function of the number of processes that returns them. For elastic
-            runs pass ``shardformer.ParallelConfig(tensor=4).fit_to``.
+        optimizer: Optimizer of ``model.parameters()``, a list, or a function from this rank's parameters to an
+            optimizer.
+        loss_fn: Function (output, batch) -> loss, or if batches are tuples (output, target) -> loss, for a model that
+            returns no loss.
+        train_data: Data set, list, iterable or DataLoader, from which ``engine.data`` is created.
+        scheduler: Scheduler of ``optimizer``, a list, or a function from the optimizer to a scheduler.
+        parallel: Layout and options, or a function of the number of processes, as ``ParallelConfig(tensor=4).fit_to``.
         batch_size: Global batch size, summed over all data ranks.
         policy: Your own sharding policy. None selects one automatically.
-        context: Existing process grid. None creates one over the launched processes with the sizes of ``parallel``, or
-            a grid of this process alone.
+        context: Existing process grid. None creates one over the launched processes with the sizes of ``parallel``.
         loss_weight: Function from a micro-batch to its weight, for a loss that is not a mean of torch's functions.
         scheduler_every: "step" or "epoch".
-        data_options: Further arguments of ``ShardedDataLoader``: seed, shuffle, drop_last, collate_fn, num_workers,
-            accumulate.
+        data_options: Further arguments of ``ShardedDataLoader``, such as seed, shuffle, collate_fn and accumulate.
 
     Raises:
         ShardFormerError: The combination is not supported. Raised on every rank, with the model unchanged.
     """
+    _check_types(model, loss_fn, loss_weight, scheduler_every, context, data_options)
+    config = ParallelConfig.of(parallel(num_processes()) if callable(parallel) else parallel)
+    optimizers = _as_optimizers(optimizer)
+    grid = make_context(context, config)
+    options = {"batch_size": batch_size, **(data_options or {})}
+    data = None if train_data is None else batches_of(train_data, grid, **options)
+    meta_model = start_training(meta_copy(model)) if METADATA_ATTRIBUTE not in model.__dict__ else None
+    recipe = RebuildArguments(meta_model, policy, loss_fn, loss_weight)
+    engine = _shard_engine(model, optimizers, scheduler, config, grid, recipe)
+    engine.scheduler_every = scheduler_every
+    if data is not None:
+        engine.set_data(data)
+    return engine
+
+
+def _check_types(
+    model: Any, loss_fn: Any, loss_weight: Any, scheduler_every: Any, context: Any, data_options: Any
+) -> None:
     check_module(model)
     check_callable("loss_fn", loss_fn, "It must be a function")
     check_callable("loss_weight", loss_weight, "It must be a function")
@@ -335,26 +348,9 @@ def initialize(
     is_dict = data_options is None or isinstance(data_options, dict)
     rule = "It must be a dict of arguments of ShardedDataLoader"
     check_argument("data_options", data_options, is_dict, rule, "Remove data_options")
-    config = ParallelConfig.of(parallel(num_processes()) if callable(parallel) else parallel)
-    optimizers = _as_optimizers(optimizer)
-    grid = make_context(context, config)
-    options = {"batch_size": batch_size, **(data_options or {})}
-    data = None if train_data is None else batches_of(train_data, grid, **options)
-    meta_model = start_training(meta_copy(model)) if METADATA_ATTRIBUTE not in model.__dict__ else None
-    recipe, engines = RebuildArguments(meta_model, policy, loss_fn, loss_weight), list[Engine]()
-
-    def create(model: nn.Module) -> None:
-        engine = _create_engine(model, optimizers, scheduler, config, grid, recipe)
-        engine.scheduler_every = scheduler_every
-        if data is not None:
-            engine.set_data(data)
-        engines.append(engine)
-
-    _shard_with_optimizers(model, optimizers if isinstance(optimizers, list) else [], policy, config, grid, create)
-    return engines[0]
 
 
-def _create_engine(
+def _shard_engine(
     model: nn.Module,
     given: OptimizerArgument,
     scheduler: Any,
@@ -362,19 +358,24 @@ def _create_engine(
     grid: ParallelContext,
     recipe: RebuildArguments,
 ) -> Engine:
-    """Create the engine of a sharded model. If one rank fails, all ranks raise."""
+    """Shard the model and create its engine. If one rank fails, all ranks raise and restore the model."""
+    engines: list[Engine] = []
 
-    def make() -> tuple[Pipeline, list[Optimizer], Any]:
-        pipeline = make_pipeline(model, config, recipe.loss_fn, recipe.loss_weight)
-        optimizers = [given([p for p in model.parameters() if p.requires_grad])] if callable(given) else given or []
-        return pipeline, optimizers, _make_scheduler(scheduler, optimizers)
+    def create(model: nn.Module) -> None:
+        def make() -> tuple[Pipeline, list[Optimizer], Any]:
+            pipeline = make_pipeline(model, config, recipe.loss_fn, recipe.loss_weight)
+            optimizers = [given([p for p in model.parameters() if p.requires_grad])] if callable(given) else given or []
+            return pipeline, optimizers, _make_scheduler(scheduler, optimizers)
 
-    pipeline, optimizers, schedulers = collective_call(grid, make, action="create the optimizer")
-    if config.effective_zero_stage is not None and optimizers:
-        with unchanged_on_error(optimizers):
-            optimizers = [shard_optimizer(model, optimizers, **config.zero_options())]
-    has_target = recipe.loss_fn is not None
-    engine = Engine(model, optimizers, pipeline, config, grid, scheduler=schedulers, has_target=has_target)
-    recipe.take_snapshot(model)
-    engine.rebuild = partial(reshard_engine, engine, recipe)
-    return engine
+        pipeline, optimizers, schedulers = collective_call(grid, make, action="create the optimizer")
+        if config.effective_zero_stage is not None and optimizers:
+            with unchanged_on_error(optimizers):
+                optimizers = [shard_optimizer(model, optimizers, **config.zero_options())]
+        has_target = recipe.loss_fn is not None
+        engine = Engine(model, optimizers, pipeline, config, grid, scheduler=schedulers, has_target=has_target)
+        recipe.take_snapshot(model)
+        engine.rebuild = partial(reshard_engine, engine, recipe)
+        engines.append(engine)
+
+    _shard_with_optimizers(model, given if isinstance(given, list) else [], recipe.policy, config, grid, create)
+    return engines[0]
