@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,26 +80,35 @@ class ShardedDataLoader:
                 f"accumulate={accumulate} requires a DataLoader",
                 remedy="Pass the size of the global batch as batch_size=, and limit memory with micro_batch_size=",
             )
-        if is_loader:
-            _check_loader_arguments(source, num_workers, drop_last)
         self._source = make_source(source, collate_fn, num_workers, shuffle)
-        self._share, self._context = DataShard(context.data.rank, context.data.size), context
+        if is_loader:
+            # a loader with an explicit BatchSampler has no batch_size and drop_last of its own
+            own = source.batch_sampler if type(source.batch_sampler) is BatchSampler else source
+            _check_conflict("num_workers", num_workers, 0, source.num_workers)
+            _check_conflict("drop_last", drop_last, False, source.drop_last)
+            _check_conflict("batch_size", batch_size, None, own.batch_size)
+            batch_size, drop_last = own.batch_size, bool(own.drop_last)
+        elif batch_size is None:
+            raise ConfigError("The training data requires batch_size", remedy="Pass batch_size=32, for example")
+        else:
+            check_int("batch_size", batch_size)
         self._is_compared, self._thread = False, 0
-        # a loader with an explicit BatchSampler has no batch_size and drop_last of its own
-        makes = source.batch_sampler if is_loader and type(source.batch_sampler) is BatchSampler else source
-        self._drop_last = bool(makes.drop_last) if is_loader else drop_last
-        self._merge_last, self._accumulate = merge_last, accumulate
-        self.batch_size = self._size(batch_size, makes.batch_size if is_loader else None, is_loader=is_loader)
+        self.batch_size, self._drop_last, self._merge_last, self._accumulate = (
+            batch_size,
+            drop_last,
+            merge_last,
+            accumulate,
+        )
         self.seed, self.collate_fn = seed, collate_fn
         self.epoch = self.seen = self.batch_samples = 0
         self.on_epoch_end: Callable[[], None] | None = None
-        self.check_ranks(context.data.size)
+        self.share_among(context)
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the remaining batches of the current epoch."""
         self.compare()
         batches = self._local_batches()
-        while group := self._group(batches):
+        while group := list(itertools.islice(batches, self._accumulate)):
             self.batch_samples = sum(count for count, _ in group)
             self.seen += self.batch_samples
             self._thread = threading.get_ident()
@@ -113,11 +124,7 @@ class ShardedDataLoader:
             self.on_epoch_end()
 
     def compare(self) -> None:
-        """Compare the data of all ranks once; ``initialize`` or the first loop calls this method.
-
-        Raises:
-            ConfigError: The data differ between ranks; raised on every rank. See ``compare_data``.
-        """
+        """Compare the data of all ranks once, with ``compare_data``; ``initialize`` or the first loop calls this."""
         if self._is_compared:
             return
         self._is_compared = True
@@ -132,10 +139,7 @@ class ShardedDataLoader:
             "merge_last": self._merge_last,
             "accumulate": self._accumulate,
         }
-        if isinstance(self._source, StreamedSource):
-            compare_data(settings, None, None, self._context)
-        else:
-            compare_data(settings, self._source.size, self._source.read, self._context)
+        compare_data(settings, self._source.size, self._source.read, self._context)
 
     def facts(self) -> dict[str, int]:
         """Return the position in the data as integers that must be equal on all ranks; 0 means unknown.
@@ -147,9 +151,6 @@ class ShardedDataLoader:
         seen = self._source.number if is_known and self._thread else 0
         return {"position": position, "samples" if isinstance(self._source, StreamedSource) else "order": seen}
 
-    def _group(self, batches: Iterator[tuple[int, Any]]) -> list[tuple[int, Any]]:
-        return [pair for _, pair in zip(range(self._accumulate), batches)]
-
     def _local_batches(self) -> Iterator[tuple[int, Any]]:
         if isinstance(self._source, StreamedSource):
             ends = (self._drop_last, self._merge_last)
@@ -159,7 +160,8 @@ class ShardedDataLoader:
     def _global_batches(self, order: Sequence[Any]) -> list[Sequence[Any]]:
         """Split the remaining samples of an epoch into global batches."""
         if self._source.makes_batches:
-            batches = list(_batches_after(order, self.seen))
+            sums = itertools.accumulate(map(len, order), initial=0)
+            batches = [batch for batch, start in zip(order, sums) if start >= self.seen]
         else:
             assert self.batch_size is not None
             starts = range(self.seen, len(order), self.batch_size)
@@ -214,19 +216,6 @@ class ShardedDataLoader:
 
     # --- checks
 
-    def _size(self, requested: int | None, of_loader: int | None, *, is_loader: bool) -> int | None:
-        if not is_loader:
-            if requested is None:
-                raise ConfigError("The training data requires batch_size", remedy="Pass batch_size=32, for example")
-            check_int("batch_size", requested)
-            return requested
-        if requested is not None and requested != of_loader:
-            raise ConfigError(
-                f"batch_size={requested} conflicts with batch_size={of_loader} of the DataLoader",
-                remedy="Remove batch_size=",
-            )
-        return of_loader
-
     def check_ranks(self, ranks: int) -> None:
         """Raise ConfigError if a batch would have fewer samples than there are data ranks."""
         count, size = self._source.count, self.batch_size
@@ -244,8 +233,8 @@ class ShardedDataLoader:
                 remedy=f"Use a batch_size of {count} or less, or remove drop_last",
             )
         rest = count % size
-        merges = self._merge_last and count > size
-        if 0 < rest < ranks and not self._drop_last and not merges:
+        is_merged = self._merge_last and count > size
+        if 0 < rest < ranks and not self._drop_last and not is_merged:
             raise ConfigError(
                 f"The last batch has {rest} samples (of {count}, batch_size={size}), too few for {ranks} data ranks",
                 remedy="Pass drop_last=True, or change batch_size",
@@ -253,44 +242,25 @@ class ShardedDataLoader:
 
 
 def batches_of(source: Any, context: ParallelContext, **options: Any) -> ShardedDataLoader:
-    """Create a ``ShardedDataLoader`` on all ranks and compare their data.
-
-    Raises:
-        ShardFormerError: One rank fails or the data differ; raised on every rank.
-    """
-    made = collective_call(
-        context, lambda: ShardedDataLoader(source, context, **options), action="divide the training data"
-    )
-    made.compare()
-    return made
+    """Create a ``ShardedDataLoader`` on all ranks. If one rank fails or their data differ, all ranks raise."""
+    make = partial(ShardedDataLoader, source, context, **options)
+    loader: ShardedDataLoader = collective_call(context, make, action="create the data loader")
+    loader.compare()
+    return loader
 
 
-def _batches_after(batches: Sequence[Sequence[Any]], seen: int) -> Iterator[Sequence[Any]]:
-    """Yield the batches that follow the first ``seen`` samples."""
-    for batch in batches:
-        if seen <= 0:
-            yield batch
-        seen -= len(batch)
-
-
-def _check_loader_arguments(loader: DataLoader[Any], num_workers: int, drop_last: bool) -> None:
-    for name, value in (("num_workers", num_workers), ("drop_last", drop_last)):
-        if value and value != getattr(loader, name):
-            raise ConfigError(
-                f"{name}={value!r} conflicts with {name}={getattr(loader, name)!r} of the DataLoader",
-                remedy=f"Pass {name} to the DataLoader",
-            )
+def _check_conflict(name: str, value: object, default: object, of_loader: object) -> None:
+    if value not in (default, of_loader):
+        raise ConfigError(
+            f"{name}={value!r} conflicts with {name}={of_loader!r} of the DataLoader",
+            remedy=f"Pass {name} to the DataLoader",
+        )
 
 
 def named_batch(batch: Any, model: nn.Module, *, has_target: bool) -> dict[str, Any]:
     """Convert a batch to a dict of forward arguments.
 
-    Args:
-        batch: Mapping, tensor, or sequence of positional forward arguments such as ``(inputs, target)``.
-        has_target: Treat the last item of a sequence as the target of the loss function.
-
-    Raises:
-        InputError: The batch has another type, or more items than the forward takes.
+    A sequence holds positional arguments, and if ``has_target`` is True, the target of the loss function at its end.
     """
     if isinstance(batch, Mapping):
         return dict(batch)

@@ -250,7 +250,7 @@ class StreamedSource:
     def __init__(self, source: Any, collate: Collate | None) -> None:
         self._source, self._collate = source, collate
         self.name, self.makes_batches = type(source).__name__, collate is None
-        self.shuffle = None
+        self.shuffle = self.size = self.read = None  # samples have no index
         self.number = 0  # fingerprint of the last batch
         self.count = None if self.makes_batches else known_length(source)
         self._reader: _StreamReader | None = None

@@ -168,18 +168,18 @@ class Trainer:
             steps: Total number of steps. Pass either ``steps`` or ``epochs``.
             epochs: Total number of epochs.
             validation: Validation data in a form that ``initialize`` takes, or a ``ShardedDataLoader``.
-            validate_every: Steps between validations; None validates after every epoch. The run also validates at its
-                end.
-            batch_size: Global batch size of ``train`` and ``validation``. The default is that of ``engine.data``. A
-                DataLoader specifies its own.
+            validate_every: Steps between validations. None validates after every epoch and at the end.
+            batch_size: Global batch size of ``train`` and ``validation``. The default is that of ``engine.data``.
 
         Returns:
-            The last ``values``.
-
-        Raises:
-            Exception: The error that ended the run, on all ranks.
+            The last ``values``. If an error ends the run, it is raised on all ranks.
         """
-        self._check_end(steps, epochs)
+        total = steps if epochs is None else epochs
+        if (steps is None) == (epochs is None) or isinstance(total, bool) or not isinstance(total, int) or total < 0:
+            raise ConfigError(
+                f"fit requires either steps or epochs, but received steps={steps!r} and epochs={epochs!r}",
+                remedy="Write fit(epochs=3) or fit(steps=1000)",
+            )
         self._set_data(train, validation, validate_every, batch_size)
         self.last_step, self.last_epoch = steps, epochs
         self.problem, self.stopped_by, self.was_interrupted = None, None, False
@@ -222,7 +222,7 @@ class Trainer:
                 self._position = data.state()
                 if validate_every is not None and self.step % validate_every == 0:
                     self.validate()
-                if self._is_last_step(self.step):
+                if self._is_last_step():
                     break
             if data.seen == 0:  # the epoch is finished
                 self._position = data.state()
@@ -278,8 +278,8 @@ class Trainer:
         """Execute what any rank requested since the last step."""
         self.agree()
         requests = self._synchronize_requests()
-        if requests.validate:
-            self._validate()
+        if requests.validate and self._validation is not None:
+            self._validate(self._validation)
         requests |= self._synchronize_requests()
         if requests.save:
             self._save()
@@ -295,26 +295,23 @@ class Trainer:
             requests |= self._synchronizer.synchronize()
         return requests
 
-    def _validate(self) -> None:
-        if self._validation is None:
-            return
-        self._validated_step = self.step
-        self._doing = "the validation"
+    def _validate(self, data: ShardedDataLoader) -> None:
+        def batches() -> Iterator[Any]:
+            for batch in data:
+                yield batch
+                for hook in self.hooks:
+                    self._call_hook(hook, "on_validation_batch", batch)
+                if self.hooks:
+                    self.agree()
+
+        self._validated_step, self._doing = self.step, "the validation"
         self._call_hooks_synchronized("before_validation")
-        self._validation.rewind()
-        self.values["validation/loss"] = float(self.engine.evaluate(self._validation_batches(self._validation)))
+        data.rewind()
+        self.values["validation/loss"] = float(self.engine.evaluate(batches()))
         for scheduler in self.engine.schedulers:
             if needs_metric(scheduler):
                 scheduler.step(self.values["validation/loss"])
         self._call_hooks_synchronized("after_validation")
-
-    def _validation_batches(self, batches: ShardedDataLoader) -> Iterator[Any]:
-        for batch in batches:
-            yield batch
-            for hook in self.hooks:
-                self._call_hook(hook, "on_validation_batch", batch)
-            if self.hooks:
-                self.agree()
 
     def _save(self) -> None:
         if not self._saves:
@@ -341,35 +338,29 @@ class Trainer:
 
         If an error is raised, the engine and the hooks keep their previous state.
         """
-        with unchanged_on_error((), self.hooks):
-            loaded = self.engine.load_and_take(folder, self._load_hook_states)
-        extra = loaded.extra
-        if isinstance(extra, dict) and HOOKS in extra:
-            self.extra = extra[TRAINER_USER_KEY]
-            hooks = self._named_hooks()
-            left = [name for name, state in extra[HOOKS].items() if state is not None and name not in hooks]
-            if left and self.is_first:
-                warnings.warn(
-                    f"The checkpoint has states of hooks that the trainer lacks: {', '.join(left)}", stacklevel=2
-                )
-        return loaded
+        hooks, saved = self._named_hooks(), dict[str, Any]()
 
-    def _load_hook_states(self, loaded: LoadedCheckpoint) -> None:
-        hooks, extra = self._named_hooks(), loaded.extra
-        states = extra[HOOKS] if isinstance(extra, dict) and HOOKS in extra else {}
-        for name, state in states.items():
-            if state is not None and name in hooks:
-                hooks[name].load_state(state)
+        def load_hook_states(loaded: LoadedCheckpoint) -> None:
+            if isinstance(loaded.extra, dict) and HOOKS in loaded.extra:
+                saved.update(loaded.extra)
+            for name, state in saved.get(HOOKS, {}).items():
+                if state is not None and name in hooks:
+                    hooks[name].load_state(state)
+
+        with unchanged_on_error((), self.hooks):
+            loaded = self.engine.load_and_take(folder, load_hook_states)
+        self.extra = saved.get(TRAINER_USER_KEY, self.extra)
+        left = [name for name, state in saved.get(HOOKS, {}).items() if state is not None and name not in hooks]
+        if left and self.is_first:
+            text = f"The checkpoint has states of hooks that the trainer lacks: {', '.join(left)}"
+            warnings.warn(text, stacklevel=2)
+        return loaded
 
     def _named_hooks(self) -> dict[str, Hook]:
         """Return the hooks by class name; a second hook of one class is called ``Name 2``."""
-        named: dict[str, Hook] = {}
-        for hook in self.hooks:
-            name_of_class, number = type(hook).__name__, 1
-            while (name := name_of_class if number == 1 else f"{name_of_class} {number}") in named:
-                number += 1
-            named[name] = hook
-        return named
+        names = [type(hook).__name__ for hook in self.hooks]
+        numbers = [names[:i].count(name) + 1 for i, name in enumerate(names)]
+        return {f"{name} {n}" if n > 1 else name: hook for name, n, hook in zip(names, numbers, self.hooks)}
 
     def agree(self) -> None:
         """Synchronize errors and requests of hooks on all ranks. Hooks call this method before they communicate.
@@ -401,14 +392,6 @@ class Trainer:
 
     # --- arguments of fit
 
-    def _check_end(self, steps: int | None, epochs: int | None) -> None:
-        given = [n for n in (steps, epochs) if n is not None]
-        if len(given) != 1 or isinstance(given[0], bool) or not isinstance(given[0], int) or given[0] < 0:
-            raise ConfigError(
-                f"fit requires either steps or epochs, but received steps={steps!r} and epochs={epochs!r}",
-                remedy="Write fit(epochs=3) or fit(steps=1000)",
-            )
-
     def _set_data(self, train: Any, validation: Any, every: int | None, batch_size: int | None) -> None:
         before = self.engine.data
         if train is not None:
@@ -417,9 +400,9 @@ class Trainer:
             validation = self._make_loader(validation, batch_size, before, shuffle=False, merge_last=True)
         self._validation = validation
         if every is not None and (validation is None or isinstance(every, bool) or every < 1):
+            problem = "requires validation data" if validation is None else "is not positive"
             raise ConfigError(
-                f"validate_every={every!r} "
-                + ("requires validation data" if validation is None else "is not positive"),
+                f"validate_every={every!r} {problem}",
                 remedy="Write fit(..., validation=data, validate_every=100), or remove validate_every",
             )
 
@@ -437,19 +420,18 @@ class Trainer:
         return batches_of(data, self.engine.context, batch_size=batch_size, **options)
 
     def _is_over(self) -> bool:
-        return self._is_last_step(self.step) or (self.last_epoch is not None and self.epoch >= self.last_epoch)
+        return self._is_last_step() or (self.last_epoch is not None and self.epoch >= self.last_epoch)
 
-    def _is_last_step(self, step: int) -> bool:
-        return self.last_step is not None and step >= self.last_step
+    def _is_last_step(self) -> bool:
+        return self.last_step is not None and self.step >= self.last_step
 
 
 def _tokens_of_sample(batch: Any) -> float:
     """Return the mean number of ``input_ids`` per sample, or 1 if there are none."""
-    parts = [
-        part.get("input_ids") for part in (batch if is_batch_list(batch) else [batch]) if isinstance(part, Mapping)
-    ]
-    ids = [part for part in parts if isinstance(part, Tensor) and part.dim() > 1 and len(part)]
-    return sum(part.numel() for part in ids) / sum(len(part) for part in ids) if ids else 1.0
+    parts = batch if is_batch_list(batch) else [batch]
+    columns = [part.get("input_ids") for part in parts if isinstance(part, Mapping)]
+    ids = [x for x in columns if isinstance(x, Tensor) and x.dim() > 1 and len(x)]
+    return sum(x.numel() for x in ids) / sum(len(x) for x in ids) if ids else 1.0
 
 
 def _learning_rate(engine: Engine) -> float | None:

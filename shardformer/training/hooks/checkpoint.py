@@ -33,9 +33,6 @@ class Checkpoint(Hook):
         keep: Number of checkpoints to keep, or a ``CheckpointRetention``. None keeps all.
         in_background: Write in a thread while training continues.
         resume: Resume from the checkpoints in the folder. If False, the folder must not contain checkpoints.
-
-    Raises:
-        ConfigError: An argument is invalid, or another process uses the folder. Raised on all ranks.
     """
 
     def __init__(

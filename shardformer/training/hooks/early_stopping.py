@@ -28,10 +28,6 @@ class EarlyStopping(Hook):
     Attributes:
         best: Best value so far, or None before the first validation.
         without_progress: Number of validations since the best value.
-
-    Raises:
-        ConfigError: An argument is invalid, or the run has no validation data.
-        InputError: ``trainer.values`` does not contain the metric after a validation.
     """
 
     def __init__(
@@ -63,12 +59,9 @@ class EarlyStopping(Hook):
             trainer.stop(f"{self.metric} did not improve on {self.best} for {self.without_progress} validations")
 
     def _is_better(self, value: float) -> bool:
-        if math.isnan(value):
-            return False
-        if self.best is None:
-            return True
-        gain = self.best - value if self.mode == "min" else value - self.best
-        return gain > self.min_delta
+        if math.isnan(value) or self.best is None:
+            return not math.isnan(value)
+        return (self.best - value if self.mode == "min" else value - self.best) > self.min_delta
 
     def state(self) -> Any:
         return {"best": self.best, "without_progress": self.without_progress}

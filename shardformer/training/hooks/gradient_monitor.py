@@ -28,10 +28,6 @@ class GradientMonitor(Hook):
     Args:
         factor: Warn if the norm exceeds its median over the last 100 steps by this factor. None disables the warning.
         patience: Number of steps in a row with a loss or norm that is not finite after which the run ends.
-
-    Raises:
-        ConfigError: An argument is invalid.
-        InputError: The loss or the gradients were not finite for ``patience`` steps. Raised on all ranks.
     """
 
     def __init__(self, factor: float | None = 10.0, patience: int = 10) -> None:
@@ -50,11 +46,11 @@ class GradientMonitor(Hook):
         norm = trainer.values.get("grad_norm", math.nan)
         if trainer.engine.skipped:
             trainer.values["skipped_steps"] = float(trainer.engine.skipped)
-        has_scale = (
-            MixedPrecision.of(trainer.engine.parallel.precision).parameters == "fp16"
-        )  # the loss scaler skips steps while it searches for a scale
-        if not math.isfinite(norm) or not math.isfinite(trainer.values["loss"]):
-            self._nonfinite_steps += not (has_scale and math.isfinite(trainer.values["loss"]))
+        # the loss scaler of fp16 skips steps while it searches for a scale
+        has_scale = MixedPrecision.of(trainer.engine.parallel.precision).parameters == "fp16"
+        is_loss_finite = math.isfinite(trainer.values["loss"])
+        if not math.isfinite(norm) or not is_loss_finite:
+            self._nonfinite_steps += not (has_scale and is_loss_finite)
             if self._nonfinite_steps >= self.patience:
                 raise InputError(
                     f"The loss ({trainer.values['loss']}) or the gradient norm ({norm}) was not finite for "
@@ -78,8 +74,7 @@ class GradientMonitor(Hook):
     def after_train(self, trainer: TrainerProtocol) -> None:
         trainer.engine.takes_grad_norm = False
 
-    def on_exception(self, trainer: TrainerProtocol) -> None:
-        trainer.engine.takes_grad_norm = False
+    on_exception = after_train
 
     def state(self) -> Any:
         return {"norms": list(self._norms), "bad": self._nonfinite_steps}

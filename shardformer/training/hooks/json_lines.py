@@ -23,10 +23,6 @@ class JsonLines(Hook):
     Args:
         folder: Folder of the run, created if missing.
         every: Steps between lines. Validation metrics are always written.
-
-    Raises:
-        ConfigError: An argument is invalid.
-        OSError: The file cannot be written.
     """
 
     def __init__(self, folder: str | Path, every: int = 1) -> None:
@@ -48,10 +44,11 @@ class JsonLines(Hook):
         self._write(trainer, {n: v for n, v in trainer.values.items() if n.startswith(VALIDATION)})
 
     def after_train(self, trainer: TrainerProtocol) -> None:
-        self._close()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
 
-    def on_exception(self, trainer: TrainerProtocol) -> None:
-        self._close()
+    on_exception = after_train
 
     def state(self) -> Any:
         return {"seconds": self._seconds}
@@ -63,8 +60,3 @@ class JsonLines(Hook):
         self._seconds = self._seconds_before + trainer.seconds
         if self._writer is not None:
             self._writer.write(MetricsRecord(trainer.step, trainer.epoch, self._seconds, values))
-
-    def _close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None

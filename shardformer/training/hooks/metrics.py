@@ -39,10 +39,6 @@ class Metrics(Hook):
         functions: Functions of (labels, predictions), two integer arrays, by name; or metrics of torchmetrics.
 
     After a validation, each data rank communicates its predictions and labels.
-
-    Raises:
-        ConfigError: A metric is unknown, its library is not installed, or the run has no validation data.
-        InputError: The batches have no labels.
     """
 
     def __init__(self, *names: str, shift: bool | None = None, **functions: Any) -> None:
@@ -50,12 +46,10 @@ class Metrics(Hook):
             names = ("accuracy", "f1")
         self.shift = shift
         self._with_perplexity = PERPLEXITY in names
-        self._functions: dict[str, Callable[[Any, Any], float]] = {}
-        for name in names:
-            if name != PERPLEXITY:
-                self._functions[name] = _sklearn_metric(name)
-        for name, function in functions.items():
-            self._functions[name] = _as_metric(name, function)
+        self._functions: dict[str, Callable[[Any, Any], float]] = {
+            **{name: _sklearn_metric(name) for name in names if name != PERPLEXITY},
+            **{name: _as_metric(name, function) for name, function in functions.items()},
+        }
         self._pairs: list[tuple[Tensor, Tensor]] = []
 
     def setup(self, trainer: TrainerProtocol) -> None:
@@ -77,7 +71,9 @@ class Metrics(Hook):
                 remedy="Remove the hook, or compute your own metric in on_validation_batch",
             )
         predictions = output.argmax(-1).cpu()
-        if self._shifts(engine.model) and labels.dim() > 1:
+        loss_name = getattr(getattr(engine.model, "loss_function", None), "__name__", "")
+        is_shifted = loss_name == SHIFTS if self.shift is None else self.shift
+        if is_shifted and labels.dim() > 1:
             predictions, labels = predictions[:, :-1], labels[:, 1:]
         is_counted = labels != IGNORED
         self._pairs.append((labels[is_counted], predictions[is_counted]))
@@ -102,11 +98,6 @@ class Metrics(Hook):
         for name, function in self._functions.items():
             trainer.values[f"validation/{name}"] = float(function(labels, predictions))
 
-    def _shifts(self, model: Any) -> bool:
-        if self.shift is not None:
-            return self.shift
-        return getattr(getattr(model, "loss_function", None), "__name__", "") == SHIFTS
-
 
 def _logits(output: Any) -> Tensor:
     """Return the logits of a model output."""
@@ -119,9 +110,8 @@ def _logits(output: Any) -> Tensor:
 
 def _labels(batch: Any, model: Any) -> Tensor:
     """Return the labels of a batch: the item ``labels``, or the target after the inputs of a tuple."""
-    found = (batch if isinstance(batch, Mapping) else named_batch(batch, model, has_target=True)).get("labels")
-    if found is None and not isinstance(batch, Mapping):
-        found = named_batch(batch, model, has_target=True).get(TARGET_KEY)
+    named = named_batch(batch, model, has_target=True)
+    found = named.get("labels", named.get(TARGET_KEY))
     if not isinstance(found, Tensor):
         raise InputError(
             "Metrics cannot find labels in the batch: "

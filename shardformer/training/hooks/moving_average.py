@@ -46,10 +46,6 @@ class MovingAverage(Hook):
 
     Attributes:
         updates: Number of updates of the average.
-
-    Raises:
-        ConfigError: An argument is invalid, or master weights are offloaded to files or rounded stochastically.
-        InputError: A checkpoint is saved while the averaged weights are applied.
     """
 
     def __init__(self, decay: float = 0.999, every: int = 1, warmup: bool = True, validate: bool = True) -> None:

@@ -31,9 +31,6 @@ class Profiler(Hook):
         active: Number of steps that are profiled.
         repeat: Number of cycles.
         memory: Record allocations.
-
-    Raises:
-        ConfigError: An argument is invalid, or the folder of a rank is a symbolic link.
     """
 
     def __init__(
@@ -77,14 +74,11 @@ class Profiler(Hook):
             self._profile.step()
 
     def after_train(self, trainer: TrainerProtocol) -> None:
-        self._stop()
+        self.on_exception(trainer)
         if not self.written and trainer.is_first:
             warnings.warn("Profiler: the run was too short for a trace. Reduce wait.", stacklevel=2)
 
     def on_exception(self, trainer: TrainerProtocol) -> None:
-        self._stop()
-
-    def _stop(self) -> None:
         profiler, self._profile, self._is_ending = self._profile, None, True
         if profiler is not None:
             profiler.__exit__(None, None, None)

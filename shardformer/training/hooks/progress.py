@@ -23,9 +23,6 @@ class Progress(Hook):
 
     Args:
         every_s: Seconds between lines without a terminal. The last step and validation metrics are always printed.
-
-    Raises:
-        ConfigError: ``every_s`` is invalid.
     """
 
     def __init__(self, every_s: float = 10.0) -> None:
@@ -66,23 +63,20 @@ class Progress(Hook):
             return
         if self._bar is None and self._printed_step != trainer.step and trainer.values:
             self._print(trainer, format_metrics(trainer.values))
-        self._stop()
+        self.on_exception(trainer)
         if trainer.stopped_by is not None:
             _console().print(f"stopped at step {trainer.step}: {trainer.stopped_by}", soft_wrap=True, markup=False)
 
     def on_exception(self, trainer: TrainerProtocol) -> None:
-        self._stop()
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
 
     def _print(self, trainer: TrainerProtocol, what: str) -> None:
         self._printed_at, self._printed_step = time.perf_counter(), trainer.step
         of = f"/{trainer.num_steps}" if trainer.num_steps is not None else ""
         console = self._bar.console if self._bar is not None else _console()
         console.print(f"step {trainer.step}{of}  {what}", soft_wrap=True, markup=False)
-
-    def _stop(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
 
 
 def format_metrics(values: dict[str, float]) -> str:

@@ -20,9 +20,6 @@ class TensorBoard(Hook):
     Args:
         folder: Folder of the event files.
         every: Steps between values. Validation metrics are always written.
-
-    Raises:
-        ConfigError: tensorboard is not installed, or an argument is invalid.
     """
 
     def __init__(self, folder: str | Path, every: int = 1) -> None:
@@ -44,10 +41,11 @@ class TensorBoard(Hook):
         self._write(trainer, is_validation=True)
 
     def after_train(self, trainer: TrainerProtocol) -> None:
-        self._close()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
 
-    def on_exception(self, trainer: TrainerProtocol) -> None:
-        self._close()
+    on_exception = after_train
 
     def _write(self, trainer: TrainerProtocol, *, is_validation: bool) -> None:
         if self._writer is None:
@@ -57,11 +55,6 @@ class TensorBoard(Hook):
                 self._writer.add_scalar(name, value, trainer.step)
         if is_validation:
             self._writer.flush()
-
-    def _close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
 
 
 def _summary_writer() -> Any:

@@ -33,9 +33,6 @@ class Throughput(Hook):
     Args:
         window: Number of steps to average over.
         flops: Count floating-point operations.
-
-    Raises:
-        ConfigError: ``window`` is invalid.
     """
 
     def __init__(self, window: int = 20, flops: bool = True) -> None:
@@ -57,7 +54,10 @@ class Throughput(Hook):
             self._counter.__enter__()
 
     def after_backward(self, trainer: TrainerProtocol) -> None:
-        self._end_count()
+        if self._counter is not None and self._counter.is_on:
+            self._counter.__exit__(None, None, None)
+
+    on_exception = after_backward
 
     def after_step(self, trainer: TrainerProtocol) -> None:
         now = time.perf_counter()
@@ -86,13 +86,6 @@ class Throughput(Hook):
         self._excluded += time.perf_counter() - self._excluded_since
 
     before_save, after_save = before_validation, after_validation
-
-    def on_exception(self, trainer: TrainerProtocol) -> None:
-        self._end_count()
-
-    def _end_count(self) -> None:
-        if self._counter is not None and self._counter.is_on:
-            self._counter.__exit__(None, None, None)
 
 
 class _FlopCounter(TorchDispatchMode):
