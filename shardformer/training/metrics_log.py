@@ -7,6 +7,7 @@ JSON has no NaN and infinity, so they are written as "nan", "inf" and "-inf".
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -77,12 +78,14 @@ class MetricsWriter:
                     f"{str(path)!r} is a {'symbolic link' if path.is_symlink() else 'folder'}",
                     remedy="Move it away, or pass another folder",
                 )
-            _keep_up_to(path, resume_at)
+            kept = [record for record in read_records(path) if record.step <= resume_at]
+            replace_text(path, "".join(map(_line, kept)))  # atomically
             return os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC), "ab", buffering=0)
         if path.is_file() and not path.is_symlink() and path.stat().st_size == 0:
             path.unlink()
         elif os.path.lexists(path):
-            path.rename(_free_name(path))
+            names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
+            path.rename(next(name for name in names if not os.path.lexists(name)))
         return new_file(path)
 
     def write(self, record: MetricsRecord) -> None:
@@ -99,10 +102,6 @@ def read_records(path: str | Path) -> list[MetricsRecord]:
     Args:
         path: Folder of a run, a parent folder with a single run, or a file of records. An incomplete last line is
             ignored, because the run may have been killed or may still be writing.
-
-    Raises:
-        ConfigError: There is no such file, or there are several.
-        InputError: A line is not a valid record.
     """
     file = file_of(path)
     lines = file.read_bytes().split(b"\n")
@@ -162,28 +161,8 @@ def _shortened(line: bytes) -> str:
     return repr(text if len(text) <= 60 else f"{text[:57]}...")
 
 
-def _keep_up_to(path: Path, step: int) -> None:
-    """Remove the records after ``step`` by replacing the file atomically."""
-    kept = [record for record in read_records(path) if record.step <= step]
-    replace_text(path, "".join(map(_line, kept)))
-
-
-def _free_name(path: Path) -> Path:
-    number = 1
-    while os.path.lexists(free := path.with_name(f"{path.stem}.{number}{path.suffix}")):
-        number += 1
-    return free
-
-
-# ---------------------------------------------------------------------------------------------------- finding the file
-
-
 def file_of(path: str | Path) -> Path:
-    """Return the metrics file that ``path`` refers to: the file itself, the file in it, or the only file below it.
-
-    Raises:
-        ConfigError: There is no such file, or there are several.
-    """
+    """Return the metrics file that ``path`` refers to: the file itself, the file in it, or the only file below it."""
     path = Path(path)
     if path.is_file():
         return path
@@ -196,11 +175,13 @@ def file_of(path: str | Path) -> Path:
     raise ConfigError(
         f"{str(path)!r} {what}",
         rule=f"Training writes the file {FILE} to the folder of the run",
-        remedy=f"Pass {_listed([str(file.parent) for file in inside])}" if inside else _remedy(path),
+        remedy=_suggest_runs(path, [repr(str(file.parent)) for file in inside]),
     )
 
 
-def _remedy(path: Path) -> str:
+def _suggest_runs(path: Path, inside: Sequence[str]) -> str:
+    if inside:
+        return f"Pass one of {', '.join(inside[:3])}, ..." if len(inside) > 3 else f"Pass {' or '.join(inside)}"
     above = next(folder for folder in path.resolve().parents if folder.is_dir())
     names = [str(file.parent.relative_to(above)) for file in _files_below(above) if file.parent.name != path.name]
     if not names:
@@ -211,8 +192,3 @@ def _remedy(path: Path) -> str:
 def _files_below(folder: Path) -> list[Path]:
     """Return the metrics files in subfolders of ``folder``, at most two levels deep."""
     return sorted([*folder.glob(f"*/{FILE}"), *folder.glob(f"*/*/{FILE}")])
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:3])
-    return f"one of {shown}, ..." if len(names) > 3 else " or ".join(map(repr, names))

@@ -63,13 +63,9 @@ def finite(one: Series) -> Series:
     return one[0][keep], one[1][keep]
 
 
-def _window(num_points: int) -> int:
-    return min(num_points // 40, 250) * 2 + 1
-
-
 def smoothed(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the centered moving average, over fewer values at the ends."""
-    window = np.ones(_window(len(values)))
+    window = np.ones(min(len(values) // 40, 250) * 2 + 1)
     # a running sum would lose the values that follow a loss of 1e18
     return np.convolve(values, window, "same") / np.convolve(np.ones_like(values), window, "same")
 
@@ -104,13 +100,7 @@ def is_log(name: str, values: NDArray[np.float64]) -> bool:
     return bool(log10(values.max()) - log10(values.min()) > log10(_WIDE))
 
 
-def _finite_values(runs: Runs, name: str) -> NDArray[np.float64]:
-    """Return the finite values of a panel in all runs."""
-    names = (name, VALIDATION + name)
-    return np.concatenate([finite(series(records, n))[1] for records in runs.values() for n in names])
-
-
-def said_bytes(value: float) -> str:
+def _format_bytes(value: float) -> str:
     """Format a number of bytes: 2.1e9 as 2.1 GB."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if value >= scale:
@@ -136,16 +126,12 @@ def draw_metrics(runs: Runs, path: Path, names: Sequence[str] | None = None) -> 
         runs: Records by run name.
         path: File to write.
         names: Metrics to draw. None draws all.
-
-    Raises:
-        ConfigError: There are no metrics, matplotlib is missing, or the file cannot be written.
     """
     check_file(path)
     names = list(names) if names is not None else panel_names(runs)
     if not names:
-        raise ConfigError(
-            f"There are no metrics to draw in {', '.join(runs) or 'no run'}", remedy="Record a metric, such as loss"
-        )
+        where = ", ".join(runs) or "no run"
+        raise ConfigError(f"There are no metrics to draw in {where}", remedy="Record a metric, such as loss")
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -176,10 +162,16 @@ def _draw_panel(axes: Axes, runs: Runs, name: str, has_label: bool) -> None:
     for color, records in zip(_colors(len(runs)), runs.values()):
         trained, validated = series(records, name), series(records, VALIDATION + name)
         _draw_curve(axes, trained, color, name)
-        _draw_validation(axes, validated, color)
-        _draw_crosses(axes, trained, color)
-        _draw_crosses(axes, validated, color)
-    values = _finite_values(runs, name)
+        steps, losses = finite(validated)
+        marker = "o" if len(steps) <= 40 else ""
+        axes.plot(steps, losses, "--", color=color, marker=marker, markersize=3.5, linewidth=1.3)
+        for steps, recorded in (trained, validated):
+            bad = steps[~np.isfinite(recorded)]
+            if len(bad):  # an empty line breaks the constrained layout
+                edge: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "clip_on": False, "zorder": 5}
+                axes.plot(bad, np.zeros_like(bad), "x", color=color, markersize=5, **edge)
+    both = (name, VALIDATION + name)
+    values = np.concatenate([finite(series(records, n))[1] for records in runs.values() for n in both])
     if is_log(name, values):
         axes.set_yscale("log")
         axes.yaxis.set_minor_formatter(lambda *_: "")
@@ -209,20 +201,6 @@ def _draw_curve(axes: Axes, one: Series, color: Any, name: str) -> None:
         axes.plot(steps, recorded, color=color, alpha=0.25, linewidth=0.8)
     axes.plot(steps, curve, color=color, linewidth=1.6)
     axes.plot(steps[isolated_points(curve)], curve[isolated_points(curve)], "o", color=color, markersize=3.5)
-
-
-def _draw_validation(axes: Axes, one: Series, color: Any) -> None:
-    steps, values = finite(one)
-    marker = "o" if len(steps) <= 40 else ""
-    axes.plot(steps, values, "--", color=color, marker=marker, markersize=3.5, linewidth=1.3)
-
-
-def _draw_crosses(axes: Axes, one: Series, color: Any) -> None:
-    """Mark values that are not finite on the lower edge."""
-    bad = one[0][~np.isfinite(one[1])]
-    edge = axes.get_xaxis_transform()
-    if len(bad):  # an empty line breaks the constrained layout
-        axes.plot(bad, np.zeros_like(bad), "x", color=color, transform=edge, clip_on=False, markersize=5, zorder=5)
 
 
 def _formatter(name: str, values: NDArray[np.float64]) -> Callable[[float, float], str]:
@@ -284,10 +262,7 @@ def _short(name: str, most: int) -> str:
 
 
 def metrics_summary(runs: Runs) -> list[dict[str, str]]:
-    """Return a table row per run: last step, time, losses, mean speed and peak memory.
-
-    Best and mean values ignore values that are not finite; last values do not.
-    """
+    """Return a table row per run. Best and mean values ignore values that are not finite."""
     return [{"run": run, **_summarize(records)} for run, records in runs.items()]
 
 
@@ -303,22 +278,14 @@ def _summarize(records: Sequence[MetricsRecord]) -> dict[str, str]:
         cells[f"last {shown}"] = _format_loss(values[-1]) if len(values) else ""
         cells[f"best {shown}"] = _format_loss(best.min()) if len(best) else cells[f"last {shown}"]
     speed, memory = finite(series(records, "tokens_per_s"))[1], finite(series(records, "memory_bytes"))[1]
-    cells["mean tokens/s"] = _short_number(float(f"{speed.mean():.4g}")) if len(speed) else ""
-    cells["peak memory"] = said_bytes(float(memory.max())) if len(memory) else ""
+    cells["mean tokens/s"] = _plain(float(f"{speed.mean():.4g}")) if len(speed) else ""
+    cells["peak memory"] = _format_bytes(float(memory.max())) if len(memory) else ""
     return cells
 
 
 def _format_loss(value: float) -> str:
     """Format a loss with four decimals, or in scientific notation if it is very small or large."""
     return f"{value:.4f}" if value == 0 or 1e-2 <= abs(value) < 1e5 or not isfinite(value) else f"{value:.3e}"
-
-
-def _short_number(value: float) -> str:
-    """Format 51200 as 51.2k."""
-    for unit, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if scale * 1e4 > abs(value) >= scale * (10 if unit == "k" else 1):
-            return f"{value / scale:.5g}{unit}"
-    return f"{value:.10g}"
 
 
 def _time(seconds: float) -> str:

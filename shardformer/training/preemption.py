@@ -162,10 +162,6 @@ def _unblock_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, _MASK.before)
 
 
-def _restore_handlers_in_child() -> None:
-    _restore_handlers()
-    _unblock_signals()
-
-
 # worker pools stop their processes with SIGTERM, which must not arrive before a child has restored its handlers
-os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_restore_handlers_in_child)
+os.register_at_fork(after_in_child=_restore_handlers)
+os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_unblock_signals)
