@@ -34,7 +34,7 @@ from shardformer.shard_model_api import shard_in_place
 from shardformer.torch_compat import is_compiled_in_place
 from shardformer.training.data_loader import batches_of, loss_of_target
 from shardformer.training.engine import Engine
-from shardformer.training.reshape import Changes, Key, Snapshot, take_snapshot
+from shardformer.training.reshape import Key, Snapshot, apply_changes, collect_changes, take_snapshot
 from shardformer.zero.optimizer_state_view import let_go, unchanged_on_error
 from shardformer.zero.shard_optimizer import shard_optimizer
 
@@ -228,7 +228,7 @@ def reshard_engine(engine: Engine, recipe: RebuildArguments, given: Any) -> Resh
     grid = _grid_for(engine.context, config)
     if engine.data is not None:
         engine.data.check_ranks(grid.data.size)
-    changes = Changes.since(recipe.snapshot, engine.model, recipe.meta_model, engine.world)
+    changes = collect_changes(recipe.snapshot, engine.model, recipe.meta_model, engine.world)
     compiled = next((path for path, module in engine.model.named_modules() if is_compiled_in_place(module)), None)
     if compiled is not None:
         where = f"engine.model.{compiled}".rstrip(".")
@@ -243,7 +243,7 @@ def reshard_engine(engine: Engine, recipe: RebuildArguments, given: Any) -> Resh
     ):
         with record_changes(recipe.meta_model):
             model = copy.deepcopy(recipe.meta_model)
-        changes.apply(model)
+        apply_changes(changes, model)
         for path in checkpointed:
             vars(model.get_submodule(path))["gradient_checkpointing"] = True
         modes = modes_of(model)
@@ -259,7 +259,7 @@ def reshard_engine(engine: Engine, recipe: RebuildArguments, given: Any) -> Resh
             optimizers = [shard_optimizer(model, optimizers, **config.zero_options())]
         moved = old.load_into(model, optimizers)
     set_modes(model, modes)
-    changes.apply(recipe.meta_model)
+    apply_changes(changes, recipe.meta_model)
     engine.adopt(model, optimizers, pipeline, config, grid)
     recipe.take_snapshot(model)
     return moved

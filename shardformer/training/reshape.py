@@ -65,14 +65,12 @@ def take_snapshot(model: nn.Module, plain: nn.Module) -> dict[Key, Snapshot]:
     modules = dict(plain.named_modules())
     found: dict[Key, Snapshot] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
-        found["parameter", name, "requires_grad"] = Snapshot(
-            str(param.requires_grad), param.requires_grad, is_sendable=True
-        )
+        trains = param.requires_grad
+        found["parameter", name, "requires_grad"] = Snapshot(str(trains), trains, is_sendable=True)
         found["parameter", name, "hooks"] = _hooks(tensor_hooks_of(param))
     for path, module in model.named_modules():
-        found["module", path, "hooks"] = _hooks(
-            [h for table in MODULE_HOOK_TABLES for h in getattr(module, table).values()]
-        )
+        hooks = [hook for table in MODULE_HOOK_TABLES for hook in getattr(module, table).values()]
+        found["module", path, "hooks"] = _hooks(hooks)
         found["module", path, ""] = _module(module)
         found |= {("buffer", path, name): snapshot for name, snapshot in _buffers(module)}
         known = vars(modules[path]) if path in modules and _is_ours(module) else None
@@ -80,53 +78,40 @@ def take_snapshot(model: nn.Module, plain: nn.Module) -> dict[Key, Snapshot]:
     return found
 
 
-@dataclass(frozen=True, eq=False)
-class Changes:
-    """Items that differ on any rank, with their new values."""
+def collect_changes(before: Mapping[Key, Snapshot], model: nn.Module, plain: nn.Module, world: Axis) -> dict[Key, Any]:
+    """Gather the items that have changed on any rank, with their new values. On failure all ranks raise."""
+    now, local = take_snapshot(model, plain), dict[Key, Snapshot]()
 
-    values: Mapping[Key, Any]
+    def look() -> dict[Key, tuple[str, Any]]:
+        local.update(_changed_items(before, now))
+        return {key: (snapshot.description, _sendable_value(snapshot)) for key, snapshot in local.items()}
 
-    @classmethod
-    def since(cls, before: Mapping[Key, Snapshot], model: nn.Module, plain: nn.Module, world: Axis) -> Changes:
-        """Collect the changes of all ranks.
+    by_rank = gather_from_all_ranks(look, world, "engine.reshard")
+    changes: dict[Key, Any] = {}
+    for key, (description, value) in [pair for items in by_rank for pair in items.items()]:
+        is_same = all(items[key][0] == description for items in by_rank if key in items)
+        if not is_same or (value is None and key not in local):
+            raise _reshard_error(key, "differs between ranks")
+        changes[key] = local[key].value if key in local else value[0]
+    return changes
 
-        Communicates plain values.
 
-        Raises:
-            ConfigError: A change cannot be carried over; raised on all ranks.
-        """
-        now, local = take_snapshot(model, plain), dict[Key, Snapshot]()
-
-        def look() -> dict[Key, tuple[str, Any]]:
-            local.update(_changed_items(before, now))
-            return {key: (snapshot.description, _sendable_value(snapshot)) for key, snapshot in local.items()}
-
-        by_rank = gather_from_all_ranks(look, world, "engine.reshard")
-        values: dict[Key, Any] = {}
-        for key, (description, value) in [pair for items in by_rank for pair in items.items()]:
-            is_same = all(items[key][0] == description for items in by_rank if key in items)
-            if not is_same or (value is None and key not in local):
-                raise _reshard_error(key, "differs between ranks")
-            values[key] = local[key].value if key in local else value[0]
-        return cls(values)
-
-    def apply(self, plain: nn.Module) -> None:
-        """Apply the changes to an unsharded model."""
-        in_order = sorted(self.values, key=lambda key: (key[0] != "module", key))
-        for kind, path, name in in_order:
-            value = self.values[kind, path, name]
-            if kind == "parameter":
-                plain.get_parameter(path).requires_grad_(value)
-            elif kind == "module":
-                plain.set_submodule(path, copy.deepcopy(value))
-            elif kind == "buffer":
-                plain.get_submodule(path)._buffers[name] = value.clone()
-            else:
-                owner: Any = plain.get_submodule(path)
-                *inner, last = name.split(".")
-                for each in inner:
-                    owner = getattr(owner, each)
-                vars(owner)[last] = value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+def apply_changes(changes: Mapping[Key, Any], plain: nn.Module) -> None:
+    """Apply changes to an unsharded model."""
+    for kind, path, name in sorted(changes, key=lambda key: (key[0] != "module", key)):
+        value = changes[kind, path, name]
+        if kind == "parameter":
+            plain.get_parameter(path).requires_grad_(value)
+        elif kind == "module":
+            plain.set_submodule(path, copy.deepcopy(value))
+        elif kind == "buffer":
+            plain.get_submodule(path)._buffers[name] = value.clone()
+        else:
+            owner: Any = plain.get_submodule(path)
+            *inner, last = name.split(".")
+            for each in inner:
+                owner = getattr(owner, each)
+            vars(owner)[last] = value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 def _changed_items(before: Mapping[Key, Snapshot], now: Mapping[Key, Snapshot]) -> dict[Key, Snapshot]:
@@ -203,13 +188,8 @@ def _attribute(name: str, value: Any, depth: int) -> Iterator[tuple[str, Snapsho
         elif not isinstance(value, nn.Parameter) and has_data(value):
             yield name, _tensor(value)
     elif (function := _unwrap_function(value)) is not None:
-        is_copyable = not _refers_to_module(value)
-        yield (
-            name,
-            Snapshot(
-                f"{function.__module__}.{function.__qualname__}", value, is_copyable=is_copyable, identity=id(function)
-            ),
-        )
+        description, is_copyable = f"{function.__module__}.{function.__qualname__}", not _refers_to_module(value)
+        yield name, Snapshot(description, value, is_copyable=is_copyable, identity=id(function))
     elif isinstance(value, MethodType):
         if not is_of_library(value.__func__):
             yield name, Snapshot(value.__qualname__, is_copyable=False, identity=id(value.__func__))

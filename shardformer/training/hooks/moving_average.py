@@ -63,25 +63,18 @@ class MovingAverage(Hook):
         self._engine = engine = trainer.engine
         _check_supported(engine)
         self._skipped = engine.skipped
-        before, is_continued = self._averages, self._step == trainer.step
+        before, is_continued = {**self._averages, **self._remove_from_optimizer(engine)}, self._step == trainer.step
         self._averages = {}
-        is_stale = False
-        for optimizer, param in _trained_tensors(engine):
-            found = before.get(param)
-            if (state := optimizer.state.get(param)) is not None:
-                found = state.pop(KEY, found)
-                if not state:
-                    del optimizer.state[param]
-            is_stale |= found is not None and not is_continued
+        for _, param in _trained_tensors(engine):
             dtype = torch.promote_types(param.dtype, torch.float32)
-            initial = found if is_continued and found is not None else param.detach()
+            initial = before.get(param, param.detach()) if is_continued else param.detach()
             self._averages[param] = initial.to(param.device, dtype, copy=True).view(param.shape)
-        if not is_continued:
-            self.updates, self._step = 0, trainer.step
-        if is_stale and trainer.is_first:
-            warnings.warn(
-                "MovingAverage restarts, because the existing average does not include the last step", stacklevel=2
-            )
+        if is_continued:
+            return
+        self.updates, self._step = 0, trainer.step
+        if before.keys() & self._averages.keys() and trainer.is_first:
+            text = "MovingAverage restarts, because the existing average does not include the last step"
+            warnings.warn(text, stacklevel=2)
 
     @torch.no_grad()
     def after_optimizer_step(self, trainer: TrainerProtocol) -> None:
@@ -150,12 +143,15 @@ class MovingAverage(Hook):
             if optimizer.state.get(param) or not _keeps_state(optimizer, group, param):
                 optimizer.state[param][KEY] = self._average_of(param)
 
-    def _remove_from_optimizer(self, engine: Any) -> None:
+    def _remove_from_optimizer(self, engine: Any) -> dict[Tensor, Tensor]:
+        found = {}
         for optimizer, param in _trained_tensors(engine):
             if (state := optimizer.state.get(param)) is not None:
-                state.pop(KEY, None)
+                if KEY in state:
+                    found[param] = state.pop(KEY)
                 if not state:
                     del optimizer.state[param]
+        return found
 
     def _average_of(self, param: Tensor, state: Any = None) -> Tensor:
         found: Tensor | None = (state or {}).get(KEY, self._averages.get(param))
