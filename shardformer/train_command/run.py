@@ -102,15 +102,14 @@ def _report_if_nothing_trained(config: TrainConfig, trainer: Trainer) -> None:
 
 def _report_interruption(trainer: Trainer) -> None:
     saved = next((hook for hook in trainer.hooks if isinstance(hook, Checkpoint) and hook.saved_step > 0), None)
-    if not trainer.is_first:
-        return
-    if saved is None:
-        print(f"stopped after step {trainer.step} without a checkpoint: hooks.checkpoint is disabled", flush=True)
-    else:
+    how = " without a checkpoint: see hooks.checkpoint in the configuration"
+    if saved is not None:
         more = f" at step {saved.saved_step}" if saved.saved_step != trainer.step else ""
-        here = saved.folder.is_relative_to(Path.cwd())
-        folder = saved.folder.relative_to(Path.cwd()) if here else saved.folder
-        print(f"stopped after step {trainer.step}; saved in {folder}{more}: run the same command to resume", flush=True)
+        is_local = saved.folder.is_relative_to(Path.cwd())
+        folder = saved.folder.relative_to(Path.cwd()) if is_local else saved.folder
+        how = f"; saved in {folder}{more}: run the same command to resume"
+    if trainer.is_first:
+        print(f"stopped after step {trainer.step}{how}", flush=True)
 
 
 def build_trainer(
@@ -224,11 +223,20 @@ def make_dry_run_report(config: TrainConfig) -> DryRunReport:
             of_params = make_optimizer(unsharded)
             model = shard_model(unsharded, config=layout.shard_config(context)).train()
             description = description or str(describe_sharding(model))
-            persistent = _persistent_memory(model, of_params, layout, sizes["data"])
+            persistent = estimate_memory(
+                model,
+                of_params([p for p in model.parameters() if p.requires_grad]),
+                stage=layout.effective_zero_stage or 0,
+                precision=layout.precision,
+                offload=layout.offload,
+                data=sizes["data"],
+            )
         with _fake_tensors() as fake:  # in the dtype of a step
             unsharded = build_model(config, data, saved, lazy=False, dtype=step_dtype or torch.float32)
             model = shard_model(unsharded, config=layout.shard_config(context)).train()
-            batch = fake(_local_batch(config, data, sizes["data"]))
+            count = max(-(-min(config.data.batch_size, len(data.train)) // sizes["data"]), 1)
+            samples = [data.train[i % len(data.train)] for i in range(count)]
+            batch = fake((data.collate or collate_samples)(samples))
             step, reason = _peak_of_traced_step(model, layout, batch, shapes.setdefault(tensor, {}))
         reason_untraced = reason_untraced or reason
         ranks.append(RankMemory(coords, persistent, step))
@@ -249,21 +257,6 @@ def make_dry_run_report(config: TrainConfig) -> DryRunReport:
 def _fake_tensors() -> Iterator[Any]:
     with torch.random.fork_rng(devices=[]), fake_tensors() as fake:
         yield fake
-
-
-def _persistent_memory(model: Any, make_optimizer: Any, layout: ParallelConfig, data: int) -> MemoryEstimate:
-    optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
-    stage = layout.effective_zero_stage
-    return estimate_memory(
-        model, optimizer, stage=stage or 0, precision=layout.precision, offload=layout.offload, data=data
-    )
-
-
-def _local_batch(config: TrainConfig, data: TrainingData, ranks: int) -> Any:
-    """Return the local batch of a data rank for the first step."""
-    count = max(-(-min(config.data.batch_size, len(data.train)) // ranks), 1)
-    samples = [data.train[i % len(data.train)] for i in range(count)]
-    return (data.collate or collate_samples)(samples)
 
 
 def _peak_of_traced_step(

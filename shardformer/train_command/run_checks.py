@@ -58,9 +58,16 @@ class Resume(Hook):
             return
         before, old_steps = self._before["config"], self._before["num_steps"]
         changes = dict(_differences(before, self._values))
-        _check_fixed(changes, self._config.folder)
+        for key, (was, now) in changes.items():
+            if key.partition(".")[0] in FIXED:
+                raise ConfigError(
+                    f"{key} = {_format(now)} differs from the run in {self._config.folder!r}, which has {_format(was)}",
+                    remedy=f"Set {key} = {_format(was)} to resume the run, or another folder to start a new run",
+                )
         old, new = _lr_schedule(before["schedule"], old_steps), _lr_schedule(self._values["schedule"], self._num_steps)
-        step = _first_change(old, new, trainer.step, max(self._num_steps, old_steps))
+        last = max(self._num_steps, old_steps)
+        steps = range(trainer.step, last + 1, max((last - trainer.step) // CHECKED_STEPS, 1))
+        step = next((step for step in steps if abs(old(step) - new(step)) > 1e-9), None)
         rates = ""
         if step is not None:
             lr = self._config.optimizer.lr
@@ -100,23 +107,8 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any], where: str = ""
             yield key, (before, now)
 
 
-def _check_fixed(changes: Mapping[str, Any], folder: str) -> None:
-    for key, (before, now) in changes.items():
-        if key.partition(".")[0] in FIXED:
-            raise ConfigError(
-                f"{key} = {_format(now)} differs from the run in {folder!r}, which has {_format(before)}",
-                remedy=f"Set {key} = {_format(before)} to resume the run, or another folder to start a new run",
-            )
-
-
 def _lr_schedule(table: Mapping[str, Any], num_steps: int) -> Callable[[int], float]:
     return lr_schedule(ScheduleTable.model_validate({n: v for n, v in table.items() if v is not None}), num_steps)
-
-
-def _first_change(old: Callable[[int], float], new: Callable[[int], float], first: int, last: int) -> int | None:
-    """Return the first step, counted from 0, whose learning rate differs, or None."""
-    stride = max((last - first) // CHECKED_STEPS, 1)
-    return next((step for step in range(first, last + 1, stride) if abs(old(step) - new(step)) > 1e-9), None)
 
 
 def _set_learning_rates(trainer: TrainerProtocol, share: Callable[[int], float]) -> None:

@@ -71,7 +71,9 @@ def compare_data(
     numbers = all_gather_from_grid(number_of(found[:least]), context)
     near = all_gather_from_grid(sketches, context)
     differing = [rank for rank, number in numbers if number != numbers[0][1]]
-    differing += [rank for rank, theirs in near if not _are_near(theirs, near[0][1])]
+    for rank, sketches in near:
+        pairs = zip(sketches, near[0][1], strict=False)
+        differing += [rank for (a, norm), (b, other) in pairs if abs(a - b) > NEAR * max(norm, other)]
     if differing:
         raise ConfigError(
             f"Ranks {first} and {differing[0]} have different samples at the same index of the training data, a "
@@ -109,11 +111,6 @@ def sketch_of(value: Any) -> tuple[float, float]:
     x = torch.cat(decimals).nan_to_num()
     signs = torch.randint(0, 2, x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.int8).double() * 2 - 1
     return float(x @ signs), float(x.norm())
-
-
-def _are_near(some: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> bool:
-    """Return whether two lists of sketches describe the same samples, up to the shorter list."""
-    return all(abs(a - b) <= NEAR * max(norm, other) for (a, norm), (b, other) in zip(some, others, strict=False))
 
 
 def _leaves(value: Any) -> Iterator[Any]:
@@ -287,11 +284,11 @@ class StreamedSource:
 
     def _start_reader(self, epoch: int, seed: int, start: int) -> _StreamReader:
         """Return a reader at the start of the stream, or the current reader of an iterator."""
+        if not isinstance(self._source, Iterator):
+            return _StreamReader(self._source, epoch, seed)
         if self._reader is None:
-            reading = _StreamReader(self._source, epoch, seed)
-            self._reader = reading if isinstance(self._source, Iterator) else None
-            return reading
-        if self._reader.count > start:
+            self._reader = _StreamReader(self._source, epoch, seed)
+        elif self._reader.count > start:
             raise InputError(
                 f"A {self.name} cannot restart at sample {start} after {self._reader.count} samples were read",
                 remedy="Pass a list, or an object whose __iter__ restarts",

@@ -115,7 +115,8 @@ def read_records(path: str | Path) -> list[MetricsRecord]:
             if number == len(lines):  # no newline follows
                 break
             raise InputError(
-                f"Line {number} of {file} is not a valid record: {error}. The line is {_shortened(line)}",
+                f"Line {number} of {file} is not a valid record: {error}. "
+                f"The line is {line.decode(errors='replace')!r:.60}",
                 rule=f"A record is a JSON object such as {_EXAMPLE}",
                 remedy="Correct the line, or remove it from the file",
             ) from error
@@ -154,11 +155,6 @@ def _to_float(name: str, value: Any) -> float:
     if type(value) in (int, float) or value in ("nan", "inf", "-inf"):
         return float(value)
     raise ValueError(f"{name} is not a number")
-
-
-def _shortened(line: bytes) -> str:
-    text = line.decode("utf-8", errors="replace")
-    return repr(text if len(text) <= 60 else f"{text[:57]}...")
 
 
 def file_of(path: str | Path) -> Path:

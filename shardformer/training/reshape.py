@@ -84,7 +84,8 @@ def collect_changes(before: Mapping[Key, Snapshot], model: nn.Module, plain: nn.
 
     def look() -> dict[Key, tuple[str, Any]]:
         local.update(_changed_items(before, now))
-        return {key: (snapshot.description, _sendable_value(snapshot)) for key, snapshot in local.items()}
+        cpu = {key: x.value.cpu() if isinstance(x.value, Tensor) else x.value for key, x in local.items()}
+        return {key: (x.description, (cpu[key],) if x.is_sendable else None) for key, x in local.items()}
 
     by_rank = gather_from_all_ranks(look, world, "engine.reshard")
     changes: dict[Key, Any] = {}
@@ -116,7 +117,11 @@ def apply_changes(changes: Mapping[Key, Any], plain: nn.Module) -> None:
 
 def _changed_items(before: Mapping[Key, Snapshot], now: Mapping[Key, Snapshot]) -> dict[Key, Snapshot]:
     """Return the items that are new or changed, or raise ConfigError for one that is gone or cannot be carried over."""
-    changed = sorted(key for key in before.keys() | now.keys() if not _is_same(before.get(key), now.get(key)))
+
+    def summary(item: Snapshot | None) -> object:
+        return item and (item.description, item.identity)
+
+    changed = sorted(key for key in before.keys() | now.keys() if summary(before.get(key)) != summary(now.get(key)))
     replaced = tuple(f"{path}." for kind, path, name in changed if (kind, name) == ("module", "") and path)
     found = {}
     for key in changed:
@@ -129,19 +134,6 @@ def _changed_items(before: Mapping[Key, Snapshot], now: Mapping[Key, Snapshot]) 
             raise _reshard_error(key)
         found[key] = now[key]
     return found
-
-
-def _is_same(one: Snapshot | None, other: Snapshot | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return (one.description, one.identity) == (other.description, other.identity)
-
-
-def _sendable_value(snapshot: Snapshot) -> tuple[Any] | None:
-    """Return the value in a tuple if it can be sent, and otherwise None."""
-    if not snapshot.is_sendable:
-        return None
-    return (snapshot.value.cpu() if isinstance(snapshot.value, Tensor) else snapshot.value,)
 
 
 # ----------------------------------------------------------------------------------------------------------- snapshots

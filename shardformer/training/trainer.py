@@ -265,11 +265,10 @@ class Trainer:
             set_modes(self.engine.model, self._modes)
         self.samples = self._data.batch_samples
         self.tokens = round(self.samples * _tokens_of_sample(batch))
-        rate = _learning_rate(self.engine)  # before the scheduler sets that of the next step
+        for optimizer in self.engine.optimizers[:1]:  # before the scheduler sets the rate of the next step
+            self.values["learning_rate"] = float(optimizer.param_groups[0]["lr"])
         self.loss = self.engine.train_step(batch)
         self.values["loss"] = float(self.loss)
-        if rate is not None:
-            self.values["learning_rate"] = rate
         if self.engine.grad_norm is not None:
             self.values["grad_norm"] = float(self.engine.grad_norm)
         self._call_hooks("after_step")
@@ -432,8 +431,3 @@ def _tokens_of_sample(batch: Any) -> float:
     columns = [part.get("input_ids") for part in parts if isinstance(part, Mapping)]
     ids = [x for x in columns if isinstance(x, Tensor) and x.dim() > 1 and len(x)]
     return sum(x.numel() for x in ids) / sum(len(x) for x in ids) if ids else 1.0
-
-
-def _learning_rate(engine: Engine) -> float | None:
-    optimizer = engine.optimizer[0] if isinstance(engine.optimizer, list) else engine.optimizer
-    return None if optimizer is None else float(optimizer.param_groups[0]["lr"])

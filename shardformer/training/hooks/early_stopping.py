@@ -51,17 +51,13 @@ class EarlyStopping(Hook):
                 remedy=did_you_mean(self.metric, trainer.values),
             )
         value = trainer.values[self.metric]
-        if self._is_better(value):
+        gain = math.inf if self.best is None else (self.best - value) * (1 if self.mode == "min" else -1)
+        if gain > self.min_delta and not math.isnan(value):
             self.best, self.without_progress = value, 0
             return
         self.without_progress += 1
         if self.without_progress >= self.patience:
             trainer.stop(f"{self.metric} did not improve on {self.best} for {self.without_progress} validations")
-
-    def _is_better(self, value: float) -> bool:
-        if math.isnan(value) or self.best is None:
-            return not math.isnan(value)
-        return (self.best - value if self.mode == "min" else value - self.best) > self.min_delta
 
     def state(self) -> Any:
         return {"best": self.best, "without_progress": self.without_progress}

@@ -146,17 +146,16 @@ def _sklearn_metric(name: str) -> Callable[[Any, Any], float]:
 
 
 def _as_metric(name: str, given: Any) -> Callable[[Any, Any], float]:
-    if hasattr(given, "update") and hasattr(given, "compute") and hasattr(given, "reset"):
-        return lambda labels, predictions: _compute_torchmetric(given, labels, predictions)
+    def compute(labels: Any, predictions: Any) -> float:
+        given.reset()
+        given.update(torch.from_numpy(predictions), torch.from_numpy(labels))
+        return float(given.compute())
+
+    if all(hasattr(given, name) for name in ("update", "compute", "reset")):  # a metric of torchmetrics
+        return compute
     if not callable(given):
         raise ConfigError(
             f"Metrics({name}={given!r:.60}) is not a function of (labels, predictions) or a torchmetrics metric",
             remedy=f"Write Metrics({name}=lambda labels, predictions: ...)",
         )
     return given  # type: ignore[no-any-return]
-
-
-def _compute_torchmetric(metric: Any, labels: Any, predictions: Any) -> float:
-    metric.reset()
-    metric.update(torch.from_numpy(predictions), torch.from_numpy(labels))
-    return float(metric.compute())

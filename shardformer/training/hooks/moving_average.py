@@ -140,7 +140,8 @@ class MovingAverage(Hook):
         Their average equals their value.
         """
         for optimizer, group, param in _grouped_tensors(engine):
-            if optimizer.state.get(param) or not _keeps_state(optimizer, group, param):
+            small = torch.zeros([min(n, 2) for n in param.shape])
+            if optimizer.state.get(param) or not state_after_step(optimizer, group, small):
                 optimizer.state[param][KEY] = self._average_of(param)
 
     def _remove_from_optimizer(self, engine: Any) -> dict[Tensor, Tensor]:
@@ -238,9 +239,3 @@ def _overwritten_tensors(engine: Any) -> Iterator[Tensor]:
             yield shard.local
         if not shard.keeps:
             yield from (gradient.param for gradient in shard.gradients)
-
-
-def _keeps_state(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> bool:
-    """Return whether the optimizer has a state for a parameter after its first gradient, identical on all ranks."""
-    small = torch.zeros([min(n, 2) for n in param.shape])
-    return bool(state_after_step(optimizer, group, small))
