@@ -35,11 +35,11 @@ def test_numbers_become_a_tensor(values: list[Any], expected: Tensor) -> None:
     assert torch.equal(found, expected)
 
 
-def test_words_stay_a_list() -> None:
+def test_strings_stay_a_list() -> None:
     assert collate_samples([{"text": "a"}, {"text": "bc"}]) == {"text": ["a", "bc"]}
 
 
-def test_other_samples_are_put_together_as_torch_does_it() -> None:
+def test_other_samples_are_collated_by_default_collate() -> None:
     inputs, targets = collate_samples([(torch.ones(2), 1), (torch.ones(2), 0)])
     assert inputs.shape == (2, 2)
     assert targets.tolist() == [1, 0]
@@ -57,6 +57,6 @@ def test_other_samples_are_put_together_as_torch_does_it() -> None:
         ([{"a": 1, "b": 1}, {"a": 1}], r"different keys, \['a', 'b'\] and \['a'\]"),
     ],
 )
-def test_samples_that_do_not_fit_together_are_refused(samples: list[dict[str, Any]], said: str) -> None:
+def test_inconsistent_samples_raise(samples: list[dict[str, Any]], said: str) -> None:
     with pytest.raises(InputError, match=said):
         collate_samples(samples)

@@ -100,7 +100,7 @@ DIFFERENT: dict[str, Callable[[int], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", DIFFERENT)
-def test_data_that_differs_is_refused_on_all_ranks(kind: str) -> None:
+def test_different_data_raises_on_all_ranks(kind: str) -> None:
     made = [DIFFERENT[kind](rank) for rank in range(2)]
     assert run_as_threads(lambda c: samples_used(c.rank, c, **made[c.rank]), data=2) == [None, None]
 
@@ -116,7 +116,7 @@ SAME: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", SAME)
-def test_the_same_data_is_trained_on_once(kind: str) -> None:
+def test_each_sample_of_equal_data_is_used_once(kind: str) -> None:
     made = [SAME[kind]() for _ in range(2)]
     used = run_as_threads(lambda c: samples_used(c.rank, c, **made[c.rank]), data=2)
     assert sorted(x for each in used for x in each or ()) == list(range(24))
@@ -135,13 +135,13 @@ class Noisy(Dataset[dict[str, Any]]):
         return torch.tensor([float(index)]) + self.generator.random() / 4, torch.zeros(1)
 
 
-def test_samples_that_are_augmented_at_random_are_not_compared() -> None:
+def test_randomly_augmented_samples_are_not_compared() -> None:
     data = [Noisy(rank) for rank in range(2)]
     used = run_as_threads(lambda c: samples_used(c.rank, c, data[c.rank], batch_size=4), data=2)
     assert sorted(int(x) for each in used for x in each) == list(range(8))
 
 
-def test_what_is_compared_of_a_sample() -> None:
+def test_content_of_compares_integers_strings_and_shapes() -> None:
     noise = torch.rand(3)
     assert content_of({"label": 1, "image": noise}) == content_of({"image": noise + 1, "label": 1})
     assert content_of({"label": 1, "image": noise}) != content_of({"image": noise, "label": 2})
@@ -149,7 +149,7 @@ def test_what_is_compared_of_a_sample() -> None:
     assert content_of(object()) == content_of(object()), "an address is not content"
 
 
-def test_decimal_numbers_are_compared_but_for_rounding() -> None:
+def test_floating_point_samples_are_compared_up_to_rounding() -> None:
     x = torch.rand(1000, generator=torch.Generator().manual_seed(1))
     values = [
         {"x": x, "y": 0.5},
@@ -181,11 +181,11 @@ def skipped(context: ParallelContext, where: int) -> str:
 
 
 @pytest.mark.parametrize(("where", "what"), [(1, "different places"), (3, "engine.train_step")])
-def test_a_batch_that_one_rank_leaves_out_ends_the_run_on_all(where: int, what: str) -> None:
+def test_a_batch_skipped_by_one_rank_raises_on_all_ranks(where: int, what: str) -> None:
     assert all(what in error for error in run_as_threads(lambda c: skipped(c, where), data=2))
 
 
-def test_batches_that_a_thread_fetches_ahead_are_trained_on() -> None:
+def test_batches_prefetched_by_a_thread_are_used() -> None:
     def train(context: ParallelContext) -> int:
         model = nn.Linear(1, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

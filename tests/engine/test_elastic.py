@@ -28,13 +28,13 @@ def run(folder: Path, *options: str, processes: int, restarts: int = 0) -> tuple
     return done.returncode, int(said[1]) if said else -1, said[2] if said else ""
 
 
-def test_killed_processes_change_no_bit(tmp_path: Path) -> None:
+def test_killed_processes_change_no_bit_of_the_weights(tmp_path: Path) -> None:
     _, none, weights = run(tmp_path / "whole", "--steps", "7", processes=2)
     assert none == 0
     assert run(tmp_path / "killed", "--steps", "7", "--kills", "1", processes=2, restarts=2) == (0, 1, weights)
 
 
-def test_a_run_goes_on_with_fewer_processes(tmp_path: Path) -> None:
+def test_a_run_resumes_with_fewer_processes(tmp_path: Path) -> None:
     options = ("--steps", "7", "--dropout", "0")  # which draws other numbers under another layout
     status, _, _ = run(tmp_path / "killed", *options, "--kills", "1", processes=2)
     assert status != 0

@@ -99,7 +99,7 @@ def _layout(parallel: dict[str, Any]) -> float:
     return difference(trained(parallel), alone())
 
 
-def test_one_process_is_the_loop_as_it_was() -> None:
+def test_one_process_equals_a_plain_training_loop() -> None:
     assert _layout({}) < 1e-12
     assert _layout({"zero_stage": 1}) < 1e-12
     assert _layout({"micro_batch_size": 2}) < EXACT
@@ -147,7 +147,7 @@ def _seen_by_norms() -> list[Tensor]:
     return seen
 
 
-def test_what_tensor_ranks_compute_alike_has_the_same_bits_under_stage_3(pool4: WorkerPool) -> None:
+def test_replicated_activations_are_bitwise_equal_on_tensor_ranks_under_stage_3(pool4: WorkerPool) -> None:
     every = pool4.run(_seen_by_norms)
     for one, other in (every[:2], every[2:]):
         assert len(one) > 10 and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
@@ -176,7 +176,7 @@ def made(**options: Any) -> Engine:
     return initialize(model, sgd(model), nn.CrossEntropyLoss(), **options)
 
 
-def test_rows_of_inputs_and_targets_are_batches() -> None:
+def test_tuples_of_inputs_and_targets_are_batches() -> None:
     data = pairs()
     engine, plainly = made(train_data=data, batch_size=4, data_options={"shuffle": False}), Sum()
     assert engine.data is not None
@@ -193,13 +193,13 @@ def test_rows_of_inputs_and_targets_are_batches() -> None:
     assert engine.steps == 3
 
 
-def test_a_loader_of_the_user_goes_on_as_it_was_made() -> None:
+def test_a_user_loader_keeps_its_settings() -> None:
     engine = made(train_data=DataLoader(pairs(), batch_size=4, drop_last=True))
     assert engine.data is not None
     assert [len(batch[1]) for batch in engine.data] == [4, 4]
 
 
-def test_several_batches_at_once_are_one_large_batch() -> None:
+def test_a_list_of_batches_is_one_large_batch() -> None:
     data = pairs()
     whole, parts = made(), made()
     expected = whole.train_step(tuple(data[:10]))
@@ -209,7 +209,7 @@ def test_several_batches_at_once_are_one_large_batch() -> None:
         assert torch.allclose(a, b, atol=1e-7)
 
 
-def test_the_loss_of_many_batches_is_that_of_all_of_them() -> None:
+def test_evaluate_returns_the_mean_loss_of_all_batches() -> None:
     data = pairs()
     engine = made()
     with torch.no_grad():
@@ -220,7 +220,7 @@ def test_the_loss_of_many_batches_is_that_of_all_of_them() -> None:
     assert float(engine.evaluate(tuple(data[:10]))) == pytest.approx(float(expected), abs=1e-6)
 
 
-def test_the_loss_of_many_batches_weighs_each_by_its_labels_that_count() -> None:
+def test_evaluate_weights_batches_by_their_counted_labels() -> None:
     x, y = pairs()[:10]
     y[1:5] = -100  # of the first batch one label counts, of the second all
     engine = made()
@@ -230,7 +230,7 @@ def test_the_loss_of_many_batches_weighs_each_by_its_labels_that_count() -> None
     assert float(found) == pytest.approx(float(expected), abs=1e-6)
 
 
-def test_an_average_over_ranks_is_the_mean_of_their_losses() -> None:
+def test_averaging_over_ranks_returns_the_mean_of_their_losses() -> None:
     x, y = pairs()[:10]
     y[1:5] = -100  # of the first rank's labels one counts, of the second's all
 
@@ -251,7 +251,7 @@ def test_an_average_over_ranks_is_the_mean_of_their_losses() -> None:
         assert (evaluated, trained_with) == (pytest.approx(expected, abs=1e-6), pytest.approx(expected, abs=1e-6))
 
 
-def test_in_eval_mode_a_batch_leaves_no_gradient_and_waits_for_nothing() -> None:
+def test_eval_mode_computes_no_gradients() -> None:
     engine, batch = made(), tuple(pairs()[:4])
     engine.eval()
     first = engine(batch)
@@ -263,7 +263,7 @@ def test_in_eval_mode_a_batch_leaves_no_gradient_and_waits_for_nothing() -> None
     assert engine.predict(batch).shape == (4, 3)
 
 
-def test_a_function_makes_the_optimizer_and_the_scheduler() -> None:
+def test_optimizer_and_scheduler_may_be_functions() -> None:
     torch.manual_seed(0)
     engine = initialize(
         Sum(),
@@ -275,7 +275,7 @@ def test_a_function_makes_the_optimizer_and_the_scheduler() -> None:
     assert engine.optimizer.param_groups[0]["lr"] == 0.5
 
 
-def test_an_optimizer_stays_the_object_that_it_was_and_trains() -> None:
+def test_the_users_optimizer_object_is_kept() -> None:
     torch.manual_seed(0)
     model = Sum()
     first, *others = model.parameters()
@@ -309,7 +309,7 @@ def test_schedulers_may_step_every_epoch() -> None:
 # --------------------------------------------------------------------------------------------------------- what it does
 
 
-def test_steps_that_are_not_finite_are_errors_or_skipped() -> None:
+def test_nonfinite_steps_raise_or_are_skipped() -> None:
     bad = (torch.full((4, 4), torch.inf), torch.zeros(4, dtype=torch.long))
     engine = made(parallel={"max_grad_norm": 1.0})
     before = [p.detach().clone() for p in engine.model.parameters()]
@@ -322,7 +322,7 @@ def test_steps_that_are_not_finite_are_errors_or_skipped() -> None:
         assert all(torch.equal(p, b) for p, b in zip(each.model.parameters(), before, strict=True))
 
 
-def test_a_scheduler_waits_where_a_step_is_skipped() -> None:
+def test_the_scheduler_does_not_step_after_a_skipped_step() -> None:
     good = tuple(pairs()[:4])
     bad = (torch.full((4, 4), torch.inf), good[1])
     engine = made(
@@ -368,7 +368,7 @@ def _misused(engine: Engine, how: str) -> None:
     ],
     ids=lambda value: value[:12] if isinstance(value, str) else "too many",
 )
-def test_calls_in_another_order_are_refused(how: Any, said: str) -> None:
+def test_calls_in_the_wrong_order_raise(how: Any, said: str) -> None:
     with pytest.raises(InputError, match=said):
         _misused(made(), how)
 
@@ -393,12 +393,12 @@ def strange_optimizer() -> torch.optim.Optimizer:
     ],
     ids=lambda value: str(value) if isinstance(value, str) else "",
 )
-def test_what_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:
+def test_invalid_arguments_raise(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         initialize(Sum(), **options)
 
 
-def test_an_optimizer_that_has_made_steps_is_refused() -> None:
+def test_an_optimizer_with_state_raises() -> None:
     model = Sum()
     optimizer = sgd(model)
     model(torch.rand(2, 4)).sum().backward()
@@ -407,7 +407,7 @@ def test_an_optimizer_that_has_made_steps_is_refused() -> None:
         initialize(model, optimizer)
 
 
-def test_where_it_is_refused_the_optimizer_has_its_parameters_still() -> None:
+def test_the_optimizer_keeps_its_parameters_after_an_error() -> None:
     model = plain()
     optimizer = sgd(model)
     context = ParallelContext.of({"tensor": 3})
@@ -426,7 +426,7 @@ def test_where_it_is_refused_the_optimizer_has_its_parameters_still() -> None:
         ({"tensor": 3, "pipe": 2, "partition": [2, 2]}, 3, (1, 1, 3)),
     ],
 )
-def test_a_layout_fits_another_number_of_processes(
+def test_fit_to_adapts_the_layout_to_the_number_of_processes(
     asked: dict[str, Any], processes: int, sizes: tuple[int, int, int]
 ) -> None:
     fitted = ParallelConfig(**asked).fit_to(processes)
@@ -467,15 +467,15 @@ def _resumed(tmp: str, first: dict[str, Any], then: dict[str, Any], dropout: flo
     return max(abs(a - b) for a, b in zip(before + after, whole, strict=True))
 
 
-def test_a_run_goes_on_in_the_middle_of_an_epoch_to_the_bit(tmp_path: Any) -> None:
+def test_resuming_within_an_epoch_is_bitwise_exact(tmp_path: Any) -> None:
     assert _resumed(str(tmp_path), {}, {}) == 0.0
 
 
-def test_a_pipeline_goes_on_to_the_bit(pool2: WorkerPool, tmp_path: Any) -> None:
+def test_resuming_a_pipeline_is_bitwise_exact(pool2: WorkerPool, tmp_path: Any) -> None:
     assert max(pool2.run(_resumed, str(tmp_path), {"pipe": 2, "zero_stage": 1}, {"pipe": 2, "zero_stage": 1})) == 0.0
 
 
-def test_it_goes_on_under_another_layout(pools: WorkerPools, tmp_path: Any) -> None:
+def test_a_checkpoint_resumes_under_another_layout(pools: WorkerPools, tmp_path: Any) -> None:
     assert (
         max(pools(4).run(_resumed, str(tmp_path), {"tensor": 2, "zero_stage": 2}, {"pipe": 2, "tensor": 2}, 0.0))
         < EXACT

@@ -104,7 +104,7 @@ def _shapes_that_change(micro_batch_size: int) -> list[tuple[float, float]]:
     return out
 
 
-def test_batches_may_change_their_length_and_the_last_may_be_short(pool2: WorkerPool) -> None:
+def test_batches_may_vary_in_length_and_size(pool2: WorkerPool) -> None:
     for found in pool2.run(_shapes_that_change, 2):
         assert all(loss < 1e-6 and gradient < UPCAST for loss, gradient in found), found
 
@@ -119,12 +119,12 @@ def _headers(lengths: list[int]) -> list[int]:
     return out
 
 
-def test_shapes_go_ahead_of_a_batch_only_where_they_are_new(pool2: WorkerPool) -> None:
+def test_shapes_are_sent_only_if_they_are_new(pool2: WorkerPool) -> None:
     first, _ = pool2.run(_headers, [11, 11, 7, 11, 7])
     assert first == [1, 0, 1, 0, 0]
 
 
-def test_one_stage_leaves_the_model_as_it_was() -> None:
+def test_one_stage_leaves_the_model_unchanged() -> None:
     model = shard_model(plain(), context=ParallelContext.of({}))
     before = {name: set(module.__dict__) for name, module in model.named_modules()}
     Pipeline(model, micro_batches=2).step(batch_of(4, 7))
@@ -141,7 +141,7 @@ def _several_batches() -> tuple[float, float]:
     return abs(float(Pipeline(model, micro_batches=4).step(batches)) - loss), difference(model, reference)
 
 
-def test_several_batches_at_once_are_one_large_batch(pool2: WorkerPool) -> None:
+def test_a_list_of_batches_is_one_large_batch(pool2: WorkerPool) -> None:
     for loss, gradient in pool2.run(_several_batches):
         assert loss < 1e-6
         assert gradient < UPCAST
@@ -164,7 +164,7 @@ def pipeline_data_rank(model: nn.Module) -> int:
     return rank
 
 
-def test_steps_accumulate_over_data_ranks_and_shared_parameters_once(pool4: WorkerPool) -> None:
+def test_gradient_accumulation_reduces_tied_weights_once(pool4: WorkerPool) -> None:
     assert max(pool4.run(_accumulated)) < EXACT
 
 
@@ -191,7 +191,7 @@ def difference_before_clip(model: nn.Module, reference: nn.Module, norm: float) 
 
 @pytest.mark.reduced(one_in=2, first=1)
 @pytest.mark.parametrize("sequence", [False, True])
-def test_tensor_pipe_and_data_on_eight_processes(pools: WorkerPools, sequence: bool) -> None:
+def test_tensor_pipeline_and_data_parallelism_on_eight_processes(pools: WorkerPools, sequence: bool) -> None:
     for gradient, norm in pools(8).run(_grid_of_eight, sequence):
         assert gradient < UPCAST
         assert norm < UPCAST
@@ -239,7 +239,7 @@ def test_each_micro_batch_has_its_own_dropout_mask() -> None:
     assert first.shape == second.shape and not torch.equal(first == 0, second == 0)
 
 
-def test_dropout_draws_the_same_numbers_in_every_layout(pool2: WorkerPool) -> None:
+def test_dropout_masks_are_equal_in_every_layout(pool2: WorkerPool) -> None:
     for (losses, norm, after), *others in pool2.run(_layouts):
         assert losses[0] != losses[1], "each step draws anew"
         for other_losses, other_norm, other_after in others:
@@ -269,7 +269,7 @@ def _kept_bytes(**stages: Any) -> tuple[int, float]:
     return kept, difference(model, reference)
 
 
-def test_checkpointed_layers_keep_less_and_give_the_same(pool2: WorkerPool) -> None:
+def test_activation_checkpointing_saves_memory_with_equal_gradients(pool2: WorkerPool) -> None:
     usual = pool2.run(_kept_bytes)
     first_only = pool2.run(_kept_bytes, recompute_layers=[2, 0])
     every = pool2.run(_kept_bytes, schedule="interleaved", recompute_layers=5)
@@ -298,7 +298,7 @@ def _checkpointed_by_model() -> tuple[float, bool]:
     return difference(model, reference), kept < 60_000
 
 
-def test_checkpointing_that_the_model_was_asked_for_works_in_stages(pool2: WorkerPool) -> None:
+def test_gradient_checkpointing_enable_works_in_pipeline_stages(pool2: WorkerPool) -> None:
     for gradient, kept_little in pool2.run(_checkpointed_by_model):
         assert gradient < UPCAST
         assert kept_little
@@ -328,7 +328,7 @@ UPPER = ("transformer.h.2.", "transformer.h.3.", "transformer.ln_f", "lm_head", 
 
 
 @pytest.mark.parametrize(("frozen", "sends"), [(LOWER, 0), (UPPER, 2), (("transformer.h.1.",), 2)])
-def test_frozen_layers_get_no_gradient_and_cost_none(pool2: WorkerPool, frozen: tuple[str, ...], sends: int) -> None:
+def test_frozen_layers_get_no_gradients(pool2: WorkerPool, frozen: tuple[str, ...], sends: int) -> None:
     (*first, _), (*second, sent) = pool2.run(_frozen, frozen)
     assert max(first + second) < UPCAST
     assert sent == sends
@@ -361,7 +361,7 @@ def _outputs() -> tuple[float, float, str, list[str]]:
     )
 
 
-def test_outputs_are_on_the_last_stage_and_gathered_when_asked(pool2: WorkerPool) -> None:
+def test_outputs_are_on_the_last_stage_unless_gathered(pool2: WorkerPool) -> None:
     for loss, logits, said, given in pool2.run(_outputs):
         assert loss < EXACT
         assert logits < EXACT
@@ -388,7 +388,7 @@ def _saved() -> tuple[bool, bool, int]:
     return same, again, sum(p.numel() for p in model.parameters())
 
 
-def test_all_stages_save_the_whole_model_together(pool2: WorkerPool) -> None:
+def test_all_stages_save_the_full_model_together(pool2: WorkerPool) -> None:
     found = pool2.run(_saved)
     assert all(same and again for same, again, _ in found)
     assert sum(size for *_, size in found) < 1.2 * sum(p.numel() for p in plain().parameters())
@@ -405,7 +405,7 @@ def _lazy() -> tuple[bool, int]:
     return all(torch.equal(state[name], whole[name]) for name in whole), sum(p.numel() for p in model.parameters())
 
 
-def test_a_lazy_model_makes_the_values_of_its_stage_alone(pool2: WorkerPool) -> None:
+def test_a_lazy_model_materializes_only_its_stage(pool2: WorkerPool) -> None:
     whole = sum(p.numel() for p in GPT2().parameters())
     for same, size in pool2.run(_lazy):
         assert same
@@ -523,7 +523,7 @@ SAID = {
 
 
 @pytest.mark.parametrize("what", ASKED)
-def test_what_cannot_be_is_said_on_every_stage(pool2: WorkerPool, what: str) -> None:
+def test_errors_are_raised_on_every_stage(pool2: WorkerPool, what: str) -> None:
     for said in pool2.run(_ask, what):
         for word in SAID[what]:
             assert word in said, said
@@ -546,7 +546,7 @@ def _hybrid_traffic(sequence: bool) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-def test_tensor_ranks_send_a_part_each(pool4: WorkerPool, sequence: bool) -> None:
+def test_each_tensor_rank_sends_its_share_of_a_stage_boundary(pool4: WorkerPool, sequence: bool) -> None:
     """Of a boundary's B*S*H each of two tensor ranks sends a half, and fetches the other's where it comes in."""
     activation = 2 * 12 * 48 * 8
     found = pool4.run(_hybrid_traffic, sequence)
@@ -569,7 +569,7 @@ def _gathers(schedule: str) -> int:
     return int(all_reduce(torch.tensor(of_stage), context.pipe))
 
 
-def test_a_backward_in_halves_gathers_no_more_than_a_whole_one(pool4: WorkerPool) -> None:
+def test_a_split_backward_gathers_no_more_than_a_full_one(pool4: WorkerPool) -> None:
     assert pool4.run(_gathers, "interleaved_zb") == pool4.run(_gathers, "1f1b")
 
 
@@ -581,12 +581,12 @@ def _shared() -> list[tuple[int, ...]]:
     return [tuple(held) for held in shared]
 
 
-def test_parameters_that_several_stages_hold_are_returned(pool2: WorkerPool) -> None:
+def test_parameters_shared_by_several_stages_are_returned(pool2: WorkerPool) -> None:
     for held in pool2.run(_shared):
         assert held == [(0, 1)], "the embedding, tied to the decoder's and the head; no table, since the cut is between"
 
 
-def test_an_unequal_batch_is_no_reason_to_hang(pool2: WorkerPool) -> None:
+def test_a_batch_that_differs_between_stages_raises_without_hanging(pool2: WorkerPool) -> None:
     """After a refused batch the same processes go on with one that they share."""
 
     for loss, gradient in pool2.run(_goes_on):

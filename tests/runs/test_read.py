@@ -28,13 +28,13 @@ def said(**changes: Any) -> TrainConfig:
     return parse_config(tables, "run.toml")
 
 
-def test_the_least_that_a_run_says() -> None:
+def test_a_minimal_configuration() -> None:
     found = said()
     assert found.layout == ParallelConfig()
     assert (found.folder, found.seed, found.optimizer.name) == ("run", 0, "AdamW")
 
 
-def test_a_layout_has_the_fields_of_parallel() -> None:
+def test_layout_has_the_fields_of_the_parallel_table() -> None:
     assert list(ParallelTable.model_fields) == [field.name for field in fields(ParallelConfig)]
     assert all(field.description for field in ParallelTable.model_fields.values())
     found = said(parallel__tensor=2, parallel__partition=[1, 3], parallel__pipe=2, parallel__precision="bf16")
@@ -93,7 +93,7 @@ def test_a_layout_has_the_fields_of_parallel() -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_is_told_with_its_key(changes: dict[str, Any], words: str) -> None:
+def test_an_invalid_key_or_value_raises_with_the_key(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
         said(**changes)
     assert all((caught.value.what, caught.value.remedy))
@@ -138,7 +138,7 @@ def test_a_file_is_read_and_keys_are_changed(tmp_path: Path) -> None:
     assert found.folder == "run", "its default"
 
 
-def test_a_path_may_begin_in_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_may_start_with_a_tilde(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     found = said(folder="~/run", model__name="~/base", data__train=["~/a.txt", "b~.txt"], data__tokenizer="~/t")
     assert found.path == Path("/home/me/run")
@@ -154,14 +154,14 @@ def test_a_change_is_a_key_and_a_value(change: str, tmp_path: Path) -> None:
         load_train_config(tmp_path / "run.toml", [change])
 
 
-def test_a_change_inside_of_what_is_no_table_is_refused(tmp_path: Path) -> None:
+def test_a_change_below_a_value_raises(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text("folder = 'a'\n[hooks]\nprogress = true\n", encoding="utf-8")
     for change in ("hooks.progress.every_s=2", "folder.x=2"):
         with pytest.raises(ConfigError, match=r"requires a table"):
             load_train_config(tmp_path / "run.toml", [change])
 
 
-def test_a_file_that_is_not_there_or_is_no_toml(tmp_path: Path) -> None:
+def test_a_missing_or_invalid_file_raises(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text("model = \n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"Did you mean 'run.toml'"):
         load_train_config(tmp_path / "rum.toml")

@@ -51,9 +51,7 @@ def stop_behind(made: TrainConfig, steps: int) -> None:
     trainer.fit(steps=steps)
 
 
-def test_a_schedule_is_kept_or_changed_where_the_run_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_schedule_steps_keeps_or_changes_the_schedule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stop_behind(run(tmp_path, 6, schedule={"name": "linear"}), 3)
     kept = run(tmp_path, 7, schedule={"name": "linear", "steps": 6})
     stop_behind(kept, 4)
@@ -64,7 +62,7 @@ def test_a_schedule_is_kept_or_changed_where_the_run_says_so(
     assert rates(changed) == [1.0, 0.833333, 0.666667, 0.5, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]
 
 
-def test_a_schedule_of_the_same_rates_goes_on(tmp_path: Path) -> None:
+def test_a_schedule_with_equal_rates_resumes(tmp_path: Path) -> None:
     """A warm-up that is a share of all steps would be longer, and is over."""
     run_training(run(tmp_path, 4, schedule={"warmup": 0.25}))
     longer = run(tmp_path, 5, schedule={"warmup": 0.25})
@@ -100,15 +98,13 @@ def test_more_epochs_are_another_length(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_would_have_no_effect_is_refused(tables: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_changes_without_effect_raise(tables: dict[str, Any], words: str, tmp_path: Path) -> None:
     run_training(run(tmp_path, 2))
     with pytest.raises(ConfigError, match=words):
         run_training(run(tmp_path, 3, **tables))
 
 
-def test_a_run_that_cannot_be_resumed_says_that_it_begins_anew(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_new_run_in_an_old_folder_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_training(run(tmp_path, 2))
     assert "new run:" not in capsys.readouterr().out
     shutil.rmtree(tmp_path / "run/checkpoints")
@@ -118,7 +114,7 @@ def test_a_run_that_cannot_be_resumed_says_that_it_begins_anew(
     assert "nothing to train: 2 of 2 steps are complete; increase training.steps" in capsys.readouterr().out
 
 
-def test_what_changes_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_changed_settings_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_training(run(tmp_path, 2))
     run_training(run(tmp_path, 3))
     assert "resumed with changed settings: training.steps = 3 (was 2)\n" in capsys.readouterr().out

@@ -29,9 +29,7 @@ from tests.runs.files import config, labelled, write_rows
     ],
     ids=str,
 )
-def test_the_learning_rate_of_each_step_is_the_share_of_its_schedule(
-    table: dict[str, Any], expected: list[float]
-) -> None:
+def test_learning_rate_of_each_step(table: dict[str, Any], expected: list[float]) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     scheduler = build_scheduler(ScheduleTable(**table), 4)(optimizer)
     rates = []
@@ -43,9 +41,7 @@ def test_the_learning_rate_of_each_step_is_the_share_of_its_schedule(
 
 
 @pytest.mark.parametrize(("drop_last", "steps"), [(False, 6), (True, 4)])
-def test_the_steps_of_a_run_are_those_of_the_batches_that_it_trains_on(
-    drop_last: bool, steps: int, tmp_path: Path
-) -> None:
+def test_the_number_of_steps_equals_the_number_of_batches(drop_last: bool, steps: int, tmp_path: Path) -> None:
     data = {"train": write_rows(tmp_path, labelled(12)), "batch_size": 5, "drop_last": drop_last}
     made = config(tmp_path, "bert", data, model={"task": "classification"}, training={"epochs": 2})
     assert num_steps_of(made, load_data(made)) == steps
@@ -77,7 +73,7 @@ def decayed_by_transformers(model: nn.Module) -> set[str]:
     return here & set(trainer.get_decay_parameter_names(None, model))
 
 
-def test_norms_of_other_names_and_classes_do_not_decay() -> None:
+def test_norms_with_other_names_and_classes_do_not_decay() -> None:
     class RmsNorm(nn.RMSNorm):
         pass
 
@@ -85,7 +81,7 @@ def test_norms_of_other_names_and_classes_do_not_decay() -> None:
     assert grouped(model, weight_decay=0.1)[0.1] == {"0.weight"}
 
 
-def test_all_parameters_decay_where_the_config_says_so() -> None:
+def test_decay_biases_and_norms_decays_all_parameters() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
     assert grouped(model, weight_decay=0.1, decay_biases_and_norms=True) == {0.1: set(dict(model.named_parameters()))}
     assert list(grouped(model, name="SGD")) == [0]

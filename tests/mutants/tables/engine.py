@@ -13,9 +13,7 @@ MUTANTS = [
         "for i, n in enumerate(batch[local], local.start)]",
         "for i, n in enumerate(batch[local])]",
         "Random augmentation of a sample changes with the number of data ranks.",
-        first=(
-            "tests/engine/test_data.py::test_what_samples_draw_depends_on_neither_layout_nor_workers_nor_a_restart",
-        ),
+        first=("tests/engine/test_data.py::test_random_augmentation_is_independent_of_layout_workers_and_restarts",),
     ),
     mutant(
         "each-epoch-in-the-same-order",
@@ -23,7 +21,7 @@ MUTANTS = [
         'return torch.Generator().manual_seed(hash_seed(seed, epoch, "order"))',
         'return torch.Generator().manual_seed(hash_seed(seed, "order"))',
         "Every epoch has the order of the first epoch.",
-        first=("tests/engine/test_data.py::test_every_epoch_has_its_own_order_and_not_without_shuffle",),
+        first=("tests/engine/test_data.py::test_every_epoch_is_shuffled_anew_unless_shuffle_is_false",),
     ),
     mutant(
         "loaded-position-keeps-the-seed",
@@ -40,9 +38,9 @@ MUTANTS = [
         "counted = float(sum(head.sizes))",
         "The validation loss is not the mean over all tokens if batches have different numbers of tokens.",
         first=(
-            "tests/engine/test_engine.py::test_the_loss_of_many_batches_weighs_each_by_its_labels_that_count",
-            "tests/engine/test_engine.py::test_the_loss_of_many_batches_is_that_of_all_of_them",
-            "tests/trainer/test_trainer.py::test_the_validation_is_that_of_all_that_counts",
+            "tests/engine/test_engine.py::test_evaluate_weights_batches_by_their_counted_labels",
+            "tests/engine/test_engine.py::test_evaluate_returns_the_mean_loss_of_all_batches",
+            "tests/trainer/test_trainer.py::test_the_validation_loss_is_the_mean_over_all_counted_labels",
         ),
     ),
     mutant(
@@ -52,7 +50,7 @@ MUTANTS = [
         'if self.scheduler_every == "step":',
         "The scheduler steps after skipped steps.",
         first=(
-            "tests/engine/test_engine.py::test_a_scheduler_waits_where_a_step_is_skipped",
+            "tests/engine/test_engine.py::test_the_scheduler_does_not_step_after_a_skipped_step",
             "tests/engine/test_engine.py",
         ),
     ),
@@ -63,7 +61,7 @@ MUTANTS = [
         'return all_reduce(loss, self.context.data, purpose="loss")',
         'With average="ranks" the reported loss is multiplied by the number of data ranks.',
         first=(
-            "tests/engine/test_engine.py::test_an_average_over_ranks_is_the_mean_of_their_losses",
+            "tests/engine/test_engine.py::test_averaging_over_ranks_returns_the_mean_of_their_losses",
             "tests/engine/test_engine.py::test_two_processes_give_the_weights_of_one",
         ),
     ),
@@ -81,7 +79,7 @@ MUTANTS = [
         "                    data.load_state(self._position)  # this batch was not used\n",
         "",
         "A run that a signal or a hook stopped resumes one batch too late.",
-        first=("tests/trainer/test_trainer.py::test_a_run_that_was_stopped_goes_on_with_the_batch_that_was_next",),
+        first=("tests/trainer/test_trainer.py::test_a_stopped_run_resumes_with_the_next_batch",),
     ),
     mutant(
         "average-counts-skipped-steps",
@@ -90,7 +88,7 @@ MUTANTS = [
         "if engine.steps % self.every:",
         "The moving average is updated in skipped steps.",
         first=(
-            "tests/trainer/hooks/test_moving_average.py::test_a_step_that_is_skipped_does_not_move_it",
+            "tests/trainer/hooks/test_moving_average.py::test_a_skipped_step_does_not_update_the_average",
             "tests/trainer/hooks/test_moving_average_faults.py",
             "tests/trainer/hooks/test_moving_average.py",
         ),
@@ -101,7 +99,7 @@ MUTANTS = [
         "gathered = all_gather_objects(local_pairs, trainer.engine.context.data)",
         "gathered = [local_pairs]",
         "Accuracy covers only the samples of one data rank.",
-        first=("tests/trainer/hooks/test_metrics.py::test_metrics_are_scikit_learn_s_over_all_samples",),
+        first=("tests/trainer/hooks/test_metrics.py::test_metrics_equal_those_of_sklearn_over_all_samples",),
     ),
     mutant(
         "patience-starts-again",
@@ -114,8 +112,8 @@ MUTANTS = [
     mutant(
         "records-lose-the-resumed-step",
         "shardformer/training/metrics_log.py",
-        "if record.step <= step]",
-        "if record.step < step]",
+        "if record.step <= resume_at]",
+        "if record.step < resume_at]",
         "A resumed run loses the record of the step at which it resumes.",
         first=("tests/trainer/test_records.py",),
     ),
@@ -126,7 +124,7 @@ MUTANTS = [
         "return step / warmup",
         "The first step of a run with warm-up has a learning rate of 0.",
         first=(
-            "tests/runs/test_updates.py::test_the_learning_rate_of_each_step_is_the_share_of_its_schedule",
+            "tests/runs/test_updates.py::test_learning_rate_of_each_step",
             "tests/runs",
         ),
     ),
@@ -137,7 +135,7 @@ MUTANTS = [
         "-(-samples // size)",
         "With drop_last the learning rate does not reach its final value.",
         first=(
-            "tests/runs/test_updates.py::test_the_steps_of_a_run_are_those_of_the_batches_that_it_trains_on",
+            "tests/runs/test_updates.py::test_the_number_of_steps_equals_the_number_of_batches",
             "tests/runs",
         ),
     ),
@@ -148,7 +146,7 @@ MUTANTS = [
         "classes = label_classes(labels, names if set(own) <= set(names) else own)",
         "Validation data that lacks a class is compared with wrong labels.",
         first=(
-            "tests/runs/test_data.py::test_validation_data_that_lack_a_class_have_the_numbers_of_the_training",
+            "tests/runs/test_data.py::test_validation_data_without_some_class_uses_the_training_indices",
             "tests/runs/test_data.py::test_texts_have_classes",
         ),
     ),

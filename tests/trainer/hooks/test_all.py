@@ -29,7 +29,7 @@ OF_ARGUMENTS: dict[str, Callable[[], Hook]] = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_training_is_the_same_with_the_hook(name: str, tmp_path: Path) -> None:
+def test_a_hook_does_not_change_training(name: str, tmp_path: Path) -> None:
     hook = OF_A_FOLDER[name](str(tmp_path)) if name in OF_A_FOLDER else OF_ARGUMENTS.get(name, getattr(hooks, name))()
     engine, plainly = engine_of(), engine_of()
     torch.manual_seed(3)
@@ -41,7 +41,7 @@ def test_training_is_the_same_with_the_hook(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_hook_has_a_file_of_its_own(name: str) -> None:
+def test_each_hook_has_its_own_file(name: str) -> None:
     written = "".join(f"_{c.lower()}" if c.isupper() else c for c in name).removeprefix("_")
     folder = Path(hooks.__file__).parent
     assert (folder / f"{written.replace('tensor_board', 'tensorboard')}.py").is_file()

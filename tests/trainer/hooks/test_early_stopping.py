@@ -54,22 +54,22 @@ def steps_of(values: Sequence[float], hook: EarlyStopping, context: ParallelCont
     ],
     ids=str,
 )
-def test_the_run_ends_when_patience_does(options: dict[str, Any], values: list[float], steps: int) -> None:
+def test_the_run_ends_after_patience_validations(options: dict[str, Any], values: list[float], steps: int) -> None:
     made, why = steps_of(values, EarlyStopping(**options))
     assert made == steps
     assert "did not improve" in why
 
 
-def test_a_run_that_gets_better_goes_on() -> None:
+def test_an_improving_run_continues() -> None:
     assert steps_of([5, 4, 3, 2], EarlyStopping(patience=1)) == (4, None)
 
 
-def test_all_ranks_end_together() -> None:
+def test_all_ranks_stop_together() -> None:
     found = run_as_threads(lambda c: steps_of([1, 1, 1, 1], EarlyStopping(patience=2), c), data=2)
     assert [steps for steps, _ in found] == [3, 3]
 
 
-def test_what_was_counted_is_kept() -> None:
+def test_a_checkpoint_keeps_the_count() -> None:
     first, second = EarlyStopping(patience=2), EarlyStopping(patience=2)
     steps_of([1, 2], first)
     second.load_state(first.state())
@@ -77,13 +77,13 @@ def test_what_was_counted_is_kept() -> None:
     assert steps_of([2, 0], second)[0] == 1
 
 
-def test_a_name_that_no_hook_brings_is_said() -> None:
+def test_an_unknown_metric_raises() -> None:
     with pytest.raises(InputError, match=r"'validation/los'.*Did you mean 'validation/loss'"):
         hook = EarlyStopping("validation/los")
         Trainer(_engine(), [hook]).fit(steps=1, validation=PAIRS, validate_every=1)
 
 
-def test_a_run_without_validation_data_is_refused() -> None:
+def test_a_run_without_validation_data_raises() -> None:
     engine = _engine()
     with pytest.raises(ConfigError, match="EarlyStopping requires validation data"):
         Trainer(engine, [EarlyStopping()]).fit(steps=1)
@@ -96,6 +96,6 @@ def _engine() -> Any:
 
 
 @pytest.mark.parametrize("options", [{"mode": "less"}, {"patience": 0}, {"patience": True}, {"min_delta": -1.0}])
-def test_arguments_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
+def test_invalid_arguments_raise(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         EarlyStopping(**options)
