@@ -1,4 +1,4 @@
-"""A reshape carries over what was changed since ``initialize``, or is refused before anything was changed."""
+"""``engine.reshard`` carries over changes since ``initialize``, or raises before anything is changed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Settings:
 
 
 class Model(nn.Module):
-    """Reads many kinds of settings in its forward."""
+    """Model whose forward reads many kinds of attributes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,8 +178,8 @@ def test_resharding_a_compiled_model_warns() -> None:
 def test_only_an_engine_of_one_process_can_be_copied() -> None:
     engine = engine_of()
     engine.train_step(batch(0))
-    twin = copy.deepcopy(engine)
-    found = [float(each.train_step(batch(step))) for step in (1, 2) for each in (engine, twin)]
+    copied = copy.deepcopy(engine)
+    found = [float(each.train_step(batch(step))) for step in (1, 2) for each in (engine, copied)]
     assert found[0] == found[1] != found[2] == found[3]
 
     def refused(context: ParallelContext) -> None:
@@ -191,8 +191,8 @@ def test_only_an_engine_of_one_process_can_be_copied() -> None:
 
 @pytest.mark.parametrize("how", [torch.nn.utils.weight_norm, functools.partial(prune.l1_unstructured, amount=0.5)])
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
-def test_spectral_norm_continues_to_train_after_reshard(how: Any) -> None:
-    """torch refuses to copy it."""
+def test_weight_norm_and_pruning_continue_after_reshard(how: Any) -> None:
+    """Their weight is computed by a hook, so that ``copy.deepcopy`` fails."""
 
     def trained(layouts: list[dict[str, Any] | None]) -> list[float]:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The data of a distributed run: every sample once, the same under any layout, and where it was when it goes on."""
+"""Distributed data loading uses every sample once, independently of the layout, and resumes at the next sample."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def place(rank: int = 0, ranks: int = 1, **others: int) -> ParallelContext:
 
 
 def parts(make: Any, ranks: int, **options: Any) -> list[list[Any]]:
-    """For each rank its parts of all batches of an epoch."""
+    """Return the local batches of an epoch for each rank."""
     return [list(ShardedDataLoader(make(), place(rank, ranks), **options)) for rank in range(ranks)]
 
 
 def joined(found: list[list[Tensor]]) -> list[list[int]]:
-    """Whole batches, out of the parts of the ranks."""
+    """Concatenate the local batches to global batches."""
     return [torch.cat(each).tolist() for each in zip(*found, strict=True)]
 
 
@@ -82,7 +82,7 @@ def test_every_epoch_is_shuffled_anew_unless_shuffle_is_false() -> None:
 
 
 def samples_of(batches: ShardedDataLoader, number: int) -> list[int]:
-    """Of so many batches, over as many epochs as that takes."""
+    """Return the samples of ``count`` batches over as many epochs as necessary."""
     found: list[int] = []
     while number:
         for batch in batches:
@@ -112,7 +112,7 @@ def test_a_resumed_run_continues_with_the_next_sample(first: int, then: int, ste
 
 
 class Noisy(Dataset[Tensor]):
-    """Every sample draws from all three generators."""
+    """Data set whose samples draw from all three random generators."""
 
     def __len__(self) -> int:
         return 12
@@ -173,7 +173,7 @@ class Rows(IterableDataset[Any]):
 
 
 class Stepping:
-    """A sampler of the user's own."""
+    """User-defined sampler."""
 
     def __init__(self, count: int, epoch: int = 0) -> None:
         self.count, self.epoch = count, epoch
@@ -262,7 +262,7 @@ def test_a_small_last_batch_can_be_merged() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "options", "said"),
+    ("source", "options", "message"),
     [
         (list(range(4)), {}, "requires batch_size"),
         (list(range(4)), {"batch_size": 0}, "batch_size=0"),
@@ -284,8 +284,8 @@ def test_a_small_last_batch_can_be_merged() -> None:
     ],
     ids=lambda value: str(value)[:20] if isinstance(value, str) else "",
 )
-def test_data_that_cannot_be_sharded_raises(source: Any, options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_data_that_cannot_be_sharded_raises(source: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         ShardedDataLoader(source, place(0, 2), **options)
 
 

@@ -1,4 +1,4 @@
-"""Samples that are mappings become the batch that a model takes."""
+"""``collate_samples`` converts mappings to the batch that a model takes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_other_samples_are_collated_by_default_collate() -> None:
 
 
 @pytest.mark.parametrize(
-    ("samples", "said"),
+    ("samples", "message"),
     [
         ([{"ids": [1]}, {"ids": [1, 2]}], r"'ids' .* different shapes, \(1,\) and \(2,\).*DataCollatorWithPadding"),
         ([{"ids": torch.ones(3)}, {"ids": torch.ones(2)}], r"'ids' .* different shapes, \(2,\) and \(3,\)"),
@@ -57,6 +57,6 @@ def test_other_samples_are_collated_by_default_collate() -> None:
         ([{"a": 1, "b": 1}, {"a": 1}], r"different keys, \['a', 'b'\] and \['a'\]"),
     ],
 )
-def test_inconsistent_samples_raise(samples: list[dict[str, Any]], said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_inconsistent_samples_raise(samples: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(InputError, match=message):
         collate_samples(samples)

@@ -1,4 +1,4 @@
-"""Data that differs between ranks: an error on all of them, before a step is made."""
+"""Data that differs between ranks raises on all ranks before the first step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAMPLES: list[Pair] = [(torch.tensor([float(number)]), torch.zeros(1)) for numbe
 
 
 def samples_used(rank: int, context: ParallelContext, data: Any, **options: Any) -> list[float] | None:
-    """The samples that a rank trains on in an epoch; None where the data are refused."""
+    """Return the samples that a rank uses in an epoch, or None if the data raises."""
     model, seen = nn.Linear(1, 1), []
     try:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -58,7 +58,7 @@ class OwnOrder(Sampler[int]):
 
 
 class Part(Sampler[list[int]]):
-    """Batches of this rank alone, as loaders of accelerate have them."""
+    """Batches of this rank only, as in data loaders of accelerate."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -123,7 +123,7 @@ def test_each_sample_of_equal_data_is_used_once(kind: str) -> None:
 
 
 class Noisy(Dataset[dict[str, Any]]):
-    """Samples that differ each time they are read, as augmentation with a generator of its own makes them."""
+    """Samples that differ each time they are read, as with random augmentation."""
 
     def __init__(self, rank: int) -> None:
         self.generator = numpy.random.default_rng(rank)
@@ -163,7 +163,7 @@ def test_floating_point_samples_are_compared_up_to_rounding() -> None:
 
 
 def skipped(context: ParallelContext, where: int) -> str:
-    """Rank 1 leaves a batch out; what all ranks raise."""
+    """Skip a batch on rank 1, and return the error of all ranks."""
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     engine = initialize(model, optimizer, nn.MSELoss(), SAMPLES, context=context, batch_size=6)

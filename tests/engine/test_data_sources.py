@@ -1,4 +1,4 @@
-"""Data with a number for each sample: the loaders, samplers and workers of the user."""
+"""Indexed data with loaders, samplers and workers of the user."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def place(rank: int = 0, ranks: int = 1) -> ParallelContext:
 
 
 class Process(Dataset[Any]):
-    """Each sample is the process that read it, and a number that it drew."""
+    """Data set whose samples contain the process that read them and a random number."""
 
     def __len__(self) -> int:
         return 8
@@ -33,7 +33,7 @@ class Process(Dataset[Any]):
 
 
 def test_an_explicit_batch_sampler_of_torch_chooses_the_samples() -> None:
-    """The loader has no batch size of its own then, and another sampler that it does not use."""
+    """Such a loader has no batch size, and an unused default sampler."""
     made = BatchSampler(range(9, -1, -1), 4, drop_last=False)
     parts = [list(ShardedDataLoader(DataLoader(range(10), batch_sampler=made), place(rank, 2))) for rank in range(2)]
     assert [part.tolist() for part in parts[0]] == [[9, 8], [5, 4], [1]]
@@ -124,7 +124,7 @@ def test_shuffle_false_disables_shuffling_of_a_loader() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "options", "said"),
+    ("source", "options", "message"),
     [
         (DataLoader([1, 2], 2), {"shuffle": True}, "shuffle=True conflicts"),  # type: ignore[arg-type]
         (DataLoader([1, 2], 2), {"num_workers": 2}, "num_workers=2 conflicts"),  # type: ignore[arg-type]
@@ -135,8 +135,8 @@ def test_shuffle_false_disables_shuffling_of_a_loader() -> None:
         (torch.ones(3), {"batch_size": 1}, "data of type Tensor.*TensorDataset"),
     ],
 )
-def test_arguments_without_effect_raise(source: Any, options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_arguments_without_effect_raise(source: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         ShardedDataLoader(source, place(), **options)
 
 

@@ -1,4 +1,4 @@
-"""Streams: what was read is not lost and not read twice, and ranks draw alike."""
+"""Streamed data: no sample is lost or read twice, and all ranks draw the same random numbers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def place(rank: int = 0, ranks: int = 1) -> ParallelContext:
 
 
 class Count(IterableDataset[Any]):
-    """Counts up; each sample draws from all three generators."""
+    """Stream of increasing numbers whose samples draw from all three random generators."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -35,7 +35,7 @@ class Count(IterableDataset[Any]):
 
 
 class Counted(Count):
-    """It knows its length, and has the ``__getitem__`` of every torch Dataset, which raises."""
+    """Stream with a length, and with the inherited ``__getitem__`` of torch's Dataset, which raises."""
 
     def __len__(self) -> int:
         return self.count
@@ -133,7 +133,7 @@ def test_length_of_streams() -> None:
 
 
 def test_a_streamed_loader_has_its_own_random_state_equal_on_all_ranks() -> None:
-    """A map-style data set without batching is a stream of whole batches."""
+    """A map-style data set without batching is a stream of global batches."""
     generator = torch.Generator().manual_seed(5)
     before = generator.get_state()
     data = [torch.arange(4) + 4 * i for i in range(5)]

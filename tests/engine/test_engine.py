@@ -1,4 +1,4 @@
-"""One engine: the same three calls under every layout, and the weights that one process gets."""
+"""The engine trains with the same calls under every layout, and with the weights of a single process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.pools import WorkerPools
 
 GPT2 = SmallModel("gpt2", changes={"n_layer": 4})
 EXACT = 1e-6
-"""GPT-2 computes its loss in fp32: another cut of a batch rounds otherwise."""
+"""GPT-2 computes its loss in fp32, so other micro-batches round differently."""
 
 Losses = list[float]
 
@@ -36,7 +36,7 @@ def plain(sample: SmallModel = GPT2) -> nn.Module:
 
 
 def rows(count: int = 22, length: int = 9) -> list[dict[str, Tensor]]:
-    """Samples with another number of ignored labels in each."""
+    """Samples with different numbers of ignored labels."""
     ids = torch.randint(3, 127, (count, length), generator=torch.Generator().manual_seed(0))
     labels = ids.clone()
     for row in range(count):
@@ -50,7 +50,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 @cache
 def alone() -> tuple[Losses, dict[str, Tensor]]:
-    """The loop as it is without us: the order of the data is all that is ours."""
+    """Plain training loop in the data order of the engine."""
     model = plain()
     optimizer = sgd(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
@@ -130,7 +130,7 @@ def test_four_processes_give_the_weights_of_one(pool4: WorkerPool, parallel: dic
 
 
 def _seen_by_norms() -> list[Tensor]:
-    """What layer norms are given in some steps, where tensor ranks hold slices of other sizes."""
+    """Return the inputs of layer norms in some steps, with uneven tensor shards."""
     torch.manual_seed(0)
     parallel = {"tensor": 2, "data": 2, "zero_stage": 3}
     model = SmallModel("bert", changes={"vocab_size": 131})().double().train()
@@ -154,7 +154,7 @@ def test_replicated_activations_are_bitwise_equal_on_tensor_ranks_under_stage_3(
 
 
 class Sum(nn.Module):
-    """A model without a config, which gives no loss."""
+    """Model without a config that returns no loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -356,7 +356,7 @@ def _misused(engine: Engine, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [
         ("another loss", "is not the last loss of the engine"),
         ("no batch", "without a batch"),
@@ -368,8 +368,8 @@ def _misused(engine: Engine, how: str) -> None:
     ],
     ids=lambda value: value[:12] if isinstance(value, str) else "too many",
 )
-def test_calls_in_the_wrong_order_raise(how: Any, said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_calls_in_the_wrong_order_raise(how: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         _misused(made(), how)
 
 
@@ -378,7 +378,7 @@ def strange_optimizer() -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"optimizer": strange_optimizer()}, "not in the model"),
         ({"optimizer": torch.optim.SGD}, "optimizer=SGD"),
@@ -393,8 +393,8 @@ def strange_optimizer() -> torch.optim.Optimizer:
     ],
     ids=lambda value: str(value) if isinstance(value, str) else "",
 )
-def test_invalid_arguments_raise(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_arguments_raise(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         initialize(Sum(), **options)
 
 
@@ -437,7 +437,7 @@ def test_fit_to_adapts_the_layout_to_the_number_of_processes(
 
 
 def _resumed(tmp: str, first: dict[str, Any], then: dict[str, Any], dropout: float = 0.1) -> float:
-    """Seven steps without a break, against three, a checkpoint, and four more under another layout."""
+    """Compare seven steps with three steps, a checkpoint, and four steps under another layout."""
 
     def run(parallel: dict[str, Any], start: Callable[[Engine], None], steps: int) -> tuple[Losses, Engine]:
         model = plain(SmallModel("gpt2", changes={"n_layer": 4, "resid_pdrop": dropout}))

@@ -1,4 +1,4 @@
-"""An operation that fails leaves the model, what trains it, the data and the random numbers as they were."""
+"""A failed operation leaves the model, the optimizer, the data and the random state unchanged."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def engine_of(
 
 
 def state(engine: Engine) -> Any:
-    """All that a failing call may not change."""
+    """Return everything that a failed call must not change."""
     optimizers = [own for each in engine.optimizers for own in getattr(each, "inner", [each])]
     return copy.deepcopy(
         {
@@ -89,7 +89,7 @@ class Unloadable(torch.optim.lr_scheduler.StepLR):
 
 
 class Extra(nn.Linear):
-    """A module with a state of its own, of which some value is refused."""
+    """Module with an extra state that rejects some value."""
 
     value = 1
 

@@ -1,4 +1,4 @@
-"""What of a batch the model gets, and what only the loss function reads; rows of several documents."""
+"""Batch items of the model and of the loss function, and packed documents."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def model_of(**config: Any) -> Any:
 
 
 def check(plain: Any, batch: dict[str, Any], loss: Tensor, grid: dict[str, int], loss_fn: Any = None) -> None:
-    """Loss and weights of a step over ranks are those of the plain model."""
+    """Compare loss and weights of a step over ranks with those of the unsharded model."""
     models = [copy.deepcopy(plain) for _ in range(2)]
     loss.backward()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()

@@ -1,4 +1,4 @@
-"""A loss is taken in each form in which models return it: an attribute, a key, the first of a tuple, or itself."""
+"""A loss may be an attribute, a dict item, the first item of a tuple, or the output itself."""
 
 from __future__ import annotations
 

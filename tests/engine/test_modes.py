@@ -1,4 +1,4 @@
-"""Parts of a model keep the modes, and the switches, that the user gave them, whatever the engine is asked to do."""
+"""Engine calls keep the training modes that the user has set on submodules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallMo
 
 
 class Classifier(nn.Module):
-    """A frozen body with a BatchNorm, and a head with dropout."""
+    """Frozen backbone with a BatchNorm, and a head with dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def test_evaluation_over_data_ranks_keeps_training_modes(zero: int | None) -> No
 
 
 def test_a_submodule_in_train_mode_returns_to_it_after_evaluation() -> None:
-    """Dropout that draws in evaluation, too: what was set before a call is the state to go back to."""
+    """A dropout in train mode stays active in ``evaluate`` of a model in eval mode."""
     engine = engine_of(model())
     engine.eval()
     engine.model.drop.train()
@@ -132,7 +132,7 @@ def test_initialize_keeps_a_partial_train_mode() -> None:
 @pytest.mark.reduced(one_in=3, first=1)
 @pytest.mark.parametrize("axes", [{"data": 2}, {"pipe": 2}, {"tensor": 2}], ids=str)
 def test_train_step_trains_a_model_in_eval_mode(axes: dict[str, int]) -> None:
-    """A model that its user put into eval mode trains without dropout."""
+    """Such a model trains without dropout."""
     torch.manual_seed(0)
     plain: Any = SmallModel("gpt2", changes={"resid_pdrop": 0.5})().double().eval()
     data = RandomBatches(DEFAULT_HEAD["gpt2"])(0)
@@ -155,7 +155,7 @@ def test_train_step_trains_a_model_in_eval_mode(axes: dict[str, int]) -> None:
 
 
 class Evaluates(shardformer.hooks.Hook):
-    """Forgets that it has put the model into eval mode."""
+    """Hook that leaves the model in eval mode."""
 
     def after_step(self, trainer: Any) -> None:
         trainer.engine.eval()
@@ -169,7 +169,7 @@ def test_a_hook_that_leaves_the_model_in_eval_mode_does_not_change_training() ->
 
 
 class KeepsBody(nn.Module):
-    """Overrides ``train``, and counts how often it was called."""
+    """Model that overrides ``train`` and counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""One call for a batch, whatever the layout: what a user of ``Pipeline`` relies on beside equal gradients."""
+"""Behavior of ``Pipeline`` beyond equal gradients, under every layout."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def plain(sample: SmallModel = GPT2) -> nn.Module:
 
 
 def batch_of(samples: int, length: int, seed: int = 0) -> Batch:
-    """Tokens, with another number of ignored labels in each row."""
+    """Tokens with different numbers of ignored labels per row."""
     ids = torch.randint(3, 127, (samples, length), generator=torch.Generator().manual_seed(seed))
     labels = ids.clone()
     for row in range(samples):
@@ -62,13 +62,13 @@ def sharded(sample: SmallModel = GPT2, sizes: dict[str, int] | None = None, **st
 
 
 def alone() -> nn.Module:
-    """On a grid of one process, beside the others."""
+    """Run a function on a grid of one process."""
     context = ParallelContext.from_group(Axis("tensor", ranks=(get_rank(),)))
     return shard_model(plain(), config=ShardConfig(context=context))
 
 
 def difference(model: nn.Module, reference: nn.Module) -> float:
-    """Between the gradients of this rank's parameters and the plain model's."""
+    """Return the largest difference between gradients of this rank and of the unsharded model."""
     theirs = dict(reference.named_parameters(remove_duplicate=False))
     specs, axis = shard_specs(model), metadata_of(model).context.tensor
     found = [0.0]
@@ -81,7 +81,7 @@ def difference(model: nn.Module, reference: nn.Module) -> float:
 
 
 def back(reference: nn.Module, *batches: Batch) -> float:
-    """The plain model's loss, its gradients left in it; of several batches that of all their labels together."""
+    """Return the loss of the unsharded model over all batches, and compute its gradients."""
     counts = [int((b["labels"][:, 1:] != -100).sum()) for b in batches]
     losses = [reference(**b).loss * n / sum(counts) for b, n in zip(batches, counts, strict=True)]
     loss = torch.stack(losses).sum()
@@ -129,9 +129,9 @@ def test_one_stage_leaves_the_model_unchanged() -> None:
     before = {name: set(module.__dict__) for name, module in model.named_modules()}
     Pipeline(model, micro_batches=2).step(batch_of(4, 7))
     assert {name: set(module.__dict__) for name, module in model.named_modules()} == before
-    twin = copy.deepcopy(model)
-    twin(**batch_of(2, 7)).loss.backward()
-    assert all(p.grad is not None for p in twin.parameters())
+    copied = copy.deepcopy(model)
+    copied(**batch_of(2, 7)).loss.backward()
+    assert all(p.grad is not None for p in copied.parameters())
 
 
 def _several_batches() -> tuple[float, float]:
@@ -182,7 +182,7 @@ def _grid_of_eight(sequence: bool) -> tuple[float, float]:
 
 
 def difference_before_clip(model: nn.Module, reference: nn.Module, norm: float) -> float:
-    """The reference's gradients were scaled; they are scaled back first."""
+    """Undo the scaling of the reference gradients before comparing."""
     for p in reference.parameters():
         if p.grad is not None:
             p.grad.mul_((norm + 1e-6) / 0.5)
@@ -245,14 +245,14 @@ def test_dropout_masks_are_equal_in_every_layout(pool2: WorkerPool) -> None:
         for other_losses, other_norm, other_after in others:
             assert other_losses == pytest.approx(losses, rel=1e-6)
             assert other_norm == pytest.approx(norm, rel=1e-6)
-            assert other_after == after, "what is drawn outside goes on alike"
+            assert other_after == after, "random numbers outside are unaffected"
 
 
 # ---------------------------------------------------------------------------------------------- checkpointing, freezing
 
 
 def _kept_bytes(**stages: Any) -> tuple[int, float]:
-    """Bytes that the forwards keep for the backwards, and how far the gradients are off."""
+    """Return the bytes saved for backward, and the error of the gradients."""
     reference, model = plain().train(), sharded(**stages).train()
     if stages.pop("by_model", False):
         model.gradient_checkpointing_enable()
@@ -346,30 +346,30 @@ def _outputs() -> tuple[float, float, str, list[str]]:
         expected = reference(**batch)
     found = pipeline.forward(batch, gather=True)
     rank = pipeline.stage_manager.stage
-    said = ""
+    message = ""
     try:
         _ = pipeline.forward(batch).logits
     except ConfigError as error:
-        said = str(error)
+        message = str(error)
     loss = abs(float(pipeline.evaluate(batch)) - float(expected.loss))
-    assert (rank == 1) == (said == "")
+    assert (rank == 1) == (message == "")
     return (
         loss,
         float((found.logits - expected.logits).abs().max()),
-        said,
+        message,
         [k for k, v in found.items() if v is not None],
     )
 
 
 def test_outputs_are_on_the_last_stage_unless_gathered(pool2: WorkerPool) -> None:
-    for loss, logits, said, given in pool2.run(_outputs):
+    for loss, logits, message, given in pool2.run(_outputs):
         assert loss < EXACT
         assert logits < EXACT
         assert "logits" in given
         assert "encoder_last_hidden_state" not in given, "the last stage did not make it"
-        if said:
-            assert "logits was asked of stage 0" in said
-            assert "gather=True" in said
+        if message:
+            assert "logits was asked of stage 0" in message
+            assert "gather=True" in message
 
 
 def _saved() -> tuple[bool, bool, int]:
@@ -524,9 +524,9 @@ SAID = {
 
 @pytest.mark.parametrize("what", ASKED)
 def test_errors_are_raised_on_every_stage(pool2: WorkerPool, what: str) -> None:
-    for said in pool2.run(_ask, what):
+    for message in pool2.run(_ask, what):
         for word in SAID[what]:
-            assert word in said, said
+            assert word in message, message
 
 
 # ---------------------------------------------------------------------------------------------------------------- bytes
@@ -547,7 +547,7 @@ def _hybrid_traffic(sequence: bool) -> dict[str, tuple[int, int]]:
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_each_tensor_rank_sends_its_share_of_a_stage_boundary(pool4: WorkerPool, sequence: bool) -> None:
-    """Of a boundary's B*S*H each of two tensor ranks sends a half, and fetches the other's where it comes in."""
+    """Each of two tensor ranks sends half of B*S*H, and gathers the other half on arrival."""
     activation = 2 * 12 * 48 * 8
     found = pool4.run(_hybrid_traffic, sequence)
     for first_stage, last_stage in ((found[0], found[2]), (found[1], found[3])):
@@ -587,7 +587,7 @@ def test_parameters_shared_by_several_stages_are_returned(pool2: WorkerPool) -> 
 
 
 def test_a_batch_that_differs_between_stages_raises_without_hanging(pool2: WorkerPool) -> None:
-    """After a refused batch the same processes go on with one that they share."""
+    """The same processes train on the next batch."""
 
     for loss, gradient in pool2.run(_goes_on):
         assert loss < 1e-6
@@ -605,7 +605,7 @@ def _goes_on() -> tuple[float, float]:
 
 
 class Classifier(nn.Module):
-    """A model without layers in a row, which nobody has heard of."""
+    """Model without a sequence of layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -618,7 +618,7 @@ class Classifier(nn.Module):
 
 @pytest.mark.parametrize("data", [1, 2])
 def test_any_model_runs_in_one_stage(data: int) -> None:
-    """Three micro-batches of uneven size, over data ranks with other numbers of samples."""
+    """Three uneven micro-batches, with different numbers of samples per data rank."""
 
     def loss_fn(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
         return nn.functional.cross_entropy(logits, batch["classes"])

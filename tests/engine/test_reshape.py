@@ -1,4 +1,4 @@
-"""An engine goes on under another layout, in memory: the losses of one that stayed, and no byte that need not move."""
+"""``engine.reshard`` changes the layout in memory with equal losses and minimal communication."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def losses(engine: Engine, steps: int) -> list[float]:
 
 
 def next_loss(engine: Engine) -> float:
-    """At the end of an epoch there is no batch left, and the next one begins."""
+    """Train a step, and start the next epoch if the current one has ended."""
     return (losses(engine, 1) or losses(engine, 1))[0]
 
 
 def pairs_in_a_row(count: int) -> list[int]:
-    """A way through so many layouts on which each becomes each other one once."""
+    """Return a sequence of layouts that contains every ordered pair once."""
     left, way = set(permutations(range(count), 2)), [0]
     while left:
         choices = [then for now, then in left if now == way[-1]]
@@ -125,7 +125,7 @@ def tensors() -> int:
 
 
 def _kept(layouts: list[Layout]) -> list[tuple[Layout, int, bool]]:
-    """By how many tensors two steps make what is held grow, and whether the grid outlives the engine."""
+    """Return how many more tensors exist after two steps, and whether the grid outlives the engine."""
     found = []
     for layout in layouts:
         engine = made("llama", layout)
@@ -140,7 +140,7 @@ def _kept(layouts: list[Layout]) -> list[tuple[Layout, int, bool]]:
 
 
 def test_no_tensor_outlives_its_step_or_its_engine(pool4: WorkerPool) -> None:
-    """The collector does not see through autograd's nodes: a hook there that holds what holds the graph stays."""
+    """The garbage collector cannot see cycles through hooks of autograd nodes."""
     for found in pool4.run(_kept, KEPT):
         assert found == [(layout, 0, False) for layout in KEPT]
 
@@ -169,19 +169,19 @@ def test_reshard_on_one_process() -> None:
 def _refused() -> tuple[str, list[float]]:
     engine = made("gpt2", {"data": 2})
     found = losses(engine, 1)
-    said = ""
+    message = ""
     for layout in ({"tensor": 3}, {"pipe": 2, "schedule": "no such"}):
         try:
             engine.reshard(layout)
         except ConfigError as error:
-            said += str(error)
-    return said, found + losses(engine, 2)
+            message += str(error)
+    return message, found + losses(engine, 2)
 
 
 def test_an_invalid_layout_leaves_the_engine_unchanged(pool2: WorkerPool) -> None:
-    for said, found in pool2.run(_refused):
-        assert "tensor=3" in said
-        assert "no such" in said
+    for message, found in pool2.run(_refused):
+        assert "tensor=3" in message
+        assert "no such" in message
         assert found == pool2.run(_plain_losses)[0]
 
 

@@ -1,4 +1,4 @@
-"""What a run is trained on, out of every kind of file, and what is said of one that cannot be."""
+"""Training data of a run from every file format, and errors for invalid data."""
 
 from __future__ import annotations
 

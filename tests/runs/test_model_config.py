@@ -1,4 +1,4 @@
-"""The fields of `[model] config` build what they build in transformers, and what cannot be exported is refused."""
+"""``[model] config`` builds the same config as transformers, and configs that cannot be exported raise."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_vocab_size_of_a_multimodal_model_is_set_in_its_text_config(tmp_path: Pa
 
 
 def classified(tmp_path: Path, names: list[Any], model: dict[str, Any]) -> tuple[TrainingData, Any]:
-    """(the data, the complete config) of a run whose labels are these, in turn."""
+    """Return the data and the config of a run with these labels."""
     rows = [{"text": f"row {i}", "label": names[i % len(names)]} for i in range(12)]
     made = config(
         tmp_path,
@@ -141,7 +141,7 @@ def test_the_config_has_the_class_names(labels: list[Any], names: list[str], tmp
 
 
 def test_classes_of_the_model_keep_its_indices(tmp_path: Path) -> None:
-    """A head that was trained has an output for each of them."""
+    """A trained head has an output for each of its classes."""
     model = saved_with(tmp_path, ["positive", "neutral", "negative"])
     data, found = classified(tmp_path, ["negative", "positive"], model)
     assert found.id2label == {0: "positive", 1: "neutral", 2: "negative"}
@@ -157,8 +157,8 @@ def test_new_classes_replace_those_of_the_model(tmp_path: Path) -> None:
 
 
 def test_id2label_and_num_labels_of_the_run_are_kept(tmp_path: Path) -> None:
-    said = {"config": {**SMALL["bert"], "id2label": {"0": "good", "1": "bad"}}}
-    data, found = classified(tmp_path, ["bad", "good"], said)
+    overrides = {"config": {**SMALL["bert"], "id2label": {"0": "good", "1": "bad"}}}
+    data, found = classified(tmp_path, ["bad", "good"], overrides)
     assert [data.train[i]["labels"] for i in range(2)] == [1, 0]
     assert found.label2id == {"good": 0, "bad": 1}
     _, found = classified(tmp_path, ["bad", "good"], {"config": {**SMALL["bert"], "num_labels": 3}})

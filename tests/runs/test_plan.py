@@ -1,4 +1,4 @@
-"""What a dry run says of each rank, without values: what it keeps, and the most that a step holds."""
+"""The dry run reports the memory of each rank without allocating weights."""
 
 from __future__ import annotations
 

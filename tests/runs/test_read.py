@@ -1,4 +1,4 @@
-"""A run's file says what is trained; what cannot be in it is told with the key, the rule and the nearest names."""
+"""Errors of a configuration file contain the key, the rule and similar names."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from shardformer.train_command.config_schema import ParallelTable, TrainConfig, 
 LEAST: dict[str, Any] = {"model": {"name": "gpt2"}, "data": {"train": "a.txt"}}
 
 
-def said(**changes: Any) -> TrainConfig:
-    """``table__key=value``."""
+def config_with(**changes: Any) -> TrainConfig:
+    """Return the configuration with changed keys ``table__key=value``."""
     tables: dict[str, Any] = {name: dict(table) for name, table in LEAST.items()}
     for name, value in changes.items():
         table, _, key = name.partition("__")
@@ -29,7 +29,7 @@ def said(**changes: Any) -> TrainConfig:
 
 
 def test_a_minimal_configuration() -> None:
-    found = said()
+    found = config_with()
     assert found.layout == ParallelConfig()
     assert (found.folder, found.seed, found.optimizer.name) == ("run", 0, "AdamW")
 
@@ -37,7 +37,7 @@ def test_a_minimal_configuration() -> None:
 def test_layout_has_the_fields_of_the_parallel_table() -> None:
     assert list(ParallelTable.model_fields) == [field.name for field in fields(ParallelConfig)]
     assert all(field.description for field in ParallelTable.model_fields.values())
-    found = said(parallel__tensor=2, parallel__partition=[1, 3], parallel__pipe=2, parallel__precision="bf16")
+    found = config_with(parallel__tensor=2, parallel__partition=[1, 3], parallel__pipe=2, parallel__precision="bf16")
     assert found.layout == ParallelConfig(tensor=2, pipe=2, partition=[1, 3], precision="bf16")
 
 
@@ -95,7 +95,7 @@ def test_layout_has_the_fields_of_the_parallel_table() -> None:
 )
 def test_an_invalid_key_or_value_raises_with_the_key(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
-        said(**changes)
+        config_with(**changes)
     assert all((caught.value.what, caught.value.remedy))
 
 
@@ -116,8 +116,8 @@ def test_an_invalid_key_or_value_raises_with_the_key(changes: dict[str, Any], wo
 )
 def test_an_earlier_key_works_with_a_warning(old: dict[str, Any], new: dict[str, Any]) -> None:
     with pytest.warns(FutureWarning, match=r"is now"):
-        found = said(**old)
-    assert found == said(**new)
+        found = config_with(**old)
+    assert found == config_with(**new)
 
 
 def test_a_file_is_read_and_keys_are_changed(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_file_is_read_and_keys_are_changed(tmp_path: Path) -> None:
 
 def test_a_path_may_start_with_a_tilde(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
-    found = said(folder="~/run", model__name="~/base", data__train=["~/a.txt", "b~.txt"], data__tokenizer="~/t")
+    found = config_with(folder="~/run", model__name="~/base", data__train=["~/a.txt", "b~.txt"], data__tokenizer="~/t")
     assert found.path == Path("/home/me/run")
     assert (found.model.name, found.data.tokenizer) == ("/home/me/base", "/home/me/t")
     assert found.data.train == ["/home/me/a.txt", "b~.txt"]

@@ -1,4 +1,4 @@
-"""A resumed run keeps its schedule and its optimizer: what changes is said, and what has no effect is refused."""
+"""A resumed run keeps its schedule and optimizer, reports changes, and rejects changes without effect."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_another_length_does_not_silently_change_the_schedule(name: str, steps: 
 
 
 def stop_behind(made: TrainConfig, steps: int) -> None:
-    """Trains so many steps of a longer run."""
+    """Train the first steps of a longer run."""
     from shardformer.mesh.parallel_context import ParallelContext
     from shardformer.train_command.run import build_trainer
 
@@ -63,7 +63,7 @@ def test_schedule_steps_keeps_or_changes_the_schedule(tmp_path: Path, capsys: py
 
 
 def test_a_schedule_with_equal_rates_resumes(tmp_path: Path) -> None:
-    """A warm-up that is a share of all steps would be longer, and is over."""
+    """A warm-up given as a fraction would be longer, but is already complete."""
     run_training(run(tmp_path, 4, schedule={"warmup": 0.25}))
     longer = run(tmp_path, 5, schedule={"warmup": 0.25})
     run_training(longer)

@@ -1,4 +1,4 @@
-"""A run trains what its config says, goes on where it was, and writes a model that transformers reads."""
+"""A run trains its configuration, resumes, and exports a model for transformers."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ def test_a_run_does_not_overwrite_its_initial_model(name: str, tmp_path: Path) -
         "training": {"steps": 3, "export": True},
         "model": model_table if random else {**model_table, "config": {}},
     }
-    said = "not an export of ShardFormer" if name == "copy" else "would overwrite model.name"
-    with pytest.raises(ConfigError, match=said):
+    message = "not an export of ShardFormer" if name == "copy" else "would overwrite model.name"
+    with pytest.raises(ConfigError, match=message):
         run_training(config(tmp_path, "gpt2", {**data, "tokenizer": "bytes"}, **tables))
     assert contents(base) == before
     assert [record.step for record in read_records(tmp_path / "run")] == [1], "it was refused before it trained"

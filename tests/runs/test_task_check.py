@@ -1,4 +1,4 @@
-"""A model is refused that reads the token which it is to predict: it is tried, and not known by its name."""
+"""A model that sees the token to predict raises, independently of its class name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The learning rate of each step of a run, how many steps there are, and which parameters decay."""
+"""Learning rates, number of steps, and weight decay of a run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_number_of_steps_equals_the_number_of_batches(drop_last: bool, steps
 
 
 def grouped(model: Any, **table: Any) -> dict[float, set[str]]:
-    """Weight decay -> the parameters that have it."""
+    """Return the parameter names by weight decay."""
     names = {id(param): name for name, param in model.named_parameters()}
     optimizer = build_optimizer(OptimizerTable(**table))(model)(list(model.parameters()))
     return {group["weight_decay"]: {names[id(param)] for param in group["params"]} for group in optimizer.param_groups}

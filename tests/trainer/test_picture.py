@@ -1,4 +1,4 @@
-"""The picture of runs has a panel for each value, and is drawn whatever the values are."""
+"""Charts of runs have a panel per metric, and can be drawn for all values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def of(name: str, *values: float) -> list[MetricsRecord]:
 
 
 def words(file: Path) -> list[str]:
-    """Those of a picture; matplotlib writes each as a comment beside its outline."""
+    """Texts of an SVG chart; matplotlib writes each text as a comment next to its outline."""
     return re.findall(r"<!-- (.*?) -->", file.read_text(encoding="utf-8"))
 
 

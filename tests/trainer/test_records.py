@@ -1,4 +1,4 @@
-"""A run's records: whole after any kill, told where a line is damaged, and found by their folder."""
+"""Metrics logs survive kills, report damaged lines, and are found by their folder."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_an_incomplete_last_line_is_ignored(tmp_path: Path) -> None:
     for end in range(last, len(whole) - 1):
         (tmp_path / FILE).write_bytes(whole[:end])
         assert read_records(tmp_path) == [record(1), record(2)]
-    (tmp_path / FILE).write_bytes(whole[:-1])  # a whole record of which only the line break is missing
+    (tmp_path / FILE).write_bytes(whole[:-1])  # a complete record without its newline
     assert read_records(tmp_path) == [record(1), record(2), record(3)]
 
 

@@ -1,4 +1,4 @@
-"""The loop around an engine: the moments of a run, what hooks ask for, and how a run ends on all ranks."""
+"""Events of a training run, requests of hooks, and the end of a run on all ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def made(context: ParallelContext | None = None, data: Any = None, batch_size: i
 
 
 class Diary(Hook):
-    """Writes down each moment."""
+    """Hook that records all events."""
 
     def __init__(self) -> None:
         self.moments: list[str] = []
@@ -96,7 +96,7 @@ def test_fit_can_stop_and_continue_within_an_epoch() -> None:
 
 
 class Asks(Hook):
-    """Asks for something behind a step."""
+    """Hook that makes a request after a step."""
 
     def __init__(self, what: str, at: int) -> None:
         self.what, self.at = what, at
@@ -125,7 +125,7 @@ def test_the_validation_loss_is_the_mean_over_all_counted_labels() -> None:
 
 
 class Forks(Hook):
-    """Forks a process in a step, and ends it with a signal."""
+    """Hook that forks a process in a step, and ends it with a signal."""
 
     def __init__(self, number: int) -> None:
         self.number, self.status = number, -1
@@ -205,11 +205,11 @@ def test_a_signal_is_reported_immediately(number: signal.Signals, capfd: pytest.
 
     trainer = Trainer(made(), [Asks()])
     trainer.fit(steps=9)
-    told = {
+    expected = {
         signal.SIGTERM: "SIGTERM: finishing step 2",
         signal.SIGINT: "Ctrl-C: finishing step 2 (press again to stop at once)",
     }
-    assert capfd.readouterr().err.strip() == told[number]
+    assert capfd.readouterr().err.strip() == expected[number]
     assert trainer.signal is number
 
 
@@ -231,7 +231,7 @@ def test_a_second_signal_calls_the_previous_handler(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_launcher_may_deliver_a_signal_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scheduler sends it to each process, and the launcher sends it on."""
+    """A scheduler sends the signal to each process, and the launcher forwards it."""
     monkeypatch.setenv(FOLDER, str(tmp_path))
     noted = []
 
@@ -275,14 +275,14 @@ def test_a_hook_that_fails_on_one_rank_ends_the_run_on_all_ranks(moment: str) ->
     def run(context: ParallelContext) -> tuple[str, int]:
         return _ends(context, made(context), Breaks(moment, 1))
 
-    (said, steps), (other, other_steps) = run_as_threads(run, data=2)
-    assert said == other
+    (message, steps), (other, other_steps) = run_as_threads(run, data=2)
+    assert message == other
     assert steps == other_steps
-    assert f"The hook Breaks ({moment}) failed on rank 1: ValueError: no room" in said
+    assert f"The hook Breaks ({moment}) failed on rank 1: ValueError: no room" in message
 
 
 class Faulty(list[Pair]):
-    """The seventh sample cannot be read."""
+    """Data set whose seventh sample cannot be read."""
 
     def __getitem__(self, index: Any) -> Any:
         if index == 7:
@@ -294,10 +294,10 @@ def test_data_that_fails_on_one_rank_ends_the_run_on_all_ranks() -> None:
     def run(context: ParallelContext) -> tuple[str, int]:
         return _ends(context, made(context, Faulty(pairs())), None)
 
-    (said, steps), (other, other_steps) = run_as_threads(run, data=2)
-    assert said == other
+    (message, steps), (other, other_steps) = run_as_threads(run, data=2)
+    assert message == other
     assert steps == other_steps
-    assert "disk is gone" in said
+    assert "disk is gone" in message
 
 
 def test_a_request_of_one_rank_is_executed_on_all_ranks() -> None:
@@ -319,7 +319,7 @@ def test_a_request_of_one_rank_is_executed_on_all_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({}, "steps=None and epochs=None"),
         ({"steps": 1, "epochs": 1}, "steps=1 and epochs=1"),
@@ -330,8 +330,8 @@ def test_a_request_of_one_rank_is_executed_on_all_ranks() -> None:
     ],
     ids=str,
 )
-def test_invalid_arguments_of_fit_raise(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_arguments_of_fit_raise(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         Trainer(made()).fit(**given)
 
 
@@ -380,4 +380,4 @@ def test_agree_raises_the_failure_of_another_hook() -> None:
             Trainer(made(context), [FailsOnOne(), AgreesBeforeAStep()]).fit(steps=3)
         return str(caught.value)
 
-    assert all("FailsOnOne (after_step) failed on rank 1" in said for said in run_as_threads(run, data=2))
+    assert all("FailsOnOne (after_step) failed on rank 1" in message for message in run_as_threads(run, data=2))

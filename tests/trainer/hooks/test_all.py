@@ -1,4 +1,4 @@
-"""Every hook that comes with the trainer leaves the training as it is, to the bit."""
+"""No built-in hook changes the training result."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ OF_A_FOLDER: dict[str, Callable[[str], Hook]] = {
     "TensorBoard": lambda folder: hooks.TensorBoard(folder),
     "Profiler": lambda folder: hooks.Profiler(folder),
 }
-"""Those that write; every other one is made without arguments."""
+"""Hooks that write files. All others are created without arguments."""
 OF_ARGUMENTS: dict[str, Callable[[], Hook]] = {
     "Metrics": lambda: hooks.Metrics("perplexity"),
     "MovingAverage": lambda: hooks.MovingAverage(validate=False),
 }
-"""Those whose defaults are not for a model without classes, or are meant to change what a validation says."""
+"""Hooks whose defaults require classes, or change the validation loss."""
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,4 +1,4 @@
-"""A run that is saved, stopped and started again is the run that was never stopped."""
+"""A run that is saved, stopped and restarted equals an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def steps_in(folder: Path) -> list[str]:
 
 
 def trained(folder: Path, steps: int, context: ParallelContext | None = None, **options: Any) -> Any:
-    """The weights behind so many steps, the loss of the last, and at which step the run had begun."""
+    """Return the final weights, the last loss, and the step at which the run started."""
     engine = engine_of(context)
     torch.manual_seed(7)
     began: list[int] = []
@@ -79,7 +79,7 @@ def test_checkpoints_are_saved_after_epochs(tmp_path: Path) -> None:
 
 
 class Kills(Hook):
-    """Sends SIGTERM to the own process in its second step."""
+    """Hook that sends SIGTERM to its own process in the second step."""
 
     def after_step(self, trainer: TrainerProtocol) -> None:
         if trainer.step == 2:
@@ -162,8 +162,8 @@ def test_a_second_job_raises_on_all_ranks_before_training(tmp_path: Path) -> Non
         assert engine.steps == 0
         return str(error.value)
 
-    for said in run_as_threads(do, data=2):
-        assert f"is in use by process {os.getppid()} of someone on a-host" in said
+    for message in run_as_threads(do, data=2):
+        assert f"is in use by process {os.getppid()} of someone on a-host" in message
     assert sorted(tmp_path.rglob("*")) == before
     lock_of(killed(), tmp_path)
     assert trained(tmp_path, 2)[2] == 1
@@ -186,7 +186,7 @@ def test_values_that_cannot_be_saved_raise_on_all_ranks_before_training(what: st
             trainer.fit(steps=2)
         return str(caught.value), engine.steps
 
-    for said, steps in run_as_threads(do, data=2):
-        assert "cannot be saved" in said
+    for message, steps in run_as_threads(do, data=2):
+        assert "cannot be saved" in message
         assert steps == 0
     assert steps_in(tmp_path) == []

@@ -1,4 +1,4 @@
-"""A run ends when its validation no longer gets better, on all ranks, and a run that goes on goes on counting."""
+"""A run ends on all ranks when its validation metric stops improving, also after resuming."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAIRS = [(torch.full((2,), float(i)), torch.ones(1)) for i in range(4)]
 
 
 class Says(Hook):
-    """Puts these values into the place of the validation's, one behind the other."""
+    """Hook that replaces the validation loss by a sequence of values."""
 
     def __init__(self, values: Sequence[float], name: str = "validation/loss") -> None:
         self.values, self.name = list(values), name
@@ -32,7 +32,7 @@ class Says(Hook):
 
 
 def steps_of(values: Sequence[float], hook: EarlyStopping, context: ParallelContext | None = None) -> tuple[int, Any]:
-    """Steps that were made with a validation behind each, and why the run ended."""
+    """Return the number of steps with a validation after each, and the reason of the stop."""
     torch.manual_seed(0)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

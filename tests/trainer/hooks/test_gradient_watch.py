@@ -1,4 +1,4 @@
-"""The norm of all gradients is recorded, jumps are told, and a run that has gone wrong ends on all ranks."""
+"""GradientMonitor records the gradient norm, warns of spikes, and ends diverged runs on all ranks."""
 
 from __future__ import annotations
 

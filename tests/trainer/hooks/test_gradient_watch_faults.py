@@ -1,4 +1,4 @@
-"""More of what must hold of GradientMonitor."""
+"""Further properties of GradientMonitor."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def test_nonfinite_parameters_have_the_names_of_the_unsharded_model(sizes: dict[
             Trainer(engine, [GradientMonitor()]).fit(steps=3)
         return str(caught.value)
 
-    for said in run_as_threads(run, **sizes):
-        assert name in said
+    for message in run_as_threads(run, **sizes):
+        assert name in message
 
 
 @pytest.mark.parametrize("zero", [None, 1])

@@ -1,4 +1,4 @@
-"""A run's values as lines of JSON, and of a run that goes on as of one that was never interrupted."""
+"""JsonLines writes the metrics of a run, also of a resumed run."""
 
 from __future__ import annotations
 

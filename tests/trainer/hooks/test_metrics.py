@@ -1,4 +1,4 @@
-"""Metrics are those of all validation samples, under every layout."""
+"""Metrics cover all validation samples under every layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The average of the weights is that of a plain loop, under every layout, and goes on from a checkpoint."""
+"""The average of the weights equals that of a plain loop under every layout, also after resuming."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def averaged(engine: Any, average: MovingAverage) -> dict[str, Tensor]:
 
 
 def expected(steps: int, kind: Any = torch.optim.AdamW, *, warmup: bool = True) -> dict[str, Tensor]:
-    """By a plain loop, with a decay of 0.9."""
+    """Return the average of a plain loop with a decay of 0.9."""
     decay = 0.9
     engine = engine_of(kind=kind)
     average = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
@@ -107,7 +107,7 @@ def test_a_checkpoint_keeps_the_average_under_another_layout(kind: Any, tmp_path
 
 
 class Sees(Hook):
-    """The weights in the validation, and behind it."""
+    """Hook that records the weights during and after a validation."""
 
     def __init__(self) -> None:
         self.seen: list[Tensor] = []

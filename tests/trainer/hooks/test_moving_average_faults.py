@@ -1,4 +1,4 @@
-"""The average is that of a plain loop under every layout, validation tries it, and checkpoints keep it."""
+"""Further properties of MovingAverage: validation, checkpoints and layouts."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_average_equals_that_of_a_plain_loop(options: dict[str, Any]) -> Non
 def language_model(
     context: ParallelContext | None, make: Any, **parallel: Any
 ) -> tuple[dict[str, Tensor], float, bool]:
-    """(averaged weights, loss of the validation, whether the weights were what they were behind it)."""
+    """Return the averaged weights, the validation loss, and whether the weights were restored."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         n_embd=16, n_layer=2, n_head=2, vocab_size=23, n_positions=9, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
@@ -179,7 +179,7 @@ def test_a_run_may_resume_under_another_layout(tmp_path: Path) -> None:
 
 
 class Lazy(nn.Module):
-    """Whose second layer joins in the fourth step."""
+    """Model whose second layer is first used in the fourth step."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the profiler writes of a run, on each rank."""
+"""Files that the Profiler writes on each rank."""
 
 from __future__ import annotations
 

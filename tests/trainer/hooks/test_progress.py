@@ -1,4 +1,4 @@
-"""What a run says on a terminal, and where there is none."""
+"""Output of Progress with and without a terminal."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def test_a_terminal_shows_a_progress_bar(capsys: pytest.CaptureFixture[str], mon
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     Trainer(engine_of(), [Progress()]).fit(steps=4, validation=pairs(4))
-    said = capsys.readouterr().out
-    assert "4/4" in said
-    assert "loss 0." in said
-    assert "validation/loss" in said
+    message = capsys.readouterr().out
+    assert "4/4" in message
+    assert "loss 0." in message
+    assert "validation/loss" in message
 
 
 def test_the_reason_of_an_early_stop_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""What TensorBoard reads of a run."""
+"""Values that the TensorBoard hook writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens per second, operations and memory are those of the whole batch, whatever the layout."""
+"""Throughput, FLOP/s and memory of the global batch under every layout."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_flops_false_disables_counting() -> None:
 
 
 class FailsOn(Hook):
-    """On the second rank."""
+    """Hook that fails on the second rank."""
 
     def after_step(self, trainer: TrainerProtocol) -> None:
         if trainer.engine.world.rank == 1:
@@ -61,7 +61,7 @@ def test_no_rank_waits_for_a_rank_with_a_failed_hook() -> None:
             values_of(context, [FailsOn(), Throughput(window=1)])
         return str(caught.value)
 
-    assert all("broken on purpose" in said for said in run_as_threads(run, data=2))
+    assert all("broken on purpose" in message for message in run_as_threads(run, data=2))
 
 
 @pytest.mark.parametrize("window", [0, 1.5, True])
