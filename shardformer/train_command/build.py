@@ -130,14 +130,14 @@ def build_scheduler(table: ScheduleTable, num_steps: int) -> Callable[[Optimizer
 
 
 def lr_schedule(table: ScheduleTable, num_steps: int) -> Callable[[int], float]:
-    """Return a function from a step, counted from 0, to the factor of the learning rate."""
+    """Return a function from a step, counted from 0, to the ratio of its learning rate to ``optimizer.lr``."""
     length = num_steps if table.steps is None else table.steps
     warmup = math.ceil(table.warmup * length) if table.warmup < 1 else round(table.warmup)
     return partial(lr_factor, table.name, warmup, length, table.min_lr_rate)
 
 
 def lr_factor(name: str, warmup: int, num_steps: int, final: float, step: int) -> float:
-    """Return the factor of the learning rate in a step, counted from 0.
+    """Return the ratio of the learning rate in a step, counted from 0, to the base learning rate.
 
     >>> [round(lr_factor("linear", 2, 6, 0.0, step), 2) for step in range(6)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]

@@ -213,7 +213,7 @@ class TrainConfig(ConfigTable):
 
 
 def remote_code_hint(remedy: str, error: Exception) -> str:
-    """Return a remedy for an error of transformers, which may ask for ``trust_remote_code``."""
+    """Return ``remedy``, or advice on ``trust_remote_code`` if the error of transformers asks for it."""
     needs_code = "trust_remote_code" in str(error)
     return "Review that code, and set model.trust_remote_code = true to run it" if needs_code else remedy
 

@@ -36,11 +36,7 @@ def names_of(data: DataTable, *, validation: bool = False) -> list[str]:
 
 
 def format_of(data: DataTable, names: Sequence[str]) -> str:
-    """Return the configured format, or infer it from the names.
-
-    Raises:
-        ConfigError: The format cannot be inferred.
-    """
+    """Return the configured format of the data, or infer it from the names."""
     if data.format is not None:
         return data.format
     found = {"images" if Path(name).is_dir() else SUFFIXES.get(Path(name).suffix.lower(), "") for name in names}
@@ -184,13 +180,7 @@ BICUBIC = 3
 
 @dataclass(frozen=True)
 class ImageTransform:
-    """Resizes and normalizes an image to a tensor.
-
-    Args:
-        size: Height and width in pixels.
-        mean: Mean per channel.
-        std: Standard deviation per channel.
-    """
+    """Resizes an image to ``size`` x ``size`` pixels and normalizes its channels."""
 
     size: int
     mean: Sequence[float] = HALF
@@ -281,16 +271,7 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.m
 
 @dataclass(frozen=True, eq=False)
 class TextTokenizer:
-    """Tokenizer of transformers, or of bytes.
-
-    Args:
-        name: Name for error messages.
-        size: Vocabulary size.
-        end: Token at the end of a text, or None.
-        pad: Padding token, or None.
-        mask: Mask token, or None.
-        tokenizer: Tokenizer of transformers, or None for bytes.
-    """
+    """Tokenizer of transformers, or of bytes if ``tokenizer`` is None. ``end``, ``pad`` and ``mask`` are token ids."""
 
     name: str = BYTES
     size: int = NUM_BYTES
@@ -319,17 +300,7 @@ class TextTokenizer:
 
 
 def load_tokenizer(name: str | None, model: str, *, random: bool, trust: bool = False) -> TextTokenizer:
-    """Load a tokenizer. The default is that of the model, or bytes if the weights are random.
-
-    Args:
-        name: Folder, name on the hub, "bytes", or None.
-        model: Name of the model.
-        random: The model has random weights.
-        trust: Allow Python code in the folder of the model.
-
-    Raises:
-        ConfigError: The tokenizer cannot be loaded.
-    """
+    """Load a tokenizer. The default is that of ``model``, or bytes if the weights are random."""
     if name == BYTES or (name is None and random):
         return TextTokenizer()
     where = model if name is None else name
@@ -456,13 +427,8 @@ def _pad_column(values: Sequence[Any], fill: int) -> Tensor:
 def label_classes(labels: Sequence[Any], names: Sequence[str] = ()) -> list[Any]:
     """Return the classes in order: integers by value, strings alphabetically.
 
-    Args:
-        labels: Labels of all samples.
-        names: Class names of the model or data set in their order. They are the classes if they include all labels, or
-            if all labels are indices into them.
-
-    Raises:
-        InputError: The labels are not classes.
+    ``names`` are class names of the model or data set. They determine the order if they include all labels, or if all
+    labels are indices into them.
     """
     kinds = {type(label) for label in labels}
     if len(kinds) != 1 or not kinds <= {int, str, bool}:
@@ -505,14 +471,13 @@ IMAGE_SIZE = 224
 
 @dataclass(frozen=True, eq=False)
 class TrainingData:
-    """Training data of a run.
+    """Training and validation data of a run.
 
     Args:
         title: Description for reports.
         collate: Function from samples to a batch, or None for the default of ``ShardedDataLoader``.
         tokens: Tokenizer, or None for images.
         classes: Class names, or None.
-        transform: Image transform, or None.
     """
 
     title: str
@@ -626,7 +591,7 @@ def _language_modeling_data(config: TrainConfig, tokens: TextTokenizer, validati
 
 
 def _texts(config: TrainConfig, validation: bool) -> tuple[Any, list[Any], list[str]]:
-    """Return (texts, pairs or None), labels, and the class names of the data set."""
+    """Load texts with optional second texts, their labels, and the class names of the data set."""
     data, rows = config.data, _load_rows(config, validation)
     labels, own = labels_in(rows, data.label)
     pairs = texts_in(rows, data.pair, "data.pair") if data.pair is not None else None
@@ -634,7 +599,7 @@ def _texts(config: TrainConfig, validation: bool) -> tuple[Any, list[Any], list[
 
 
 def _images(config: TrainConfig, validation: bool) -> tuple[Any, list[Any], list[str]]:
-    """Return images or their files, labels, and the class names of the data set."""
+    """Load images or their paths, their labels, and the class names of the data set."""
     data = config.data
     names = names_of(data, validation=validation)
     if data.format != "datasets" and Path(names[0]).is_dir():

@@ -165,11 +165,11 @@ def check_task(config: TrainConfig, model: Any) -> None:
 
 @dataclass(frozen=True)
 class LabelDependence:
-    """Dependence of the output that the loss compares with a label.
+    """Tokens that determine the output which the loss compares with a label.
 
     Args:
-        on_label: On the label token or later tokens.
-        on_later: On later tokens.
+        on_label: Whether the label token or later tokens change the output.
+        on_later: Whether later tokens change the output.
         in_place: Whether the output has the position of the label.
     """
 
@@ -179,7 +179,7 @@ class LabelDependence:
 
 
 def label_dependence(model: Any) -> LabelDependence | None:
-    """Measure the dependence on a copy or on a small model of the same class; None if that is impossible."""
+    """Measure which tokens the loss of a model sees, on a copy or a reduced model; None if that is impossible."""
     for dtype in (torch.float64, torch.float32):
         try:
             small, ids_BS = _small_model(model)

@@ -124,7 +124,7 @@ class ShardedDataLoader:
             self.on_epoch_end()
 
     def compare(self) -> None:
-        """Compare the data of all ranks once, with ``compare_data``; ``initialize`` or the first loop calls this."""
+        """Compare the data of all ranks once, before the first batch."""
         if self._is_compared:
             return
         self._is_compared = True
@@ -242,7 +242,7 @@ class ShardedDataLoader:
 
 
 def batches_of(source: Any, context: ParallelContext, **options: Any) -> ShardedDataLoader:
-    """Create a ``ShardedDataLoader`` on all ranks. If one rank fails or their data differ, all ranks raise."""
+    """Create a data loader on all ranks. If one rank fails or the data differ, all ranks raise."""
     make = partial(ShardedDataLoader, source, context, **options)
     loader: ShardedDataLoader = collective_call(context, make, action="create the data loader")
     loader.compare()

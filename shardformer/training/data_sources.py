@@ -104,7 +104,7 @@ def _fingerprint_samples(count: int, read: Callable[[int], Any]) -> tuple[list[i
 
 
 def sketch_of(value: Any) -> tuple[float, float]:
-    """Return the sum of all floating-point numbers under random signs, identical on all ranks, and their norm."""
+    """Return a random projection, equal on all ranks, and the norm of the floating-point numbers in a value."""
     decimals = list(_decimals(value))
     if not decimals:
         return 0.0, 0.0
@@ -242,7 +242,7 @@ class DataShard:
 
 
 class StreamedSource:
-    """Iterable of samples, or of global batches if ``collate`` is None, which every rank reads in full."""
+    """Source that every rank reads in full: an iterable of samples, or of global batches if ``collate`` is None."""
 
     def __init__(self, source: Any, collate: Collate | None) -> None:
         self._source, self._collate = source, collate
@@ -254,7 +254,7 @@ class StreamedSource:
 
     @property
     def num_batches(self) -> int | None:
-        """Number of batches per epoch, if the source makes batches and has a length."""
+        """Number of batches per epoch; None if unknown or if the source yields samples."""
         return known_length(self._source) if self.makes_batches else None
 
     def batches(
@@ -412,7 +412,7 @@ class _LocalBatchSampler:
 
 
 class IndexedSource:
-    """Data whose samples have an index, in the order of ``sampler``, which yields batches if ``makes_batches``."""
+    """Source of samples with an index, in the order of an optional sampler that may also yield batches."""
 
     def __init__(
         self,
@@ -439,7 +439,7 @@ class IndexedSource:
 
     @property
     def num_batches(self) -> int | None:
-        """Number of batches per epoch, if the sampler makes batches and has a length."""
+        """Number of batches per epoch; None if unknown or if the sampler yields samples."""
         return known_length(self._sampler) if self.makes_batches else None
 
     def batches(

@@ -433,7 +433,7 @@ class Engine:
     def load_and_take(
         self, folder: str | os.PathLike[str], take: Callable[[LoadedCheckpoint], object] = lambda _: None
     ) -> LoadedCheckpoint:
-        """Load a checkpoint, and pass it to ``take`` within the same transaction."""
+        """Load a checkpoint and call ``take`` with it; an error in either restores the engine."""
         come("engine.load", self.world)
         self.wait()
         before = self.steps, self.skipped, None if self.data is None else self.data.state()

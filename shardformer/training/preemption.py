@@ -41,7 +41,7 @@ class StepRequests:
 
 @dataclass(frozen=True)
 class HookFailure:
-    """Error on this rank in a hook, or in the operation ``where`` if ``hook`` is None."""
+    """Error of a hook on this rank, or of the operation ``where`` if ``hook`` is None."""
 
     hook: Hook | None
     where: str

@@ -41,7 +41,7 @@ DEPTH = 2
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """Snapshot of one item of a model.
+    """State of one item of a model, such as an attribute or a buffer.
 
     Args:
         description: Description of the value, equal on all ranks.
@@ -61,7 +61,7 @@ class Snapshot:
 
 
 def take_snapshot(model: nn.Module, plain: nn.Module) -> dict[Key, Snapshot]:
-    """Take a snapshot of a sharded model. For our own layers it covers only attributes of the original modules."""
+    """Record all items of a sharded model whose changes ``Engine.reshard`` must carry over."""
     modules = dict(plain.named_modules())
     found: dict[Key, Snapshot] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -116,7 +116,7 @@ def apply_changes(changes: Mapping[Key, Any], plain: nn.Module) -> None:
 
 
 def _changed_items(before: Mapping[Key, Snapshot], now: Mapping[Key, Snapshot]) -> dict[Key, Snapshot]:
-    """Return the items that are new or changed, or raise ConfigError for one that is gone or cannot be carried over."""
+    """Return new and changed items, or raise ConfigError for an item that is gone or cannot be carried over."""
 
     def summary(item: Snapshot | None) -> object:
         return item and (item.description, item.identity)
@@ -212,7 +212,7 @@ def _refers_to_module(value: Any) -> bool:
 
 
 def _stable_repr(value: Any) -> str:
-    """Return a repr that is equal on all ranks: the iteration order of sets differs between processes."""
+    """Return a repr that is equal on all ranks, with sets in sorted order."""
     if isinstance(value, (set, frozenset)):
         return f"{{{', '.join(sorted(map(_stable_repr, value)))}}}"
     return repr(value)

@@ -183,7 +183,7 @@ class MovingAverage(Hook):
 
     @torch.no_grad()
     def _restore_weights(self, engine: Any) -> None:
-        """Restore the trained weights without communication, so that this is possible after an error on one rank."""
+        """Restore the trained weights, without communication because only this rank may have failed."""
         weights, self._weights = self._weights, None
         if weights is None:
             return
