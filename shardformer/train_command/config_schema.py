@@ -299,7 +299,7 @@ def _apply_change(tables: dict[str, Any], change: str) -> None:
     key, equals, text = change.partition("=")
     *parents, name = (part.strip() for part in key.split("."))
     if not equals or not name or not all(parents):
-        raise ConfigError(f"--set {change} is not a key and a value", remedy="Write it as --set parallel.tensor=2")
+        raise ConfigError(f"--set {change} does not have the form key=value", remedy="Write --set parallel.tensor=2")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

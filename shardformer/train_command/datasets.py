@@ -445,7 +445,7 @@ def label_classes(labels: Sequence[Any], names: Sequence[str] = ()) -> list[Any]
         classes = list(range(len(names)))
     if len(classes) < 2:
         raise InputError(
-            f"All labels are {classes[0]!r}",
+            f"All labels of the training data are {classes[0]!r}",
             rule="A classification requires two classes or more; with one, transformers trains a regression",
             remedy="Correct the data or data.label",
         )

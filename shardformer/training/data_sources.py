@@ -290,7 +290,7 @@ class StreamedSource:
             self._reader = _StreamReader(self._source, epoch, seed)
         elif self._reader.count > start:
             raise InputError(
-                f"A {self.name} cannot restart at sample {start} after {self._reader.count} samples were read",
+                f"The iterator {self.name} cannot restart at sample {start} after {self._reader.count} samples",
                 remedy="Pass a list, or an object whose __iter__ restarts",
             )
         return self._reader

@@ -69,7 +69,7 @@ def _detached(optimizers: Sequence[Optimizer], model: nn.Module) -> Iterator[Cal
         missing = next((name for name, p in local.items() if name in trained and id(p) not in attached), None)
         if missing is not None:
             raise ConfigError(
-                f"The optimizer does not hold the parameter {missing} of the sharded model",
+                f"Sharding replaced the parameter {missing}, which the optimizer would not update",
                 remedy="Pass a function: optimizer=lambda parameters: torch.optim.AdamW(parameters)",
             )
 
@@ -87,13 +87,13 @@ def _check_optimizer(optimizer: Optimizer, names: Mapping[int, Any]) -> None:
     for param in (param for group in optimizer.param_groups for param in group["params"]):
         if id(param) not in names:
             raise ConfigError(
-                f"This {kind} has a parameter of shape {tuple(param.shape)} that is not in the model",
+                f"The {kind} optimizer has a parameter of shape {tuple(param.shape)} that is not in the model",
                 remedy="Add the module that owns it to the model, or remove it from the optimizer",
             )
     if optimizer.state:
         raise ConfigError(
-            f"This {kind} already has a state for {len(optimizer.state)} parameters",
-            remedy="Save it with save_checkpoint(model, folder, optimizer) and load it with engine.load(folder)",
+            f"The {kind} optimizer already has a state for {len(optimizer.state)} parameters",
+            remedy="Pass a new optimizer, and restore the state from a checkpoint with engine.load(folder)",
         )
 
 

@@ -62,7 +62,7 @@ class MetricsWriter:
     def __init__(self, folder: str | Path, resume_at: int | None = None) -> None:
         self._folder = folder = path_of(folder)
         if folder.is_file():
-            raise ConfigError(f"{str(folder)!r} is a file", remedy="Pass the path of a folder")
+            raise ConfigError(f"The metrics folder {str(folder)!r} is a file", remedy="Pass the path of a folder")
         hold(folder, self)
         try:
             self._file = self._open(folder / FILE, resume_at)
@@ -75,7 +75,7 @@ class MetricsWriter:
         if resume_at is not None and os.path.lexists(path):
             if path.is_symlink() or not path.is_file():
                 raise ConfigError(
-                    f"{str(path)!r} is a {'symbolic link' if path.is_symlink() else 'folder'}",
+                    f"The metrics file {str(path)!r} is a {'symbolic link' if path.is_symlink() else 'folder'}",
                     remedy="Move it away, or pass another folder",
                 )
             kept = [record for record in read_records(path) if record.step <= resume_at]

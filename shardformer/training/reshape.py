@@ -238,7 +238,7 @@ def _reshard_error(key: Key, problem: str = "cannot be carried over to another l
     kind, path, name = key
     what = f"{kind} {path or 'of the model'}{f', {name}' if name else ''}"
     return ConfigError(
-        f"A change of the model since initialize {problem}: {what}",
+        f"A change since initialize {problem}: {what} was modified",
         rule="engine.reshard carries over requires_grad, training modes, functions, modules without weights, and plain "
         "values in modules and configs",
         remedy="Undo the change before reshard and repeat it afterwards, or save a checkpoint and load it in an engine "
