@@ -131,7 +131,7 @@ def test_data_sets_of_the_datasets_library(tmp_path: Path) -> None:
         ({"train": "rows.jsonl", "pair": "score"}, "classification", r"0.5 in the field 'score'.*data.pair"),
         ({"train": "rows.jsonl", "target": "score"}, "sequence_to_sequence", r"0.5 in the field 'score'.*data.target"),
         ({"train": "rows.jsonl", "text": "none"}, "causal", r"Row 1 of the data has null in the field 'none'"),
-        ({"train": "others.jsonl"}, "classification", r"All labels are 'ugly'.*two classes"),
+        ({"train": "others.jsonl"}, "classification", r"All labels of the training data are 'ugly'.*two classes"),
         ({"train": "rows.jsonl", "label": "score"}, "classification", r"labels have the types float"),
         (
             {"train": "rows.jsonl", "validation": "others.jsonl"},
