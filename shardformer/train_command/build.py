@@ -25,7 +25,7 @@ from shardformer.errors import ConfigError, ShardFormerError, did_you_mean, firs
 from shardformer.meta_init.lazy_init import LazyInit
 from shardformer.train_command.config_schema import OptimizerTable, ScheduleTable, TrainConfig, remote_code_hint
 from shardformer.train_command.datasets import TrainingData
-from shardformer.train_command.model_config import from_data, load_model_config
+from shardformer.train_command.model_config import fields_from_data, load_model_config
 from shardformer.training import hooks as included
 from shardformer.training.hook import Hook
 from shardformer.transformers_compat import configs_of, load_transformers
@@ -85,7 +85,7 @@ def _decay_groups(model: nn.Module) -> Callable[[Iterable[nn.Parameter]], list[d
     exist on every pipeline stage, even if empty, because a checkpoint contains the groups of all stages.
     """
     every = (name for name, _ in model.named_parameters(remove_duplicate=False))
-    others = {name for name in every if not decays(model, name)}
+    others = {name for name in every if not has_weight_decay(model, name)}
 
     def group_parameters(params: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
         names = {id(param): name for name, param in model.named_parameters()}
@@ -97,7 +97,7 @@ def _decay_groups(model: nn.Module) -> Callable[[Iterable[nn.Parameter]], list[d
     return group_parameters
 
 
-def decays(model: nn.Module, name: str) -> bool:
+def has_weight_decay(model: nn.Module, name: str) -> bool:
     """Return whether weight decay applies to a parameter. Biases and parameters of norms are excluded.
 
     The rule is that of ``Trainer.get_decay_parameter_names`` in transformers, extended to all modules whose class name
@@ -280,7 +280,7 @@ def build_model(
     ``saved`` is its config without the fields that depend on the data. If ``lazy`` is False, the weights are random,
     even if the run loads a checkpoint.
     """
-    complete = load_model_config(config, from_data(config, data, saved))
+    complete = load_model_config(config, fields_from_data(config, data, saved))
     _check_data_fits(config, data, complete)
     kind = model_class_for(config)
     _check_task(config, complete, kind)

@@ -29,13 +29,13 @@ IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff"}
 DatasetRows = Sequence[Mapping[str, Any]]
 
 
-def names_of(data: DataTable, *, validation: bool = False) -> list[str]:
+def data_names(data: DataTable, *, validation: bool = False) -> list[str]:
     """Return the names of the training or validation data."""
     settings = data.validation if validation and data.validation is not None else data.train
     return [settings] if isinstance(settings, str) else list(settings)
 
 
-def format_of(data: DataTable, names: Sequence[str]) -> str:
+def infer_format(data: DataTable, names: Sequence[str]) -> str:
     """Return the configured format of the data, or infer it from the names."""
     if data.format is not None:
         return data.format
@@ -78,7 +78,7 @@ def _read(name: str) -> str:
         ) from error
 
 
-def column(rows: DatasetRows, name: str, key: str) -> list[Any]:
+def field_values(rows: DatasetRows, name: str, key: str) -> list[Any]:
     """Return the values of a field, or raise InputError for a row without it."""
     for number, row in enumerate(rows):
         if row.get(name) is None:
@@ -90,9 +90,9 @@ def column(rows: DatasetRows, name: str, key: str) -> list[Any]:
     return [row[name] for row in rows]
 
 
-def texts_in(rows: DatasetRows, name: str, key: str) -> list[str]:
+def read_text_field(rows: DatasetRows, name: str, key: str) -> list[str]:
     """Return the texts of a field, or raise InputError for a row without a text. ``key`` is the configuration key."""
-    values = column(rows, name, key)
+    values = field_values(rows, name, key)
     for number, value in enumerate(values):
         if not isinstance(value, str):
             raise InputError(
@@ -102,9 +102,9 @@ def texts_in(rows: DatasetRows, name: str, key: str) -> list[str]:
     return values
 
 
-def labels_in(rows: DatasetRows, name: str) -> tuple[list[Any], list[str]]:
+def read_label_field(rows: DatasetRows, name: str) -> tuple[list[Any], list[str]]:
     """Return the labels of rows, and the class names if the data set has a ``ClassLabel``, with labels by name."""
-    labels = column(rows, name, "data.label")
+    labels = field_values(rows, name, "data.label")
     names = getattr((getattr(rows, "features", None) or {}).get(name), "names", None)
     if names is None:
         return labels, []
@@ -533,14 +533,14 @@ def load_data(config: TrainConfig, image_size: int | None = None, names: Sequenc
             loaded.append(TextDataset(inputs[0], indices, tokens, data.sequence_length, inputs[1]))
     collate = PaddingCollator(tokens.pad) if tokens is not None and isinstance(loaded[0], TextDataset) else None
     train, validation_data = [*loaded, None][:2]
-    title = ", ".join(names_of(data))
+    title = ", ".join(data_names(data))
     return TrainingData(title, train, validation_data, collate, tokens, classes or None, transform)
 
 
 def _load_rows(config: TrainConfig, validation: bool) -> Any:
     data, task = config.data, config.model.task
-    names = names_of(data, validation=validation)
-    kind = format_of(data, names)
+    names = data_names(data, validation=validation)
+    kind = infer_format(data, names)
     if kind == "text" or (kind == "images" and task != "image_classification"):
         raise _format_error(task, kind, names)
     if kind == "jsonl":
@@ -573,14 +573,14 @@ def _format_error(task: str, kind: str, names: Sequence[str]) -> ConfigError:
 
 def _language_modeling_data(config: TrainConfig, tokens: TextTokenizer, validation: bool) -> Any:
     data, task = config.data, config.model.task
-    names = names_of(data, validation=validation)
-    if format_of(data, names) == "text":
+    names = data_names(data, validation=validation)
+    if infer_format(data, names) == "text":
         texts = read_texts(names)
     else:
         rows = _load_rows(config, validation)
-        texts = texts_in(rows, data.text, "data.text")
+        texts = read_text_field(rows, data.text, "data.text")
         if task == "sequence_to_sequence":
-            return TextDataset(texts, texts_in(rows, data.target, "data.target"), tokens, data.sequence_length)
+            return TextDataset(texts, read_text_field(rows, data.target, "data.target"), tokens, data.sequence_length)
     row = concatenate_texts(texts, tokens)
     if len(row) < data.sequence_length:
         raise InputError(
@@ -593,16 +593,18 @@ def _language_modeling_data(config: TrainConfig, tokens: TextTokenizer, validati
 def _texts(config: TrainConfig, validation: bool) -> tuple[Any, list[Any], list[str]]:
     """Load texts with optional second texts, their labels, and the class names of the data set."""
     data, rows = config.data, _load_rows(config, validation)
-    labels, own = labels_in(rows, data.label)
-    pairs = texts_in(rows, data.pair, "data.pair") if data.pair is not None else None
-    return (texts_in(rows, data.text, "data.text"), pairs), labels, own
+    labels, own = read_label_field(rows, data.label)
+    pairs = read_text_field(rows, data.pair, "data.pair") if data.pair is not None else None
+    return (read_text_field(rows, data.text, "data.text"), pairs), labels, own
 
 
 def _images(config: TrainConfig, validation: bool) -> tuple[Any, list[Any], list[str]]:
     """Load images or their paths, their labels, and the class names of the data set."""
     data = config.data
-    names = names_of(data, validation=validation)
+    names = data_names(data, validation=validation)
     if data.format != "datasets" and Path(names[0]).is_dir():
         return *list_images(names), []
     rows = _load_rows(config, validation)
-    return [as_image(each) for each in column(rows, data.image, "data.image")], *labels_in(rows, data.label)
+    return [as_image(each) for each in field_values(rows, data.image, "data.image")], *read_label_field(
+        rows, data.label
+    )

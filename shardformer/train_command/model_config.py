@@ -169,15 +169,15 @@ def _omitted_fields(kind: Any, found: Any, saved: Fields, fields: Fields) -> Ite
     yield ()
     derived = []
     changed = {found.attribute_map.get(name, name) for name in fields}
-    whole = kind.from_dict(copy.deepcopy(dict(saved))).to_dict() if saved else {}
+    complete = kind.from_dict(copy.deepcopy(dict(saved))).to_dict() if saved else {}
     for name in saved:
-        if name in changed or name not in whole:
+        if name in changed or name not in complete:
             continue
         try:
             again = kind.from_dict(copy.deepcopy({n: v for n, v in saved.items() if n != name})).to_dict()
         except Exception:  # the field is required
             continue
-        if again.get(name) == whole[name]:
+        if again.get(name) == complete[name]:
             derived.append(name)
     yield from ([name] for name in derived)
     yield derived
@@ -198,7 +198,7 @@ def class_names_of(saved: Any) -> list[str]:
     return [names[number] for number in sorted(names)]
 
 
-def from_data(config: TrainConfig, data: TrainingData, saved: Any) -> dict[str, Any]:
+def fields_from_data(config: TrainConfig, data: TrainingData, saved: Any) -> dict[str, Any]:
     """Return the config fields that follow from the data and that the run does not set."""
     fields: dict[str, Any] = {}
     if data.tokens is not None and data.tokens.is_bytes and config.model.random:

@@ -118,8 +118,8 @@ def build_trainer(
     """Create the trainer and the data of a run configuration."""
     hooks = build_hooks(config)
     make_optimizer = build_optimizer(config.optimizer)
-    data, model = data_and_model_of(config)
-    num_steps = num_steps_of(config, data)
+    data, model = load_data_and_model(config)
+    num_steps = count_steps(config, data)
     torch.manual_seed(config.seed)
     engine = initialize(
         model,
@@ -140,7 +140,7 @@ def build_trainer(
     return Trainer(engine, [*hooks, Resume(config, num_steps)]), data
 
 
-def data_and_model_of(config: TrainConfig) -> tuple[TrainingData, nn.Module]:
+def load_data_and_model(config: TrainConfig) -> tuple[TrainingData, nn.Module]:
     """Load the data and build the model without materializing its weights.
 
     Raises the errors that would occur in the first step or in the export after the last step.
@@ -154,7 +154,7 @@ def data_and_model_of(config: TrainConfig) -> tuple[TrainingData, nn.Module]:
     return data, model
 
 
-def num_steps_of(config: TrainConfig, data: TrainingData) -> int:
+def count_steps(config: TrainConfig, data: TrainingData) -> int:
     """Return the total number of steps of the run."""
     if config.training.steps is not None:
         return config.training.steps
@@ -202,7 +202,7 @@ def make_dry_run_report(config: TrainConfig) -> DryRunReport:
     """
     build_hooks(config)
     make_optimizer = build_optimizer(config.optimizer)
-    data, _ = data_and_model_of(config)
+    data, _ = load_data_and_model(config)
     saved = load_model_config(config)
     layout = config.layout
     sizes = {name: size or 1 for name, size in layout.sizes.items()}
@@ -245,7 +245,7 @@ def make_dry_run_report(config: TrainConfig) -> DryRunReport:
         num_parameters=num_parameters,
         data=data.title,
         num_samples=len(data.train),
-        num_steps=num_steps_of(config, data),
+        num_steps=count_steps(config, data),
         layout=sizes,
         description=description,
         ranks=ranks,

@@ -18,7 +18,14 @@ from shardformer.errors import ConfigError, InputError, check_int
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.pipeline.micro_batches import TARGET_KEY
 from shardformer.torch_compat import tree_map_only
-from shardformer.training.data_sources import Collate, DataShard, StreamedSource, compare_data, epoch_seed, make_source
+from shardformer.training.data_sources import (
+    Collate,
+    DataShard,
+    StreamedSource,
+    check_same_data,
+    epoch_generator,
+    make_source,
+)
 
 
 class NoLengthError(ConfigError, TypeError):
@@ -102,7 +109,7 @@ class ShardedDataLoader:
         self.seed, self.collate_fn = seed, collate_fn
         self.epoch = self.seen = self.batch_samples = 0
         self.on_epoch_end: Callable[[], None] | None = None
-        self.share_among(context)
+        self.shard_over(context)
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the remaining batches of the current epoch."""
@@ -139,7 +146,7 @@ class ShardedDataLoader:
             "merge_last": self._merge_last,
             "accumulate": self._accumulate,
         }
-        compare_data(settings, self._source.size, self._source.read, self._context)
+        check_same_data(settings, self._source.size, self._source.read, self._context)
 
     def facts(self) -> dict[str, int]:
         """Return the position in the data as integers that must be equal on all ranks; 0 means unknown.
@@ -189,9 +196,9 @@ class ShardedDataLoader:
 
     def generator(self, epoch: int) -> torch.Generator:
         """Return the generator with which ``torch.randperm`` draws the order of an epoch."""
-        return epoch_seed(self.seed, epoch)
+        return epoch_generator(self.seed, epoch)
 
-    def share_among(self, context: ParallelContext) -> None:
+    def shard_over(self, context: ParallelContext) -> None:
         """Shard the following batches over the data ranks of another process grid."""
         self.check_ranks(context.data.size)
         self._share, self._context = DataShard(context.data.rank, context.data.size), context
@@ -304,7 +311,7 @@ def on_device(batch: Any, device: torch.device) -> Any:
     return tree_map_only(Tensor, lambda x: x.to(device, non_blocking=True), batch)
 
 
-def loss_of_target(loss_fn: Callable[..., Any]) -> Callable[[Any, Mapping[str, Any]], Any]:
+def with_target(loss_fn: Callable[..., Any]) -> Callable[[Any, Mapping[str, Any]], Any]:
     """Wrap a loss function of (output, target) or (output, batch) as a function of (output, micro-batch)."""
 
     def loss(output: Any, part: Mapping[str, Any]) -> Any:

@@ -44,7 +44,7 @@ SAME_DATA_REMEDY = (
 )
 
 
-def compare_data(
+def check_same_data(
     settings: Mapping[str, Any], count: int | None, read: Callable[[int], Any] | None, context: ParallelContext
 ) -> None:
     """Raise ConfigError on every rank if their training data differ.
@@ -59,8 +59,8 @@ def compare_data(
     found, sketches = ([], []) if read is None or not count else _fingerprint_samples(count, read)
     every = all_gather_from_grid((dict(settings), len(found)), context)
     first, reference = every[0][0], every[0][1][0]
-    for rank, (theirs, _) in every:
-        for name, value in theirs.items():
+    for rank, (values, _) in every:
+        for name, value in values.items():
             if value != reference[name]:
                 raise ConfigError(
                     f"The training data of rank {first} has {name}={reference[name]!r}, but that of rank {rank} has "
@@ -94,8 +94,8 @@ def _fingerprint_samples(count: int, read: Callable[[int], Any]) -> tuple[list[i
     try:
         for index in [order[0], *order]:  # the first sample is read twice
             sample = read(index)
-            found.append(content_of(sample))
-            sketches.append(sketch_of(sample))
+            found.append(fingerprint(sample))
+            sketches.append(random_projection(sample))
             if len(found) > 1 and time.monotonic() > end:
                 break
     except Exception:
@@ -103,7 +103,7 @@ def _fingerprint_samples(count: int, read: Callable[[int], Any]) -> tuple[list[i
     return found[1:] if found[0] == found[1] else [], sketches[1:] if sketches[0] == sketches[1] else []
 
 
-def sketch_of(value: Any) -> tuple[float, float]:
+def random_projection(value: Any) -> tuple[float, float]:
     """Return a random projection, equal on all ranks, and the norm of the floating-point numbers in a value."""
     decimals = list(_decimals(value))
     if not decimals:
@@ -132,7 +132,7 @@ def _decimals(value: Any) -> Iterator[Tensor]:
             yield torch.tensor([leaf], dtype=torch.float64)
 
 
-def content_of(*values: Any) -> int:
+def fingerprint(*values: Any) -> int:
     """Return a fingerprint of the integers and strings in ``values``, or of all numbers if there are none.
 
     Integers take precedence because floating-point numbers are often augmented at random.
@@ -161,12 +161,12 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (str, bytes, int, float))
 
 
-def ends_of(batch: Any) -> list[Any]:
+def first_and_last_samples(batch: Any) -> list[Any]:
     """Return the first and the last sample of a batch, as far as they can be sliced."""
     if isinstance(batch, Mapping):
-        return [end for key in sorted(batch, key=str) for end in ends_of(batch[key])]
+        return [end for key in sorted(batch, key=str) for end in first_and_last_samples(batch[key])]
     if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
-        return [end for each in batch for end in ends_of(each)]
+        return [end for each in batch for end in first_and_last_samples(each)]
     return [batch[:1], batch[-1:]] if isinstance(batch, (Tensor, numpy.ndarray)) and batch.ndim else [batch]
 
 
@@ -249,13 +249,13 @@ class StreamedSource:
         self.name, self.makes_batches = type(source).__name__, collate is None
         self.shuffle = self.size = self.read = None  # samples have no index
         self.number = 0  # fingerprint of the last batch
-        self.count = None if self.makes_batches else known_length(source)
+        self.count = None if self.makes_batches else length_or_none(source)
         self._reader: _StreamReader | None = None
 
     @property
     def num_batches(self) -> int | None:
         """Number of batches per epoch; None if unknown or if the source yields samples."""
-        return known_length(self._source) if self.makes_batches else None
+        return length_or_none(self._source) if self.makes_batches else None
 
     def batches(
         self, epoch: int, seed: int, size: int | None, share: DataShard, start: int, drop_last: bool, merge_last: bool
@@ -263,8 +263,8 @@ class StreamedSource:
         """Yield pairs as ``IndexedSource.batches`` does. Samples before ``start`` are read again and skipped."""
         reading = self._start_reader(epoch, seed, start)
         if self._collate is None:
-            for batch, count, part in reading.cut(share, start):
-                self.number = content_of(*ends_of(batch))
+            for batch, count, part in reading.shard_batches(share, start):
+                self.number = fingerprint(*first_and_last_samples(batch))
                 yield count, part
         else:
             assert size is not None
@@ -274,9 +274,9 @@ class StreamedSource:
                     break
                 if merge_last and not drop_last:
                     samples += reading.last(share.size)
-                check_enough(len(samples), share)
+                check_batch_size(len(samples), share)
                 local = share.of(len(samples))
-                self.number = content_of(samples[0], samples[-1])
+                self.number = fingerprint(samples[0], samples[-1])
                 with seeded(seed, epoch, reading.count - len(samples) + local.start, "batch"):
                     part = self._collate(samples[local])
                 yield len(samples), part
@@ -328,7 +328,7 @@ class _StreamReader:
         while self.count < count and self.take(min(count - self.count, 256)):
             pass
 
-    def cut(self, share: DataShard, start: int) -> Iterator[tuple[Any, int, Any]]:
+    def shard_batches(self, share: DataShard, start: int) -> Iterator[tuple[Any, int, Any]]:
         """Shard a stream of global batches after ``start`` samples, as triples (batch, samples, local shard)."""
         while found := self._next(1):
             (batch,) = found
@@ -338,13 +338,13 @@ class _StreamReader:
             left = min(self.count - start, count)
             if left <= 0:
                 continue
-            check_enough(left, share)
+            check_batch_size(left, share)
             sizes = [count - left, *(b - a for a, b in pairwise(even_bounds(left, share.size)))]
             part = split_batch(named, sizes)[1 + share.rank]
             yield batch, left, rebuild_container(batch, part) if named is batch else part["batch"]
 
 
-def known_length(data: Any) -> int | None:
+def length_or_none(data: Any) -> int | None:
     """Return ``len(data)``, or None if it is unknown."""
     try:
         return len(data)
@@ -352,7 +352,7 @@ def known_length(data: Any) -> int | None:
         return None
 
 
-def check_enough(count: int, share: DataShard) -> None:
+def check_batch_size(count: int, share: DataShard) -> None:
     """Raise InputError if a batch has fewer samples than there are data ranks."""
     if count < share.size:
         raise InputError(
@@ -440,7 +440,7 @@ class IndexedSource:
     @property
     def num_batches(self) -> int | None:
         """Number of batches per epoch; None if unknown or if the sampler yields samples."""
-        return known_length(self._sampler) if self.makes_batches else None
+        return length_or_none(self._sampler) if self.makes_batches else None
 
     def batches(
         self,
@@ -459,7 +459,7 @@ class IndexedSource:
         batches = list(global_batches(order))
         sizes = [len(batch) for batch in batches]
         for size in sizes:
-            check_enough(size, share)
+            check_batch_size(size, share)
 
         def parts() -> Iterator[list[SampleKey]]:
             for batch, place in zip(batches, accumulate(sizes, initial=start)):
@@ -484,14 +484,14 @@ class IndexedSource:
                 found = list(self._sampler)
             return [[*map(_plain, batch)] for batch in found] if self.makes_batches else [*map(_plain, found)]
         count = len(self._data)
-        return torch.randperm(count, generator=epoch_seed(seed, epoch)).tolist() if self._shuffle else range(count)
+        return torch.randperm(count, generator=epoch_generator(seed, epoch)).tolist() if self._shuffle else range(count)
 
 
 def _plain(number: Any) -> Any:
     return number.item() if isinstance(number, Tensor) else number
 
 
-def epoch_seed(seed: int, epoch: int) -> torch.Generator:
+def epoch_generator(seed: int, epoch: int) -> torch.Generator:
     """Return the generator that draws the order of an epoch."""
     return torch.Generator().manual_seed(hash_seed(seed, epoch, "order"))
 
@@ -514,9 +514,9 @@ def make_source(
         _check_count(len(data), data)
         return IndexedSource(data, collate, {"num_workers": num_workers}, shuffle=shuffle is not False)
     if shuffle or num_workers:
-        asked = "shuffle=True" if shuffle else f"num_workers={num_workers}"
+        option = "shuffle=True" if shuffle else f"num_workers={num_workers}"
         raise ConfigError(
-            f"{asked} is not supported for streamed data ({type(data).__name__})",
+            f"{option} is not supported for streamed data ({type(data).__name__})",
             remedy="Shuffle the stream itself, or pass a DataLoader with workers",
         )
     return StreamedSource(data, collate)
@@ -546,7 +546,7 @@ def _loader_source(loader: Any, collate: Collate | None, shuffle: bool | None) -
     if not _is_indexed(loader.dataset) or batches is None:
         return StreamedSource(loader, None)
     _check_count(len(loader.dataset), loader.dataset)
-    if type(batches) is BatchSampler and known_length(sampler) is None:
+    if type(batches) is BatchSampler and length_or_none(sampler) is None:
         raise ConfigError(
             f"The sampler of the DataLoader, {type(sampler).__name__}, has no length",
             remedy="Add a __len__, or pass an IterableDataset",
@@ -555,7 +555,7 @@ def _loader_source(loader: Any, collate: Collate | None, shuffle: bool | None) -
     options = {name: getattr(loader, name) for name in LOADER_OPTIONS}
     if type(batches) is not BatchSampler:
         return IndexedSource(data, make, options, sampler=batches, makes_batches=True)
-    count = known_length(sampler) or 0
+    count = length_or_none(sampler) or 0
     _check_count(count, sampler)
     is_random = type(sampler) is RandomSampler and not sampler.replacement
     if count == len(data) and (is_random or type(sampler) is SequentialSampler):

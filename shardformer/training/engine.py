@@ -57,7 +57,7 @@ def unpack_engine_state(loaded: LoadedCheckpoint) -> tuple[int, int, Any, Loaded
     return place["steps"], place["skipped"], place["data"], replace(loaded, extra=engine_state[USER_STATE_KEY])
 
 
-def take_folder(folder: str | os.PathLike[str], owner: object, world: Axis) -> None:
+def lock_checkpoint_folder(folder: str | os.PathLike[str], owner: object, world: Axis) -> None:
     """Lock a checkpoint folder on the first rank for the lifetime of ``owner``. On failure all ranks raise."""
     run_on_first_rank(lambda: hold(path_of(folder), owner), world, f"Saving into {folder}")
 
@@ -499,7 +499,7 @@ class Engine:
             monitor.has_several_optimizers = sum(len(getattr(each, "inner", (each,))) for each in optimizers) > 1
         _ = self.world  # connects all ranks now, because later only some ranks may reach a collective
         if self.data is not None:
-            self.data.share_among(context)
+            self.data.shard_over(context)
 
     @renamed_parameters({"folder": "directory"})
     def export(self, directory: str | os.PathLike[str], tokenizer: Any = None) -> None:

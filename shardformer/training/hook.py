@@ -46,7 +46,7 @@ class TrainerProtocol(Protocol):
     def agree(self) -> None: ...
 
 
-def check_validates(hook: Hook, trainer: TrainerProtocol) -> None:
+def check_has_validation(hook: Hook, trainer: TrainerProtocol) -> None:
     """Raise ConfigError if a hook that acts after validation is used without validation data."""
     if not trainer.has_validation:
         raise ConfigError(

@@ -32,7 +32,7 @@ from shardformer.pipeline.pipeline import Pipeline, modes_of, set_modes, start_t
 from shardformer.random_state import random_kept_on_error
 from shardformer.shard_model_api import shard_in_place
 from shardformer.torch_compat import is_compiled_in_place
-from shardformer.training.data_loader import batches_of, loss_of_target
+from shardformer.training.data_loader import batches_of, with_target
 from shardformer.training.engine import Engine
 from shardformer.training.reshape import Key, Snapshot, apply_changes, collect_changes, take_snapshot
 from shardformer.zero.optimizer_state_view import let_go, unchanged_on_error
@@ -177,7 +177,7 @@ def make_pipeline(model: nn.Module, config: ParallelConfig, loss_fn: Any, loss_w
         model,
         config.micro_batches,
         micro_batch_size=config.micro_batch_size,
-        loss_fn=loss_of_target(loss_fn) if loss_fn is not None else None,
+        loss_fn=with_target(loss_fn) if loss_fn is not None else None,
         loss_weight=loss_weight,
         average_loss_over=config.average_loss_over,
         allow_short_batches=True,

@@ -57,7 +57,7 @@ def series(records: Sequence[MetricsRecord], name: str) -> Series:
     return table[:, 0], table[:, 1]
 
 
-def finite(one: Series) -> Series:
+def drop_nonfinite(one: Series) -> Series:
     """Remove NaN and infinite values from a series."""
     keep = np.isfinite(one[1])
     return one[0][keep], one[1][keep]
@@ -162,7 +162,7 @@ def _draw_panel(axes: Axes, runs: Runs, name: str, has_label: bool) -> None:
     for color, records in zip(_colors(len(runs)), runs.values()):
         trained, validated = series(records, name), series(records, VALIDATION + name)
         _draw_curve(axes, trained, color, name)
-        steps, losses = finite(validated)
+        steps, losses = drop_nonfinite(validated)
         marker = "o" if len(steps) <= 40 else ""
         axes.plot(steps, losses, "--", color=color, marker=marker, markersize=3.5, linewidth=1.3)
         for steps, recorded in (trained, validated):
@@ -171,7 +171,7 @@ def _draw_panel(axes: Axes, runs: Runs, name: str, has_label: bool) -> None:
                 edge: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "clip_on": False, "zorder": 5}
                 axes.plot(bad, np.zeros_like(bad), "x", color=color, markersize=5, **edge)
     both = (name, VALIDATION + name)
-    values = np.concatenate([finite(series(records, n))[1] for records in runs.values() for n in both])
+    values = np.concatenate([drop_nonfinite(series(records, n))[1] for records in runs.values() for n in both])
     if is_log(name, values):
         axes.set_yscale("log")
         axes.yaxis.set_minor_formatter(lambda *_: "")
@@ -277,7 +277,10 @@ def _summarize(records: Sequence[MetricsRecord]) -> dict[str, str]:
         best = values[np.isfinite(values)]
         cells[f"last {shown}"] = _format_loss(values[-1]) if len(values) else ""
         cells[f"best {shown}"] = _format_loss(best.min()) if len(best) else cells[f"last {shown}"]
-    speed, memory = finite(series(records, "tokens_per_s"))[1], finite(series(records, "memory_bytes"))[1]
+    speed, memory = (
+        drop_nonfinite(series(records, "tokens_per_s"))[1],
+        drop_nonfinite(series(records, "memory_bytes"))[1],
+    )
     cells["mean tokens/s"] = _plain(float(f"{speed.mean():.4g}")) if len(speed) else ""
     cells["peak memory"] = _format_bytes(float(memory.max())) if len(memory) else ""
     return cells

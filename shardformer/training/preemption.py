@@ -91,8 +91,8 @@ class StepSynchronizer:
             ShardFormerError: The failure of one rank; raised on all ranks.
         """
         world, local = engine.world, [int(self.failure is not None), *map(int, astuple(self._local))]
-        failed, *asked = (any(column) for column in zip(*tell_at_step("Trainer.agree", world, local), strict=True))
-        self._local, self._received = StepRequests(), self._received | StepRequests(*asked)
+        failed, *requests = (any(column) for column in zip(*tell_at_step("Trainer.agree", world, local), strict=True))
+        self._local, self._received = StepRequests(), self._received | StepRequests(*requests)
         if failed:
             self.is_broken = True
             exception = None if self.failure is None else self.failure.as_exception(world.rank)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, rand
 from shardformer.errors import ShardFormerError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.training.data_sources import NEAR, content_of, sketch_of
+from shardformer.training.data_sources import NEAR, fingerprint, random_projection
 from shardformer.training.initialize import initialize
 
 Pair = tuple[Tensor, Tensor]
@@ -143,10 +143,10 @@ def test_randomly_augmented_samples_are_not_compared() -> None:
 
 def test_content_of_compares_integers_strings_and_shapes() -> None:
     noise = torch.rand(3)
-    assert content_of({"label": 1, "image": noise}) == content_of({"image": noise + 1, "label": 1})
-    assert content_of({"label": 1, "image": noise}) != content_of({"image": noise, "label": 2})
-    assert content_of([0.5, noise]) != content_of([0.5, noise + 1])
-    assert content_of(object()) == content_of(object()), "an address is not content"
+    assert fingerprint({"label": 1, "image": noise}) == fingerprint({"image": noise + 1, "label": 1})
+    assert fingerprint({"label": 1, "image": noise}) != fingerprint({"image": noise, "label": 2})
+    assert fingerprint([0.5, noise]) != fingerprint([0.5, noise + 1])
+    assert fingerprint(object()) == fingerprint(object()), "an address is not content"
 
 
 def test_floating_point_samples_are_compared_up_to_rounding() -> None:
@@ -157,9 +157,9 @@ def test_floating_point_samples_are_compared_up_to_rounding() -> None:
         {"x": x.roll(1), "y": 0.5},
         {"x": x.numpy(), "y": 0.5},
     ]
-    (sum_, norm), *others = map(sketch_of, values)
+    (sum_, norm), *others = map(random_projection, values)
     assert [abs(other - sum_) < NEAR * norm for other, _ in others] == [True, False, True]
-    assert sketch_of({"label": 3, "text": "a"}) == (0.0, 0.0)
+    assert random_projection({"label": 3, "text": "a"}) == (0.0, 0.0)
 
 
 def skipped(context: ParallelContext, where: int) -> str:

@@ -16,7 +16,7 @@ from shardformer.errors import ConfigError, InputError, ShardFormerError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.training.data_sources import epoch_seed
+from shardformer.training.data_sources import epoch_generator
 from shardformer.training.engine import Engine
 from shardformer.training.initialize import LAUNCHER_VARIABLES, initialize, make_context
 from shardformer.verify.small_models import SmallModel
@@ -57,7 +57,7 @@ def alone() -> tuple[Losses, dict[str, Tensor]]:
     losses = []
     samples = rows()
     for epoch in range(2):
-        order = torch.randperm(len(samples), generator=epoch_seed(0, epoch)).tolist()
+        order = torch.randperm(len(samples), generator=epoch_generator(0, epoch)).tolist()
         for start in range(0, len(order), 6):
             batch = [samples[i] for i in order[start : start + 6]]
             loss = model(**{k: torch.stack([s[k] for s in batch]) for k in batch[0]}).loss

@@ -12,7 +12,7 @@ import transformers
 from PIL import Image
 
 from shardformer.errors import ConfigError, InputError, ShardFormerError
-from shardformer.train_command.datasets import IGNORED, MASK, PAD_TOKEN, PaddingCollator, format_of, load_data
+from shardformer.train_command.datasets import IGNORED, MASK, PAD_TOKEN, PaddingCollator, infer_format, load_data
 from tests.runs.files import WORDS, config, labelled, write_images, write_rows, write_text
 
 
@@ -196,7 +196,7 @@ def test_rows_may_contain_image_paths(tmp_path: Path) -> None:
 def test_the_format_of_mixed_names_cannot_be_inferred(tmp_path: Path) -> None:
     data = config(tmp_path, "gpt2", {"train": ["a.txt", "b.jsonl"]}).data
     with pytest.raises(ConfigError, match=r"data.format"):
-        format_of(data, ["a.txt", "b.jsonl"])
+        infer_format(data, ["a.txt", "b.jsonl"])
 
 
 def test_labels_of_mixed_types_raise(tmp_path: Path) -> None:

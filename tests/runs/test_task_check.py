@@ -11,7 +11,7 @@ import transformers
 
 from shardformer.errors import ConfigError
 from shardformer.meta_init.lazy_init import LazyInit
-from shardformer.train_command.run import data_and_model_of, make_dry_run_report
+from shardformer.train_command.run import load_data_and_model, make_dry_run_report
 from shardformer.train_command.run_checks import check_task, label_dependence
 from tests.runs.files import SMALL, config, write_text
 
@@ -47,13 +47,13 @@ def test_whether_a_model_sees_the_token_to_predict(kind: str, fields: dict[str, 
 
 def test_causal_training_of_an_encoder_raises(tmp_path: Path) -> None:
     made = config(tmp_path, "bert", {"train": write_text(tmp_path)})
-    for call in (data_and_model_of, make_dry_run_report):
+    for call in (load_data_and_model, make_dry_run_report):
         with pytest.raises(ConfigError, match=r"does not fit BertLMHeadModel.*task = 'masked', or .*is_decoder = true"):
             call(made)
     fixed = config(
         tmp_path, "bert", {"train": write_text(tmp_path)}, model={"config": {**SMALL["bert"], "is_decoder": True}}
     )
-    data_and_model_of(fixed)
+    load_data_and_model(fixed)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_causal_training_of_an_encoder_raises(tmp_path: Path) -> None:
 def test_masked_training_of_a_decoder_raises(kind: str, head: str, words: str, tmp_path: Path) -> None:
     model = {"task": "masked", "head": head}
     with pytest.raises(ConfigError, match=words):
-        data_and_model_of(config(tmp_path, kind, {"train": write_text(tmp_path)}, model=model))
+        load_data_and_model(config(tmp_path, kind, {"train": write_text(tmp_path)}, model=model))
 
 
 def test_a_large_model_is_checked_with_a_reduced_model(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from shardformer.errors import ConfigError
 from shardformer.train_command.build import build_optimizer, build_scheduler
 from shardformer.train_command.config_schema import OptimizerTable, ScheduleTable
 from shardformer.train_command.datasets import load_data
-from shardformer.train_command.run import num_steps_of
+from shardformer.train_command.run import count_steps
 from tests.runs.files import config, labelled, write_rows
 
 
@@ -44,7 +44,7 @@ def test_learning_rate_of_each_step(table: dict[str, Any], expected: list[float]
 def test_the_number_of_steps_equals_the_number_of_batches(drop_last: bool, steps: int, tmp_path: Path) -> None:
     data = {"train": write_rows(tmp_path, labelled(12)), "batch_size": 5, "drop_last": drop_last}
     made = config(tmp_path, "bert", data, model={"task": "classification"}, training={"epochs": 2})
-    assert num_steps_of(made, load_data(made)) == steps
+    assert count_steps(made, load_data(made)) == steps
 
 
 def grouped(model: Any, **table: Any) -> dict[float, set[str]]:

@@ -9,7 +9,7 @@ from typing import Any
 from shardformer.checkpoint.directory import CheckpointRetention
 from shardformer.errors import ConfigError, check_int, check_number
 from shardformer.filesystem.atomic_write import path_of
-from shardformer.training.engine import has_checkpoint, take_folder
+from shardformer.training.engine import has_checkpoint, lock_checkpoint_folder
 from shardformer.training.hook import Hook, TrainerProtocol
 
 
@@ -63,7 +63,7 @@ class Checkpoint(Hook):
         self._engine = trainer.engine
         trainer.on_save(self._save)
         trainer.agree()
-        take_folder(self.folder, self, trainer.engine.world)
+        lock_checkpoint_folder(self.folder, self, trainer.engine.world)
         if not has_checkpoint(self.folder, trainer.engine.world):
             return
         if self.resume:

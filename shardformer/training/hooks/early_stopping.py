@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from shardformer.errors import InputError, check_choice, check_int, check_number, did_you_mean
-from shardformer.training.hook import Hook, TrainerProtocol, check_validates
+from shardformer.training.hook import Hook, TrainerProtocol, check_has_validation
 
 MODES = ("min", "max")
 
@@ -41,7 +41,7 @@ class EarlyStopping(Hook):
         self.without_progress = 0
 
     def setup(self, trainer: TrainerProtocol) -> None:
-        check_validates(self, trainer)
+        check_has_validation(self, trainer)
 
     def after_validation(self, trainer: TrainerProtocol) -> None:
         if self.metric not in trainer.values:

@@ -13,7 +13,7 @@ from shardformer.comm.collectives import all_gather_objects
 from shardformer.errors import ConfigError, InputError, did_you_mean
 from shardformer.pipeline.micro_batches import TARGET_KEY
 from shardformer.training.data_loader import named_batch
-from shardformer.training.hook import Hook, TrainerProtocol, check_validates
+from shardformer.training.hook import Hook, TrainerProtocol, check_has_validation
 
 IGNORED = -100
 PERPLEXITY = "perplexity"
@@ -53,7 +53,7 @@ class Metrics(Hook):
         self._pairs: list[tuple[Tensor, Tensor]] = []
 
     def setup(self, trainer: TrainerProtocol) -> None:
-        check_validates(self, trainer)
+        check_has_validation(self, trainer)
 
     def before_validation(self, trainer: TrainerProtocol) -> None:
         self._pairs = []

@@ -107,7 +107,7 @@ def draw_memory(trace: Path, picture: Path) -> None:
             "Profiler cannot plot the memory without matplotlib. Run pip install 'shardformer[plot]'.", stacklevel=2
         )
         return
-    times, megabytes = memory_over_time(trace)
+    times, megabytes = read_memory_trace(trace)
     if not times:
         return
     figure = Figure(figsize=(9, 3.5), layout="constrained")
@@ -123,7 +123,7 @@ def draw_memory(trace: Path, picture: Path) -> None:
         figure.savefig(hidden, dpi=130)
 
 
-def memory_over_time(trace: Path) -> tuple[list[float], list[float]]:
+def read_memory_trace(trace: Path) -> tuple[list[float], list[float]]:
     """Return the time (ms) and total memory (MB) of each allocation in a trace, on the GPU if the trace has one."""
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     seen = [e for e in events if e.get("name") == "[memory]"]

@@ -82,11 +82,11 @@ class Progress(Hook):
 def format_metrics(values: dict[str, float]) -> str:
     """Format the loss, learning rate, speed and memory, as far as they are known, in one line."""
     shown = [text.format(values[name]) for name, text in PLAIN.items() if name in values]
-    shown += [text.format(*short(values[name])) for name, text in SCALED.items() if name in values]
+    shown += [text.format(*with_unit_prefix(values[name])) for name, text in SCALED.items() if name in values]
     return "  ".join(shown)
 
 
-def short(value: float) -> tuple[str, str]:
+def with_unit_prefix(value: float) -> tuple[str, str]:
     """Format a number with a unit prefix: 51200 as ("51.2", "k")."""
     unit, scale = next(((unit, scale) for unit, scale in UNITS if abs(value) >= scale), ("", 1.0))
     return f"{value / scale:.3g}", unit

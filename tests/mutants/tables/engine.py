@@ -68,7 +68,7 @@ MUTANTS = [
     mutant(
         "reshape-keeps-the-old-share-of-data",
         "shardformer/training/engine.py",
-        "            self.data.share_among(context)\n",
+        "            self.data.shard_over(context)\n",
         "            self.data.check_ranks(context.data.size)\n",
         "After reshard, ranks continue with their old shard of each batch.",
         first=("tests/engine/test_reshape.py",),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shardformer.errors import ConfigError
-from shardformer.training.hooks.progress import Progress, format_metrics, short
+from shardformer.training.hooks.progress import Progress, format_metrics, with_unit_prefix
 from shardformer.training.hooks.throughput import Throughput
 from shardformer.training.trainer import Trainer
 from tests.trainer.hooks.runs import engine_of, pairs
@@ -46,7 +46,13 @@ def test_the_reason_of_an_early_stop_is_printed(capsys: pytest.CaptureFixture[st
 
 
 def test_numbers_have_unit_prefixes() -> None:
-    assert [" ".join(short(v)) for v in (0.5, 12, 51200, 1.5e6, 2e12)] == ["0.5 ", "12 ", "51.2 k", "1.5 M", "2 T"]
+    assert [" ".join(with_unit_prefix(v)) for v in (0.5, 12, 51200, 1.5e6, 2e12)] == [
+        "0.5 ",
+        "12 ",
+        "51.2 k",
+        "1.5 M",
+        "2 T",
+    ]
     assert format_metrics({"loss": 1.0, "memory_bytes": 2.1e9, "other": 3.0}) == "loss 1.0000  2.1 GB"
     assert format_metrics({"tokens_per_s": 51200.0, "flops_per_s": 2.5e9}) == "51.2k tokens/s  2.5 GFLOP/s"
 
