@@ -16,15 +16,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    default_collate,
-)
+from torch.utils import data as torch_data
 
 from shardformer.comm.collective_call import all_gather_from_grid, come, number_of
 from shardformer.comm.collectives import checksum
@@ -181,7 +173,7 @@ def collate_samples(samples: list[Any]) -> Any:
     """
     first = samples[0]
     if not isinstance(first, Mapping):
-        return default_collate(samples)
+        return torch_data.default_collate(samples)
     other = next((sample for sample in samples if sample.keys() != first.keys()), None)
     if other is not None:
         raise InputError(
@@ -202,7 +194,7 @@ def _column(key: str, values: list[Any]) -> Any:
     shapes = {tuple(value.shape) if isinstance(value, Tensor) else (len(value),) for value in sized}
     if len(shapes) > 1:
         raise _shape_error(key, f"have different shapes, {' and '.join(map(str, sorted(shapes)[:2]))}")
-    return default_collate(values)
+    return torch_data.default_collate(values)
 
 
 def _as_tensor(key: str, value: Any) -> Any:
@@ -372,7 +364,7 @@ LOADER_OPTIONS = (
 
 
 @dataclass(frozen=True, eq=False)
-class _Seeded(Dataset[Any]):
+class _Seeded(torch_data.Dataset[Any]):
     """Data set whose samples are read by key, each with its own random seed."""
 
     data: Any
@@ -429,7 +421,7 @@ class IndexedSource:
         self.number = 0  # fingerprint of the epoch's order, if a sampler chose it
         self.count: int | None = None if makes_batches else len(data) if sampler is None else len(sampler)
         self._parts, self._generator = _LocalBatchSampler(), torch.Generator()
-        self._loader: DataLoader[Any] = DataLoader(
+        self._loader: torch_data.DataLoader[Any] = torch_data.DataLoader(
             _Seeded(data),
             batch_sampler=self._parts,
             collate_fn=_Collated(collate),
@@ -500,7 +492,7 @@ def make_source(
     data: Any, collate: Collate | None, num_workers: int, shuffle: bool | None
 ) -> IndexedSource | StreamedSource:
     """Create the source for the user's training data, or raise ConfigError if its type is not supported."""
-    if isinstance(data, DataLoader):
+    if isinstance(data, torch_data.DataLoader):
         return _loader_source(data, collate, shuffle)
     is_unsupported = isinstance(data, (Mapping, str, bytes, Tensor, type, set, frozenset))
     if is_unsupported or not (_is_indexed(data) or hasattr(data, "__iter__")):
@@ -524,21 +516,23 @@ def make_source(
 
 def _is_indexed(data: Any) -> bool:
     """Return whether samples have an index. ``IterableDataset`` inherits a ``__getitem__`` that does not work."""
-    return not isinstance(data, IterableDataset) and hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    return (
+        not isinstance(data, torch_data.IterableDataset) and hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    )
 
 
 def _loader_source(loader: Any, collate: Collate | None, shuffle: bool | None) -> IndexedSource | StreamedSource:
     if collate is not None:
         raise ConfigError("collate_fn has no effect on a DataLoader", remedy="Pass collate_fn to the DataLoader")
     batches = loader.batch_sampler
-    sampler = batches.sampler if type(batches) is BatchSampler else loader.sampler
+    sampler = batches.sampler if type(batches) is torch_data.BatchSampler else loader.sampler
     for each in (sampler, batches, getattr(batches, "sampler", None)):
         if each is not None and hasattr(each, "num_replicas"):
             raise ConfigError(
                 f"The DataLoader uses a {type(each).__name__}, which would shard the batches a second time",
                 remedy="Create the DataLoader without this sampler, with shuffle=True and the global batch size",
             )
-    if shuffle and not isinstance(sampler, RandomSampler):
+    if shuffle and not isinstance(sampler, torch_data.RandomSampler):
         raise ConfigError(
             "shuffle=True conflicts with the DataLoader, which does not shuffle",
             remedy="Create the DataLoader with shuffle=True",
@@ -546,19 +540,19 @@ def _loader_source(loader: Any, collate: Collate | None, shuffle: bool | None) -
     if not _is_indexed(loader.dataset) or batches is None:
         return StreamedSource(loader, None)
     _check_count(len(loader.dataset), loader.dataset)
-    if type(batches) is BatchSampler and length_or_none(sampler) is None:
+    if type(batches) is torch_data.BatchSampler and length_or_none(sampler) is None:
         raise ConfigError(
             f"The sampler of the DataLoader, {type(sampler).__name__}, has no length",
             remedy="Add a __len__, or pass an IterableDataset",
         )
     data, make = loader.dataset, loader.collate_fn
     options = {name: getattr(loader, name) for name in LOADER_OPTIONS}
-    if type(batches) is not BatchSampler:
+    if type(batches) is not torch_data.BatchSampler:
         return IndexedSource(data, make, options, sampler=batches, makes_batches=True)
     count = length_or_none(sampler) or 0
     _check_count(count, sampler)
-    is_random = type(sampler) is RandomSampler and not sampler.replacement
-    if count == len(data) and (is_random or type(sampler) is SequentialSampler):
+    is_random = type(sampler) is torch_data.RandomSampler and not sampler.replacement
+    if count == len(data) and (is_random or type(sampler) is torch_data.SequentialSampler):
         return IndexedSource(data, make, options, shuffle=is_random and shuffle is not False)
     return IndexedSource(data, make, options, sampler=sampler)
 

@@ -13,28 +13,14 @@ from shardformer.training.metrics_log import MetricsRecord, MetricsWriter
 VALIDATION = "validation/"
 
 
-class JsonLines(Hook):
-    """Writes ``trainer.values`` to ``folder/records.jsonl``, which ``shardformer plot`` draws.
+class MetricsHook(Hook):
+    """Base class of hooks that write ``trainer.values`` on the first rank."""
 
-    A resumed run removes the lines of steps after its checkpoint and appends to the file. A new run keeps the file of
-    an earlier run under another name. Only the first rank writes, without communication. Hooks that compute metrics
-    must come before this hook.
-
-    Args:
-        folder: Folder of the run, created if missing.
-        every: Steps between lines. Validation metrics are always written.
-    """
+    _writer: Any = None
 
     def __init__(self, folder: str | Path, every: int = 1) -> None:
-        check_int("JsonLines.every", every, unit="steps", example=10)
+        check_int(f"{type(self).__name__}.every", every, unit="steps", example=10)
         self.folder, self.every = path_of(folder), every
-        self._writer: MetricsWriter | None = None
-        self._seconds_before = 0.0
-        self._seconds = 0.0
-
-    def before_train(self, trainer: TrainerProtocol) -> None:
-        if trainer.is_first:
-            self._writer = MetricsWriter(self.folder, trainer.step or None)
 
     def after_step(self, trainer: TrainerProtocol) -> None:
         if trainer.step % self.every == 0:
@@ -49,6 +35,28 @@ class JsonLines(Hook):
             self._writer = None
 
     on_exception = after_train
+
+    def _write(self, trainer: TrainerProtocol, values: dict[str, float]) -> None:
+        """Write values with the writer that ``before_train`` opened on the first rank."""
+
+
+class JsonLines(MetricsHook):
+    """Writes ``trainer.values`` to ``folder/records.jsonl``, which ``shardformer plot`` draws.
+
+    A resumed run removes the lines of steps after its checkpoint and appends to the file. A new run keeps the file of
+    an earlier run under another name. Only the first rank writes, without communication. Hooks that compute metrics
+    must come before this hook.
+
+    Args:
+        folder: Folder of the run, created if missing.
+        every: Steps between lines. Validation metrics are always written.
+    """
+
+    _seconds_before = _seconds = 0.0
+
+    def before_train(self, trainer: TrainerProtocol) -> None:
+        if trainer.is_first:
+            self._writer = MetricsWriter(self.folder, trainer.step or None)
 
     def state(self) -> Any:
         return {"seconds": self._seconds}

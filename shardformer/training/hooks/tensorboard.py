@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from shardformer.errors import ConfigError, check_int
-from shardformer.filesystem.atomic_write import path_of
-from shardformer.training.hook import Hook, TrainerProtocol
-from shardformer.training.hooks.json_lines import VALIDATION
+from shardformer.errors import ConfigError
+from shardformer.training.hook import TrainerProtocol
+from shardformer.training.hooks.json_lines import MetricsHook
 
 
-class TensorBoard(Hook):
+class TensorBoard(MetricsHook):
     """Writes ``trainer.values`` for ``tensorboard --logdir folder``.
 
     A resumed run hides the values of steps after its checkpoint. Only the first rank writes, without communication.
@@ -23,9 +22,7 @@ class TensorBoard(Hook):
     """
 
     def __init__(self, folder: str | Path, every: int = 1) -> None:
-        check_int("TensorBoard.every", every, unit="steps", example=10)
-        self.folder, self.every = path_of(folder), every
-        self._writer: Any = None
+        super().__init__(folder, every)
         _summary_writer()
 
     def before_train(self, trainer: TrainerProtocol) -> None:
@@ -33,27 +30,14 @@ class TensorBoard(Hook):
             purge = trainer.step + 1 if trainer.step else None
             self._writer = _summary_writer()(str(self.folder), purge_step=purge)
 
-    def after_step(self, trainer: TrainerProtocol) -> None:
-        if trainer.step % self.every == 0:
-            self._write(trainer, is_validation=False)
+    def _write(self, trainer: TrainerProtocol, values: dict[str, float]) -> None:
+        if self._writer is not None:
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, trainer.step)
 
     def after_validation(self, trainer: TrainerProtocol) -> None:
-        self._write(trainer, is_validation=True)
-
-    def after_train(self, trainer: TrainerProtocol) -> None:
+        super().after_validation(trainer)
         if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-
-    on_exception = after_train
-
-    def _write(self, trainer: TrainerProtocol, *, is_validation: bool) -> None:
-        if self._writer is None:
-            return
-        for name, value in trainer.values.items():
-            if name.startswith(VALIDATION) == is_validation:
-                self._writer.add_scalar(name, value, trainer.step)
-        if is_validation:
             self._writer.flush()
 
 
