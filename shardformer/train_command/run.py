@@ -52,10 +52,13 @@ def run_training(config: TrainConfig) -> dict[str, float]:
         values = trainer.fit(
             steps=training.steps, epochs=epochs, validation=data.validation, validate_every=training.validate_every
         )
-    _report_if_nothing_trained(config, trainer)
     if trainer.was_interrupted:
         _report_interruption(trainer)
         raise SystemExit(128 + (trainer.signal or signal.SIGTERM))
+    if trainer.is_first and trainer.loss is None:
+        key = "training.steps" if training.steps is not None else "training.epochs"
+        done = f"{trainer.step} of {trainer.num_steps} steps are complete"
+        print(f"nothing to train: {done}; increase {key} to continue", flush=True)
     if training.export:
         trainer.engine.export(config.path / EXPORT, data.processor)
     return values
@@ -91,13 +94,6 @@ def _check_export(config: TrainConfig, folder: Path) -> None:
             remedy="Set another folder for the run, such as folder = 'run'",
         )
     check_target(folder)
-
-
-def _report_if_nothing_trained(config: TrainConfig, trainer: Trainer) -> None:
-    if trainer.is_first and trainer.loss is None and not trainer.was_interrupted:
-        key = "training.steps" if config.training.steps is not None else "training.epochs"
-        done = f"{trainer.step} of {trainer.num_steps} steps are complete"
-        print(f"nothing to train: {done}; increase {key} to continue", flush=True)
 
 
 def _report_interruption(trainer: Trainer) -> None:
@@ -217,7 +213,7 @@ def make_dry_run_report(config: TrainConfig) -> DryRunReport:
             coords, tensor=sizes["tensor"], data=sizes["data"], pipe=sizes["pipe"], sequence=sizes["sequence"]
         )
         context = with_grid_axes(context, layout.tensor)
-        with _fake_tensors():
+        with torch.random.fork_rng(devices=[]), fake_tensors():
             unsharded = build_model(config, data, saved, lazy=False)
             num_parameters = num_parameters or sum(p.numel() for p in unsharded.parameters())
             of_params = make_optimizer(unsharded)
@@ -231,7 +227,7 @@ def make_dry_run_report(config: TrainConfig) -> DryRunReport:
                 offload=layout.offload,
                 data=sizes["data"],
             )
-        with _fake_tensors() as fake:  # in the dtype of a step
+        with torch.random.fork_rng(devices=[]), fake_tensors() as fake:  # in the dtype of a step
             unsharded = build_model(config, data, saved, lazy=False, dtype=step_dtype or torch.float32)
             model = shard_model(unsharded, config=layout.shard_config(context)).train()
             count = max(-(-min(config.data.batch_size, len(data.train)) // sizes["data"]), 1)
@@ -251,12 +247,6 @@ def make_dry_run_report(config: TrainConfig) -> DryRunReport:
         ranks=ranks,
         why_untraced=reason_untraced,
     )
-
-
-@contextmanager
-def _fake_tensors() -> Iterator[Any]:
-    with torch.random.fork_rng(devices=[]), fake_tensors() as fake:
-        yield fake
 
 
 def _peak_of_traced_step(

@@ -23,7 +23,6 @@ from shardformer.training.data_sources import (
     DataShard,
     StreamedSource,
     check_same_data,
-    epoch_generator,
     make_source,
 )
 
@@ -193,10 +192,6 @@ class ShardedDataLoader:
         batches = count // size if self._drop_last else -(-count // size)
         merges = self._merge_last and batches > 1 and 0 < count % size < self._share.size
         return -(-(batches - merges) // self._accumulate)
-
-    def generator(self, epoch: int) -> torch.Generator:
-        """Return the generator with which ``torch.randperm`` draws the order of an epoch."""
-        return epoch_generator(self.seed, epoch)
 
     def shard_over(self, context: ParallelContext) -> None:
         """Shard the following batches over the data ranks of another process grid."""

@@ -484,7 +484,7 @@ def _plain(number: Any) -> Any:
 
 
 def epoch_generator(seed: int, epoch: int) -> torch.Generator:
-    """Return the generator that draws the order of an epoch."""
+    """Return the generator with which ``torch.randperm`` draws the order of an epoch."""
     return torch.Generator().manual_seed(hash_seed(seed, epoch, "order"))
 
 

@@ -11,7 +11,7 @@ from shardformer.training.hook import Hook, TrainerProtocol
 if TYPE_CHECKING:
     from rich.console import Console
 
-PLAIN = {"loss": "loss {:.4f}", "learning_rate": "rate {:.3g}"}
+PLAIN = {"loss": "loss {:.4f}", "learning_rate": "lr {:.3g}"}
 SCALED = {"tokens_per_s": "{}{} tokens/s", "flops_per_s": "{} {}FLOP/s", "memory_bytes": "{} {}B"}
 UNITS = (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 
@@ -30,8 +30,7 @@ class Progress(Hook):
         self.every_s = every_s
         self._bar: Any = None
         self._task: Any = None
-        self._last = self._printed_at = 0.0
-        self._printed_step = -1
+        self._printed_at, self._printed_step = 0.0, -1
 
     def before_train(self, trainer: TrainerProtocol) -> None:
         self._printed_at, self._printed_step = -self.every_s, -1
@@ -54,9 +53,9 @@ class Progress(Hook):
             self._print(trainer, format_metrics(trainer.values))
 
     def after_validation(self, trainer: TrainerProtocol) -> None:
-        found = {name: value for name, value in trainer.values.items() if name.startswith("validation/")}
+        found = [f"{name} {value:.4g}" for name, value in trainer.values.items() if name.startswith("validation/")]
         if trainer.is_first:
-            self._print(trainer, "  ".join(f"{name} {value:.4g}" for name, value in found.items()))
+            self._print(trainer, "  ".join(found))
 
     def after_train(self, trainer: TrainerProtocol) -> None:
         if not trainer.is_first:

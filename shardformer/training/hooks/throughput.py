@@ -70,9 +70,8 @@ class Throughput(Hook):
             self._flops_of_token = _reduce_over_ranks(trainer, self._counter.flops, "sum") / max(trainer.tokens, 1)
             self._counter = None
         if self._seen == 1 or self._seen % self.window == 0:
-            trainer.values["memory_bytes"] = _reduce_over_ranks(
-                trainer, _peak_memory(trainer.engine.context.device), "max"
-            )
+            peak = _peak_memory(trainer.engine.context.device)
+            trainer.values["memory_bytes"] = _reduce_over_ranks(trainer, peak, "max")
         total = sum(seconds for seconds, _, _ in self._steps)
         trainer.values["samples_per_s"] = sum(samples for _, samples, _ in self._steps) / total
         trainer.values["tokens_per_s"] = sum(tokens for _, _, tokens in self._steps) / total

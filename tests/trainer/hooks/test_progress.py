@@ -18,7 +18,7 @@ def test_without_a_terminal_lines_are_printed(capsys: pytest.CaptureFixture[str]
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0] for line in lines] == [f"step {n}/4" for n in (1, 2, 3, 3, 4, 4)]
     assert lines[3].startswith("step 3/4  validation/loss 0.")
-    assert all(what in lines[-2] for what in ("loss 0.", "rate 0.05", "tokens/s", "FLOP/s", "B"))
+    assert all(what in lines[-2] for what in ("loss 0.", "lr 0.05", "tokens/s", "FLOP/s", "B"))
 
 
 def test_the_last_step_is_always_printed(capsys: pytest.CaptureFixture[str]) -> None:
