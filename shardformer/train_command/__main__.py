@@ -1,4 +1,4 @@
-"""``shardformer train`` starts ``python -m shardformer.train_command run.toml parallel.tensor=2`` in each process."""
+"""Worker process of ``shardformer train``: ``python -m shardformer.train_command run.toml parallel.tensor=2``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builds the model, the optimizer, the scheduler and the hooks that a run's configuration names."""
+"""Builds the model, optimizer, scheduler and hooks of a run configuration."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import os
 import re
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_type_hints
@@ -24,7 +25,7 @@ from shardformer.errors import ConfigError, ShardFormerError, did_you_mean, firs
 from shardformer.meta_init.lazy_init import LazyInit
 from shardformer.train_command.config_schema import OptimizerTable, ScheduleTable, TrainConfig, remote_code_hint
 from shardformer.train_command.datasets import TrainingData
-from shardformer.train_command.model_config import from_data, load_model_config
+from shardformer.train_command.model_config import fields_from_data, load_model_config
 from shardformer.training import hooks as included
 from shardformer.training.hook import Hook
 from shardformer.transformers_compat import configs_of, load_transformers
@@ -32,119 +33,111 @@ from shardformer.weights.from_pretrained import from_pretrained
 from shardformer.zero.optimizers import LAMB, LARS, HybridAdam
 
 NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
-"""Of names in lower case, as in transformers."""
+"""Lower-case parameter names without weight decay, as in transformers."""
 PACKAGE_OPTIMIZERS = {kind.__name__: kind for kind in (LAMB, LARS, HybridAdam)}
 
 
 MakeOptimizer = Callable[[nn.Module], Callable[[Iterable[nn.Parameter]], Optimizer]]
-"""The model before it is sharded -> the parameters of it that are trained here -> what updates them."""
+"""Function from the unsharded model to a function from its local parameters to an optimizer."""
 DECAY = "weight_decay"
 
 
 def build_optimizer(table: OptimizerTable) -> MakeOptimizer:
-    """How the optimizer is made. Raises ConfigError for a name, or an argument, that there is not."""
-    theirs = {n: k for n, k in vars(torch.optim).items() if isinstance(k, type) and issubclass(k, Optimizer)}
-    known = {name: kind for name, kind in {**theirs, **PACKAGE_OPTIMIZERS}.items() if name != "Optimizer"}
+    """Return a function that creates the optimizer of a model."""
+    known: dict[str, Any] = {
+        n: k for n, k in vars(torch.optim).items() if isinstance(k, type) and issubclass(k, Optimizer)
+    }
+    known = {name: kind for name, kind in {**known, **PACKAGE_OPTIMIZERS}.items() if name != "Optimizer"}
     if table.name not in known:
         raise ConfigError(
-            f"optimizer.name = {table.name!r}",
-            rule=f"It is a class of torch.optim, or {', '.join(PACKAGE_OPTIMIZERS)}",
+            f"optimizer.name = {table.name!r} is not a class of torch.optim, or one of {', '.join(PACKAGE_OPTIMIZERS)}",
             remedy=did_you_mean(table.name, known),
         )
     kind = known[table.name]
-    said = {key: tuple(v) if isinstance(v, list) else v for key, v in (table.model_extra or {}).items()}
-    check_arguments(kind, {"lr": table.lr, **said}, "optimizer", taken=("params",))
+    extra = {key: tuple(v) if isinstance(v, list) else v for key, v in (table.model_extra or {}).items()}
+    arguments = {"lr": table.lr, **extra}
+    check_arguments(kind, arguments, "optimizer", ignored=("params",))
     default = inspect.signature(kind).parameters.get(DECAY)
-    decays = bool(said.get(DECAY, default.default if default is not None else 0))
-    if table.decay_biases_and_norms and not decays:
+    has_decay = bool(arguments.get(DECAY, default.default if default is not None else 0))
+    if table.decay_biases_and_norms and not has_decay:
         raise ConfigError(
-            f"optimizer.decay_biases_and_norms = true with {kind.__name__} and no {DECAY}",
-            remedy=f"Write optimizer.{DECAY} = 0.01, or leave it out",
+            f"optimizer.decay_biases_and_norms = true has no effect, because {kind.__name__} has no {DECAY}",
+            remedy=f"Set optimizer.{DECAY} = 0.01, or remove decay_biases_and_norms",
         )
-    made = partial(_make_optimizer, kind, {"lr": table.lr, **said})
-    made(list)([nn.Parameter(torch.zeros(1))])  # refuses values that cannot be, before anything is loaded
-    return lambda model: made(_grouping(model) if decays and not table.decay_biases_and_norms else list)
+
+    def make(group: Callable[[Iterable[nn.Parameter]], list[Any]], params: Iterable[nn.Parameter]) -> Any:
+        try:
+            return kind(group(params), **arguments)
+        except Exception as error:  # classes raise different errors
+            shown = ", ".join(f"{name} = {value!r}" for name, value in arguments.items())
+            raise ConfigError(
+                f"{kind.__name__} does not accept {shown}: {first_line(error)}", remedy="Correct the value"
+            ) from error
+
+    make(list, [nn.Parameter(torch.zeros(1))])  # raises for invalid values before anything is loaded
+    return lambda model: partial(make, _decay_groups(model) if has_decay and not table.decay_biases_and_norms else list)
 
 
-def _make_optimizer(
-    kind: Any, arguments: Mapping[str, Any], group: Callable[[Iterable[nn.Parameter]], list[Any]]
-) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
-    return lambda params: _construct_optimizer(kind, arguments, group(params))
+def _decay_groups(model: nn.Module) -> Callable[[Iterable[nn.Parameter]], list[dict[str, Any]]]:
+    """Return a function that splits parameters into a group with weight decay and a group without.
 
-
-def _construct_optimizer(kind: Any, arguments: Mapping[str, Any], groups: list[Any]) -> Optimizer:
-    try:
-        found: Optimizer = kind(groups, **arguments)
-    except Exception as error:  # each class checks its arguments in its own way
-        shown = ", ".join(f"{name} = {value!r}" for name, value in arguments.items())
-        raise ConfigError(
-            f"{kind.__name__} does not take {shown}: {first_line(error)}", remedy="Correct the value"
-        ) from error
-    return found
-
-
-def _grouping(model: nn.Module) -> Callable[[Iterable[nn.Parameter]], list[dict[str, Any]]]:
-    """Parameters -> those that decay, and the others.
-
-    Which these are is found by name before the model is sharded, so that it is the same under every layout. On every
-    rank there are both groups, though a stage may have none of one: a checkpoint has the groups of all.
+    The names are taken from the model before sharding, so that the groups are the same under every layout. Both groups
+    exist on every pipeline stage, even if empty, because a checkpoint contains the groups of all stages.
     """
     every = (name for name, _ in model.named_parameters(remove_duplicate=False))
-    others = {name for name in every if not decays(model, name)}
+    others = {name for name in every if not has_weight_decay(model, name)}
 
-    def grouped(params: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+    def group_parameters(params: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
         names = {id(param): name for name, param in model.named_parameters()}
         groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for param in params:
             groups[names[id(param)] not in others].append(param)
         return [{"params": groups[True]}, {"params": groups[False], DECAY: 0.0}]
 
-    return grouped
+    return group_parameters
 
 
-def decays(model: nn.Module, name: str) -> bool:
-    """Whether weight decay applies to a parameter: not to biases, nor to what a norm holds.
+def has_weight_decay(model: nn.Module, name: str) -> bool:
+    """Return whether weight decay applies to a parameter. Biases and parameters of norms are excluded.
 
-    As ``Trainer.get_decay_parameter_names`` of transformers, which goes by names and ``LayerNorm``; and every other
-    module whose class is named as a norm, such as ``BatchNorm2d``.
+    The rule is that of ``Trainer.get_decay_parameter_names`` in transformers, extended to all modules whose class name
+    contains "norm", such as ``BatchNorm2d``.
     """
-    holder = type(model.get_submodule(name.rpartition(".")[0]))
-    is_norm = any("norm" in kind.__name__.lower() for kind in holder.__mro__)
+    owner = type(model.get_submodule(name.rpartition(".")[0]))
+    is_norm = any("norm" in kind.__name__.lower() for kind in owner.__mro__)
     return not is_norm and NOT_DECAYED.search(name.lower()) is None
 
 
-def check_arguments(kind: Any, given: Mapping[str, Any], where: str, taken: Iterable[str] = ()) -> None:
-    """Raises ConfigError for an argument that a class does not take, or lacks."""
+def check_arguments(kind: Any, arguments: Mapping[str, Any], where: str, ignored: Iterable[str] = ()) -> None:
+    """Raise ConfigError if a class does not accept an argument, or requires one that is missing."""
     parameters = inspect.signature(kind).parameters
-    known = [name for name in parameters if name not in taken]
-    for name in given:
+    known = [name for name in parameters if name not in ignored]
+    for name in arguments:
         if name not in known:
             raise ConfigError(
-                f"{where}.{name} = {given[name]!r}",
-                rule=f"{kind.__name__} has no such argument",
+                f"{where}.{name} = {arguments[name]!r} is not an argument of {kind.__name__}",
                 remedy=did_you_mean(name, known),
             )
-    lacking = [name for name in known if parameters[name].default is inspect.Parameter.empty and name not in given]
-    named = [name for name in lacking if parameters[name].kind in (parameters[name].POSITIONAL_OR_KEYWORD,)]
-    if named:
-        raise ConfigError(f"{where} does not say {named[0]}", rule=f"{kind.__name__} needs it", remedy="Write it")
+    for name in known:
+        p = parameters[name]
+        if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD and name not in arguments:
+            raise ConfigError(f"{where} has no {name}, which {kind.__name__} requires", remedy=f"Set {where}.{name}")
 
 
 def build_scheduler(table: ScheduleTable, num_steps: int) -> Callable[[Optimizer], LambdaLR]:
-    """A function of the optimizer, for a run of so many steps."""
-    share = shares_of(table, num_steps)
-    return lambda optimizer: LambdaLR(optimizer, share)
+    """Return a function from an optimizer to its scheduler, for a run of ``num_steps`` steps."""
+    return partial(LambdaLR, lr_lambda=lr_schedule(table, num_steps))
 
 
-def shares_of(table: ScheduleTable, num_steps: int) -> Callable[[int], float]:
-    """step from 0 -> share of the learning rate, in a run of so many steps."""
+def lr_schedule(table: ScheduleTable, num_steps: int) -> Callable[[int], float]:
+    """Return a function from a step, counted from 0, to the ratio of its learning rate to ``optimizer.lr``."""
     length = num_steps if table.steps is None else table.steps
     warmup = math.ceil(table.warmup * length) if table.warmup < 1 else round(table.warmup)
     return partial(lr_factor, table.name, warmup, length, table.min_lr_rate)
 
 
 def lr_factor(name: str, warmup: int, num_steps: int, final: float, step: int) -> float:
-    """Of the learning rate, in a step counted from 0.
+    """Return the ratio of the learning rate in a step, counted from 0, to the base learning rate.
 
     >>> [round(lr_factor("linear", 2, 6, 0.0, step), 2) for step in range(6)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
@@ -152,104 +145,104 @@ def lr_factor(name: str, warmup: int, num_steps: int, final: float, step: int) -
     if step < warmup:
         return (step + 1) / warmup
     done = min((step - warmup) / max(num_steps - warmup, 1), 1.0)
-    fallen = {"constant": 0.0, "linear": done, "cosine": 0.5 - 0.5 * math.cos(math.pi * done)}[name]
-    return 1 - (1 - final) * fallen
+    decay = {"constant": 0.0, "linear": done, "cosine": 0.5 - 0.5 * math.cos(math.pi * done)}[name]
+    return 1 - (1 - final) * decay
 
 
 DEFAULTS = ("throughput", "progress", "json_lines", "checkpoint")
-LAST = ("progress", "json_lines", "tensor_board", "checkpoint")
-"""Those that write what others have measured."""
+WRITERS = ("progress", "json_lines", "tensor_board", "checkpoint")
+"""Hooks that write the measurements of other hooks."""
 FOLDERS = {"json_lines": ".", "checkpoint": "checkpoints"}
-"""Inside of the run's folder; of any other hook with a folder it has the name of the hook."""
+"""Subfolders of the run's folder. Other hooks use their own name."""
 
 
-def hook_key(name: str) -> str:
-    """``EarlyStopping`` as ``early_stopping``, as the config has it."""
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
-
-
-KNOWN_HOOKS = {hook_key(name): getattr(included, name) for name in included.__all__}
+KNOWN_HOOKS = {
+    re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower(): kind  # EarlyStopping as early_stopping
+    for name, kind in vars(included).items()
+    if isinstance(kind, type)
+}
 
 
 def build_hooks(config: TrainConfig) -> list[Hook]:
-    """Those that measure before those that write.
-
-    Raises ConfigError for a hook that there is not, and for an argument that it does not take.
-    """
-    said: dict[str, Any] = {**dict.fromkeys(DEFAULTS, True), **config.hooks}
-    wanted = {name: arguments for name, arguments in said.items() if arguments is not False}
-    order = sorted(wanted, key=lambda name: LAST.index(name) if name in LAST else -1)
+    """Create the hooks; those that measure come before those that write."""
+    options: dict[str, Any] = {**dict.fromkeys(DEFAULTS, True), **config.hooks}
+    wanted = {name: arguments for name, arguments in options.items() if arguments is not False}
+    order = sorted(wanted, key=lambda name: WRITERS.index(name) if name in WRITERS else -1)
     return [_make_hook(config, name, {} if wanted[name] is True else wanted[name]) for name in order]
 
 
 def _make_hook(config: TrainConfig, name: str, arguments: dict[str, Any]) -> Hook:
-    kind = _kind(name)
-    if "folder" in inspect.signature(kind).parameters:
-        arguments = {"folder": str(config.path / FOLDERS.get(name, name)), **arguments}
+    kind = _hook_class(name)
+    parameters = inspect.signature(kind).parameters
+    arguments = {
+        **({"folder": str(config.path / FOLDERS.get(name, name))} if "folder" in parameters else {}),
+        **arguments,
+    }
     check_arguments(kind, arguments, f"hooks.{name}")
     _check_types(kind, arguments, f"hooks.{name}")
-    arguments = dict(arguments)
     if isinstance(folder := arguments.get("folder"), str):
         arguments["folder"] = os.path.expanduser(folder)
-    several = [p.name for p in inspect.signature(kind).parameters.values() if p.kind is p.VAR_POSITIONAL]
-    given = [value for name in several for value in arguments.pop(name, ())]
-    hook: Hook = kind(*given, **arguments)
+    several = [p.name for p in parameters.values() if p.kind is p.VAR_POSITIONAL]
+    positional = [value for name in several for value in arguments.pop(name, ())]
+    hook: Hook = kind(*positional, **arguments)
     return hook
 
 
 def _check_types(kind: Any, arguments: dict[str, Any], where: str) -> None:
-    """Raises ConfigError for a value that is not of the type that the class declares, where it declares one."""
+    """Raise ConfigError if a value does not have the type that the class declares."""
     parameters = inspect.signature(kind).parameters
     for argument, value in arguments.items():
+        if parameters[argument].kind is inspect.Parameter.VAR_POSITIONAL:
+            continue  # the annotation is that of one item
         try:
             adapter = TypeAdapter(get_type_hints(kind.__init__)[argument])
-        except Exception:  # no type, one that only a type checker knows, or a class that is not plain data
+        except Exception:  # no annotation, or one that pydantic cannot check
             continue
-        if parameters[argument].kind is inspect.Parameter.VAR_POSITIONAL:
-            continue  # a type for each of them
         try:
             adapter.validate_json(json.dumps(value, default=str), strict=True)
         except ValidationError as error:
             raise ConfigError(
-                f"{where}.{argument} = {value!r:.80}",
+                f"{where}.{argument} = {value!r:.80} has the wrong type",
                 rule="; or ".join(dict.fromkeys(each["msg"] for each in error.errors())),
                 remedy="Correct the value",
             ) from error
 
 
-def _kind(name: str) -> Any:
+def _hook_class(name: str) -> Any:
+    if name in KNOWN_HOOKS:
+        return KNOWN_HOOKS[name]
     file, colon, attribute = name.rpartition(":")
     if not colon:
-        if name not in KNOWN_HOOKS:
-            raise ConfigError(
-                f"hooks.{name}",
-                rule='A hook is one of those that come with the trainer, or of your own as "my_hooks.py:MyHook"',
-                remedy=did_you_mean(name, KNOWN_HOOKS),
-            )
-        return KNOWN_HOOKS[name]
-    found = getattr(_module(file, name), attribute, None)
+        raise ConfigError(
+            f"There is no hook called {name!r}",
+            rule='Write your own hook with its file and class as "my_hooks.py:MyHook"',
+            remedy=did_you_mean(name, KNOWN_HOOKS),
+        )
+    found = getattr(_import_file(file, name), attribute, None)
     if not (isinstance(found, type) and issubclass(found, Hook)):
-        raise ConfigError(f"hooks.{name!r}: {file} has no hook {attribute!r}", remedy="Correct the name")
+        raise ConfigError(
+            f"{file} contains no subclass of Hook called {attribute!r}", remedy=f"Correct the name in hooks.{name!r}"
+        )
     return found
 
 
-def _module(file: str, name: str) -> Any:
+def _import_file(file: str, name: str) -> Any:
     file = os.path.expanduser(file)
     spec = importlib.util.spec_from_file_location(Path(file).stem, file) if Path(file).is_file() else None
     if spec is None or spec.loader is None:
         raise ConfigError(
-            f"hooks.{name!r}: there is no file {file!r}",
-            rule='A hook of your own is named by its file and its class, as "my_hooks.py:MyHook"',
-            remedy="Correct the path",
+            f"The file {file!r} of hooks.{name!r} does not exist",
+            remedy='Correct the path; the form is "my_hooks.py:MyHook"',
         )
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except Exception as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == spec.origin]
-        where = f", line {lines[-1]}" if lines else ""
+        where = f" in line {lines[-1]}" if lines else ""
         raise ConfigError(
-            f"hooks.{name!r}: {file}{where}: {type(error).__name__}: {first_line(error)}", remedy="Correct the file"
+            f"Importing {file} failed{where}: {type(error).__name__}: {first_line(error)}",
+            remedy=f"Fix the file, or remove hooks.{name!r}",
         ) from error
     return module
 
@@ -265,7 +258,7 @@ LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length")
 
 
 def model_class_for(config: TrainConfig) -> Any:
-    """The class of transformers. Raises ConfigError where there is none of that name."""
+    """Return the transformers class of the model, or raise ConfigError if there is none of this name."""
     transformers = load_transformers()
 
     name = config.model.head or HEAD_OF[config.model.task]
@@ -274,7 +267,7 @@ def model_class_for(config: TrainConfig) -> Any:
     if not is_model or not hasattr(kind, "from_pretrained"):
         known = [n for n in dir(transformers) if re.search(r"For[A-Z]|Model$", n)]
         raise ConfigError(
-            f"model.head = {name!r}", rule="It is a model of transformers", remedy=did_you_mean(name, known)
+            f"model.head = {name!r} is not a model class of transformers", remedy=did_you_mean(name, known)
         )
     return kind
 
@@ -282,60 +275,45 @@ def model_class_for(config: TrainConfig) -> Any:
 def build_model(
     config: TrainConfig, data: TrainingData, saved: Any, *, lazy: bool = True, dtype: torch.dtype = torch.float32
 ) -> nn.Module:
-    """The model, its weights not there yet, unless not ``lazy``: then they are random whatever the config says.
+    """Build the model in ``dtype``; ``parallel.precision`` determines the dtype of a step.
 
-    In fp32, whatever it was saved in: what is kept in fewer bits, ``parallel.precision`` says.
-
-    Args:
-        saved: its config without what follows from the data.
-
-    Raises ConfigError where it cannot be, and where the data do not fit it.
+    ``saved`` is its config without the fields that depend on the data. If ``lazy`` is False, the weights are random,
+    even if the run loads a checkpoint.
     """
-    complete = load_model_config(config, from_data(config, data, saved))
-    _check_fits(config, data, complete)
+    complete = load_model_config(config, fields_from_data(config, data, saved))
+    _check_data_fits(config, data, complete)
     kind = model_class_for(config)
     _check_task(config, complete, kind)
     torch.manual_seed(config.seed)
+    trust = config.model.trust_remote_code
     try:
-        model = _made(config, kind, complete, lazy=lazy, dtype=dtype)
+        if lazy and not config.model.random:
+            model = from_pretrained(kind, config.model.name, config=complete, dtype=dtype, trust_remote_code=trust)
+        else:
+            with LazyInit() if lazy else nullcontext():
+                model = _instantiate(kind, complete, dtype, trust)
     except ShardFormerError:
         raise
-    except Exception as error:  # the code of a model may raise anything
+    except Exception as error:  # model code may raise any error
         raise ConfigError(
-            f"transformers cannot build {kind.__name__} of {config.model.name!r}: {type(error).__name__}: "
+            f"transformers cannot build a {kind.__name__} from {config.model.name!r}: {type(error).__name__}: "
             f"{first_line(error)}",
-            rule="model.task and model.head fit the model, and the fields of model.config fit each other",
-            remedy=remote_code_hint("Correct them", error),
+            remedy=remote_code_hint("Correct model.task, model.head or model.config", error),
         ) from error
-    _check_loss(model)
-    return model
-
-
-def _made(config: TrainConfig, kind: Any, saved: Any, *, lazy: bool, dtype: torch.dtype) -> nn.Module:
-    trust = config.model.trust_remote_code
-    if not lazy:
-        return _built(kind, saved, dtype, trust)
-    if not config.model.random:
-        return from_pretrained(kind, config.model.name, config=saved, dtype=dtype, trust_remote_code=trust)
-    with LazyInit():
-        return _built(kind, saved, dtype, trust)
-
-
-def _check_loss(model: nn.Module) -> None:
-    """Raises ConfigError for a model of transformers without a loss, such as what ``AutoModel`` builds."""
     kind = type(model)
     if kind.__module__.startswith("transformers.") and "labels" not in inspect.signature(kind.forward).parameters:
         raise ConfigError(
             f"model.head builds a {kind.__name__}, which takes no labels and returns no loss",
-            remedy="Leave model.head out, or name a class with a head, such as AutoModelForCausalLM",
+            remedy="Remove model.head, or specify a class with a loss, such as AutoModelForCausalLM",
         )
+    return model
 
 
-def _built(kind: Any, saved: Any, dtype: torch.dtype, trust: bool) -> nn.Module:
+def _instantiate(kind: Any, saved: Any, dtype: torch.dtype, trust: bool) -> nn.Module:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        if hasattr(kind, "from_config"):  # without an answer it may ask for consent on the standard input
+        if hasattr(kind, "from_config"):  # without trust_remote_code it may prompt for consent
             return cast(nn.Module, kind.from_config(saved, dtype=dtype, trust_remote_code=trust))
         return cast(nn.Module, kind(saved))
     finally:
@@ -343,35 +321,33 @@ def _built(kind: Any, saved: Any, dtype: torch.dtype, trust: bool) -> nn.Module:
 
 
 def _check_task(config: TrainConfig, saved: Any, kind: Any) -> None:
-    """Raises ConfigError where transformers has no model of this type for the task."""
+    """Raise ConfigError if transformers has no model of this type for the task."""
     known = configs_of(kind)
     if known is None or type(saved) in known or kind.__name__ in (getattr(saved, "auto_map", None) or {}):
         return
     transformers = load_transformers()
     tasks = [task for task, name in HEAD_OF.items() if type(saved) in (configs_of(getattr(transformers, name)) or ())]
     raise ConfigError(
-        f"model.{'head' if config.model.head else 'task'} = {config.model.head or config.model.task!r} with "
-        f"{config.model.name!r}, a model of the type {saved.model_type}",
-        rule=f"{kind.__name__} of transformers has no model of this type",
-        remedy=f"Write model.task = {' or '.join(map(repr, tasks))}, or take another model"
-        if tasks
-        else "Take another model",
+        f"model.{'head' if config.model.head else 'task'} = {config.model.head or config.model.task!r} does not "
+        f"support {config.model.name!r}: {kind.__name__} has no model of type {saved.model_type}",
+        remedy=f"Set model.task = {' or '.join(map(repr, tasks))}" if tasks else "Use another model",
     )
 
 
-def _check_fits(config: TrainConfig, data: TrainingData, saved: Any) -> None:
+def _check_data_fits(config: TrainConfig, data: TrainingData, saved: Any) -> None:
     if data.tokens is None:
         return
     text = saved.get_text_config()
     size = getattr(text, "vocab_size", None)
     if size is not None and data.tokens.size > size:
         raise ConfigError(
-            f"The tokenizer {data.tokens.name!r} has {data.tokens.size} tokens, and the model a vocabulary of {size}",
-            remedy=f"Use the model's own tokenizer, or write model.config.vocab_size = {data.tokens.size} with random",
+            f"The tokenizer {data.tokens.name!r} has {data.tokens.size} tokens, but the model has vocab_size={size}",
+            remedy="Use the tokenizer of the model, or with model.random = true set model.config.vocab_size = "
+            f"{data.tokens.size}",
         )
     most = next((n for name in LENGTHS if isinstance(n := getattr(text, name, None), int) and n > 0), None)
     if most is not None and config.data.sequence_length > most:
         raise ConfigError(
-            f"data.sequence_length = {config.data.sequence_length}, and the model has {most} positions",
-            remedy=f"Use {most} or less; where positions are not weights (RoPE), model.config can say more of them",
+            f"data.sequence_length = {config.data.sequence_length} exceeds the {most} positions of the model",
+            remedy=f"Use {most} or less, or for rotary position embeddings (RoPE) increase the limit in model.config",
         )

@@ -1,4 +1,4 @@
-"""The schema of the configuration file of a run, and its reader."""
+"""Schema and reader of the run configuration file."""
 
 from __future__ import annotations
 
@@ -18,23 +18,21 @@ from shardformer.pipeline.partition import RENAMED_METHODS
 
 Task = Literal["causal", "masked", "sequence_to_sequence", "classification", "image_classification"]
 Format = Literal["text", "jsonl", "datasets", "images"]
-
-
 PATHS = ("folder", "name", "train", "validation", "tokenizer")
-"""Keys that may name a file or a folder: no shell replaces the ~ in them."""
+"""Keys that may contain a path in which ~ is expanded."""
 
 
 class ConfigTable(BaseModel):
-    """A table of the file; a key that it does not have is an error."""
+    """Base class of the tables of the file. Unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     @field_validator("*")
     @classmethod
-    def _of_key(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuses an empty text or list, and replaces ~ in a path."""
+    def _expand_value(cls, value: Any, info: ValidationInfo) -> Any:
+        """Reject an empty string or list, and expand ~ in paths."""
         if value in ("", []) or (isinstance(value, list) and "" in value):
-            raise ValueError("It is empty: write a value, or leave the key out")
+            raise ValueError("It is empty: write a value, or remove the key")
         if info.field_name not in PATHS:
             return value
         if isinstance(value, list):
@@ -42,66 +40,65 @@ class ConfigTable(BaseModel):
         return os.path.expanduser(value) if isinstance(value, str) else value
 
 
+def _key(description: str, default: Any = ..., **limits: Any) -> Any:
+    return Field(default, description=description, **limits)
+
+
 class ModelTable(ConfigTable):
     """The model."""
 
-    name: str = Field(
-        description="A folder that `save_pretrained` wrote, a name on the Hugging Face hub, a `config.json`, or with "
-        "`random` a model type of transformers, such as `llama`."
+    name: str = _key(
+        "A folder that `save_pretrained` wrote, a name on the Hugging Face hub, a `config.json`, or with `random` a "
+        "model type of transformers, such as `llama`."
     )
-    task: Task = Field(
-        default="causal",
-        description="`causal`: predict the next token; `masked`: predict masked tokens; `sequence_to_sequence`: "
-        "generate a text from another one; `classification` of texts; `image_classification`.",
+    task: Task = _key(
+        "`causal`: predict the next token; `masked`: predict masked tokens; `sequence_to_sequence`: generate a target "
+        "text from a source text; `classification` of texts; `image_classification`.",
+        "causal",
     )
-    head: str | None = Field(default=None, description="The class of transformers. By default that of the task.")
-    random: bool = Field(default=False, description="Initialize the weights at random instead of loading them.")
-    config: dict[str, Any] = Field(default={}, description="Fields of the model's config to change.")
-    trust_remote_code: bool = Field(
-        default=False,
-        description="Run Python code that comes with a model or tokenizer that transformers does not have.",
-    )
+    head: str | None = _key("The transformers class. By default that of the task.", None)
+    random: bool = _key("Initialize the weights at random instead of loading them.", False)
+    config: dict[str, Any] = _key("Changed fields of the model's config.", {})
+    trust_remote_code: bool = _key("Allow Python code of models that transformers does not contain.", False)
 
 
 class DataTable(ConfigTable):
     """The training data."""
 
-    train: str | list[str] = Field(
-        description="A file or several, a folder with a folder of images for each class, or the name of a data set: "
-        "see `format`."
+    train: str | list[str] = _key(
+        "A file, a list of files, a folder with one subfolder of images per class, or the name of a data set. See "
+        "`format`."
     )
-    validation: str | list[str] | None = Field(default=None, description="Data of the same form for validation.")
-    format: Format | None = Field(
-        default=None,
-        description="`text`: plain text; `jsonl`: JSON objects, one on each line or in one list; `datasets`: the name "
-        "or the folder of a data set of the library `datasets`; `images`. By default the suffix of the names decides, "
-        "and a folder holds images.",
+    validation: str | list[str] | None = _key("Validation data in the same format.", None)
+    format: Format | None = _key(
+        "`text`: plain text; `jsonl`: JSON objects, one per line or in one list; `datasets`: the name or the folder of "
+        "a data set of the library `datasets`; `images`. By default it follows from the suffix, and a folder contains "
+        "images.",
+        None,
     )
-    batch_size: int = Field(default=8, ge=1, description="Samples of a step, over all processes.")
-    sequence_length: int = Field(default=128, ge=2, description="Tokens of a sample, at most.")
-    tokenizer: str | None = Field(
-        default=None,
-        description="A folder, a name on the hub, or `bytes`: each byte is a token. By default the model's own, and "
-        "`bytes` where the weights are random.",
+    batch_size: int = _key("Global batch size: samples per step over all processes.", 8, ge=1)
+    sequence_length: int = _key("Maximum number of tokens per sample.", 128, ge=2)
+    tokenizer: str | None = _key(
+        "A folder, a name on the hub, or `bytes`: each byte is a token. By default that of the model, or `bytes` if "
+        "the weights are random.",
+        None,
     )
-    text: str = Field(default="text", description="The field of a text, in `jsonl` and `datasets`.")
-    pair: str | None = Field(default=None, description="The field of a second text, for `classification` of pairs.")
-    target: str = Field(default="target", description="The field of the text to generate, for `sequence_to_sequence`.")
-    label: str = Field(default="label", description="The field of the class, for `classification`.")
-    image: str = Field(default="image", description="The field of the image in `datasets`, or of its path in `jsonl`.")
-    split: str = Field(default="train", description="The split of `datasets` to train on.")
-    validation_split: str | None = Field(
-        default=None, description="The split to validate on, of `validation`, or without it of `train`."
-    )
-    shuffle: bool = Field(default=True, description="Shuffle the samples in each epoch.")
-    drop_last: bool = Field(default=False, description="Leave out the last batch of an epoch if it is not full.")
-    num_workers: int = Field(default=0, ge=0, description="Processes that read samples, for each that trains.")
+    text: str = _key("The field that contains the text, in `jsonl` and `datasets`.", "text")
+    pair: str | None = _key("The field of the second text, for `classification` of pairs.", None)
+    target: str = _key("The field of the target text, for `sequence_to_sequence`.", "target")
+    label: str = _key("The field of the class label, for `classification`.", "label")
+    image: str = _key("The field of the image in `datasets`, or of its path in `jsonl`.", "image")
+    split: str = _key("The split of `datasets` to train on.", "train")
+    validation_split: str | None = _key("The split to validate on, of `validation` or by default of `train`.", None)
+    shuffle: bool = _key("Shuffle the samples in each epoch.", True)
+    drop_last: bool = _key("Drop the last batch of an epoch if it is incomplete.", False)
+    num_workers: int = _key("Data loading processes per training process.", 0, ge=0)
 
 
 ParallelTable = create_model(
     "ParallelTable",
     __base__=ConfigTable,
-    __doc__="The layout, and how a step is made: the fields of `shardformer.ParallelConfig`.",
+    __doc__="The parallel layout and options of a step: the fields of `shardformer.ParallelConfig`.",
     **{
         name: (kind, Field(ParallelConfig.__dataclass_fields__[name].default, description=description))
         for name, (kind, description) in ParallelConfig.described_fields().items()
@@ -110,79 +107,73 @@ ParallelTable = create_model(
 
 
 class OptimizerTable(ConfigTable):
-    """What updates the weights. Further keys are arguments of the optimizer, such as `betas` and `weight_decay`."""
+    """The optimizer. Further keys are arguments of its class, such as `betas` and `weight_decay`."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
 
-    name: str = Field(default="AdamW", description="A class of `torch.optim`, or `LAMB`, `LARS`, `HybridAdam`.")
-    lr: float = Field(default=1e-4, gt=0, description="The learning rate.")
-    decay_biases_and_norms: bool = Field(
-        default=False,
-        description="Whether `weight_decay` also applies to biases and to the weights of norms, which the Trainer of "
-        "transformers leaves out.",
-    )
+    name: str = _key("A class of `torch.optim`, or `LAMB`, `LARS`, `HybridAdam`.", "AdamW")
+    lr: float = _key("The learning rate.", 1e-4, gt=0)
+    decay_biases_and_norms: bool = _key("Apply `weight_decay` to biases and norm weights too.", False)
 
 
 class ScheduleTable(ConfigTable):
-    """The learning rate over the run."""
+    """The learning-rate schedule."""
 
-    name: Literal["constant", "linear", "cosine"] = Field(default="constant", description="Its curve after warm-up.")
-    warmup: float = Field(default=0, ge=0, description="Steps of warm-up from 0. Below 1: a share of all steps.")
-    min_lr_rate: float = Field(default=0, ge=0, le=1, description="The final value, as a share of `optimizer.lr`.")
-    steps: int | None = Field(
-        default=None,
+    name: Literal["constant", "linear", "cosine"] = _key("The decay after warm-up.", "constant")
+    warmup: float = _key("Warm-up steps, or below 1 their fraction of all steps.", 0, ge=0)
+    min_lr_rate: float = _key("The final rate as a fraction of `optimizer.lr`.", 0, ge=0, le=1)
+    steps: int | None = _key(
+        "The length of the schedule, after which the learning rate is constant. By default that of the run. It is "
+        "required to resume a run with another length, if that would change learning rates.",
+        None,
         ge=1,
-        description="The length of the schedule, after which the learning rate stays. By default that of the run. A "
-        "run that is resumed with another length needs it, if the learning rates of its steps would change.",
     )
 
 
 class TrainingTable(ConfigTable):
     """The length of the run, and validation."""
 
-    steps: int | None = Field(default=None, ge=1, description="Optimizer steps.")
-    epochs: int | None = Field(default=None, ge=1, description="Passes over the data. By default 1, without `steps`.")
-    validate_every: int | None = Field(default=None, ge=1, description="Steps between validations. Default: an epoch.")
-    export: bool = Field(default=False, description="Write `folder/model` at the end, for `from_pretrained`.")
+    steps: int | None = _key("Number of optimizer steps.", None, ge=1)
+    epochs: int | None = _key("Number of epochs. By default 1 if `steps` is not set.", None, ge=1)
+    validate_every: int | None = _key("Steps between validations. By default one epoch.", None, ge=1)
+    export: bool = _key("Write `folder/model` for `from_pretrained` after training.", False)
 
 
 class TrainConfig(ConfigTable):
-    """A whole run."""
+    """A complete run configuration."""
 
-    folder: str = Field(default="run", description="For logs, checkpoints and the trained model. ~ is the home folder.")
-    seed: int = Field(default=0, ge=0, lt=2**63, description="The seed of weights, data order and all random numbers.")
+    folder: str = _key("Folder for logs, checkpoints and the trained model.", "run")
+    seed: int = _key("Seed of weights, data order and all random numbers.", 0, ge=0, lt=2**63)
     model: ModelTable
     data: DataTable
     parallel: ParallelTable = ParallelTable()  # type: ignore[valid-type]
     optimizer: OptimizerTable = OptimizerTable()
     schedule: ScheduleTable = ScheduleTable()
     training: TrainingTable = TrainingTable()
-    hooks: dict[str, bool | dict[str, Any]] = Field(
-        default={},
-        description="Hooks by name: `true`, `false`, or a table of their arguments. `throughput`, `progress`, "
-        "`json_lines` and `checkpoint` are there if they are not switched off. One of your own is named by its file "
-        'and its class: `"my_hooks.py:MyHook" = true`.',
+    hooks: dict[str, bool | dict[str, Any]] = _key(
+        "Hooks by name: `true`, `false`, or a table of arguments. `throughput`, `progress`, `json_lines` and "
+        "`checkpoint` are enabled by default. To add your own hook, specify its file and class: "
+        '`"my_hooks.py:MyHook" = true`.',
+        {},
     )
 
     def model_post_init(self, context: Any) -> None:
-        self.layout  # noqa: B018 - raises what its fields cannot be together
+        self.layout  # noqa: B018 - raises for invalid combinations
         training, data = self.training, self.data
         if training.steps is not None and training.epochs is not None:
             raise ConfigError(
-                f"training.steps = {training.steps} and training.epochs = {training.epochs}",
-                rule="A run ends after a number of steps, or of epochs",
-                remedy="Leave one of the two out; on the command line, --set training.epochs= removes a key",
+                f"training.steps = {training.steps} and training.epochs = {training.epochs} cannot both be set",
+                remedy="Remove one of them; on the command line, --set training.epochs= removes a key",
             )
         if training.validate_every is not None and data.validation is None and data.validation_split is None:
             raise ConfigError(
-                f"training.validate_every = {training.validate_every} without data.validation",
-                rule="It is how often the model is tried on the validation data",
-                remedy="Say data.validation, or leave it out",
+                f"training.validate_every = {training.validate_every} requires data.validation",
+                remedy="Set data.validation, or remove validate_every",
             )
         self._check_used()
 
     def _check_used(self) -> None:
-        """Raises ConfigError for a key that is set and can have no effect beside the others."""
+        """Raise ConfigError if a key is set that has no effect with the other keys."""
         task, layout = self.model.task, self.layout
         images, tensor = task == "image_classification", num_ranks(layout.tensor, "tensor")
         changes = self.schedule.name != "constant" or 0 < self.schedule.warmup < 1
@@ -190,13 +181,13 @@ class TrainConfig(ConfigTable):
         used = {
             "data.pair": (task == "classification", "model.task = 'classification'"),
             "data.target": (task == "sequence_to_sequence", "model.task = 'sequence_to_sequence'"),
-            "data.label": (task.endswith("classification"), "a classification"),
+            "data.label": (task.endswith("classification"), "a classification task"),
             "data.image": (images, "model.task = 'image_classification'"),
-            "data.text": (not images, "a task of texts"),
-            "data.tokenizer": (not images, "a task of texts"),
+            "data.text": (not images, "a text task"),
+            "data.tokenizer": (not images, "a text task"),
             "data.split": of_data_sets,
             "data.validation_split": of_data_sets,
-            "schedule.steps": (changes, "a warm-up or a schedule whose rates depend on it"),
+            "schedule.steps": (changes, "a warm-up below 1, or schedule.name = 'linear' or 'cosine'"),
             "schedule.min_lr_rate": (self.schedule.name != "constant", "schedule.name = 'linear' or 'cosine'"),
             "parallel.tensor_parallel_mode": (tensor > 1, "parallel.tensor = 2 or more"),
             "parallel.sequence_parallel": (tensor > 1, "parallel.tensor = 2 or more"),
@@ -208,11 +199,7 @@ class TrainConfig(ConfigTable):
             tables: BaseModel = getattr(self, table)
             value = getattr(tables, name)
             if not is_used and value != type(tables).model_fields[name].default:
-                raise ConfigError(
-                    f"{key} = {value!r} without {needed}",
-                    rule=f"It has an effect with {needed} alone",
-                    remedy="Leave it out",
-                )
+                raise ConfigError(f"{key} = {value!r} has no effect without {needed}", remedy="Remove it")
 
     @property
     def layout(self) -> ParallelConfig:
@@ -221,42 +208,31 @@ class TrainConfig(ConfigTable):
 
     @property
     def path(self) -> Path:
-        """Of the run's folder."""
+        """Path of the run's folder."""
         return Path(self.folder)
 
 
 def remote_code_hint(remedy: str, error: Exception) -> str:
-    """What to do about an error of transformers, which asks for ``trust_remote_code`` where code was not to run."""
-    asks = "trust_remote_code" in str(error)
-    return "Read that code; where it may run, write model.trust_remote_code = true" if asks else remedy
+    """Return ``remedy``, or advice on ``trust_remote_code`` if the error of transformers asks for it."""
+    needs_code = "trust_remote_code" in str(error)
+    return "Review that code, and set model.trust_remote_code = true to run it" if needs_code else remedy
 
 
-OF_TRAINER = {
-    "adam_beta1": ["optimizer.betas"],
-    "adam_beta2": ["optimizer.betas"],
-    "adam_epsilon": ["optimizer.eps"],
-    "bf16": ["parallel.precision = 'bf16'"],
-    "dataloader_drop_last": ["data.drop_last"],
-    "dataloader_num_workers": ["data.num_workers"],
-    "eval_steps": ["training.validate_every"],
-    "fp16": ["parallel.precision = 'fp16'"],
-    "gradient_accumulation_steps": ["parallel.micro_batches", "parallel.micro_batch_size"],
-    "gradient_checkpointing": ["parallel.recompute_layers, with parallel.pipe = 2 or more"],
-    "learning_rate": ["optimizer.lr"],
-    "lr_scheduler_type": ["schedule.name"],
-    "max_length": ["data.sequence_length"],
-    "max_seq_length": ["data.sequence_length"],
-    "max_steps": ["training.steps"],
-    "num_train_epochs": ["training.epochs"],
-    "optim": ["optimizer.name"],
-    "output_dir": ["folder, above all tables"],
-    "per_device_train_batch_size": ["data.batch_size, which counts the samples of all processes"],
-    "save_steps": ["hooks.checkpoint.every_steps"],
-    "save_total_limit": ["hooks.checkpoint.keep"],
-    "warmup_ratio": ["schedule.warmup, below 1"],
-    "warmup_steps": ["schedule.warmup"],
-}
-"""What ``TrainingArguments`` of transformers calls a key -> what it is here."""
+TRAINER_KEYS = {
+    "adam_beta1": "optimizer.betas", "adam_beta2": "optimizer.betas", "adam_epsilon": "optimizer.eps",
+    "learning_rate": "optimizer.lr", "optim": "optimizer.name", "lr_scheduler_type": "schedule.name",
+    "warmup_steps": "schedule.warmup", "warmup_ratio": "schedule.warmup, below 1",
+    "bf16": "parallel.precision = 'bf16'", "fp16": "parallel.precision = 'fp16'",
+    "gradient_accumulation_steps": "parallel.micro_batches or parallel.micro_batch_size",
+    "gradient_checkpointing": "parallel.recompute_layers, with parallel.pipe = 2 or more",
+    "dataloader_drop_last": "data.drop_last", "dataloader_num_workers": "data.num_workers",
+    "max_length": "data.sequence_length", "max_seq_length": "data.sequence_length",
+    "per_device_train_batch_size": "data.batch_size, the samples of all processes",
+    "max_steps": "training.steps", "num_train_epochs": "training.epochs", "eval_steps": "training.validate_every",
+    "save_steps": "hooks.checkpoint.every_steps", "save_total_limit": "hooks.checkpoint.keep",
+    "output_dir": "folder, above all tables",
+}  # fmt: skip
+"""Names in ``TrainingArguments`` of transformers -> keys of a run."""
 RENAMED_KEYS = {
     "data.sequence": "data.sequence_length",
     "data.workers": "data.num_workers",
@@ -268,48 +244,46 @@ RENAMED_KEYS = {
 
 
 def load_train_config(file: str | Path, changes: Sequence[str] = ()) -> TrainConfig:
-    """The run that a TOML file says.
+    """Read a run configuration from a TOML file.
 
     Args:
-        changes: keys that are to have another value, as ``parallel.tensor=2``; the value is written as in TOML, and
-            what is not TOML is a word. ``training.epochs=`` removes a key.
-
-    Raises ConfigError for a file that cannot be read, and for what cannot be in it.
+        file: Path of the file.
+        changes: Changed keys, such as ``parallel.tensor=2``. A value that is not valid TOML is a string.
+            ``training.epochs=`` removes a key.
     """
     path = Path(file)
     try:
-        if path.exists() and not path.is_file() and not path.is_dir():  # a pipe: each process reads it, and would wait
-            raise OSError("it is no regular file")
-        said = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        if path.exists() and not path.is_file() and not path.is_dir():  # only one process could read a pipe
+            raise OSError("it is not a regular file")
+        tables = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         near = did_you_mean(path.name, (other.name for other in path.absolute().parent.glob("*.toml")))
         raise ConfigError(
             f"The config {str(file)!r} cannot be read: {error.strerror or error}",
-            rule="A run is said by a file in TOML",
-            remedy=near if near.startswith("Did") else "Correct the path",
+            remedy=near if near.startswith("Did") else "Pass the path of a TOML file",
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(
-            f"The config {str(file)!r} is no TOML: {error}",
-            rule='A table begins with its name in brackets, and holds lines such as steps = 100 or name = "gpt2"',
+            f"The config {str(file)!r} is not valid TOML: {error}",
+            rule='A table starts with its name in brackets, and contains lines such as steps = 100 or name = "gpt2"',
             remedy="Correct the line",
         ) from error
     for change in changes:
-        _change(said, change)
-    return parse_config(said, str(file))
+        _apply_change(tables, change)
+    return parse_config(tables, str(file))
 
 
-def parse_config(said: dict[str, Any], where: str) -> TrainConfig:
-    """The run that these tables say; ``where`` they stand is for errors."""
+def parse_config(tables: dict[str, Any], where: str) -> TrainConfig:
+    """Validate the tables of a configuration. ``where`` names their source in errors."""
     try:
-        return TrainConfig.model_validate(_with_new_names(said))
+        return TrainConfig.model_validate(_rename_earlier_keys(tables))
     except ValidationError as error:
         raise _to_config_error(error, where) from error
 
 
-def _with_new_names(said: Mapping[str, Any]) -> dict[str, Any]:
-    """The tables with earlier keys renamed, with a warning. A key that has both names is left, and an error."""
-    found = {name: dict(table) if isinstance(table, dict) else table for name, table in said.items()}
+def _rename_earlier_keys(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Rename earlier keys with a warning. If a table has both names, validation reports the earlier one."""
+    found = {name: dict(table) if isinstance(table, dict) else table for name, table in tables.items()}
     for old, new in RENAMED_KEYS.items():
         (name, _, old_key), new_key = old.partition("."), new.partition(".")[2]
         table = found.get(name)
@@ -321,23 +295,22 @@ def _with_new_names(said: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _change(said: dict[str, Any], change: str) -> None:
+def _apply_change(tables: dict[str, Any], change: str) -> None:
     key, equals, text = change.partition("=")
-    *tables, name = (part.strip() for part in key.split("."))
-    if not equals or not name or not all(tables):
-        raise ConfigError(
-            f"--set {change}", rule="A change is a key and its value", remedy="Write it as --set parallel.tensor=2"
-        )
+    *parents, name = (part.strip() for part in key.split("."))
+    if not equals or not name or not all(parents):
+        raise ConfigError(f"--set {change} does not have the form key=value", remedy="Write --set parallel.tensor=2")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text.strip()
-    table = said
-    for part in tables:
+    table = tables
+    for part in parents:
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
             raise ConfigError(
-                f"--set {change}", rule=f"{part} is no table in the file", remedy=f"Write [{part}] in the file"
+                f"--set {change} requires a table {part!r}, which is a value in the file",
+                remedy=f"Write [{part}] in the file",
             )
     if text.strip():
         table[name] = value
@@ -346,46 +319,41 @@ def _change(said: dict[str, Any], change: str) -> None:
 
 
 def _to_config_error(error: ValidationError, where: str) -> ConfigError:
-    """The first of what pydantic found, with the key as it stands in the file, and the names that there are."""
+    """Convert the first pydantic error to a ConfigError that suggests known keys and values."""
     first = error.errors()[0]
     place = [str(part) for part in first["loc"]]
     table, name = _table_at(place), place[-1]
     key = ".".join(_without_unions(place))
     if first["type"] == "extra_forbidden":
         return ConfigError(
-            f"{where} has {key} = {first['input']!r:.80}",
-            rule=f"There is no such key in {'the file' if len(place) == 1 else f'[{place[-2]}]'}",
-            remedy=f"It is now {RENAMED_KEYS[key]}" if key in RENAMED_KEYS else _meant(name, table),
+            f"{where} has {key} = {first['input']!r:.80}, which is not a key of "
+            f"{'the file' if len(place) == 1 else f'[{place[-2]}]'}",
+            remedy=f"Use its new name {RENAMED_KEYS[key]}" if key in RENAMED_KEYS else _suggest_key(name, table),
         )
     if first["type"] == "missing":
         return ConfigError(
-            f"{where} does not say {key}",
-            rule=_said_of(table, name) or "Every run says it",
+            f"{where} has no {key}, which is required",
+            rule=_description_of(table, name),
             remedy=f"Write {name} in [{'.'.join(place[:-1])}]" if len(place) > 1 else f"Write a table [{name}]",
         )
-    found = first["input"]
-    here = [
-        e["msg"].removeprefix("Value error, ")
-        for e in error.errors()
-        if _without_unions(map(str, e["loc"])) == _without_unions(place)
-    ]
+    same_key = [e for e in error.errors() if ".".join(_without_unions(map(str, e["loc"]))) == key]
+    messages = "; or ".join(dict.fromkeys(e["msg"].removeprefix("Value error, ") for e in same_key))
     known = str(first.get("ctx", {}).get("expected", "")).replace("'", "").replace(" or ", ", ").split(", ")
-    said = _said_of(table, name)
     return ConfigError(
-        f"{where} has {key} = {found!r:.80}",
-        rule="; or ".join(dict.fromkeys(here)) + (f". {said}" if said else ""),
-        remedy=did_you_mean(str(found), known) if first["type"] == "literal_error" else _value_for(first),
+        f"{where} has an invalid value, {key} = {first['input']!r:.80}",
+        rule=". ".join(filter(None, (messages, _description_of(table, name)))),
+        remedy=did_you_mean(str(first["input"]), known) if first["type"] == "literal_error" else _value_for(first),
     )
 
 
 def _value_for(error: Mapping[str, Any]) -> str:
-    """What to write in the place of a value that pydantic refuses."""
+    """Return a remedy for a value that pydantic rejects."""
     limits = error.get("ctx", {})
     for name, words in (("ge", "at least"), ("gt", "more than"), ("le", "at most"), ("lt", "less than")):
         if name in limits:
             return f"Write a number of {words} {limits[name]}"
     of_type = {
-        "int_type": "Write a whole number, without quotes and without a point",
+        "int_type": "Write an integer, without quotes and without a decimal point",
         "float_type": "Write a number, without quotes",
         "bool_type": "Write true or false, without quotes",
         "string_type": "Write it in quotes",
@@ -393,23 +361,21 @@ def _value_for(error: Mapping[str, Any]) -> str:
     return of_type.get(error["type"], "Correct the value")
 
 
-def _meant(name: str, table: type[BaseModel] | None) -> str:
-    """Where a key is that stands in the wrong table, or that the Trainer of transformers calls so."""
+def _suggest_key(name: str, table: type[BaseModel] | None) -> str:
+    """Return the correct key for a key in the wrong table, or with its name in transformers' ``TrainingArguments``."""
     tables = {key: _table_at([key, ""]) for key in TrainConfig.model_fields}
     every = [f"{key}.{field}" for key, each in tables.items() if each is not None for field in each.model_fields]
-    places = OF_TRAINER.get(
-        name, [key for key in (*TrainConfig.model_fields, *every) if key.rpartition(".")[2] == name]
-    )
-    if places:
-        return f"Write it as {' or '.join(places)}"
+    same_name = [key for key in (*TrainConfig.model_fields, *every) if key.rpartition(".")[2] == name]
+    if key := TRAINER_KEYS.get(name, " or ".join(same_name)):
+        return f"Write it as {key}"
     if table is TrainConfig:
         near = did_you_mean(name, [*TrainConfig.model_fields, *every])
-        return f"{near} A key is under the name of its table, as [data] or data.batch_size"
+        return f"{near} Write a key under its table, as in [data] or data.batch_size"
     return did_you_mean(name, table.model_fields if table is not None else ())
 
 
 def _without_unions(place: Iterable[str]) -> list[str]:
-    """A place without the names of types, which pydantic puts behind the key of a union."""
+    """Remove the type names that pydantic adds after the key of a union."""
     return [part for part in place if part.replace("_", "").isalnum() and part not in ("str", "int", "bool", "float")]
 
 
@@ -424,6 +390,6 @@ def _table_at(place: Sequence[str]) -> type[BaseModel] | None:
     return table  # type: ignore[no-any-return]
 
 
-def _said_of(table: type[BaseModel] | None, name: str) -> str:
+def _description_of(table: type[BaseModel] | None, name: str) -> str:
     field = table.model_fields.get(name) if table is not None else None
     return (field.description or "").replace("`", "'").rstrip(".") if field is not None else ""

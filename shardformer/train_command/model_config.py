@@ -1,4 +1,4 @@
-"""The config of a run's model: what transformers builds of the fields of the file, of the run and of the data."""
+"""Config of a run's model: fields of the file, of the run, and of the data."""
 
 from __future__ import annotations
 
@@ -14,127 +14,107 @@ from shardformer.train_command.datasets import TrainingData
 from shardformer.transformers_compat import load_transformers
 
 Fields = Mapping[str, Any]
-_KEPT = (
-    "Weights are kept in fp32, and a step computes in parallel.precision",
-    "Write parallel.precision = 'bf16' or 'fp16' for a step in 16 bits, or leave it out",
+_FP32_WEIGHTS = (
+    "Weights are kept in fp32, and parallel.precision determines the dtype of a step",
+    "Set parallel.precision = 'bf16' or 'fp16', or remove the field",
 )
 DECIDED_BY = {
-    "dtype": _KEPT,
-    "torch_dtype": _KEPT,
-    "architectures": ("model.task and model.head choose the class that is trained", "Write it as model.head"),
-    "model_type": ("The type of a model is that of model.name", "Write it as model.name"),
+    "dtype": _FP32_WEIGHTS,
+    "torch_dtype": _FP32_WEIGHTS,
+    "architectures": ("model.task and model.head determine the model class", "Set model.head"),
+    "model_type": ("model.name determines the model type", "Set model.name"),
 }
-"""Fields of a config that a run does not read -> the rule, and what to write instead."""
+"""Config fields without effect in a run -> rule and remedy."""
 
 
-def load_model_config(config: TrainConfig, more: Fields | None = None) -> Any:
-    """The config of the model as it is saved, or of its model type, with the fields that the run sets.
+def load_model_config(config: TrainConfig, defaults: Fields | None = None) -> Any:
+    """Load the config of the saved model or model type, with the fields that the run sets.
 
-    It is what the class of the config makes of all fields together: fields that the run leaves out and that the class
-    derives from others follow those that it sets. In a folder or a config.json they are written down and keep their
-    values, unless the class then refuses the whole: see ``_built``.
-
-    Args:
-        more: fields, where the run does not set them.
-
-    Raises ConfigError where it cannot be read, for a field that it does not have, and for values that do not fit.
+    Fields that the config class derives from changed fields are derived again. A folder or config.json stores them, so
+    stored values are kept unless the class rejects the combination. ``defaults`` are fields that the run does not set.
     """
-    found, saved = _as_saved(config)
-    _check_used(config.model.config)
+    found, saved = _load_saved(config)
+    for name, value in config.model.config.items():
+        if name in DECIDED_BY:
+            rule, remedy = DECIDED_BY[name]
+            what = f"model.config has {name} = {value!r:.60}, which has no effect in a run"
+            raise ConfigError(what, rule=rule, remedy=remedy)
     _check_fields(found, config.model.config)
-    fields = _with(found, config.model.config, more or {})
-    return _built(config, found, saved, fields) if fields else found
+    fields = _add_fields(found, config.model.config, defaults or {})
+    return _build(config, found, saved, fields) if fields else found
 
 
-def _as_saved(config: TrainConfig) -> tuple[Any, Fields]:
-    """The config without changes, and the fields that its file has; none for a model type."""
+def _load_saved(config: TrainConfig) -> tuple[Any, Fields]:
+    """Return the unchanged config, and the fields in its file; none for a model type."""
     transformers = load_transformers()
-
     name, random, trust = config.model.name, config.model.random, config.model.trust_remote_code
     try:
         if random and name in transformers.CONFIG_MAPPING:
             return transformers.AutoConfig.for_model(name), {}
         found = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust)
         saved: Fields = type(found).get_config_dict(name)[0]
-    except Exception as error:  # a file may hold anything, and its fields any value
+    except Exception as error:  # files may have any content
         types = list(transformers.CONFIG_MAPPING.keys())
+        remedy = did_you_mean(name, types) if random else "Correct the name"
+        if not random and name in types:
+            remedy = "Set model.random = true to start with random weights, or specify a folder with weights"
         raise ConfigError(
-            f"model.name = {name!r}: {first_line(error)}",
-            rule="It is a folder that save_pretrained wrote, a config.json, a name on the hub, or with random = true a "
-            "model type of transformers",
-            remedy=remote_code_hint(_remedy(name, types, random=random), error),
+            f"The config of model.name = {name!r} cannot be loaded: {first_line(error)}",
+            rule="A name is a folder that save_pretrained wrote, a name on the hub, or with random = true a config.json"
+            " or a model type of transformers",
+            remedy=remote_code_hint(remedy, error),
         ) from error
     if not random and Path(name).is_file():
         raise ConfigError(
-            f"model.name = {name!r}, a config, without random = true",
-            remedy="Write model.random = true, or give the folder with the weights",
+            f"model.name = {name!r} is a config without weights",
+            remedy="Set model.random = true, or specify a folder with weights",
         )
     return found, saved
 
 
-def _remedy(name: str, types: Sequence[str], *, random: bool) -> str:
-    if random:
-        return did_you_mean(name, types)
-    if name in types:
-        return "Write model.random = true to begin with random weights, or give a folder that holds the weights"
-    return "Correct the name"
-
-
-def _part(found: Any, name: str) -> Any:
-    """The config inside of another one that has this name; None for any other field."""
+def _nested_config(found: Any, name: str) -> Any:
+    """Return the nested config of this name, or None for another field."""
     thing = vars(found).get(found.attribute_map.get(name, name))
     return thing if hasattr(thing, "to_dict") and hasattr(thing, "attribute_map") else None
 
 
-def _known(found: Any) -> list[str]:
-    """Its fields, by all their names; of what a property keeps under a private name, such as ``attn_implementation``,
-    the name of the argument."""
+def _field_names(found: Any) -> list[str]:
+    """Return all field names and aliases of a config.
+
+    A property stored under a private name, such as ``attn_implementation``, has the name of its argument.
+    """
     settable = [name for name, kind in inspect.getmembers(type(found)) if isinstance(kind, property) and kind.fset]
     return [*found.to_dict(), *found.attribute_map, *(name.removeprefix("_") for name in settable)]
 
 
-def _check_used(fields: Fields) -> None:
-    """Raises ConfigError for a field that has no effect here: another key of the run decides."""
-    for name in fields:
-        if name in DECIDED_BY:
-            rule, remedy = DECIDED_BY[name]
-            raise ConfigError(
-                f"model.config has {name} = {fields[name]!r:.60}, which has no effect in a run",
-                rule=rule,
-                remedy=remedy,
-            )
-
-
 def _check_fields(found: Any, fields: Fields, where: str = "model.config") -> None:
-    """Raises ConfigError for a field that the config, or one inside of it, does not have."""
-    known = _known(found)
+    """Raise ConfigError for a field that the config or a nested config does not have."""
+    known = _field_names(found)
     for field, value in fields.items():
         if field not in known:
             raise ConfigError(
-                f"{where} has {field!r}",
-                rule=f"The config of {found.model_type} has no such field",
+                f"{where} has {field!r}, which is not a field of the config of {found.model_type}",
                 remedy=did_you_mean(field, known),
             )
-        part = _part(found, field)
+        part = _nested_config(found, field)
         if isinstance(value, Mapping) and part is not None:
-            _check_fields(_of_type(part, value), value, f"{where}.{field}")
+            _check_fields(_config_of_type(part, value), value, f"{where}.{field}")
 
 
-def _of_type(part: Any, value: Fields) -> Any:
-    """The config inside of another one; where the fields name another model type, one of that type."""
+def _config_of_type(part: Any, value: Fields) -> Any:
+    """Return the nested config, or one of another type if the fields set ``model_type``."""
     transformers = load_transformers()
-
     kind = value.get("model_type", part.model_type)
     other = kind != part.model_type and kind in transformers.CONFIG_MAPPING
     return transformers.AutoConfig.for_model(kind) if other else part
 
 
-def _with(found: Any, own: Fields, more: Fields) -> dict[str, Any]:
-    """Adds fields that are not set. Where a model has more than its text, those of the text are in a config inside."""
-    text, known = found.get_text_config(), _known(found)
+def _add_fields(found: Any, own: Fields, defaults: Fields) -> dict[str, Any]:
+    """Add missing fields. Text fields of a multimodal model are added to its nested text config."""
+    text, known = found.get_text_config(), _field_names(found)
     place = next((name for name, value in vars(found).items() if value is text), None)
     fields = dict(own)
-    for name, value in more.items():
+    for name, value in defaults.items():
         if place is None or name in known:
             fields.setdefault(name, value)
         elif isinstance(inside := fields.get(place, {}), Mapping):
@@ -142,76 +122,69 @@ def _with(found: Any, own: Fields, more: Fields) -> dict[str, Any]:
     return fields
 
 
-def _merged(found: Any, saved: Fields, fields: Fields) -> dict[str, Any]:
-    """The fields of a file with those that are to be others, each under the one name that the config keeps it under."""
+def _merge(found: Any, saved: Fields, fields: Fields) -> dict[str, Any]:
+    """Merge saved and changed fields under the names that the config class stores."""
     alias = found.attribute_map
     merged = {alias.get(name, name): value for name, value in saved.items()}
     for name, value in fields.items():
-        part, before = _part(found, name), merged.get(alias.get(name, name))
-        if isinstance(value, Mapping) and part is not None and _of_type(part, value) is part:
-            value = _merged(part, before if isinstance(before, Mapping) else {}, value)
+        part, before = _nested_config(found, name), merged.get(alias.get(name, name))
+        if isinstance(value, Mapping) and part is not None and _config_of_type(part, value) is part:
+            value = _merge(part, before if isinstance(before, Mapping) else {}, value)
         merged[alias.get(name, name)] = value
     if "num_labels" in fields and len(merged.get("id2label") or {}) != fields["num_labels"]:
-        merged.pop("id2label", None), merged.pop("label2id", None)  # of a file: names of other classes
+        merged.pop("id2label", None), merged.pop("label2id", None)  # names of other classes
     return merged
 
 
-def _built(config: TrainConfig, found: Any, saved: Fields, fields: Fields) -> Any:
-    """A config of the same class with other fields.
+def _build(config: TrainConfig, found: Any, saved: Fields, fields: Fields) -> Any:
+    """Build a config of the same class with changed fields.
 
-    Of a model type the fields are those that the run sets, by the names that it has for them: what the class derives
-    may depend on the name. A file also holds what the class derived when it was written, such as the kind of each
-    layer. Where the class refuses that together with the new fields, it derives it anew.
-
-    Raises ConfigError for values that transformers refuses.
+    For a model type, only fields of the run are passed, under their own names, because derived fields may depend on the
+    name. A file also contains derived fields, such as the type of each layer. If the class rejects these in combination
+    with the changed fields, they are omitted and derived again.
     """
-    kind, merged = type(found), _merged(found, saved, fields) if saved else fields
+    kind, merged = type(found), _merge(found, saved, fields) if saved else fields
     problem: Exception | None = None
-    for left_out in _ways(kind, found, saved, fields):
+    for left_out in _omitted_fields(kind, found, saved, fields):
         try:
             made = kind.from_dict(copy.deepcopy({n: v for n, v in merged.items() if n not in left_out}))
             if hasattr(made, "validate"):
                 made.validate()
-        except Exception as error:  # a class of a config may raise anything
+        except Exception as error:  # config classes may raise any error
             problem = problem or error
             continue
         made.name_or_path = found.name_or_path
         return made
-    assert problem is not None
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()] or [type(problem).__name__]
+    reason = " ".join(lines[1:] or lines).rstrip(".")  # the first of several lines only names a validator
     raise ConfigError(
         f"transformers cannot build the config of {config.model.name!r} with "
-        f"{', '.join(f'{name} = {value!r:.60}' for name, value in fields.items())}: {_reason(problem)}",
-        remedy="Correct them, or set the other fields as well",
+        f"{', '.join(f'{name} = {value!r:.60}' for name, value in fields.items())}: {reason}",
+        remedy="Correct these fields, or change other fields to match",
     ) from problem
 
 
-def _ways(kind: Any, found: Any, saved: Fields, fields: Fields) -> Iterator[Sequence[str]]:
-    """Which fields are left out for the class to derive: none, each that it derives, all that it derives."""
+def _omitted_fields(kind: Any, found: Any, saved: Fields, fields: Fields) -> Iterator[Sequence[str]]:
+    """Yield the fields to omit: none, each derived field, all derived fields."""
     yield ()
     derived = []
     changed = {found.attribute_map.get(name, name) for name in fields}
-    whole = kind.from_dict(copy.deepcopy(dict(saved))).to_dict() if saved else {}
+    complete = kind.from_dict(copy.deepcopy(dict(saved))).to_dict() if saved else {}
     for name in saved:
-        if name in changed or name not in whole:
+        if name in changed or name not in complete:
             continue
         try:
             again = kind.from_dict(copy.deepcopy({n: v for n, v in saved.items() if n != name})).to_dict()
-        except Exception:  # it cannot be without
+        except Exception:  # the field is required
             continue
-        if again.get(name) == whole[name]:
+        if again.get(name) == complete[name]:
             derived.append(name)
     yield from ([name] for name in derived)
     yield derived
 
 
-def _reason(error: Exception) -> str:
-    """What transformers says; its first line names a validator, and the next ones the reason."""
-    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()] or [type(error).__name__]
-    return " ".join(lines[1:] or lines).rstrip(".")
-
-
 def image_size_of(saved: Any) -> int | None:
-    """The side of an image in pixels, as a model's config has it; None where it does not say."""
+    """Return the image size in pixels from a model's config, or None."""
     for each in (saved, getattr(saved, "vision_config", None)):
         size = getattr(each, "image_size", None)
         if size is not None:
@@ -220,13 +193,13 @@ def image_size_of(saved: Any) -> int | None:
 
 
 def class_names_of(saved: Any) -> list[str]:
-    """The names of the classes of a model, in its order."""
+    """Return the class names of a model's config in order."""
     names: Mapping[int, str] = getattr(saved, "id2label", None) or {}
     return [names[number] for number in sorted(names)]
 
 
-def from_data(config: TrainConfig, data: TrainingData, saved: Any) -> dict[str, Any]:
-    """Fields of the model's config that follow from the data, where the run does not set them."""
+def fields_from_data(config: TrainConfig, data: TrainingData, saved: Any) -> dict[str, Any]:
+    """Return the config fields that follow from the data and that the run does not set."""
     fields: dict[str, Any] = {}
     if data.tokens is not None and data.tokens.is_bytes and config.model.random:
         names = ["pad_token_id", "bos_token_id", "eos_token_id"]
@@ -242,20 +215,20 @@ def from_data(config: TrainConfig, data: TrainingData, saved: Any) -> dict[str, 
 
 
 def _class_fields(config: TrainConfig, classes: Sequence[Any], saved: Any) -> dict[str, Any]:
-    """How many classes there are, and their names, which the exported config has."""
+    """Return the number and names of the classes for the config."""
     own, names = config.model.config, class_names_of(saved)
     if "id2label" in own or "num_labels" in own:
         if len(names) < len(classes):
             raise ConfigError(
-                f"model.config has {len(names)} classes, and the data {len(classes)}",
-                remedy="Leave num_labels and id2label out: they follow from the data",
+                f"model.config has {len(names)} classes, but the data has {len(classes)}",
+                remedy="Remove num_labels and id2label, which follow from the data",
             )
         if "id2label" in own:
             return {"label2id": {name: number for number, name in enumerate(names)}}
     if all(type(each) is int for each in classes) and list(classes) == list(range(len(classes))):
         if len(names) == len(classes) or "num_labels" in own:
-            return {}  # the model's own names for its outputs
-        said = [f"LABEL_{number}" for number in classes]
+            return {}  # keep the model's own names
+        labels = [f"LABEL_{number}" for number in classes]
     else:
-        said = [str(name) for name in classes] + names[len(classes) :] * ("num_labels" in own)
-    return {"id2label": dict(enumerate(said)), "label2id": {name: number for number, name in enumerate(said)}}
+        labels = [str(name) for name in classes] + names[len(classes) :] * ("num_labels" in own)
+    return {"id2label": dict(enumerate(labels)), "label2id": {name: number for number, name in enumerate(labels)}}

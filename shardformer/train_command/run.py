@@ -27,7 +27,6 @@ from shardformer.train_command.datasets import TrainingData, load_data
 from shardformer.train_command.model_config import class_names_of, image_size_of, load_model_config
 from shardformer.train_command.run_checks import Resume, check_task
 from shardformer.training.data_sources import collate_samples
-from shardformer.training.engine import Engine
 from shardformer.training.hooks.checkpoint import Checkpoint
 from shardformer.training.initialize import initialize, make_context, make_pipeline, num_processes
 from shardformer.training.trainer import Trainer
@@ -36,42 +35,40 @@ from shardformer.zero.memory_estimate import MemoryEstimate, estimate_memory
 from shardformer.zero.mixed_precision import MixedPrecision
 
 EXPORT = "model"
-"""In the run's folder: where the trained model is written."""
+"""Subfolder of the run's folder for the trained model."""
 
 
 def run_training(config: TrainConfig) -> dict[str, float]:
-    """Trains, and goes on where the run's folder holds a checkpoint. Returns the last values.
-
-    Raises, on all ranks, what ended the run; SystemExit where a signal did.
-    """
-    layout = parallel_config_for(config)
-    context = make_context(None, layout)
-    trainer, data = build_trainer(config, layout, context)
-    if config.training.export:
+    """Train, and resume if the run's folder contains a checkpoint. Returns the last metrics."""
+    # an elastic restart may have fewer processes
+    is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    layout = config.layout.fit_to(num_processes()) if is_restart else config.layout
+    trainer, data = build_trainer(config, layout, make_context(None, layout))
+    training = config.training
+    if training.export:
         run_on_first_rank(lambda: _check_export(config, config.path / EXPORT), trainer.engine.world, "Training")
-    epochs = None if config.training.steps is not None else config.training.epochs or 1
-    with _first_step(config, trainer):
+    epochs = None if training.steps is not None else training.epochs or 1
+    with _explained_first_step(config, trainer):
         values = trainer.fit(
-            steps=config.training.steps,
-            epochs=epochs,
-            validation=data.validation,
-            validate_every=config.training.validate_every,
+            steps=training.steps, epochs=epochs, validation=data.validation, validate_every=training.validate_every
         )
-    _tell_unless_trained(config, trainer)
     if trainer.was_interrupted:
-        _tell_interrupted(trainer)
-        # who waits for it hears that it is not through
+        _report_interruption(trainer)
         raise SystemExit(128 + (trainer.signal or signal.SIGTERM))
-    if config.training.export:
-        trainer.engine.export(config.path / EXPORT, data.beside)
+    if trainer.is_first and trainer.loss is None:
+        key = "training.steps" if training.steps is not None else "training.epochs"
+        done = f"{trainer.step} of {trainer.num_steps} steps are complete"
+        print(f"nothing to train: {done}; increase {key} to continue", flush=True)
+    if training.export:
+        trainer.engine.export(config.path / EXPORT, data.processor)
     return values
 
 
 @contextmanager
-def _first_step(config: TrainConfig, trainer: Trainer) -> Iterator[None]:
-    """Raises ConfigError where the model or the optimizer fails before a step is made: they do not fit the run.
+def _explained_first_step(config: TrainConfig, trainer: Trainer) -> Iterator[None]:
+    """Convert an error before the first completed step to a ConfigError.
 
-    What no check can know before is known then: transformers accepts fields of a config that do not fit each other.
+    Only the first step detects some combinations of config fields that transformers accepts but cannot run.
     """
     try:
         yield
@@ -83,88 +80,48 @@ def _first_step(config: TrainConfig, trainer: Trainer) -> Iterator[None]:
         fields = f" with model.config = {config.model.config!r:.200}" if config.model.config else ""
         raise ConfigError(
             f"The first step failed{fields}: {type(error).__name__}: {first_line(error)}",
-            remedy="Correct model.config, model.task, model.head or optimizer, whichever this is about",
+            remedy="Correct model.config, model.task, model.head or optimizer",
         ) from error
 
 
 def _check_export(config: TrainConfig, folder: Path) -> None:
-    """Raises ConfigError where the trained model would take the place of what no export wrote."""
+    """Raise ConfigError if the export would overwrite files that it did not write."""
     base = Path(config.model.name)
     base = base if base.is_dir() else base.parent
     if Path(config.model.name).exists() and folder.exists() and os.path.samefile(base, folder):
         raise ConfigError(
-            f"training.export would write the trained model to {folder}, from where model.name = "
-            f"{config.model.name!r} is read",
-            remedy="Give the run another folder, such as folder = 'run'",
+            f"training.export would overwrite model.name = {config.model.name!r} with the trained model in {folder}",
+            remedy="Set another folder for the run, such as folder = 'run'",
         )
     check_target(folder)
 
 
-def _tell_unless_trained(config: TrainConfig, trainer: Trainer) -> None:
-    if trainer.is_first and trainer.loss is None and not trainer.was_interrupted:
-        key = "training.steps" if config.training.steps is not None else "training.epochs"
-        done = f"{trainer.step} of {trainer.num_steps} steps are done"
-        print(f"nothing to train: {done}; raise {key} to go on", flush=True)
-
-
-def _tell_interrupted(trainer: Trainer) -> None:
+def _report_interruption(trainer: Trainer) -> None:
     saved = next((hook for hook in trainer.hooks if isinstance(hook, Checkpoint) and hook.saved_step > 0), None)
-    if not trainer.is_first:
-        return
-    if saved is None:
-        print(f"stopped after step {trainer.step}; nothing is saved: see hooks.checkpoint in the config", flush=True)
-    else:
-        more = f" as of step {saved.saved_step}" if saved.saved_step != trainer.step else ""
-        here = saved.folder.is_relative_to(Path.cwd())
-        folder = saved.folder.relative_to(Path.cwd()) if here else saved.folder
-        print(f"stopped after step {trainer.step}; saved in {folder}{more}: the same command resumes", flush=True)
-
-
-def parallel_config_for(config: TrainConfig) -> ParallelConfig:
-    """As it is asked for; where a launcher has started the processes once more, the one that fits those it started."""
-    is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    return config.layout.fit_to(num_processes()) if is_restart else config.layout
+    how = " without a checkpoint: see hooks.checkpoint in the configuration"
+    if saved is not None:
+        more = f" at step {saved.saved_step}" if saved.saved_step != trainer.step else ""
+        is_local = saved.folder.is_relative_to(Path.cwd())
+        folder = saved.folder.relative_to(Path.cwd()) if is_local else saved.folder
+        how = f"; saved in {folder}{more}: run the same command to resume"
+    if trainer.is_first:
+        print(f"stopped after step {trainer.step}{how}", flush=True)
 
 
 def build_trainer(
     config: TrainConfig, layout: ParallelConfig, context: ParallelContext
 ) -> tuple[Trainer, TrainingData]:
-    """Everything that the config says, put together."""
+    """Create the trainer and the data of a run configuration."""
     hooks = build_hooks(config)
     make_optimizer = build_optimizer(config.optimizer)
-    data, model = data_and_model_of(config)
-    hooks.append(Resume(config, num_steps_of(config, data)))
-    return Trainer(_engine(config, layout, context, model, data, make_optimizer), hooks), data
-
-
-def data_and_model_of(config: TrainConfig) -> tuple[TrainingData, nn.Module]:
-    """Both, with the model's weights not there yet.
-
-    Raises what cannot be before the first step, and what an export behind the last one would fail with.
-    """
-    saved = load_model_config(config)
-    data = load_data(config, image_size_of(saved), class_names_of(saved))
-    model = build_model(config, data, saved)
-    check_task(config, model)
-    if config.training.export:
-        check_export(model, data.beside)
-    return data, model
-
-
-def _engine(
-    config: TrainConfig,
-    layout: ParallelConfig,
-    context: ParallelContext,
-    model: Any,
-    data: TrainingData,
-    make_optimizer: Any,
-) -> Engine:
+    data, model = load_data_and_model(config)
+    num_steps = count_steps(config, data)
     torch.manual_seed(config.seed)
-    return initialize(
+    engine = initialize(
         model,
         make_optimizer(model),
         train_data=data.train,
-        scheduler=build_scheduler(config.schedule, num_steps_of(config, data)),
+        scheduler=build_scheduler(config.schedule, num_steps),
         parallel=layout,
         batch_size=config.data.batch_size,
         context=context,
@@ -176,10 +133,25 @@ def _engine(
             "num_workers": config.data.num_workers,
         },
     )
+    return Trainer(engine, [*hooks, Resume(config, num_steps)]), data
 
 
-def num_steps_of(config: TrainConfig, data: TrainingData) -> int:
-    """Steps of the whole run."""
+def load_data_and_model(config: TrainConfig) -> tuple[TrainingData, nn.Module]:
+    """Load the data and build the model without materializing its weights.
+
+    Raises the errors that would occur in the first step or in the export after the last step.
+    """
+    saved = load_model_config(config)
+    data = load_data(config, image_size_of(saved), class_names_of(saved))
+    model = build_model(config, data, saved)
+    check_task(config, model)
+    if config.training.export:
+        check_export(model, data.processor)
+    return data, model
+
+
+def count_steps(config: TrainConfig, data: TrainingData) -> int:
+    """Return the total number of steps of the run."""
     if config.training.steps is not None:
         return config.training.steps
     samples, size = len(data.train), config.data.batch_size
@@ -191,13 +163,12 @@ def num_steps_of(config: TrainConfig, data: TrainingData) -> int:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one rank, and where it stands.
+    """Memory of one rank in bytes.
 
     Args:
-        coords: its place on the axes.
-        persistent_bytes: by kind, through the whole run.
-        step: the most that a step holds beside parameters: activations, gradients, scratch. None where it could not
-            be traced.
+        coords: Rank coordinates per axis.
+        persistent_bytes: Memory by kind during the whole run.
+        step: Peak memory of a step without parameters: activations, gradients and workspace. None if tracing failed.
     """
 
     coords: dict[str, int]
@@ -207,7 +178,7 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class DryRunReport:
-    """What ``--dry-run`` prints."""
+    """Report of ``shardformer train --dry-run``."""
 
     model: str
     num_parameters: int
@@ -221,84 +192,79 @@ class DryRunReport:
 
 
 def make_dry_run_report(config: TrainConfig) -> DryRunReport:
-    """Reads config and data, and shards the model for each rank without its values.
+    """Load the configuration and data, and shard the model for each rank without allocating weights.
 
-    Raises what training would raise before its first step. Communicates nothing, and allocates no weights.
+    Raises the errors that training would raise before its first step. Communicates nothing.
     """
     build_hooks(config)
     make_optimizer = build_optimizer(config.optimizer)
-    data, _ = data_and_model_of(config)
+    data, _ = load_data_and_model(config)
     saved = load_model_config(config)
     layout = config.layout
     sizes = {name: size or 1 for name, size in layout.sizes.items()}
-    narrow = MixedPrecision.of(layout.precision).dtype
+    step_dtype = MixedPrecision.of(layout.precision).dtype
     ranks: list[RankMemory] = []
-    said = why = ""
+    description = reason_untraced = ""
     num_parameters = 0
-    known: dict[int, dict[Any, Any]] = {}  # what stages hand on, by tensor rank
+    shapes: dict[int, dict[Any, Any]] = {}  # shapes that stages send, by tensor rank
     for pipe, tensor in product(range(sizes["pipe"]), range(sizes["tensor"])):
         coords = {"pipe": pipe, "tensor": tensor}
         context = fake_context(
             coords, tensor=sizes["tensor"], data=sizes["data"], pipe=sizes["pipe"], sequence=sizes["sequence"]
         )
         context = with_grid_axes(context, layout.tensor)
-        with _without_values():
-            plain = build_model(config, data, saved, lazy=False)
-            num_parameters = num_parameters or sum(p.numel() for p in plain.parameters())
-            of_params = make_optimizer(plain)
-            model = shard_model(plain, config=layout.shard_config(context)).train()
-            said = said or str(describe_sharding(model))
-            kept = _persistent_memory(model, of_params, layout, sizes["data"])
-        with _without_values() as copied:  # in the dtype in which a step computes
-            plain = build_model(config, data, saved, lazy=False, dtype=narrow or torch.float32)
-            model = shard_model(plain, config=layout.shard_config(context)).train()
-            batch = copied(_batch(config, data, sizes["data"]))
-            step, reason = _peak_of_traced_step(model, layout, batch, known.setdefault(tensor, {}))
-        why = why or reason
-        ranks.append(RankMemory(coords, kept, step))
-    title = f"{model_class_for(config).__name__} of {config.model.name}"
+        with torch.random.fork_rng(devices=[]), fake_tensors():
+            unsharded = build_model(config, data, saved, lazy=False)
+            num_parameters = num_parameters or sum(p.numel() for p in unsharded.parameters())
+            of_params = make_optimizer(unsharded)
+            model = shard_model(unsharded, config=layout.shard_config(context)).train()
+            description = description or str(describe_sharding(model))
+            persistent = estimate_memory(
+                model,
+                of_params([p for p in model.parameters() if p.requires_grad]),
+                stage=layout.effective_zero_stage or 0,
+                precision=layout.precision,
+                offload=layout.offload,
+                data=sizes["data"],
+            )
+        with torch.random.fork_rng(devices=[]), fake_tensors() as fake:  # in the dtype of a step
+            unsharded = build_model(config, data, saved, lazy=False, dtype=step_dtype or torch.float32)
+            model = shard_model(unsharded, config=layout.shard_config(context)).train()
+            count = max(-(-min(config.data.batch_size, len(data.train)) // sizes["data"]), 1)
+            samples = [data.train[i % len(data.train)] for i in range(count)]
+            batch = fake((data.collate or collate_samples)(samples))
+            step, reason = _peak_of_traced_step(model, layout, batch, shapes.setdefault(tensor, {}))
+        reason_untraced = reason_untraced or reason
+        ranks.append(RankMemory(coords, persistent, step))
     return DryRunReport(
-        title, num_parameters, data.title, len(data.train), num_steps_of(config, data), sizes, said, ranks, why
+        model=f"{model_class_for(config).__name__} of {config.model.name}",
+        num_parameters=num_parameters,
+        data=data.title,
+        num_samples=len(data.train),
+        num_steps=count_steps(config, data),
+        layout=sizes,
+        description=description,
+        ranks=ranks,
+        why_untraced=reason_untraced,
     )
-
-
-@contextmanager
-def _without_values() -> Iterator[Any]:
-    with torch.random.fork_rng(devices=[]), fake_tensors() as copied:
-        yield copied
-
-
-def _persistent_memory(model: Any, make_optimizer: Any, layout: ParallelConfig, data: int) -> MemoryEstimate:
-    optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
-    stage = layout.effective_zero_stage
-    return estimate_memory(
-        model, optimizer, stage=stage or 0, precision=layout.precision, offload=layout.offload, data=data
-    )
-
-
-def _batch(config: TrainConfig, data: TrainingData, ranks: int) -> Any:
-    """A data rank's part of the first batch."""
-    count = max(-(-min(config.data.batch_size, len(data.train)) // ranks), 1)
-    samples = [data.train[i % len(data.train)] for i in range(count)]
-    return (data.collate or collate_samples)(samples)
 
 
 def _peak_of_traced_step(
-    model: Any, layout: ParallelConfig, batch: Any, known: dict[Any, Any]
+    model: Any, layout: ParallelConfig, batch: Any, shapes: dict[Any, Any]
 ) -> tuple[int | None, str]:
-    """(the most bytes that a step holds beside the parameters, why that is not known).
+    """Return the peak memory of a step without the parameters, or None and the reason why it is unknown.
 
-    ``known`` are the shapes that earlier stages hand on, to which those of this one are added.
+    ``shapes`` collects the shapes that each stage sends to the next stage.
     """
-    held = sum(p.numel() * p.element_size() for p in model.parameters())
+    parameter_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     try:
-        with MemoryTracker([*model.parameters()]) as live:
+        with MemoryTracker([*model.parameters()]) as tracker:
             pipeline = make_pipeline(model, layout, None, None)
             if layout.pipe > 1:
-                pipeline.exchange.given = dict(known)
+                pipeline.exchange.given = dict(shapes)
             pipeline.step(batch)
     except (ShardFormerError, RuntimeError, TypeError, ValueError) as error:
         return None, f"{type(error).__name__}: {error}"
     if layout.pipe > 1:
-        known |= pipeline.exchange.known
-    return live.peak - held, ""
+        shapes |= pipeline.exchange.known
+    return tracker.peak - parameter_bytes, ""

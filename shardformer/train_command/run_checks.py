@@ -1,4 +1,4 @@
-"""Checks of a run: changes since the run that it resumes, and whether the model learns the task."""
+"""Checks of a run: changed settings of a resumed run, and whether the model can learn the task."""
 
 from __future__ import annotations
 
@@ -18,39 +18,35 @@ from shardformer.errors import ConfigError
 from shardformer.filesystem.atomic_write import make_folder, remove_left, replace_text
 from shardformer.meta_init.lazy_init import LazyInit
 from shardformer.meta_init.materialization import is_lazy, materialized_copy
-from shardformer.train_command.build import shares_of
+from shardformer.train_command.build import lr_schedule
 from shardformer.train_command.config_schema import ScheduleTable, TrainConfig
 from shardformer.train_command.datasets import IGNORED
 from shardformer.training.hook import Hook, TrainerProtocol
 
 FILE = "run.json"
 FIXED = ("model", "optimizer", "seed")
-"""Keys, and tables of keys, without effect on a run that is resumed: weights, optimizer and order of the data are those
-that it saved."""
+"""Keys and tables that cannot change on resume, because the checkpoint determines weights, optimizer and data order."""
 CHECKED_STEPS = 10_000
-"""For how many steps, at most, rates are compared."""
+"""Maximum number of steps whose learning rates are compared."""
 SHOWN = 6
 
 
 class Resume(Hook):
-    """Keeps the config of a run in its checkpoints and in ``folder/run.json``, and compares it when the run is resumed.
+    """Stores the configuration of a run in its checkpoints and in ``folder/run.json``, and compares it on resume.
 
-    It comes after the hook that loads. Communicates nothing.
+    It must come after the hook that loads the checkpoint. Communicates nothing.
 
-    Args:
-        num_steps: of the whole run, as its config and its data have it.
-
-    Raises ConfigError where the run goes on with another model or optimizer, or where the learning rates of the steps
-    that are left would change with the length of the run.
+    Raises:
+        ConfigError: The resumed run has another model or optimizer, or its new length would change learning rates.
     """
 
     def __init__(self, config: TrainConfig, num_steps: int) -> None:
         self._config, self._num_steps = config, num_steps
-        self._own: dict[str, Any] = json.loads(json.dumps(config.model_dump(), default=str))
+        self._values: dict[str, Any] = json.loads(json.dumps(config.model_dump(), default=str))
         self._before: dict[str, Any] | None = None
 
     def state(self) -> Any:
-        return {"config": json.dumps(self._own), "num_steps": self._num_steps}
+        return {"config": json.dumps(self._values), "num_steps": self._num_steps}
 
     def load_state(self, state: Any) -> None:
         self._before = {"config": json.loads(state["config"]), "num_steps": state["num_steps"]}
@@ -58,33 +54,51 @@ class Resume(Hook):
     def setup(self, trainer: TrainerProtocol) -> None:
         if self._before is None:
             if trainer.is_first and trainer.step == 0 and (self._config.path / FILE).exists():
-                print(f"begins anew: {self._config.path} has files of an earlier run, and no checkpoint", flush=True)
+                print(f"new run: {self._config.path} has files of an earlier run, but no checkpoint", flush=True)
             return
-        before = self._before["config"]
-        changes = {key: values for key, values in _differences(before, self._own)}
-        _check_fixed(changes, self._config.folder)
-        old = _shares(before["schedule"], self._before["num_steps"])
-        new = _shares(self._own["schedule"], self._num_steps)
-        step = _first_change(old, new, trainer.step, max(self._num_steps, self._before["num_steps"]))
-        if step is not None:
-            if before["schedule"] == self._own["schedule"]:
-                raise _other_length(
-                    self._config, self._before["num_steps"], self._num_steps, old(step), new(step), step
+        before, old_steps = self._before["config"], self._before["num_steps"]
+        changes = dict(_differences(before, self._values))
+        for key, (was, now) in changes.items():
+            if key.partition(".")[0] in FIXED:
+                raise ConfigError(
+                    f"{key} = {_format(now)} differs from the run in {self._config.folder!r}, which has {_format(was)}",
+                    remedy=f"Set {key} = {_format(was)} to resume the run, or another folder to start a new run",
                 )
-            _set_rates(trainer, new)
+        old, new = _lr_schedule(before["schedule"], old_steps), _lr_schedule(self._values["schedule"], self._num_steps)
+        last = max(self._num_steps, old_steps)
+        steps = range(trainer.step, last + 1, max((last - trainer.step) // CHECKED_STEPS, 1))
+        step = next((step for step in steps if abs(old(step) - new(step)) > 1e-9), None)
+        rates = ""
+        if step is not None:
+            lr = self._config.optimizer.lr
+            old_rate, new_rate = f"{lr * old(step):.3g}", f"{lr * new(step):.3g}"
+            rates = f"the learning rate of step {step + 1} changes to {new_rate} (was {old_rate})"
+            if before["schedule"] == self._values["schedule"]:
+                raise ConfigError(
+                    f"Resuming with {self._num_steps} instead of {old_steps} steps and schedule.name = "
+                    f"{self._config.schedule.name!r} would change the learning rate of step {step + 1} from {old_rate} "
+                    f"to {new_rate}",
+                    remedy=f"Set schedule.steps = {old_steps} to keep the schedule, with a constant rate after these "
+                    f"steps, or schedule.steps = {self._num_steps} to change it",
+                )
+            _set_learning_rates(trainer, new)
         if trainer.is_first and changes:
-            _tell(changes, step, old, new, self._config.optimizer.lr)
+            shown = [f"{key} = {_format(now)} (was {_format(before)})" for key, (before, now) in changes.items()]
+            more = f" and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
+            print(f"resumed with changed settings: {', '.join(shown[:SHOWN])}{more}", flush=True)
+            if rates:
+                print(rates, flush=True)
 
     def before_train(self, trainer: TrainerProtocol) -> None:
         if trainer.is_first:
             folder = self._config.path
             make_folder(folder)
             remove_left(folder, FILE)
-            replace_text(folder / FILE, json.dumps(self._own, indent=2))
+            replace_text(folder / FILE, json.dumps(self._values, indent=2))
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any], where: str = "") -> Iterator[tuple[str, Any]]:
-    """(key, (before, now)) of what differs."""
+    """Yield (key, (before, now)) of all differences."""
     for name in dict.fromkeys((*old, *new)):
         before, now, key = old.get(name), new.get(name), f"{where}{name}"
         if isinstance(before, Mapping) and isinstance(now, Mapping):
@@ -93,57 +107,19 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any], where: str = ""
             yield key, (before, now)
 
 
-def _check_fixed(changes: Mapping[str, Any], folder: str) -> None:
-    for key, (before, now) in changes.items():
-        if key.partition(".")[0] in FIXED:
-            raise ConfigError(
-                f"{key} = {_shown(now)}, and the run in {folder!r} has {_shown(before)}",
-                remedy=f"Write {key} = {_shown(before)} to resume it, or another folder to begin a new run",
-            )
+def _lr_schedule(table: Mapping[str, Any], num_steps: int) -> Callable[[int], float]:
+    return lr_schedule(ScheduleTable.model_validate({n: v for n, v in table.items() if v is not None}), num_steps)
 
 
-def _shares(table: Mapping[str, Any], num_steps: int) -> Callable[[int], float]:
-    return shares_of(ScheduleTable.model_validate({n: v for n, v in table.items() if v is not None}), num_steps)
-
-
-def _first_change(old: Callable[[int], float], new: Callable[[int], float], first: int, last: int) -> int | None:
-    """The first step, from 0 on, whose rate differs; None where none does."""
-    stride = max((last - first) // CHECKED_STEPS, 1)
-    return next((step for step in range(first, last + 1, stride) if abs(old(step) - new(step)) > 1e-9), None)
-
-
-def _other_length(config: TrainConfig, before: int, now: int, old: float, new: float, step: int) -> ConfigError:
-    lr = config.optimizer.lr
-    return ConfigError(
-        f"The run has {now} steps, and had {before}: with its schedule, {config.schedule.name!r}, the learning rate of "
-        f"step {step + 1} would be {lr * new:.3g} in place of {lr * old:.3g}",
-        rule="A run that is resumed keeps its schedule, unless schedule.steps says otherwise",
-        remedy=f"Write schedule.steps = {before} to keep it (after these steps the rate stays), or schedule.steps = "
-        f"{now} to change it",
-    )
-
-
-def _set_rates(trainer: TrainerProtocol, share: Callable[[int], float]) -> None:
-    """The rates of the next step, which a checkpoint has of the schedule that there was."""
+def _set_learning_rates(trainer: TrainerProtocol, share: Callable[[int], float]) -> None:
+    """Set the learning rates of the next step, which the checkpoint restored from the earlier schedule."""
     for scheduler in trainer.engine.schedulers:
         assert isinstance(scheduler, LambdaLR)
         for group, rate in zip(scheduler.optimizer.param_groups, scheduler.base_lrs, strict=True):
             group["lr"] = rate * share(scheduler.last_epoch)
 
 
-def _tell(
-    changes: Mapping[str, Any], step: int | None, old: Callable[[int], float], new: Callable[[int], float], lr: float
-) -> None:
-    shown = [f"{key} = {_shown(now)} (was {_shown(before)})" for key, (before, now) in changes.items()]
-    more = f" and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
-    print(f"resumed with other settings: {', '.join(shown[:SHOWN])}{more}", flush=True)
-    if step is not None:
-        print(
-            f"the learning rate changes: {lr * new(step):.3g} in step {step + 1} (was {lr * old(step):.3g})", flush=True
-        )
-
-
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     return "nothing" if value is None else f"{json.dumps(value):.60}"
 
 
@@ -151,74 +127,73 @@ def _shown(value: Any) -> str:
 
 LENGTH = 8
 DECODER = "is_decoder"
-"""The field with which an encoder of transformers becomes a decoder."""
+"""Config field that turns an encoder of transformers into a decoder."""
 NOISE = 1e-5
-"""By how much outputs differ that do not depend on what was changed, of their size: experts get other rows."""
-MOVED = 0.05
-"""How far parameters are moved: those that a class begins with at 0 hide what depends on what."""
+"""Relative tolerance of independent outputs, which differ slightly because experts get other rows."""
+PERTURBATION = 0.05
+"""Scale of the noise that is added to parameters, because parameters initialized to 0 hide dependences."""
 
 
 def check_task(config: TrainConfig, model: Any) -> None:
-    """Raises ConfigError for a model that sees the token that it is to predict, or not what it needs for it.
+    """Raise ConfigError if a model sees the token to predict, or does not see the tokens that it needs.
 
-    What cannot be run by itself, with tokens alone, is not checked. Communicates nothing; the random state is kept.
+    Models that do not run with tokens alone are not checked. Communicates nothing, and keeps the random state.
     """
     task = config.model.task
     if task not in ("causal", "masked"):
         return
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        sees = seen_by_loss(model)
-        if sees is None:
+        dependence = label_dependence(model)
+        if dependence is None:
             return
         name = type(model).__name__
-        if task == "causal" and sees.itself:
+        if task == "causal" and dependence.on_label:
             raise ConfigError(
-                f"model.task = 'causal', and {name} reads the token that it is to predict",
-                rule="The next token is predicted from those before it: the output at a position does not depend on "
-                "later tokens",
+                f"model.task = 'causal' does not fit {name}, whose output depends on the token to predict",
+                rule="A causal model predicts a token from earlier tokens only",
                 remedy=_remedy(model),
             )
-        if task == "masked" and not (sees.later and sees.in_place):
-            what = "reads no later tokens" if not sees.later else "compares a label with the output before it"
+        if task == "masked" and not (dependence.on_later and dependence.in_place):
+            what = "ignores later tokens" if not dependence.on_later else "compares a label with the output before it"
             raise ConfigError(
-                f"model.task = 'masked', and {name} {what}",
-                rule="A masked token is predicted in its place, from the tokens on both sides of it",
-                remedy="Write model.task = 'causal', or give a masked language model",
+                f"model.task = 'masked' does not fit {name}, which {what}",
+                rule="A masked language model predicts a token at its position, from the tokens on both sides",
+                remedy="Set model.task = 'causal', or use a masked language model",
             )
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What the output that the loss compares with a label depends on.
+class LabelDependence:
+    """Tokens that determine the output which the loss compares with a label.
 
     Args:
-        itself: whether on the token that is the label, or on later ones.
-        later: whether on later ones.
-        in_place: whether it is the output at the label's own position.
+        on_label: Whether the label token or later tokens change the output.
+        on_later: Whether later tokens change the output.
+        in_place: Whether the output has the position of the label.
     """
 
-    itself: bool
-    later: bool
+    on_label: bool
+    on_later: bool
     in_place: bool
 
 
-def seen_by_loss(model: Any) -> Seen | None:
-    """By trying it on a copy, or on a small model of the same class; None where that cannot be told."""
+def label_dependence(model: Any) -> LabelDependence | None:
+    """Measure which tokens the loss of a model sees, on a copy or a reduced model; None if that is impossible."""
     for dtype in (torch.float64, torch.float32):
         try:
-            small, ids_BS = _small(model)
-            return _seen(small.to(dtype), ids_BS)
-        except Exception:  # it takes more than tokens and labels, gives something else, or computes in fp32 alone
+            small, ids_BS = _small_model(model)
+            return _measure_dependence(small.to(dtype), ids_BS)
+        except Exception:  # the model requires other inputs or fp32, or returns other outputs
             continue
     return None
 
 
-def _small(model: Any) -> tuple[nn.Module, Tensor]:
-    """A model that runs on the CPU at once, and tokens for it."""
+def _small_model(model: Any) -> tuple[nn.Module, Tensor]:
+    """Return a small model on the CPU, and tokens for it."""
     if sum(p.numel() for p in model.parameters()) > SMALL_NUMEL:
-        twin = reduce_model(model)
-        small, ids_BS = twin.model, twin.batch["input_ids"][:1]
+        reduced = reduce_model(model)
+        small, ids_BS = reduced.model, reduced.batch["input_ids"][:1]
     else:
         small = (materialized_copy if is_lazy(model) else copy.deepcopy)(model)
         special = {value for name, value in model.config.to_dict().items() if name.endswith("_token_id")}
@@ -226,26 +201,26 @@ def _small(model: Any) -> tuple[nn.Module, Tensor]:
         ids_BS = torch.tensor(plain)[torch.randperm(len(plain))[None, :LENGTH]]
     with torch.no_grad():
         for param in small.parameters():
-            param.add_(MOVED * torch.randn_like(param))
+            param.add_(PERTURBATION * torch.randn_like(param))
     return small.cpu().eval(), ids_BS
 
 
 def _remedy(model: Any) -> str:
-    """The other task; and ``is_decoder``, where that makes the attention of this class causal."""
-    masked = "Write model.task = 'masked'"
+    """Suggest the other task, and ``is_decoder`` if that makes the attention of this class causal."""
+    masked = "Set model.task = 'masked'"
     if getattr(model.config, DECODER, True):
-        return f"{masked}, or give a model that predicts the next token"
+        return f"{masked}, or use a model that predicts the next token"
     config = copy.deepcopy(model.config)
     setattr(config, DECODER, True)
     with LazyInit():
         decoder = type(model)(config)
-    sees = seen_by_loss(decoder)
-    if sees is None or sees.itself:
-        return f"{masked}, or give a model that predicts the next token"
-    return f"{masked}; or model.config.{DECODER} = true, with which its attention is causal"
+    dependence = label_dependence(decoder)
+    if dependence is None or dependence.on_label:
+        return f"{masked}, or use a model that predicts the next token"
+    return f"{masked}, or model.config.{DECODER} = true for causal attention"
 
 
-def _seen(model: nn.Module, ids_BS: Tensor) -> Seen:
+def _measure_dependence(model: nn.Module, ids_BS: Tensor) -> LabelDependence:
     place = ids_BS.shape[1] // 2
     labels_BS = torch.full_like(ids_BS, IGNORED)
     labels_BS[:, place] = ids_BS[:, place]
@@ -253,7 +228,6 @@ def _seen(model: nn.Module, ids_BS: Tensor) -> Seen:
     logits_BSV = output["logits"]
     (gradient_BSV,) = torch.autograd.grad(output["loss"], [logits_BSV])
     compared = gradient_BSV.abs().sum((0, 2)).nonzero().flatten().tolist()
-    in_place = compared == [place]
 
     def depends_from(first: int) -> bool:
         other_BS = ids_BS.clone()
@@ -261,8 +235,8 @@ def _seen(model: nn.Module, ids_BS: Tensor) -> Seen:
         with torch.no_grad():
             other_BSV = model(input_ids=other_BS)["logits"]
         if not torch.isfinite(other_BSV).all():
-            raise ValueError("its output is not finite")
+            raise ValueError("the output is not finite")
         difference = (other_BSV - logits_BSV)[:, compared].abs().max()
         return bool(difference > NOISE * logits_BSV.abs().max())
 
-    return Seen(depends_from(place), depends_from(place + 1), in_place)
+    return LabelDependence(depends_from(place), depends_from(place + 1), in_place=compared == [place])

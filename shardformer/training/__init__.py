@@ -1,4 +1,4 @@
-"""The engine, its data, and the trainer around it."""
+"""Training engine, data loading, and the trainer with its hooks."""
 
 from __future__ import annotations
 

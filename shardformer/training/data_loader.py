@@ -1,10 +1,12 @@
-"""Batches of a training run: this process's part of each batch, in an order that does not depend on the layout."""
+"""Training batches, sharded over the data ranks in an order that does not depend on the layout."""
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,44 +18,50 @@ from shardformer.errors import ConfigError, InputError, check_int
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.pipeline.micro_batches import TARGET_KEY
 from shardformer.torch_compat import tree_map_only
-from shardformer.training.data_sources import Collate, DataShard, StreamedSource, compare_data, epoch_seed, make_source
+from shardformer.training.data_sources import (
+    Collate,
+    DataShard,
+    StreamedSource,
+    check_same_data,
+    make_source,
+)
 
 
 class NoLengthError(ConfigError, TypeError):
-    """What ``len`` raises; ``list`` goes on without a length where it is a TypeError."""
+    """Raised by ``len`` for data of unknown length. It is a TypeError, so that ``list`` works without a length."""
 
 
 class ShardedDataLoader:
-    """Goes through data in whole batches, of which each data rank gets its part: what ``engine.data`` is.
+    """Iterates over global batches and returns the local shard of each data rank; ``engine.data`` is an instance.
 
     >>> batches = ShardedDataLoader(list(range(10)), ParallelContext.of({}), batch_size=4, shuffle=False)
     >>> [batch.tolist() for batch in batches]
     [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
-    A loop that was broken off goes on where it was. Ranks that differ along other axes than data get the same.
-    The order of an epoch comes from the seed and the number of the epoch; random numbers that the data draw come from
-    these and the place of the sample, whatever the layout and the number of workers, and move no others.
+    An interrupted loop resumes at the next batch. Ranks of the same data-parallel rank get the same batch. The order of
+    an epoch depends on the seed and the epoch number. Random numbers drawn by the data depend on these and on the
+    position of the sample, for every layout and number of workers, and leave the global generators unchanged.
 
     Args:
-        source: a Dataset, a list, a HF data set or anything with ``__getitem__`` and ``__len__``; an iterable of
-            samples, which every rank reads as a whole; or a DataLoader, whose batches are shared out.
-        batch_size: samples of the whole batch, over all data ranks; a DataLoader has its own.
-        seed: of the order, and of random numbers that the data draws.
-        shuffle: whether each epoch has an order of its own; None: yes, where samples have numbers, and of a DataLoader
-            if it shuffles.
-        drop_last: whether what remains at the end of an epoch, and is less than a batch, is left out.
-        merge_last: whether it is joined with the batch before it where it has fewer samples than there are data ranks.
-        collate_fn: list of samples -> batch.
-        accumulate: how many batches of a DataLoader make a step; what is handed out is then a list of them.
-        num_workers: processes that read samples.
+        source: Dataset, list, Hugging Face data set or any object with ``__getitem__`` and ``__len__``; an iterable of
+            samples, which every rank reads in full; or a DataLoader, whose batches are sharded.
+        batch_size: Global batch size, summed over all data ranks. A DataLoader specifies its own.
+        seed: Seed of the order and of random numbers drawn by the data.
+        shuffle: Draw a new order for each epoch. None shuffles indexed data, and a DataLoader if it shuffles.
+        drop_last: Drop the last batch of an epoch if it is incomplete.
+        merge_last: Merge the last batch into the previous one if it has fewer samples than there are data ranks.
+        collate_fn: Function from a list of samples to a batch.
+        accumulate: Number of DataLoader batches per step. Each item is then a list of batches.
+        num_workers: Number of worker processes that read samples.
 
     Attributes:
-        epoch: epochs that were finished.
-        seen: samples of the whole batches of this epoch that were handed out.
-        batch_samples: of the whole batch that was handed out last.
-        on_epoch_end: is called behind the last batch of an epoch.
+        epoch: Number of finished epochs.
+        seen: Number of samples of the current epoch that were returned, over all data ranks.
+        batch_samples: Size of the last global batch.
+        on_epoch_end: Function that is called after the last batch of an epoch.
 
-    Raises ConfigError for data that cannot be shared out.
+    Raises:
+        ConfigError: The data cannot be sharded over the data ranks.
     """
 
     def __init__(
@@ -75,48 +83,54 @@ class ShardedDataLoader:
         is_loader = isinstance(source, DataLoader)
         if accumulate > 1 and not is_loader:
             raise ConfigError(
-                f"accumulate={accumulate} without a DataLoader",
-                remedy="Say batch_size=, of the whole step; micro_batch_size= says how much runs at a time",
+                f"accumulate={accumulate} requires a DataLoader",
+                remedy="Pass the size of the global batch as batch_size=, and limit memory with micro_batch_size=",
             )
-        if is_loader:
-            _check_loader_arguments(source, num_workers, drop_last)
         self._source = make_source(source, collate_fn, num_workers, shuffle)
-        self._share, self._context = DataShard(context.data.rank, context.data.size), context
+        if is_loader:
+            # a loader with an explicit BatchSampler has no batch_size and drop_last of its own
+            own = source.batch_sampler if type(source.batch_sampler) is BatchSampler else source
+            _check_conflict("num_workers", num_workers, 0, source.num_workers)
+            _check_conflict("drop_last", drop_last, False, source.drop_last)
+            _check_conflict("batch_size", batch_size, None, own.batch_size)
+            batch_size, drop_last = own.batch_size, bool(own.drop_last)
+        elif batch_size is None:
+            raise ConfigError("The training data requires batch_size=", remedy="Pass batch_size=32, for example")
+        else:
+            check_int("batch_size", batch_size)
         self._is_compared, self._thread = False, 0
-        # a BatchSampler that was given to a loader has the size and the rest of it
-        makes = source.batch_sampler if is_loader and type(source.batch_sampler) is BatchSampler else source
-        self._drop_last = bool(makes.drop_last) if is_loader else drop_last
-        self._merge_last, self._accumulate = merge_last, accumulate
-        self.batch_size = self._size(batch_size, makes.batch_size if is_loader else None, is_loader=is_loader)
+        self.batch_size, self._drop_last, self._merge_last, self._accumulate = (
+            batch_size,
+            drop_last,
+            merge_last,
+            accumulate,
+        )
         self.seed, self.collate_fn = seed, collate_fn
         self.epoch = self.seen = self.batch_samples = 0
         self.on_epoch_end: Callable[[], None] | None = None
-        self.check_ranks(context.data.size)
+        self.shard_over(context)
 
     def __iter__(self) -> Iterator[Any]:
-        """What is left of this epoch."""
+        """Iterate over the remaining batches of the current epoch."""
         self.compare()
-        found = self._found()
-        while group := self._group(found):
+        batches = self._local_batches()
+        while group := list(itertools.islice(batches, self._accumulate)):
             self.batch_samples = sum(count for count, _ in group)
             self.seen += self.batch_samples
             self._thread = threading.get_ident()
             yield group[0][1] if self._accumulate == 1 else [batch for _, batch in group]
         if not self.seen:
             raise InputError(
-                f"The training data, a {self._source.name}, gave nothing in epoch {self.epoch + 1}",
-                remedy="Give a list, or an object whose __iter__ begins anew, which a generator does not; and with"
-                " drop_last=True enough samples for a batch",
+                f"The training data ({self._source.name}) yielded no batch in epoch {self.epoch + 1}",
+                remedy="Pass a list or an object whose __iter__ restarts, instead of a generator, and enough samples"
+                " for one batch if drop_last=True",
             )
         self.epoch, self.seen = self.epoch + 1, 0
         if self.on_epoch_end is not None:
             self.on_epoch_end()
 
     def compare(self) -> None:
-        """Compares the data of all ranks; the first loop does it if ``initialize`` has not.
-
-        Raises ConfigError, on all ranks, where they differ: see ``compare_data``. Each rank reads some samples.
-        """
+        """Compare the data of all ranks once, before the first batch."""
         if self._is_compared:
             return
         self._is_compared = True
@@ -131,34 +145,29 @@ class ShardedDataLoader:
             "merge_last": self._merge_last,
             "accumulate": self._accumulate,
         }
-        if isinstance(self._source, StreamedSource):
-            compare_data(settings, None, None, self._context)
-        else:
-            compare_data(settings, self._source.size, self._source.read, self._context)
+        check_same_data(settings, self._source.size, self._source.read, self._context)
 
     def facts(self) -> dict[str, int]:
-        """Where a training step is in the data, in numbers that are equal on all ranks; 0 for what is not known.
+        """Return the position in the data as integers that must be equal on all ranks; 0 means unknown.
 
-        Nothing is known where another thread than that of the step fetches the batches, ahead of it.
+        The position is unknown if a prefetching thread reads the batches ahead of the training step.
         """
         is_known = self._thread in (0, threading.get_ident())
         position = number_of((self.epoch, self.seen)) if is_known else 0
         seen = self._source.number if is_known and self._thread else 0
         return {"position": position, "samples" if isinstance(self._source, StreamedSource) else "order": seen}
 
-    def _group(self, found: Iterator[tuple[int, Any]]) -> list[tuple[int, Any]]:
-        return [pair for _, pair in zip(range(self._accumulate), found)]
-
-    def _found(self) -> Iterator[tuple[int, Any]]:
+    def _local_batches(self) -> Iterator[tuple[int, Any]]:
         if isinstance(self._source, StreamedSource):
             ends = (self._drop_last, self._merge_last)
             return self._source.batches(self.epoch, self.seed, self.batch_size, self._share, self.seen, *ends)
-        return self._source.batches(self.epoch, self.seed, self._whole, self._share, self.seen)
+        return self._source.batches(self.epoch, self.seed, self._global_batches, self._share, self.seen)
 
-    def _whole(self, order: Sequence[Any]) -> list[Sequence[Any]]:
-        """What is left of an epoch's order, in whole batches."""
+    def _global_batches(self, order: Sequence[Any]) -> list[Sequence[Any]]:
+        """Split the remaining samples of an epoch into global batches."""
         if self._source.makes_batches:
-            batches = list(_batches_after(order, self.seen))
+            sums = itertools.accumulate(map(len, order), initial=0)
+            batches = [batch for batch, start in zip(order, sums) if start >= self.seen]
         else:
             assert self.batch_size is not None
             starts = range(self.seen, len(order), self.batch_size)
@@ -171,120 +180,89 @@ class ShardedDataLoader:
         return batches
 
     def __len__(self) -> int:
-        """Steps of a whole epoch. Raises NoLengthError where that is not known."""
+        """Return the number of steps per epoch, or raise NoLengthError if it is unknown."""
         batches, count, size = self._source.num_batches, self._source.count, self.batch_size
         if batches is not None:
             return -(-batches // self._accumulate)
         if count is None or size is None:
             raise NoLengthError(
-                "The training data does not know its length",
-                remedy="Say how many steps are to be made (steps=), or give data with a length",
+                "The length of the training data is unknown",
+                remedy="Specify the number of steps (steps=), or pass data with a length",
             )
         batches = count // size if self._drop_last else -(-count // size)
         merges = self._merge_last and batches > 1 and 0 < count % size < self._share.size
         return -(-(batches - merges) // self._accumulate)
 
-    def generator(self, epoch: int) -> torch.Generator:
-        """What the order of an epoch is drawn from, by ``torch.randperm``."""
-        return epoch_seed(self.seed, epoch)
-
-    def share_among(self, context: ParallelContext) -> None:
-        """From the next loop on the data ranks are those of another grid. Raises ConfigError as the first time."""
+    def shard_over(self, context: ParallelContext) -> None:
+        """Shard the following batches over the data ranks of another process grid."""
         self.check_ranks(context.data.size)
         self._share, self._context = DataShard(context.data.rank, context.data.size), context
 
     def rewind(self) -> None:
-        """The next loop begins with the first batch of the first epoch."""
+        """Restart at the first batch of the first epoch."""
         self.epoch = self.seen = 0
 
     def state(self) -> dict[str, Any]:
-        """Where this run is in its data, in plain values."""
+        """Return the position in the data as plain values for a checkpoint."""
         return {"epoch": self.epoch, "seen": self.seen, "seed": self.seed, "samples": self._source.count}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Goes on where ``state`` was. Raises ConfigError for that of other data."""
+        """Restore a position that ``state`` returned, or raise ConfigError if the data has another length."""
         if state["samples"] != self._source.count:
             raise ConfigError(
-                f"A position in {state['samples']} samples was to be loaded, and there are {self._source.count}",
-                remedy="Give the same data; shardformer.load_checkpoint loads the model without a position",
+                f"The checkpoint was saved with {state['samples']} training samples, but the data has "
+                f"{self._source.count}",
+                remedy="Pass the same data, or load the model without its data position: shardformer.load_checkpoint",
             )
         self.epoch, self.seen, self.seed = state["epoch"], state["seen"], state["seed"]
 
     # --- checks
 
-    def _size(self, asked: int | None, of_loader: int | None, *, is_loader: bool) -> int | None:
-        if not is_loader:
-            if asked is None:
-                raise ConfigError("The training data is given without batch_size", remedy="Write batch_size=32")
-            check_int("batch_size", asked)
-            return asked
-        if asked is not None and asked != of_loader:
-            raise ConfigError(
-                f"batch_size={asked} beside a DataLoader with batch_size={of_loader}", remedy="Leave one of the two out"
-            )
-        return of_loader
-
     def check_ranks(self, ranks: int) -> None:
-        """Raises ConfigError for so many data ranks that one of them would have no sample of a batch."""
+        """Raise ConfigError if a batch would have fewer samples than there are data ranks."""
         count, size = self._source.count, self.batch_size
         if size is not None and size < ranks:
             raise ConfigError(
-                f"batch_size={size} for {ranks} data ranks",
-                rule="It is the size of the whole batch, and every data rank has a sample of it",
-                remedy=f"Use {ranks} or more",
+                f"batch_size={size} is smaller than the number of data ranks, {ranks}",
+                rule="It is the size of the global batch, which is sharded over the data ranks",
+                remedy=f"Use a batch_size of {ranks} or more",
             )
         if count is None or size is None:
             return
         if self._drop_last and count < size:
             raise ConfigError(
-                f"{count} samples for batches of {size}, of which the last is dropped",
-                remedy=f"Use a batch size of {count} or less, or leave drop_last out",
+                f"drop_last=True drops all {count} samples, because batch_size={size} is larger",
+                remedy=f"Use a batch_size of {count} or less, or remove drop_last",
             )
         rest = count % size
-        merges = self._merge_last and count > size
-        if 0 < rest < ranks and not self._drop_last and not merges:
+        is_merged = self._merge_last and count > size
+        if 0 < rest < ranks and not self._drop_last and not is_merged:
             raise ConfigError(
-                f"{count} samples in batches of {size} leave a last one of {rest}, for {ranks} data ranks",
-                remedy="Give drop_last=True, or another batch size",
+                f"The last batch has {rest} samples (of {count}, batch_size={size}), too few for {ranks} data ranks",
+                remedy="Pass drop_last=True, or change batch_size",
             )
 
 
 def batches_of(source: Any, context: ParallelContext, **options: Any) -> ShardedDataLoader:
-    """``ShardedDataLoader`` that all ranks make together. Raises, on all, what one of them raises, or where their
-    data differ."""
-    made = collective_call(
-        context, lambda: ShardedDataLoader(source, context, **options), action="divide the training data"
-    )
-    made.compare()
-    return made
+    """Create a data loader on all ranks. If one rank fails or the data differ, all ranks raise."""
+    make = partial(ShardedDataLoader, source, context, **options)
+    loader: ShardedDataLoader = collective_call(context, make, action="create the data loader")
+    loader.compare()
+    return loader
 
 
-def _batches_after(batches: Sequence[Sequence[Any]], seen: int) -> Iterator[Sequence[Any]]:
-    """The batches behind those of ``seen`` samples."""
-    for batch in batches:
-        if seen <= 0:
-            yield batch
-        seen -= len(batch)
-
-
-def _check_loader_arguments(loader: DataLoader[Any], num_workers: int, drop_last: bool) -> None:
-    """What is given beside a loader is what the loader has."""
-    for name, value in (("num_workers", num_workers), ("drop_last", drop_last)):
-        if value and value != getattr(loader, name):
-            raise ConfigError(
-                f"{name}={value!r} beside a DataLoader with {name}={getattr(loader, name)!r}",
-                remedy=f"Give {name} to the DataLoader",
-            )
+def _check_conflict(name: str, value: object, default: object, of_loader: object) -> None:
+    if value not in (default, of_loader):
+        raise ConfigError(
+            f"{name}={value!r} conflicts with {name}={of_loader!r} of the DataLoader",
+            remedy=f"Pass {name} to the DataLoader",
+        )
 
 
 def named_batch(batch: Any, model: nn.Module, *, has_target: bool) -> dict[str, Any]:
-    """A batch by name.
+    """Convert a batch to a dict of forward arguments.
 
-    Args:
-        batch: a mapping, or a row of what the forward takes in order, as loaders give it: ``(inputs, targets)``.
-        has_target: whether the last of a row is what a loss function compares with.
-
-    Raises InputError for what is neither.
+    A sequence holds positional arguments, and if ``has_target`` is True, the target of the loss function at its end.
     """
     if isinstance(batch, Mapping):
         return dict(batch)
@@ -292,43 +270,44 @@ def named_batch(batch: Any, model: nn.Module, *, has_target: bool) -> dict[str, 
         batch = (batch,)
     if not isinstance(batch, (list, tuple)) or not batch:
         raise InputError(
-            f"The batch is a {type(batch).__name__}",
-            rule="A batch is a dict of what the model's forward takes, by name, or a row of it, in order",
-            remedy="Write engine({'input_ids': ids, 'labels': labels}), or engine((inputs, targets)) with a loss_fn",
+            f"A batch of type {type(batch).__name__} is not supported",
+            rule="A batch is a dict of forward arguments by name, or a tuple of them in order",
+            remedy="Pass a dict, as in engine({'input_ids': ids, 'labels': labels}), or with a loss_fn a tuple, as in "
+            "engine((inputs, targets))",
         )
     inputs = batch[:-1] if has_target and len(batch) > 1 else batch
-    takes = [
+    parameters = [
         name
         for name, p in inspect.signature(model.forward).parameters.items()
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
-    if len(inputs) > len(takes):
+    if len(inputs) > len(parameters):
         raise InputError(
-            f"The batch has {len(inputs)} inputs, and the forward of {type(model).__name__} takes {len(takes)}",
-            rule="The parts of a batch are what the forward takes, in order"
-            + (", and behind them the target of the loss" if has_target else ""),
-            remedy="Give a dict by name"
+            f"The batch has {len(inputs)} inputs, but the forward of {type(model).__name__} takes {len(parameters)}",
+            rule="A tuple holds the forward arguments in order"
+            + (", then the target of the loss" if has_target else ""),
+            remedy="Pass a dict of arguments by name"
             if has_target
-            else "Give loss_fn=, which gets the last part, or a dict by name",
+            else "Pass loss_fn=, which receives the last item, or a dict of arguments by name",
         )
-    named = dict(zip(takes, inputs))
+    named = dict(zip(parameters, inputs))
     return named if inputs is batch else {**named, TARGET_KEY: batch[-1]}
 
 
 def is_batch_list(batch: Any) -> bool:
-    """Whether this is a list of batches, and not a row of tensors that is one."""
+    """Return whether ``batch`` is a list of batches, and not one batch made of tensors."""
     return (
         isinstance(batch, (list, tuple)) and bool(batch) and all(isinstance(b, (Mapping, list, tuple)) for b in batch)
     )
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """The batch, its tensors on the device."""
+    """Move the tensors of a batch to a device."""
     return tree_map_only(Tensor, lambda x: x.to(device, non_blocking=True), batch)
 
 
-def loss_of_target(loss_fn: Callable[..., Any]) -> Callable[[Any, Mapping[str, Any]], Any]:
-    """(output, micro-batch) -> loss, where the loss function may expect (output, target)."""
+def with_target(loss_fn: Callable[..., Any]) -> Callable[[Any, Mapping[str, Any]], Any]:
+    """Wrap a loss function of (output, target) or (output, batch) as a function of (output, micro-batch)."""
 
     def loss(output: Any, part: Mapping[str, Any]) -> Any:
         return loss_fn(output, part.get(TARGET_KEY, part))

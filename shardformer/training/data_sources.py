@@ -1,8 +1,8 @@
-"""Where batches come from: indexed and iterable data sets, collation, and the check that ranks read the same data.
+"""Sources of batches: indexed and streamed data, collation, and the check that all ranks read the same data.
 
-The engine gives each data rank its part of every batch. That is right where all ranks hold the whole data in one order,
-and silently wrong where a script has sharded the data by rank, or where the order differs by process (a set of strings,
-``os.listdir``): samples would be trained on twice, or never. So ranks compare what they hold before training starts.
+The engine shards every batch over the data ranks. This requires that all ranks read the full data in the same order.
+If a script has already sharded the data by rank, or if the order differs between processes (a set of strings,
+``os.listdir``), samples are silently repeated or skipped. Therefore ranks compare their data before training starts.
 """
 
 from __future__ import annotations
@@ -16,15 +16,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    default_collate,
-)
+from torch.utils import data as torch_data
 
 from shardformer.comm.collective_call import all_gather_from_grid, come, number_of
 from shardformer.comm.collectives import checksum
@@ -35,77 +27,76 @@ from shardformer.pipeline.micro_batches import batch_size_of, rebuild_container,
 from shardformer.random_state import SameRandomOnAllRanks, hash_seed, restored_generators, seed_generators, seeded
 
 MOST, BUDGET_S = 4096, 0.2
-"""How many samples are read to compare them, and how long that may take."""
+"""Limits of the comparison: number of samples, and seconds."""
 NEAR = 1e-3
-"""How far the decimal numbers of a sample may differ, as a part of their norm: machines round differently."""
-WHOLE = (
-    "Pass the whole data on every rank, in one order: without rows[rank::world_size], split_dataset_by_node, or a "
-    "random_split or shuffle seeded by rank; and sort what comes from a set or from os.listdir"
+"""Tolerance of floating-point samples, relative to their norm: machines round differently."""
+SAME_DATA_REMEDY = (
+    "Pass the full data in the same order on every rank. Remove rows[rank::world_size], split_dataset_by_node, and any "
+    "random_split or shuffle seeded by rank, and sort items that come from a set or from os.listdir"
 )
 
 
-def compare_data(
+def check_same_data(
     settings: Mapping[str, Any], count: int | None, read: Callable[[int], Any] | None, context: ParallelContext
 ) -> None:
-    """Raises ConfigError, on all ranks, where they have other training data. Communicates three gathers of a few
-    numbers.
+    """Raise ConfigError on every rank if their training data differ.
 
-    Args:
-        settings: what is equal on all ranks: how many samples there are, the seed, the batch size.
-        count: how many samples have a number.
-        read: number -> sample, the same each time if the data draws nothing at random; None of a stream.
+    ``settings`` must be equal on all ranks. ``read`` returns one of ``count`` samples by its index, and is None for a
+    stream. Communicates three gathers of a few integers.
     """
     axes = context.base_axes
     if context.world is None or all(axis.size == 1 for axis in axes):
         return
     come("ShardedDataLoader.compare (by initialize, Trainer.fit or the first loop over the data)", *axes)
-    found, sketches = ([], []) if read is None or not count else _contents(count, read)
+    found, sketches = ([], []) if read is None or not count else _fingerprint_samples(count, read)
     every = all_gather_from_grid((dict(settings), len(found)), context)
     first, reference = every[0][0], every[0][1][0]
-    for rank, (theirs, _) in every:
-        for name, value in theirs.items():
+    for rank, (values, _) in every:
+        for name, value in values.items():
             if value != reference[name]:
                 raise ConfigError(
-                    f"Rank {first} has training data with {name} {reference[name]!r}, and rank {rank} with {value!r}",
-                    remedy=WHOLE,
+                    f"The training data of rank {first} has {name}={reference[name]!r}, but that of rank {rank} has "
+                    f"{name}={value!r}",
+                    remedy=SAME_DATA_REMEDY,
                 )
     least = min(number for _, (_, number) in every)
     numbers = all_gather_from_grid(number_of(found[:least]), context)
-    other = next((rank for rank, number in numbers if number != numbers[0][1]), None)
     near = all_gather_from_grid(sketches, context)
-    if other is None:
-        other = next((rank for rank, theirs in near if not _are_near(theirs, near[0][1])), None)
-    if other is not None:
+    differing = [rank for rank, number in numbers if number != numbers[0][1]]
+    for rank, sketches in near:
+        pairs = zip(sketches, near[0][1], strict=False)
+        differing += [rank for (a, norm), (b, other) in pairs if abs(a - b) > NEAR * max(norm, other)]
+    if differing:
         raise ConfigError(
-            f"Ranks {first} and {other} have different samples at the same places of the training data, a "
+            f"Ranks {first} and {differing[0]} have different samples at the same index of the training data, a "
             f"{settings['type']}",
-            remedy=WHOLE,
+            remedy=SAME_DATA_REMEDY,
         )
 
 
-def _contents(count: int, read: Callable[[int], Any]) -> tuple[list[int], list[tuple[float, float]]]:
-    """A number for each of some samples, drawn identically on all ranks, and a sketch of its decimal numbers; none
-    where these differ each time that a sample is read."""
+def _fingerprint_samples(count: int, read: Callable[[int], Any]) -> tuple[list[int], list[tuple[float, float]]]:
+    """Return fingerprints and sketches of samples that are drawn identically on all ranks.
+
+    The fingerprints or the sketches are empty if they change when a sample is read again.
+    """
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0))[:MOST].tolist()
     end = time.monotonic() + BUDGET_S
     found: list[int] = []
     sketches: list[tuple[float, float]] = []
     try:
-        first = read(order[0])
-        again, sketch = content_of(first), sketch_of(first)
-        for index in order:
+        for index in [order[0], *order]:  # the first sample is read twice
             sample = read(index)
-            found.append(content_of(sample))
-            sketches.append(sketch_of(sample))
-            if time.monotonic() > end:
+            found.append(fingerprint(sample))
+            sketches.append(random_projection(sample))
+            if len(found) > 1 and time.monotonic() > end:
                 break
     except Exception:
-        return found, []  # training reads it, too, and raises on all ranks
-    return found if again == found[0] else [], sketches if sketch == sketches[0] else []
+        return found[1:], []  # training reads the sample too, and raises the error on all ranks
+    return found[1:] if found[0] == found[1] else [], sketches[1:] if sketches[0] == sketches[1] else []
 
 
-def sketch_of(value: Any) -> tuple[float, float]:
-    """Of the decimal numbers in a value the sum under random signs, identical on all ranks, and the norm."""
+def random_projection(value: Any) -> tuple[float, float]:
+    """Return a random projection, equal on all ranks, and the norm of the floating-point numbers in a value."""
     decimals = list(_decimals(value))
     if not decimals:
         return 0.0, 0.0
@@ -114,13 +105,8 @@ def sketch_of(value: Any) -> tuple[float, float]:
     return float(x @ signs), float(x.norm())
 
 
-def _are_near(some: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> bool:
-    """Whether sketches are of the same samples, as far as both ranks have some."""
-    return all(abs(a - b) <= NEAR * max(norm, other) for (a, norm), (b, other) in zip(some, others, strict=False))
-
-
 def _leaves(value: Any) -> Iterator[Any]:
-    """What is inside of mappings, lists and tuples; lists of whole numbers as one."""
+    """Yield the leaves of nested containers; a list of integers is one leaf."""
     if isinstance(value, Mapping) or (isinstance(value, (list, tuple)) and not _is_plain(value)):
         for each in [value[key] for key in sorted(value, key=str)] if isinstance(value, Mapping) else value:
             yield from _leaves(each)
@@ -138,18 +124,17 @@ def _decimals(value: Any) -> Iterator[Tensor]:
             yield torch.tensor([leaf], dtype=torch.float64)
 
 
-def content_of(*values: Any) -> int:
-    """A number of what values hold: of the whole numbers and words in them, or if there are none, of all numbers.
+def fingerprint(*values: Any) -> int:
+    """Return a fingerprint of the integers and strings in ``values``, or of all numbers if there are none.
 
-    Whole numbers come first since decimal ones are often augmented at random.
+    Integers take precedence because floating-point numbers are often augmented at random.
     """
-    parts = [_part(leaf) for value in values for leaf in _leaves(value)]
-    exact = [part for is_exact, part in parts if is_exact]
-    return number_of(exact or [part for _, part in parts])
+    parts = [_leaf_content(leaf) for value in values for leaf in _leaves(value)]
+    return number_of([part for is_exact, part in parts if is_exact] or [part for _, part in parts])
 
 
-def _part(leaf: Any) -> tuple[bool, Any]:
-    """(Whether it is made of whole numbers or words, what it holds.)"""
+def _leaf_content(leaf: Any) -> tuple[bool, Any]:
+    """Return whether a leaf consists of integers or strings, and its content."""
     if isinstance(leaf, Tensor):
         is_exact = not (leaf.is_floating_point() or leaf.is_complex()) and not leaf.is_quantized
         return is_exact, ("tensor", tuple(leaf.shape), checksum(leaf) if leaf.layout == torch.strided else None)
@@ -159,7 +144,7 @@ def _part(leaf: Any) -> tuple[bool, Any]:
         return is_exact, ("array", array.shape, array.tobytes() if array.dtype.kind != "O" else None)
     if _is_plain(leaf):
         return not isinstance(leaf, float), leaf
-    return False, type(leaf).__name__  # its print may hold an address
+    return False, type(leaf).__name__  # repr may contain an address
 
 
 def _is_plain(value: Any) -> bool:
@@ -168,40 +153,38 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (str, bytes, int, float))
 
 
-def ends_of(batch: Any) -> list[Any]:
-    """The first and the last sample of a batch, as far as its tensors show them."""
+def first_and_last_samples(batch: Any) -> list[Any]:
+    """Return the first and the last sample of a batch, as far as they can be sliced."""
     if isinstance(batch, Mapping):
-        return [end for key in sorted(batch, key=str) for end in ends_of(batch[key])]
+        return [end for key in sorted(batch, key=str) for end in first_and_last_samples(batch[key])]
     if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
-        return [end for each in batch for end in ends_of(each)]
+        return [end for each in batch for end in first_and_last_samples(each)]
     return [batch[:1], batch[-1:]] if isinstance(batch, (Tensor, numpy.ndarray)) and batch.ndim else [batch]
 
 
 def collate_samples(samples: list[Any]) -> Any:
-    """Samples as a batch: as torch does it, and of mappings as a model takes them.
+    """Collate samples into a batch with torch's ``default_collate``, or by key if they are mappings.
 
-    There numbers and lists of numbers become tensors of torch's default dtype, and words stay a list.
+    For mappings, numbers and lists of numbers become tensors of torch's default dtype, and strings stay in a list.
 
     >>> collate_samples([{"ids": [5, 6], "score": 0.5, "text": "a"}, {"ids": [7, 8], "score": 1.0, "text": "b"}])
     {'ids': tensor([[5, 6],
             [7, 8]]), 'score': tensor([0.5000, 1.0000]), 'text': ['a', 'b']}
-
-    Raises InputError for samples that do not fit together.
     """
     first = samples[0]
     if not isinstance(first, Mapping):
-        return default_collate(samples)
+        return torch_data.default_collate(samples)
     other = next((sample for sample in samples if sample.keys() != first.keys()), None)
     if other is not None:
         raise InputError(
-            f"The samples of a batch have the keys {sorted(map(str, first))} and {sorted(map(str, other))}",
-            remedy="Give all samples the same keys, or give collate_fn",
+            f"The samples of a batch have different keys, {sorted(map(str, first))} and {sorted(map(str, other))}",
+            remedy="Use the same keys in all samples, or pass collate_fn",
         )
     return {key: _column(str(key), [sample[key] for sample in samples]) for key in first}
 
 
 def _column(key: str, values: list[Any]) -> Any:
-    """The values of all samples under one key."""
+    """Collate the values of one key."""
     if all(isinstance(value, str) for value in values):
         return values
     if all(isinstance(value, (int, float)) and not isinstance(value, numpy.generic) for value in values):
@@ -210,35 +193,28 @@ def _column(key: str, values: list[Any]) -> Any:
     sized = [value for value in values if isinstance(value, (Tensor, list, tuple))]
     shapes = {tuple(value.shape) if isinstance(value, Tensor) else (len(value),) for value in sized}
     if len(shapes) > 1:
-        raise _of_other_lengths(key, " and ".join(map(str, sorted(shapes)[:2])))
-    return default_collate(values)
+        raise _shape_error(key, f"have different shapes, {' and '.join(map(str, sorted(shapes)[:2]))}")
+    return torch_data.default_collate(values)
 
 
 def _as_tensor(key: str, value: Any) -> Any:
-    """Numbers in lists or arrays as a tensor, those of numpy in their own dtype; anything else as it is."""
-    leaf = _leaf(value)
+    """Convert lists or arrays of numbers to a tensor, keeping NumPy dtypes; return other values unchanged."""
+    leaf = value  # the first number in nested lists and arrays, or the first empty list
+    while (isinstance(leaf, (list, tuple)) and leaf) or (isinstance(leaf, numpy.ndarray) and leaf.ndim and leaf.size):
+        leaf = leaf[0]
     is_numpy = isinstance(leaf, (numpy.number, numpy.bool_, numpy.ndarray))
     if not isinstance(value, (list, tuple, numpy.ndarray)) or not (is_numpy or isinstance(leaf, (int, float, list))):
         return value
     try:
         return torch.as_tensor(numpy.asarray(value)) if is_numpy else torch.tensor(value)
     except ValueError as error:
-        raise _of_other_lengths(key, f"that no tensor has: {error}") from error
+        raise _shape_error(key, f"cannot be converted to a tensor: {error}") from error
 
 
-def _leaf(value: Any) -> Any:
-    """The first number in lists and arrays, or the first of them that is empty."""
-    while (isinstance(value, (list, tuple)) and value) or (
-        isinstance(value, numpy.ndarray) and value.ndim and value.size
-    ):
-        value = value[0]
-    return value
-
-
-def _of_other_lengths(key: str, shapes: str) -> InputError:
+def _shape_error(key: str, problem: str) -> InputError:
     return InputError(
-        f"The samples of a batch have {key!r} of the shapes {shapes}",
-        remedy="Pad it in the data, or give collate_fn, such as transformers.DataCollatorWithPadding(tokenizer)",
+        f"The values of {key!r} in a batch {problem}",
+        remedy="Pad them in the data, or pass a collate_fn such as transformers.DataCollatorWithPadding(tokenizer)",
     )
 
 
@@ -247,7 +223,7 @@ Collate = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True)
 class DataShard:
-    """Which samples of a whole batch a rank gets."""
+    """Shard of a global batch that belongs to one data rank."""
 
     rank: int
     size: int
@@ -258,89 +234,81 @@ class DataShard:
 
 
 class StreamedSource:
-    """Data that is read in the order in which it comes: every rank reads all of it.
-
-    Args:
-        source: of samples, or of whole batches where ``collate`` is None.
-    """
+    """Source that every rank reads in full: an iterable of samples, or of global batches if ``collate`` is None."""
 
     def __init__(self, source: Any, collate: Collate | None) -> None:
         self._source, self._collate = source, collate
         self.name, self.makes_batches = type(source).__name__, collate is None
-        self.shuffle = None
-        self.number = 0  # of samples of the batch that was handed out last
-        self.count = None if self.makes_batches else known_length(source)
-        self._going: _StreamReader | None = None
+        self.shuffle = self.size = self.read = None  # samples have no index
+        self.number = 0  # fingerprint of the last batch
+        self.count = None if self.makes_batches else length_or_none(source)
+        self._reader: _StreamReader | None = None
 
     @property
     def num_batches(self) -> int | None:
-        """Of an epoch, where the source makes them and knows."""
-        return known_length(self._source) if self.makes_batches else None
+        """Number of batches per epoch; None if unknown or if the source yields samples."""
+        return length_or_none(self._source) if self.makes_batches else None
 
     def batches(
-        self,
-        epoch: int,
-        seed: int,
-        batch_size: int | None,
-        share: DataShard,
-        start: int,
-        drop_last: bool,
-        merge_last: bool,
+        self, epoch: int, seed: int, size: int | None, share: DataShard, start: int, drop_last: bool, merge_last: bool
     ) -> Iterator[tuple[int, Any]]:
-        """As those of ``IndexedSource``. What was handed out before is read once more, and left out."""
-        reading = self._begun(epoch, seed, start)
+        """Yield pairs as ``IndexedSource.batches`` does. Samples before ``start`` are read again and skipped."""
+        reading = self._start_reader(epoch, seed, start)
         if self._collate is None:
-            for whole, count, part in reading.cut(share, start):
-                self.number = content_of(*ends_of(whole))
+            for batch, count, part in reading.shard_batches(share, start):
+                self.number = fingerprint(*first_and_last_samples(batch))
                 yield count, part
         else:
-            assert batch_size is not None
+            assert size is not None
             reading.skip(start)
-            while samples := reading.take(batch_size):
-                if drop_last and len(samples) < batch_size:
+            while samples := reading.take(size):
+                if drop_last and len(samples) < size:
                     break
                 if merge_last and not drop_last:
                     samples += reading.last(share.size)
-                check_enough(len(samples), share)
-                mine = share.of(len(samples))
-                self.number = content_of(samples[0], samples[-1])
-                with seeded(seed, epoch, reading.count - len(samples) + mine.start, "batch"):
-                    part = self._collate(samples[mine])
+                check_batch_size(len(samples), share)
+                local = share.of(len(samples))
+                self.number = fingerprint(samples[0], samples[-1])
+                with seeded(seed, epoch, reading.count - len(samples) + local.start, "batch"):
+                    part = self._collate(samples[local])
                 yield len(samples), part
-        self._going = None
+        self._reader = None
 
-    def _begun(self, epoch: int, seed: int, start: int) -> _StreamReader:
-        """A pass from the beginning; of what can be gone through once, the one that goes on."""
-        if self._going is None:
-            reading = _StreamReader(self._source, epoch, seed)
-            self._going = reading if isinstance(self._source, Iterator) else None
-            return reading
-        if self._going.count > start:
+    def _start_reader(self, epoch: int, seed: int, start: int) -> _StreamReader:
+        """Return a reader at the start of the stream, or the current reader of an iterator."""
+        if not isinstance(self._source, Iterator):
+            return _StreamReader(self._source, epoch, seed)
+        if self._reader is None:
+            self._reader = _StreamReader(self._source, epoch, seed)
+        elif self._reader.count > start:
             raise InputError(
-                f"A {self.name} was read up to sample {self._going.count}, and was to go on at {start}",
-                remedy="Give a list, or an object whose __iter__ begins anew",
+                f"The iterator {self.name} cannot restart at sample {start} after {self._reader.count} samples",
+                remedy="Pass a list, or an object whose __iter__ restarts",
             )
-        return self._going
+        return self._reader
 
 
 class _StreamReader:
-    """One pass through a stream, with random numbers of its own. ``count``: samples that were read."""
+    """One pass through a stream, with its own random state. ``count`` is the number of samples that were read."""
 
     def __init__(self, source: Any, epoch: int, seed: int) -> None:
         self.count = 0
-        self._alike = SameRandomOnAllRanks(source, epoch, seed)
-        with self._alike.drawing():
+        self._random = SameRandomOnAllRanks(source, epoch, seed)
+        with self._random.drawing():
             self._iterator: Iterator[Any] = iter(source)
 
     def take(self, count: int) -> list[Any]:
-        """The next samples; fewer at the end."""
-        with self._alike.drawing():
-            found = list(islice(self._iterator, count))
+        """Return the next ``count`` samples, or fewer at the end."""
+        found = self._next(count)
         self.count += len(found)
         return found
 
+    def _next(self, count: int) -> list[Any]:
+        with self._random.drawing():
+            return list(islice(self._iterator, count))
+
     def last(self, least: int) -> list[Any]:
-        """What is left, if that is less than so many samples; else nothing."""
+        """Return all remaining samples if they are fewer than ``least``, and otherwise none."""
         found = self.take(least)
         if len(found) < least:
             return found
@@ -348,13 +316,13 @@ class _StreamReader:
         return []
 
     def skip(self, count: int) -> None:
-        """Goes on behind so many samples of the stream."""
+        """Skip to sample ``count`` of the stream."""
         while self.count < count and self.take(min(count - self.count, 256)):
             pass
 
-    def cut(self, share: DataShard, start: int) -> Iterator[tuple[Any, int, Any]]:
-        """A rank's parts of what is a stream of whole batches, behind ``start`` samples: (batch, samples, part)."""
-        while found := self.take_one():
+    def shard_batches(self, share: DataShard, start: int) -> Iterator[tuple[Any, int, Any]]:
+        """Shard a stream of global batches after ``start`` samples, as triples (batch, samples, local shard)."""
+        while found := self._next(1):
             (batch,) = found
             named = batch if isinstance(batch, Mapping) else {"batch": batch}
             count = batch_size_of(named)
@@ -362,93 +330,81 @@ class _StreamReader:
             left = min(self.count - start, count)
             if left <= 0:
                 continue
-            check_enough(left, share)
+            check_batch_size(left, share)
             sizes = [count - left, *(b - a for a, b in pairwise(even_bounds(left, share.size)))]
             part = split_batch(named, sizes)[1 + share.rank]
             yield batch, left, rebuild_container(batch, part) if named is batch else part["batch"]
 
-    def take_one(self) -> list[Any]:
-        """The next batch of a stream of batches, in a list; nothing at the end."""
-        with self._alike.drawing():
-            return list(islice(self._iterator, 1))
 
-
-def known_length(data: Any) -> int | None:
-    """None where it is not known."""
+def length_or_none(data: Any) -> int | None:
+    """Return ``len(data)``, or None if it is unknown."""
     try:
         return len(data)
     except (TypeError, RuntimeError):
         return None
 
 
-def check_enough(count: int, share: DataShard) -> None:
-    """Raises InputError for a batch of fewer samples than there are data ranks."""
+def check_batch_size(count: int, share: DataShard) -> None:
+    """Raise InputError if a batch has fewer samples than there are data ranks."""
     if count < share.size:
         raise InputError(
-            f"A batch of {count} samples for {share.size} data ranks",
-            remedy="Give drop_last=True, or a batch size that leaves no such rest",
+            f"A batch of {count} samples is too small for {share.size} data ranks",
+            remedy="Pass drop_last=True, or a batch size that leaves no such remainder",
         )
 
 
 SampleKey = tuple[Any, int, int, int]
-"""Of a sample: its number in the data, the seed, the epoch, and its place in the epoch."""
+"""Index of a sample, seed, epoch, and position in the epoch."""
 
 LOADER_OPTIONS = (
     "num_workers", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor", "multiprocessing_context",
     "persistent_workers",
 )  # fmt: skip
-"""What a loader of the user's says that goes on in the loaders that are made here."""
+"""Options of the user's DataLoader that are passed to our own."""
 
 
-class _Seeded(Dataset[Any]):
-    """Samples by key, each of which draws its own random numbers."""
+@dataclass(frozen=True, eq=False)
+class _Seeded(torch_data.Dataset[Any]):
+    """Data set whose samples are read by key, each with its own random seed."""
 
-    def __init__(self, data: Any) -> None:
-        self._data = data
+    data: Any
 
     def __getitems__(self, keys: list[SampleKey]) -> list[tuple[SampleKey, Any]]:
-        with restored_generators():  # once for all of them: that takes longer than to seed
+        with restored_generators():  # once per batch, since restoring takes longer than seeding
             return [(key, self.sample(key)) for key in keys]
 
     def sample(self, key: SampleKey) -> Any:
         index, *place = key
         seed_generators(*place)
-        return self._data[index]
+        return self.data[index]
 
 
+@dataclass(frozen=True, eq=False)
 class _Collated:
-    """Puts samples together; random numbers that this draws are those of its first sample."""
+    """Collate function that seeds random numbers from the first sample of the batch."""
 
-    def __init__(self, collate: Collate) -> None:
-        self._collate = collate
+    collate: Collate
 
     def __call__(self, samples: list[tuple[SampleKey, Any]]) -> Any:
         _, *place = samples[0][0]
         try:
             with seeded(*place, "batch"):
-                return self._collate([sample for _, sample in samples])
+                return self.collate([sample for _, sample in samples])
         except ShardFormerError as error:
-            return error  # raised in a worker process, it would come out as a RuntimeError
+            return error  # a worker process would replace its type by RuntimeError
 
 
 class _LocalBatchSampler:
-    """This rank's parts of the batches that are left of an epoch, by the keys of their samples."""
+    """Sampler of the local shards of the remaining batches of an epoch."""
 
-    def __init__(self) -> None:
-        self.left: Iterable[list[SampleKey]] = ()
+    left: Iterable[list[SampleKey]] = ()
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
         return iter(self.left)
 
 
 class IndexedSource:
-    """Data with a number for each sample.
-
-    Args:
-        shuffle: whether the order of an epoch is drawn; without a sampler.
-        sampler: of the user's, which says the order.
-        makes_batches: whether the sampler gives batches.
-    """
+    """Source of samples with an index, in the order of an optional sampler that may also yield batches."""
 
     def __init__(
         self,
@@ -462,48 +418,45 @@ class IndexedSource:
     ) -> None:
         self._data, self._shuffle, self._sampler, self.makes_batches = data, shuffle, sampler, makes_batches
         self.name, self.shuffle, self.size = type(data).__name__, shuffle if sampler is None else None, len(data)
-        self.number = 0  # of the order of the epoch, where a sampler chose it
+        self.number = 0  # fingerprint of the epoch's order, if a sampler chose it
         self.count: int | None = None if makes_batches else len(data) if sampler is None else len(sampler)
         self._parts, self._generator = _LocalBatchSampler(), torch.Generator()
-        made: DataLoader[Any] = DataLoader(
+        self._loader: torch_data.DataLoader[Any] = torch_data.DataLoader(
             _Seeded(data),
             batch_sampler=self._parts,
             collate_fn=_Collated(collate),
             generator=self._generator,
             **options,
         )
-        self._loader = made
 
     @property
     def num_batches(self) -> int | None:
-        """Of an epoch, where the source makes them and knows."""
-        return known_length(self._sampler) if self.makes_batches else None
+        """Number of batches per epoch; None if unknown or if the sampler yields samples."""
+        return length_or_none(self._sampler) if self.makes_batches else None
 
     def batches(
         self,
         epoch: int,
         seed: int,
-        whole: Callable[[Sequence[Any]], Iterable[Sequence[Any]]],
+        global_batches: Callable[[Sequence[Any]], Iterable[Sequence[Any]]],
         share: DataShard,
         start: int,
     ) -> Iterator[tuple[int, Any]]:
-        """(samples of the whole batch, this rank's part of it).
+        """Yield the size of each global batch and its local shard, after the first ``start`` samples.
 
-        Args:
-            whole: the order -> whole batches.
-            start: samples that were handed out.
+        ``global_batches`` splits the order of an epoch into batches.
         """
         order = self._order(epoch, seed)
         self.number = 0 if self._sampler is None else number_of(order)
-        batches = list(whole(order))
+        batches = list(global_batches(order))
         sizes = [len(batch) for batch in batches]
         for size in sizes:
-            check_enough(size, share)
+            check_batch_size(size, share)
 
         def parts() -> Iterator[list[SampleKey]]:
             for batch, place in zip(batches, accumulate(sizes, initial=start)):
-                mine = share.of(len(batch))
-                yield [(n, seed, epoch, place + i) for i, n in enumerate(batch[mine], mine.start)]
+                local = share.of(len(batch))
+                yield [(n, seed, epoch, place + i) for i, n in enumerate(batch[local], local.start)]
 
         self._parts.left = parts()
         self._generator.manual_seed(hash_seed(seed, epoch, start))
@@ -513,7 +466,7 @@ class IndexedSource:
             yield size, part
 
     def read(self, index: int) -> Any:
-        """A sample, by its number. Random numbers that it draws move no others."""
+        """Return a sample by its index, and leave the random state unchanged."""
         with restored_generators():
             return _Seeded(self._data).sample((index, 0, 0, 0))
 
@@ -523,93 +476,89 @@ class IndexedSource:
                 found = list(self._sampler)
             return [[*map(_plain, batch)] for batch in found] if self.makes_batches else [*map(_plain, found)]
         count = len(self._data)
-        return torch.randperm(count, generator=epoch_seed(seed, epoch)).tolist() if self._shuffle else range(count)
+        return torch.randperm(count, generator=epoch_generator(seed, epoch)).tolist() if self._shuffle else range(count)
 
 
 def _plain(number: Any) -> Any:
     return number.item() if isinstance(number, Tensor) else number
 
 
-def epoch_seed(seed: int, epoch: int) -> torch.Generator:
-    """What an epoch's order is drawn from."""
+def epoch_generator(seed: int, epoch: int) -> torch.Generator:
+    """Return the generator with which ``torch.randperm`` draws the order of an epoch."""
     return torch.Generator().manual_seed(hash_seed(seed, epoch, "order"))
 
 
 def make_source(
     data: Any, collate: Collate | None, num_workers: int, shuffle: bool | None
 ) -> IndexedSource | StreamedSource:
-    """What was given as training data. Raises ConfigError for what is none."""
-    if isinstance(data, DataLoader):
-        return _of_loader(data, collate, shuffle)
-    strange = isinstance(data, (Mapping, str, bytes, Tensor, type, set, frozenset))
-    if strange or not (_has_numbers(data) or hasattr(data, "__iter__")):
+    """Create the source for the user's training data, or raise ConfigError if its type is not supported."""
+    if isinstance(data, torch_data.DataLoader):
+        return _loader_source(data, collate, shuffle)
+    is_unsupported = isinstance(data, (Mapping, str, bytes, Tensor, type, set, frozenset))
+    if is_unsupported or not (_is_indexed(data) or hasattr(data, "__iter__")):
         raise ConfigError(
-            f"The training data is a {type(data).__name__}",
-            rule="It is a Dataset, a list of samples, a HF data set, a DataLoader, or an iterable in one order",
-            remedy="Make a list of samples, one dict each; of tensors torch.utils.data.TensorDataset(inputs, targets)",
+            f"Training data of type {type(data).__name__} is not supported",
+            rule="Supported are a Dataset, a list, a Hugging Face data set, a DataLoader, and an ordered iterable",
+            remedy="Pass a list of samples, one dict each, or torch.utils.data.TensorDataset(inputs, targets)",
         )
-    if _has_numbers(data):
+    collate = collate or collate_samples
+    if _is_indexed(data):
         _check_count(len(data), data)
-        return IndexedSource(
-            data, collate or collate_samples, {"num_workers": num_workers}, shuffle=shuffle is not False
-        )
+        return IndexedSource(data, collate, {"num_workers": num_workers}, shuffle=shuffle is not False)
     if shuffle or num_workers:
-        asked = "shuffle=True" if shuffle else f"num_workers={num_workers}"
+        option = "shuffle=True" if shuffle else f"num_workers={num_workers}"
         raise ConfigError(
-            f"{asked} for a {type(data).__name__}",
-            remedy="Shuffle where it is made; for workers give a DataLoader of your own",
+            f"{option} is not supported for streamed data ({type(data).__name__})",
+            remedy="Shuffle the stream itself, or pass a DataLoader with workers",
         )
-    return StreamedSource(data, collate or collate_samples)
+    return StreamedSource(data, collate)
 
 
-def _has_numbers(data: Any) -> bool:
-    """Whether each sample has a number. torch's streams inherit a ``__getitem__`` that they do not have."""
-    return not isinstance(data, IterableDataset) and hasattr(data, "__getitem__") and hasattr(data, "__len__")
+def _is_indexed(data: Any) -> bool:
+    """Return whether samples have an index. ``IterableDataset`` inherits a ``__getitem__`` that does not work."""
+    return (
+        not isinstance(data, torch_data.IterableDataset) and hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    )
 
 
-def _of_loader(
-    loader: DataLoader[Any], collate: Collate | None, shuffle: bool | None
-) -> IndexedSource | StreamedSource:
+def _loader_source(loader: Any, collate: Collate | None, shuffle: bool | None) -> IndexedSource | StreamedSource:
     if collate is not None:
-        raise ConfigError("collate_fn is given beside a DataLoader", remedy="Give collate_fn to the DataLoader")
+        raise ConfigError("collate_fn has no effect on a DataLoader", remedy="Pass collate_fn to the DataLoader")
     batches = loader.batch_sampler
-    sampler = batches.sampler if type(batches) is BatchSampler else loader.sampler  # of one that was given, too
+    sampler = batches.sampler if type(batches) is torch_data.BatchSampler else loader.sampler
     for each in (sampler, batches, getattr(batches, "sampler", None)):
         if each is not None and hasattr(each, "num_replicas"):
             raise ConfigError(
-                f"The DataLoader has a {type(each).__name__}",
-                rule="Each data rank gets its part of a batch here; a sampler that does so too would do it twice",
-                remedy="Make the DataLoader without it, with shuffle=True and the batch size of the whole batch",
+                f"The DataLoader uses a {type(each).__name__}, which would shard the batches a second time",
+                remedy="Create the DataLoader without this sampler, with shuffle=True and the global batch size",
             )
-    if shuffle and not isinstance(sampler, RandomSampler):
+    if shuffle and not isinstance(sampler, torch_data.RandomSampler):
         raise ConfigError(
-            "shuffle=True is given beside a DataLoader that does not shuffle",
-            remedy="Make the DataLoader with shuffle=True",
+            "shuffle=True conflicts with the DataLoader, which does not shuffle",
+            remedy="Create the DataLoader with shuffle=True",
         )
-    if not _has_numbers(loader.dataset) or batches is None:
+    if not _is_indexed(loader.dataset) or batches is None:
         return StreamedSource(loader, None)
-    _check_count(len(loader.dataset), loader.dataset)  # type: ignore[arg-type]
-    if type(batches) is BatchSampler and known_length(sampler) is None:
+    _check_count(len(loader.dataset), loader.dataset)
+    if type(batches) is torch_data.BatchSampler and length_or_none(sampler) is None:
         raise ConfigError(
-            f"The DataLoader has a {type(sampler).__name__} without a length",
-            remedy="Give it a __len__, or give an IterableDataset",
+            f"The sampler of the DataLoader, {type(sampler).__name__}, has no length",
+            remedy="Add a __len__, or pass an IterableDataset",
         )
     data, make = loader.dataset, loader.collate_fn
     options = {name: getattr(loader, name) for name in LOADER_OPTIONS}
-    if type(batches) is not BatchSampler:
+    if type(batches) is not torch_data.BatchSampler:
         return IndexedSource(data, make, options, sampler=batches, makes_batches=True)
-    count = known_length(sampler) or 0
+    count = length_or_none(sampler) or 0
     _check_count(count, sampler)
-    if count == len(data):  # type: ignore[arg-type]
-        if type(sampler) is SequentialSampler:
-            return IndexedSource(data, make, options, shuffle=False)
-        if type(sampler) is RandomSampler and not sampler.replacement:
-            return IndexedSource(data, make, options, shuffle=shuffle is not False)
+    is_random = type(sampler) is torch_data.RandomSampler and not sampler.replacement
+    if count == len(data) and (is_random or type(sampler) is torch_data.SequentialSampler):
+        return IndexedSource(data, make, options, shuffle=is_random and shuffle is not False)
     return IndexedSource(data, make, options, sampler=sampler)
 
 
 def _check_count(count: int, data: Any) -> None:
     if count < 1:
         raise ConfigError(
-            f"The training data, a {type(data).__name__}, is empty", remedy="Look at what it was read from"
+            f"The training data ({type(data).__name__}) is empty", remedy="Check the files that it was read from"
         )

@@ -1,4 +1,4 @@
-"""``Hook``: what is called at the named moments of a training run."""
+"""``Hook``: base class of the callbacks of a training run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardformer.training.engine import Engine
 
 
 class TrainerProtocol(Protocol):
-    """What a hook is given: the trainer, see there."""
+    """Interface of the trainer that hooks receive; ``Trainer`` documents it."""
 
     engine: Engine
     batch: Any
@@ -46,92 +46,91 @@ class TrainerProtocol(Protocol):
     def agree(self) -> None: ...
 
 
-def check_validates(hook: Hook, trainer: TrainerProtocol) -> None:
-    """Raises ConfigError for a hook that acts behind a validation alone, in a run without validation data."""
+def check_has_validation(hook: Hook, trainer: TrainerProtocol) -> None:
+    """Raise ConfigError if a hook that acts after validation is used without validation data."""
     if not trainer.has_validation:
         raise ConfigError(
-            f"{type(hook).__name__} in a run without validation data",
-            remedy="Pass fit(validation=data), or data.validation in the file of a run; or leave the hook out",
+            f"The hook {type(hook).__name__} requires validation data",
+            remedy="Pass fit(validation=data), set data.validation in the run configuration, or remove the hook",
         )
 
 
 class Hook:
-    """What is called at the moments of a run: write a class that has the methods that it needs.
+    """Base class of callbacks. Subclass it and implement the methods that you need.
 
-    >>> class Tell(Hook):
+    >>> class PrintLoss(Hook):
     ...     def after_step(self, trainer):
     ...         if trainer.is_first and trainer.step % 100 == 0:
     ...             print(trainer.step, float(trainer.loss))
 
-    At each moment the hooks are called in the order in which the trainer was given them, on every rank. One that raises
-    ends the run on all ranks, with its name. What a hook decides for all ranks it asks the trainer for: ``save()``,
-    ``validate()`` and ``stop()`` happen on all of them, if one asks. A hook that communicates calls ``trainer.agree()``
-    right before, on all ranks, so that none waits for one on which another hook has failed; and not at the moments from
-    ``before_forward`` to ``after_optimizer_step``.
+    Every rank calls the hooks in the order of the trainer's list. If a hook raises, the run ends on all ranks with an
+    error that names the hook. To act on all ranks, call ``trainer.save()``, ``trainer.validate()`` or
+    ``trainer.stop()`` on at least one rank. Before a hook communicates, all ranks must call ``trainer.agree()``;
+    otherwise ranks could wait for a rank on which another hook failed. Do not communicate from ``before_forward`` to
+    ``after_optimizer_step``.
     """
 
     def setup(self, trainer: TrainerProtocol) -> None:
-        """Before anything else; here a run that goes on loads its checkpoint."""
+        """Called before anything else; the Checkpoint hook loads a checkpoint here."""
 
     def before_train(self, trainer: TrainerProtocol) -> None:
-        """Before the first step of ``fit``; ``trainer.step`` is not 0 where a run goes on."""
+        """Called before the first step of ``fit``. After resuming, ``trainer.step`` is not 0."""
 
     def before_epoch(self, trainer: TrainerProtocol) -> None:
-        """Before the first batch of an epoch, or the first one of what is left of it."""
+        """Called before the first batch of an epoch, or of the remaining epoch after resuming."""
 
     def before_step(self, trainer: TrainerProtocol) -> None:
-        """``trainer.batch`` is there: this rank's part of it."""
+        """Called when ``trainer.batch`` contains the local batch of the next step."""
 
     def before_forward(self, trainer: TrainerProtocol) -> None:
-        """Before the batch goes through the model."""
+        """Called before the forward pass."""
 
     def after_backward(self, trainer: TrainerProtocol) -> None:
-        """The gradients are there; under ZeRO in its own memory."""
+        """Called when the gradients are computed. ZeRO keeps them in its own buffers."""
 
     def before_optimizer_step(self, trainer: TrainerProtocol) -> None:
-        """Before gradients are clipped and weights updated."""
+        """Called before gradient clipping and the weight update."""
 
     def after_optimizer_step(self, trainer: TrainerProtocol) -> None:
-        """The weights are updated, and the gradients are gone."""
+        """Called after the weight update, when the gradients are cleared."""
 
     def after_step(self, trainer: TrainerProtocol) -> None:
-        """``trainer.loss`` is that of the step; put numbers of your own into ``trainer.values``."""
+        """Called after each step with its ``trainer.loss``. Add your own metrics to ``trainer.values``."""
 
     def before_validation(self, trainer: TrainerProtocol) -> None:
-        """The model is about to be tried on the validation data."""
+        """Called before the validation data is evaluated."""
 
     def on_validation_batch(self, trainer: TrainerProtocol, batch: Any) -> None:
-        """For each batch of the validation data, in eval mode, behind its loss; all ranks are here."""
+        """Called on all ranks after each validation batch, in eval mode."""
 
     def after_validation(self, trainer: TrainerProtocol) -> None:
-        """``trainer.values`` has ``validation/loss``, and what hooks add."""
+        """Called when ``trainer.values`` contains ``validation/loss`` and the metrics of earlier hooks."""
 
     def before_save(self, trainer: TrainerProtocol) -> None:
-        """Before a checkpoint is saved."""
+        """Called before a checkpoint is saved."""
 
     def after_save(self, trainer: TrainerProtocol) -> None:
-        """A checkpoint was saved, or its writing was begun."""
+        """Called after a checkpoint is saved, or its background save is started."""
 
     def after_epoch(self, trainer: TrainerProtocol) -> None:
-        """Behind the last batch of an epoch."""
+        """Called after the last batch of an epoch."""
 
     def on_signal(self, trainer: TrainerProtocol) -> None:
-        """A signal came that asks the program to end, to one of the ranks; the run stops behind this."""
+        """Called when a rank has received SIGTERM or SIGINT. The run stops afterwards."""
 
     def on_exception(self, trainer: TrainerProtocol) -> None:
-        """``trainer.problem`` ends the run. Do not communicate: other ranks may not be here."""
+        """Called when ``trainer.problem`` ends the run. Do not communicate: other ranks may not call this method."""
 
     def after_train(self, trainer: TrainerProtocol) -> None:
-        """Behind the last step, not where an error ended the run."""
+        """Called after the last step, unless an error ended the run."""
 
     def state(self) -> Any:
-        """Plain values that a checkpoint keeps of this hook; None: nothing. The first rank's are kept."""
+        """Return plain values to store in checkpoints, or None. The values of the first rank are stored."""
 
     def load_state(self, state: Any) -> None:
-        """Takes up what ``state`` of the same hook gave."""
+        """Restore the values that ``state`` of the same hook returned."""
 
 
 _OTHERS = ("on_validation_batch", "state", "load_state")
 HOOK_METHODS = tuple(name for name in vars(Hook) if not name.startswith("_") and name not in _OTHERS)
-"""In the order in which they come. The micro-batches of a pipeline go forward and backward in turn, so that there is no
-moment between the forward and the backward of a batch."""
+"""Events in their order. A pipeline interleaves forward and backward passes, so there is no event between them."""

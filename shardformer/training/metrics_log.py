@@ -1,12 +1,13 @@
-"""What a run wrote down while it trained: a folder with a file ``records.jsonl``, one JSON object a line.
+"""Metrics log of a run: ``folder/records.jsonl`` with one JSON object per line.
 
     {"step": 10, "epoch": 0, "seconds": 4.2, "values": {"loss": 3.25, "tokens_per_s": 51200.0, "grad_norm": "nan"}}
 
-JSON has no NaN and no infinity: they are written as "nan", "inf" and "-inf".
+JSON has no NaN and infinity, so they are written as "nan", "inf" and "-inf".
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -26,14 +27,14 @@ _EXAMPLE = '{"step": 10, "epoch": 0, "seconds": 4.2, "values": {"loss": 3.25}}'
 
 @dataclass(frozen=True)
 class MetricsRecord:
-    """What was measured behind one step.
+    """Metrics after one step.
 
     Args:
-        step: optimizer steps done so far.
-        epoch: the pass over the data that the step belongs to.
-        seconds: since the run began.
-        values: by any name. Those that a picture knows by name: loss, learning_rate, tokens_per_s, flops_per_s,
-            memory_bytes, grad_norm; a name behind "validation/", as in validation/loss, is of the validation data.
+        step: Number of optimizer steps so far.
+        epoch: Epoch of the step.
+        seconds: Seconds since the run started.
+        values: Metrics by name. Plots have titles for loss, learning_rate, tokens_per_s, flops_per_s, memory_bytes and
+            grad_norm. The prefix "validation/", as in validation/loss, marks metrics of the validation data.
     """
 
     step: int
@@ -43,26 +44,25 @@ class MetricsRecord:
 
 
 class MetricsWriter:
-    """Writes records into ``folder/records.jsonl``, each at once, so that a killed run keeps all but the last.
+    """Appends records to ``folder/records.jsonl`` immediately, so that a killed run loses at most the last record.
 
-    One process of a run writes, and has the folder while it does.
+    One process of a run writes, and locks the folder meanwhile.
 
     Args:
-        folder: of the run; it is made where there is none.
-        resume_at: the step from which a run goes on. Records of later steps are dropped, so that the file is the one
-            of a run that was never interrupted. None: a new run; the file of an earlier one is kept in the folder, as
-            ``records.1.jsonl``, or the next free number.
+        folder: Folder of the run, created if missing.
+        resume_at: Step at which a run resumes. Records of later steps are removed. None starts a new file, and renames
+            the file of an earlier run to ``records.1.jsonl`` or the next free number.
 
     Raises:
-        ConfigError: ``folder`` is a file, another process writes into it, or what goes on is no file.
-        InputError: the file of the run that goes on is damaged.
-        OSError: the folder cannot be made or written into.
+        ConfigError: ``folder`` is a file, another process writes to it, or the file to resume is not a regular file.
+        InputError: The file to resume is damaged.
+        OSError: The folder cannot be created or written.
     """
 
     def __init__(self, folder: str | Path, resume_at: int | None = None) -> None:
         self._folder = folder = path_of(folder)
         if folder.is_file():
-            raise ConfigError(f"{str(folder)!r} is a file", remedy="Give the path of a folder")
+            raise ConfigError(f"The metrics folder {str(folder)!r} is a file", remedy="Pass the path of a folder")
         hold(folder, self)
         try:
             self._file = self._open(folder / FILE, resume_at)
@@ -75,19 +75,20 @@ class MetricsWriter:
         if resume_at is not None and os.path.lexists(path):
             if path.is_symlink() or not path.is_file():
                 raise ConfigError(
-                    f"{str(path)!r} is a {'symbolic link' if path.is_symlink() else 'folder'}",
-                    remedy="Move it away, or give another folder",
+                    f"The metrics file {str(path)!r} is a {'symbolic link' if path.is_symlink() else 'folder'}",
+                    remedy="Move it away, or pass another folder",
                 )
-            _keep_up_to(path, resume_at)
+            kept = [record for record in read_records(path) if record.step <= resume_at]
+            replace_text(path, "".join(map(_line, kept)))  # atomically
             return os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC), "ab", buffering=0)
         if path.is_file() and not path.is_symlink() and path.stat().st_size == 0:
             path.unlink()
         elif os.path.lexists(path):
-            path.rename(_free_name(path))
+            names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
+            path.rename(next(name for name in names if not os.path.lexists(name)))
         return new_file(path)
 
     def write(self, record: MetricsRecord) -> None:
-        """Appends a line."""
         write_all(self._file, _line(record).encode())
 
     def close(self) -> None:
@@ -96,15 +97,11 @@ class MetricsWriter:
 
 
 def read_records(path: str | Path) -> list[MetricsRecord]:
-    """The records of a run, in the order in which they were written.
+    """Read the records of a run in the order in which they were written.
 
     Args:
-        path: the folder of a run, one above it that has no other run, or a file of records. The last line is left out
-            where it is half-written, as that of a run is that was killed, or that goes on.
-
-    Raises:
-        ConfigError: there is no such file, or there are several.
-        InputError: any other line is no record.
+        path: Folder of a run, a parent folder with a single run, or a file of records. An incomplete last line is
+            ignored, because the run may have been killed or may still be writing.
     """
     file = file_of(path)
     lines = file.read_bytes().split(b"\n")
@@ -114,13 +111,14 @@ def read_records(path: str | Path) -> list[MetricsRecord]:
             continue
         try:
             records.append(_parse(line))
-        except (ValueError, OverflowError) as error:  # what is no UTF-8 and what is no JSON are ValueErrors, too
-            if number == len(lines):  # no line break follows
+        except (ValueError, OverflowError) as error:  # includes invalid UTF-8 and invalid JSON
+            if number == len(lines):  # no newline follows
                 break
             raise InputError(
-                f"{file}, line {number}: {_shortened(line)} is no record: {error}",
-                rule=f"A line is a JSON object such as {_EXAMPLE}",
-                remedy="Mend the line, or take it out of the file",
+                f"Line {number} of {file} is not a valid record: {error}. "
+                f"The line is {line.decode(errors='replace')!r:.60}",
+                rule=f"A record is a JSON object such as {_EXAMPLE}",
+                remedy="Correct the line, or remove it from the file",
             ) from error
     return records
 
@@ -132,21 +130,21 @@ def _line(record: MetricsRecord) -> str:
 
 
 def _to_json(value: float) -> float | str:
-    number = float(value)  # also of a number of numpy or a tensor with one element
+    number = float(value)  # converts NumPy numbers and tensors with one element
     return number if math.isfinite(number) else str(number)
 
 
 def _parse(line: bytes) -> MetricsRecord:
-    """Raises ValueError with what is wrong, OverflowError for a number that is no float."""
+    """Parse a record. Raises ValueError with the reason, or OverflowError for a number that is too large."""
     try:
         found = json.loads(line.decode("utf-8"))
     except RecursionError:
-        raise ValueError("it has lists in lists in lists") from None
+        raise ValueError("it is nested too deeply") from None
     if not isinstance(found, dict) or sorted(found) != sorted(_KEYS):
         raise ValueError(f"its keys are not {', '.join(_KEYS)}")
     for name in ("step", "epoch"):
         if type(found[name]) is not int:
-            raise ValueError(f"{name} is not a whole number")
+            raise ValueError(f"{name} is not an integer")
     if not isinstance(found["values"], dict):
         raise ValueError("values is not an object")
     values = {name: _to_float(name, value) for name, value in found["values"].items()}
@@ -159,33 +157,8 @@ def _to_float(name: str, value: Any) -> float:
     raise ValueError(f"{name} is not a number")
 
 
-def _shortened(line: bytes) -> str:
-    text = line.decode("utf-8", errors="replace")
-    return repr(text if len(text) <= 60 else f"{text[:57]}...")
-
-
-def _keep_up_to(path: Path, step: int) -> None:
-    """Drops the records of later steps. The file is at any time the old one or the new one."""
-    kept = [record for record in read_records(path) if record.step <= step]
-    replace_text(path, "".join(map(_line, kept)))
-
-
-def _free_name(path: Path) -> Path:
-    number = 1
-    while os.path.lexists(free := path.with_name(f"{path.stem}.{number}{path.suffix}")):
-        number += 1
-    return free
-
-
-# ---------------------------------------------------------------------------------------------------- finding the file
-
-
 def file_of(path: str | Path) -> Path:
-    """The file of records that ``path`` means: itself, the one in it, or the only one in the folders below.
-
-    Raises:
-        ConfigError: there is none, or there are several.
-    """
+    """Return the metrics file that ``path`` refers to: the file itself, the file in it, or the only file below it."""
     path = Path(path)
     if path.is_file():
         return path
@@ -194,27 +167,24 @@ def file_of(path: str | Path) -> Path:
     inside = _files_below(path)
     if len(inside) == 1:
         return inside[0]
-    what = "does not exist" if not path.is_dir() else f"holds {len(inside)} runs" if inside else f"has no {FILE}"
+    what = "does not exist" if not path.is_dir() else f"contains {len(inside)} runs" if inside else f"has no {FILE}"
     raise ConfigError(
         f"{str(path)!r} {what}",
-        rule=f"A run is a folder with a {FILE}, which training writes, the folder above it, or such a file itself",
-        remedy=f"Give {_listed([str(file.parent) for file in inside])}" if inside else _remedy(path),
+        rule=f"Training writes the file {FILE} to the folder of the run",
+        remedy=_suggest_runs(path, [repr(str(file.parent)) for file in inside]),
     )
 
 
-def _remedy(path: Path) -> str:
+def _suggest_runs(path: Path, inside: Sequence[str]) -> str:
+    if inside:
+        return f"Pass one of {', '.join(inside[:3])}, ..." if len(inside) > 3 else f"Pass {' or '.join(inside)}"
     above = next(folder for folder in path.resolve().parents if folder.is_dir())
     names = [str(file.parent.relative_to(above)) for file in _files_below(above) if file.parent.name != path.name]
     if not names:
-        return f"There is no run in {above} either. Give the folder that training was told to write into"
-    return f"{did_you_mean(path.name, names)} Give one of the runs in {above}"
+        return f"Pass the output folder of a training run; {above} contains no run"
+    return f"{did_you_mean(path.name, names)} Pass one of the runs in {above}"
 
 
 def _files_below(folder: Path) -> list[Path]:
-    """Of the folders in ``folder``, and of those in them."""
+    """Return the metrics files in subfolders of ``folder``, at most two levels deep."""
     return sorted([*folder.glob(f"*/{FILE}"), *folder.glob(f"*/*/{FILE}")])
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:3])
-    return f"one of {shown}, ..." if len(names) > 3 else " or ".join(map(repr, names))

@@ -1,4 +1,4 @@
-"""Runs as a picture, with a chart for each recorded value, and as a table of what they reached."""
+"""Charts of logged metrics, one panel per metric, and a summary table of runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Runs: TypeAlias = Mapping[str, Sequence[MetricsRecord]]
 Series: TypeAlias = tuple[NDArray[np.float64], NDArray[np.float64]]
-"""Steps, and the values that were recorded behind them."""
+"""Steps, and the recorded values."""
 
 VALIDATION = "validation/"
 _TITLES = {
@@ -34,53 +34,49 @@ _TITLES = {
 FROM_ZERO = {"tokens_per_s", "memory_bytes", "flops_per_s"}
 _NEVER_SMOOTHED = {"memory_bytes", "learning_rate"}
 _LOG_IF_WIDE = {"loss", "grad_norm"}
-_WIDE = 100.0  # largest value to smallest from which an axis is logarithmic
-_MANY_POINTS = 100  # above, a curve is a moving mean over the values themselves
-# Okabe and Ito, without their yellow, which is too light for a line.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444")
+_WIDE = 100.0  # ratio of largest to smallest value above which an axis is logarithmic
+_MANY_POINTS = 100  # number of points above which a curve is smoothed
+# Palette of Okabe and Ito without yellow, which is too light for a line.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444")
 _INK, _GRID = "#444444", "#E4E4E4"
 
 
 def panel_names(runs: Runs) -> list[str]:
-    """What is drawn, a panel each: what a picture knows by name first, the others in their order.
+    """Return the metrics to draw, one panel each: metrics with a title first, then the others in order of appearance.
 
-    A value of the validation data is drawn with the one of the training data: validation/loss with loss.
+    A validation metric shares the panel of its training metric: validation/loss is drawn with loss.
     """
     found = {name.removeprefix(VALIDATION): None for records in runs.values() for r in records for name in r.values}
     return [name for name in _TITLES if name in found] + [name for name in found if name not in _TITLES]
 
 
 def series(records: Sequence[MetricsRecord], name: str) -> Series:
-    """The steps and values of one name, in the order of steps; NaN and infinity included."""
+    """Return the steps and values of one metric, sorted by step, including NaN and infinity."""
     pairs = sorted(((r.step, r.values[name]) for r in records if name in r.values), key=lambda pair: pair[0])
     table = np.array(pairs, dtype=np.float64).reshape(-1, 2)
     return table[:, 0], table[:, 1]
 
 
-def finite(one: Series) -> Series:
-    """A series without what is NaN or infinite."""
+def drop_nonfinite(one: Series) -> Series:
+    """Remove NaN and infinite values from a series."""
     keep = np.isfinite(one[1])
     return one[0][keep], one[1][keep]
 
 
-def _window(num_points: int) -> int:
-    return min(num_points // 40, 250) * 2 + 1
-
-
 def smoothed(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The mean of the values around each; at the ends of those that are there."""
-    window = np.ones(_window(len(values)))
-    # no running sum: what follows a loss of 1e18 would be lost in it
+    """Return the centered moving average, over fewer values at the ends."""
+    window = np.ones(min(len(values) // 40, 250) * 2 + 1)
+    # a running sum would lose the values that follow a loss of 1e18
     return np.convolve(values, window, "same") / np.convolve(np.ones_like(values), window, "same")
 
 
 def is_smoothed(name: str, one: Series) -> bool:
-    """Whether the curve of a value of the training data is a moving mean."""
+    """Return whether the curve of a training metric is a moving average."""
     return name not in _NEVER_SMOOTHED and int(np.isfinite(one[1]).sum()) > _MANY_POINTS
 
 
 def plotted_curve(name: str, one: Series) -> Series:
-    """The curve of a series: itself, or its moving mean where it has many values; NaN where one is not finite."""
+    """Return the series or its moving average, with NaN in place of values that are not finite."""
     steps, values = one
     good = np.isfinite(values)
     shown = np.where(good, values, np.nan)
@@ -90,7 +86,7 @@ def plotted_curve(name: str, one: Series) -> Series:
 
 
 def isolated_points(values: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Where a finite value has none beside it, so that no line comes to it."""
+    """Return which finite values have no finite neighbor, so that no line reaches them."""
     good = np.isfinite(values)
     padded = np.concatenate([[False], good, [False]])
     found: NDArray[np.bool_] = good & ~padded[:-2] & ~padded[2:]
@@ -98,20 +94,14 @@ def isolated_points(values: NDArray[np.float64]) -> NDArray[np.bool_]:
 
 
 def is_log(name: str, values: NDArray[np.float64]) -> bool:
-    """Whether the axis of finite values is logarithmic: that of a loss or a norm, over more than two decades."""
+    """Return whether the axis is logarithmic: for a loss or gradient norm over more than two decades."""
     if name not in _LOG_IF_WIDE or len(values) == 0 or values.min() <= 0:
         return False
     return bool(log10(values.max()) - log10(values.min()) > log10(_WIDE))
 
 
-def _all_of(runs: Runs, name: str) -> NDArray[np.float64]:
-    """The finite values of a panel, of all runs."""
-    names = (name, VALIDATION + name)
-    return np.concatenate([finite(series(records, n))[1] for records in runs.values() for n in names])
-
-
-def said_bytes(value: float) -> str:
-    """2.1e9 as 2.1 GB."""
+def _format_bytes(value: float) -> str:
+    """Format a number of bytes: 2.1e9 as 2.1 GB."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if value >= scale:
             return f"{value / scale:,.1f} {unit}"
@@ -119,7 +109,7 @@ def said_bytes(value: float) -> str:
 
 
 def title_of(name: str) -> str:
-    """What a value is called above its chart."""
+    """Return the title of a metric's panel."""
     return _TITLES.get(name, name.replace("_", " "))
 
 
@@ -127,20 +117,21 @@ def title_of(name: str) -> str:
 
 
 def draw_metrics(runs: Runs, path: Path, names: Sequence[str] | None = None) -> None:
-    """Draws a chart, a panel for each value that was recorded, into a file whose name ends in .svg or .png.
+    """Draw a chart with one panel per metric to an .svg or .png file.
 
-    Each run has a colour. Values of the validation data are dashed. A curve of more than 100 points is their moving
-    mean, above them. A cross on the lower edge is a value that is not finite. ``names`` are those of the values; None:
-    all of them.
+    Each run has a color. Validation metrics are dashed. A curve of more than 100 points is drawn as a moving average
+    over the recorded values. A cross on the lower edge marks a value that is not finite.
 
-    Raises ConfigError where that cannot be: no value was recorded, no matplotlib, or the file cannot be written.
+    Args:
+        runs: Records by run name.
+        path: File to write.
+        names: Metrics to draw. None draws all.
     """
     check_file(path)
     names = list(names) if names is not None else panel_names(runs)
     if not names:
-        raise ConfigError(
-            f"There is nothing to draw in {', '.join(runs) or 'no run'}", remedy="Record a value, such as loss"
-        )
+        where = ", ".join(runs) or "no run"
+        raise ConfigError(f"There are no metrics to draw in {where}", remedy="Record a metric, such as loss")
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -154,7 +145,7 @@ def draw_metrics(runs: Runs, path: Path, names: Sequence[str] | None = None) -> 
         figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.1)
         FigureCanvasAgg(figure)
         grid = figure.add_gridspec(rows, columns)
-        wide = 1 + rows * columns - len(names)  # the first panel takes what the others leave
+        wide = 1 + rows * columns - len(names)  # the first panel fills the remaining columns
         for number, name in enumerate(names):
             place = divmod(number + wide - 1, columns)
             cell = grid[0, :wide] if number == 0 else grid[place]
@@ -168,13 +159,19 @@ def draw_metrics(runs: Runs, path: Path, names: Sequence[str] | None = None) -> 
 def _draw_panel(axes: Axes, runs: Runs, name: str, has_label: bool) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    for colour, records in zip(_colours(len(runs)), runs.values()):
+    for color, records in zip(_colors(len(runs)), runs.values()):
         trained, validated = series(records, name), series(records, VALIDATION + name)
-        _draw_curve(axes, trained, colour, name)
-        _draw_validation(axes, validated, colour)
-        _draw_crosses(axes, trained, colour)
-        _draw_crosses(axes, validated, colour)
-    values = _all_of(runs, name)
+        _draw_curve(axes, trained, color, name)
+        steps, losses = drop_nonfinite(validated)
+        marker = "o" if len(steps) <= 40 else ""
+        axes.plot(steps, losses, "--", color=color, marker=marker, markersize=3.5, linewidth=1.3)
+        for steps, recorded in (trained, validated):
+            bad = steps[~np.isfinite(recorded)]
+            if len(bad):  # an empty line breaks the constrained layout
+                edge: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "clip_on": False, "zorder": 5}
+                axes.plot(bad, np.zeros_like(bad), "x", color=color, markersize=5, **edge)
+    both = (name, VALIDATION + name)
+    values = np.concatenate([drop_nonfinite(series(records, n))[1] for records in runs.values() for n in both])
     if is_log(name, values):
         axes.set_yscale("log")
         axes.yaxis.set_minor_formatter(lambda *_: "")
@@ -197,27 +194,13 @@ def _draw_panel(axes: Axes, runs: Runs, name: str, has_label: bool) -> None:
         axes.set_xlabel("step", color=_INK)
 
 
-def _draw_curve(axes: Axes, one: Series, colour: Any, name: str) -> None:
+def _draw_curve(axes: Axes, one: Series, color: Any, name: str) -> None:
     steps, curve = plotted_curve(name, one)
     if is_smoothed(name, one):
         recorded = np.where(np.isfinite(one[1]), one[1], np.nan)
-        axes.plot(steps, recorded, color=colour, alpha=0.25, linewidth=0.8)
-    axes.plot(steps, curve, color=colour, linewidth=1.6)
-    axes.plot(steps[isolated_points(curve)], curve[isolated_points(curve)], "o", color=colour, markersize=3.5)
-
-
-def _draw_validation(axes: Axes, one: Series, colour: Any) -> None:
-    steps, values = finite(one)
-    marker = "o" if len(steps) <= 40 else ""
-    axes.plot(steps, values, "--", color=colour, marker=marker, markersize=3.5, linewidth=1.3)
-
-
-def _draw_crosses(axes: Axes, one: Series, colour: Any) -> None:
-    """On the lower edge, where a value is not finite."""
-    bad = one[0][~np.isfinite(one[1])]
-    edge = axes.get_xaxis_transform()
-    if len(bad):  # a line without points has no place, and the layout none then
-        axes.plot(bad, np.zeros_like(bad), "x", color=colour, transform=edge, clip_on=False, markersize=5, zorder=5)
+        axes.plot(steps, recorded, color=color, alpha=0.25, linewidth=0.8)
+    axes.plot(steps, curve, color=color, linewidth=1.6)
+    axes.plot(steps[isolated_points(curve)], curve[isolated_points(curve)], "o", color=color, markersize=3.5)
 
 
 def _formatter(name: str, values: NDArray[np.float64]) -> Callable[[float, float], str]:
@@ -229,38 +212,38 @@ def _formatter(name: str, values: NDArray[np.float64]) -> Callable[[float, float
 
 
 def _plain(value: float, _: float = 0) -> str:
-    """51200 as 51.2k; no offset on the edge of the axis, which would lie on the title."""
+    """Format 51200 as 51.2k, because an axis offset would overlap the title."""
     for unit, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if scale * 1e4 > abs(value) >= scale * (10 if unit == "k" else 1):
             return f"{value / scale:.10g}{unit}"
     return f"{value:.10g}"
 
 
-def _colours(count: int) -> list[Any]:
-    if count <= len(COLOURS):
-        return list(COLOURS[:count])
+def _colors(count: int) -> list[Any]:
+    if count <= len(COLORS):
+        return list(COLORS[:count])
     import matplotlib
 
     return [matplotlib.colormaps["turbo"](i) for i in np.linspace(0.05, 0.95, count)]
 
 
 def _draw_legend(figure: Figure, runs: Runs, names: Sequence[str]) -> None:
-    """The runs, and what a line means; of a single run its name is the title."""
+    """Add a legend of runs and line styles. The name of a single run is the title."""
     from matplotlib.lines import Line2D
 
     entries: list[tuple[str, Any]] = []
     if len(runs) == 1:
         figure.suptitle(_short(next(iter(runs)), 90), x=0.01, ha="left", fontsize=12)
     else:
-        for colour, run in zip(_colours(len(runs)), runs):
-            entries.append((_short(run, 60), Line2D([], [], color=colour, linewidth=2)))
+        for color, run in zip(_colors(len(runs)), runs):
+            entries.append((_short(run, 60), Line2D([], [], color=color, linewidth=2)))
     trained = [(name, series(records, name)) for records in runs.values() for name in names]
     validated = [series(records, VALIDATION + name) for records in runs.values() for name in names]
     if any(len(steps) for steps, _ in validated):
         line = Line2D([], [], color=_INK, linestyle="--", marker="o", markersize=3.5, linewidth=1.3)
         entries.append(("validation", line))
     if any(is_smoothed(name, one) for name, one in trained):
-        entries.append(("moving mean", Line2D([], [], color=_INK, linewidth=1.6)))
+        entries.append(("moving average", Line2D([], [], color=_INK, linewidth=1.6)))
         entries.append(("as recorded", Line2D([], [], color=_INK, alpha=0.3, linewidth=1)))
     if not all(np.isfinite(values).all() for _, values in [*validated, *(one for _, one in trained)]):
         entries.append(("not finite", Line2D([], [], color=_INK, linestyle="", marker="x", markersize=5)))
@@ -271,7 +254,7 @@ def _draw_legend(figure: Figure, runs: Runs, names: Sequence[str]) -> None:
 
 
 def _short(name: str, most: int) -> str:
-    """The end of a long name, which is where runs differ."""
+    """Shorten a name from the left, because runs differ at the end."""
     return name if len(name) <= most else f"...{name[3 - most :]}"
 
 
@@ -279,14 +262,11 @@ def _short(name: str, most: int) -> str:
 
 
 def metrics_summary(runs: Runs) -> list[dict[str, str]]:
-    """A row for each run: how far it went, what it reached, how fast it was on the mean, what it held at the most.
-
-    A best or mean value is of those that are finite; a last one is said as it is.
-    """
-    return [{"run": run, **_reached(records)} for run, records in runs.items()]
+    """Return a table row per run. Best and mean values ignore values that are not finite."""
+    return [{"run": run, **_summarize(records)} for run, records in runs.items()]
 
 
-def _reached(records: Sequence[MetricsRecord]) -> dict[str, str]:
+def _summarize(records: Sequence[MetricsRecord]) -> dict[str, str]:
     losses = {name: series(records, name)[1] for name in ("loss", VALIDATION + "loss")}
     cells = {
         "step": str(max((record.step for record in records), default=0)),
@@ -297,23 +277,18 @@ def _reached(records: Sequence[MetricsRecord]) -> dict[str, str]:
         best = values[np.isfinite(values)]
         cells[f"last {shown}"] = _format_loss(values[-1]) if len(values) else ""
         cells[f"best {shown}"] = _format_loss(best.min()) if len(best) else cells[f"last {shown}"]
-    speed, memory = finite(series(records, "tokens_per_s"))[1], finite(series(records, "memory_bytes"))[1]
-    cells["mean tokens/s"] = _short_number(float(f"{speed.mean():.4g}")) if len(speed) else ""
-    cells["peak memory"] = said_bytes(float(memory.max())) if len(memory) else ""
+    speed, memory = (
+        drop_nonfinite(series(records, "tokens_per_s"))[1],
+        drop_nonfinite(series(records, "memory_bytes"))[1],
+    )
+    cells["mean tokens/s"] = _plain(float(f"{speed.mean():.4g}")) if len(speed) else ""
+    cells["peak memory"] = _format_bytes(float(memory.max())) if len(memory) else ""
     return cells
 
 
 def _format_loss(value: float) -> str:
-    """Four digits behind the point, where they say something."""
+    """Format a loss with four decimals, or in scientific notation if it is very small or large."""
     return f"{value:.4f}" if value == 0 or 1e-2 <= abs(value) < 1e5 or not isfinite(value) else f"{value:.3e}"
-
-
-def _short_number(value: float) -> str:
-    """51200 as 51.2k."""
-    for unit, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if scale * 1e4 > abs(value) >= scale * (10 if unit == "k" else 1):
-            return f"{value / scale:.5g}{unit}"
-    return f"{value:.10g}"
 
 
 def _time(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""What all ranks of a run have to hear of before the next step: what hooks ask for, failures, signals."""
+"""Signals, failures and hook requests, synchronized across ranks before each step."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from shardformer.training.hook import Hook
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 REPEATS_S = 5.0
-"""A signal that comes again so soon is the same one, under a launcher: to it and to this process, by a scheduler."""
+"""A repeated signal within this time is ignored: a scheduler signals the launcher and this process."""
 _REPLACED: dict[int, Any] = {}
-"""Signal -> the handler that ``StepSynchronizer.signals`` replaced in this process, while it is replaced."""
+"""Handlers that ``StepSynchronizer.signals`` has replaced, by signal."""
 
 
 @dataclass(frozen=True)
 class StepRequests:
-    """What any rank asks for."""
+    """Requests of hooks on any rank."""
 
     stop: bool = False
     validate: bool = False
@@ -41,13 +41,13 @@ class StepRequests:
 
 @dataclass(frozen=True)
 class HookFailure:
-    """What failed on this rank, in a hook, or where there is none in what ``where`` says."""
+    """Error of a hook on this rank, or of the operation ``where`` if ``hook`` is None."""
 
     hook: Hook | None
     where: str
     error: Exception
 
-    def in_words(self, rank: int) -> ShardFormerError:
+    def as_exception(self, rank: int) -> ShardFormerError:
         error, hook = self.error, self.hook
         if isinstance(error, ShardFormerError):
             what = error.what if hook is None else f"{error.what} (reported by the hook {type(hook).__name__})"
@@ -55,94 +55,98 @@ class HookFailure:
         where = self.where if hook is None else f"The hook {type(hook).__name__} ({self.where})"
         return InputError(
             f"{where[:1].upper()}{where[1:]} failed on rank {rank}: {type(error).__name__}: {error}",
-            remedy="Mend it, and go on from the last checkpoint",
+            remedy="Fix the cause and resume from the last checkpoint",
         )
 
 
 class StepSynchronizer:
-    """Notes what this rank asks for, until all ranks hear of it.
+    """Collects requests and failures of this rank until all ranks synchronize.
 
-    A rank on which something failed calls no more hooks, and comes to the next agreement; a hook of another rank that
-    is about to communicate agrees first, so that the two meet.
+    After a failure, a rank calls no more hooks and continues to the next synchronization. A hook of another rank
+    synchronizes before it communicates, so both ranks reach the same collective.
 
     Attributes:
-        failure: the first one since the last agreement.
-        is_broken: whether an agreement found a failure: the run is ending.
-        signal: the one that came to this rank; None without.
+        failure: First failure since the last synchronization.
+        is_broken: Whether a synchronization found a failure, which ends the run.
+        signal: Signal that this rank received, or None.
     """
 
     def __init__(self) -> None:
         self.failure: HookFailure | None = None
         self.is_broken = False
         self.signal: signal.Signals | None = None
-        self._mine = self._heard = StepRequests()
+        self._local = self._received = StepRequests()
 
     def ask(self, **what: bool) -> None:
-        """``ask(save=True)``: a field of ``StepRequests``."""
-        self._mine = replace(self._mine, **what)
+        """Add a request for the next synchronization, as in ``ask(save=True)``."""
+        self._local = replace(self._local, **what)
 
     def fail(self, hook: Hook | None, where: str, error: Exception) -> None:
         self.failure = self.failure or HookFailure(hook, where, error)
 
     def check(self, engine: Engine) -> None:
-        """All ranks hear of what any asks for. Raises, on all, what failed on one. Communicates five numbers."""
-        world, mine = engine.world, [int(self.failure is not None), *map(int, astuple(self._mine))]
-        failed, *asked = (any(column) for column in zip(*tell_at_step("Trainer.agree", world, mine), strict=True))
-        self._mine, self._heard = StepRequests(), self._heard | StepRequests(*asked)
+        """Exchange requests and failures between all ranks. Communicates five integers.
+
+        Raises:
+            ShardFormerError: The failure of one rank; raised on all ranks.
+        """
+        world, local = engine.world, [int(self.failure is not None), *map(int, astuple(self._local))]
+        failed, *requests = (any(column) for column in zip(*tell_at_step("Trainer.agree", world, local), strict=True))
+        self._local, self._received = StepRequests(), self._received | StepRequests(*requests)
         if failed:
             self.is_broken = True
-            said = None if self.failure is None else self.failure.in_words(world.rank)
-            first = next(said for said in all_gather_objects(said, world) if said is not None)
+            exception = None if self.failure is None else self.failure.as_exception(world.rank)
+            first = next(exception for exception in all_gather_objects(exception, world) if exception is not None)
             raise first from (self.failure.error if self.failure is not None else None)
 
     def synchronize(self) -> StepRequests:
-        """What was asked for since the last time, as far as all ranks have heard of it."""
-        heard, self._heard = self._heard, StepRequests()
-        return heard
+        """Return and reset the requests that ``check`` has received from all ranks."""
+        received, self._received = self._received, StepRequests()
+        return received
 
     @contextmanager
-    def signals(self, tell: Callable[[signal.Signals], None]) -> Iterator[None]:
-        """SIGTERM and SIGINT are noted while it lasts; the second one does what it did before.
+    def signals(self, on_signal: Callable[[signal.Signals], None]) -> Iterator[None]:
+        """Record SIGTERM and SIGINT within the context; a second signal calls the previous handler.
 
-        Processes that are forked meanwhile keep the handlers from before: a pool of a hook ends its workers by SIGTERM.
+        Forked child processes get the previous handlers, because worker pools stop their processes with SIGTERM.
 
         Args:
-            tell: is called when the first one comes.
+            on_signal: Function that is called with the first signal.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = dict(_REPLACED)  # of a ``fit`` around this one
+        before = dict(_REPLACED)  # of an outer ``fit``
         came_at = 0.0
 
-        def note(number: int, frame: FrameType | None) -> None:
+        def handle(number: int, frame: FrameType | None) -> None:
             nonlocal came_at
             if self.signal is None:
                 self.signal, came_at = signal.Signals(number), time.monotonic()
                 self.ask(signal=True)
                 if not has_launcher():
-                    _put_back()
-                tell(self.signal)
+                    _restore_handlers()
+                on_signal(self.signal)
             elif time.monotonic() - came_at > REPEATS_S:
-                _put_back()
+                _restore_handlers()
                 signal.raise_signal(number)
 
         with finishes_on_signals():
             for number in SIGNALS:
                 _REPLACED[number] = signal.getsignal(number)
             for number in SIGNALS:
-                signal.signal(number, note)
+                signal.signal(number, handle)
             try:
                 yield
             finally:
-                _put_back()
+                _restore_handlers()
                 _REPLACED.update(before)
 
 
-def _put_back() -> None:
-    """Signals do what they did before ``StepSynchronizer.signals``."""
+def _restore_handlers() -> None:
+    """Restore the signal handlers that ``StepSynchronizer.signals`` replaced."""
     for number, handler in _REPLACED.items():
-        if handler is not None:  # None: not one of Python's
+        if handler is not None:  # None: the handler was not installed by Python
             signal.signal(number, handler)
     _REPLACED.clear()
 
@@ -150,18 +154,14 @@ def _put_back() -> None:
 _MASK = threading.local()
 
 
-def _hold_signals() -> None:
+def _block_signals() -> None:
     _MASK.before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
-def _release_signals() -> None:
+def _unblock_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, _MASK.before)
 
 
-def _put_back_in_child() -> None:
-    _put_back()
-    _release_signals()
-
-
-# a pool of a hook ends its processes by SIGTERM; what comes before they have put their handlers back would be lost
-os.register_at_fork(before=_hold_signals, after_in_parent=_release_signals, after_in_child=_put_back_in_child)
+# worker pools stop their processes with SIGTERM, which must not arrive before a child has restored its handlers
+os.register_at_fork(after_in_child=_restore_handlers)
+os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_unblock_signals)

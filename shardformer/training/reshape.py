@@ -1,10 +1,11 @@
-"""What was changed in a sharded model since ``initialize``, for the model that takes its place in another layout.
+"""Changes of a sharded model since ``initialize``, which ``Engine.reshard`` applies to the model of the new layout.
 
-A reshape builds the model once more from the plain one as it was. Weights, persistent buffers and what trains them move
-with their values. Here is the rest: which parameters train, modes, settings of modules and of configs, modules without
-weights, buffers that are not saved. What cannot be carried over, such as a hook, is refused before anything is changed.
+Resharding rebuilds the model from a copy of the original, unsharded model. Weights, persistent buffers and optimizer
+states are moved with their values. This module carries over all other changes: ``requires_grad``, training modes,
+attributes of modules and configs, modules without weights, and buffers that are not saved. Changes that cannot be
+carried over, such as hooks, raise an error before anything is modified.
 
-Each is known by a key: what it is, the path of its module, and its name there.
+Each item is identified by its kind, the path of its module, and its name there.
 """
 
 from __future__ import annotations
@@ -33,202 +34,187 @@ Key = tuple[str, str, str]
 PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
 FUNCTIONS = (FunctionType, BuiltinFunctionType, type)
 INTERNAL = {*vars(nn.Module()), COMPILED_CALL} - {"training"}
-"""Attributes of every module, among them the tables of its parameters and hooks, and what ``compile()`` made of it."""
+"""Attributes of every module, including its tables of parameters and hooks, and its compiled forward."""
 DEPTH = 2
-"""How far objects that modules hold are looked into: a config, and the configs in it."""
+"""Depth to which objects in module attributes are inspected: a config, and the configs in it."""
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
-    """One thing in a model.
+class Snapshot:
+    """State of one item of a model, such as an attribute or a buffer.
 
     Args:
-        words: what it is, equal on all ranks.
-        value: what another model gets.
-        moves: whether the value can be sent to other ranks; else each sets its own.
-        copies: whether it can be put into another model at all.
-        identity: of what is the same in this process alone.
-        is_computed: whether a forward made it, and the next one makes it anew.
+        description: Description of the value, equal on all ranks.
+        value: Value to set in the new model.
+        is_sendable: Whether the value can be sent to other ranks. Otherwise each rank sets its own.
+        is_copyable: Whether the value can be set in another model.
+        identity: Object identity, comparable only in this process.
+        is_computed: Whether a forward pass computed the value, and will compute it again.
     """
 
-    words: str
+    description: str
     value: Any = None
-    moves: bool = False
-    copies: bool = True
+    is_sendable: bool = False
+    is_copyable: bool = True
     identity: object = None
     is_computed: bool = False
 
 
-def seen_in(model: nn.Module, plain: nn.Module) -> dict[Key, Seen]:
-    """All that is noted of a sharded model; of our own layers what those of the plain model have, too."""
+def take_snapshot(model: nn.Module, plain: nn.Module) -> dict[Key, Snapshot]:
+    """Record all items of a sharded model whose changes ``Engine.reshard`` must carry over."""
     modules = dict(plain.named_modules())
-    found: dict[Key, Seen] = {}
+    found: dict[Key, Snapshot] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
-        found["parameter", name, "requires_grad"] = Seen(str(param.requires_grad), param.requires_grad, moves=True)
+        trains = param.requires_grad
+        found["parameter", name, "requires_grad"] = Snapshot(str(trains), trains, is_sendable=True)
         found["parameter", name, "hooks"] = _hooks(tensor_hooks_of(param))
     for path, module in model.named_modules():
-        found["module", path, "hooks"] = _hooks(
-            [h for table in MODULE_HOOK_TABLES for h in getattr(module, table).values()]
-        )
+        hooks = [hook for table in MODULE_HOOK_TABLES for hook in getattr(module, table).values()]
+        found["module", path, "hooks"] = _hooks(hooks)
         found["module", path, ""] = _module(module)
-        found |= {("buffer", path, name): seen for name, seen in _buffers(module)}
+        found |= {("buffer", path, name): snapshot for name, snapshot in _buffers(module)}
         known = vars(modules[path]) if path in modules and _is_ours(module) else None
-        found |= {("attribute", path, name): seen for name, seen in _attributes(module, known)}
+        found |= {("attribute", path, name): snapshot for name, snapshot in _attributes(module, known)}
     return found
 
 
-@dataclass(frozen=True, eq=False)
-class Changes:
-    """What differs on any rank, with its new values."""
+def collect_changes(before: Mapping[Key, Snapshot], model: nn.Module, plain: nn.Module, world: Axis) -> dict[Key, Any]:
+    """Gather the items that have changed on any rank, with their new values. On failure all ranks raise."""
+    now, local = take_snapshot(model, plain), dict[Key, Snapshot]()
 
-    values: Mapping[Key, Any]
+    def look() -> dict[Key, tuple[str, Any]]:
+        local.update(_changed_items(before, now))
+        cpu = {key: x.value.cpu() if isinstance(x.value, Tensor) else x.value for key, x in local.items()}
+        return {key: (x.description, (cpu[key],) if x.is_sendable else None) for key, x in local.items()}
 
-    @classmethod
-    def since(cls, before: Mapping[Key, Seen], model: nn.Module, plain: nn.Module, world: Axis) -> Changes:
-        """Communicates the plain values. Raises ConfigError, on all ranks, for what cannot be carried over."""
-        now, mine = seen_in(model, plain), dict[Key, Seen]()
-
-        def look() -> dict[Key, tuple[str, Any]]:
-            mine.update(_differing(before, now))
-            return {key: (seen.words, _sent(seen)) for key, seen in mine.items()}
-
-        every = gather_from_all_ranks(look, world, "Reshaping")
-        values: dict[Key, Any] = {}
-        for key, (words, value) in [pair for theirs in every for pair in theirs.items()]:
-            is_same = all(theirs[key][0] == words for theirs in every if key in theirs)
-            if not is_same or (value is None and key not in mine):
-                raise _refused(key, "and not alike on all ranks")
-            values[key] = mine[key].value if key in mine else value[0]
-        return cls(values)
-
-    def apply(self, plain: nn.Module) -> None:
-        """Makes them in a plain model."""
-        in_order = sorted(self.values, key=lambda key: (key[0] != "module", key))
-        for kind, path, name in in_order:
-            value = self.values[kind, path, name]
-            if kind == "parameter":
-                plain.get_parameter(path).requires_grad_(value)
-            elif kind == "module":
-                plain.set_submodule(path, copy.deepcopy(value))
-            elif kind == "buffer":
-                plain.get_submodule(path)._buffers[name] = value.clone()
-            else:
-                owner: Any = plain.get_submodule(path)
-                *inner, last = name.split(".")
-                for each in inner:
-                    owner = getattr(owner, each)
-                vars(owner)[last] = value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+    by_rank = gather_from_all_ranks(look, world, "engine.reshard")
+    changes: dict[Key, Any] = {}
+    for key, (description, value) in [pair for items in by_rank for pair in items.items()]:
+        is_same = all(items[key][0] == description for items in by_rank if key in items)
+        if not is_same or (value is None and key not in local):
+            raise _reshard_error(key, "differs between ranks")
+        changes[key] = local[key].value if key in local else value[0]
+    return changes
 
 
-def _differing(before: Mapping[Key, Seen], now: Mapping[Key, Seen]) -> dict[Key, Seen]:
-    """What is new or another one now. Raises ConfigError for what cannot be carried over, or is gone."""
-    changed = sorted(key for key in before.keys() | now.keys() if not _is_same(before.get(key), now.get(key)))
-    anew = tuple(f"{path}." for kind, path, name in changed if (kind, name) == ("module", "") and path)
+def apply_changes(changes: Mapping[Key, Any], plain: nn.Module) -> None:
+    """Apply changes to an unsharded model."""
+    for kind, path, name in sorted(changes, key=lambda key: (key[0] != "module", key)):
+        value = changes[kind, path, name]
+        if kind == "parameter":
+            plain.get_parameter(path).requires_grad_(value)
+        elif kind == "module":
+            plain.set_submodule(path, copy.deepcopy(value))
+        elif kind == "buffer":
+            plain.get_submodule(path)._buffers[name] = value.clone()
+        else:
+            owner: Any = plain.get_submodule(path)
+            *inner, last = name.split(".")
+            for each in inner:
+                owner = getattr(owner, each)
+            vars(owner)[last] = value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+def _changed_items(before: Mapping[Key, Snapshot], now: Mapping[Key, Snapshot]) -> dict[Key, Snapshot]:
+    """Return new and changed items, or raise ConfigError for an item that is gone or cannot be carried over."""
+
+    def summary(item: Snapshot | None) -> object:
+        return item and (item.description, item.identity)
+
+    changed = sorted(key for key in before.keys() | now.keys() if summary(before.get(key)) != summary(now.get(key)))
+    replaced = tuple(f"{path}." for kind, path, name in changed if (kind, name) == ("module", "") and path)
     found = {}
     for key in changed:
         kind, path, _ = key
-        if key not in now and kind != "parameter" and f"{path}.".startswith(anew):
-            continue  # of a module that another one replaced
+        if key not in now and kind != "parameter" and f"{path}.".startswith(replaced):
+            continue  # its module was replaced
         if key in now and now[key].is_computed:
             continue
-        if key not in now or not now[key].copies:
-            raise _refused(key)
+        if key not in now or not now[key].is_copyable:
+            raise _reshard_error(key)
         found[key] = now[key]
     return found
 
 
-def _is_same(one: Seen | None, other: Seen | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return (one.words, one.identity) == (other.words, other.identity)
+# ----------------------------------------------------------------------------------------------------------- snapshots
 
 
-def _sent(seen: Seen) -> tuple[Any] | None:
-    """The value, in a tuple, where it can be sent."""
-    if not seen.moves:
-        return None
-    return (seen.value.cpu() if isinstance(seen.value, Tensor) else seen.value,)
-
-
-# ------------------------------------------------------------------------------------------------------- what is noted
-
-
-def _hooks(hooks: list[Any]) -> Seen:
-    """Of the user's own: they know the module or the parameter that they were registered on."""
+def _hooks(hooks: list[Any]) -> Snapshot:
+    """Snapshot of the user's hooks, which refer to the module or parameter that they are registered on."""
     own = [hook for hook in hooks if not is_of_library(hook)]
-    return Seen(f"{len(own)} hooks", copies=False, identity=tuple(map(id, own)))
+    return Snapshot(f"{len(own)} hooks", is_copyable=False, identity=tuple(map(id, own)))
 
 
-def _module(module: nn.Module) -> Seen:
-    """Which module is there. One that is made of settings alone can be copied."""
+def _module(module: nn.Module) -> Snapshot:
+    """Snapshot of a module's identity. A module without parameters and buffers can be copied."""
     inside = [*module.parameters(), *module.buffers(), *(m for m in module.modules() if _is_ours(m))]
     if inside:
-        return Seen(type(module).__qualname__, copies=False, identity=id(module))
+        return Snapshot(type(module).__qualname__, is_copyable=False, identity=id(module))
     kinds = (f"{path} {type(m).__module__}.{type(m).__qualname__}" for path, m in module.named_modules())
-    return Seen("; ".join(kinds), module)
+    return Snapshot("; ".join(kinds), module)
 
 
-def _buffers(module: nn.Module) -> Iterator[tuple[str, Seen]]:
-    """Those that are not saved, which no checkpoint would bring."""
+def _buffers(module: nn.Module) -> Iterator[tuple[str, Snapshot]]:
+    """Snapshots of non-persistent buffers, which checkpoints do not contain."""
     for name in module._non_persistent_buffers_set:
         if (buffer := module._buffers.get(name)) is not None and has_data(buffer):
             yield name, _tensor(buffer)
 
 
-def _attributes(module: nn.Module, known: Mapping[str, Any] | None) -> Iterator[tuple[str, Seen]]:
+def _attributes(module: nn.Module, known: Mapping[str, Any] | None) -> Iterator[tuple[str, Snapshot]]:
     of_library = any(_library(cls) in OF_LIBRARIES for cls in type(module).__mro__ if cls is not nn.Module)
     for name, value in vars(module).items():
         if name in INTERNAL or name.startswith("_shardformer") or (known is not None and name not in known):
             continue
-        is_private = of_library and name.startswith("_")  # a library's handles and caches are none of the user's
+        is_private = of_library and name.startswith("_")  # handles and caches of a library
         found = _attribute(name, value, 0 if is_private else DEPTH)
-        yield from (pair for pair in found if pair[1].copies or pair[1].is_computed or not is_private)
+        yield from (pair for pair in found if pair[1].is_copyable or pair[1].is_computed or not is_private)
 
 
-def _attribute(name: str, value: Any, depth: int) -> Iterator[tuple[str, Seen]]:
+def _attribute(name: str, value: Any, depth: int) -> Iterator[tuple[str, Snapshot]]:
     if _is_plain(value):
-        yield name, Seen(f"{type(value).__name__} {_shown(value)}", copy.deepcopy(value), moves=True)
+        yield name, Snapshot(f"{type(value).__name__} {_stable_repr(value)}", copy.deepcopy(value), is_sendable=True)
     elif isinstance(value, Tensor):
         if value.grad_fn is not None:
-            yield name, Seen(type(value).__qualname__, copies=False, is_computed=True)
+            yield name, Snapshot(type(value).__qualname__, is_copyable=False, is_computed=True)
         elif not isinstance(value, nn.Parameter) and has_data(value):
             yield name, _tensor(value)
-    elif (function := _function_in(value)) is not None:
-        copies = not _knows_a_module(value)
-        yield name, Seen(f"{function.__module__}.{function.__qualname__}", value, copies=copies, identity=id(function))
+    elif (function := _unwrap_function(value)) is not None:
+        description, is_copyable = f"{function.__module__}.{function.__qualname__}", not _refers_to_module(value)
+        yield name, Snapshot(description, value, is_copyable=is_copyable, identity=id(function))
     elif isinstance(value, MethodType):
         if not is_of_library(value.__func__):
-            yield name, Seen(value.__qualname__, copies=False, identity=id(value.__func__))
+            yield name, Snapshot(value.__qualname__, is_copyable=False, identity=id(value.__func__))
     elif not isinstance(value, nn.Module) and _library(type(value)) not in ("shardformer", "builtins"):
-        yield name, Seen(type(value).__qualname__, copies=False)
+        yield name, Snapshot(type(value).__qualname__, is_copyable=False)
         for inner, each in vars(value).items() if depth and hasattr(value, "__dict__") else ():
-            yield from ((f"{name}.{path}", seen) for path, seen in _attribute(inner, each, depth - 1))
+            yield from ((f"{name}.{path}", snapshot) for path, snapshot in _attribute(inner, each, depth - 1))
 
 
-def _tensor(x: Tensor) -> Seen:
+def _tensor(x: Tensor) -> Snapshot:
     numbers = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return Seen(f"{tuple(x.shape)} {x.dtype} {hashlib.sha256(numbers).hexdigest()}", x.detach(), moves=True)
+    return Snapshot(f"{tuple(x.shape)} {x.dtype} {hashlib.sha256(numbers).hexdigest()}", x.detach(), is_sendable=True)
 
 
-def _function_in(value: Any) -> Any:
-    """The function that this is, or a partial of; None for any other thing, and for what knows an object."""
+def _unwrap_function(value: Any) -> Any:
+    """Return the function in ``value``, which may be a partial, or None for any other object."""
     function = value.func if isinstance(value, partial) else value
     return function if isinstance(function, FUNCTIONS) else None
 
 
-def _knows_a_module(value: Any) -> bool:
-    """Whether a function, or a partial of one, holds a module or a tensor, which would be one of the old model."""
-    held = [*value.args, *value.keywords.values()] if isinstance(value, partial) else []
-    for cell in getattr(_function_in(value), "__closure__", None) or ():
-        with suppress(ValueError):  # it is empty
-            held.append(cell.cell_contents)
-    return any(isinstance(getattr(x, "__self__", x), (nn.Module, Tensor)) for x in held)
+def _refers_to_module(value: Any) -> bool:
+    """Return whether a function or partial refers to a module or tensor, which would belong to the old model."""
+    references = [*value.args, *value.keywords.values()] if isinstance(value, partial) else []
+    for cell in getattr(_unwrap_function(value), "__closure__", None) or ():
+        with suppress(ValueError):  # the cell is empty
+            references.append(cell.cell_contents)
+    return any(isinstance(getattr(x, "__self__", x), (nn.Module, Tensor)) for x in references)
 
 
-def _shown(value: Any) -> str:
-    """A plain value in print, the same on all ranks: each process has an order of its own for what is in a set."""
+def _stable_repr(value: Any) -> str:
+    """Return a repr that is equal on all ranks, with sets in sorted order."""
     if isinstance(value, (set, frozenset)):
-        return f"{{{', '.join(sorted(map(_shown, value)))}}}"
+        return f"{{{', '.join(sorted(map(_stable_repr, value)))}}}"
     return repr(value)
 
 
@@ -248,13 +234,13 @@ def _library(kind: type) -> str:
     return kind.__module__.partition(".")[0]
 
 
-def _refused(key: Key, how: str = "in a way that another model cannot take over") -> ConfigError:
+def _reshard_error(key: Key, problem: str = "cannot be carried over to another layout") -> ConfigError:
     kind, path, name = key
-    what = f"{kind} {path or 'of the top'}{f', {name}' if name else ''}"
+    what = f"{kind} {path or 'of the model'}{f', {name}' if name else ''}"
     return ConfigError(
-        f"reshape of a model that was changed since initialize, {how}: {what}",
-        rule="The model is built once more from the plain one as it was. Carried over are requires_grad, modes, plain "
-        "values in modules and configs, functions, and modules without weights",
-        remedy="Undo the change before reshape and make it again after, or save, and load in an engine of the other "
-        "layout",
+        f"A change since initialize {problem}: {what} was modified",
+        rule="engine.reshard carries over requires_grad, training modes, functions, modules without weights, and plain "
+        "values in modules and configs",
+        remedy="Undo the change before reshard and repeat it afterwards, or save a checkpoint and load it in an engine "
+        "with the other layout",
     )

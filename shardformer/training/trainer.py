@@ -1,4 +1,4 @@
-"""``Trainer``: the loop around an engine, and the moments at which hooks are called."""
+"""``Trainer``: training loop around an engine that calls hooks at fixed events."""
 
 from __future__ import annotations
 
@@ -25,43 +25,45 @@ from shardformer.training.preemption import StepRequests, StepSynchronizer
 from shardformer.zero.optimizer_state_view import unchanged_on_error
 
 HOOKS, TRAINER_USER_KEY = "hooks", "user"
-"""Under which names the states of the hooks, and the user's own values, stand in a checkpoint."""
+"""Keys of the hook states and of the user's values in a checkpoint."""
 
 
 class Trainer:
-    """Trains with an engine, and calls hooks at the moments of the run.
+    """Training loop around an engine, with hooks.
 
     >>> trainer = shardformer.Trainer(engine)                                                     # doctest: +SKIP
     >>> trainer.fit(epochs=3, validation=held_out)                                                # doctest: +SKIP
 
-    Communicates, beside what the engine does, five numbers a step: whether a hook failed on a rank, and what the hooks
-    of any rank ask for.
+    In addition to the engine, a step communicates five integers: whether a hook failed on any rank, and the requests of
+    hooks on any rank.
 
     Attributes:
-        engine: what trains.
-        hooks: in the order in which they are called: those that measure before those that write. Where none are given
-            they are ``Throughput()`` and ``Progress()``.
-        batch: this rank's part of the batch of the step.
-        loss: of the last step.
-        values: name -> number, of the last step and the last validation: "loss", "learning_rate", "validation/loss",
-            and what hooks add. Loggers write all of it.
-        samples, tokens: of the whole batch of the last step. A token is a number of ``input_ids``; where a batch has
-            none, a sample.
-        last_step, last_epoch: where ``fit`` is to end; None where the other one says it.
-        problem: the error that ends the run; None without.
-        stopped_by: why it ended before its last step, in words; None where it did not.
-        was_interrupted: whether that was a signal.
-        signal: the one that came to this rank; None without.
-        extra: plain values of your own, which a checkpoint keeps.
+        engine: Engine that trains the model.
+        hooks: Hooks in the order in which they are called. Hooks that measure must come before hooks that write. The
+            default is ``Throughput()`` and ``Progress()``.
+        batch: Local batch of the current step.
+        loss: Loss of the last step.
+        values: Metrics of the last step and the last validation by name, such as "loss", "learning_rate" and
+            "validation/loss". Hooks add to them, and loggers write all of them.
+        samples: Global batch size of the last step.
+        tokens: Number of ``input_ids`` in the global batch, or of samples if there are none.
+        last_step: Step at which ``fit`` ends, or None.
+        last_epoch: Epoch at which ``fit`` ends, or None.
+        problem: Error that ends the run, or None.
+        stopped_by: Reason why the run stopped early, or None.
+        was_interrupted: Whether a signal stopped the run.
+        signal: Signal that this rank received, or None.
+        extra: Plain values of your own to store in checkpoints.
     """
 
     def __init__(self, engine: Engine, hooks: Sequence[Hook] | None = None) -> None:
         self.engine = engine
         self.hooks: list[Hook] = [Throughput(), Progress()] if hooks is None else list(hooks)
-        strange = next((hook for hook in self.hooks if not isinstance(hook, Hook)), None)
-        if strange is not None:
+        not_a_hook = next((hook for hook in self.hooks if not isinstance(hook, Hook)), None)
+        if not_a_hook is not None:
             raise ConfigError(
-                f"hooks holds {strange!r:.80}", remedy="Write class MyHook(shardformer.hooks.Hook), and give MyHook()"
+                f"hooks contains {not_a_hook!r:.80}, which is not a Hook",
+                remedy="Derive its class from shardformer.hooks.Hook, and pass an instance",
             )
         self.batch: Any = None
         self.loss: Tensor | None = None
@@ -73,8 +75,8 @@ class Trainer:
         self.stopped_by: str | None = None
         self.was_interrupted = False
         self.extra: Any = None
-        self._agreement = StepSynchronizer()
-        self._why, self._doing = "", ""
+        self._synchronizer = StepSynchronizer()
+        self._stop_reason, self._doing = "", ""
         self._validation: ShardedDataLoader | None = None
         self._saves: list[Callable[..., Any]] = []
         self._position: Any = None
@@ -82,21 +84,21 @@ class Trainer:
         self._modes: dict[str, bool] = {}
         self._began = time.perf_counter()
 
-    # --- what hooks read and ask for
+    # --- interface for hooks
 
     @property
     def step(self) -> int:
-        """Training steps that were made, those before this run too."""
+        """Number of training steps, including those before this run."""
         return self.engine.steps
 
     @property
     def epoch(self) -> int:
-        """Epochs that were finished."""
+        """Number of finished epochs."""
         return self._data.epoch
 
     @property
     def num_steps(self) -> int | None:
-        """At which step ``fit`` is to end; None where that is not known."""
+        """Step at which ``fit`` ends, or None if it is unknown."""
         if self.last_step is not None or self.last_epoch is None:
             return self.last_step
         try:
@@ -106,35 +108,35 @@ class Trainer:
 
     @property
     def signal(self) -> Signals | None:
-        return self._agreement.signal
+        return self._synchronizer.signal
 
     @property
     def seconds(self) -> float:
-        """Since ``fit`` was called."""
+        """Seconds since ``fit`` was called."""
         return time.perf_counter() - self._began
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that prints and writes what all know."""
+        """Whether this is the first rank, which logs and writes shared files."""
         return self.engine.is_first
 
     @property
     def has_validation(self) -> bool:
-        """Whether ``fit`` was given data to try the model on."""
+        """Whether ``fit`` received validation data."""
         return self._validation is not None
 
-    def stop(self, why: str = "a hook asked for it") -> None:
-        """The run ends on all ranks before the next step."""
-        self._agreement.ask(stop=True)
-        self._why = why
+    def stop(self, why: str = "a hook requested it") -> None:
+        """Request that the run stops on all ranks before the next step."""
+        self._synchronizer.ask(stop=True)
+        self._stop_reason = why
 
     def validate(self) -> None:
-        """All ranks try the model on the validation data before the next step."""
-        self._agreement.ask(validate=True)
+        """Request a validation on all ranks before the next step."""
+        self._synchronizer.ask(validate=True)
 
     def save(self) -> None:
-        """All ranks save a checkpoint before the next step, where a hook says how: see ``Checkpoint``."""
-        self._agreement.ask(save=True)
+        """Request a checkpoint on all ranks before the next step, if a hook such as ``Checkpoint`` saves."""
+        self._synchronizer.ask(save=True)
 
     # --- the loop
 
@@ -143,7 +145,7 @@ class Trainer:
         if self.engine.data is None:
             raise ConfigError(
                 "The engine has no training data",
-                remedy="Give initialize(..., train_data=data, batch_size=32), or fit(train, batch_size=32)",
+                remedy="Pass initialize(..., train_data=data, batch_size=32) or fit(train, batch_size=32)",
             )
         return self.engine.data
 
@@ -157,42 +159,49 @@ class Trainer:
         validate_every: int | None = None,
         batch_size: int | None = None,
     ) -> dict[str, float]:
-        """Trains up to a number of steps or epochs, counted from the beginning of training.
+        """Train up to a total number of steps or epochs.
 
-        A run that goes on from a checkpoint makes what is left of them.
+        A run that resumes from a checkpoint continues up to the same total.
 
         Args:
-            train: data in the place of the engine's, as ``initialize`` takes it.
-            steps, epochs: how many in all; one of the two.
-            validation: data to try the model on, as ``initialize`` takes it, or ``ShardedDataLoader``.
-            validate_every: steps from one validation to the next; None: behind every epoch. One more is at the end.
-            batch_size: of ``train`` and ``validation``; None: that of the engine's data. A DataLoader has its own.
+            train: Training data that replaces ``engine.data``, in a form that ``initialize`` takes.
+            steps: Total number of steps. Pass either ``steps`` or ``epochs``.
+            epochs: Total number of epochs.
+            validation: Validation data in a form that ``initialize`` takes, or a ``ShardedDataLoader``.
+            validate_every: Steps between validations. None validates after every epoch and at the end.
+            batch_size: Global batch size of ``train`` and ``validation``. The default is that of ``engine.data``.
 
-        Returns the last values. Raises, on all ranks, what ended the run.
+        Returns:
+            The last ``values``. If an error ends the run, it is raised on all ranks.
         """
-        self._check_end(steps, epochs)
-        self._take_data(train, validation, validate_every, batch_size)
+        total = steps if epochs is None else epochs
+        if (steps is None) == (epochs is None) or isinstance(total, bool) or not isinstance(total, int) or total < 0:
+            raise ConfigError(
+                f"fit requires either steps or epochs, but received steps={steps!r} and epochs={epochs!r}",
+                remedy="Write fit(epochs=3) or fit(steps=1000)",
+            )
+        self._set_data(train, validation, validate_every, batch_size)
         self.last_step, self.last_epoch = steps, epochs
         self.problem, self.stopped_by, self.was_interrupted = None, None, False
-        self._agreement, self._began = StepSynchronizer(), time.perf_counter()
+        self._synchronizer, self._began = StepSynchronizer(), time.perf_counter()
         self._modes = modes_of(start_training(self.engine.model))
-        self.engine.listener = self._call
+        self.engine.listener = self._call_hooks
         try:
-            with self._agreement.signals(self._tell_signal):
-                self._call_hooks("setup")
-                self._call_hooks("before_train")
+            with self._synchronizer.signals(self._report_signal):
+                self._call_hooks_synchronized("setup")
+                self._call_hooks_synchronized("before_train")
                 self._position = self._data.state()
                 if self._saves:
-                    self.engine.check_save(**self._saved())
+                    self.engine.check_save(**self._checkpoint_arguments())
                 self._run(validate_every)
-                self._call_hooks("after_train")
-                if self._agreement.synchronize().save:
+                self._call_hooks_synchronized("after_train")
+                if self._synchronizer.synchronize().save:
                     self._save()
                 self.engine.wait()
         except BaseException as error:
             self.problem = error
             for hook in self.hooks:
-                self._try(hook, "on_exception")
+                self._call_hook(hook, "on_exception")
             raise
         finally:
             self.engine.listener = None
@@ -202,22 +211,22 @@ class Trainer:
     def _run(self, validate_every: int | None) -> None:
         data = self._data
         while not self._is_over():
-            self._call_hooks("before_epoch")
+            self._call_hooks_synchronized("before_epoch")
             batches = iter(data)
-            while (batch := self._next(batches)) is not None:
+            while (batch := self._next_batch(batches)) is not None:
                 self._between_steps()
                 if self.stopped_by is not None:
-                    data.load_state(self._position)  # this batch was not trained on
+                    data.load_state(self._position)  # this batch was not used
                     return
                 self._train(batch)
                 self._position = data.state()
                 if validate_every is not None and self.step % validate_every == 0:
                     self.validate()
-                if self._is_over_at(self.step):
+                if self._is_last_step():
                     break
             if data.seen == 0:  # the epoch is finished
                 self._position = data.state()
-                self._call_hooks("after_epoch")
+                self._call_hooks_synchronized("after_epoch")
                 if validate_every is None:
                     self.validate()
             if self._is_over() and self._validated_step != self.step:
@@ -226,195 +235,180 @@ class Trainer:
             if self.stopped_by is not None:
                 return
 
-    def _tell_signal(self, number: Signals) -> None:
-        """Says at once what happens now: a step may take minutes."""
+    def _report_signal(self, number: Signals) -> None:
+        """Report the received signal immediately, because the current step may take minutes."""
         if not self.is_first or is_ended():
             return
         name = "Ctrl-C" if number is SIGINT else number.name
         doing = [f"finishing {self._doing}"] * bool(self._doing) + ["saving"] * bool(self._saves)
         more = " (press again to stop at once)" if number is SIGINT else ""
-        # not print: the signal may come while something is printed
+        # print is not reentrant, and the signal may arrive while something is printed
         os.write(2, f"\n{name}: {' and '.join(doing) or 'stopping'}{more}\n".encode())
 
-    def _next(self, batches: Iterator[Any]) -> Any:
-        """The next batch; None behind the last. Where it cannot be had all ranks hear of it before the next step."""
+    def _next_batch(self, batches: Iterator[Any]) -> Any:
+        """Return the next batch, or None at the end. All ranks learn of an error before the next step."""
         try:
             self.batch = next(batches, None)
             if self.batch is not None:
-                self._call("before_step")
+                self._call_hooks("before_step")
             return self.batch
         except Exception as error:
-            if self._agreement.is_broken:
+            if self._synchronizer.is_broken:
                 raise
-            self._agreement.fail(None, "the training data", error)
+            self._synchronizer.fail(None, "the training data", error)
             return {}
 
     def _train(self, batch: Any) -> None:
         self._doing = f"step {self.step + 1}"
-        if not self.engine.model.training:  # a hook evaluated, and left it so
+        if not self.engine.model.training:  # a hook left the model in eval mode
             self.engine.train()
             set_modes(self.engine.model, self._modes)
         self.samples = self._data.batch_samples
         self.tokens = round(self.samples * _tokens_of_sample(batch))
-        rate = _learning_rate(self.engine)  # of this step: the scheduler is about to set that of the next
+        for optimizer in self.engine.optimizers[:1]:  # before the scheduler sets the rate of the next step
+            self.values["learning_rate"] = float(optimizer.param_groups[0]["lr"])
         self.loss = self.engine.train_step(batch)
         self.values["loss"] = float(self.loss)
-        if rate is not None:
-            self.values["learning_rate"] = rate
         if self.engine.grad_norm is not None:
             self.values["grad_norm"] = float(self.engine.grad_norm)
-        self._call("after_step")
+        self._call_hooks("after_step")
 
     def _between_steps(self) -> None:
-        """What was asked for since the last step, by any rank."""
+        """Execute what any rank requested since the last step."""
         self.agree()
-        asked = self._asked()
-        if asked.validate:
-            self._validate()
-        asked |= self._asked()
-        if asked.save:
+        requests = self._synchronize_requests()
+        if requests.validate and self._validation is not None:
+            self._validate(self._validation)
+        requests |= self._synchronize_requests()
+        if requests.save:
             self._save()
-        if asked.stop and self.stopped_by is None:
-            self.stopped_by = self._why or "a hook of another rank asked for it"
+        if requests.stop and self.stopped_by is None:
+            self.stopped_by = self._stop_reason or "a hook of another rank requested it"
 
-    def _asked(self) -> StepRequests:
-        """What all ranks have heard of since the last time; a signal ends the run, also one that came meanwhile."""
-        asked = self._agreement.synchronize()
-        if asked.signal and not self.was_interrupted:
-            self._call_hooks("on_signal")
+    def _synchronize_requests(self) -> StepRequests:
+        """Return the requests of all ranks, after handling a signal."""
+        requests = self._synchronizer.synchronize()
+        if requests.signal and not self.was_interrupted:
+            self._call_hooks_synchronized("on_signal")
             self.stopped_by, self.was_interrupted = "a signal", True
-            asked |= self._agreement.synchronize()
-        return asked
+            requests |= self._synchronizer.synchronize()
+        return requests
 
-    def _validate(self) -> None:
-        if self._validation is None:
-            return
-        self._validated_step = self.step
-        self._doing = "the validation"
-        self._call_hooks("before_validation")
-        self._validation.rewind()
-        self.values["validation/loss"] = float(self.engine.evaluate(self._each_of(self._validation)))
+    def _validate(self, data: ShardedDataLoader) -> None:
+        def batches() -> Iterator[Any]:
+            for batch in data:
+                yield batch
+                for hook in self.hooks:
+                    self._call_hook(hook, "on_validation_batch", batch)
+                if self.hooks:
+                    self.agree()
+
+        self._validated_step, self._doing = self.step, "the validation"
+        self._call_hooks_synchronized("before_validation")
+        data.rewind()
+        self.values["validation/loss"] = float(self.engine.evaluate(batches()))
         for scheduler in self.engine.schedulers:
             if needs_metric(scheduler):
                 scheduler.step(self.values["validation/loss"])
-        self._call_hooks("after_validation")
-
-    def _each_of(self, batches: ShardedDataLoader) -> Iterator[Any]:
-        for batch in batches:
-            yield batch
-            for hook in self.hooks:
-                self._try(hook, "on_validation_batch", batch)
-            if self.hooks:
-                self.agree()
+        self._call_hooks_synchronized("after_validation")
 
     def _save(self) -> None:
         if not self._saves:
             return
-        self._call_hooks("before_save")
+        self._call_hooks_synchronized("before_save")
         for save in self._saves:
-            save(**self._saved())
-        self._call_hooks("after_save")
+            save(**self._checkpoint_arguments())
+        self._call_hooks_synchronized("after_save")
 
-    def _saved(self) -> dict[str, Any]:
-        """What a checkpoint has beside what the engine saves."""
+    def _checkpoint_arguments(self) -> dict[str, Any]:
+        """Return the additional arguments of ``engine.save``."""
         states = {name: hook.state() for name, hook in self._named_hooks().items()}
         return {"extra": {HOOKS: states, TRAINER_USER_KEY: self.extra}, "position": self._position}
 
     def on_save(self, save: Callable[..., Any]) -> None:
-        """Lets ``save(extra=, position=)`` be called where a checkpoint is asked for: for hooks that save.
+        """Register ``save(extra=, position=)`` as a function that saves a checkpoint; for use in ``Hook.setup``.
 
-        Until ``fit`` ends; a hook says it in ``setup``. What cannot be saved is then refused before the first step.
+        The registration lasts until ``fit`` ends. ``fit`` checks before the first step that the run can be saved.
         """
         self._saves.append(save)
 
     def load(self, folder: Any) -> LoadedCheckpoint:
-        """Goes on from a checkpoint that a trainer saved: ``engine.load``, and the states of the hooks.
+        """Load a checkpoint into the engine and the hooks.
 
-        Where it raises, the engine and the hooks are as they were before.
+        If an error is raised, the engine and the hooks keep their previous state.
         """
+        hooks, saved = self._named_hooks(), dict[str, Any]()
+
+        def load_hook_states(loaded: LoadedCheckpoint) -> None:
+            if isinstance(loaded.extra, dict) and HOOKS in loaded.extra:
+                saved.update(loaded.extra)
+            for name, state in saved.get(HOOKS, {}).items():
+                if state is not None and name in hooks:
+                    hooks[name].load_state(state)
+
         with unchanged_on_error((), self.hooks):
-            loaded = self.engine.load_and_take(folder, self._take_hooks)
-        said = loaded.extra
-        if isinstance(said, dict) and HOOKS in said:
-            self.extra = said[TRAINER_USER_KEY]
-            hooks = self._named_hooks()
-            left = [name for name, state in said[HOOKS].items() if state is not None and name not in hooks]
-            if left and self.is_first:
-                warnings.warn(f"The checkpoint has states of hooks that are not here: {', '.join(left)}", stacklevel=2)
+            loaded = self.engine.load_and_take(folder, load_hook_states)
+        self.extra = saved.get(TRAINER_USER_KEY, self.extra)
+        left = [name for name, state in saved.get(HOOKS, {}).items() if state is not None and name not in hooks]
+        if left and self.is_first:
+            text = f"The checkpoint has states of hooks that the trainer lacks: {', '.join(left)}"
+            warnings.warn(text, stacklevel=2)
         return loaded
 
-    def _take_hooks(self, loaded: LoadedCheckpoint) -> None:
-        hooks, said = self._named_hooks(), loaded.extra
-        states = said[HOOKS] if isinstance(said, dict) and HOOKS in said else {}
-        for name, state in states.items():
-            if state is not None and name in hooks:
-                hooks[name].load_state(state)
-
     def _named_hooks(self) -> dict[str, Hook]:
-        """By the names of their classes; of the second one of a class, ``Name 2``."""
-        named: dict[str, Hook] = {}
-        for hook in self.hooks:
-            kind, number = type(hook).__name__, 1
-            while (name := kind if number == 1 else f"{kind} {number}") in named:
-                number += 1
-            named[name] = hook
-        return named
+        """Return the hooks by class name; a second hook of one class is called ``Name 2``."""
+        names = [type(hook).__name__ for hook in self.hooks]
+        numbers = [names[:i].count(name) + 1 for i, name in enumerate(names)]
+        return {f"{name} {n}" if n > 1 else name: hook for name, n, hook in zip(names, numbers, self.hooks)}
 
     def agree(self) -> None:
-        """All ranks learn whether a hook failed on one of them; a hook calls it before it communicates.
+        """Synchronize errors and requests of hooks on all ranks. Hooks call this method before they communicate.
 
-        At any moment but those between ``before_forward`` and ``after_optimizer_step``. Raises, on all ranks, what
-        failed on one. Communicates five numbers.
+        Do not call it between ``before_forward`` and ``after_optimizer_step``. Communicates five integers. Raises on
+        all ranks the error of a hook that failed on any rank.
         """
-        self._agreement.check(self.engine)
+        self._synchronizer.check(self.engine)
 
-    def _call_hooks(self, moment: str) -> None:
-        """One outside of steps, behind which all ranks agree."""
-        self._call(moment)
+    def _call_hooks_synchronized(self, moment: str) -> None:
+        """Call the hooks for an event outside of steps, and synchronize all ranks afterwards."""
+        self._call_hooks(moment)
         self.agree()
 
-    def _call(self, moment: str) -> None:
+    def _call_hooks(self, moment: str) -> None:
         for hook in self.hooks:
-            self._try(hook, moment)
+            self._call_hook(hook, moment)
 
-    def _try(self, hook: Hook, moment: str, *args: Any) -> None:
-        """A hook that fails is the last one that is called on this rank, until all ranks hear of it."""
-        if self._agreement.failure is not None and moment != "on_exception":
+    def _call_hook(self, hook: Hook, moment: str, *args: Any) -> None:
+        """Call a hook. After a failure, this rank calls no other hook until all ranks know of it."""
+        if self._synchronizer.failure is not None and moment != "on_exception":
             return
         try:
             getattr(hook, moment)(self, *args)
         except Exception as error:
-            if self._agreement.is_broken and moment != "on_exception":
+            if self._synchronizer.is_broken and moment != "on_exception":
                 raise
-            self._agreement.fail(hook, moment, error)
+            self._synchronizer.fail(hook, moment, error)
 
-    # --- what fit was given
+    # --- arguments of fit
 
-    def _check_end(self, steps: int | None, epochs: int | None) -> None:
-        given = [n for n in (steps, epochs) if n is not None]
-        if len(given) != 1 or isinstance(given[0], bool) or not isinstance(given[0], int) or given[0] < 0:
-            raise ConfigError(
-                f"fit(steps={steps!r}, epochs={epochs!r})", remedy="Write fit(epochs=3), or fit(steps=1000)"
-            )
-
-    def _take_data(self, train: Any, validation: Any, every: int | None, batch_size: int | None) -> None:
+    def _set_data(self, train: Any, validation: Any, every: int | None, batch_size: int | None) -> None:
         before = self.engine.data
         if train is not None:
-            self.engine.set_data(self._batches(train, batch_size, before))
+            self.engine.set_data(self._make_loader(train, batch_size, before))
         if validation is not None:
-            validation = self._batches(validation, batch_size, before, shuffle=False, merge_last=True)
+            validation = self._make_loader(validation, batch_size, before, shuffle=False, merge_last=True)
         self._validation = validation
         if every is not None and (validation is None or isinstance(every, bool) or every < 1):
+            problem = "requires validation data" if validation is None else "is not positive"
             raise ConfigError(
-                f"validate_every={every!r}" + (" without validation data" if validation is None else ""),
-                rule="It is a number of steps, from 1 on, behind which the model is tried on the validation data",
-                remedy="Write fit(..., validation=data, validate_every=100), or leave it out",
+                f"validate_every={every!r} {problem}",
+                remedy="Write fit(..., validation=data, validate_every=100), or remove validate_every",
             )
 
-    def _batches(
+    def _make_loader(
         self, data: Any, batch_size: int | None, before: ShardedDataLoader | None, **options: Any
     ) -> ShardedDataLoader:
-        """Of data that ``fit`` was given; what it does not say is as in the engine's data."""
+        """Create the loader of data passed to ``fit``, with the defaults of the engine's data."""
         if isinstance(data, ShardedDataLoader):
             return data
         if isinstance(data, DataLoader):
@@ -425,21 +419,15 @@ class Trainer:
         return batches_of(data, self.engine.context, batch_size=batch_size, **options)
 
     def _is_over(self) -> bool:
-        return self._is_over_at(self.step) or (self.last_epoch is not None and self.epoch >= self.last_epoch)
+        return self._is_last_step() or (self.last_epoch is not None and self.epoch >= self.last_epoch)
 
-    def _is_over_at(self, step: int) -> bool:
-        return self.last_step is not None and step >= self.last_step
+    def _is_last_step(self) -> bool:
+        return self.last_step is not None and self.step >= self.last_step
 
 
 def _tokens_of_sample(batch: Any) -> float:
-    """Numbers of ``input_ids`` in a sample of this rank's part, on average; 1 where there are none."""
-    parts = [
-        part.get("input_ids") for part in (batch if is_batch_list(batch) else [batch]) if isinstance(part, Mapping)
-    ]
-    ids = [part for part in parts if isinstance(part, Tensor) and part.dim() > 1 and len(part)]
-    return sum(part.numel() for part in ids) / sum(len(part) for part in ids) if ids else 1.0
-
-
-def _learning_rate(engine: Engine) -> float | None:
-    optimizer = engine.optimizer[0] if isinstance(engine.optimizer, list) else engine.optimizer
-    return None if optimizer is None else float(optimizer.param_groups[0]["lr"])
+    """Return the mean number of ``input_ids`` per sample, or 1 if there are none."""
+    parts = batch if is_batch_list(batch) else [batch]
+    columns = [part.get("input_ids") for part in parts if isinstance(part, Mapping)]
+    ids = [x for x in columns if isinstance(x, Tensor) and x.dim() > 1 and len(x)]
+    return sum(x.numel() for x in ids) / sum(len(x) for x in ids) if ids else 1.0

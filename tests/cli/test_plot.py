@@ -121,7 +121,7 @@ def test_without_matplotlib_the_table_is_printed_and_the_extra_is_named(
         (("first", "first/log"), "is named twice"),
         (("first", "./first/log/../log"), "is named twice"),
         (("empty",), "There is no value in empty"),
-        ((".",), "holds 2 runs"),
+        ((".",), "contains 2 runs"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_is_drawn(

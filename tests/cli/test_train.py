@@ -56,7 +56,7 @@ def test_two_processes_train_and_one_goes_on(folder: Path) -> None:
     assert (folder / "run/model/model.safetensors").is_file()
     again = started("--set", "training.steps=6")
     assert again.returncode == 0, again.stderr
-    assert "goes on from step 4" in again.stdout
+    assert "resuming from step 4" in again.stdout
     assert [record.step for record in read_records(folder / "run")] == [1, 2, 3, 4, 5, 6]
 
 
@@ -119,6 +119,6 @@ def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(folder: Path) -> N
     out, err = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGINT, err
     assert "Ctrl-C: finishing step 2 and saving (press again to stop at once)" in err
-    assert "stopped after step 2; saved in run/checkpoints: the same command resumes" in out
+    assert "stopped after step 2; saved in run/checkpoints: run the same command to resume" in out
     assert err.strip().endswith("shardformer train: ended by SIGINT")
     assert [path.name for path in (folder / "run/checkpoints").glob("step-*")] == ["step-00000002"]

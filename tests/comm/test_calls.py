@@ -36,7 +36,7 @@ CALLS: dict[str, Callable[[Engine, str], Any]] = {
     "engine.load": lambda engine, folder: engine.load(folder),
     "engine.resume": lambda engine, folder: engine.resume(folder),
     "engine.export": lambda engine, folder: engine.export(folder),
-    "engine.reshape": lambda engine, folder: engine.reshard({"data": 2}),
+    "engine.reshard": lambda engine, folder: engine.reshard({"data": 2}),
     "engine.evaluate": lambda engine, folder: engine.evaluate(BATCH),
     "engine.train_step": lambda engine, folder: engine.train_step(BATCH),
     "engine(batch)": lambda engine, folder: engine(BATCH),

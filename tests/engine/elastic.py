@@ -1,9 +1,9 @@
-"""A run whose processes are killed, and that goes on from its last checkpoint.
+"""Training run whose processes are killed, and that resumes from its last checkpoint.
 
     shardformer run --nproc_per_node 4 --max-restarts 10 tests/engine/elastic.py FOLDER --kills 10
 
-Each time the launcher has started the processes, one of them kills itself at a random step, until it was done so often.
-The first process prints the weights at the end, in one number that any difference changes.
+After each launch one process kills itself at a random step, up to the given number of kills. The first process prints
+a checksum of the final weights.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--zero", type=int, default=2)
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--pause", type=float, default=0.0, help="seconds behind each step")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds after each step")
     args = parser.parse_args()
     restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     dice = random.Random(restart)

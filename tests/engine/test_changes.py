@@ -1,4 +1,4 @@
-"""A reshape carries over what was changed since ``initialize``, or is refused before anything was changed."""
+"""``engine.reshard`` carries over changes since ``initialize``, or raises before anything is changed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Settings:
 
 
 class Model(nn.Module):
-    """Reads many kinds of settings in its forward."""
+    """Model whose forward reads many kinds of attributes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ def losses(change: Callable[[Engine], None], layouts: list[dict[str, Any] | None
 
 
 @pytest.mark.parametrize("name", CARRIED)
-def test_the_losses_are_those_of_a_run_that_was_not_reshaped(name: str) -> None:
+def test_losses_equal_those_of_a_run_without_reshard(name: str) -> None:
     expected = losses(CARRIED[name], [None] * 4)
     assert losses(CARRIED[name], [None, {"zero_stage": 1}, None, {"micro_batches": 1}]) == pytest.approx(
         expected, abs=1e-12
@@ -154,19 +154,19 @@ REFUSED = {f.__name__: f for f in (hook, backward_hook, parameter_hook, bound_fo
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_carried_over_is_refused_and_the_engine_goes_on(name: str) -> None:
+def test_an_unsupported_change_raises_and_the_engine_still_works(name: str) -> None:
     engine = engine_of()
     REFUSED[name](engine)
     before, optimizer = engine.model, engine.optimizer
     params = [id(p) for each in optimizer.param_groups for p in each["params"]]
-    with pytest.raises(ConfigError, match="changed since initialize"):
+    with pytest.raises(ConfigError, match="change since initialize"):
         engine.reshard({"zero_stage": 1})
     assert engine.model is before and engine.optimizer is optimizer
     assert [id(p) for each in optimizer.param_groups for p in each["params"]] == params
     engine.train_step(batch(0))
 
 
-def test_a_compiled_model_is_not_compiled_in_another_layout_and_a_warning_says_so() -> None:
+def test_resharding_a_compiled_model_warns() -> None:
     engine = engine_of()
     engine.model.last.compile(backend="eager")
     with pytest.warns(UserWarning, match=r"Call engine.model.last.compile\(\) again") as caught:
@@ -175,15 +175,15 @@ def test_a_compiled_model_is_not_compiled_in_another_layout_and_a_warning_says_s
     engine.train_step(batch(0))
 
 
-def test_an_engine_of_one_process_is_copied_and_one_of_several_is_refused() -> None:
+def test_only_an_engine_of_one_process_can_be_copied() -> None:
     engine = engine_of()
     engine.train_step(batch(0))
-    twin = copy.deepcopy(engine)
-    found = [float(each.train_step(batch(step))) for step in (1, 2) for each in (engine, twin)]
+    copied = copy.deepcopy(engine)
+    found = [float(each.train_step(batch(step))) for step in (1, 2) for each in (engine, copied)]
     assert found[0] == found[1] != found[2] == found[3]
 
     def refused(context: ParallelContext) -> None:
-        with pytest.raises(ConfigError, match=r"copy it: copy\.deepcopy"):
+        with pytest.raises(ConfigError, match=r"Copy only the model with copy\.deepcopy"):
             copy.deepcopy(engine_of(context, data=2))
 
     run_as_threads(refused, data=2, in_turn=True)
@@ -191,8 +191,8 @@ def test_an_engine_of_one_process_is_copied_and_one_of_several_is_refused() -> N
 
 @pytest.mark.parametrize("how", [torch.nn.utils.weight_norm, functools.partial(prune.l1_unstructured, amount=0.5)])
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
-def test_a_weight_that_a_hook_computes_before_each_forward_trains_on_in_another_layout(how: Any) -> None:
-    """torch refuses to copy it."""
+def test_weight_norm_and_pruning_continue_after_reshard(how: Any) -> None:
+    """Their weight is computed by a hook, so that ``copy.deepcopy`` fails."""
 
     def trained(layouts: list[dict[str, Any] | None]) -> list[float]:
         torch.manual_seed(0)
@@ -208,7 +208,7 @@ def test_a_weight_that_a_hook_computes_before_each_forward_trains_on_in_another_
     assert trained([None, {"zero_stage": 3}, {"zero_stage": 1}]) == pytest.approx(trained([None] * 3), abs=1e-12)
 
 
-def test_what_was_there_at_initialize_is_no_change() -> None:
+def test_modifications_before_initialize_are_not_changes() -> None:
     made = Model().double()
     made.first.register_forward_hook(lambda module, args, output: output * 2)
     engine = shardformer.initialize(made, torch.optim.SGD(made.parameters(), lr=0.1), nn.MSELoss())
@@ -218,7 +218,7 @@ def test_what_was_there_at_initialize_is_no_change() -> None:
 
 
 @pytest.mark.parametrize("problem", ["zero", "micro_batches"])
-def test_a_reshape_that_fails_midway_changes_nothing(problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_reshard_leaves_the_engine_unchanged(problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from shardformer.training import initialize as reshape
 
     engine, other = engine_of(), engine_of()
@@ -264,18 +264,18 @@ def llama_losses(context: ParallelContext | None, layouts: list[dict[str, Any] |
     return found
 
 
-def test_over_tensor_and_pipeline_and_data_ranks() -> None:
+def test_changes_are_carried_over_between_tensor_pipeline_and_data_parallel_layouts() -> None:
     layouts = [None, {"pipe": 2}, {"data": 2, "zero_stage": 1}, {"tensor": 2}]
     expected = llama_losses(None, layouts)
     for found in run_as_threads(lambda context: llama_losses(context, layouts), tensor=2, in_turn=True):
         assert found == pytest.approx(expected, abs=1e-6)
 
 
-def test_a_change_on_one_rank_alone_that_ranks_have_differently_is_refused_on_all() -> None:
+def test_a_change_that_differs_between_ranks_raises_on_all_ranks() -> None:
     def do(context: ParallelContext) -> None:
         engine = engine_of(context)
         engine.model._shift = float(1 + context.data.rank)
-        with pytest.raises(ShardFormerError, match="not alike on all ranks"):
+        with pytest.raises(ShardFormerError, match="differs between ranks"):
             engine.reshard({"data": 2, "zero_stage": 1})
 
     run_as_threads(do, data=2, in_turn=True)

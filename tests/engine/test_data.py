@@ -1,4 +1,4 @@
-"""The data of a distributed run: every sample once, the same under any layout, and where it was when it goes on."""
+"""Distributed data loading uses every sample once, independently of the layout, and resumes at the next sample."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def place(rank: int = 0, ranks: int = 1, **others: int) -> ParallelContext:
 
 
 def parts(make: Any, ranks: int, **options: Any) -> list[list[Any]]:
-    """For each rank its parts of all batches of an epoch."""
+    """Return the local batches of an epoch for each rank."""
     return [list(ShardedDataLoader(make(), place(rank, ranks), **options)) for rank in range(ranks)]
 
 
 def joined(found: list[list[Tensor]]) -> list[list[int]]:
-    """Whole batches, out of the parts of the ranks."""
+    """Concatenate the local batches to global batches."""
     return [torch.cat(each).tolist() for each in zip(*found, strict=True)]
 
 
@@ -48,7 +48,7 @@ def joined(found: list[list[Tensor]]) -> list[list[int]]:
     drop=st.booleans(),
     seed=st.integers(0, 5),
 )
-def test_the_parts_are_the_whole_batches_whatever_the_number_of_ranks(
+def test_local_batches_form_the_global_batches_for_any_number_of_ranks(
     count: int, batch: int, ranks: int, drop: bool, seed: int
 ) -> None:
     options = {"batch_size": batch, "drop_last": drop, "seed": seed}
@@ -65,14 +65,14 @@ def test_the_parts_are_the_whole_batches_whatever_the_number_of_ranks(
     assert len(ShardedDataLoader(list(range(count)), place(), **options)) == len(whole)  # type: ignore[arg-type]
 
 
-def test_ranks_that_differ_along_other_axes_get_the_same() -> None:
+def test_ranks_of_the_same_data_rank_get_the_same_batches() -> None:
     first, second = (
         ShardedDataLoader(list(range(9)), place(1, 2, tensor=t), batch_size=4, drop_last=True) for t in (0, 1)
     )
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_every_epoch_has_its_own_order_and_not_without_shuffle() -> None:
+def test_every_epoch_is_shuffled_anew_unless_shuffle_is_false() -> None:
     batches = ShardedDataLoader(list(range(20)), place(), batch_size=20)
     one, other = (next(iter(list(batches))).tolist() for _ in range(2))
     assert one != other
@@ -82,7 +82,7 @@ def test_every_epoch_has_its_own_order_and_not_without_shuffle() -> None:
 
 
 def samples_of(batches: ShardedDataLoader, number: int) -> list[int]:
-    """Of so many batches, over as many epochs as that takes."""
+    """Return the samples of ``count`` batches over as many epochs as necessary."""
     found: list[int] = []
     while number:
         for batch in batches:
@@ -99,7 +99,7 @@ def sample_order() -> list[int]:
 
 
 @given(first=st.integers(1, 7), then=st.integers(1, 7), steps=st.integers(0, 12))
-def test_a_run_goes_on_at_the_same_sample(first: int, then: int, steps: int) -> None:
+def test_a_resumed_run_continues_with_the_next_sample(first: int, then: int, steps: int) -> None:
     before = ShardedDataLoader(list(range(17)), place(), batch_size=first)
     found = samples_of(before, steps)
     after = ShardedDataLoader(list(range(17)), place(), batch_size=then, seed=99)
@@ -112,7 +112,7 @@ def test_a_run_goes_on_at_the_same_sample(first: int, then: int, steps: int) -> 
 
 
 class Noisy(Dataset[Tensor]):
-    """Every sample draws from all three generators."""
+    """Data set whose samples draw from all three random generators."""
 
     def __len__(self) -> int:
         return 12
@@ -126,7 +126,7 @@ def noisy_collate(samples: list[Tensor]) -> Tensor:
 
 
 @pytest.mark.slow
-def test_what_samples_draw_depends_on_neither_layout_nor_workers_nor_a_restart() -> None:
+def test_random_augmentation_is_independent_of_layout_workers_and_restarts() -> None:
     def rows(ranks: int, **options: Any) -> list[list[float]]:
         found = parts(Noisy, ranks, batch_size=4, **options)
         return [row for each in zip(*found, strict=True) for part in each for row in part.tolist()]
@@ -147,7 +147,7 @@ def test_what_samples_draw_depends_on_neither_layout_nor_workers_nor_a_restart()
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_random_numbers_of_training_stay_where_they_are(workers: int) -> None:
+def test_reading_data_keeps_the_random_state_of_training(workers: int) -> None:
     torch.manual_seed(0)
     numpy.random.seed(0)
     random.seed(0)
@@ -173,7 +173,7 @@ class Rows(IterableDataset[Any]):
 
 
 class Stepping:
-    """A sampler of the user's own."""
+    """User-defined sampler."""
 
     def __init__(self, count: int, epoch: int = 0) -> None:
         self.count, self.epoch = count, epoch
@@ -196,7 +196,7 @@ def firsts(found: list[list[Any]]) -> list[list[int]]:
     return joined([[batch[0] for batch in each] for each in found])
 
 
-def test_a_loader_of_the_user_keeps_its_order_and_size() -> None:
+def test_a_user_loader_keeps_its_order_and_batch_size() -> None:
     assert firsts(parts(lambda: loader(batch_size=4), 2)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
     assert firsts(parts(lambda: loader(batch_size=4, drop_last=True), 2)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     shuffled = firsts(parts(lambda: loader(batch_size=4, shuffle=True), 2))
@@ -204,7 +204,7 @@ def test_a_loader_of_the_user_keeps_its_order_and_size() -> None:
     assert shuffled == firsts(parts(lambda: loader(batch_size=4, shuffle=True), 1))
 
 
-def test_a_sampler_of_the_user_says_the_order() -> None:
+def test_a_user_sampler_determines_the_order() -> None:
     batches = ShardedDataLoader(loader(batch_size=6, sampler=Stepping(11)), place(0, 2))
     assert [batch[0].tolist() for batch in batches] == [[0, 1, 2], [6, 7, 8]]
     assert [batch[0].tolist() for batch in batches] == [[1, 2, 3], [7, 8, 9]]
@@ -213,7 +213,7 @@ def test_a_sampler_of_the_user_says_the_order() -> None:
     assert drawn[0] == drawn[1] == drawn[2]
 
 
-def test_batches_that_the_users_sampler_makes_are_shared_out() -> None:
+def test_batches_of_a_batch_sampler_are_sharded() -> None:
     own = [[3, 1, 2], [5, 4], [6, 7, 8, 9]]
     assert firsts(parts(lambda: loader(batch_sampler=own), 2)) == own
     begun, goes_on = (ShardedDataLoader(loader(batch_sampler=own), place()) for _ in range(2))
@@ -222,7 +222,7 @@ def test_batches_that_the_users_sampler_makes_are_shared_out() -> None:
     assert [batch[0].tolist() for batch in goes_on] == own[1:]
 
 
-def test_several_batches_of_a_loader_make_a_step() -> None:
+def test_accumulate_returns_lists_of_batches() -> None:
     found = parts(lambda: loader(batch_size=2, drop_last=True), 2, accumulate=2)
     assert [[[b[0].tolist() for b in step] for step in rank] for rank in found] == [
         [[[0], [2]], [[4], [6]], [[8]]],
@@ -230,7 +230,7 @@ def test_several_batches_of_a_loader_make_a_step() -> None:
     ]
 
 
-def test_streams_are_shared_out_as_they_come() -> None:
+def test_streams_are_sharded_in_order() -> None:
     data = [{"x": i, "words": f"no. {i}"} for i in range(9)]
     found = parts(lambda: Rows(data), 2, batch_size=4, drop_last=True)
     assert [batch["x"].tolist() for batch in found[0]] == [[0, 1], [4, 5]]
@@ -252,7 +252,7 @@ def test_lists_of_numbers_become_tensors() -> None:
     assert batch["word"] == ["a"] * 4
 
 
-def test_a_last_batch_that_is_too_small_can_be_merged() -> None:
+def test_a_small_last_batch_can_be_merged() -> None:
     found = joined(parts(lambda: list(range(9)), 2, batch_size=4, merge_last=True, shuffle=False))
     assert found == [[0, 1, 2, 3], [4, 5, 6, 7, 8]]
     assert len(ShardedDataLoader(list(range(9)), place(0, 2), batch_size=4, merge_last=True)) == 2
@@ -262,45 +262,45 @@ def test_a_last_batch_that_is_too_small_can_be_merged() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "options", "said"),
+    ("source", "options", "message"),
     [
-        (list(range(4)), {}, "without batch_size"),
+        (list(range(4)), {}, "requires batch_size"),
         (list(range(4)), {"batch_size": 0}, "batch_size=0"),
         (list(range(4)), {"batch_size": True}, "batch_size=True"),
-        (list(range(4)), {"batch_size": 1}, "batch_size=1 for 2 data ranks"),
-        (list(range(5)), {"batch_size": 4}, "leave a last one of 1"),
-        (list(range(3)), {"batch_size": 4, "drop_last": True}, "3 samples for batches of 4"),
+        (list(range(4)), {"batch_size": 1}, "batch_size=1 is smaller than the number of data ranks, 2"),
+        (list(range(5)), {"batch_size": 4}, "The last batch has 1 samples"),
+        (list(range(3)), {"batch_size": 4, "drop_last": True}, "drops all 3 samples"),
         (list(range(4)), {"batch_size": 4, "accumulate": 2}, "accumulate=2"),
         (list(range(4)), {"batch_size": 4, "num_workers": -1}, "num_workers=-1"),
         ([], {"batch_size": 4}, "is empty"),
-        ({"x": [1]}, {"batch_size": 4}, "is a dict"),
-        ("text", {"batch_size": 4}, "is a str"),
-        (3, {"batch_size": 4}, "is a int"),
+        ({"x": [1]}, {"batch_size": 4}, "data of type dict"),
+        ("text", {"batch_size": 4}, "data of type str"),
+        (3, {"batch_size": 4}, "data of type int"),
         (iter([1]), {"batch_size": 4, "shuffle": True}, "shuffle=True"),
         (iter([1]), {"batch_size": 4, "num_workers": 2}, "num_workers=2"),
-        (loader(batch_size=4), {"batch_size": 8}, "batch_size=8 beside"),
-        (loader(batch_size=4), {"collate_fn": list}, "collate_fn is given beside"),
+        (loader(batch_size=4), {"batch_size": 8}, "batch_size=8 conflicts"),
+        (loader(batch_size=4), {"collate_fn": list}, "collate_fn has no effect"),
         (loader(batch_size=4, sampler=DistributedSampler([1, 2], 2, 0)), {}, "DistributedSampler"),  # type: ignore[arg-type]
     ],
     ids=lambda value: str(value)[:20] if isinstance(value, str) else "",
 )
-def test_data_that_cannot_be_shared_out_is_refused(source: Any, options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_data_that_cannot_be_sharded_raises(source: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         ShardedDataLoader(source, place(0, 2), **options)
 
 
-def test_what_is_found_out_on_the_way_is_refused_too() -> None:
-    with pytest.raises(InputError, match="'ids' of the shapes"):
+def test_errors_found_during_iteration_raise() -> None:
+    with pytest.raises(InputError, match=r"'ids' .* different shapes"):
         list(ShardedDataLoader([{"ids": [1]}, {"ids": [1, 2]}], place(), batch_size=2))
     once = ShardedDataLoader(iter([1, 2]), place(), batch_size=2)
     assert len(list(once)) == 1
-    with pytest.raises(InputError, match="gave nothing in epoch 2"):
+    with pytest.raises(InputError, match="yielded no batch in epoch 2"):
         list(once)
-    with pytest.raises(ConfigError, match="does not know its length"):
+    with pytest.raises(ConfigError, match="length of the training data is unknown"):
         len(once)
-    with pytest.raises(InputError, match="A batch of 1 samples for 2 data ranks"):
+    with pytest.raises(InputError, match="A batch of 1 samples is too small for 2 data ranks"):
         list(ShardedDataLoader(Rows([1, 2, 3]), place(0, 2), batch_size=2))
-    with pytest.raises(ConfigError, match="Give the same data"):
+    with pytest.raises(ConfigError, match="Pass the same data"):
         ShardedDataLoader([1, 2], place(), batch_size=1).load_state(
             ShardedDataLoader([1], place(), batch_size=1).state()
         )

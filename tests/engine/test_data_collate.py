@@ -1,4 +1,4 @@
-"""Samples that are mappings become the batch that a model takes."""
+"""``collate_samples`` converts mappings to the batch that a model takes."""
 
 from __future__ import annotations
 
@@ -35,28 +35,28 @@ def test_numbers_become_a_tensor(values: list[Any], expected: Tensor) -> None:
     assert torch.equal(found, expected)
 
 
-def test_words_stay_a_list() -> None:
+def test_strings_stay_a_list() -> None:
     assert collate_samples([{"text": "a"}, {"text": "bc"}]) == {"text": ["a", "bc"]}
 
 
-def test_other_samples_are_put_together_as_torch_does_it() -> None:
+def test_other_samples_are_collated_by_default_collate() -> None:
     inputs, targets = collate_samples([(torch.ones(2), 1), (torch.ones(2), 0)])
     assert inputs.shape == (2, 2)
     assert targets.tolist() == [1, 0]
 
 
 @pytest.mark.parametrize(
-    ("samples", "said"),
+    ("samples", "message"),
     [
-        ([{"ids": [1]}, {"ids": [1, 2]}], r"'ids' of the shapes \(1,\) and \(2,\).*DataCollatorWithPadding"),
-        ([{"ids": torch.ones(3)}, {"ids": torch.ones(2)}], r"'ids' of the shapes \(2,\) and \(3,\)"),
-        ([{"ids": []}, {"ids": [1]}], r"'ids' of the shapes \(0,\) and \(1,\)"),
-        ([{"ids": [[1], [1, 2]]}], "'ids' of the shapes that no tensor has"),
-        ([{"words": ["a"]}, {"words": ["a", "b"]}], r"'words' of the shapes \(1,\) and \(2,\)"),
-        ([{"a": 1}, {"a": 1, "b": 1}], r"the keys \['a'\] and \['a', 'b'\]"),
-        ([{"a": 1, "b": 1}, {"a": 1}], r"the keys \['a', 'b'\] and \['a'\]"),
+        ([{"ids": [1]}, {"ids": [1, 2]}], r"'ids' .* different shapes, \(1,\) and \(2,\).*DataCollatorWithPadding"),
+        ([{"ids": torch.ones(3)}, {"ids": torch.ones(2)}], r"'ids' .* different shapes, \(2,\) and \(3,\)"),
+        ([{"ids": []}, {"ids": [1]}], r"'ids' .* different shapes, \(0,\) and \(1,\)"),
+        ([{"ids": [[1], [1, 2]]}], "'ids' .* cannot be converted to a tensor"),
+        ([{"words": ["a"]}, {"words": ["a", "b"]}], r"'words' .* different shapes, \(1,\) and \(2,\)"),
+        ([{"a": 1}, {"a": 1, "b": 1}], r"different keys, \['a'\] and \['a', 'b'\]"),
+        ([{"a": 1, "b": 1}, {"a": 1}], r"different keys, \['a', 'b'\] and \['a'\]"),
     ],
 )
-def test_samples_that_do_not_fit_together_are_refused(samples: list[dict[str, Any]], said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_inconsistent_samples_raise(samples: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(InputError, match=message):
         collate_samples(samples)

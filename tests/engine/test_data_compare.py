@@ -1,4 +1,4 @@
-"""Data that differs between ranks: an error on all of them, before a step is made."""
+"""Data that differs between ranks raises on all ranks before the first step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, rand
 from shardformer.errors import ShardFormerError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.training.data_sources import NEAR, content_of, sketch_of
+from shardformer.training.data_sources import NEAR, fingerprint, random_projection
 from shardformer.training.initialize import initialize
 
 Pair = tuple[Tensor, Tensor]
@@ -23,7 +23,7 @@ SAMPLES: list[Pair] = [(torch.tensor([float(number)]), torch.zeros(1)) for numbe
 
 
 def samples_used(rank: int, context: ParallelContext, data: Any, **options: Any) -> list[float] | None:
-    """The samples that a rank trains on in an epoch; None where the data are refused."""
+    """Return the samples that a rank uses in an epoch, or None if the data raises."""
     model, seen = nn.Linear(1, 1), []
     try:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -58,7 +58,7 @@ class OwnOrder(Sampler[int]):
 
 
 class Part(Sampler[list[int]]):
-    """Batches of this rank alone, as loaders of accelerate have them."""
+    """Batches of this rank only, as in data loaders of accelerate."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -100,7 +100,7 @@ DIFFERENT: dict[str, Callable[[int], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", DIFFERENT)
-def test_data_that_differs_is_refused_on_all_ranks(kind: str) -> None:
+def test_different_data_raises_on_all_ranks(kind: str) -> None:
     made = [DIFFERENT[kind](rank) for rank in range(2)]
     assert run_as_threads(lambda c: samples_used(c.rank, c, **made[c.rank]), data=2) == [None, None]
 
@@ -116,14 +116,14 @@ SAME: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", SAME)
-def test_the_same_data_is_trained_on_once(kind: str) -> None:
+def test_each_sample_of_equal_data_is_used_once(kind: str) -> None:
     made = [SAME[kind]() for _ in range(2)]
     used = run_as_threads(lambda c: samples_used(c.rank, c, **made[c.rank]), data=2)
     assert sorted(x for each in used for x in each or ()) == list(range(24))
 
 
 class Noisy(Dataset[dict[str, Any]]):
-    """Samples that differ each time they are read, as augmentation with a generator of its own makes them."""
+    """Samples that differ each time they are read, as with random augmentation."""
 
     def __init__(self, rank: int) -> None:
         self.generator = numpy.random.default_rng(rank)
@@ -135,21 +135,21 @@ class Noisy(Dataset[dict[str, Any]]):
         return torch.tensor([float(index)]) + self.generator.random() / 4, torch.zeros(1)
 
 
-def test_samples_that_are_augmented_at_random_are_not_compared() -> None:
+def test_randomly_augmented_samples_are_not_compared() -> None:
     data = [Noisy(rank) for rank in range(2)]
     used = run_as_threads(lambda c: samples_used(c.rank, c, data[c.rank], batch_size=4), data=2)
     assert sorted(int(x) for each in used for x in each) == list(range(8))
 
 
-def test_what_is_compared_of_a_sample() -> None:
+def test_content_of_compares_integers_strings_and_shapes() -> None:
     noise = torch.rand(3)
-    assert content_of({"label": 1, "image": noise}) == content_of({"image": noise + 1, "label": 1})
-    assert content_of({"label": 1, "image": noise}) != content_of({"image": noise, "label": 2})
-    assert content_of([0.5, noise]) != content_of([0.5, noise + 1])
-    assert content_of(object()) == content_of(object()), "an address is not content"
+    assert fingerprint({"label": 1, "image": noise}) == fingerprint({"image": noise + 1, "label": 1})
+    assert fingerprint({"label": 1, "image": noise}) != fingerprint({"image": noise, "label": 2})
+    assert fingerprint([0.5, noise]) != fingerprint([0.5, noise + 1])
+    assert fingerprint(object()) == fingerprint(object()), "an address is not content"
 
 
-def test_decimal_numbers_are_compared_but_for_rounding() -> None:
+def test_floating_point_samples_are_compared_up_to_rounding() -> None:
     x = torch.rand(1000, generator=torch.Generator().manual_seed(1))
     values = [
         {"x": x, "y": 0.5},
@@ -157,13 +157,13 @@ def test_decimal_numbers_are_compared_but_for_rounding() -> None:
         {"x": x.roll(1), "y": 0.5},
         {"x": x.numpy(), "y": 0.5},
     ]
-    (sum_, norm), *others = map(sketch_of, values)
+    (sum_, norm), *others = map(random_projection, values)
     assert [abs(other - sum_) < NEAR * norm for other, _ in others] == [True, False, True]
-    assert sketch_of({"label": 3, "text": "a"}) == (0.0, 0.0)
+    assert random_projection({"label": 3, "text": "a"}) == (0.0, 0.0)
 
 
 def skipped(context: ParallelContext, where: int) -> str:
-    """Rank 1 leaves a batch out; what all ranks raise."""
+    """Skip a batch on rank 1, and return the error of all ranks."""
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     engine = initialize(model, optimizer, nn.MSELoss(), SAMPLES, context=context, batch_size=6)
@@ -181,11 +181,11 @@ def skipped(context: ParallelContext, where: int) -> str:
 
 
 @pytest.mark.parametrize(("where", "what"), [(1, "different places"), (3, "engine.train_step")])
-def test_a_batch_that_one_rank_leaves_out_ends_the_run_on_all(where: int, what: str) -> None:
+def test_a_batch_skipped_by_one_rank_raises_on_all_ranks(where: int, what: str) -> None:
     assert all(what in error for error in run_as_threads(lambda c: skipped(c, where), data=2))
 
 
-def test_batches_that_a_thread_fetches_ahead_are_trained_on() -> None:
+def test_batches_prefetched_by_a_thread_are_used() -> None:
     def train(context: ParallelContext) -> int:
         model = nn.Linear(1, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

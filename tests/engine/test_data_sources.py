@@ -1,4 +1,4 @@
-"""Data with a number for each sample: the loaders, samplers and workers of the user."""
+"""Indexed data with loaders, samplers and workers of the user."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def place(rank: int = 0, ranks: int = 1) -> ParallelContext:
 
 
 class Process(Dataset[Any]):
-    """Each sample is the process that read it, and a number that it drew."""
+    """Data set whose samples contain the process that read them and a random number."""
 
     def __len__(self) -> int:
         return 8
@@ -32,8 +32,8 @@ class Process(Dataset[Any]):
         return torch.tensor([os.getpid(), float(torch.rand(()))], dtype=torch.float64)
 
 
-def test_a_sampler_of_torch_that_makes_batches_chooses_the_samples() -> None:
-    """The loader has no batch size of its own then, and another sampler that it does not use."""
+def test_an_explicit_batch_sampler_of_torch_chooses_the_samples() -> None:
+    """Such a loader has no batch size, and an unused default sampler."""
     made = BatchSampler(range(9, -1, -1), 4, drop_last=False)
     parts = [list(ShardedDataLoader(DataLoader(range(10), batch_sampler=made), place(rank, 2))) for rank in range(2)]
     assert [part.tolist() for part in parts[0]] == [[9, 8], [5, 4], [1]]
@@ -43,7 +43,7 @@ def test_a_sampler_of_torch_that_makes_batches_chooses_the_samples() -> None:
 
 
 @pytest.mark.slow
-def test_workers_that_persist_are_the_same_in_every_epoch() -> None:
+def test_persistent_workers_are_reused_in_every_epoch() -> None:
     options: dict[str, Any] = {"batch_size": 2, "num_workers": 1}
     batches = ShardedDataLoader(DataLoader(Process(), persistent_workers=True, **options), place())
     next(iter(batches))  # a loop that is broken off
@@ -56,16 +56,16 @@ def test_workers_that_persist_are_the_same_in_every_epoch() -> None:
 
 
 @pytest.mark.slow
-def test_what_a_worker_finds_wrong_is_said_as_it_is() -> None:
+def test_an_error_in_a_worker_keeps_its_type_and_text() -> None:
     samples = [{"ids": [1]}, {"ids": [1, 2]}]
     with pytest.raises(InputError, match=r"^The samples of a batch have 'ids' of the shapes"):
         list(ShardedDataLoader(samples, place(), batch_size=2, num_workers=1))
 
 
-def test_batches_of_a_sampler_that_are_too_small() -> None:
+def test_small_batches_of_a_batch_sampler_raise() -> None:
     loader: DataLoader[Any] = DataLoader(list(range(5)), batch_sampler=[[0, 1], [2, 3], [4]])  # type: ignore[arg-type]
     assert len(ShardedDataLoader(loader, place())) == 3
-    with pytest.raises(InputError, match="A batch of 1 samples for 2 data ranks"):
+    with pytest.raises(InputError, match="A batch of 1 samples is too small for 2 data ranks"):
         next(iter(ShardedDataLoader(loader, place(0, 2))))
     merged = [
         torch.cat(parts).tolist()
@@ -74,17 +74,17 @@ def test_batches_of_a_sampler_that_are_too_small() -> None:
     assert merged == [[0, 1], [2, 3, 4]]
 
 
-def test_what_is_left_for_more_ranks_than_it_has_samples() -> None:
+def test_a_remainder_smaller_than_the_number_of_ranks_raises() -> None:
     before = ShardedDataLoader(list(range(12)), place(0, 3), batch_size=3)
     for _ in zip(range(3), before):
         pass
     after = ShardedDataLoader(list(range(12)), place(3, 4), batch_size=4)
     after.load_state(before.state())
-    with pytest.raises(InputError, match="A batch of 3 samples for 4 data ranks"):
+    with pytest.raises(InputError, match="A batch of 3 samples is too small for 4 data ranks"):
         next(iter(after))
 
 
-def test_a_generator_of_the_user_is_left_alone() -> None:
+def test_the_generator_of_a_user_loader_is_not_advanced() -> None:
     generator = torch.Generator().manual_seed(5)
     before = generator.get_state()
     data = list(range(6))
@@ -95,7 +95,7 @@ def test_a_generator_of_the_user_is_left_alone() -> None:
     assert torch.equal(generator.get_state(), before)
 
 
-def test_a_sampler_may_give_names_and_tensors() -> None:
+def test_a_sampler_may_yield_strings_and_tensors() -> None:
     class Words(Dataset[str]):
         def __len__(self) -> int:
             return 2
@@ -117,30 +117,30 @@ def test_a_sampler_may_give_names_and_tensors() -> None:
     assert batch.tolist() == [7, 5]
 
 
-def test_shuffling_can_be_taken_from_a_loader() -> None:
+def test_shuffle_false_disables_shuffling_of_a_loader() -> None:
     data: Any = list(range(6))
     found = ShardedDataLoader(DataLoader(data, 3, shuffle=True), place(), shuffle=False)
     assert [batch.tolist() for batch in found] == [[0, 1, 2], [3, 4, 5]]
 
 
 @pytest.mark.parametrize(
-    ("source", "options", "said"),
+    ("source", "options", "message"),
     [
-        (DataLoader([1, 2], 2), {"shuffle": True}, "shuffle=True is given beside"),  # type: ignore[arg-type]
-        (DataLoader([1, 2], 2), {"num_workers": 2}, "num_workers=2 beside"),  # type: ignore[arg-type]
-        (DataLoader([1, 2], 2), {"drop_last": True}, "drop_last=True beside"),  # type: ignore[arg-type]
-        (DataLoader([1, 2], 2, sampler=[]), {}, "a list, is empty"),  # type: ignore[arg-type]
-        (list, {"batch_size": 1}, "is a type"),
-        ({"a", "b"}, {"batch_size": 1}, "is a set"),
-        (torch.ones(3), {"batch_size": 1}, "is a Tensor.*TensorDataset"),
+        (DataLoader([1, 2], 2), {"shuffle": True}, "shuffle=True conflicts"),  # type: ignore[arg-type]
+        (DataLoader([1, 2], 2), {"num_workers": 2}, "num_workers=2 conflicts"),  # type: ignore[arg-type]
+        (DataLoader([1, 2], 2), {"drop_last": True}, "drop_last=True conflicts"),  # type: ignore[arg-type]
+        (DataLoader([1, 2], 2, sampler=[]), {}, r"\(list\) is empty"),  # type: ignore[arg-type]
+        (list, {"batch_size": 1}, "data of type type"),
+        ({"a", "b"}, {"batch_size": 1}, "data of type set"),
+        (torch.ones(3), {"batch_size": 1}, "data of type Tensor.*TensorDataset"),
     ],
 )
-def test_what_would_be_ignored_is_refused(source: Any, options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_arguments_without_effect_raise(source: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         ShardedDataLoader(source, place(), **options)
 
 
-def test_ranks_that_are_threads_draw_one_behind_the_other() -> None:
+def test_thread_ranks_draw_random_numbers_one_after_another() -> None:
     free: list[bool] = []
 
     def look() -> None:

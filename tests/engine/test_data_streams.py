@@ -1,4 +1,4 @@
-"""Streams: what was read is not lost and not read twice, and ranks draw alike."""
+"""Streamed data: no sample is lost or read twice, and all ranks draw the same random numbers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def place(rank: int = 0, ranks: int = 1) -> ParallelContext:
 
 
 class Count(IterableDataset[Any]):
-    """Counts up; each sample draws from all three generators."""
+    """Stream of increasing numbers whose samples draw from all three random generators."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -35,7 +35,7 @@ class Count(IterableDataset[Any]):
 
 
 class Counted(Count):
-    """It knows its length, and has the ``__getitem__`` of every torch Dataset, which raises."""
+    """Stream with a length, and with the inherited ``__getitem__`` of torch's Dataset, which raises."""
 
     def __len__(self) -> int:
         return self.count
@@ -56,7 +56,7 @@ MAKES: dict[str, Callable[[int, int], tuple[Any, dict[str, Any]]]] = {
 
 @pytest.mark.parametrize("kind", MAKES)
 @given(first=st.integers(2, 5), then=st.integers(2, 5), steps=st.integers(0, 2))
-def test_a_run_goes_on_at_the_same_sample(kind: str, first: int, then: int, steps: int) -> None:
+def test_a_resumed_run_continues_with_the_next_sample(kind: str, first: int, then: int, steps: int) -> None:
     def made(size: int) -> ShardedDataLoader:
         source, options = MAKES[kind](10, size)
         return ShardedDataLoader(source, place(), **options)
@@ -71,7 +71,7 @@ def test_a_run_goes_on_at_the_same_sample(kind: str, first: int, then: int, step
 
 
 @pytest.mark.parametrize("kind", MAKES)
-def test_a_loop_that_was_broken_off_goes_on(kind: str) -> None:
+def test_an_interrupted_loop_continues(kind: str) -> None:
     source, options = MAKES[kind](10, 4)
     batches = ShardedDataLoader(source, place(), **options)
     found = [row for _, batch in zip(range(1), batches) for row in batch.tolist()]
@@ -79,15 +79,15 @@ def test_a_loop_that_was_broken_off_goes_on(kind: str) -> None:
     assert batches.epoch == 1
 
 
-def test_what_can_be_gone_through_once_does_not_go_back() -> None:
+def test_an_iterator_cannot_restart() -> None:
     batches = ShardedDataLoader(iter(range(10)), place(), batch_size=4)
     next(iter(batches))
     batches.rewind()
-    with pytest.raises(InputError, match="read up to sample 4, and was to go on at 0"):
+    with pytest.raises(InputError, match="cannot restart at sample 0 after 4 samples"):
         next(iter(batches))
 
 
-def test_ranks_that_put_samples_together_draw_other_numbers() -> None:
+def test_collating_draws_different_random_numbers_on_each_rank() -> None:
     def noise(samples: list[Any]) -> Tensor:
         return torch.rand(3)
 
@@ -104,7 +104,7 @@ def test_ranks_that_put_samples_together_draw_other_numbers() -> None:
     ],
 )
 @pytest.mark.parametrize("make", [lambda: Count(9), lambda: Counted(9), lambda: iter(Count(9)), lambda: list(Count(9))])
-def test_the_end_is_the_same_as_that_of_a_list(ends: dict[str, bool], expected: Any, make: Any) -> None:
+def test_the_last_batches_of_a_stream_equal_those_of_a_list(ends: dict[str, bool], expected: Any, make: Any) -> None:
     found = [ShardedDataLoader(make(), place(r, 2), batch_size=4, shuffle=None, **ends) for r in (0, 1)]
     whole = [torch.cat(parts)[:, 0].tolist() for parts in zip(*found, strict=True)]
     if isinstance(make(), list):
@@ -113,27 +113,27 @@ def test_the_end_is_the_same_as_that_of_a_list(ends: dict[str, bool], expected: 
         assert whole == expected
 
 
-def test_merging_reads_nothing_ahead_that_a_broken_loop_would_lose() -> None:
+def test_merging_the_last_batch_loses_no_samples_of_an_interrupted_loop() -> None:
     batches = ShardedDataLoader(iter(range(9)), place(0, 2), batch_size=4, merge_last=True)
     assert next(iter(batches)).tolist() == [0, 1]
     assert [batch.tolist() for batch in batches] == [[4, 5, 6]]
 
 
-def test_a_stream_that_gives_no_batch_is_refused() -> None:
-    with pytest.raises(InputError, match="gave nothing in epoch 1"):
+def test_a_stream_without_batches_raises() -> None:
+    with pytest.raises(InputError, match="yielded no batch in epoch 1"):
         list(ShardedDataLoader(Count(0), place(), batch_size=4))
-    with pytest.raises(InputError, match="gave nothing in epoch 1"):
+    with pytest.raises(InputError, match="yielded no batch in epoch 1"):
         list(ShardedDataLoader(Count(3), place(), batch_size=4, drop_last=True))
 
 
-def test_lengths_that_are_known() -> None:
+def test_length_of_streams() -> None:
     assert len(ShardedDataLoader(Counted(9), place(), batch_size=4)) == 3
     assert len(ShardedDataLoader(DataLoader(Counted(9), 4), place())) == 3
     assert len(ShardedDataLoader(DataLoader(Counted(9), 4), place(), accumulate=2)) == 2
 
 
-def test_random_numbers_of_a_loader_are_its_own_and_the_same_on_all_ranks() -> None:
-    """A map-style data set without batching is a stream of whole batches."""
+def test_a_streamed_loader_has_its_own_random_state_equal_on_all_ranks() -> None:
+    """A map-style data set without batching is a stream of global batches."""
     generator = torch.Generator().manual_seed(5)
     before = generator.get_state()
     data = [torch.arange(4) + 4 * i for i in range(5)]

@@ -1,4 +1,4 @@
-"""A run whose processes are killed starts again from its last checkpoint, and ends as one that was never killed."""
+"""A run with killed processes restarts from its last checkpoint, with the same result as an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ SCRIPT = Path(__file__).with_name("elastic.py")
 
 
 def run(folder: Path, *options: str, processes: int, restarts: int = 0) -> tuple[int, int, str]:
-    """(exit status, restarts that were needed, a number of the weights)."""
+    """Return the exit status, the number of restarts and a checksum of the weights."""
     launcher = [*SHARDFORMER, "run", "--nproc_per_node", str(processes)]
     command = [*launcher, "--max-restarts", str(restarts), str(SCRIPT), str(folder), *options]
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PET_", "TORCHELASTIC"))}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
-    said = re.search(r"restarts (\d+) processes \d+ weights (\w+)", done.stdout)
-    assert said or done.returncode, done.stderr
-    return done.returncode, int(said[1]) if said else -1, said[2] if said else ""
+    message = re.search(r"restarts (\d+) processes \d+ weights (\w+)", done.stdout)
+    assert message or done.returncode, done.stderr
+    return done.returncode, int(message[1]) if message else -1, message[2] if message else ""
 
 
-def test_killed_processes_change_no_bit(tmp_path: Path) -> None:
+def test_killed_processes_change_no_bit_of_the_weights(tmp_path: Path) -> None:
     _, none, weights = run(tmp_path / "whole", "--steps", "7", processes=2)
     assert none == 0
     assert run(tmp_path / "killed", "--steps", "7", "--kills", "1", processes=2, restarts=2) == (0, 1, weights)
 
 
-def test_a_run_goes_on_with_fewer_processes(tmp_path: Path) -> None:
+def test_a_run_resumes_with_fewer_processes(tmp_path: Path) -> None:
     options = ("--steps", "7", "--dropout", "0")  # which draws other numbers under another layout
     status, _, _ = run(tmp_path / "killed", *options, "--kills", "1", processes=2)
     assert status != 0

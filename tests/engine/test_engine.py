@@ -1,4 +1,4 @@
-"""One engine: the same three calls under every layout, and the weights that one process gets."""
+"""The engine trains with the same calls under every layout, and with the weights of a single process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardformer.errors import ConfigError, InputError, ShardFormerError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.training.data_sources import epoch_seed
+from shardformer.training.data_sources import epoch_generator
 from shardformer.training.engine import Engine
 from shardformer.training.initialize import LAUNCHER_VARIABLES, initialize, make_context
 from shardformer.verify.small_models import SmallModel
@@ -25,7 +25,7 @@ from tests.pools import WorkerPools
 
 GPT2 = SmallModel("gpt2", changes={"n_layer": 4})
 EXACT = 1e-6
-"""GPT-2 computes its loss in fp32: another cut of a batch rounds otherwise."""
+"""GPT-2 computes its loss in fp32, so other micro-batches round differently."""
 
 Losses = list[float]
 
@@ -36,7 +36,7 @@ def plain(sample: SmallModel = GPT2) -> nn.Module:
 
 
 def rows(count: int = 22, length: int = 9) -> list[dict[str, Tensor]]:
-    """Samples with another number of ignored labels in each."""
+    """Samples with different numbers of ignored labels."""
     ids = torch.randint(3, 127, (count, length), generator=torch.Generator().manual_seed(0))
     labels = ids.clone()
     for row in range(count):
@@ -50,14 +50,14 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 @cache
 def alone() -> tuple[Losses, dict[str, Tensor]]:
-    """The loop as it is without us: the order of the data is all that is ours."""
+    """Plain training loop in the data order of the engine."""
     model = plain()
     optimizer = sgd(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     losses = []
     samples = rows()
     for epoch in range(2):
-        order = torch.randperm(len(samples), generator=epoch_seed(0, epoch)).tolist()
+        order = torch.randperm(len(samples), generator=epoch_generator(0, epoch)).tolist()
         for start in range(0, len(order), 6):
             batch = [samples[i] for i in order[start : start + 6]]
             loss = model(**{k: torch.stack([s[k] for s in batch]) for k in batch[0]}).loss
@@ -99,7 +99,7 @@ def _layout(parallel: dict[str, Any]) -> float:
     return difference(trained(parallel), alone())
 
 
-def test_one_process_is_the_loop_as_it_was() -> None:
+def test_one_process_equals_a_plain_training_loop() -> None:
     assert _layout({}) < 1e-12
     assert _layout({"zero_stage": 1}) < 1e-12
     assert _layout({"micro_batch_size": 2}) < EXACT
@@ -130,7 +130,7 @@ def test_four_processes_give_the_weights_of_one(pool4: WorkerPool, parallel: dic
 
 
 def _seen_by_norms() -> list[Tensor]:
-    """What layer norms are given in some steps, where tensor ranks hold slices of other sizes."""
+    """Return the inputs of layer norms in some steps, with uneven tensor shards."""
     torch.manual_seed(0)
     parallel = {"tensor": 2, "data": 2, "zero_stage": 3}
     model = SmallModel("bert", changes={"vocab_size": 131})().double().train()
@@ -147,14 +147,14 @@ def _seen_by_norms() -> list[Tensor]:
     return seen
 
 
-def test_what_tensor_ranks_compute_alike_has_the_same_bits_under_stage_3(pool4: WorkerPool) -> None:
+def test_replicated_activations_are_bitwise_equal_on_tensor_ranks_under_stage_3(pool4: WorkerPool) -> None:
     every = pool4.run(_seen_by_norms)
     for one, other in (every[:2], every[2:]):
         assert len(one) > 10 and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 class Sum(nn.Module):
-    """A model without a config, which gives no loss."""
+    """Model without a config that returns no loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ def made(**options: Any) -> Engine:
     return initialize(model, sgd(model), nn.CrossEntropyLoss(), **options)
 
 
-def test_rows_of_inputs_and_targets_are_batches() -> None:
+def test_tuples_of_inputs_and_targets_are_batches() -> None:
     data = pairs()
     engine, plainly = made(train_data=data, batch_size=4, data_options={"shuffle": False}), Sum()
     assert engine.data is not None
@@ -193,13 +193,13 @@ def test_rows_of_inputs_and_targets_are_batches() -> None:
     assert engine.steps == 3
 
 
-def test_a_loader_of_the_user_goes_on_as_it_was_made() -> None:
+def test_a_user_loader_keeps_its_settings() -> None:
     engine = made(train_data=DataLoader(pairs(), batch_size=4, drop_last=True))
     assert engine.data is not None
     assert [len(batch[1]) for batch in engine.data] == [4, 4]
 
 
-def test_several_batches_at_once_are_one_large_batch() -> None:
+def test_a_list_of_batches_is_one_large_batch() -> None:
     data = pairs()
     whole, parts = made(), made()
     expected = whole.train_step(tuple(data[:10]))
@@ -209,7 +209,7 @@ def test_several_batches_at_once_are_one_large_batch() -> None:
         assert torch.allclose(a, b, atol=1e-7)
 
 
-def test_the_loss_of_many_batches_is_that_of_all_of_them() -> None:
+def test_evaluate_returns_the_mean_loss_of_all_batches() -> None:
     data = pairs()
     engine = made()
     with torch.no_grad():
@@ -220,7 +220,7 @@ def test_the_loss_of_many_batches_is_that_of_all_of_them() -> None:
     assert float(engine.evaluate(tuple(data[:10]))) == pytest.approx(float(expected), abs=1e-6)
 
 
-def test_the_loss_of_many_batches_weighs_each_by_its_labels_that_count() -> None:
+def test_evaluate_weights_batches_by_their_counted_labels() -> None:
     x, y = pairs()[:10]
     y[1:5] = -100  # of the first batch one label counts, of the second all
     engine = made()
@@ -230,7 +230,7 @@ def test_the_loss_of_many_batches_weighs_each_by_its_labels_that_count() -> None
     assert float(found) == pytest.approx(float(expected), abs=1e-6)
 
 
-def test_an_average_over_ranks_is_the_mean_of_their_losses() -> None:
+def test_averaging_over_ranks_returns_the_mean_of_their_losses() -> None:
     x, y = pairs()[:10]
     y[1:5] = -100  # of the first rank's labels one counts, of the second's all
 
@@ -251,7 +251,7 @@ def test_an_average_over_ranks_is_the_mean_of_their_losses() -> None:
         assert (evaluated, trained_with) == (pytest.approx(expected, abs=1e-6), pytest.approx(expected, abs=1e-6))
 
 
-def test_in_eval_mode_a_batch_leaves_no_gradient_and_waits_for_nothing() -> None:
+def test_eval_mode_computes_no_gradients() -> None:
     engine, batch = made(), tuple(pairs()[:4])
     engine.eval()
     first = engine(batch)
@@ -263,7 +263,7 @@ def test_in_eval_mode_a_batch_leaves_no_gradient_and_waits_for_nothing() -> None
     assert engine.predict(batch).shape == (4, 3)
 
 
-def test_a_function_makes_the_optimizer_and_the_scheduler() -> None:
+def test_optimizer_and_scheduler_may_be_functions() -> None:
     torch.manual_seed(0)
     engine = initialize(
         Sum(),
@@ -275,7 +275,7 @@ def test_a_function_makes_the_optimizer_and_the_scheduler() -> None:
     assert engine.optimizer.param_groups[0]["lr"] == 0.5
 
 
-def test_an_optimizer_stays_the_object_that_it_was_and_trains() -> None:
+def test_the_users_optimizer_object_is_kept() -> None:
     torch.manual_seed(0)
     model = Sum()
     first, *others = model.parameters()
@@ -309,7 +309,7 @@ def test_schedulers_may_step_every_epoch() -> None:
 # --------------------------------------------------------------------------------------------------------- what it does
 
 
-def test_steps_that_are_not_finite_are_errors_or_skipped() -> None:
+def test_nonfinite_steps_raise_or_are_skipped() -> None:
     bad = (torch.full((4, 4), torch.inf), torch.zeros(4, dtype=torch.long))
     engine = made(parallel={"max_grad_norm": 1.0})
     before = [p.detach().clone() for p in engine.model.parameters()]
@@ -322,7 +322,7 @@ def test_steps_that_are_not_finite_are_errors_or_skipped() -> None:
         assert all(torch.equal(p, b) for p, b in zip(each.model.parameters(), before, strict=True))
 
 
-def test_a_scheduler_waits_where_a_step_is_skipped() -> None:
+def test_the_scheduler_does_not_step_after_a_skipped_step() -> None:
     good = tuple(pairs()[:4])
     bad = (torch.full((4, 4), torch.inf), good[1])
     engine = made(
@@ -356,20 +356,20 @@ def _misused(engine: Engine, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [
-        ("another loss", "Do not divide it"),
+        ("another loss", "is not the last loss of the engine"),
         ("no batch", "without a batch"),
         ("no backward", "before backward"),
         ("twice", r"engine\(\[first, second\]\)"),
         ("saved between", "in the middle of a step"),
-        ("a word", "The batch is a str"),
+        ("a word", "batch of type str is not supported"),
         ((torch.rand(4, 4), torch.rand(4), torch.zeros(4)), "has 2 inputs"),
     ],
     ids=lambda value: value[:12] if isinstance(value, str) else "too many",
 )
-def test_calls_in_another_order_are_refused(how: Any, said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_calls_in_the_wrong_order_raise(how: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         _misused(made(), how)
 
 
@@ -378,13 +378,13 @@ def strange_optimizer() -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
-        ({"optimizer": strange_optimizer()}, "none of the model's"),
+        ({"optimizer": strange_optimizer()}, "not in the model"),
         ({"optimizer": torch.optim.SGD}, "optimizer=SGD"),
         ({"parallel": {"tensr": 2}}, "Did you mean 'tensor'"),
         ({"parallel": 3}, "parallel=3"),
-        ({"parallel": {"tensor": 2}}, "runs alone"),
+        ({"parallel": {"tensor": 2}}, "there is only one process"),
         ({"parallel": {"zero_stage": 4}}, "zero_stage=4"),
         ({"parallel": {"partition": "uniform"}}, "without pipe=2"),
         ({"parallel": {"max_grad_norm": -1.0}}, "max_grad_norm=-1.0"),
@@ -393,21 +393,21 @@ def strange_optimizer() -> torch.optim.Optimizer:
     ],
     ids=lambda value: str(value) if isinstance(value, str) else "",
 )
-def test_what_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_arguments_raise(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         initialize(Sum(), **options)
 
 
-def test_an_optimizer_that_has_made_steps_is_refused() -> None:
+def test_an_optimizer_with_state_raises() -> None:
     model = Sum()
     optimizer = sgd(model)
     model(torch.rand(2, 4)).sum().backward()
     optimizer.step()
-    with pytest.raises(ConfigError, match="has made steps already"):
+    with pytest.raises(ConfigError, match="already has a state"):
         initialize(model, optimizer)
 
 
-def test_where_it_is_refused_the_optimizer_has_its_parameters_still() -> None:
+def test_the_optimizer_keeps_its_parameters_after_an_error() -> None:
     model = plain()
     optimizer = sgd(model)
     context = ParallelContext.of({"tensor": 3})
@@ -426,7 +426,7 @@ def test_where_it_is_refused_the_optimizer_has_its_parameters_still() -> None:
         ({"tensor": 3, "pipe": 2, "partition": [2, 2]}, 3, (1, 1, 3)),
     ],
 )
-def test_a_layout_fits_another_number_of_processes(
+def test_fit_to_adapts_the_layout_to_the_number_of_processes(
     asked: dict[str, Any], processes: int, sizes: tuple[int, int, int]
 ) -> None:
     fitted = ParallelConfig(**asked).fit_to(processes)
@@ -437,7 +437,7 @@ def test_a_layout_fits_another_number_of_processes(
 
 
 def _resumed(tmp: str, first: dict[str, Any], then: dict[str, Any], dropout: float = 0.1) -> float:
-    """Seven steps without a break, against three, a checkpoint, and four more under another layout."""
+    """Compare seven steps with three steps, a checkpoint, and four steps under another layout."""
 
     def run(parallel: dict[str, Any], start: Callable[[Engine], None], steps: int) -> tuple[Losses, Engine]:
         model = plain(SmallModel("gpt2", changes={"n_layer": 4, "resid_pdrop": dropout}))
@@ -467,15 +467,15 @@ def _resumed(tmp: str, first: dict[str, Any], then: dict[str, Any], dropout: flo
     return max(abs(a - b) for a, b in zip(before + after, whole, strict=True))
 
 
-def test_a_run_goes_on_in_the_middle_of_an_epoch_to_the_bit(tmp_path: Any) -> None:
+def test_resuming_within_an_epoch_is_bitwise_exact(tmp_path: Any) -> None:
     assert _resumed(str(tmp_path), {}, {}) == 0.0
 
 
-def test_a_pipeline_goes_on_to_the_bit(pool2: WorkerPool, tmp_path: Any) -> None:
+def test_resuming_a_pipeline_is_bitwise_exact(pool2: WorkerPool, tmp_path: Any) -> None:
     assert max(pool2.run(_resumed, str(tmp_path), {"pipe": 2, "zero_stage": 1}, {"pipe": 2, "zero_stage": 1})) == 0.0
 
 
-def test_it_goes_on_under_another_layout(pools: WorkerPools, tmp_path: Any) -> None:
+def test_a_checkpoint_resumes_under_another_layout(pools: WorkerPools, tmp_path: Any) -> None:
     assert (
         max(pools(4).run(_resumed, str(tmp_path), {"tensor": 2, "zero_stage": 2}, {"pipe": 2, "tensor": 2}, 0.0))
         < EXACT

@@ -1,4 +1,4 @@
-"""An operation that fails leaves the model, what trains it, the data and the random numbers as they were."""
+"""A failed operation leaves the model, the optimizer, the data and the random state unchanged."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def engine_of(
 
 
 def state(engine: Engine) -> Any:
-    """All that a failing call may not change."""
+    """Return everything that a failed call must not change."""
     optimizers = [own for each in engine.optimizers for own in getattr(each, "inner", [each])]
     return copy.deepcopy(
         {
@@ -89,7 +89,7 @@ class Unloadable(torch.optim.lr_scheduler.StepLR):
 
 
 class Extra(nn.Linear):
-    """A module with a state of its own, of which some value is refused."""
+    """Module with an extra state that rejects some value."""
 
     value = 1
 
@@ -131,7 +131,7 @@ LOADS = {f.__name__: f for f in (other_length, bad_scheduler, bad_extra_state, o
 
 
 @pytest.mark.parametrize("case", LOADS)
-def test_a_load_that_fails_changes_nothing(case: str, tmp_path: Any) -> None:
+def test_a_failed_load_changes_nothing(case: str, tmp_path: Any) -> None:
     engine = LOADS[case](tmp_path / "checkpoints")
     engine.train_step(batch())
     before, optimizer_state = state(engine), dict(engine.optimizer.state)
@@ -143,7 +143,7 @@ def test_a_load_that_fails_changes_nothing(case: str, tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("zero", [None, 1, 3])
-def test_a_load_that_fails_on_one_rank_changes_nothing_on_any(zero: int | None, tmp_path: Any) -> None:
+def test_a_load_that_fails_on_one_rank_changes_nothing_on_any_rank(zero: int | None, tmp_path: Any) -> None:
     def do(context: ParallelContext) -> None:
         engine = engine_of(context=context, zero_stage=zero)
         engine.train_step(batch())
@@ -174,7 +174,7 @@ class Refuses(shardformer.hooks.Hook):
         raise RuntimeError("this hook takes no state")
 
 
-def test_a_hook_that_refuses_its_state_leaves_the_trainer_as_it_was(tmp_path: Any) -> None:
+def test_a_hook_that_rejects_its_state_leaves_the_trainer_unchanged(tmp_path: Any) -> None:
     engine = engine_of()
     checkpoints = Checkpoint(tmp_path / "checkpoints", every_steps=2)
     shardformer.Trainer(engine, hooks=[Refuses(), checkpoints]).fit(steps=2)
@@ -213,7 +213,7 @@ def test_a_batch_that_fails_in_its_second_micro_batch_leaves_no_gradients() -> N
 
 
 @pytest.mark.parametrize("zero", [None, 1])
-def test_a_step_that_is_refused_can_be_left_out(zero: int | None) -> None:
+def test_a_failed_step_can_be_skipped(zero: int | None) -> None:
     engine = engine_of(zero_stage=zero, max_grad_norm=1.0)
     x, y = batch()
     before = {name: value.clone() for name, value in engine.model.named_parameters()}
@@ -246,7 +246,7 @@ BAD: dict[str, dict[str, Any]] = {
 @pytest.mark.reduced
 @pytest.mark.parametrize("case", BAD)
 @pytest.mark.parametrize("sizes", [{"data": 2}, {"tensor": 2}], ids=str)
-def test_initialize_that_fails_can_be_called_again(case: str, sizes: dict[str, int]) -> None:
+def test_initialize_can_be_called_again_after_an_error(case: str, sizes: dict[str, int]) -> None:
     from shardformer.verify.small_models import SmallModel
 
     def do(context: ParallelContext) -> tuple[float, float]:
@@ -282,7 +282,7 @@ def test_initialize_that_fails_can_be_called_again(case: str, sizes: dict[str, i
     assert all(difference < 1e-9 for difference, _ in run_as_threads(do, **sizes, in_turn=True))
 
 
-def test_a_scheduler_that_fails_on_one_rank_is_an_error_on_all() -> None:
+def test_a_scheduler_that_fails_on_one_rank_raises_on_all_ranks() -> None:
     def do(context: ParallelContext) -> None:
         made = model()
         optimizer = torch.optim.SGD(made.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""What of a batch the model gets, and what only the loss function reads; rows of several documents."""
+"""Batch items of the model and of the loss function, and packed documents."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def model_of(**config: Any) -> Any:
 
 
 def check(plain: Any, batch: dict[str, Any], loss: Tensor, grid: dict[str, int], loss_fn: Any = None) -> None:
-    """Loss and weights of a step over ranks are those of the plain model."""
+    """Compare loss and weights of a step over ranks with those of the unsharded model."""
     models = [copy.deepcopy(plain) for _ in range(2)]
     loss.backward()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
@@ -58,7 +58,7 @@ def distance(output: Any, batch: dict[str, Any]) -> Tensor:
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_a_key_that_only_the_loss_reads(grid: str) -> None:
+def test_a_key_that_only_the_loss_function_reads(grid: str) -> None:
     plain = model_of()
     generator = torch.Generator().manual_seed(2)
     teacher = torch.randn(4, 8, plain.config.vocab_size, generator=generator, dtype=torch.float64)
@@ -68,7 +68,7 @@ def test_a_key_that_only_the_loss_reads(grid: str) -> None:
 
 @pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize("grid", GRIDS)
-def test_rows_of_several_documents_are_masked_as_by_the_plain_model(grid: str, use_cache: bool) -> None:
+def test_packed_documents_are_masked_as_in_the_unsharded_model(grid: str, use_cache: bool) -> None:
     plain = model_of(use_cache=use_cache)
     batch = {"input_ids": IDS, "position_ids": POSITIONS, "labels": IDS}
     loss = plain(**batch).loss
@@ -76,7 +76,7 @@ def test_rows_of_several_documents_are_masked_as_by_the_plain_model(grid: str, u
     check(plain, batch, loss, GRIDS[grid])
 
 
-def test_the_documents_of_a_checkpointed_model_are_masked_as_by_the_plain_model() -> None:
+def test_packed_documents_are_masked_with_activation_checkpointing() -> None:
     plain = model_of(use_cache=True)
     plain.gradient_checkpointing_enable()
     batch = {"input_ids": IDS, "position_ids": POSITIONS, "labels": IDS}

@@ -1,4 +1,4 @@
-"""A loss is taken in each form in which models return it: an attribute, a key, the first of a tuple, or itself."""
+"""A loss may be an attribute, a dict item, the first item of a tuple, or the output itself."""
 
 from __future__ import annotations
 
@@ -79,20 +79,20 @@ def losses(form: str, context: ParallelContext | None, **parallel: Any) -> list[
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_engine_takes_it(form: str) -> None:
+def test_the_engine_accepts_each_form_of_a_loss(form: str) -> None:
     expected = losses("attribute", None)
     assert losses(form, None, micro_batches=2) == pytest.approx(expected, abs=1e-9)
 
 
 @pytest.mark.parametrize("form", ["key", "first of a tuple", "itself"])
-def test_over_two_stages_too(form: str) -> None:
+def test_two_pipeline_stages_accept_each_form_of_a_loss(form: str) -> None:
     expected = losses("attribute", None)
     for found in run_as_threads(lambda context: losses(form, context, pipe=2), pipe=2, in_turn=True):
         assert found == pytest.approx(expected, abs=1e-9)
 
 
 @pytest.mark.full
-def test_verify_takes_it() -> None:
+def test_verify_accepts_each_form_of_a_loss() -> None:
     assert verify(
         functools.partial(model, "first of a tuple"), batch, data=2, tensor=1, dtype=torch.float64, steps=2
     ).passed
@@ -111,7 +111,7 @@ NOT_LOSSES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("what", NOT_LOSSES)
-def test_what_holds_no_loss_is_refused(what: str) -> None:
+def test_an_output_without_a_loss_raises(what: str) -> None:
     assert loss_in(NOT_LOSSES[what]) is None
 
     class Returns(Model):
@@ -124,7 +124,7 @@ def test_what_holds_no_loss_is_refused(what: str) -> None:
         engine.train_step(batch())
 
 
-def test_a_loss_function_may_return_it_in_these_forms_too() -> None:
+def test_a_loss_function_may_return_each_form_of_a_loss() -> None:
     expected = losses("attribute", None)[0]
     made = model("key")
     engine = shardformer.initialize(

@@ -1,4 +1,4 @@
-"""Parts of a model keep the modes, and the switches, that the user gave them, whatever the engine is asked to do."""
+"""Engine calls keep the training modes that the user has set on submodules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallMo
 
 
 class Classifier(nn.Module):
-    """A frozen body with a BatchNorm, and a head with dropout."""
+    """Frozen backbone with a BatchNorm, and a head with dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ ACTIONS: dict[str, Callable[[Engine, Any], Any]] = {
 
 
 @pytest.mark.parametrize("action", ACTIONS)
-def test_modes_and_running_averages_stay(action: str, tmp_path: Any) -> None:
+def test_evaluation_keeps_training_modes_and_running_statistics(action: str, tmp_path: Any) -> None:
     engine = engine_of(model())
     before, averages = modes_of(engine.model), engine.model.body[1].running_mean.clone()
     ACTIONS[action](engine, tmp_path)
@@ -89,7 +89,7 @@ def test_modes_and_running_averages_stay(action: str, tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("zero", [None, 3])
-def test_over_data_ranks_too(zero: int | None) -> None:
+def test_evaluation_over_data_ranks_keeps_training_modes(zero: int | None) -> None:
     def do(context: ParallelContext) -> dict[str, bool]:
         engine = engine_of(model(), context, zero_stage=zero)
         engine.evaluate(batch(context.data.rank))
@@ -99,8 +99,8 @@ def test_over_data_ranks_too(zero: int | None) -> None:
     assert run_as_threads(do, data=2, in_turn=True) == [modes_of(model())] * 2
 
 
-def test_a_part_in_train_mode_stays_so_in_evaluation() -> None:
-    """Dropout that draws in evaluation, too: what was set before a call is the state to go back to."""
+def test_a_submodule_in_train_mode_returns_to_it_after_evaluation() -> None:
+    """A dropout in train mode stays active in ``evaluate`` of a model in eval mode."""
     engine = engine_of(model())
     engine.eval()
     engine.model.drop.train()
@@ -108,7 +108,7 @@ def test_a_part_in_train_mode_stays_so_in_evaluation() -> None:
     assert engine.model.drop.training and not engine.model.training
 
 
-def test_modes_stay_where_an_evaluation_fails() -> None:
+def test_a_failed_evaluation_keeps_training_modes() -> None:
     engine = engine_of(model())
     before = modes_of(engine.model)
     for call in (engine.evaluate, engine.predict):
@@ -117,11 +117,11 @@ def test_modes_stay_where_an_evaluation_fails() -> None:
         assert modes_of(engine.model) == before
 
 
-def test_a_model_in_eval_mode_as_from_pretrained_returns_it_is_put_into_train_mode() -> None:
+def test_initialize_sets_a_model_in_eval_mode_to_train_mode() -> None:
     assert all(modes_of(engine_of(Classifier().double().eval()).model).values())
 
 
-def test_a_part_alone_in_train_mode_is_all_that_trains() -> None:
+def test_initialize_keeps_a_partial_train_mode() -> None:
     made = Classifier().double().eval()
     made.head.train()
     engine = engine_of(made)
@@ -131,8 +131,8 @@ def test_a_part_alone_in_train_mode_is_all_that_trains() -> None:
 
 @pytest.mark.reduced(one_in=3, first=1)
 @pytest.mark.parametrize("axes", [{"data": 2}, {"pipe": 2}, {"tensor": 2}], ids=str)
-def test_a_step_trains_a_model_that_is_in_eval_mode(axes: dict[str, int]) -> None:
-    """A model that its user put into eval mode trains without dropout."""
+def test_train_step_trains_a_model_in_eval_mode(axes: dict[str, int]) -> None:
+    """Such a model trains without dropout."""
     torch.manual_seed(0)
     plain: Any = SmallModel("gpt2", changes={"resid_pdrop": 0.5})().double().eval()
     data = RandomBatches(DEFAULT_HEAD["gpt2"])(0)
@@ -146,7 +146,7 @@ def test_a_step_trains_a_model_that_is_in_eval_mode(axes: dict[str, int]) -> Non
         own_part = {name: x.chunk(context.data.size)[context.data.rank] for name, x in data.items()}
         losses = [float(engine.train_step(own_part)) for _ in range(2)]
         assert not any(modes_of(engine.model).values())
-        with torch.no_grad(), pytest.raises(InputError, match="train_step was called under"):
+        with torch.no_grad(), pytest.raises(InputError, match="train_step cannot train under"):
             engine.train_step(own_part)
         return losses
 
@@ -155,13 +155,13 @@ def test_a_step_trains_a_model_that_is_in_eval_mode(axes: dict[str, int]) -> Non
 
 
 class Evaluates(shardformer.hooks.Hook):
-    """Forgets that it has put the model into eval mode."""
+    """Hook that leaves the model in eval mode."""
 
     def after_step(self, trainer: Any) -> None:
         trainer.engine.eval()
 
 
-def test_a_hook_that_leaves_the_model_in_eval_mode_changes_no_step() -> None:
+def test_a_hook_that_leaves_the_model_in_eval_mode_does_not_change_training() -> None:
     engine = engine_of(model())
     averages = engine.model.body[1].running_mean.clone()
     shardformer.Trainer(engine, hooks=[Evaluates()]).fit(steps=3)
@@ -169,7 +169,7 @@ def test_a_hook_that_leaves_the_model_in_eval_mode_changes_no_step() -> None:
 
 
 class KeepsBody(nn.Module):
-    """Overrides ``train``, and counts how often it was called."""
+    """Model that overrides ``train`` and counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,14 +182,14 @@ class KeepsBody(nn.Module):
         return self
 
 
-def test_train_of_a_models_own_is_called() -> None:
+def test_an_overridden_train_method_is_called() -> None:
     made = KeepsBody().train()
     with evaluating(made):
         assert (made.training, made.calls) == (False, 2)
     assert (made.training, made.head.training, made.body.training, made.calls) == (True, True, False, 3)
 
 
-def test_modes_are_set_by_path() -> None:
+def test_set_modes_restores_modes_by_path() -> None:
     one, other = model(), Classifier()
     set_modes(other, modes_of(one))
     assert modes_of(other) == modes_of(one)

@@ -1,4 +1,4 @@
-"""One call for a batch, whatever the layout: what a user of ``Pipeline`` relies on beside equal gradients."""
+"""Behavior of ``Pipeline`` beyond equal gradients, under every layout."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def plain(sample: SmallModel = GPT2) -> nn.Module:
 
 
 def batch_of(samples: int, length: int, seed: int = 0) -> Batch:
-    """Tokens, with another number of ignored labels in each row."""
+    """Tokens with different numbers of ignored labels per row."""
     ids = torch.randint(3, 127, (samples, length), generator=torch.Generator().manual_seed(seed))
     labels = ids.clone()
     for row in range(samples):
@@ -62,13 +62,13 @@ def sharded(sample: SmallModel = GPT2, sizes: dict[str, int] | None = None, **st
 
 
 def alone() -> nn.Module:
-    """On a grid of one process, beside the others."""
+    """Run a function on a grid of one process."""
     context = ParallelContext.from_group(Axis("tensor", ranks=(get_rank(),)))
     return shard_model(plain(), config=ShardConfig(context=context))
 
 
 def difference(model: nn.Module, reference: nn.Module) -> float:
-    """Between the gradients of this rank's parameters and the plain model's."""
+    """Return the largest difference between gradients of this rank and of the unsharded model."""
     theirs = dict(reference.named_parameters(remove_duplicate=False))
     specs, axis = shard_specs(model), metadata_of(model).context.tensor
     found = [0.0]
@@ -81,7 +81,7 @@ def difference(model: nn.Module, reference: nn.Module) -> float:
 
 
 def back(reference: nn.Module, *batches: Batch) -> float:
-    """The plain model's loss, its gradients left in it; of several batches that of all their labels together."""
+    """Return the loss of the unsharded model over all batches, and compute its gradients."""
     counts = [int((b["labels"][:, 1:] != -100).sum()) for b in batches]
     losses = [reference(**b).loss * n / sum(counts) for b, n in zip(batches, counts, strict=True)]
     loss = torch.stack(losses).sum()
@@ -104,7 +104,7 @@ def _shapes_that_change(micro_batch_size: int) -> list[tuple[float, float]]:
     return out
 
 
-def test_batches_may_change_their_length_and_the_last_may_be_short(pool2: WorkerPool) -> None:
+def test_batches_may_vary_in_length_and_size(pool2: WorkerPool) -> None:
     for found in pool2.run(_shapes_that_change, 2):
         assert all(loss < 1e-6 and gradient < UPCAST for loss, gradient in found), found
 
@@ -119,19 +119,19 @@ def _headers(lengths: list[int]) -> list[int]:
     return out
 
 
-def test_shapes_go_ahead_of_a_batch_only_where_they_are_new(pool2: WorkerPool) -> None:
+def test_shapes_are_sent_only_if_they_are_new(pool2: WorkerPool) -> None:
     first, _ = pool2.run(_headers, [11, 11, 7, 11, 7])
     assert first == [1, 0, 1, 0, 0]
 
 
-def test_one_stage_leaves_the_model_as_it_was() -> None:
+def test_one_stage_leaves_the_model_unchanged() -> None:
     model = shard_model(plain(), context=ParallelContext.of({}))
     before = {name: set(module.__dict__) for name, module in model.named_modules()}
     Pipeline(model, micro_batches=2).step(batch_of(4, 7))
     assert {name: set(module.__dict__) for name, module in model.named_modules()} == before
-    twin = copy.deepcopy(model)
-    twin(**batch_of(2, 7)).loss.backward()
-    assert all(p.grad is not None for p in twin.parameters())
+    copied = copy.deepcopy(model)
+    copied(**batch_of(2, 7)).loss.backward()
+    assert all(p.grad is not None for p in copied.parameters())
 
 
 def _several_batches() -> tuple[float, float]:
@@ -141,7 +141,7 @@ def _several_batches() -> tuple[float, float]:
     return abs(float(Pipeline(model, micro_batches=4).step(batches)) - loss), difference(model, reference)
 
 
-def test_several_batches_at_once_are_one_large_batch(pool2: WorkerPool) -> None:
+def test_a_list_of_batches_is_one_large_batch(pool2: WorkerPool) -> None:
     for loss, gradient in pool2.run(_several_batches):
         assert loss < 1e-6
         assert gradient < UPCAST
@@ -164,7 +164,7 @@ def pipeline_data_rank(model: nn.Module) -> int:
     return rank
 
 
-def test_steps_accumulate_over_data_ranks_and_shared_parameters_once(pool4: WorkerPool) -> None:
+def test_gradient_accumulation_reduces_tied_weights_once(pool4: WorkerPool) -> None:
     assert max(pool4.run(_accumulated)) < EXACT
 
 
@@ -182,7 +182,7 @@ def _grid_of_eight(sequence: bool) -> tuple[float, float]:
 
 
 def difference_before_clip(model: nn.Module, reference: nn.Module, norm: float) -> float:
-    """The reference's gradients were scaled; they are scaled back first."""
+    """Undo the scaling of the reference gradients before comparing."""
     for p in reference.parameters():
         if p.grad is not None:
             p.grad.mul_((norm + 1e-6) / 0.5)
@@ -191,7 +191,7 @@ def difference_before_clip(model: nn.Module, reference: nn.Module, norm: float) 
 
 @pytest.mark.reduced(one_in=2, first=1)
 @pytest.mark.parametrize("sequence", [False, True])
-def test_tensor_pipe_and_data_on_eight_processes(pools: WorkerPools, sequence: bool) -> None:
+def test_tensor_pipeline_and_data_parallelism_on_eight_processes(pools: WorkerPools, sequence: bool) -> None:
     for gradient, norm in pools(8).run(_grid_of_eight, sequence):
         assert gradient < UPCAST
         assert norm < UPCAST
@@ -239,20 +239,20 @@ def test_each_micro_batch_has_its_own_dropout_mask() -> None:
     assert first.shape == second.shape and not torch.equal(first == 0, second == 0)
 
 
-def test_dropout_draws_the_same_numbers_in_every_layout(pool2: WorkerPool) -> None:
+def test_dropout_masks_are_equal_in_every_layout(pool2: WorkerPool) -> None:
     for (losses, norm, after), *others in pool2.run(_layouts):
         assert losses[0] != losses[1], "each step draws anew"
         for other_losses, other_norm, other_after in others:
             assert other_losses == pytest.approx(losses, rel=1e-6)
             assert other_norm == pytest.approx(norm, rel=1e-6)
-            assert other_after == after, "what is drawn outside goes on alike"
+            assert other_after == after, "random numbers outside are unaffected"
 
 
 # ---------------------------------------------------------------------------------------------- checkpointing, freezing
 
 
 def _kept_bytes(**stages: Any) -> tuple[int, float]:
-    """Bytes that the forwards keep for the backwards, and how far the gradients are off."""
+    """Return the bytes saved for backward, and the error of the gradients."""
     reference, model = plain().train(), sharded(**stages).train()
     if stages.pop("by_model", False):
         model.gradient_checkpointing_enable()
@@ -269,7 +269,7 @@ def _kept_bytes(**stages: Any) -> tuple[int, float]:
     return kept, difference(model, reference)
 
 
-def test_checkpointed_layers_keep_less_and_give_the_same(pool2: WorkerPool) -> None:
+def test_activation_checkpointing_saves_memory_with_equal_gradients(pool2: WorkerPool) -> None:
     usual = pool2.run(_kept_bytes)
     first_only = pool2.run(_kept_bytes, recompute_layers=[2, 0])
     every = pool2.run(_kept_bytes, schedule="interleaved", recompute_layers=5)
@@ -298,7 +298,7 @@ def _checkpointed_by_model() -> tuple[float, bool]:
     return difference(model, reference), kept < 60_000
 
 
-def test_checkpointing_that_the_model_was_asked_for_works_in_stages(pool2: WorkerPool) -> None:
+def test_gradient_checkpointing_enable_works_in_pipeline_stages(pool2: WorkerPool) -> None:
     for gradient, kept_little in pool2.run(_checkpointed_by_model):
         assert gradient < UPCAST
         assert kept_little
@@ -328,7 +328,7 @@ UPPER = ("transformer.h.2.", "transformer.h.3.", "transformer.ln_f", "lm_head", 
 
 
 @pytest.mark.parametrize(("frozen", "sends"), [(LOWER, 0), (UPPER, 2), (("transformer.h.1.",), 2)])
-def test_frozen_layers_get_no_gradient_and_cost_none(pool2: WorkerPool, frozen: tuple[str, ...], sends: int) -> None:
+def test_frozen_layers_get_no_gradients(pool2: WorkerPool, frozen: tuple[str, ...], sends: int) -> None:
     (*first, _), (*second, sent) = pool2.run(_frozen, frozen)
     assert max(first + second) < UPCAST
     assert sent == sends
@@ -346,30 +346,30 @@ def _outputs() -> tuple[float, float, str, list[str]]:
         expected = reference(**batch)
     found = pipeline.forward(batch, gather=True)
     rank = pipeline.stage_manager.stage
-    said = ""
+    message = ""
     try:
         _ = pipeline.forward(batch).logits
     except ConfigError as error:
-        said = str(error)
+        message = str(error)
     loss = abs(float(pipeline.evaluate(batch)) - float(expected.loss))
-    assert (rank == 1) == (said == "")
+    assert (rank == 1) == (message == "")
     return (
         loss,
         float((found.logits - expected.logits).abs().max()),
-        said,
+        message,
         [k for k, v in found.items() if v is not None],
     )
 
 
-def test_outputs_are_on_the_last_stage_and_gathered_when_asked(pool2: WorkerPool) -> None:
-    for loss, logits, said, given in pool2.run(_outputs):
+def test_outputs_are_on_the_last_stage_unless_gathered(pool2: WorkerPool) -> None:
+    for loss, logits, message, given in pool2.run(_outputs):
         assert loss < EXACT
         assert logits < EXACT
         assert "logits" in given
         assert "encoder_last_hidden_state" not in given, "the last stage did not make it"
-        if said:
-            assert "Stage 0 has no output, so logits" in said
-            assert "gather=True" in said
+        if message:
+            assert "Stage 0 has no output, so logits" in message
+            assert "gather=True" in message
 
 
 def _saved() -> tuple[bool, bool, int]:
@@ -388,7 +388,7 @@ def _saved() -> tuple[bool, bool, int]:
     return same, again, sum(p.numel() for p in model.parameters())
 
 
-def test_all_stages_save_the_whole_model_together(pool2: WorkerPool) -> None:
+def test_all_stages_save_the_full_model_together(pool2: WorkerPool) -> None:
     found = pool2.run(_saved)
     assert all(same and again for same, again, _ in found)
     assert sum(size for *_, size in found) < 1.2 * sum(p.numel() for p in plain().parameters())
@@ -405,7 +405,7 @@ def _lazy() -> tuple[bool, int]:
     return all(torch.equal(state[name], whole[name]) for name in whole), sum(p.numel() for p in model.parameters())
 
 
-def test_a_lazy_model_makes_the_values_of_its_stage_alone(pool2: WorkerPool) -> None:
+def test_a_lazy_model_materializes_only_its_stage(pool2: WorkerPool) -> None:
     whole = sum(p.numel() for p in GPT2().parameters())
     for same, size in pool2.run(_lazy):
         assert same
@@ -523,10 +523,10 @@ SAID = {
 
 
 @pytest.mark.parametrize("what", ASKED)
-def test_what_cannot_be_is_said_on_every_stage(pool2: WorkerPool, what: str) -> None:
-    for said in pool2.run(_ask, what):
+def test_errors_are_raised_on_every_stage(pool2: WorkerPool, what: str) -> None:
+    for message in pool2.run(_ask, what):
         for word in SAID[what]:
-            assert word in said, said
+            assert word in message, message
 
 
 # ---------------------------------------------------------------------------------------------------------------- bytes
@@ -546,8 +546,8 @@ def _hybrid_traffic(sequence: bool) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-def test_tensor_ranks_send_a_part_each(pool4: WorkerPool, sequence: bool) -> None:
-    """Of a boundary's B*S*H each of two tensor ranks sends a half, and fetches the other's where it comes in."""
+def test_each_tensor_rank_sends_its_share_of_a_stage_boundary(pool4: WorkerPool, sequence: bool) -> None:
+    """Each of two tensor ranks sends half of B*S*H, and gathers the other half on arrival."""
     activation = 2 * 12 * 48 * 8
     found = pool4.run(_hybrid_traffic, sequence)
     for first_stage, last_stage in ((found[0], found[2]), (found[1], found[3])):
@@ -569,7 +569,7 @@ def _gathers(schedule: str) -> int:
     return int(all_reduce(torch.tensor(of_stage), context.pipe))
 
 
-def test_a_backward_in_halves_gathers_no_more_than_a_whole_one(pool4: WorkerPool) -> None:
+def test_a_split_backward_gathers_no_more_than_a_full_one(pool4: WorkerPool) -> None:
     assert pool4.run(_gathers, "interleaved_zb") == pool4.run(_gathers, "1f1b")
 
 
@@ -581,13 +581,13 @@ def _shared() -> list[tuple[int, ...]]:
     return [tuple(held) for held in shared]
 
 
-def test_parameters_that_several_stages_hold_are_returned(pool2: WorkerPool) -> None:
+def test_parameters_shared_by_several_stages_are_returned(pool2: WorkerPool) -> None:
     for held in pool2.run(_shared):
         assert held == [(0, 1)], "the embedding, tied to the decoder's and the head; no table, since the cut is between"
 
 
-def test_an_unequal_batch_is_no_reason_to_hang(pool2: WorkerPool) -> None:
-    """After a refused batch the same processes go on with one that they share."""
+def test_a_batch_that_differs_between_stages_raises_without_hanging(pool2: WorkerPool) -> None:
+    """The same processes train on the next batch."""
 
     for loss, gradient in pool2.run(_goes_on):
         assert loss < 1e-6
@@ -605,7 +605,7 @@ def _goes_on() -> tuple[float, float]:
 
 
 class Classifier(nn.Module):
-    """A model without layers in a row, which nobody has heard of."""
+    """Model without a sequence of layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -618,7 +618,7 @@ class Classifier(nn.Module):
 
 @pytest.mark.parametrize("data", [1, 2])
 def test_any_model_runs_in_one_stage(data: int) -> None:
-    """Three micro-batches of uneven size, over data ranks with other numbers of samples."""
+    """Three uneven micro-batches, with different numbers of samples per data rank."""
 
     def loss_fn(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
         return nn.functional.cross_entropy(logits, batch["classes"])

@@ -1,4 +1,4 @@
-"""An engine goes on under another layout, in memory: the losses of one that stayed, and no byte that need not move."""
+"""``engine.reshard`` changes the layout in memory with equal losses and minimal communication."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def losses(engine: Engine, steps: int) -> list[float]:
 
 
 def next_loss(engine: Engine) -> float:
-    """At the end of an epoch there is no batch left, and the next one begins."""
+    """Train a step, and start the next epoch if the current one has ended."""
     return (losses(engine, 1) or losses(engine, 1))[0]
 
 
 def pairs_in_a_row(count: int) -> list[int]:
-    """A way through so many layouts on which each becomes each other one once."""
+    """Return a sequence of layouts that contains every ordered pair once."""
     left, way = set(permutations(range(count), 2)), [0]
     while left:
         choices = [then for now, then in left if now == way[-1]]
@@ -84,14 +84,14 @@ def _tour(
     return max(abs(a - b) for a, b in zip(found, expected, strict=True)), moves
 
 
-def test_each_layout_becomes_the_next_one(pool4: WorkerPool) -> None:
+def test_reshard_through_a_sequence_of_layouts(pool4: WorkerPool) -> None:
     ring = [*range(len(LAYOUTS)), 0]
     assert max(difference for difference, _ in pool4.run(_tour, "llama", LAYOUTS, ring)) < 1e-6
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("family", ["llama", "t5", "stablelm"])
-def test_each_layout_becomes_each_other_one(pool4: WorkerPool, family: str) -> None:
+def test_reshard_between_all_pairs_of_layouts(pool4: WorkerPool, family: str) -> None:
     with pool4.with_timeout(150):  # an engine is built for each of 31 layouts
         found = pool4.run(_tour, family)
     assert max(difference for difference, _ in found) < 1e-6
@@ -107,7 +107,7 @@ GRIDS: list[Layout] = [
 
 
 @pytest.mark.parametrize("way", [[0, 1, 2, 0], pytest.param(None, marks=pytest.mark.full)])
-def test_a_tensor_grid_becomes_another_layout(pool4: WorkerPool, way: list[int] | None) -> None:
+def test_reshard_between_tensor_parallel_modes(pool4: WorkerPool, way: list[int] | None) -> None:
     assert max(difference for difference, _ in pool4.run(_tour, "llama", GRIDS, way)) < 1e-6
 
 
@@ -125,7 +125,7 @@ def tensors() -> int:
 
 
 def _kept(layouts: list[Layout]) -> list[tuple[Layout, int, bool]]:
-    """By how many tensors two steps make what is held grow, and whether the grid outlives the engine."""
+    """Return how many more tensors exist after two steps, and whether the grid outlives the engine."""
     found = []
     for layout in layouts:
         engine = made("llama", layout)
@@ -139,8 +139,8 @@ def _kept(layouts: list[Layout]) -> list[tuple[Layout, int, bool]]:
     return found
 
 
-def test_nothing_outlives_its_step_or_its_engine(pool4: WorkerPool) -> None:
-    """The collector does not see through autograd's nodes: a hook there that holds what holds the graph stays."""
+def test_no_tensor_outlives_its_step_or_its_engine(pool4: WorkerPool) -> None:
+    """The garbage collector cannot see cycles through hooks of autograd nodes."""
     for found in pool4.run(_kept, KEPT):
         assert found == [(layout, 0, False) for layout in KEPT]
 
@@ -153,13 +153,13 @@ def _stays() -> tuple[ReshardStats, ReshardStats]:
     return same, engine.reshard({"data": 2})
 
 
-def test_what_a_rank_has_already_is_not_sent(pool2: WorkerPool) -> None:
+def test_values_that_a_rank_already_has_are_not_sent(pool2: WorkerPool) -> None:
     for same, other in pool2.run(_stays):
         assert (same.sent, same.received) == (0, 0)
         assert 0 < other.received < other.copied
 
 
-def test_one_process_reshapes_too() -> None:
+def test_reshard_on_one_process() -> None:
     engine, stays = made("gpt2", {}), made("gpt2", {})
     found = losses(engine, 2)
     assert engine.reshard({"zero_stage": 1, "micro_batch_size": 2}).sent == 0
@@ -169,19 +169,19 @@ def test_one_process_reshapes_too() -> None:
 def _refused() -> tuple[str, list[float]]:
     engine = made("gpt2", {"data": 2})
     found = losses(engine, 1)
-    said = ""
+    message = ""
     for layout in ({"tensor": 3}, {"pipe": 2, "schedule": "no such"}):
         try:
             engine.reshard(layout)
         except ConfigError as error:
-            said += str(error)
-    return said, found + losses(engine, 2)
+            message += str(error)
+    return message, found + losses(engine, 2)
 
 
-def test_a_layout_that_cannot_be_leaves_the_engine_as_it_was(pool2: WorkerPool) -> None:
-    for said, found in pool2.run(_refused):
-        assert "tensor=3" in said
-        assert "no such" in said
+def test_an_invalid_layout_leaves_the_engine_unchanged(pool2: WorkerPool) -> None:
+    for message, found in pool2.run(_refused):
+        assert "tensor=3" in message
+        assert "no such" in message
         assert found == pool2.run(_plain_losses)[0]
 
 
@@ -189,7 +189,7 @@ def _plain_losses() -> list[float]:
     return losses(made("gpt2", {"data": 2}), 3)
 
 
-def test_it_is_refused_in_the_middle_of_a_step_and_for_a_model_that_came_sharded() -> None:
+def test_reshard_raises_within_a_step_and_for_a_model_passed_sharded() -> None:
     from shardformer.shard_model_api import shard_model
 
     engine = made("gpt2", {})
@@ -199,5 +199,5 @@ def test_it_is_refused_in_the_middle_of_a_step_and_for_a_model_that_came_sharded
         engine.reshard({})
     context = ParallelContext.of({})
     model: nn.Module = shard_model(SmallModel("gpt2")(), context=context)
-    with pytest.raises(ConfigError, match="plain model"):
+    with pytest.raises(ConfigError, match="already sharded"):
         initialize(model, context=context).reshard({})

@@ -144,7 +144,7 @@ def test_a_run_says_whether_code_beside_its_model_may_run(
     with_tokenizer(with_code(folder))
     data = TrainingData("", None)
     for without in ({}, {"trust_remote_code": False}):
-        with pytest.raises(ConfigError, match=r"write model\.trust_remote_code = true"):
+        with pytest.raises(ConfigError, match=r"set model\.trust_remote_code = true"):
             load_model_config(run_of(folder, random=random, **without))
     config = run_of(folder, random=random, trust_remote_code=True)
     for lazy in (True, False):

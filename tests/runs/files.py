@@ -1,4 +1,4 @@
-"""Small files and configs that the tests of runs train on."""
+"""Small files and configurations for the tests of runs."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def write_images(folder: Path, count: int = 6) -> str:
 
 
 def config(where: Path, kind: str, data: dict[str, Any], **tables: Any) -> TrainConfig:
-    """A run of a small random model."""
+    """Configuration of a run with a small random model."""
     model = {"name": kind, "random": True, "config": SMALL[kind], **tables.pop("model", {})}
-    said: dict[str, Any] = {
+    message: dict[str, Any] = {
         "folder": str(where / "run"),
         "model": model,
         "data": {"sequence_length": 16, "batch_size": 4, **data},
@@ -64,5 +64,5 @@ def config(where: Path, kind: str, data: dict[str, Any], **tables: Any) -> Train
         **tables,
     }
     if "optimizer" in tables:
-        said["optimizer"] = {"lr": 1e-2, **tables["optimizer"]}
-    return parse_config(said, "run.toml")
+        message["optimizer"] = {"lr": 1e-2, **tables["optimizer"]}
+    return parse_config(message, "run.toml")

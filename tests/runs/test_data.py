@@ -1,4 +1,4 @@
-"""What a run is trained on, out of every kind of file, and what is said of one that cannot be."""
+"""Training data of a run from every file format, and errors for invalid data."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ import transformers
 from PIL import Image
 
 from shardformer.errors import ConfigError, InputError, ShardFormerError
-from shardformer.train_command.datasets import IGNORED, MASK, PAD_TOKEN, PaddingCollator, format_of, load_data
+from shardformer.train_command.datasets import IGNORED, MASK, PAD_TOKEN, PaddingCollator, infer_format, load_data
 from tests.runs.files import WORDS, config, labelled, write_images, write_rows, write_text
 
 
-def test_text_is_cut_into_stretches_of_bytes(tmp_path: Path) -> None:
+def test_text_is_split_into_blocks_of_bytes(tmp_path: Path) -> None:
     found = load_data(config(tmp_path, "gpt2", {"train": write_text(tmp_path)}))
     assert len(found.train) == len(WORDS) * 20 // 16
     assert bytes(found.train[1]["input_ids"].tolist()).decode() == (WORDS * 2)[16:32]
     assert torch.equal(found.train[1]["labels"], found.train[1]["input_ids"])
 
 
-def test_texts_of_several_files_have_an_end_between_them(tmp_path: Path) -> None:
+def test_texts_of_several_files_are_separated_by_an_end_token(tmp_path: Path) -> None:
     names = [write_text(tmp_path, name, times=1) for name in ("a.txt", "b.txt")]
     found = load_data(config(tmp_path, "gpt2", {"train": names, "sequence_length": len(WORDS) + 1}))
     assert found.train[0]["input_ids"][-1] == PAD_TOKEN
 
 
-def test_rows_of_json_are_texts_too(tmp_path: Path) -> None:
+def test_json_rows_may_contain_texts(tmp_path: Path) -> None:
     rows = [{"words": "abc"}, {"words": "defg"}]
     found = load_data(
         config(tmp_path, "gpt2", {"train": write_rows(tmp_path, rows), "text": "words", "sequence_length": 8})
@@ -37,7 +37,7 @@ def test_rows_of_json_are_texts_too(tmp_path: Path) -> None:
     assert found.train[0]["input_ids"].tolist() == [*b"abc", PAD_TOKEN, *b"defg"]
 
 
-def test_some_tokens_are_masked_anew_each_time(tmp_path: Path) -> None:
+def test_tokens_are_masked_anew_each_time(tmp_path: Path) -> None:
     made = config(tmp_path, "bert", {"train": write_text(tmp_path), "sequence_length": 200}, model={"task": "masked"})
     found = load_data(made).train
     torch.manual_seed(0)
@@ -52,14 +52,14 @@ def test_some_tokens_are_masked_anew_each_time(tmp_path: Path) -> None:
     assert torch.equal(found[0]["labels"], first["labels"])
 
 
-def test_the_second_half_is_written_from_the_first(tmp_path: Path) -> None:
+def test_the_second_half_of_a_block_is_the_target(tmp_path: Path) -> None:
     data = {"train": write_text(tmp_path)}
     found = load_data(config(tmp_path, "t5", data, model={"task": "sequence_to_sequence"})).train[0]
     assert bytes(found["input_ids"].tolist()) == WORDS[:8].encode()
     assert bytes(found["labels"].tolist()) == WORDS[8:16].encode()
 
 
-def test_a_target_is_written_from_a_text(tmp_path: Path) -> None:
+def test_rows_may_contain_a_source_and_a_target(tmp_path: Path) -> None:
     data = {"train": write_rows(tmp_path, labelled()), "target": "other"}
     found = load_data(config(tmp_path, "t5", data, model={"task": "sequence_to_sequence"}))
     batch = found.collate([found.train[0], found.train[11]])  # type: ignore[misc]
@@ -78,7 +78,7 @@ def test_texts_have_classes(tmp_path: Path) -> None:
     assert isinstance(found.collate, PaddingCollator)
 
 
-def test_validation_data_that_lack_a_class_have_the_numbers_of_the_training(tmp_path: Path) -> None:
+def test_validation_data_without_some_class_uses_the_training_indices(tmp_path: Path) -> None:
     good = [row for row in labelled() if row["label"] == "good"]
     data = {"train": write_rows(tmp_path, labelled()), "validation": write_rows(tmp_path, good, "good.jsonl")}
     found = load_data(config(tmp_path, "bert", data, model={"task": "classification"}))
@@ -94,7 +94,7 @@ def test_images_have_the_class_of_their_folder(tmp_path: Path) -> None:
     assert [found.train[i]["labels"] for i in range(6)] == [0, 0, 0, 1, 1, 1]
 
 
-def test_data_sets_of_the_library(tmp_path: Path) -> None:
+def test_data_sets_of_the_datasets_library(tmp_path: Path) -> None:
     import datasets
 
     whole = datasets.Dataset.from_list(labelled())
@@ -112,26 +112,38 @@ def test_data_sets_of_the_library(tmp_path: Path) -> None:
         ({"train": "nothing.txt"}, "causal", r"'nothing.txt' cannot be read: No such file"),
         ({"train": "text.txt", "sequence_length": 5000}, "causal", r"1260 tokens.*5000"),
         ({"train": "empty.txt"}, "causal", r"'empty.txt' is empty"),
-        ({"train": "text.bin"}, "causal", r"cannot be told from the name.*data.format"),
-        ({"train": "bad.jsonl"}, "causal", r"bad.jsonl, line 2"),
-        ({"train": "rows.jsonl", "text": "txt"}, "causal", r"no 'txt'.*Did you mean 'text'"),
-        ({"train": "text.txt"}, "classification", r"'classification' with 'text.txt', which is read as text"),
+        ({"train": "text.bin"}, "causal", r"cannot be inferred from the name.*data.format"),
+        ({"train": "bad.jsonl"}, "causal", r"Line 2 of .*bad.jsonl"),
+        ({"train": "rows.jsonl", "text": "txt"}, "causal", r"no field 'txt'.*Did you mean 'text'"),
+        (
+            {"train": "text.txt"},
+            "classification",
+            r"'classification' does not support 'text.txt', which is read as text",
+        ),
         ({"train": "."}, "causal", r"read as images.*data.format = 'datasets'"),
         ({"train": "rows.csv"}, "classification", r"Convert it to JSON lines"),
-        ({"train": "latin.txt"}, "causal", r"'latin.txt' is not in UTF-8: .* at byte 1.*Convert it"),
-        ({"train": "rows.jsonl", "text": "score"}, "causal", r"Row 1 of the data has 0.5 as 'score', which is not a"),
-        ({"train": "rows.jsonl", "pair": "score"}, "classification", r"0.5 as 'score'.*data.pair"),
-        ({"train": "rows.jsonl", "target": "score"}, "sequence_to_sequence", r"0.5 as 'score'.*data.target"),
-        ({"train": "rows.jsonl", "text": "none"}, "causal", r"Row 1 of the data has nothing \(null\) as 'none'"),
-        ({"train": "others.jsonl"}, "classification", r"All labels are 'ugly'.*two classes"),
-        ({"train": "rows.jsonl", "label": "score"}, "classification", r"labels are of float"),
-        ({"train": "rows.jsonl", "validation": "others.jsonl"}, "classification", r"validation data has the label"),
+        ({"train": "latin.txt"}, "causal", r"'latin.txt' is not valid UTF-8: .* at byte 1.*Convert it"),
+        (
+            {"train": "rows.jsonl", "text": "score"},
+            "causal",
+            r"Row 1 of the data has 0.5 in the field 'score', which is not a",
+        ),
+        ({"train": "rows.jsonl", "pair": "score"}, "classification", r"0.5 in the field 'score'.*data.pair"),
+        ({"train": "rows.jsonl", "target": "score"}, "sequence_to_sequence", r"0.5 in the field 'score'.*data.target"),
+        ({"train": "rows.jsonl", "text": "none"}, "causal", r"Row 1 of the data has null in the field 'none'"),
+        ({"train": "others.jsonl"}, "classification", r"All labels of the training data are 'ugly'.*two classes"),
+        ({"train": "rows.jsonl", "label": "score"}, "classification", r"labels have the types float"),
+        (
+            {"train": "rows.jsonl", "validation": "others.jsonl"},
+            "classification",
+            r"validation data has the unknown label",
+        ),
         ({"train": "text.txt", "tokenizer": "no/folder"}, "causal", r"tokenizer 'no/folder' cannot be loaded"),
-        ({"train": ".", "format": "images"}, "image_classification", r"no image in"),
+        ({"train": ".", "format": "images"}, "image_classification", r"contains no images"),
     ],
     ids=str,
 )
-def test_data_that_cannot_be_is_told(
+def test_invalid_data_raises(
     changes: dict[str, Any], task: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -147,7 +159,7 @@ def test_data_that_cannot_be_is_told(
 
 
 @pytest.mark.parametrize("form", ["lines", "list", "crlf", "mark"])
-def test_a_text_has_any_character_that_json_has(form: str, tmp_path: Path) -> None:
+def test_texts_may_contain_any_json_character(form: str, tmp_path: Path) -> None:
     words = ["one\u2028two", "three\x85four\x0bfive", "six\u2029"]
     rows = [json.dumps({"text": word}, ensure_ascii=False) for word in words]
     whole = {"list": f" [{', '.join(rows)}]", "crlf": "\r\n".join(rows)}.get(form, "\n".join(rows))
@@ -159,10 +171,10 @@ def test_a_text_has_any_character_that_json_has(form: str, tmp_path: Path) -> No
     assert len(tokens) >= len(expected) - 1
 
 
-def test_an_image_processor_of_transformers_sees_what_the_model_was_trained_on(tmp_path: Path) -> None:
+def test_an_exported_image_processor_equals_the_training_transform(tmp_path: Path) -> None:
     made = config(tmp_path, "vit", {"train": write_images(tmp_path)}, model={"task": "image_classification"})
     found = load_data(made, 32)
-    found.beside.save_pretrained(tmp_path)
+    found.processor.save_pretrained(tmp_path)
     kind = json.loads((tmp_path / "preprocessor_config.json").read_text(encoding="utf-8"))["image_processor_type"]
     processor = getattr(transformers, kind).from_pretrained(tmp_path)  # AutoImageProcessor may need torchvision
     with Image.open(tmp_path / "images/cat/0.png") as image:
@@ -170,24 +182,24 @@ def test_an_image_processor_of_transformers_sees_what_the_model_was_trained_on(t
     torch.testing.assert_close(pixels, found.train[0]["pixel_values"], atol=0.02, rtol=0)
 
 
-def test_rows_name_files_of_images(tmp_path: Path) -> None:
+def test_rows_may_contain_image_paths(tmp_path: Path) -> None:
     files = sorted(Path(write_images(tmp_path)).glob("*/*"))
     rows = write_rows(tmp_path, [{"image": str(file), "label": file.parent.name} for file in files])
     found = load_data(config(tmp_path, "vit", {"train": rows}, model={"task": "image_classification"}), 32)
     assert found.classes == ["cat", "dog"]
     assert found.train[0]["pixel_values"].shape == (3, 32, 32)
     wrong = write_rows(tmp_path, [{"image": 3, "label": "cat"}], "wrong.jsonl")
-    with pytest.raises(InputError, match=r"has 3 as its image"):
+    with pytest.raises(InputError, match=r"has 3 in the field of its image"):
         load_data(config(tmp_path, "vit", {"train": wrong}, model={"task": "image_classification"}), 32)
 
 
-def test_unlike_names_say_no_format(tmp_path: Path) -> None:
+def test_the_format_of_mixed_names_cannot_be_inferred(tmp_path: Path) -> None:
     data = config(tmp_path, "gpt2", {"train": ["a.txt", "b.jsonl"]}).data
     with pytest.raises(ConfigError, match=r"data.format"):
-        format_of(data, ["a.txt", "b.jsonl"])
+        infer_format(data, ["a.txt", "b.jsonl"])
 
 
-def test_labels_of_two_kinds_are_refused(tmp_path: Path) -> None:
+def test_labels_of_mixed_types_raise(tmp_path: Path) -> None:
     rows = [{"text": "a", "label": 1}, {"text": "b", "label": "one"}]
     with pytest.raises(InputError, match=r"int, str"):
         load_data(config(tmp_path, "bert", {"train": write_rows(tmp_path, rows)}, model={"task": "classification"}))

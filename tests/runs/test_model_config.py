@@ -1,4 +1,4 @@
-"""The fields of `[model] config` build what they build in transformers, and what cannot be exported is refused."""
+"""``[model] config`` builds the same config as transformers, and configs that cannot be exported raise."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import transformers
 from shardformer.errors import ConfigError
 from shardformer.train_command.config_schema import parse_config
 from shardformer.train_command.datasets import TrainingData, load_data
-from shardformer.train_command.model_config import class_names_of, from_data, load_model_config
-from shardformer.train_command.run import data_and_model_of, make_dry_run_report
+from shardformer.train_command.model_config import class_names_of, fields_from_data, load_model_config
+from shardformer.train_command.run import load_data_and_model, make_dry_run_report
 from tests.runs.files import SMALL, config, labelled, write_rows, write_text
 
 FEW = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -50,13 +50,13 @@ KNOWN = [row for row in FIELDS if row[0] in transformers.CONFIG_MAPPING]
 
 
 @pytest.mark.parametrize(("name", "fields"), KNOWN, ids=str)
-def test_fields_of_a_model_type_build_what_transformers_builds(name: str, fields: dict[str, Any]) -> None:
+def test_fields_of_a_model_type_build_the_config_of_transformers(name: str, fields: dict[str, Any]) -> None:
     found = load_model_config(run_of(name, fields))
     assert plain(found) == plain(transformers.AutoConfig.for_model(name, **fields))
 
 
 @pytest.mark.parametrize("form", ["folder", "file"])
-def test_fields_of_a_file_stay_unless_the_class_then_refuses_the_whole(form: str, tmp_path: Path) -> None:
+def test_fields_of_a_file_are_kept_unless_the_class_rejects_them(form: str, tmp_path: Path) -> None:
     transformers.AutoConfig.for_model("qwen3", **{**QWEN, "num_hidden_layers": 4}).save_pretrained(tmp_path)
     where = str(tmp_path if form == "folder" else tmp_path / "config.json")
     found = load_model_config(run_of(where, {"num_hidden_layers": 2, "hidden_size": 32}))
@@ -64,7 +64,7 @@ def test_fields_of_a_file_stay_unless_the_class_then_refuses_the_whole(form: str
     assert (found.hidden_size, found.head_dim, found.num_key_value_heads) == (32, 16, 2)
 
 
-def test_a_list_that_the_file_does_not_derive_is_not_thrown_away(tmp_path: Path) -> None:
+def test_a_list_that_is_not_derived_is_kept(tmp_path: Path) -> None:
     kinds = ["sliding_attention", "full_attention", "full_attention"]
     fields = {**QWEN, "num_hidden_layers": 3, "layer_types": kinds, "use_sliding_window": True, "sliding_window": 8}
     transformers.AutoConfig.for_model("qwen3", **fields).save_pretrained(tmp_path)
@@ -82,20 +82,20 @@ def test_a_list_that_the_file_does_not_derive_is_not_thrown_away(tmp_path: Path)
     ],
     ids=str,
 )
-def test_values_that_do_not_fit_are_refused(fields: dict[str, Any], words: str) -> None:
+def test_inconsistent_values_raise(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         load_model_config(run_of("qwen3", fields))
 
 
-def test_a_field_inside_of_another_config_is_checked_too() -> None:
+def test_fields_of_a_nested_config_are_checked() -> None:
     with pytest.raises(ConfigError, match=r"model.config.text_config has 'hiden_size'.*Did you mean 'hidden_size'"):
         load_model_config(run_of("clip", {"text_config": {"hiden_size": 64}}))
 
 
-def test_the_vocabulary_of_a_model_of_texts_and_images_is_that_of_its_text(tmp_path: Path) -> None:
+def test_vocab_size_of_a_multimodal_model_is_set_in_its_text_config(tmp_path: Path) -> None:
     made = config(tmp_path, "gpt2", {"train": write_text(tmp_path)}, model={"name": "llava", "config": {}})
     data = load_data(made)
-    found = load_model_config(made, from_data(made, data, load_model_config(made)))
+    found = load_model_config(made, fields_from_data(made, data, load_model_config(made)))
     assert found.text_config.vocab_size == 258
     assert plain(found.vision_config) == plain(transformers.AutoConfig.for_model("llava").vision_config)
 
@@ -104,7 +104,7 @@ def test_the_vocabulary_of_a_model_of_texts_and_images_is_that_of_its_text(tmp_p
 
 
 def classified(tmp_path: Path, names: list[Any], model: dict[str, Any]) -> tuple[TrainingData, Any]:
-    """(the data, the complete config) of a run whose labels are these, in turn."""
+    """Return the data and the config of a run with these labels."""
     rows = [{"text": f"row {i}", "label": names[i % len(names)]} for i in range(12)]
     made = config(
         tmp_path,
@@ -114,7 +114,7 @@ def classified(tmp_path: Path, names: list[Any], model: dict[str, Any]) -> tuple
     )
     saved = load_model_config(made)
     data = load_data(made, names=class_names_of(saved))
-    return data, load_model_config(made, from_data(made, data, saved))
+    return data, load_model_config(made, fields_from_data(made, data, saved))
 
 
 def saved_with(tmp_path: Path, names: list[str]) -> dict[str, Any]:
@@ -133,15 +133,15 @@ def saved_with(tmp_path: Path, names: list[str]) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_the_config_has_the_names_of_the_classes(labels: list[Any], names: list[str], tmp_path: Path) -> None:
+def test_the_config_has_the_class_names(labels: list[Any], names: list[str], tmp_path: Path) -> None:
     data, found = classified(tmp_path, labels, {})
     assert found.id2label == dict(enumerate(names))
     assert found.label2id == {name: number for number, name in enumerate(names)}
     assert [data.train[i]["labels"] for i in range(2)] == [sorted(labels).index(label) for label in labels[:2]]
 
 
-def test_classes_that_the_model_has_keep_its_numbers(tmp_path: Path) -> None:
-    """A head that was trained has an output for each of them."""
+def test_classes_of_the_model_keep_its_indices(tmp_path: Path) -> None:
+    """A trained head has an output for each of its classes."""
     model = saved_with(tmp_path, ["positive", "neutral", "negative"])
     data, found = classified(tmp_path, ["negative", "positive"], model)
     assert found.id2label == {0: "positive", 1: "neutral", 2: "negative"}
@@ -151,23 +151,23 @@ def test_classes_that_the_model_has_keep_its_numbers(tmp_path: Path) -> None:
     assert [data.train[i]["labels"] for i in range(2)] == [0, 2]
 
 
-def test_other_classes_than_those_of_the_model_take_their_place(tmp_path: Path) -> None:
+def test_new_classes_replace_those_of_the_model(tmp_path: Path) -> None:
     _, found = classified(tmp_path, ["cat", "dog"], saved_with(tmp_path, ["positive", "neutral", "negative"]))
     assert found.id2label == {0: "cat", 1: "dog"}
 
 
-def test_names_and_a_number_that_the_run_sets_are_kept(tmp_path: Path) -> None:
-    said = {"config": {**SMALL["bert"], "id2label": {"0": "good", "1": "bad"}}}
-    data, found = classified(tmp_path, ["bad", "good"], said)
+def test_id2label_and_num_labels_of_the_run_are_kept(tmp_path: Path) -> None:
+    overrides = {"config": {**SMALL["bert"], "id2label": {"0": "good", "1": "bad"}}}
+    data, found = classified(tmp_path, ["bad", "good"], overrides)
     assert [data.train[i]["labels"] for i in range(2)] == [1, 0]
     assert found.label2id == {"good": 0, "bad": 1}
     _, found = classified(tmp_path, ["bad", "good"], {"config": {**SMALL["bert"], "num_labels": 3}})
     assert found.id2label == {0: "bad", 1: "good", 2: "LABEL_2"}
-    with pytest.raises(ConfigError, match=r"2 classes, and the data 3"):
+    with pytest.raises(ConfigError, match=r"2 classes, but the data has 3"):
         classified(tmp_path, ["a", "b", "c"], {"config": {**SMALL["bert"], "num_labels": 2}})
 
 
-def test_names_of_a_data_set_are_those_of_its_classes(tmp_path: Path) -> None:
+def test_class_names_of_a_data_set_are_used(tmp_path: Path) -> None:
     import datasets
 
     names = ["zebra", "ant", "bee"]
@@ -181,13 +181,15 @@ def test_names_of_a_data_set_are_those_of_its_classes(tmp_path: Path) -> None:
     found = load_data(made, names=["LABEL_0", "LABEL_1"])
     assert found.classes == names
     assert [found.train[i]["labels"] for i in range(2)] == [0, 1]
-    assert load_model_config(made, from_data(made, found, load_model_config(made))).id2label == dict(enumerate(names))
+    assert load_model_config(made, fields_from_data(made, found, load_model_config(made))).id2label == dict(
+        enumerate(names)
+    )
 
 
 # -------------------------------------------------------------------------------------------------------------- export
 
 
-def test_what_an_export_would_fail_with_is_refused_before_the_first_step(tmp_path: Path) -> None:
+def test_an_export_that_would_fail_raises_before_the_first_step(tmp_path: Path) -> None:
     small = transformers.GPT2LMHeadModel(transformers.GPT2Config(**SMALL["gpt2"], vocab_size=258))
     small.save_pretrained(tmp_path / "saved")
     generation = tmp_path / "saved" / "generation_config.json"
@@ -198,15 +200,15 @@ def test_what_an_export_would_fail_with_is_refused_before_the_first_step(tmp_pat
     for export in (True, False):
         made = config(tmp_path, "gpt2", data, model=model, training={"steps": 1, "export": export})
         if not export:
-            data_and_model_of(made)
+            load_data_and_model(made)
             continue
         with pytest.raises(ConfigError, match=r"cannot be exported.*temperature"):
-            data_and_model_of(made)
+            load_data_and_model(made)
         with pytest.raises(ConfigError, match=r"cannot be exported"):
             make_dry_run_report(made)
 
 
-def test_classes_of_a_run_are_in_the_exported_config(tmp_path: Path) -> None:
+def test_the_exported_config_has_the_class_names(tmp_path: Path) -> None:
     from shardformer.train_command.run import run_training
 
     data = {"train": write_rows(tmp_path, labelled())}

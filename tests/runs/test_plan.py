@@ -1,4 +1,4 @@
-"""What a dry run says of each rank, without values: what it keeps, and the most that a step holds."""
+"""The dry run reports the memory of each rank without allocating weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def plan(folder: Path, **parallel: Any) -> DryRunReport:
     return found
 
 
-def test_ranks_of_every_stage_are_told(tmp_path: Path) -> None:
+def test_the_report_lists_the_ranks_of_every_stage(tmp_path: Path) -> None:
     alone, split = plan(tmp_path), plan(tmp_path, tensor=2, pipe=2)
     assert [rank.coords for rank in split.ranks] == [{"pipe": p, "tensor": t} for p in (0, 1) for t in (0, 1)]
     (whole,) = alone.ranks
@@ -30,20 +30,20 @@ def test_ranks_of_every_stage_are_told(tmp_path: Path) -> None:
         assert 0 < (rank.step or 0) < (whole.step or 0)
 
 
-def test_a_step_in_16_bits_holds_half(tmp_path: Path) -> None:
+def test_a_16_bit_step_halves_the_memory(tmp_path: Path) -> None:
     wide, narrow = plan(tmp_path).ranks[0], plan(tmp_path, precision="bf16").ranks[0]
     assert narrow.persistent_bytes.parameters == wide.persistent_bytes.parameters / 2
     assert narrow.persistent_bytes.masters == wide.persistent_bytes.parameters
     assert 0.4 < (narrow.step or 0) / (wide.step or 1) < 0.8
 
 
-def test_zero_takes_states_away(tmp_path: Path) -> None:
+def test_zero_shards_optimizer_states(tmp_path: Path) -> None:
     assert plan(tmp_path, data=4, zero_stage=1).ranks[0].persistent_bytes.states == pytest.approx(
         plan(tmp_path).ranks[0].persistent_bytes.states / 4, rel=0.05
     )
 
 
-def test_what_training_would_refuse_is_refused(tmp_path: Path) -> None:
+def test_errors_of_training_are_raised(tmp_path: Path) -> None:
     made = config(tmp_path, "gpt2", {"train": write_text(tmp_path), "sequence_length": 1000})
     with pytest.raises(InputError, match=r"1260 tokens"):
         make_dry_run_report(made.model_copy(update={"data": made.data.model_copy(update={"sequence_length": 5000})}))

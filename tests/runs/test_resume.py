@@ -1,4 +1,4 @@
-"""A resumed run keeps its schedule and its optimizer: what changes is said, and what has no effect is refused."""
+"""A resumed run keeps its schedule and optimizer, reports changes, and rejects changes without effect."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_another_length_does_not_silently_change_the_schedule(name: str, steps: 
     stop_behind(cut, 2)
     records = (cut.path / "records.jsonl").read_bytes()
     with pytest.raises(
-        ConfigError, match=rf"{steps} steps, and had 6.*schedule.steps = 6 to keep.*schedule.steps = {steps}"
+        ConfigError, match=rf"{steps} instead of 6 steps.*schedule.steps = 6 to keep.*schedule.steps = {steps}"
     ):
         run_training(run(tmp_path, steps, schedule={"name": name}))
     assert (cut.path / "records.jsonl").read_bytes() == records
@@ -43,7 +43,7 @@ def test_another_length_does_not_silently_change_the_schedule(name: str, steps: 
 
 
 def stop_behind(made: TrainConfig, steps: int) -> None:
-    """Trains so many steps of a longer run."""
+    """Train the first steps of a longer run."""
     from shardformer.mesh.parallel_context import ParallelContext
     from shardformer.train_command.run import build_trainer
 
@@ -51,21 +51,19 @@ def stop_behind(made: TrainConfig, steps: int) -> None:
     trainer.fit(steps=steps)
 
 
-def test_a_schedule_is_kept_or_changed_where_the_run_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_schedule_steps_keeps_or_changes_the_schedule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stop_behind(run(tmp_path, 6, schedule={"name": "linear"}), 3)
     kept = run(tmp_path, 7, schedule={"name": "linear", "steps": 6})
     stop_behind(kept, 4)
     assert "training.steps = 7 (was 6)" in capsys.readouterr().out
     changed = run(tmp_path, 10, schedule={"name": "linear", "steps": 10})
     run_training(changed)
-    assert "the learning rate changes: 0.006 in step 5 (was 0.00333)" in capsys.readouterr().out
+    assert "the learning rate of step 5 changes to 0.006 (was 0.00333)" in capsys.readouterr().out
     assert rates(changed) == [1.0, 0.833333, 0.666667, 0.5, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]
 
 
-def test_a_schedule_of_the_same_rates_goes_on(tmp_path: Path) -> None:
-    """A warm-up that is a share of all steps would be longer, and is over."""
+def test_a_schedule_with_equal_rates_resumes(tmp_path: Path) -> None:
+    """A warm-up given as a fraction would be longer, but is already complete."""
     run_training(run(tmp_path, 4, schedule={"warmup": 0.25}))
     longer = run(tmp_path, 5, schedule={"warmup": 0.25})
     run_training(longer)
@@ -80,16 +78,19 @@ def test_more_epochs_are_another_length(tmp_path: Path) -> None:
         return config(tmp_path, "bert", data, model=model, training=training, schedule={"name": "linear"})
 
     stop_behind(of(2), 2)
-    with pytest.raises(ConfigError, match=r"9 steps, and had 6"):
+    with pytest.raises(ConfigError, match=r"9 instead of 6 steps"):
         run_training(of(3))
 
 
 @pytest.mark.parametrize(
     ("tables", "words"),
     [
-        ({"optimizer": {"lr": 0.5}}, r"optimizer.lr = 0.5, and the run in .* has 0.01"),
-        ({"seed": 5}, r"seed = 5, and the run in .* has 0"),
-        ({"optimizer": {"weight_decay": 0.3}}, r"optimizer.weight_decay = 0.3, and the run in .* has nothing"),
+        ({"optimizer": {"lr": 0.5}}, r"optimizer.lr = 0.5 differs from the run in .*, which has 0.01"),
+        ({"seed": 5}, r"seed = 5 differs from the run in .*, which has 0"),
+        (
+            {"optimizer": {"weight_decay": 0.3}},
+            r"optimizer.weight_decay = 0.3 differs from the run in .*, which has nothing",
+        ),
         (
             {"model": {"config": {"n_embd": 16, "n_layer": 2, "n_head": 2, "attn_pdrop": 0.5}}},
             r"model.config.attn_pdrop",
@@ -97,28 +98,26 @@ def test_more_epochs_are_another_length(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_would_have_no_effect_is_refused(tables: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_changes_without_effect_raise(tables: dict[str, Any], words: str, tmp_path: Path) -> None:
     run_training(run(tmp_path, 2))
     with pytest.raises(ConfigError, match=words):
         run_training(run(tmp_path, 3, **tables))
 
 
-def test_a_run_that_cannot_be_resumed_says_that_it_begins_anew(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_new_run_in_an_old_folder_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_training(run(tmp_path, 2))
-    assert "begins anew" not in capsys.readouterr().out
+    assert "new run:" not in capsys.readouterr().out
     shutil.rmtree(tmp_path / "run/checkpoints")
     run_training(run(tmp_path, 2))
-    assert "begins anew" in capsys.readouterr().out
+    assert "new run:" in capsys.readouterr().out
     run_training(run(tmp_path, 2))
-    assert "nothing to train: 2 of 2 steps are done; raise training.steps" in capsys.readouterr().out
+    assert "nothing to train: 2 of 2 steps are complete; increase training.steps" in capsys.readouterr().out
 
 
-def test_what_changes_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_changed_settings_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_training(run(tmp_path, 2))
     run_training(run(tmp_path, 3))
-    assert "resumed with other settings: training.steps = 3 (was 2)\n" in capsys.readouterr().out
+    assert "resumed with changed settings: training.steps = 3 (was 2)\n" in capsys.readouterr().out
     run_training(run(tmp_path, 3, data={"drop_last": True}))
     assert "data.drop_last = true (was false)" in capsys.readouterr().out
     assert json.loads((tmp_path / "run" / "run.json").read_text())["data"]["drop_last"] is True

@@ -1,4 +1,4 @@
-"""A model is refused that reads the token which it is to predict: it is tried, and not known by its name."""
+"""A model that sees the token to predict raises, independently of its class name."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import transformers
 
 from shardformer.errors import ConfigError
 from shardformer.meta_init.lazy_init import LazyInit
-from shardformer.train_command.run import data_and_model_of, make_dry_run_report
-from shardformer.train_command.run_checks import check_task, seen_by_loss
+from shardformer.train_command.run import load_data_and_model, make_dry_run_report
+from shardformer.train_command.run_checks import check_task, label_dependence
 from tests.runs.files import SMALL, config, write_text
 
 TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
@@ -40,41 +40,39 @@ def model_of(kind: str, fields: dict[str, Any], head: str = "AutoModelForCausalL
     ],
     ids=str,
 )
-def test_whether_a_model_reads_what_it_is_to_predict(kind: str, fields: dict[str, Any], sees: bool) -> None:
-    found = seen_by_loss(model_of(kind, fields))
-    assert found is not None and found.itself is sees
+def test_whether_a_model_sees_the_token_to_predict(kind: str, fields: dict[str, Any], sees: bool) -> None:
+    found = label_dependence(model_of(kind, fields))
+    assert found is not None and found.on_label is sees
 
 
-def test_an_encoder_is_not_trained_to_copy_its_input(tmp_path: Path) -> None:
+def test_causal_training_of_an_encoder_raises(tmp_path: Path) -> None:
     made = config(tmp_path, "bert", {"train": write_text(tmp_path)})
-    for call in (data_and_model_of, make_dry_run_report):
-        with pytest.raises(ConfigError, match=r"BertLMHeadModel reads.*task = 'masked'; or .*is_decoder = true"):
+    for call in (load_data_and_model, make_dry_run_report):
+        with pytest.raises(ConfigError, match=r"does not fit BertLMHeadModel.*task = 'masked', or .*is_decoder = true"):
             call(made)
     fixed = config(
         tmp_path, "bert", {"train": write_text(tmp_path)}, model={"config": {**SMALL["bert"], "is_decoder": True}}
     )
-    data_and_model_of(fixed)
+    load_data_and_model(fixed)
 
 
 @pytest.mark.parametrize(
     ("kind", "head", "words"),
     [
-        ("gpt2", "GPT2LMHeadModel", r"GPT2LMHeadModel reads no later tokens"),
-        ("bert", "BertLMHeadModel", r"BertLMHeadModel compares a label with the output before it"),
+        ("gpt2", "GPT2LMHeadModel", r"GPT2LMHeadModel, which ignores later tokens"),
+        ("bert", "BertLMHeadModel", r"BertLMHeadModel, which compares a label with the output before it"),
     ],
 )
-def test_a_model_that_does_not_fill_masks_in_is_not_trained_to(
-    kind: str, head: str, words: str, tmp_path: Path
-) -> None:
+def test_masked_training_of_a_decoder_raises(kind: str, head: str, words: str, tmp_path: Path) -> None:
     model = {"task": "masked", "head": head}
     with pytest.raises(ConfigError, match=words):
-        data_and_model_of(config(tmp_path, kind, {"train": write_text(tmp_path)}, model=model))
+        load_data_and_model(config(tmp_path, kind, {"train": write_text(tmp_path)}, model=model))
 
 
-def test_a_large_model_is_tried_on_a_small_one(tmp_path: Path) -> None:
+def test_a_large_model_is_checked_with_a_reduced_model(tmp_path: Path) -> None:
     fields = {"hidden_size": 768, "num_hidden_layers": 4, "num_attention_heads": 12, "intermediate_size": 3072}
     made = config(tmp_path, "bert", {"train": write_text(tmp_path)}, model={"config": fields})
-    with pytest.raises(ConfigError, match=r"BertLMHeadModel reads"):
+    with pytest.raises(ConfigError, match=r"does not fit BertLMHeadModel"):
         check_task(made, model_of("bert", fields))
 
 

@@ -1,4 +1,4 @@
-"""The learning rate of each step of a run, how many steps there are, and which parameters decay."""
+"""Learning rates, number of steps, and weight decay of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardformer.errors import ConfigError
 from shardformer.train_command.build import build_optimizer, build_scheduler
 from shardformer.train_command.config_schema import OptimizerTable, ScheduleTable
 from shardformer.train_command.datasets import load_data
-from shardformer.train_command.run import num_steps_of
+from shardformer.train_command.run import count_steps
 from tests.runs.files import config, labelled, write_rows
 
 
@@ -29,9 +29,7 @@ from tests.runs.files import config, labelled, write_rows
     ],
     ids=str,
 )
-def test_the_learning_rate_of_each_step_is_the_share_of_its_schedule(
-    table: dict[str, Any], expected: list[float]
-) -> None:
+def test_learning_rate_of_each_step(table: dict[str, Any], expected: list[float]) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     scheduler = build_scheduler(ScheduleTable(**table), 4)(optimizer)
     rates = []
@@ -43,16 +41,14 @@ def test_the_learning_rate_of_each_step_is_the_share_of_its_schedule(
 
 
 @pytest.mark.parametrize(("drop_last", "steps"), [(False, 6), (True, 4)])
-def test_the_steps_of_a_run_are_those_of_the_batches_that_it_trains_on(
-    drop_last: bool, steps: int, tmp_path: Path
-) -> None:
+def test_the_number_of_steps_equals_the_number_of_batches(drop_last: bool, steps: int, tmp_path: Path) -> None:
     data = {"train": write_rows(tmp_path, labelled(12)), "batch_size": 5, "drop_last": drop_last}
     made = config(tmp_path, "bert", data, model={"task": "classification"}, training={"epochs": 2})
-    assert num_steps_of(made, load_data(made)) == steps
+    assert count_steps(made, load_data(made)) == steps
 
 
 def grouped(model: Any, **table: Any) -> dict[float, set[str]]:
-    """Weight decay -> the parameters that have it."""
+    """Return the parameter names by weight decay."""
     names = {id(param): name for name, param in model.named_parameters()}
     optimizer = build_optimizer(OptimizerTable(**table))(model)(list(model.parameters()))
     return {group["weight_decay"]: {names[id(param)] for param in group["params"]} for group in optimizer.param_groups}
@@ -77,7 +73,7 @@ def decayed_by_transformers(model: nn.Module) -> set[str]:
     return here & set(trainer.get_decay_parameter_names(None, model))
 
 
-def test_norms_of_other_names_and_classes_do_not_decay() -> None:
+def test_norms_with_other_names_and_classes_do_not_decay() -> None:
     class RmsNorm(nn.RMSNorm):
         pass
 
@@ -85,9 +81,11 @@ def test_norms_of_other_names_and_classes_do_not_decay() -> None:
     assert grouped(model, weight_decay=0.1)[0.1] == {"0.weight"}
 
 
-def test_all_parameters_decay_where_the_config_says_so() -> None:
+def test_decay_biases_and_norms_decays_all_parameters() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
     assert grouped(model, weight_decay=0.1, decay_biases_and_norms=True) == {0.1: set(dict(model.named_parameters()))}
     assert list(grouped(model, name="SGD")) == [0]
-    with pytest.raises(ConfigError, match=r"decay_biases_and_norms = true with SGD and no weight_decay"):
+    with pytest.raises(
+        ConfigError, match=r"decay_biases_and_norms = true has no effect, because SGD has no weight_decay"
+    ):
         build_optimizer(OptimizerTable(name="SGD", decay_biases_and_norms=True))

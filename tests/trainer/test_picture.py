@@ -1,4 +1,4 @@
-"""The picture of runs has a panel for each value, and is drawn whatever the values are."""
+"""Charts of runs have a panel per metric, and can be drawn for all values."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ def of(name: str, *values: float) -> list[MetricsRecord]:
 
 
 def words(file: Path) -> list[str]:
-    """Those of a picture; matplotlib writes each as a comment beside its outline."""
+    """Texts of an SVG chart; matplotlib writes each text as a comment next to its outline."""
     return re.findall(r"<!-- (.*?) -->", file.read_text(encoding="utf-8"))
 
 
-def test_there_is_a_panel_for_each_value_and_one_for_both_losses() -> None:
+def test_training_and_validation_losses_share_a_panel() -> None:
     records = [*run(3, kappa=0.5), MetricsRecord(3, 1, 3.0, {"validation/loss": 1.0, "validation/f1": 0.5})]
     assert panel_names({"a": records}) == ["loss", "memory_bytes", "kappa", "f1"]
 
 
-def test_a_series_is_in_the_order_of_steps() -> None:
+def test_a_series_is_sorted_by_step() -> None:
     steps, values = series([*of("loss", 1.0, 2.0)[::-1], MetricsRecord(9, 0, 0.0, {"other": 1.0})], "loss")
     assert steps.tolist() == [1, 2] and values.tolist() == [1, 2]
 
 
-def test_a_curve_of_many_values_is_their_mean_and_breaks_where_one_is_not_finite() -> None:
+def test_a_long_curve_is_smoothed_and_interrupted_at_nonfinite_values() -> None:
     values = [1.0, 3.0] * 100
     values[40] = math.inf
     _, curve = plotted_curve("loss", series(of("loss", *values), "loss"))
@@ -57,12 +57,12 @@ def test_a_curve_of_many_values_is_their_mean_and_breaks_where_one_is_not_finite
     assert plotted_curve("learning_rate", series(of("learning_rate", *values), "learning_rate"))[1][0] == 1.0
 
 
-def test_values_without_a_neighbour_are_found() -> None:
+def test_isolated_points_are_found() -> None:
     values = np.array([1.0, np.nan, 2.0, 3.0, np.inf, 4.0])
     assert isolated_points(values).tolist() == [True, False, False, False, False, True]
 
 
-def test_only_a_loss_or_a_norm_over_decades_is_logarithmic() -> None:
+def test_only_wide_losses_and_norms_have_a_logarithmic_axis() -> None:
     wide = np.array([0.01, 5.0])
     assert is_log("loss", wide) and is_log("grad_norm", wide)
     assert not is_log("tokens_per_s", wide) and not is_log("loss", wide - 0.01) and not is_log("loss", wide[:1])
@@ -82,10 +82,10 @@ def test_runs_are_drawn(suffix: str, tmp_path: Path) -> None:
 
 
 @needs_matplotlib
-def test_the_legend_says_what_is_drawn_and_nothing_else(tmp_path: Path) -> None:
+def test_the_legend_lists_only_what_is_drawn(tmp_path: Path) -> None:
     records = [*run(150), *of("grad_norm", 1.0, 2.0), *of("validation/loss", 1.0, math.nan)]
     runs = {"validation": records, "_second $x$": run(3)}
-    kinds = ["validation", "moving mean", "as recorded", "not finite"]
+    kinds = ["validation", "moving average", "as recorded", "not finite"]
     draw_metrics(runs, tmp_path / "all.svg")
     assert [word for word in words(tmp_path / "all.svg") if word in [*runs, *kinds]] == [*runs, *kinds]
     draw_metrics(runs, tmp_path / "norm.svg", ["grad_norm"])
@@ -93,7 +93,7 @@ def test_the_legend_says_what_is_drawn_and_nothing_else(tmp_path: Path) -> None:
 
 
 @needs_matplotlib
-def test_a_value_between_two_that_are_not_finite_is_seen(tmp_path: Path) -> None:
+def test_a_finite_value_between_nonfinite_values_is_visible(tmp_path: Path) -> None:
     def num_marks(*values: float) -> int:
         draw_metrics({"a": of("loss", *values)}, tmp_path / "a.svg")
         return (tmp_path / "a.svg").read_text(encoding="utf-8").count("<use")
@@ -103,22 +103,22 @@ def test_a_value_between_two_that_are_not_finite_is_seen(tmp_path: Path) -> None
 
 
 @needs_matplotlib
-def test_many_runs_have_a_colour_each(tmp_path: Path) -> None:
+def test_many_runs_have_different_colors(tmp_path: Path) -> None:
     draw_metrics({f"run {i}": run(5) for i in range(12)}, tmp_path / "many.svg", ["loss"])
     strokes = re.findall(r"stroke: (#[0-9a-f]{6}); stroke-width: 1.6", (tmp_path / "many.svg").read_text("utf-8"))
     assert len(set(strokes)) == 12
 
 
-def test_what_cannot_be_drawn_is_told(tmp_path: Path) -> None:
+def test_metrics_that_cannot_be_drawn_raise(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"\.svg or \.png"):
         draw_metrics({"a": run(2)}, tmp_path / "a.pdf")
     if find_spec("matplotlib") is not None:
-        with pytest.raises(ConfigError, match=r"nothing to draw in a"):
+        with pytest.raises(ConfigError, match=r"no metrics to draw in a"):
             draw_metrics({"a": [MetricsRecord(1, 0, 1.0, {})]}, tmp_path / "a.png")
 
 
 @needs_matplotlib
-def test_a_picture_takes_the_place_of_a_link_and_a_failure_leaves_the_old_one(
+def test_a_chart_replaces_a_link_and_a_failure_keeps_the_old_chart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from matplotlib.figure import Figure
@@ -146,7 +146,7 @@ def recorded(count: int) -> list[MetricsRecord]:
     return [MetricsRecord(step, 0, step * 0.5, {"loss": 3.0 / step, **values}) for step in range(1, count + 1)]
 
 
-def test_a_run_is_summed_up() -> None:
+def test_metrics_summary() -> None:
     speeds = [
         MetricsRecord(41 + n, 0, 20.0 + n, {"tokens_per_s": speed})
         for n, speed in enumerate([4000.0, 80000.0, math.nan])

@@ -1,4 +1,4 @@
-"""A run's records: whole after any kill, told where a line is damaged, and found by their folder."""
+"""Metrics logs survive kills, report damaged lines, and are found by their folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write(folder: Path, steps: range, resume_at: int | None = None) -> None:
     writer.close()
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_written_records_are_read_back(tmp_path: Path) -> None:
     strange = record(1, nan=math.nan, inf=math.inf, minus=-math.inf)
     writer = MetricsWriter(tmp_path)
     writer.write(strange)
@@ -35,19 +35,19 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert math.isnan(found.values["nan"])
 
 
-def test_a_run_that_goes_on_drops_what_came_behind_its_checkpoint(tmp_path: Path) -> None:
+def test_a_resumed_run_drops_records_after_its_checkpoint(tmp_path: Path) -> None:
     write(tmp_path, range(1, 6))
     write(tmp_path, range(4, 8), resume_at=3)
     assert read_records(tmp_path) == [record(step) for step in range(1, 8)]
 
 
-def test_a_new_run_keeps_the_records_of_the_old_one(tmp_path: Path) -> None:
+def test_a_new_run_keeps_the_records_of_an_earlier_run(tmp_path: Path) -> None:
     for steps in (range(1, 3), range(1, 4), range(1, 5)):
         write(tmp_path, steps)
     assert [len(read_records(tmp_path / name)) for name in (FILE, "records.1.jsonl", "records.2.jsonl")] == [4, 2, 3]
 
 
-def test_a_second_job_does_not_write_into_the_folder_of_a_running_one(tmp_path: Path) -> None:
+def test_a_second_job_cannot_write_to_the_folder_of_a_running_job(tmp_path: Path) -> None:
     write(tmp_path, range(1, 4))
     lock_of(parent(), tmp_path)
     before = (tmp_path / FILE).read_bytes()
@@ -63,9 +63,7 @@ def test_a_second_job_does_not_write_into_the_folder_of_a_running_one(tmp_path: 
 
 @pytest.mark.parametrize("resume_at", [None, 2])
 @pytest.mark.parametrize("content", ["precious", "", None])
-def test_a_link_in_the_place_of_the_file_is_not_written_through(
-    resume_at: int | None, content: str | None, tmp_path: Path
-) -> None:
+def test_a_symbolic_link_is_not_written_through(resume_at: int | None, content: str | None, tmp_path: Path) -> None:
     precious, run = tmp_path / "precious", tmp_path / "run"
     if content is not None:
         precious.write_text(content)
@@ -82,18 +80,18 @@ def test_a_link_in_the_place_of_the_file_is_not_written_through(
     assert content is None or precious.read_text() == content
 
 
-def test_half_a_line_at_the_end_is_left_out(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_is_ignored(tmp_path: Path) -> None:
     write(tmp_path, range(1, 4))
     whole = (tmp_path / FILE).read_bytes()
     last = whole.rstrip(b"\n").rfind(b"\n") + 1
     for end in range(last, len(whole) - 1):
         (tmp_path / FILE).write_bytes(whole[:end])
         assert read_records(tmp_path) == [record(1), record(2)]
-    (tmp_path / FILE).write_bytes(whole[:-1])  # a whole record of which only the line break is missing
+    (tmp_path / FILE).write_bytes(whole[:-1])  # a complete record without its newline
     assert read_records(tmp_path) == [record(1), record(2), record(3)]
 
 
-def test_a_run_goes_on_behind_half_a_line(tmp_path: Path) -> None:
+def test_a_run_resumes_after_an_incomplete_line(tmp_path: Path) -> None:
     write(tmp_path, range(1, 4))
     whole = (tmp_path / FILE).read_bytes()
     (tmp_path / FILE).write_bytes(whole[:-9])
@@ -101,7 +99,7 @@ def test_a_run_goes_on_behind_half_a_line(tmp_path: Path) -> None:
     assert read_records(tmp_path) == [record(step) for step in range(1, 5)]
 
 
-def test_each_record_is_in_the_file_at_once(tmp_path: Path) -> None:
+def test_each_record_is_written_immediately(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path)
     for step in range(1, 4):
         writer.write(record(step))
@@ -109,7 +107,7 @@ def test_each_record_is_in_the_file_at_once(tmp_path: Path) -> None:
     writer.close()
 
 
-def test_numbers_of_numpy_and_torch_are_written(tmp_path: Path) -> None:
+def test_numpy_and_torch_numbers_are_written(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path)
     writer.write(MetricsRecord(1, 0, 0.5, {"a": np.float32(0.5), "b": torch.tensor(0.25), "c": 2}))
     writer.close()
@@ -123,32 +121,32 @@ OF_A_WORD = '{"step": 1, "epoch": 0, "seconds": 0, "values": {"loss": "low"}}'
 
 
 @pytest.mark.parametrize("line", ["{", "[]", '{"step": 1}', OF_HALF_STEPS, OF_A_WORD, "\xff"])
-def test_a_damaged_line_is_told_with_its_number(line: str, tmp_path: Path) -> None:
+def test_a_damaged_line_raises_with_its_number(line: str, tmp_path: Path) -> None:
     write(tmp_path, range(1, 2))
     with (tmp_path / FILE).open("a", encoding="latin-1") as file:
         file.write(line + "\n")
-    with pytest.raises(InputError, match=r"line 2"):
+    with pytest.raises(InputError, match=r"Line 2 of"):
         read_records(tmp_path)
 
 
-def test_a_folder_above_the_only_run_means_that_run(tmp_path: Path) -> None:
+def test_the_parent_folder_of_a_single_run_refers_to_that_run(tmp_path: Path) -> None:
     write(tmp_path / "first" / "log", range(1, 3))
     for path in (tmp_path, tmp_path / "first", tmp_path / "first" / "log", tmp_path / "first" / "log" / FILE):
         assert read_records(path) == [record(1), record(2)]
     assert file_of(tmp_path) == tmp_path / "first" / "log" / FILE
 
 
-def test_a_folder_above_several_runs_is_told_with_their_names(tmp_path: Path) -> None:
+def test_the_parent_folder_of_several_runs_raises_with_their_names(tmp_path: Path) -> None:
     write(tmp_path / "first", range(1, 2))
     write(tmp_path / "second" / "log", range(1, 2))
-    with pytest.raises(ConfigError, match=r"holds 2 runs.*Give '.*first' or '.*second/log'"):
+    with pytest.raises(ConfigError, match=r"contains 2 runs.*Pass '.*first' or '.*second/log'"):
         read_records(tmp_path)
     write(tmp_path, range(1, 4))  # its own come first
     assert len(read_records(tmp_path)) == 3
 
 
-def test_what_is_no_run_is_told_with_those_beside_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no run in .* either"):
+def test_a_folder_without_a_run_raises_with_runs_next_to_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"contains no run"):
         read_records(tmp_path / "frist")
     write(tmp_path / "first", range(1, 2))
     with pytest.raises(ConfigError, match=r"does not exist.*Did you mean 'first'"):

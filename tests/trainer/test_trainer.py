@@ -1,4 +1,4 @@
-"""The loop around an engine: the moments of a run, what hooks ask for, and how a run ends on all ranks."""
+"""Events of a training run, requests of hooks, and the end of a run on all ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def made(context: ParallelContext | None = None, data: Any = None, batch_size: i
 
 
 class Diary(Hook):
-    """Writes down each moment."""
+    """Hook that records all events."""
 
     def __init__(self) -> None:
         self.moments: list[str] = []
@@ -62,18 +62,18 @@ STEP = [
 VALIDATION = ["before_validation", "on_validation_batch", "after_validation"]
 
 
-def test_the_moments_come_in_their_order() -> None:
+def test_events_occur_in_order() -> None:
     diary = Diary()
     Trainer(made(), [diary]).fit(epochs=2, validation=pairs(3))
     epoch = ["before_epoch", *STEP * 3, "after_epoch", *VALIDATION]
     assert diary.moments == ["setup", "before_train", *epoch * 2, "after_train"]
 
 
-def test_every_moment_is_a_method_of_a_hook() -> None:
+def test_every_event_is_a_method_of_hook() -> None:
     assert all(callable(getattr(Hook, moment)) for moment in HOOK_METHODS)
 
 
-def test_a_run_is_the_loop_of_its_engine() -> None:
+def test_fit_equals_a_loop_over_engine_steps() -> None:
     engine, plainly = made(), made()
     Trainer(engine, [Diary()]).fit(epochs=2, validation=pairs(3))
     for _ in range(2):
@@ -84,7 +84,7 @@ def test_a_run_is_the_loop_of_its_engine() -> None:
         assert torch.equal(a, b)
 
 
-def test_steps_may_end_in_the_middle_of_an_epoch_and_go_on() -> None:
+def test_fit_can_stop_and_continue_within_an_epoch() -> None:
     engine = made()
     trainer = Trainer(engine)
     trainer.fit(steps=4)
@@ -96,7 +96,7 @@ def test_steps_may_end_in_the_middle_of_an_epoch_and_go_on() -> None:
 
 
 class Asks(Hook):
-    """Asks for something behind a step."""
+    """Hook that makes a request after a step."""
 
     def __init__(self, what: str, at: int) -> None:
         self.what, self.at = what, at
@@ -106,16 +106,16 @@ class Asks(Hook):
             getattr(trainer, self.what)()
 
 
-def test_a_hook_may_stop_the_run_and_ask_for_a_validation() -> None:
+def test_a_hook_may_request_a_stop_and_a_validation() -> None:
     diary = Diary()
     trainer = Trainer(made(), [Asks("validate", 1), Asks("stop", 2), diary])
     trainer.fit(steps=9, validation=pairs(3))
     assert trainer.step == 2
-    assert trainer.stopped_by == "a hook asked for it"
+    assert trainer.stopped_by == "a hook requested it"
     assert diary.moments.count("before_validation") == 1
 
 
-def test_the_validation_is_that_of_all_that_counts() -> None:
+def test_the_validation_loss_is_the_mean_over_all_counted_labels() -> None:
     engine, held_out = made(), pairs(7, seed=2)
     values = Trainer(engine).fit(steps=3, validation=held_out, validate_every=3)
     x, y = (torch.stack(each) for each in zip(*held_out, strict=True))
@@ -125,7 +125,7 @@ def test_the_validation_is_that_of_all_that_counts() -> None:
 
 
 class Forks(Hook):
-    """Forks a process in a step, and ends it with a signal."""
+    """Hook that forks a process in a step, and ends it with a signal."""
 
     def __init__(self, number: int) -> None:
         self.number, self.status = number, -1
@@ -139,7 +139,7 @@ class Forks(Hook):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_process_that_a_hook_forks_ends_on_a_signal(number: signal.Signals) -> None:
+def test_a_process_forked_by_a_hook_ends_on_a_signal(number: signal.Signals) -> None:
     forks = Forks(number)
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
@@ -157,7 +157,7 @@ class Signals(Hook):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_signal_ends_the_run_behind_its_step() -> None:
+def test_a_signal_ends_the_run_after_the_current_step() -> None:
     diary, before = Diary(), signal.getsignal(signal.SIGTERM)
     trainer = Trainer(made(), [Signals(), diary])
     trainer.fit(steps=9)
@@ -170,7 +170,7 @@ def test_a_signal_ends_the_run_behind_its_step() -> None:
 @pytest.mark.parametrize(
     "moment", ["before_validation", "on_validation_batch", "after_validation", "before_save", "after_save"]
 )
-def test_a_signal_outside_of_a_step_ends_the_run_and_is_saved(moment: str) -> None:
+def test_a_signal_outside_of_a_step_saves_and_ends_the_run(moment: str) -> None:
     saved: list[int] = []
 
     class Asks(Hook):
@@ -197,7 +197,7 @@ def test_a_signal_outside_of_a_step_ends_the_run_and_is_saved(moment: str) -> No
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_what_a_signal_leads_to_is_told_at_once(number: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_signal_is_reported_immediately(number: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
     class Asks(Hook):
         def before_forward(self, trainer: Trainer) -> None:
             if trainer.step == 1:
@@ -205,15 +205,15 @@ def test_what_a_signal_leads_to_is_told_at_once(number: signal.Signals, capfd: p
 
     trainer = Trainer(made(), [Asks()])
     trainer.fit(steps=9)
-    told = {
+    expected = {
         signal.SIGTERM: "SIGTERM: finishing step 2",
         signal.SIGINT: "Ctrl-C: finishing step 2 (press again to stop at once)",
     }
-    assert capfd.readouterr().err.strip() == told[number]
+    assert capfd.readouterr().err.strip() == expected[number]
     assert trainer.signal is number
 
 
-def test_the_second_signal_does_what_it_did_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_signal_calls_the_previous_handler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(FOLDER, raising=False)
 
     class Asks(Hook):
@@ -230,8 +230,8 @@ def test_the_second_signal_does_what_it_did_before(monkeypatch: pytest.MonkeyPat
         signal.signal(signal.SIGINT, before)
 
 
-def test_under_a_launcher_a_signal_that_comes_twice_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scheduler sends it to each process, and the launcher sends it on."""
+def test_a_launcher_may_deliver_a_signal_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler sends the signal to each process, and the launcher forwards it."""
     monkeypatch.setenv(FOLDER, str(tmp_path))
     noted = []
 
@@ -271,18 +271,18 @@ MOMENTS_THAT_COME = [m for m in HOOK_METHODS if m not in ("on_signal", "on_excep
 
 
 @pytest.mark.parametrize("moment", [*MOMENTS_THAT_COME, "on_validation_batch"])
-def test_a_hook_that_fails_on_one_rank_ends_the_run_on_all(moment: str) -> None:
+def test_a_hook_that_fails_on_one_rank_ends_the_run_on_all_ranks(moment: str) -> None:
     def run(context: ParallelContext) -> tuple[str, int]:
         return _ends(context, made(context), Breaks(moment, 1))
 
-    (said, steps), (other, other_steps) = run_as_threads(run, data=2)
-    assert said == other
+    (message, steps), (other, other_steps) = run_as_threads(run, data=2)
+    assert message == other
     assert steps == other_steps
-    assert f"The hook Breaks ({moment}) failed on rank 1: ValueError: no room" in said
+    assert f"The hook Breaks ({moment}) failed on rank 1: ValueError: no room" in message
 
 
 class Faulty(list[Pair]):
-    """The seventh sample cannot be read."""
+    """Data set whose seventh sample cannot be read."""
 
     def __getitem__(self, index: Any) -> Any:
         if index == 7:
@@ -290,17 +290,17 @@ class Faulty(list[Pair]):
         return super().__getitem__(index)
 
 
-def test_data_that_fails_on_one_rank_ends_the_run_on_all() -> None:
+def test_data_that_fails_on_one_rank_ends_the_run_on_all_ranks() -> None:
     def run(context: ParallelContext) -> tuple[str, int]:
         return _ends(context, made(context, Faulty(pairs())), None)
 
-    (said, steps), (other, other_steps) = run_as_threads(run, data=2)
-    assert said == other
+    (message, steps), (other, other_steps) = run_as_threads(run, data=2)
+    assert message == other
     assert steps == other_steps
-    assert "disk is gone" in said
+    assert "disk is gone" in message
 
 
-def test_what_one_rank_asks_for_all_do() -> None:
+def test_a_request_of_one_rank_is_executed_on_all_ranks() -> None:
     def run(context: ParallelContext) -> tuple[int, int, str | None]:
         engine, diary = made(context), Diary()
         hooks: list[Hook] = [diary]
@@ -319,25 +319,25 @@ def test_what_one_rank_asks_for_all_do() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
-        ({}, "steps=None, epochs=None"),
-        ({"steps": 1, "epochs": 1}, "steps=1, epochs=1"),
+        ({}, "steps=None and epochs=None"),
+        ({"steps": 1, "epochs": 1}, "steps=1 and epochs=1"),
         ({"steps": -1}, "steps=-1"),
         ({"steps": True}, "steps=True"),
-        ({"steps": 1, "validate_every": 1}, "without validation data"),
+        ({"steps": 1, "validate_every": 1}, "requires validation data"),
         ({"steps": 1, "validate_every": 0, "validation": pairs()}, "validate_every=0"),
     ],
     ids=str,
 )
-def test_what_cannot_be_fitted_is_refused(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_arguments_of_fit_raise(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         Trainer(made()).fit(**given)
 
 
-def test_strange_hooks_and_engines_without_data_are_refused() -> None:
+def test_invalid_hooks_and_engines_without_data_raise() -> None:
     engine = made()
-    with pytest.raises(ConfigError, match="hooks holds"):
+    with pytest.raises(ConfigError, match="which is not a Hook"):
         Trainer(engine, [print])  # type: ignore[list-item]
     engine.data = None
     with pytest.raises(ConfigError, match="no training data"):
@@ -353,7 +353,7 @@ class StopsAt(Hook):
             trainer.stop()
 
 
-def test_a_run_that_was_stopped_goes_on_with_the_batch_that_was_next() -> None:
+def test_a_stopped_run_resumes_with_the_next_batch() -> None:
     whole, stopped = made(), made()
     Trainer(whole, []).fit(steps=5)
     Trainer(stopped, [StopsAt(2)]).fit(steps=5)
@@ -374,10 +374,10 @@ class FailsOnOne(Hook):
             raise ValueError("broken on purpose")
 
 
-def test_a_hook_that_agrees_before_a_step_hears_of_the_failure_of_another() -> None:
+def test_agree_raises_the_failure_of_another_hook() -> None:
     def run(context: ParallelContext) -> str:
         with pytest.raises(InputError) as caught:
             Trainer(made(context), [FailsOnOne(), AgreesBeforeAStep()]).fit(steps=3)
         return str(caught.value)
 
-    assert all("FailsOnOne (after_step) failed on rank 1" in said for said in run_as_threads(run, data=2))
+    assert all("FailsOnOne (after_step) failed on rank 1" in message for message in run_as_threads(run, data=2))

@@ -1,4 +1,4 @@
-"""``Checkpoint``: saves a run while it trains, and goes on from where it was."""
+"""``Checkpoint``: hook that saves checkpoints and resumes from the newest one."""
 
 from __future__ import annotations
 
@@ -9,34 +9,30 @@ from typing import Any
 from shardformer.checkpoint.directory import CheckpointRetention
 from shardformer.errors import ConfigError, check_int, check_number
 from shardformer.filesystem.atomic_write import path_of
-from shardformer.training.engine import has_checkpoint, take_folder
+from shardformer.training.engine import has_checkpoint, lock_checkpoint_folder
 from shardformer.training.hook import Hook, TrainerProtocol
 
 
 class Checkpoint(Hook):
-    """Saves checkpoints: every so many steps or minutes, behind each epoch, on Ctrl-C or SIGTERM and at the end.
+    """Saves checkpoints by steps or minutes, after each epoch, on Ctrl-C or SIGTERM, and at the end of the run.
 
     >>> hooks = [Checkpoint("run/checkpoints", every_minutes=10, keep=3)]                         # doctest: +SKIP
 
-    A run that is started again goes on from the newest whole checkpoint in the folder, in the middle of an epoch too,
-    with the states of all hooks.
+    A restarted run resumes from the newest complete checkpoint in the folder, also in the middle of an epoch, and
+    restores the states of all hooks. The run locks the folder, so that no other job can save into it.
 
-    The run has the folder from its setup on: another job that is to save into it is refused before it trains.
-
-    Communicates what saving does.
+    Communicates what saving communicates.
 
     Args:
-        folder: where checkpoints lie, as ``folder/step-00000123``.
-        every_steps: from one to the next; None: not by steps.
-        every_minutes: from one to the next; None, or inf: not by time.
-        every_epoch: whether one is saved behind each epoch.
-        at_end: whether one is saved behind the last step, and where a hook stops the run.
-        on_signal: whether one is saved behind the step in which SIGTERM or SIGINT (Ctrl-C) comes.
-        keep: how many are kept, or a ``CheckpointRetention``; None: all.
-        in_background: whether a thread writes while training goes on.
-        resume: whether a run goes on from what the folder holds. If not, the folder holds no checkpoint yet.
-
-    Raises ConfigError for arguments that cannot be; in the setup, on all ranks, where another process has the folder.
+        folder: Folder of the checkpoints, which are called ``folder/step-00000123``.
+        every_steps: Steps between checkpoints; None disables saving by steps.
+        every_minutes: Minutes between checkpoints; None or inf disables saving by time.
+        every_epoch: Save after each epoch.
+        at_end: Save after the last step, and when a hook stops the run.
+        on_signal: Save after the step during which SIGTERM or SIGINT (Ctrl-C) arrives.
+        keep: Number of checkpoints to keep, or a ``CheckpointRetention``. None keeps all.
+        in_background: Write in a thread while training continues.
+        resume: Resume from the checkpoints in the folder. If False, the folder must not contain checkpoints.
     """
 
     def __init__(
@@ -67,7 +63,7 @@ class Checkpoint(Hook):
         self._engine = trainer.engine
         trainer.on_save(self._save)
         trainer.agree()
-        take_folder(self.folder, self, trainer.engine.world)
+        lock_checkpoint_folder(self.folder, self, trainer.engine.world)
         if not has_checkpoint(self.folder, trainer.engine.world):
             return
         if self.resume:
@@ -75,13 +71,13 @@ class Checkpoint(Hook):
             self._saved_step = trainer.step
         elif trainer.step == 0:
             raise ConfigError(
-                f"Checkpoint({str(self.folder)!r}, resume=False), and the folder holds checkpoints",
-                remedy="Give another folder, or resume=True to go on from them",
+                f"The folder {str(self.folder)!r} already contains checkpoints, but resume=False",
+                remedy="Pass another folder, or resume=True to continue from them",
             )
 
     @property
     def saved_step(self) -> int:
-        """Of the newest checkpoint of this run; -1 without."""
+        """Step of the newest checkpoint of this run, or -1."""
         return self._saved_step
 
     def before_train(self, trainer: TrainerProtocol) -> None:

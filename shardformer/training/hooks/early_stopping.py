@@ -1,4 +1,4 @@
-"""``EarlyStopping``: ends a run whose validation no longer gets better."""
+"""``EarlyStopping``: hook that ends a run whose validation metric no longer improves."""
 
 from __future__ import annotations
 
@@ -6,32 +6,28 @@ import math
 from typing import Any
 
 from shardformer.errors import InputError, check_choice, check_int, check_number, did_you_mean
-from shardformer.training.hook import Hook, TrainerProtocol, check_validates
+from shardformer.training.hook import Hook, TrainerProtocol, check_has_validation
 
 MODES = ("min", "max")
 
 
 class EarlyStopping(Hook):
-    """Ends the run on all ranks when a value was not better than the best for some validations in a row.
+    """Ends the run on all ranks if a metric does not improve for several validations in a row.
 
     >>> trainer = shardformer.Trainer(engine, hooks=[EarlyStopping(patience=2)])                  # doctest: +SKIP
     >>> trainer.fit(epochs=100, validation=held_out)                                              # doctest: +SKIP
 
-    What is not a number is never better. A run that goes on from a checkpoint goes on counting. Communicates nothing.
+    NaN is never an improvement. A resumed run continues to count. Communicates nothing.
 
     Args:
-        metric: a name in ``trainer.values``; of ``Metrics``, where that hook comes before this one.
-        patience: validations in a row, from 1 on, that may bring nothing better; the last of them ends the run.
-        mode: "min" where less is better, "max" where more is.
-        min_delta: by how much a value has to be better to count.
+        metric: Name in ``trainer.values``. A hook that computes it, such as ``Metrics``, must come before this hook.
+        patience: Number of validations in a row without improvement after which the run ends.
+        mode: "min" if a lower value is better, "max" if a higher value is better.
+        min_delta: Smallest change that counts as an improvement.
 
     Attributes:
-        best: the best value so far; None before the first validation.
-        without_progress: validations since then.
-
-    Raises:
-        ConfigError: an argument cannot be, or the run has no validation data.
-        InputError: ``trainer.values`` has no such name behind a validation.
+        best: Best value so far, or None before the first validation.
+        without_progress: Number of validations since the best value.
     """
 
     def __init__(
@@ -45,30 +41,23 @@ class EarlyStopping(Hook):
         self.without_progress = 0
 
     def setup(self, trainer: TrainerProtocol) -> None:
-        check_validates(self, trainer)
+        check_has_validation(self, trainer)
 
     def after_validation(self, trainer: TrainerProtocol) -> None:
         if self.metric not in trainer.values:
             raise InputError(
-                f"EarlyStopping looks at {self.metric!r}, which the values of this run do not have",
-                rule="A value is named as loggers write it; hooks that add one come before those that read it",
+                f"EarlyStopping cannot find the metric {self.metric!r} in trainer.values",
+                rule="The hook that computes a metric must come before EarlyStopping",
                 remedy=did_you_mean(self.metric, trainer.values),
             )
         value = trainer.values[self.metric]
-        if self._is_better(value):
+        gain = math.inf if self.best is None else (self.best - value) * (1 if self.mode == "min" else -1)
+        if gain > self.min_delta and not math.isnan(value):
             self.best, self.without_progress = value, 0
             return
         self.without_progress += 1
         if self.without_progress >= self.patience:
-            trainer.stop(f"{self.metric} was not better than {self.best} in {self.without_progress} validations")
-
-    def _is_better(self, value: float) -> bool:
-        if math.isnan(value):
-            return False
-        if self.best is None:
-            return True
-        gain = self.best - value if self.mode == "min" else value - self.best
-        return gain > self.min_delta
+            trainer.stop(f"{self.metric} did not improve on {self.best} for {self.without_progress} validations")
 
     def state(self) -> Any:
         return {"best": self.best, "without_progress": self.without_progress}

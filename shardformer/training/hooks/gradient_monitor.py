@@ -1,4 +1,4 @@
-"""``GradientMonitor``: the norm of the gradients, and what is wrong with it."""
+"""``GradientMonitor``: hook that records the gradient norm and detects anomalies."""
 
 from __future__ import annotations
 
@@ -12,36 +12,32 @@ from shardformer.errors import InputError, check_argument, check_int
 from shardformer.training.hook import Hook, TrainerProtocol
 from shardformer.zero.mixed_precision import MixedPrecision
 
-REMEMBERED = 100
-LEAST = 10
-"""Steps that are needed to say what is usual."""
+WINDOW = 100
+MIN_STEPS = 10
+"""Smallest number of steps for a median."""
 
 
 class GradientMonitor(Hook):
-    """Records the norm of all gradients, of all ranks, warns of jumps, and ends a run whose gradients stay not finite.
+    """Records the global gradient norm, warns of spikes, and ends a run whose gradients are repeatedly not finite.
 
-    Puts ``grad_norm`` (before it is clipped) and, once there are some, ``skipped_steps`` into ``trainer.values``. To
-    what a single step with gradients that are not finite leads says ``ParallelConfig(on_nonfinite=)``: to an error
-    that names
-    their parameters, to a step that is left out, or to nothing.
+    Adds ``grad_norm`` (before clipping) to ``trainer.values``, and ``skipped_steps`` after a step was skipped.
+    ``ParallelConfig(on_nonfinite=)`` determines what happens in a single step with gradients that are not finite.
 
-    Communicates what ``grad_norm`` does, in each step, where it is not clipped anyway.
+    Communicates the gradient norm in each step, unless gradient clipping already does.
 
     Args:
-        factor: from how many times its median over the last 100 steps on a norm is warned of; None: never.
-        patience: the run ends behind so many steps in a row whose loss or norm is not finite.
-
-    Raises ConfigError for arguments that cannot be; InputError, on all ranks, to end the run.
+        factor: Warn if the norm exceeds its median over the last 100 steps by this factor. None disables the warning.
+        patience: Number of steps in a row with a loss or norm that is not finite after which the run ends.
     """
 
     def __init__(self, factor: float | None = 10.0, patience: int = 10) -> None:
         is_factor = factor is None or (isinstance(factor, int | float) and not isinstance(factor, bool) and factor > 1)
-        rule = "It is how many times its median a norm is when it is warned of: a number above 1"
-        check_argument("GradientMonitor.factor", factor, is_factor, rule, "Write factor=10, or None")
+        rule = "It must be None or a number above 1"
+        check_argument("GradientMonitor.factor", factor, is_factor, rule, "Write factor=10")
         check_int("GradientMonitor.patience", patience, unit="steps", example=10)
         self.factor, self.patience = factor, patience
-        self._norms: deque[float] = deque(maxlen=REMEMBERED)
-        self._bad = 0
+        self._norms: deque[float] = deque(maxlen=WINDOW)
+        self._nonfinite_steps = 0
 
     def before_train(self, trainer: TrainerProtocol) -> None:
         trainer.engine.takes_grad_norm = True
@@ -50,27 +46,27 @@ class GradientMonitor(Hook):
         norm = trainer.values.get("grad_norm", math.nan)
         if trainer.engine.skipped:
             trainer.values["skipped_steps"] = float(trainer.engine.skipped)
-        has_scale = (
-            MixedPrecision.of(trainer.engine.parallel.precision).parameters == "fp16"
-        )  # which looks for its size
-        if not math.isfinite(norm) or not math.isfinite(trainer.values["loss"]):
-            self._bad += not (has_scale and math.isfinite(trainer.values["loss"]))
-            if self._bad >= self.patience:
+        # the loss scaler of fp16 skips steps while it searches for a scale
+        has_scale = MixedPrecision.of(trainer.engine.parallel.precision).parameters == "fp16"
+        is_loss_finite = math.isfinite(trainer.values["loss"])
+        if not math.isfinite(norm) or not is_loss_finite:
+            self._nonfinite_steps += not (has_scale and is_loss_finite)
+            if self._nonfinite_steps >= self.patience:
                 raise InputError(
-                    f"The loss is {trainer.values['loss']} and the norm of the gradients {norm}: not finite in "
-                    f"{self._bad} steps in a row, up to step {trainer.step}",
-                    rule=f"GradientMonitor ends a run behind {self.patience} such steps",
-                    remedy="Go on from a checkpoint before them, with a lower learning rate or max_grad_norm; or look "
-                    "at the data",
+                    f"The loss ({trainer.values['loss']}) or the gradient norm ({norm}) was not finite for "
+                    f"{self._nonfinite_steps} steps in a row, up to step {trainer.step}",
+                    rule=f"GradientMonitor ends a run after {self.patience} such steps",
+                    remedy="Check the data, or resume from an earlier checkpoint with a lower learning rate or "
+                    "max_grad_norm",
                 )
             return
-        self._bad = 0
-        if self.factor is not None and len(self._norms) >= LEAST and trainer.is_first:
-            usual = statistics.median(self._norms)
-            if norm > self.factor * usual:
+        self._nonfinite_steps = 0
+        if self.factor is not None and len(self._norms) >= MIN_STEPS and trainer.is_first:
+            median = statistics.median(self._norms)
+            if norm > self.factor * median:
                 warnings.warn(
-                    f"The norm of the gradients of step {trainer.step} is {norm:.3g}, {norm / max(usual, 1e-30):.0f} "
-                    f"times what is usual ({usual:.3g})",
+                    f"The gradient norm of step {trainer.step} is {norm:.3g}, {norm / max(median, 1e-30):.0f} "
+                    f"times its median ({median:.3g})",
                     stacklevel=2,
                 )
         self._norms.append(norm)
@@ -78,12 +74,11 @@ class GradientMonitor(Hook):
     def after_train(self, trainer: TrainerProtocol) -> None:
         trainer.engine.takes_grad_norm = False
 
-    def on_exception(self, trainer: TrainerProtocol) -> None:
-        trainer.engine.takes_grad_norm = False
+    on_exception = after_train
 
     def state(self) -> Any:
-        return {"norms": list(self._norms), "bad": self._bad}
+        return {"norms": list(self._norms), "bad": self._nonfinite_steps}
 
     def load_state(self, state: Any) -> None:
-        self._norms = deque(state["norms"], maxlen=REMEMBERED)
-        self._bad = state["bad"]
+        self._norms = deque(state["norms"], maxlen=WINDOW)
+        self._nonfinite_steps = state["bad"]

@@ -1,4 +1,4 @@
-"""``JsonLines``: the values of a run, a line of JSON for each step."""
+"""``JsonLines``: hook that writes metrics to a JSON Lines file."""
 
 from __future__ import annotations
 
@@ -13,32 +13,14 @@ from shardformer.training.metrics_log import MetricsRecord, MetricsWriter
 VALIDATION = "validation/"
 
 
-class JsonLines(Hook):
-    """Writes ``trainer.values`` into ``folder/records.jsonl``, which ``shardformer plot`` draws.
+class MetricsHook(Hook):
+    """Base class of hooks that write ``trainer.values`` on the first rank."""
 
-    A run that goes on from a checkpoint drops the lines of steps behind it and goes on with the file; one that begins
-    anew keeps the file of the one before beside it. The first rank writes; nothing is communicated. Hooks that add
-    values come before it.
-
-    Args:
-        folder: of the run; it is made where there is none.
-        every: steps from one line to the next. What a validation gives is always written.
-
-    Raises:
-        ConfigError: an argument cannot be.
-        OSError: the file cannot be written.
-    """
+    _writer: Any = None
 
     def __init__(self, folder: str | Path, every: int = 1) -> None:
-        check_int("JsonLines.every", every, unit="steps", example=10)
+        check_int(f"{type(self).__name__}.every", every, unit="steps", example=10)
         self.folder, self.every = path_of(folder), every
-        self._writer: MetricsWriter | None = None
-        self._seconds_before = 0.0
-        self._seconds = 0.0
-
-    def before_train(self, trainer: TrainerProtocol) -> None:
-        if trainer.is_first:
-            self._writer = MetricsWriter(self.folder, trainer.step or None)
 
     def after_step(self, trainer: TrainerProtocol) -> None:
         if trainer.step % self.every == 0:
@@ -48,10 +30,33 @@ class JsonLines(Hook):
         self._write(trainer, {n: v for n, v in trainer.values.items() if n.startswith(VALIDATION)})
 
     def after_train(self, trainer: TrainerProtocol) -> None:
-        self._close()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
 
-    def on_exception(self, trainer: TrainerProtocol) -> None:
-        self._close()
+    on_exception = after_train
+
+    def _write(self, trainer: TrainerProtocol, values: dict[str, float]) -> None:
+        """Write values with the writer that ``before_train`` opened on the first rank."""
+
+
+class JsonLines(MetricsHook):
+    """Writes ``trainer.values`` to ``folder/records.jsonl``, which ``shardformer plot`` draws.
+
+    A resumed run removes the lines of steps after its checkpoint and appends to the file. A new run keeps the file of
+    an earlier run under another name. Only the first rank writes, without communication. Hooks that compute metrics
+    must come before this hook.
+
+    Args:
+        folder: Folder of the run, created if missing.
+        every: Steps between lines. Validation metrics are always written.
+    """
+
+    _seconds_before = _seconds = 0.0
+
+    def before_train(self, trainer: TrainerProtocol) -> None:
+        if trainer.is_first:
+            self._writer = MetricsWriter(self.folder, trainer.step or None)
 
     def state(self) -> Any:
         return {"seconds": self._seconds}
@@ -63,8 +68,3 @@ class JsonLines(Hook):
         self._seconds = self._seconds_before + trainer.seconds
         if self._writer is not None:
             self._writer.write(MetricsRecord(trainer.step, trainer.epoch, self._seconds, values))
-
-    def _close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None

@@ -1,4 +1,4 @@
-"""``Metrics``: accuracy, F1 and others of the whole validation data, whatever the layout."""
+"""``Metrics``: hook that computes accuracy, F1 and other metrics over all validation data."""
 
 from __future__ import annotations
 
@@ -13,34 +13,32 @@ from shardformer.comm.collectives import all_gather_objects
 from shardformer.errors import ConfigError, InputError, did_you_mean
 from shardformer.pipeline.micro_batches import TARGET_KEY
 from shardformer.training.data_loader import named_batch
-from shardformer.training.hook import Hook, TrainerProtocol, check_validates
+from shardformer.training.hook import Hook, TrainerProtocol, check_has_validation
 
 IGNORED = -100
 PERPLEXITY = "perplexity"
 SHIFTS = "ForCausalLMLoss"
-"""The loss of transformers whose labels are the tokens themselves: what a position says is meant for the next."""
+"""Loss function of transformers that compares the output of a position with the label of the next position."""
 
 
 class Metrics(Hook):
-    """Puts metrics of the validation data into ``trainer.values``, as ``validation/accuracy``.
+    """Adds metrics of the validation data to ``trainer.values``, such as ``validation/accuracy``.
 
     >>> hooks = [Metrics("accuracy", "f1"), Progress()]                                           # doctest: +SKIP
     >>> hooks = [Metrics(kappa=sklearn.metrics.cohen_kappa_score)]                                # doctest: +SKIP
 
-    What is compared are the classes with the highest logits, and labels that are not -100. They are gathered over the
-    data ranks, so that a metric is that of all samples. The model goes over each batch once more for its output.
+    The predictions are the classes with the highest logits, and labels of -100 are ignored. Both are gathered over the
+    data ranks, so that a metric covers all samples. The model runs each batch a second time for its output.
 
     Args:
-        names: "perplexity", which is exp of the loss; or of scikit-learn: "accuracy", "f1" (of class 1 where there are
-            two classes, else the mean over classes) and any other function of ``sklearn.metrics`` that compares labels
-            with predictions. None at all: "accuracy" and "f1".
-        shift: whether the label of a position is compared with the output of the one before; None: for a model whose
-            loss does so.
-        functions: name -> function of (labels, predictions), two arrays of whole numbers; or a metric of torchmetrics.
+        names: "perplexity", which is exp of the loss, or names of ``sklearn.metrics`` functions of labels and
+            predictions, such as "accuracy" or "f1" (binary with two classes, otherwise macro-averaged). The default is
+            "accuracy" and "f1".
+        shift: Compare the label of a position with the output of the previous position. None does so if the model's
+            loss does.
+        functions: Functions of (labels, predictions), two integer arrays, by name; or metrics of torchmetrics.
 
-    Communicates, behind a validation, the predictions and labels of each data rank. Raises ConfigError for a metric
-    that there is not, or whose library is not installed, and in a run without validation data; InputError for batches
-    without labels.
+    After a validation, each data rank communicates its predictions and labels.
     """
 
     def __init__(self, *names: str, shift: bool | None = None, **functions: Any) -> None:
@@ -48,19 +46,17 @@ class Metrics(Hook):
             names = ("accuracy", "f1")
         self.shift = shift
         self._with_perplexity = PERPLEXITY in names
-        self._functions: dict[str, Callable[[Any, Any], float]] = {}
-        for name in names:
-            if name != PERPLEXITY:
-                self._functions[name] = _of_sklearn(name)
-        for name, function in functions.items():
-            self._functions[name] = _checked(name, function)
-        self._found: list[tuple[Tensor, Tensor]] = []
+        self._functions: dict[str, Callable[[Any, Any], float]] = {
+            **{name: _sklearn_metric(name) for name in names if name != PERPLEXITY},
+            **{name: _as_metric(name, function) for name, function in functions.items()},
+        }
+        self._pairs: list[tuple[Tensor, Tensor]] = []
 
     def setup(self, trainer: TrainerProtocol) -> None:
-        check_validates(self, trainer)
+        check_has_validation(self, trainer)
 
     def before_validation(self, trainer: TrainerProtocol) -> None:
-        self._found = []
+        self._pairs = []
 
     def on_validation_batch(self, trainer: TrainerProtocol, batch: Any) -> None:
         if not self._functions:
@@ -71,14 +67,16 @@ class Metrics(Hook):
         labels = _labels(batch, engine.model)
         if labels.dim() == output.dim():
             raise InputError(
-                f"Metrics compares classes, and the labels of this model have the shape {tuple(labels.shape)}",
-                remedy="Leave the hook out, or compute your own in on_validation_batch",
+                f"Metrics requires class labels, but the labels of this model have the shape {tuple(labels.shape)}",
+                remedy="Remove the hook, or compute your own metric in on_validation_batch",
             )
         predictions = output.argmax(-1).cpu()
-        if self._shifts(engine.model) and labels.dim() > 1:
+        loss_name = getattr(getattr(engine.model, "loss_function", None), "__name__", "")
+        is_shifted = loss_name == SHIFTS if self.shift is None else self.shift
+        if is_shifted and labels.dim() > 1:
             predictions, labels = predictions[:, :-1], labels[:, 1:]
-        counts = labels != IGNORED
-        self._found.append((labels[counts], predictions[counts]))
+        is_counted = labels != IGNORED
+        self._pairs.append((labels[is_counted], predictions[is_counted]))
 
     def after_validation(self, trainer: TrainerProtocol) -> None:
         if self._with_perplexity:
@@ -87,27 +85,22 @@ class Metrics(Hook):
         if not self._functions:
             return
         trainer.agree()
-        mine, self._found = self._found, []
-        everyone = all_gather_objects(mine, trainer.engine.context.data)
-        pairs = [pair for found in everyone for pair in found]
+        local_pairs, self._pairs = self._pairs, []
+        gathered = all_gather_objects(local_pairs, trainer.engine.context.data)
+        pairs = [pair for found in gathered for pair in found]
         labels = torch.cat([labels for labels, _ in pairs]).numpy()
         predictions = torch.cat([predictions for _, predictions in pairs]).numpy()
         if len(labels) == 0:
             raise InputError(
-                "The validation data has no label that counts",
-                remedy="Give validation data with labels, or leave the hook Metrics out",
+                "All labels of the validation data are -100 (ignored)",
+                remedy="Pass validation data with labels, or remove the Metrics hook",
             )
         for name, function in self._functions.items():
             trainer.values[f"validation/{name}"] = float(function(labels, predictions))
 
-    def _shifts(self, model: Any) -> bool:
-        if self.shift is not None:
-            return self.shift
-        return getattr(getattr(model, "loss_function", None), "__name__", "") == SHIFTS
-
 
 def _logits(output: Any) -> Tensor:
-    """Out of what a model gives."""
+    """Return the logits of a model output."""
     if isinstance(output, Mapping):
         output = output["logits"] if "logits" in output else next(iter(output.values()))
     found = output[0] if isinstance(output, (list, tuple)) else getattr(output, "logits", output)
@@ -116,26 +109,26 @@ def _logits(output: Any) -> Tensor:
 
 
 def _labels(batch: Any, model: Any) -> Tensor:
-    """Of a batch: what stands under ``labels``, or behind the inputs of a row."""
-    found = (batch if isinstance(batch, Mapping) else named_batch(batch, model, has_target=True)).get("labels")
-    if found is None and not isinstance(batch, Mapping):
-        found = named_batch(batch, model, has_target=True).get(TARGET_KEY)
+    """Return the labels of a batch: the item ``labels``, or the target after the inputs of a tuple."""
+    named = named_batch(batch, model, has_target=True)
+    found = named.get("labels", named.get(TARGET_KEY))
     if not isinstance(found, Tensor):
         raise InputError(
-            f"The batch has no labels: {', '.join(map(str, batch)) if isinstance(batch, Mapping) else type(batch)}",
-            rule="Metrics compares what the model says with what stands under 'labels', or behind the inputs of a row",
-            remedy="Give validation data with labels, or leave the hook out",
+            "Metrics cannot find labels in the batch: "
+            + (", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__),
+            rule="The labels are the item 'labels' of a dict, or follow the inputs in a tuple",
+            remedy="Pass validation data with labels, or remove the Metrics hook",
         )
     return found.cpu()
 
 
-def _of_sklearn(name: str) -> Callable[[Any, Any], float]:
+def _sklearn_metric(name: str) -> Callable[[Any, Any], float]:
     try:
         from sklearn import metrics
     except ImportError as error:
         raise ConfigError(
-            f"Metrics({name!r}), and scikit-learn is not installed",
-            remedy=f"pip install 'shardformer[metrics]', or give a function: Metrics({name}=...)",
+            f"Metrics({name!r}) requires scikit-learn, which is not installed",
+            remedy=f"Run pip install 'shardformer[metrics]', or pass a function: Metrics({name}=...)",
         ) from error
     if name == "f1":
         return lambda labels, predictions: metrics.f1_score(
@@ -145,26 +138,24 @@ def _of_sklearn(name: str) -> Callable[[Any, Any], float]:
     if not callable(found) or isinstance(found, type):
         known = [n.removesuffix("_score") for n in metrics.__all__ if callable(getattr(metrics, n)) and n[0].islower()]
         raise ConfigError(
-            f"Metrics({name!r})",
-            rule="A name is perplexity, or a function of sklearn.metrics with or without _score at its end",
+            f"Metrics({name!r}) is not a known metric",
+            rule="A metric is 'perplexity' or a function of sklearn.metrics, with or without the suffix _score",
             remedy=did_you_mean(name, [*known, "f1", PERPLEXITY]),
         )
     return found  # type: ignore[no-any-return]
 
 
-def _checked(name: str, given: Any) -> Callable[[Any, Any], float]:
-    if hasattr(given, "update") and hasattr(given, "compute") and hasattr(given, "reset"):
-        return lambda labels, predictions: _of_torchmetrics(given, labels, predictions)
+def _as_metric(name: str, given: Any) -> Callable[[Any, Any], float]:
+    def compute(labels: Any, predictions: Any) -> float:
+        given.reset()
+        given.update(torch.from_numpy(predictions), torch.from_numpy(labels))
+        return float(given.compute())
+
+    if all(hasattr(given, name) for name in ("update", "compute", "reset")):  # a metric of torchmetrics
+        return compute
     if not callable(given):
         raise ConfigError(
-            f"Metrics({name}={given!r:.60})",
-            rule="A metric is a function of (labels, predictions), or a metric of torchmetrics",
+            f"Metrics({name}={given!r:.60}) is not a function of (labels, predictions) or a torchmetrics metric",
             remedy=f"Write Metrics({name}=lambda labels, predictions: ...)",
         )
     return given  # type: ignore[no-any-return]
-
-
-def _of_torchmetrics(metric: Any, labels: Any, predictions: Any) -> float:
-    metric.reset()
-    metric.update(torch.from_numpy(predictions), torch.from_numpy(labels))
-    return float(metric.compute())

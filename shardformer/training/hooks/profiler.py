@@ -1,4 +1,4 @@
-"""``Profiler``: where the time and the memory of some steps go."""
+"""``Profiler``: hook that traces the time and memory of some steps."""
 
 from __future__ import annotations
 
@@ -18,21 +18,19 @@ ROWS = 25
 
 
 class Profiler(Hook):
-    """Runs torch's profiler over some steps, on each rank.
+    """Runs torch's profiler on each rank for some steps.
 
-    Into ``folder/rank0``, ``rank1``, ... it writes ``step-3.json``, a trace for chrome://tracing or Perfetto;
-    ``step-3.txt``, the operators that took most time; and ``step-3-memory.png``, the memory over time, where matplotlib
-    is installed. The number is that of the last step that was profiled. Steps that are profiled are slower.
+    In ``folder/rank0``, ``rank1``, ... it writes ``step-3.json``, a trace for chrome://tracing or Perfetto;
+    ``step-3.txt``, the most expensive operators; and ``step-3-memory.png``, the memory over time, if matplotlib is
+    installed. The number is that of the last profiled step. Profiled steps are slower.
 
     Communicates nothing.
 
     Args:
-        wait: steps before the first one that is profiled, beside the one that warms the profiler up.
-        active: steps that are profiled.
-        repeat: how often.
-        memory: whether allocations are recorded.
-
-    Raises ConfigError for numbers that cannot be, and for a link in the place of a rank's folder.
+        wait: Steps before the warm-up step of the profiler.
+        active: Number of steps that are profiled.
+        repeat: Number of cycles.
+        memory: Record allocations.
     """
 
     def __init__(
@@ -43,19 +41,19 @@ class Profiler(Hook):
         self.folder, self.memory = path_of(folder), memory
         self._schedule = schedule(wait=wait, warmup=1, active=active, repeat=repeat)
         self._profile: Any = None
-        self._place = self.folder
+        self._rank_folder = self.folder
         self._step = self._made = 0
         self._active, self._cycle, self._is_ending = active, wait + 1 + active, False
         self.written: list[Path] = []
 
     def before_train(self, trainer: TrainerProtocol) -> None:
-        self._place = self.folder / f"rank{trainer.engine.world.rank}"
-        if self._place.is_symlink():
+        self._rank_folder = self.folder / f"rank{trainer.engine.world.rank}"
+        if self._rank_folder.is_symlink():
             raise ConfigError(
-                f"Profiler({str(self.folder)!r}): {self._place.name} in it is a symbolic link",
-                remedy="Remove the link, or give another folder",
+                f"Profiler cannot write to {str(self._rank_folder)!r}, which is a symbolic link",
+                remedy="Remove the link, or pass another folder",
             )
-        self._place.mkdir(parents=True, exist_ok=True)
+        self._rank_folder.mkdir(parents=True, exist_ok=True)
         activities = [ProfilerActivity.CPU]
         if trainer.engine.context.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
@@ -76,26 +74,23 @@ class Profiler(Hook):
             self._profile.step()
 
     def after_train(self, trainer: TrainerProtocol) -> None:
-        self._stop()
+        self.on_exception(trainer)
         if not self.written and trainer.is_first:
-            warnings.warn("Profiler: the run was too short for a trace; use fewer steps in wait", stacklevel=2)
+            warnings.warn("Profiler: the run was too short for a trace. Reduce wait.", stacklevel=2)
 
     def on_exception(self, trainer: TrainerProtocol) -> None:
-        self._stop()
+        profiler, self._profile, self._is_ending = self._profile, None, True
+        if profiler is not None:
+            profiler.__exit__(None, None, None)
 
-    def _stop(self) -> None:
-        running, self._profile, self._is_ending = self._profile, None, True
-        if running is not None:
-            running.__exit__(None, None, None)
-
-    def _write(self, running: Any) -> None:
+    def _write(self, profiler: Any) -> None:
         if self._is_ending and self._made % self._cycle <= self._cycle - self._active:
-            return  # the run ended before, or in, what warms the profiler up
-        trace = self._place / f"step-{self._step}.json"
+            return  # the run ended before the end of the warm-up
+        trace = self._rank_folder / f"step-{self._step}.json"
         with replacing(trace) as hidden:
-            running.export_chrome_trace(str(hidden))
+            profiler.export_chrome_trace(str(hidden))
         order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-        text = running.key_averages().table(sort_by=order, row_limit=ROWS)
+        text = profiler.key_averages().table(sort_by=order, row_limit=ROWS)
         replace_text(trace.with_suffix(".txt"), text)
         self.written.append(trace)
         if self.memory:
@@ -103,23 +98,23 @@ class Profiler(Hook):
 
 
 def draw_memory(trace: Path, picture: Path) -> None:
-    """Draws the memory that was allocated since the profiler began, over time; nothing without matplotlib."""
+    """Plot the memory allocated since the profiler started; without matplotlib, warn and return."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         warnings.warn(
-            "Profiler: no picture of the memory without matplotlib: pip install 'shardformer[plot]'", stacklevel=2
+            "Profiler cannot plot the memory without matplotlib. Run pip install 'shardformer[plot]'.", stacklevel=2
         )
         return
-    times, held = memory_over_time(trace)
+    times, megabytes = read_memory_trace(trace)
     if not times:
         return
     figure = Figure(figsize=(9, 3.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    axes.step(times, held, where="post", color="#0072B2", linewidth=1)
-    axes.fill_between(times, held, step="post", alpha=0.2, color="#0072B2")
+    axes.step(times, megabytes, where="post", color="#0072B2", linewidth=1)
+    axes.fill_between(times, megabytes, step="post", alpha=0.2, color="#0072B2")
     axes.set_title("Memory allocated since the profiler began", loc="left", fontsize=10)
     axes.set_xlabel("ms")
     axes.set_ylabel("MB")
@@ -128,16 +123,16 @@ def draw_memory(trace: Path, picture: Path) -> None:
         figure.savefig(hidden, dpi=130)
 
 
-def memory_over_time(trace: Path) -> tuple[list[float], list[float]]:
-    """(milliseconds, megabytes) of each allocation in a trace: on the GPU where there is one, else on the host."""
+def read_memory_trace(trace: Path) -> tuple[list[float], list[float]]:
+    """Return the time (ms) and total memory (MB) of each allocation in a trace, on the GPU if the trace has one."""
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     seen = [e for e in events if e.get("name") == "[memory]"]
     kinds = {e["args"].get("Device Type", 0) for e in seen}
-    device = max(kinds, default=0)  # the GPU's where there is one: 0 is the host
+    device = max(kinds, default=0)  # 0 is the CPU
     found = sorted((float(e["ts"]), int(e["args"]["Bytes"])) for e in seen if e["args"].get("Device Type", 0) == device)
-    times, held, now = [], [], 0
+    times, megabytes, total = [], [], 0
     for at, count in found:
-        now += count
+        total += count
         times.append((at - found[0][0]) / 1000)
-        held.append(now / 1e6)
-    return times, held
+        megabytes.append(total / 1e6)
+    return times, megabytes

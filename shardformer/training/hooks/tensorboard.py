@@ -1,33 +1,28 @@
-"""``TensorBoard``: the values of a run as TensorBoard shows them."""
+"""``TensorBoard``: hook that writes metrics for TensorBoard."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from shardformer.errors import ConfigError, check_int
-from shardformer.filesystem.atomic_write import path_of
-from shardformer.training.hook import Hook, TrainerProtocol
-from shardformer.training.hooks.json_lines import VALIDATION
+from shardformer.errors import ConfigError
+from shardformer.training.hook import TrainerProtocol
+from shardformer.training.hooks.json_lines import MetricsHook
 
 
-class TensorBoard(Hook):
+class TensorBoard(MetricsHook):
     """Writes ``trainer.values`` for ``tensorboard --logdir folder``.
 
-    A run that goes on from a checkpoint hides what was written of steps behind it. The first rank writes; nothing is
-    communicated. Hooks that add values come before it.
+    A resumed run hides the values of steps after its checkpoint. Only the first rank writes, without communication.
+    Hooks that compute metrics must come before this hook.
 
     Args:
-        folder: where its event files lie.
-        every: steps from one value to the next. What a validation gives is always written.
-
-    Raises ConfigError where tensorboard is not installed, or an argument cannot be.
+        folder: Folder of the event files.
+        every: Steps between values. Validation metrics are always written.
     """
 
     def __init__(self, folder: str | Path, every: int = 1) -> None:
-        check_int("TensorBoard.every", every, unit="steps", example=10)
-        self.folder, self.every = path_of(folder), every
-        self._writer: Any = None
+        super().__init__(folder, every)
         _summary_writer()
 
     def before_train(self, trainer: TrainerProtocol) -> None:
@@ -35,32 +30,15 @@ class TensorBoard(Hook):
             purge = trainer.step + 1 if trainer.step else None
             self._writer = _summary_writer()(str(self.folder), purge_step=purge)
 
-    def after_step(self, trainer: TrainerProtocol) -> None:
-        if trainer.step % self.every == 0:
-            self._write(trainer, is_validation=False)
+    def _write(self, trainer: TrainerProtocol, values: dict[str, float]) -> None:
+        if self._writer is not None:
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, trainer.step)
 
     def after_validation(self, trainer: TrainerProtocol) -> None:
-        self._write(trainer, is_validation=True)
-
-    def after_train(self, trainer: TrainerProtocol) -> None:
-        self._close()
-
-    def on_exception(self, trainer: TrainerProtocol) -> None:
-        self._close()
-
-    def _write(self, trainer: TrainerProtocol, *, is_validation: bool) -> None:
-        if self._writer is None:
-            return
-        for name, value in trainer.values.items():
-            if name.startswith(VALIDATION) == is_validation:
-                self._writer.add_scalar(name, value, trainer.step)
-        if is_validation:
-            self._writer.flush()
-
-    def _close(self) -> None:
+        super().after_validation(trainer)
         if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+            self._writer.flush()
 
 
 def _summary_writer() -> Any:
@@ -68,7 +46,7 @@ def _summary_writer() -> Any:
         from torch.utils.tensorboard.writer import SummaryWriter
     except ImportError as error:
         raise ConfigError(
-            "The hook TensorBoard is asked for, and tensorboard is not installed",
-            remedy="pip install 'shardformer[tensorboard]', or use the hook JsonLines",
+            "The hook TensorBoard requires tensorboard, which is not installed",
+            remedy="Run pip install 'shardformer[tensorboard]', or use the hook JsonLines",
         ) from error
     return SummaryWriter

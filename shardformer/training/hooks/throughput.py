@@ -1,4 +1,4 @@
-"""``Throughput``: tokens per second, operations per second, and memory."""
+"""``Throughput``: hook that measures tokens per second, FLOP/s and memory."""
 
 from __future__ import annotations
 
@@ -17,59 +17,61 @@ from shardformer.training.hook import Hook, TrainerProtocol
 
 
 class Throughput(Hook):
-    """Measures how fast a run is, and what it holds.
+    """Measures the speed and the peak memory of a run.
 
-    Puts into ``trainer.values``:
+    Adds to ``trainer.values``:
 
-    - ``samples_per_s`` and ``tokens_per_s``: of the whole batch, padding too, over the last steps; the time that they
-      wait for data counts, validation and saving do not.
-    - ``flops_per_s``: floating-point operations of matrix products, convolutions and attention, of all ranks together.
-      They are counted in the first step, forward and backward, with what is computed again for the backward; behind
-      it they are taken to grow with the tokens.
-    - ``memory_bytes``: the most that a rank has held so far: on a GPU what torch has allocated, else the whole process.
+    - ``samples_per_s`` and ``tokens_per_s``: mean over the last steps of the global batch, including padding tokens and
+      the time to load data, without validation and saving.
+    - ``flops_per_s``: floating-point operations per second of matrix products, convolutions and attention on all ranks.
+      The first step counts the operations of forward, backward and recomputation. Later steps assume the same number
+      per token.
+    - ``memory_bytes``: peak memory of any rank so far: memory allocated by torch on a GPU, or of the process on a CPU.
 
-    Communicates two numbers in the first step, and one behind every ``window`` steps.
+    Communicates two numbers in the first step, and one number every ``window`` steps.
 
     Args:
-        window: steps over which the mean is taken.
-        flops: whether operations are counted.
-
-    Raises ConfigError for a window that cannot be.
+        window: Number of steps to average over.
+        flops: Count floating-point operations.
     """
 
     def __init__(self, window: int = 20, flops: bool = True) -> None:
         check_int("Throughput.window", window, unit="steps", example=20)
         self.window, self.flops = window, flops
         self._steps: deque[tuple[float, int, int]] = deque(maxlen=window)
-        self._counter: _Counter | None = None
+        self._counter: _FlopCounter | None = None
         self._flops_of_token: float | None = None
-        self._since = self._away = self._left = 0.0
+        self._since = self._excluded = self._excluded_since = 0.0
         self._seen = 0
 
     def before_train(self, trainer: TrainerProtocol) -> None:
         self._steps.clear()
-        self._since, self._away, self._seen = time.perf_counter(), 0.0, 0
+        self._since, self._excluded, self._seen = time.perf_counter(), 0.0, 0
 
     def before_forward(self, trainer: TrainerProtocol) -> None:
         if self.flops and self._flops_of_token is None:
-            self._counter = _Counter()
+            self._counter = _FlopCounter()
             self._counter.__enter__()
 
     def after_backward(self, trainer: TrainerProtocol) -> None:
-        self._end_count()
+        if self._counter is not None and self._counter.is_on:
+            self._counter.__exit__(None, None, None)
+
+    on_exception = after_backward
 
     def after_step(self, trainer: TrainerProtocol) -> None:
         now = time.perf_counter()
-        seconds, self._since, self._away = now - self._since - self._away, now, 0.0
+        seconds, self._since, self._excluded = now - self._since - self._excluded, now, 0.0
         self._seen += 1
-        if self._seen == 2:  # the first step is slower than any other
+        if self._seen == 2:  # the first step is slower than all others
             self._steps.clear()
         self._steps.append((max(seconds, 1e-9), trainer.samples, trainer.tokens))
         if self._counter is not None:
-            self._flops_of_token = _over_ranks(trainer, self._counter.flops, "sum") / max(trainer.tokens, 1)
+            self._flops_of_token = _reduce_over_ranks(trainer, self._counter.flops, "sum") / max(trainer.tokens, 1)
             self._counter = None
         if self._seen == 1 or self._seen % self.window == 0:
-            trainer.values["memory_bytes"] = _over_ranks(trainer, _held(trainer.engine.context.device), "max")
+            peak = _peak_memory(trainer.engine.context.device)
+            trainer.values["memory_bytes"] = _reduce_over_ranks(trainer, peak, "max")
         total = sum(seconds for seconds, _, _ in self._steps)
         trainer.values["samples_per_s"] = sum(samples for _, samples, _ in self._steps) / total
         trainer.values["tokens_per_s"] = sum(tokens for _, _, tokens in self._steps) / total
@@ -77,23 +79,16 @@ class Throughput(Hook):
             trainer.values["flops_per_s"] = self._flops_of_token * trainer.values["tokens_per_s"]
 
     def before_validation(self, trainer: TrainerProtocol) -> None:
-        self._left = time.perf_counter()
+        self._excluded_since = time.perf_counter()
 
     def after_validation(self, trainer: TrainerProtocol) -> None:
-        self._away += time.perf_counter() - self._left
+        self._excluded += time.perf_counter() - self._excluded_since
 
     before_save, after_save = before_validation, after_validation
 
-    def on_exception(self, trainer: TrainerProtocol) -> None:
-        self._end_count()
 
-    def _end_count(self) -> None:
-        if self._counter is not None and self._counter.is_on:
-            self._counter.__exit__(None, None, None)
-
-
-class _Counter(TorchDispatchMode):
-    """Counts the operations of what torch's own counter knows, without its hooks on modules."""
+class _FlopCounter(TorchDispatchMode):
+    """Counts operations with torch's FLOP formulas, without the module hooks of torch's own counter."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -115,14 +110,14 @@ class _Counter(TorchDispatchMode):
         return out
 
 
-def _held(device: torch.device) -> float:
-    """The most bytes that were held so far."""
+def _peak_memory(device: torch.device) -> float:
+    """Return the peak memory in bytes."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
     return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def _over_ranks(trainer: TrainerProtocol, value: float, op: str) -> float:
+def _reduce_over_ranks(trainer: TrainerProtocol, value: float, op: str) -> float:
     trainer.agree()
-    mine = torch.tensor(value, dtype=torch.float64, device=trainer.engine.context.device)
-    return float(all_reduce(mine, trainer.engine.world, op=op, purpose="throughput"))
+    local_value = torch.tensor(value, dtype=torch.float64, device=trainer.engine.context.device)
+    return float(all_reduce(local_value, trainer.engine.world, op=op, purpose="throughput"))

@@ -97,8 +97,8 @@ MUTANTS = [
         "if any(row[1] != rows[0][1] for row in rows):",
         "Stages that are given different batches train on a mixture of both, without an error.",
         first=(
-            "tests/engine/test_pipeline.py::test_what_cannot_be_is_said_on_every_stage",
-            "tests/engine/test_pipeline.py::test_an_unequal_batch_is_no_reason_to_hang",
+            "tests/engine/test_pipeline.py::test_errors_are_raised_on_every_stage",
+            "tests/engine/test_pipeline.py::test_a_batch_that_differs_between_stages_raises_without_hanging",
         ),
     ),
     mutant(
@@ -107,7 +107,7 @@ MUTANTS = [
         'if name.endswith("layerdrop") and isinstance(value, float) and value > 0:',
         'if name.endswith("layerdrop") and isinstance(value, float) and value > 1:',
         "A model with layer drop is accepted in a pipeline whose stages draw which layers to skip separately.",
-        first=("tests/engine/test_pipeline.py::test_what_cannot_be_is_said_on_every_stage",),
+        first=("tests/engine/test_pipeline.py::test_errors_are_raised_on_every_stage",),
     ),
     mutant(
         "one-row-for-all-samples-is-cut",

@@ -1,4 +1,4 @@
-"""Small runs that the tests of hooks train."""
+"""Small training runs for the tests of hooks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from shardformer.training.initialize import initialize
 
 
 def pairs(count: int = 10, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
-    """Samples with inputs of 4 and a target."""
+    """Samples with four inputs and a target."""
     generator = torch.Generator().manual_seed(seed)
     return [(torch.rand(4, generator=generator), torch.rand(1, generator=generator)) for _ in range(count)]
 
 
 class Net(nn.Module):
-    """Whose dropout draws random numbers; not where ranks are threads, which share them."""
+    """Model with dropout, except for ranks that are threads, which share one random generator."""
 
     def __init__(self, dropout: float = 0.2) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Net(nn.Module):
 
 
 def engine_of(context: ParallelContext | None = None, **options: Any) -> Engine:
-    """For ``pairs()``, in batches of 4: an epoch is 3 steps."""
+    """Engine over ``pairs()`` with batches of 4, three steps per epoch."""
     torch.manual_seed(0)
     model = Net(dropout=0.2 if context is None else 0.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)

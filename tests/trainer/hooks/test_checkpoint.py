@@ -1,4 +1,4 @@
-"""A run that is saved, stopped and started again is the run that was never stopped."""
+"""A run that is saved, stopped and restarted equals an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def steps_in(folder: Path) -> list[str]:
 
 
 def trained(folder: Path, steps: int, context: ParallelContext | None = None, **options: Any) -> Any:
-    """The weights behind so many steps, the loss of the last, and at which step the run had begun."""
+    """Return the final weights, the last loss, and the step at which the run started."""
     engine = engine_of(context)
     torch.manual_seed(7)
     began: list[int] = []
@@ -44,7 +44,7 @@ def trained(folder: Path, steps: int, context: ParallelContext | None = None, **
 
 
 @pytest.mark.parametrize("in_background", [True, False])
-def test_a_run_goes_on_to_the_bit_in_the_middle_of_an_epoch(tmp_path: Path, in_background: bool) -> None:
+def test_resuming_within_an_epoch_is_bitwise_exact(tmp_path: Path, in_background: bool) -> None:
     expected, loss, _ = trained(tmp_path / "whole", 8)
     trained(tmp_path / "cut", 5, in_background=in_background)
     found, found_loss, began = trained(tmp_path / "cut", 8, in_background=in_background)
@@ -53,7 +53,7 @@ def test_a_run_goes_on_to_the_bit_in_the_middle_of_an_epoch(tmp_path: Path, in_b
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def test_data_ranks_go_on_alike(tmp_path: Path) -> None:
+def test_data_ranks_resume_at_the_same_step(tmp_path: Path) -> None:
     expected = run_as_threads(lambda c: trained(tmp_path / "whole", 8, c), data=2)
     run_as_threads(lambda c: trained(tmp_path / "cut", 4, c), data=2)
     found = run_as_threads(lambda c: trained(tmp_path / "cut", 8, c), data=2)
@@ -61,25 +61,25 @@ def test_data_ranks_go_on_alike(tmp_path: Path) -> None:
     torch.testing.assert_close([f[:2] for f in found], [e[:2] for e in expected], rtol=0, atol=0)
 
 
-def test_checkpoints_come_by_steps_and_old_ones_go(tmp_path: Path) -> None:
+def test_checkpoints_are_saved_by_steps_and_old_ones_removed(tmp_path: Path) -> None:
     trained(tmp_path, 7, every_steps=2, keep=2, at_end=False)
     assert steps_in(tmp_path) == ["step-00000004", "step-00000006"]
 
 
-def test_checkpoints_come_by_time(tmp_path: Path) -> None:
+def test_checkpoints_are_saved_by_time(tmp_path: Path) -> None:
     trained(tmp_path, 3, every_minutes=1e-9, keep=None, at_end=False)
     assert len(steps_in(tmp_path)) == 3
     trained(tmp_path / "long", 3, every_minutes=10)
     assert steps_in(tmp_path / "long") == ["step-00000003"]
 
 
-def test_checkpoints_come_behind_epochs(tmp_path: Path) -> None:
+def test_checkpoints_are_saved_after_epochs(tmp_path: Path) -> None:
     trained(tmp_path, 7, every_epoch=True, at_end=False)
     assert steps_in(tmp_path) == ["step-00000003", "step-00000006"]
 
 
 class Kills(Hook):
-    """Sends SIGTERM to the own process in its second step."""
+    """Hook that sends SIGTERM to its own process in the second step."""
 
     def after_step(self, trainer: TrainerProtocol) -> None:
         if trainer.step == 2:
@@ -87,7 +87,7 @@ class Kills(Hook):
             time.sleep(0.05)
 
 
-def test_a_signal_leads_to_a_checkpoint_and_an_end(tmp_path: Path) -> None:
+def test_a_signal_saves_a_checkpoint_and_ends_the_run(tmp_path: Path) -> None:
     expected, *_ = trained(tmp_path / "whole", 6)
     engine = engine_of()
     torch.manual_seed(7)
@@ -100,13 +100,13 @@ def test_a_signal_leads_to_a_checkpoint_and_an_end(tmp_path: Path) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def test_a_run_that_is_not_to_save_on_a_signal_does_not(tmp_path: Path) -> None:
+def test_on_signal_false_saves_no_checkpoint(tmp_path: Path) -> None:
     trainer = Trainer(engine_of(), [Kills(), Checkpoint(tmp_path, on_signal=False)])
     trainer.fit(steps=6)
     assert (trainer.step, steps_in(tmp_path)) == (2, [])
 
 
-def test_ten_minutes_are_lost_at_the_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_saves_every_ten_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(range(0, 10_000, 400))
     monkeypatch.setattr("shardformer.training.hooks.checkpoint.time.monotonic", lambda: next(now))
     hook = Checkpoint(tmp_path)
@@ -122,7 +122,7 @@ def test_ten_minutes_are_lost_at_the_most(tmp_path: Path, monkeypatch: pytest.Mo
     assert saved == [1]
 
 
-def test_hooks_go_on_by_their_names(tmp_path: Path) -> None:
+def test_hook_states_are_restored_by_name(tmp_path: Path) -> None:
     def run(steps: int, hooks: list[Hook]) -> None:
         Trainer(engine_of(), hooks).fit(steps=steps, validation=pairs(4), validate_every=1)
 
@@ -133,11 +133,11 @@ def test_hooks_go_on_by_their_names(tmp_path: Path) -> None:
     assert best is not None
     assert again.best is not None and again.best <= best
     assert again.without_progress + stopping.without_progress <= 3
-    with pytest.warns(UserWarning, match="states of hooks that are not here: EarlyStopping"):
+    with pytest.warns(UserWarning, match="states of hooks that the trainer lacks: EarlyStopping"):
         run(4, [Checkpoint(tmp_path)])
 
 
-def test_a_new_run_does_not_mix_with_an_old_one(tmp_path: Path) -> None:
+def test_a_new_run_raises_if_the_folder_has_checkpoints(tmp_path: Path) -> None:
     trained(tmp_path, 2)
     with pytest.raises(ConfigError, match="resume=False"):
         trained(tmp_path, 2, resume=False)
@@ -145,12 +145,12 @@ def test_a_new_run_does_not_mix_with_an_old_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{"every_steps": 0}, {"every_minutes": 0}, {"every_minutes": True}])
-def test_arguments_that_cannot_be_are_refused(options: dict[str, Any], tmp_path: Path) -> None:
+def test_invalid_arguments_raise(options: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"every"):
         Checkpoint(tmp_path, **options)
 
 
-def test_a_second_job_is_refused_on_all_ranks_before_it_trains(tmp_path: Path) -> None:
+def test_a_second_job_raises_on_all_ranks_before_training(tmp_path: Path) -> None:
     trained(tmp_path, 1)
     lock_of(parent(), tmp_path)
     before = sorted(tmp_path.rglob("*"))
@@ -162,15 +162,15 @@ def test_a_second_job_is_refused_on_all_ranks_before_it_trains(tmp_path: Path) -
         assert engine.steps == 0
         return str(error.value)
 
-    for said in run_as_threads(do, data=2):
-        assert f"is in use by process {os.getppid()} of someone on a-host" in said
+    for message in run_as_threads(do, data=2):
+        assert f"is in use by process {os.getppid()} of someone on a-host" in message
     assert sorted(tmp_path.rglob("*")) == before
     lock_of(killed(), tmp_path)
     assert trained(tmp_path, 2)[2] == 1
 
 
 @pytest.mark.parametrize("what", ["hook", "extra", "scheduler"])
-def test_what_cannot_be_saved_is_refused_on_all_ranks_before_it_trains(what: str, tmp_path: Path) -> None:
+def test_values_that_cannot_be_saved_raise_on_all_ranks_before_training(what: str, tmp_path: Path) -> None:
     class Remembers(Hook):
         def state(self) -> Any:
             return {"when": Path("a")} if what == "hook" else None
@@ -186,7 +186,7 @@ def test_what_cannot_be_saved_is_refused_on_all_ranks_before_it_trains(what: str
             trainer.fit(steps=2)
         return str(caught.value), engine.steps
 
-    for said, steps in run_as_threads(do, data=2):
-        assert "cannot be saved" in said
+    for message, steps in run_as_threads(do, data=2):
+        assert "cannot be saved" in message
         assert steps == 0
     assert steps_in(tmp_path) == []

@@ -1,4 +1,4 @@
-"""A run ends when its validation no longer gets better, on all ranks, and a run that goes on goes on counting."""
+"""A run ends on all ranks when its validation metric stops improving, also after resuming."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAIRS = [(torch.full((2,), float(i)), torch.ones(1)) for i in range(4)]
 
 
 class Says(Hook):
-    """Puts these values into the place of the validation's, one behind the other."""
+    """Hook that replaces the validation loss by a sequence of values."""
 
     def __init__(self, values: Sequence[float], name: str = "validation/loss") -> None:
         self.values, self.name = list(values), name
@@ -32,7 +32,7 @@ class Says(Hook):
 
 
 def steps_of(values: Sequence[float], hook: EarlyStopping, context: ParallelContext | None = None) -> tuple[int, Any]:
-    """Steps that were made with a validation behind each, and why the run ended."""
+    """Return the number of steps with a validation after each, and the reason of the stop."""
     torch.manual_seed(0)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -54,22 +54,22 @@ def steps_of(values: Sequence[float], hook: EarlyStopping, context: ParallelCont
     ],
     ids=str,
 )
-def test_the_run_ends_when_patience_does(options: dict[str, Any], values: list[float], steps: int) -> None:
+def test_the_run_ends_after_patience_validations(options: dict[str, Any], values: list[float], steps: int) -> None:
     made, why = steps_of(values, EarlyStopping(**options))
     assert made == steps
-    assert "was not better" in why
+    assert "did not improve" in why
 
 
-def test_a_run_that_gets_better_goes_on() -> None:
+def test_an_improving_run_continues() -> None:
     assert steps_of([5, 4, 3, 2], EarlyStopping(patience=1)) == (4, None)
 
 
-def test_all_ranks_end_together() -> None:
+def test_all_ranks_stop_together() -> None:
     found = run_as_threads(lambda c: steps_of([1, 1, 1, 1], EarlyStopping(patience=2), c), data=2)
     assert [steps for steps, _ in found] == [3, 3]
 
 
-def test_what_was_counted_is_kept() -> None:
+def test_a_checkpoint_keeps_the_count() -> None:
     first, second = EarlyStopping(patience=2), EarlyStopping(patience=2)
     steps_of([1, 2], first)
     second.load_state(first.state())
@@ -77,15 +77,15 @@ def test_what_was_counted_is_kept() -> None:
     assert steps_of([2, 0], second)[0] == 1
 
 
-def test_a_name_that_no_hook_brings_is_said() -> None:
+def test_an_unknown_metric_raises() -> None:
     with pytest.raises(InputError, match=r"'validation/los'.*Did you mean 'validation/loss'"):
         hook = EarlyStopping("validation/los")
         Trainer(_engine(), [hook]).fit(steps=1, validation=PAIRS, validate_every=1)
 
 
-def test_a_run_without_validation_data_is_refused() -> None:
+def test_a_run_without_validation_data_raises() -> None:
     engine = _engine()
-    with pytest.raises(ConfigError, match="EarlyStopping in a run without validation data"):
+    with pytest.raises(ConfigError, match="EarlyStopping requires validation data"):
         Trainer(engine, [EarlyStopping()]).fit(steps=1)
     assert engine.steps == 0
 
@@ -96,6 +96,6 @@ def _engine() -> Any:
 
 
 @pytest.mark.parametrize("options", [{"mode": "less"}, {"patience": 0}, {"patience": True}, {"min_delta": -1.0}])
-def test_arguments_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
+def test_invalid_arguments_raise(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         EarlyStopping(**options)

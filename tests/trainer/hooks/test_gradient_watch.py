@@ -1,4 +1,4 @@
-"""The norm of all gradients is recorded, jumps are told, and a run that has gone wrong ends on all ranks."""
+"""GradientMonitor records the gradient norm, warns of spikes, and ends diverged runs on all ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardformer.training.trainer import Trainer
 from tests.trainer.hooks.runs import Net, engine_of, pairs
 
 
-def test_the_norm_is_that_of_the_plain_model() -> None:
+def test_the_gradient_norm_equals_that_of_the_unsharded_model() -> None:
     torch.manual_seed(0)
     model = Net(dropout=0.0)
     engine = initialize(model, torch.optim.SGD(model.parameters(), lr=0.0), nn.MSELoss(), pairs(), batch_size=10)
@@ -58,9 +58,9 @@ def test_data_ranks_have_the_same_norm(parallel: ParallelConfig) -> None:
         assert found["loss"] == pytest.approx(alone["loss"], rel=1e-5)
 
 
-def test_a_jump_is_told() -> None:
+def test_a_spike_warns() -> None:
     data = [*pairs(20), (torch.full((4,), 1e4), torch.zeros(1))]
-    with pytest.warns(UserWarning, match=r"gradients of step 21 is .* times what is usual"):
+    with pytest.warns(UserWarning, match=r"gradient norm of step 21 is .* times its median"):
         model = nn.Linear(4, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         options = {"shuffle": False}
@@ -78,15 +78,15 @@ def broken(context: ParallelContext | None = None, **how: Any) -> Trainer:
     return Trainer(engine, [GradientMonitor(patience=3)])
 
 
-def test_a_step_that_is_not_finite_names_the_parameters() -> None:
+def test_a_nonfinite_step_raises_with_the_parameter_names() -> None:
     with pytest.raises(InputError, match=r"step 1 is nan, not finite in weight, bias"):
         broken().fit(steps=5)
 
 
-def test_a_run_that_stays_not_finite_ends_on_all_ranks() -> None:
+def test_repeated_nonfinite_steps_end_the_run_on_all_ranks() -> None:
     def run(context: ParallelContext | None) -> int:
         trainer = broken(context, on_nonfinite="skip")
-        with pytest.raises(InputError, match=r"not finite in 3 steps in a row, up to step 3"):
+        with pytest.raises(InputError, match=r"not finite for 3 steps in a row, up to step 3"):
             trainer.fit(steps=9)
         assert trainer.values["skipped_steps"] == 3
         return trainer.step
@@ -96,12 +96,12 @@ def test_a_run_that_stays_not_finite_ends_on_all_ranks() -> None:
 
 
 @pytest.mark.parametrize("options", [{"factor": 1}, {"factor": True}, {"patience": 0}])
-def test_arguments_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
+def test_invalid_arguments_raise(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         GradientMonitor(**options)
 
 
-def test_it_goes_on_from_a_checkpoint_with_what_is_usual() -> None:
+def test_a_checkpoint_keeps_the_median() -> None:
     first, second = GradientMonitor(), GradientMonitor()
     Trainer(engine_of(), [first]).fit(steps=4)
     second.load_state(first.state())

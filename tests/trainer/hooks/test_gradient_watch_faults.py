@@ -1,4 +1,4 @@
-"""More of what must hold of GradientMonitor."""
+"""Further properties of GradientMonitor."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def gpt2(context: ParallelContext | None, **parallel: Any) -> Engine:
     )
 
 
-def test_the_norm_is_that_of_the_plain_model_under_every_layout() -> None:
+def test_the_gradient_norm_is_equal_under_every_layout() -> None:
     model = small()
     batch = torch.stack([row["input_ids"] for row in data()])
     model(input_ids=batch, labels=batch).loss.backward()
@@ -75,7 +75,7 @@ def test_the_norm_is_that_of_the_plain_model_under_every_layout() -> None:
 
 @pytest.mark.parametrize("sizes", [{"tensor": 2}, {"pipe": 2}, {"data": 2}], ids=str)
 @pytest.mark.parametrize("zero", [None, 1])
-def test_what_is_not_finite_is_named_as_in_the_plain_model(sizes: dict[str, int], zero: int | None) -> None:
+def test_nonfinite_parameters_have_the_names_of_the_unsharded_model(sizes: dict[str, int], zero: int | None) -> None:
     name = "transformer.h.1.mlp.c_fc.weight"
 
     def run(context: ParallelContext) -> str:
@@ -87,12 +87,12 @@ def test_what_is_not_finite_is_named_as_in_the_plain_model(sizes: dict[str, int]
             Trainer(engine, [GradientMonitor()]).fit(steps=3)
         return str(caught.value)
 
-    for said in run_as_threads(run, **sizes):
-        assert name in said
+    for message in run_as_threads(run, **sizes):
+        assert name in message
 
 
 @pytest.mark.parametrize("zero", [None, 1])
-def test_training_on_with_what_is_not_finite_is_as_without_the_hook(zero: int | None) -> None:
+def test_on_nonfinite_ignore_trains_as_without_the_hook(zero: int | None) -> None:
     def run(hooks: list[Any]) -> dict[str, Tensor]:
         engine = engine_of(parallel=ParallelConfig(on_nonfinite="ignore", zero_stage=zero))
         torch.manual_seed(3)
@@ -103,14 +103,14 @@ def test_training_on_with_what_is_not_finite_is_as_without_the_hook(zero: int | 
     torch.testing.assert_close(run([GradientMonitor()]), run([]), rtol=0, atol=0, equal_nan=True)
 
 
-def test_the_norm_of_an_earlier_run_is_not_told_again() -> None:
+def test_the_norm_of_an_earlier_run_is_not_reported_again() -> None:
     engine = engine_of()
     Trainer(engine, [GradientMonitor()]).fit(steps=2)
     torch.manual_seed(0)
     assert "grad_norm" not in Trainer(engine, []).fit(steps=4)
 
 
-def test_one_that_goes_on_counts_what_is_usual_once() -> None:
+def test_a_resumed_run_counts_each_norm_once() -> None:
     hook = GradientMonitor()
     Trainer(engine_of(), [hook]).fit(steps=4)
     hook.load_state(hook.state())

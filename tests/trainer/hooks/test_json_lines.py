@@ -1,4 +1,4 @@
-"""A run's values as lines of JSON, and of a run that goes on as of one that was never interrupted."""
+"""JsonLines writes the metrics of a run, also of a resumed run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardformer.training.trainer import Trainer
 from tests.trainer.hooks.runs import engine_of, pairs
 
 
-def test_there_is_a_line_for_each_step_and_each_validation(tmp_path: Path) -> None:
+def test_each_step_and_each_validation_has_a_line(tmp_path: Path) -> None:
     values = Trainer(engine_of(), [JsonLines(tmp_path)]).fit(epochs=2, validation=pairs(4))
     records = read_records(tmp_path)
     assert [(r.step, sorted(r.values)) for r in records[2:5]] == [
@@ -28,12 +28,12 @@ def test_there_is_a_line_for_each_step_and_each_validation(tmp_path: Path) -> No
     assert [r.epoch for r in records] == [0, 0, 0, 1, 1, 1, 1, 2]
 
 
-def test_lines_may_be_further_apart(tmp_path: Path) -> None:
+def test_every_sets_the_steps_between_lines(tmp_path: Path) -> None:
     Trainer(engine_of(), [JsonLines(tmp_path, every=4)]).fit(steps=9)
     assert [r.step for r in read_records(tmp_path)] == [4, 8]
 
 
-def test_a_run_that_goes_on_leaves_no_line_of_steps_that_were_lost(tmp_path: Path) -> None:
+def test_a_resumed_run_removes_lines_of_lost_steps(tmp_path: Path) -> None:
     def hooks() -> list[JsonLines | Checkpoint]:
         return [JsonLines(tmp_path / "log"), Checkpoint(tmp_path / "saved", every_steps=2, at_end=False)]
 
@@ -47,7 +47,7 @@ def test_a_run_that_goes_on_leaves_no_line_of_steps_that_were_lost(tmp_path: Pat
     assert seconds == sorted(seconds)
 
 
-def test_one_rank_writes(tmp_path: Path) -> None:
+def test_only_the_first_rank_writes(tmp_path: Path) -> None:
     def run(context: ParallelContext) -> None:
         Trainer(engine_of(context), [JsonLines(tmp_path)]).fit(steps=2)
 
@@ -55,6 +55,6 @@ def test_one_rank_writes(tmp_path: Path) -> None:
     assert [r.step for r in read_records(tmp_path)] == [1, 2]
 
 
-def test_a_number_of_steps_that_cannot_be_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_number_of_steps_raises(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="every=0"):
         JsonLines(tmp_path, every=0)

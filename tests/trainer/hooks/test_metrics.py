@@ -1,4 +1,4 @@
-"""Metrics are those of all validation samples, under every layout."""
+"""Metrics cover all validation samples under every layout."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def expected(data: Rows, classes: int = 2) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("classes", [2, 5])
-def test_metrics_are_scikit_learn_s_over_all_samples(classes: int) -> None:
+def test_metrics_equal_those_of_sklearn_over_all_samples(classes: int) -> None:
     data = rows(10, classes)
     labels, predictions = expected(data, classes)
     average = "binary" if classes == 2 else "macro"
@@ -65,7 +65,7 @@ def test_metrics_are_scikit_learn_s_over_all_samples(classes: int) -> None:
         assert {name: found[name] for name in wanted} == pytest.approx(wanted)
 
 
-def test_functions_and_metrics_of_torchmetrics() -> None:
+def test_functions_and_torchmetrics_are_supported() -> None:
     from torchmetrics.classification import BinaryAccuracy
 
     data = rows(10)
@@ -92,7 +92,7 @@ def language_model(context: ParallelContext | None, parallel: ParallelConfig) ->
     return Trainer(engine, [Metrics("accuracy", "perplexity")]).fit(steps=1, validation=data)
 
 
-def test_a_language_model_is_compared_with_the_next_token() -> None:
+def test_causal_predictions_are_compared_with_the_next_token() -> None:
     alone = language_model(None, ParallelConfig())
     torch.manual_seed(0)
     assert alone["validation/perplexity"] == pytest.approx(math.exp(alone["validation/loss"]))
@@ -103,25 +103,25 @@ def test_a_language_model_is_compared_with_the_next_token() -> None:
             assert found["validation/perplexity"] == pytest.approx(alone["validation/perplexity"], rel=1e-5)
 
 
-def test_a_batch_without_labels_is_told() -> None:
+def test_a_batch_without_labels_raises() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     data = [{"input": x} for x, _ in rows(4)]
     engine = initialize(model, optimizer, lambda output, batch: output.mean(), data, batch_size=4)
-    with pytest.raises(InputError, match=r"no labels: input"):
+    with pytest.raises(InputError, match=r"cannot find labels in the batch: input"):
         Trainer(engine, [Metrics()]).fit(steps=1, validation=data)
 
 
-def test_labels_that_do_not_count_are_told() -> None:
+def test_ignored_labels_alone_raise() -> None:
     data = [(x, torch.tensor(-100)) for x, _ in rows(4)]
-    with pytest.raises(InputError, match=r"no label that counts"):
+    with pytest.raises(InputError, match=r"All labels .* are -100"):
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         engine = initialize(model, optimizer, nn.CrossEntropyLoss(), rows(4), batch_size=4)
         Trainer(engine, [Metrics()]).fit(steps=1, validation=[*data[:3], rows(1)[0]][:3])
 
 
-def test_a_metric_that_there_is_not_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_metric_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"Did you mean 'accuracy'"):
         Metrics("acuracy")
     with pytest.raises(ConfigError, match=r"Metrics\(mine=3\)"):

@@ -1,4 +1,4 @@
-"""The average of the weights is that of a plain loop, under every layout, and goes on from a checkpoint."""
+"""The average of the weights equals that of a plain loop under every layout, also after resuming."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def averaged(engine: Any, average: MovingAverage) -> dict[str, Tensor]:
 
 
 def expected(steps: int, kind: Any = torch.optim.AdamW, *, warmup: bool = True) -> dict[str, Tensor]:
-    """By a plain loop, with a decay of 0.9."""
+    """Return the average of a plain loop with a decay of 0.9."""
     decay = 0.9
     engine = engine_of(kind=kind)
     average = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
@@ -54,7 +54,7 @@ def expected(steps: int, kind: Any = torch.optim.AdamW, *, warmup: bool = True) 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("warmup", [True, False])
-def test_it_is_the_average_of_a_plain_loop(kind: Any, warmup: bool) -> None:
+def test_the_average_equals_that_of_a_plain_loop(kind: Any, warmup: bool) -> None:
     engine, average = engine_of(kind=kind), MovingAverage(0.9, warmup=warmup)
     Trainer(engine, [average]).fit(steps=7)
     own = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
@@ -63,7 +63,7 @@ def test_it_is_the_average_of_a_plain_loop(kind: Any, warmup: bool) -> None:
 
 
 @pytest.mark.parametrize("zero", [None, 1])
-def test_a_step_that_is_skipped_does_not_move_it(zero: int | None) -> None:
+def test_a_skipped_step_does_not_update_the_average(zero: int | None) -> None:
     def run(steps: int) -> dict[str, Tensor]:
         model, (good, bad) = Net(dropout=0.0), pairs(2)
         engine = initialize(
@@ -93,7 +93,7 @@ def test_every_layout_has_the_same_average(how: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
-def test_a_checkpoint_keeps_it_under_another_layout(kind: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_keeps_the_average_under_another_layout(kind: Any, tmp_path: Path) -> None:
     Trainer(engine_of(kind=kind), [MovingAverage(0.9), Checkpoint(tmp_path)]).fit(steps=4)
 
     def run(context: ParallelContext | None) -> dict[str, Tensor]:
@@ -107,7 +107,7 @@ def test_a_checkpoint_keeps_it_under_another_layout(kind: Any, tmp_path: Path) -
 
 
 class Sees(Hook):
-    """The weights in the validation, and behind it."""
+    """Hook that records the weights during and after a validation."""
 
     def __init__(self) -> None:
         self.seen: list[Tensor] = []
@@ -119,7 +119,7 @@ class Sees(Hook):
         self.seen.append(next(trainer.engine.model.parameters()).detach().clone())
 
 
-def test_the_validation_tries_the_average() -> None:
+def test_validation_uses_the_average() -> None:
     sees, engine, average = Sees(), engine_of(), MovingAverage(0.9)
     Trainer(engine, [sees, average]).fit(steps=2, validation=pairs(4))
     *_, trained, tried = sees.seen
@@ -128,7 +128,7 @@ def test_the_validation_tries_the_average() -> None:
     assert torch.equal(tried, averaged(engine, average)["layers.0.weight"])
 
 
-def test_tensors_that_came_later_are_told() -> None:
+def test_parameters_without_an_average_raise() -> None:
     engine, average = engine_of(), MovingAverage(0.9)
     Trainer(engine, [average]).fit(steps=1)
     engine.optimizers[0].add_param_group({"params": [nn.Parameter(torch.ones(3))]})
@@ -137,6 +137,6 @@ def test_tensors_that_came_later_are_told() -> None:
 
 
 @pytest.mark.parametrize("options", [{"decay": 1.0}, {"decay": True}, {"every": 0}])
-def test_arguments_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
+def test_invalid_arguments_raise(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         MovingAverage(**options)

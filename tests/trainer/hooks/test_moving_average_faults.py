@@ -1,4 +1,4 @@
-"""The average is that of a plain loop under every layout, validation tries it, and checkpoints keep it."""
+"""Further properties of MovingAverage: validation, checkpoints and layouts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def plain_loop(steps: int, decay: float, every: int = 1, warmup: bool = False, *
 
 
 @pytest.mark.parametrize("options", [{}, {"every": 2}, {"warmup": True}], ids=str)
-def test_the_average_is_that_of_a_plain_loop(options: dict[str, Any]) -> None:
+def test_the_average_equals_that_of_a_plain_loop(options: dict[str, Any]) -> None:
     hook, engine = MovingAverage(DECAY, **{"warmup": False, **options}), engine_of()
     torch.manual_seed(3)
     Trainer(engine, [hook]).fit(steps=5)
@@ -60,7 +60,7 @@ def test_the_average_is_that_of_a_plain_loop(options: dict[str, Any]) -> None:
 def language_model(
     context: ParallelContext | None, make: Any, **parallel: Any
 ) -> tuple[dict[str, Tensor], float, bool]:
-    """(averaged weights, loss of the validation, whether the weights were what they were behind it)."""
+    """Return the averaged weights, the validation loss, and whether the weights were restored."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         n_embd=16, n_layer=2, n_head=2, vocab_size=23, n_positions=9, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
@@ -103,7 +103,7 @@ LAYOUTS: list[tuple[dict[str, int], dict[str, Any]]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [sgd, adamw])
-def test_the_average_is_that_of_one_process_under_every_layout(make: Any) -> None:
+def test_every_layout_has_the_average_of_one_process(make: Any) -> None:
     alone, loss, _ = language_model(None, make)
     for sizes, options in LAYOUTS:
         ranks = run_as_threads(lambda c, o=options, s=sizes: language_model(c, make, **s, **o), **sizes)
@@ -116,7 +116,7 @@ def test_the_average_is_that_of_one_process_under_every_layout(make: Any) -> Non
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_of_masters_and_the_weights_come_back_to_the_bit(precision: str) -> None:
+def test_master_weights_are_averaged_and_restored_exactly(precision: str) -> None:
     alone, loss, is_back = language_model(None, adamw, zero_stage=1, precision=precision)
     assert is_back
     exact, exact_loss, _ = language_model(None, adamw)
@@ -140,7 +140,7 @@ class Fails(Hook):
 
 @pytest.mark.parametrize("moment", ["batch", "after"])
 @pytest.mark.parametrize("zero", [None, 1, 3])
-def test_the_weights_are_back_when_an_error_comes_between(moment: str, zero: int | None) -> None:
+def test_an_error_restores_the_weights(moment: str, zero: int | None) -> None:
     def run(context: ParallelContext) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         options: dict[str, Any] = {"parallel": ParallelConfig(zero_stage=zero)}
         engine, plainly = engine_of(context, **options), engine_of(context, **options)
@@ -154,7 +154,7 @@ def test_the_weights_are_back_when_an_error_comes_between(moment: str, zero: int
 
 
 @pytest.mark.parametrize("zero", [None, 1, 3])
-def test_a_run_that_goes_on_has_the_average_of_one_that_was_not_interrupted(tmp_path: Path, zero: int | None) -> None:
+def test_a_resumed_run_has_the_average_of_an_uninterrupted_run(tmp_path: Path, zero: int | None) -> None:
     def run(context: ParallelContext, folder: Path, *ends: int) -> dict[str, Tensor]:
         for end in ends:
             engine, hook = engine_of(context, parallel=ParallelConfig(zero_stage=zero)), MovingAverage(DECAY)
@@ -166,7 +166,7 @@ def test_a_run_that_goes_on_has_the_average_of_one_that_was_not_interrupted(tmp_
     torch.testing.assert_close(parts, whole, rtol=0, atol=0)
 
 
-def test_a_run_may_go_on_under_another_layout(tmp_path: Path) -> None:
+def test_a_run_may_resume_under_another_layout(tmp_path: Path) -> None:
     def run(context: ParallelContext | None, end: int, folder: Path, **parallel: Any) -> dict[str, Tensor]:
         engine, hook = engine_of(context, parallel=ParallelConfig(**parallel)), MovingAverage(DECAY)
         Trainer(engine, [hook, Checkpoint(folder)]).fit(steps=end)
@@ -179,7 +179,7 @@ def test_a_run_may_go_on_under_another_layout(tmp_path: Path) -> None:
 
 
 class Lazy(nn.Module):
-    """Whose second layer joins in the fourth step."""
+    """Model whose second layer is first used in the fourth step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ def lazy_engine() -> Engine:
     return initialize(model, torch.optim.AdamW(model.parameters()), nn.MSELoss(), pairs(), batch_size=4)
 
 
-def test_a_parameter_without_a_gradient_so_far_is_saved_and_goes_on(tmp_path: Path) -> None:
+def test_a_parameter_without_a_gradient_is_saved_and_restored(tmp_path: Path) -> None:
     Trainer(lazy_engine(), [MovingAverage(DECAY), Checkpoint(tmp_path)]).fit(steps=2)
     engine, hook = lazy_engine(), MovingAverage(DECAY)
     engine.model.calls = 2
@@ -206,7 +206,7 @@ def test_a_parameter_without_a_gradient_so_far_is_saved_and_goes_on(tmp_path: Pa
     assert hook.updates == 6
 
 
-def test_a_checkpoint_with_an_average_is_loaded_without_the_hook(tmp_path: Path) -> None:
+def test_a_checkpoint_with_an_average_loads_without_the_hook(tmp_path: Path) -> None:
     Trainer(lazy_engine(), [MovingAverage(DECAY), Checkpoint(tmp_path)]).fit(steps=2)
     engine = lazy_engine()
     engine.model.calls = 2
@@ -214,17 +214,17 @@ def test_a_checkpoint_with_an_average_is_loaded_without_the_hook(tmp_path: Path)
         Trainer(engine, [Checkpoint(tmp_path)]).fit(steps=6)
 
 
-def test_an_average_that_was_not_kept_up_is_not_gone_on_with(tmp_path: Path) -> None:
+def test_an_outdated_average_is_not_continued(tmp_path: Path) -> None:
     Trainer(engine_of(), [MovingAverage(DECAY), Checkpoint(tmp_path)]).fit(steps=2)
     with pytest.warns(UserWarning, match="MovingAverage"):
         Trainer(engine_of(), [Checkpoint(tmp_path)]).fit(steps=4)
     engine, hook = engine_of(), MovingAverage(DECAY)
-    with pytest.warns(UserWarning, match="begins anew"):
+    with pytest.warns(UserWarning, match="MovingAverage restarts"):
         Trainer(engine, [hook, Checkpoint(tmp_path)]).fit(steps=4)
     torch.testing.assert_close(averaged(engine, hook), full_state_dict(engine.model), rtol=0, atol=0)
 
 
-def test_masters_in_files(tmp_path: Path) -> None:
+def test_master_weights_in_files_raise(tmp_path: Path) -> None:
     parallel = ParallelConfig(zero_stage=1, offload=f"nvme:{tmp_path / 'files'}")
     (tmp_path / "files").mkdir()
     engine, hook = engine_of(parallel=parallel), MovingAverage(DECAY, warmup=False)
@@ -237,7 +237,7 @@ def test_masters_in_files(tmp_path: Path) -> None:
         torch.testing.assert_close(averaged(engine, hook), plain_loop(5, DECAY), rtol=1e-6, atol=1e-7)
 
 
-def test_the_engine_may_change_its_layout_between_two_fits() -> None:
+def test_the_engine_may_be_resharded_between_two_fits() -> None:
     def run(context: ParallelContext) -> dict[str, Tensor]:
         engine, hook = engine_of(context, parallel=ParallelConfig(zero_stage=1)), MovingAverage(DECAY)
         trainer = Trainer(engine, [hook])
@@ -257,6 +257,6 @@ def test_the_engine_may_change_its_layout_between_two_fits() -> None:
 @pytest.mark.parametrize(
     "options", [{"decay": 1.0}, {"decay": -0.1}, {"decay": True}, {"decay": "0.9"}, {"every": 0}, {"every": True}]
 )
-def test_arguments_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
+def test_invalid_arguments_raise(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         MovingAverage(**options)

@@ -1,4 +1,4 @@
-"""What the profiler writes of a run, on each rank."""
+"""Files that the Profiler writes on each rank."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 
 from shardformer.errors import ConfigError
 from shardformer.training.hook import Hook, TrainerProtocol
-from shardformer.training.hooks.profiler import Profiler, memory_over_time
+from shardformer.training.hooks.profiler import Profiler, read_memory_trace
 from shardformer.training.trainer import Trainer
 from tests.trainer.hooks.runs import engine_of
 
 
-def test_traces_tables_and_pictures_are_written(tmp_path: Path) -> None:
+def test_traces_tables_and_memory_plots_are_written(tmp_path: Path) -> None:
     hook = Profiler(tmp_path, wait=0, active=1, repeat=2)
     Trainer(engine_of(), [hook]).fit(steps=6)
     names = sorted(path.name for path in (tmp_path / "rank0").iterdir())
@@ -23,7 +23,7 @@ def test_traces_tables_and_pictures_are_written(tmp_path: Path) -> None:
     events = json.loads((tmp_path / "rank0/step-2.json").read_text())["traceEvents"]
     assert any("addmm" in event.get("name", "") for event in events)
     assert "addmm" in (tmp_path / "rank0/step-2.txt").read_text()
-    times, held = memory_over_time(tmp_path / "rank0/step-2.json")
+    times, held = read_memory_trace(tmp_path / "rank0/step-2.json")
     assert times == sorted(times)
     assert max(held) > 0
 
@@ -33,38 +33,38 @@ class Fails(Hook):
         raise ValueError("on purpose")
 
 
-def test_an_error_stops_it(tmp_path: Path) -> None:
+def test_an_error_stops_the_profiler(tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"on purpose"):
         Trainer(engine_of(), [Profiler(tmp_path, wait=0), Fails()]).fit(steps=6)
     Trainer(engine_of(), [Profiler(tmp_path, wait=0, active=1)]).fit(steps=3)  # torch has one at a time
 
 
-def test_a_run_that_is_too_short_is_told(tmp_path: Path) -> None:
+def test_a_run_without_a_trace_warns(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"too short"):
         Trainer(engine_of(), [Profiler(tmp_path, wait=9)]).fit(steps=2)
 
 
-def test_a_run_that_ends_behind_the_warm_up_is_told_too(tmp_path: Path) -> None:
+def test_a_run_that_ends_in_the_warm_up_warns(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"too short"):
         Trainer(engine_of(), [Profiler(tmp_path, wait=1)]).fit(steps=2)
     assert list((tmp_path / "rank0").iterdir()) == []
 
 
 @pytest.mark.parametrize("options", [{"wait": -1}, {"active": 0}, {"repeat": True}])
-def test_numbers_that_cannot_be_are_refused(options: dict[str, Any], tmp_path: Path) -> None:
+def test_invalid_numbers_raise(options: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         Profiler(tmp_path, **options)
 
 
 @pytest.mark.parametrize("what", ["rank0", "rank0/step-2.json", "rank0/step-2.txt"])
-def test_a_link_is_not_written_through(what: str, tmp_path: Path) -> None:
+def test_a_symbolic_link_is_not_written_through(what: str, tmp_path: Path) -> None:
     precious, link = tmp_path / "precious", tmp_path / "profile" / what
     link.parent.mkdir(parents=True)
     precious.mkdir() if what == "rank0" else precious.write_text("precious")
     link.symlink_to(precious)
     trainer = Trainer(engine_of(), [Profiler(tmp_path / "profile", wait=0, active=1, memory=False)])
     if what == "rank0":
-        with pytest.raises(ConfigError, match="rank0 in it is a symbolic link"):
+        with pytest.raises(ConfigError, match="rank0', which is a symbolic link"):
             trainer.fit(steps=3)
         assert list(precious.iterdir()) == []
     else:

@@ -1,4 +1,4 @@
-"""What a run says on a terminal, and where there is none."""
+"""Output of Progress with and without a terminal."""
 
 from __future__ import annotations
 
@@ -7,51 +7,57 @@ from typing import Any
 import pytest
 
 from shardformer.errors import ConfigError
-from shardformer.training.hooks.progress import Progress, format_metrics, short
+from shardformer.training.hooks.progress import Progress, format_metrics, with_unit_prefix
 from shardformer.training.hooks.throughput import Throughput
 from shardformer.training.trainer import Trainer
 from tests.trainer.hooks.runs import engine_of, pairs
 
 
-def test_without_a_terminal_there_are_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_lines_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     Trainer(engine_of(), [Throughput(), Progress(every_s=0)]).fit(steps=4, validation=pairs(4))
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0] for line in lines] == [f"step {n}/4" for n in (1, 2, 3, 3, 4, 4)]
     assert lines[3].startswith("step 3/4  validation/loss 0.")
-    assert all(what in lines[-2] for what in ("loss 0.", "rate 0.05", "tokens/s", "FLOP/s", "B"))
+    assert all(what in lines[-2] for what in ("loss 0.", "lr 0.05", "tokens/s", "FLOP/s", "B"))
 
 
-def test_the_last_step_is_told_however_long_the_pause_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_last_step_is_always_printed(capsys: pytest.CaptureFixture[str]) -> None:
     Trainer(engine_of(), [Progress(every_s=1000)]).fit(epochs=2)
     assert [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()] == ["step 1/6", "step 6/6"]
 
 
-def test_on_a_terminal_there_is_a_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_shows_a_progress_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     Trainer(engine_of(), [Progress()]).fit(steps=4, validation=pairs(4))
-    said = capsys.readouterr().out
-    assert "4/4" in said
-    assert "loss 0." in said
-    assert "validation/loss" in said
+    message = capsys.readouterr().out
+    assert "4/4" in message
+    assert "loss 0." in message
+    assert "validation/loss" in message
 
 
-def test_why_a_run_ended_early_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_reason_of_an_early_stop_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     class Stops(Progress):
         def after_step(self, trainer: Any) -> None:
             trainer.stop("it is enough")
 
     Trainer(engine_of(), [Stops()]).fit(steps=4)
-    assert "ended at step 1: it is enough" in capsys.readouterr().out
+    assert "stopped at step 1: it is enough" in capsys.readouterr().out
 
 
-def test_numbers_are_short() -> None:
-    assert [" ".join(short(v)) for v in (0.5, 12, 51200, 1.5e6, 2e12)] == ["0.5 ", "12 ", "51.2 k", "1.5 M", "2 T"]
+def test_numbers_have_unit_prefixes() -> None:
+    assert [" ".join(with_unit_prefix(v)) for v in (0.5, 12, 51200, 1.5e6, 2e12)] == [
+        "0.5 ",
+        "12 ",
+        "51.2 k",
+        "1.5 M",
+        "2 T",
+    ]
     assert format_metrics({"loss": 1.0, "memory_bytes": 2.1e9, "other": 3.0}) == "loss 1.0000  2.1 GB"
     assert format_metrics({"tokens_per_s": 51200.0, "flops_per_s": 2.5e9}) == "51.2k tokens/s  2.5 GFLOP/s"
 
 
 @pytest.mark.parametrize("every_s", [-1, True, "10"])
-def test_a_pause_that_cannot_be_is_refused(every_s: Any) -> None:
+def test_an_invalid_interval_raises(every_s: Any) -> None:
     with pytest.raises(ConfigError, match="every_s"):
         Progress(every_s=every_s)

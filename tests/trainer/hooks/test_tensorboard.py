@@ -1,4 +1,4 @@
-"""What TensorBoard reads of a run."""
+"""Values that the TensorBoard hook writes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def read(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-def test_each_value_stands_at_its_step(tmp_path: Path) -> None:
+def test_each_value_is_written_with_its_step(tmp_path: Path) -> None:
     values = Trainer(engine_of(), [TensorBoard(tmp_path, every=2)]).fit(steps=6, validation=pairs(4))
     found = read(tmp_path)
     assert sorted(found) == ["learning_rate", "loss", "validation/loss"]
@@ -32,7 +32,7 @@ def test_each_value_stands_at_its_step(tmp_path: Path) -> None:
     assert [step for step, _ in found["validation/loss"]] == [3, 6]
 
 
-def test_steps_that_were_lost_are_not_shown(tmp_path: Path) -> None:
+def test_lost_steps_are_hidden(tmp_path: Path) -> None:
     def hooks() -> list[TensorBoard | Checkpoint]:
         return [TensorBoard(tmp_path / "log"), Checkpoint(tmp_path / "saved", every_steps=2, at_end=False)]
 
@@ -41,7 +41,7 @@ def test_steps_that_were_lost_are_not_shown(tmp_path: Path) -> None:
     assert [step for step, _ in read(tmp_path / "log")["loss"]] == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_where_it_is_not_installed_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_tensorboard_raises_with_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard.writer", None)
     with pytest.raises(ConfigError, match=r"shardformer\[tensorboard\]"):
         TensorBoard(tmp_path)

@@ -1,4 +1,4 @@
-"""Tokens per second, operations and memory are those of the whole batch, whatever the layout."""
+"""Throughput, FLOP/s and memory of the global batch under every layout."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def values_of(context: ParallelContext | None = None, hooks: Any = None, steps: 
     return Trainer(engine_of(context), hooks or [Throughput(window=2)]).fit(steps=steps)
 
 
-def test_a_rate_is_that_of_the_whole_batch() -> None:
+def test_throughput_covers_the_global_batch() -> None:
     found = values_of()
     assert found["tokens_per_s"] == pytest.approx(found["samples_per_s"])  # no tokens: samples
     assert found["memory_bytes"] > 50e6
 
 
-def test_operations_are_those_that_torch_counts() -> None:
+def test_flops_equal_those_of_the_torch_counter() -> None:
     found = values_of()
     counter = FlopCounterMode(display=False)
     with counter:
@@ -35,7 +35,7 @@ def test_operations_are_those_that_torch_counts() -> None:
     assert found["flops_per_s"] / found["samples_per_s"] == pytest.approx(counter.get_total_flops() / 4)
 
 
-def test_data_ranks_are_counted_together() -> None:
+def test_flops_are_summed_over_data_ranks() -> None:
     alone = values_of()
     for found in run_as_threads(values_of, data=2):
         assert found["flops_per_s"] / found["samples_per_s"] == pytest.approx(
@@ -43,28 +43,28 @@ def test_data_ranks_are_counted_together() -> None:
         )
 
 
-def test_what_is_not_asked_for_is_not_counted() -> None:
+def test_flops_false_disables_counting() -> None:
     assert "flops_per_s" not in values_of(hooks=[Throughput(flops=False)])
 
 
 class FailsOn(Hook):
-    """On the second rank."""
+    """Hook that fails on the second rank."""
 
     def after_step(self, trainer: TrainerProtocol) -> None:
         if trainer.engine.world.rank == 1:
             raise ValueError("broken on purpose")
 
 
-def test_no_rank_waits_for_one_whose_hook_failed_before() -> None:
+def test_no_rank_waits_for_a_rank_with_a_failed_hook() -> None:
     def run(context: ParallelContext) -> str:
         with pytest.raises(Exception, match="FailsOn") as caught:
             values_of(context, [FailsOn(), Throughput(window=1)])
         return str(caught.value)
 
-    assert all("broken on purpose" in said for said in run_as_threads(run, data=2))
+    assert all("broken on purpose" in message for message in run_as_threads(run, data=2))
 
 
 @pytest.mark.parametrize("window", [0, 1.5, True])
-def test_a_window_that_cannot_be_is_refused(window: Any) -> None:
+def test_an_invalid_window_raises(window: Any) -> None:
     with pytest.raises(ConfigError, match="window"):
         Throughput(window=window)
