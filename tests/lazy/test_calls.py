@@ -107,5 +107,5 @@ def test_what_nothing_records_is_still_refused(folder: Path) -> None:
     with torch.no_grad():
         model.model.norm.weight.fill_(2.0)
     resized(model)
-    with pytest.raises(ConfigError, match="written to after LazyInit ended"):
+    with pytest.raises(ConfigError, match="modified after the LazyInit block ended"):
         materialize(model)

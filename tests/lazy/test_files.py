@@ -127,7 +127,7 @@ def test_the_same_bytes_may_lie_in_other_folders(folders: list[Path]) -> None:
 @pytest.fixture
 def few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small files are looked at as large ones are: a few bytes in the middle of each tensor."""
-    monkeypatch.setattr(files, "STRETCHES", 0)
+    monkeypatch.setattr(files, "NUM_CHUNKS", 0)
     monkeypatch.setattr(files, "TENSOR_BYTES", 4)
 
 
@@ -170,7 +170,7 @@ def empty(folder: Path) -> None:
         (touch, "was written to"),
         (cut, "changed since it was loaded"),
         (empty, "changed since it was loaded"),
-        (lambda f: (f / NAME).unlink(), "cannot be read any more"),
+        (lambda f: (f / NAME).unlink(), "can no longer be read"),
     ],
     ids=["bytes", "header", "size", "time", "cut", "empty", "gone"],
 )
@@ -249,9 +249,9 @@ def test_of_a_large_file_every_tensor_and_stretches_all_over_it_are_looked_at(tm
         return found != WeightsFile(str(path), **options).contents
 
     middles = [start + sum(tensors[name]["data_offsets"]) // 2 for name in "abc"]
-    stretches = [(size - safetensors_source.STRETCH_BYTES) * number // 15 for number in range(1, 16)]
-    assert [differs(where) for where in (*middles, *stretches)] == [True] * 18
-    between = stretches[4] - 1000  # behind the middle of "a", in no stretch
+    chunks = [(size - safetensors_source.CHUNK_BYTES) * number // 15 for number in range(1, 16)]
+    assert [differs(where) for where in (*middles, *chunks)] == [True] * 18
+    between = chunks[4] - 1000  # behind the middle of "a", in no stretch
     assert not differs(between) and differs(between, all_bytes=True)
     assert WeightsFile(str(path)).contents == before
 
@@ -298,7 +298,7 @@ def test_absurd_files_are_four_parts(
     content: bytes, size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if size == "large":  # where places to look at are taken from the header
-        monkeypatch.setattr(files, "STRETCHES", 0)
+        monkeypatch.setattr(files, "NUM_CHUNKS", 0)
     path = tmp_path / NAME
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=r"model.safetensors' cannot be read: .*anew") as caught:

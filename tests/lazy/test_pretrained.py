@@ -206,7 +206,7 @@ def test_files_that_vanish_before_the_values_are_made(tmp_path: Path) -> None:
     save(BERT(), tmp_path)
     model = from_pretrained(transformers.BertForMaskedLM, tmp_path)
     shutil.rmtree(tmp_path)
-    with pytest.raises(ConfigError, match="cannot be read any more"):
+    with pytest.raises(ConfigError, match="can no longer be read"):
         run_as_threads(lambda context: shard_model(model, context=context), tensor=1)
 
 

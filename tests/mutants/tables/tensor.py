@@ -37,8 +37,8 @@ MUTANTS = [
     mutant(
         "shared-heads-not-summed",
         "shardformer/layout/sharding_metadata.py",
-        'summed = {"data", *partial, *stream.input_axes, *spec.shared_axes}',
-        'summed = {"data", *partial, *stream.input_axes}',
+        'summed = {"data", *partial, *activations.input_axes, *spec.shared_axes}',
+        'summed = {"data", *partial, *activations.input_axes}',
         "With more tensor ranks than KV heads, the copies of a KV head get different gradients and diverge.",
         first=(
             "tests/policies/test_heads.py::test_llama_trains_alike_where_ranks_share_kv_heads",
