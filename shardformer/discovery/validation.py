@@ -1,4 +1,4 @@
-"""Validates a policy on a reduced model: ranks as threads train it like the plain model, or the policy is not used."""
+"""Validates a policy on a reduced model by comparing sharded training, with ranks as threads, to unsharded training."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from shardformer.discovery.reduced_model import (
     ReferenceGradients,
     copy_sharing_values,
     gradient_tolerances,
-    known_by,
     output_fields,
     probe_loss,
     reduce_model,
-    twin_or_copy_of,
+    reduce_or_copy_model,
+    validation_key,
     weighted,
 )
 from shardformer.errors import PolicyError, ShardFormerError, first_line
@@ -51,43 +51,40 @@ from shardformer.sharding.apply_context_parallel import ContextFindings, RingSiz
 from shardformer.sharding.apply_tensor_grid import ArgumentSamples, argument_key, full_input_modules, named_arguments
 from shardformer.torch_compat import tree_leaves
 
-MOST = 160
-"""Characters of what somebody else's code says."""
+MAX_ERROR_CHARS = 160
+"""Largest number of characters to quote from the errors of other code."""
 
 
 def error_in_sentence(error: BaseException) -> str:
-    """The error in the middle of a sentence, with the line of the model's own code that raised it, where that is known.
-
-    Of a library's code nothing is told: its user cannot change it.
-    """
-    said = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].rstrip(": ")[:MOST]
-    return f"{said}{user_code_location(error)}"
+    """Format an error for the middle of a sentence, with the location in user code if there is one."""
+    text = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].rstrip(": ")[:MAX_ERROR_CHARS]
+    return f"{text}{user_code_location(error)}"
 
 
 def user_code_location(error: BaseException) -> str:
-    """``, in mine.py, line 14: `return x.view(b, s, 4, 8)` ``: the innermost line that is no library's."""
-    own = [(frame, line) for frame, line in _frames(error) if not _is_library(frame)]
-    if not own:
+    """Format the innermost line of user code in a traceback: ``, in my_model.py, line 14: `return x.view(b, s)` ``."""
+    bound = [(frame, line) for frame, line in _frames(error) if not _is_library(frame)]
+    if not bound:
         return ""
-    frame, number = own[-1]
-    code = linecache.getline(frame.f_code.co_filename, number, frame.f_globals).strip()[:MOST]
+    frame, number = bound[-1]
+    code = linecache.getline(frame.f_code.co_filename, number, frame.f_globals).strip()[:MAX_ERROR_CHARS]
     return f", in {_relative_path(frame.f_code.co_filename)}, line {number}" + (f": `{code}`" if code else "")
 
 
 def failing_module(error: BaseException, model: nn.Module) -> str | None:
-    """The path of the innermost module in whose forward an error was raised."""
+    """Return the path of the innermost module in whose forward an error was raised."""
     paths = {id(module): path for path, module in model.named_modules()}
     seen: list[Any] = [frame.f_locals.get("self") for frame, _ in _frames(error)]
     return next((paths[id(module)] for module in reversed(seen) if paths.get(id(module))), None)
 
 
 def error_summary(error: BaseException) -> str:
-    """Its kind and its first line."""
-    return f"{type(error).__name__}: {first_line(error)[:MOST]}"
+    """Return the class and the first line of an error."""
+    return f"{type(error).__name__}: {first_line(error)[:MAX_ERROR_CHARS]}"
 
 
 def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
-    """From the outermost to that which raised it."""
+    """Yield (frame, line number) from the outermost frame to the one that raised the error."""
     yield from walk_tb(error.__traceback__)
 
 
@@ -97,16 +94,20 @@ def _is_library(frame: FrameType) -> bool:
 
 
 def _relative_path(path: str) -> str:
-    """As it is read from the folder in which the program runs, where it is inside of that."""
+    """Return a path relative to the current folder if it is inside the folder."""
     inside = os.path.relpath(path) if os.path.isabs(path) else path
     return path if inside.startswith(os.pardir) else inside
 
 
 def validate_policy(reference: ReferenceGradients, policy: type[Policy], ranks: int, **options: bool) -> str | None:
-    """What is wrong with ``policy`` over ``ranks`` tensor ranks; None when nobody could tell."""
+    """Train a model sharded by ``policy`` over ``ranks`` tensor ranks, and return the first difference or None.
+
+    Args:
+        options: switches of ``ShardConfig``.
+    """
 
     def shard(model: nn.Module, context: ParallelContext) -> None:
-        config = ShardConfig(context=context, **options)  # type: ignore[arg-type]  # of switches alone
+        config = ShardConfig(context=context, **options)  # type: ignore[arg-type]  # boolean options only
         shard_with(model, config, policy())
 
     return validate_sharding(reference, shard, tensor=ranks)
@@ -115,18 +116,22 @@ def validate_policy(reference: ReferenceGradients, policy: type[Policy], ranks: 
 def validate_sharding(
     reference: ReferenceGradients, shard: Callable[[nn.Module, ParallelContext], None], **sizes: int
 ) -> str | None:
-    """By what a model that ``shard`` shards, over ranks that are threads, can be told; None when nobody could tell."""
+    """Train a model sharded by ``shard`` over ranks as threads, and return the first difference or None.
+
+    Args:
+        sizes: axis sizes of the process grid.
+    """
 
     def train(context: ParallelContext) -> None:
         model = copy_sharing_values(reference.model)
         shard(model, context)
-        for truth in (reference, *reference.also):
+        for expected in (reference, *reference.also):
             model.zero_grad()
-            loss = probe_loss(truth.run(model))
-            if not abs(loss.item() - truth.loss) <= RELATIVE * abs(truth.loss):
-                raise MismatchError(f"the output differs: {loss.item():.6g} instead of {truth.loss:.6g}")
+            loss = probe_loss(expected.run(model))
+            if not abs(loss.item() - expected.loss) <= RELATIVE * abs(expected.loss):
+                raise MismatchError(f"the output differs: {loss.item():.6g} instead of {expected.loss:.6g}")
             loss.backward()
-            compare_gradients(truth, model, metadata_of(model).coords)
+            compare_gradients(expected, model, metadata_of(model).coords)
 
     try:
         run_as_threads(train, **sizes, in_turn=True)
@@ -135,16 +140,16 @@ def validate_sharding(
         return str(difference)
     except ShardFormerError as error:
         return error.what
-    except Exception as error:  # a forward that the cut breaks can raise anything
-        return f"cut so, it does not run ({error_in_sentence(error)})"
+    except Exception as error:  # a forward with wrong shards may raise anything
+        return f"the sharded model does not run ({error_in_sentence(error)})"
 
 
 class MismatchError(Exception):
-    """What is not as in the plain model; a rank raises it, so that the others wait for it no longer."""
+    """Raised by a rank on a difference from the unsharded model, so that other ranks stop waiting."""
 
 
 def compare_gradients(reference: ReferenceGradients, model: nn.Module, coords: Coords) -> None:
-    """Raises Differs where the gradients of a rank's model are not its parts of the reference's."""
+    """Raise MismatchError if a local gradient differs from its shard of the reference gradient."""
     specs = shard_specs(model)
     for name, param in model.named_parameters():
         expected = reference.gradients[name]
@@ -152,16 +157,16 @@ def compare_gradients(reference: ReferenceGradients, model: nn.Module, coords: C
             raise MismatchError(f"{name} has {'a' if expected is None else 'no'} gradient")
         if expected is None or param.grad is None or not expected.numel():
             continue
-        own = specs[name].slice(expected, coords)
-        if not reference.is_near(name, max_difference(own, param.grad)):
+        bound = specs[name].slice(expected, coords)
+        if not reference.is_near(name, max_difference(bound, param.grad)):
             raise MismatchError(f"the gradient of {name} differs")
 
 
-ONE_LAYER = "no two layers of it run one behind the other"
+ONE_LAYER = "it has no two layers that run in sequence"
 
 
 def bound_policy(policy: type[RolePolicy], model: nn.Module) -> RolePolicy:
-    """The policy of one rank for ``model``."""
+    """Instantiate a policy for ``model`` on one rank."""
     out = policy()
     out.set_model(model)
     out.set_shard_config(ShardConfig(context=ParallelContext.from_group(Axis("tensor"))))
@@ -169,7 +174,7 @@ def bound_policy(policy: type[RolePolicy], model: nn.Module) -> RolePolicy:
 
 
 def layer_sequence_of(model: nn.Module, policy: type[RolePolicy], stacks: Sequence[LayerStack]) -> LayerSequence:
-    """The layers of these stacks in a row."""
+    """Return the layers of ``stacks`` as one sequence."""
     with_stacks: Any = type(policy.__name__, (policy,), {"stack": tuple(stacks)})
     return bound_policy(with_stacks, model).layer_sequence()
 
@@ -177,8 +182,10 @@ def layer_sequence_of(model: nn.Module, policy: type[RolePolicy], stacks: Sequen
 def validate_stages(
     reference: ReferenceGradients, policy: type[RolePolicy], stacks: Sequence[LayerStack]
 ) -> str | None:
-    """What is wrong with two stages, with the cut behind the first layer, before the last, halfway, and where
-    two stacks meet; None when nobody could tell."""
+    """Run the model in two stages and return the first difference or None.
+
+    The boundary is placed after the first layer, before the last layer, halfway, and around the start of each stack.
+    """
     try:
         chain = layer_sequence_of(reference.model, policy, stacks)
         count = len(chain.layer_calls)
@@ -186,61 +193,63 @@ def validate_stages(
             return ONE_LAYER
         ends = {1, count // 2, count - 1, *(at for start in chain.starts for at in (start - 1, start))}
         for bound in sorted(ends & set(range(1, count))):
-            for truth in (reference, *reference.also):
-                _compare_stages(truth, chain, chain.stage_ranges([0, bound, count]))
+            for expected in (reference, *reference.also):
+                _compare_stages(expected, chain, chain.stage_ranges([0, bound, count]))
     except MismatchError as difference:
         return str(difference)
     except ShardFormerError as error:
         return error.what
-    except Exception as error:  # a forward that the cut breaks can raise anything
-        return f"cut into stages it does not run ({type(error).__name__}: {' '.join(str(error).split())[:160]})"
+    except Exception as error:  # a forward of a partial model may raise anything
+        return f"in two stages it does not run ({type(error).__name__}: {' '.join(str(error).split())[:160]})"
     return None
 
 
 def _compare_stages(reference: ReferenceGradients, chain: LayerSequence, spans: Sequence[LayerRange]) -> None:
-    home = owner_layers(reference.model, chain)
-    held = owner_stages(home, spans)
+    owners = owner_layers(reference.model, chain)
+    stages_of_param = owner_stages(owners, spans)
     stages: list[tuple[nn.Module, StageForward]] = []
     for stage in range(len(spans)):
         model, placeholders = copy_sharing_values(reference.model), MissingParams()
-        placeholders.remove(model, {name: stage in stages_of for name, stages_of in held.items()})
+        placeholders.remove(model, {name: stage in stages_of for name, stages_of in stages_of_param.items()})
         copy_shared_attributes(model, chain, [spans[stage]])
-        stages.append((model, StageForward(model, chain, placeholders, home)))
-    (first, first_passage), (second, second_passage) = stages
-    _, payload = first_passage.run(first, StagePass(spans[0], {}), lambda: reference.run(first))
+        stages.append((model, StageForward(model, chain, placeholders, owners)))
+    (first, first_forward), (second, second_forward) = stages
+    _, payload = first_forward.run(first, StagePass(spans[0], {}), lambda: reference.run(first))
     if payload is None:
-        raise MismatchError("its layers are not all run")
+        raise MismatchError("some of its layers are not called")
     received = {name: x.detach().requires_grad_(x.requires_grad) for name, x in payload.items()}
-    output, _ = second_passage.run(second, StagePass(spans[1], received), lambda: reference.run(second))
+    output, _ = second_forward.run(second, StagePass(spans[1], received), lambda: reference.run(second))
     _compare_outputs(reference, output)
     trains = [name for name, x in payload.items() if x.requires_grad]
     if any(received[name].grad is None for name in trains):
-        raise MismatchError("nothing is learned through the states that one stage hands to the next")
+        raise MismatchError("a tensor sent between stages receives no gradient")
     if trains:
         torch.autograd.backward([payload[name] for name in trains], [received[name].grad for name in trains])
-    _compare_gradients(reference.model, _sums(reference.model, [first, second]))
+    _compare_gradients(reference.model, _summed_gradients(reference.model, [first, second]))
 
 
 def _compare_outputs(reference: ReferenceGradients, output: Any) -> None:
-    """Compares what the last stage has of the output, and leaves the gradients of that in all models."""
+    """Compare the outputs of the last stage with the reference, and run backward on both."""
     whole, given = _floats(reference.run(reference.model)), _floats(output)
     here = [at for at, x in enumerate(given) if not is_placeholder(x)]
     if len(whole) != len(given) or 0 not in here:
-        raise MismatchError("what it gives reads what an earlier stage holds")
+        raise MismatchError("the output depends on parameters of an earlier stage")
     for at in here:
         a, b = whole[at], given[at]
         if not max_difference(a, b) <= RELATIVE * a.abs().max():
-            raise MismatchError("what it gives differs")
+            raise MismatchError("the output differs")
     reference.model.zero_grad()
     for outputs in (whole, given):
         torch.stack([weighted(outputs[at], outputs[at].shape).double() for at in here]).sum().backward()
 
 
 def _compare_gradients(model: nn.Module, found: Mapping[str, Tensor]) -> None:
-    expected = _sums(model, [model])
+    expected = _summed_gradients(model, [model])
     model.zero_grad()
     if expected.keys() != found.keys():
-        raise MismatchError(f"{sorted(expected.keys() ^ found.keys())[0]} has a gradient in one of the two only")
+        raise MismatchError(
+            f"{sorted(expected.keys() ^ found.keys())[0]} has a gradient either only with or only without stages"
+        )
     bounds = gradient_tolerances(expected)
     for name, gradient in expected.items():
         if gradient.numel() and not max_difference(gradient, found[name]) <= bounds[name]:
@@ -252,8 +261,8 @@ def _floats(output: Any) -> list[Tensor]:
     return [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point() and x.numel()]
 
 
-def _sums(whole: nn.Module, models: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """The gradients by name, summed over the stages that hold a parameter; by the first of its names, where tied."""
+def _summed_gradients(whole: nn.Module, models: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """Return gradients by first name, summed over the stages that share a parameter."""
     first = {id(p): name for name, p in whole.named_parameters()}
     names = {name: first[id(p)] for name, p in whole.named_parameters(remove_duplicate=False)}
     out: dict[str, Tensor] = {}
@@ -266,11 +275,11 @@ def _sums(whole: nn.Module, models: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class ContextValidation:
-    """What was found on the twin.
+    """Result of validating context parallelism on a reduced model.
 
     Args:
-        against: why the sequence cannot be cut; None where nobody could tell.
-        learned: which dim of an argument is the sequence's, and what is given the whole sequence.
+        against: why the sequence cannot be sharded; None if validation passed.
+        learned: sequence dims of arguments, and modules that receive the full sequence.
     """
 
     against: str | None
@@ -283,38 +292,38 @@ _CONTEXT_RESULTS: dict[Hashable, ContextValidation] = {}
 def validate_context_parallel(
     model: nn.Module, policy: Policy, sizes: RingSizes, *, may_be_whole: bool = True
 ) -> ContextValidation:
-    """The proof for a model, made once for models of a library's classes with one config. Communicates nothing.
+    """Validate context parallelism for a model. No communication; results are cached per library class and config.
 
     Args:
-        policy: that of the model, which a small twin shares.
-        sizes: how the ranks of the sequence axis are laid out.
-        may_be_whole: whether attentions may stay as they are, each computed for all positions on every rank.
+        policy: policy of the model, also used for the reduced model.
+        sizes: ring and Ulysses sizes of the sequence axis.
+        may_be_whole: whether attentions may be computed for the full sequence on every rank.
     """
-    ring, group, kind = min(sizes.ring, 2), min(sizes.group, 2), known_by(model)
+    ring, group, kind = min(sizes.ring, 2), min(sizes.group, 2), validation_key(model)
     key = (kind, ring, group, sizes.gathers, may_be_whole)
     with ONE_AT_A_TIME:
         if key in _CONTEXT_RESULTS:
             return _CONTEXT_RESULTS[key]
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-            proof = _validate_context(model, policy, RingSizes(ring, group, sizes.gathers), may_be_whole)
+            result = _validate_context(model, policy, RingSizes(ring, group, sizes.gathers), may_be_whole)
         if kind is not None:
-            _CONTEXT_RESULTS[key] = proof
-        return proof
+            _CONTEXT_RESULTS[key] = result
+        return result
 
 
 def _validate_context(model: nn.Module, policy: Policy, sizes: RingSizes, may_be_whole: bool) -> ContextValidation:
     try:
-        twin = twin_or_copy_of(model)
+        reduced = reduce_or_copy_model(model)
     except PolicyError as error:
         return ContextValidation(error.what)
-    reference = twin.reference()
-    own = copy.copy(policy)
-    own.set_model(twin.model)
-    stacks = [TokenUse(reference, stack.layers) for stack in own.stacks()]
-    if any(tokens.shape[0] != twin.samples == tokens.shape[1] for tokens in stacks):
-        return ContextValidation("its layers are given (sequence, batch, hidden)")
+    reference = reduced.reference()
+    bound = copy.copy(policy)
+    bound.set_model(reduced.model)
+    stacks = [TokenUse(reference, stack.layers) for stack in bound.stacks()]
+    if any(tokens.shape[0] != reduced.samples == tokens.shape[1] for tokens in stacks):
+        return ContextValidation("its layers take inputs of shape (sequence, batch, hidden)")
 
-    def tried(learned: ContextFindings, reference: ReferenceGradients) -> ContextValidation:
+    def train_with(learned: ContextFindings, reference: ReferenceGradients) -> ContextValidation:
         runs: list[Any] = []
 
         def shard(model: nn.Module, context: ParallelContext) -> None:
@@ -332,28 +341,30 @@ def _validate_context(model: nn.Module, policy: Policy, sizes: RingSizes, may_be
             else ContextValidation(against, replace(learned, dims=runs[0].dims))
         )
 
-    why = attention_not_on_interface(twin.model)
+    not_dispatched = attention_not_on_interface(reduced.model)
     against = ""
-    ways = list(_gather_candidates(twin.model, stacks, is_dispatched=why is None, may_be_whole=may_be_whole))
-    ways += [replace(way, reads_between=True) for way in ways]
-    for learned in ways:
-        proof = tried(learned, reference)
-        if proof.against is None:
-            return replace(proof, learned=replace(proof.learned, unproven=twin.unproven(None)))
-        against = against or proof.against
-    for learned in ways if reference.also else ():
-        proof = tried(learned, replace(reference, also=()))
-        if proof.against is None:
-            return replace(proof, learned=replace(proof.learned, unproven=twin.unproven(against)))
-    if why is not None:
-        against = f"it {why}, and {against or 'nothing was seen to mix tokens'}"
+    candidates = list(
+        _gather_candidates(reduced.model, stacks, is_dispatched=not_dispatched is None, may_be_whole=may_be_whole)
+    )
+    candidates += [replace(candidate, reads_between=True) for candidate in candidates]
+    for learned in candidates:
+        result = train_with(learned, reference)
+        if result.against is None:
+            return replace(result, learned=replace(result.learned, unproven=reduced.unproven(None)))
+        against = against or result.against
+    for learned in candidates if reference.also else ():
+        result = train_with(learned, replace(reference, also=()))
+        if result.against is None:
+            return replace(result, learned=replace(result.learned, unproven=reduced.unproven(against)))
+    if not_dispatched is not None:
+        against = f"it {not_dispatched}, and {against or 'no module was found that mixes tokens'}"
     return ContextValidation(against)
 
 
 def _gather_candidates(
     model: nn.Module, stacks: Sequence[TokenUse], *, is_dispatched: bool, may_be_whole: bool
 ) -> Iterator[ContextFindings]:
-    """What is given the whole sequence, in the order in which it is tried."""
+    """Yield candidate sets of modules that receive the full sequence, in order of validation."""
     if is_dispatched:
         yield ContextFindings()
     classes = attention_classes(model)
@@ -361,18 +372,19 @@ def _gather_candidates(
     def attends(layer: str, name: str) -> bool:
         return any(type(inner) in classes for inner in model.get_submodule(f"{layer}.{name}").modules())
 
-    attending = _each((t.layers, name) for t in stacks for layer, name in t.children() if attends(layer, name))
-    apart = _each((t.layers, name) for t in stacks for layer, name in t.mixing() if not attends(layer, name))
-    if is_dispatched and apart:
-        yield ContextFindings(gathers=apart)
+    attending = _unique((t.layers, name) for t in stacks for layer, name in t.children() if attends(layer, name))
+    other_columns = _unique((t.layers, name) for t in stacks for layer, name in t.mixing() if not attends(layer, name))
+    if is_dispatched and other_columns:
+        yield ContextFindings(gathers=other_columns)
     if may_be_whole:
         yield from (
-            ContextFindings(gathers=_each(names), is_whole=True) for names in (attending, attending + apart) if names
+            ContextFindings(gathers=_unique(names), is_whole=True)
+            for names in (attending, attending + other_columns)
+            if names
         )
 
 
-def _each(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Each once, in order."""
+def _unique(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     return list(dict.fromkeys(pairs))
 
 
@@ -381,12 +393,12 @@ ArgumentShapes = dict[tuple[str, str], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class GridValidation:
-    """What was found on the twin.
+    """Result of validating a tensor grid on a reduced model.
 
     Args:
-        against: why the model cannot be cut so; None where nobody could tell.
-        samples: which dim of an attention's argument counts samples; None for one that is of no sample.
-        unproven: the inputs with which it cannot be, and why.
+        against: why the model cannot be sharded over the grid; None if validation passed.
+        samples: batch dim of each argument of an attention; None for arguments without one.
+        unproven: input -> why the layout was not validated with it.
     """
 
     against: str | None
@@ -398,40 +410,40 @@ _GRID_RESULTS: dict[Hashable, GridValidation] = {}
 
 
 def validate_tensor_grid(model: nn.Module, policy: Policy, grid: TensorGrid) -> GridValidation:
-    """The proof for a model, made once for models of a library's classes with one config. Communicates nothing.
+    """Validate a tensor grid for a model. No communication; results are cached per library class and config.
 
-    It is made on two ranks along each axis that has more than one.
+    Axes with more than one rank are validated with two ranks.
 
     Args:
-        policy: that of the model, which a small twin shares.
+        policy: policy of the model, also used for the reduced model.
     """
-    kind = known_by(model)
+    kind = validation_key(model)
     sizes = tuple(min(axis.size, 2) for axis in (grid.row, grid.column, grid.depth))
     key = (kind, grid.mode, sizes)
     with ONE_AT_A_TIME:
         if key in _GRID_RESULTS:
             return _GRID_RESULTS[key]
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-            proof = _validate_grid(model, policy, grid.mode, dict(zip(GRID_AXIS_NAMES, sizes, strict=True)))
+            result = _validate_grid(model, policy, grid.mode, dict(zip(GRID_AXIS_NAMES, sizes, strict=True)))
         if kind is not None:
-            _GRID_RESULTS[key] = proof
-        return proof
+            _GRID_RESULTS[key] = result
+        return result
 
 
 def _validate_grid(model: nn.Module, policy: Policy, mode: str, sizes: dict[str, int]) -> GridValidation:
     try:
-        twin = reduce_model(model)
+        reduced = reduce_model(model)
     except PolicyError as error:
         return GridValidation(error.what)
-    wider = _wider(twin)
-    reference = twin.reference(wider)
+    larger_batch_run = _with_extra_sample(reduced)
+    reference = reduced.reference(larger_batch_run)
     total = sizes["row"] * sizes["column"] * sizes["depth"]
 
-    own = copy.copy(policy)
-    own.set_model(twin.model)
-    own.set_shard_config(ShardConfig(context=ParallelContext.of({})))
-    samples = _samples_in(twin, wider, full_input_modules(own), [s.layers for s in own.stacks()])
-    proof = GridValidation(None, samples)
+    bound = copy.copy(policy)
+    bound.set_model(reduced.model)
+    bound.set_shard_config(ShardConfig(context=ParallelContext.of({})))
+    samples = _samples_in(reduced, larger_batch_run, full_input_modules(bound), [s.layers for s in bound.stacks()])
+    result = GridValidation(None, samples)
 
     def shard(model: nn.Module, context: ParallelContext) -> None:
         config = ShardConfig(context=context.reshape_axis("tensor", **sizes), tensor_parallel_mode=mode)
@@ -443,29 +455,31 @@ def _validate_grid(model: nn.Module, policy: Policy, mode: str, sizes: dict[str,
         and reference.also
         and validate_sharding(replace(reference, also=()), shard, tensor=total) is None
     ):
-        return replace(proof, unproven=twin.unproven(against))
-    proof = replace(proof, unproven=twin.unproven(None))
-    return proof if against is None else GridValidation(against)
+        return replace(result, unproven=reduced.unproven(against))
+    result = replace(result, unproven=reduced.unproven(None))
+    return result if against is None else GridValidation(against)
 
 
-def _wider(twin: ReducedModel) -> Forward:
-    """A call with one sample more, so that no grid divides the batch."""
-    count = twin.samples
-    more = {n: torch.cat((x, x[:1])) if x.dim() and len(x) == count else x for n, x in twin.batch.items()}
-    return forward_call(twin.model, more)
+def _with_extra_sample(reduced: ReducedModel) -> Forward:
+    """Return a call with one more sample, so that no grid divides the batch."""
+    count = reduced.samples
+    more = {n: torch.cat((x, x[:1])) if x.dim() and len(x) == count else x for n, x in reduced.batch.items()}
+    return forward_call(reduced.model, more)
 
 
-def _samples_in(twin: ReducedModel, wider: Forward, attentions: list[str], stacks: list[str]) -> ArgumentSamples:
-    """Which dim of each argument grows as the batch does."""
-    count = twin.samples
-    narrow, wide = (_shapes(twin.model, run, attentions, stacks) for run in (twin.run, wider))
+def _samples_in(
+    reduced: ReducedModel, larger_batch_run: Forward, attentions: list[str], stacks: list[str]
+) -> ArgumentSamples:
+    """Return the dim of each argument that grows with the batch."""
+    count = reduced.samples
+    narrow, wide = (_shapes(reduced.model, run, attentions, stacks) for run in (reduced.run, larger_batch_run))
     samples: ArgumentSamples = {}
     for key, shape in narrow.items():
         other = wide.get(key, shape)
         grown = [
             d for d, (a, b) in enumerate(zip(shape, other, strict=False)) if a != b and a * (count + 1) == b * count
         ]
-        if grown or shape[:1] != (1,):  # one for all samples here may be one for each elsewhere: position_ids
+        if grown or shape[:1] != (1,):  # a dim of size 1 may be a batch dim in other models: position_ids
             samples[key] = grown[0] if grown else None
     return samples
 

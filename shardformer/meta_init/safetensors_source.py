@@ -34,22 +34,22 @@ class FileFingerprint:
     Args:
         size: file size in bytes.
         header, sampled: SHA-256 of the header and of the sampled bytes.
-        full: SHA-256 of all bytes; empty if not computed.
+        whole: SHA-256 of all bytes; empty if not computed.
     """
 
     size: int
     header: str
     sampled: str
-    full: str = ""
+    whole: str = ""
 
     def __str__(self) -> str:
-        return f"{self.size} {self.header} {self.sampled} {self.full}"
+        return f"{self.size} {self.header} {self.sampled} {self.whole}"
 
     def difference(self, other: FileFingerprint) -> str:
         """Describe the first difference from an unequal fingerprint."""
         name = next(f.name for f in fields(self) if getattr(self, f.name) != getattr(other, f.name))
         sizes = f"size ({self.size} and {other.size} bytes)"
-        return {"size": sizes, "header": "header", "sampled": "sampled bytes", "full": "bytes"}[name]
+        return {"size": sizes, "header": "header", "sampled": "sampled bytes", "whole": "bytes"}[name]
 
 
 class WeightsFile:
@@ -80,12 +80,12 @@ class WeightsFile:
             raise self._changed(f"can no longer be read: {error}") from error
         except ValueError as error:
             raise self._changed(f"changed since it was loaded: {error}") from error
-        before = self.contents if contents.full else replace(self.contents, full="")
+        before = self.contents if contents.whole else replace(self.contents, whole="")
         if contents != before:
             raise self._changed(
                 f"changed since it was loaded; the first difference is in its {before.difference(contents)}"
             )
-        if stamp != self._stamp and not contents.full:
+        if stamp != self._stamp and not contents.whole:
             raise self._changed("was rewritten since it was loaded")
         self._stamp = stamp
 
@@ -105,11 +105,11 @@ def _fingerprint(path: str, *, all_bytes: bool) -> tuple[FileFingerprint, tuple[
         for start, length in _samples(header, stat.st_size):
             file.seek(start)
             sampled.update(file.read(length))
-        full = ""
+        whole = ""
         if all_bytes:
             file.seek(0)
-            full = hashlib.file_digest(file, "sha256").hexdigest()
-    contents = FileFingerprint(stat.st_size, hashlib.sha256(header).hexdigest(), sampled.hexdigest(), full)
+            whole = hashlib.file_digest(file, "sha256").hexdigest()
+    contents = FileFingerprint(stat.st_size, hashlib.sha256(header).hexdigest(), sampled.hexdigest(), whole)
     return contents, _stamp_of(stat)
 
 

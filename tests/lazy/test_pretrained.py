@@ -198,7 +198,7 @@ def test_a_file_that_is_no_safetensors_file(content: bytes | None, tmp_path: Pat
     save(BERT(), tmp_path)
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100] if content is None else content)
-    with pytest.raises(ConfigError, match=r"model.safetensors' cannot be read.*anew"):
+    with pytest.raises(ConfigError, match=r"model.safetensors' cannot be read.*again"):
         from_pretrained(transformers.BertForMaskedLM, tmp_path)
 
 

@@ -154,7 +154,7 @@ def test_the_device_is_chosen_when_values_are_made() -> None:
 
 
 def test_the_meta_device_inside_is_refused() -> None:
-    said = r"meta device inside of LazyInit.*shardformer.from_pretrained"
+    said = r"meta device inside LazyInit.*shardformer.from_pretrained"
     with pytest.raises(ConfigError, match=said), LazyInit(), torch.device("meta"):
         nn.Linear(2, 2)
 

@@ -38,7 +38,7 @@ FOUND: Mapping[str, tuple[str, dict[str, Any]]] = {
 """Model type -> its class, and what one of its stacks needs that the place in the model does not tell."""
 REFUSED = {
     "xlm": ("XLMWithLMHeadModel", "which is computed of parameters that another stage holds"),
-    "pvt_v2": ("PvtV2ForImageClassification", "cut into stages it does not run"),
+    "pvt_v2": ("PvtV2ForImageClassification", "in two stages it does not run"),
 }
 """Attentions and MLPs that stand in lists of their own, in turn; layers that return more than their states."""
 
@@ -91,7 +91,7 @@ def test_one_layer_proves_nothing() -> None:
     policy = type("Table", (DerivedPolicy,), {"base": "", "stack": LayerStack("model.decoder.layers", [])})
     assert (
         find_pipeline_hints(ReferenceGradients.of(reference.model, reference.run), policy)[1]
-        == "no two layers of it run one behind the other"
+        == "it has no two layers that run in sequence"
     )
 
 
@@ -166,7 +166,7 @@ def tokens(step: int) -> dict[str, Tensor]:
 def test_a_model_whose_inputs_are_not_known_has_data_ranks_and_stages(pool2: WorkerPool) -> None:
     policy, source = resolve_policy(ToyLM(), None, tensor=1)
     assert source == "the order of its layers"
-    assert "What to feed ToyLM is not known" in policy.notes[0]
+    assert "The inputs of ToyLM are unknown" in policy.notes[0]
     report = verify(ToyLM, tokens, 1, 2, loss_fn=toy_loss, pool=pool2)
     assert report.passed, str(report)
     report = verify(ToyLM, tokens, 1, loss_fn=toy_loss, pipeline=VerifyPipeline(2, 2, {}, num_samples), pool=pool2)

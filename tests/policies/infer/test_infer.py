@@ -155,8 +155,8 @@ def test_it_is_the_last_link_of_the_chain_and_said_so() -> None:
 
     said = run_as_threads(shard, tensor=2)[0]
     assert "by a policy that was inferred and proven" in said
-    assert "proven on a small twin over 2 and 4 tensor ranks" in said
-    assert "Whole, since" in said and "encoder.layer.*.attention.self.query" in said
+    assert "validated on a reduced model over 2 and 4 tensor ranks" in said
+    assert "Replicated, because" in said and "encoder.layer.*.attention.self.query" in said
 
 
 @pytest.mark.slow
@@ -225,7 +225,7 @@ def test_a_wrong_table_is_not_proven(policy: type[GPT2Policy]) -> None:
 def test_a_cut_that_does_not_run_is_said_in_words_before_the_raw_error() -> None:
     model = SmallModel("gpt2")().double().eval()
     said = validate_policy(ReferenceGradients.of(model, forward_call(model, example_batches(model)[0])), NoAttribute, 2)
-    assert said is not None and re.fullmatch(r"cut so, it does not run \(ValueError: .{,100}\)", said)
+    assert said is not None and re.fullmatch(r"the sharded model does not run \(ValueError: .{,100}\)", said)
 
 
 def test_blocks_that_hold_over_two_ranks_but_not_over_four_stay_whole() -> None:
@@ -234,7 +234,7 @@ def test_blocks_that_hold_over_two_ranks_but_not_over_four_stay_whole() -> None:
     model = transformers.OPTForCausalLM(config).double().eval()
     policy: Any = derive_policy_on(model, forward_call(model, example_batches(model)[0]))
     assert [type(block) for block in policy.stack.blocks] == [MLP]
-    assert "no way of cutting it that was tried is right: A tensor size of 4 is more than the 3" in policy.notes[1]
+    assert "no candidate for sharding it passed validation: A tensor size of 4 is more than the 3" in policy.notes[1]
 
 
 def test_a_proof_leaves_the_model_without_gradients_and_its_numbers_alone() -> None:
@@ -247,11 +247,11 @@ def test_a_proof_leaves_the_model_without_gradients_and_its_numbers_alone() -> N
 
 @pytest.mark.slow
 def test_what_cannot_be_inferred_says_why() -> None:
-    with pytest.raises(PolicyError, match=r"What to feed ToyLM is not known.*batch="):
+    with pytest.raises(PolicyError, match=r"The inputs of ToyLM are unknown.*batch="):
         derive_policy(ToyLM())
     with pytest.raises(PolicyError, match="a config of transformers"):
         derive_policy("opt")
-    with pytest.raises(PolicyError, match="could be inferred: it stands outside of the layers"):
+    with pytest.raises(PolicyError, match="could be derived: it is outside the layers"):
         derive_policy(nn.Sequential(nn.Linear(3, 4)), batch={"input": torch.ones(2, 3, dtype=torch.float64)})
 
 
@@ -277,7 +277,7 @@ def test_a_sharded_model_is_refused_on_all_ranks() -> None:
 def test_a_layer_that_the_twin_does_not_have_is_refused() -> None:
     policy = derive_policy(transformers.Olmo2ForCausalLM(shrink_config(transformers.Olmo2Config())))
     policy.set_model(odd_one(3))
-    with pytest.raises(PolicyError, match=r"model.layers.2 is made of other modules"):
+    with pytest.raises(PolicyError, match=r"model.layers.2 contains other modules"):
         policy.set_shard_config(ShardConfig(context=ParallelContext.of({"tensor": 2})))
 
 
@@ -310,7 +310,7 @@ def test_a_twin_that_gives_nothing_to_compare_is_none() -> None:
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             return super().forward(input).log() * 0
 
-    with pytest.raises(PolicyError, match=r"the output is not finite, in torch.float32"):
+    with pytest.raises(PolicyError, match=r"the output is not finite in torch.float32"):
         derive_policy(NoNumber(3, 4), batch={"input": -torch.ones(2, 3)})
 
 

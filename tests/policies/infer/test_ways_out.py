@@ -122,7 +122,7 @@ def test_what_is_printed_of_a_policy_is_python_that_says_the_same() -> None:
     said = str(shardformer.derive_policy(Fed(), batch={"words_of_text": torch.randint(0, 32, (2, 5))}))
     names: dict[str, Any] = {}
     exec(said, names)
-    assert said.startswith("# The policy was inferred") and issubclass(
+    assert said.startswith("# The policy was derived") and issubclass(
         names["MyPolicy"], shardformer.policies.RolePolicy
     )
 
@@ -133,7 +133,7 @@ def test_where_nothing_can_be_cut_by_tensor_what_can_be_done_is_said(kind: str) 
     with pytest.raises(PolicyError) as error:
         shard(transformers.MambaForCausalLM(config) if kind == "mamba" else Convolved())
     said = str(error.value)
-    assert "nothing of its layers can be cut by tensor parallelism" in said and "tensor=2" in said
+    assert "can be sharded over tensor=2 by tensor parallelism" in said and "No layer of" in said
     assert "launch_from_torch(data=2)" in said and "stage=3" in said and "pipe" in said.lower()
     assert "Attention(" not in said
 
@@ -143,7 +143,7 @@ def test_others_are_shown_a_policy_to_write() -> None:
         def forward(self, pixel_values: Tensor) -> Tensor:
             return pixel_values.missing  # type: ignore[attr-defined, no-any-return]
 
-    with pytest.raises(PolicyError, match=r"(?s)none was found by inference.*class MyPolicy\(RolePolicy\)"):
+    with pytest.raises(PolicyError, match=r"(?s)none could be derived.*class MyPolicy\(RolePolicy\)"):
         shard(Odd())
 
 
@@ -155,7 +155,7 @@ def test_an_attention_in_a_layer_is_told_the_line_that_keeps_it_whole_and_the_po
     names: dict[str, Any] = {}
     exec(
         textwrap.dedent(
-            said[said.index("    from shardformer.policies import") : said.index("Or leave the tensor axis")]
+            said[said.index("    from shardformer.policies import") : said.index("Or omit the tensor axis")]
         ),
         names,
     )
@@ -164,8 +164,10 @@ def test_an_attention_in_a_layer_is_told_the_line_that_keeps_it_whole_and_the_po
 
 def test_an_attention_beside_what_is_cut_has_its_line_and_its_role_among_the_notes() -> None:
     notes = " ".join(shardformer.derive_policy(AttentionModel((3, 8), up=40)).notes)
-    assert re.search(r"Whole, since .*test_ways_out.py, line \d+: .*self.sizes.*: layers.\*.q, layers.\*.k", notes)
-    assert 'The nearest way to cut layers: Attention("", AttentionProjections(out="o", q="q", k="k", v="v")' in notes
+    assert re.search(
+        r"Replicated, because .*test_ways_out.py, line \d+: .*self.sizes.*: layers.\*.q, layers.\*.k", notes
+    )
+    assert 'The closest role for layers: Attention("", AttentionProjections(out="o", q="q", k="k", v="v")' in notes
 
 
 def test_heads_that_nobody_counts_are_counted_by_their_features() -> None:
