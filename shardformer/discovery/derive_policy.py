@@ -223,14 +223,14 @@ def derive_policy_on(
     # validate each block over 2 ranks and all blocks together over 2 and 4; if that fails, each block over 2 and 4
     tries: list[tuple[Sequence[int], Mapping[str, str]]] = [(VALIDATION_RANKS[:1], {}), (VALIDATION_RANKS, {})]
     for ranks, draft in [(VALIDATION_RANKS[:1], plan), *tries] if plan else tries:
-        blocks, replicated_linears = _find_blocks(cache, ranks, draft)
+        blocks, replicated = _find_blocks(cache, ranks, draft)
         vocabulary = _vocabulary_paths(model)
         if blocks and cache.of(_build_policy(model, blocks, vocabulary), VALIDATION_RANKS) is not None:
             if (failure := cache.of(_build_policy(model, [], vocabulary), VALIDATION_RANKS)) is not None:
-                replicated_linears |= {path: failure for paths in vocabulary.values() for path in paths}
+                replicated |= {path: failure for paths in vocabulary.values() for path in paths}
                 vocabulary = {}
         policy = _build_policy(model, blocks, vocabulary)
-        no_blocks = "; ".join(sorted(set(replicated_linears.values()))) or "no linear layer feeds another"
+        no_blocks = "; ".join(sorted(set(replicated.values()))) or "no linear layer feeds another"
         problem = cache.of(policy, VALIDATION_RANKS) if blocks else no_blocks
         if problem is None or not (blocks or draft):
             break
@@ -260,7 +260,7 @@ def derive_policy_on(
     )
     policy.stack = stacks[0] if isinstance(policy.stack, LayerStack) else stacks
     policy.notes = [
-        *_notes(replicated_linears, policy.no_pipeline),
+        *_notes(replicated, policy.no_pipeline),
         *_unvalidated_notes(policy),
         *map(_closest_role_note, cache.nearest),
     ]
@@ -294,7 +294,7 @@ def _find_blocks(
 ) -> tuple[list[BlockCandidates], dict[str, str]]:
     """Return the blocks that pass validation separately or match ``plan``, and path -> reason of replicated linears."""
     model, run = cache.reference.model, cache.reference.run
-    replicated_linears = {
+    replicated = {
         path: OUTSIDE_LAYERS_REASON
         for path, m in model.named_modules()
         if is_linear(m) and not _is_in_layers(model, path)
@@ -302,14 +302,14 @@ def _find_blocks(
     while True:
         blocks, again = _validate_blocks(
             cache,
-            candidate_blocks(model, trace_forward(model, run, replicated_linears)),
-            replicated_linears,
+            candidate_blocks(model, trace_forward(model, run, replicated)),
+            replicated,
             ranks,
             plan,
         )
         if not again:
-            return blocks, replicated_linears
-        replicated_linears |= again
+            return blocks, replicated
+        replicated |= again
 
 
 def _with_num_outputs(policy: type[DerivedPolicy], given: Mapping[str, int]) -> LayerStack | Sequence[LayerStack]:
@@ -360,12 +360,12 @@ def _kinds_of_layers(model: nn.Module, layers: str) -> frozenset[BuildModel]:
     return frozenset(layer_kind(model.get_submodule(path)) for path in paths)
 
 
-def _notes(replicated_linears: Mapping[str, str], no_pipeline: str | None) -> list[str]:
+def _notes(replicated: Mapping[str, str], no_pipeline: str | None) -> list[str]:
     over = f"over {' and '.join(map(str, VALIDATION_RANKS))} tensor ranks"
     stages = " and over two pipeline stages" if no_pipeline is None else ""
     validated = f"The policy was derived, and validated on a reduced model {over}{stages}."
     reasons: dict[str, list[str]] = {}
-    for path, why in replicated_linears.items():
+    for path, why in replicated.items():
         if why != OUTSIDE_LAYERS_REASON:
             reasons.setdefault(why, []).append(_with_wildcards(path))
     return [
@@ -395,7 +395,7 @@ def _ranks_for(role: Role, ranks: Sequence[int]) -> Sequence[int]:
 def _validate_blocks(
     cache: _ValidationCache,
     blocks: Sequence[BlockCandidates],
-    replicated_linears: Mapping[str, str],
+    replicated: Mapping[str, str],
     ranks: Sequence[int],
     plan: Mapping[str, str],
 ) -> tuple[list[BlockCandidates], dict[str, str]]:
@@ -418,7 +418,7 @@ def _validate_blocks(
                 break
             why = why or f"no candidate for sharding it passed validation: {problem}"
         else:
-            again = {column: why for column in block.columns if column not in replicated_linears}
+            again = {column: why for column in block.columns if column not in replicated}
             if again:
                 _keep_nearest(cache, block)
                 return [], again
@@ -473,7 +473,7 @@ def _vocabulary_paths(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Return the paths of the embeddings and heads over the vocabulary."""
     try:
         tokens = getattr(model, "get_input_embeddings", lambda: None)()
-    except RuntimeError:  # transformers raises NotImplementedError if there are none
+    except RuntimeError:  # how transformers reports that there are none
         tokens = None
     if not isinstance(tokens, nn.Embedding):
         return {}

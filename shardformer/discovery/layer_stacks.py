@@ -248,9 +248,9 @@ HINT_CANDIDATES = (
     frozenset({"between"}),
     frozenset({"mixing"}),
     frozenset({"mixing", "attentions"}),
-    frozenset({"mixing", "holders"}),
-    frozenset({"mixing", "attentions", "holders"}),
-    frozenset({"mixing", "attentions", "holders", "between"}),
+    frozenset({"mixing", "containers"}),
+    frozenset({"mixing", "attentions", "containers"}),
+    frozenset({"mixing", "attentions", "containers", "between"}),
 )
 """Groups of modules that receive the full sequence, in order of validation: see ``_SequenceHintSearch``."""
 
@@ -276,7 +276,7 @@ class _SequenceHintCandidates:
 
     def hints(self, way: frozenset[str]) -> SequenceParallelHints:
         gathers = self.mixing if "mixing" in way else ()
-        around = _unique(name for part in ("attentions", "holders") if part in way for name in getattr(self, part))
+        around = _unique(name for part in ("attentions", "containers") if part in way for name in getattr(self, part))
         given = {"", *gathers, *around}
         per_token_args = tuple(name for name in self.per_token_args if name.rpartition(".")[0] in given)
         return SequenceParallelHints(gathers, around, per_token_args, self.other_columns, "between" in way)

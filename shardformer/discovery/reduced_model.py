@@ -251,7 +251,7 @@ def _package_of(function: Any) -> str:
 PRECISIONS = (torch.float64, torch.float32)
 ONE_AT_A_TIME = threading.RLock()
 """Ranks that are threads share random states, which validation sets."""
-UNTRIED = "the layout was not validated with this input, because no small batch could be generated"
+UNTRIED = "the layout was not validated, because no small batch could be generated"
 """Reason for an input with which the reduced model was never called."""
 MAX_UNMATCHED_NUMEL = 10 * SMALL_NUMEL
 """Largest number of parameters before the widths of submodels are matched."""
@@ -392,8 +392,8 @@ def reduce_or_copy_model(model: nn.Module) -> ReducedModel:
     except PolicyError as error:
         raise PolicyError(
             f"{problem.what.rstrip('.')}; and {error.what[0].lower()}{error.what[1:]}",
-            rule="Layers are found and validated on a reduced model, built as type(model)(model.config), or on a copy of "
-            f"a model of up to {SMALL_NUMEL:,} parameters, called with its required forward arguments",
+            rule="Layers are validated on a reduced model, built as type(model)(model.config), or on a copy of a model "
+            f"of up to {SMALL_NUMEL:,} parameters, called with its required forward arguments",
             remedy="Let the constructor take only a config and store it as self.config, or add defaults to all forward "
             "arguments except the tokens or features",
         ) from None

@@ -201,7 +201,7 @@ def test_a_weight_that_is_written_to_after_the_end_is_refused() -> None:
     with LazyInit():
         model = nn.Linear(2, 2)
     init.zeros_(model.bias)
-    with pytest.raises(ConfigError, match=r"'bias'.*after LazyInit ended"):
+    with pytest.raises(ConfigError, match=r"'bias'.*after the LazyInit block ended"):
         materialize(model)
 
 

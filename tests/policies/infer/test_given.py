@@ -291,8 +291,8 @@ def test_a_difference_that_is_meant_can_be_said() -> None:
 
 def test_a_policy_is_tried_once_for_models_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
-    checked = user_policy_validation._validate
-    monkeypatch.setattr(given, "_checked", lambda *args: (tried.append("once"), checked(*args))[1])
+    validate = user_policy_validation._validate
+    monkeypatch.setattr(given, "_validate", lambda *args: (tried.append("once"), validate(*args))[1])
     policy = table(ATTENTION, FEED_FORWARD)
     sharded(ToyLM, policy)
     sharded(ToyLM, policy)

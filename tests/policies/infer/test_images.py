@@ -264,7 +264,7 @@ def test_images_that_could_not_be_tried_are_refused_over_sequences_and_never_nan
 
     def refused(context: ParallelContext) -> None:
         model = shardformer.shard_model(copy.deepcopy(plain), copy.deepcopy(policy), context=context)
-        with pytest.raises(ConfigError, match="no small batch could be made"):
+        with pytest.raises(ConfigError, match="no small batch could be generated"):
             model(**batch)
 
     def step(context: ParallelContext) -> None:
