@@ -1,4 +1,4 @@
-"""What each number of a config sets in its model, found by doubling one after the other on the meta device."""
+"""Determines the meaning of each integer of a config by changing it and building the model on the meta device."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ from typing import Any
 import torch
 from torch import nn
 
-Path = tuple[str, ...]
-"""The fields that lead to a number, from the outermost config inward."""
+Path = tuple[str, ...]  # Names of nested config fields, from the outermost config inward
 
 
 class SizeRole(Enum):
-    """Where a number shows in a model."""
+    """Kind of place in a model where a number occurs."""
 
-    LAYERS = auto()  # the length of a list of modules
-    ROWS = auto()  # of an embedding
+    LAYERS = auto()  # length of a list of modules
+    ROWS = auto()  # rows of an embedding
     EMBEDDED = auto()  # features of an embedding
-    STACK = auto()  # the first dim of weights that are stacked
-    MATRIX = auto()  # a dim of a matrix, or another of stacked weights
-    CHANNEL = auto()  # of a convolution
+    STACK = auto()  # first dim of stacked weights
+    MATRIX = auto()  # a dim of a matrix, or a later dim of stacked weights
+    CHANNEL = auto()  # channels of a convolution
     VECTOR = auto()
     BUFFER = auto()
     ATTRIBUTE = auto()
@@ -34,151 +33,137 @@ class SizeRole(Enum):
 
 @dataclass(frozen=True)
 class SizeOccurrence:
-    """One number of a built model.
+    """A place in a model where a number occurs."""
 
-    Args:
-        name: of the parameter, buffer, list or attribute, with the path of its module.
-        dim: of a tensor.
-        depth: how many lists of modules it is in.
-    """
-
-    name: str
-    dim: int
-    place: SizeRole
-    depth: int
+    name: str  # path of the parameter, buffer, list or attribute
+    dim: int  # dim of the tensor
+    role: SizeRole
+    depth: int  # number of module lists that contain it
 
 
 @dataclass(frozen=True)
 class ConfigField:
-    """One integer of a config, or a list with the same one for each layer, and what moves with it.
-
-    Args:
-        moved: spot -> its number, and that with ``value`` changed to ``other``.
-        builds: whether the model has other spots with ``other``.
-    """
+    """An integer of a config, or a list with the same integer for each layer, and the sizes that change with it."""
 
     path: Path
     value: int
     other: int
-    moved: Mapping[SizeOccurrence, tuple[float, float]]
-    builds: bool
+    moved: Mapping[SizeOccurrence, tuple[float, float]]  # place -> its size with ``value``, and with ``other``
+    builds: bool  # whether the model with ``other`` has different occurrences
 
     @cached_property
     def times(self) -> dict[SizeOccurrence, Fraction]:
-        """Spot -> how many times the number it is, where it grows in proportion to it."""
+        """Occurrence -> ratio of its size to ``value``, for sizes that are proportional to it."""
         return {
-            spot: Fraction(old) / self.value
-            for spot, (old, new) in self.moved.items()
+            place: Fraction(old) / self.value
+            for place, (old, new) in self.moved.items()
             if isinstance(old, int) and new * self.value == old * self.other
         }
 
     def adds(self) -> list[Fraction]:
-        """What one more adds to the dims of matrices inside of layers."""
-        inside = (pair for spot, pair in self.moved.items() if spot.depth and spot.place is SizeRole.MATRIX)
+        """Return the growth of matrix dims inside layers per unit of the value."""
+        inside = (pair for place, pair in self.moved.items() if place.depth and place.role is SizeRole.MATRIX)
         return [Fraction(int(new - old), self.other - self.value) for old, new in inside]
 
     def matrices(self) -> set[str]:
-        """The names of the matrices in layers that it sets the size of."""
-        return {spot.name for spot in self.moved if spot.place is SizeRole.MATRIX and spot.depth}
+        """Return the matrices inside layers whose size depends on the value."""
+        return {place.name for place in self.moved if place.role is SizeRole.MATRIX and place.depth}
 
     def shrinks(self) -> bool:
-        """Whether a tensor gets smaller as it grows: it divides something else."""
-        return any((new - old) * (self.other - self.value) < 0 for _, (old, new) in self._tensors())
-
-    def _tensors(self) -> Iterator[tuple[SizeOccurrence, tuple[float, float]]]:
-        return ((spot, pair) for spot, pair in self.moved.items() if spot.place is not SizeRole.ATTRIBUTE)
+        """Return whether a tensor shrinks as the value grows, because the value divides another number."""
+        tensors = [sizes for place, sizes in self.moved.items() if place.role is not SizeRole.ATTRIBUTE]
+        return any((new - old) * (self.other - self.value) < 0 for old, new in tensors)
 
     def sizes(self) -> list[SizeOccurrence]:
-        """The dims of tensors, and lengths of lists, that are this number."""
-        return [spot for spot, times in self.times.items() if times == 1 and spot.place is not SizeRole.ATTRIBUTE]
+        """Return the tensor dims and list lengths that equal the value."""
+        return [place for place, times in self.times.items() if times == 1 and place.role is not SizeRole.ATTRIBUTE]
 
     def shows_indirectly(self) -> bool:
-        """Whether all that moves with it are attributes that are computed of it."""
-        computed = (s.place is SizeRole.ATTRIBUTE and old != self.value for s, (old, _) in self.moved.items())
+        """Return whether only attributes that are computed from the value depend on it."""
+        computed = (s.role is SizeRole.ATTRIBUTE and old != self.value for s, (old, _) in self.moved.items())
         return bool(self.moved) and not self.builds and all(computed)
 
     def divides(self) -> bool:
-        """Whether there is a number, inside of a layer, that falls as it rises: heads that share a width."""
+        """Return whether a size in a layer is inversely proportional to the value, like the features of a head."""
         ratio = Fraction(self.value, self.other)
         if any(new == old * ratio**2 != old for old, new in self.moved.values() if isinstance(old, int)):
-            return False  # patches of an image
-        inside = (pair for spot, pair in self.moved.items() if spot.depth)
+            return False  # image patches
+        inside = (pair for place, pair in self.moved.items() if place.depth)
         return any(isinstance(old, int) and old > 1 and new == old * ratio for old, new in inside)
 
     @cached_property
     def scaled(self) -> set[SizeOccurrence]:
-        """The factors or divisors of the attention's scores in which the features of a head show."""
+        """Scale factors of attention scores that depend on the value."""
         factors = ((s, old, new) for s, (old, new) in self.moved.items() if s.depth and isinstance(old, float))
         return {s for s, old, new in factors if (new - old) * (old - 1) * (self.other - self.value) > 0}
 
 
-HALF = Fraction(1, 2)  # of a width that counts gate and up together
+HALF = Fraction(1, 2)  # ratio for a width that counts gate and up together
 SIZES = (SizeRole.MATRIX, SizeRole.VECTOR, SizeRole.CHANNEL, SizeRole.EMBEDDED)
-LEAST_WIDTH = 8
-"""Below it are channels of an image, codes of a sound, speakers."""
-MOST_FUSED = 4
-"""Widths of an MLP that lie behind each other in one matrix."""
+MIN_WIDTH = 8  # Smaller numbers count image channels, audio codebooks or speakers
+MAX_FUSED = 4  # Largest number of widths that are concatenated in one matrix
 
 
 class FieldMeaning(Enum):
-    """What a number counts."""
+    """Meaning of a config field."""
 
     HIDDEN = auto()  # features of the hidden states
     HEADS = auto()
-    HEAD_DIM = auto()  # features of a head, or a part of them
-    WIDTH = auto()  # features of something inside of a layer alone: an MLP, an expert, a low rank
-    ROWS = auto()  # of an embedding
-    POSITIONS = auto()  # of a table that is no parameter
-    CHANNELS = auto()  # of a convolution, the first of several that multiply them
+    HEAD_DIM = auto()  # features of a head, or some of them
+    WIDTH = auto()  # features inside a layer only: an MLP, an expert, a low rank
+    ROWS = auto()  # rows of an embedding
+    POSITIONS = auto()  # rows of a buffer
+    CHANNELS = auto()  # channels of the first of several convolutions that multiply them
     EXPERTS = auto()
-    LAYERS = auto()  # of a list inside of a layer
+    LAYERS = auto()  # length of a list inside a layer
 
 
 def field_meanings(found: Sequence[ConfigField]) -> dict[Path, FieldMeaning]:
-    """What each number counts, of those that could be told."""
-    kinds = {number.path: kind for number in found if (kind := _own_meaning(number)) is not None}
-    by_heads = {spot for number in found if kinds.get(number.path) is FieldMeaning.HEADS for spot in number.moved}
+    """Return the meanings of config fields, where they could be determined."""
+    meanings = {number.path: meaning for number in found if (meaning := _measured_meaning(number)) is not None}
+    by_heads = {place for number in found if meanings.get(number.path) is FieldMeaning.HEADS for place in number.moved}
     for number in found:
-        if kinds.get(number.path) is FieldMeaning.HEAD_DIM and (
-            number.scaled & by_heads or _is_everywhere(number, found)
+        if meanings.get(number.path) is FieldMeaning.HEAD_DIM and (
+            number.scaled & by_heads or _sizes_every_matrix(number, found)
         ):
-            kinds[number.path] = FieldMeaning.HIDDEN  # heads share it
-    hidden = [n.value for n in found if kinds.get(n.path) is FieldMeaning.HIDDEN]
+            meanings[number.path] = FieldMeaning.HIDDEN  # a width that is divided into heads
+    hidden = [n.value for n in found if meanings.get(n.path) is FieldMeaning.HIDDEN]
     for number, other in combinations(found, 2):
-        known = {kinds.get(number.path), kinds.get(other.path)}
-        pair = _multiply(number, other) or (number.value * other.value in hidden and _side_by_side(number, other))
+        known = {meanings.get(number.path), meanings.get(other.path)}
+        shared_tensors = {place.name for place in number.sizes()} & {place.name for place in other.sizes()}
+        pair = (number.value * other.value in hidden and shared_tensors) or _form_a_product(number, other)
         if pair and not known & {FieldMeaning.HIDDEN, FieldMeaning.EXPERTS, FieldMeaning.ROWS, FieldMeaning.CHANNELS}:
             heads, dim = sorted((number, other), key=lambda n: n.value)
-            if kinds.get(heads.path) is FieldMeaning.HEAD_DIM or kinds.get(dim.path) is FieldMeaning.HEADS:
+            if meanings.get(heads.path) is FieldMeaning.HEAD_DIM or meanings.get(dim.path) is FieldMeaning.HEADS:
                 heads, dim = dim, heads
-            for one, kind in ((heads, FieldMeaning.HEADS), (dim, FieldMeaning.HEAD_DIM)):
-                if kinds.get(one.path) not in (FieldMeaning.HEADS, FieldMeaning.HEAD_DIM):
-                    kinds[one.path] = kind
-    for number in (number for number in found if number.path not in kinds and not number.shrinks()):
-        if (kind := _part_of_heads(number, found, kinds)) is not None:
-            kinds[number.path] = kind
-    parts = [n.value for n in found if kinds.get(n.path) is FieldMeaning.HEAD_DIM]
-    least = min((n.value for n in found if kinds.get(n.path) is FieldMeaning.HEADS), default=max(hidden, default=1))
+            for one, meaning in ((heads, FieldMeaning.HEADS), (dim, FieldMeaning.HEAD_DIM)):
+                if meanings.get(one.path) not in (FieldMeaning.HEADS, FieldMeaning.HEAD_DIM):
+                    meanings[one.path] = meaning
+    for number in (number for number in found if number.path not in meanings and not number.shrinks()):
+        if (meaning := _head_meaning(number, found, meanings)) is not None:
+            meanings[number.path] = meaning
+    parts = [n.value for n in found if meanings.get(n.path) is FieldMeaning.HEAD_DIM]
+    least = min((n.value for n in found if meanings.get(n.path) is FieldMeaning.HEADS), default=max(hidden, default=1))
     largest = max([*parts, *(width // least for width in hidden)], default=0)
     for number in found:
-        if number.path not in kinds and _places(number) == {SizeRole.BUFFER}:
+        if number.path not in meanings and {o.role for o in number.moved} - {SizeRole.ATTRIBUTE} == {SizeRole.BUFFER}:
             is_part = number.value <= largest or rotary_features(number) & {*parts}
-            kinds[number.path] = FieldMeaning.HEAD_DIM if is_part else FieldMeaning.POSITIONS
-    return kinds
+            meanings[number.path] = FieldMeaning.HEAD_DIM if is_part else FieldMeaning.POSITIONS
+    return meanings
 
 
-def _part_of_heads(
-    number: ConfigField, found: Sequence[ConfigField], kinds: Mapping[Path, FieldMeaning]
+def _head_meaning(
+    number: ConfigField, found: Sequence[ConfigField], meanings: Mapping[Path, FieldMeaning]
 ) -> FieldMeaning | None:
-    """Of one that no other measurement tells: whether it counts heads of a width that they divide, or a part of one."""
-    if any(spot.place is SizeRole.CHANNEL for spot in number.moved):
+    """Decide whether a field of unknown meaning counts heads or features of a head."""
+    if any(place.role is SizeRole.CHANNEL for place in number.moved):
         return None
-    inside = {s: k for s, k in number.times.items() if s.depth and s.place in (SizeRole.VECTOR, SizeRole.MATRIX)}
-    hidden = {n.value for n in found if kinds.get(n.path) is FieldMeaning.HIDDEN}
-    heads = {n.value for n in found if kinds.get(n.path) is FieldMeaning.HEADS and n.path[:-1] == number.path[:-1]}
-    alone = any(times == 1 and spot.dim == 0 for spot, times in inside.items())
+    inside = {s: k for s, k in number.times.items() if s.depth and s.role in (SizeRole.VECTOR, SizeRole.MATRIX)}
+    hidden = {n.value for n in found if meanings.get(n.path) is FieldMeaning.HIDDEN}
+    heads = {n.value for n in found if meanings.get(n.path) is FieldMeaning.HEADS and n.path[:-1] == number.path[:-1]}
+    alone = any(times == 1 and place.dim == 0 for place, times in inside.items())
     shared = any(
-        times > MOST_FUSED and times not in hidden and not any(h % times == 0 for h in heads)
+        times > MAX_FUSED and times not in hidden and not any(h % times == 0 for h in heads)
         for times in inside.values()
     )
     if len({*inside.values()}) <= 2 and (alone or shared):
@@ -188,41 +173,30 @@ def _part_of_heads(
     return None
 
 
-def _side_by_side(number: ConfigField, other: ConfigField) -> bool:
-    """Whether they are two dims of one tensor."""
-    return bool({spot.name for spot in number.sizes()} & {spot.name for spot in other.sizes()})
-
-
 def rotary_features(number: ConfigField) -> set[int]:
-    """How many features of a head a table of rotations that it sets the size of turns: two by each entry."""
-    return {2 * int(old) for spot, (old, _) in number.moved.items() if spot.place is SizeRole.BUFFER}
+    """Return the numbers of rotary features of a head, which are twice the sizes of the buffers."""
+    return {2 * int(old) for place, (old, _) in number.moved.items() if place.role is SizeRole.BUFFER}
 
 
-def _is_everywhere(number: ConfigField, found: Sequence[ConfigField]) -> bool:
-    """Whether every matrix in the layers of its config has as many features on one of its sides."""
-    beside = [n for n in found if n.path[:-1] == number.path[:-1]]
-    return len(beside) > 1 and number.matrices() >= {name for other in beside for name in other.matrices()}
+def _sizes_every_matrix(number: ConfigField, found: Sequence[ConfigField]) -> bool:
+    neighbors = [n for n in found if n.path[:-1] == number.path[:-1]]
+    return len(neighbors) > 1 and number.matrices() >= {name for other in neighbors for name in other.matrices()}
 
 
-def _multiply(number: ConfigField, other: ConfigField) -> bool:
-    """Whether something has as many of the one as the product of both."""
-    ours, theirs = number.times, other.times
-    shared = (spot for spot in ours.keys() & theirs.keys() if spot.depth)
-    return any(ours[s] % other.value == 0 and theirs[s] % number.value == 0 for s in shared)
+def _form_a_product(number: ConfigField, other: ConfigField) -> bool:
+    """Return whether a size is a multiple of the product of both fields."""
+    times, other_times = number.times, other.times
+    shared = (place for place in times.keys() & other_times.keys() if place.depth)
+    return any(times[s] % other.value == 0 and other_times[s] % number.value == 0 for s in shared)
 
 
-def _places(number: ConfigField) -> set[SizeRole]:
-    return {spot.place for spot in number.moved} - {SizeRole.ATTRIBUTE}
-
-
-def _own_meaning(number: ConfigField) -> FieldMeaning | None:
-    """What it counts, as far as it tells by itself."""
+def _measured_meaning(number: ConfigField) -> FieldMeaning | None:
     units = number.sizes()
-    inside = any(spot.place is SizeRole.MATRIX and spot.depth for spot in units)
-    outside = any(spot.place in SIZES and not spot.depth for spot in units)
-    if any(spot.place is SizeRole.LAYERS and spot.depth for spot in units):
+    inside = any(place.role is SizeRole.MATRIX and place.depth for place in units)
+    outside = any(place.role in SIZES and not place.depth for place in units)
+    if any(place.role is SizeRole.LAYERS and place.depth for place in units):
         return FieldMeaning.EXPERTS if inside else FieldMeaning.LAYERS
-    if any(spot.place is SizeRole.ROWS for spot in number.moved):
+    if any(place.role is SizeRole.ROWS for place in number.moved):
         return FieldMeaning.ROWS
     if {2, 4, 8} <= {*number.times.values()}:
         return FieldMeaning.CHANNELS
@@ -230,27 +204,27 @@ def _own_meaning(number: ConfigField) -> FieldMeaning | None:
         return FieldMeaning.HIDDEN
     if number.divides():
         return FieldMeaning.HEADS
-    if any(spot.place is SizeRole.EMBEDDED and not spot.depth for spot in units):
+    if any(place.role is SizeRole.EMBEDDED and not place.depth for place in units):
         return FieldMeaning.HIDDEN
-    if any(spot.place is SizeRole.STACK and spot.depth for spot in units):
+    if any(place.role is SizeRole.STACK and place.depth for place in units):
         return FieldMeaning.EXPERTS
     if number.scaled:
         return FieldMeaning.HEAD_DIM
-    matrices = (times for spot, times in number.times.items() if spot.place is SizeRole.MATRIX and spot.depth)
+    matrices = (times for place, times in number.times.items() if place.role is SizeRole.MATRIX and place.depth)
     most = max(matrices, default=Fraction(0))
-    is_width = (inside or most == HALF) and most <= MOST_FUSED and number.value >= LEAST_WIDTH
+    is_width = (inside or most == HALF) and most <= MAX_FUSED and number.value >= MIN_WIDTH
     return FieldMeaning.WIDTH if is_width else None
 
 
 def measure_fields(make: Callable[[Any], nn.Module], config: Any) -> list[ConfigField]:
-    """All numbers of a config above one, with what they set in the model that ``make`` builds of it."""
+    """Measure how each integer above 1 of a config affects the model that ``make`` builds."""
     before = size_occurrences(make(config))
     found = []
     for path, value in list_entries(config):
         for other in (2 * value, value + 1, value // 2):
             try:
                 after = size_occurrences(make(with_fields(config, {path: other})))
-            except Exception:  # not every number can be doubled
+            except Exception:  # the model cannot be built with this number
                 continue
             moved = {s: (n, after[s]) for s, n in before.items() if s in after and after[s] != n}
             found.append(ConfigField(path, value, other, moved, before.keys() != after.keys()))
@@ -259,7 +233,7 @@ def measure_fields(make: Callable[[Any], nn.Module], config: Any) -> list[Config
 
 
 def integer_fields(config: Any, at: Path = ()) -> Iterator[tuple[Path, int]]:
-    """The integers above one in a config and in the configs inside of it."""
+    """Yield the integers above 1 of a config and its nested configs."""
     for name, value in vars(config).items():
         if name.startswith("_"):
             continue
@@ -270,13 +244,13 @@ def integer_fields(config: Any, at: Path = ()) -> Iterator[tuple[Path, int]]:
 
 
 def list_entries(config: Any) -> Iterator[tuple[Path, int]]:
-    """The integers above one, and those that a list has in each place."""
+    """Yield the integers above 1, including lists that repeat one integer."""
     yield from integer_fields(config)
     yield from ((path, values[0]) for path, values in list_fields(config) if values[0] > 1 and len(set(values)) == 1)
 
 
 def list_fields(config: Any, at: Path = (), of: type = int) -> Iterator[tuple[Path, Sequence[Any]]]:
-    """The lists of integers, or of something else, in a config and in the configs inside of it."""
+    """Yield the lists of integers, or of another type, of a config and its nested configs."""
     for name, value in vars(config).items():
         if name.startswith("_"):
             continue
@@ -287,13 +261,13 @@ def list_fields(config: Any, at: Path = (), of: type = int) -> Iterator[tuple[Pa
 
 
 def with_fields(config: Any, numbers: Mapping[Path, Any]) -> Any:
-    """A copy of a config with other numbers; a list is filled with them."""
+    """Return a copy of a config with other numbers; a number fills a list."""
     config = copy.deepcopy(config)
     for path, number in numbers.items():
-        place = sub_config(config, path[:-1])
-        old = vars(place)[path[-1]]  # a config may refuse to name one number for layers that differ
+        owner = sub_config(config, path[:-1])
+        old = vars(owner)[path[-1]]  # some configs raise on getattr if layers have different values
         is_list = isinstance(old, list | tuple) and not isinstance(number, list | tuple)
-        setattr(place, path[-1], type(old)([number] * len(old)) if is_list else number)
+        setattr(owner, path[-1], type(old)([number] * len(old)) if is_list else number)
     return config
 
 
@@ -304,7 +278,7 @@ def sub_config(config: Any, path: Path) -> Any:
 
 
 def nested_configs(config: Any) -> Iterator[Any]:
-    """A config and those inside of it."""
+    """Yield a config and its nested configs."""
     yield config
     for value in vars(config).values():
         if is_config(value):
@@ -316,7 +290,7 @@ def is_config(value: Any) -> bool:
 
 
 def size_occurrences(model: nn.Module) -> dict[SizeOccurrence, float]:
-    """Every number that a model is built of: sizes of its tensors, lengths of its lists, its modules' attributes."""
+    """Return all numbers in a model: tensor sizes, list lengths and attributes of modules."""
     lists = [path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     found: dict[SizeOccurrence, float] = {}
     for path, module in model.named_modules():
@@ -325,16 +299,16 @@ def size_occurrences(model: nn.Module) -> dict[SizeOccurrence, float]:
             found[SizeOccurrence(path, 0, SizeRole.LAYERS, depth)] = len(module)
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             for dim, size in enumerate(tensor.shape if tensor is not None else ()):
-                if (place := _place(module, name, tensor, dim)) is not None:
-                    found[SizeOccurrence(f"{path}.{name}", dim, place, depth)] = size
+                if (role := _size_role(module, name, tensor, dim)) is not None:
+                    found[SizeOccurrence(f"{path}.{name}", dim, role, depth)] = size
         for name, value in vars(module).items():
             if type(value) in (int, float):
                 found[SizeOccurrence(f"{path}.{name}", 0, SizeRole.ATTRIBUTE, depth)] = value
     return found
 
 
-def _place(module: nn.Module, name: str, tensor: Any, dim: int) -> SizeRole | None:
-    """None for the size of a convolution's kernel."""
+def _size_role(module: nn.Module, name: str, tensor: Any, dim: int) -> SizeRole | None:
+    """Return the role of a tensor dim; None for the size of a convolution kernel."""
     if name in module._buffers:
         return SizeRole.BUFFER
     if tensor.dim() == 1:
@@ -348,11 +322,11 @@ def _place(module: nn.Module, name: str, tensor: Any, dim: int) -> SizeRole | No
     return SizeRole.STACK if dim == 0 else SizeRole.MATRIX
 
 
-def build_on_meta(kind: Callable[[Any], nn.Module]) -> Callable[[Any], nn.Module]:
-    """What builds a model of a class on the meta device."""
+def build_on_meta(meaning: Callable[[Any], nn.Module]) -> Callable[[Any], nn.Module]:
+    """Return a function that builds a model of class ``kind`` on the meta device."""
 
     def make(config: Any) -> nn.Module:
         with torch.device("meta"):
-            return kind(config)
+            return meaning(config)
 
     return make

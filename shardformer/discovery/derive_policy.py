@@ -1,12 +1,12 @@
-"""Derives a policy for a model without one: candidates from one forward, validated before use.
+"""Derives a policy for a model without one: candidates from a traced forward, validated on a reduced model.
 
-Also writes a policy as Python, and suggests what to write where none was found.
+Also formats a policy as Python source, and builds the error for a model without a policy.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import partial
 from textwrap import indent
@@ -16,21 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardformer.discovery import reduced_model
 from shardformer.discovery.candidate_roles import BlockCandidates, candidate_blocks, role_in_plan, transformers_plan_of
 from shardformer.discovery.example_inputs import Forward, UnknownInputsError, required_arguments
-from shardformer.discovery.forward_trace import outputs_per_layer, trace_forward
+from shardformer.discovery.forward_trace import layer_paths, outputs_per_layer, trace_forward
 from shardformer.discovery.layer_stacks import find_layer_stacks, find_pipeline_hints, find_sequence_hints
-from shardformer.discovery.reduced_model import (
-    ONE_AT_A_TIME,
-    ReducedModel,
-    ReferenceGradients,
-    reduce_model,
-    twin_or_copy_of,
-)
+from shardformer.discovery.reduced_model import ReducedModel, ReferenceGradients, reduce_model
 from shardformer.discovery.shrink_config import BuildModel, build_meta_model, layer_kind
-from shardformer.discovery.validation import validate_policy
+from shardformer.discovery.validation import stacks_of, validate_policy
 from shardformer.errors import PolicyError, did_you_mean
-from shardformer.module_paths import is_linear, match_paths
+from shardformer.module_paths import is_linear
 from shardformer.policies.registry import FAMILIES, family_of
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import Attention, LayerStack, Role
@@ -39,21 +34,21 @@ from shardformer.sharding.plan import make_plan
 
 
 def policy_as_python(policy: RolePolicy, name: str = "MyPolicy") -> str:
-    """The same, below what is noted of the policy."""
+    """Return Python source that defines ``policy`` as the class ``name``, preceded by its notes as comments."""
     return "".join(f"# {note}\n" for note in policy.notes) + "\n" + policy_module_source(policy, name)
 
 
 def policy_module_source(policy: RolePolicy, name: str = "MyPolicy") -> str:
-    """A module that defines ``policy`` as the class ``name``."""
-    stacks = [policy.stack] if isinstance(policy.stack, LayerStack) else list(policy.stack)
+    """Return the source of a module that defines ``policy`` as the class ``name``."""
+    stacks = stacks_of(policy)
     used: set[str] = {"RolePolicy"}
     lines = [f"class {name}(RolePolicy):"]
     if "base" in vars(type(policy)):
-        lines.append('    base = ""  # paths are those of the whole model')
+        lines.append('    base = ""  # paths are relative to the full model')
     if len(stacks) == 1:
-        lines += [f"    stack = {_stack(stacks[0], '    ', used)}"]
+        lines += [f"    stack = {_stack_source(stacks[0], '    ', used)}"]
     else:
-        lines += ["    stack = (", *(f"        {_stack(stack, '        ', used)}," for stack in stacks), "    )"]
+        lines += ["    stack = (", *(f"        {_stack_source(stack, '        ', used)}," for stack in stacks), "    )"]
     lines += [
         f"    {n} = {getattr(policy, n)!r}" for n in ("embeddings", "head", "keep_replicated") if getattr(policy, n)
     ]
@@ -65,12 +60,12 @@ def policy_module_source(policy: RolePolicy, name: str = "MyPolicy") -> str:
 
 
 def role_source(role: Role) -> str:
-    """A role as Python, in one line."""
+    """Return a role as one line of Python source."""
     return _as_source(role, set()).replace("'", '"')
 
 
-def _stack(stack: LayerStack, indent: str, used: set[str]) -> str:
-    """The stack with a line for each of its blocks; the names of the classes that are written are ``used``."""
+def _stack_source(stack: LayerStack, indent: str, used: set[str]) -> str:
+    """Return the source of a stack with one line per block; add the names of its classes to ``used``."""
     used.add("LayerStack")
     inner = f"{indent}    "
     lines = ["LayerStack(", f"{inner}{stack.layers!r},", f"{inner}["]
@@ -84,12 +79,11 @@ def _as_source(value: Any, used: set[str]) -> str:
     if not is_dataclass(value):
         return repr(value)
     used.add(type(value).__name__)
-    said = [text if n in ("at", "projections") else f"{n}={text}" for n, text in _non_default_fields(value, used)]
-    return f"{type(value).__name__}({', '.join(said)})"
+    arguments = [text if n in ("at", "projections") else f"{n}={text}" for n, text in _non_default_fields(value, used)]
+    return f"{type(value).__name__}({', '.join(arguments)})"
 
 
 def _non_default_fields(value: Any, used: set[str]) -> list[tuple[str, str]]:
-    """The fields that are not as they would be anyway, and their text."""
     out = []
     for f in fields(value):
         usual = f.default if f.default_factory is MISSING else f.default_factory()
@@ -99,25 +93,23 @@ def _non_default_fields(value: Any, used: set[str]) -> list[tuple[str, str]]:
 
 
 VALIDATION_RANKS = (2, 4)
-"""Tensor sizes that a policy is proven over: on the twin, with six heads, an even cut and an uneven one."""
-UNEVEN = 3
-"""A tensor size over which no number of heads that is a power of two is cut evenly."""
-MAX_TRIES = 40
-"""Ways to describe one block that are tried."""
-OUTSIDE_LAYERS_REASON = "it stands outside of the layers"
+"""Tensor parallel sizes for validation. The six heads of a reduced model divide evenly over 2 ranks but not over 4."""
+UNEVEN = 3  # A tensor parallel size that divides no power of two
+MAX_CANDIDATES = 40  # Largest number of candidate roles to validate for one block
+OUTSIDE_LAYERS_REASON = "it is outside the layers"
 
 
 class NothingShardedError(PolicyError):
-    """No block of a model could be described. ``nearest`` is a table that says what was tried first of an attention."""
+    """Raised if no block of a model can be sharded. ``nearest`` is the policy with the closest candidate, if any."""
 
     nearest: str = ""
 
 
 class DerivedPolicy(RolePolicy):
-    """A table that was inferred and proven. Printed, it is Python that can be saved and edited.
+    """A policy that was derived and validated on a reduced model. ``str()`` returns editable Python source.
 
-    Class attributes:
-        layers: path of each stack -> what the layers of the twin are made of. Others were not proven.
+    Attributes:
+        layers: path of each stack -> the kinds of layers that were validated.
     """
 
     layers: Mapping[str, frozenset[BuildModel]] = MappingProxyType({})
@@ -126,328 +118,337 @@ class DerivedPolicy(RolePolicy):
         return policy_as_python(self)
 
     def replicated(self) -> None:
-        """What no rule names stays whole: it could not be described."""
+        """Accept parameters without a role: no valid role was found for them, so they are replicated."""
 
     def config_sanity_check(self) -> None:
         super().config_sanity_check()
-        names = [name for name, _ in self.model.named_modules()]
         for layers, made in self.layers.items():
-            for path in match_paths(f"{layers}.*", names):
+            for path in layer_paths(self.model, layers):
                 if layer_kind(self.model.get_submodule(path)) not in made:
                     raise PolicyError(
-                        f"{path} is made of other modules than any layer of the small twin",
-                        rule="An inferred policy cuts what it was proven on",
-                        remedy="Write the roles down (docs/policies.md)",
+                        f"The layer {path} contains other modules than the layers on which the policy was validated",
+                        rule="A derived policy shards only kinds of layers on which it was validated",
+                        remedy="Write a policy for this model (docs/policies.md)",
                     )
 
 
 def derive_policy(model: nn.Module | Any, batch: Mapping[str, Tensor] | None = None) -> RolePolicy:
-    """The policy of a model, from the flow of its data, proven on a small twin in a few seconds.
+    """Derive a policy for a model and validate it on a reduced model, in a few seconds.
 
     Args:
-        model: a model, or a transformers config (its first architecture is taken).
-        batch: keyword arguments of one forward, where they are not tokens or images alone. They must fit the twin: the
-            model itself where it has up to 20 million parameters and its config cannot be shrunk.
+        model: a model, or a transformers config, of which the first architecture is used.
+        batch: keyword arguments of one forward, required if the inputs are not just tokens, images or audio. It must
+            fit the reduced model. A copy of the model is used instead if the model has up to 20 million parameters and
+            its config cannot be reduced.
 
-    Raises PolicyError when no twin can be built or run, and when no block of the model could be described; ConfigError
-    for a model that is sharded already.
+    Returns:
+        A policy that can be passed to ``shard_model``. Printed, it is Python source.
+
+    Raises:
+        PolicyError: if no reduced model can be built and run, or no block of the model can be sharded.
+        ConfigError: if the model is already sharded.
     """
     if isinstance(model, nn.Module):
         check_not_sharded(model)
-    with ONE_AT_A_TIME, torch.enable_grad(), torch.random.fork_rng(devices=[]):
+    with reduced_model.ONE_AT_A_TIME, torch.enable_grad(), torch.random.fork_rng(devices=[]):
         full = model if isinstance(model, nn.Module) else build_meta_model(model)
-        twin = reduce_model(full, batch)
-        return derive_policy_on(twin.model, twin.run, twin, transformers_plan_of(full))()
+        reduced = reduce_model(full, batch)
+        return derive_policy_on(reduced.model, reduced.run, reduced, transformers_plan_of(full))()
 
 
 def derive_layer_stacks(model: nn.Module, *, copies: bool = False) -> RolePolicy:
-    """The policy of a model of which nothing is to be cut by tensor: its stacks, proven to be cut into stages.
+    """Derive a policy without tensor parallelism, whose stacks of layers are validated for pipeline stages.
 
-    It names no stack where no twin can be built or run.
+    The policy has no stack if no reduced model can be built and run.
 
     Args:
-        copies: whether a copy of the model may take the place of a twin that cannot be built.
+        copies: whether a copy of the model may be used if no reduced model can be built.
     """
-    note = "Each rank has its layers whole, since no role was found that describes them."
-    with ONE_AT_A_TIME, torch.enable_grad(), torch.random.fork_rng(devices=[]):
+    with reduced_model.ONE_AT_A_TIME, torch.enable_grad(), torch.random.fork_rng(devices=[]):
         try:
-            twin = twin_or_copy_of(model) if copies else reduce_model(model)
+            reduced = reduced_model.reduce_or_copy_model(model) if copies else reduce_model(model)
         except PolicyError as error:
-            return _stacks_only_policy(
-                [], None, f"No stack of layers was looked for: {error if copies else f'{error.what}.'}"
-            )()
-        reference = twin.reference()
+            note = f"No stack of layers was searched: {error if copies else f'{error.what}.'}"
+            empty: type[DerivedPolicy] = type(
+                "GeneratedPolicy", (DerivedPolicy,), {"base": "", "stack": (), "notes": [note]}
+            )
+            return empty()
+        reference = reduced.reference()
         found = find_layer_stacks(reference)
-        largest = sorted(found, key=lambda stack: -_numel(twin.model, stack.layers))
-        first = _stacks_only_policy(found, reference, note, twin)
-        alone = largest if len(found) > 1 and first.no_pipeline else []
-        others = (_stacks_only_policy([stack], reference, note, twin) for stack in alone)
+        first = _stacks_only_policy(found, reference, reduced)
+        sizes = {s.layers: reduced_model.num_parameters(reduced.model.get_submodule(s.layers)) for s in found}
+        alone = found if len(found) > 1 and first.no_pipeline else []
+        largest_first = sorted(alone, key=lambda stack: -sizes[stack.layers])
+        others = (_stacks_only_policy([stack], reference, reduced) for stack in largest_first)
         return next((policy for policy in others if policy.no_pipeline is None), first)()
 
 
 def _stacks_only_policy(
-    stacks: Sequence[LayerStack], reference: ReferenceGradients | None, note: str, twin: ReducedModel | None = None
+    stacks: Sequence[LayerStack], reference: ReferenceGradients, reduced: ReducedModel
 ) -> type[DerivedPolicy]:
-    """The policy that cuts nothing of these stacks, with what a pipeline must know of them."""
-    kinds = {stack.layers: _kinds_of_layers(reference.model, stack.layers) for stack in stacks if reference is not None}
+    kinds = {stack.layers: _kinds_of_layers(reference.model, stack.layers) for stack in stacks}
+    note = "The layers are replicated over tensor ranks, because no role that fits them was found."
     fields = {"base": "", "stack": stacks, "layers": kinds, "notes": [note]}
-    policy: type[DerivedPolicy] = type("InferredPolicy", (DerivedPolicy,), fields)
-    if stacks and reference is not None and twin is not None:
-        policy.stack, policy.no_pipeline = _along("pipe", twin, reference, policy, find_pipeline_hints)
+    policy: type[DerivedPolicy] = type("GeneratedPolicy", (DerivedPolicy,), fields)
+    if stacks:
+        policy.stack, policy.no_pipeline = _find_hints("pipe", reduced, reference, policy, find_pipeline_hints)
     return policy
 
 
-def _numel(model: nn.Module, path: str) -> int:
-    return sum(p.numel() for p in model.get_submodule(path).parameters())
-
-
 def derive_policy_on(
-    model: nn.Module, run: Forward, twin: ReducedModel | None = None, plan: Mapping[str, str] = MappingProxyType({})
+    model: nn.Module, run: Forward, reduced: ReducedModel | None = None, plan: Mapping[str, str] = MappingProxyType({})
 ) -> type[DerivedPolicy]:
-    """The proven policy of a small model that ``run`` calls with a batch. Raises PolicyError when there is none.
+    """Derive and validate a policy for a reduced model that ``run`` calls with a batch.
 
     Args:
-        twin: the model with further calls, for which the policy is proven as well; where it does not hold for them, it
-            says so, and batches with these inputs are refused.
-        plan: the tensor-parallel plan of transformers. If the roles that agree with it do not hold, all are searched.
+        reduced: the model with calls with further inputs. If validation fails for these, the policy records them in
+            ``unproven``, and a forward with these inputs raises an error.
+        plan: tensor parallel plan of transformers. If the roles that match the plan fail, all candidates are searched.
+
+    Raises:
+        PolicyError: if no policy passes validation.
     """
-    twin = twin or ReducedModel(model, run, {})
-    proof = _ValidationCache(ReferenceGradients.of(model, run))
-    # each block over two ranks and all of them over more; only where that fails, each block over more
+    reduced = reduced or ReducedModel(model, run, {})
+    cache = _ValidationCache(ReferenceGradients.of(model, run))
+    # validate each block over 2 ranks and all blocks together over 2 and 4; if that fails, each block over 2 and 4
     tries: list[tuple[Sequence[int], Mapping[str, str]]] = [(VALIDATION_RANKS[:1], {}), (VALIDATION_RANKS, {})]
     for ranks, draft in [(VALIDATION_RANKS[:1], plan), *tries] if plan else tries:
-        blocks, whole = _blocks(proof, ranks, draft)
-        outside = _vocabulary(model)
-        if blocks and proof.of(_policy(model, blocks, outside), VALIDATION_RANKS) is not None:
-            if (against := proof.of(_policy(model, [], outside), VALIDATION_RANKS)) is not None:
-                whole |= {path: against for paths in outside.values() for path in paths}
-                outside = {}
-        policy = _policy(model, blocks, outside)
-        nothing = "; ".join(sorted(set(whole.values()))) or "no linear gives to another"
-        problem = proof.of(policy, VALIDATION_RANKS) if blocks else nothing
-        if problem is None or not (blocks or draft):
+        blocks, replicated = _find_blocks(cache, ranks, draft)
+        vocabulary = _vocabulary_paths(model)
+        if blocks and cache.of(_build_policy(model, blocks, vocabulary), VALIDATION_RANKS) is not None:
+            if (failure := cache.of(_build_policy(model, [], vocabulary), VALIDATION_RANKS)) is not None:
+                replicated |= {path: failure for paths in vocabulary.values() for path in paths}
+                vocabulary = {}
+        policy = _build_policy(model, blocks, vocabulary)
+        no_blocks = "; ".join(sorted(set(replicated.values()))) or "no linear layer feeds another"
+        problem = cache.of(policy, VALIDATION_RANKS) if blocks else no_blocks
+        if problem is None:
             break
+        if not (blocks or draft):
+            raise _underived_error(model, cache, problem, NothingShardedError)
     if problem is not None:
-        refusal = (PolicyError if blocks else NothingShardedError)(
-            f"No policy for {type(model).__name__} could be inferred: {problem}",
-            rule="An inferred policy cuts the blocks of a stack of layers, proven on a small twin",
-            remedy="Write the roles down (docs/policies.md)",
-        )
-        if isinstance(refusal, NothingShardedError) and proof.nearest:
-            near = _policy(model, proof.nearest, _vocabulary(model))
-            near.keep_replicated = _unsharded_matrices(model, near())
-            refusal.nearest = str(near()).lstrip()
-        raise refusal
-    policy.stack = _with_returns(policy, outputs_per_layer(model, run, policy.layers))
-    proven = policy.stack
-    truth = replace(proof.reference, also=twin.also())
-    against = validate_policy(truth, policy, VALIDATION_RANKS[0]) if truth.also else None
-    policy.unproven = {"tensor": twin.unproven(against)} if against is not None else {}
-    stacks, policy.no_pipeline = _along("pipe", twin, truth, policy, find_pipeline_hints)
-    policy.stack = stacks[0] if isinstance(proven, LayerStack) else stacks
-    if (problem := proof.of(policy, VALIDATION_RANKS)) is not None:  # what is given back is what was proven
-        policy.stack, policy.no_pipeline = proven, problem
-    of_sequence = partial(find_sequence_hints, layers=tuple(policy.layers), ranks=VALIDATION_RANKS[0])
-    stacks, policy.no_sequence_parallel = _along("enable_sequence_parallelism", twin, truth, policy, of_sequence)
-    policy.stack = stacks[0] if isinstance(policy.stack, LayerStack) else stacks
-    policy.notes = [*_notes(whole, policy.no_pipeline), *_refused(policy), *map(_note_of, proof.nearest)]
+        raise _underived_error(model, cache, problem, PolicyError)
+    outputs = outputs_per_layer(model, run, policy.layers)
+    policy.stack = validated = [
+        replace(stack, stages=replace(stack.stages, num_outputs=outputs[layers]))
+        for stack, layers in zip(stacks_of(policy), policy.layers, strict=True)
+    ]
+    references = replace(cache.reference, also=reduced.also())
+    failure = validate_policy(references, policy, VALIDATION_RANKS[0]) if references.also else None
+    policy.unproven = {"tensor": reduced.unproven(failure)} if failure is not None else {}
+    policy.stack, policy.no_pipeline = _find_hints("pipe", reduced, references, policy, find_pipeline_hints)
+    if (problem := cache.of(policy, VALIDATION_RANKS)) is not None:  # return only a validated policy
+        policy.stack, policy.no_pipeline = validated, problem
+    find = partial(find_sequence_hints, layers=tuple(policy.layers), ranks=VALIDATION_RANKS[0])
+    stacks, why = _find_hints("enable_sequence_parallelism", reduced, references, policy, find)
+    policy.stack, policy.no_sequence_parallel = stacks[0] if len(stacks) == 1 else tuple(stacks), why
+    unvalidated = [
+        f"With {what}, a batch with {name} raises an error: {why}."
+        for what, inputs in policy.unproven.items()
+        for name, why in inputs.items()
+    ]
+    closest = [f"The closest role for {b.layers}: {role_source(b.roles[0])}." for b in cache.nearest]
+    policy.notes = [*_notes(replicated, policy.no_pipeline), *unvalidated, *closest]
     policy.keep_replicated = _unsharded_matrices(model, policy())
     return policy
 
 
-def _along(
+def _underived_error(model: nn.Module, cache: _ValidationCache, problem: str, kind: type[PolicyError]) -> PolicyError:
+    error = kind(
+        f"No policy for {type(model).__name__} could be derived: {problem}",
+        rule="A derived policy shards the blocks of a stack of layers and is validated on a reduced model",
+        remedy="Write a policy for this model (docs/policies.md)",
+    )
+    if isinstance(error, NothingShardedError) and cache.nearest:
+        closest = _build_policy(model, cache.nearest, _vocabulary_paths(model))
+        closest.keep_replicated = _unsharded_matrices(model, closest())
+        error.nearest = str(closest()).lstrip()
+    return error
+
+
+def _find_hints(
     what: str,
-    twin: ReducedModel,
-    truth: ReferenceGradients,
+    reduced: ReducedModel,
+    references: ReferenceGradients,
     policy: type[RolePolicy],
     find: Callable[[ReferenceGradients, type[RolePolicy]], tuple[Sequence[LayerStack], str | None]],
 ) -> tuple[Sequence[LayerStack], str | None]:
-    """What ``find`` finds for all batches; or for the first alone, where that is all, which the policy then says."""
-    stacks, against = find(truth, policy)
-    only_first = None
-    if against is not None and truth.also:
-        of_first, why = find(replace(truth, also=()), policy)
+    """Find hints for all batches, or only for the first, and record the other inputs as unvalidated."""
+    stacks, failure = find(references, policy)
+    first_only = None
+    if failure is not None and references.also:
+        stacks_of_first, why = find(replace(references, also=()), policy)
         if why is None:
-            stacks, against, only_first = of_first, None, against
-    unproven = twin.unproven(only_first)
-    if what == "pipe":  # what a stage lacks is NaN there, which its first step notices
-        unproven = {name: why for name, why in unproven.items() if name not in twin.untried}
+            stacks, failure, first_only = stacks_of_first, None, failure
+    unproven = reduced.unproven(first_only)
+    if what == "pipe":  # a stage stores NaN for missing parameters, so the first step detects an error
+        unproven = {name: why for name, why in unproven.items() if name not in reduced.untried}
     policy.unproven = {**policy.unproven, what: unproven}
-    return stacks, against
+    return stacks, failure
 
 
-def _blocks(
-    proof: _ValidationCache, ranks: Sequence[int], plan: Mapping[str, str]
+def _find_blocks(
+    cache: _ValidationCache, ranks: Sequence[int], plan: Mapping[str, str]
 ) -> tuple[list[BlockCandidates], dict[str, str]]:
-    """The blocks that hold, each by itself, or that ``plan`` describes, and what stays whole and why."""
-    model, run = proof.reference.model, proof.reference.run
-    whole = {
-        path: OUTSIDE_LAYERS_REASON for path, m in model.named_modules() if is_linear(m) and not _in_layers(model, path)
+    """Return the blocks that pass validation or match ``plan``, and path -> reason of replicated linears."""
+    model, run = cache.reference.model, cache.reference.run
+    replicated = {
+        path: OUTSIDE_LAYERS_REASON
+        for path, m in model.named_modules()
+        if is_linear(m) and not _is_in_layers(model, path)
     }
     while True:
-        blocks, again = _validated_role(
-            proof, candidate_blocks(model, trace_forward(model, run, whole)), whole, ranks, plan
+        blocks, again = _validate_blocks(
+            cache,
+            candidate_blocks(model, trace_forward(model, run, replicated)),
+            replicated,
+            ranks,
+            plan,
         )
         if not again:
-            return blocks, whole
-        whole |= again
-
-
-def _with_returns(policy: type[DerivedPolicy], given: Mapping[str, int]) -> LayerStack | Sequence[LayerStack]:
-    """The stacks of a policy, with how many things their layers return: a pipeline has to return as many."""
-    stacks = [policy.stack] if isinstance(policy.stack, LayerStack) else policy.stack
-    found = tuple(
-        replace(s, stages=replace(s.stages, num_outputs=given[layers]))
-        for s, layers in zip(stacks, policy.layers, strict=True)
-    )
-    return found[0] if isinstance(policy.stack, LayerStack) else found
+            return blocks, replicated
+        replicated |= again
 
 
 class _ValidationCache:
-    """What was wrong with the policies that were tried: another look brings up most of them again."""
+    """Cached results of validation, because repeated searches produce most candidates again."""
 
     def __init__(self, reference: ReferenceGradients) -> None:
         self.reference = reference
         self.nearest: list[BlockCandidates] = []
-        """What was tried first of attentions that no way of cutting described."""
+        """First candidates of attentions for which no candidate passed."""
         self._tried: dict[tuple[str, int], str | None] = {}
 
     def of(self, policy: type[RolePolicy], ranks: Sequence[int]) -> str | None:
-        """What is wrong with it over the first of ``ranks`` over which something is."""
-        said = str([getattr(policy, name) for name in ("stack", "embeddings", "head")])
+        """Return why ``policy`` fails on the first failing size of ``ranks``; None if it passes on all."""
+        key = str([stacks_of(policy), policy.embeddings, policy.head])
         for size in ranks:
-            if (said, size) not in self._tried:
-                self._tried[said, size] = validate_policy(self.reference, policy, size)
-            if (problem := self._tried[said, size]) is not None:
+            if (key, size) not in self._tried:
+                self._tried[key, size] = validate_policy(self.reference, policy, size)
+            if (problem := self._tried[key, size]) is not None:
                 return problem
         return None
 
 
 def _unsharded_matrices(model: nn.Module, policy: DerivedPolicy) -> tuple[str, ...]:
-    """The matrices that no role cuts, as a table says so: ``*`` for an index, a dot before what is outside the base."""
+    """Return the policy paths of matrices without a role; paths outside the base model have a leading dot."""
     policy.set_model(model)
     cut, base = make_plan(model, policy).sharded_parameter_ids(), f"{policy.base}." if policy.base else ""
     names = [name.removesuffix(".weight") for name, p in model.named_parameters() if p.dim() > 1 and id(p) not in cut]
-    said = [name.removeprefix(base) if name.startswith(base) else f".{name}" for name in names]
-    return tuple(dict.fromkeys(map(_starred, said)))
+    paths = [name.removeprefix(base) if name.startswith(base) else f".{name}" for name in names]
+    return tuple(dict.fromkeys(map(_with_wildcards, paths)))
 
 
-def _starred(path: str) -> str:
+def _with_wildcards(path: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in path.split("."))
 
 
 def _kinds_of_layers(model: nn.Module, layers: str) -> frozenset[BuildModel]:
-    paths = match_paths(f"{layers}.*", [name for name, _ in model.named_modules()])
-    return frozenset(layer_kind(model.get_submodule(path)) for path in paths)
+    return frozenset(layer_kind(model.get_submodule(path)) for path in layer_paths(model, layers))
 
 
-def _notes(whole: Mapping[str, str], no_pipeline: str | None) -> list[str]:
+def _notes(replicated: Mapping[str, str], no_pipeline: str | None) -> list[str]:
     over = f"over {' and '.join(map(str, VALIDATION_RANKS))} tensor ranks"
     stages = " and over two pipeline stages" if no_pipeline is None else ""
-    proven = f"The policy was inferred, and proven on a small twin {over}{stages}."
+    validated = f"The policy was derived, and validated on a reduced model {over}{stages}."
     reasons: dict[str, list[str]] = {}
-    for path, why in whole.items():
+    for path, why in replicated.items():
         if why != OUTSIDE_LAYERS_REASON:
-            reasons.setdefault(why, []).append(_starred(path))
-    return [proven, *(f"Whole, since {why}: {', '.join(dict.fromkeys(paths))}." for why, paths in reasons.items())]
+            reasons.setdefault(why, []).append(_with_wildcards(path))
+    return [
+        validated,
+        *(f"Replicated, because {why}: {', '.join(dict.fromkeys(paths))}." for why, paths in reasons.items()),
+    ]
 
 
-def _refused(policy: type[DerivedPolicy]) -> Iterator[str]:
-    """What is noted of inputs with which a layout is not proven."""
-    for what, inputs in policy.unproven.items():
-        for name, why in inputs.items():
-            yield f"With {what}, batches that have {name} are refused: {why}."
-
-
-def _in_layers(model: nn.Module, path: str) -> bool:
+def _is_in_layers(model: nn.Module, path: str) -> bool:
     parts = path.split(".")
     around = [".".join(parts[:i]) for i in range(len(parts)) if parts[i].isdigit()]
     return any(isinstance(model.get_submodule(p), nn.ModuleList) for p in around)
 
 
 def _ranks_for(role: Role, ranks: Sequence[int]) -> Sequence[int]:
-    """Where 2 and 4 ranks hold whole partitions of a fused linear (CodeGen), these look like interleaved heads."""
+    """Add an uneven size for interleaved heads, which 2 and 4 ranks cannot tell from partitions (CodeGen)."""
     return [*ranks, UNEVEN] if isinstance(role, Attention) and role.projections.interleaved else ranks
 
 
-def _validated_role(
-    proof: _ValidationCache,
+def _validate_blocks(
+    cache: _ValidationCache,
     blocks: Sequence[BlockCandidates],
-    whole: Mapping[str, str],
+    replicated: Mapping[str, str],
     ranks: Sequence[int],
     plan: Mapping[str, str],
 ) -> tuple[list[BlockCandidates], dict[str, str]]:
-    """The blocks with the role that holds; or the columns of the first one that no role describes, and why.
+    """Return the blocks with their validated roles, or path -> reason for the columns of the first invalid block.
 
-    It ends there, since linears that stay whole pass marks on: what comes behind them looks otherwise then.
+    The search stops there: replicated linears propagate marks, so the trace must be repeated for later blocks.
     """
-    proven: list[BlockCandidates] = []
+    validated: list[BlockCandidates] = []
     for block in blocks:
         why = block.why
         if (planned := role_in_plan(plan, block.layers, block.roles)) is not None:  # validated with all others
-            proven.append(replace(block, roles=[planned]))
+            validated.append(replace(block, roles=[planned]))
             continue
-        for role in block.roles[:MAX_TRIES]:
+        for role in block.roles[:MAX_CANDIDATES]:
             alone = replace(block, roles=[role])
-            if (problem := proof.of(_policy(proof.reference.model, [alone], {}), _ranks_for(role, ranks))) is None:
-                proven.append(alone)
+            if (
+                problem := cache.of(_build_policy(cache.reference.model, [alone], {}), _ranks_for(role, ranks))
+            ) is None:
+                validated.append(alone)
                 break
-            why = why or f"no way of cutting it that was tried is right: {problem}"
+            why = why or f"no candidate for sharding it passed validation: {problem}"
         else:
-            again = {column: why for column in block.columns if column not in whole}
+            again = {column: why for column in block.columns if column not in replicated}
             if again:
-                _keep_nearest(proof, block)
+                _keep_nearest(cache, block)
                 return [], again
-    return proven, {}
+    return validated, {}
 
 
-def _keep_nearest(proof: _ValidationCache, block: BlockCandidates) -> None:
-    """For who can change the forward: of a library's model nobody can."""
-    roles = [] if hasattr(proof.reference.model, "config") else block.roles
+def _keep_nearest(cache: _ValidationCache, block: BlockCandidates) -> None:
+    """Keep the closest candidate of a block, for models whose forward the user can change."""
+    roles = [] if hasattr(cache.reference.model, "config") else block.roles
     first = next(iter(roles), None)
-    if isinstance(first, Attention) and not first.at:  # a layer adds its residual itself
+    if isinstance(first, Attention) and not first.at:  # the layer itself adds the residual
         first = next((role for role in roles if isinstance(role, Attention) and role.inputs.entry), first)
-    if isinstance(first, Attention) and all(first.at != near.roles[0].at for near in proof.nearest):
-        proof.nearest.append(replace(block, roles=[first]))
+    if isinstance(first, Attention) and all(first.at != closest.roles[0].at for closest in cache.nearest):
+        cache.nearest.append(replace(block, roles=[first]))
 
 
-def _note_of(block: BlockCandidates) -> str:
-    return f"The nearest way to cut {block.layers}: {role_source(block.roles[0])}."
-
-
-def _policy(
-    model: nn.Module, blocks: Sequence[BlockCandidates], outside: Mapping[str, tuple[str, ...]]
+def _build_policy(
+    model: nn.Module, blocks: Sequence[BlockCandidates], vocabulary: Mapping[str, tuple[str, ...]]
 ) -> type[DerivedPolicy]:
-    """The table as a class. Paths are relative to the base model where all of them stand in it."""
+    """Build a policy class from blocks. Paths are relative to the base model if it contains all of them."""
     prefix = getattr(model, "base_model_prefix", "")
     stacks = {block.layers: [b for b in blocks if b.layers == block.layers] for block in blocks}
-    paths = [*stacks, *outside.get("embeddings", ())]
+    paths = [*stacks, *vocabulary.get("embeddings", ())]
     inside = bool(prefix) and hasattr(model, prefix) and all(p.startswith(f"{prefix}.") for p in paths)
 
-    def own(path: str) -> str:
+    def relative(path: str) -> str:
         return path.removeprefix(prefix).removeprefix(".") if inside else path
 
     table = []
     for layers, of_stack in stacks.items():
-        norm = next((own(b.final_norm) for b in of_stack if b.final_norm), None)
-        context = next(((own(b.context[0]), b.context[1]) for b in of_stack if b.context), None)
-        table.append(LayerStack(own(layers), [b.roles[0] for b in of_stack], final_norm=norm, cross_states=context))
+        norm = next((relative(b.final_norm) for b in of_stack if b.final_norm), None)
+        context = next(((relative(b.context[0]), b.context[1]) for b in of_stack if b.context), None)
+        table.append(
+            LayerStack(relative(layers), [b.roles[0] for b in of_stack], final_norm=norm, cross_states=context)
+        )
     fields: dict[str, Any] = {
-        "stack": table[0] if len(table) == 1 else tuple(table),
-        "embeddings": tuple(own(path) for path in outside.get("embeddings", ())),
-        "head": outside.get("head", ()),
+        "stack": tuple(table),
+        "embeddings": tuple(relative(path) for path in vocabulary.get("embeddings", ())),
+        "head": vocabulary.get("head", ()),
         "layers": {layers: _kinds_of_layers(model, layers) for layers in stacks},
     }
     if not inside:
         fields["base"] = ""
-    return type("InferredPolicy", (DerivedPolicy,), fields)
+    return type("GeneratedPolicy", (DerivedPolicy,), fields)
 
 
-def _vocabulary(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Paths of the embeddings and of the heads over the vocabulary."""
+def _vocabulary_paths(model: nn.Module) -> dict[str, tuple[str, ...]]:
     try:
         tokens = getattr(model, "get_input_embeddings", lambda: None)()
-    except RuntimeError:  # "not implemented" is transformers' way to say that there are none
+    except RuntimeError:  # how transformers reports that there are none
         tokens = None
     if not isinstance(tokens, nn.Embedding):
         return {}
@@ -464,74 +465,72 @@ EXAMPLE = """
     from shardformer.policies import MLP, Attention, AttentionProjections, LayerStack, RolePolicy
 
     class MyPolicy(RolePolicy):
-        stack = LayerStack("layers", [                # the ModuleList of layers; what follows stands in each of them
+        stack = LayerStack("layers", [           # the ModuleList of layers; paths below are relative to a layer
             Attention("attn", AttentionProjections(q="q", k="k", v="v", out="o"), local_attrs={"num_heads": "heads"}),
             MLP("mlp", up="fc1", down="fc2"),
         ])
         embeddings = "embed"                     # over the vocabulary
-        num_heads = 4                            # or the name of the config's field that says it
+        num_heads = 4                            # or the name of a config field
 
     model = shardformer.shard_model(model, policy=MyPolicy)
 """
 
 IN_ITS_FORWARD = (
-    "Where its attention takes heads apart, let the number of heads, and the width of all, be -1 or an attribute that "
-    "local_attrs= names: a rank has a part of them. Then the nearest policy does"
+    "In the forward of the attention, reshape with -1 or with an attribute that local_attrs= names, because a rank has "
+    "only some of the heads. Then use this policy"
 )
 
 
 def no_policy_error(model: nn.Module, error: PolicyError, tensor: int | None) -> PolicyError:
-    """The error for a model that no policy was given for, none is registered for, and none could be inferred for.
+    """Build the error for a model without a passed, registered or derived policy.
 
     Args:
-        error: that of the inference.
-        tensor: over how many ranks matrices were to be cut, where that is known.
+        error: the error of ``derive_policy``.
+        tensor: the requested tensor parallel size, if known.
     """
     family, name = family_of(model), type(model).__name__
-    not_inferred = error.what.partition(" could be inferred: ")[2] or error.what
+    reason = error.what.partition(" could be derived: ")[2] or error.what
     if isinstance(error, UnknownInputsError) and family is None:
-        return _fed(model, not_inferred)
+        return _unknown_inputs_error(model, reason)
     if isinstance(error, NothingShardedError):
-        return _nothing_sharded_error(model, not_inferred, tensor, error.nearest)
-    tried = f"it is of the model type {family!r}" if family else "it has no config with a model type"
+        return _nothing_sharded_error(model, reason, tensor, error.nearest)
+    tried = f"model type {family!r}" if family else "it has no config with a model type"
     return PolicyError(
-        f"No policy for {name}: {tried}, no policy was given, and none was found by inference: {not_inferred}",
+        f"No policy for {name} is registered or passed ({tried}), and none could be derived: {reason}",
         rule=f"The registered families are {', '.join(FAMILIES)}",
         remedy=(f"{did_you_mean(family, FAMILIES)} " if family else "")
-        + f"Say what the model is made of (docs/policies.md):\n{EXAMPLE}",
+        + f"Describe the modules of the model (docs/policies.md):\n{EXAMPLE}",
     )
 
 
-def _fed(model: nn.Module, problem: str) -> PolicyError:
+def _unknown_inputs_error(model: nn.Module, reason: str) -> PolicyError:
     batch = ", ".join(f'"{name}": ...' for name in required_arguments(model))
-    why = problem[:1].lower() + problem[1:]
     return PolicyError(
-        f"No policy for {type(model).__name__}: it is found in one forward, and {why}",
-        rule="Tokens, images and sound are made up by the names of the forward's arguments; what others take, nobody "
-        "can know",
-        remedy="Give one small batch, on all ranks alike:\n\n"
+        f"No policy for {type(model).__name__} could be derived from a forward: {reason}",
+        rule="Tokens, images and audio are generated according to the argument names of forward; other inputs are not",
+        remedy="Pass one small batch, identical on all ranks:\n\n"
         f"    policy = shardformer.derive_policy(model, batch={{{batch}}})\n"
         "    model = shardformer.shard_model(model, policy=policy)\n\n"
-        "or say what the model is made of (docs/policies.md)",
+        "or describe the modules of the model (docs/policies.md)",
     )
 
 
 def _nothing_sharded_error(model: nn.Module, reasons: str, tensor: int | None, nearest_table: str) -> PolicyError:
     name = type(model).__name__
-    asked = f"tensor={tensor} for {name}" if tensor else name
+    requested = f" over tensor={tensor}" if tensor else ""
     stacks = derive_layer_stacks(model)
     if not stacks.stack:
-        pipe = f"A pipeline has no stack of layers to cut in {name}"
+        pipe = f"Pipeline parallelism finds no stack of layers in {name}"
     elif stacks.no_pipeline:
-        pipe = f"A pipeline does not serve {name} ({stacks.no_pipeline})"
+        pipe = f"Pipeline parallelism does not support {name} ({stacks.no_pipeline})"
     else:
-        pipe = "Or stages: launch_from_torch(pipe=2)"
-    table = f"{IN_ITS_FORWARD}:\n{indent(nearest_table, '    ')}\nOr leave" if nearest_table else "Leave"
+        pipe = "Or use pipeline stages: launch_from_torch(pipe=2)"
+    table = f"{IN_ITS_FORWARD}:\n{indent(nearest_table, '    ')}\nOr omit" if nearest_table else "Omit"
     return PolicyError(
-        f"{asked}: nothing of its layers can be cut by tensor parallelism ({reasons})",
-        rule="Cut is a block of linears of which one gives what the other takes: an attention by its heads, an MLP by "
-        "its features. What mixes features in between, as a scan or a convolution does, needs all of them",
-        remedy=f"{table} the tensor axis out. Share the batch out with launch_from_torch(data=2), and the memory with "
-        f"shardformer.shard_optimizer(model, optimizer, stage=3). {pipe}. Where a part of it can be cut after all, "
-        "write that down (docs/policies.md)",
+        f"No layer of {name} can be sharded{requested} by tensor parallelism: {reasons}",
+        rule="Tensor parallelism shards blocks of linears of which one feeds the other: an attention by heads, an MLP "
+        "by features. A scan or convolution between them needs all features",
+        remedy=f"{table} the tensor axis. Split the batch with launch_from_torch(data=2), and the memory with "
+        f"shardformer.shard_optimizer(model, optimizer, stage=3). {pipe}. If some modules can be sharded, describe "
+        "them in a policy (docs/policies.md)",
     )

@@ -15,11 +15,9 @@ from shardformer.pipeline.micro_batches import KINDS, special_token_ids
 from shardformer.random_state import fixed_seed
 from shardformer.torch_compat import to_list, tree_leaves
 
-Forward = Callable[[nn.Module], Any]
-"""Calls a model with a batch."""
+Forward = Callable[[nn.Module], Any]  # A function that calls a model with a batch
 BATCH, LENGTH, TARGET_LENGTH = 2, 9, 7
-SIDE = 64
-"""Of an image, where the config does not say it."""
+SIDE = 64  # Height and width of images if the config does not specify them
 NO_INPUTS = (
     "embeds",
     "past",
@@ -31,43 +29,44 @@ NO_INPUTS = (
     "logits_to_keep",
     "attention_mask",
 )
-"""In the names of what forward may take instead of its inputs, or beside them."""
-SOUND = 3200
-"""Samples of sound, of which feature extractors make a few frames."""
+"""Parts of the names of optional forward arguments for which no input is generated."""
+AUDIO_SAMPLES = 3200  # Audio samples, from which feature extractors compute a few frames
 
 
 class UnknownInputsError(PolicyError):
-    """What a model's forward takes is known to its author alone."""
+    """Raised if no inputs can be generated for the forward of a model."""
 
 
 def example_batches(model: nn.Module) -> list[dict[str, Tensor]]:
-    """Batches that the model's forward could take: with all that it names, and with only one kind of input.
+    """Return batches that the forward may accept: with all known arguments, and with one kind of input only.
 
-    Raises UnknownInputsError for a model whose inputs are not known.
+    Raises:
+        UnknownInputsError: if no argument of the forward is known.
     """
     names = inspect.signature(model.forward).parameters
-    made = dict(named_inputs(model))
-    if not made:
+    inputs = dict(generated_inputs(model))
+    if not inputs:
         raise UnknownInputsError(
-            f"What to feed {type(model).__name__} is not known: its forward takes {', '.join(names)}",
-            rule="A policy is found in one forward, of tokens, images or sound",
-            remedy="Give an example of a batch: derive_policy(model, batch={...})",
+            f"The inputs of {type(model).__name__} are unknown: its forward takes {', '.join(names)}",
+            rule="A policy is derived from one forward with tokens, images or audio",
+            remedy="Pass an example batch: derive_policy(model, batch={...})",
         )
     text = ("input_ids", "attention_mask", "decoder_input_ids")
-    only_text = {name: x for name, x in made.items() if name in text}
-    others = {name: x for name, x in made.items() if name not in text[:2]}
-    sound = {name: x for name, x in made.items() if name in ("input_values", "input_features", "decoder_input_ids")}
-    ways = [made, only_text, others, sound]
+    only_text = {name: x for name, x in inputs.items() if name in text}
+    others = {name: x for name, x in inputs.items() if name not in text[:2]}
+    audio = {name: x for name, x in inputs.items() if name in ("input_values", "input_features", "decoder_input_ids")}
+    ways = [inputs, only_text, others, audio]
     ways = [way for i, way in enumerate(ways) if way and way not in ways[:i]]
-    if "input_ids" in made and (books := _field(getattr(model, "config", None), "num_codebooks")):
-        ways.append({**only_text, "input_ids": made["input_ids"].repeat(books, 1)})  # a row for each code of a sound
+    if "input_ids" in inputs and (codebooks := _field(getattr(model, "config", None), "num_codebooks")):
+        ways.append({**only_text, "input_ids": inputs["input_ids"].repeat(codebooks, 1)})  # one row per audio codebook
     return ways
 
 
 def guessed_batches(model: nn.Module) -> list[dict[str, Tensor]]:
-    """Batches that a model could take whose inputs have names of its own: all that its forward cannot do without.
+    """Return batches for a model with unknown argument names, with values for all required arguments.
 
-    Tokens, where it has an embedding; else numbers of as many features, or channels, as its first weight takes.
+    The values are tokens if the model has an embedding; otherwise floats with the input features or channels of the
+    first weight.
     """
     needed = required_arguments(model)
     modules = list(model.modules())
@@ -86,15 +85,15 @@ def guessed_batches(model: nn.Module) -> list[dict[str, Tensor]]:
 
 
 def required_arguments(model: nn.Module) -> list[str]:
-    """The arguments that forward cannot do without, as far as they have names for who calls it."""
+    """Return the names of required forward arguments."""
     arguments = inspect.signature(model.forward).parameters.values()
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return [p.name for p in arguments if p.default is p.empty and p.kind in named]
 
 
 def unknown_inputs(model: nn.Module) -> tuple[list[str], list[str]]:
-    """The arguments of forward that nothing is made for: those that it needs, and the tensors that it may take."""
-    known = {name for name, _ in named_inputs(model)}
+    """Return the forward arguments for which no input is generated: the required ones and the optional tensors."""
+    known = {name for name, _ in generated_inputs(model)}
     others = {n: p for n, p in inspect.signature(model.forward).parameters.items() if n not in known}
     needed = [name for name in required_arguments(model) if name in others]
     tensors = [n for n, p in others.items() if "Tensor" in str(p.annotation) and not any(w in n for w in NO_INPUTS)]
@@ -102,9 +101,9 @@ def unknown_inputs(model: nn.Module) -> tuple[list[str], list[str]]:
 
 
 def with_labels(model: nn.Module, batch: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
-    """The batch with labels, such that the model could make its own loss of them: tokens, or a class of each sample.
+    """Yield copies of the batch with labels: tokens, or one class per sample.
 
-    Of a model that makes its decoder's tokens of the labels, without those first.
+    The first candidate omits ``decoder_input_ids``, which some models derive from the labels.
     """
     if "labels" not in inspect.signature(model.forward).parameters or "labels" in batch:
         return
@@ -117,15 +116,15 @@ def with_labels(model: nn.Module, batch: Mapping[str, Tensor]) -> Iterator[Mappi
     yield {**batch, "labels": torch.arange(next(iter(batch.values())).shape[0]) % 2}
 
 
-def named_inputs(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What the names of its forward's arguments say, each by itself."""
+def generated_inputs(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield a value for each forward argument with a known name."""
     names = inspect.signature(model.forward).parameters
     config: Any = getattr(model, "config", None)
     generator = torch.Generator().manual_seed(0)
-    vocab = _field(config, "vocab_size", "text_config", "decoder", "encoder") or _words(model)
+    vocab = _field(config, "vocab_size", "text_config", "decoder", "encoder") or _vocab_size(model)
 
     fields = vars(config) if hasattr(config, "__dict__") else {}
-    special = [x for n, x in fields.items() if n.endswith(("_token_id", "_token_index"))]  # of an image, without one
+    special = [x for n, x in fields.items() if n.endswith(("_token_id", "_token_index"))]  # such as image tokens
 
     def tokens(length: int) -> Tensor:
         words = [word for word in range(5, max(6, (vocab or 0) - 8)) if word not in special] or [5]
@@ -154,18 +153,17 @@ def named_inputs(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     elif "input_features" in names and (bins := _field(config, "feature_projection_input_dim")):
         yield "input_features", torch.randn(BATCH, LENGTH, bins, generator=generator)
     if "input_values" in names:
-        shape = (BATCH, config.max_length, bins) if bins and hasattr(config, "max_length") else (BATCH, SOUND)
+        shape = (BATCH, config.max_length, bins) if bins and hasattr(config, "max_length") else (BATCH, AUDIO_SAMPLES)
         yield "input_values", torch.randn(*shape, generator=generator)
     if "decoder_input_ids" in names and vocab:
         yield "decoder_input_ids", tokens(TARGET_LENGTH)
-    for name in names:  # a part with tokens of its own, such as qformer_input_ids
+    for name in names:  # inputs of a submodel, such as qformer_input_ids
         part = getattr(config, f"{name.removesuffix('_input_ids')}_config", None)
         if name.endswith("_input_ids") and name != "decoder_input_ids" and (words := _field(part, "vocab_size")):
             yield name, torch.randint(min(5, words - 1), words, (BATCH, LENGTH), generator=generator)
 
 
-def _words(model: nn.Module) -> int:
-    """The rows of the embedding of tokens; 0 where there is none."""
+def _vocab_size(model: nn.Module) -> int:
     try:
         table: Any = model.get_input_embeddings()  # type: ignore[operator]  # a method of transformers' models
     except (AttributeError, RuntimeError):  # "not implemented" is one of these
@@ -179,9 +177,9 @@ def _field(config: Any, name: str, *parts: str) -> Any:
 
 
 def forward_call(model: nn.Module, batch: Mapping[str, Tensor], seed: int = 0) -> Forward:
-    """What calls a model with the batch, in the precision of ``model``, without a cache.
+    """Return a function that runs a forward on the batch, in the dtype of ``model`` and without a KV cache.
 
-    A forward that draws random numbers draws the same in each call.
+    Every call uses the same random seed.
     """
     dtype = next(model.parameters()).dtype
     cast = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
@@ -196,117 +194,114 @@ def forward_call(model: nn.Module, batch: Mapping[str, Tensor], seed: int = 0) -
 
 # B batch, S sequence, C channels, P patches of all images, D numbers in a patch
 
-MODALITIES = {"image": 1, "audio": 3}
-"""What stands in a text -> its number in ``mm_token_type_ids``."""
-BEFORE = 2
-"""Tokens of a text before what stands in it."""
-TILES = (1, 2, 3, 5)
-"""Into which an image is cut."""
-MediaLayout = dict[str, Tensor]
-"""Inputs that go together."""
+MODALITIES = {"image": 1, "audio": 3}  # Modality -> its value in ``mm_token_type_ids``
+LEADING_TOKENS = 2  # Text tokens before the media tokens
+TILES = (1, 2, 3, 5)  # Numbers of tiles of an image
+MediaLayout = dict[str, Tensor]  # Consistent inputs of one modality: values, sizes and masks
 
 
-def insert_media_tokens(model: nn.Module, made: Mapping[str, Tensor]) -> Iterator[MediaLayout]:
-    """The batch ``made`` with as many tokens for images and sounds in its texts as the model asks for.
+def insert_media_tokens(model: nn.Module, inputs: Mapping[str, Tensor]) -> Iterator[MediaLayout]:
+    """Yield the batch ``made`` with placeholder tokens for images and audio in its texts.
 
-    One for each way to lay out an image that the model could take; nothing for a model whose config names no such
-    tokens.
+    Yields one batch for each media layout that the model accepts, and none if the config defines no media tokens.
     """
     names = inspect.signature(model.forward).parameters
-    config, text = getattr(model, "config", None), made.get("input_ids")
+    config, text = getattr(model, "config", None), inputs.get("input_ids")
     if text is None:
         return
-    known = [[(kind, way, counts) for way, counts in _taken(model, kind, made)] for kind in MODALITIES]
-    for chosen in product(*(ways for ways in known if ways)):
+    known = [[(m, layout, counts) for layout, counts in _accepted_layouts(model, m, inputs)] for m in MODALITIES]
+    for chosen in product(*filter(None, known)):
         if chosen:
-            places = {kind: (_token(config, kind), counts) for kind, _, counts in chosen}
-            out = _placed(text, places)
-            if "attention_mask" in made:
-                mask_BS = made["attention_mask"]
+            places = {modality: (_token(config, modality), counts) for modality, _, counts in chosen}
+            out = _insert_tokens(text, places)
+            if "attention_mask" in inputs:
+                mask_BS = inputs["attention_mask"]
                 added = out["input_ids"].shape[1] - text.shape[1]
                 out["attention_mask"] = torch.cat([torch.ones(len(text), added).long(), mask_BS], 1)
             out["token_type_ids"] = (out[KINDS] > 0).long()
-            own = {name: x for name, x in made.items() if name not in out and name not in _LAYOUT}
+            own = {name: x for name, x in inputs.items() if name not in out and name not in _LAYOUT}
             found = {name: x for _, way, _ in chosen for name, x in way.items()}
             yield {name: x for name, x in {**out, **own, **found}.items() if name in names}
 
 
-def values_beside_text(model: nn.Module) -> list[str]:
-    """The inputs of images and sounds that a model takes, in its text or apart from it."""
+def media_inputs(model: nn.Module) -> list[str]:
+    """Return the image and audio inputs that a model accepts."""
     names = inspect.signature(model.forward).parameters
     return [name for values in _VALUES.values() for name in values if name in names]
 
 
-def feature_width(model: nn.Module, made: Mapping[str, Tensor]) -> int:
-    """How many numbers the model's features of an image have, where that is not as many as its text's; else 0."""
-    features = _method(model, "get_image_features")
+def feature_width(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
+    """Return the width of image features if it differs from the width of the text; otherwise 0."""
+    features = _find_method(model, "get_image_features")
     if features is None or _token(getattr(model, "config", None), "image") is None:
         return 0
-    for way in _media_layouts("image", model, made):
-        if parts := _features(model, features, {**_asked(features, made), **way}):
+    for way in _media_layouts("image", model, inputs):
+        if parts := _features(model, features, {**_required_inputs(features, inputs), **way}):
             return 0 if parts[0].shape[-1] == text_width(model) else parts[0].shape[-1]
     return 0
 
 
-def _taken(model: nn.Module, kind: str, made: Mapping[str, Tensor]) -> Iterator[tuple[MediaLayout, list[int]]]:
-    """The ways that a model takes what stands in a text, and how many tokens each sample has of it then."""
-    features = _method(model, f"get_{kind}_features")
-    if features is not None and _token(getattr(model, "config", None), kind) is not None:
-        for way in _media_layouts(kind, model, made):
-            parts = _features(model, features, {**_asked(features, made), **way})
-            # what projects them to the width of the text may be behind them
+def _accepted_layouts(
+    model: nn.Module, modality: str, inputs: Mapping[str, Tensor]
+) -> Iterator[tuple[MediaLayout, list[int]]]:
+    """Yield the media layouts that a model accepts, with the number of media tokens of each sample."""
+    features = _find_method(model, f"get_{modality}_features")
+    if features is not None and _token(getattr(model, "config", None), modality) is not None:
+        for way in _media_layouts(modality, model, inputs):
+            parts = _features(model, features, {**_required_inputs(features, inputs), **way})
+            # a later projection may change the width to that of the text
             widths = dict.fromkeys([text_width(model), *(x.shape[-1] for x in parts[:1])])
-            for counts in dict.fromkeys(tuple(_counted(parts, way, width)) for width in widths):
+            for counts in dict.fromkeys(tuple(_features_per_sample(parts, way, width)) for width in widths):
                 if counts:
                     yield way, list(counts)
 
 
-def _token(config: Any, kind: str) -> int | None:
+def _token(config: Any, modality: str) -> int | None:
     ids = special_token_ids(config)
-    return next((ids[name] for name in ids if name.startswith(f"{kind}_token")), None)
+    return next((ids[name] for name in ids if name.startswith(f"{modality}_token")), None)
 
 
 _VALUES = {"image": ("pixel_values",), "audio": ("input_features", "input_values")}
 _LAYOUT = ("pixel_values", "spatial_shapes", "pixel_attention_mask", "input_features")
 
 
-def _placed(text_BS: Tensor, places: Mapping[str, tuple[int | None, list[int]]]) -> MediaLayout:
-    """Texts of one length, with the tokens in them, and which of them stand for what."""
+def _insert_tokens(text_BS: Tensor, places: Mapping[str, tuple[int | None, list[int]]]) -> MediaLayout:
+    """Return texts of equal length with media tokens inserted, and the modality of each token."""
     longest = max(sum(counts[row] for _, counts in places.values()) for row in range(len(text_BS)))
-    rows, kinds = [], []
+    rows, token_types = [], []
     for row, words in enumerate(text_BS):
-        put = [(token, MODALITIES[kind], counts[row]) for kind, (token, counts) in places.items()]
+        put = [(token, MODALITIES[modality], counts[row]) for modality, (token, counts) in places.items()]
         missing = longest - sum(count for _, _, count in put)
-        ids = [*words[:BEFORE], *(token for token, _, count in put for _ in range(count))]
-        of = [0] * BEFORE + [kind for _, kind, count in put for _ in range(count)]
-        rest = [*words[torch.arange(missing) % len(words)], *words[BEFORE:]]
-        rows.append([int(token) for token in (*ids, *rest) if token is not None])
-        kinds.append(of + [0] * len(rest))
-    return {"input_ids": torch.tensor(rows), KINDS: torch.tensor(kinds)}
+        ids = [*words[:LEADING_TOKENS], *(token for token, _, count in put for _ in range(count))]
+        of = [0] * LEADING_TOKENS + [modality for _, modality, count in put for _ in range(count)]
+        remaining = [*words[torch.arange(missing) % len(words)], *words[LEADING_TOKENS:]]
+        rows.append([int(token) for token in (*ids, *remaining) if token is not None])
+        token_types.append(of + [0] * len(remaining))
+    return {"input_ids": torch.tensor(rows), KINDS: torch.tensor(token_types)}
 
 
-def _media_layouts(kind: str, model: nn.Module, made: Mapping[str, Tensor]) -> Iterator[MediaLayout]:
+def _media_layouts(modality: str, model: nn.Module, inputs: Mapping[str, Tensor]) -> Iterator[MediaLayout]:
     names = {*inspect.signature(model.forward).parameters}
-    return _images(getattr(model, "config", None), made, names) if kind == "image" else _sounds(made, names)
+    return (
+        _image_layouts(getattr(model, "config", None), inputs, names)
+        if modality == "image"
+        else _audio_layouts(inputs, names)
+    )
 
 
-def _sounds(made: Mapping[str, Tensor], names: set[str]) -> Iterator[MediaLayout]:
-    if (sound := made.get("input_features")) is not None:
-        masks = {n: torch.ones(len(sound), sound.shape[-1]).long() for n in names if _is_mask_of_sound(n)}
-        yield {"input_features": sound, **masks}
-        yield {"input_features": sound.mT.contiguous(), **masks}
+def _audio_layouts(inputs: Mapping[str, Tensor], names: set[str]) -> Iterator[MediaLayout]:
+    if (audio := inputs.get("input_features")) is not None:
+        masks = {n: torch.ones(len(audio), audio.shape[-1]).long() for n in names if "mask" in n and "feature" in n}
+        yield {"input_features": audio, **masks}
+        yield {"input_features": audio.mT.contiguous(), **masks}
 
 
-def _is_mask_of_sound(name: str) -> bool:
-    return "mask" in name and "feature" in name
-
-
-def _images(config: Any, made: Mapping[str, Tensor], names: set[str]) -> Iterator[MediaLayout]:
+def _image_layouts(config: Any, inputs: Mapping[str, Tensor], names: set[str]) -> Iterator[MediaLayout]:
     vision = getattr(config, "vision_config", config)
     patch, merge = _number(vision, "patch_size"), _number(vision, "spatial_merge_size", "merge_size") or 2
-    pixels = made.get("pixel_values")
+    pixels = inputs.get("pixel_values")
     generator = torch.Generator().manual_seed(0)
-    samples = len(made["input_ids"])
+    samples = len(inputs["input_ids"])
     if "image_grid_thw" in names and patch:
         grids = torch.tensor([[1, 2 * merge, (2 + 2 * (i % 2)) * merge] for i in range(samples)])
         patches = int(grids.prod(-1).sum())
@@ -334,51 +329,46 @@ def _images(config: Any, made: Mapping[str, Tensor], names: set[str]) -> Iterato
 
 
 def _features(model: nn.Module, features: Callable[..., Any], way: MediaLayout) -> list[Tensor]:
-    """What the model makes of images or sounds, one tensor or one for each; nothing where it does not take them so."""
+    """Return the features that the model computes from images or audio; empty if it does not accept the layout."""
     dtype, known = next(model.parameters()).dtype, inspect.signature(features).parameters
     cast = {name: x.to(dtype) if x.is_floating_point() else x for name, x in way.items()}
     try:
         with torch.no_grad():
             given = features(**{name: x for name, x in cast.items() if name in known})
-    except Exception:  # the way of another model
+    except Exception:  # a layout for another model
         return []
     pooled = getattr(given, "pooler_output", None)
     given = getattr(given, "last_hidden_state", given) if pooled is None else pooled
     return [x for x in tree_leaves(given) if isinstance(x, Tensor) and x.is_floating_point() and x.dim()]
 
 
-def _asked(features: Callable[..., Any], made: Mapping[str, Tensor]) -> MediaLayout:
-    """What the model's features of images cannot be made without, beside the images, such as a question about them."""
-    asked = [p.name for p in inspect.signature(features).parameters.values() if p.default is p.empty]
-    return {name: made[name] for name in asked if name in made and name not in _LAYOUT}
+def _required_inputs(features: Callable[..., Any], inputs: Mapping[str, Tensor]) -> MediaLayout:
+    """Return required inputs of the feature function other than the media, such as a question about an image."""
+    required = [p.name for p in inspect.signature(features).parameters.values() if p.default is p.empty]
+    return {name: inputs[name] for name in required if name in inputs and name not in _LAYOUT}
 
 
-def _counted(parts: Sequence[Tensor], way: MediaLayout, width: int) -> list[int]:
-    """How many features of this width the model makes of what each sample has; nothing where they do not fit."""
-    units = _units(way)
+def _features_per_sample(parts: Sequence[Tensor], way: MediaLayout, width: int) -> list[int]:
+    """Return the number of features per sample, each of size ``width``; empty if the sizes do not fit."""
+    # patches of all images are concatenated
+    units = to_list(way["image_grid_thw"].prod(-1)) if "image_grid_thw" in way else []
     samples = len(units) or len(next(iter(way.values())))
     if len(parts) == 1 and units:
-        share, rest = divmod(sum(units) * width, parts[0].numel())
-        return [] if rest or not share else [n // share for n in units]
+        share, remaining = divmod(sum(units) * width, parts[0].numel())
+        return [] if remaining or not share else [n // share for n in units]
     if len(parts) == 1:
         return [parts[0].numel() // width // samples] * samples
     counts = [x.numel() // width for x in parts]
     return counts if len(counts) == samples and all(counts) else []
 
 
-def _units(way: MediaLayout) -> list[int]:
-    """Of how many patches each image is, where they lie one behind the other."""
-    return to_list(way["image_grid_thw"].prod(-1)) if "image_grid_thw" in way else []
-
-
 def text_width(model: nn.Module) -> int:
-    """How many numbers a token is."""
+    """Return the width of a token embedding."""
     table: Any = model.get_input_embeddings()  # type: ignore[operator]  # a method of transformers' models
     return int(table.weight.shape[-1])
 
 
-def _method(model: nn.Module, name: str) -> Callable[..., Any] | None:
-    """Of the model, or of what it is built around."""
+def _find_method(model: nn.Module, name: str) -> Callable[..., Any] | None:
     around = (model, getattr(model, "model", None), getattr(model, "base_model", None))
     return next((method for m in around if callable(method := getattr(m, name, None))), None)
 

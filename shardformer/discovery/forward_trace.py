@@ -1,8 +1,8 @@
-"""Traces one forward of a reduced model: which linears feed which, and how modules treat tokens.
+"""Traces one forward of a reduced model: which linears feed which, and how modules process tokens.
 
-Every linear's output is marked with the linear's name, and every tensor computed of a marked one carries its marks. A
-linear that reads an unmarked input could be cut by columns; the first linear that reads marked ones would be the row
-behind them, and with its output, which is whole again, the marks end.
+The output of each linear is marked with the linear's path, and every result computed from a marked tensor inherits the
+marks. A linear with an unmarked input is a column-parallel candidate. A linear with a marked input is the row-parallel
+candidate that follows; its output is full again and unmarked.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,64 +25,41 @@ from shardformer.tensor_parallel.sequence_parallel import first_tensor
 from shardformer.torch_compat import TorchDispatchMode, schema_of, tree_leaves
 
 MERGING_OPS = ("bmm", "baddbmm", "scaled_dot_product")
-"""Operations in which queries meet keys, or scores meet values."""
+"""Operations that combine queries with keys, or scores with values."""
 
 
 @dataclass
 class LinearGroup:
-    """Linears that give to one linear.
+    """Linears whose outputs feed one other linear."""
 
-    Args:
-        row: path of the linear that reads.
-        columns: paths of those that give, in the order of their calls.
-        entry: path of the module around the first columns, or of a column that stands alone.
-        enters: whether the first tensor argument of that module is what they read.
-        apart: those columns that read something else (cross-attention's states).
-        attends: whether they meet as queries and keys do.
-        head_dim: where they do, the last dim of the first of them there: the features of a head.
-    """
-
-    row: str
-    columns: list[str]
-    entry: str = ""
-    enters: bool = True
-    apart: list[str] = field(default_factory=list)
-    attends: bool = False
-    head_dim: int = 0
+    row: str  # path of the linear that is fed
+    columns: list[str]  # paths of the linears that feed it, in call order
+    entry: str = ""  # path of the module around the first columns, or of a single column
+    enters: bool = True  # whether the columns read the first tensor argument of that module
+    other_columns: list[str] = field(default_factory=list)  # columns with another input, as in cross-attention
+    attends: bool = False  # whether the outputs are combined as queries and keys
+    head_dim: int = 0  # features of a head, from the last dim of the first operand; 0 without attention
 
 
 @dataclass
 class ForwardTrace:
-    """What was seen in one forward.
+    """Trace of one forward. All keys are module paths."""
 
-    Args:
-        groups: in the order in which their rows were reached.
-        called: path of each linear that was called -> how often.
-        inputs: path of each module that was called -> the tensors it was given first, by argument.
-        read: path of each linear -> what it read, call by call.
-        outputs: path of each module that was called -> the first tensor of what it gave.
-        numbers: path of a module -> its whole-numbered attributes that were read meanwhile.
-        normed: path of each norm that was called -> the columns whose output it normalised.
-        projections: linears whose outputs, with no other linear between, met as queries and keys do.
-    """
-
-    groups: list[LinearGroup] = field(default_factory=list)
-    called: dict[str, int] = field(default_factory=dict)
-    inputs: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    read: dict[str, list[Tensor]] = field(default_factory=dict)
-    outputs: dict[str, Tensor] = field(default_factory=dict)
-    numbers: dict[str, dict[str, int]] = field(default_factory=dict)
-    normed: dict[str, frozenset[str]] = field(default_factory=dict)
-    projections: list[frozenset[str]] = field(default_factory=list)
+    groups: list[LinearGroup] = field(default_factory=list)  # groups of linears, in call order of their rows
+    inputs: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # module -> tensor arguments of its first call
+    read: dict[str, list[Tensor]] = field(default_factory=dict)  # linear -> its input in each call
+    outputs: dict[str, Tensor] = field(default_factory=dict)  # module -> first tensor of its output
+    numbers: dict[str, dict[str, int]] = field(default_factory=dict)  # module -> integer attributes that were read
+    normed: dict[str, frozenset[str]] = field(default_factory=dict)  # norm -> columns whose output it normalized
+    projections: list[frozenset[str]] = field(default_factory=list)  # linears combined as queries and keys
 
 
-TRACE_LOCK = threading.Lock()
-"""Whether a mode watches each operation is kept for all threads at once, and ranks may be threads."""
+TRACE_LOCK = threading.Lock()  # Dispatch modes share state between threads, and ranks may be threads
 
 
-def trace_forward(model: nn.Module, run: Callable[[nn.Module], Any], whole: Iterable[str] = ()) -> ForwardTrace:
-    """Runs the model once, without gradients, and returns what flowed. Linears in ``whole`` only pass marks on."""
-    observer = _ForwardTracer(model, frozenset(whole))
+def trace_forward(model: nn.Module, run: Callable[[nn.Module], Any], replicated: Iterable[str] = ()) -> ForwardTrace:
+    """Trace one forward without gradients. Linears in ``replicated`` are replicated and only propagate marks."""
+    observer = _ForwardTracer(model, frozenset(replicated))
     with ExitStack() as stack:
         for path, module in model.named_modules():
             for hook in (
@@ -97,48 +73,53 @@ def trace_forward(model: nn.Module, run: Callable[[nn.Module], Any], whole: Iter
     return observer.finish()
 
 
+def layer_paths(model: nn.Module, layers: str) -> list[str]:
+    """Return the paths of the layers in the list at ``layers``, which may contain ``*``."""
+    return match_paths(f"{layers}.*", [path for path, _ in model.named_modules()])
+
+
 def outputs_per_layer(model: nn.Module, run: Callable[[nn.Module], Any], stacks: Iterable[str]) -> dict[str, int]:
-    """How many things the layers at each path return in one forward; 0 where it is their states alone."""
-    given: dict[str, int] = {}
+    """Return the number of outputs of the layers of each stack; 0 if layers return only a tensor."""
+    counts: dict[str, int] = {}
     with ExitStack() as stack, torch.no_grad():
         for layers in stacks:
-            given[layers] = 0
+            counts[layers] = 0
 
             def note(_: nn.Module, __: Any, out: Any, layers: str = layers) -> None:
-                given[layers] = len(out) if isinstance(out, tuple | list) else 0
+                counts[layers] = len(out) if isinstance(out, tuple | list) else 0
 
-            for path in match_paths(f"{layers}.*", [name for name, _ in model.named_modules()]):
+            for path in layer_paths(model, layers):
                 stack.callback(model.get_submodule(path).register_forward_hook(note).remove)
         run(model)
-    return given
+    return counts
 
 
 class _TensorOrigins(TorchDispatchMode):
-    """Tensor -> the names of the linears that it was computed of."""
+    """Tracks the linears from whose outputs each tensor was computed."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own has no types
         self._marks: dict[int, frozenset[str]] = {}
-        self._kept: list[Tensor] = []  # so that no identity is used twice
-        self.met: dict[frozenset[str], int] = {}
+        self._tensors: list[Tensor] = []  # prevents reuse of ids
+        self.merged: dict[frozenset[str], int] = {}
 
     def of(self, x: Any) -> frozenset[str]:
         return self._marks.get(id(x), frozenset())
 
     def put(self, x: Tensor, marks: frozenset[str]) -> None:
         self._marks[id(x)] = marks
-        self._kept.append(x)
+        self._tensors.append(x)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        given = [(x, self.of(x)) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        marked = [marks for _, marks in given if marks]
+        inputs = [(x, self.of(x)) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        marked = [marks for _, marks in inputs if marks]
         if not marked:
             return out
         marks = frozenset().union(*marked)
         if len(marked) > 1 and any(name in str(func) for name in MERGING_OPS):
-            self.met.setdefault(marks, next(x.shape[-1] for x, of_x in given if of_x))
+            self.merged.setdefault(marks, next(x.shape[-1] for x, of_x in inputs if of_x))
         for x in tree_leaves(out):
             if isinstance(x, Tensor):
                 self.put(x, marks)
@@ -148,11 +129,11 @@ class _TensorOrigins(TorchDispatchMode):
 
 
 class _ForwardTracer:
-    def __init__(self, model: nn.Module, whole: frozenset[str]) -> None:
+    def __init__(self, model: nn.Module, replicated: frozenset[str]) -> None:
         self.flow, self.marks, self.last = ForwardTrace(), _TensorOrigins(), _TensorOrigins()
-        self._whole = whole
+        self._replicated = replicated
         self._linears = {path for path, module in model.named_modules() if is_linear(module)}
-        self._giving: dict[str, frozenset[str]] = {}
+        self._feeding: dict[str, frozenset[str]] = {}
         self._groups: dict[str, LinearGroup] = {}
         self._order: list[str] = []
         self._parents = {path: path.rpartition(".")[0] for path, _ in model.named_modules()}
@@ -162,14 +143,14 @@ class _ForwardTracer:
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             every = {**dict(zip(names, args, strict=False)), **kwargs}
-            given = {name: x for name, x in every.items() if isinstance(x, Tensor)}
-            self.flow.inputs.setdefault(path, given)
-            if given and "norm" in type(module).__name__.lower() and not module._modules:
-                self.flow.normed.setdefault(path, self.marks.of(next(iter(given.values()))))
-            if path in self._linears and given:
-                x = next(iter(given.values()))
+            tensors = {name: x for name, x in every.items() if isinstance(x, Tensor)}
+            self.flow.inputs.setdefault(path, tensors)
+            if tensors and "norm" in type(module).__name__.lower() and not module._modules:
+                self.flow.normed.setdefault(path, self.marks.of(next(iter(tensors.values()))))
+            if path in self._linears and tensors:
+                x = next(iter(tensors.values()))
                 self.flow.read.setdefault(path, []).append(x)
-                self._giving[path] = self.marks.of(x)
+                self._feeding[path] = self.marks.of(x)
 
         return hook
 
@@ -181,21 +162,20 @@ class _ForwardTracer:
             self.flow.outputs[path] = first
             if path in self._linears:
                 self.last.put(first, frozenset({path}))
-            if path in self._linears and path in self._giving:
-                self._pass(path, first)
+            if path in self._linears and path in self._feeding:
+                self._update_marks(path, first)
 
         return hook
 
-    def _pass(self, path: str, out: Tensor) -> None:
-        giving = self._giving.pop(path)
-        self.flow.called[path] = self.flow.called.get(path, 0) + 1
-        if path in self._whole:
-            self.marks.put(out, giving)
-        elif giving:
+    def _update_marks(self, path: str, out: Tensor) -> None:
+        feeding = self._feeding.pop(path)
+        if path in self._replicated:
+            self.marks.put(out, feeding)
+        elif feeding:
             self.marks.put(out, frozenset())
             group = self._groups.setdefault(path, LinearGroup(path, []))
-            group.columns += [c for c in self._order if c in giving and c not in group.columns]
-            size = next((size for met, size in self.marks.met.items() if met <= giving), None)
+            group.columns += [c for c in self._order if c in feeding and c not in group.columns]
+            size = next((size for merged, size in self.marks.merged.items() if merged <= feeding), None)
             group.attends |= size is not None
             group.head_dim = group.head_dim or size or 0
         else:
@@ -205,42 +185,44 @@ class _ForwardTracer:
 
     def finish(self) -> ForwardTrace:
         for group in self._groups.values():
-            self._place(group)
+            self._find_entry(group)
         self.flow.groups = list(self._groups.values())
-        self.flow.projections = list(self.last.met)
+        self.flow.projections = list(self.last.merged)
         return self.flow
 
-    def _place(self, group: LinearGroup) -> None:
-        """Finds out where what the first columns read comes in."""
+    def _find_entry(self, group: LinearGroup) -> None:
+        """Determine the module through which the input of the columns enters."""
         first = {c: self.flow.read[c][0] for c in group.columns}
         source = first[group.columns[0]]
-        beside = [c for c, x in first.items() if x is source]
-        group.apart = [c for c, x in first.items() if x is not source]
-        path = common_parent(beside) if len(beside) > 1 else self._parents[beside[0]]
-        given = self._given(path)
-        group.enters = source is given or (group.attends and _is_of(source, given))
-        group.entry = path if group.enters or len(beside) > 1 else beside[0]
-        group.enters = group.enters or len(beside) == 1
+        per_token_args = [c for c, x in first.items() if x is source]
+        group.other_columns = [c for c, x in first.items() if x is not source]
+        path = common_parent(per_token_args) if len(per_token_args) > 1 else self._parents[per_token_args[0]]
+        module_input = self._first_input(path)
+        group.enters = source is module_input or (group.attends and _is_of(source, module_input))
+        group.entry = path if group.enters or len(per_token_args) > 1 else per_token_args[0]
+        group.enters = group.enters or len(per_token_args) == 1
         if group.attends and (group.entry in group.columns or not group.enters) and len(group.columns) > 1:
             inner, outer = common_parent(group.columns), common_parent([*group.columns, group.row])
-            given = self._given(outer)
-            apart = [c for c, x in first.items() if not _is_of(x, given)]
-            if group.entry in group.columns or len(apart) < len(group.columns):
-                group.entry = inner if self._given(inner) is given else outer
-                group.apart, group.enters = apart, True
+            module_input = self._first_input(outer)
+            other_columns = [c for c, x in first.items() if not _is_of(x, module_input)]
+            if group.entry in group.columns or len(other_columns) < len(group.columns):
+                group.entry = inner if self._first_input(inner) is module_input else outer
+                group.other_columns, group.enters = other_columns, True
 
-    def _given(self, path: str) -> Tensor | None:
-        """What enters the module: its first tensor argument."""
+    def _first_input(self, path: str) -> Tensor | None:
+        """Return the first tensor argument of a module."""
         return next(iter(self.flow.inputs.get(path, {}).values()), None)
 
 
-def _is_of(read: Tensor, given: Tensor | None) -> bool:
-    """Whether it is what was given, or the same numbers in another shape."""
-    return given is not None and read.data_ptr() == given.data_ptr() and read.numel() == given.numel()
+def _is_of(read: Tensor, module_input: Tensor | None) -> bool:
+    """Return whether ``read`` is ``module_input`` or a view of it with the same memory."""
+    return (
+        module_input is not None and read.data_ptr() == module_input.data_ptr() and read.numel() == module_input.numel()
+    )
 
 
 def common_parent(paths: Sequence[str]) -> str:
-    """The longest path that leads to a module around all of them."""
+    """Return the path of the innermost module that contains all of ``paths``."""
     split = [path.split(".")[:-1] for path in paths]
     shared = []
     for parts in zip(*split, strict=False):
@@ -251,7 +233,7 @@ def common_parent(paths: Sequence[str]) -> str:
 
 
 def _watch_numbers(module: nn.Module, seen: dict[str, int]) -> Callable[[], None]:
-    """Notes in ``seen`` which of the module's own whole numbers are read. Returns what ends it."""
+    """Record reads of integer attributes of a module in ``seen``. Return a function that stops recording."""
     native: Any = type(module)
     numbers: Mapping[str, int] = {
         name: value for name, value in vars(module).items() if type(value) is int and not name.startswith("_")
@@ -271,105 +253,109 @@ def _watch_numbers(module: nn.Module, seen: dict[str, int]) -> Callable[[], None
 
 
 TOKEN_ROUNDING = 1e-5
-"""Of the largest number of an output: tokens that experts are given in another order differ by less."""
+"""Relative to the largest value of an output; rounding from a changed token order in experts is smaller."""
 
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """The first call of a module: what it was given, and what it gave."""
+    """Inputs and output of the first call of a module."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     output: Any
 
     @property
-    def given(self) -> Tensor | None:
-        """Its hidden states."""
+    def hidden_states(self) -> Tensor | None:
+        """The hidden states passed to the module."""
         tensors = [x for x in (*self.args, *self.kwargs.values()) if isinstance(x, Tensor)]
         return first_tensor(self.args, self.kwargs) if tensors else None
 
     @property
-    def gave(self) -> Tensor | None:
+    def first_output(self) -> Tensor | None:
         first = self.output[0] if isinstance(self.output, tuple | list) else self.output
         return first if isinstance(first, Tensor) else None
 
 
 class TokenUse:
-    """The layers at one path, of a model that ran once.
+    """Observed processing of tokens by the layers of one stack in one forward.
 
     Args:
-        layers: the path of their list.
+        layers: path of the list of layers.
 
     Attributes:
-        shape: samples and tokens of what they are given.
+        shape: (batch, sequence) of the hidden states.
     """
 
     def __init__(self, reference: ReferenceGradients, layers: str) -> None:
         self.layers, self._model = layers, reference.model
-        self.paths = match_paths(f"{layers}.*", [path for path, _ in self._model.named_modules()])
+        self.paths = layer_paths(self._model, layers)
         self._calls: dict[str, ModuleCall] = {}
         with ExitStack() as stack, torch.no_grad():
             for outer in self.paths:
                 for path, module in self._model.get_submodule(outer).named_modules(prefix=outer):
-                    note = partial(self._note, path)
+
+                    def note(_: nn.Module, args: Any, kwargs: Any, output: Any, path: str = path) -> None:
+                        self._calls.setdefault(path, ModuleCall(args, kwargs, output))
+
                     stack.callback(module.register_forward_hook(note, with_kwargs=True).remove)
             reference.run(self._model)
-        first = next((self._calls[path].given for path in self.paths if path in self._calls), None)
+        first = next((self._calls[path].hidden_states for path in self.paths if path in self._calls), None)
         self.shape: tuple[int, ...] = (0, 0) if first is None or first.dim() < 3 else tuple(first.shape[:2])
 
-    def _note(self, path: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        self._calls.setdefault(path, ModuleCall(args, kwargs, output))
-
-    def by_token(self, x: Tensor | None) -> bool:
-        """Whether this is something for each token of the stack: (B, S, ...), or (B*S, ...)."""
+    def has_token_dim(self, x: Tensor | None) -> bool:
+        """Return whether ``x`` has an entry for each token: (B, S, ...) or (B*S, ...)."""
         samples, length = self.shape
         return x is not None and (
             (x.dim() > 2 and tuple(x.shape[:2]) == self.shape) or (x.dim() == 2 and x.shape[0] == samples * length)
         )
 
-    def is_given_tokens(self, path: str) -> bool:
-        """Also True of a module that was not called: it may be, of another batch."""
-        return path not in self._calls or self.by_token(self._calls[path].given)
+    def receives_tokens(self, path: str) -> bool:
+        """Return whether a module receives tokens; True for a module that this forward did not call."""
+        return path not in self._calls or self.has_token_dim(self._calls[path].hidden_states)
 
-    def is_given_numbers(self, path: str) -> bool:
-        """Whether a module is given one number for each token, (B, S), beside its states."""
+    def receives_numbers(self, path: str) -> bool:
+        """Return whether a module receives one number per token, (B, S), in addition to its hidden states."""
         return any(isinstance(x, Tensor) and tuple(x.shape) == self.shape for x in self._named(path).values())
 
     def above(self, path: str) -> dict[str, str]:
-        """The modules of a layer that hold the one at ``path``, and itself, from the outermost: name -> path."""
+        """Return the modules of a layer that contain ``path``, and itself, outermost first: name -> path."""
         outer = next((outer for outer in self.paths if path.startswith(f"{outer}.")), None)
         parts = path.removeprefix(f"{outer}.").split(".") if outer is not None else []
         names = [".".join(parts[: i + 1]) for i in range(len(parts))]
         return {name: f"{outer}.{name}" for name in names}
 
-    def is_fed(self, path: str) -> bool:
-        """Whether a module is given the stack's tokens, in their order (B, S, ...), and gives as many."""
-        if (call := self._calls.get(path)) is None or (x := call.given) is None:
+    def maps_tokens(self, path: str) -> bool:
+        """Return whether a module maps the tokens of the stack (B, S, ...) to as many outputs."""
+        if (call := self._calls.get(path)) is None or (x := call.hidden_states) is None:
             return False
-        return x.dim() > 2 and tuple(x.shape[:2]) == self.shape and self.by_token(call.gave)
+        return x.dim() > 2 and tuple(x.shape[:2]) == self.shape and self.has_token_dim(call.first_output)
 
     def children(self) -> Iterator[tuple[str, str]]:
-        """What a layer may call: (path of a layer, name in it)."""
+        """Yield the modules that a layer may call: (path of the layer, name in the layer)."""
         for outer in self.paths:
             for name, _ in _called(self._model.get_submodule(outer)):
                 yield outer, name
 
     def mixing(self) -> Iterator[tuple[str, str]]:
-        """The children of layers that may carry something from token to token: (path of a layer, name in it)."""
+        """Yield the children of layers that may mix tokens: (path of the layer, name in the layer)."""
         for outer in self.paths:
             for name, child in _called(self._model.get_submodule(outer)):
-                apart = is_linear(child) or norm_kind(child) is not None or is_elementwise(child)
-                if not apart and next(child.parameters(), None) is not None and self._mixes(f"{outer}.{name}", child):
+                other_columns = is_linear(child) or norm_kind(child) is not None or is_elementwise(child)
+                if (
+                    not other_columns
+                    and next(child.parameters(), None) is not None
+                    and self._mixes(f"{outer}.{name}", child)
+                ):
                     yield outer, name
 
     def _mixes(self, path: str, module: nn.Module) -> bool:
-        """Whether what it gives for one token changes with another: its first token, then its last, is changed."""
+        """Return whether an output token depends on other input tokens, by changing the first and the last token."""
         call = self._calls.get(path)
         if call is None:
             return True
-        x, y = call.given, call.gave
+        x, y = call.hidden_states, call.first_output
         if x is None or y is None or tuple(x.shape[:2]) != self.shape or tuple(y.shape[:2]) != self.shape:
-            return self.is_given_tokens(path)
+            return self.receives_tokens(path)
         for token, others in ((0, slice(1, None)), (-1, slice(None, -1))):
             changed = x.detach().clone()
             changed[:, token] += torch.linspace(0.5, 1.5, x.shape[-1], dtype=x.dtype, device=x.device).square()
@@ -377,34 +363,34 @@ class TokenUse:
             named = {name: changed if a is x else a for name, a in call.kwargs.items()}
             try:
                 with torch.no_grad():
-                    again = ModuleCall((), {}, module(*own, **named)).gave
-            except Exception:  # called out of its turn a module may raise anything
+                    again = ModuleCall((), {}, module(*own, **named)).first_output
+            except Exception:  # a module may raise anything if it is called outside its forward
                 return True
             if again is None or again.shape != y.shape or y.shape[1] < 2 or torch.equal(again[:, token], y[:, token]):
-                return True  # nothing can be told, as where its last weight begins at 0
+                return True  # unknown, for example if its last weight is initialized to 0
             if max_difference(again[:, others], y[:, others]) > TOKEN_ROUNDING * y.abs().max():
                 return True
         return False
 
-    def beside(self) -> Iterator[str]:
-        """The arguments of layers, and of modules in them, that are given for each token beside their states."""
+    def per_token_args(self) -> Iterator[str]:
+        """Yield the arguments per token of layers and their modules, except the hidden states."""
         for outer in self.paths:
             for path, _ in self._model.get_submodule(outer).named_modules(prefix=outer):
                 for name, x in self._named(path).items():
-                    if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 2 and self.by_token(x):
+                    if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 2 and self.has_token_dim(x):
                         yield f"{path}.{name}".removeprefix(f"{outer}.")
 
     def _named(self, path: str) -> dict[str, Any]:
-        """What a module was given beside its states, by the names of its arguments."""
+        """Return the arguments of a module by name, except the hidden states."""
         if (call := self._calls.get(path)) is None:
             return {}
         names = inspect.signature(self._model.get_submodule(path).forward).parameters
         named = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
-        return {name: x for name, x in named.items() if x is not call.given}
+        return {name: x for name, x in named.items() if x is not call.hidden_states}
 
 
 def _called(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The children of a module, and in the place of lists, which nobody calls, what stands in them."""
+    """Yield the children of a module, and the members of its lists, which are not called themselves."""
     for name, child in module.named_children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from _called(child, f"{prefix}{name}.")

@@ -1,6 +1,6 @@
-"""Finds the stacks of layers of a model, and what pipeline stages and sequence parallelism need of them.
+"""Finds the stacks of layers of a model, and the hints that pipeline stages and sequence parallelism need.
 
-As with blocks, what one forward shows is a draft, and the draft that is proven is taken.
+Traced forwards yield candidate hints. The first candidate that passes validation is used.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from shardformer.discovery.validation import (
     ONE_LAYER,
     bound_policy,
     layer_sequence_of,
+    stacks_of,
     validate_policy,
     validate_stages,
 )
@@ -37,7 +38,7 @@ LayerStacks = Sequence[LayerStack]
 
 
 def find_layer_stacks(reference: ReferenceGradients) -> list[LayerStack]:
-    """The outermost lists of layers, each of which one forward calls in order; in the order of their calls."""
+    """Return the outermost lists of layers that a forward calls in order, sorted by call."""
     model = reference.model
     layers = {
         path: [f"{path}.{name}" for name, _ in m.named_children()]
@@ -45,148 +46,140 @@ def find_layer_stacks(reference: ReferenceGradients) -> list[LayerStack]:
         if isinstance(m, nn.ModuleList | nn.Sequential) and len(m) > 1 and all(_is_layer(c) for c in m.children())
     }
     outer = [path for path in layers if not any(path.startswith(f"{other}.") for other in layers)]
-    calls = list(dict.fromkeys(_calls(reference, [layer for path in outer for layer in layers[path]])))
+    calls = list(dict.fromkeys(_calls_in_order(reference, [layer for path in outer for layer in layers[path]])))
     in_order = [path for path in outer if [call for call in calls if call in layers[path]] == layers[path]]
-    given = outputs_per_layer(model, reference.run, in_order)
+    counts = outputs_per_layer(model, reference.run, in_order)
     in_order.sort(key=lambda path: calls.index(layers[path][0]))
-    return [LayerStack(path, [], stages=PipelineHints(num_outputs=given[path])) for path in in_order]
+    return [LayerStack(path, [], stages=PipelineHints(num_outputs=counts[path])) for path in in_order]
 
 
 def _is_layer(module: nn.Module) -> bool:
-    """Whether it is made of other modules, of which some train; a list of linears and activations is no stack."""
+    """Return whether a module has submodules and parameters; a list of linears and activations is no stack."""
     return any(True for _ in module.children()) and any(True for _ in module.parameters())
 
 
 def find_pipeline_hints(reference: ReferenceGradients, policy: type[RolePolicy]) -> tuple[LayerStacks, str | None]:
-    """The stacks of a policy with what a pipeline must know of them, and why the model cannot be cut, if so."""
-    stacks = [policy.stack] if isinstance(policy.stack, LayerStack) else list(policy.stack)
-    return _PipelineHintSearch(reference, policy).of(stacks)
+    """Find pipeline hints for the stacks of a policy; return the stacks and the reason for failure, if any."""
+    return _PipelineHintSearch(reference, policy).of(stacks_of(policy))
 
 
 class _PipelineHintSearch:
-    """What stages of a small model need: drafts of its stacks."""
+    """Search for pipeline hints that pass validation on a reduced model."""
 
     def __init__(self, reference: ReferenceGradients, policy: type[RolePolicy]) -> None:
-        self._truth, self._policy, self._model = reference, policy, reference.model
-        self._fullest = (reference, *reference.also)[-1]  # a forward of all modules
+        self._reference, self._policy, self._model = reference, policy, reference.model
+        self._last_reference = (reference, *reference.also)[-1]  # the forward that calls most modules
         self._base = bound_policy(policy, reference.model).base
 
     def of(self, stacks: LayerStacks) -> tuple[LayerStacks, str | None]:
-        """The stacks as they are proven, and None; or as they came, and what is wrong."""
-        if (missing := self._not_run(stacks)) is not None:
-            return stacks, f"{missing} is not run for every batch"
-        against = self._mismatch(stacks)
-        if against is None or against == ONE_LAYER:
-            return stacks, against
-        for draft in self._drafts(stacks):
-            if self._mismatch(draft) is None:
-                return self._only_needed(draft), None
-        return stacks, against
+        """Return the stacks with validated hints and None, or the stacks unchanged and the reason for failure."""
+        if (missing := self._uncalled_layer(stacks)) is not None:
+            return stacks, f"the layer {missing} is not called for every batch"
+        failure = self._mismatch(stacks)
+        if failure is None or failure == ONE_LAYER:
+            return stacks, failure
+        for candidate in self._candidates(stacks):
+            if self._mismatch(candidate) is None:
+                return self._without_unneeded(candidate), None
+        return stacks, failure
 
     def _mismatch(self, stacks: LayerStacks) -> str | None:
-        return validate_stages(self._truth, self._policy, stacks)
+        return validate_stages(self._reference, self._policy, stacks)
 
     def _chain(self, stacks: LayerStacks) -> LayerSequence:
         return layer_sequence_of(self._model, self._policy, stacks)
 
-    def _own(self, path: str) -> str:
-        """Relative to the base model, as a table says it."""
+    def _relative(self, path: str) -> str:
         return path.removeprefix(f"{self._base}.") if self._base else path
 
-    def _not_run(self, stacks: LayerStacks) -> str | None:
+    def _uncalled_layer(self, stacks: LayerStacks) -> str | None:
         units = self._chain(stacks).layer_calls
-        calls = _calls(self._truth, units)
+        calls = _calls_in_order(self._reference, units)
         return next((unit for unit in units if unit not in calls), None)
 
-    def _drafts(self, stacks: LayerStacks) -> Iterator[LayerStacks]:
-        """By the order of calls; with states that a later stack reads; with tables of the first layer; with what all
-        stages have."""
-        placed = self._with_sides(stacks)
-        from_first = self._with_lent(placed)
-        ways = [placed, self._with_contexts(placed), from_first, self._with_contexts(from_first)]
+    def _candidates(self, stacks: LayerStacks) -> Iterator[LayerStacks]:
+        """Yield candidates: by call order, with cross states, with tables of the first layer, with shared modules."""
+        placed = self._place_by_calls(stacks)
+        from_first = self._with_shared_tables(placed)
+        ways = [placed, self._with_cross_states(placed), from_first, self._with_cross_states(from_first)]
         ways = [way for i, way in enumerate(ways) if way not in ways[:i]]
         yield from ways
         for way in ways:
-            for with_lists in (False, True) if self._truth.also else (False,):
-                if everywhere := self._in_front(self._chain(way), with_lists=with_lists):
-                    yield [_with(stack, on_every_stage=everywhere) for stack in way]
+            for with_lists in (False, True) if self._reference.also else (False,):
+                if everywhere := self._before_layers(self._chain(way), with_lists=with_lists):
+                    yield [_with_hints(stack, on_every_stage=everywhere) for stack in way]
 
-    def _only_needed(self, stacks: LayerStacks) -> LayerStacks:
-        """Without those of ``everywhere`` that are not needed."""
+    def _without_unneeded(self, stacks: LayerStacks) -> LayerStacks:
         kept = stacks
         for path in stacks[0].stages.on_every_stage:
-            fewer = [_with(s, on_every_stage=tuple(p for p in s.stages.on_every_stage if p != path)) for s in kept]
+            paths = tuple(p for p in kept[0].stages.on_every_stage if p != path)
+            fewer = [_with_hints(stack, on_every_stage=paths) for stack in kept]
             if self._mismatch(fewer) is None:
                 kept = fewer
         return kept
 
-    def _beside(self, chain: LayerSequence) -> list[str]:
-        """The modules of the base model outside of the layers that have parameters of their own."""
+    def _modules_outside_layers(self, chain: LayerSequence) -> list[str]:
         paths = [path for path, module in self._model.named_modules() if path and module._parameters]
         inside = [path for path in paths if path.startswith(f"{self._base}." if self._base else "")]
         return [path for path in inside if not any(f"{path}.".startswith(f"{unit}.") for unit in chain.layer_calls)]
 
-    def _in_front(self, chain: LayerSequence, *, with_lists: bool) -> tuple[str, ...]:
-        """Those that go with the first layer of all, and other lists of layers (a vision tower's) only if asked for."""
-        home = owner_layers(self._model, chain)
-        first = {name.rpartition(".")[0] for name, units in home.items() if units == frozenset({0})}
-        paths = [path for path in self._beside(chain) if path in first]
+    def _before_layers(self, chain: LayerSequence, *, with_lists: bool) -> tuple[str, ...]:
+        """Return modules that are placed with the first layer; include other lists of layers with ``with_lists``."""
+        owners = owner_layers(self._model, chain)
+        first = {name.rpartition(".")[0] for name, units in owners.items() if units == frozenset({0})}
+        paths = [path for path in self._modules_outside_layers(chain) if path in first]
         paths = [path for path in paths if with_lists or not re.search(r"\.\d", path)]
-        return tuple(dict.fromkeys(self._own(re.split(r"\.\d", path)[0]) for path in paths))
+        return tuple(dict.fromkeys(self._relative(re.split(r"\.\d", path)[0]) for path in paths))
 
-    def _with_sides(self, stacks: LayerStacks) -> LayerStacks:
-        """With what is called before the first and behind the last, where its place in the model says otherwise.
+    def _place_by_calls(self, stacks: LayerStacks) -> LayerStacks:
+        """Move modules to the stage of their call if the order of registration differs.
 
-        (BART registers the norm of its embeddings behind the layers.)
+        BART, for example, registers the norm of its embeddings after the layers.
         """
         chain = self._chain(stacks)
-        home, beside = owner_layers(self._model, chain), self._beside(chain)
-        calls = _calls(self._fullest, (*beside, *chain.layer_calls))
+        owners, outside = owner_layers(self._model, chain), self._modules_outside_layers(chain)
+        calls = _calls_in_order(self._last_reference, (*outside, *chain.layer_calls))
         out, end = list(stacks), len(chain.layer_calls) - 1
         bounds = [(calls.index(s.layer_calls[0]), calls.index(s.layer_calls[-1])) for s in chain.stacks]
-        for path in (path for path in dict.fromkeys(calls) if path in beside):
-            at, own = calls.index(path), self._own(path)
-            unit = next(min(units) for name, units in home.items() if name.rpartition(".")[0] == path)
+        for path in (path for path in dict.fromkeys(calls) if path in outside):
+            at, own = calls.index(path), self._relative(path)
+            unit = next(min(units) for name, units in owners.items() if name.rpartition(".")[0] == path)
             if at < bounds[0][0] and unit == end:
-                out[0] = _with(out[0], with_first_layer=(*out[0].stages.with_first_layer, own))
+                out[0] = _with_hints(out[0], with_first_layer=(*out[0].stages.with_first_layer, own))
             if at > bounds[-1][1] and unit != end:
-                out[-1] = _with(out[-1], with_last_layer=(*out[-1].stages.with_last_layer, own))
+                out[-1] = _with_hints(out[-1], with_last_layer=(*out[-1].stages.with_last_layer, own))
             for i, (before, after) in enumerate(pairwise(bounds) if len(bounds) == len(out) else []):
-                # what a stack hands to the next directly is made before it is handed on
+                # modules between two stacks run on the last stage of the first stack
                 if before[1] < at < after[0] and out[i + 1].cross_states is None and unit != chain.starts[i + 1] - 1:
-                    out[i] = _with(out[i], with_last_layer=(*out[i].stages.with_last_layer, own))
+                    out[i] = _with_hints(out[i], with_last_layer=(*out[i].stages.with_last_layer, own))
         return out
 
-    def _with_lent(self, stacks: LayerStacks) -> LayerStacks:
-        """With what only the first layer has: it makes something that the others are handed (T5's biases)."""
-        names = [name for name, _ in self._model.named_modules()]
-        out = []
-        for stack in stacks:
-            path = match_paths(join_path(self._base, stack.layers), names)[
-                0
-            ]  # of a list of layers for each stage the first
-            layers = list(self._model.get_submodule(path).children())
-            out.append(_with(stack, shared_from_first=tuple(_only_in_first(*layers[:2]))) if len(layers) > 1 else stack)
+    def _with_shared_tables(self, stacks: LayerStacks) -> LayerStacks:
+        """Add tables that only the first layer has, whose results later layers receive (T5's position biases)."""
+        names, out = [name for name, _ in self._model.named_modules()], list(stacks)
+        for i, stack in enumerate(stacks):
+            path = match_paths(join_path(self._base, stack.layers), names)[0]  # the first list, if each stage has one
+            first, *others = self._model.get_submodule(path).children()
+            if others:
+                out[i] = _with_hints(stack, shared_from_first=tuple(_only_in_first(first, others[0])))
         return out
 
-    def _with_contexts(self, stacks: LayerStacks) -> LayerStacks:
-        """With the argument of a module around each stack in which the states of the one before it come."""
+    def _with_cross_states(self, stacks: LayerStacks) -> LayerStacks:
+        """Add the argument through which each stack receives the states of the preceding stack."""
         out = list(stacks)
-        whole = [join_path(self._base, stack.layers) for stack in stacks]
-        for at, (before, layers) in enumerate(pairwise(whole), start=1):
-            if out[at].cross_states is not None or "*" in before + layers:
-                continue
-            if found := _entry(self._truth, before, layers):
-                out[at] = replace(out[at], cross_states=(self._own(found[0]), found[1]))
+        full_paths = [join_path(self._base, stack.layers) for stack in stacks]
+        for at, (before, layers) in enumerate(pairwise(full_paths), start=1):
+            is_open = out[at].cross_states is None and "*" not in before + layers
+            if is_open and (found := _find_cross_input(self._reference, before, layers)):
+                out[at] = replace(out[at], cross_states=(self._relative(found[0]), found[1]))
         return out
 
 
-def _with(stack: LayerStack, **needs: Any) -> LayerStack:
-    return replace(stack, stages=replace(stack.stages, **needs))
+def _with_hints(stack: LayerStack, **hints: Any) -> LayerStack:
+    return replace(stack, stages=replace(stack.stages, **hints))
 
 
-def _calls(reference: ReferenceGradients, paths: Iterable[str]) -> list[str]:
-    """Those of the modules at ``paths`` that one forward calls, in its order."""
+def _calls_in_order(reference: ReferenceGradients, paths: Iterable[str]) -> list[str]:
     calls: list[str] = []
     with ExitStack() as stack, torch.no_grad():
         for path in paths:
@@ -197,7 +190,7 @@ def _calls(reference: ReferenceGradients, paths: Iterable[str]) -> list[str]:
 
 
 def _only_in_first(first: nn.Module, second: nn.Module) -> Iterator[str]:
-    """The tables that the second lacks, and the flags of the modules around them that say so."""
+    """Yield embeddings that only the first layer has, and flags of their parent modules that differ."""
     others = dict(second.named_modules())
     for path, module in first.named_modules():
         if path not in others:
@@ -208,8 +201,8 @@ def _only_in_first(first: nn.Module, second: nn.Module) -> Iterator[str]:
         yield from (join_path(path, name) for name in (*more, *flags) if more)
 
 
-def _entry(reference: ReferenceGradients, before: str, layers: str) -> tuple[str, str] | None:
-    """The outermost module around ``layers`` that is given what the last layer at ``before`` made, and how."""
+def _find_cross_input(reference: ReferenceGradients, before: str, layers: str) -> tuple[str, str] | None:
+    """Return (path, argument) of the outermost module around ``layers`` that receives the output of ``before``."""
     made: list[Tensor] = []
     found: list[tuple[str, str]] = []
     model = reference.model
@@ -220,7 +213,9 @@ def _entry(reference: ReferenceGradients, before: str, layers: str) -> tuple[str
         def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             names = inspect.signature(module.forward).parameters
             for name, value in [*list(zip(names, args, strict=False))[1:], *kwargs.items()]:
-                if made and isinstance(value, Tensor) and value.requires_grad and _depends(value, made[0]):
+                if not made or not isinstance(value, Tensor) or not value.requires_grad:
+                    continue
+                if torch.autograd.grad(value.sum(), made[0], retain_graph=True, allow_unused=True)[0] is not None:
                     found.append((path, name))
 
         return look
@@ -238,108 +233,95 @@ def _entry(reference: ReferenceGradients, before: str, layers: str) -> tuple[str
     return found[0] if found else None
 
 
-def _depends(value: Tensor, on: Tensor) -> bool:
-    return torch.autograd.grad(value.sum(), on, retain_graph=True, allow_unused=True)[0] is not None
-
-
 HINT_CANDIDATES = (
     frozenset[str](),
     frozenset({"between"}),
     frozenset({"mixing"}),
     frozenset({"mixing", "attentions"}),
-    frozenset({"mixing", "holders"}),
-    frozenset({"mixing", "attentions", "holders"}),
-    frozenset({"mixing", "attentions", "holders", "between"}),
+    frozenset({"mixing", "containers"}),
+    frozenset({"mixing", "attentions", "containers"}),
+    frozenset({"mixing", "attentions", "containers", "between"}),
 )
-"""What is given the whole sequence, in the order in which it is tried: see ``_SequenceHintSearch`` and
-``SequenceParallelHints``."""
+"""Groups of modules that receive the full sequence, in order of validation: see ``_SequenceHintSearch``."""
 
 
 @dataclass(frozen=True)
-class _SequenceHintSearch:
-    """What the layers of a stack may need, by what their modules did with its tokens.
+class _SequenceHintCandidates:
+    """Candidate hints for the layers of a stack, from the way its modules process tokens."""
 
-    Args:
-        mixing: children of layers that carry something from token to token, and hold no block.
-        attentions: what holds the block of an attention from its entry to its exit.
-        holders: what holds blocks that are given other things than the tokens of the stack, and gives these back; and
-            what is given a number for each token beside them, as a router that reads which token it is.
-        apart: modules that are given no tokens.
-        beside: arguments that are given for each token beside the hidden states.
-    """
+    mixing: tuple[str, ...]  # children of layers that mix tokens and contain no block
+    attentions: tuple[str, ...]  # modules that contain an attention block from its entry to its exit
+    containers: tuple[str, ...]  # modules around blocks with inputs other than tokens, or with a number per token
+    without_tokens: tuple[str, ...]  # modules that receive no tokens
+    per_token_args: tuple[str, ...]  # arguments per token in addition to the hidden states
 
-    mixing: tuple[str, ...]
-    attentions: tuple[str, ...]
-    holders: tuple[str, ...]
-    apart: tuple[str, ...]
-    beside: tuple[str, ...]
-
-    def needs(self, way: frozenset[str]) -> SequenceParallelHints:
+    def hints(self, way: frozenset[str]) -> SequenceParallelHints:
         gathers = self.mixing if "mixing" in way else ()
-        around = _each(name for part in ("attentions", "holders") if part in way for name in getattr(self, part))
-        given = {"", *gathers, *around}
-        beside = tuple(name for name in self.beside if name.rpartition(".")[0] in given)
-        return SequenceParallelHints(gathers, around, beside, self.apart, "between" in way)
+        around = _unique(name for part in ("attentions", "containers") if part in way for name in getattr(self, part))
+        gathered = {"", *gathers, *around}
+        per_token_args = tuple(name for name in self.per_token_args if name.rpartition(".")[0] in gathered)
+        return SequenceParallelHints(gathers, around, per_token_args, self.without_tokens, "between" in way)
 
 
 def find_sequence_hints(
     reference: ReferenceGradients, policy: type[RolePolicy], layers: Sequence[str], ranks: int
 ) -> tuple[LayerStacks, str | None]:
-    """The stacks with what sequence parallelism has to know of them, and why it cannot be, if so.
+    """Find sequence parallel hints for the stacks of a policy; return the stacks and the reason for failure, if any.
 
     Args:
-        layers: the path of each stack, of the whole model.
+        layers: path of each stack in the full model.
     """
-    proven = [policy.stack] if isinstance(policy.stack, LayerStack) else list(policy.stack)
-    first = _sequence_fault(reference, policy, proven, ranks)
+    stacks_of_policy = stacks_of(policy)
+    first = _sequence_failure(reference, policy, stacks_of_policy, ranks)
     if first is None:
-        return proven, None
-    blocks, tried = _blocks(reference.model, policy), [proven]
-    found = [_found(TokenUse(reference, path), blocks) for path in layers]
+        return stacks_of_policy, None
+    blocks, tried = _block_descriptions(reference.model, policy), [stacks_of_policy]
+    found = [_candidate_hints(TokenUse(reference, path), blocks) for path in layers]
     for way in HINT_CANDIDATES:
-        stacks = [replace(stack, sequence=x.needs(way)) for stack, x in zip(proven, found, strict=True)]
+        stacks = [replace(stack, sequence=x.hints(way)) for stack, x in zip(stacks_of_policy, found, strict=True)]
         if stacks not in tried:
             tried.append(stacks)
-            if _sequence_fault(reference, policy, stacks, ranks) is None:
+            if _sequence_failure(reference, policy, stacks, ranks) is None:
                 return stacks, None
-    return proven, first
+    return stacks_of_policy, first
 
 
-def _sequence_fault(
+def _sequence_failure(
     reference: ReferenceGradients, policy: type[RolePolicy], stacks: LayerStacks, ranks: int
 ) -> str | None:
     tried = type(policy.__name__, (policy,), {"stack": stacks})
     return validate_policy(reference, tried, ranks, enable_sequence_parallelism=True)
 
 
-def _blocks(model: nn.Module, policy: type[RolePolicy]) -> list[BlockDescription]:
+def _block_descriptions(model: nn.Module, policy: type[RolePolicy]) -> list[BlockDescription]:
     found = policy()
     found.set_model(model)
     return [block for _, block in make_plan(model, found).blocks]
 
 
-def _found(tokens: TokenUse, blocks: Sequence[BlockDescription]) -> _SequenceHintSearch:
-    mixing, holders, attentions, apart = [], [], [], []
+def _candidate_hints(tokens: TokenUse, blocks: Sequence[BlockDescription]) -> _SequenceHintCandidates:
+    mixing, containers, attentions, without_tokens = [], [], [], []
     for outer, name in tokens.mixing():
         inside = [block for block in blocks if f"{block.entry}.".startswith(f"{outer}.{name}.")]
         if not inside:
             mixing.append(name)
-        elif all(block.arguments is None for block in inside):  # an attention gathers what it is given
-            holders.append(name)
+        elif all(block.arguments is None for block in inside):  # an attention gathers its own inputs
+            containers.append(name)
     for block in blocks:
         above = tokens.above(block.entry)
-        fed = [name for name, path in above.items() if tokens.is_fed(path)]
+        fed = [name for name, path in above.items() if tokens.maps_tokens(path)]
         if block.arguments is not None:
             exits = tokens.above(block.row)
             attentions += [name for name in fed if name in exits][-1:]
-        elif above and not tokens.is_given_tokens(block.entry):
-            holders += fed[-1:]
-            apart += [] if fed else [next(iter(above))]
+        elif above and not tokens.receives_tokens(block.entry):
+            containers += fed[-1:]
+            without_tokens += [] if fed else [next(iter(above))]
         else:
-            holders += [name for name in fed if tokens.is_given_numbers(above[name])]
-    return _SequenceHintSearch(*map(_each, (mixing, attentions, holders, apart, tokens.beside())))
+            containers += [name for name in fed if tokens.receives_numbers(above[name])]
+    return _SequenceHintCandidates(
+        *map(_unique, (mixing, attentions, containers, without_tokens, tokens.per_token_args()))
+    )
 
 
-def _each(names: Iterable[str]) -> tuple[str, ...]:
-    """Each once, in order."""
+def _unique(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))

@@ -1,4 +1,4 @@
-"""Validates a policy that a user wrote, or one of the package for a model with other code than its library's.
+"""Validates user policies, and registered policies for models that run user code.
 
 A copy of the model is sharded and trained before the model itself is changed.
 """
@@ -18,90 +18,74 @@ from torch import Tensor, nn
 
 from shardformer.config import ShardConfig
 from shardformer.consistency.initial_weights import model_fingerprint
+from shardformer.discovery import reduced_model, validation
 from shardformer.discovery.derive_policy import DerivedPolicy
 from shardformer.discovery.forward_trace import TRACE_LOCK, trace_forward
-from shardformer.discovery.reduced_model import (
-    RELATIVE,
-    ReducedModel,
-    ReferenceGradients,
-    copy_sharing_values,
-    copy_small_model,
-    probe_loss,
-    reduce_model,
-    runs_library_code,
-)
+from shardformer.discovery.reduced_model import RELATIVE, ReducedModel, copy_sharing_values
 from shardformer.discovery.shrink_config import SMALL_NUMEL, layer_kind
-from shardformer.discovery.validation import (
-    MismatchError,
-    compare_gradients,
-    error_summary,
-    failing_module,
-    user_code_location,
-    validate_policy,
-)
+from shardformer.discovery.validation import MismatchError, stacks_of, validate_policy
 from shardformer.errors import PolicyError, ShardFormerError
 from shardformer.kernels.fused_ops import is_elementwise
-from shardformer.layout.sharding_metadata import metadata_of
 from shardformer.layout.tensor_relations import max_difference
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.module_paths import as_path_list, get_at, join_path, match_paths
 from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.policies.roles import MLP, Attention, Experts, LayerStack, Role
+from shardformer.policies.roles import MLP, Attention, Experts, Role
 from shardformer.sharding.apply import shard_with
 from shardformer.sharding.plan import ShardingPlan
 from shardformer.torch_compat import TorchDispatchMode, tree_leaves
 
 OF_DESCRIPTIONS = (
-    "What a column-parallel linear gives, this rank's part, a row-parallel one takes: cut both or neither. Attributes "
-    "that the forward reads, as numbers of heads, become this rank's by attribute_replacement"
+    "A row-parallel linear reads the sharded output of a column-parallel one: shard both or neither. Use "
+    "attribute_replacement for attributes that the forward reads and that differ between ranks, such as head counts."
 )
 OF_VOCABULARY = (
-    "The table of tokens goes into `embeddings`, the linear that gives a score for each token into `head`; what else "
-    "is large, as a table of positions, into `keep_replicated`"
+    "List the token embedding in `embeddings`, the linear that computes the logits in `head`, and other large modules, "
+    "such as position embeddings, in `keep_replicated`."
 )
 OF_MLP = (
-    "The linears that read its input go into `up`, the last one into `down`, a norm between them into `norm`; what "
-    "mixes features in between stays whole"
+    "List the linears that read the input in `up`, the last one in `down`, and a norm between them in `norm`. A module "
+    "that mixes features between them cannot be sharded."
 )
+OF_EXPERTS = "List the weights that read the input in `up` and the last one in `down`; specify `fused` and `dims`."
 
 
-def suggest_fix(policy: Policy, role: Role | str | None, twin: ReducedModel, at: str | None) -> str:
-    """What to look at, of the role that is wrong where one is, else where it showed."""
+def suggest_fix(policy: Policy, role: Role | str | None, reduced: ReducedModel, at: str | None) -> str:
+    """Suggest a correction of the wrong role, or of the module ``at`` where the difference appears."""
     if isinstance(role, Attention) and isinstance(policy, RolePolicy):
         heads = role.num_heads or policy.num_heads
-        unsaid = _unlisted_numbers(policy, role, twin)
+        unlisted = _unlisted_numbers(policy, role, reduced)
         return (
-            "The linears that read its input are q, k and v, or qkv, and the one behind the heads is out; num_heads, "
-            f"here {heads!r}, is what its forward takes them apart by; local_attrs= names what it reads that has to be "
-            "this rank's" + (f". It reads {unsaid}, of which local_attrs= says nothing" if unsaid else "") + "."
+            "List the linears that read the input as q, k and v, or qkv, and the last one as out. Check that "
+            f"num_heads={heads!r} is the head count of the forward, and list attributes that differ per rank in "
+            "local_attrs="
+            + (f". The forward reads {unlisted}, which local_attrs= does not list" if unlisted else "")
+            + "."
         )
     if isinstance(role, MLP):
-        return f"{OF_MLP}."
+        return OF_MLP
     if isinstance(role, Experts):
-        return "The weights that read its input go into `up`, the last one into `down`; say `fused` and `dims`."
+        return OF_EXPERTS
     if isinstance(role, str):
-        return f"{OF_VOCABULARY}."
+        return OF_VOCABULARY
     if isinstance(policy, RolePolicy):
-        return "Each role by itself is right: look at what two of them have in common."
-    return (f"Look at {at}. " if at else "") + f"{OF_DESCRIPTIONS}."
+        return "Each role passes validation separately: look for modules that two roles share."
+    return (f"Check {at}. " if at else "") + OF_DESCRIPTIONS
 
 
-def _unlisted_numbers(policy: RolePolicy, role: Attention, twin: ReducedModel) -> str:
-    """The numbers that an attention's forward reads and its role does not name, where they may count heads."""
-    numbers = trace_forward(twin.model, twin.run).numbers
-    names = [name for name, _ in twin.model.named_modules()]
-    policy.set_model(twin.model)
-    stacks = [policy.stack] if isinstance(policy.stack, LayerStack) else policy.stack
-    for stack in stacks:
-        for path in (
-            match_paths(join_path(policy.base, stack.layers, "*", role.at), names) if role in stack.blocks else []
-        ):
-            heads = role.num_heads or policy.num_heads
-            owner = (
-                twin.model.get_submodule(path) if str(heads).startswith(".") else getattr(twin.model, "config", None)
-            )
+def _unlisted_numbers(policy: RolePolicy, role: Attention, reduced: ReducedModel) -> str:
+    """List attributes that an attention reads and its role does not name, if they equal the head count."""
+    numbers = trace_forward(reduced.model, reduced.run).numbers
+    names = [name for name, _ in reduced.model.named_modules()]
+    policy.set_model(reduced.model)
+    heads = role.num_heads or policy.num_heads
+    for stack in stacks_of(policy):
+        paths = match_paths(join_path(policy.base, stack.layers, "*", role.at), names) if role in stack.blocks else []
+        for path in paths[:1]:
+            is_attribute = str(heads).startswith(".")
+            owner = reduced.model.get_submodule(path) if is_attribute else getattr(reduced.model, "config", None)
             count = get_at(owner, heads.removeprefix(".")) if isinstance(heads, str) else heads
             read = {n: v for n, v in numbers.get(path, {}).items() if n not in role.local_attrs and n != "layer_idx"}
             return ", ".join(f"{name}={value}" for name, value in read.items() if value == count)
@@ -112,64 +96,67 @@ TRIAL_RANKS = 2
 
 
 def check_registered_policy(model: nn.Module, policy: Policy) -> None:
-    """Raises PolicyError where layers run code that the policy was not written for, and that no proof covers.
+    """Validate a registered policy if layers of the model run code of the user. No communication.
 
-    Where that code needs tokens that sequence parallelism has on other ranks, the policy refuses that from now on.
-    Communicates nothing. A model of the library's own code is not looked at any further.
+    If this code fails with sequence parallelism, ``policy.no_sequence_parallel`` is set. A model that runs only library
+    code is not validated.
+
+    Raises:
+        PolicyError: if validation fails.
     """
-    own = copy.copy(policy)
-    own.set_model(model)
-    layers = [stack.layers for stack in own.stacks()]
-    foreign = dict(user_code_modules(model, layers))
-    if not foreign:
+    copied = copy.copy(policy)
+    copied.set_model(model)
+    layers = [stack.layers for stack in copied.stacks()]
+    user_modules = dict(user_code_modules(model, layers))
+    if not user_modules:
         return
-    path, module = next(iter(foreign.items()))
-    against, along_sequence = _registered_policy_fault(model, type(policy), layers, foreign)
-    if isinstance(policy, RolePolicy) and along_sequence is not None:
-        why = f"with the code of {path} ({type(module).__name__}) {along_sequence}"
+    path, module = next(iter(user_modules.items()))
+    failure, sequence_failure = _registered_policy_fault(model, type(policy), layers, user_modules)
+    if isinstance(policy, RolePolicy) and sequence_failure is not None:
+        why = f"with the code of {path} ({type(module).__name__}), {sequence_failure}"
         policy.no_sequence_parallel = policy.no_sequence_parallel or why
-    if against is not None:
+    if failure is not None:
         raise PolicyError(
-            f"{path} ({type(module).__name__}) runs code that {type(policy).__name__} was not written for: {against}",
-            rule="A registered policy is used for the code of its library; other code is proven on a small twin",
-            remedy="Write policy=shardformer.derive_policy(model), a policy of your own (docs/policies.md), or use the "
-            "library's class",
+            f"{path} ({type(module).__name__}) runs code that {type(policy).__name__} was not written for: {failure}",
+            rule="A registered policy is written for library code; other code is validated on a reduced model",
+            remedy="Pass policy=shardformer.derive_policy(model), write a policy (docs/policies.md), or use the class "
+            "of the library",
         )
 
 
 def user_code_modules(model: nn.Module, layers: list[str]) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of some layers whose forward is no library's, without those that look at one feature at a time."""
+    """Yield the modules in ``layers`` that run user code, except element-wise functions."""
     for stack in layers:
         for path, module in model.get_submodule(stack).named_modules(prefix=stack):
-            if not runs_library_code(module) and (module._modules or not is_elementwise(module)):
+            if not reduced_model.runs_library_code(module) and (module._modules or not is_elementwise(module)):
                 yield path, module
 
 
 def _registered_policy_fault(
-    model: nn.Module, policy: type[Policy], layers: list[str], foreign: dict[str, nn.Module]
+    model: nn.Module, policy: type[Policy], layers: list[str], user_modules: dict[str, nn.Module]
 ) -> tuple[str | None, str | None]:
-    """Why it must not be used, and why not with sequence parallelism; None where nobody can tell."""
+    """Return why the policy fails, and why it fails with sequence parallelism; None for each that passes."""
     try:
-        twin = reduce_model(model)
-        _take_over(twin.model, foreign)
-        lacks = _user_code_kinds(foreign) - _user_code_kinds(dict(user_code_modules(twin.model, layers)))
+        reduced = reduced_model.reduce_model(model)
+        copy_user_code(reduced.model, user_modules)
+        lacks = _user_code_kinds(user_modules) - _user_code_kinds(dict(user_code_modules(reduced.model, layers)))
         if lacks:
-            return f"no small twin of the model has {', '.join(sorted(lacks))}", None
-        reference = twin.reference()
+            return f"no reduced model has {', '.join(sorted(lacks))}", None
+        reference = reduced.reference()
     except PolicyError as error:
         return error.what, None
     except Exception as error:
-        return f"on a small twin it does not run ({type(error).__name__}: {str(error)[:120]})", None
-    if (against := validate_policy(reference, policy, TRIAL_RANKS)) is not None:
-        return against, None
+        return f"the reduced model does not run ({type(error).__name__}: {str(error)[:120]})", None
+    if (failure := validate_policy(reference, policy, TRIAL_RANKS)) is not None:
+        return failure, None
     return None, validate_policy(reference, policy, TRIAL_RANKS, enable_sequence_parallelism=True)
 
 
-def _take_over(twin: nn.Module, foreign: dict[str, nn.Module]) -> None:
-    """Gives a twin that was built of the config what somebody changed in the model that was built."""
-    own = dict(twin.named_modules())
-    for path, module in foreign.items():
-        other = own.get(path)
+def copy_user_code(reduced: nn.Module, user_modules: dict[str, nn.Module]) -> None:
+    """Apply replaced classes and forwards of the model to a reduced model."""
+    copied = dict(reduced.named_modules())
+    for path, module in user_modules.items():
+        other = copied.get(path)
         if other is None:
             continue
         if type(other) is not type(module) and issubclass(type(module), type(other)):
@@ -179,29 +166,26 @@ def _take_over(twin: nn.Module, foreign: dict[str, nn.Module]) -> None:
             other.__dict__["forward"] = MethodType(method.__func__, other)
 
 
-def _user_code_kinds(foreign: dict[str, nn.Module]) -> set[str]:
-    """What runs other code, in words: a class, or the function that took the place of its forward."""
+def _user_code_kinds(user_modules: dict[str, nn.Module]) -> set[str]:
+    """Describe the user code of modules: a class, or the function that replaced its forward."""
     return {
         f"the {type(m).__name__}" + (f" with {vars(m)['forward'].__qualname__}" if "forward" in vars(m) else "")
-        for m in foreign.values()
+        for m in user_modules.values()
         if "forward" not in vars(m) or hasattr(vars(m)["forward"], "__qualname__")
     }
 
 
 POLICY_HOOKS = ("preprocess", "postprocess", "inject_policy", "binding_policy")
-"""Functions of a policy that may make another model of the plain one, on purpose."""
-RULE = (
-    "A policy is right when nobody can tell the sharded model from the plain one; that is tried on a small copy first"
-)
-MOST_RANKS = 4
-"""Over how many ranks a small model of the classes of a larger one is cut; it has six heads."""
-PROCESSED = 100_000_000
-"""Numbers that all ranks together may compute with: what takes longer than a few seconds is not tried."""
+"""Methods of a policy that may change the model intentionally."""
+RULE = "With a correct policy, a sharded copy of the model computes the same outputs and gradients"
+MAX_TRIAL_RANKS = 4  # Largest number of ranks for a reduced model, which has six heads
+MAX_TRIAL_NUMEL = 100_000_000
+"""Largest number of parameters over all ranks; validation of more would take longer than a few seconds."""
 
 
 @dataclass(frozen=True)
 class PolicyFault:
-    """What is wrong with a policy, in words; the module where it shows, and what to write, where these are known."""
+    """Failure of a policy: its description, the module where it appears and a remedy, if known."""
 
     what: str
     at: str | None = None
@@ -209,53 +193,53 @@ class PolicyFault:
 
 
 class _NotValidated(Exception):
-    """Why nothing can be told about a policy; it is taken at its word then."""
+    """Raised if a policy cannot be validated; it is then used without validation."""
 
 
-_KNOWN: dict[Hashable, PolicyError | str | None] = {}
+_RESULTS: dict[Hashable, PolicyError | str | None] = {}
 _ONE_AT_A_TIME = threading.RLock()
 
 
 def validate_user_policy(plan: ShardingPlan, policy: Policy, tensor: int) -> str | None:
-    """Raises PolicyError where a model that is cut by a user's policy can be told from the plain one.
-
-    Made once for one policy and models that are alike. Communicates nothing.
+    """Validate a user policy by training a sharded copy of the model. No communication; results are cached.
 
     Args:
-        plan: what the policy does to the model.
-        policy: it has been told of the model and the config.
-        tensor: over how many ranks.
+        plan: plan of the policy for the model.
+        policy: policy with model and config set.
+        tensor: tensor parallel size.
 
-    Returns why it was not tried, to be noted; None where it was, and is right.
+    Returns:
+        A note with the reason if the policy could not be validated; otherwise None.
+
+    Raises:
+        PolicyError: if outputs or gradients of the sharded copy differ.
     """
-    if not policy.validate or isinstance(policy, DerivedPolicy) or _is_ours(plan, policy):
+    if not policy.validate or isinstance(policy, DerivedPolicy) or _is_builtin(plan, policy):
         return None
     model = plan.model
-    own = {n: v for n, v in vars(policy).items() if n not in ("model", "axis", "shard_config", "find_submodel_policy")}
-    key = (type(model), type(policy), repr(own), tensor, hash((*model_fingerprint(model), *plan.fingerprint())))
+    excluded = ("model", "axis", "shard_config", "find_submodel_policy")
+    options = repr({name: value for name, value in vars(policy).items() if name not in excluded})
+    key = (type(model), type(policy), options, tensor, hash((*model_fingerprint(model), *plan.fingerprint())))
     with _ONE_AT_A_TIME:
-        if key not in _KNOWN:
+        if key not in _RESULTS:
             try:
-                _KNOWN[key] = _checked(plan, policy, tensor)
+                _RESULTS[key] = _validate(plan, policy, tensor)
             except _NotValidated as error:
-                _KNOWN[key] = f"{type(policy).__name__} was not tried on a copy of the model: {error}."
-        known = _KNOWN[key]
-    if isinstance(known, PolicyError):
-        raise PolicyError(known.what, rule=known.rule, remedy=known.remedy)
-    return known
+                _RESULTS[key] = f"{type(policy).__name__} was not validated on a copy of the model: {error}."
+        result = _RESULTS[key]
+    if isinstance(result, PolicyError):
+        raise PolicyError(result.what, rule=result.rule, remedy=result.remedy)
+    return result
 
 
-def _is_ours(plan: ShardingPlan, policy: Policy) -> bool:
-    """Whether it is one of ours for the code that it was written for."""
-    layers = [stack.layers for stack in plan.stacks]
-    return (
-        type(policy).__module__.startswith("shardformer.") and next(user_code_modules(plan.model, layers), None) is None
-    )
+def _is_builtin(plan: ShardingPlan, policy: Policy) -> bool:
+    has_user_code = any(True for _ in user_code_modules(plan.model, [stack.layers for stack in plan.stacks]))
+    return type(policy).__module__.startswith("shardformer.") and not has_user_code
 
 
-def _checked(plan: ShardingPlan, policy: Policy, tensor: int) -> PolicyError | None:
+def _validate(plan: ShardingPlan, policy: Policy, tensor: int) -> PolicyError | None:
     if code := next(_user_code_in_policy(plan, policy), None):
-        raise _NotValidated(f"it has code of its own, {code}")
+        raise _NotValidated(f"it contains user code: {code}")
     try:
         with (
             torch.inference_mode(False),
@@ -263,40 +247,39 @@ def _checked(plan: ShardingPlan, policy: Policy, tensor: int) -> PolicyError | N
             torch.autocast("cpu", enabled=False),
             torch.random.fork_rng(devices=[]),
         ):
-            return _PolicyTrial(*_model_for_trial(plan.model, policy, tensor)).refusal()
-    except PolicyError as error:  # no copy can be made or fed
+            return _PolicyTrial(*_model_for_trial(plan.model, policy, tensor)).error()
+    except PolicyError as error:  # no copy can be built or called
         raise _NotValidated(error.what[:1].lower() + error.what[1:]) from error
 
 
 def _model_for_trial(model: nn.Module, policy: Policy, tensor: int) -> tuple[ReducedModel, Policy, int]:
-    """A copy of a small model; of a larger one a small model of its classes, for a policy that fits that as well."""
-    numel = sum(p.numel() for p in model.parameters())
+    """Return a copy of a small model, or a reduced model of a large one, with the policy and the number of ranks."""
+    numel = reduced_model.num_parameters(model)
     if numel <= SMALL_NUMEL:
-        if numel * tensor > PROCESSED:
-            raise _NotValidated(f"{tensor} ranks of {numel:,} parameters would take too long")
-        return copy_small_model(model), policy, tensor
-    if not _names_its_numbers(policy):
+        if numel * tensor > MAX_TRIAL_NUMEL:
+            raise _NotValidated(f"validation of {numel:,} parameters over {tensor} ranks would take too long")
+        return reduced_model.copy_small_model(model), policy, tensor
+    if not _names_head_counts(policy):
         raise _NotValidated(
-            f"it has more than {SMALL_NUMEL:,} parameters, and a smaller model might have other numbers of heads than "
-            "the policy says; where it names the fields of the config or attributes that hold them, it is tried"
+            f"the model has more than {SMALL_NUMEL:,} parameters, and the policy contains literal head counts, which a "
+            "reduced model may not have. Name config fields or attributes instead to enable validation"
         )
-    twin = reduce_model(model)
-    if layer_kind(twin.model) != layer_kind(model) or any("forward" in vars(m) for m in model.modules()):
-        raise _NotValidated("what a small model of its config has is made of other modules")
-    return twin, policy, min(tensor, MOST_RANKS)
+    reduced = reduced_model.reduce_model(model)
+    if layer_kind(reduced.model) != layer_kind(model) or any("forward" in vars(m) for m in model.modules()):
+        raise _NotValidated("a reduced model of its config contains other modules")
+    return reduced, policy, min(tensor, MAX_TRIAL_RANKS)
 
 
-def _names_its_numbers(policy: Policy) -> bool:
+def _names_head_counts(policy: Policy) -> bool:
     if not isinstance(policy, RolePolicy) or type(policy).module_policy is not RolePolicy.module_policy:
         return False
-    stacks = [policy.stack] if isinstance(policy.stack, LayerStack) else policy.stack
-    roles = [*policy.unstacked_blocks, *(role for stack in stacks for role in stack.blocks)]
+    roles = [*policy.unstacked_blocks, *(role for stack in stacks_of(policy) for role in stack.blocks)]
     attentions: list[Any] = [policy, *(role for role in roles if isinstance(role, Attention))]
     return not any(isinstance(n, int) for each in attentions for n in (each.num_heads, each.num_kv_heads))
 
 
 def _user_code_in_policy(plan: ShardingPlan, policy: Policy) -> Iterator[str]:
-    """What of a policy does what only its author knows, or needs processes."""
+    """Yield the user code of a policy, which may change the model intentionally or need processes."""
     yield from (f"{name}()" for name in POLICY_HOOKS if getattr(type(policy), name) is not getattr(Policy, name))
     yield from (f"the method {path!r}" for path in plan.methods)
     yield from (f"param_replacement of {path!r}" for path, _ in plan.functions)
@@ -306,7 +289,7 @@ def _user_code_in_policy(plan: ShardingPlan, policy: Policy) -> Iterator[str]:
 
 
 class _LowPrecisionDetector(TorchDispatchMode):
-    """Whether something is computed in fewer bits than a difference would be told by, or would be by layers of ours."""
+    """Detects computation in less than 32 bits, whose rounding would hide differences."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own has no types
@@ -327,76 +310,73 @@ class _LowPrecisionDetector(TorchDispatchMode):
 
 
 class _PolicyTrial:
-    """A plain copy of a model, what it gives, and what is tried on more copies.
+    """An unsharded copy of a model with its reference result, to which sharded copies are compared.
 
-    Raises _NotTried for a copy that does not give the same twice: nothing could be told from it.
+    Raises _NotValidated if the copy is not deterministic.
     """
 
-    def __init__(self, twin: ReducedModel, policy: Policy, tensor: int) -> None:
-        self._twin, self._policy, self._tensor = twin, policy, tensor
+    def __init__(self, reduced: ReducedModel, policy: Policy, tensor: int) -> None:
+        self._reduced, self._policy, self._tensor = reduced, policy, tensor
         try:
-            native = copy.deepcopy(twin.model)  # some modules keep what a forward made
-            first = ReferenceGradients.of(native, twin.run)
-            with TRACE_LOCK, _LowPrecisionDetector(native) as few, torch.no_grad():
-                again = probe_loss(twin.run(native)).item()
-            copy_sharing_values(twin.model)
+            native = copy.deepcopy(reduced.model)  # some modules store results of a forward
+            first = reduced_model.ReferenceGradients.of(native, reduced.run)
+            with TRACE_LOCK, _LowPrecisionDetector(native) as low_precision, torch.no_grad():
+                again = reduced_model.probe_loss(reduced.run(native)).item()
+            copy_sharing_values(reduced.model)
         except Exception as error:
-            raise _NotValidated(error_summary(error)) from error
+            raise _NotValidated(validation.error_summary(error)) from error
         if not abs(first.loss - again) <= 0.01 * RELATIVE * abs(first.loss):
-            raise _NotValidated("it does not compute the same twice")
-        self._draws = _draws(native, twin)
-        if few.seen is not None:
-            raise _NotValidated(f"it computes in {few.seen} inside, whose roundings are larger than what is looked for")
-        self._reference = replace(first, model=twin.model)
+            raise _NotValidated("two forwards of the model differ")
+        self._draws_random_numbers = _draws_random_numbers(native, reduced)
+        if low_precision.seen is not None:
+            dtype = low_precision.seen
+            raise _NotValidated(f"the model computes in {dtype} internally, whose rounding would hide differences")
+        self._reference = replace(first, model=reduced.model)
         self._parts: dict[type[nn.Module], Policy] = {}
 
-    def refusal(self) -> PolicyError | None:
-        """What is to be said of the policy; None for one that nobody could tell from the plain model."""
-        wrong = self._wrong(self._policy)
-        if wrong is None:
+    def error(self) -> PolicyError | None:
+        """Return an error that describes the difference, with the responsible role if known; None if there is none."""
+        fault = self._find_fault(self._policy)
+        if fault is None:
             return None
-        if self._draws:
-            raise _NotValidated("it draws random numbers, and a rank may draw others for its part than one device does")
-        role, wrong = next(self._blamed(), (None, wrong))
-        name, model = type(self._policy).__name__, type(self._twin.model).__name__
-        by = f"{name} over {self._tensor} ranks" if role is None else f"the {_name_of(role)} of {name} alone"
+        if self._draws_random_numbers:
+            raise _NotValidated("the model draws random numbers, which differ between a shard and the full tensor")
+        role, fault = next(self._faulty_roles(), (None, fault))
+        name, model = type(self._policy).__name__, type(self._reduced.model).__name__
+        text = role if isinstance(role, str | None) else f"{type(role).__name__} {role.at!r}"
+        by = f"{name} over {self._tensor} ranks" if text is None else f"the {text} of {name} alone"
         return PolicyError(
-            f"Cut by {by}, {model} {wrong.what}",
+            f"Sharded by {by}, {model} {fault.what}",
             rule=RULE,
-            remedy=(wrong.remedy or suggest_fix(self._policy, role, self._twin, wrong.at)).rstrip(".")
-            + ". Where the difference is meant, say prove = False in the policy",
+            remedy=(fault.remedy or suggest_fix(self._policy, role, self._reduced, fault.at)).rstrip(".")
+            + ". If the difference is intended, set validate = False in the policy",
         )
 
-    def _blamed(self) -> Iterator[tuple[Role | str, PolicyFault]]:
-        """The roles that are wrong, each by itself, and how."""
+    def _faulty_roles(self) -> Iterator[tuple[Role | str, PolicyFault]]:
         if not isinstance(self._policy, RolePolicy):
             return
         for role, policy in _single_role_policies(self._policy):
             try:
-                if (wrong := self._wrong(policy)) is not None:
-                    yield role, wrong
+                if (fault := self._find_fault(policy)) is not None:
+                    yield role, fault
             except _NotValidated:
                 continue
 
-    def _wrong(self, policy: Policy, gave: dict[str, Tensor] | None = None) -> PolicyFault | None:
-        """What is wrong with a policy; where an output differs, where that begins is seen the second time.
+    def _find_fault(self, policy: Policy, expected_outputs: dict[str, Tensor] | None = None) -> PolicyFault | None:
+        """Return the fault of a policy, or None. If results differ, a second run locates the first difference.
 
         Args:
-            gave: path of each module of the plain copy -> what it gave.
+            expected_outputs: path of each module of the unsharded copy -> its output, for the second run.
         """
-        models = [copy_sharing_values(self._twin.model) for _ in range(self._tensor)]
+        models = [copy_sharing_values(self._reduced.model) for _ in range(self._tensor)]
         first: list[str] = []
 
         def train(context: ParallelContext) -> None:
             model = models[context.tensor.rank]
             self._shard(policy, model, context)
-            if gave is not None and context.tensor.rank == 0:
-                _note_differences(model, gave, first)
-            loss = probe_loss(self._twin.run(model))
-            if not abs(loss.item() - self._reference.loss) <= RELATIVE * abs(self._reference.loss):
-                raise MismatchError("its output differs")
-            loss.backward()
-            compare_gradients(self._reference, model, metadata_of(model).coords)
+            if expected_outputs is not None and context.tensor.rank == 0:
+                _record_differences(model, expected_outputs, first)
+            validation.compare_training(self._reference, model)
 
         try:
             run_as_threads(train, tensor=self._tensor, in_turn=True)
@@ -404,104 +384,86 @@ class _PolicyTrial:
         except _NotValidated:
             raise
         except MismatchError as difference:
-            if gave is None:
-                return self._wrong(policy, _outputs_of(copy_sharing_values(self._twin.model), self._twin))
+            if expected_outputs is None:
+                return self._find_fault(policy, _module_outputs(self._reduced))
             at = next(iter(first), None)
             if "output" not in str(difference):
-                return PolicyFault(f"trains otherwise: {difference}" + (f", and what {at!r} gives" if at else ""), at)
-            return PolicyFault("computes something else" + (f", first in {at!r}" if at else ""), at)
+                return PolicyFault(f"trains differently: {difference}" + (f", as does {at!r}" if at else ""), at)
+            return PolicyFault("computes a different output" + (f", first in {at!r}" if at else ""), at)
         except PolicyError as error:
             return PolicyFault(f"does not run: {error.what}", remedy=error.remedy)
-        except ShardFormerError as error:  # of an option or an input: the model's own forward will say so
+        except ShardFormerError as error:  # an option or input error, which the real forward will raise again
             raise _NotValidated(error.what) from error
-        except Exception as error:  # a forward that the cut breaks can raise anything
-            at = next((found for model in models if (found := failing_module(error, model))), None)
-            inside = f" in {at!r}" if at else ""
-            return PolicyFault(f"does not run: {error_summary(error)}{inside}{user_code_location(error)}", at)
+        except Exception as error:  # a forward with wrong shards may raise anything
+            at = next((found for model in models if (found := validation.failing_module(error, model))), None)
+            where = (f" in {at!r}" if at else "") + validation.user_code_location(error)
+            return PolicyFault(f"does not run: {validation.error_summary(error)}{where}", at)
 
     def _shard(self, policy: Policy, model: nn.Module, context: ParallelContext) -> None:
-        """By a copy of the policy. What is wrong here is wrong with the model itself too, and said of that."""
-        own = copy.copy(policy)
-        if (find := policy.find_submodel_policy) is not None:
-            own.find_submodel_policy = lambda part: copy.copy(self._parts.setdefault(type(part), find(part)))
+        """Shard by a copy of the policy. Errors here are raised again when the real model is sharded."""
+        copied = copy.copy(policy)
+        if (find_policy := policy.find_submodel_policy) is not None:
+            copied.find_submodel_policy = lambda part: copy.copy(self._parts.setdefault(type(part), find_policy(part)))
         try:
             config = ShardConfig(context=context, extra_kwargs=dict(policy.shard_config.extra_kwargs))
-            shard_with(model, config, own)
+            shard_with(model, config, copied)
         except Exception as error:
-            raise _NotValidated(error_summary(error)) from error
+            raise _NotValidated(validation.error_summary(error)) from error
 
 
-def _draws(model: nn.Module, twin: ReducedModel) -> bool:
-    """Whether a forward draws random numbers of torch."""
-    seen: list[Tensor] = []
-    hooks = [
-        model.register_forward_pre_hook(lambda *_: seen.append(torch.get_rng_state())),
-        model.register_forward_hook(lambda *_: seen.append(torch.get_rng_state())),
-    ]
+def _draws_random_numbers(model: nn.Module, reduced: ReducedModel) -> bool:
+    states: list[Tensor] = []
+    model.register_forward_pre_hook(lambda *_: states.append(torch.get_rng_state()))
+    model.register_forward_hook(lambda *_: states.append(torch.get_rng_state()))
     with torch.no_grad():
-        twin.run(model)
-    for hook in hooks:
-        hook.remove()
-    return not torch.equal(seen[0], seen[-1])
+        reduced.run(model)
+    return not torch.equal(states[0], states[-1])
 
 
 def _single_role_policies(policy: RolePolicy) -> Iterator[tuple[Role | str, RolePolicy]]:
-    """Policies that say one thing of a table each, and leave the rest whole."""
 
     def with_only(**fields: Any) -> RolePolicy:
-        one: Any = copy.copy(policy)
-        nothing: dict[str, Any] = {
-            "stack": (),
-            "embeddings": (),
-            "head": (),
-            "unstacked_blocks": (),
-            "submodels": (),
-            "keep_replicated": (),
-        }
-        vars(one).update(nothing | fields | {"replicated": lambda: None})
-        return one  # type: ignore[no-any-return]  # what is written over is no attribute of a class
+        single: Any = copy.copy(policy)
+        names = ("stack", "embeddings", "head", "unstacked_blocks", "submodels", "keep_replicated")
+        vars(single).update({**dict.fromkeys(names, ()), **fields, "replicated": lambda: None})
+        return single  # type: ignore[no-any-return]  # instance attributes override those of the class
 
-    for stack in [policy.stack] if isinstance(policy.stack, LayerStack) else policy.stack:
+    for stack in stacks_of(policy):
         for role in stack.blocks:
             yield role, with_only(stack=replace(stack, blocks=[role]))
     for role in policy.unstacked_blocks:
         yield role, with_only(unstacked_blocks=[role])
-    for names in ({"embeddings": policy.embeddings}, {"head": policy.head}):
-        if any(names.values()):
-            (kind, paths), *_ = names.items()
-            yield f"{kind} {', '.join(map(repr, as_path_list(paths)))}", with_only(**names)
+    for kind, paths in {"embeddings": policy.embeddings, "head": policy.head}.items():
+        if paths:
+            yield f"{kind} {', '.join(map(repr, as_path_list(paths)))}", with_only(**{kind: paths})
 
 
-def _name_of(role: Role | str) -> str:
-    return role if isinstance(role, str) else f"{type(role).__name__} {role.at!r}"
+def _module_outputs(reduced: ReducedModel) -> dict[str, Tensor]:
+    model = copy_sharing_values(reduced.model)
+    outputs: dict[str, Tensor] = {}
 
+    def store(path: str, output: Any) -> None:
+        if path not in outputs and (first := _first_tensor(output)) is not None:
+            outputs[path] = first.detach().clone()
 
-def _outputs_of(model: nn.Module, twin: ReducedModel) -> dict[str, Tensor]:
-    """The first tensor that each module gave, by its path."""
-    gave: dict[str, Tensor] = {}
     for path, module in model.named_modules():
-        module.register_forward_hook(lambda _, __, out, path=path: _keep(gave, path, out))
+        module.register_forward_hook(lambda _, __, out, path=path: store(path, out))
     with torch.no_grad():
-        twin.run(model)
-    return gave
-
-
-def _keep(gave: dict[str, Tensor], path: str, output: Any) -> None:
-    if (first := _first_tensor(output)) is not None:
-        gave.setdefault(path, first.detach().clone())
+        reduced.run(model)
+    return outputs
 
 
 def _first_tensor(output: Any) -> Tensor | None:
     return next((x for x in tree_leaves(output) if isinstance(x, Tensor)), None)
 
 
-def _note_differences(model: nn.Module, gave: dict[str, Tensor], first: list[str]) -> None:
-    """Notes each module that gives another tensor of the same shape than the plain one, from the first on."""
+def _record_differences(model: nn.Module, expected_outputs: dict[str, Tensor], first: list[str]) -> None:
+    """Append to ``first`` each module whose output has the same shape as expected but different values."""
 
     def note(path: str, output: Any) -> None:
-        x, y = _first_tensor(output), gave.get(path)
+        x, y = _first_tensor(output), expected_outputs.get(path)
         if type(x) is not Tensor or y is None or x.shape != y.shape or not x.is_floating_point():
-            return  # logits over a part of the vocabulary would be gathered, and the other ranks do not look
+            return  # sharded logits would be gathered, but the other ranks would not take part
         if max_difference(x.detach(), y) > RELATIVE * y.abs().max():
             first.append(path)
 

@@ -1,4 +1,4 @@
-"""Validates a policy on a reduced model: ranks as threads train it like the plain model, or the policy is not used."""
+"""Validates a policy on a reduced model by comparing sharded training, with ranks as threads, to unsharded training."""
 
 from __future__ import annotations
 
@@ -6,35 +6,28 @@ import copy
 import linecache
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from traceback import walk_tb
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from shardformer.config import ShardConfig
+from shardformer.discovery import reduced_model
 from shardformer.discovery.example_inputs import Forward, forward_call
 from shardformer.discovery.forward_trace import TokenUse
 from shardformer.discovery.reduced_model import (
-    LIBRARIES,
-    ONE_AT_A_TIME,
     RELATIVE,
     ReducedModel,
     ReferenceGradients,
     copy_sharing_values,
-    gradient_tolerances,
-    known_by,
-    output_fields,
     probe_loss,
-    reduce_model,
-    twin_or_copy_of,
-    weighted,
 )
 from shardformer.errors import PolicyError, ShardFormerError, first_line
 from shardformer.kernels.attention_registration import attention_classes
-from shardformer.layout.shard_spec import Coords
 from shardformer.layout.sharding_metadata import metadata_of, shard_specs
 from shardformer.layout.tensor_relations import max_difference
 from shardformer.local_ranks.threads import run_as_threads
@@ -51,62 +44,54 @@ from shardformer.sharding.apply_context_parallel import ContextFindings, RingSiz
 from shardformer.sharding.apply_tensor_grid import ArgumentSamples, argument_key, full_input_modules, named_arguments
 from shardformer.torch_compat import tree_leaves
 
-MOST = 160
-"""Characters of what somebody else's code says."""
+MAX_ERROR_CHARS = 160  # Largest number of characters to quote from the errors of other code
 
 
 def error_in_sentence(error: BaseException) -> str:
-    """The error in the middle of a sentence, with the line of the model's own code that raised it, where that is known.
-
-    Of a library's code nothing is told: its user cannot change it.
-    """
-    said = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].rstrip(": ")[:MOST]
-    return f"{said}{user_code_location(error)}"
+    """Format an error, with its location in user code, for use within a sentence."""
+    text = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].rstrip(": ")[:MAX_ERROR_CHARS]
+    return f"{text}{user_code_location(error)}"
 
 
 def user_code_location(error: BaseException) -> str:
-    """``, in mine.py, line 14: `return x.view(b, s, 4, 8)` ``: the innermost line that is no library's."""
-    own = [(frame, line) for frame, line in _frames(error) if not _is_library(frame)]
-    if not own:
+    """Format the innermost line of user code in a traceback: ``, in my_model.py, line 14: `return x.view(b, s)` ``."""
+    frames = [(frame, line) for frame, line in walk_tb(error.__traceback__) if not _is_library(frame)]
+    if not frames:
         return ""
-    frame, number = own[-1]
-    code = linecache.getline(frame.f_code.co_filename, number, frame.f_globals).strip()[:MOST]
-    return f", in {_relative_path(frame.f_code.co_filename)}, line {number}" + (f": `{code}`" if code else "")
+    frame, number = frames[-1]
+    path = frame.f_code.co_filename
+    code = linecache.getline(path, number, frame.f_globals).strip()[:MAX_ERROR_CHARS]
+    relative = os.path.relpath(path) if os.path.isabs(path) else path
+    shown = path if relative.startswith(os.pardir) else relative
+    return f", in {shown}, line {number}" + (f": `{code}`" if code else "")
 
 
 def failing_module(error: BaseException, model: nn.Module) -> str | None:
-    """The path of the innermost module in whose forward an error was raised."""
+    """Return the path of the innermost module in whose forward an error was raised."""
     paths = {id(module): path for path, module in model.named_modules()}
-    seen: list[Any] = [frame.f_locals.get("self") for frame, _ in _frames(error)]
+    seen: list[Any] = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
     return next((paths[id(module)] for module in reversed(seen) if paths.get(id(module))), None)
 
 
 def error_summary(error: BaseException) -> str:
-    """Its kind and its first line."""
-    return f"{type(error).__name__}: {first_line(error)[:MOST]}"
-
-
-def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
-    """From the outermost to that which raised it."""
-    yield from walk_tb(error.__traceback__)
+    """Return the class and the first line of an error."""
+    return f"{type(error).__name__}: {first_line(error)[:MAX_ERROR_CHARS]}"
 
 
 def _is_library(frame: FrameType) -> bool:
     name = str(frame.f_globals.get("__name__", ""))
-    return name.partition(".")[0] in LIBRARIES or frame.f_code.co_filename.startswith("<")
-
-
-def _relative_path(path: str) -> str:
-    """As it is read from the folder in which the program runs, where it is inside of that."""
-    inside = os.path.relpath(path) if os.path.isabs(path) else path
-    return path if inside.startswith(os.pardir) else inside
+    return name.partition(".")[0] in reduced_model.LIBRARIES or frame.f_code.co_filename.startswith("<")
 
 
 def validate_policy(reference: ReferenceGradients, policy: type[Policy], ranks: int, **options: bool) -> str | None:
-    """What is wrong with ``policy`` over ``ranks`` tensor ranks; None when nobody could tell."""
+    """Train a model sharded by ``policy`` over ``ranks`` tensor ranks, and return the first difference or None.
+
+    Args:
+        options: switches of ``ShardConfig``.
+    """
 
     def shard(model: nn.Module, context: ParallelContext) -> None:
-        config = ShardConfig(context=context, **options)  # type: ignore[arg-type]  # of switches alone
+        config = ShardConfig(context=context, **options)  # type: ignore[arg-type]  # boolean options only
         shard_with(model, config, policy())
 
     return validate_sharding(reference, shard, tensor=ranks)
@@ -115,53 +100,59 @@ def validate_policy(reference: ReferenceGradients, policy: type[Policy], ranks: 
 def validate_sharding(
     reference: ReferenceGradients, shard: Callable[[nn.Module, ParallelContext], None], **sizes: int
 ) -> str | None:
-    """By what a model that ``shard`` shards, over ranks that are threads, can be told; None when nobody could tell."""
+    """Train a model sharded by ``shard`` over ranks as threads, and return the first difference or None.
+
+    Args:
+        sizes: axis sizes of the process grid.
+    """
 
     def train(context: ParallelContext) -> None:
         model = copy_sharing_values(reference.model)
         shard(model, context)
-        for truth in (reference, *reference.also):
+        for expected in (reference, *reference.also):
             model.zero_grad()
-            loss = probe_loss(truth.run(model))
-            if not abs(loss.item() - truth.loss) <= RELATIVE * abs(truth.loss):
-                raise MismatchError(f"the output differs: {loss.item():.6g} instead of {truth.loss:.6g}")
-            loss.backward()
-            compare_gradients(truth, model, metadata_of(model).coords)
+            compare_training(expected, model)
 
     try:
         run_as_threads(train, **sizes, in_turn=True)
-        return None
-    except MismatchError as difference:
-        return str(difference)
-    except ShardFormerError as error:
-        return error.what
-    except Exception as error:  # a forward that the cut breaks can raise anything
-        return f"cut so, it does not run ({error_in_sentence(error)})"
+    except (MismatchError, ShardFormerError) as error:
+        return error.what if isinstance(error, ShardFormerError) else str(error)
+    except Exception as error:  # a forward with wrong shards may raise anything
+        return f"the sharded model does not run ({error_in_sentence(error)})"
+    return None
 
 
 class MismatchError(Exception):
-    """What is not as in the plain model; a rank raises it, so that the others wait for it no longer."""
+    """Raised by a rank on a difference from the unsharded model, so that other ranks stop waiting."""
 
 
-def compare_gradients(reference: ReferenceGradients, model: nn.Module, coords: Coords) -> None:
-    """Raises Differs where the gradients of a rank's model are not its parts of the reference's."""
-    specs = shard_specs(model)
+def compare_training(reference: ReferenceGradients, model: nn.Module) -> None:
+    """Run forward and backward of a sharded model; raise MismatchError if the output or a gradient differs."""
+    loss = probe_loss(reference.run(model))
+    if not abs(loss.item() - reference.loss) <= RELATIVE * abs(reference.loss):
+        raise MismatchError(f"the output differs: {loss.item():.6g} instead of {reference.loss:.6g}")
+    loss.backward()
+    specs, coords = shard_specs(model), metadata_of(model).coords
     for name, param in model.named_parameters():
         expected = reference.gradients[name]
         if (expected is None) != (param.grad is None):
             raise MismatchError(f"{name} has {'a' if expected is None else 'no'} gradient")
         if expected is None or param.grad is None or not expected.numel():
             continue
-        own = specs[name].slice(expected, coords)
-        if not reference.is_near(name, max_difference(own, param.grad)):
+        shard = specs[name].slice(expected, coords)
+        if not reference.is_near(name, max_difference(shard, param.grad)):
             raise MismatchError(f"the gradient of {name} differs")
 
 
-ONE_LAYER = "no two layers of it run one behind the other"
+ONE_LAYER = "it has no two layers that run in sequence"
+
+
+def stacks_of(policy: RolePolicy | type[RolePolicy]) -> list[LayerStack]:
+    return [policy.stack] if isinstance(policy.stack, LayerStack) else [*policy.stack]
 
 
 def bound_policy(policy: type[RolePolicy], model: nn.Module) -> RolePolicy:
-    """The policy of one rank for ``model``."""
+    """Instantiate a policy for ``model`` on one rank."""
     out = policy()
     out.set_model(model)
     out.set_shard_config(ShardConfig(context=ParallelContext.from_group(Axis("tensor"))))
@@ -169,7 +160,7 @@ def bound_policy(policy: type[RolePolicy], model: nn.Module) -> RolePolicy:
 
 
 def layer_sequence_of(model: nn.Module, policy: type[RolePolicy], stacks: Sequence[LayerStack]) -> LayerSequence:
-    """The layers of these stacks in a row."""
+    """Return the layers of ``stacks`` as one sequence."""
     with_stacks: Any = type(policy.__name__, (policy,), {"stack": tuple(stacks)})
     return bound_policy(with_stacks, model).layer_sequence()
 
@@ -177,8 +168,10 @@ def layer_sequence_of(model: nn.Module, policy: type[RolePolicy], stacks: Sequen
 def validate_stages(
     reference: ReferenceGradients, policy: type[RolePolicy], stacks: Sequence[LayerStack]
 ) -> str | None:
-    """What is wrong with two stages, with the cut behind the first layer, before the last, halfway, and where
-    two stacks meet; None when nobody could tell."""
+    """Run the model in two stages and return the first difference or None.
+
+    The boundary is placed after the first layer, before the last layer, halfway, and around the start of each stack.
+    """
     try:
         chain = layer_sequence_of(reference.model, policy, stacks)
         count = len(chain.layer_calls)
@@ -186,74 +179,72 @@ def validate_stages(
             return ONE_LAYER
         ends = {1, count // 2, count - 1, *(at for start in chain.starts for at in (start - 1, start))}
         for bound in sorted(ends & set(range(1, count))):
-            for truth in (reference, *reference.also):
-                _compare_stages(truth, chain, chain.stage_ranges([0, bound, count]))
-    except MismatchError as difference:
-        return str(difference)
-    except ShardFormerError as error:
-        return error.what
-    except Exception as error:  # a forward that the cut breaks can raise anything
-        return f"cut into stages it does not run ({type(error).__name__}: {' '.join(str(error).split())[:160]})"
+            for expected in (reference, *reference.also):
+                _compare_stages(expected, chain, chain.stage_ranges([0, bound, count]))
+    except (MismatchError, ShardFormerError) as error:
+        return error.what if isinstance(error, ShardFormerError) else str(error)
+    except Exception as error:  # a forward of a partial model may raise anything
+        return f"in two stages it does not run ({type(error).__name__}: {' '.join(str(error).split())[:160]})"
     return None
 
 
 def _compare_stages(reference: ReferenceGradients, chain: LayerSequence, spans: Sequence[LayerRange]) -> None:
-    home = owner_layers(reference.model, chain)
-    held = owner_stages(home, spans)
+    owners = owner_layers(reference.model, chain)
+    stages_of_param = owner_stages(owners, spans)
     stages: list[tuple[nn.Module, StageForward]] = []
     for stage in range(len(spans)):
         model, placeholders = copy_sharing_values(reference.model), MissingParams()
-        placeholders.remove(model, {name: stage in stages_of for name, stages_of in held.items()})
+        placeholders.remove(model, {name: stage in stages_of for name, stages_of in stages_of_param.items()})
         copy_shared_attributes(model, chain, [spans[stage]])
-        stages.append((model, StageForward(model, chain, placeholders, home)))
-    (first, first_passage), (second, second_passage) = stages
-    _, payload = first_passage.run(first, StagePass(spans[0], {}), lambda: reference.run(first))
+        stages.append((model, StageForward(model, chain, placeholders, owners)))
+    (first, first_forward), (second, second_forward) = stages
+    _, payload = first_forward.run(first, StagePass(spans[0], {}), lambda: reference.run(first))
     if payload is None:
-        raise MismatchError("its layers are not all run")
+        raise MismatchError("some of its layers are not called")
     received = {name: x.detach().requires_grad_(x.requires_grad) for name, x in payload.items()}
-    output, _ = second_passage.run(second, StagePass(spans[1], received), lambda: reference.run(second))
+    output, _ = second_forward.run(second, StagePass(spans[1], received), lambda: reference.run(second))
     _compare_outputs(reference, output)
     trains = [name for name, x in payload.items() if x.requires_grad]
     if any(received[name].grad is None for name in trains):
-        raise MismatchError("nothing is learned through the states that one stage hands to the next")
+        raise MismatchError("a tensor sent between stages receives no gradient")
     if trains:
         torch.autograd.backward([payload[name] for name in trains], [received[name].grad for name in trains])
-    _compare_gradients(reference.model, _sums(reference.model, [first, second]))
+    _compare_gradients(reference.model, _summed_gradients(reference.model, [first, second]))
 
 
 def _compare_outputs(reference: ReferenceGradients, output: Any) -> None:
-    """Compares what the last stage has of the output, and leaves the gradients of that in all models."""
-    whole, given = _floats(reference.run(reference.model)), _floats(output)
-    here = [at for at, x in enumerate(given) if not is_placeholder(x)]
-    if len(whole) != len(given) or 0 not in here:
-        raise MismatchError("what it gives reads what an earlier stage holds")
+    """Compare the outputs of the last stage with the reference, and run backward on both."""
+    expected, stage_outputs = _floats(reference.run(reference.model)), _floats(output)
+    here = [at for at, x in enumerate(stage_outputs) if not is_placeholder(x)]
+    if len(expected) != len(stage_outputs) or 0 not in here:
+        raise MismatchError("the output depends on parameters of an earlier stage")
     for at in here:
-        a, b = whole[at], given[at]
+        a, b = expected[at], stage_outputs[at]
         if not max_difference(a, b) <= RELATIVE * a.abs().max():
-            raise MismatchError("what it gives differs")
+            raise MismatchError("the output differs")
     reference.model.zero_grad()
-    for outputs in (whole, given):
-        torch.stack([weighted(outputs[at], outputs[at].shape).double() for at in here]).sum().backward()
+    for outputs in (expected, stage_outputs):
+        torch.stack([reduced_model.weighted(outputs[at], outputs[at].shape).double() for at in here]).sum().backward()
 
 
 def _compare_gradients(model: nn.Module, found: Mapping[str, Tensor]) -> None:
-    expected = _sums(model, [model])
+    expected = _summed_gradients(model, [model])
     model.zero_grad()
     if expected.keys() != found.keys():
-        raise MismatchError(f"{sorted(expected.keys() ^ found.keys())[0]} has a gradient in one of the two only")
-    bounds = gradient_tolerances(expected)
+        raise MismatchError(f"{sorted(expected.keys() ^ found.keys())[0]} has a gradient in only one of the two models")
+    bounds = reduced_model.gradient_tolerances(expected)
     for name, gradient in expected.items():
         if gradient.numel() and not max_difference(gradient, found[name]) <= bounds[name]:
             raise MismatchError(f"the gradient of {name} differs")
 
 
 def _floats(output: Any) -> list[Tensor]:
-    leaves = tree_leaves(output_fields(output))
+    leaves = tree_leaves(reduced_model.output_fields(output))
     return [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point() and x.numel()]
 
 
-def _sums(whole: nn.Module, models: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """The gradients by name, summed over the stages that hold a parameter; by the first of its names, where tied."""
+def _summed_gradients(whole: nn.Module, models: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """Return gradients by first name, summed over the stages that share a parameter."""
     first = {id(p): name for name, p in whole.named_parameters()}
     names = {name: first[id(p)] for name, p in whole.named_parameters(remove_duplicate=False)}
     out: dict[str, Tensor] = {}
@@ -266,55 +257,56 @@ def _sums(whole: nn.Module, models: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class ContextValidation:
-    """What was found on the twin.
+    """Result of validating context parallelism on a reduced model."""
 
-    Args:
-        against: why the sequence cannot be cut; None where nobody could tell.
-        learned: which dim of an argument is the sequence's, and what is given the whole sequence.
-    """
-
-    against: str | None
-    learned: ContextFindings = field(default_factory=ContextFindings)
+    against: str | None  # why the sequence cannot be sharded; None if validation passed
+    learned: ContextFindings = field(default_factory=ContextFindings)  # sequence dims, modules with full sequences
 
 
+Result = TypeVar("Result")
 _CONTEXT_RESULTS: dict[Hashable, ContextValidation] = {}
 
 
 def validate_context_parallel(
     model: nn.Module, policy: Policy, sizes: RingSizes, *, may_be_whole: bool = True
 ) -> ContextValidation:
-    """The proof for a model, made once for models of a library's classes with one config. Communicates nothing.
+    """Validate context parallelism for a model. No communication; results are cached per library class and config.
 
     Args:
-        policy: that of the model, which a small twin shares.
-        sizes: how the ranks of the sequence axis are laid out.
-        may_be_whole: whether attentions may stay as they are, each computed for all positions on every rank.
+        policy: policy of the model, also used for the reduced model.
+        sizes: ring and Ulysses sizes of the sequence axis.
+        may_be_whole: whether attentions may be computed for the full sequence on every rank.
     """
-    ring, group, kind = min(sizes.ring, 2), min(sizes.group, 2), known_by(model)
-    key = (kind, ring, group, sizes.gathers, may_be_whole)
-    with ONE_AT_A_TIME:
-        if key in _CONTEXT_RESULTS:
-            return _CONTEXT_RESULTS[key]
-        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-            proof = _validate_context(model, policy, RingSizes(ring, group, sizes.gathers), may_be_whole)
-        if kind is not None:
-            _CONTEXT_RESULTS[key] = proof
-        return proof
+    sizes = RingSizes(min(sizes.ring, 2), min(sizes.group, 2), sizes.gathers)
+    key = (reduced_model.validation_key(model), sizes.ring, sizes.group, sizes.gathers, may_be_whole)
+    return _cached(_CONTEXT_RESULTS, key, lambda: _validate_context(model, policy, sizes, may_be_whole))
+
+
+def _cached(results: dict[Hashable, Result], key: tuple[Hashable, ...], validate: Callable[[], Result]) -> Result:
+    """Return a validation result, cached unless the model, the first entry of ``key``, has no key."""
+    with reduced_model.ONE_AT_A_TIME:
+        if key not in results:
+            with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+                result = validate()
+            if key[0] is None:
+                return result
+            results[key] = result
+        return results[key]
 
 
 def _validate_context(model: nn.Module, policy: Policy, sizes: RingSizes, may_be_whole: bool) -> ContextValidation:
     try:
-        twin = twin_or_copy_of(model)
+        reduced = reduced_model.reduce_or_copy_model(model)
     except PolicyError as error:
         return ContextValidation(error.what)
-    reference = twin.reference()
-    own = copy.copy(policy)
-    own.set_model(twin.model)
-    stacks = [TokenUse(reference, stack.layers) for stack in own.stacks()]
-    if any(tokens.shape[0] != twin.samples == tokens.shape[1] for tokens in stacks):
-        return ContextValidation("its layers are given (sequence, batch, hidden)")
+    reference = reduced.reference()
+    bound = copy.copy(policy)
+    bound.set_model(reduced.model)
+    stacks = [TokenUse(reference, stack.layers) for stack in bound.stacks()]
+    if any(tokens.shape[0] != reduced.samples == tokens.shape[1] for tokens in stacks):
+        return ContextValidation("its layers take inputs of shape (sequence, batch, hidden)")
 
-    def tried(learned: ContextFindings, reference: ReferenceGradients) -> ContextValidation:
+    def train_with(learned: ContextFindings, reference: ReferenceGradients) -> ContextValidation:
         runs: list[Any] = []
 
         def shard(model: nn.Module, context: ParallelContext) -> None:
@@ -326,34 +318,31 @@ def _validate_context(model: nn.Module, policy: Policy, sizes: RingSizes, may_be
                 runs.append(metadata_of(model).context_run)
 
         against = validate_sharding(reference, shard, sequence=sizes.ring * sizes.group)
-        return (
-            ContextValidation(against)
-            if runs == []
-            else ContextValidation(against, replace(learned, dims=runs[0].dims))
-        )
+        return ContextValidation(against, replace(learned, dims=runs[0].dims) if runs else ContextFindings())
 
-    why = attention_not_on_interface(twin.model)
+    not_dispatched = attention_not_on_interface(reduced.model)
     against = ""
-    ways = list(_gather_candidates(twin.model, stacks, is_dispatched=why is None, may_be_whole=may_be_whole))
-    ways += [replace(way, reads_between=True) for way in ways]
-    for learned in ways:
-        proof = tried(learned, reference)
-        if proof.against is None:
-            return replace(proof, learned=replace(proof.learned, unproven=twin.unproven(None)))
-        against = against or proof.against
-    for learned in ways if reference.also else ():
-        proof = tried(learned, replace(reference, also=()))
-        if proof.against is None:
-            return replace(proof, learned=replace(proof.learned, unproven=twin.unproven(against)))
-    if why is not None:
-        against = f"it {why}, and {against or 'nothing was seen to mix tokens'}"
+    candidates = list(
+        _gather_candidates(reduced.model, stacks, is_dispatched=not_dispatched is None, may_be_whole=may_be_whole)
+    )
+    candidates += [replace(candidate, reads_between=True) for candidate in candidates]
+    for learned in candidates:
+        result = train_with(learned, reference)
+        if result.against is None:
+            return replace(result, learned=replace(result.learned, unproven=reduced.unproven(None)))
+        against = against or result.against
+    for learned in candidates if reference.also else ():
+        result = train_with(learned, replace(reference, also=()))
+        if result.against is None:
+            return replace(result, learned=replace(result.learned, unproven=reduced.unproven(against)))
+    if not_dispatched is not None:
+        against = f"it {not_dispatched}, and {against or 'no module was found that mixes tokens'}"
     return ContextValidation(against)
 
 
 def _gather_candidates(
     model: nn.Module, stacks: Sequence[TokenUse], *, is_dispatched: bool, may_be_whole: bool
 ) -> Iterator[ContextFindings]:
-    """What is given the whole sequence, in the order in which it is tried."""
     if is_dispatched:
         yield ContextFindings()
     classes = attention_classes(model)
@@ -361,131 +350,104 @@ def _gather_candidates(
     def attends(layer: str, name: str) -> bool:
         return any(type(inner) in classes for inner in model.get_submodule(f"{layer}.{name}").modules())
 
-    attending = _each((t.layers, name) for t in stacks for layer, name in t.children() if attends(layer, name))
-    apart = _each((t.layers, name) for t in stacks for layer, name in t.mixing() if not attends(layer, name))
-    if is_dispatched and apart:
-        yield ContextFindings(gathers=apart)
+    attending = _unique((t.layers, name) for t in stacks for layer, name in t.children() if attends(layer, name))
+    mixing = _unique((t.layers, name) for t in stacks for layer, name in t.mixing() if not attends(layer, name))
+    if is_dispatched and mixing:
+        yield ContextFindings(gathers=mixing)
     if may_be_whole:
         yield from (
-            ContextFindings(gathers=_each(names), is_whole=True) for names in (attending, attending + apart) if names
+            ContextFindings(gathers=_unique(names), is_whole=True) for names in (attending, attending + mixing) if names
         )
 
 
-def _each(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Each once, in order."""
+def _unique(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     return list(dict.fromkeys(pairs))
-
-
-ArgumentShapes = dict[tuple[str, str], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class GridValidation:
-    """What was found on the twin.
+    """Result of validating a tensor grid on a reduced model."""
 
-    Args:
-        against: why the model cannot be cut so; None where nobody could tell.
-        samples: which dim of an attention's argument counts samples; None for one that is of no sample.
-        unproven: the inputs with which it cannot be, and why.
-    """
-
-    against: str | None
-    samples: ArgumentSamples = field(default_factory=dict)
-    unproven: Mapping[str, str] = field(default_factory=dict)
+    against: str | None  # why the model cannot be sharded over the grid; None if validation passed
+    samples: ArgumentSamples = field(default_factory=dict)  # attention argument -> batch dim, None without one
+    unproven: Mapping[str, str] = field(default_factory=dict)  # input -> why the layout was not validated with it
 
 
 _GRID_RESULTS: dict[Hashable, GridValidation] = {}
 
 
 def validate_tensor_grid(model: nn.Module, policy: Policy, grid: TensorGrid) -> GridValidation:
-    """The proof for a model, made once for models of a library's classes with one config. Communicates nothing.
+    """Validate a tensor grid for a model. No communication; results are cached per library class and config.
 
-    It is made on two ranks along each axis that has more than one.
+    Axes with more than one rank are validated with two ranks.
 
     Args:
-        policy: that of the model, which a small twin shares.
+        policy: policy of the model, also used for the reduced model.
     """
-    kind = known_by(model)
     sizes = tuple(min(axis.size, 2) for axis in (grid.row, grid.column, grid.depth))
-    key = (kind, grid.mode, sizes)
-    with ONE_AT_A_TIME:
-        if key in _GRID_RESULTS:
-            return _GRID_RESULTS[key]
-        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-            proof = _validate_grid(model, policy, grid.mode, dict(zip(GRID_AXIS_NAMES, sizes, strict=True)))
-        if kind is not None:
-            _GRID_RESULTS[key] = proof
-        return proof
+    axes = dict(zip(GRID_AXIS_NAMES, sizes, strict=True))
+    key = (reduced_model.validation_key(model), grid.mode, sizes)
+    return _cached(_GRID_RESULTS, key, lambda: _validate_grid(model, policy, grid.mode, axes))
 
 
 def _validate_grid(model: nn.Module, policy: Policy, mode: str, sizes: dict[str, int]) -> GridValidation:
     try:
-        twin = reduce_model(model)
+        reduced = reduced_model.reduce_model(model)
     except PolicyError as error:
         return GridValidation(error.what)
-    wider = _wider(twin)
-    reference = twin.reference(wider)
+    larger_batch_run = _with_extra_sample(reduced)
+    reference = reduced.reference(larger_batch_run)
     total = sizes["row"] * sizes["column"] * sizes["depth"]
 
-    own = copy.copy(policy)
-    own.set_model(twin.model)
-    own.set_shard_config(ShardConfig(context=ParallelContext.of({})))
-    samples = _samples_in(twin, wider, full_input_modules(own), [s.layers for s in own.stacks()])
-    proof = GridValidation(None, samples)
+    bound = copy.copy(policy)
+    bound.set_model(reduced.model)
+    bound.set_shard_config(ShardConfig(context=ParallelContext.of({})))
+    samples = _batch_dims(reduced, larger_batch_run, full_input_modules(bound), [s.layers for s in bound.stacks()])
 
     def shard(model: nn.Module, context: ParallelContext) -> None:
         config = ShardConfig(context=context.reshape_axis("tensor", **sizes), tensor_parallel_mode=mode)
         shard_with(model, config, copy.copy(policy), samples=samples)
 
     against = validate_sharding(reference, shard, tensor=total)
-    if (
-        against is not None
-        and reference.also
-        and validate_sharding(replace(reference, also=()), shard, tensor=total) is None
-    ):
-        return replace(proof, unproven=twin.unproven(against))
-    proof = replace(proof, unproven=twin.unproven(None))
-    return proof if against is None else GridValidation(against)
+    if against is None:
+        return GridValidation(None, samples, reduced.unproven(None))
+    if reference.also and validate_sharding(replace(reference, also=()), shard, tensor=total) is None:
+        return GridValidation(None, samples, reduced.unproven(against))
+    return GridValidation(against)
 
 
-def _wider(twin: ReducedModel) -> Forward:
-    """A call with one sample more, so that no grid divides the batch."""
-    count = twin.samples
-    more = {n: torch.cat((x, x[:1])) if x.dim() and len(x) == count else x for n, x in twin.batch.items()}
-    return forward_call(twin.model, more)
+def _with_extra_sample(reduced: ReducedModel) -> Forward:
+    count = reduced.samples
+    more = {n: torch.cat((x, x[:1])) if x.dim() and len(x) == count else x for n, x in reduced.batch.items()}
+    return forward_call(reduced.model, more)
 
 
-def _samples_in(twin: ReducedModel, wider: Forward, attentions: list[str], stacks: list[str]) -> ArgumentSamples:
-    """Which dim of each argument grows as the batch does."""
-    count = twin.samples
-    narrow, wide = (_shapes(twin.model, run, attentions, stacks) for run in (twin.run, wider))
+def _batch_dims(
+    reduced: ReducedModel, larger_batch_run: Forward, attentions: list[str], stacks: list[str]
+) -> ArgumentSamples:
+    count = reduced.samples
+    narrow, wide = (_shapes(reduced.model, run, attentions, stacks) for run in (reduced.run, larger_batch_run))
     samples: ArgumentSamples = {}
     for key, shape in narrow.items():
         other = wide.get(key, shape)
-        grown = [
-            d for d, (a, b) in enumerate(zip(shape, other, strict=False)) if a != b and a * (count + 1) == b * count
-        ]
-        if grown or shape[:1] != (1,):  # one for all samples here may be one for each elsewhere: position_ids
+        sizes = zip(shape, other, strict=False)
+        grown = [d for d, (a, b) in enumerate(sizes) if a != b and a * (count + 1) == b * count]
+        if grown or shape[:1] != (1,):  # a dim of size 1 may be a batch dim in other models: position_ids
             samples[key] = grown[0] if grown else None
     return samples
 
 
-def _shapes(
-    model: nn.Module, run: Forward, attentions: list[str], stacks: list[str]
-) -> dict[tuple[str, str], tuple[int, ...]]:
-    found: dict[tuple[str, str], tuple[int, ...]] = {}
-    hooks = []
+def _shapes(model: nn.Module, run: Forward, attentions: list[str], stacks: list[str]) -> dict[Any, tuple[int, ...]]:
+    found: dict[Any, tuple[int, ...]] = {}
     layers = {path: next(model.get_submodule(path).children()) for path in stacks}
-    for path, module in {**layers, **{path: model.get_submodule(path) for path in attentions}}.items():
+    modules = {**layers, **{path: model.get_submodule(path) for path in attentions}}
+    with ExitStack() as hooks, torch.no_grad():
+        for path, module in modules.items():
 
-        def note(module: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
-            found.update(
-                {argument_key(path, name): tuple(x.shape) for name, x in named_arguments(module, args, kwargs)}
-            )
+            def note(module: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
+                shapes = {argument_key(path, n): tuple(x.shape) for n, x in named_arguments(module, args, kwargs)}
+                found.update(shapes)
 
-        hooks.append(module.register_forward_pre_hook(note, with_kwargs=True))
-    with torch.no_grad():
+            hooks.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
         run(model)
-    for hook in hooks:
-        hook.remove()
     return found

@@ -1,4 +1,4 @@
-"""Plain values that describe where the numbers of parameters, activations and gradients are."""
+"""Plain values that describe how parameters, activations and gradients are sharded."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""ActivationLayout: how the activations between the blocks of a model lie over the grid.
+"""ActivationLayout: how the activations of a model are sharded over the process grid.
 
-A stream is what flows from layer to layer: (batch, sequence, hidden). Each way of being parallel cuts it in its way:
+Activations between layers have dims (batch, sequence, hidden). Each kind of parallelism shards them differently:
 
-    1D tensor parallel    nothing is cut: all tensor ranks hold the same
-    sequence parallel     sequence over ``tensor``, from the first layer of a stack to its last
-    context parallel      sequence over ``sequence``, from the model's inputs on
-    2D tensor parallel    batch over ``row`` from the inputs on, hidden over ``column`` in the stack
+    1D tensor parallel    not sharded: all tensor ranks have the same activations
+    sequence parallel     sequence over ``tensor``, from the first layer of a stack to the last
+    context parallel      sequence over ``sequence``, from the model inputs on
+    2D tensor parallel    batch over ``row`` from the inputs on, hidden over ``column`` within the stack
 
-Plain data: it can be printed, compared between ranks and tested without processes. The layers, the gradients, the
-random numbers and what a stage sends are derived from it.
+A layout is plain data: it can be printed, compared between ranks and tested without processes. The parallel layers,
+gradient reductions, random states and pipeline messages are derived from it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardformer.layout.shard_spec import Coords, Split
 
 
 class Dim(StrEnum):
-    """A dim of the stream."""
+    """Dimension of an activation tensor (batch, sequence, hidden)."""
 
     BATCH = "batch"
     SEQUENCE = "sequence"
@@ -31,15 +31,15 @@ class Dim(StrEnum):
 
     @property
     def position(self) -> int:
-        """Its place in (batch, sequence, hidden)."""
+        """Index of the dim in (batch, sequence, hidden)."""
         return list(Dim).index(self)
 
 
 class IndexOrder(StrEnum):
-    """Which indices of the dim a rank has. Of 8 over 2 ranks, rank 0 has
+    """Assignment of indices to ranks. With 8 indices over 2 ranks, rank 0 gets:
 
     contiguous  0 1 2 3
-    zigzag      0 1 6 7     one piece from the start and one from the end: causal attention costs all ranks the same
+    zigzag      0 1 6 7     a chunk from each end, which balances causal attention over ranks
     striped     0 2 4 6
     """
 
@@ -49,24 +49,24 @@ class IndexOrder(StrEnum):
 
 
 class ShardedFrom(StrEnum):
-    """From where on the stream is cut."""
+    """First place in the model at which activations are sharded."""
 
-    INPUTS = "inputs"  # of the model
-    STACK = "stack"  # from the first layer of a stack to the last one, or the norm behind it
+    INPUTS = "inputs"  # the inputs of the model
+    STACK = "stack"  # the first layer of a stack, until its last layer or the norm that follows
 
 
 class ModelRegion(StrEnum):
-    """Where in a model a module stands."""
+    """Region of a model that contains a module."""
 
-    OUTSIDE = "outside"  # before and behind the stacks: embeddings, heads
+    OUTSIDE = "outside"  # before and after the stacks: embeddings, heads
     STACK = "stack"  # in a stack, between its blocks
-    BLOCK = "block"  # between the entry and the exit of a block, where a rank has its heads or features only
-    GATHERED = "gathered"  # in a module of a stack that is given whole samples: each rank has its samples only
+    BLOCK = "block"  # inside a tensor-parallel block, where each rank has some heads or features
+    GATHERED = "gathered"  # in a module of a stack that reads full sequences of this rank's samples
 
 
 @dataclass(frozen=True)
 class ActivationShard:
-    """One dim of the stream, cut over one axis."""
+    """One activation dim, sharded over one axis."""
 
     dim: Dim
     axis: str
@@ -74,7 +74,7 @@ class ActivationShard:
     begin: ShardedFrom = ShardedFrom.STACK
 
     def split(self, length: int, ranks: int) -> Split:
-        """Which indices of a dim of ``length`` each rank has.
+        """Return the indices of a dim of ``length`` that each rank has.
 
         >>> ActivationShard(Dim.SEQUENCE, "sequence", IndexOrder.ZIGZAG).split(8, 2).parts
         (((0, 2), (6, 8)), ((2, 4), (4, 6)))
@@ -89,51 +89,53 @@ class ActivationShard:
 
 @dataclass(frozen=True)
 class ActivationLayout:
-    """How the stream is cut: nowhere, or along these cuts, each over an axis of its own.
+    """Sharding of the activations of a model; each shard uses a different axis.
 
     Args:
-        block: the axes over which what is inside of blocks is cut: by heads or features, and by samples.
+        shards: sharded activation dims; empty if activations are not sharded.
+        block: axes that shard activations inside tensor-parallel blocks: by heads or features, and by samples.
     """
 
     shards: tuple[ActivationShard, ...] = ()
     block: tuple[str, ...] = ("tensor",)
 
-    def shards_at(self, place: ModelRegion) -> tuple[ActivationShard, ...]:
-        """The cuts of what a module at this place reads: a block's entry undoes those that begin at the stack."""
+    def shards_at(self, region: ModelRegion) -> tuple[ActivationShard, ...]:
+        """Return the activation shards that a module in ``region`` reads."""
         if not self.shards:
             return ()
-        in_stack = {ModelRegion.STACK: list(Dim), ModelRegion.GATHERED: [Dim.BATCH]}.get(place, [])
-        return tuple(c for c in self.shards if c.begin is ShardedFrom.INPUTS or c.dim in in_stack)
+        in_stack = {ModelRegion.STACK: list(Dim), ModelRegion.GATHERED: [Dim.BATCH]}.get(region, [])
+        return tuple(s for s in self.shards if s.begin is ShardedFrom.INPUTS or s.dim in in_stack)
 
     @property
     def shards_stacks(self) -> bool:
-        """Whether ranks have parts of what flows through a stack that they have whole before and behind it."""
-        return any(cut.begin is ShardedFrom.STACK for cut in self.shards)
+        """Whether activations are sharded inside a stack and full before and after it."""
+        return any(shard.begin is ShardedFrom.STACK for shard in self.shards)
 
     def shard_at_stack(self, axis: str) -> ActivationShard | None:
-        """What the layers of a stack cut over this axis."""
-        return next((c for c in self.shards if c.begin is ShardedFrom.STACK and c.axis == axis), None)
+        """Return the shard over ``axis`` that begins at a stack of layers."""
+        return next((s for s in self.shards if s.begin is ShardedFrom.STACK and s.axis == axis), None)
 
-    def partial_axes(self, place: ModelRegion) -> tuple[str, ...]:
-        """The axes over whose ranks a whole parameter at this place has summands of its gradient."""
-        axes = [cut.axis for cut in self.shards_at(place)]
-        return tuple(dict.fromkeys((*axes, *self.block) if place is ModelRegion.BLOCK else axes))
+    def partial_axes(self, region: ModelRegion) -> tuple[str, ...]:
+        """Return the axes over which a replicated parameter in ``region`` has partial gradients."""
+        axes = [shard.axis for shard in self.shards_at(region)]
+        return tuple(dict.fromkeys((*axes, *self.block) if region is ModelRegion.BLOCK else axes))
 
     @cached_property
     def input_axes(self) -> tuple[str, ...]:
-        """The axes over which the model's inputs are cut."""
-        return tuple(cut.axis for cut in self.shards_at(ModelRegion.OUTSIDE))
+        """Axes over which the model inputs are sharded."""
+        return tuple(shard.axis for shard in self.shards_at(ModelRegion.OUTSIDE))
 
     def num_parts(self, sizes: Mapping[str, int]) -> int:
-        """Into how many parts the model's inputs are cut. Each rank's loss is the mean of its own part."""
+        """Return the number of shards of the model inputs. The loss of a rank is the mean over its shard."""
         return prod(map(sizes.__getitem__, self.input_axes))
 
-    def random_stream_index(self, place: ModelRegion, coords: Coords, sizes: Mapping[str, int]) -> int:
-        """Which of several independent streams of random numbers a rank draws from at this place.
+    def random_stream_index(self, region: ModelRegion, coords: Coords, sizes: Mapping[str, int]) -> int:
+        """Return the index of the random number stream that a rank uses in ``region``.
 
-        0 where all ranks hold the same activations and have to draw alike; other numbers for ranks that hold parts.
+        The index is 0 where all ranks have the same activations and must draw the same numbers. Ranks with different
+        shards get different positive indices.
         """
-        axes = self.partial_axes(place)
+        axes = self.partial_axes(region)
         if not any(sizes.get(axis, 1) > 1 for axis in axes):
             return 0
         number = 0
@@ -142,16 +144,15 @@ class ActivationLayout:
         return number + 1
 
     def __str__(self) -> str:
-        return (
-            ", ".join(f"{c.dim} over {c.axis} ({c.order}, from the {c.begin} on)" for c in self.shards) or "nothing cut"
-        )
+        shards = [f"{s.dim} over {s.axis} ({s.order}, from the {s.begin} on)" for s in self.shards]
+        return ", ".join(shards) or "not sharded"
 
 
 SEQUENCE_PARALLEL = ActivationLayout((ActivationShard(Dim.SEQUENCE, "tensor"),))
-"""Between blocks each tensor rank holds consecutive positions of the sequence (Korthikanti et al. 2022)."""
+"""Each tensor rank has consecutive sequence positions between blocks (Korthikanti et al. 2022)."""
 
 GRID_AXES = ("row", "column", "depth")
-"""How the tensor axis is also seen where it is a grid, the last of which counts fastest."""
+"""Axes that reshape the tensor axis into a grid, the last one varying fastest."""
 
 GRID_LAYOUTS = {
     "2d": ActivationLayout((ActivationShard(Dim.BATCH, "row"), ActivationShard(Dim.HIDDEN, "column")), GRID_AXES),
@@ -164,10 +165,9 @@ GRID_LAYOUTS = {
         GRID_AXES,
     ),
 }
-"""``tensor_parallel_mode`` -> how the stream lies between the blocks.
+"""``tensor_parallel_mode`` -> activation layout between blocks (Xu et al. 2021, Wang et al. 2021, Bian et al. 2021).
 
-Xu et al. 2021, Wang et al. 2021 and Bian et al. 2021 describe such grids: see
-``shardformer/tensor_parallel/grid/region.py``."""
+See ``shardformer/tensor_parallel/grid/region.py``."""
 
 CONTEXT_PARALLEL = ActivationLayout((ActivationShard(Dim.SEQUENCE, "sequence", IndexOrder.ZIGZAG, ShardedFrom.INPUTS),))
-"""Each rank of the sequence axis holds some positions, two chunks of them (Liu et al. 2023, Jacobs et al. 2023)."""
+"""Each rank of the sequence axis has two chunks of positions (Liu et al. 2023, Jacobs et al. 2023)."""

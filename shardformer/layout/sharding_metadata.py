@@ -1,8 +1,8 @@
-"""The metadata of a sharded model: the layout of each parameter and how its gradient is reduced.
+"""Metadata of a sharded model: the layout of each parameter and the reduction of its gradient.
 
-Three things that do not depend on each other: over which axes ranks hold summands of the gradient, what the sum is
-divided by, and over which axes the squares of what ranks hold add up to the squared norm. Weights by tokens belong on
-the loss, before backward: a gradient that mixes several ranks' tokens can no longer be weighted.
+A reduction has three independent parts: the axes over which gradients are summed, the divisor of the sum, and the axes
+over which squared norms are summed. Token weights must be applied to the loss before backward, because a reduced
+gradient mixes the tokens of several ranks.
 """
 
 from __future__ import annotations
@@ -27,52 +27,47 @@ from shardformer.mesh.parallel_context import Axis, ParallelContext
 
 @dataclass(frozen=True)
 class Reduction:
-    """How the gradient of a parameter is agreed on.
+    """Reduction of the gradient of a parameter."""
 
-    Args:
-        sum_over: axes over whose ranks the gradients are summed.
-        divisor: what the sum is divided by. A number, not the size of a group: one of size 1 may scale.
-        norm_over: axes whose ranks hold different parts of the gradient, or of which one alone holds it.
-        stages: the ranks of ``pipe`` that hold the parameter together, where there are several.
-    """
-
-    sum_over: tuple[str, ...] = ()
-    divisor: float = 1.0
-    norm_over: tuple[str, ...] = ()
-    stages: tuple[int, ...] = ()
+    sum_over: tuple[str, ...] = ()  # axes over which the gradient is all-reduced
+    divisor: float = 1.0  # divisor of the sum. It may differ from the group size, even for a group of one rank
+    norm_over: tuple[str, ...] = ()  # axes whose ranks have different shards of the gradient, or no gradient
+    stages: tuple[int, ...] = ()  # ranks of ``pipe`` that share the parameter, if there are several
 
 
 def reduction_of(
     spec: ShardSpec,
-    stream: ActivationLayout,
-    place: ModelRegion,
+    activations: ActivationLayout,
+    region: ModelRegion,
     sizes: Mapping[str, int],
     stages: tuple[int, ...] = (),
 ) -> Reduction:
-    """The reduction of a parameter with this layout at this place of a model on a grid of these sizes.
+    """Return the gradient reduction of a parameter with layout ``spec`` in a ``region`` of the model.
 
-    Over ``data``, and over what the model's inputs are cut over, each rank has the mean of its own samples: the sum is
-    divided by their number. A parameter that sees a part of the heads, of the samples or of the sequence has a summand
-    on each rank of an axis over which it is not cut itself, and so have the slices of a cut parameter that several
-    ranks hold, and what several stages hold.
+    Over ``data`` and the axes that shard the model inputs, each rank has the gradient of the mean loss of its samples,
+    so the sum is divided by the number of ranks. Gradients are partial over the axes that shard the activations but
+    not the parameter, over ranks that store the same slices of a sharded parameter, and over stages that share it.
+
+    Args:
+        sizes: axis name -> axis size.
     """
-    partial = set(stream.partial_axes(place)) - spec.axes.keys()
-    summed = {"data", *partial, *stream.input_axes, *spec.shared_axes}
+    partial = set(activations.partial_axes(region)) - spec.axes.keys()
+    summed = {"data", *partial, *activations.input_axes, *spec.shared_axes}
     over = [axis for axis, size in sizes.items() if size > 1 and axis in summed]
-    divisor = float(sizes.get("data", 1) * stream.num_parts(sizes))
+    divisor = float(sizes.get("data", 1) * activations.num_parts(sizes))
     pipe = ("pipe",) if sizes.get("pipe", 1) > 1 else ()
-    # on a grid the tensor axis is counted along its rows and columns, so that no rank is counted twice
-    norm_over = [a for axis in spec.axes for a in (stream.block if axis == "tensor" else (axis,))]
+    # the axes of a tensor grid replace the tensor axis, so that no rank is counted twice
+    norm_over = [a for axis in spec.axes for a in (activations.block if axis == "tensor" else (axis,))]
     return Reduction(tuple(over), divisor, tuple(norm_over) + pipe, stages)
 
 
 METADATA_ATTRIBUTE, PARENT_METADATA_ATTRIBUTE = "_shardformer", "_shardformer_part"
-"""Attributes that hold the state: of the model that was sharded, and of the modules in it that hold parameters."""
+"""Attributes that store the metadata: on the sharded model, and on each of its modules with parameters."""
 
 
 @dataclass(eq=False)
 class ParamEntry:
-    """One parameter: its first name when it was sharded, its layout, and how its gradient is agreed on."""
+    """A parameter with its first name at sharding time, its layout and its gradient reduction."""
 
     name: str
     param: Tensor
@@ -82,7 +77,7 @@ class ParamEntry:
 
 @dataclass(frozen=True)
 class ReplacementRecord:
-    """One thing that was replaced: where, what stood there, what stands there now."""
+    """A replaced module, attribute or method: its path, and its names before and after the replacement."""
 
     path: str
     before: str
@@ -92,23 +87,16 @@ class ReplacementRecord:
 
 @dataclass(frozen=True)
 class ShardingRequest:
-    """What was asked for.
+    """Options and policy with which a model was sharded."""
 
-    Args:
-        source: which link of the chain gave the policy.
-        options: the options of the config.
-        extra: its extra_kwargs.
-        policy: by which the model was sharded.
-    """
-
-    source: str = ""
-    options: Mapping[str, bool | str] = field(default_factory=dict)
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    source: str = ""  # where the policy was found
+    options: Mapping[str, bool | str] = field(default_factory=dict)  # options of the config
+    extra: Mapping[str, Any] = field(default_factory=dict)  # ``extra_kwargs`` of the config
     policy: Any = None
 
 
 class Reducer(Protocol):
-    """What agrees on the gradients of some parameters during each backward."""
+    """Reducer of the gradients of some parameters during backward."""
 
     was_paused: bool
 
@@ -121,43 +109,39 @@ class Reducer(Protocol):
 
 
 class GradientOwner(Protocol):
-    """What an optimizer has that keeps the gradients itself."""
+    """Optimizer that stores gradients in place of ``param.grad``. All ranks must call ``agree`` and ``norm_of``.
+
+    ``agree`` reduces the gradients accumulated under ``no_sync``. ``norm_of`` returns a global gradient norm, and
+    ``scaled`` a context that yields the loss scale of the backward passes inside it.
+    """
 
     param_groups: list[dict[str, Any]]
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor: ...
-
-    def agree(self) -> None:
-        """Sums what backwards left that were in ``no_sync``. All ranks call it."""
-
-    def norm_of(self, params: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-        """The norm of the gradients of some parameters, on all ranks. All ranks call it."""
-
-    def scaled(self) -> AbstractContextManager[float]:
-        """What the loss is multiplied by, for the backwards in here."""
-
-    def describe(self) -> str:
-        """What it keeps on this rank, in lines."""
+    def agree(self) -> None: ...
+    def norm_of(self, params: Iterable[Tensor], norm_type: float = 2.0) -> Tensor: ...
+    def scaled(self) -> AbstractContextManager[float]: ...
+    def describe(self) -> str: ...
 
 
 class ParameterOwner(Protocol):
-    """What an optimizer has that keeps the values of parameters itself."""
+    """Optimizer that shards parameters (ZeRO stage 3). All ranks must make the same calls.
 
-    def gather(self, param: Tensor) -> None:
-        """Lets a parameter have its values until another one is brought. All ranks call it alike."""
+    ``gather`` gathers a parameter until the next one is gathered, and ``release`` frees it.
+    """
 
-    def release(self) -> None:
-        """No values are asked for any more."""
+    def gather(self, param: Tensor) -> None: ...
+    def release(self) -> None: ...
 
 
 class ConsistencyMonitorProtocol(Protocol):
-    """What notices that ranks have come apart: see ``shardformer.consistency.rank_divergence``."""
+    """Detector of diverging ranks: see ``shardformer.consistency.rank_divergence``."""
 
     steps: int
     training: bool
-    """Whether the forward that begins trains."""
+    """Whether the current forward is a training forward."""
     has_several_optimizers: bool
-    """Whether the script trains the model with more than one, some of which may have no parameters on a stage."""
+    """Whether several optimizers train the model; some may have no parameters on a stage."""
 
     def rounds_of_stage(self) -> int: ...
     def options_of_stage(self) -> int: ...
@@ -169,83 +153,62 @@ class ConsistencyMonitorProtocol(Protocol):
 
 
 class RegionHook(Protocol):
-    """Where a region of the model begins or ends, which a forward that an error broke off may have left open."""
+    """Hook at the start or end of a model region, which an error in a forward may leave in an open state."""
 
     def reset_after_error(self) -> None: ...
 
 
 @dataclass(eq=False)
 class ShardingMetadata:
-    """Everything about how a model was sharded.
+    """Metadata of a sharded model."""
 
-    Args:
-        context: the grid it lives on.
-        request: what was asked for.
-        activations: how the activations between its blocks lie.
-        entries: its parameters, each once.
-        stages: how a pipeline cut it (``shardformer.pipeline.stage_manager.Stages``); None without one.
-        replacements: in the order in which they were made.
-        notes: things worth knowing, such as which attention kernel was chosen.
-        reducers: what agrees on gradients with other ranks.
-        region_hooks: of the regions in which ranks hold different activations.
-        unproven: inputs of a forward that the model, as it is sharded, is not proven to take, and what was wrong.
-        check_call: raises ConfigError for arguments of a forward that the sharded model cannot do.
-        layer_axes: axes of parallel layers in a model that was not sharded but written with them.
-        number: in which order models were sharded, or copied, in this process.
-        gradient_owner: what keeps the gradients in the place of the parameters' ``.grad``; None where nothing does.
-        parameter_owner: what keeps the values of parameters; None where they keep them themselves.
-        context_run: how its sequence is cut over ranks, see ``shardformer.context_parallel``; None where it is not.
-        monitor: what notices that ranks have come apart; None where nothing does.
-    """
-
-    context: ParallelContext
-    request: ShardingRequest = field(default_factory=ShardingRequest)
-    activations: ActivationLayout = field(default_factory=ActivationLayout)
-    entries: list[ParamEntry] = field(default_factory=list)
-    stages: Any = None
-    replacements: list[ReplacementRecord] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    reducers: list[Reducer] = field(default_factory=list)
-    region_hooks: list[RegionHook] = field(default_factory=list)
-    unproven: Mapping[str, str] = field(default_factory=dict)
-    check_call: Callable[[nn.Module, Mapping[str, Any]], None] | None = None
-    layer_axes: Mapping[str, Axis] = field(default_factory=dict)
-    number: int = 0
-    gradient_owner: GradientOwner | None = None
-    parameter_owner: ParameterOwner | None = None
-    context_run: Any = None
-    monitor: ConsistencyMonitorProtocol | None = None
+    context: ParallelContext  # process grid of the model
+    request: ShardingRequest = field(default_factory=ShardingRequest)  # options and policy of ``shard_model``
+    activations: ActivationLayout = field(default_factory=ActivationLayout)  # layout of the activations between blocks
+    entries: list[ParamEntry] = field(default_factory=list)  # parameters, each once
+    stages: Any = None  # pipeline stages (``shardformer.pipeline.stage_manager.Stages``); None without a pipeline
+    replacements: list[ReplacementRecord] = field(default_factory=list)  # replaced modules, attributes and methods
+    notes: list[str] = field(default_factory=list)  # remarks for the user, such as the chosen attention kernel
+    reducers: list[Reducer] = field(default_factory=list)  # gradient reducers
+    region_hooks: list[RegionHook] = field(default_factory=list)  # regions in which ranks have different activations
+    unproven: Mapping[str, str] = field(default_factory=dict)  # forward argument -> why it was not validated
+    check_call: Callable[[nn.Module, Mapping[str, Any]], None] | None = None  # checks forward arguments
+    layer_axes: Mapping[str, Axis] = field(default_factory=dict)  # axes of a model written with parallel layers
+    number: int = 0  # index of the model in the order in which this process sharded or copied models
+    gradient_owner: GradientOwner | None = None  # optimizer that stores the gradients; None if ``param.grad`` does
+    parameter_owner: ParameterOwner | None = None  # optimizer that stores the parameters; None if the model does
+    context_run: Any = None  # context parallel state, see ``shardformer.context_parallel``
+    monitor: ConsistencyMonitorProtocol | None = None  # detector of diverging ranks; None without one
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardingMetadata:
-        """For a copied model, which has no optimizer."""
-        memo[id(self)] = twin = type(self).__new__(type(self))
-        known = {**self.__dict__, "gradient_owner": None, "parameter_owner": None}
-        twin.__dict__.update((name, deepcopy(value, memo)) for name, value in known.items())
-        _register_metadata(twin)
-        twin._refuse_pickling()
-        return twin
+        """Copy the metadata for a copied model, which has no optimizer."""
+        memo[id(self)] = copied = type(self).__new__(type(self))
+        fields = {**self.__dict__, "gradient_owner": None, "parameter_owner": None}
+        copied.__dict__.update((name, deepcopy(value, memo)) for name, value in fields.items())
+        _register_metadata(copied)
+        copied._refuse_pickling()
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refused: a process group cannot be pickled, and the model has this rank's parts alone."""
         raise ConfigError(
-            "A sharded model was to be pickled, as by torch.save(model)",
-            rule="It holds this rank's parts, and groups of processes that are there while they run",
-            remedy="Write model.save_pretrained(folder) or shardformer.export_pretrained on all ranks for the full "
-            "weights, or shardformer.save_checkpoint to train on; torch.save(shardformer.full_state_dict(model)) "
-            "keeps the weights of any model",
+            "A sharded model cannot be pickled, for example by torch.save(model)",
+            rule="The model contains process groups and only the shards of this rank",
+            remedy="On all ranks, call model.save_pretrained(folder) or shardformer.export_pretrained to save the full "
+            "weights, shardformer.save_checkpoint to resume training later, or "
+            "torch.save(shardformer.full_state_dict(model)) for a model of any class",
         )
 
     @property
     def same_batch_axis(self) -> Axis:
-        """The ranks that are given the same batch."""
+        """Axis of the ranks that receive the same batch."""
         return self.context.tensor if self.context_run is None else self.context.same_batch_axis
 
     def note(self, path: str, before: Any, after: Any, kind: str = "module") -> None:
-        """Writes down a replacement."""
+        """Record a replacement."""
         self.replacements.append(ReplacementRecord(path, _name(before), _name(after), kind))
 
     def by_param(self) -> dict[int, ParamEntry]:
-        """The entries by the identity of their parameters, which are others in a copied model."""
+        """Map the id of each parameter to its entry."""
         return {id(entry.param): entry for entry in self.entries}
 
     @property
@@ -254,26 +217,23 @@ class ShardingMetadata:
 
     @property
     def coords(self) -> dict[str, int]:
-        """Name of an axis -> this process's rank on it."""
+        """Axis name -> rank of this process on the axis."""
         return {name: axis.rank for name, axis in self.axes.items()}
 
     def axis(self, name: str) -> Axis:
         return self.axes[name]
 
     def attach(self, model: nn.Module) -> None:
-        """Lets the model, and each part of it that trains, which may be kept alone, know this table.
-
-        From now on their state dicts mark what is this rank's part.
-        """
+        """Store this metadata on the model and its modules with parameters, and mark shards in state dicts."""
         _register_metadata(self)
         model.__dict__[METADATA_ATTRIBUTE] = self
-        in_stages, cut = self._is_stage, self._refuse_pickling()
+        is_stage, sharded_ids = self._is_stage, self._refuse_pickling()
         for module in model.modules():
             if module._parameters:
                 module.__dict__[PARENT_METADATA_ATTRIBUTE] = self
-            if in_stages:
+            if is_stage:
                 mark_slices(module, None)
-            elif names := [name for name, param in module._parameters.items() if id(param) in cut]:
+            elif names := [name for name, param in module._parameters.items() if id(param) in sharded_ids]:
                 mark_slices(module, names)
 
     @property
@@ -281,16 +241,14 @@ class ShardingMetadata:
         return self.stages is not None and self.context.pipe.size > 1
 
     def _refuse_pickling(self) -> set[int]:
-        """Refuses to pickle parameters that are this rank's part of the model. Returns their identities."""
-        in_stages = self._is_stage
-        parts = [e for e in self.entries if in_stages or tuple(e.param.shape) != e.spec.shape]
-        for entry in parts:
+        sharded = [e for e in self.entries if self._is_stage or tuple(e.param.shape) != e.spec.shape]
+        for entry in sharded:
             refuse_pickling(entry.name, entry.param)
-        return {id(entry.param) for entry in parts}
+        return {id(entry.param) for entry in sharded}
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Backward in here accumulates each rank's own gradients."""
+        """Accumulate local gradients without reducing them."""
         with ExitStack() as pauses:
             for reducer in self.reducers:
                 pauses.enter_context(reducer.paused())
@@ -299,100 +257,96 @@ class ShardingMetadata:
 
 _TABLES: WeakSet[ShardingMetadata] = WeakSet()
 _OWNERS: dict[int, tuple[ref[ShardingMetadata], ...]] = {}
-"""Identity of a parameter -> the tables that have an entry for it. Values are replaced, never changed: readers take no
-lock. Not a WeakKeyDictionary: ``torch.utils.swap_tensors`` refuses a tensor that has a weak reference."""
-_REMEMBERING = threading.Lock()
+"""id of a parameter -> metadata with an entry for it. Values are replaced and never mutated, so readers need no lock.
+Not a WeakKeyDictionary: ``torch.utils.swap_tensors`` fails for a tensor with a weak reference."""
+_REGISTRY_LOCK = threading.Lock()
 _NUMBERS = itertools.count()
 
 
 def tables_of(params: Iterable[Tensor]) -> dict[ShardingMetadata, list[ParamEntry]]:
-    """The tables that have entries for some of these parameters, each with these entries.
+    """Map the metadata of each model that has some of ``params`` to the entries of these parameters.
 
-    The tables are in the order in which they were made, which all ranks have in common. No other model is read: ranks
-    may be threads of one process, and each changes its gradients at any time.
+    The order is that of creation, identical on all ranks. Other models are not read, because ranks may be threads that
+    change their gradients concurrently.
     """
-    found: dict[ShardingMetadata, set[int]] = {}
+    metadata_params: dict[ShardingMetadata, set[int]] = {}
     for param in params:
         for owner in _OWNERS.get(id(param), ()):
             if (table := owner()) is not None:
-                found.setdefault(table, set()).add(id(param))
-    tables = sorted(found, key=lambda table: table.number)
-    entries = {table: [e for e in table.entries if id(e.param) in found[table]] for table in tables}
+                metadata_params.setdefault(table, set()).add(id(param))
+    tables = sorted(metadata_params, key=lambda table: table.number)
+    entries = {table: [e for e in table.entries if id(e.param) in metadata_params[table]] for table in tables}
     return {table: some for table, some in entries.items() if some}
 
 
 def tables_here() -> list[ShardingMetadata]:
-    """The tables of all sharded models of this rank that are alive, in an order that all ranks have in common."""
-    with _REMEMBERING:
+    """Return the metadata of all live sharded models of this rank, in an order identical on all ranks."""
+    with _REGISTRY_LOCK:
         alive = list(_TABLES)
     return sorted((table for table in alive if table.context.is_here), key=lambda table: table.number)
 
 
 def _register_metadata(table: ShardingMetadata) -> None:
     table.number = next(_NUMBERS)
-    with _REMEMBERING:
+    with _REGISTRY_LOCK:
         _TABLES.add(table)
         for key, owners in list(_OWNERS.items()):
             if not any([owner() for owner in owners]):
                 del _OWNERS[key]
-        mine = ref(table)
+        this = ref(table)
         for entry in table.entries:
-            others = _OWNERS.get(id(entry.param))
-            _OWNERS[id(entry.param)] = (
-                (*[each for each in others if each() not in (None, table)], mine) if others else (mine,)
-            )
+            others = _OWNERS.get(id(entry.param), ())
+            _OWNERS[id(entry.param)] = (*[other for other in others if other() not in (None, table)], this)
 
 
-def _name(thing: Any) -> str:
-    if isinstance(thing, str):
-        return thing
-    if isinstance(thing, nn.Module):
-        return type(thing).__name__
-    return getattr(thing, "__name__", repr(thing))
+def _name(value: Any) -> str:
+    if isinstance(value, nn.Module):
+        return type(value).__name__
+    return value if isinstance(value, str) else getattr(value, "__name__", repr(value))
 
 
 def check_module(model: object) -> None:
-    """Raises ConfigError for what is no model."""
-    rule = "A model is a torch.nn.Module, of transformers, timm or your own"
-    check_argument(
-        "model", model, isinstance(model, nn.Module), rule, "Give the model itself, as shard_model returned it"
-    )
+    """Raise ConfigError if ``model`` is not a ``torch.nn.Module``."""
+    rule = "A model is a torch.nn.Module"
+    check_argument("model", model, isinstance(model, nn.Module), rule, "Pass the model that shard_model returned")
 
 
 def metadata_of(model: nn.Module) -> ShardingMetadata:
-    """The state of a sharded model. Raises ConfigError for one that is not."""
+    """Return the metadata of a sharded model, or raise ConfigError if the model is not sharded."""
     check_module(model)
     state = model.__dict__.get(METADATA_ATTRIBUTE)
     if isinstance(state, ShardingMetadata):
         return state
     raise ConfigError(
         f"This {type(model).__name__} is not sharded",
-        remedy="Call shardformer.shard_model(model) first, and give the model itself, not a wrapper of it",
+        remedy="Call shardformer.shard_model(model) first, and pass the model itself, not a wrapper around it",
     )
 
 
 def find_metadata(model: nn.Module) -> ShardingMetadata:
-    """The state of a sharded model or of a part of one; of any other model what its parallel layers say."""
+    """Return the metadata of a sharded model or submodule; of other models, build it from their parallel layers."""
     check_module(model)
     for name in (METADATA_ATTRIBUTE, PARENT_METADATA_ATTRIBUTE):
         if isinstance(state := model.__dict__.get(name), ShardingMetadata):
             return state
     # a wrapper around a sharded model, or around several
-    inner = {id(s): s for m in model.modules() if isinstance(s := m.__dict__.get(METADATA_ATTRIBUTE), ShardingMetadata)}
-    if not inner:
+    sharded_models = {
+        id(s): s for m in model.modules() if isinstance(s := m.__dict__.get(METADATA_ATTRIBUTE), ShardingMetadata)
+    }
+    if not sharded_models:
         return _metadata_from_layers(model)
-    first, *others = inner.values()
+    first, *others = sharded_models.values()
     if any(other.context is not first.context for other in others):
         raise ConfigError(
-            f"This {type(model).__name__} holds {len(inner)} models that were sharded over grids of their own",
-            remedy="Shard them with one context, or ask each of them alone",
+            f"This {type(model).__name__} contains {len(sharded_models)} models that are sharded over different grids",
+            remedy="Shard them with one ParallelContext, or pass each model separately",
         )
-    entries = [entry for state in inner.values() for entry in state.entries]
+    entries = [entry for state in sharded_models.values() for entry in state.entries]
     return replace(first, entries=entries) if others else first
 
 
 def sharded_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ShardSpec]]:
-    """(name, this rank's part, layout) of each parameter that a layer noted when it cut it; tied ones by each name."""
+    """Yield (name, local shard, layout) of each parameter of a parallel layer, including all names of tied ones."""
     for path, module in model.named_modules(remove_duplicate=False):
         for name, spec in module.__dict__.get("shard_specs", {}).items():
             if (param := module._parameters.get(name)) is not None:
@@ -400,10 +354,8 @@ def sharded_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Sh
 
 
 def _metadata_from_layers(model: nn.Module) -> ShardingMetadata:
-    """What the layers of a model say that was not sharded, but written with parallel layers."""
     specs = {id(param): spec for _, param, spec in sharded_parameters(model)}
-    own = [axis for module in model.modules() if isinstance(axis := module.__dict__.get("axis"), Axis)]
-    axes = {axis.name: axis for axis in own}
+    axes = {axis.name: axis for m in model.modules() if isinstance(axis := m.__dict__.get("axis"), Axis)}
     entries = []
     for name, param in model.named_parameters():
         spec = specs.get(id(param), ShardSpec(param.shape))
@@ -412,9 +364,9 @@ def _metadata_from_layers(model: nn.Module) -> ShardingMetadata:
 
 
 def shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
-    """The layout of every parameter by its name, tied names too; a replicated one has no splits."""
-    known = find_metadata(model).by_param()
+    """Map the name of every parameter, including tied names, to its layout; replicated parameters have no splits."""
+    entries_by_id = find_metadata(model).by_param()
     return {
-        name: known[id(p)].spec if id(p) in known else ShardSpec(p.shape)
+        name: entries_by_id[id(p)].spec if id(p) in entries_by_id else ShardSpec(p.shape)
         for name, p in model.named_parameters(remove_duplicate=False)
     }

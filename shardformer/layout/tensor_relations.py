@@ -1,4 +1,4 @@
-"""Relations of tensors: which share memory, in whole or in part, and how far two of them differ."""
+"""Relations between tensors: overlapping memory and the largest difference."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardformer.torch_compat import has_data, memory_of
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of a tensor: its storage, its first byte, the byte after its last one, and its strides."""
+    """Memory range of a tensor: its storage, its first byte, the byte after its last one, and its view of them."""
 
     storage: int
     begin: int
@@ -23,13 +23,9 @@ class Memory:
 
     @classmethod
     def of(cls, x: Tensor) -> Memory:
-        span = 0
-        if x.numel():
-            span = (
-                x.numel()
-                if x.is_contiguous()
-                else 1 + sum([(n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)])
-            )
+        span = x.numel()
+        if span and not x.is_contiguous():
+            span = 1 + sum([(n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)])
         begin = int(x.storage_offset()) * x.element_size()
         view = (x.dtype, tuple(x.shape), tuple(x.stride()))
         address = x.untyped_storage().data_ptr() if has_data(x) else 0
@@ -40,15 +36,15 @@ Group = dict[str, Memory]
 
 
 def overlapping(named: Iterable[tuple[str, Tensor]]) -> list[Group]:
-    """Groups of tensors, each by its name, whose memory overlaps."""
-    found = []
+    """Group tensors whose memory overlaps, as name -> memory."""
+    ranges = []
     for at, (name, x) in enumerate(named):
         memory = Memory.of(x)
         if memory.begin < memory.end:
-            found.append((memory.storage, memory.begin, at, name, memory))
+            ranges.append((memory.storage, memory.begin, at, name, memory))
     groups: list[Group] = []
     storage, end = -1, 0
-    for _, _, _, name, memory in sorted(found):
+    for _, _, _, name, memory in sorted(ranges):
         if memory.storage != storage or memory.begin >= end:
             groups.append({})
             storage, end = memory.storage, memory.end
@@ -58,9 +54,9 @@ def overlapping(named: Iterable[tuple[str, Tensor]]) -> list[Group]:
 
 
 def view_of(model: nn.Module, params: Collection[tuple[str, Tensor]]) -> tuple[str, str] | None:
-    """The first buffer or attribute that shares memory with a parameter, and that parameter: their names, or None."""
+    """Find a buffer or attribute that shares memory with a parameter, and return both names."""
     known = {id(x) for _, x in params}
-    views = [(name, x) for name, x in _held(model) if id(x) not in known]
+    views = [(name, x) for name, x in _buffers_and_attributes(model) if id(x) not in known]
     names = {name for name, _ in views}
     for group in overlapping([*params, *views]):
         view = next((name for name in group if name in names), None)
@@ -70,19 +66,19 @@ def view_of(model: nn.Module, params: Collection[tuple[str, Tensor]]) -> tuple[s
     return None
 
 
-def _held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _buffers_and_attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for path, module in model.named_modules():
-        held = [*module._buffers.items(), *vars(module).items()]
+        tensors = [*module._buffers.items(), *vars(module).items()]
         yield from (
             (f"{path}.{name}".lstrip("."), x)
-            for name, x in held
+            for name, x in tensors
             if type(x) is Tensor and x.layout == torch.strided and not x.is_meta
         )
 
 
 def max_difference(a: Tensor, b: Tensor) -> float:
-    """The largest absolute difference of two tensors; infinite for NaN, and for tensors of other shapes."""
+    """Return the largest absolute difference of two tensors; infinite for NaN and for different shapes."""
     if a.shape != b.shape:
         return inf
-    found = float((a - b).abs().max()) if a.numel() else 0.0
-    return found if found == found else inf
+    ranges = float((a - b).abs().max()) if a.numel() else 0.0
+    return ranges if ranges == ranges else inf

@@ -1,4 +1,4 @@
-"""Models on the meta device, with a recipe for each tensor from which a rank computes its part."""
+"""Lazy initialization: models on the meta device with a recipe to compute the shard of each tensor on a rank."""
 
 from __future__ import annotations
 

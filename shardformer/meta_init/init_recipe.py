@@ -1,11 +1,11 @@
-"""Recipes: how the values of a tensor on the meta device are made. Data first, ``run_recipe`` reads it.
+"""Recipes: recorded operations that compute the values of a tensor on the meta device.
 
-    place     a storage on the meta device; the views of a tensor, a parameter of it and its ``.data`` share one
-    step      one operation that was called and not carried out; it knows which steps made what it reads
-    recipe    the steps that lead to a place's values now
+    DeferredStorage    a storage on the meta device, shared by all views of a tensor
+    InitStep           a recorded operation, with references to the steps that wrote its inputs
+    recipe             the steps that compute the current values of a storage
 
-A step that draws random numbers keeps the state that the generator had before it, so every place is computed by
-itself, in any order, and as often as is liked.
+A step that draws random numbers stores the generator state before it. Each storage can therefore be computed
+independently, in any order and repeatedly.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ from shardformer.torch_compat import DisableTorchFunction, disable_current_modes
 
 ATTRIBUTE = "_shardformer_place"
 MAPPED_BYTES = 1 << 17
-_ORDER = count()  # of steps: the order in which they were called
-_GENERATOR = threading.Lock()
-"""torch's own generator is one for all threads, and ranks may be threads."""
+_STEP_NUMBERS = count()  # call order of steps
+_GENERATOR_LOCK = threading.Lock()  # All threads share torch's default generator, and ranks may be threads
 
 
 @dataclass(eq=False)
 class DeferredStorage:
-    """A storage that holds no values: its size, and the step that wrote to it last."""
+    """A storage without values: its size, and the last step that wrote to it."""
 
     num_bytes: int
     writer: InitStep | None = None
@@ -41,77 +40,69 @@ class DeferredStorage:
 
 @dataclass(frozen=True)
 class TensorView:
-    """A tensor in a place, as an argument of a step."""
+    """A tensor view of a deferred storage, as an argument of a step."""
 
-    place: DeferredStorage
+    deferred: DeferredStorage
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
 
     def of(self, storage: UntypedStorage) -> Tensor:
-        """The same view of real values."""
+        """Return the same view of a storage with values."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.size, self.stride)
 
 
 @dataclass(eq=False)
 class InitStep:
-    """One operation that was called and not carried out.
+    """A recorded operation."""
 
-    Args:
-        func: what is called: a function of torch, or a ``SafetensorsSource`` of values.
-        args, kwargs: its arguments, tensors without values as views.
-        out: what it gives, by its position; None where that is no new tensor.
-        before: the steps that wrote what it reads.
-        state: of the random generator before it, for one that draws.
-    """
-
-    func: Any
-    args: tuple[Any, ...]
+    func: Any  # a torch operator or a ``SafetensorsSource``
+    args: tuple[Any, ...]  # each tensor without values is a ``TensorView``
     kwargs: dict[str, Any]
-    out: tuple[TensorView | None, ...] = ()
-    before: tuple[InitStep, ...] = ()
-    state: Tensor | None = None
-    number: int = field(default_factory=lambda: next(_ORDER))
+    out: tuple[TensorView | None, ...] = ()  # output views; None for an output that is not a new tensor
+    before: tuple[InitStep, ...] = ()  # the steps that wrote the inputs
+    state: Tensor | None = None  # generator state before the operation, if it draws random numbers
+    number: int = field(default_factory=lambda: next(_STEP_NUMBERS))
 
-    def places(self) -> list[DeferredStorage]:
-        """All places that it reads or writes, each once."""
+    def deferred_storages(self) -> list[DeferredStorage]:
+        """Return the storages that the step reads or writes, each once."""
         views = [x for x in tree_flatten((self.args, self.kwargs, self.out))[0] if isinstance(x, TensorView)]
-        return list({id(v.place): v.place for v in views}.values())
+        return list({id(v.deferred): v.deferred for v in views}.values())
 
 
 def deferred_storage_of(tensor: Any) -> DeferredStorage | None:
-    """The place of a tensor without values that has a recipe; None for every other."""
+    """Return the deferred storage of a tensor; None if the tensor has values or no recipe."""
     if not isinstance(tensor, Tensor):
         return None
-    with DisableTorchFunction():  # what it says inside of LazyInit is not so
+    with DisableTorchFunction():  # inside LazyInit, is_meta reports False
         return tensor.untyped_storage().__dict__.get(ATTRIBUTE) if tensor.is_meta else None
 
 
 def defer_storage(tensor: Tensor) -> DeferredStorage:
-    """Gives a tensor on the meta device a place of its own; torch keeps it as long as the storage lives."""
+    """Attach a new ``DeferredStorage`` to the storage of a meta tensor; both have the same lifetime."""
     storage = tensor.untyped_storage()
-    place = DeferredStorage(storage.nbytes())
-    storage.__dict__[ATTRIBUTE] = place
-    return place
+    deferred = DeferredStorage(storage.nbytes())
+    storage.__dict__[ATTRIBUTE] = deferred
+    return deferred
 
 
 def drop_recipe(tensor: Tensor) -> None:
-    """Takes the recipe of a tensor from it: its values cannot be made."""
+    """Remove the recipe of a tensor. Its values can no longer be computed."""
     tensor.untyped_storage().__dict__.pop(ATTRIBUTE, None)
 
 
 def view_of(tensor: Tensor) -> TensorView:
-    place = deferred_storage_of(tensor)
-    assert place is not None
-    return TensorView(place, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+    deferred = deferred_storage_of(tensor)
+    assert deferred is not None
+    return TensorView(deferred, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
-def recipe_of(place: DeferredStorage) -> list[InitStep]:
-    """The steps that make the values of a place, in the order in which they were called."""
+def recipe_of(deferred: DeferredStorage) -> list[InitStep]:
+    """Return the steps that compute the values of a storage, in call order."""
     found: dict[int, InitStep] = {}
-    waiting = [place.writer] if place.writer is not None else []
+    waiting = [deferred.writer] if deferred.writer is not None else []
     while waiting:
         step = waiting.pop()
         if step.number not in found:
@@ -120,38 +111,38 @@ def recipe_of(place: DeferredStorage) -> list[InitStep]:
     return [found[number] for number in sorted(found)]
 
 
-def run_recipe(place: DeferredStorage) -> UntypedStorage:
-    """The values of a place, on the CPU. What was made on the way is freed as soon as no later step reads it."""
-    steps = recipe_of(place)
-    uses = Counter(id(p) for step in steps for p in step.places())
+def run_recipe(deferred: DeferredStorage) -> UntypedStorage:
+    """Compute the values of a storage on the CPU; free intermediate storages after their last use."""
+    steps = recipe_of(deferred)
+    uses = Counter(id(p) for step in steps for p in step.deferred_storages())
     storages: dict[int, UntypedStorage] = {}
     with disable_current_modes(), torch.no_grad(), torch.device("cpu"):
         if not steps:
-            return _allocate(place)
+            return _allocate(deferred)
         for step in steps:
             run_step(step, storages)
-            for p in step.places():
+            for p in step.deferred_storages():
                 uses[id(p)] -= 1
-                if not uses[id(p)] and p is not place:
+                if not uses[id(p)] and p is not deferred:
                     del storages[id(p)]
-    storage = storages[id(place)]
+    storage = storages[id(deferred)]
     return storage.clone() if getattr(steps[-1].func, "is_borrowed", False) else storage
 
 
 def values_of(tensor: Tensor) -> Tensor:
-    """What a tensor with a recipe holds, on the CPU."""
+    """Compute the values of a tensor with a recipe, on the CPU."""
     view = view_of(tensor)
-    return view.of(run_recipe(view.place))
+    return view.of(run_recipe(view.deferred))
 
 
 def run_step(step: InitStep, storages: dict[int, UntypedStorage]) -> None:
-    """Carries out one step on real values, which ``storages`` holds by the identity of their place."""
+    """Run one step. ``storages`` maps the id of each deferred storage to its values."""
 
     def real(x: Any) -> Any:
         if isinstance(x, TensorView):
-            if id(x.place) not in storages:  # what is wholly written over, or never was written
-                storages[id(x.place)] = _allocate(x.place)
-            return x.of(storages[id(x.place)])
+            if id(x.deferred) not in storages:  # will be overwritten, or was never written
+                storages[id(x.deferred)] = _allocate(x.deferred)
+            return x.of(storages[id(x.deferred)])
         return x
 
     args, kwargs = tree_map(real, step.args), tree_map(real, step.kwargs)
@@ -161,62 +152,62 @@ def run_step(step: InitStep, storages: dict[int, UntypedStorage]) -> None:
         result = _redraw(step.func, step.state, args, kwargs)
     for view, value in zip(step.out, result if isinstance(result, tuple | list) else (result,), strict=False):
         if view is not None:
-            storages[id(view.place)] = _laid_out(value, view)
+            storages[id(view.deferred)] = _to_recorded_layout(value, view)
 
 
 def _redraw(func: Any, state: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls a function that draws random numbers, from the given state on. Leaves torch's own generator as it is."""
+    """Call a random function with generator state ``state``, without changing torch's default generator."""
     if any(argument.name == "generator" for argument in schema_of(func).arguments):
         generator = torch.Generator()
         generator.set_state(state)
         return func(*args, **{**kwargs, "generator": generator})
-    with _GENERATOR, torch.random.fork_rng(devices=[]):
+    with _GENERATOR_LOCK, torch.random.fork_rng(devices=[]):
         torch.set_rng_state(state)
         return func(*args, **kwargs)
 
 
-def _allocate(place: DeferredStorage) -> UntypedStorage:
-    """Memory for a place. What is large is mapped by itself: on the heap the small parts would fill the holes that full
-    tensors leave, and the heap would grow to the size of the full model."""
-    if place.num_bytes < MAPPED_BYTES:
-        return torch.empty(place.num_bytes, dtype=torch.uint8).untyped_storage()
-    mapped = mmap(-1, place.num_bytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+def _allocate(deferred: DeferredStorage) -> UntypedStorage:
+    """Allocate memory for a storage.
+
+    Large storages are mapped separately. On the heap, small shards would fill the gaps that freed full tensors leave,
+    and the heap would grow to the size of the full model.
+    """
+    if deferred.num_bytes < MAPPED_BYTES:
+        return torch.empty(deferred.num_bytes, dtype=torch.uint8).untyped_storage()
+    mapped = mmap(-1, deferred.num_bytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)
     return torch.frombuffer(mapped, dtype=torch.uint8).untyped_storage()
 
 
-def _laid_out(value: Tensor, view: TensorView) -> UntypedStorage:
-    """The storage of a result, as it was said to be laid out when it had no values."""
+def _to_recorded_layout(value: Tensor, view: TensorView) -> UntypedStorage:
+    """Return the storage of a result in the recorded layout, with a copy if the layouts differ."""
     if (value.stride(), value.storage_offset(), value.dtype) == (view.stride, view.offset, view.dtype):
         return value.untyped_storage()
-    storage = _allocate(view.place)
+    storage = _allocate(view.deferred)
     view.of(storage).copy_(value)
     return storage
 
 
-# ------------------------------------------------------------------------------------------------ to compare over ranks
+def random_steps(deferred: DeferredStorage) -> Iterator[InitStep]:
+    """Return the steps of a recipe that draw random numbers."""
+    return (step for step in recipe_of(deferred) if step.state is not None)
 
 
-def random_steps(place: DeferredStorage) -> Iterator[InitStep]:
-    """The steps of a place's recipe that draw."""
-    return (step for step in recipe_of(place) if step.state is not None)
-
-
-def recipe_as_text(place: DeferredStorage) -> str:
-    """A recipe in words, with a hash of its arguments: equal on ranks that build the same, whatever their seed."""
+def recipe_as_text(deferred: DeferredStorage) -> str:
+    """Describe a recipe by its operators and a hash of its arguments, independent of random seeds."""
     digest, names = hashlib.sha256(), []
     numbers: dict[int, int] = {}
 
-    def told(x: Any) -> str:
+    def as_text(x: Any) -> str:
         if isinstance(x, TensorView):
-            number = numbers.setdefault(id(x.place), len(numbers))
+            number = numbers.setdefault(id(x.deferred), len(numbers))
             return f"{number} {x.dtype} {x.size} {x.stride} {x.offset}"
         if isinstance(x, Tensor):
             raw = x.detach().cpu().contiguous().flatten().view(torch.uint8)
             return f"{x.dtype} {tuple(x.shape)} {hashlib.sha256(raw.numpy().tobytes()).hexdigest()}"
         return str(x)
 
-    for step in recipe_of(place):
+    for step in recipe_of(deferred):
         leaves, shape = tree_flatten((step.args, step.kwargs, step.out))
-        digest.update(f"{step.func} {[told(x) for x in leaves]} {shape}".encode())
+        digest.update(f"{step.func} {[as_text(x) for x in leaves]} {shape}".encode())
         names.append(getattr(step.func, "__name__", str(step.func)).partition(".")[0])
     return f"{' '.join(names) or 'empty'} {digest.hexdigest()[:16]}"

@@ -1,4 +1,4 @@
-"""Values for a model that was built without: all of it, or this rank's part."""
+"""Computes the values of a model that was built lazily."""
 
 from __future__ import annotations
 
@@ -20,34 +20,33 @@ NOTES = "_shardformer_loading"
 
 
 def is_lazy(model: nn.Module) -> bool:
-    """Whether some parameter or buffer of the model waits for its values."""
+    """Return whether a parameter or buffer of the model has a recipe and no values."""
     return has_meta_tensors(model) and any(deferred_storage_of(t) is not None for _, t in named_tensors(model))
 
 
 def has_meta_tensors(model: nn.Module) -> bool:
-    """Whether some parameter or buffer has no values: most models have none, which this finds without a call each."""
-    with DisableTorchFunction():  # inside of LazyInit tensors report another device
+    """Return whether a parameter or buffer of the model is on the meta device."""
+    with DisableTorchFunction():  # inside LazyInit tensors report another device
         return any([t.is_meta for t in (*model.parameters(), *model.buffers())])
 
 
 def record_changes(model: nn.Module) -> AbstractContextManager[Any]:
-    """Where a model without values is changed: what is done to its tensors goes into their recipes."""
+    """Return a context that records changes to a lazily built model, or a null context for other models."""
     return InitRecorder() if is_lazy(model) else nullcontext()
 
 
 def materialized_copy(model: nn.Module) -> nn.Module:
-    """A whole copy, with values, of a model that has none and goes on without."""
+    """Return a copy with values of a lazily built model; the model itself stays without values."""
     with record_changes(model):
-        twin = copy.deepcopy(model)
-    end_recorded_calls(twin)  # which are those of the first model
-    return materialize_parameters(twin)
+        copied = copy.deepcopy(model)
+    end_recorded_calls(copied)  # they are bound to the original model
+    return materialize_parameters(copied)
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
-    """A copy of a plain model whose parameters have no values, and take no memory.
+    """Copy a plain model with its parameters on the meta device; buffers keep their values.
 
-    ``shard_model`` makes of it a model whose parameters are memory of this rank's part, with any numbers in it, for who
-    fills all of it; buffers have their values.
+    ``shard_model`` allocates uninitialized shards for the copy, which the caller must fill.
     """
     memo: dict[int, Any] = {}
     for param in model.parameters():
@@ -56,28 +55,34 @@ def meta_copy(model: nn.Module) -> nn.Module:
         defer_storage(empty)
         memo[id(param)] = empty
     for value in (value for module in model.modules() for value in vars(module).values()):
-        if isinstance(value, Tensor) and value.grad_fn is not None:  # as torch.nn.utils.weight_norm and prune keep them
+        if isinstance(value, Tensor) and value.grad_fn is not None:  # set by torch.nn.utils.weight_norm and prune
             memo[id(value)] = value.detach().clone()
     with record_changes(model):
         return copy.deepcopy(model, memo)
 
 
 def lazy_notes(model: nn.Module) -> list[str]:
-    """What is worth knowing of where a model's values come from."""
+    """Return notes for ``describe`` about the source of the values of a lazily built model."""
     if not is_lazy(model):
         return []
-    return ["Built without values: each rank made its own part of them.", *vars(model).get(NOTES, ())]
+    return ["Built with LazyInit: each rank computed only its own shards.", *vars(model).get(NOTES, ())]
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """(name, tensor) of every parameter and buffer, each once."""
+    """Return (name, tensor) of every parameter and buffer, each once."""
     return [*model.named_parameters(), *model.named_buffers()]
 
 
 def materialize(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
-    """Gives a model that was built under ``LazyInit`` its values, whole, in place; on the CPU or on ``device``.
+    """Compute the full values of a model built under ``LazyInit``, in place, on the CPU or on ``device``.
 
-    Returns the model. Needs no processes. Raises ConfigError when some values cannot be made.
+    Needs no process group. To compute only the shards of this rank, call ``shard_model`` instead.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ConfigError: if some values cannot be computed.
     """
     check_module(model)
     check_recipes(model)
@@ -87,51 +92,52 @@ def materialize(model: nn.Module, device: torch.device | str | None = None) -> n
 def _device_of(device: torch.device | str | None) -> torch.device | None:
     if device is None:
         return None
-    rule, remedy = "It is a device of torch, with its values", "Write device='cuda:0', or leave it out"
+    rule, remedy = "device is a torch device other than meta", "Pass for example device='cuda:0', or omit device"
     check_argument("device", device, isinstance(device, torch.device | str), rule, remedy)
     try:
-        found = torch.device(device)
+        torch_device = torch.device(device)
     except RuntimeError as error:
-        raise ConfigError(f"device={device!r}", rule=rule, remedy=remedy) from error
-    check_argument("device", device, found.type != "meta", rule, remedy)
-    return found
+        raise ConfigError(f"device={device!r} is not a torch device", rule=rule, remedy=remedy) from error
+    check_argument("device", device, torch_device.type != "meta", rule, remedy)
+    return torch_device
 
 
 def materialize_parameters(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
-    """Puts values in the place of tensors without, one after the other: a recipe's tensors are freed with it.
+    """Replace tensors without values one at a time, which limits the peak memory.
 
-    Raises ConfigError where a file changed while its weights were read.
+    Raises:
+        ConfigError: if a weight file changed while it was read.
     """
     files = weight_files(model)
     storages: dict[DeferredStorage, UntypedStorage] = {}
-    done: dict[int, Tensor] = {}
+    materialized: dict[int, Tensor] = {}
     cpu = torch.device("cpu")
 
-    def filled(tensor: Tensor, target: torch.device) -> Tensor:
-        place = deferred_storage_of(tensor)
-        if place is None and target in (tensor.device, cpu):
+    def with_values(tensor: Tensor, target: torch.device) -> Tensor:
+        deferred = deferred_storage_of(tensor)
+        if deferred is None and target in (tensor.device, cpu):
             return tensor
-        if id(tensor) not in done:
+        if id(tensor) not in materialized:
             with torch.no_grad():
-                if place is not None and place not in storages:
-                    whole = torch.empty(0, dtype=torch.uint8).set_(run_recipe(place))
-                    storages[place] = whole.to(target).untyped_storage()
-                new = tensor.to(target) if place is None else view_of(tensor).of(storages[place])
+                if deferred is not None and deferred not in storages:
+                    values = torch.empty(0, dtype=torch.uint8).set_(run_recipe(deferred))
+                    storages[deferred] = values.to(target).untyped_storage()
+                new = tensor.to(target) if deferred is None else view_of(tensor).of(storages[deferred])
             if isinstance(tensor, nn.Parameter):
                 new = nn.Parameter(new, requires_grad=tensor.requires_grad)
             new.__dict__.update({name: value for name, value in vars(tensor).items() if name != VERSION})
-            done[id(tensor)] = new
-        return done[id(tensor)]
+            materialized[id(tensor)] = new
+        return materialized[id(tensor)]
 
     for module in model.modules():
         tables: list[dict[str, Any]] = [module._parameters, module._buffers]
         for table in tables:
-            table.update({n: filled(t, torch.device(device or cpu)) for n, t in table.items() if t is not None})
-        for name, value in list(vars(module).items()):  # what is kept beside the tables does not move with the model
+            table.update({n: with_values(t, torch.device(device or cpu)) for n, t in table.items() if t is not None})
+        for name, value in list(vars(module).items()):  # tensors in plain attributes do not move with the model
             if type(value) not in (Tensor, nn.Parameter, list, tuple, dict) or any(value is table for table in tables):
                 continue
             if any(deferred_storage_of(x) is not None for x in tree_leaves(value)):
-                vars(module)[name] = tree_map_only(Tensor, lambda x: filled(x, cpu), value)
+                vars(module)[name] = tree_map_only(Tensor, lambda x: with_values(x, cpu), value)
     for file in files:
         file.check()
     end_recorded_calls(model)
@@ -139,26 +145,28 @@ def materialize_parameters(model: nn.Module, device: torch.device | str | None =
 
 
 def check_recipes(model: nn.Module) -> None:
-    """Raises ConfigError for a model whose values cannot be made: on the meta device without a recipe, or changed.
+    """Check that the values of all tensors of a model can be computed.
 
-    Or where the files that it reads are not those that were loaded.
+    Raises:
+        ConfigError: if a meta tensor has no recipe, a parameter was modified outside ``LazyInit``, or a weight file
+            changed since it was loaded.
     """
     if not has_meta_tensors(model):
         return
     empty = [name for name, t in named_tensors(model) if t.is_meta and deferred_storage_of(t) is None]
     if empty:
         raise ConfigError(
-            f"{len(empty)} tensors of this {type(model).__name__} are on the meta device and nothing says what their "
-            f"values are, the first is {empty[0]!r}",
-            rule="Values are made for what was built under LazyInit, and converted or copied in there",
-            remedy="Build the model in `with LazyInit():` in place of torch.device('meta'), with its .to() "
-            "and .half() inside, or load it with shardformer.from_pretrained",
+            f"{len(empty)} tensors of this {type(model).__name__} are on the meta device and have no values; the first "
+            f"is {empty[0]!r}",
+            rule="LazyInit records values only for tensors that are created, converted and copied inside its block",
+            remedy="Build the model in `with LazyInit():` instead of torch.device('meta'), with .to() and .half() "
+            "inside the block, or load it with shardformer.from_pretrained",
         )
     changed = [name for name, p in model.named_parameters() if was_written(p)]
     if changed:
         raise ConfigError(
-            f"{changed[0]!r} of this {type(model).__name__} was written to after LazyInit ended",
-            remedy="Change weights inside of the `with`, or after shard_model or materialize",
+            f"The parameter {changed[0]!r} of this {type(model).__name__} was modified after the LazyInit block ended",
+            remedy="Modify weights inside the `with LazyInit():` block, or after shard_model or materialize",
         )
     for file in weight_files(model):
         file.check(reads=True)

@@ -22,7 +22,7 @@ def test_it_prints_a_policy_that_can_be_saved(tmp_path: Path, capsys: pytest.Cap
     assert not ended.value.code
     said = capsys.readouterr().out
     assert said.startswith(
-        "# The policy was inferred, and proven on a small twin over 2 and 4 tensor ranks and over "
+        "# The policy was derived, and validated on a reduced model over 2 and 4 tensor ranks and over "
         "two pipeline stages.\n"
     )
     names: dict[str, Any] = {}

@@ -37,8 +37,8 @@ MUTANTS = [
     mutant(
         "shared-heads-not-summed",
         "shardformer/layout/sharding_metadata.py",
-        'summed = {"data", *partial, *stream.input_axes, *spec.shared_axes}',
-        'summed = {"data", *partial, *stream.input_axes}',
+        'summed = {"data", *partial, *activations.input_axes, *spec.shared_axes}',
+        'summed = {"data", *partial, *activations.input_axes}',
         "With more tensor ranks than KV heads, the copies of a KV head get different gradients and diverge.",
         first=(
             "tests/policies/test_heads.py::test_llama_trains_alike_where_ranks_share_kv_heads",
@@ -119,7 +119,7 @@ MUTANTS = [
         first=(
             "tests/sharding/test_regions.py::test_the_bias_of_experts_is_added_once",
             "tests/sharding/test_regions.py::test_experts_of_transformers_are_cut_beside_the_sequence",
-            "tests/policies/infer/test_infer.py::test_a_family_that_nobody_described",
+            "tests/policies/infer/test_infer.py::test_unregistered_families_are_sharded",
         ),
     ),
     mutant(

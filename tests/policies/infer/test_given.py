@@ -1,4 +1,4 @@
-"""A policy that a user wrote is tried on a copy of the model before anything is changed; what is wrong is said."""
+"""User policies are validated on a copy of the model before sharding; errors name the wrong role."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class OtherMLP(FeedForward):
 
 
 class TornHeads(SelfAttention):
-    """As many heads as a literal says, of whatever size is left: a part of the features runs as well."""
+    """Attention with a literal head count and an inferred head size, which runs with any number of features."""
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (f(x).unflatten(-1, (3, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
@@ -115,7 +115,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], Any, Sequence[str]]] = {
     "q and o swapped": (
         ToyLM,
         table(Attention("attn", AttentionProjections(q="o", k="k", v="v", out="q"), local_attrs=COUNTS), FEED_FORWARD),
-        ("the Attention 'attn' of MyPolicy alone, ToyLM does not run", "'layers.0.attn.q'", "behind the heads is out"),
+        ("the Attention 'attn' of MyPolicy alone, ToyLM does not run", "'layers.0.attn.q'", "last one as out"),
     ),
     "up and down swapped": (
         ToyLM,
@@ -125,12 +125,12 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], Any, Sequence[str]]] = {
     "another number of heads": (
         ToyLM,
         table(ATTENTION, FEED_FORWARD, num_heads=10),
-        ("the Attention 'attn'", "num_heads, here 10", "toy.py, line ", "self.num_heads, HEAD_DIM"),
+        ("the Attention 'attn'", "num_heads=10", "toy.py, line ", "self.num_heads, HEAD_DIM"),
     ),
     "no counts": (
         ToyLM,
         table(Attention("attn", AttentionProjections(q="q", k="k", v="v", out="o")), FEED_FORWARD),
-        ("the Attention 'attn'", "It reads num_heads=5, of which local_attrs= says nothing"),
+        ("the Attention 'attn'", "The forward reads num_heads=5, which local_attrs= does not list"),
     ),
     "heads that tear": (
         with_attention(TornHeads),
@@ -140,7 +140,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], Any, Sequence[str]]] = {
     "a norm in between": (
         with_mlp(lambda: nn.LayerNorm(WIDTH)),
         table(ATTENTION, FEED_FORWARD),
-        ("the MLP 'mlp'", "'layers.0.mlp.between'", "a norm between them into `norm`"),
+        ("the MLP 'mlp'", "'layers.0.mlp.between'", "a norm between them in `norm`"),
     ),
     "features that are mixed": (
         with_mlp(lambda: nn.Softmax(-1)),
@@ -150,26 +150,31 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], Any, Sequence[str]]] = {
     "a column without a row": (
         ToyLM,
         Written("Layer", ("mlp.fc1", Linear1D_Col)),
-        ("by Written over 2 ranks, ToyLM does not run", "Look at layers.0.mlp.fc2", "cut both or neither"),
+        ("by Written over 2 ranks, ToyLM does not run", "Check layers.0.mlp.fc2", "shard both or neither"),
     ),
     "a row without a column": (
         ToyLM,
         Written("Layer", ("mlp.fc2", Linear1D_Row)),
-        ("by Written over 2 ranks, ToyLM does not run", "Look at layers.0.mlp.fc2", "cut both or neither"),
+        ("by Written over 2 ranks, ToyLM does not run", "Check layers.0.mlp.fc2", "shard both or neither"),
     ),
     "the first form": (ToyLM, ColumnAlone, ("by ColumnAlone over 2 ranks, ToyLM does not run", "'layers.0.mlp.fc2'")),
     "a model that takes numbers": (
         Tower,
         Written("Layer", ("mlp.up", Linear1D_Col)),
-        ("by Written over 2 ranks, Tower does not run", "Look at layers.0.mlp.down"),
+        ("by Written over 2 ranks, Tower does not run", "Check layers.0.mlp.down"),
     ),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_policy_is_refused_before_the_model_is_changed_and_the_role_is_named(name: str) -> None:
+def test_a_wrong_policy_raises_before_sharding_and_names_the_role(name: str) -> None:
     make, policy, words = WRONG[name]
-    refused(refusals(make, policy), PolicyError, "A policy is right when nobody can tell", *words)
+    refused(
+        refusals(make, policy),
+        PolicyError,
+        "With a correct policy, a sharded copy of the model computes the same",
+        *words,
+    )
 
 
 def test_a_weight_that_gets_no_gradient_is_a_difference() -> None:
@@ -190,13 +195,11 @@ class TwoHeads(SelfAttention):
         return out
 
 
-def test_a_policy_is_tried_over_as_many_ranks_as_there_are() -> None:
-    """Ten heads that are said, where there are two, happen to be cut right over two ranks."""
+def test_a_policy_is_validated_over_the_actual_number_of_ranks() -> None:
+    """num_heads=10 for a model with two heads happens to be correct over two ranks."""
     policy = table(Attention("attn", AttentionProjections(q="q", k="k", v="v", out="o")), FEED_FORWARD, num_heads=10)
     sharded(with_attention(TwoHeads), policy)
-    refused(
-        refusals(with_attention(TwoHeads), policy, ranks=3), PolicyError, "the Attention 'attn'", "num_heads, here 10"
-    )
+    refused(refusals(with_attention(TwoHeads), policy, ranks=3), PolicyError, "the Attention 'attn'", "num_heads=10")
 
 
 # ----------------------------------------------------------------------------------------------------------- right ones
@@ -214,13 +217,13 @@ def test_a_policy_is_tried_over_as_many_ranks_as_there_are() -> None:
     ],
     ids=["all", "the MLP alone", "gathered", "numbers", "tied", "mixed and whole"],
 )
-def test_a_right_policy_is_used_also_where_it_cuts_a_part(make: Callable[[], nn.Module], policy: Any) -> None:
+def test_a_correct_policy_is_used_even_if_partial(make: Callable[[], nn.Module], policy: Any) -> None:
     for said in sharded(make, policy, ranks=3):
-        assert "was not tried" not in said and "Linear1D_Col" in said
+        assert "was not validated" not in said and "Linear1D_Col" in said
 
 
 class Counting(ToyLM):
-    """What it computes depends on how often it was called."""
+    """The output depends on the number of calls."""
 
     calls = 0
 
@@ -230,7 +233,7 @@ class Counting(ToyLM):
 
 
 class Seeding(ToyLM):
-    """Draws the same numbers each time, which threads would draw from one generator."""
+    """Seeds the generator in the forward, which threads share."""
 
     def forward(self, ids: Tensor) -> Tensor:
         torch.manual_seed(0)
@@ -244,14 +247,14 @@ class Casting(ToyLM):
 
 
 class TwoTensors(ToyLM):
-    """Nobody can guess what it takes."""
+    """A model whose inputs cannot be guessed."""
 
     def forward(self, ids: Tensor, weights: Tensor) -> Tensor:
         return super().forward(ids) * weights[0, 0, 0]
 
 
 class Replacing(Policy):
-    """Makes another model of the plain one, on purpose."""
+    """A policy that changes the model intentionally."""
 
     def module_policy(self) -> Mapping[Any, ModulePolicyDescription]:
         half = [SubModuleReplacementDescription("fc1", Linear1D_Col, {"gather_output": True})]
@@ -267,29 +270,29 @@ def squared(self: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("make", "policy", "why"),
     [
-        (Counting, ToyPolicy, "it does not compute the same twice"),
-        (Seeding, ToyPolicy, "it draws random numbers"),
-        (Casting, ToyPolicy, "it computes in torch.bfloat16 inside"),
+        (Counting, ToyPolicy, "two forwards of the model differ"),
+        (Seeding, ToyPolicy, "the model draws random numbers"),
+        (Casting, ToyPolicy, "the model computes in torch.bfloat16 internally"),
         (TwoTensors, ToyPolicy, "no copy of TwoTensors can be run"),
-        (ToyLM, Replacing, "it has code of its own, the method 'layers.0.mlp.act'"),
+        (ToyLM, Replacing, "it contains user code: the method 'layers.0.mlp.act'"),
     ],
 )
-def test_where_nothing_can_be_told_a_policy_is_taken_at_its_word_and_that_is_noted(
+def test_a_policy_that_cannot_be_validated_is_used_with_a_note(
     make: Callable[[], nn.Module], policy: type[Policy], why: str
 ) -> None:
     for said in sharded(make, policy):
-        assert f"{policy.__name__} was not tried on a copy of the model: {why}" in " ".join(said.split())
+        assert f"{policy.__name__} was not validated on a copy of the model: {why}" in " ".join(said.split())
 
 
-def test_a_difference_that_is_meant_can_be_said() -> None:
+def test_validation_can_be_disabled() -> None:
     make, policy, _ = WRONG["features that are mixed"]
     assert len(sharded(make, type("Meant", (policy,), {"validate": False}))) == 2
 
 
-def test_a_policy_is_tried_once_for_models_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_is_validated_once_for_identical_models(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
-    checked = user_policy_validation._checked
-    monkeypatch.setattr(given, "_checked", lambda *args: (tried.append("once"), checked(*args))[1])
+    validate = user_policy_validation._validate
+    monkeypatch.setattr(given, "_validate", lambda *args: (tried.append("once"), validate(*args))[1])
     policy = table(ATTENTION, FEED_FORWARD)
     sharded(ToyLM, policy)
     sharded(ToyLM, policy)
@@ -298,7 +301,7 @@ def test_a_policy_is_tried_once_for_models_that_are_alike(monkeypatch: pytest.Mo
     assert tried == ["once"] * 2
 
 
-def test_the_hooks_and_the_random_numbers_of_a_model_are_left_alone() -> None:
+def test_validation_keeps_hooks_and_random_states() -> None:
     seen: list[int] = []
 
     def make() -> nn.Module:
@@ -315,7 +318,7 @@ def test_the_hooks_and_the_random_numbers_of_a_model_are_left_alone() -> None:
 
 
 class Renamed(LlamaPolicy):
-    """A user's own, with roles of the registered one."""
+    """A user policy with the roles of the registered policy."""
 
 
 class Softened(LlamaMLP):
@@ -331,13 +334,13 @@ class SoftLlama(transformers.LlamaForCausalLM):
             layer.mlp = Softened(config)
 
 
-def test_a_larger_model_is_tried_as_a_small_one_of_its_config(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_model_is_validated_on_a_reduced_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(given, "SMALL_NUMEL", 0)
     config = SmallModel("llama")().config
     for said in sharded(lambda: transformers.LlamaForCausalLM(config), Renamed):
-        assert "was not tried" not in said
+        assert "was not validated" not in said
     words = ("the MLP 'mlp' of Renamed alone, SoftLlama ", "model.layers.0.mlp.down_proj")
     refused(refusals(lambda: SoftLlama(config), Renamed), PolicyError, *words)
     literal = type("Literal", (Renamed,), {"num_heads": config.num_attention_heads})
     for said in sharded(lambda: SoftLlama(config), literal):
-        assert "Literal was not tried" in said and "more than 0 parameters" in said
+        assert "Literal was not validated" in said and "more than 0 parameters" in said
