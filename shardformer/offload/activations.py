@@ -1,6 +1,8 @@
-"""Keeps saved activations on the host, or sharded over tensor ranks, until the backward needs them.
+"""Keeps saved activations on the host, or sharded over tensor ranks, until the backward pass needs them.
 
-    bytes       0 ........ m ........ 2m ....... 3m ... size        T = 4 ranks, m = ceil(size / T)
+Sharding of ``size`` bytes over T = 4 ranks, m = ceil(size / T):
+
+    bytes       0 ........ m ........ 2m ....... 3m ... size
     rank        |    0     |    1     |    2     |  3 + padding
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), section 6.1:
@@ -55,12 +57,12 @@ PURPOSE = "activations"
 
 
 def partition_bytes(size: int, axis: Axis) -> int:
-    """The bytes that each rank keeps of ``size``."""
+    """Return the number of bytes that each rank stores."""
     return -(-size // axis.size)
 
 
 def local_partition(whole: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
-    """This rank's part of some bytes, in memory of its own, and a number of all of them. Communicates nothing."""
+    """Return a copy of this rank's shard of the bytes ``whole``, and their checksum. Communicates nothing."""
     each = partition_bytes(len(whole), axis)
     piece = whole[axis.rank * each : (axis.rank + 1) * each]
     part = piece.clone() if len(piece) == each else torch.cat([piece, whole.new_zeros(each - len(piece))])
@@ -68,10 +70,13 @@ def local_partition(whole: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
 
 
 def gather_partitions(part: Tensor, number: Tensor, axis: Axis, what: str) -> Tensor:
-    """All bytes, with the padding of the last rank behind them.
+    """All-gather the shards of all ranks, including the padding of the last one.
 
-    Communicates one all-gather of T * ceil(size / T) bytes and, at the same time, one of 8 T: the number that each rank
-    computed of all bytes when it kept its part. Raises InputError on every rank where these differ.
+    Communicates one all-gather of T * ceil(size / T) bytes and, at the same time, one of 8 T bytes: the checksum that
+    each rank computed when it stored its shard.
+
+    Raises:
+        InputError: The checksums differ. Raised on every rank.
     """
     whole, numbers = part.new_empty(axis.size * len(part)), number.new_empty(axis.size)
     pending = start_all_gather_into(numbers, number.view(1), axis, PURPOSE)
@@ -85,35 +90,33 @@ def check_replicated(numbers: Sequence[int], axis: Axis, what: str) -> None:
         usual = max(set(numbers), key=lambda number: (list(numbers).count(number), number == numbers[0]))
         others = [rank for rank, number in enumerate(numbers) if number != usual]
         raise InputError(
-            f"{what} was not the same on all ranks of {axis.name}: rank {', '.join(map(str, others))} of {axis.size} "
-            "held other numbers in the forward",
-            rule="Of what enters a layer each tensor rank keeps a part, so that all of them must hold the same",
-            remedy='Give all tensor ranks the same batch and random numbers; else store with to="host"',
+            f"{what} differed between ranks of {axis.name}: rank "
+            f"{', '.join(map(str, others))} of {axis.size} had other values",
+            rule="Each tensor rank stores a shard of the input of a layer, so the input must be identical on all ranks",
+            remedy='Use the same batch and random seed on all tensor ranks, or use to="host"',
         )
 
 
 PREFETCH_COUNT = 2
-"""Copies to the host that are under way have as many bytes as so many of the largest piece, and so has what is brought
-before the backward asks for it."""
+"""Copies to the host in progress, and prefetches for the backward pass, are each limited to this many times the size of
+the largest storage."""
 NOT_YET_KNOWN = 8
-"""So many tensors may be saved before one of them is known to enter a layer: the arguments of a checkpoint. They are
-counted whatever their size, which may differ between the ranks."""
+"""Number of tensors that may be saved before one of them is known to be a layer input: the arguments of a checkpoint.
+Tensors of all sizes count, because sizes may differ between ranks."""
 OF_PARAMETERS = {f"{name}Backward0" for name in ("ToCopy", "T", "Transpose", "Permute", "View", "Unsqueeze", "Expand")}
 
 StorageKey = tuple[int, int]
-"""Of values: the address of what describes their storage, and the version."""
+"""(address of a storage, version of its values)."""
 
 
 class ActivationStore:
-    """What one model saves for its backward.
-
-    Made by ``offload_activations``, which says what it does.
+    """Stores the activations that one model saves for its backward pass. ``offload_activations`` creates it.
 
     Args:
-        to_host: whether what is large is moved to the host.
-        axis: over whose ranks the inputs of layers are cut; None where they are not.
-        min_bytes: what is smaller stays.
-        link: to the host; by default one to the device of the first tensor that is moved.
+        to_host: Whether to move large tensors to the host.
+        axis: Axis over which the inputs of layers are sharded, or None.
+        min_bytes: Smaller tensors stay on the device.
+        link: Copies to the host. By default it is created for the device of the model.
     """
 
     def __init__(self, to_host: bool, axis: Axis | None, min_bytes: int, link: HostDeviceCopier | None = None) -> None:
@@ -123,26 +126,24 @@ class ActivationStore:
         self._hooks = SavedTensorHooks(self._pack, self._unpack)
         self._undo: list[Callable[[], Any]] = []
         self._graph, self._forward = ForwardRecord(), 0
-        self._fixed: Collection[int] = ()  # storages of parameters and buffers
+        self._fixed: Collection[int] = ()  # storage addresses of parameters and buffers
         self._pieces: WeakValueDictionary[tuple[int, int, int, int, int, bool], StoredStorage] = WeakValueDictionary()
-        self._inputs: dict[StorageKey, tuple[StorageWeakRef, tuple[int, int], str]] = {}  # of layers, in this forward
-        self._undecided: deque[tuple[int, StoredStorage]] = deque()  # with its place in what the forward saves
+        self._inputs: dict[StorageKey, tuple[StorageWeakRef, tuple[int, int], str]] = {}  # layer inputs of this forward
+        self._undecided: deque[tuple[int, StoredStorage]] = deque()  # (index in the forward record, storage)
         self._leaving: deque[StoredStorage] = deque()
-        self._ahead: WeakKeyDictionary[StoredStorage, int] = (
-            WeakKeyDictionary()
-        )  # what is brought before it is asked for
-        self._graphs: WeakSet[ForwardRecord] = WeakSet()  # through which the backward goes that is under way
+        self._ahead: WeakKeyDictionary[StoredStorage, int] = WeakKeyDictionary()  # prefetched storages
+        self._graphs: WeakSet[ForwardRecord] = WeakSet()  # graphs of the current backward pass
         self._brought: WeakSet[StoredStorage] = WeakSet()
-        self._read: list[tuple[StorageWeakRef, int]] = []  # memory that was brought, and is the backward's now
+        self._read: list[tuple[StorageWeakRef, int]] = []  # fetched memory that the backward pass now owns
         self._largest = 0
         self._task = -1
 
     def __reduce__(self) -> Any:
-        """Of a copied model."""
+        """Create an empty store for a copied model."""
         return type(self), (self._to_host, self._axis, self._min_bytes)
 
     def stats(self) -> ActivationStats:
-        """How many bytes are where now, and were at most."""
+        """Return the current and maximum number of bytes by location."""
         self._settle()
         rates = {
             way: self._link.bandwidth(way) if self._link is not None else None
@@ -152,12 +153,12 @@ class ActivationStore:
         return ActivationStats(dict(account.now), account.host, account.most, account.most_host, rates)
 
     def reset(self) -> None:
-        """From now on ``figures`` says what was at most since here."""
+        """Reset the maximum number of bytes."""
         self._settle()
         self.account.reset()
 
     def remove(self) -> None:
-        """Stores nothing from now on. What is stored comes back in its backward."""
+        """Stop storing activations. Stored activations remain available to their backward pass."""
         while self._undo:
             self._undo.pop()()
         if self._hooks.is_entered:
@@ -172,8 +173,8 @@ class ActivationStore:
     # --- the forward
 
     def enter(self, model: nn.Module, args: Any) -> None:
-        """Before a forward."""
-        if self._hooks.is_entered:  # one that was broken off by more than an error: by the keyboard
+        """Start a forward pass."""
+        if self._hooks.is_entered:  # an exception such as KeyboardInterrupt ended the previous forward pass
             self.leave()
         if torch.compiler.is_compiling() or current_graph_task_id() >= 0 or has_foreign_hooks():
             return
@@ -181,7 +182,7 @@ class ActivationStore:
             return
         self._graph, self._forward = ForwardRecord(), self._forward + 1
         self._set_device(next((x.device for x in model.parameters()), None))
-        with DisableTorchFunctionSubclass():  # no parameter is read
+        with DisableTorchFunctionSubclass():  # do not gather parameters
             tensors = [x for x in (*model.parameters(), *model.buffers()) if _is_plain(x)]
             self._fixed = {memory_of(x) for x in tensors}
         self._hooks.enter()
@@ -191,7 +192,7 @@ class ActivationStore:
             self._link = HostDeviceCopier(device or torch.device("cpu"))
 
     def leave(self, *_: Any) -> None:
-        """Behind a forward."""
+        """End a forward pass."""
         if not self._hooks.is_entered:
             return
         self._hooks.leave()
@@ -201,7 +202,7 @@ class ActivationStore:
         self._settle()
 
     def enter_layer(self, name: str, x: Any) -> None:
-        """Before the forward of a layer that is given x, of which all ranks of the axis hold the same values."""
+        """Register ``x`` as the input of a layer, which is identical on all ranks of the axis."""
         if not self._hooks.is_entered or not _is_plain(x) or not is_dense(x):
             return
         key, (start, end) = (memory_of(x), x._version), storage_range(x)
@@ -216,12 +217,12 @@ class ActivationStore:
                 self._cut(piece, name)
 
     def _decide(self, among: int) -> None:
-        """What did not enter a layer, but for the last few that were saved, is moved as it is."""
+        """Move tensors that are not layer inputs, except for the last ``among`` saved tensors."""
         while self._undecided and self._undecided[0][0] + among <= len(self._graph.order):
             self._move(self._undecided.popleft()[1])
 
     def _pack(self, x: Tensor) -> SavedTensorHandle | None:
-        """Where x lies in what is stored; None for a parameter, and for what is no plain memory of numbers."""
+        """Store a tensor. Return None for a parameter, and for a tensor that is not plain strided memory."""
         if not _is_plain(x) or self._link is None or x.device != self._link.device:
             return None
         storage = x.untyped_storage()
@@ -232,10 +233,10 @@ class ActivationStore:
         _, given, name = self._inputs.get((memory, x._version), (None, (0, 0), ""))
         start, end = storage_range(x)
         is_input = given[0] <= start and end <= given[1]
-        if not is_input and 2 * (end - start) >= storage.nbytes():  # views of one memory are kept as that, once
+        if not is_input and 2 * (end - start) >= storage.nbytes():  # store views of the same memory once
             start, end = 0, storage.nbytes()
         self._decide(NOT_YET_KNOWN)
-        # the ranks of an axis must cut alike, whichever pieces of another forward still live on one of them
+        # Ranks of an axis must shard the same storages, although storages of earlier forwards live on some of them.
         forward = 0 if self._axis is None else self._forward
         key = (memory, x._version, start, end, forward, is_input)
         piece = self._pieces.get(key)
@@ -262,7 +263,7 @@ class ActivationStore:
             self._undecided.append((len(self._graph.order), piece))
 
     def _cut(self, piece: StoredStorage, name: str) -> None:
-        """Keeps this rank's part of a piece."""
+        """Replace the data of a layer input by this rank's shard."""
         assert self._axis is not None and piece.data is not None
         with torch.no_grad():
             piece.data, piece.number = local_partition(piece.data, self._axis)
@@ -271,7 +272,7 @@ class ActivationStore:
         self._move(piece)
 
     def _move(self, piece: StoredStorage) -> None:
-        """Starts the copy of what is stored to the host. Waits where too many are under way."""
+        """Start to copy the data to the host. If too many copies are in progress, wait for an earlier one."""
         if not self._to_host:
             return
         assert piece.data is not None and self._link is not None
@@ -290,7 +291,7 @@ class ActivationStore:
         return PREFETCH_COUNT * self._largest
 
     def _release(self, piece: StoredStorage) -> None:
-        """Waits for the copy to the host. Then the memory on the device goes, unless the backward is about to ask."""
+        """Wait for the copy to the host, and free the device memory unless the backward pass needs it next."""
         assert piece.copy is not None and piece.data is not None
         piece.copy.finish()
         piece.copy, piece.is_leaving = None, False
@@ -302,7 +303,7 @@ class ActivationStore:
             piece.count_data(COPYING_TO_HOST)
 
     def _settle(self) -> None:
-        """Notes what is not on the device any more."""
+        """Update the counters after completed copies and freed memory."""
         while self._leaving and self._leaving[0].copy is not None and self._leaving[0].copy.is_done():
             self._release(self._leaving.popleft())
         if any(source.expired() for source, _ in self._read):
@@ -332,7 +333,7 @@ class ActivationStore:
         return out
 
     def _fetch(self, piece: StoredStorage) -> None:
-        """Starts to bring what is on the host, of which the backward reads all bytes soon."""
+        """Start to copy a storage to the device."""
         if piece.is_leaving:
             piece.is_wanted = True
         if not piece.is_away or piece.joined is not None:
@@ -347,16 +348,18 @@ class ActivationStore:
         self._brought.add(piece)
 
     def _joined(self, piece: StoredStorage) -> Tensor:
-        """All bytes of a piece that is cut. Communicates what ``joined`` says."""
+        """Return the full data of a sharded storage. Communicates as ``gather_partitions``."""
         if piece.joined is None:
             assert self._axis is not None and piece.data is not None and piece.number is not None
             with torch.no_grad():
-                piece.joined = gather_partitions(piece.data, piece.number, self._axis, f"What entered {piece.name}")
+                piece.joined = gather_partitions(
+                    piece.data, piece.number, self._axis, f"The input of layer {piece.name}"
+                )
             self._hold(piece, len(piece.joined))
         return piece.joined
 
     def _hand_over(self, piece: StoredStorage) -> None:
-        """What was brought is the backward's alone from now on: its memory goes when that is through with it."""
+        """Transfer the ownership of fetched memory to the backward pass, which then frees it."""
         held = [piece.joined]
         piece.joined, piece.is_wanted = None, False
         if piece.host is not None and piece.data is not None and not piece.is_leaving:
@@ -370,7 +373,7 @@ class ActivationStore:
         self._brought.discard(piece)
 
     def _prefetch(self, graph: ForwardRecord, place: int) -> None:
-        """Begins to bring what was saved before, which the backward asks for next."""
+        """Start to fetch the storages that the backward pass will need next."""
         at = min(graph.fetched, place)
         while at > 0:
             piece = graph.order[at - 1]()
@@ -384,7 +387,7 @@ class ActivationStore:
         graph.fetched = at
 
     def _expect_end(self, graph: ForwardRecord) -> None:
-        """Lets autograd say when the backward that is under way ends."""
+        """Register a callback at the end of the current backward pass."""
         task = current_graph_task_id()
         if task < 0:
             return
@@ -394,7 +397,7 @@ class ActivationStore:
             at_end_of_backward(self._end_backward)
 
     def _end_backward(self) -> None:
-        """What is still to come is for another backward of the same graph."""
+        """End a backward pass. The remaining storages belong to another backward pass of the same graph."""
         self._task = -1
         self._ahead.clear()
         for piece in list(self._brought):
@@ -406,7 +409,7 @@ class ActivationStore:
 
 
 def _is_plain(x: Any) -> bool:
-    """Whether x is a tensor whose numbers lie in memory, as its strides say, and which says when they change."""
+    """Whether ``x`` is a strided tensor in plain memory with a version counter."""
     return (
         type(x) in (Tensor, nn.Parameter)
         and x.layout is torch.strided
@@ -417,7 +420,7 @@ def _is_plain(x: Any) -> bool:
 
 
 def _is_cast_of_parameter(x: Tensor) -> bool:
-    """Whether x was computed from a parameter alone, by a cast or as a view: what autocast makes of weights."""
+    """Whether ``x`` is a view or a cast of a parameter, such as the weights that autocast converts."""
     node: Any = x.grad_fn
     while type(node).__name__ in OF_PARAMETERS:
         node = node.next_functions[0][0]
@@ -426,45 +429,44 @@ def _is_cast_of_parameter(x: Tensor) -> bool:
 
 OFFLOAD_TARGETS = ("device", "host", "tensor", "tensor+host")
 STORE = "_shardformer_activations"
-"""The attribute of a model that holds its store."""
+"""Attribute of a model: its ActivationStore."""
 
 
 @renamed_parameters({"on": "to"})
 def offload_activations(model: nn.Module, to: str = "host", *, min_bytes: int = 2**16) -> ActivationStore:
-    """Keeps what a model's forward saves for its backward where it takes less memory of the device.
+    """Store the activations of a model on the host or sharded over tensor ranks, to save device memory.
 
-    Call it once, before training. Losses and gradients stay what they are, to the bit.
+    Call it once before training. Losses and gradients do not change, to the bit.
 
-    Args:
-        model: any module; for the tensor ranks one that ``shard_model`` returned.
-        to: where what is saved is kept until the backward needs it.
-            ``"host"``: it is copied to the host, beside the computation, and back before it is needed.
-            ``"tensor"``: of the hidden states that enter a layer, which all tensor ranks hold alike, each rank keeps
-            1/T, and the backward gathers them. With activation checkpointing these are nearly all that is saved;
-            without it they are a small part, and the rest stays as it is.
-            ``"tensor+host"``: both: each rank's part goes to the host.
-            ``"device"``: nothing moves, and the figures say how much it is.
-        min_bytes: what is smaller stays where it is.
+    Parameters, views and casts of them, buffers and tensors that are not plain strided memory are not moved. Inside of
+    an activation checkpoint only its inputs are saved. If the model runs inside of other hooks for saved tensors
+    (``save_on_cpu``, or a checkpoint around the model), those hooks store its activations.
 
-    Parameters, views and casts of them, buffers, and tensors that are no plain strided memory stay. Inside of a
-    checkpoint nothing is saved but its inputs. Where hooks of somebody else stand around the model
-    (``save_on_cpu``, a checkpoint around all of it), those keep what it saves.
-
-    Communicates for ``"tensor"``: in the backward, for each layer's input of S bytes, one all-gather of
-    T * ceil(S / T) bytes, and at the same time one of 8 T bytes: a checksum of the whole that each rank kept.
-    Where they differ every rank raises InputError.
-
-    Raises ConfigError for a second call, and for ``"tensor"`` on a model of which no layer is given what all tensor
-    ranks hold alike: one that was not sharded, or whose sequence is cut between its layers.
+    For ``"tensor"`` the backward pass communicates, for each layer input of S bytes, one all-gather of
+    T * ceil(S / T) bytes and one of 8 T bytes with checksums.
 
     Rajbhandari, Rasley, Ruwase and He, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020),
     section 6.1: partitioned activation checkpointing, Pa and Pa+cpu.
+
+    Args:
+        model: Any module. ``"tensor"`` requires a model that ``shard_model`` returned.
+        to: Where saved tensors are stored until the backward pass needs them.
+            ``"host"``: In host memory. Copies overlap with computation.
+            ``"tensor"``: Each of T tensor ranks keeps 1/T of the input of each layer, and the backward pass gathers
+            the shards. With activation checkpointing these inputs are nearly all saved tensors.
+            ``"tensor+host"``: As ``"tensor"``, with the shards in host memory.
+            ``"device"``: On the device. The store only counts bytes.
+        min_bytes: Smaller tensors are not moved.
+
+    Raises:
+        ConfigError: The model already has a store. Or ``to`` is ``"tensor"`` and no layer has an input that is
+            identical on all tensor ranks: the model was not sharded, or the sequence is sharded between its layers.
     """
     check_choice("on", to, OFFLOAD_TARGETS)
     if STORE in model.__dict__:
         raise ConfigError(
-            f"store_activations of a {type(model).__name__} whose activations are stored",
-            remedy="Call .remove() of what the first call returned, then call it again",
+            f"The activations of this {type(model).__name__} are already stored by offload_activations",
+            remedy="Call .remove() on the result of the first call before calling it again",
         )
     axis = find_metadata(model).axes["tensor"] if "tensor" in to else None
     layers = _replicated_layers(model, to) if axis is not None else {}
@@ -478,7 +480,7 @@ def offload_activations(model: nn.Module, to: str = "host", *, min_bytes: int = 
 
 
 def _sharded(model: nn.Module) -> list[tuple[str, nn.Module, ShardingMetadata]]:
-    """(path, module, state) of each model in here that was sharded: this one, or those that it wraps."""
+    """Return (path, module, metadata) of each sharded model that ``model`` is or contains."""
     found = [(path, module, module.__dict__.get(METADATA_ATTRIBUTE)) for path, module in model.named_modules()]
     return [(path, module, state) for path, module, state in found if isinstance(state, ShardingMetadata)]
 
@@ -502,7 +504,7 @@ def _listed(listeners: list[Any], listener: Any) -> Any:
 
 
 def _replicated_layers(model: nn.Module, on: str) -> dict[str, nn.Module]:
-    """Path -> each layer whose hidden states all tensor ranks hold alike, by the layout of the stream around it."""
+    """Return the layers, by path, whose hidden states are identical on all tensor ranks."""
     layers, cut = dict[str, nn.Module](), ""
     for _, module, state in _sharded(model):
         policy: Any = state.request.policy
@@ -513,11 +515,10 @@ def _replicated_layers(model: nn.Module, on: str) -> dict[str, nn.Module]:
             else:
                 layers |= {path: module.get_submodule(path) for path in stack.layer_calls}
     if not layers:
-        has = f"cuts the stream between its layers: {cut}" if cut else "has no layers that are known"
+        has = f"shards the hidden states between its layers ({cut})" if cut else "has no known layers"
         raise ConfigError(
-            f"on={on!r} for a {type(model).__name__} that {has}",
-            rule="Of what enters a layer each tensor rank keeps a part where all of them hold the same; where the "
-            "sequence is cut each holds its own part already",
-            remedy='Take on="host", or shard the model with tensor parallelism alone',
+            f"on={on!r} is not supported, because this {type(model).__name__} {has}",
+            rule="Only hidden states that are identical on all tensor ranks can be sharded over them",
+            remedy='Use on="host", or shard the model with tensor parallelism without sequence parallelism',
         )
     return layers

@@ -1,4 +1,4 @@
-"""Options of ``shard_optimizer``: precision, offload, how gradients are sent, and what a step does with them."""
+"""Options of ``shard_optimizer``: stage, mixed precision, offload, gradient buckets and clipping."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ZERO_STAGES = (0, 1, 2, 3)
 
 @dataclass(frozen=True)
 class StepOptions:
-    """What a step does with the gradients before the optimizers get them: see ``shard_optimizer``."""
+    """Gradient clipping, and the action on non-finite gradients. See ``shard_optimizer``."""
 
     max_grad_norm: float | None = None
     on_nonfinite: str = "raise"
@@ -30,7 +30,7 @@ class StepOptions:
 
 @dataclass(frozen=True)
 class BucketOptions:
-    """How gradients travel: in buckets of how many bytes, and whether while the backward still runs."""
+    """Size of the gradient buckets, and whether their reduction overlaps with the backward pass."""
 
     bucket_bytes: int | None = None
     overlap: bool = True
@@ -42,7 +42,7 @@ class BucketOptions:
 
 @dataclass(frozen=True)
 class Stage3Options:
-    """What of stage 3 may be chosen: see ``shard_optimizer``."""
+    """Options of ZeRO stage 3. See ``shard_optimizer``."""
 
     keep_frozen: bool = True
     reshard_after_forward: bool | int | str | None = None
@@ -51,15 +51,15 @@ class Stage3Options:
         asked = self.reshard_after_forward
         if not (asked is None or asked == FREE_MEMORY or (isinstance(asked, int) and asked >= 0)):
             raise ConfigError(
-                f"reshard_after_forward={asked!r}",
-                rule="It is True, False, bytes of layers that may stay for the backward, or 'free'",
-                remedy="Leave it out, which drops each layer behind its use",
+                f"reshard_after_forward={asked!r} is not a valid value",
+                rule="Use True, False, a number of bytes to keep gathered for the backward pass, or 'free'",
+                remedy="Omit reshard_after_forward to free each layer after its forward pass",
             )
 
 
 @dataclass(frozen=True)
 class ZeroOptions:
-    """All that is asked of ``shard_optimizer``."""
+    """All options of ``shard_optimizer``."""
 
     stage: int
     precision: MixedPrecision
@@ -72,29 +72,30 @@ class ZeroOptions:
         check_choice("stage", self.stage, ZERO_STAGES)
         if self.offload.to is not None and self.precision.rounding is not None:
             raise ConfigError(
-                f"MixedPrecision(masters={self.precision.master_weights!r}) beside offload={self.offload.to!r}",
-                remedy="Leave one of the two out",
+                f"MixedPrecision(masters={self.precision.master_weights!r}) does not support "
+                f"offload={self.offload.to!r}",
+                remedy="Omit either masters or offload",
             )
         if self.offload.parameters and (self.stage < 3 or self.offload.to is None):
             raise ConfigError(
-                f"OffloadConfig({self.offload.to!r}, parameters=True) under stage={self.stage}",
-                rule="Parameters are gathered from the host where they are read, which is what stage 3 does",
-                remedy="Write stage=3, offload=OffloadConfig('cpu', parameters=True)",
+                f"OffloadConfig({self.offload.to!r}, parameters=True) does not support stage={self.stage}",
+                rule="Only ZeRO stage 3 can keep parameters in host memory",
+                remedy="Use stage=3 with offload=OffloadConfig('cpu', parameters=True)",
             )
 
 
 def as_optimizer_list(optimizer: Any) -> list[Optimizer]:
-    """One optimizer, or several. Raises ConfigError for what is none."""
+    """Return a list of optimizers. Raise ConfigError if an element is not an optimizer."""
     several = isinstance(optimizer, list | tuple) and bool(optimizer)
     found = list(optimizer) if several else [optimizer]
     are_right = all(isinstance(getattr(each, "param_groups", None), list) for each in found)
-    rule = "It is an optimizer of the model's parameters, or a list of some"
-    check_argument("optimizer", optimizer, are_right, rule, "Write torch.optim.AdamW(model.parameters(), lr=1e-4)")
+    rule = "It must be an optimizer or a list of optimizers of the model's parameters"
+    check_argument("optimizer", optimizer, are_right, rule, "Pass torch.optim.AdamW(model.parameters(), lr=1e-4)")
     return found
 
 
 def no_files(folder: str, said: str) -> ConfigError:
     return ConfigError(
         f"offload='nvme:{folder}' cannot be used: {said}",
-        remedy="Name a folder that is there, on a disk with room; shardformer.estimate_memory says how much it takes",
+        remedy="Choose an existing directory with enough free space; shardformer.estimate_memory computes the size",
     )

@@ -1,7 +1,7 @@
-"""What a rank keeps of one bucket under ZeRO: a stretch of the sum of the gradients, and the numbers that it changes.
+"""A rank's shard of one gradient bucket under ZeRO: the reduced gradients, the parameters, and their master weights.
 
-The numbers of a bucket lie behind each other and are cut into as many equal parts as ranks sum it. A parameter may lie
-in one part or in several: what an optimizer is given of it is a piece, a tensor with one dim.
+The parameters of a bucket are concatenated and split into equal shards, one for each rank of the reduction. A shard
+boundary can divide a parameter, so the optimizer of a rank receives slices of parameters, as 1-D tensors.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), sections 5.1 and 5.2.
 """
@@ -28,19 +28,19 @@ from shardformer.zero.gradient_view import ShardedGradient
 from shardformer.zero.mixed_precision import KAHAN, RoundedSlice, RoundedWeights
 
 EDITS = 2**12
-"""Numbers of edits: so small that sums of their squares over all ranks are exact."""
+"""Modulus of the edit counter. Sums of squares of smaller numbers over all ranks are exact in fp64."""
 
 
 @dataclass(eq=False)
 class ParamSlice:
-    """Numbers in a row of one parameter, or all of it, which this rank's optimizer changes.
+    """A contiguous slice of one parameter, or the full parameter, that this rank's optimizer updates.
 
     Args:
-        number: the place of the parameter in its bucket.
-        param_range: the numbers of the flat parameter; of the full one where ranks hold slices of it.
-        shard_range: where they lie in this rank's part of the bucket.
-        value: the optimizer's parameter: a view of this rank's part, or a master where that has 16 bits, or is on the
-            device while the optimizer is not.
+        number: Index of the parameter in its bucket.
+        param_range: Range in the flat parameter. In the flat full parameter if ranks store slices of it.
+        shard_range: Range in this rank's shard of the bucket.
+        value: The optimizer's parameter: a view of the shard, or a master weight if the shard has 16 bits or the
+            optimizer runs on the host.
     """
 
     gradient: GradientSlot
@@ -56,11 +56,11 @@ class ParamSlice:
 
 @dataclass(frozen=True)
 class UnshardOptions:
-    """How parameters come that are gathered when they are read.
+    """How stage 3 allocates and gathers parameters.
 
     Args:
-        memory: gives memory for (numbers, dtype, device).
-        link: to the host, where this rank's part rests; None: on the device.
+        memory: Allocates a buffer of (number of elements, dtype, device).
+        link: Copies the shard between host and device. None if the shard stays on the device.
     """
 
     memory: Callable[[int, torch.dtype, torch.device], Tensor]
@@ -68,17 +68,17 @@ class UnshardOptions:
 
 
 class FlatShard:
-    """This rank's part of a bucket. Communicates one all-gather of the parameters for each ``start_gather``.
+    """This rank's shard of a bucket. Each ``start_gather`` communicates one all-gather of the parameters.
 
-    The model's parameters become views of one tensor, ``full``, in which the ranks' parts lie behind each other, so
-    that the gather writes into them. Where they are slices of what lies there, only this rank's part lasts.
+    The model's parameters become views of ``full``, a buffer with the shards of all ranks, into which the all-gather
+    writes. If parameters are gathered on demand (stage 3) or sharded over the ranks, only the local shard is kept.
 
     Args:
-        dtype: the one that the parameters are about to get; None: they keep theirs.
-        gathered: of parameters that come when they are read (stage 3), so that only this rank's part lasts.
-        axis: of the ranks that each have a part; by default those that agree on the gradients.
-        host: where the optimizer has its pieces and their gradients; None: on the device.
-        rounding: "kahan" or "stochastic", of bf16 without masters.
+        dtype: New dtype of the parameters. None keeps their dtype.
+        gathered: Options of parameters that are gathered on demand (stage 3).
+        axis: Axis over which the bucket is sharded. By default the axis of the gradient reduction.
+        host: Where the optimizer's parameters and gradients are offloaded to. None keeps them on the device.
+        rounding: "kahan" or "stochastic", for bf16 parameters without fp32 master weights.
     """
 
     def __init__(
@@ -114,18 +114,18 @@ class FlatShard:
         self._sum: Tensor | None = None
         self._counts: Tensor | None = None
         self._had = [False] * len(self.gradients)
-        self.edits = 0  # a number of what a script did to gradients, which all ranks do alike
-        self._is_discarded = False  # whether a script has discarded the gradient of a parameter here
+        self.edits = 0  # fingerprint of the user's edits of gradients, compared across ranks
+        self._is_discarded = False  # whether the user discarded the gradient of a parameter
         self._shown: dict[int, tuple[ShardedGradient, Tensor | None]] = {}
         self._going_up: AsyncCopy | None = None
         self._fetched: tuple[Tensor, AsyncCopy] | None = None
         self._versions = self._current_versions()
 
     def enable_rounding(self, keys: Mapping[int, int]) -> None:
-        """Without masters: what is wide now is rounded.
+        """Round the parameters to bf16, if they have no fp32 master weights.
 
         Args:
-            keys: a number for each entry, by its identity.
+            keys: Seed of the random rounding of each ParamEntry, by its id.
         """
         if self.rounded is not None:
             self.rounded.hold(
@@ -134,22 +134,22 @@ class FlatShard:
 
     @property
     def _masters(self) -> HostShard | RoundedWeights | None:
-        """What says whether the pieces have their values now."""
+        """The store that loads and evicts the values of the slices. None if they are always loaded."""
         return self.host if self.host is not None else self.rounded
 
     @property
     def rests_on_host(self) -> bool:
-        """Whether ``own`` is on the host."""
+        """Whether ``local`` is in host memory."""
         return self._link is not None
 
     @property
     def sum(self) -> Tensor | None:
-        """Of the gradients of this rank's part; None where none arrived."""
+        """Reduced gradients of this shard. None if no gradient was received."""
         return self._sum if self.host is None else self.host.sum
 
     @property
     def has_gradient(self) -> list[bool]:
-        """For each parameter, whether any rank had a gradient of it. On a GPU the first look waits for it."""
+        """For each parameter, whether any rank had a gradient. On a GPU the first access synchronizes."""
         if self._counts is not None:
             counts: list[float] = to_list(self._counts)
             self._had, self._counts = [a or b > 0 for a, b in zip(self._had, counts, strict=True)], None
@@ -157,14 +157,14 @@ class FlatShard:
 
     @property
     def is_changed(self) -> bool:
-        """Whether any parameter had a gradient, which all ranks know alike, whatever became of it since."""
+        """Whether any parameter received a gradient, even if it was discarded later. Identical on all ranks."""
         return any(self.has_gradient) or self._is_discarded
 
     def _current_versions(self) -> list[int]:
         return [gradient.param._version for gradient in self.gradients]
 
     def find_moved_param(self) -> str | None:
-        """The name of a parameter whose values are no longer where they were put; None where all are."""
+        """Return the name of a parameter that no longer uses the memory of this shard, or None."""
         if self.full is None or not has_data(self.full):
             return None
         base, size = self.full.data_ptr(), self.full.element_size()
@@ -174,9 +174,9 @@ class FlatShard:
         return None
 
     def adopt_written_params(self) -> None:
-        """Parameters that were written to since the last step, as by ``load_state_dict``: their values are taken up.
+        """Copy parameters that were written to since the last step, as by ``load_state_dict``, into the shard.
 
-        All ranks write alike. What lies in this rank's part is there already, where the parameters are views of it.
+        All ranks must write the same values. Parameters that are views of the shard are already up to date.
         """
         if self.keeps or self._versions == self._current_versions():
             return
@@ -187,7 +187,7 @@ class FlatShard:
         self.sync_versions()
 
     def sync_versions(self) -> None:
-        """What the parameters hold now is what this shard has."""
+        """Mark the current values of the parameters as equal to those of the shard."""
         self._versions = self._current_versions()
 
     def _take_up(self, number: int, gradient: GradientSlot) -> None:
@@ -195,7 +195,7 @@ class FlatShard:
         for piece in (piece for piece in self.slices if piece.number == number):
             if flat is not None:
                 self.local[piece.shard_range] = flat[piece.param_range]
-            if self.has_masters:  # what was written as it was, as when weights are loaded, keeps its master
+            if self.has_masters:  # an unchanged weight keeps its more precise master weight
                 value = piece.value.detach()
                 written = self.local[piece.shard_range].view_as(value).to(value.device)
                 value.copy_(torch.where(value.to(self.dtype) == written, value, written.to(self.wide)))
@@ -204,15 +204,16 @@ class FlatShard:
         return torch.zeros(numel, dtype=self.dtype, device=self.device)
 
     def _stretch(self, number: int) -> slice:
-        """The numbers of a flat parameter that lie in this rank's part."""
+        """Range of a flat parameter that lies in this rank's shard."""
         place, begin = self.places[number], self.axis.rank * self.length
         low, high = max(place.start, begin), min(place.stop, begin + self.length)
         return slice(low - place.start, high - place.start) if low < high else slice(0, 0)
 
     def _take(self, number: int, gradient: GradientSlot) -> ParamSlice | None:
-        """Moves a parameter here. Returns this rank's piece; one all-reduce where several ranks hold slices of it.
+        """Copy a parameter into this shard. Return this rank's slice, or None.
 
-        Of a parameter without numbers each rank has a piece, as one process has it.
+        A parameter without elements gets a slice on every rank, as in a single process. Communicates one all-reduce if
+        several ranks store slices of the parameter.
         """
         flat = _flat(gradient, gradient.param.detach())
         place, stretch = self.places[number], self._stretch(number)
@@ -233,7 +234,7 @@ class FlatShard:
         return ParamSlice(gradient, number, stretch, at, nn.Parameter(value, gradient.param.requires_grad))
 
     def cut(self, number: int, state: dict[str, Any]) -> dict[str, Any]:
-        """Of an optimizer's state of a parameter what goes with this rank's piece of it."""
+        """Return this rank's slice of an optimizer state of a full parameter."""
         gradient, stretch = self.gradients[number], self._stretch(number)
         shape = gradient.param.shape
         return {
@@ -244,7 +245,7 @@ class FlatShard:
         }
 
     def _beside(self, x: Any) -> Any:
-        """What is no number of the parameter: a count of steps of a fused optimizer was where the parameter was."""
+        """Move a state that is not element-wise, such as the step count of a fused optimizer, to the shard's device."""
         return x.to("cpu") if self.host is not None and isinstance(x, Tensor) else x
 
     def _cut(self, gradient: GradientSlot, x: Tensor, stretch: slice) -> Tensor:
@@ -253,11 +254,12 @@ class FlatShard:
         return flat.view(gradient.shape).clone() if gradient.is_full else flat[stretch].clone()
 
     def receive(self, part: Tensor, had: Tensor, scale: float = 1.0) -> None:
-        """Adds this rank's part of a sum of gradients, over ``scale``.
+        """Add a reduced gradient, divided by ``scale``, to this shard.
 
-        ``had`` says for each parameter how many ranks had one.
+        Args:
+            had: For each parameter, the number of ranks that had a gradient.
         """
-        self._counts = had.clone() if self._counts is None else self._counts + had  # a view would hold the bucket
+        self._counts = had.clone() if self._counts is None else self._counts + had  # a view would keep the bucket alive
         if self.host is not None:
             self.host.receive(part, scale)
             return
@@ -265,16 +267,16 @@ class FlatShard:
         self._sum = part if self._sum is None else self._sum.add_(part)
 
     def give_gradients(self) -> None:
-        """The optimizer's parameters get their gradients; those whose parameter had none on any rank get none."""
+        """Set ``.grad`` of the optimizer's parameters. It is None for parameters without a gradient on any rank."""
         total = self.sum
         for piece in self.slices:
             has_one = total is not None and self.has_gradient[piece.number]
             piece.value.grad = total[piece.shard_range].view_as(piece.value) if has_one and total is not None else None
 
-    # --- what scripts see of the gradients, between a backward and zero_grad
+    # --- gradients as the user sees them between backward and zero_grad
 
     def show(self) -> None:
-        """Parameters and pieces have their gradients in ``.grad``; on a GPU those of no rank too, as zeros."""
+        """Set ``.grad`` of the model's and the optimizer's parameters. On a GPU, missing gradients are zeros."""
         if not has_data(self.local) or (total := self.sum) is None:
             return
         known = self.has_gradient if self._counts is None or not self._counts.is_cuda else [True] * len(self.gradients)
@@ -288,14 +290,15 @@ class FlatShard:
                 self._shown[number] = seen, views.get(number)
 
     def hide(self, number: int) -> None:
-        """Takes up what a script did to a gradient that was shown. Its ``.grad`` is free for the next backward.
+        """Apply the user's edits of a gradient to the shard, and clear ``.grad`` for the next backward pass.
 
-        Raises ConfigError for one that was set to what is not computed of it.
+        Raises:
+            ConfigError: ``.grad`` was replaced by a tensor that was not computed from it.
         """
         gradient, grad = self.gradients[number], self.gradients[number].param.grad
         if (shown := self._shown.get(number)) is None:
             if gradient.changed and grad is None:
-                self.discard_gradient(number)  # with what a backward in no_sync added to it
+                self.discard_gradient(number)  # including gradients that were accumulated in no_sync
             elif isinstance(grad, ShardedGradient) and grad.is_of(self, number) and grad.made is not None:
                 self._put_back(number, grad.made)
             return
@@ -317,7 +320,7 @@ class FlatShard:
             self.numbers_of(number).copy_(mine.reshape(-1))
 
     def _put_back(self, number: int, numbers: Tensor) -> None:
-        """Takes what was computed of earlier gradients of a parameter for its gradient, after zero_grad."""
+        """Set the gradient of a parameter, after zero_grad, to a tensor that was computed from earlier gradients."""
         self.gradients[number].param.grad = None
         self.edited(number, "put back")
         if self.sum is None:
@@ -326,7 +329,7 @@ class FlatShard:
         self.numbers_of(number).copy_(numbers)
 
     def discard_gradient(self, number: int) -> None:
-        """What was summed of the gradient of a parameter is not used."""
+        """Discard the gradient of a parameter."""
         self._shown.pop(number, None)
         if self.has_gradient[number]:
             self._had[number], self._is_discarded = False, True
@@ -336,41 +339,41 @@ class FlatShard:
             piece.value.grad = None
 
     def edited(self, number: int, what: str) -> None:
-        """Notes what a script did, for ranks to compare: what one does alone would be a part of a gradient's edit."""
+        """Add an edit of a gradient to the fingerprint that the step compares across ranks."""
         self.edits = (self.edits + crc32(f"{what} {self.gradients[number].entry.name}".encode())) % EDITS
 
     def numbers_of(self, number: int) -> Tensor:
-        """Of a parameter's gradient what the step will use on this rank."""
+        """Return this rank's slice of a parameter's gradient, flat."""
         if (total := self.sum) is None:
             raise ConfigError(
-                f"The gradient of {self.gradients[number].entry.name} was used after zero_grad",
-                remedy="Clone it before, or read p.grad after the next backward",
+                f"The gradient of {self.gradients[number].entry.name} was accessed after zero_grad",
+                remedy="Clone the gradient before zero_grad, or read p.grad after the next backward pass",
             )
         piece = next((piece for piece in self.slices if piece.number == number), None)
         return total[piece.shard_range] if piece is not None else total[:0]
 
     def is_here(self, number: int) -> bool:
-        """Whether each rank has all numbers of a gradient, in the shape of the parameter."""
+        """Whether this rank has the full gradient of a parameter."""
         return self.axis.size == 1 and not self.gradients[number].is_shared
 
     def pick(self, number: int, x: Tensor) -> Tensor:
-        """Of a tensor of the shape of a parameter the numbers that ``numbers_of`` has of its gradient."""
+        """Return this rank's slice of a tensor that has the shape of a parameter."""
         gradient = self.gradients[number]
         if gradient.is_shared:
             raise ConfigError(
-                f"The gradient of {gradient.entry.name} was to be changed by a tensor",
-                rule="One rank gets this gradient from all that hold slices of it, and each knows its own slice alone",
-                remedy="Change it by numbers, or in a hook of the parameter (register_hook)",
+                f"A tensor operand cannot be applied to the gradient of {gradient.entry.name}",
+                rule="The gradient is on one rank, but each rank of the tensor has only its own shard",
+                remedy="Use a scalar, or change the gradient in a hook of the parameter (register_hook)",
             )
         return x.reshape(-1)[self._stretch(number)]
 
     def zero(self) -> None:
-        """The gradients that are here become 0, and count."""
+        """Set the gradients to zero. They still count as present."""
         if (total := self.sum) is not None:
             total.zero_()
 
     def forget(self) -> None:
-        """The gradients are thrown away."""
+        """Discard all gradients."""
         self._sum, self._counts, self._had = None, None, [False] * len(self.gradients)
         self._is_discarded, self.edits = False, 0
         if self.host is not None:
@@ -382,10 +385,7 @@ class FlatShard:
         self._shown = {}
 
     def store(self) -> None:
-        """Rounds what the optimizer made of its pieces, where these are masters, and starts to bring it to the device.
-
-        ``start_gather`` waits for that.
-        """
+        """Copy the optimizer's values to the parameters' dtype and device. ``start_gather`` waits for the copy."""
         if self.host is not None and self._link is not None:
             self.local.copy_(self.host.values)
         elif self.host is not None:
@@ -397,7 +397,7 @@ class FlatShard:
                 self.local[piece.shard_range] = piece.value.detach().reshape(-1)
 
     def move_to_device(self) -> None:
-        """From now on the pieces are on the device. Between two steps."""
+        """Move the optimizer's parameters to the device permanently. Call it between two steps."""
         assert self.host is not None
         self.host.load()
         self.host.wait()
@@ -411,27 +411,27 @@ class FlatShard:
             piece.value.data = here
 
     def fetch(self) -> None:
-        """Before ``take``, where that would have to wait."""
+        """Start to read the optimizer's values, so that ``load`` does not have to wait."""
         if self._masters is not None:
             self._masters.fetch()
 
     def load(self) -> bool:
-        """Returns whether the pieces have their values now."""
+        """Load the optimizer's values. Return whether they are loaded."""
         return self._masters is None or self._masters.load()
 
     def evict(self) -> None:
-        """The values of the pieces may go."""
+        """Allow the optimizer's values to be written back and released."""
         if self._masters is not None:
             self._masters.evict()
 
     def discard(self, *, keeps_memory: bool = False) -> None:
-        """The values of the pieces may go, which nobody changed."""
+        """Release the optimizer's values, which have not changed."""
         if self._masters is not None:
             self._masters.discard(keeps_memory=keeps_memory)
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """The pieces may be written to in here. Between two steps."""
+        """Allow writes to the optimizer's values in this context. Use it between two steps."""
         masters = self._masters
         if masters is None:
             yield
@@ -444,7 +444,7 @@ class FlatShard:
             masters.save()
 
     def start_gather(self) -> PendingCollective:
-        """Starts bringing together what all ranks have, in the model's precision."""
+        """Start the all-gather of the parameters in the model's precision."""
         if self._going_up is not None:
             self._going_up.wait()
             self._going_up = None
@@ -461,13 +461,13 @@ class FlatShard:
         return start_all_gather_into(whole, own, self.axis, "parameters")
 
     def fetch_parameters(self) -> None:
-        """Starts to bring this rank's part to the device, where it rests on the host."""
+        """Start to copy this rank's shard from the host to the device."""
         if self._link is not None and self._fetched is None:
             whole = self._new_whole()
             self._fetched = whole, self._link.to_device(self._own_of(whole), self.local)
 
     def forget_fetched(self) -> None:
-        """What was brought to the device will not be used."""
+        """Release the copy that ``fetch_parameters`` started."""
         if self._fetched is not None:
             self._fetched[1].finish()
             self._fetched = None
@@ -482,13 +482,13 @@ class FlatShard:
         return whole[self.axis.rank * self.length : (self.axis.rank + 1) * self.length]
 
     def gather_gradient(self, number: int) -> Tensor | None:
-        """The gradient of a parameter, from all ranks. Communicates one all-gather of the bucket."""
+        """Return the full gradient of a parameter. Communicates one all-gather of the bucket."""
         mine = self.sum if self.sum is not None else torch.zeros(self.length, dtype=self.wide)
         whole = start_all_gather(mine.to(self.device), self.axis, 0, purpose="gradients").wait()
         return self.gradients[number].unpack(whole[self.places[number]]) if self.has_gradient[number] else None
 
     def write(self, values: Tensor) -> None:
-        """Puts what was gathered into the model's parameters, where these are slices of it."""
+        """Copy gathered values into parameters of which this rank stores a slice."""
         for gradient, place in zip(self.gradients, self.places, strict=True):
             if gradient.is_shared:
                 gradient.param.detach().copy_(gradient.unpack(values[place]))
@@ -496,18 +496,17 @@ class FlatShard:
 
 
 def set_by_hand(name: str) -> ConfigError:
-    """For a gradient that does not come from a backward that the ranks agreed on."""
     return ConfigError(
-        f"{name} has a .grad that no backward brought, or none that zero saw",
-        rule="Under ZeRO p.grad shows the sum that the optimizer keeps of all ranks; what is computed of gradients of "
-        "the parameter number by number may be put back, before or after zero_grad, or None",
-        remedy="Change it in place (p.grad.mul_(0.5)), or in a hook of the parameter (register_hook), which runs "
-        "before gradients are summed",
+        f"The .grad of parameter {name} was not computed by a backward pass that ZeRO synchronized",
+        rule="Under ZeRO, p.grad is a view of the reduced gradient. You can assign None, or a tensor computed from the "
+        "parameter's gradients with element-wise functions",
+        remedy="Change p.grad in place (p.grad.mul_(0.5)), or change the local gradient in a hook of the parameter "
+        "(register_hook)",
     )
 
 
 def _flat(gradient: GradientSlot, value: Tensor) -> Tensor:
-    """The numbers of a parameter, or of what goes with it, as a bucket has them; a view where a rank holds it alone."""
+    """Flatten a parameter or its state into the order of the bucket. Communicates one all-reduce if it is sharded."""
     if not gradient.is_shared:
         return value.reshape(-1)
     spec = gradient.entry.spec

@@ -1,8 +1,8 @@
-"""``p.grad`` under ZeRO: a tensor of the shape of the parameter, of which this rank has the numbers that it updates.
+"""``p.grad`` under ZeRO: a tensor with the shape of the parameter that stores only this rank's slice.
 
-Scripts scale, clamp, perturb and discard gradients between ``backward`` and ``step``. What they do to each number by
-itself is done to this rank's numbers, which are those that the step uses. Other functions (a norm, an index) need all
-numbers: they work where this rank has all of them, and raise an error where it does not.
+Training scripts scale, clamp, perturb and discard gradients between ``backward`` and ``step``. An element-wise function
+is applied to this rank's slice, which the step uses. Other functions, such as a norm or an index, need the full
+gradient: they work if this rank has it, and raise an error otherwise.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from shardformer.torch_compat import (
 
 FOREACH = "_foreach_"
 ALSO_EACH = frozenset({"zero_", "fill_", "copy_", "clone", "detach", "alias", "_to_copy", "zero", "copy"})
-"""Functions that treat each number by itself, without torch's tag for that."""
+"""Element-wise functions that torch does not tag as pointwise."""
 
 
 class Home(Protocol):
-    """What has the numbers of gradients: a ``Shard``."""
+    """Storage of the gradients: a ``FlatShard``."""
 
     @property
     def gradients(self) -> Sequence[GradientSlot]: ...
@@ -43,12 +43,12 @@ class Home(Protocol):
 
 
 class ShardedGradient(Tensor):
-    """A gradient, or what was computed of one number by number.
+    """A gradient, or the result of an element-wise function of it.
 
     Attributes:
-        shard: a weak reference to what has this rank's numbers; the parameter would hold itself otherwise.
-        number: of the gradient in it.
-        made: this rank's numbers of what was computed; None for the gradient itself, whose numbers the shard has.
+        shard: Weak reference to the storage of the gradient. A strong one would be a cycle through the parameter.
+        number: Index of the gradient in the shard.
+        made: This rank's slice of a computed result. None for the gradient itself.
     """
 
     shard: ref[Home]
@@ -59,7 +59,7 @@ class ShardedGradient(Tensor):
     def __new__(cls, shard: Home, number: int, made: Tensor | None = None) -> ShardedGradient:
         param, dtype = shard.gradients[number].param, made.dtype if made is not None else None
         if dtype is None or dtype == shard.wide:
-            dtype = param.dtype  # the sum is wider than the parameter, to which it has to fit
+            dtype = param.dtype  # torch requires .grad to have the dtype of the parameter; the sum may be wider
         self: ShardedGradient = make_wrapper_subclass(cls, param.shape, dtype=dtype, device=param.device)
         self.shard, self.number, self.made = ref(shard), number, made
         return self
@@ -70,20 +70,20 @@ class ShardedGradient(Tensor):
     __torch_function__ = disabled_torch_function  # results keep their class
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch leaves it untyped
-        return f"ShardedGradient of {tuple(self.shape)}, of which this rank has {self.local.numel()} numbers"
+        return f"ShardedGradient of shape {tuple(self.shape)}, {self.local.numel()} elements on this rank"
 
     @property
     def home(self) -> Home:
         if (shard := self.shard()) is None:
             raise ConfigError(
-                "A gradient was read whose model is gone",
-                remedy="Keep the optimizer, or a copy of optimizer.full_gradient(name)",
+                "The model of this gradient no longer exists",
+                remedy="Keep a reference to the optimizer, or clone optimizer.full_gradient(name)",
             )
         return shard
 
     @property
     def local(self) -> Tensor:
-        """This rank's numbers, in a row."""
+        """This rank's slice, flat."""
         return self.made if self.made is not None else self.home.numbers_of(self.number)
 
     def is_of(self, shard: Home, number: int) -> bool:
@@ -111,7 +111,7 @@ class ShardedGradient(Tensor):
 
 
 def _is_each(packet: Any) -> bool:
-    """Whether a function of torch treats each number by itself."""
+    """Whether a function of torch is element-wise."""
     if packet is None:
         return False
     return packet.__name__ in ALSO_EACH or any(
@@ -124,7 +124,7 @@ def _of_each(func: Any, first: ShardedGradient, args: Any, kwargs: Any, *, write
     if func is torch.ops.aten._to_copy.default and kwargs.get("device") is not None:
         kwargs = {**kwargs, "device": first.local.device if kwargs["device"] == first.device else kwargs["device"]}
     if func is torch.ops.aten.detach.default and first.made is None:
-        return ShardedGradient(first.home, first.number)  # still the gradient itself
+        return ShardedGradient(first.home, first.number)  # still the gradient itself, not a computed result
     result = func(*_replaced(args, pick), **_replaced(kwargs, pick))
     if writes:
         _note(first, func)
@@ -138,7 +138,7 @@ def _note(gradient: ShardedGradient, func: Any) -> None:
 
 
 def _picking(first: ShardedGradient, func: Any) -> Callable[[Tensor], Tensor]:
-    """Gives of each operand the numbers that belong to those that this rank has of ``first``."""
+    """Return a function that takes from each operand the slice that this rank has of ``first``."""
     local, home = first.local, first.home
 
     def pick(x: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ def _picking(first: ShardedGradient, func: Any) -> Callable[[Tensor], Tensor]:
 
 
 def _of_lists(func: Any, args: Any, kwargs: Any) -> Any:
-    """A function of several tensors at a time: the n-th of each list belong together."""
+    """Call a ``_foreach_`` function, which combines the n-th tensors of its lists."""
     lists = [x for x in (*args, *kwargs.values()) if isinstance(x, (list, tuple))]
     firsts = [next((x for x in row if isinstance(x, ShardedGradient)), None) for row in zip(*lists, strict=False)]
 
@@ -185,14 +185,14 @@ def _full(x: Tensor) -> Tensor:
 
 
 def _shape_of(x: Tensor) -> Tensor:
-    """A tensor like this one, whose numbers nobody looks at."""
+    """Return a tensor of the same shape, dtype and device without values."""
     return torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape) if isinstance(x, ShardedGradient) else x
 
 
 def _refused(gradient: ShardedGradient, what: str) -> ConfigError:
     name = gradient.home.gradients[gradient.number].entry.name
     return ConfigError(
-        f"{what} was called on the gradient of {name}, of which this rank has a part",
-        rule="Under ZeRO p.grad takes functions that treat each number by itself, such as mul_, clamp_ and add_",
-        remedy=f"Read optimizer.full_gradient({name!r}) on all ranks; for the norm call grad_norm(model)",
+        f"{what} cannot be applied to the gradient of {name}, because this rank has only a shard of it",
+        rule="Under ZeRO, p.grad supports element-wise functions such as mul_, clamp_ and add_",
+        remedy=f"Call optimizer.full_gradient({name!r}) on all ranks, or grad_norm(model) for the norm",
     )

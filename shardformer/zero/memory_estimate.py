@@ -1,7 +1,7 @@
-"""The memory that a rank needs in training, in bytes by kind, computed from shapes without allocating.
+"""Training memory of one rank, in bytes by kind, computed from shapes without allocating tensors.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), section 3.1 and
-figure 1. The activations are not in it: they depend on the batch.
+figure 1. Activations are not included, because they depend on the batch.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on one rank, by kind. Print it.
+    """Memory of one rank in bytes, by kind. ``print`` shows a table.
 
     Args:
-        gathered: under stage 3, of the two units that are whole at a time, where they are largest.
-        gradients: whole under stages 0 and 1, which keep those of all backwards of a step (``no_sync``); else the sum
-            of this rank's part, in fp32 at the least.
-        masters: of parameters in 16 bits.
-        states: what the optimizer keeps.
-        host: masters, states, gradients and buffers in the memory of the host; the parameters, if they rest there.
-        disk: masters and states in files, twice.
+        gathered: Stage 3: the largest two consecutive layers, which are gathered at the same time.
+        gradients: Full gradients for stages 0 and 1, which accumulate under ``no_sync``. For stages 2 and 3 this rank's
+            shard, in fp32 or wider.
+        masters: Master weights of 16-bit parameters.
+        states: Optimizer states.
+        host: Host memory: master weights, optimizer states, gradients and buffers; parameters if they are offloaded.
+        disk: Files: two copies of the master weights and the optimizer states.
     """
 
     parameters: float
@@ -53,7 +53,7 @@ class MemoryEstimate:
 
     @property
     def total(self) -> float:
-        """On the device."""
+        """Bytes on the device."""
         return self.parameters + self.gathered + self.gradients + self.masters + self.states
 
     def __str__(self) -> str:
@@ -71,7 +71,7 @@ def estimate_memory(
     offload: str | OffloadConfig | None = None,
     data: int | None = None,
 ) -> MemoryEstimate:
-    """What ``shard_optimizer`` with the same arguments makes each rank keep. Allocates and communicates nothing.
+    """Estimate the memory of one rank under ``shard_optimizer`` with the same arguments. Communicates nothing.
 
     >>> model = nn.Linear(1000, 1000, bias=False, device="meta")
     >>> print(estimate_memory(model, torch.optim.AdamW(model.parameters()), stage=2, precision="bf16", data=4))
@@ -82,8 +82,8 @@ def estimate_memory(
     total             6.0 MB
 
     Args:
-        model: sharded or plain; it may be on the meta device, or wait for its weights.
-        data: data ranks; by default those of the grid of a sharded model, else one.
+        model: A sharded or plain model. Its parameters may be on the meta device.
+        data: Number of data-parallel ranks. By default that of the model's mesh, or 1 for a plain model.
     """
     asked = ZeroOptions(
         stage, MixedPrecision.of(precision), StepOptions(), BucketOptions(), Stage3Options(), OffloadConfig.of(offload)
@@ -123,15 +123,15 @@ def estimate_memory(
 
 
 _MASTERS = {"fp32": 1.0, "kahan": 0.5, "stochastic": 0.0}
-"""Of the memory of masters in fp32."""
+"""Bytes relative to fp32 master weights."""
 
 
 def _offloaded(here: MemoryEstimate, asked: ZeroOptions, masters: float, gradients: float) -> MemoryEstimate:
-    """What goes to the host, or into files.
+    """Return the estimate with master weights, states and gradients in host memory or files.
 
     Args:
-        masters: bytes of all, which offload has in any precision; a sum of the gradients takes as much.
-        gradients: bytes of this rank's part as it comes down.
+        masters: Bytes of all master weights. Under offload they exist in every precision.
+        gradients: Bytes of the gradients that are copied to the host.
     """
     share = asked.offload.on_device
     stays = share if isinstance(share, (int, float)) else 0.0
@@ -149,7 +149,7 @@ def _offloaded(here: MemoryEstimate, asked: ZeroOptions, masters: float, gradien
 
 
 def _ranks_per_parameter(model: nn.Module, data: int | None) -> dict[int, int]:
-    """By the identity of a parameter, over how many ranks ZeRO cuts it."""
+    """Return the number of ranks over which ZeRO shards each parameter, by the parameter's id."""
     state = model.__dict__.get(METADATA_ATTRIBUTE)
     if not isinstance(state, ShardingMetadata):
         return {id(p): data or 1 for p in model.parameters()}
@@ -171,7 +171,7 @@ def format_bytes(value: float) -> str:
 def measure_memory(
     table: ShardingMetadata, shards: Sequence[FlatShard], units: Sequence[ParamGroup], optimizers: Sequence[Optimizer]
 ) -> MemoryEstimate:
-    """What is there now: counted, each memory once."""
+    """Measure the memory that the tensors of this rank use now. Shared storage counts once."""
     cut_ones = [shard for unit in units for shard in unit.shards]
     cut = {id(gradient.param) for shard in cut_ones for gradient in shard.gradients}
     resting = [shard.local for shard in cut_ones if shard.rests_on_host]
@@ -195,7 +195,7 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def _grads(table: ShardingMetadata) -> list[Tensor]:
-    """What backwards left that are in ``no_sync``; else ``.grad`` shows what shards have."""
+    """Return gradients that accumulate under ``no_sync``. Other gradients are views of a shard."""
     grads = [entry.param.grad for entry in table.entries]
     return [grad for grad in grads if grad is not None and not isinstance(grad, ShardedGradient)]
 
@@ -220,15 +220,15 @@ def _on_host(shard: FlatShard, optimizers: Sequence[Optimizer]) -> Iterator[Tens
 def memory_lines(
     settings: ZeroOptions, optimizers: Sequence[Optimizer], memory: MemoryEstimate, host: HostMemory | None
 ) -> str:
-    """For ``describe_sharding``."""
+    """Return a report of ZeRO's options, memory and offload bandwidth for ``describe_sharding``."""
     precision, offload = settings.precision, settings.offload
     title = [f"ZeRO stage {settings.stage}", precision.parameters, *(type(o).__name__ for o in optimizers)]
     if precision.rounding is not None:
-        title.append(f"no masters: {precision.rounding}")
+        title.append(f"no master weights: {precision.rounding}")
     if offload.to is not None:
         title.append(f"offload to {offload.to}")
-    agrees = "in every backward, also under no_sync" if settings.stage >= 2 else "once a step under no_sync"
-    found = [", ".join(title), f"gradients are agreed on {agrees}", "", "on this rank now", str(memory)]
+    agrees = "in every backward pass, also under no_sync" if settings.stage >= 2 else "once per step under no_sync"
+    found = [", ".join(title), f"gradients are reduced {agrees}", "", "memory of this rank", str(memory)]
     speeds = (
         {f"copied {way}": host.link.bandwidth(way) for way in (DEVICE_TO_HOST, HOST_TO_DEVICE)}
         if host is not None
@@ -236,5 +236,5 @@ def memory_lines(
     )
     if isinstance(host, FileStore):
         speeds |= {f"{way}, {host.disk.buffers} buffers": host.disk.bandwidth(way) for way in host.disk.moved}
-    measured = [f"{name}: {format_bytes(speed)} a second" for name, speed in speeds.items() if speed]
+    measured = [f"{name}: {format_bytes(speed)} per second" for name, speed in speeds.items() if speed]
     return "\n".join([*found, *measured])

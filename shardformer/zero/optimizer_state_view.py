@@ -1,5 +1,4 @@
-"""What scripts see of an optimizer: ``state``, ``state_dict`` and ``zero_grad``, under ZeRO or with sharded
-parameters."""
+"""``state``, ``state_dict``, ``load_state_dict`` and ``zero_grad`` of optimizers with sharded parameters or states."""
 
 from __future__ import annotations
 
@@ -27,12 +26,12 @@ Attributes = dict[str, Any]
 
 @contextmanager
 def unchanged_on_error(optimizers: Sequence[Optimizer], others: Sequence[Any] = ()) -> Iterator[None]:
-    """Puts optimizers and other objects back as they were when the body raises: the same objects, with their content.
+    """Restore optimizers and other objects if the body raises.
 
     Args:
-        optimizers: with their groups, the lists of parameters in these, and states. Tensors are not copied: one that
-            the body writes into stays as it was written.
-        others: schedulers and hooks, whose attributes and containers among them are put back.
+        optimizers: Restores their attributes, groups, lists of parameters and states, in place. Tensors are not copied:
+            in-place writes to them remain.
+        others: Schedulers and hooks. Restores their attributes, and the lists, dicts and sets among these.
     """
     before = [_Optimizer(each) for each in optimizers]
     attributes = [(each, {name: _copied(value) for name, value in vars(each).items()}) for each in others]
@@ -46,7 +45,7 @@ def unchanged_on_error(optimizers: Sequence[Optimizer], others: Sequence[Any] = 
             vars(each).clear()
             vars(each).update(values)
         for each, state in states:
-            with suppress(Exception):  # what failed may be this very call
+            with suppress(Exception):  # load_state_dict may be the call that failed
                 each.load_state_dict(state)
         raise
 
@@ -56,7 +55,7 @@ def _copied(value: Any) -> Any:
 
 
 class _Optimizer:
-    """An optimizer as it is now."""
+    """Saved attributes, groups and states of an optimizer."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer, self._attributes = optimizer, dict(vars(optimizer))
@@ -83,11 +82,11 @@ class _Optimizer:
 
 
 HELD_BY = "_shardformer_held_by"
-"""The attribute of an optimizer with a weak reference to the one that ``shard_optimizer`` made of it."""
+"""Attribute of an optimizer: a weak reference to the ZeroOptimizer that steps it."""
 
 
 class ZeroGradMethod:
-    """``zero_grad()``: throws away what the optimizer keeps too. Of a copy, and without that, it is the usual one."""
+    """``zero_grad()`` that also clears the gradients of the ZeroOptimizer. Copies of the owner get the original one."""
 
     def __init__(self, owner: nn.Module | Optimizer, optimizer: Optimizer | None) -> None:
         self._owner = weakref.ref(owner)
@@ -105,24 +104,24 @@ class ZeroGradMethod:
 
 
 def hold(optimizer: Any, zero: Optimizer) -> None:
-    """From now on an optimizer is stepped by what ``shard_optimizer`` made of it."""
+    """Register ``zero`` as the ZeroOptimizer that steps ``optimizer``."""
     optimizer.__dict__.update({HELD_BY: weakref.ref(zero), "zero_grad": ZeroGradMethod(optimizer, zero)})
 
 
 def let_go(optimizer: Any) -> None:
-    """From now on an optimizer is one for itself."""
+    """Undo ``hold``."""
     if optimizer.__dict__.pop(HELD_BY, None) is not None:
         optimizer.__dict__.pop("zero_grad", None)
 
 
 def holder_of(optimizer: Any) -> Any:
-    """What ``shard_optimizer`` made of an optimizer; None of others, and of copies."""
+    """Return the ZeroOptimizer that steps an optimizer, or None. A copy of the optimizer has none."""
     zero = optimizer.__dict__[HELD_BY]() if HELD_BY in optimizer.__dict__ else None
     return zero if zero is not None and any(optimizer is each for each in zero.inner) else None
 
 
 PLACE = "shardformer_place"
-"""What ``state_dict`` has more: of each axis along which ranks have other parts, its size and this rank's place."""
+"""Key in ``state_dict()``: (size, rank) of each axis along which ranks have different shards of the state."""
 Place = dict[str, tuple[int, int]]
 
 
@@ -135,7 +134,7 @@ _LOADING = _Loading()
 
 @contextmanager
 def checked() -> Iterator[None]:
-    """What is loaded in here is known to be this rank's."""
+    """Load states in this context without checking which rank saved them."""
     before, _LOADING.is_checked = _LOADING.is_checked, True
     try:
         yield
@@ -146,14 +145,14 @@ def checked() -> Iterator[None]:
 STATE_PATCHES = tuple(
     Patch(f"torch.optim.Optimizer.{name}", "shardformer.zero.optimizer_state_view", reason)
     for name, reason in {
-        "state_dict": "notes the place of the rank, whose parameters are parts",
-        "load_state_dict": "cuts the state of a plain model; refuses that of another rank, on all ranks",
+        "state_dict": "records the coordinates of the rank, whose parameters are shards",
+        "load_state_dict": "shards the state of a plain model; raises on all ranks if another rank saved the state",
     }.items()
 )
 
 
 def patch_state_dicts() -> None:
-    """From now on optimizers of torch note and check the place of their rank."""
+    """Make the optimizers of torch record and check the coordinates of their rank."""
     saving, loading = STATE_PATCHES
     install(saving, lambda: replace_attribute(Optimizer, "state_dict", _noting(Optimizer.state_dict)))
     install(loading, lambda: replace_attribute(Optimizer, "load_state_dict", _checking(Optimizer.load_state_dict)))
@@ -179,26 +178,26 @@ def _checking(original: Any) -> Any:
         state_dict = _checked(self, state_dict, table)
         with unchanged_on_error([self]):
             collective_call(
-                table.context, lambda: original(self, state_dict), action=f"load this {type(self).__name__}'s state"
+                table.context, lambda: original(self, state_dict), action=f"load the state of {type(self).__name__}"
             )
 
     return load_state_dict
 
 
 def _table_of(optimizer: Any) -> ShardingMetadata | None:
-    """Of the model that an optimizer steps, if its ranks have other parameters than each other."""
+    """Return the metadata of the model that an optimizer steps, if its ranks have different parameters."""
     if (holder := holder_of(optimizer)) is not None:
         return holder.table  # type: ignore[no-any-return]
     params = [p for group in optimizer.param_groups for p in group["params"]]
     tables = list(tables_of(params))
-    if not params:  # of a stage on which it trains nothing
+    if not params:  # a pipeline stage without trainable parameters
         tables = [table for table in tables_here() if table.context.pipe.size > 1]
     sizes = tables[0].context.sizes if len(tables) == 1 else {}
     return tables[0] if any(size > 1 for name, size in sizes.items() if name != "data") else None
 
 
 def place_of(optimizer: Any) -> Place:
-    """Of each axis along which ranks have other parts of the state, its size and this rank's place; of none alone."""
+    """Return (size, rank) of each axis along which ranks have different shards of the state."""
     table, holder = _table_of(optimizer), holder_of(optimizer)
     if table is None:
         return {}
@@ -212,9 +211,10 @@ def place_of(optimizer: Any) -> Place:
 
 
 def _checked(optimizer: Any, state_dict: dict[str, Any], table: ShardingMetadata) -> dict[str, Any]:
-    """This rank's part of the state. Raises ConfigError, on all ranks, for what is not.
+    """Return this rank's shard of the state. Communicates one object, with the norm of each tensor if needed.
 
-    Communicates one line, and a sum for each tensor of a state without a place.
+    Raises:
+        ConfigError: The state does not belong to this rank. Raised on all ranks.
     """
     own, sums, problem, kind = place_of(optimizer), list[float](), None, type(optimizer).__name__
     counts = [len(group["params"]) for group in optimizer.param_groups]
@@ -222,33 +222,33 @@ def _checked(optimizer: Any, state_dict: dict[str, Any], table: ShardingMetadata
         state_dict = _cut(optimizer, state_dict, table)
         saved = state_dict.get(PLACE)
         if saved is not None and saved != own:
-            problem = f"The state of this {kind} was saved by another rank, {_said(saved)}, and this is {_said(own)}"
+            problem = f"The state of {kind} was saved by the rank at {_said(saved)}; this rank is at {_said(own)}"
         elif [len(group["params"]) for group in state_dict["param_groups"]] != counts:
-            problem = f"The state that was to be loaded into this {kind} has other groups of parameters"
+            problem = f"The parameter groups of the state differ from those of this {kind}"
         elif saved is None and own:
             sums = _sums(optimizer, state_dict, table)
     except (AttributeError, KeyError, TypeError) as error:
         what = f"{type(error).__name__}: {error}"
-        problem = f"What was to be loaded into this {kind} is not a state that an optimizer gave ({what})"
+        problem = f"The object passed to load_state_dict of this {kind} is not an optimizer state ({what})"
     found = all_gather_from_grid((problem, own, sums), table.context)
     if problem is None:
         problem = next((f"Rank {rank}: {theirs}" for rank, (theirs, *_) in found if theirs is not None), None)
     if problem is None and any(
         any(a) and a == b and one != other for n, (_, (_, one, a)) in enumerate(found) for _, (_, other, b) in found[:n]
     ):
-        problem = f"Ranks that have other parts of the parameters were to load one state into {kind}"
+        problem = f"Ranks with different shards of the parameters tried to load the same state into {kind}"
     if problem is not None:
         raise ConfigError(
             problem,
-            rule="Ranks have parts of the parameters, and each loads the state that it has saved itself",
-            remedy="Load on each rank what its own state_dict() gave; or use shardformer.save_checkpoint, whose "
-            "checkpoints fit any layout",
+            rule="Each rank has its own shards of the parameters, and loads the state that it saved",
+            remedy="Load on each rank the result of its own state_dict(), or use shardformer.save_checkpoint, whose "
+            "checkpoints can be loaded under any layout",
         )
     return state_dict
 
 
 def _cut(optimizer: Any, state_dict: dict[str, Any], table: ShardingMetadata) -> dict[str, Any]:
-    """Of the state of a plain model's optimizer this rank's part; what is this rank's already, as it is."""
+    """Shard the optimizer state of a plain model for this rank. Return a sharded state unchanged."""
     pairs = _pairs(optimizer, state_dict)
     specs = {id(entry.param): entry.spec for entry in table.entries if entry.spec.is_sharded}
     states = {number: (state_dict["state"].get(number), specs.get(id(p)), p) for number, p in pairs}
@@ -271,7 +271,7 @@ def _is_whole(state: Mapping[str, Any], spec: ShardSpec, param: Tensor) -> bool:
 
 
 def _pairs(optimizer: Any, state_dict: Mapping[str, Any]) -> list[tuple[Any, Tensor]]:
-    """(number in the state, parameter) of each; of other groups as many as both have."""
+    """Return pairs (key in the state, parameter). Stops at the shorter list if the groups differ."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     return list(zip(numbers, params, strict=False))
@@ -280,11 +280,11 @@ def _pairs(optimizer: Any, state_dict: Mapping[str, Any]) -> list[tuple[Any, Ten
 def _said(place: Any) -> str:
     if not isinstance(place, dict):
         return repr(place)[:80]
-    return ", ".join(f"{name} {rank} of {size}" for name, (size, rank) in place.items()) or "of a model that is not cut"
+    return ", ".join(f"{name} {rank} of {size}" for name, (size, rank) in place.items()) or "an unsharded model"
 
 
 def _sums(optimizer: Any, state_dict: Mapping[str, Any], table: ShardingMetadata) -> list[float]:
-    """A sum of each tensor of the state of parameters of which ranks have other parts."""
+    """Return the L1 norm of each state tensor of the parameters of which ranks have different shards."""
     cut = {id(entry.param) for entry in table.entries if entry.spec.is_sharded}
     states = [
         state_dict["state"].get(number, {})
@@ -299,10 +299,10 @@ State = dict[str, Any]
 
 
 class LiveState(MutableMapping[Tensor, State]):
-    """The states of several optimizers by their parameters, which are pieces of those of the model.
+    """The states of several optimizers, by parameter.
 
-    A parameter of the model is taken for this rank's piece of it. Where this rank has none, its state is empty: what is
-    read of it is a tensor without numbers, so that a script edits the states of all parameters on all ranks.
+    A key may be a parameter of the model or this rank's slice of one. For a parameter without a slice on this rank the
+    state contains empty tensors, so that a script can edit the states of all parameters on every rank.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], shards: Sequence[FlatShard]) -> None:
@@ -313,7 +313,7 @@ class LiveState(MutableMapping[Tensor, State]):
         self._pieces |= {id(piece.gradient.param): piece for shard in shards for piece in shard.slices}
 
     def _found(self, key: Tensor) -> tuple[Any, Tensor] | None:
-        """(the state of the optimizer that has a parameter, the parameter as it has it); None for no rank's piece."""
+        """Return (state of the optimizer, its parameter), or None if this rank has no slice of the parameter."""
         if id(key) in self._pieces:
             if (piece := self._pieces[id(key)]) is None:
                 return None
@@ -358,7 +358,7 @@ class LiveState(MutableMapping[Tensor, State]):
 
 
 class Elsewhere(dict[str, Any]):
-    """The state of a parameter of which other ranks have all numbers."""
+    """State of a parameter that is on other ranks. Every key returns an empty tensor."""
 
     def __init__(self, like: Tensor) -> None:
         self._like = like
@@ -368,10 +368,10 @@ class Elsewhere(dict[str, Any]):
 
 
 def load_in_place(optimizer: Any, state_dict: dict[str, Any]) -> None:
-    """``optimizer.load_state_dict`` of this rank's state, after which its groups are the dictionaries that they were.
+    """Call ``optimizer.load_state_dict`` and keep the dictionaries in ``param_groups``.
 
-    torch puts new ones in their place, and schedulers or scripts that hold the old ones would set options that no step
-    reads.
+    torch replaces these dictionaries. Schedulers and scripts with a reference to the old ones would then have no
+    effect.
     """
     groups: list[dict[str, Any]] = optimizer.param_groups
     before = list(groups)

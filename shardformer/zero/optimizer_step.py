@@ -1,8 +1,7 @@
-"""The optimizer step under ZeRO: the gradient norm, the update of the shards, the all-gather of parameters.
+"""The optimizer step under ZeRO: gradient norm, update of the shards, all-gather of the parameters.
 
-What is on the device is updated first, all at once; on a GPU that runs while the host goes on. What is on the host
-follows one shard after the other, so that what is new of one goes up, and to the other ranks, while the next one is
-updated.
+Shards on the device are updated first, in one call. On a GPU this overlaps with the host. Shards on the host follow one
+by one: while one is updated, the previous one is copied to the device and gathered.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from shardformer.zero.flat_shards import EDITS, FlatShard
 from shardformer.zero.matrix_optimizers import can_step_separately
 
 MAX_UPDATES_IN_FLIGHT = 8
-"""Gathers at a time: of slices they take memory until they are written."""
+"""Maximum number of all-gathers in flight, which bounds the memory of their buffers."""
 
 
 class OptimizerUpdate:
-    """Steps of several optimizers on the pieces of shards.
+    """Steps several optimizers on the slices of shards.
 
     Args:
-        host: where some of the shards' pieces are; None: nowhere.
+        host: Where shards are offloaded to. None if all are on the device.
     """
 
     def __init__(
@@ -49,11 +48,13 @@ class OptimizerUpdate:
         self._is_apart = comes and all(can_step_separately(optimizer) for optimizer in optimizers)
 
     def run(self) -> None:
-        """Communicates one all-gather of the parameters of each shard that got a gradient.
+        """Update and all-gather the parameters of each shard that received a gradient.
 
-        All ranks gather in one order, that of the shards; those of the device first. With files those come last, when
-        all ranks have said that the others are written: one number over each axis. Raises InputError, on all ranks,
-        where a file could not be read or written; then all is as before.
+        All ranks gather the shards in the same order, those on the device first. With files these come last, after all
+        ranks have confirmed that their files are written, which communicates one number over each axis.
+
+        Raises:
+            InputError: A file could not be read or written. Raised on all ranks, with the previous weights restored.
         """
         for shard in self._shards:
             shard.give_gradients()
@@ -69,7 +70,7 @@ class OptimizerUpdate:
             self._run([lasting, *rounded, *there] if self._is_apart else [changed])
 
     def _run(self, turns: Sequence[Sequence[FlatShard]]) -> None:
-        """Updates the shards of one turn after those of the other."""
+        """Update the shards of one turn after another."""
         hand_out = ParamAllGather()
         with self._host.updating() if self._host is not None else nullcontext():
             for number, turn in enumerate(turns):
@@ -95,15 +96,15 @@ class OptimizerUpdate:
             hand_out.add([shard])
             shard.discard()
         hand_out.finish()
-        what = f"The optimizer's files in {files.disk.folder} failed: {said}"
+        what = f"The optimizer's files in {files.disk.folder} could not be read or written: {said}"
         if files.end_step([], self._context) is not None:
-            rule = "What was before is read again, and that failed too: of some buckets the weights are lost"
-            raise InputError(what, rule=rule, remedy="Go on from a checkpoint, on another disk")
-        rule = "Weights and states are those of the step before"
-        raise InputError(what, rule=rule, remedy="Make room, then go on with the next batch; or save the model now")
+            rule = "The previous state could not be read either, so the weights of some buckets are lost"
+            raise InputError(what, rule=rule, remedy="Resume from a checkpoint, with the files on another disk")
+        rule = "The weights and states of the previous step were restored"
+        raise InputError(what, rule=rule, remedy="Free disk space and continue with the next batch, or save the model")
 
     def _step(self, turn: Sequence[FlatShard] | None) -> None:
-        """One step of the optimizers; of a turn alone where one is given."""
+        """Step the optimizers, on the parameters of ``turn`` if it is not None."""
         if turn is None:
             for optimizer in self._optimizers:
                 optimizer.step()
@@ -116,19 +117,19 @@ class OptimizerUpdate:
 
 
 class ParamAllGather:
-    """Brings new parameters together on all ranks: of some shards while the next ones are stored."""
+    """Gathers updated parameters on all ranks while the next shards are stored."""
 
     def __init__(self) -> None:
         self._stored: list[FlatShard] = []
         self._under_way: deque[tuple[FlatShard, PendingCollective]] = deque()
 
     def add(self, shards: Sequence[FlatShard]) -> None:
-        """Their new values are stored. Starts to gather those that were added before."""
+        """Start to gather the previously added shards, and queue these, whose new values are stored."""
         self._gather()
         self._stored = list(shards)
 
     def _gather(self) -> None:
-        """Of stage 3 the next forward gathers."""
+        """Start to gather the queued shards. Shards of stage 3 are gathered by the next forward pass."""
         for shard in (shard for shard in self._stored if not shard.keeps):
             self._under_way.append((shard, shard.start_gather()))
             self._land(MAX_UPDATES_IN_FLIGHT)
@@ -140,14 +141,14 @@ class ParamAllGather:
             shard.write(values.wait())
 
     def finish(self) -> None:
-        """The model's parameters have the new values when this returns."""
+        """Wait until the model's parameters have the new values."""
         self._gather()
         self._land(0)
 
 
 @contextmanager
 def restricted_to(optimizer: Optimizer, params: Collection[int]) -> Iterator[None]:
-    """In here the optimizer holds no other parameters than these, by identity."""
+    """Restrict an optimizer to the parameters with these ids."""
     groups = optimizer.param_groups
     held: list[list[Tensor]] = [group["params"] for group in groups]
     try:
@@ -162,9 +163,9 @@ def restricted_to(optimizer: Optimizer, params: Collection[int]) -> Iterator[Non
 
 
 ALIKE = ("data", "sequence")
-"""Axes along which ranks have parts of the same gradients."""
+"""Axes along which ranks have shards of the same gradients."""
 DIFFER = 2.0**32
-"""Is added to the number of ranks with a problem where ranks differ."""
+"""Added to the number of ranks with an error if the edits of gradients differ between ranks."""
 
 
 def sharded_grad_norm(
@@ -176,14 +177,15 @@ def sharded_grad_norm(
     *,
     in_stage: bool = False,
 ) -> Tensor:
-    """The norm of the gradients of the whole model, alike on all ranks. Communicates four numbers over each axis.
-
-    Raises ConfigError, on all ranks, where scripts on them did other things to gradients.
+    """Return the gradient norm of the model, identical on all ranks. Communicates four numbers over each axis.
 
     Args:
-        problem: why this rank has none; all ranks then raise.
-        only: of which parameters, by identity; None: of all.
-        in_stage: whether the ranks of one pipeline stage alone call it.
+        problem: An error on this rank. Every rank then raises.
+        only: The ids of the parameters to include. None includes all.
+        in_stage: Whether only the ranks of one pipeline stage call this function.
+
+    Raises:
+        ConfigError: Scripts on different ranks edited gradients differently. Raised on all ranks.
     """
     device = table.context.device
     here, there = (torch.zeros(4, dtype=torch.float64, device=place) for place in (device, "cpu"))
@@ -210,27 +212,27 @@ def sharded_grad_norm(
     total, problems = total[0], total[1]
     if has_data(problems) and bool(problems >= DIFFER):
         raise ConfigError(
-            "Ranks changed gradients in different ways since the last zero_grad",
-            remedy="Look for what one rank does alone: changes of p.grad under `if rank == 0:`, or where its own loss "
-            "or batch decides",
+            "Ranks edited gradients differently since the last zero_grad",
+            remedy="Apply the same edits of p.grad on all ranks; look for edits under `if rank == 0:`, or edits that "
+            "depend on the rank's loss or batch",
         )
     if has_data(problems) and bool(problems):
         raise ConfigError(
-            "Another rank refused its gradients or parameters, and no rank made the step",
-            remedy="See what that rank reports",
+            "Another rank rejected its gradients or parameters, so no rank performed the step",
+            remedy="Read the error of that rank",
         )
     is_wide = any(entry.param.dtype in (torch.float64, torch.complex128) for entry in table.entries)
     return total.sqrt() if is_wide else total.sqrt().float()
 
 
 def _compared(total: Tensor, count: int) -> Tensor:
-    """Of sums over so many ranks, what says whether all of them have one number of edits; of no ranks as it was."""
+    """Set the error flag of a sum over ``count`` ranks if their edits differ: n * sum(x^2) > sum(x)^2."""
     differs = (count * total[3] - total[2] ** 2).clamp(min=0.0, max=1.0) * float(count > 0)
     return torch.stack([total[0], total[1] + DIFFER * differs, total[2], total[3]])
 
 
 def _counts_in_norm(gradient: GradientSlot, table: ShardingMetadata, stage: int) -> bool:
-    """Whether this rank counts what it has of a parameter: of what ranks hold alike, the first one does."""
+    """Whether this rank's gradient counts in the norm. Of several ranks with the same values only the first counts."""
     reduction, context = gradient.entry.reduction, table.context
     coords = context.coords
     if stage > 0:
@@ -245,7 +247,7 @@ def _counts_in_norm(gradient: GradientSlot, table: ShardingMetadata, stage: int)
 
 
 def find_nonfinite(shards: Sequence[FlatShard], table: ShardingMetadata, norm: Tensor) -> InputError:
-    """Names the first parameter whose gradient is not finite, and the first rank that keeps it. All ranks call it."""
+    """Return an error with the first parameter whose gradient is not finite, and its rank. All ranks call it."""
     order = {id(entry): number for number, entry in enumerate(table.entries)}
     found = [
         (order[id(piece.entry)], table.context.rank, piece.entry.name)
@@ -257,7 +259,7 @@ def find_nonfinite(shards: Sequence[FlatShard], table: ShardingMetadata, norm: T
         found = [item for theirs in all_gather_objects(found, axis) for item in theirs]
     _, rank, name = min(found, default=(0, 0, "some parameter"))
     return InputError(
-        f"The gradient of {name} is not finite, on rank {rank}, and so is the norm of all: {norm}",
-        rule="A step with such gradients would make the weights NaN; nothing was changed",
-        remedy="Look at the loss and the batch, call optimizer.zero_grad(), or write on_nonfinite='skip'",
+        f"The gradient of {name} is not finite on rank {rank}; the gradient norm is {norm}",
+        rule="The weights were not changed, because the step would make them NaN",
+        remedy="Check the loss and the batch, then call optimizer.zero_grad(), or set on_nonfinite='skip'",
     )

@@ -1,4 +1,4 @@
-"""ZeroOptimizer: the optimizer that ``shard_optimizer`` returns. Its parameters are shards of the model's."""
+"""ZeroOptimizer, the optimizer that ``shard_optimizer`` returns. Its parameters are slices of the model's."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from shardformer.zero.stage3_parameters import ParamGroup
 
 @contextmanager
 def readable_state(shards: Sequence[FlatShard]) -> Iterator[None]:
-    """The pieces and their states have their values in here."""
+    """Load the optimizer's values and states for reading."""
     for shard in shards:
         shard.load()
     try:
@@ -57,16 +57,13 @@ def readable_state(shards: Sequence[FlatShard]) -> Iterator[None]:
 def writable_state(
     shards: Sequence[FlatShard], walk: GatherScheduler | None, host: HostMemory | None, context: ParallelContext
 ) -> Iterator[None]:
-    """The pieces may be written to in here; behind it the parameters of all ranks have what was written.
-
-    Communicates one all-gather of the parameters.
-    """
+    """Allow writes to the optimizer's values. Then communicates one all-gather of the parameters."""
     with torch.no_grad(), ExitStack() as stack:
         for shard in shards:
             stack.enter_context(shard.changing())
         yield
         for shard in shards:
-            if shard.rounded is None:  # else it is rounded once, behind this
+            if shard.rounded is None:  # rounded weights are stored once, on exit of shard.changing()
                 shard.store()
     if walk is not None:
         walk.release()
@@ -81,33 +78,33 @@ def writable_state(
 
 
 def check_unmodified(model: nn.Module, table: ShardingMetadata, shards: Sequence[FlatShard]) -> None:
-    """Before a step. Raises ConfigError for parameters that were replaced, and for gradients that were set by hand."""
+    """Raise ConfigError if a parameter was replaced or moved, or its gradient was assigned, after shard_optimizer."""
     here = {id(p) for p in model.parameters()}
-    rule = "zero moved the parameters to where the ranks' parts lie behind each other, and keeps the gradients itself"
+    rule = "ZeRO moves each parameter to a range of a flat buffer, and keeps the gradients itself"
     for entry in table.entries:
         if id(entry.param) not in here:
-            said = f"{entry.name} was replaced by another parameter after zero was called"
-            raise ConfigError(said, rule=rule, remedy="Call zero after it")
+            said = f"{entry.name} was replaced by another parameter after shard_optimizer was called"
+            raise ConfigError(said, rule=rule, remedy="Replace the parameter before calling shard_optimizer")
         if entry.param.grad is not None:
             raise set_by_hand(entry.name)
     for shard in shards:
         if moved := shard.find_moved_param():
             raise ConfigError(
-                f"{moved} got other memory after zero was called (p.data = ..., model.to(...))",
+                f"The memory of {moved} changed after shard_optimizer was called (p.data = ..., model.to(...))",
                 rule=rule,
-                remedy="Write into it (p.copy_(values), under torch.no_grad()), or move the model before zero",
+                remedy="Write into it with p.copy_(values) under torch.no_grad(), or move the model first",
             )
 
 
 class ZeroOptimizer(Optimizer):
-    """What ``shard_optimizer`` returns. It is used as any optimizer of torch is; its parameters are pieces of yours.
+    """Optimizer with sharded states, which ``shard_optimizer`` returns. Use it like any optimizer of torch.
 
     Attributes:
-        grad_norm: the norm of the last step's gradients before they were clipped; None where it was not taken.
-        skipped: how many steps were left out, since their gradients were not finite.
-        inner: the optimizers that it was made of.
-        is_stepping: whether they make a step now.
-        shards: this rank's parts of all buckets, whose pieces these optimizers have.
+        grad_norm: Gradient norm of the last step before clipping. None if it was not computed.
+        skipped: Number of steps that were skipped because of non-finite gradients.
+        inner: The optimizers that were passed.
+        is_stepping: Whether the inner optimizers are in a step.
+        shards: This rank's shards of all buckets. The inner optimizers step slices of them.
     """
 
     _is_laid_out = _is_open = False
@@ -159,7 +156,7 @@ class ZeroOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the optimizers, as they have them now: a load may have put others in their place."""
+        """Groups of the inner optimizers, read on each access because loading a state replaces them."""
         if self._is_laid_out:
             self._groups[:] = [group for optimizer in self.inner for group in optimizer.param_groups]
         return self._groups
@@ -172,11 +169,11 @@ class ZeroOptimizer(Optimizer):
 
     @property  # type: ignore[override]  # torch has an attribute
     def state(self) -> MutableMapping[Tensor, dict[str, Any]]:
-        """The states that the optimizers use. Those in files are there inside of ``loading()`` alone."""
+        """States of the inner optimizers. With files, use it inside of ``readable_state()`` or ``writable_state()``."""
         if isinstance(self._host, FileStore) and not self._is_open:
             raise ConfigError(
-                f"optimizer.state beside offload='nvme:{self._host.disk.folder}'",
-                remedy="Write `with optimizer.loading(): optimizer.state...`, on all ranks",
+                f"optimizer.state cannot be accessed directly with offload='nvme:{self._host.disk.folder}'",
+                remedy="Use `with optimizer.readable_state(): optimizer.state...` on all ranks",
             )
         return self._state
 
@@ -189,7 +186,7 @@ class ZeroOptimizer(Optimizer):
         self.state.clear()
 
     def _lay_out(self, whole: Collection[int]) -> list[FlatShard]:
-        """The shards of all buckets. Parameters that no ranks agree on get buckets of their own, of one rank."""
+        """Create the shards of all buckets. Parameters without a reduction get their own buckets on a one-rank axis."""
         table = self._table
         held = {id(gradient.param) for reducer in self._reducers() for gradient in reducer.gradients}
         if alone := [GradientSlot(e, Axis("none"), table.coords) for e in table.entries if id(e.param) not in held]:
@@ -218,7 +215,7 @@ class ZeroOptimizer(Optimizer):
         return DevicePlacement(self._settings, there, residents, self.inner, self._table.context)
 
     def _put_into_files(self, files: FileStore) -> None:
-        """Raises ConfigError, on all ranks, where there is no room, or no such folder."""
+        """Move shards to files. Raise ConfigError on all ranks if the directory or the disk space is missing."""
         held = {id(p): (o, group) for o in self.inner for group in o.param_groups for p in group["params"]}
 
         def states(value: Tensor) -> dict[str, Any]:
@@ -232,7 +229,7 @@ class ZeroOptimizer(Optimizer):
             raise no_files(files.disk.folder, said)
 
     def _convert(self, dtype: torch.dtype | None) -> None:
-        """Only when the masters are made, of what the parameters were."""
+        """Convert the parameters. Call it after the master weights were copied from the original values."""
         for entry in self._table.entries:
             if dtype is not None and entry.param.is_floating_point() and entry.param.dtype != dtype:
                 entry.param.data = entry.param.data.to(dtype)
@@ -251,9 +248,9 @@ class ZeroOptimizer(Optimizer):
             shard.show()
 
     def _replace_parameters(self) -> None:
-        """The optimizers get this rank's pieces in the place of the parameters, and of their state what goes with them.
+        """Replace the optimizers' parameters and states by this rank's slices.
 
-        Communicates one all-reduce for each tensor of state of which several ranks hold slices.
+        Communicates one all-reduce for each state tensor of which several ranks store slices.
         """
         pieces: dict[int, list[ParamSlice]] = {}
         for shard in self.shards:
@@ -273,9 +270,10 @@ class ZeroOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Clips, updates this rank's pieces, and brings the new parameters together on all ranks.
+        """Clip gradients, update this rank's shards and gather the new parameters on all ranks.
 
-        Communicates one all-gather of the parameters that got a gradient; to clip, one number over each axis.
+        Communicates one all-gather of the parameters that received a gradient, and four numbers over each axis if the
+        gradient norm is needed.
         """
         loss = None
         if closure is not None:
@@ -303,21 +301,18 @@ class ZeroOptimizer(Optimizer):
             self.is_stepping = False
 
     def _take_edits(self) -> Exception | None:
-        """Takes up what a script did to gradients. Returns what one rank found, for all ranks to raise."""
+        """Apply the user's edits of gradients. Return an error of this rank, which all ranks will raise."""
         try:
             for shard in self.shards:
                 for number in range(len(shard.gradients)):
                     shard.hide(number)
             check_unmodified(self._model, self._table, self.shards)
-        except Exception as error:  # any failure of one rank must reach the others, which would wait for it
+        except Exception as error:  # other ranks wait for this one, so every error must reach them
             return error
         return None
 
     def _prepare(self, problem: Exception | None) -> bool:
-        """Looks whether all gradients are finite, and clips them. Returns whether the step is to be made.
-
-        Raises, on all ranks, the problem of one.
-        """
+        """Check that gradients are finite, and clip them. Return whether to step. Raise an error of any rank."""
         rules, scale = self._settings.rules, self._precision.loss_scale
         is_scaled = self._precision.parameters == "fp16"
         if rules.max_grad_norm is None and rules.on_nonfinite == "ignore" and not is_scaled:
@@ -335,14 +330,14 @@ class ZeroOptimizer(Optimizer):
         return is_finite
 
     def _raise_together(self, problem: Exception | None, *, in_stage: bool = False) -> None:
-        """Raises, on all ranks, where one has a problem, or where scripts on them did other things to gradients."""
+        """Raise on all ranks if one has an error, or if ranks edited gradients differently."""
         sharded_grad_norm(self.shards, self._table, self._stage, problem, (), in_stage=in_stage)
 
     def _norm(self, problem: Exception | None = None, only: Collection[int] | None = None) -> Tensor:
         return sharded_grad_norm(self.shards, self._table, self._stage, problem, only)
 
     def agree(self) -> None:
-        """Sums what backwards left that were all in ``no_sync``. All ranks call it."""
+        """Reduce gradients that were accumulated in ``no_sync``. All ranks call it."""
         for reducer in self._table.reducers:
             if reducer.was_paused:
                 reducer.start()
@@ -350,12 +345,12 @@ class ZeroOptimizer(Optimizer):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """Scales all gradients so that their norm over the whole model is at most ``max_norm``.
+        """Clip the gradient norm of the model to ``max_norm``. Return the norm before, identical on all ranks.
+
+        Communicates one all-reduce of four numbers over each axis.
 
         Args:
-            error_if_nonfinite: leaves gradients as they are whose norm is not finite, for the caller to raise.
-
-        Returns the norm before, the same on all ranks. Communicates one all-reduce of four numbers over each axis.
+            error_if_nonfinite: If the norm is not finite, leave the gradients unchanged. The caller raises.
         """
         self.grad_norm = self.norm_of(None, norm_type)
         if not error_if_nonfinite or is_true(torch.isfinite(self.grad_norm)):
@@ -363,15 +358,15 @@ class ZeroOptimizer(Optimizer):
         return self.grad_norm
 
     def norm_of(self, params: Iterable[Tensor] | None, norm_type: float = 2.0) -> Tensor:
-        """The norm of the gradients of some parameters of the model, alike on all ranks; None: of all.
+        """Return the gradient norm of ``params``, or of all parameters, identical on all ranks.
 
         All ranks call it. Communicates one all-reduce of four numbers over each axis.
         """
         if norm_type != 2.0:
             raise ConfigError(
-                f"norm_type={norm_type} beside zero",
-                rule="What ZeRO clips by is the Euclidean norm",
-                remedy="Leave norm_type out",
+                f"norm_type={norm_type} is not supported under ZeRO",
+                rule="ZeRO only computes the 2-norm",
+                remedy="Omit norm_type",
             )
         self.agree()
         problem = self._take_edits()
@@ -381,17 +376,17 @@ class ZeroOptimizer(Optimizer):
     def _clip(self, max_norm: float) -> None:
         assert self.grad_norm is not None
         if math.isinf(max_norm):
-            return  # also where the norm is not finite, and inf / inf would make all gradients NaN
+            return  # inf / inf would make all gradients NaN
         scale = (max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)
         for shard in self.shards:
             if shard.sum is not None:
                 shard.sum.mul_(scale.to(shard.sum))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Throws away all gradients, those of backwards in ``no_sync`` too.
+        """Clear all gradients, including those accumulated in ``no_sync``.
 
         Args:
-            set_to_none: False lets those that are there be 0, with which a step changes weights by momentum and decay.
+            set_to_none: False sets them to zero. The next step then still applies momentum and weight decay.
         """
         for shard in self.shards:
             shard.forget() if set_to_none else shard.zero()
@@ -403,18 +398,18 @@ class ZeroOptimizer(Optimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """For all but the last backward of a step. Stage 2 keeps no whole gradient, so that it agrees each time."""
+        """Defer the reduction of gradients, for all but the last backward of a step. No effect in stages 2 and 3."""
         with self._table.paused() if self._stage < 2 else nullcontext():
             yield
 
     def backward(self, loss: Tensor) -> None:
-        """``loss.backward()``; in fp16 of the loss times its scale."""
+        """Run ``loss.backward()``. In fp16 the loss is scaled."""
         with self.scaled() as scale:
             (loss if scale == 1 else loss.float() * scale).backward()
 
     @contextmanager
     def scaled(self) -> Iterator[float]:
-        """What the loss is multiplied by, for the backwards in here."""
+        """Allow backward passes in this context, and yield the factor for the loss."""
         self._is_scaled = True
         try:
             yield self._precision.scale
@@ -424,24 +419,23 @@ class ZeroOptimizer(Optimizer):
     def _check_scaled(self, gradient: GradientSlot) -> None:
         if self._precision.parameters == "fp16" and not self._is_scaled:
             raise ConfigError(
-                f"A gradient of {gradient.entry.name} arrived from a backward that optimizer.backward did not call",
-                rule="In fp16 the loss is scaled before the backward, since small gradients would be 0",
-                remedy="Write optimizer.backward(loss) in the place of loss.backward(), without a GradScaler",
+                f"loss.backward() was called directly with fp16: {gradient.entry.name} received an unscaled gradient",
+                rule="fp16 needs a scaled loss, because small gradients underflow",
+                remedy="Call optimizer.backward(loss) instead of loss.backward(), without a GradScaler",
             )
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What ``torch.amp.GradScaler`` asks before a step."""
+        """Attribute that ``torch.amp.GradScaler`` reads before a step."""
         raise ConfigError(
-            "A GradScaler was given the optimizer that zero returned",
-            remedy="Leave the scaler out: optimizer.backward(loss), optimizer.step()",
+            "A GradScaler was used with the optimizer that shard_optimizer returned",
+            remedy="Remove the GradScaler, and call optimizer.backward(loss) and optimizer.step()",
         )
 
     def full_gradient(self, name: str) -> Tensor | None:
-        """The gradient of a parameter as the next step will use it, in the shape that the parameter has on this rank.
+        """Return the gradient of a parameter for the next step, in the shape of the parameter on this rank, or None.
 
-        None where it has none. All ranks of the parameter's pipeline stage call it. Communicates one all-gather of a
-        bucket, and a few numbers.
+        All ranks of the parameter's pipeline stage call it. Communicates one all-gather of a bucket and a few numbers.
         """
         self.agree()
         self._raise_together(self._take_edits(), in_stage=True)
@@ -451,12 +445,12 @@ class ZeroOptimizer(Optimizer):
                 if gradient.entry.name == name:
                     return shard.gather_gradient(number)
         raise ConfigError(
-            f"There is no gradient of {name!r}",
-            remedy="See [name for name, p in model.named_parameters() if p.requires_grad]",
+            f"The model has no gradient named {name!r}",
+            remedy="Choose one of [name for name, p in model.named_parameters() if p.requires_grad]",
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank keeps: the optimizers' states of its pieces, and their masters. Each rank saves its own."""
+        """Return this rank's optimizer states and master weights. Each rank saves its own."""
         return hooked_state(self, self._state_dict)
 
     def _state_dict(self) -> dict[str, Any]:
@@ -465,7 +459,7 @@ class ZeroOptimizer(Optimizer):
             states = [optimizer.state_dict() for optimizer in self.inner]
             return {
                 "place": {"sizes": context.sizes, "coords": context.coords},
-                # torch hands out the dictionaries that an optimizer goes on using
+                # torch returns the dictionaries that the optimizer continues to use
                 "optimizers": [{**d, "state": {k: dict(v) for k, v in d["state"].items()}} for d in states],
                 "loss_scale": asdict(self._precision.loss_scale),
                 "rounds": self.rounding_counts,
@@ -473,9 +467,10 @@ class ZeroOptimizer(Optimizer):
             }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes up what ``state_dict`` of the same rank of an equal grid gave. All ranks call it.
+        """Load the state that ``state_dict`` of the same rank returned for the same layout. All ranks call it.
 
-        Raises ConfigError, on all ranks and before anything is changed, where it is another one's on any.
+        Raises:
+            ConfigError: The state does not belong to this rank. Raised on all ranks, with nothing changed.
         """
         hooked_load(self, state_dict, self._load_state_dict)
 
@@ -503,22 +498,22 @@ class ZeroOptimizer(Optimizer):
         is_dict = isinstance(state_dict, dict)
         if missing := [name for name in known if not is_dict or name not in state_dict]:
             raise ConfigError(
-                f"The state that was to be loaded has no {missing[0]!r}: it is not what this optimizer saved",
-                remedy="Load what optimizer.state_dict() gave; load the state of a plain optimizer into yours before "
-                "shard_optimizer(model, optimizer); or let save_checkpoint save, whose checkpoints fit any layout",
+                f"The state passed to load_state_dict has no {missing[0]!r}, so this optimizer did not save it",
+                remedy="Load the result of optimizer.state_dict(). Load the state of a plain optimizer before calling "
+                "shard_optimizer(model, optimizer). Or use save_checkpoint, which supports any layout",
             )
         saved, axes = state_dict["place"], place_of(self.inner[0])
         try:
             is_here = saved["sizes"] == context.sizes and all(saved["coords"][n] == axes[n][1] for n in axes)
             fits = is_here and _form_of(state_dict) == self._form
-        except (AttributeError, KeyError, TypeError):  # of something else
+        except (AttributeError, KeyError, TypeError):  # not a state of a ZeroOptimizer
             fits = False
         if not fits:
             place = {"sizes": context.sizes, "coords": context.coords}
             raise ConfigError(
-                f"This optimizer's state was saved by the rank {saved}, and this is {place}",
-                remedy="Load what state_dict() of this rank gave, with as many processes as then; or let "
-                "shardformer.save_checkpoint save, whose checkpoints fit any layout",
+                f"This optimizer's state was saved by the rank {saved}, but this rank is {place}",
+                remedy="Load the state that this rank saved, with the same number of processes, or use "
+                "shardformer.save_checkpoint, whose checkpoints can be loaded under any layout",
             )
 
     @property
@@ -529,15 +524,15 @@ class ZeroOptimizer(Optimizer):
 
     @contextmanager
     def readable_state(self) -> Iterator[None]:
-        """The pieces and their states have their values in here. Between two steps."""
+        """Load the optimizer's values and states for reading. Use it between two steps."""
         with readable_state(self.shards), self._opened():
             yield
 
     @contextmanager
     def writable_state(self) -> Iterator[None]:
-        """The pieces may be written to in here; behind it the parameters of all ranks have what was written.
+        """Allow writes to the optimizer's values and states. Use it between two steps, on all ranks.
 
-        All ranks call it. Communicates one all-gather of the parameters.
+        On exit the parameters of all ranks get the new values, which communicates one all-gather.
         """
         with writable_state(self.shards, self._walk, self._host, self._table.context), self._opened():
             yield
@@ -552,12 +547,12 @@ class ZeroOptimizer(Optimizer):
 
     @property
     def cuts_states(self) -> bool:
-        """Whether ranks that hold the same parameters keep other parts of the state."""
+        """Whether ranks with the same parameters have different shards of the state."""
         return any(s.axis.size > 1 or any(gradient.is_shared for gradient in s.gradients) for s in self.shards)
 
     @property
     def rounding_counts(self) -> list[int]:
-        """How often each shard was rounded by chance."""
+        """Number of stochastic roundings of each shard."""
         return [shard.rounded.step for shard in self.shards if shard.rounded is not None]
 
     @rounding_counts.setter
@@ -567,12 +562,12 @@ class ZeroOptimizer(Optimizer):
 
     @property
     def table(self) -> ShardingMetadata:
-        """Of the model."""
+        """Metadata of the model."""
         return self._table
 
     @property
     def param_groups_stage3(self) -> Sequence[ParamGroup]:
-        """Under stage 3, what is gathered together; else none."""
+        """Parameter groups of stage 3, each of which is gathered together. Empty for other stages."""
         return self._walk.units if self._walk is not None else ()
 
     @property
@@ -580,29 +575,29 @@ class ZeroOptimizer(Optimizer):
         return self._precision.loss_scale
 
     def memory(self) -> MemoryEstimate:
-        """What this rank keeps now, in bytes, by kind."""
+        """Measure the memory of this rank in bytes, by kind."""
         return measure_memory(self._table, self.shards, self.param_groups_stage3, self.inner)
 
     def describe(self) -> str:
-        """What was asked for, what this rank keeps now, and how fast it comes and goes."""
+        """Describe the options, the memory of this rank and the offload bandwidth."""
         return memory_lines(self._settings, self.inner, self.memory(), self._host)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ConfigError(
-            "The optimizer that zero returned was to be copied or pickled, as by copy.deepcopy or torch.save",
-            remedy="Copy the model (copy.deepcopy(model)), and call zero for the copy; keep optimizer.state_dict() to "
-            "go back to; or let shardformer.save_checkpoint save",
+            "The optimizer that shard_optimizer returned cannot be copied or pickled",
+            remedy="Copy the model and call shard_optimizer for the copy, save optimizer.state_dict(), or use "
+            "shardformer.save_checkpoint",
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: the pieces of the parameters are laid out once."""
+        """Raise ConfigError: parameters cannot be added after ``shard_optimizer``."""
         if self._is_laid_out:
             raise _laid_out("add_param_group was called on")
         super().add_param_group(param_group)
 
 
 def _form_of(state_dict: dict[str, Any]) -> tuple[Any, ...]:
-    """What all states of one rank have in common."""
+    """Return the shapes, group sizes and keys that all states of this rank have in common."""
     shapes = [tuple(master.shape) for master in state_dict["masters"]]
     groups = [[len(group["params"]) for group in each["param_groups"]] for each in state_dict["optimizers"]]
     return shapes, groups, sorted(state_dict["loss_scale"]), len(state_dict["rounds"])
@@ -610,6 +605,6 @@ def _form_of(state_dict: dict[str, Any]) -> tuple[Any, ...]:
 
 def _laid_out(what: str) -> ConfigError:
     return ConfigError(
-        f"{what} the optimizer that zero returned",
-        remedy="Change your own optimizer, then call zero; load a state with load_state_dict",
+        f"{what} the optimizer that shard_optimizer returned",
+        remedy="Change your optimizer before shard_optimizer; use load_state_dict to load a state",
     )

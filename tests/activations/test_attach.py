@@ -199,7 +199,7 @@ def test_what_is_not_the_same_on_all_ranks_raises_on_all_of_them() -> None:
         # not before the second layer: in older transformers, hooks of a layer are in what its checkpoint computes again
         model.model.layers[0].register_forward_hook(differ)
         loss = sample_loss(model, batch_of("llama"))
-        with pytest.raises(InputError, match=r"What entered model.layers.1 was not the same .* rank 1 of 3 held"):
+        with pytest.raises(InputError, match=r"The input of layer model.layers.1 differed .* rank 1 of 3 had"):
             loss.backward()
         raised.append(str(context))
 
@@ -209,7 +209,9 @@ def test_what_is_not_the_same_on_all_ranks_raises_on_all_of_them() -> None:
 
 def test_where_the_sequence_is_cut_there_is_nothing_to_cut_and_the_host_takes_the_parts() -> None:
     options = {"enable_sequence_parallelism": True}
-    with pytest.raises(ConfigError, match=r"on='tensor' .* cuts the stream between its layers: sequence over tensor"):
+    with pytest.raises(
+        ConfigError, match=r"on='tensor' .* shards the hidden states between its layers .sequence over tensor"
+    ):
         over_ranks("llama", "tensor", 2, False, **options)
     expected, found = (over_ranks("llama", on, 2, False, **options) for on in ("device", "host"))
     assert all(equal(own, other) for own, other in zip(found, expected, strict=True))

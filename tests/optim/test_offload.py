@@ -322,7 +322,7 @@ def test_a_folder_that_cannot_be_used_is_refused_on_all_ranks(
         return str(error.value)
 
     for said in run_as_threads(refused, data=2):
-        assert "cannot be used" in said and "Name a folder that is there" in said
+        assert "cannot be used" in said and "Choose an existing directory" in said
 
 
 def test_an_optimizer_that_counts_its_steps_is_not_updated_from_files(tmp_path: Path) -> None:
@@ -351,7 +351,10 @@ def test_what_one_rank_alone_asks_for_in_vain_is_refused_on_all() -> None:
         ({"offload": "nvme:"}, "offload='nvme:'"),
         ({"offload": 1}, "offload=1"),
         ({"offload": lambda: OffloadConfig("cpu", on_device=1.5)}, "on_device=1.5"),
-        ({"offload": lambda: OffloadConfig("cpu", on_device="free")}, "on_device='free' on cpu"),
+        (
+            {"offload": lambda: OffloadConfig("cpu", on_device="free")},
+            "on_device='free' is not supported on device cpu",
+        ),
         ({"bucket_bytes": 0}, "bucket_bytes=0"),
         ({"max_grad_norm": -1.0}, "max_grad_norm=-1.0"),
         ({"max_grad_norm": float("nan")}, "max_grad_norm=nan"),

@@ -151,7 +151,7 @@ def test_a_gradient_that_is_not_finite_is_named_and_nothing_is_lost(stage: int) 
     def use(model: Net, optimizer: ZeroOptimizer, context: ParallelContext) -> None:
         before = full_state_dict(model)
         with_nan(model, optimizer, context)
-        with pytest.raises(InputError, match=r"The gradient of b.bias is not finite, on rank [01]"):
+        with pytest.raises(InputError, match=r"The gradient of b.bias is not finite on rank [01]"):
             optimizer.step()
         assert all(torch.equal(value, before[name]) for name, value in full_state_dict(model).items())
         optimizer.zero_grad()
@@ -224,12 +224,12 @@ def test_a_pipeline_scales_the_loss_for_the_backward_alone() -> None:
 def test_what_would_train_wrongly_in_fp16_is_refused() -> None:
     model = net(torch.float32)
     optimizer = shard_optimizer(model, torch.optim.AdamW(model.parameters()), precision="fp16")
-    with pytest.raises(ConfigError, match="arrived from a backward that"):
+    with pytest.raises(ConfigError, match=r"loss.backward\(\) was called directly"):
         loss_of(model, 0, 0, torch.float16).backward()
     optimizer.zero_grad()
     scaler = torch.amp.GradScaler("cpu")
     optimizer.backward(scaler.scale(loss_of(model, 0, 0, torch.float16)))
-    with pytest.raises(ConfigError, match="A GradScaler was given the optimizer that zero returned"):
+    with pytest.raises(ConfigError, match="A GradScaler was used with the optimizer"):
         scaler.step(optimizer)
     with pytest.raises(ConfigError, match="on_nonfinite='stop'"):
         shard_optimizer(net(), torch.optim.AdamW(model.parameters()), on_nonfinite="stop")

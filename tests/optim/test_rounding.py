@@ -104,7 +104,7 @@ def test_what_was_saved_goes_on_the_same(masters: str) -> None:
     [
         (lambda: MixedPrecision("bf16", master_weights="none"), None, "masters='none'"),
         (lambda: MixedPrecision("fp16", master_weights="kahan"), None, "MixedPrecision('fp16', masters='kahan')"),
-        (lambda: MixedPrecision("bf16", master_weights="kahan"), "cpu", "beside offload='cpu'"),
+        (lambda: MixedPrecision("bf16", master_weights="kahan"), "cpu", "does not support offload='cpu'"),
     ],
 )
 def test_what_does_not_fit_is_refused(precision: Any, offload: OffloadConfig | None, said: str) -> None:

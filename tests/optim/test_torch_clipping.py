@@ -177,9 +177,9 @@ def test_gradients_that_zero_keeps_are_clipped_as_in_the_plain_model(stage: int,
         optimizer = shardformer.shard_optimizer(model, torch.optim.AdamW(model.parameters()), stage=stage)
         backward(model)
         pieces = [p for group in optimizer.param_groups for p in group["params"]]
-        with pytest.raises(ConfigError, match="was given the pieces of parameters that zero's optimizer has"):
+        with pytest.raises(ConfigError, match="received parameters of a ZeroOptimizer"):
             clip_grad_norm_(pieces, 1.0)
-        with pytest.raises(ConfigError, match="was given the pieces of parameters"):
+        with pytest.raises(ConfigError, match="received parameters of a ZeroOptimizer"):
             get_total_norm([p.grad for p in pieces if p.grad is not None])
         other = nn.Linear(3, 3)
         assert float(clip_grad_norm_(other.parameters(), 1.0)) == 0.0  # is no model of zero's

@@ -238,5 +238,5 @@ def test_sparse_gradients_over_data_ranks_are_those_of_one_process(kind: Any) ->
 
 def test_an_optimizer_that_takes_sparse_gradients_alone_is_refused_by_zero() -> None:
     model = nn.Embedding(9, 4, sparse=True)
-    with pytest.raises(shardformer.ShardFormerError, match="SparseAdam was tried"):
+    with pytest.raises(shardformer.ShardFormerError, match="SparseAdam failed"):
         shard_optimizer(model, torch.optim.SparseAdam(model.parameters()))

@@ -297,9 +297,9 @@ def test_a_gradient_is_whole_when_asked_for_and_the_norm_that_of_all() -> None:
         assert torch.allclose(clip_grad_norm_(model, 0.1), norm)
         assert torch.allclose(grad_norm(model), torch.tensor(0.1, dtype=torch.float64), atol=1e-5)
         assert torch.allclose(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01), grad_norm(model) * 10)
-        with pytest.raises(ConfigError, match="was given the pieces of parameters that zero's optimizer has"):
+        with pytest.raises(ConfigError, match="received parameters of a ZeroOptimizer"):
             torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
-        with pytest.raises(ConfigError, match=r"There is no gradient of 'd.weight'"):
+        with pytest.raises(ConfigError, match=r"no gradient named 'd.weight'"):
             optimizer.full_gradient("d.weight")
 
     over_ranks(use)
@@ -409,10 +409,10 @@ def sharing(model: Any) -> nn.Module:
     [
         (adam, {"stage": 4}, "stage=4"),
         (adam, {"precision": "fp8"}, "precision='fp8'"),
-        (lambda model: adam(net()), {}, "holds a parameter of shape .7, 5. that is none of the model's"),
-        (lambda model: adam(sharing(model)), {}, "c.bias and a.weight lie in the same memory"),
-        (lambda model: [adam(model), adam(model)], {}, "Two optimizers hold a.weight"),
-        (lambda model: torch.optim.LBFGS(model.parameters()), {}, "LBFGS was tried .* it cannot"),
+        (lambda model: adam(net()), {}, "has a parameter of shape .7, 5. that is not a parameter of the model"),
+        (lambda model: adam(sharing(model)), {}, "c.bias and a.weight share the same memory"),
+        (lambda model: [adam(model), adam(model)], {}, "Two optimizers contain parameter a.weight"),
+        (lambda model: torch.optim.LBFGS(model.parameters()), {}, "LBFGS failed on small test matrices: it raised"),
     ],
 )
 def test_what_does_not_fit_is_refused(make: Callable[[nn.Module], Any], how: dict[str, Any], said: str) -> None:
@@ -497,12 +497,12 @@ def test_what_comes_too_late_is_refused() -> None:
     model = net()
     model.b.requires_grad_(False)
     optimizer = shard_optimizer(model, adam(model))
-    with pytest.raises(ConfigError, match="zero was called twice"):
+    with pytest.raises(ConfigError, match="shard_optimizer was called twice"):
         shard_optimizer(model, adam(model))
     with pytest.raises(ConfigError, match="add_param_group"):
         optimizer.add_param_group({"params": list(model.b.parameters())})
     model.b.requires_grad_(True)
-    with pytest.raises(ConfigError, match=r"b.weight requires a gradient, which it did not when zero was called"):
+    with pytest.raises(ConfigError, match=r"b.weight was unfrozen after shard_optimizer was called"):
         model(images(0, 0))
 
 
@@ -552,13 +552,13 @@ def test_what_would_be_lost_is_refused() -> None:
 
         backward()
         model.a.weight.grad = torch.ones_like(model.a.weight)
-        with pytest.raises(ConfigError, match=r"a.weight has a .grad that no backward brought"):
+        with pytest.raises(ConfigError, match=r".grad of parameter a.weight was not computed"):
             optimizer.step()
         optimizer.zero_grad()
         backward()
         kept = model.c.bias.data
         model.c.bias.data = kept.clone()
-        with pytest.raises(ConfigError, match=r"c.bias got other memory after zero was called"):
+        with pytest.raises(ConfigError, match=r"memory of c.bias changed after shard_optimizer was called"):
             optimizer.step()
         model.c.bias.data = kept
         model.c.weight = nn.Parameter(model.c.weight.detach().clone())
