@@ -283,8 +283,8 @@ class Bucket:
         """Return the number of elements per rank, and the range of each gradient among the elements of all ranks.
 
         Gradients are consecutive. A full gradient lies in the shard of one rank. The largest are assigned first, each
-        to the rank with the fewest elements. Ranges start at multiples of ``ALIGNMENT_ELEMENTS``, because parameters use
-        the same ranges: kernels that depend on alignment would otherwise round differently on each rank.
+        to the rank with the fewest elements. Ranges start at multiples of ``ALIGNMENT_ELEMENTS``. Parameters use the
+        same ranges, and kernels that depend on alignment would otherwise round differently on each rank.
         """
         sizes = [gradient.numel for gradient in self.gradients]
         if ranks == 1 or not any(gradient.is_full for gradient in self.gradients):
