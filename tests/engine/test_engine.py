@@ -380,7 +380,7 @@ def strange_optimizer() -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"optimizer": strange_optimizer()}, "not a parameter of the model"),
+        ({"optimizer": strange_optimizer()}, "none of the model's"),
         ({"optimizer": torch.optim.SGD}, "optimizer=SGD"),
         ({"parallel": {"tensr": 2}}, "Did you mean 'tensor'"),
         ({"parallel": 3}, "parallel=3"),
