@@ -15,37 +15,18 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardformer.comm.collectives import (
-    PendingCollective,
-    all_gather_objects,
-    start_all_to_all,
-    start_reduce_scatter,
-    start_sum,
-)
+from shardformer.comm import collectives
+from shardformer.comm.collectives import PendingCollective
 from shardformer.errors import InputError
 from shardformer.layout.shard_spec import Coords
 from shardformer.layout.sharding_metadata import ConsistencyMonitorProtocol, ParamEntry
 from shardformer.mesh.parallel_context import Axis
 from shardformer.torch_compat import to_list
-
-
-class ShardedGradient(Protocol):
-    """A gradient of a sharded parameter, which one rank of ``axis`` gathers."""
-
-    entry: ParamEntry
-    axis: Axis
-    divisor: float
-
-    @property
-    def param(self) -> Tensor: ...
-
-    @property
-    def numel(self) -> int: ...
 
 
 class SlicesToOwners:
@@ -55,9 +36,10 @@ class SlicesToOwners:
         holders: Coordinates of each rank of the axis.
     """
 
-    def __init__(self, gradients: Sequence[ShardedGradient], holders: Sequence[Coords]) -> None:
+    def __init__(self, gradients: Sequence[GradientSlot], holders: Sequence[Coords]) -> None:
         self._gradients, self._holders = gradients, holders
         self._axis = gradients[0].axis
+        self._ranks = range(self._axis.size)
 
     def start_sum(self, each: int, places: Sequence[slice], had: Tensor) -> PendingCollective:
         """Start to sum the gradients on their owners. Communicates each slice once, and ``had`` to all ranks.
@@ -67,15 +49,15 @@ class SlicesToOwners:
             places: Range of each gradient among the elements of all ranks.
             had: One number for each gradient. Every owner gets their sums after its shard.
         """
-        packed = [self._packed(gradient, had) for gradient in self._gradients]
-        outgoing = [torch.cat([*(packed[n] for n in self._of(r, each, places)), had]) for r in self._ranks]
-        mine = self._of(self._axis.rank, each, places)
-        arriving = [sum(self._sizes(n, mine)) + len(had) for n in self._ranks]
+        packed = [self._pack_slice(gradient, had) for gradient in self._gradients]
+        outgoing = [torch.cat([*(packed[n] for n in self._owned_by(r, each, places)), had]) for r in self._ranks]
+        owned = self._owned_by(self._axis.rank, each, places)
+        arriving = [sum(self._slice_sizes(r, owned)) + len(had) for r in self._ranks]
 
-        def added(received: Tensor) -> Tensor:
+        def add_slices(received: Tensor) -> Tensor:
             shard = had.new_zeros(each + len(had))
             for rank, part in enumerate(received.split(arriving)):
-                for n, local in zip(mine, part[: -len(had)].split(self._sizes(rank, mine)), strict=True):
+                for n, local in zip(owned, part[: -len(had)].split(self._slice_sizes(rank, owned)), strict=True):
                     begin = places[n].start - self._axis.rank * each
                     spec = self._gradients[n].entry.spec
                     full = shard[begin : begin + self._gradients[n].numel].view(spec.shape)
@@ -85,42 +67,36 @@ class SlicesToOwners:
                 shard[each:] += part[-len(had) :]
             return shard
 
-        return start_all_to_all(outgoing, arriving, self._axis, "gradients").then(added)
+        return collectives.start_all_to_all(outgoing, arriving, self._axis, "gradients").then(add_slices)
 
     def start_share(self, own: Tensor, whole: Tensor, places: Sequence[slice]) -> PendingCollective:
         """Start to send each rank its slices of the parameters that this rank owns. Communicates each slice once.
 
         Writes into ``whole`` only the elements that this rank stores.
         """
-        each = len(own)
-        mine = self._of(self._axis.rank, each, places)
-        outgoing = [torch.cat([own[:0], *(self._slice(own, n, r, each, places) for n in mine)]) for r in self._ranks]
-        theirs = [self._of(r, each, places) for r in self._ranks]
-        arriving = [sum(self._sizes(self._axis.rank, numbers)) for numbers in theirs]
+        each, here = len(own), self._axis.rank
+        owned = self._owned_by(here, each, places)
+        outgoing = [torch.cat([own[:0], *(self._slice(own, n, r, each, places) for n in owned)]) for r in self._ranks]
+        owned_by_rank = [self._owned_by(r, each, places) for r in self._ranks]
+        arriving = [sum(self._slice_sizes(here, numbers)) for numbers in owned_by_rank]
 
-        def placed(received: Tensor) -> Tensor:
-            coords = self._holders[self._axis.rank]
-            for numbers, part in zip(theirs, received.split(arriving), strict=True):
-                for n, local in zip(numbers, part.split(self._sizes(self._axis.rank, numbers)), strict=True):
+        def place_slices(received: Tensor) -> Tensor:
+            coords = self._holders[here]
+            for numbers, part in zip(owned_by_rank, received.split(arriving), strict=True):
+                for n, local in zip(numbers, part.split(self._slice_sizes(here, numbers)), strict=True):
                     spec = self._gradients[n].entry.spec
                     spec.place(local.view(spec.local_shape(coords)), whole[places[n]].view(spec.shape), coords)
             return whole
 
-        return start_all_to_all(outgoing, arriving, self._axis, "parameters").then(placed)
+        return collectives.start_all_to_all(outgoing, arriving, self._axis, "parameters").then(place_slices)
 
-    @property
-    def _ranks(self) -> range:
-        return range(self._axis.size)
-
-    def _of(self, rank: int, each: int, places: Sequence[slice]) -> list[int]:
-        """Return the indices of the gradients that a rank owns."""
+    def _owned_by(self, rank: int, each: int, places: Sequence[slice]) -> list[int]:
         return [n for n, place in enumerate(places) if each and place.start // each == rank]
 
-    def _sizes(self, rank: int, numbers: Sequence[int]) -> list[int]:
-        """Return the number of elements of each gradient that a rank stores."""
+    def _slice_sizes(self, rank: int, numbers: Sequence[int]) -> list[int]:
         return [prod(self._gradients[n].entry.spec.local_shape(self._holders[rank])) for n in numbers]
 
-    def _packed(self, gradient: ShardedGradient, like: Tensor) -> Tensor:
+    def _pack_slice(self, gradient: GradientSlot, like: Tensor) -> Tensor:
         grad = gradient.param.grad
         if grad is None:
             return like.new_zeros(gradient.param.numel())
@@ -159,9 +135,9 @@ class GradientSlot:
 
     def __post_init__(self) -> None:
         self.divisor = self.entry.reduction.divisor
-        self._look(not self.entry.spec.is_partition)
+        self._set_copies(not self.entry.spec.is_partition)
 
-    def _look(self, is_shared: bool) -> None:
+    def _set_copies(self, is_shared: bool) -> None:
         spec = self.entry.spec
         self.is_shared = is_shared
         summed = [size for name, size in spec.axes.items() if self.is_full or name in self.entry.reduction.sum_over]
@@ -177,7 +153,7 @@ class GradientSlot:
         self.is_full = True
         if axis is not None:
             self.axis, self.shard_coords = axis, holders
-            self._look(True)
+            self._set_copies(True)
 
     @property
     def shape(self) -> torch.Size:
@@ -205,10 +181,12 @@ class GradientSlot:
 
     def pack(self, out: Tensor, divisor: Tensor | float) -> None:
         """Write the gradient divided by ``divisor`` into its range of a bucket. A missing gradient is zero."""
-        grad = _dense(self.param.grad)
+        grad = self.param.grad
         if grad is None:
             out.zero_()
-        elif not self.is_shared:
+            return
+        grad = grad.to_dense() if grad.is_sparse else grad
+        if not self.is_shared:
             torch.div(grad.reshape(-1), divisor, out=out)
         else:
             full = out.zero_().view(self.entry.spec.shape)
@@ -221,16 +199,10 @@ class GradientSlot:
             return flat.view(self.param.shape)
         return self.entry.spec.slice(flat.view(self.entry.spec.shape), self.coords)
 
-    def local_copies(self) -> Tensor | float:
-        """Return ``copies`` for the elements of this rank."""
-        if not isinstance(self.copies, Tensor):
-            return self.copies
-        return self.entry.spec.slice(self.copies.expand(self.entry.spec.shape), self.coords)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientSlot:
-        memo[id(self)] = twin = GradientSlot(deepcopy(self.entry, memo), self.axis, self.coords)
-        twin.divisor = self.divisor
-        return twin
+        memo[id(self)] = copied = GradientSlot(deepcopy(self.entry, memo), self.axis, self.coords)
+        copied.divisor = self.divisor
+        return copied
 
 
 @dataclass(eq=False)
@@ -249,7 +221,6 @@ class Bucket:
 
     @property
     def is_summed(self) -> bool:
-        """Whether the reduction is complete."""
         return self.work is None or self.work.is_completed()
 
     @property
@@ -268,9 +239,9 @@ class Bucket:
 
     def extra_values(self) -> list[float]:
         """Return numbers to sum with the gradients: ``has_gradient``, and those of the consistency monitor."""
-        return self.has_gradient + (
-            self.watch.values_to_reduce(self.axis) if self.watch is not None and self.axis.size > 1 else []
-        )
+        if self.watch is None or self.axis.size == 1:
+            return self.has_gradient
+        return self.has_gradient + self.watch.values_to_reduce(self.axis)
 
     def check_extra_values(self, tail: Tensor) -> Tensor:
         """Return the sums of ``has_gradient``. Raise InputError on every rank if the ranks diverged."""
@@ -278,6 +249,11 @@ class Bucket:
         if self.watch is not None and len(tail) > count:
             self.watch.check_reduced(tail[count:], self.axis)
         return tail[:count]
+
+    def packed_offsets(self) -> tuple[int, list[slice]]:
+        """Return the total number of elements, and the range of each gradient without alignment."""
+        *begins, end = accumulate((gradient.numel for gradient in self.gradients), initial=0)
+        return end, [slice(at, at + gradient.numel) for at, gradient in zip(begins, self.gradients, strict=True)]
 
     def offsets(self, ranks: int = 1) -> tuple[int, list[slice]]:
         """Return the number of elements per rank, and the range of each gradient among the elements of all ranks.
@@ -288,15 +264,15 @@ class Bucket:
         """
         sizes = [gradient.numel for gradient in self.gradients]
         if ranks == 1 or not any(gradient.is_full for gradient in self.gradients):
-            *begins, end = accumulate(map(_with_gap, sizes), initial=0)
-            end -= _with_gap(sizes[-1]) - sizes[-1]
+            *begins, end = accumulate(map(_align, sizes), initial=0)
+            end -= _align(sizes[-1]) - sizes[-1]
             each = max(1, -(-end // ranks))  # at least one element, because collectives cannot be empty
             return each, [slice(at, at + size) for at, size in zip(begins, sizes, strict=True)]
         used, starts = [0] * ranks, [(0, 0)] * len(sizes)
         for n in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
             rank = min(range(ranks), key=lambda rank: used[rank])
             starts[n] = rank, used[rank]
-            used[rank] += _with_gap(sizes[n])
+            used[rank] += _align(sizes[n])
         each = max(1, *used)
         return each, [slice(r * each + at, r * each + at + n) for (r, at), n in zip(starts, sizes, strict=True)]
 
@@ -307,37 +283,28 @@ class Bucket:
             return self.memory(numel, dtype, first.device)
         return torch.empty(numel, dtype=dtype, device=first.device)
 
+    def start_all_reduce(
+        self, total: int, places: Sequence[slice], divisors: Sequence[Tensor | float], *, clears_grads: bool = False
+    ) -> None:
+        """Start to sum the gradients, divided by ``divisors``, and the extra values over all ranks."""
+        tail = self.extra_values()
+        self.flat = flat = self.new_flat(total + len(tail))
+        for gap in _gaps(places, total):
+            flat[gap] = 0
+        flat[total:] = torch.tensor(tail, dtype=flat.dtype, device=flat.device)
+        for gradient, place, divisor in zip(self.gradients, places, divisors, strict=True):
+            gradient.pack(flat[place], divisor)
+            if clears_grads:
+                gradient.param.grad = None
+        if self.axis.size > 1:
+            self.work = collectives.start_sum(flat, self.axis, "gradients")
+
     def reset(self) -> None:
         self.flat = self.work = None
         self.is_sent = False
         self.pending = len(self.gradients)
         for gradient in self.gradients:
             gradient.arrived = False
-
-
-OnReduced = Callable[[Bucket, Tensor, Tensor], None]
-
-
-class BucketReduction(Protocol):
-    """Reduction of a gradient bucket.
-
-    Attributes:
-        takes_sparse: Whether ``.grad`` may be sparse. Otherwise it is converted to a dense tensor.
-    """
-
-    takes_sparse: bool
-
-    def scale(self, gradient: GradientSlot) -> Tensor | float:
-        """Return the factor of a new gradient, which is applied before accumulation."""
-
-    def start(self, bucket: Bucket) -> None:
-        """Start to reduce the bucket over its ranks."""
-
-    def finish(self, bucket: Bucket) -> None:
-        """Wait for the result and deliver it."""
-
-    def end_pass(self) -> None:
-        """End a backward pass, after all buckets were finished."""
 
 
 class AllReduceToGrad:
@@ -351,30 +318,28 @@ class AllReduceToGrad:
     backward pass this communicates their indices.
     """
 
-    takes_sparse = True
+    takes_sparse = True  # otherwise a sparse gradient is converted to a dense one
 
     def __init__(self) -> None:
         self._sparse: list[tuple[GradientSlot, Tensor]] = []  # sparse gradients and their dense sums
 
     def scale(self, gradient: GradientSlot) -> Tensor | float:
-        return gradient.local_copies() / gradient.divisor
+        """Return the factor of a new gradient, which is applied before accumulation."""
+        copies = gradient.copies
+        if isinstance(copies, Tensor):
+            copies = gradient.entry.spec.slice(copies.expand(gradient.entry.spec.shape), gradient.coords)
+        return copies / gradient.divisor
 
     def start(self, bucket: Bucket) -> None:
-        total, places = _packed_offsets(bucket)
-        tail = bucket.extra_values()
-        bucket.flat = flat = bucket.new_flat(total + len(tail))
-        for gradient, place in zip(bucket.gradients, places, strict=True):
-            gradient.pack(flat[place], gradient.copies)
-        flat[total:] = torch.tensor(tail, dtype=flat.dtype, device=flat.device)
-        if bucket.axis.size > 1:
-            bucket.work = start_sum(flat, bucket.axis, "gradients")
+        bucket.start_all_reduce(*bucket.packed_offsets(), [gradient.copies for gradient in bucket.gradients])
 
     def finish(self, bucket: Bucket) -> None:
+        """Wait for the sum and write it into ``.grad``."""
         flat = bucket.flat
         assert flat is not None
         if bucket.work is not None:
             bucket.work.wait()
-        total, places = _packed_offsets(bucket)
+        total, places = bucket.packed_offsets()
         counts = bucket.check_extra_values(flat[total:])
         # counts are not needed for gradients of this rank, and reading them would synchronize a GPU
         had = None if all(n > 0 for n in bucket.has_gradient) else to_list(counts)
@@ -387,7 +352,6 @@ class AllReduceToGrad:
                     gradient.param.grad = value.clone()
                 else:
                     gradient.param.grad.copy_(value)
-
             elif gradient.is_new:
                 raise InputError(
                     f"The gradient of {gradient.entry.name} is sparse on some ranks and dense on others",
@@ -399,9 +363,9 @@ class AllReduceToGrad:
         sparse, self._sparse = self._sparse, []
         for gradient, value in sparse:
             grad = gradient.param.grad
-            mine = grad.coalesce().indices() if grad is not None and grad.is_sparse else None
-            rows = [theirs.to(value.device) for theirs in all_gather_objects(mine, gradient.axis) if theirs is not None]
-            indices = torch.cat(rows, 1).unique(dim=1)
+            local = grad.coalesce().indices() if grad is not None and grad.is_sparse else None
+            found = collectives.all_gather_objects(local, gradient.axis)
+            indices = torch.cat([rows.to(value.device) for rows in found if rows is not None], 1).unique(dim=1)
             checks = torch.sparse.check_sparse_tensor_invariants
             with checks(checks.is_enabled()):  # type: ignore[no-untyped-call]  # torch 2.11 warns if this is not set
                 gradient.param.grad = torch.sparse_coo_tensor(
@@ -426,7 +390,7 @@ class ReduceScatterToShards:
 
     def __init__(
         self,
-        receive: OnReduced,
+        receive: Callable[[Bucket, Tensor, Tensor], None],
         arrives: Callable[[GradientSlot], None] = lambda _: None,
         takes: Callable[[GradientSlot], None] = lambda _: None,
         ends: Callable[[], None] = lambda: None,
@@ -438,17 +402,16 @@ class ReduceScatterToShards:
         self._takes(gradient)
         return 1.0
 
-    def _take(self, bucket: Bucket) -> None:
+    def start(self, bucket: Bucket) -> None:
         for gradient in bucket.gradients:
             self._takes(gradient)
+        self._start(bucket)
 
-    def start(self, bucket: Bucket) -> None:
-        self._take(bucket)
+    def _start(self, bucket: Bucket) -> None:
         ranks, tail = bucket.axis.size, bucket.extra_values()
         each, places = bucket.offsets(ranks)
         if (slices := bucket.slices) is not None:
-            behind = bucket.new_flat(len(tail))
-            bucket.work = slices.start_sum(each, places, behind.copy_(torch.tensor(tail)))
+            bucket.work = slices.start_sum(each, places, bucket.new_flat(len(tail)).copy_(torch.tensor(tail)))
             for gradient in bucket.gradients:
                 gradient.param.grad = None
             return
@@ -456,76 +419,60 @@ class ReduceScatterToShards:
         rows = bucket.flat.view(ranks, each + len(tail))
         rows[:, each:] = torch.tensor(tail, dtype=rows.dtype, device=rows.device)
         for gap in _gaps(places, ranks * each):
-            for rank in range(gap.start // each, -(-gap.stop // each)):
-                rows[rank, max(gap.start - rank * each, 0) : min(gap.stop - rank * each, each)] = 0
+            for rank, at, _ in _split_at_rows(gap, each):
+                rows[rank, at] = 0
         for gradient, place in zip(bucket.gradients, places, strict=True):
             _pack_rows(gradient, place, rows[:, :each])
             gradient.param.grad = None
-        bucket.work = start_reduce_scatter(bucket.flat, bucket.axis, 0, purpose="gradients")
+        bucket.work = collectives.start_reduce_scatter(bucket.flat, bucket.axis, 0, purpose="gradients")
 
     def finish(self, bucket: Bucket) -> None:
-        shard = bucket.work.wait()
-        each = self._length(bucket)
+        shard, each = bucket.work.wait(), bucket.offsets(bucket.axis.size)[0]
         self._receive(bucket, shard[:each], bucket.check_extra_values(shard[each:]))
-
-    def _length(self, bucket: Bucket) -> int:
-        """Return the number of gradient elements per rank."""
-        return bucket.offsets(bucket.axis.size)[0]
 
 
 class AllReduceToShards(ReduceScatterToShards):
     """Gives every rank the full sum. Communicates one all-reduce of the gradients, with one number for each."""
 
-    def start(self, bucket: Bucket) -> None:
-        self._take(bucket)
-        total, tail = self._length(bucket), bucket.extra_values()
-        bucket.flat = flat = bucket.new_flat(total + len(tail))
-        for gap in _gaps(bucket.offsets()[1], total):
-            flat[gap] = 0
-        flat[total:] = torch.tensor(tail, dtype=flat.dtype, device=flat.device)
-        for gradient, place in zip(bucket.gradients, bucket.offsets()[1], strict=True):
-            gradient.pack(flat[place], gradient.divisor)
-            gradient.param.grad = None
-        bucket.work = (
-            start_sum(flat, bucket.axis, "gradients") if bucket.axis.size > 1 else PendingCollective((), lambda: flat)
-        )
+    def _start(self, bucket: Bucket) -> None:
+        divisors = [gradient.divisor for gradient in bucket.gradients]
+        bucket.start_all_reduce(*bucket.offsets(), divisors, clears_grads=True)
 
-    def _length(self, bucket: Bucket) -> int:
-        return bucket.offsets()[0]
+    def finish(self, bucket: Bucket) -> None:
+        assert bucket.flat is not None
+        flat = bucket.flat if bucket.work is None else bucket.work.wait()
+        total = bucket.offsets()[0]
+        self._receive(bucket, flat[:total], bucket.check_extra_values(flat[total:]))
 
 
-def _packed_offsets(bucket: Bucket) -> tuple[int, list[slice]]:
-    """Return the total number of elements, and the range of each gradient without alignment."""
-    *begins, end = accumulate((gradient.numel for gradient in bucket.gradients), initial=0)
-    return end, [slice(at, at + gradient.numel) for at, gradient in zip(begins, bucket.gradients, strict=True)]
+BucketReduction = AllReduceToGrad | ReduceScatterToShards
 
 
-def _dense(grad: Tensor | None) -> Tensor | None:
-    return grad.to_dense() if grad is not None and grad.is_sparse else grad
-
-
-def _with_gap(numel: int) -> int:
+def _align(numel: int) -> int:
     return -(-numel // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
 
 
 def _gaps(places: Sequence[slice], total: int) -> Iterator[slice]:
     """Yield the ranges of ``total`` elements that no gradient uses."""
     end = 0
-    for place in sorted(places, key=lambda place: place.start):
+    for place in [*sorted(places, key=lambda place: place.start), slice(total, total)]:
         if place.start > end:
             yield slice(end, place.start)
         end = max(end, place.stop)
-    if total > end:
-        yield slice(end, total)
+
+
+def _split_at_rows(place: slice, each: int) -> Iterator[tuple[int, slice, slice]]:
+    """Yield (row, range in the row, range in ``place``) of each row of length ``each`` that a range overlaps."""
+    for row in range(place.start // each, -(-place.stop // each)):
+        low, high = max(place.start, row * each), min(place.stop, (row + 1) * each)
+        yield row, slice(low - row * each, high - row * each), slice(low - place.start, high - place.start)
 
 
 def _pack_rows(gradient: GradientSlot, place: slice, rows: Tensor) -> None:
     """Write a gradient divided by its divisor into its range of consecutive rows."""
-    each, grad = rows.shape[1], gradient.param.grad
-    ranks = range(place.start // each, -(-place.stop // each))
-    if len(ranks) == 1:
-        start = place.start - ranks[0] * each
-        gradient.pack(rows[ranks[0], start : start + gradient.numel], gradient.divisor)
+    grad, parts = gradient.param.grad, list(_split_at_rows(place, rows.shape[1]))
+    if len(parts) == 1:
+        gradient.pack(rows[parts[0][:2]], gradient.divisor)
         return
     if grad is None or gradient.is_shared:
         values = rows.new_empty(gradient.numel)
@@ -533,7 +480,5 @@ def _pack_rows(gradient: GradientSlot, place: slice, rows: Tensor) -> None:
     else:
         values = grad.reshape(-1)
     divisor = 1.0 if grad is None or gradient.is_shared else gradient.divisor
-    for rank in ranks:
-        low, high = max(place.start, rank * each), min(place.stop, (rank + 1) * each)
-        part = values[low - place.start : high - place.start]
-        torch.div(part, divisor, out=rows[rank, low - rank * each : high - rank * each])
+    for row, at, source in parts:
+        torch.div(values[source], divisor, out=rows[row, at])

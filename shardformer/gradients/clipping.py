@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import gc
 import math
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
 from functools import wraps
 from types import GeneratorType
 from typing import Any
@@ -53,8 +52,8 @@ def clip_grad_norm_(
         total = grad_norm(model, norm_type)
     else:
         total = kept.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
-    if error_if_nonfinite and not bool(torch.isfinite(total)):
-        raise RuntimeError(f"Gradients cannot be clipped, because their norm is {total.item()}")
+    if error_if_nonfinite:
+        _check_finite(total)
     if kept is None:
         scale_gradients(model, total, max_norm)
     return total
@@ -124,14 +123,8 @@ def _term(entry: ParamEntry, norm_type: float, coords: Coords, names: Sequence[s
     return (powers / held_by.to(powers) if isinstance(held_by, Tensor) else powers).sum()
 
 
-class _Call(threading.local):
-    """The parameters of the ``clip_grad_norm_`` call that runs in this thread, or None."""
-
-    params: Sequence[Tensor] | None = None
-
-
-_CALL = _Call()
-
+_CLIPPED: ContextVar[Sequence[Tensor] | None] = ContextVar("clipped", default=None)
+"""Parameters of the ``clip_grad_norm_`` call that runs in this thread."""
 
 NORM_PATCH = Patch(
     "torch.nn.utils.get_total_norm",
@@ -164,22 +157,15 @@ def _leading_clip(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         for state in tables_of(params):
             if state.gradient_owner is not None:
-                # before .grad is read: no_sync leaves local gradients
-                state.gradient_owner.agree()
-        with _called_with(params):
+                state.gradient_owner.agree()  # before .grad is read: no_sync leaves local gradients
+        token = _CLIPPED.set(params)
+        try:
             # torch warns if a generator is empty
             return original((p for p in params) if isinstance(parameters, GeneratorType) else params, *args, **kwargs)
+        finally:
+            _CLIPPED.reset(token)
 
     return clip_grad_norm_
-
-
-@contextmanager
-def _called_with(params: Sequence[Tensor]) -> Iterator[None]:
-    before, _CALL.params = _CALL.params, params
-    try:
-        yield
-    finally:
-        _CALL.params = before
 
 
 def _leading_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -191,54 +177,59 @@ def _leading_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         foreach: bool | None = None,
     ) -> Tensor:
         grads = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        _check_no_pieces(_CALL.params or (), grads)
-        found = _parts_of(_CALL.params, grads) if _CALL.params else _entries_by_model(grads)
+        params = _CLIPPED.get() or ()
+        _check_model_params(params, grads)
+        found = _entries_of_params(params) if params else _entries_of_grads(grads)
         if not found:
             return original(grads, norm_type, error_if_nonfinite, foreach)
-        known = {id(e.param.grad) for entries in found.values() for e in entries}
-        norms = [_norm_of(entries, state, float(norm_type)) for state, entries in found.items()]
+        known = {id(e.param.grad) for entries in found.values() for e in entries}  # norm_of replaces .grad
+        norms = []
+        for state, entries in found.items():
+            if state.gradient_owner is not None:
+                norms.append(state.gradient_owner.norm_of([e.param for e in entries], float(norm_type)))
+            else:
+                norms.append(norm_of_entries(entries, state, float(norm_type)))
         if others := [g for g in grads if id(g) not in known]:
             norms.append(original(others, norm_type, False, foreach))
         total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0]) for n in norms]), float(norm_type))
-        if error_if_nonfinite and not bool(torch.isfinite(total)):
-            raise RuntimeError(f"Gradients cannot be clipped, because their norm is {total.item()}")
+        if error_if_nonfinite:
+            _check_finite(total)
         return total
 
     return total_norm
 
 
-def _norm_of(entries: Sequence[ParamEntry], state: ShardingMetadata, norm_type: float) -> Tensor:
-    if state.gradient_owner is not None:
-        return state.gradient_owner.norm_of([e.param for e in entries], norm_type)
-    return norm_of_entries(entries, state, norm_type)
+def _check_finite(norm: Tensor) -> None:
+    if not bool(torch.isfinite(norm)):
+        raise RuntimeError(f"Gradients cannot be clipped, because their norm is {norm.item()}")
 
 
-def _parts_of(params: Sequence[Tensor], grads: Sequence[Tensor]) -> dict[ShardingMetadata, list[ParamEntry]]:
+def _check_model_params(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """Raise ConfigError for the parameters of a ZeroOptimizer, which are slices of the model's."""
+    clipped = {id(x) for x in (*params, *grads)}
+    for owner in (state.gradient_owner for state in tables_here() if state.gradient_owner is not None):
+        for p in (p for group in owner.param_groups for p in group["params"]):
+            if id(p) in clipped or (p.grad is not None and id(p.grad) in clipped):
+                raise _zero_error("parameters of a ZeroOptimizer, which are slices of the model's")
+
+
+def _entries_of_params(params: Sequence[Tensor]) -> dict[ShardingMetadata, list[ParamEntry]]:
     """Return the entries of these parameters with gradients, for each sharded model. A stage may have none."""
-    found: dict[ShardingMetadata, list[ParamEntry]] = {}
+    found = {}
     for state, entries in tables_of(params).items():
         entries = [e for e in entries if e.param.grad is not None]
-        if _is_cut(state) and (entries or state.context.pipe.size > 1):
+        if _is_sharded(state) and (entries or state.context.pipe.size > 1):
             found[state] = entries
     return found
 
 
-def _check_no_pieces(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-    """Raise ConfigError for the parameters of a ZeroOptimizer, which are slices of the model's."""
-    asked = {id(x) for x in (*params, *grads)}
-    for kept in (state.gradient_owner for state in tables_here() if state.gradient_owner is not None):
-        for piece in (p for group in kept.param_groups for p in group["params"]):
-            if id(piece) in asked or (piece.grad is not None and id(piece.grad) in asked):
-                raise _kept_by_zero("parameters of a ZeroOptimizer, which are slices of the model's")
-
-
-def _entries_by_model(grads: Sequence[Tensor]) -> dict[ShardingMetadata, list[ParamEntry]]:
+def _entries_of_grads(grads: Sequence[Tensor]) -> dict[ShardingMetadata, list[ParamEntry]]:
     """Return the entries that have these gradients, for each sharded model of this rank."""
     if not grads:
         return _model_of_other_stage()
     missing = {id(g) for g in grads}
-    found: dict[ShardingMetadata, list[ParamEntry]] = {}
-    for state in filter(_is_cut, tables_here()):
+    found = {}
+    for state in filter(_is_sharded, tables_here()):
         entries = [e for e in state.entries if e.param.grad is not None and id(e.param.grad) in missing]
         if entries:
             found[state] = entries
@@ -248,23 +239,19 @@ def _entries_by_model(grads: Sequence[Tensor]) -> dict[ShardingMetadata, list[Pa
     return found
 
 
-def _is_cut(state: ShardingMetadata) -> bool:
+def _is_sharded(state: ShardingMetadata) -> bool:
     return state.gradient_owner is not None or any(
         state.axis(name).size > 1 for e in state.entries for name in e.reduction.norm_over
     )
 
 
 def _model_of_other_stage() -> dict[ShardingMetadata, list[ParamEntry]]:
-    """Return the model whose other pipeline stages clip parameters, if this stage has none of them.
-
-    Raises:
-        ConfigError: Several models have stages in this process, or other ranks may clip slices of parameters.
-    """
+    """Return the model whose other pipeline stages clip parameters, if this stage has none of them."""
     if len(tables_here()) > 1 or any(state.gradient_owner is not None for state in tables_here()):
         gc.collect()  # ignore models that are no longer referenced
     states = [state for state in tables_here() if state.context.pipe.size > 1]
     if not states and any(state.gradient_owner is not None for state in tables_here()):
-        raise _kept_by_zero("no gradients")
+        raise _zero_error("no gradients")
     if len(states) > 1:
         raise ConfigError(
             f"torch.nn.utils.clip_grad_norm_ got no gradients, but this process has stages of {len(states)} models",
@@ -273,7 +260,7 @@ def _model_of_other_stage() -> dict[ShardingMetadata, list[ParamEntry]]:
     return {state: [] for state in states}
 
 
-def _kept_by_zero(what: str) -> ConfigError:
+def _zero_error(what: str) -> ConfigError:
     return ConfigError(
         f"torch.nn.utils.clip_grad_norm_ received {what}, but ZeRO keeps the gradients of a model in this process",
         remedy="Pass model.parameters(), or use shardformer.clip_grad_norm_(model, max_norm) or "

@@ -20,21 +20,42 @@ from shardformer.torch_compat import at_end_of_backward
 class PausableReducer:
     """A reducer that can accumulate the gradients of several backward passes before it reduces them."""
 
-    _paused = was_paused = False
-
-    @property
-    def is_paused(self) -> bool:
-        return self._paused
+    is_paused = was_paused = False
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Accumulate local gradients in this context. The next backward pass outside reduces all of them."""
-        before, self._paused = self._paused, True
+        before, self.is_paused = self.is_paused, True
         self.was_paused = True  # until the reduction; known on all ranks, whether a gradient arrives or not
         try:
             yield
         finally:
-            self._paused = before
+            self.is_paused = before
+
+    def _hook(self, gradient: GradientSlot) -> tuple[Any, ...]:
+        # Hooks use weak references, because the garbage collector cannot traverse the autograd node that keeps them.
+        # The model and its process groups would never be freed.
+        reducer, slot = weakref.ref(self), weakref.ref(gradient)
+
+        def arriving(grad: Tensor) -> Tensor | None:
+            me, one = reducer(), slot()
+            return me._arriving(one, grad) if me is not None and one is not None else None
+
+        def accumulated(param: Tensor) -> None:
+            me, one = reducer(), slot()
+            if me is not None and one is not None:
+                me._accumulated(one)
+
+        param: Any = gradient.param
+        return param.register_hook(arriving), param.register_post_accumulate_grad_hook(accumulated)
+
+    def _arriving(self, gradient: GradientSlot, grad: Tensor) -> Tensor | None:
+        """Scale a new gradient before autograd accumulates it."""
+        raise NotImplementedError
+
+    def _accumulated(self, gradient: GradientSlot) -> None:
+        """Handle a gradient after autograd accumulated it."""
+        raise NotImplementedError
 
 
 @contextmanager
@@ -81,9 +102,7 @@ class GradientReducer(PausableReducer):
         self.sums = any(gradient.axis.size > 1 for gradient in gradients)
         self._bucket_bytes, self._overlaps = bucket_bytes, True
         self._end = end or AllReduceToGrad()
-        self._is_laid_out = False
-        self._queued = False
-        self._dirty = False
+        self._is_laid_out = self._queued = self._dirty = False
         self._hooked: dict[int, Any] = {}
         self._buckets: list[Bucket] = []
         self._next = self._landed = 0  # number of buckets whose reduction started, and finished
@@ -177,23 +196,6 @@ class GradientReducer(PausableReducer):
         bucket.flat = bucket.work = None
         self._landed += 1
 
-    def _hook(self, gradient: GradientSlot) -> tuple[Any, ...]:
-        # Hooks use weak references, because the garbage collector cannot traverse the autograd node that keeps them.
-        # The model and its process groups would never be freed.
-        reducer, held = weakref.ref(self), weakref.ref(gradient)
-
-        def arriving(grad: Tensor) -> Tensor | None:
-            me, one = reducer(), held()
-            return me._arriving(one, grad) if me is not None and one is not None else None
-
-        def accumulated(param: Tensor) -> None:
-            me, one = reducer(), held()
-            if me is not None and one is not None:
-                me._accumulated(one)
-
-        param: Any = gradient.param
-        return param.register_hook(arriving), param.register_post_accumulate_grad_hook(accumulated)
-
     def _arriving(self, gradient: GradientSlot, grad: Tensor) -> Tensor | None:
         if gradient.bucket is not None and gradient.bucket.is_sent:
             self._flush()  # a second gradient in one backward pass: the reduction in flight must finish first
@@ -203,12 +205,14 @@ class GradientReducer(PausableReducer):
         return grad * scale if scale != 1 else None
 
     def _accumulated(self, gradient: GradientSlot) -> None:
-        if not self._paused:
-            self._send_full()  # earlier buckets only: other hooks of this parameter may still change its gradient
+        if not self.is_paused and self._overlaps:
+            # earlier buckets only: other hooks of this parameter may still change its gradient
+            while self._next < len(self._buckets) and self._buckets[self._next].pending == 0:
+                self._start_next()
         gradient.changed = True
         if gradient.is_sparse and not self._end.takes_sparse:
             gradient.param.grad = gradient.param.grad.to_dense()  # type: ignore[union-attr]  # it is sparse
-        if self._paused:
+        if self.is_paused:
             return
         self._dirty = True
         if not self._queued:
@@ -218,10 +222,6 @@ class GradientReducer(PausableReducer):
             gradient.arrived = True
             assert gradient.bucket is not None
             gradient.bucket.pending -= 1
-
-    def _send_full(self) -> None:
-        while self._overlaps and self._next < len(self._buckets) and self._buckets[self._next].pending == 0:
-            self._start_next()
 
     def _end_backward(self) -> None:
         self._queued = False
@@ -254,8 +254,7 @@ def _fill_buckets(gradients: list[GradientSlot], bucket_bytes: int) -> list[Buck
             bucket, used = Bucket(gradient.axis), 0
             buckets.append(bucket)
         bucket.gradients.append(gradient)
-        gradient.bucket = bucket
-        gradient.arrived = False
+        gradient.bucket, gradient.arrived = bucket, False
         bucket.pending = len(bucket.gradients)
         open_ones[key] = (bucket, used + size)
     return buckets

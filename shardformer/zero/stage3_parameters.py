@@ -13,7 +13,6 @@ Pre-trained Models via Chunk-based Dynamic Memory Management" (2022).
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -356,39 +355,27 @@ class ParamGroupReducer(PausableReducer):
         self._under_way: list[Bucket] = []
         self.sent: set[int] = set()
         self.is_sealed = False  # whether a group that was sent may receive no further gradients
-        for index, found in buckets.items():
-            for gradient in (g for bucket in found for g in bucket.gradients):
-                self._hook(gradient, index)
+        for gradient in self._gradients():
+            self._hook(gradient)
 
-    def _hook(self, gradient: GradientSlot, index: int) -> None:
-        # weak references, because the garbage collector cannot traverse the autograd node that keeps the hooks
-        reducer, held = weakref.ref(self), weakref.ref(gradient)
+    def _gradients(self) -> Iterator[GradientSlot]:
+        return (gradient for found in self._buckets.values() for bucket in found for gradient in bucket.gradients)
 
-        def arriving(grad: Tensor) -> None:
-            me, one = reducer(), held()
-            if me is not None and one is not None:
-                me._end.scale(one)
+    def _arriving(self, gradient: GradientSlot, grad: Tensor) -> None:
+        self._end.scale(gradient)
 
-        def accumulated(param: Tensor) -> None:
-            me, one = reducer(), held()
-            if me is not None and one is not None:
-                one.changed = one.arrived = True
-                if one.is_sparse:
-                    one.param.grad = one.param.grad.to_dense()  # type: ignore[union-attr]  # it is sparse
-                me._check(one, me._units[index])
-                me._arrived(me._units[index])
-
-        param: Any = gradient.param
-        param.register_hook(arriving)
-        param.register_post_accumulate_grad_hook(accumulated)
-
-    def _check(self, gradient: GradientSlot, unit: ParamGroup) -> None:
+    def _accumulated(self, gradient: GradientSlot) -> None:
+        unit: ParamGroup = gradient.param.__dict__[GROUP_ATTRIBUTE]
+        gradient.changed = gradient.arrived = True
+        if gradient.is_sparse:
+            gradient.param.grad = gradient.param.grad.to_dense()  # type: ignore[union-attr]  # it is sparse
         if self.is_sealed and unit.index in self.sent:
             raise ConfigError(
                 f"A gradient of {gradient.entry.name} was computed after the gradients of {unit.name} were reduced",
                 rule="Stage 3 reduces the gradients of a layer at the position recorded in the first backward pass",
                 remedy="Use stage=2, which waits for the end of the backward pass",
             )
+        self._arrived(unit)
 
     def is_complete(self, unit: ParamGroup) -> bool:
         """Whether all parameters of a group received gradients on this rank that were not sent."""
@@ -429,7 +416,7 @@ class ParamGroupReducer(PausableReducer):
         """End a backward pass whose gradients were all sent."""
         self.wait()
         self.sent = set()
-        for gradient in (g for found in self._buckets.values() for bucket in found for g in bucket.gradients):
+        for gradient in self._gradients():
             gradient.arrived = False
         self._end.end_pass()
 
