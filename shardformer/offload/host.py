@@ -253,7 +253,34 @@ def _processes_here() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", world))
 
 
-class HostShard:
+class WeightStore:
+    """Loads the values of a shard's master weights, and releases them. This base class keeps them on the device."""
+
+    def fetch(self) -> None:
+        """Start to read the values, for ``load``."""
+
+    def load(self) -> bool:
+        """Load the values. Return whether they are loaded."""
+        return True
+
+    def wait(self) -> None:
+        """Wait until the values may be overwritten."""
+
+    def evict(self) -> None:
+        """Allow the values to be written back and released until the next step."""
+
+    def discard(self, *, keeps_memory: bool = False) -> None:
+        """Release the values, which have not changed.
+
+        Args:
+            keeps_memory: Whether the released tensors are still referenced, so that their memory must not be reused.
+        """
+
+    def save(self) -> None:
+        """Store values that changed between two steps."""
+
+
+class HostShard(WeightStore):
     """Master weights and reduced gradients of one shard in host memory.
 
     Args:
@@ -273,26 +300,6 @@ class HostShard:
     def tensors(self) -> list[Tensor]:
         """Return the host memory of this shard, without shared buffers."""
         return [x for x in (self.values, self._sum, self._staging) if x is not None]
-
-    def fetch(self) -> None:
-        """Start to read the master weights, for ``load``. Does nothing in host memory."""
-
-    def load(self) -> bool:
-        """Return whether the master weights are loaded."""
-        return True
-
-    def evict(self) -> None:
-        """Allow the master weights to be written back and released until the next step."""
-
-    def discard(self, *, keeps_memory: bool = False) -> None:
-        """Release the master weights, which have not changed.
-
-        Args:
-            keeps_memory: Whether the released tensors are still referenced, so that their memory must not be reused.
-        """
-
-    def save(self) -> None:
-        """Store master weights that changed between two steps."""
 
     def receive(self, part: Tensor, scale: float) -> None:
         """Start to copy gradients to the host, where they are divided by ``scale`` and accumulated."""

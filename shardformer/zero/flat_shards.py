@@ -22,7 +22,7 @@ from shardformer.errors import ConfigError
 from shardformer.gradients.buckets import Bucket, GradientSlot
 from shardformer.layout.sharding_metadata import ParamEntry
 from shardformer.mesh.parallel_context import Axis
-from shardformer.offload.host import AsyncCopy, HostDeviceCopier, HostMemory, HostShard
+from shardformer.offload.host import AsyncCopy, HostDeviceCopier, HostMemory, WeightStore
 from shardformer.torch_compat import has_data, to_list
 from shardformer.zero.gradient_view import ShardedGradient
 from shardformer.zero.mixed_precision import KAHAN, RoundedSlice, RoundedWeights
@@ -105,12 +105,15 @@ class FlatShard:
         if self._link is not None:
             self.local = self._link.new_host(self.length, self.dtype).zero_()
         else:
-            self.local = self._new(self.length) if self.full is None else self._own_of(self.full)
+            self.local = self._new(self.length) if self.full is None else self._local_part(self.full)
         self.host = host.part(self.length, self.wide) if host is not None else None
         rounds = rounding is not None and self.wide != self.dtype and host is None
         self.rounded = RoundedWeights(self.local, rests=rounding == KAHAN) if rounds else None
+        self._always_loaded = WeightStore()
         self.has_masters = self.host is not None or self.wide != self.dtype
-        self.slices = [piece for n, g in enumerate(self.gradients) if (piece := self._take(n, g)) is not None]
+        found = ((n, self._add_param(n, g)) for n, g in enumerate(self.gradients))
+        self._slice_of = {n: piece for n, piece in found if piece is not None}
+        self.slices = list(self._slice_of.values())
         self._sum: Tensor | None = None
         self._counts: Tensor | None = None
         self._had = [False] * len(self.gradients)
@@ -119,7 +122,7 @@ class FlatShard:
         self._shown: dict[int, tuple[ShardedGradient, Tensor | None]] = {}
         self._going_up: AsyncCopy | None = None
         self._fetched: tuple[Tensor, AsyncCopy] | None = None
-        self._versions = self._current_versions()
+        self.sync_versions()
 
     def enable_rounding(self, keys: Mapping[int, int]) -> None:
         """Round the parameters to bf16, if they have no fp32 master weights.
@@ -133,9 +136,9 @@ class FlatShard:
             )
 
     @property
-    def _masters(self) -> HostShard | RoundedWeights | None:
-        """The store that loads and evicts the values of the slices. None if they are always loaded."""
-        return self.host if self.host is not None else self.rounded
+    def masters(self) -> WeightStore:
+        """Loads and evicts the values of the slices."""
+        return self.host or self.rounded or self._always_loaded
 
     @property
     def rests_on_host(self) -> bool:
@@ -160,9 +163,6 @@ class FlatShard:
         """Whether any parameter received a gradient, even if it was discarded later. Identical on all ranks."""
         return any(self.has_gradient) or self._is_discarded
 
-    def _current_versions(self) -> list[int]:
-        return [gradient.param._version for gradient in self.gradients]
-
     def find_moved_param(self) -> str | None:
         """Return the name of a parameter that no longer uses the memory of this shard, or None."""
         if self.full is None or not has_data(self.full):
@@ -178,80 +178,74 @@ class FlatShard:
 
         All ranks must write the same values. Parameters that are views of the shard are already up to date.
         """
-        if self.keeps or self._versions == self._current_versions():
+        written = [n for n, g in enumerate(self.gradients) if g.param._version != self._versions[n]]
+        if self.keeps or not written:
             return
         with self.changing():
-            for number, (gradient, before) in enumerate(zip(self.gradients, self._versions, strict=True)):
-                if gradient.param._version != before:
-                    self._take_up(number, gradient)
+            for number in written:
+                self._adopt(number)
         self.sync_versions()
+
+    def _adopt(self, number: int) -> None:
+        gradient = self.gradients[number]
+        flat = _flatten(gradient, gradient.param.detach()) if self.full is None else None
+        if (piece := self._slice_of.get(number)) is None:
+            return
+        if flat is not None:
+            self.local[piece.shard_range] = flat[piece.param_range]
+        if self.has_masters:  # an unchanged weight keeps its more precise master weight
+            value = piece.value.detach()
+            written = self.local[piece.shard_range].view_as(value).to(value.device)
+            value.copy_(torch.where(value.to(self.dtype) == written, value, written.to(self.wide)))
 
     def sync_versions(self) -> None:
         """Mark the current values of the parameters as equal to those of the shard."""
-        self._versions = self._current_versions()
-
-    def _take_up(self, number: int, gradient: GradientSlot) -> None:
-        flat = _flat(gradient, gradient.param.detach()) if self.full is None else None
-        for piece in (piece for piece in self.slices if piece.number == number):
-            if flat is not None:
-                self.local[piece.shard_range] = flat[piece.param_range]
-            if self.has_masters:  # an unchanged weight keeps its more precise master weight
-                value = piece.value.detach()
-                written = self.local[piece.shard_range].view_as(value).to(value.device)
-                value.copy_(torch.where(value.to(self.dtype) == written, value, written.to(self.wide)))
+        self._versions = [gradient.param._version for gradient in self.gradients]
 
     def _new(self, numel: int) -> Tensor:
         return torch.zeros(numel, dtype=self.dtype, device=self.device)
 
-    def _stretch(self, number: int) -> slice:
+    def _local_range(self, number: int) -> slice:
         """Range of a flat parameter that lies in this rank's shard."""
         place, begin = self.places[number], self.axis.rank * self.length
         low, high = max(place.start, begin), min(place.stop, begin + self.length)
         return slice(low - place.start, high - place.start) if low < high else slice(0, 0)
 
-    def _take(self, number: int, gradient: GradientSlot) -> ParamSlice | None:
+    def _add_param(self, number: int, gradient: GradientSlot) -> ParamSlice | None:
         """Copy a parameter into this shard. Return this rank's slice, or None.
 
         A parameter without elements gets a slice on every rank, as in a single process. Communicates one all-reduce if
         several ranks store slices of the parameter.
         """
-        flat = _flat(gradient, gradient.param.detach())
-        place, stretch = self.places[number], self._stretch(number)
+        flat = _flatten(gradient, gradient.param.detach())
+        place, here = self.places[number], self._local_range(number)
         if self.full is not None:
             self.full[place] = flat
             gradient.param.data = gradient.unpack(self.full[place])
-        if stretch.start == stretch.stop and gradient.numel:
+        if here.start == here.stop and gradient.numel:
             return None
         begin = place.start - self.axis.rank * self.length
-        at = slice(begin + stretch.start, begin + stretch.stop) if gradient.numel else slice(0, 0)
+        at = slice(begin + here.start, begin + here.stop) if gradient.numel else slice(0, 0)
         if self.full is None:
-            self.local[at] = flat[stretch]
+            self.local[at] = flat[here]
         if self.host is not None:
-            value = self.host.values[at].copy_(flat[stretch])
+            value = self.host.values[at].copy_(flat[here])
         else:
-            value = flat[stretch].to(self.wide, copy=True) if self.has_masters else self.local[at]
+            value = flat[here].to(self.wide, copy=True) if self.has_masters else self.local[at]
         value = value.view(gradient.shape) if gradient.is_full else value
-        return ParamSlice(gradient, number, stretch, at, nn.Parameter(value, gradient.param.requires_grad))
+        return ParamSlice(gradient, number, here, at, nn.Parameter(value, gradient.param.requires_grad))
 
     def cut(self, number: int, state: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's slice of an optimizer state of a full parameter."""
-        gradient, stretch = self.gradients[number], self._stretch(number)
-        shape = gradient.param.shape
-        return {
-            name: self._cut(gradient, x, stretch)
-            if isinstance(x, Tensor) and x.shape == shape and (x.dim() or name != "step")
-            else self._beside(x)
-            for name, x in state.items()
-        }
-
-    def _beside(self, x: Any) -> Any:
-        """Move a state that is not element-wise, such as the step count of a fused optimizer, to the shard's device."""
-        return x.to("cpu") if self.host is not None and isinstance(x, Tensor) else x
-
-    def _cut(self, gradient: GradientSlot, x: Tensor, stretch: slice) -> Tensor:
-        flat = _flat(gradient, x.to_dense() if x.is_sparse else x)
-        flat = flat if self.host is None else flat.to("cpu")
-        return flat.view(gradient.shape).clone() if gradient.is_full else flat[stretch].clone()
+        gradient, here = self.gradients[number], self._local_range(number)
+        found = {}
+        for name, x in state.items():
+            if isinstance(x, Tensor) and x.shape == gradient.param.shape and (x.dim() or name != "step"):
+                x = _flatten(gradient, x.to_dense() if x.is_sparse else x)
+                x = x.view(gradient.shape).clone() if gradient.is_full else x[here].clone()
+            # a fused optimizer keeps its step count on the device of the parameter
+            found[name] = x.to("cpu") if self.host is not None and isinstance(x, Tensor) else x
+        return found
 
     def receive(self, part: Tensor, had: Tensor, scale: float = 1.0) -> None:
         """Add a reduced gradient, divided by ``scale``, to this shard.
@@ -280,14 +274,15 @@ class FlatShard:
         if not has_data(self.local) or (total := self.sum) is None:
             return
         known = self.has_gradient if self._counts is None or not self._counts.is_cuda else [True] * len(self.gradients)
-        views: dict[int, Tensor] = {}
-        for piece in self.slices:
-            if known[piece.number]:
-                views[piece.number] = piece.value.grad = total[piece.shard_range].view_as(piece.value)
         for number, gradient in enumerate(self.gradients):
-            if known[number] and not gradient.changed:
+            if not known[number]:
+                continue
+            view = None
+            if (piece := self._slice_of.get(number)) is not None:
+                view = piece.value.grad = total[piece.shard_range].view_as(piece.value)
+            if not gradient.changed:
                 seen = gradient.param.grad = ShardedGradient(self, number)
-                self._shown[number] = seen, views.get(number)
+                self._shown[number] = seen, view
 
     def hide(self, number: int) -> None:
         """Apply the user's edits of a gradient to the shard, and clear ``.grad`` for the next backward pass.
@@ -296,28 +291,30 @@ class FlatShard:
             ConfigError: ``.grad`` was replaced by a tensor that was not computed from it.
         """
         gradient, grad = self.gradients[number], self.gradients[number].param.grad
+        is_own = isinstance(grad, ShardedGradient) and grad.is_of(self, number)
+        made = grad.made if isinstance(grad, ShardedGradient) and is_own else None
         if (shown := self._shown.get(number)) is None:
             if gradient.changed and grad is None:
                 self.discard_gradient(number)  # including gradients that were accumulated in no_sync
-            elif isinstance(grad, ShardedGradient) and grad.is_of(self, number) and grad.made is not None:
-                self._put_back(number, grad.made)
+            elif made is not None:
+                self._put_back(number, made)
             return
-        piece = next((piece for piece in self.slices if piece.number == number), None)
-        mine = piece.value.grad if piece is not None else None
+        piece = self._slice_of.get(number)
+        local = piece.value.grad if piece is not None else None
         if grad is None:
             self.edited(number, "discarded")
-        if grad is None or (piece is not None and mine is None):
+        if grad is None or (piece is not None and local is None):
             self.discard_gradient(number)
             return
-        if not isinstance(grad, ShardedGradient) or not grad.is_of(self, number):
+        if not is_own:
             raise set_by_hand(gradient.entry.name)
         del self._shown[number]
         gradient.param.grad = None
-        if grad.made is not None:
+        if made is not None:
             self.edited(number, "replaced")
-            self.numbers_of(number).copy_(grad.made)
-        elif mine is not None and mine is not shown[1]:
-            self.numbers_of(number).copy_(mine.reshape(-1))
+            self.numbers_of(number).copy_(made)
+        elif local is not None and local is not shown[1]:
+            self.numbers_of(number).copy_(local.reshape(-1))
 
     def _put_back(self, number: int, numbers: Tensor) -> None:
         """Set the gradient of a parameter, after zero_grad, to a tensor that was computed from earlier gradients."""
@@ -329,13 +326,12 @@ class FlatShard:
         self.numbers_of(number).copy_(numbers)
 
     def discard_gradient(self, number: int) -> None:
-        """Discard the gradient of a parameter."""
         self._shown.pop(number, None)
         if self.has_gradient[number]:
             self._had[number], self._is_discarded = False, True
             self.numbers_of(number).zero_()
         self.gradients[number].param.grad = None
-        for piece in (piece for piece in self.slices if piece.number == number):
+        if (piece := self._slice_of.get(number)) is not None:
             piece.value.grad = None
 
     def edited(self, number: int, what: str) -> None:
@@ -349,7 +345,7 @@ class FlatShard:
                 f"The gradient of {self.gradients[number].entry.name} was accessed after zero_grad",
                 remedy="Clone the gradient before zero_grad, or read p.grad after the next backward pass",
             )
-        piece = next((piece for piece in self.slices if piece.number == number), None)
+        piece = self._slice_of.get(number)
         return total[piece.shard_range] if piece is not None else total[:0]
 
     def is_here(self, number: int) -> bool:
@@ -365,7 +361,7 @@ class FlatShard:
                 rule="The gradient is on one rank, but each rank of the tensor has only its own shard",
                 remedy="Use a scalar, or change the gradient in a hook of the parameter (register_hook)",
             )
-        return x.reshape(-1)[self._stretch(number)]
+        return x.reshape(-1)[self._local_range(number)]
 
     def zero(self) -> None:
         """Set the gradients to zero. They still count as present."""
@@ -383,6 +379,8 @@ class FlatShard:
         for gradient in self.gradients:
             gradient.param.grad = None
         self._shown = {}
+
+    # --- values
 
     def store(self) -> None:
         """Copy the optimizer's values to the parameters' dtype and device. ``start_gather`` waits for the copy."""
@@ -403,68 +401,42 @@ class FlatShard:
         self.host.wait()
         self.host, self.has_masters = None, self.wide != self.dtype or self.rests_on_host
         for piece in self.slices:
-            here = (
-                piece.value.detach().to(self.device)
-                if self.has_masters
-                else self.local[piece.shard_range].view_as(piece.value)
-            )
-            piece.value.data = here
-
-    def fetch(self) -> None:
-        """Start to read the optimizer's values, so that ``load`` does not have to wait."""
-        if self._masters is not None:
-            self._masters.fetch()
-
-    def load(self) -> bool:
-        """Load the optimizer's values. Return whether they are loaded."""
-        return self._masters is None or self._masters.load()
-
-    def evict(self) -> None:
-        """Allow the optimizer's values to be written back and released."""
-        if self._masters is not None:
-            self._masters.evict()
-
-    def discard(self, *, keeps_memory: bool = False) -> None:
-        """Release the optimizer's values, which have not changed."""
-        if self._masters is not None:
-            self._masters.discard(keeps_memory=keeps_memory)
+            if self.has_masters:
+                piece.value.data = piece.value.detach().to(self.device)
+            else:
+                piece.value.data = self.local[piece.shard_range].view_as(piece.value)
 
     @contextmanager
     def changing(self) -> Iterator[None]:
         """Allow writes to the optimizer's values in this context. Use it between two steps."""
-        masters = self._masters
-        if masters is None:
-            yield
-            return
-        masters.load()
-        masters.wait()
+        self.masters.load()
+        self.masters.wait()
         try:
             yield
         finally:
-            masters.save()
+            self.masters.save()
 
     def start_gather(self) -> PendingCollective:
         """Start the all-gather of the parameters in the model's precision."""
         if self._going_up is not None:
             self._going_up.wait()
             self._going_up = None
-        if self._link is not None:
-            self.fetch_parameters()
-            assert self._fetched is not None
+        self.fetch_parameters()
+        if self._fetched is not None:
             (whole, copy), self._fetched = self._fetched, None
             copy.wait()
-            own = self._own_of(whole)
+            local = self._local_part(whole)
         else:
-            whole, own = self._new_whole() if self.full is None else self.full, self.local
+            whole, local = self._new_full() if self.full is None else self.full, self.local
         if self._slices is not None:
-            return self._slices.start_share(own, whole, self.places)
-        return start_all_gather_into(whole, own, self.axis, "parameters")
+            return self._slices.start_share(local, whole, self.places)
+        return start_all_gather_into(whole, local, self.axis, "parameters")
 
     def fetch_parameters(self) -> None:
-        """Start to copy this rank's shard from the host to the device."""
+        """Start to copy this rank's shard from the host to the device, if it is there."""
         if self._link is not None and self._fetched is None:
-            whole = self._new_whole()
-            self._fetched = whole, self._link.to_device(self._own_of(whole), self.local)
+            whole = self._new_full()
+            self._fetched = whole, self._link.to_device(self._local_part(whole), self.local)
 
     def forget_fetched(self) -> None:
         """Release the copy that ``fetch_parameters`` started."""
@@ -472,20 +444,20 @@ class FlatShard:
             self._fetched[1].finish()
             self._fetched = None
 
-    def _new_whole(self) -> Tensor:
+    def _new_full(self) -> Tensor:
         numel = self.length * self.axis.size
         if self.gathered is not None:
             return self.gathered.memory(numel, self.dtype, self.device)
         return self.local.new_empty(numel)
 
-    def _own_of(self, whole: Tensor) -> Tensor:
-        return whole[self.axis.rank * self.length : (self.axis.rank + 1) * self.length]
+    def _local_part(self, full: Tensor) -> Tensor:
+        return full[self.axis.rank * self.length : (self.axis.rank + 1) * self.length]
 
     def gather_gradient(self, number: int) -> Tensor | None:
         """Return the full gradient of a parameter. Communicates one all-gather of the bucket."""
-        mine = self.sum if self.sum is not None else torch.zeros(self.length, dtype=self.wide)
-        whole = start_all_gather(mine.to(self.device), self.axis, 0, purpose="gradients").wait()
-        return self.gradients[number].unpack(whole[self.places[number]]) if self.has_gradient[number] else None
+        local = self.sum if self.sum is not None else torch.zeros(self.length, dtype=self.wide)
+        full = start_all_gather(local.to(self.device), self.axis, 0, purpose="gradients").wait()
+        return self.gradients[number].unpack(full[self.places[number]]) if self.has_gradient[number] else None
 
     def write(self, values: Tensor) -> None:
         """Copy gathered values into parameters of which this rank stores a slice."""
@@ -505,7 +477,7 @@ def set_by_hand(name: str) -> ConfigError:
     )
 
 
-def _flat(gradient: GradientSlot, value: Tensor) -> Tensor:
+def _flatten(gradient: GradientSlot, value: Tensor) -> Tensor:
     """Flatten a parameter or its state into the order of the bucket. Communicates one all-reduce if it is sharded."""
     if not gradient.is_shared:
         return value.reshape(-1)

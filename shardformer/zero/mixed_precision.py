@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError, check_argument
+from shardformer.offload.host import WeightStore
 from shardformer.public_names import renamed_arguments
 from shardformer.random_state import SPLITMIX64
 
@@ -153,7 +154,7 @@ class RoundedSlice:
     key: int
 
 
-class RoundedWeights:
+class RoundedWeights(WeightStore):
     """Weights of one shard that are widened to fp32 during the optimizer step only.
 
     Args:
@@ -176,12 +177,6 @@ class RoundedWeights:
         self._own.copy_(self._values)
         self._keep_kahan_residual()
         self.evict()
-
-    def fetch(self) -> None:
-        """Do nothing: the values are on the device."""
-
-    def wait(self) -> None:
-        """Do nothing: no copy is in progress."""
 
     def load(self) -> bool:
         """Widen the weights to fp32."""

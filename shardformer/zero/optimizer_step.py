@@ -75,14 +75,14 @@ class OptimizerUpdate:
         with self._host.updating() if self._host is not None else nullcontext():
             for number, turn in enumerate(turns):
                 for shard in (shard for coming in turns[number : number + 2] for shard in coming):
-                    shard.fetch()
-                if all([shard.load() for shard in turn]):
+                    shard.masters.fetch()
+                if all([shard.masters.load() for shard in turn]):
                     self._step(turn if self._is_apart else None)
                     for shard in turn:
                         shard.store()
                 hand_out.add(turn)
                 for shard in turn:
-                    shard.evict()
+                    shard.masters.evict()
         hand_out.finish()
 
     def _end_files(self, files: FileStore, shards: Sequence[FlatShard]) -> None:
@@ -91,10 +91,10 @@ class OptimizerUpdate:
             return
         hand_out = ParamAllGather()
         for shard in shards:
-            if shard.load():
+            if shard.masters.load():
                 shard.store()
             hand_out.add([shard])
-            shard.discard()
+            shard.masters.discard()
         hand_out.finish()
         what = f"The optimizer's files in {files.disk.folder} could not be read or written: {said}"
         if files.end_step([], self._context) is not None:

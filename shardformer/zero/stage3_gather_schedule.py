@@ -72,10 +72,6 @@ class GatherOrder:
         """Return the first position of a group at or after ``at``, or END."""
         return next((n for n in range(max(at, 0), len(self.units)) if self.units[n] == index), END)
 
-    def comes_again(self, index: int, at: int) -> bool:
-        """Whether a group occurs at or after position ``at``."""
-        return self.place(index, at) != END
-
     def places(self, own: Sequence[int]) -> list[int]:
         """Return the positions at which a rank that reads the groups ``own`` finds them."""
         places, at = [], 0
@@ -204,14 +200,14 @@ class GatherScheduler:
             if torch.is_grad_enabled() and top_saved_tensors_hooks() is None:
                 self._start_saving(module)
             return
-        if self._kind is not None or self._is_ending:
-            self._abandon()
+        if self._kind is not None or self._is_ending:  # an exception interrupted the previous pass
+            self._kind, self._is_ending = None, False
+            self.release()
         self._run += 1
         kind = (path, self._part(), module.training, torch.is_grad_enabled())
         self._kinds = {run: kind for run, kind in self._kinds.items() if run > self._run - 64} | {self._run: kind}
         self.residents.clear()
-        for unit in self.units:
-            self._drop(unit)
+        self._drop(*self.units)
         self._begin(kind)
         self._start_saving(module)
 
@@ -224,9 +220,8 @@ class GatherScheduler:
             return
         self._finish()
         last = [*dict.fromkeys(reversed(self._record.units))][:2] if torch.is_grad_enabled() else []
-        for unit in self.units:
-            if unit.index not in last and unit not in self.residents:  # the head may be two groups: tied weight, bias
-                self._drop(unit)
+        # the head may be two groups: tied weight, bias
+        self._drop(*(unit for unit in self.units if unit.index not in last and unit not in self.residents))
         if torch.is_grad_enabled():
             for x in tree_leaves(output):
                 if isinstance(x, Tensor) and x.requires_grad:
@@ -243,12 +238,6 @@ class GatherScheduler:
         if module is self._caller:
             self._saving.leave()
             self._saving = self._caller = None
-
-    def _abandon(self) -> None:
-        """Reset after a pass that an exception interrupted."""
-        self._kind, self._is_ending = None, False
-        for unit in self.units:
-            unit.reshard()
 
     def gather(self, param: Tensor) -> None:
         """Gather the group of a parameter for saving, and free the other groups. All ranks call it."""
@@ -303,7 +292,11 @@ class GatherScheduler:
         if leaves and self.units[index].is_here:
             return
         if leaves and not plan.is_open:
-            self._refuse_order(index)
+            raise InputError(
+                f"{self.units[index].name} was read in a different order than in the first step",
+                rule="Under stage 3, all ranks gather the layers in the order of the first forward and backward pass",
+                remedy="Run the layers in the same order in every step, or use stage=2",
+            )
         while self._at < (len(plan.units) - 1 if leaves else end):
             self._step(plan.units[self._at + 1], plan.units[self._at + 2 : self._at + 4])
         if plan.is_open and (leaves or index == END) and any(all_gather_objects(leaves, self.axis)):
@@ -314,27 +307,23 @@ class GatherScheduler:
         before, self._at = self._last, self._at + 1
         self.units[index].wait_for_unshard()
         self._record.units.append(index)
-        comes_again = self._plan is not None and self._plan.comes_again(before, self._at)
+        comes_again = self._plan is not None and self._plan.place(before, self._at) != END
         if before not in (index, END) and not comes_again:
-            self._pass(self.units[before])
+            reads_again = torch.is_grad_enabled() and not self._is_backward
+            for unit in self.residents.add(self.units[before]) if reads_again else [self.units[before]]:
+                if unit.index not in self._keep:
+                    self._drop(unit)
         if self._plan is not None and self._is_backward and not self.reducer.is_paused:
-            for unit in self._plan.complete.get(self._at - 1, ()):
-                self.reducer.send(self.units[unit])
+            for n in self._plan.complete.get(self._at - 1, ()):
+                self.reducer.send(self.units[n])
         if self._gathers_ahead:
-            for unit in coming[:1]:
-                self.units[unit].unshard()
-            for unit in coming[1:]:
-                self.units[unit].prefetch()
+            for n in coming[:1]:
+                self.units[n].unshard()
+            for n in coming[1:]:
+                self.units[n].prefetch()
 
-    def _pass(self, unit: ParamGroup) -> None:
-        """Free a group after its use, or keep it for the backward pass."""
-        reads_again = torch.is_grad_enabled() and not self._is_backward
-        for gone in self.residents.leave(unit) if reads_again else [unit]:
-            if gone.index not in self._keep:
-                self._drop(gone)
-
-    def _drop(self, unit: ParamGroup) -> None:
-        if self._frees:
+    def _drop(self, *units: ParamGroup) -> None:
+        for unit in units if self._frees else ():
             unit.reshard()
 
     @property
@@ -352,14 +341,6 @@ class GatherScheduler:
         if self._plan is None:
             self._plans[self._kind] = self._planned(self._plans.get(self._kind))
         self._kind = None
-
-    def _refuse_order(self, index: int) -> None:
-        name = self.units[index].name
-        raise InputError(
-            f"{name} was read in a different order than in the first step",
-            rule="Under ZeRO stage 3, all ranks gather the layers in the order of the first forward and backward pass",
-            remedy="Run the layers in the same order in every step, or use stage=2",
-        )
 
     # --- the first pass of a kind
 
@@ -471,8 +452,7 @@ class GatherScheduler:
         if self._kind is not None and self._is_backward:
             self._finish()
         self._is_backward = self._is_ending = False
-        for unit in self.units:
-            self._drop(unit)
+        self._drop(*self.units)
 
 
 def set_up_stage3(

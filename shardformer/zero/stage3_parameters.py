@@ -13,7 +13,7 @@ Pre-trained Models via Chunk-based Dynamic Memory Management" (2022).
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -77,15 +77,12 @@ def _known_of_absent() -> frozenset[Any]:
 @cache
 def ungathered_class(kind: Any) -> Any:
     """Return the ungathered class of a parameter class."""
-    if issubclass(kind, UngatheredParameter):
-        return kind
-    return (
-        UngatheredParameter if kind is nn.Parameter else type(f"Absent{kind.__name__}", (UngatheredParameter, kind), {})
-    )
+    if issubclass(kind, UngatheredParameter) or kind is nn.Parameter:
+        return kind if kind is not nn.Parameter else UngatheredParameter
+    return type(f"Ungathered{kind.__name__}", (UngatheredParameter, kind), {})
 
 
 def gathered_class(kind: Any) -> Any:
-    """Return the original class of an ungathered parameter class."""
     if not issubclass(kind, UngatheredParameter):
         return kind
     return nn.Parameter if kind is UngatheredParameter else kind.__bases__[1]
@@ -95,9 +92,6 @@ SMALL_GROUP_NUMEL = 2**15
 """Modules outside of layers with fewer elements share a group."""
 LARGE = 0.25
 """A layer with more than this fraction of the model is split if it contains layers."""
-
-Read = Callable[[Sequence["ParamGroup"]], None]
-
 
 _lasting = torch.inference_mode(False)
 """Tensors created in inference mode could not be used in later training steps."""
@@ -117,7 +111,7 @@ class ParamGroup:
         give_back: Called with the address of memory that is no longer used.
     """
 
-    on_read: Read
+    on_read: Callable[[Sequence[ParamGroup]], None]
 
     def __init__(self, index: int, name: str, params: Sequence[nn.Parameter]) -> None:
         self.index, self.name, self.params = index, name, list(params)
@@ -166,16 +160,6 @@ class ParamGroup:
         self.where[memory_of(values)] = self, len(self.bases)
         self.bases.append(values)
 
-    def _check_unwritten(self) -> None:
-        before, self._versions = self._versions, [param._version for param in self.params]
-        if before != self._versions:
-            self.is_here = False
-            raise ConfigError(
-                f"A parameter of {self.name} was modified while it was gathered",
-                rule="Stage 3 frees gathered parameters after use, so the change would be lost",
-                remedy="Use stage=2 if something other than the optimizer changes parameters",
-            )
-
     def reshard(self) -> None:
         """Free the gathered parameters."""
         for pending in self._pending:
@@ -183,15 +167,23 @@ class ParamGroup:
         self._pending = []
         for shard in self.shards:
             shard.forget_fetched()
-        if self.is_here:
-            self._check_unwritten()
-            memories = [memory_of(values) for values in self.bases]
-            for memory in memories:
-                del self.where[memory]
-            self.bases, self.is_here = [], False
-            self.replace_with_placeholders()
-            for memory in memories:
-                self.give_back(memory)
+        if not self.is_here:
+            return
+        self.is_here = False
+        before, self._versions = self._versions, [param._version for param in self.params]
+        if before != self._versions:
+            raise ConfigError(
+                f"A parameter of {self.name} was modified while it was gathered",
+                rule="Stage 3 frees gathered parameters after use, so the change would be lost",
+                remedy="Use stage=2 if something other than the optimizer changes parameters",
+            )
+        memories = [memory_of(values) for values in self.bases]
+        for memory in memories:
+            del self.where[memory]
+        self.bases = []
+        self.replace_with_placeholders()
+        for memory in memories:
+            self.give_back(memory)
 
     @_lasting
     def replace_with_placeholders(self) -> None:
@@ -291,13 +283,11 @@ class GatherBufferPool:
     def give_back(self, memory: int) -> None:
         """Return the buffer at this address (see ``memory_of``) to the pool."""
         chunk = self._lent.pop(memory, None)
-        if chunk is None or len(self._free) >= FREE_CHUNKS:
-            return
-        if storage_use_count(chunk) <= OURS:
+        if chunk is not None and len(self._free) < FREE_CHUNKS and storage_use_count(chunk) <= OURS:
             self._free.append(chunk)
 
 
-class UnshardedCache:
+class UnshardedCache(list[ParamGroup]):
     """Groups that stay gathered after their use in the forward pass, because the backward pass reads them first.
 
     The backward pass starts with the last layer, so the least recently used group is evicted first.
@@ -306,25 +296,17 @@ class UnshardedCache:
         room: Memory limit in bytes.
     """
 
-    def __init__(self, room: float = 0.0) -> None:
-        self.room = room
-        self._kept: deque[ParamGroup] = deque()
+    room: float = 0.0
 
-    def __contains__(self, unit: ParamGroup) -> bool:
-        return unit in self._kept
-
-    def leave(self, unit: ParamGroup) -> list[ParamGroup]:
+    def add(self, unit: ParamGroup) -> list[ParamGroup]:
         """Add a group after its use in the forward pass. Return the groups to evict, identical on all ranks."""
-        if unit in self._kept:
-            self._kept.remove(unit)
-        self._kept.append(unit)
-        gone = []
-        while sum(each.size for each in self._kept) > self.room:
-            gone.append(self._kept.popleft())
-        return gone
-
-    def clear(self) -> None:
-        self._kept.clear()
+        if unit in self:
+            self.remove(unit)
+        self.append(unit)
+        evicted = []
+        while sum(each.size for each in self) > self.room:
+            evicted.append(self.pop(0))
+        return evicted
 
 
 class ParamGroupReducer(PausableReducer):

@@ -45,12 +45,12 @@ from shardformer.zero.stage3_parameters import ParamGroup
 def readable_state(shards: Sequence[FlatShard]) -> Iterator[None]:
     """Load the optimizer's values and states for reading."""
     for shard in shards:
-        shard.load()
+        shard.masters.load()
     try:
         yield
     finally:
         for shard in shards:
-            shard.discard(keeps_memory=True)
+            shard.masters.discard(keeps_memory=True)
 
 
 @contextmanager
