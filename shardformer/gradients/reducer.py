@@ -50,12 +50,11 @@ class PausableReducer:
         return param.register_hook(arriving), param.register_post_accumulate_grad_hook(accumulated)
 
     def _arriving(self, gradient: GradientSlot, grad: Tensor) -> Tensor | None:
-        """Scale a new gradient before autograd accumulates it."""
-        raise NotImplementedError
+        """Return a replacement of a new gradient, or None, before autograd accumulates it."""
+        return None
 
     def _accumulated(self, gradient: GradientSlot) -> None:
         """Handle a gradient after autograd accumulated it."""
-        raise NotImplementedError
 
 
 @contextmanager

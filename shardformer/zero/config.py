@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.optim import Optimizer
@@ -16,60 +16,33 @@ ZERO_STAGES = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True)
-class StepOptions:
-    """Gradient clipping, and the action on non-finite gradients. See ``shard_optimizer``."""
+class ZeroOptions:
+    """All options of ``shard_optimizer``."""
 
+    stage: int = 1
+    precision: MixedPrecision = field(default_factory=MixedPrecision)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     max_grad_norm: float | None = None
     on_nonfinite: str = "raise"
-
-    def __post_init__(self) -> None:
-        check_choice("on_nonfinite", self.on_nonfinite, ON_NONFINITE)
-        if self.max_grad_norm is not None:
-            check_number("max_grad_norm", self.max_grad_norm, example=1.0)
-
-
-@dataclass(frozen=True)
-class BucketOptions:
-    """Size of the gradient buckets, and whether their reduction overlaps with the backward pass."""
-
+    keep_frozen: bool = True
+    reshard_after_forward: bool | int | str | None = None
     bucket_bytes: int | None = None
     overlap: bool = True
 
     def __post_init__(self) -> None:
+        check_choice("stage", self.stage, ZERO_STAGES)
+        check_choice("on_nonfinite", self.on_nonfinite, ON_NONFINITE)
+        if self.max_grad_norm is not None:
+            check_number("max_grad_norm", self.max_grad_norm, example=1.0)
         if self.bucket_bytes is not None:
             check_int("bucket_bytes", self.bucket_bytes, unit="bytes", example=25 * 2**20)
-
-
-@dataclass(frozen=True)
-class Stage3Options:
-    """Options of ZeRO stage 3. See ``shard_optimizer``."""
-
-    keep_frozen: bool = True
-    reshard_after_forward: bool | int | str | None = None
-
-    def __post_init__(self) -> None:
-        asked = self.reshard_after_forward
-        if not (asked is None or asked == FREE_MEMORY or (isinstance(asked, int) and asked >= 0)):
+        reshard = self.reshard_after_forward
+        if not (reshard is None or reshard == FREE_MEMORY or (isinstance(reshard, int) and reshard >= 0)):
             raise ConfigError(
-                f"reshard_after_forward={asked!r} is not a valid value",
+                f"reshard_after_forward={reshard!r} is not a valid value",
                 rule="Use True, False, a number of bytes to keep gathered for the backward pass, or 'free'",
                 remedy="Omit reshard_after_forward to free each layer after its forward pass",
             )
-
-
-@dataclass(frozen=True)
-class ZeroOptions:
-    """All options of ``shard_optimizer``."""
-
-    stage: int
-    precision: MixedPrecision
-    rules: StepOptions
-    sending: BucketOptions
-    layout: Stage3Options
-    offload: OffloadConfig
-
-    def __post_init__(self) -> None:
-        check_choice("stage", self.stage, ZERO_STAGES)
         if self.offload.to is not None and self.precision.rounding is not None:
             raise ConfigError(
                 f"MixedPrecision(masters={self.precision.master_weights!r}) does not support "
@@ -86,8 +59,7 @@ class ZeroOptions:
 
 def as_optimizer_list(optimizer: Any) -> list[Optimizer]:
     """Return a list of optimizers. Raise ConfigError if an element is not an optimizer."""
-    several = isinstance(optimizer, list | tuple) and bool(optimizer)
-    found = list(optimizer) if several else [optimizer]
+    found = list(optimizer) if isinstance(optimizer, list | tuple) and optimizer else [optimizer]
     are_right = all(isinstance(getattr(each, "param_groups", None), list) for each in found)
     rule = "It must be an optimizer or a list of optimizers of the model's parameters"
     check_argument("optimizer", optimizer, are_right, rule, "Pass torch.optim.AdamW(model.parameters(), lr=1e-4)")

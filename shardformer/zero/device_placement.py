@@ -29,7 +29,7 @@ MARGIN = 0.9
 def check_free(settings: ZeroOptions, device: torch.device) -> None:
     """Raise ConfigError if an option is "free" on a device whose free memory cannot be measured."""
     brings = settings.offload.on_device == FREE_MEMORY
-    stays = settings.stage == 3 and settings.layout.reshard_after_forward == FREE_MEMORY
+    stays = settings.stage == 3 and settings.reshard_after_forward == FREE_MEMORY
     if (brings or stays) and device.type != "cuda":
         raise ConfigError(
             f"{'on_device' if brings else 'reshard_after_forward'}='free' is not supported on device {device}",
@@ -59,7 +59,7 @@ class DevicePlacement:
         asked = settings.offload.on_device
         self._shards, self._optimizers, self._context = shards, optimizers, context
         self._brings = asked == FREE_MEMORY and bool(shards)
-        self._residents = residents if settings.layout.reshard_after_forward == FREE_MEMORY else None
+        self._residents = residents if settings.reshard_after_forward == FREE_MEMORY else None
         self._is_open = self._brings or self._residents is not None
         if self._is_open:
             torch.cuda.reset_peak_memory_stats(context.device)

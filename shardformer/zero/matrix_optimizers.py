@@ -21,6 +21,10 @@ from shardformer.torch_compat import has_step_hooks, state_when_made, without_fa
 SHAPES, CUT, STEPS, BOUND = ((6, 4), (4, 6)), 10, 3, 1e-6
 
 
+def _test_matrices() -> list[Tensor]:
+    return [torch.randn(s, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) for s in SHAPES]
+
+
 @without_fake_tensors()
 def needs_full_matrices(optimizer: Optimizer) -> bool:
     """Whether the optimizer updates a matrix differently from two slices of it.
@@ -30,23 +34,23 @@ def needs_full_matrices(optimizer: Optimizer) -> bool:
     Raises:
         ConfigError: The optimizer fails on these matrices, or its update of one depends on another.
     """
-    return any([_needs_whole(optimizer, group) for group in optimizer.param_groups])
+    return any([_group_needs_full_matrices(optimizer, group) for group in optimizer.param_groups])
 
 
-def _needs_whole(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    first, second = (torch.randn(s, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) for s in SHAPES)
+def _group_needs_full_matrices(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    first, second = _test_matrices()
     try:
-        together = _after(optimizer, group, [first, second])
-        alone = _after(optimizer, group, [first]) + _after(optimizer, group, [second])
+        together = _run_steps(optimizer, group, [first, second])
+        alone = _run_steps(optimizer, group, [first]) + _run_steps(optimizer, group, [second])
     except Exception as error:
         raise _probe_error(optimizer, f"it raised {type(error).__name__}: {error!s:.120}") from error
     if (difference := _difference(together, alone)) >= BOUND:
         raise _probe_error(optimizer, f"its update of one matrix changes by {difference:.1e} if there is another one")
     try:
-        parts = _after(optimizer, group, [first.flatten()[:CUT], first.flatten()[CUT:]], like=[first])
+        slices = _run_steps(optimizer, group, [first.flatten()[:CUT], first.flatten()[CUT:]], like=[first])
     except Exception:  # some optimizers accept only matrices
         return True
-    return _difference([torch.cat(parts)], [alone[0].flatten()]) >= BOUND
+    return _difference([torch.cat(slices)], [alone[0].flatten()]) >= BOUND
 
 
 @without_fake_tensors()
@@ -58,31 +62,27 @@ def can_step_separately(optimizer: Optimizer) -> bool:
     """
     if has_step_hooks(optimizer):
         return False
-    return all(_can_step_apart(optimizer, group) for group in optimizer.param_groups)
+    values = _test_matrices()
+    return all(
+        _difference(
+            _run_steps(optimizer, group, values), _run_steps(optimizer, group, values, steps_params_separately=True)
+        )
+        == 0
+        for group in optimizer.param_groups
+    )
 
 
-def _can_step_apart(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    values = [torch.randn(s, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) for s in SHAPES]
-    ends = []
-    for is_apart in (False, True):
-        params = [nn.Parameter(value.clone()) for value in values]
-        tried = _copy_optimizer(optimizer, group, params)
-        for step in range(STEPS):
-            for param, value in zip(params, values, strict=True):
-                param.grad = value.roll(step + 1, 0) / (step + 2)
-            for turn in [[param] for param in params] if is_apart else [params]:
-                tried.param_groups[0]["params"] = turn
-                tried.step()
-        ends.append([param.detach() for param in params])
-    return _difference(*ends) == 0
+def _difference(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
+    return max(map(max_difference, first, second))
 
 
-def _difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
-    return max(map(max_difference, ours, theirs))
-
-
-def _after(
-    optimizer: Optimizer, group: dict[str, Any], values: Sequence[Tensor], like: Sequence[Tensor] | None = None
+def _run_steps(
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    values: Sequence[Tensor],
+    like: Sequence[Tensor] | None = None,
+    *,
+    steps_params_separately: bool = False,
 ) -> list[Tensor]:
     """Return the values after a few steps.
 
@@ -97,7 +97,9 @@ def _after(
             grads = list(torch.cat([g.flatten() for g in grads]).split([value.numel() for value in values]))
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad.clone()
-        tried.step()
+        for turn in [[param] for param in params] if steps_params_separately else [params]:
+            tried.param_groups[0]["params"] = turn
+            tried.step()
     return [param.detach() for param in params]
 
 
@@ -130,7 +132,7 @@ def state_after_step(optimizer: Optimizer, group: dict[str, Any], value: Tensor)
 
 
 def state_bytes(optimizer: Optimizer, group: dict[str, Any], param: Tensor, itemsize: int = 0) -> float:
-    """Estimate the bytes of an optimizer's state of one parameter from a small parameter of the same rank.
+    """Estimate the bytes of an optimizer's state of one parameter, measured with a small parameter.
 
     Args:
         itemsize: Bytes of an element that the optimizer updates. By default that of ``param``.
@@ -176,10 +178,7 @@ def assign_owners(gradients: Sequence[GradientSlot], params: Collection[int], co
                 remedy="Pass it to an element-wise optimizer, such as AdamW for embeddings and heads",
             )
         names = cut.get(id(gradient))
-        if names is None:
-            gradient.gather_to_owner(None)
-        else:
-            gradient.gather_to_owner(axes[names], holders[names])
+        gradient.gather_to_owner(*((None,) if names is None else (axes[names], holders[names])))
 
 
 def _gradient_axes(gradient: GradientSlot, context: ParallelContext) -> tuple[str, ...]:

@@ -125,15 +125,11 @@ class ParamAllGather:
 
     def add(self, shards: Sequence[FlatShard]) -> None:
         """Start to gather the previously added shards, and queue these, whose new values are stored."""
-        self._gather()
+        for shard in self._stored:
+            if not shard.keeps:  # the next forward pass gathers shards of stage 3
+                self._under_way.append((shard, shard.start_gather()))
+                self._land(MAX_UPDATES_IN_FLIGHT)
         self._stored = list(shards)
-
-    def _gather(self) -> None:
-        """Start to gather the queued shards. Shards of stage 3 are gathered by the next forward pass."""
-        for shard in (shard for shard in self._stored if not shard.keeps):
-            self._under_way.append((shard, shard.start_gather()))
-            self._land(MAX_UPDATES_IN_FLIGHT)
-        self._stored = []
 
     def _land(self, most: int) -> None:
         while len(self._under_way) > most:
@@ -142,7 +138,7 @@ class ParamAllGather:
 
     def finish(self) -> None:
         """Wait until the model's parameters have the new values."""
-        self._gather()
+        self.add(())
         self._land(0)
 
 

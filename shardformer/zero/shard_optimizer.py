@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,37 +32,30 @@ from shardformer.offload.disk import check_room
 from shardformer.offload.host import OffloadConfig
 from shardformer.public_names import renamed_parameters
 from shardformer.torch_compat import has_data
-from shardformer.zero.config import BucketOptions, Stage3Options, StepOptions, ZeroOptions, as_optimizer_list, no_files
+from shardformer.zero.config import ZeroOptions, as_optimizer_list, no_files
 from shardformer.zero.device_placement import check_free
 from shardformer.zero.matrix_optimizers import can_step_separately, state_bytes
 from shardformer.zero.mixed_precision import MixedPrecision
 from shardformer.zero.torch_optimizers import patch_optimizers_and_scaler
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 
-Given = tuple[list[Optimizer], ZeroOptions]
+ACTION = "train with these optimizers"
 
 
-def checked(given: Callable[[], Given], model: nn.Module, table: ShardingMetadata) -> Given:
-    """Create and check the optimizers and options of ``shard_optimizer``. Communicates as ``collective_call``.
+def _option_lines(made: tuple[list[Optimizer], ZeroOptions]) -> list[str]:
+    """Return lines that must be equal on all ranks."""
+    optimizers, options = made
+    return [f"{name}={value!r}" for name, value in vars(options).items()] + [type(o).__name__ for o in optimizers]
 
-    Raises:
-        ConfigError: They are not supported, or differ between ranks. Raised on all ranks.
-    """
 
-    def check() -> Given:
-        optimizers, settings = given()
-        check_optimizers(optimizers, table)
-        check_memory(model, table)
-        check_free(settings, table.context.device)
-        check_files(settings, optimizers, table)
-        return optimizers, settings
-
-    def lines_of(made: Given) -> list[str]:
-        optimizers, settings = made
-        lines = [f"{name}={value!r}" for name, value in vars(settings).items()]
-        return lines + [type(optimizer).__name__ for optimizer in optimizers]
-
-    return collective_call(table.context, check, lines_of, action="train with these optimizers")
+def check_support(
+    model: nn.Module, optimizers: Sequence[Optimizer], options: ZeroOptions, table: ShardingMetadata
+) -> None:
+    """Raise ConfigError if the optimizers or options are not supported for this model."""
+    check_optimizers(optimizers, table)
+    check_memory(model, table)
+    check_free(options, table.context.device)
+    check_files(options, optimizers, table)
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], table: ShardingMetadata) -> None:
@@ -212,8 +205,6 @@ def shard_optimizer(
 ) -> ZeroOptimizer:
     """Shard optimizer state, gradients and parameters over the ranks that reduce the gradients, usually the data axis.
 
-    Communicates the weights of the first data-parallel rank, if the model was not sharded.
-
     >>> model = shardformer.shard_model(model, context=context)                                   # doctest: +SKIP
     >>> optimizer = shard_optimizer(torch.optim.AdamW(model.parameters()), model, stage=2)       # doctest: +SKIP
 
@@ -225,8 +216,7 @@ def shard_optimizer(
         stage: ZeRO stage. 0 shards nothing. 1 shards the optimizer state. 2 also shards gradients, which are then
             reduced in every backward pass. 3 also shards parameters, which are gathered layer by layer.
         precision: "fp32" keeps the dtype of the parameters. "bf16" and "fp16" use 16-bit parameters and fp32 master
-            weights. A ``MixedPrecision`` has more options. With fp16, call ``optimizer.backward(loss)``, which scales
-            the loss.
+            weights. A ``MixedPrecision`` has more options. With fp16, call ``optimizer.backward(loss)``.
         offload: "cpu" keeps master weights, optimizer state and gradients in host memory, and updates them there.
             "nvme:DIR" keeps master weights and state in files. An ``OffloadConfig`` has more options.
         max_grad_norm: Maximum gradient norm, to which ``step`` clips. None disables clipping.
@@ -245,14 +235,18 @@ def shard_optimizer(
 
     Raises:
         ConfigError: A combination of arguments is not supported.
+
+    Communicates the weights of the first data-parallel rank, if the model was not sharded.
     """
     table = metadata_for_training(model, context)
 
-    def given() -> tuple[list[Optimizer], ZeroOptions]:
+    def make_options() -> tuple[list[Optimizer], ZeroOptions]:
         optimizers = as_optimizer_list(optimizer)
-        rules, sending = StepOptions(max_grad_norm, on_nonfinite), BucketOptions(bucket_bytes, overlap)
-        layout = Stage3Options(keep_frozen, reshard_after_forward)
         places = OffloadConfig.of(offload, optimizers)
-        return optimizers, ZeroOptions(stage, MixedPrecision.of(precision), rules, sending, layout, places)
+        steps = max_grad_norm, on_nonfinite
+        layers = keep_frozen, reshard_after_forward
+        options = ZeroOptions(stage, MixedPrecision.of(precision), places, *steps, *layers, bucket_bytes, overlap)
+        check_support(model, optimizers, options, table)
+        return optimizers, options
 
-    return ZeroOptimizer(model, table, *checked(given, model, table))
+    return ZeroOptimizer(model, table, *collective_call(table.context, make_options, _option_lines, ACTION))

@@ -476,13 +476,13 @@ def set_up_stage3(
     for reducer in own:
         reducer.close()
     members = [
-        (name, [gradients[id(p)] for p in params if _is_cut(p, settings.layout.keep_frozen) and id(p) in gradients])
+        (name, [gradients[id(p)] for p in params if _is_cut(p, settings.keep_frozen) and id(p) in gradients])
         for name, params in group_params(model)
     ]
     chunks = GatherBufferPool()
     units, buckets = _make_param_groups([each for each in members if each[1]], settings, host, chunks)
     walk = _make_scheduler(model, table, units, settings)
-    overlaps = settings.sending.overlap
+    overlaps = settings.overlap
     trained = [index for index, made in buckets.items() if made]
     if trained:
         buckets[min(trained)][-1].watch = table.monitor
@@ -544,7 +544,7 @@ def _make_scheduler(
         units, zip(*all_gather_objects([unit.size for unit in units], axis), strict=True), strict=True
     ):
         unit.size = max(sizes)
-    asked = settings.layout.reshard_after_forward
+    asked = settings.reshard_after_forward
     frees = table.context.pipe.size == 1 if asked is None else asked is not False
     stage_forward = None if table.stages is None else table.stages.stage_forward
 
@@ -552,7 +552,7 @@ def _make_scheduler(
         run = stage_forward.now if stage_forward is not None else None
         return None if run is None else run.span.start
 
-    walk = GatherScheduler(model, units, axis, frees=frees, gathers_ahead=settings.sending.overlap, part=part)
+    walk = GatherScheduler(model, units, axis, frees=frees, gathers_ahead=settings.overlap, part=part)
     walk.residents.room = asked if isinstance(asked, int) and not isinstance(asked, bool) else 0
     if stage_forward is not None:
         stage_forward.when_left.append(walk.end_forward_early)

@@ -121,7 +121,7 @@ class ZeroOptimizer(Optimizer):
         self._stage, self._precision = settings.stage, settings.precision
         device, asked = table.context.device, settings.offload
         where = FileStore if asked.folder is not None else HostMemory
-        self._host = where(asked, device, overlaps=settings.sending.overlap) if asked.to is not None else None
+        self._host = where(asked, device, overlaps=settings.overlap) if asked.to is not None else None
         self.grad_norm: Tensor | None = None
         self.skipped = 0
         self._walk: GatherScheduler | None = None
@@ -202,9 +202,9 @@ class ZeroOptimizer(Optimizer):
 
     def _cut(self, reducers: Sequence[GradientReducer]) -> list[FlatShard]:
         axis = Axis("none") if self._stage == 0 else None
-        dtype, sending = self._precision.reduce_dtype, self._settings.sending
-        size: Any = sending.bucket_bytes or self._table.request.extra.get("bucket_bytes", BUCKET_BYTES)
-        found = [bucket for r in reducers for bucket in r.reduce_to_shards(self._end, dtype, size, sending.overlap)]
+        dtype, overlap = self._precision.reduce_dtype, self._settings.overlap
+        size: Any = self._settings.bucket_bytes or self._table.request.extra.get("bucket_bytes", BUCKET_BYTES)
+        found = [bucket for r in reducers for bucket in r.reduce_to_shards(self._end, dtype, size, overlap)]
         narrow, rounding = self._precision.dtype, self._precision.rounding
         return [FlatShard(bucket, narrow, axis=axis, host=self._host, rounding=rounding) for bucket in found]
 
@@ -313,7 +313,7 @@ class ZeroOptimizer(Optimizer):
 
     def _prepare(self, problem: Exception | None) -> bool:
         """Check that gradients are finite, and clip them. Return whether to step. Raise an error of any rank."""
-        rules, scale = self._settings.rules, self._precision.loss_scale
+        rules, scale = self._settings, self._precision.loss_scale
         is_scaled = self._precision.parameters == "fp16"
         if rules.max_grad_norm is None and rules.on_nonfinite == "ignore" and not is_scaled:
             self._raise_together(problem)
