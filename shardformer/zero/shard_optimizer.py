@@ -209,16 +209,15 @@ def shard_optimizer(
     >>> optimizer = shard_optimizer(torch.optim.AdamW(model.parameters()), model, stage=2)       # doctest: +SKIP
 
     Args:
-        optimizer: One or several optimizers of the parameters of ``model``. An element-wise optimizer gets slices of
-            parameters. One that needs full matrices (Muon, Adafactor) gets full parameters, each on one rank. A trial
-            on small matrices detects which kind it is.
+        optimizer: One or several optimizers of the parameters of ``model``. Element-wise optimizers get slices of
+            parameters. Others (Muon, Adafactor) get full parameters, each on one rank. A trial detects the kind.
         model: The result of ``shard_model``, or any other module, which is then data parallel.
         stage: ZeRO stage. 0 shards nothing. 1 shards the optimizer state. 2 also shards gradients, which are then
             reduced in every backward pass. 3 also shards parameters, which are gathered layer by layer.
         precision: "fp32" keeps the dtype of the parameters. "bf16" and "fp16" use 16-bit parameters and fp32 master
             weights. A ``MixedPrecision`` has more options. With fp16, call ``optimizer.backward(loss)``.
         offload: "cpu" keeps master weights, optimizer state and gradients in host memory, and updates them there.
-            "nvme:DIR" keeps master weights and state in files. An ``OffloadConfig`` has more options.
+            "nvme:DIR" keeps master weights and state in files. See ``OffloadConfig``.
         max_grad_norm: Maximum gradient norm, to which ``step`` clips. None disables clipping.
         on_nonfinite: Action of ``step`` if a gradient is NaN or infinite: "raise" InputError on all ranks before the
             update, "skip" the step, or "ignore". With fp16 the step is skipped and the loss scale reduced.
@@ -231,12 +230,10 @@ def shard_optimizer(
         context: Mesh of a model that was not sharded. None uses all processes as data-parallel ranks.
 
     Returns:
-        An optimizer that replaces the ones passed.
+        An optimizer that replaces the ones passed. For an unsharded model, communicates the weights of the first rank.
 
     Raises:
         ConfigError: A combination of arguments is not supported.
-
-    Communicates the weights of the first data-parallel rank, if the model was not sharded.
     """
     table = metadata_for_training(model, context)
 

@@ -17,7 +17,7 @@ from shardformer.errors import ConfigError
 from shardformer.gradients.buckets import AllReduceToShards, Bucket, GradientSlot, ReduceScatterToShards
 from shardformer.gradients.reducer import BUCKET_BYTES, GradientReducer
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMetadata
-from shardformer.mesh.parallel_context import Axis, ParallelContext
+from shardformer.mesh.parallel_context import Axis
 from shardformer.offload.disk import FileShard, FileStore
 from shardformer.offload.host import HostMemory
 from shardformer.tensor_parallel.parallel_module import accept_wide_inputs
@@ -39,42 +39,6 @@ from shardformer.zero.optimizer_state_view import (
 from shardformer.zero.optimizer_step import OptimizerUpdate, ParamAllGather, find_nonfinite, sharded_grad_norm
 from shardformer.zero.stage3_gather_schedule import GatherScheduler, set_up_stage3
 from shardformer.zero.stage3_parameters import ParamGroup
-
-
-@contextmanager
-def readable_state(shards: Sequence[FlatShard]) -> Iterator[None]:
-    """Load the optimizer's values and states for reading."""
-    for shard in shards:
-        shard.masters.load()
-    try:
-        yield
-    finally:
-        for shard in shards:
-            shard.masters.discard(keeps_memory=True)
-
-
-@contextmanager
-def writable_state(
-    shards: Sequence[FlatShard], walk: GatherScheduler | None, host: HostMemory | None, context: ParallelContext
-) -> Iterator[None]:
-    """Allow writes to the optimizer's values. Then communicates one all-gather of the parameters."""
-    with torch.no_grad(), ExitStack() as stack:
-        for shard in shards:
-            stack.enter_context(shard.changing())
-        yield
-        for shard in shards:
-            if shard.rounded is None:  # rounded weights are stored once, on exit of shard.changing()
-                shard.store()
-    if walk is not None:
-        walk.release()
-    hand_out = ParamAllGather()
-    hand_out.add(shards)
-    with torch.no_grad():
-        hand_out.finish()
-    for shard in shards:
-        shard.sync_versions()
-    if isinstance(host, FileStore):
-        host.end_writing(context)
 
 
 def check_unmodified(model: nn.Module, table: ShardingMetadata, shards: Sequence[FlatShard]) -> None:
@@ -111,13 +75,9 @@ class ZeroOptimizer(Optimizer):
     is_stepping = False
 
     def __init__(
-        self,
-        model: nn.Module,
-        table: ShardingMetadata,
-        optimizers: Sequence[Optimizer],
-        settings: ZeroOptions,
+        self, model: nn.Module, table: ShardingMetadata, optimizers: Sequence[Optimizer], settings: ZeroOptions
     ) -> None:
-        self.inner, self._model, self._table, self._settings = list(optimizers), model, table, settings
+        self.inner, self._model, self.table, self._settings = list(optimizers), model, table, settings
         self._stage, self._precision = settings.stage, settings.precision
         device, asked = table.context.device, settings.offload
         where = FileStore if asked.folder is not None else HostMemory
@@ -132,11 +92,18 @@ class ZeroOptimizer(Optimizer):
             id(p) for o in optimizers if needs_full_matrices(o) for group in o.param_groups for p in group["params"]
         }
         self.shards = self._lay_out(whole)
-        self._convert(self._precision.dtype)
+        if self._precision.dtype is not None:  # after the master weights were copied from the original values
+            for param in (entry.param for entry in table.entries if entry.param.is_floating_point()):
+                if param.dtype != self._precision.dtype:
+                    param.data = param.data.to(self._precision.dtype)
+            accept_wide_inputs(model)
         self._by_bucket = {id(shard.gradients): shard for shard in self.shards}
         self._places = {id(g): (shard, n) for shard in self.shards for n, g in enumerate(shard.gradients)}
         self._replace_parameters()
-        self._room = self._make_room()
+        last_first = self.shards if self._walk is not None else self.shards[::-1]
+        offloaded = [shard for shard in last_first if shard.host is not None]
+        residents = self._walk.residents if self._walk is not None else None
+        self._placement = DevicePlacement(settings, offloaded, residents, self.inner, table.context)
         keys = {id(entry): number for number, entry in enumerate(table.entries)}
         for shard in self.shards:
             shard.enable_rounding(keys)
@@ -179,15 +146,14 @@ class ZeroOptimizer(Optimizer):
 
     @state.setter
     def state(self, state: Any) -> None:
-        if not self._is_laid_out:
-            return
-        if state:
+        if self._is_laid_out and state:
             raise _laid_out("state was set on")
-        self.state.clear()
+        if self._is_laid_out:
+            self.state.clear()
 
     def _lay_out(self, whole: Collection[int]) -> list[FlatShard]:
         """Create the shards of all buckets. Parameters without a reduction get their own buckets on a one-rank axis."""
-        table = self._table
+        table = self.table
         held = {id(gradient.param) for reducer in self._reducers() for gradient in reducer.gradients}
         if alone := [GradientSlot(e, Axis("none"), table.coords) for e in table.entries if id(e.param) not in held]:
             table.reducers.append(GradientReducer(alone))
@@ -195,24 +161,15 @@ class ZeroOptimizer(Optimizer):
         shards: list[FlatShard] = []
         if self._stage == 3:
             self._walk, shards = set_up_stage3(self._model, table, self._settings, self._end, self._host)
-        return shards + self._cut(self._reducers())
-
-    def _reducers(self) -> list[GradientReducer]:
-        return [reducer for reducer in self._table.reducers if isinstance(reducer, GradientReducer)]
-
-    def _cut(self, reducers: Sequence[GradientReducer]) -> list[FlatShard]:
         axis = Axis("none") if self._stage == 0 else None
         dtype, overlap = self._precision.reduce_dtype, self._settings.overlap
-        size: Any = self._settings.bucket_bytes or self._table.request.extra.get("bucket_bytes", BUCKET_BYTES)
-        found = [bucket for r in reducers for bucket in r.reduce_to_shards(self._end, dtype, size, overlap)]
+        size: Any = self._settings.bucket_bytes or self.table.request.extra.get("bucket_bytes", BUCKET_BYTES)
+        found = [bucket for r in self._reducers() for bucket in r.reduce_to_shards(self._end, dtype, size, overlap)]
         narrow, rounding = self._precision.dtype, self._precision.rounding
-        return [FlatShard(bucket, narrow, axis=axis, host=self._host, rounding=rounding) for bucket in found]
+        return shards + [FlatShard(each, narrow, axis=axis, host=self._host, rounding=rounding) for each in found]
 
-    def _make_room(self) -> DevicePlacement:
-        last_first = self.shards if self._walk is not None else self.shards[::-1]
-        there = [shard for shard in last_first if shard.host is not None]
-        residents = self._walk.residents if self._walk is not None else None
-        return DevicePlacement(self._settings, there, residents, self.inner, self._table.context)
+    def _reducers(self) -> list[GradientReducer]:
+        return [reducer for reducer in self.table.reducers if isinstance(reducer, GradientReducer)]
 
     def _put_into_files(self, files: FileStore) -> None:
         """Move shards to files. Raise ConfigError on all ranks if the directory or the disk space is missing."""
@@ -225,16 +182,8 @@ class ZeroOptimizer(Optimizer):
         for shard, part in parts:
             expected = sum(state_bytes(*held[id(p.value)], p.value) for p in shard.slices if id(p.value) in held)
             part.hold([(p.value, p.shard_range) for p in shard.slices], states, round(expected))
-        if said := files.end_step([part for _, part in parts], self._table.context):
+        if said := files.end_step([part for _, part in parts], self.table.context):
             raise no_files(files.disk.folder, said)
-
-    def _convert(self, dtype: torch.dtype | None) -> None:
-        """Convert the parameters. Call it after the master weights were copied from the original values."""
-        for entry in self._table.entries:
-            if dtype is not None and entry.param.is_floating_point() and entry.param.dtype != dtype:
-                entry.param.data = entry.param.data.to(dtype)
-        if dtype is not None:
-            accept_wide_inputs(self._model)
 
     def _receive(self, bucket: Bucket, part: Tensor, had: Tensor) -> None:
         self._by_bucket[id(bucket.gradients)].receive(part, had, self._precision.scale)
@@ -286,19 +235,11 @@ class ZeroOptimizer(Optimizer):
         if self._prepare(problem):
             if self._walk is not None:
                 self._walk.release()
-            with self._stepping():
+            with self._flag("is_stepping"):
                 self._update.run()
-            self._room.after_step()
+            self._placement.after_step()
         self._show()
         return loss
-
-    @contextmanager
-    def _stepping(self) -> Iterator[None]:
-        self.is_stepping = True
-        try:
-            yield
-        finally:
-            self.is_stepping = False
 
     def _take_edits(self) -> Exception | None:
         """Apply the user's edits of gradients. Return an error of this rank, which all ranks will raise."""
@@ -306,7 +247,7 @@ class ZeroOptimizer(Optimizer):
             for shard in self.shards:
                 for number in range(len(shard.gradients)):
                     shard.hide(number)
-            check_unmodified(self._model, self._table, self.shards)
+            check_unmodified(self._model, self.table, self.shards)
         except Exception as error:  # other ranks wait for this one, so every error must reach them
             return error
         return None
@@ -316,29 +257,27 @@ class ZeroOptimizer(Optimizer):
         rules, scale = self._settings, self._precision.loss_scale
         is_scaled = self._precision.parameters == "fp16"
         if rules.max_grad_norm is None and rules.on_nonfinite == "ignore" and not is_scaled:
-            self._raise_together(problem)
+            self._norm(problem, ())  # raises on all ranks if one has an error
             return True
         self.grad_norm = self._norm(problem)
         is_finite = (rules.on_nonfinite == "ignore" and not is_scaled) or is_true(torch.isfinite(self.grad_norm))
         if is_scaled:
             scale.update(is_finite)
         elif not is_finite and rules.on_nonfinite == "raise":
-            raise find_nonfinite(self.shards, self._table, self.grad_norm)
+            raise find_nonfinite(self.shards, self.table, self.grad_norm)
         self.skipped += not is_finite
         if is_finite and rules.max_grad_norm is not None:
             self._clip(rules.max_grad_norm)
         return is_finite
 
-    def _raise_together(self, problem: Exception | None, *, in_stage: bool = False) -> None:
-        """Raise on all ranks if one has an error, or if ranks edited gradients differently."""
-        sharded_grad_norm(self.shards, self._table, self._stage, problem, (), in_stage=in_stage)
-
-    def _norm(self, problem: Exception | None = None, only: Collection[int] | None = None) -> Tensor:
-        return sharded_grad_norm(self.shards, self._table, self._stage, problem, only)
+    def _norm(
+        self, problem: Exception | None, only: Collection[int] | None = None, *, in_stage: bool = False
+    ) -> Tensor:
+        return sharded_grad_norm(self.shards, self.table, self._stage, problem, only, in_stage=in_stage)
 
     def agree(self) -> None:
         """Reduce gradients that were accumulated in ``no_sync``. All ranks call it."""
-        for reducer in self._table.reducers:
+        for reducer in self.table.reducers:
             if reducer.was_paused:
                 reducer.start()
                 reducer.finish()
@@ -399,7 +338,7 @@ class ZeroOptimizer(Optimizer):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Defer the reduction of gradients, for all but the last backward of a step. No effect in stages 2 and 3."""
-        with self._table.paused() if self._stage < 2 else nullcontext():
+        with self.table.paused() if self._stage < 2 else nullcontext():
             yield
 
     def backward(self, loss: Tensor) -> None:
@@ -438,7 +377,7 @@ class ZeroOptimizer(Optimizer):
         All ranks of the parameter's pipeline stage call it. Communicates one all-gather of a bucket and a few numbers.
         """
         self.agree()
-        self._raise_together(self._take_edits(), in_stage=True)
+        self._norm(self._take_edits(), (), in_stage=True)  # raises on all ranks if one has an error
         self._show()
         for shard in self.shards:
             for number, gradient in enumerate(shard.gradients):
@@ -454,7 +393,7 @@ class ZeroOptimizer(Optimizer):
         return hooked_state(self, self._state_dict)
 
     def _state_dict(self) -> dict[str, Any]:
-        context = self._table.context
+        context = self.table.context
         with self.readable_state():
             states = [optimizer.state_dict() for optimizer in self.inner]
             return {
@@ -475,7 +414,7 @@ class ZeroOptimizer(Optimizer):
         hooked_load(self, state_dict, self._load_state_dict)
 
     def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        context, doing = self._table.context, "load this optimizer's state"
+        context, doing = self.table.context, "load this optimizer's state"
         collective_call(context, lambda: self._check_saved(state_dict), action=doing)
 
         def load() -> None:
@@ -493,7 +432,7 @@ class ZeroOptimizer(Optimizer):
         self.rounding_counts = state_dict["rounds"]
 
     def _check_saved(self, state_dict: dict[str, Any]) -> None:
-        context = self._table.context
+        context = self.table.context
         known = ("place", "masters", "optimizers", "loss_scale", "rounds")
         is_dict = isinstance(state_dict, dict)
         if missing := [name for name in known if not is_dict or name not in state_dict]:
@@ -525,8 +464,14 @@ class ZeroOptimizer(Optimizer):
     @contextmanager
     def readable_state(self) -> Iterator[None]:
         """Load the optimizer's values and states for reading. Use it between two steps."""
-        with readable_state(self.shards), self._opened():
-            yield
+        for shard in self.shards:
+            shard.masters.load()
+        try:
+            with self._flag("_is_open"):
+                yield
+        finally:
+            for shard in self.shards:
+                shard.masters.discard(keeps_memory=True)
 
     @contextmanager
     def writable_state(self) -> Iterator[None]:
@@ -534,16 +479,33 @@ class ZeroOptimizer(Optimizer):
 
         On exit the parameters of all ranks get the new values, which communicates one all-gather.
         """
-        with writable_state(self.shards, self._walk, self._host, self._table.context), self._opened():
-            yield
+        with torch.no_grad(), ExitStack() as stack:
+            for shard in self.shards:
+                stack.enter_context(shard.changing())
+            with self._flag("_is_open"):
+                yield
+            for shard in self.shards:
+                if shard.rounded is None:  # rounded weights are stored once, on exit of shard.changing()
+                    shard.store()
+        if self._walk is not None:
+            self._walk.release()
+        all_gather = ParamAllGather()
+        all_gather.add(self.shards)
+        with torch.no_grad():
+            all_gather.finish()
+        for shard in self.shards:
+            shard.sync_versions()
+        if isinstance(self._host, FileStore):
+            self._host.end_writing(self.table.context)
 
     @contextmanager
-    def _opened(self) -> Iterator[None]:
-        before, self._is_open = self._is_open, True
+    def _flag(self, name: str) -> Iterator[None]:
+        before = getattr(self, name)
+        setattr(self, name, True)
         try:
             yield
         finally:
-            self._is_open = before
+            setattr(self, name, before)
 
     @property
     def cuts_states(self) -> bool:
@@ -561,11 +523,6 @@ class ZeroOptimizer(Optimizer):
             rounded.step = step
 
     @property
-    def table(self) -> ShardingMetadata:
-        """Metadata of the model."""
-        return self._table
-
-    @property
     def param_groups_stage3(self) -> Sequence[ParamGroup]:
         """Parameter groups of stage 3, each of which is gathered together. Empty for other stages."""
         return self._walk.units if self._walk is not None else ()
@@ -576,7 +533,7 @@ class ZeroOptimizer(Optimizer):
 
     def memory(self) -> MemoryEstimate:
         """Measure the memory of this rank in bytes, by kind."""
-        return measure_memory(self._table, self.shards, self.param_groups_stage3, self.inner)
+        return measure_memory(self.table, self.shards, self.param_groups_stage3, self.inner)
 
     def describe(self) -> str:
         """Describe the options, the memory of this rank and the offload bandwidth."""
