@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import wraps
 from typing import Any
 
@@ -21,7 +21,7 @@ from shardformer.layout.sharding_metadata import ShardingMetadata, tables_here, 
 from shardformer.torch_patches import Patch, install, replace_attribute
 from shardformer.zero.flat_shards import FlatShard, ParamSlice
 
-Attributes = dict[str, Any]
+State = dict[str, Any]
 
 
 @contextmanager
@@ -33,52 +33,51 @@ def unchanged_on_error(optimizers: Sequence[Optimizer], others: Sequence[Any] = 
             in-place writes to them remain.
         others: Schedulers and hooks. Restores their attributes, and the lists, dicts and sets among these.
     """
-    before = [_Optimizer(each) for each in optimizers]
-    attributes = [(each, {name: _copied(value) for name, value in vars(each).items()}) for each in others]
+    restores = [_snapshot(each) for each in optimizers]
+    attributes = [(each, {name: _copy_container(value) for name, value in vars(each).items()}) for each in others]
     states = [(each, copy.deepcopy(each.state_dict())) for each in others if hasattr(each, "state_dict")]
     try:
         yield
     except BaseException:
-        for optimizer in before:
-            optimizer.put_back()
+        for restore in restores:
+            restore()
         for each, values in attributes:
-            vars(each).clear()
-            vars(each).update(values)
+            _replace_content(vars(each), values)
         for each, state in states:
             with suppress(Exception):  # load_state_dict may be the call that failed
                 each.load_state_dict(state)
         raise
 
 
-def _copied(value: Any) -> Any:
+def _copy_container(value: Any) -> Any:
     return copy.copy(value) if type(value) in (list, dict, set) else value
 
 
-class _Optimizer:
-    """Saved attributes, groups and states of an optimizer."""
+def _replace_content(target: State, content: State) -> None:
+    target.clear()
+    target.update(content)
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer, self._attributes = optimizer, dict(vars(optimizer))
-        self._groups = [(group, dict(group), list(group["params"])) for group in optimizer.param_groups]
-        self._state = optimizer.state
-        self._states = [(param, state, _copied(state)) for param, state in optimizer.state.items()]
 
-    def put_back(self) -> None:
-        attributes = vars(self._optimizer)
-        attributes.clear()
-        attributes.update(self._attributes)
-        for group, content, params in self._groups:
-            group.clear()
-            group.update(content)
+def _snapshot(optimizer: Optimizer) -> Callable[[], None]:
+    """Save the attributes, groups and states of an optimizer. Return a function that restores them in place."""
+    attributes, state = dict(vars(optimizer)), optimizer.state
+    groups = [(group, dict(group), list(group["params"])) for group in optimizer.param_groups]
+    states = [(param, each, _copy_container(each)) for param, each in state.items()]
+
+    def restore() -> None:
+        _replace_content(vars(optimizer), attributes)
+        for group, content, params in groups:
+            _replace_content(group, content)
             group["params"][:] = params
-        groups: list[Attributes] = self._optimizer.param_groups
-        groups[:] = [group for group, _, _ in self._groups]
-        self._state.clear()
-        for param, state, content in self._states:
-            if type(state) is dict:
-                state.clear()
-                state.update(content)
-            self._state[param] = state
+        current: list[State] = optimizer.param_groups
+        current[:] = [group for group, _, _ in groups]
+        state.clear()
+        for param, each, content in states:
+            if type(each) is dict:
+                _replace_content(each, content)
+            state[param] = each
+
+    return restore
 
 
 HELD_BY = "_shardformer_held_by"
@@ -125,22 +124,8 @@ PLACE = "shardformer_place"
 Place = dict[str, tuple[int, int]]
 
 
-class _Loading(threading.local):
-    is_checked = False
-
-
-_LOADING = _Loading()
-
-
-@contextmanager
-def checked() -> Iterator[None]:
-    """Load states in this context without checking which rank saved them."""
-    before, _LOADING.is_checked = _LOADING.is_checked, True
-    try:
-        yield
-    finally:
-        _LOADING.is_checked = before
-
+_IS_CHECKED: ContextVar[bool] = ContextVar("is_checked", default=False)
+"""Whether states are loaded without checking which rank saved them."""
 
 STATE_PATCHES = tuple(
     Patch(f"torch.optim.Optimizer.{name}", "shardformer.zero.optimizer_state_view", reason)
@@ -154,11 +139,13 @@ STATE_PATCHES = tuple(
 def patch_state_dicts() -> None:
     """Make the optimizers of torch record and check the coordinates of their rank."""
     saving, loading = STATE_PATCHES
-    install(saving, lambda: replace_attribute(Optimizer, "state_dict", _noting(Optimizer.state_dict)))
-    install(loading, lambda: replace_attribute(Optimizer, "load_state_dict", _checking(Optimizer.load_state_dict)))
+    install(saving, lambda: replace_attribute(Optimizer, "state_dict", _with_place(Optimizer.state_dict)))
+    install(
+        loading, lambda: replace_attribute(Optimizer, "load_state_dict", _with_place_check(Optimizer.load_state_dict))
+    )
 
 
-def _noting(original: Any) -> Any:
+def _with_place(original: Any) -> Any:
     @wraps(original)
     def state_dict(self: Any) -> dict[str, Any]:
         found: dict[str, Any] = original(self)
@@ -169,13 +156,13 @@ def _noting(original: Any) -> Any:
     return state_dict
 
 
-def _checking(original: Any) -> Any:
+def _with_place_check(original: Any) -> Any:
     @wraps(original)
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-        if _LOADING.is_checked or (table := _table_of(self)) is None:
+        if _IS_CHECKED.get() or (table := _metadata_of(self)) is None:
             original(self, state_dict)
             return
-        state_dict = _checked(self, state_dict, table)
+        state_dict = _check_and_shard_state(self, state_dict, table)
         with unchanged_on_error([self]):
             collective_call(
                 table.context, lambda: original(self, state_dict), action=f"load the state of {type(self).__name__}"
@@ -184,7 +171,7 @@ def _checking(original: Any) -> Any:
     return load_state_dict
 
 
-def _table_of(optimizer: Any) -> ShardingMetadata | None:
+def _metadata_of(optimizer: Any) -> ShardingMetadata | None:
     """Return the metadata of the model that an optimizer steps, if its ranks have different parameters."""
     if (holder := holder_of(optimizer)) is not None:
         return holder.table  # type: ignore[no-any-return]
@@ -198,7 +185,7 @@ def _table_of(optimizer: Any) -> ShardingMetadata | None:
 
 def place_of(optimizer: Any) -> Place:
     """Return (size, rank) of each axis along which ranks have different shards of the state."""
-    table, holder = _table_of(optimizer), holder_of(optimizer)
+    table, holder = _metadata_of(optimizer), holder_of(optimizer)
     if table is None:
         return {}
     if holder is not None and holder.cuts_states:
@@ -210,7 +197,7 @@ def place_of(optimizer: Any) -> Place:
     return {name: (axis.size, axis.rank) for name, axis in table.axes.items() if name in names and axis.size > 1}
 
 
-def _checked(optimizer: Any, state_dict: dict[str, Any], table: ShardingMetadata) -> dict[str, Any]:
+def _check_and_shard_state(optimizer: Any, state_dict: dict[str, Any], table: ShardingMetadata) -> dict[str, Any]:
     """Return this rank's shard of the state. Communicates one object, with the norm of each tensor if needed.
 
     Raises:
@@ -219,10 +206,11 @@ def _checked(optimizer: Any, state_dict: dict[str, Any], table: ShardingMetadata
     own, sums, problem, kind = place_of(optimizer), list[float](), None, type(optimizer).__name__
     counts = [len(group["params"]) for group in optimizer.param_groups]
     try:
-        state_dict = _cut(optimizer, state_dict, table)
+        state_dict = _shard_state(optimizer, state_dict, table)
         saved = state_dict.get(PLACE)
         if saved is not None and saved != own:
-            problem = f"The state of {kind} was saved by the rank at {_said(saved)}; this rank is at {_said(own)}"
+            problem = f"The state of {kind} was saved by the rank at {_describe_place(saved)}"
+            problem += f"; this rank is at {_describe_place(own)}"
         elif [len(group["params"]) for group in state_dict["param_groups"]] != counts:
             problem = f"The parameter groups of the state differ from those of this {kind}"
         elif saved is None and own:
@@ -247,25 +235,25 @@ def _checked(optimizer: Any, state_dict: dict[str, Any], table: ShardingMetadata
     return state_dict
 
 
-def _cut(optimizer: Any, state_dict: dict[str, Any], table: ShardingMetadata) -> dict[str, Any]:
+def _shard_state(optimizer: Any, state_dict: dict[str, Any], table: ShardingMetadata) -> dict[str, Any]:
     """Shard the optimizer state of a plain model for this rank. Return a sharded state unchanged."""
     pairs = _pairs(optimizer, state_dict)
     specs = {id(entry.param): entry.spec for entry in table.entries if entry.spec.is_sharded}
     states = {number: (state_dict["state"].get(number), specs.get(id(p)), p) for number, p in pairs}
-    whole = {
+    sharded = {
         number: {
             key: spec.slice(x, table.coords) if isinstance(x, Tensor) and tuple(x.shape) == spec.shape else x
             for key, x in state.items()
         }
         for number, (state, spec, p) in states.items()
-        if isinstance(state, dict) and spec is not None and _is_whole(state, spec, p)
+        if isinstance(state, dict) and spec is not None and _is_full(state, spec, p)
     }
-    if not whole or PLACE in state_dict:
+    if not sharded or PLACE in state_dict:
         return state_dict
-    return {**state_dict, "state": {**state_dict["state"], **whole}, PLACE: place_of(optimizer)}
+    return {**state_dict, "state": {**state_dict["state"], **sharded}, PLACE: place_of(optimizer)}
 
 
-def _is_whole(state: Mapping[str, Any], spec: ShardSpec, param: Tensor) -> bool:
+def _is_full(state: Mapping[str, Any], spec: ShardSpec, param: Tensor) -> bool:
     shapes = {tuple(x.shape) for x in state.values() if isinstance(x, Tensor)}
     return spec.shape in shapes and tuple(param.shape) not in shapes
 
@@ -277,7 +265,7 @@ def _pairs(optimizer: Any, state_dict: Mapping[str, Any]) -> list[tuple[Any, Ten
     return list(zip(numbers, params, strict=False))
 
 
-def _said(place: Any) -> str:
+def _describe_place(place: Any) -> str:
     if not isinstance(place, dict):
         return repr(place)[:80]
     return ", ".join(f"{name} {rank} of {size}" for name, (size, rank) in place.items()) or "an unsharded model"
@@ -295,9 +283,6 @@ def _sums(optimizer: Any, state_dict: Mapping[str, Any], table: ShardingMetadata
     return [float(torch.abs(x).double().sum()) for x in tensors]
 
 
-State = dict[str, Any]
-
-
 class LiveState(MutableMapping[Tensor, State]):
     """The states of several optimizers, by parameter.
 
@@ -312,7 +297,7 @@ class LiveState(MutableMapping[Tensor, State]):
         self._owners: dict[int, Optimizer] = dict(held)
         self._pieces |= {id(piece.gradient.param): piece for shard in shards for piece in shard.slices}
 
-    def _found(self, key: Tensor) -> tuple[Any, Tensor] | None:
+    def _find(self, key: Tensor) -> tuple[Any, Tensor] | None:
         """Return (state of the optimizer, its parameter), or None if this rank has no slice of the parameter."""
         if id(key) in self._pieces:
             if (piece := self._pieces[id(key)]) is None:
@@ -323,22 +308,22 @@ class LiveState(MutableMapping[Tensor, State]):
         return self._owners[id(key)].state, key
 
     def __getitem__(self, key: Tensor) -> State:
-        found = self._found(key)
+        found = self._find(key)
         return Elsewhere(key) if found is None else found[0][found[1]]
 
     def __setitem__(self, key: Tensor, value: State) -> None:
-        if (found := self._found(key)) is not None:
+        if (found := self._find(key)) is not None:
             found[0][found[1]] = value
 
     def __delitem__(self, key: Tensor) -> None:
-        if (found := self._found(key)) is not None:
+        if (found := self._find(key)) is not None:
             del found[0][found[1]]
 
     def __contains__(self, key: object) -> bool:
         if not isinstance(key, Tensor):
             return False
         try:
-            found = self._found(key)
+            found = self._find(key)
         except KeyError:
             return False
         return found is not None and found[1] in found[0]
@@ -375,11 +360,13 @@ def load_in_place(optimizer: Any, state_dict: dict[str, Any]) -> None:
     """
     groups: list[dict[str, Any]] = optimizer.param_groups
     before = list(groups)
-    with checked():
+    token = _IS_CHECKED.set(True)
+    try:
         optimizer.load_state_dict(state_dict)
+    finally:
+        _IS_CHECKED.reset(token)
     for old, new in zip(before, list(optimizer.param_groups), strict=True):
         if old is not new:
-            old.clear()
-            old.update(new)
+            _replace_content(old, new)
     groups[:] = before
     optimizer.param_groups = groups
