@@ -64,8 +64,8 @@ def partition_bytes(size: int, axis: Axis) -> int:
 def local_partition(whole: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
     """Return a copy of this rank's shard of the bytes ``whole``, and their checksum. Communicates nothing."""
     each = partition_bytes(len(whole), axis)
-    piece = whole[axis.rank * each : (axis.rank + 1) * each]
-    part = piece.clone() if len(piece) == each else torch.cat([piece, whole.new_zeros(each - len(piece))])
+    stored = whole[axis.rank * each : (axis.rank + 1) * each]
+    part = stored.clone() if len(stored) == each else torch.cat([stored, whole.new_zeros(each - len(stored))])
     return part, digest(whole)
 
 
@@ -124,10 +124,10 @@ class ActivationStore:
         self._axis = axis if axis is not None and axis.size > 1 else None
         self.account = ActivationCounter()
         self._hooks = SavedTensorHooks(self._pack, self._unpack)
-        self._undo: list[Callable[[], Any]] = []
+        self.undo: list[Callable[[], Any]] = []
         self._graph, self._forward = ForwardRecord(), 0
         self._fixed: Collection[int] = ()  # storage addresses of parameters and buffers
-        self._pieces: WeakValueDictionary[tuple[int, int, int, int, int, bool], StoredStorage] = WeakValueDictionary()
+        self._stored: WeakValueDictionary[tuple[int, int, int, int, int, bool], StoredStorage] = WeakValueDictionary()
         self._inputs: dict[StorageKey, tuple[StorageWeakRef, tuple[int, int], str]] = {}  # layer inputs of this forward
         self._undecided: deque[tuple[int, StoredStorage]] = deque()  # (index in the forward record, storage)
         self._leaving: deque[StoredStorage] = deque()
@@ -138,13 +138,12 @@ class ActivationStore:
         self._largest = 0
         self._task = -1
 
-    def __reduce__(self) -> Any:
-        """Create an empty store for a copied model."""
+    def __reduce__(self) -> Any:  # a copied model gets an empty store
         return type(self), (self._to_host, self._axis, self._min_bytes)
 
     def stats(self) -> ActivationStats:
         """Return the current and maximum number of bytes by location."""
-        self._settle()
+        self._update_counts()
         rates = {
             way: self._link.bandwidth(way) if self._link is not None else None
             for way in (DEVICE_TO_HOST, HOST_TO_DEVICE)
@@ -154,18 +153,15 @@ class ActivationStore:
 
     def reset(self) -> None:
         """Reset the maximum number of bytes."""
-        self._settle()
+        self._update_counts()
         self.account.reset()
 
     def remove(self) -> None:
         """Stop storing activations. Stored activations remain available to their backward pass."""
-        while self._undo:
-            self._undo.pop()()
+        while self.undo:
+            self.undo.pop()()
         if self._hooks.is_entered:
             self._hooks.leave()
-
-    def on_remove(self, undo: Callable[[], Any]) -> None:
-        self._undo.append(undo)
 
     def __str__(self) -> str:
         return str(self.stats())
@@ -176,20 +172,17 @@ class ActivationStore:
         """Start a forward pass."""
         if self._hooks.is_entered:  # an exception such as KeyboardInterrupt ended the previous forward pass
             self.leave()
-        if torch.compiler.is_compiling() or current_graph_task_id() >= 0 or has_foreign_hooks():
-            return
-        if not torch.is_grad_enabled():
+        is_recomputation = current_graph_task_id() >= 0
+        if torch.compiler.is_compiling() or is_recomputation or has_foreign_hooks() or not torch.is_grad_enabled():
             return
         self._graph, self._forward = ForwardRecord(), self._forward + 1
-        self._set_device(next((x.device for x in model.parameters()), None))
+        device = next((x.device for x in model.parameters()), None)
+        if self._link is None or device not in (None, self._link.device):
+            self._link = HostDeviceCopier(device or torch.device("cpu"))
         with DisableTorchFunctionSubclass():  # do not gather parameters
             tensors = [x for x in (*model.parameters(), *model.buffers()) if _is_plain(x)]
             self._fixed = {memory_of(x) for x in tensors}
         self._hooks.enter()
-
-    def _set_device(self, device: torch.device | None) -> None:
-        if self._link is None or device not in (None, self._link.device):
-            self._link = HostDeviceCopier(device or torch.device("cpu"))
 
     def leave(self, *_: Any) -> None:
         """End a forward pass."""
@@ -199,7 +192,7 @@ class ActivationStore:
         self._decide(0)
         self._inputs.clear()
         self._graph.fetched = len(self._graph.order)
-        self._settle()
+        self._update_counts()
 
     def enter_layer(self, name: str, x: Any) -> None:
         """Register ``x`` as the input of a layer, which is identical on all ranks of the axis."""
@@ -210,11 +203,11 @@ class ActivationStore:
             return
         self._inputs[key] = StorageWeakRef(x.untyped_storage()), (start, end), name
         for item in list(self._undecided):
-            _, piece = item
-            is_of_x = (piece.source.cdata, piece.version) == key
-            if is_of_x and start <= piece.start and piece.start + piece.size <= end:
+            stored = item[1]
+            is_of_x = (stored.source.cdata, stored.version) == key
+            if is_of_x and start <= stored.start and stored.start + stored.size <= end:
                 self._undecided.remove(item)
-                self._cut(piece, name)
+                self._shard(stored, name)
 
     def _decide(self, among: int) -> None:
         """Move tensors that are not layer inputs, except for the last ``among`` saved tensors."""
@@ -229,7 +222,7 @@ class ActivationStore:
         memory = storage_id(storage)
         if memory in self._fixed or _is_cast_of_parameter(x):
             return None
-        self._settle()
+        self._update_counts()
         _, given, name = self._inputs.get((memory, x._version), (None, (0, 0), ""))
         start, end = storage_range(x)
         is_input = given[0] <= start and end <= given[1]
@@ -239,70 +232,56 @@ class ActivationStore:
         # Ranks of an axis must shard the same storages, although storages of earlier forwards live on some of them.
         forward = 0 if self._axis is None else self._forward
         key = (memory, x._version, start, end, forward, is_input)
-        piece = self._pieces.get(key)
-        if piece is None:
-            piece = self._pieces[key] = self._new_piece(x, start, end)
-            if piece.size >= self._min_bytes:
-                self._place(piece, name if is_input else "")
-        return SavedTensorHandle(piece, self._graph, x)
+        stored = self._stored.get(key)
+        if stored is None:
+            stored = self._stored[key] = StoredStorage(self.account, x, start, end)
+            if stored.size >= self._min_bytes:
+                if self._axis is None:
+                    self._move(stored)
+                elif is_input:
+                    self._shard(stored, name)
+                else:
+                    self._undecided.append((len(self._graph.order), stored))
+        return SavedTensorHandle(stored, self._graph, x)
 
-    def _new_piece(self, x: Tensor, start: int, end: int) -> StoredStorage:
-        storage = x.untyped_storage()
-        with torch.no_grad():
-            data = torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage, start, (end - start,), (1,))
-            witness = x.detach()
-            witness.data = torch.empty(0, dtype=x.dtype, device=x.device)
-        return StoredStorage(self.account, data, StorageWeakRef(storage), witness, start)
-
-    def _place(self, piece: StoredStorage, name: str) -> None:
-        if self._axis is None:
-            self._move(piece)
-        elif name:
-            self._cut(piece, name)
-        else:
-            self._undecided.append((len(self._graph.order), piece))
-
-    def _cut(self, piece: StoredStorage, name: str) -> None:
+    def _shard(self, stored: StoredStorage, name: str) -> None:
         """Replace the data of a layer input by this rank's shard."""
-        assert self._axis is not None and piece.data is not None
+        assert self._axis is not None and stored.data is not None
         with torch.no_grad():
-            piece.data, piece.number = local_partition(piece.data, self._axis)
-        piece.name, piece.base = name, piece.start
-        piece.count_data(PARTITIONED)
-        self._move(piece)
+            stored.data, stored.number = local_partition(stored.data, self._axis)
+        stored.name, stored.base = name, stored.start
+        stored.count_data(PARTITIONED)
+        self._move(stored)
 
-    def _move(self, piece: StoredStorage) -> None:
+    def _move(self, stored: StoredStorage) -> None:
         """Start to copy the data to the host. If too many copies are in progress, wait for an earlier one."""
         if not self._to_host:
             return
-        assert piece.data is not None and self._link is not None
-        size = len(piece.data)
+        assert stored.data is not None and self._link is not None
+        size = len(stored.data)
         self._largest = max(self._largest, size)
-        while self._leaving and sum(len(p.host) for p in self._leaving if p.host is not None) + size > self._allowed:
+        limit = PREFETCH_COUNT * self._largest
+        while self._leaving and sum(len(p.host) for p in self._leaving if p.host is not None) + size > limit:
             self._release(self._leaving.popleft())
-        piece.host = self._link.new_host(size, torch.uint8)
+        stored.host = self._link.new_host(size, torch.uint8)
         self.account.add_host(size)
-        piece.copy, piece.is_leaving = self._link.to_host(piece.host, piece.data), True
-        piece.count_data(COPYING_TO_HOST)
-        self._leaving.append(piece)
+        stored.copy, stored.is_leaving = self._link.to_host(stored.host, stored.data), True
+        stored.count_data(COPYING_TO_HOST)
+        self._leaving.append(stored)
 
-    @property
-    def _allowed(self) -> int:
-        return PREFETCH_COUNT * self._largest
-
-    def _release(self, piece: StoredStorage) -> None:
+    def _release(self, stored: StoredStorage) -> None:
         """Wait for the copy to the host, and free the device memory unless the backward pass needs it next."""
-        assert piece.copy is not None and piece.data is not None
-        piece.copy.finish()
-        piece.copy, piece.is_leaving = None, False
-        if piece.is_wanted:
-            piece.count(COPYING_TO_HOST, -len(piece.data))
-            self._hold(piece, len(piece.data))
+        assert stored.copy is not None and stored.data is not None
+        stored.copy.finish()
+        stored.copy, stored.is_leaving = None, False
+        if stored.is_wanted:
+            stored.count(COPYING_TO_HOST, -len(stored.data))
+            self._count_fetched(stored, len(stored.data))
         else:
-            piece.data = None
-            piece.count_data(COPYING_TO_HOST)
+            stored.data = None
+            stored.count_data(COPYING_TO_HOST)
 
-    def _settle(self) -> None:
+    def _update_counts(self) -> None:
         """Update the counters after completed copies and freed memory."""
         while self._leaving and self._leaving[0].copy is not None and self._leaving[0].copy.is_done():
             self._release(self._leaving.popleft())
@@ -314,75 +293,75 @@ class ActivationStore:
     # --- the backward
 
     def _unpack(self, handle: SavedTensorHandle) -> Tensor:
-        piece = handle.piece
-        check_version(piece.witness, piece.version, handle.shape)
-        self._settle()
+        stored = handle.stored
+        check_version(stored.witness, stored.version, handle.shape)
+        self._update_counts()
         self._expect_end(handle.graph)
-        self._ahead.pop(piece, None)
-        piece.waits.discard(id(handle))
-        self._fetch(piece)
-        if piece.copy is not None and not piece.is_leaving:
-            piece.copy.wait()
-            piece.copy = None
-        whole = self._joined(piece) if piece.is_cut else piece.data
+        self._ahead.pop(stored, None)
+        stored.waits.discard(id(handle))
+        self._fetch(stored)
+        if stored.copy is not None and not stored.is_leaving:
+            stored.copy.wait()
+            stored.copy = None
+        whole = self._gather_full(stored) if stored.is_cut else stored.data
         assert whole is not None
-        out = handle.tensor(whole, piece.base)
-        if not piece.waits:
-            self._hand_over(piece)
+        out = handle.tensor(whole, stored.base)
+        if not stored.waits:
+            self._transfer_to_backward(stored)
         self._prefetch(handle.graph, handle.place)
         return out
 
-    def _fetch(self, piece: StoredStorage) -> None:
+    def _fetch(self, stored: StoredStorage) -> None:
         """Start to copy a storage to the device."""
-        if piece.is_leaving:
-            piece.is_wanted = True
-        if not piece.is_away or piece.joined is not None:
+        if stored.is_leaving:
+            stored.is_wanted = True
+        if not stored.is_away or stored.joined is not None:
             return
-        assert piece.host is not None and self._link is not None
-        piece.data = torch.empty(len(piece.host), dtype=torch.uint8, device=self._link.device)
-        piece.base, piece.copy = piece.start, self._link.to_device(piece.data, piece.host)
-        self._hold(piece, len(piece.data))
+        assert stored.host is not None and self._link is not None
+        stored.data = torch.empty(len(stored.host), dtype=torch.uint8, device=self._link.device)
+        stored.base, stored.copy = stored.start, self._link.to_device(stored.data, stored.host)
+        self._count_fetched(stored, len(stored.data))
 
-    def _hold(self, piece: StoredStorage, size: int) -> None:
-        piece.count(FETCHED, size)
-        self._brought.add(piece)
+    def _count_fetched(self, stored: StoredStorage, size: int) -> None:
+        stored.count(FETCHED, size)
+        self._brought.add(stored)
 
-    def _joined(self, piece: StoredStorage) -> Tensor:
+    def _gather_full(self, stored: StoredStorage) -> Tensor:
         """Return the full data of a sharded storage. Communicates as ``gather_partitions``."""
-        if piece.joined is None:
-            assert self._axis is not None and piece.data is not None and piece.number is not None
+        if stored.joined is None:
+            assert self._axis is not None and stored.data is not None and stored.number is not None
             with torch.no_grad():
-                piece.joined = gather_partitions(
-                    piece.data, piece.number, self._axis, f"The input of layer {piece.name}"
+                stored.joined = gather_partitions(
+                    stored.data, stored.number, self._axis, f"The input of layer {stored.name}"
                 )
-            self._hold(piece, len(piece.joined))
-        return piece.joined
+            self._count_fetched(stored, len(stored.joined))
+        return stored.joined
 
-    def _hand_over(self, piece: StoredStorage) -> None:
+    def _transfer_to_backward(self, stored: StoredStorage) -> None:
         """Transfer the ownership of fetched memory to the backward pass, which then frees it."""
-        held = [piece.joined]
-        piece.joined, piece.is_wanted = None, False
-        if piece.host is not None and piece.data is not None and not piece.is_leaving:
-            held.append(piece.data)
-            piece.data = None
+        held = [stored.joined]
+        stored.joined, stored.is_wanted = None, False
+        if stored.host is not None and stored.data is not None and not stored.is_leaving:
+            held.append(stored.data)
+            stored.data = None
         for x in held:
             if x is not None:
-                piece.forget_count(FETCHED, len(x))
+                stored.forget_count(FETCHED, len(x))
                 self._read.append((StorageWeakRef(x.untyped_storage()), len(x)))
         del held
-        self._brought.discard(piece)
+        self._brought.discard(stored)
 
     def _prefetch(self, graph: ForwardRecord, place: int) -> None:
         """Start to fetch the storages that the backward pass will need next."""
         at = min(graph.fetched, place)
         while at > 0:
-            piece = graph.order[at - 1]()
-            if piece is not None and piece.host is not None and piece.waits and piece not in self._ahead:
-                if sum(self._ahead.values()) + len(piece.host) > self._allowed:
+            stored = graph.order[at - 1]()
+            if stored is not None and stored.host is not None and stored.waits and stored not in self._ahead:
+                if sum(self._ahead.values()) + len(stored.host) > PREFETCH_COUNT * self._largest:
                     break
-                if piece.is_away or piece.is_leaving:
-                    self._ahead[piece] = len(piece.host)
-                    self._fetch(piece)
+                if stored.is_away or stored.is_leaving:
+                    self._ahead[stored] = len(stored.host)
+                    self._fetch(stored)
             at -= 1
         graph.fetched = at
 
@@ -400,12 +379,12 @@ class ActivationStore:
         """End a backward pass. The remaining storages belong to another backward pass of the same graph."""
         self._task = -1
         self._ahead.clear()
-        for piece in list(self._brought):
-            self._hand_over(piece)
+        for stored in list(self._brought):
+            self._transfer_to_backward(stored)
         for graph in self._graphs:
             graph.fetched = len(graph.order)
         self._graphs.clear()
-        self._settle()
+        self._update_counts()
 
 
 def _is_plain(x: Any) -> bool:
@@ -472,41 +451,36 @@ def offload_activations(model: nn.Module, to: str = "host", *, min_bytes: int = 
     layers = _replicated_layers(model, to) if axis is not None else {}
     store = ActivationStore("host" in to, axis, min_bytes)
     _attach(model, store, layers)
-    for _, _, state in _sharded(model):
+    for _, state in _sharded_models(model):
         stage_forward = getattr(state.stages, "stage_forward", None)
         if stage_forward is not None:
-            store.on_remove(_listed(stage_forward.when_left, store.leave))
+            stage_forward.when_left.append(store.leave)
+            store.undo.append(partial(stage_forward.when_left.remove, store.leave))
     return store
 
 
-def _sharded(model: nn.Module) -> list[tuple[str, nn.Module, ShardingMetadata]]:
-    """Return (path, module, metadata) of each sharded model that ``model`` is or contains."""
-    found = [(path, module, module.__dict__.get(METADATA_ATTRIBUTE)) for path, module in model.named_modules()]
-    return [(path, module, state) for path, module, state in found if isinstance(state, ShardingMetadata)]
+def _sharded_models(model: nn.Module) -> list[tuple[nn.Module, ShardingMetadata]]:
+    found = [(module, module.__dict__.get(METADATA_ATTRIBUTE)) for module in model.modules()]
+    return [(module, state) for module, state in found if isinstance(state, ShardingMetadata)]
 
 
 def _attach(model: nn.Module, store: ActivationStore, layers: dict[str, nn.Module]) -> None:
     model.__dict__[STORE] = store
-    store.on_remove(partial(model.__dict__.pop, STORE, None))
-    store.on_remove(model.register_forward_pre_hook(store.enter, prepend=True).remove)
-    store.on_remove(model.register_forward_hook(store.leave, always_call=True).remove)
+    store.undo.append(partial(model.__dict__.pop, STORE, None))
+    store.undo.append(model.register_forward_pre_hook(store.enter, prepend=True).remove)
+    store.undo.append(model.register_forward_hook(store.leave, always_call=True).remove)
     for path, layer in layers.items():
-        store.on_remove(layer.register_forward_pre_hook(partial(_enter_layer, store, path), with_kwargs=True).remove)
+        store.undo.append(layer.register_forward_pre_hook(partial(_enter_layer, store, path), with_kwargs=True).remove)
 
 
 def _enter_layer(store: ActivationStore, path: str, layer: nn.Module, args: Any, kwargs: Any) -> None:
     store.enter_layer(path, first_tensor(args, kwargs))
 
 
-def _listed(listeners: list[Any], listener: Any) -> Any:
-    listeners.append(listener)
-    return partial(listeners.remove, listener)
-
-
 def _replicated_layers(model: nn.Module, on: str) -> dict[str, nn.Module]:
     """Return the layers, by path, whose hidden states are identical on all tensor ranks."""
     layers, cut = dict[str, nn.Module](), ""
-    for _, module, state in _sharded(model):
+    for module, state in _sharded_models(model):
         policy: Any = state.request.policy
         for stack in policy.layer_sequence().stacks:
             layout = stack.layout_in(state.activations)

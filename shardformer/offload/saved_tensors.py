@@ -180,14 +180,11 @@ class ForwardRecord:
 
 
 class StoredStorage:
-    """Saved bytes of one tensor storage, from ``start`` on.
-
-    Args:
-        data: The bytes on the device.
-        source: The storage. This reference prevents that another storage gets the same address.
-        witness: Tensor without memory that shares the version counter of the saved tensor.
+    """Saved bytes of the storage of a tensor, from ``start`` to ``end``.
 
     Attributes:
+        source: The storage. This reference prevents another storage from getting the same address.
+        witness: Tensor without memory that shares the version counter of the saved tensor.
         data: The stored bytes on the device, or this rank's shard of them. None while they are on the host.
         base: Offset in the original storage of the first byte that the backward pass receives.
         number: Checksum of the full data if it is sharded.
@@ -199,10 +196,13 @@ class StoredStorage:
         is_wanted: Whether the backward pass needs the data although they are being copied to the host.
     """
 
-    def __init__(
-        self, account: ActivationCounter, data: Tensor, source: StorageWeakRef, witness: Tensor, start: int
-    ) -> None:
-        self.account, self.source, self.witness, self.version = account, source, witness, witness._version
+    def __init__(self, account: ActivationCounter, x: Tensor, start: int, end: int) -> None:
+        storage = x.untyped_storage()
+        with torch.no_grad():
+            data = torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage, start, (end - start,), (1,))
+            self.witness = x.detach()
+            self.witness.data = torch.empty(0, dtype=x.dtype, device=x.device)
+        self.account, self.source, self.version = account, StorageWeakRef(storage), x._version
         self.size, self.start, self.base, self.name = len(data), start, 0, ""
         self.data: Tensor | None = data
         self.number: Tensor | None = None
@@ -253,14 +253,14 @@ class SavedTensorHandle:
         place: Index in the forward record.
     """
 
-    __slots__ = ("dtype", "graph", "offset", "piece", "place", "shape", "stride")
+    __slots__ = ("dtype", "graph", "offset", "place", "shape", "stored", "stride")
 
-    def __init__(self, piece: StoredStorage, graph: ForwardRecord, x: Tensor) -> None:
-        self.piece, self.graph, self.place = piece, graph, len(graph.order)
+    def __init__(self, stored: StoredStorage, graph: ForwardRecord, x: Tensor) -> None:
+        self.stored, self.graph, self.place = stored, graph, len(graph.order)
         self.shape, self.stride, self.dtype = x.shape, x.stride(), x.dtype
         self.offset = x.storage_offset() * x.element_size()
-        graph.order.append(ReferenceType(piece))
-        piece.waits.add(id(self))
+        graph.order.append(ReferenceType(stored))
+        stored.waits.add(id(self))
 
     def tensor(self, whole: Tensor, base: int) -> Tensor:
         """Return the tensor as a view of ``whole``, which starts at byte ``base`` of the original storage."""
@@ -269,7 +269,7 @@ class SavedTensorHandle:
         return out.set_(whole.untyped_storage(), offset, self.shape, self.stride)
 
     def __del__(self) -> None:
-        self.piece.waits.discard(id(self))
+        self.stored.waits.discard(id(self))
 
 
 def storage_range(x: Tensor) -> tuple[int, int]:
