@@ -147,11 +147,11 @@ def patch_clip_grad_norm() -> None:
     norm, clip = utils.get_total_norm, utils.clip_grad_norm_
     norm_places = (clip_grad, "_get_total_norm"), (utils, "get_total_norm")
     clip_places = (clip_grad, "clip_grad_norm_"), (utils, "clip_grad_norm_")
-    install(NORM_PATCH, lambda: replace_decorated(norm, _leading_norm, *norm_places))
-    install(CLIP_PATCH, lambda: replace_decorated(clip, _leading_clip, *clip_places))
+    install(NORM_PATCH, lambda: replace_decorated(norm, _patched_norm, *norm_places))
+    install(CLIP_PATCH, lambda: replace_decorated(clip, _patched_clip, *clip_places))
 
 
-def _leading_clip(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _patched_clip(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(original)
     def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Tensor:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -168,7 +168,7 @@ def _leading_clip(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return clip_grad_norm_
 
 
-def _leading_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _patched_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(original)
     def total_norm(
         tensors: Tensor | Iterable[Tensor],

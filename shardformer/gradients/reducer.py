@@ -101,7 +101,7 @@ class GradientReducer(PausableReducer):
         self.sums = any(gradient.axis.size > 1 for gradient in gradients)
         self._bucket_bytes, self._overlaps = bucket_bytes, True
         self._end = end or AllReduceToGrad()
-        self._is_laid_out = self._queued = self._dirty = False
+        self._is_initialized = self._queued = self._dirty = False
         self._hooked: dict[int, Any] = {}
         self._buckets: list[Bucket] = []
         self._next = self._landed = 0  # number of buckets whose reduction started, and finished
@@ -118,7 +118,7 @@ class GradientReducer(PausableReducer):
         unknown = [g for g in trainable if id(g.param) not in self._hooked]
         if not unknown and len(self._hooked) == len(trainable):
             return
-        if self._is_laid_out:
+        if self._is_initialized:
             if not unknown:
                 return  # newly frozen parameters receive no gradients
             raise ConfigError(
@@ -146,7 +146,7 @@ class GradientReducer(PausableReducer):
         self.close()  # refill the buckets
         self._bucket_bytes, self._overlaps = size, overlaps
         self.refresh()
-        self._end, self._is_laid_out = end, True
+        self._end, self._is_initialized = end, True
         for bucket in self._buckets:
             bucket.dtype = dtype
         return self._buckets
@@ -233,7 +233,7 @@ class GradientReducer(PausableReducer):
         self.finish()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientReducer:
-        end = None if self._is_laid_out else self._end  # a copied model has no ZeroOptimizer
+        end = None if self._is_initialized else self._end  # a copied model has no ZeroOptimizer
         return GradientReducer(deepcopy(self.gradients, memo), self._bucket_bytes, end, deepcopy(self._watch, memo))
 
 

@@ -100,10 +100,12 @@ def check_replicated(numbers: Sequence[int], axis: Axis, what: str) -> None:
 PREFETCH_COUNT = 2
 """Copies to the host in progress, and prefetches for the backward pass, are each limited to this many times the size of
 the largest storage."""
-NOT_YET_KNOWN = 8
+MAX_UNDECIDED = 8
 """Number of tensors that may be saved before one of them is known to be a layer input: the arguments of a checkpoint.
 Tensors of all sizes count, because sizes may differ between ranks."""
-OF_PARAMETERS = {f"{name}Backward0" for name in ("ToCopy", "T", "Transpose", "Permute", "View", "Unsqueeze", "Expand")}
+PARAMETER_VIEW_NODES = {
+    f"{name}Backward0" for name in ("ToCopy", "T", "Transpose", "Permute", "View", "Unsqueeze", "Expand")
+}
 
 StorageKey = tuple[int, int]
 """(address of a storage, version of its values)."""
@@ -228,7 +230,7 @@ class ActivationStore:
         is_input = given[0] <= start and end <= given[1]
         if not is_input and 2 * (end - start) >= storage.nbytes():  # store views of the same memory once
             start, end = 0, storage.nbytes()
-        self._decide(NOT_YET_KNOWN)
+        self._decide(MAX_UNDECIDED)
         # Ranks of an axis must shard the same storages, although storages of earlier forwards live on some of them.
         forward = 0 if self._axis is None else self._forward
         key = (memory, x._version, start, end, forward, is_input)
@@ -401,7 +403,7 @@ def _is_plain(x: Any) -> bool:
 def _is_cast_of_parameter(x: Tensor) -> bool:
     """Whether ``x`` is a view or a cast of a parameter, such as the weights that autocast converts."""
     node: Any = x.grad_fn
-    while type(node).__name__ in OF_PARAMETERS:
+    while type(node).__name__ in PARAMETER_VIEW_NODES:
         node = node.next_functions[0][0]
     return type(node).__name__ == "AccumulateGrad" and isinstance(node.variable, nn.Parameter)
 

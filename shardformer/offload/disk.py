@@ -166,10 +166,10 @@ class FileStore(HostMemory):
 OptimizerStateDict = Callable[[Tensor], dict[str, Any]]
 """Returns the state dictionary of an optimizer parameter."""
 
-FIELDS = 4
+EXTRA_STATE_TENSORS = 4
 """Number of state tensors per parameter slice for which alignment padding is reserved."""
 
-_AWAY = torch.empty(0)
+_IN_FILE = torch.empty(0)
 """Placeholder of a state tensor that is in the file."""
 
 
@@ -235,7 +235,9 @@ class FileShard(HostShard):
         if self._disk.error is not None:
             return
         try:
-            size = round_up_to_block(self.values.nbytes) + expected + FIELDS * BLOCK_BYTES * len(self._pieces)
+            size = (
+                round_up_to_block(self.values.nbytes) + expected + EXTRA_STATE_TENSORS * BLOCK_BYTES * len(self._pieces)
+            )
             self._counts, self._other = (FileSlot(self._disk.reserve(size), size, FileLayout()) for _ in range(2))
         except OSError as error:
             self._disk.error = self._disk.error or error
@@ -309,10 +311,10 @@ class FileShard(HostShard):
         if self._buffer is not None and not keeps_memory:
             self._disk.release_buffer(self._buffer)
         self._buffer, self.is_here = None, False
-        self.values = _AWAY.to(self.dtype)
+        self.values = _IN_FILE.to(self.dtype)
         for value, _ in self._pieces:
             state = self._states(value)
-            state.update({name: _AWAY.to(x.dtype) for name, x in state.items() if _is_large(x)})
+            state.update({name: _IN_FILE.to(x.dtype) for name, x in state.items() if _is_large(x)})
             value.data = torch.full((), torch.nan, dtype=self.dtype).expand(value.shape)
 
     def commit(self) -> None:

@@ -23,7 +23,7 @@ from shardformer.errors import ConfigError, check_bool, check_int, check_number
 from shardformer.torch_compat import has_data
 
 DEVICE_TO_HOST, HOST_TO_DEVICE = "to the host", "to the device"
-REMEMBERED = 4096
+MAX_LOGGED_COPIES = 4096
 """Number of copies whose times are kept."""
 
 
@@ -80,8 +80,8 @@ class HostDeviceCopier:
 
     def __init__(self, device: torch.device, *, bandwidth: float | None = None) -> None:
         self.device, self._bandwidth = device, bandwidth
-        self.log: deque[FinishedCopy] = deque(maxlen=REMEMBERED)
-        self._timed: deque[tuple[str, int, Any, Any]] = deque(maxlen=REMEMBERED)  # GPU events, read on demand
+        self.log: deque[FinishedCopy] = deque(maxlen=MAX_LOGGED_COPIES)
+        self._timed: deque[tuple[str, int, Any, Any]] = deque(maxlen=MAX_LOGGED_COPIES)  # GPU events, read on demand
         self._is_cuda = device.type == "cuda"
         if self._is_cuda:
             self._streams = {way: torch.cuda.Stream(device) for way in (DEVICE_TO_HOST, HOST_TO_DEVICE)}
@@ -221,7 +221,7 @@ class HostMemory:
         self._under_way: deque[AsyncCopy] = deque()
         self._threads = asked.threads
         if asked.threads is None and device.type != "cpu":
-            self._threads = max(1, len(os.sched_getaffinity(0)) // _processes_here())
+            self._threads = max(1, len(os.sched_getaffinity(0)) // _processes_on_host())
 
     def copy_to_host(self, out: Tensor, x: Tensor) -> AsyncCopy:
         """Start a copy to the host. If too many are in progress, wait for an earlier one."""
@@ -247,7 +247,7 @@ class HostMemory:
             torch.set_num_threads(before)
 
 
-def _processes_here() -> int:
+def _processes_on_host() -> int:
     """Return the number of processes that share the cores of this machine."""
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     return int(os.environ.get("LOCAL_WORLD_SIZE", world))

@@ -74,7 +74,7 @@ class SavedTensorHooks:
             if hooks.is_entered and (packed := hooks._pack(x)) is not None:
                 return hooks._unpack, packed
         # a node that saves its own output must not keep a reference to itself
-        return _as_it_was, (x if x.grad_fn is None else x.detach(), x._version)
+        return _unpack_plain, (x if x.grad_fn is None else x.detach(), x._version)
 
     def unpack(self, saved: tuple[Callable[[Any], Tensor], Any]) -> Tensor:
         unpack, packed = saved
@@ -97,7 +97,7 @@ def check_version(x: Tensor, version: int, shape: torch.Size | None = None) -> N
         )
 
 
-def _as_it_was(packed: tuple[Tensor, int]) -> Tensor:
+def _unpack_plain(packed: tuple[Tensor, int]) -> Tensor:
     x, version = packed
     check_version(x, version)
     return x

@@ -66,7 +66,7 @@ def as_optimizer_list(optimizer: Any) -> list[Optimizer]:
     return found
 
 
-def no_files(folder: str, said: str) -> ConfigError:
+def offload_directory_error(folder: str, said: str) -> ConfigError:
     return ConfigError(
         f"offload='nvme:{folder}' cannot be used: {said}",
         remedy="Choose an existing directory with enough free space; shardformer.estimate_memory computes the size",

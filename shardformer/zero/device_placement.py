@@ -26,7 +26,7 @@ MARGIN = 0.9
 """Fraction of the free memory to use. The rest allows for fragmentation of the CUDA caching allocator."""
 
 
-def check_free(settings: ZeroOptions, device: torch.device) -> None:
+def check_free_memory_option(settings: ZeroOptions, device: torch.device) -> None:
     """Raise ConfigError if an option is "free" on a device whose free memory cannot be measured."""
     brings = settings.offload.on_device == FREE_MEMORY
     stays = settings.stage == 3 and settings.reshard_after_forward == FREE_MEMORY

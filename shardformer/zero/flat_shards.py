@@ -235,7 +235,7 @@ class FlatShard:
         value = value.view(gradient.shape) if gradient.is_full else value
         return ParamSlice(gradient, number, here, at, nn.Parameter(value, gradient.param.requires_grad))
 
-    def cut(self, number: int, state: dict[str, Any]) -> dict[str, Any]:
+    def shard_state(self, number: int, state: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's slice of an optimizer state of a full parameter."""
         gradient, here = self.gradients[number], self._local_range(number)
         found = {}
@@ -269,7 +269,7 @@ class FlatShard:
 
     # --- gradients as the user sees them between backward and zero_grad
 
-    def show(self) -> None:
+    def show_gradients(self) -> None:
         """Set ``.grad`` of the model's and the optimizer's parameters. On a GPU, missing gradients are zeros."""
         if not has_data(self.local) or (total := self.sum) is None:
             return
@@ -284,7 +284,7 @@ class FlatShard:
                 seen = gradient.param.grad = ShardedGradient(self, number)
                 self._shown[number] = seen, view
 
-    def hide(self, number: int) -> None:
+    def hide_gradient(self, number: int) -> None:
         """Apply the user's edits of a gradient to the shard, and clear ``.grad`` for the next backward pass.
 
         Raises:
@@ -292,53 +292,53 @@ class FlatShard:
         """
         gradient, grad = self.gradients[number], self.gradients[number].param.grad
         is_own = isinstance(grad, ShardedGradient) and grad.is_of(self, number)
-        made = grad.made if isinstance(grad, ShardedGradient) and is_own else None
+        result = grad.result if isinstance(grad, ShardedGradient) and is_own else None
         if (shown := self._shown.get(number)) is None:
             if gradient.changed and grad is None:
                 self.discard_gradient(number)  # including gradients that were accumulated in no_sync
-            elif made is not None:
-                self._put_back(number, made)
+            elif result is not None:
+                self._assign_gradient(number, result)
             return
         piece = self._slice_of.get(number)
         local = piece.value.grad if piece is not None else None
         if grad is None:
-            self.edited(number, "discarded")
+            self.record_edit(number, "discarded")
         if grad is None or (piece is not None and local is None):
             self.discard_gradient(number)
             return
         if not is_own:
-            raise set_by_hand(gradient.entry.name)
+            raise assigned_gradient_error(gradient.entry.name)
         del self._shown[number]
         gradient.param.grad = None
-        if made is not None:
-            self.edited(number, "replaced")
-            self.numbers_of(number).copy_(made)
+        if result is not None:
+            self.record_edit(number, "replaced")
+            self.local_gradient(number).copy_(result)
         elif local is not None and local is not shown[1]:
-            self.numbers_of(number).copy_(local.reshape(-1))
+            self.local_gradient(number).copy_(local.reshape(-1))
 
-    def _put_back(self, number: int, numbers: Tensor) -> None:
+    def _assign_gradient(self, number: int, numbers: Tensor) -> None:
         """Set the gradient of a parameter, after zero_grad, to a tensor that was computed from earlier gradients."""
         self.gradients[number].param.grad = None
-        self.edited(number, "put back")
+        self.record_edit(number, "put back")
         if self.sum is None:
             self.receive(self._new(self.length), torch.zeros(len(self.gradients)))
         self.has_gradient[number] = True
-        self.numbers_of(number).copy_(numbers)
+        self.local_gradient(number).copy_(numbers)
 
     def discard_gradient(self, number: int) -> None:
         self._shown.pop(number, None)
         if self.has_gradient[number]:
             self._had[number], self._is_discarded = False, True
-            self.numbers_of(number).zero_()
+            self.local_gradient(number).zero_()
         self.gradients[number].param.grad = None
         if (piece := self._slice_of.get(number)) is not None:
             piece.value.grad = None
 
-    def edited(self, number: int, what: str) -> None:
+    def record_edit(self, number: int, what: str) -> None:
         """Add an edit of a gradient to the fingerprint that the step compares across ranks."""
         self.edits = (self.edits + crc32(f"{what} {self.gradients[number].entry.name}".encode())) % EDITS
 
-    def numbers_of(self, number: int) -> Tensor:
+    def local_gradient(self, number: int) -> Tensor:
         """Return this rank's slice of a parameter's gradient, flat."""
         if (total := self.sum) is None:
             raise ConfigError(
@@ -352,7 +352,7 @@ class FlatShard:
         """Whether this rank has the full gradient of a parameter."""
         return self.axis.size == 1 and not self.gradients[number].is_shared
 
-    def pick(self, number: int, x: Tensor) -> Tensor:
+    def local_slice_of(self, number: int, x: Tensor) -> Tensor:
         """Return this rank's slice of a tensor that has the shape of a parameter."""
         gradient = self.gradients[number]
         if gradient.is_shared:
@@ -368,7 +368,7 @@ class FlatShard:
         if (total := self.sum) is not None:
             total.zero_()
 
-    def forget(self) -> None:
+    def clear_gradients(self) -> None:
         """Discard all gradients."""
         self._sum, self._counts, self._had = None, None, [False] * len(self.gradients)
         self._is_discarded, self.edits = False, 0
@@ -467,7 +467,7 @@ class FlatShard:
         self.sync_versions()
 
 
-def set_by_hand(name: str) -> ConfigError:
+def assigned_gradient_error(name: str) -> ConfigError:
     return ConfigError(
         f"The .grad of parameter {name} was not computed by a backward pass that ZeRO synchronized",
         rule="Under ZeRO, p.grad is a view of the reduced gradient. You can assign None, or a tensor computed from the "

@@ -201,7 +201,7 @@ def _states(optimizers: Sequence[Optimizer], shard: FlatShard) -> list[Tensor]:
     return [x for state in states for x in state.values() if isinstance(x, Tensor) and x.dim()]
 
 
-def memory_lines(
+def format_memory_report(
     settings: ZeroOptions, optimizers: Sequence[Optimizer], memory: MemoryEstimate, host: HostMemory | None
 ) -> str:
     """Return a report of ZeRO's options, memory and offload bandwidth for ``describe_sharding``."""

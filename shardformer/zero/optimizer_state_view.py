@@ -80,7 +80,7 @@ def _snapshot(optimizer: Optimizer) -> Callable[[], None]:
     return restore
 
 
-HELD_BY = "_shardformer_held_by"
+ZERO_OPTIMIZER_ATTRIBUTE = "_shardformer_held_by"
 """Attribute of an optimizer: a weak reference to the ZeroOptimizer that steps it."""
 
 
@@ -104,18 +104,20 @@ class ZeroGradMethod:
 
 def hold(optimizer: Any, zero: Optimizer) -> None:
     """Register ``zero`` as the ZeroOptimizer that steps ``optimizer``."""
-    optimizer.__dict__.update({HELD_BY: weakref.ref(zero), "zero_grad": ZeroGradMethod(optimizer, zero)})
+    optimizer.__dict__.update(
+        {ZERO_OPTIMIZER_ATTRIBUTE: weakref.ref(zero), "zero_grad": ZeroGradMethod(optimizer, zero)}
+    )
 
 
 def let_go(optimizer: Any) -> None:
     """Undo ``hold``."""
-    if optimizer.__dict__.pop(HELD_BY, None) is not None:
+    if optimizer.__dict__.pop(ZERO_OPTIMIZER_ATTRIBUTE, None) is not None:
         optimizer.__dict__.pop("zero_grad", None)
 
 
-def holder_of(optimizer: Any) -> Any:
+def zero_optimizer_of(optimizer: Any) -> Any:
     """Return the ZeroOptimizer that steps an optimizer, or None. A copy of the optimizer has none."""
-    zero = optimizer.__dict__[HELD_BY]() if HELD_BY in optimizer.__dict__ else None
+    zero = optimizer.__dict__[ZERO_OPTIMIZER_ATTRIBUTE]() if ZERO_OPTIMIZER_ATTRIBUTE in optimizer.__dict__ else None
     return zero if zero is not None and any(optimizer is each for each in zero.inner) else None
 
 
@@ -173,7 +175,7 @@ def _with_place_check(original: Any) -> Any:
 
 def _metadata_of(optimizer: Any) -> ShardingMetadata | None:
     """Return the metadata of the model that an optimizer steps, if its ranks have different parameters."""
-    if (holder := holder_of(optimizer)) is not None:
+    if (holder := zero_optimizer_of(optimizer)) is not None:
         return holder.table  # type: ignore[no-any-return]
     params = [p for group in optimizer.param_groups for p in group["params"]]
     tables = list(tables_of(params))
@@ -185,7 +187,7 @@ def _metadata_of(optimizer: Any) -> ShardingMetadata | None:
 
 def place_of(optimizer: Any) -> Place:
     """Return (size, rank) of each axis along which ranks have different shards of the state."""
-    table, holder = _metadata_of(optimizer), holder_of(optimizer)
+    table, holder = _metadata_of(optimizer), zero_optimizer_of(optimizer)
     if table is None:
         return {}
     if holder is not None and holder.cuts_states:
@@ -277,7 +279,7 @@ def _sums(optimizer: Any, state_dict: Mapping[str, Any], table: ShardingMetadata
     states = [
         state_dict["state"].get(number, {})
         for number, p in _pairs(optimizer, state_dict)
-        if id(p) in cut or holder_of(optimizer) is not None
+        if id(p) in cut or zero_optimizer_of(optimizer) is not None
     ]
     tensors = [x for state in states for x in state.values() if isinstance(x, Tensor) and x.dim()]
     return [float(torch.abs(x).double().sum()) for x in tensors]
@@ -309,7 +311,7 @@ class LiveState(MutableMapping[Tensor, State]):
 
     def __getitem__(self, key: Tensor) -> State:
         found = self._find(key)
-        return Elsewhere(key) if found is None else found[0][found[1]]
+        return RemoteState(key) if found is None else found[0][found[1]]
 
     def __setitem__(self, key: Tensor, value: State) -> None:
         if (found := self._find(key)) is not None:
@@ -342,7 +344,7 @@ class LiveState(MutableMapping[Tensor, State]):
         return f"LiveState({dict(self)})"
 
 
-class Elsewhere(dict[str, Any]):
+class RemoteState(dict[str, Any]):
     """State of a parameter that is on other ranks. Every key returns an empty tensor."""
 
     def __init__(self, like: Tensor) -> None:

@@ -45,7 +45,7 @@ class OptimizerUpdate:
     ) -> None:
         self._optimizers, self._shards, self._host, self._context = optimizers, shards, host, context
         comes = host is not None or any(shard.rounded is not None for shard in shards)
-        self._is_apart = comes and all(can_step_separately(optimizer) for optimizer in optimizers)
+        self._steps_separately = comes and all(can_step_separately(optimizer) for optimizer in optimizers)
 
     def run(self) -> None:
         """Update and all-gather the parameters of each shard that received a gradient.
@@ -67,35 +67,35 @@ class OptimizerUpdate:
             self._end_files(self._host, [shard for turn in there for shard in turn])
             self._run([lasting])
         else:
-            self._run([lasting, *rounded, *there] if self._is_apart else [changed])
+            self._run([lasting, *rounded, *there] if self._steps_separately else [changed])
 
     def _run(self, turns: Sequence[Sequence[FlatShard]]) -> None:
         """Update the shards of one turn after another."""
-        hand_out = ParamAllGather()
+        all_gather = ParamAllGather()
         with self._host.updating() if self._host is not None else nullcontext():
             for number, turn in enumerate(turns):
                 for shard in (shard for coming in turns[number : number + 2] for shard in coming):
                     shard.masters.fetch()
                 if all([shard.masters.load() for shard in turn]):
-                    self._step(turn if self._is_apart else None)
+                    self._step(turn if self._steps_separately else None)
                     for shard in turn:
                         shard.store()
-                hand_out.add(turn)
+                all_gather.add(turn)
                 for shard in turn:
                     shard.masters.evict()
-        hand_out.finish()
+        all_gather.finish()
 
     def _end_files(self, files: FileStore, shards: Sequence[FlatShard]) -> None:
         said = files.end_step([shard.host for shard in shards if shard.host is not None], self._context)
         if said is None:
             return
-        hand_out = ParamAllGather()
+        all_gather = ParamAllGather()
         for shard in shards:
             if shard.masters.load():
                 shard.store()
-            hand_out.add([shard])
+            all_gather.add([shard])
             shard.masters.discard()
-        hand_out.finish()
+        all_gather.finish()
         what = f"The optimizer's files in {files.disk.folder} could not be read or written: {said}"
         if files.end_step([], self._context) is not None:
             rule = "The previous state could not be read either, so the weights of some buckets are lost"
@@ -111,7 +111,7 @@ class OptimizerUpdate:
             return
         pieces = {id(piece.value) for shard in turn for piece in shard.slices if piece.value.grad is not None}
         for optimizer in self._optimizers:
-            with restricted_to(optimizer, pieces):
+            with restrict_params(optimizer, pieces):
                 if optimizer.param_groups:
                     optimizer.step()
 
@@ -143,7 +143,7 @@ class ParamAllGather:
 
 
 @contextmanager
-def restricted_to(optimizer: Optimizer, params: Collection[int]) -> Iterator[None]:
+def restrict_params(optimizer: Optimizer, params: Collection[int]) -> Iterator[None]:
     """Restrict an optimizer to the parameters with these ids."""
     groups = optimizer.param_groups
     held: list[list[Tensor]] = [group["params"] for group in groups]
@@ -158,9 +158,9 @@ def restricted_to(optimizer: Optimizer, params: Collection[int]) -> Iterator[Non
         optimizer.param_groups = groups
 
 
-ALIKE = ("data", "sequence")
+SHARED_GRADIENT_AXES = ("data", "sequence")
 """Axes along which ranks have shards of the same gradients."""
-DIFFER = 2.0**32
+EDITS_DIFFER = 2.0**32
 """Added to the number of ranks with an error if the edits of gradients differ between ranks."""
 
 
@@ -194,19 +194,19 @@ def sharded_grad_norm(
             if found is not None and is_asked and _counts_in_norm(piece.gradient, table, stage):
                 total[0] += torch.linalg.vector_norm(found[piece.shard_range]).to(total) ** 2
     total, count = here + there.to(device), 1
-    axes = sorted(table.context.base_axes, key=lambda axis: axis.name not in ALIKE)
+    axes = sorted(table.context.base_axes, key=lambda axis: axis.name not in SHARED_GRADIENT_AXES)
     axes = [axis for axis in axes if not (in_stage and axis.name == "pipe")]
     for axis in axes:
-        if axis.name in ALIKE:
+        if axis.name in SHARED_GRADIENT_AXES:
             count *= axis.size
         else:
-            total, count = _compared(total, count), 0
+            total, count = _flag_different_edits(total, count), 0
         total = all_reduce(total, axis, purpose="norm")
-    total = _compared(total, count)
+    total = _flag_different_edits(total, count)
     if problem is not None:
         raise problem
     total, problems = total[0], total[1]
-    if has_data(problems) and bool(problems >= DIFFER):
+    if has_data(problems) and bool(problems >= EDITS_DIFFER):
         raise ConfigError(
             "Ranks edited gradients differently since the last zero_grad",
             remedy="Apply the same edits of p.grad on all ranks; look for edits under `if rank == 0:`, or edits that "
@@ -221,10 +221,10 @@ def sharded_grad_norm(
     return total.sqrt() if is_wide else total.sqrt().float()
 
 
-def _compared(total: Tensor, count: int) -> Tensor:
+def _flag_different_edits(total: Tensor, count: int) -> Tensor:
     """Set the error flag of a sum over ``count`` ranks if their edits differ: n * sum(x^2) > sum(x)^2."""
     differs = (count * total[3] - total[2] ** 2).clamp(min=0.0, max=1.0) * float(count > 0)
-    return torch.stack([total[0], total[1] + DIFFER * differs, total[2], total[3]])
+    return torch.stack([total[0], total[1] + EDITS_DIFFER * differs, total[2], total[3]])
 
 
 def _counts_in_norm(gradient: GradientSlot, table: ShardingMetadata, stage: int) -> bool:
@@ -242,7 +242,7 @@ def _counts_in_norm(gradient: GradientSlot, table: ShardingMetadata, stage: int)
     return all(coords[name] == 0 for name in others)
 
 
-def find_nonfinite(shards: Sequence[FlatShard], table: ShardingMetadata, norm: Tensor) -> InputError:
+def nonfinite_error(shards: Sequence[FlatShard], table: ShardingMetadata, norm: Tensor) -> InputError:
     """Return an error with the first parameter whose gradient is not finite, and its rank. All ranks call it."""
     order = {id(entry): number for number, entry in enumerate(table.entries)}
     found = [

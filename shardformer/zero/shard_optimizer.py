@@ -32,8 +32,8 @@ from shardformer.offload.disk import check_room
 from shardformer.offload.host import OffloadConfig
 from shardformer.public_names import renamed_parameters
 from shardformer.torch_compat import has_data
-from shardformer.zero.config import ZeroOptions, as_optimizer_list, no_files
-from shardformer.zero.device_placement import check_free
+from shardformer.zero.config import ZeroOptions, as_optimizer_list, offload_directory_error
+from shardformer.zero.device_placement import check_free_memory_option
 from shardformer.zero.matrix_optimizers import can_step_separately, state_bytes
 from shardformer.zero.mixed_precision import MixedPrecision
 from shardformer.zero.torch_optimizers import patch_optimizers_and_scaler
@@ -54,7 +54,7 @@ def check_support(
     """Raise ConfigError if the optimizers or options are not supported for this model."""
     check_optimizers(optimizers, table)
     check_memory(model, table)
-    check_free(options, table.context.device)
+    check_free_memory_option(options, table.context.device)
     check_files(options, optimizers, table)
 
 
@@ -122,7 +122,7 @@ def check_files(settings: ZeroOptions, optimizers: Sequence[Optimizer], table: S
     try:
         check_room(folder, 2 * round(size))
     except OSError as error:
-        raise no_files(folder, f"{error} (rank {table.context.rank})") from error
+        raise offload_directory_error(folder, f"{error} (rank {table.context.rank})") from error
 
 
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")

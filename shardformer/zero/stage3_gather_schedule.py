@@ -80,7 +80,7 @@ class GatherOrder:
             places.append(at)
         return places
 
-    def take_up_unseen(self, units: Sequence[int], layers: Collection[int]) -> None:
+    def insert_unseen_in_forward(self, units: Sequence[int], layers: Collection[int]) -> None:
         """Insert the groups that no rank read in the forward pass, each after its predecessor in the model."""
         self.unseen = [index for index in units if index not in self.units]
         self.is_open |= any(index in layers for index in self.unseen)
@@ -88,7 +88,7 @@ class GatherOrder:
             lower = [n for n in self.units if n < index]
             self.insert(index, self.units.index(max(lower)) + 1 if lower else 0)
 
-    def take_up(self, forward: GatherOrder) -> None:
+    def insert_unseen_in_backward(self, forward: GatherOrder) -> None:
         """Insert the groups that no rank read in the backward pass, in reverse order of the forward pass."""
         self.unseen, self.is_open = forward.unseen, self.is_open or forward.is_open
         for index in (index for index in self.unseen if index not in self.units):
@@ -272,9 +272,9 @@ class GatherScheduler:
             )
         self._keep = {unit.index for unit in units}
         for unit in units:
-            self._go_to(unit.index)
+            self._gather_up_to(unit.index)
 
-    def _go_to(self, index: int) -> None:
+    def _gather_up_to(self, index: int) -> None:
         """Gather up to this group, or to the end for END, including groups that other ranks need."""
         if index == self._last and index != END:
             return
@@ -335,11 +335,11 @@ class GatherScheduler:
         """End the pass on this rank, after taking part in the remaining all-gathers of other ranks."""
         assert self._kind is not None
         self._keep = ()
-        self._go_to(END)
+        self._gather_up_to(END)
         if self._is_backward and not self.reducer.is_paused:
-            self._send_rest()
+            self._reduce_remaining()
         if self._plan is None:
-            self._plans[self._kind] = self._planned(self._plans.get(self._kind))
+            self._plans[self._kind] = self._record_plan(self._plans.get(self._kind))
         self._kind = None
 
     # --- the first pass of a kind
@@ -369,7 +369,7 @@ class GatherScheduler:
         if self._plan is None:
             self._last_arrivals[unit.index] = len(self._own) - 1
 
-    def _send_rest(self) -> None:
+    def _reduce_remaining(self) -> None:
         """Reduce the gradients of the remaining groups, in the same order on all ranks."""
         rest = {unit.index for unit in self.units if unit.index not in self.reducer.sent}
         if not self.reducer.is_sealed:
@@ -379,15 +379,17 @@ class GatherScheduler:
             self.reducer.send(self.units[index])
         self.reducer.end_pass()
 
-    def _planned(self, before: GatherOrder | None) -> GatherOrder:
+    def _record_plan(self, before: GatherOrder | None) -> GatherOrder:
         """Return the order that the ranks negotiated in this pass."""
         assert self._kind is not None
         said = all_gather_objects((self._own, self._last_arrivals), self.axis)
         plan = recorded_order(self._record.units, before, said)
         if before is None and self._is_backward:
-            plan.take_up(self._plans[self._kind[:-1]])
+            plan.insert_unseen_in_backward(self._plans[self._kind[:-1]])
         elif before is None:
-            plan.take_up_unseen([unit.index for unit in self.units], {u.index for u in self.units if u.is_layer})
+            plan.insert_unseen_in_forward(
+                [unit.index for unit in self.units], {u.index for u in self.units if u.is_layer}
+            )
         return plan
 
     # --- tensors that autograd saves
@@ -405,7 +407,7 @@ class GatherScheduler:
     def _unpack(self, packed: SavedParamView) -> Tensor:
         self._begin_backward(packed.run)
         self._keep = ()
-        self._go_to(packed.unit.index)
+        self._gather_up_to(packed.unit.index)
         if torch.is_grad_enabled():
             raise InputError(
                 f"A backward pass with create_graph=True used {packed.unit.name}",

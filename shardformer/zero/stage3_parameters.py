@@ -43,7 +43,7 @@ class UngatheredParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in _known_of_absent():
+        if func not in _functions_without_values():
             params = [x for x in tree_leaves((args, kwargs)) if isinstance(x, nn.Parameter)]
             units = {unit.index: unit for x in params if (unit := x.__dict__.get(GROUP_ATTRIBUTE)) is not None}
             absent = next(x.__dict__[GROUP_ATTRIBUTE] for x in params if isinstance(x, UngatheredParameter))
@@ -56,7 +56,7 @@ class UngatheredParameter(nn.Parameter):
 
 
 @cache
-def _known_of_absent() -> frozenset[Any]:
+def _functions_without_values() -> frozenset[Any]:
     """Return the functions of tensors that do not read their values."""
     getters = (
         "shape dtype device requires_grad grad is_leaf layout ndim grad_fn is_cuda is_cpu is_meta is_sparse "
@@ -93,7 +93,7 @@ SMALL_GROUP_NUMEL = 2**15
 LARGE = 0.25
 """A layer with more than this fraction of the model is split if it contains layers."""
 
-_lasting = torch.inference_mode(False)
+_without_inference_mode = torch.inference_mode(False)
 """Tensors created in inference mode could not be used in later training steps."""
 
 
@@ -125,20 +125,20 @@ class ParamGroup:
         self._pending: list[PendingCollective] = []
         self._versions: list[int] = []
 
-    @_lasting
+    @_without_inference_mode
     def prefetch(self) -> None:
         """Start to copy offloaded shards to the device, for ``unshard``."""
         if not self.is_here and not self._pending:
             for shard in self.shards:
                 shard.fetch_parameters()
 
-    @_lasting
+    @_without_inference_mode
     def unshard(self) -> None:
         """Start to gather the parameters. Communicates one all-gather for each shard."""
         if not self.is_here and not self._pending:
             self._pending = [shard.start_gather() for shard in self.shards]
 
-    @_lasting
+    @_without_inference_mode
     def wait_for_unshard(self) -> None:
         """Wait until the parameters are gathered."""
         if self.is_here:
@@ -185,7 +185,7 @@ class ParamGroup:
         for memory in memories:
             self.give_back(memory)
 
-    @_lasting
+    @_without_inference_mode
     def replace_with_placeholders(self) -> None:
         """Replace each parameter by a NaN placeholder of the same shape."""
         for shard in self.shards:
@@ -244,10 +244,10 @@ def _layers(module: nn.Module, path: str, total: int) -> Iterator[tuple[str, nn.
                 yield f"{at}.{number}", element
 
 
-FREE_CHUNKS = 3
-LEAST = 0.5
+MAX_FREE_BUFFERS = 3
+MIN_FILL = 0.5
 """Minimum fraction of a buffer that a request must use."""
-OURS = 2
+UNSHARED_USE_COUNT = 2
 """Reference count of a storage without other users: one from the buffer, one from the query."""
 
 
@@ -270,7 +270,7 @@ class GatherBufferPool:
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         size = numel * dtype.itemsize
-        if not 0 < LEAST * self._size <= size <= self._size or not has_data(torch.empty(0)):
+        if not 0 < MIN_FILL * self._size <= size <= self._size or not has_data(torch.empty(0)):
             return torch.empty(numel, dtype=dtype, device=device)
         found = next((chunk for chunk in self._free if chunk.device == device), None)
         if found is None:
@@ -283,7 +283,7 @@ class GatherBufferPool:
     def give_back(self, memory: int) -> None:
         """Return the buffer at this address (see ``memory_of``) to the pool."""
         chunk = self._lent.pop(memory, None)
-        if chunk is not None and len(self._free) < FREE_CHUNKS and storage_use_count(chunk) <= OURS:
+        if chunk is not None and len(self._free) < MAX_FREE_BUFFERS and storage_use_count(chunk) <= UNSHARED_USE_COUNT:
             self._free.append(chunk)
 
 

@@ -28,10 +28,10 @@ from shardformer.layout.sharding_metadata import tables_of
 from shardformer.torch_compat import has_data
 from shardformer.torch_patches import Patch, install, replace_attribute
 from shardformer.zero.matrix_optimizers import needs_full_matrices
-from shardformer.zero.optimizer_state_view import holder_of, patch_state_dicts
+from shardformer.zero.optimizer_state_view import patch_state_dicts, zero_optimizer_of
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 
-LOOKED_AT = "_shardformer_looked_at"
+CHECKED_ATTRIBUTE = "_shardformer_looked_at"
 """Attribute of an optimizer that was checked at its first step."""
 
 
@@ -51,11 +51,11 @@ def patch_optimizers_and_scaler() -> None:
     """Patch torch's gradient scaler and optimizers for the sharded models of this process. Idempotent."""
     scaler, name = torch.amp.GradScaler, "_unscale_grads_"
     patch_state_dicts()
-    install(SCALER_PATCH, lambda: replace_attribute(scaler, name, unscale_on_all_ranks(getattr(scaler, name))))
+    install(SCALER_PATCH, lambda: replace_attribute(scaler, name, _unscale_on_all_ranks(getattr(scaler, name))))
     install(STEP_PATCH, lambda: register_optimizer_step_pre_hook(_warn_matrix_optimizer).remove)
 
 
-def unscale_on_all_ranks(original: Any) -> Any:
+def _unscale_on_all_ranks(original: Any) -> Any:
     @wraps(original)
     def unscale(self: Any, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
         found: dict[torch.device, Tensor] = original(self, optimizer, inv_scale, found_inf, allow_fp16)
@@ -73,7 +73,7 @@ def unscale_on_all_ranks(original: Any) -> Any:
 
 
 def _warn_matrix_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if (holder := holder_of(optimizer)) is not None and not holder.is_stepping:
+    if (holder := zero_optimizer_of(optimizer)) is not None and not holder.is_stepping:
         raise ConfigError(
             f"step() was called on the {type(optimizer).__name__} that was passed to shard_optimizer",
             remedy="Call step() on its result: optimizer = shardformer.shard_optimizer(model, optimizer)",
@@ -82,9 +82,9 @@ def _warn_matrix_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None
         return
     if holder is None:
         agree_before_step(optimizer)
-    if LOOKED_AT in optimizer.__dict__:
+    if CHECKED_ATTRIBUTE in optimizer.__dict__:
         return
-    optimizer.__dict__[LOOKED_AT] = True
+    optimizer.__dict__[CHECKED_ATTRIBUTE] = True
     held = tables_of(p for group in optimizer.param_groups for p in group["params"])
     entries = [e for some in held.values() for e in some if e.spec.is_sharded]
     cut = [e.name for e in entries]

@@ -22,11 +22,11 @@ from shardformer.offload.disk import FileShard, FileStore
 from shardformer.offload.host import HostMemory
 from shardformer.tensor_parallel.parallel_module import accept_wide_inputs
 from shardformer.torch_compat import hooked_load, hooked_state, is_true
-from shardformer.zero.config import ZeroOptions, no_files
+from shardformer.zero.config import ZeroOptions, offload_directory_error
 from shardformer.zero.device_placement import DevicePlacement
-from shardformer.zero.flat_shards import FlatShard, ParamSlice, set_by_hand
+from shardformer.zero.flat_shards import FlatShard, ParamSlice, assigned_gradient_error
 from shardformer.zero.matrix_optimizers import assign_owners, needs_full_matrices, state_bytes
-from shardformer.zero.memory_estimate import MemoryEstimate, measure_memory, memory_lines
+from shardformer.zero.memory_estimate import MemoryEstimate, format_memory_report, measure_memory
 from shardformer.zero.mixed_precision import LossScale
 from shardformer.zero.optimizer_state_view import (
     LiveState,
@@ -36,7 +36,7 @@ from shardformer.zero.optimizer_state_view import (
     place_of,
     unchanged_on_error,
 )
-from shardformer.zero.optimizer_step import OptimizerUpdate, ParamAllGather, find_nonfinite, sharded_grad_norm
+from shardformer.zero.optimizer_step import OptimizerUpdate, ParamAllGather, nonfinite_error, sharded_grad_norm
 from shardformer.zero.stage3_gather_schedule import GatherScheduler, set_up_stage3
 from shardformer.zero.stage3_parameters import ParamGroup
 
@@ -50,7 +50,7 @@ def check_unmodified(model: nn.Module, table: ShardingMetadata, shards: Sequence
             said = f"{entry.name} was replaced by another parameter after shard_optimizer was called"
             raise ConfigError(said, rule=rule, remedy="Replace the parameter before calling shard_optimizer")
         if entry.param.grad is not None:
-            raise set_by_hand(entry.name)
+            raise assigned_gradient_error(entry.name)
     for shard in shards:
         if moved := shard.find_moved_param():
             raise ConfigError(
@@ -71,7 +71,7 @@ class ZeroOptimizer(Optimizer):
         shards: This rank's shards of all buckets. The inner optimizers step slices of them.
     """
 
-    _is_laid_out = _is_open = False
+    _is_initialized = _is_open = False
     is_stepping = False
 
     def __init__(
@@ -84,14 +84,14 @@ class ZeroOptimizer(Optimizer):
         self._host = where(asked, device, overlaps=settings.overlap) if asked.to is not None else None
         self.grad_norm: Tensor | None = None
         self.skipped = 0
-        self._walk: GatherScheduler | None = None
+        self._scheduler: GatherScheduler | None = None
         self._is_scaled = False
         kind = AllReduceToShards if self._stage == 0 else ReduceScatterToShards
         self._end = kind(self._receive, self._check_scaled, self._hide, self._show)
         whole = {
             id(p) for o in optimizers if needs_full_matrices(o) for group in o.param_groups for p in group["params"]
         }
-        self.shards = self._lay_out(whole)
+        self.shards = self._create_shards(whole)
         if self._precision.dtype is not None:  # after the master weights were copied from the original values
             for param in (entry.param for entry in table.entries if entry.param.is_floating_point()):
                 if param.dtype != self._precision.dtype:
@@ -100,20 +100,20 @@ class ZeroOptimizer(Optimizer):
         self._by_bucket = {id(shard.gradients): shard for shard in self.shards}
         self._places = {id(g): (shard, n) for shard in self.shards for n, g in enumerate(shard.gradients)}
         self._replace_parameters()
-        last_first = self.shards if self._walk is not None else self.shards[::-1]
+        last_first = self.shards if self._scheduler is not None else self.shards[::-1]
         offloaded = [shard for shard in last_first if shard.host is not None]
-        residents = self._walk.residents if self._walk is not None else None
+        residents = self._scheduler.residents if self._scheduler is not None else None
         self._placement = DevicePlacement(settings, offloaded, residents, self.inner, table.context)
         keys = {id(entry): number for number, entry in enumerate(table.entries)}
         for shard in self.shards:
             shard.enable_rounding(keys)
         self._update = OptimizerUpdate(self.inner, self.shards, self._host, table.context)
         if isinstance(self._host, FileStore):
-            self._put_into_files(self._host)
+            self._move_to_files(self._host)
         known = [getattr(optimizer, "defaults", {}) for optimizer in self.inner]
         defaults = {name: value for name, value in known[0].items() if all(name in each for each in known)}
         super().__init__([group for optimizer in self.inner for group in optimizer.param_groups], defaults)
-        self._is_laid_out = True
+        self._is_initialized = True
         self._state = LiveState(self.inner, self.shards)
         table.gradient_owner = self
         self.__dict__[METADATA_ATTRIBUTE] = table
@@ -124,14 +124,14 @@ class ZeroOptimizer(Optimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Groups of the inner optimizers, read on each access because loading a state replaces them."""
-        if self._is_laid_out:
+        if self._is_initialized:
             self._groups[:] = [group for optimizer in self.inner for group in optimizer.param_groups]
         return self._groups
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        if self._is_laid_out:
-            raise _laid_out("param_groups was set on")
+        if self._is_initialized:
+            raise _unsupported_error("param_groups was set on")
         self._groups = groups
 
     @property  # type: ignore[override]  # torch has an attribute
@@ -146,12 +146,12 @@ class ZeroOptimizer(Optimizer):
 
     @state.setter
     def state(self, state: Any) -> None:
-        if self._is_laid_out and state:
-            raise _laid_out("state was set on")
-        if self._is_laid_out:
+        if self._is_initialized and state:
+            raise _unsupported_error("state was set on")
+        if self._is_initialized:
             self.state.clear()
 
-    def _lay_out(self, whole: Collection[int]) -> list[FlatShard]:
+    def _create_shards(self, whole: Collection[int]) -> list[FlatShard]:
         """Create the shards of all buckets. Parameters without a reduction get their own buckets on a one-rank axis."""
         table = self.table
         held = {id(gradient.param) for reducer in self._reducers() for gradient in reducer.gradients}
@@ -160,7 +160,7 @@ class ZeroOptimizer(Optimizer):
         assign_owners([g for reducer in self._reducers() for g in reducer.gradients], whole, table.context)
         shards: list[FlatShard] = []
         if self._stage == 3:
-            self._walk, shards = set_up_stage3(self._model, table, self._settings, self._end, self._host)
+            self._scheduler, shards = set_up_stage3(self._model, table, self._settings, self._end, self._host)
         axis = Axis("none") if self._stage == 0 else None
         dtype, overlap = self._precision.reduce_dtype, self._settings.overlap
         size: Any = self._settings.bucket_bytes or self.table.request.extra.get("bucket_bytes", BUCKET_BYTES)
@@ -171,7 +171,7 @@ class ZeroOptimizer(Optimizer):
     def _reducers(self) -> list[GradientReducer]:
         return [reducer for reducer in self.table.reducers if isinstance(reducer, GradientReducer)]
 
-    def _put_into_files(self, files: FileStore) -> None:
+    def _move_to_files(self, files: FileStore) -> None:
         """Move shards to files. Raise ConfigError on all ranks if the directory or the disk space is missing."""
         held = {id(p): (o, group) for o in self.inner for group in o.param_groups for p in group["params"]}
 
@@ -183,18 +183,18 @@ class ZeroOptimizer(Optimizer):
             expected = sum(state_bytes(*held[id(p.value)], p.value) for p in shard.slices if id(p.value) in held)
             part.hold([(p.value, p.shard_range) for p in shard.slices], states, round(expected))
         if said := files.end_step([part for _, part in parts], self.table.context):
-            raise no_files(files.disk.folder, said)
+            raise offload_directory_error(files.disk.folder, said)
 
     def _receive(self, bucket: Bucket, part: Tensor, had: Tensor) -> None:
         self._by_bucket[id(bucket.gradients)].receive(part, had, self._precision.scale)
 
     def _hide(self, gradient: GradientSlot) -> None:
         shard, number = self._places[id(gradient)]
-        shard.hide(number)
+        shard.hide_gradient(number)
 
     def _show(self) -> None:
         for shard in self.shards:
-            shard.show()
+            shard.show_gradients()
 
     def _replace_parameters(self) -> None:
         """Replace the optimizers' parameters and states by this rank's slices.
@@ -209,7 +209,7 @@ class ZeroOptimizer(Optimizer):
                 pieces.setdefault(id(param), []).extend(found)
                 for optimizer in self.inner:
                     if state := optimizer.state.pop(param, None):
-                        cut = shard.cut(number, state)
+                        cut = shard.shard_state(number, state)
                         optimizer.state.update({piece.value: cut for piece in found})
         for optimizer in self.inner:
             for group in optimizer.param_groups:
@@ -229,30 +229,30 @@ class ZeroOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.agree()
-        problem = self._take_edits()
+        problem = self._apply_gradient_edits()
         for shard in self.shards if problem is None else ():
             shard.adopt_written_params()
-        if self._prepare(problem):
-            if self._walk is not None:
-                self._walk.release()
+        if self._check_and_clip(problem):
+            if self._scheduler is not None:
+                self._scheduler.release()
             with self._flag("is_stepping"):
                 self._update.run()
             self._placement.after_step()
         self._show()
         return loss
 
-    def _take_edits(self) -> Exception | None:
+    def _apply_gradient_edits(self) -> Exception | None:
         """Apply the user's edits of gradients. Return an error of this rank, which all ranks will raise."""
         try:
             for shard in self.shards:
                 for number in range(len(shard.gradients)):
-                    shard.hide(number)
+                    shard.hide_gradient(number)
             check_unmodified(self._model, self.table, self.shards)
         except Exception as error:  # other ranks wait for this one, so every error must reach them
             return error
         return None
 
-    def _prepare(self, problem: Exception | None) -> bool:
+    def _check_and_clip(self, problem: Exception | None) -> bool:
         """Check that gradients are finite, and clip them. Return whether to step. Raise an error of any rank."""
         rules, scale = self._settings, self._precision.loss_scale
         is_scaled = self._precision.parameters == "fp16"
@@ -264,7 +264,7 @@ class ZeroOptimizer(Optimizer):
         if is_scaled:
             scale.update(is_finite)
         elif not is_finite and rules.on_nonfinite == "raise":
-            raise find_nonfinite(self.shards, self.table, self.grad_norm)
+            raise nonfinite_error(self.shards, self.table, self.grad_norm)
         self.skipped += not is_finite
         if is_finite and rules.max_grad_norm is not None:
             self._clip(rules.max_grad_norm)
@@ -308,7 +308,7 @@ class ZeroOptimizer(Optimizer):
                 remedy="Omit norm_type",
             )
         self.agree()
-        problem = self._take_edits()
+        problem = self._apply_gradient_edits()
         self._show()
         return self._norm(problem, None if params is None else {id(p) for p in params})
 
@@ -328,7 +328,7 @@ class ZeroOptimizer(Optimizer):
             set_to_none: False sets them to zero. The next step then still applies momentum and weight decay.
         """
         for shard in self.shards:
-            shard.forget() if set_to_none else shard.zero()
+            shard.clear_gradients() if set_to_none else shard.zero()
         for p in self._model.parameters():
             if set_to_none:
                 p.grad = None
@@ -377,7 +377,7 @@ class ZeroOptimizer(Optimizer):
         All ranks of the parameter's pipeline stage call it. Communicates one all-gather of a bucket and a few numbers.
         """
         self.agree()
-        self._norm(self._take_edits(), (), in_stage=True)  # raises on all ranks if one has an error
+        self._norm(self._apply_gradient_edits(), (), in_stage=True)  # raises on all ranks if one has an error
         self._show()
         for shard in self.shards:
             for number, gradient in enumerate(shard.gradients):
@@ -444,7 +444,7 @@ class ZeroOptimizer(Optimizer):
         saved, axes = state_dict["place"], place_of(self.inner[0])
         try:
             is_here = saved["sizes"] == context.sizes and all(saved["coords"][n] == axes[n][1] for n in axes)
-            fits = is_here and _form_of(state_dict) == self._form
+            fits = is_here and _signature_of(state_dict) == self._form
         except (AttributeError, KeyError, TypeError):  # not a state of a ZeroOptimizer
             fits = False
         if not fits:
@@ -487,8 +487,8 @@ class ZeroOptimizer(Optimizer):
             for shard in self.shards:
                 if shard.rounded is None:  # rounded weights are stored once, on exit of shard.changing()
                     shard.store()
-        if self._walk is not None:
-            self._walk.release()
+        if self._scheduler is not None:
+            self._scheduler.release()
         all_gather = ParamAllGather()
         all_gather.add(self.shards)
         with torch.no_grad():
@@ -525,7 +525,7 @@ class ZeroOptimizer(Optimizer):
     @property
     def param_groups_stage3(self) -> Sequence[ParamGroup]:
         """Parameter groups of stage 3, each of which is gathered together. Empty for other stages."""
-        return self._walk.units if self._walk is not None else ()
+        return self._scheduler.units if self._scheduler is not None else ()
 
     @property
     def loss_scale(self) -> LossScale:
@@ -537,7 +537,7 @@ class ZeroOptimizer(Optimizer):
 
     def describe(self) -> str:
         """Describe the options, the memory of this rank and the offload bandwidth."""
-        return memory_lines(self._settings, self.inner, self.memory(), self._host)
+        return format_memory_report(self._settings, self.inner, self.memory(), self._host)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ConfigError(
@@ -548,19 +548,19 @@ class ZeroOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise ConfigError: parameters cannot be added after ``shard_optimizer``."""
-        if self._is_laid_out:
-            raise _laid_out("add_param_group was called on")
+        if self._is_initialized:
+            raise _unsupported_error("add_param_group was called on")
         super().add_param_group(param_group)
 
 
-def _form_of(state_dict: dict[str, Any]) -> tuple[Any, ...]:
+def _signature_of(state_dict: dict[str, Any]) -> tuple[Any, ...]:
     """Return the shapes, group sizes and keys that all states of this rank have in common."""
     shapes = [tuple(master.shape) for master in state_dict["masters"]]
     groups = [[len(group["params"]) for group in each["param_groups"]] for each in state_dict["optimizers"]]
     return shapes, groups, sorted(state_dict["loss_scale"]), len(state_dict["rounds"])
 
 
-def _laid_out(what: str) -> ConfigError:
+def _unsupported_error(what: str) -> ConfigError:
     return ConfigError(
         f"{what} the optimizer that shard_optimizer returned",
         remedy="Change your optimizer before shard_optimizer; use load_state_dict to load a state",

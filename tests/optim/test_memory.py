@@ -130,7 +130,7 @@ def test_a_share_of_the_states_stays_on_the_device() -> None:
 
 
 def _parameters(model: nn.Module, optimizer: ZeroOptimizer) -> list[Tensor]:
-    if optimizer._walk is None:
+    if optimizer._scheduler is None:
         return list(model.parameters())
     return [shard.local for shard in optimizer.shards]
 

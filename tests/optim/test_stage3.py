@@ -636,7 +636,7 @@ def own_gradients(original: Any) -> Any:
 
 def test_without_the_walk_or_the_sum_it_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch, pytest.raises((WorkerError, AssertionError, RuntimeError)):
-        patch.setattr(GatherScheduler, "_go_to", alone)
+        patch.setattr(GatherScheduler, "_gather_up_to", alone)
         check(Case(left_out=drops))
     with monkeypatch.context() as patch, pytest.raises(AssertionError):
         patch.setattr(ReduceScatterToShards, "start", own_gradients(ReduceScatterToShards.start))

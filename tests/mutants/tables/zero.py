@@ -94,8 +94,8 @@ MUTANTS = [
     mutant(
         "paused-backwards-never-summed",
         "shardformer/zero/zero_optimizer.py",
-        "        self.agree()\n        problem = self._take_edits()\n        for",
-        "        problem = self._take_edits()\n        for",
+        "        self.agree()\n        problem = self._apply_gradient_edits()\n        for",
+        "        problem = self._apply_gradient_edits()\n        for",
         "Where all backwards of a step ran in no_sync, their gradients are not used.",
         first=(
             "tests/optim/test_zero.py::test_gradients_of_backwards_that_were_all_in_no_sync_are_those_of_the_step",
@@ -105,7 +105,7 @@ MUTANTS = [
     mutant(
         "stage-3-keeps-old-parameters",
         "shardformer/zero/zero_optimizer.py",
-        "            if self._walk is not None:\n                self._walk.release()\n            with",
+        "            if self._scheduler is not None:\n                self._scheduler.release()\n            with",
         "            with",
         "Stage 3 that keeps layers after their use (a pipeline, reshard_after_forward=False) trains on stale weights.",
         first=(
