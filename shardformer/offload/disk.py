@@ -216,7 +216,7 @@ class FileShard(HostShard):
         super().__init__(host, length, dtype)
         self._disk = disk
         self._states: OptimizerStateDict = lambda _: {}
-        self._pieces: list[tuple[nn.Parameter, slice]] = []
+        self._slices: list[tuple[nn.Parameter, slice]] = []
         self._counts: FileSlot | None = None
         self._other: FileSlot | None = None  # target of the next write
         self._is_written = False
@@ -225,18 +225,20 @@ class FileShard(HostShard):
         self._reading: Future[None] | None = None
         self.is_here = True
 
-    def hold(self, pieces: Sequence[tuple[nn.Parameter, slice]], states: OptimizerStateDict, expected: int) -> None:
+    def set_slices(
+        self, slices: Sequence[tuple[nn.Parameter, slice]], states: OptimizerStateDict, expected: int
+    ) -> None:
         """Write the master weights of these parameter slices, and their optimizer states.
 
         Args:
             expected: Number of bytes of the optimizer states.
         """
-        self._pieces, self._states = list(pieces), states
+        self._slices, self._states = list(slices), states
         if self._disk.error is not None:
             return
         try:
             size = (
-                round_up_to_block(self.values.nbytes) + expected + EXTRA_STATE_TENSORS * BLOCK_BYTES * len(self._pieces)
+                round_up_to_block(self.values.nbytes) + expected + EXTRA_STATE_TENSORS * BLOCK_BYTES * len(self._slices)
             )
             self._counts, self._other = (FileSlot(self._disk.reserve(size), size, FileLayout()) for _ in range(2))
         except OSError as error:
@@ -269,15 +271,15 @@ class FileShard(HostShard):
         except OSError as error:
             self._disk.error = self._disk.error or error
             return False
-        self._small = [deepcopy(self._states(value)) for value, _ in self._pieces]
-        for (piece, name, *_), view in zip(
+        self._small = [deepcopy(self._states(value)) for value, _ in self._slices]
+        for (param_slice, name, *_), view in zip(
             self._counts.record.fields, self._counts.record.views(self._buffer), strict=True
         ):
-            if piece < 0:
+            if param_slice < 0:
                 self.values = view
             else:
-                self._states(self._pieces[piece][0])[name] = view
-        for value, at in self._pieces:
+                self._states(self._slices[param_slice][0])[name] = view
+        for value, at in self._slices:
             value.data = self.values[at].view(value.shape)
         self.is_here = True
         return True
@@ -299,7 +301,7 @@ class FileShard(HostShard):
 
     def _look(self) -> tuple[FileLayout, list[Tensor]]:
         record, tensors = FileLayout([(-1, "", self.dtype, self.values.shape)]), [self.values]
-        for number, (value, _) in enumerate(self._pieces):
+        for number, (value, _) in enumerate(self._slices):
             for name, x in self._states(value).items():
                 if _is_large(x):
                     record.fields.append((number, name, x.dtype, x.shape))
@@ -312,7 +314,7 @@ class FileShard(HostShard):
             self._disk.release_buffer(self._buffer)
         self._buffer, self.is_here = None, False
         self.values = _IN_FILE.to(self.dtype)
-        for value, _ in self._pieces:
+        for value, _ in self._slices:
             state = self._states(value)
             state.update({name: _IN_FILE.to(x.dtype) for name, x in state.items() if _is_large(x)})
             value.data = torch.full((), torch.nan, dtype=self.dtype).expand(value.shape)
@@ -327,7 +329,7 @@ class FileShard(HostShard):
         """Restore the previous commit, including the states that are not in the file."""
         if self.is_here:
             self.discard()
-        for (value, _), small in zip(self._pieces, self._small, strict=False):
+        for (value, _), small in zip(self._slices, self._small, strict=False):
             state = self._states(value)
             state.clear()
             state.update(small)

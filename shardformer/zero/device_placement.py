@@ -90,8 +90,8 @@ class DevicePlacement:
     def _bytes(self, shard: FlatShard) -> float:
         """Return the bytes of a shard's master weights, gradients and optimizer states on the device."""
         found = shard.length * shard.wide.itemsize * (1 + (shard.wide != shard.dtype))
-        for piece in shard.slices:
-            states = (optimizer.state.get(piece.value, {}) for optimizer in self._optimizers)
+        for param_slice in shard.slices:
+            states = (optimizer.state.get(param_slice.value, {}) for optimizer in self._optimizers)
             found += sum(x.nbytes for state in states for x in state.values() if isinstance(x, Tensor))
         most: float = max(all_gather_objects(found, shard.axis))
         return most
@@ -106,7 +106,7 @@ def free_bytes(device: torch.device) -> float:
 def move_shard_to_device(shard: FlatShard, optimizers: Sequence[Optimizer]) -> None:
     """Move the master weights of a shard and their optimizer states to the device. Call it between two steps."""
     shard.move_to_device()
-    values = {id(piece.value): piece.value for piece in shard.slices}
+    values = {id(p.value): p.value for p in shard.slices}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             counts_there: Any = group.get("fused") or group.get("capturable")

@@ -112,7 +112,7 @@ class FlatShard:
         self._always_loaded = WeightStore()
         self.has_masters = self.host is not None or self.wide != self.dtype
         found = ((n, self._add_param(n, g)) for n, g in enumerate(self.gradients))
-        self._slice_of = {n: piece for n, piece in found if piece is not None}
+        self._slice_of = {n: param_slice for n, param_slice in found if param_slice is not None}
         self.slices = list(self._slice_of.values())
         self._sum: Tensor | None = None
         self._counts: Tensor | None = None
@@ -131,7 +131,7 @@ class FlatShard:
             keys: Seed of the random rounding of each ParamEntry, by its id.
         """
         if self.rounded is not None:
-            self.rounded.hold(
+            self.rounded.set_slices(
                 [RoundedSlice(p.value, p.shard_range, p.param_range.start, keys[id(p.entry)]) for p in self.slices]
             )
 
@@ -189,13 +189,13 @@ class FlatShard:
     def _adopt(self, number: int) -> None:
         gradient = self.gradients[number]
         flat = _flatten(gradient, gradient.param.detach()) if self.full is None else None
-        if (piece := self._slice_of.get(number)) is None:
+        if (param_slice := self._slice_of.get(number)) is None:
             return
         if flat is not None:
-            self.local[piece.shard_range] = flat[piece.param_range]
+            self.local[param_slice.shard_range] = flat[param_slice.param_range]
         if self.has_masters:  # an unchanged weight keeps its more precise master weight
-            value = piece.value.detach()
-            written = self.local[piece.shard_range].view_as(value).to(value.device)
+            value = param_slice.value.detach()
+            written = self.local[param_slice.shard_range].view_as(value).to(value.device)
             value.copy_(torch.where(value.to(self.dtype) == written, value, written.to(self.wide)))
 
     def sync_versions(self) -> None:
@@ -263,9 +263,11 @@ class FlatShard:
     def give_gradients(self) -> None:
         """Set ``.grad`` of the optimizer's parameters. It is None for parameters without a gradient on any rank."""
         total = self.sum
-        for piece in self.slices:
-            has_one = total is not None and self.has_gradient[piece.number]
-            piece.value.grad = total[piece.shard_range].view_as(piece.value) if has_one and total is not None else None
+        for param_slice in self.slices:
+            has_one = total is not None and self.has_gradient[param_slice.number]
+            param_slice.value.grad = (
+                total[param_slice.shard_range].view_as(param_slice.value) if has_one and total is not None else None
+            )
 
     # --- gradients as the user sees them between backward and zero_grad
 
@@ -278,8 +280,8 @@ class FlatShard:
             if not known[number]:
                 continue
             view = None
-            if (piece := self._slice_of.get(number)) is not None:
-                view = piece.value.grad = total[piece.shard_range].view_as(piece.value)
+            if (param_slice := self._slice_of.get(number)) is not None:
+                view = param_slice.value.grad = total[param_slice.shard_range].view_as(param_slice.value)
             if not gradient.changed:
                 seen = gradient.param.grad = ShardedGradient(self, number)
                 self._shown[number] = seen, view
@@ -299,11 +301,11 @@ class FlatShard:
             elif result is not None:
                 self._assign_gradient(number, result)
             return
-        piece = self._slice_of.get(number)
-        local = piece.value.grad if piece is not None else None
+        param_slice = self._slice_of.get(number)
+        local = param_slice.value.grad if param_slice is not None else None
         if grad is None:
             self.record_edit(number, "discarded")
-        if grad is None or (piece is not None and local is None):
+        if grad is None or (param_slice is not None and local is None):
             self.discard_gradient(number)
             return
         if not is_own:
@@ -331,8 +333,8 @@ class FlatShard:
             self._had[number], self._is_discarded = False, True
             self.local_gradient(number).zero_()
         self.gradients[number].param.grad = None
-        if (piece := self._slice_of.get(number)) is not None:
-            piece.value.grad = None
+        if (param_slice := self._slice_of.get(number)) is not None:
+            param_slice.value.grad = None
 
     def record_edit(self, number: int, what: str) -> None:
         """Add an edit of a gradient to the fingerprint that the step compares across ranks."""
@@ -345,8 +347,8 @@ class FlatShard:
                 f"The gradient of {self.gradients[number].entry.name} was accessed after zero_grad",
                 remedy="Clone the gradient before zero_grad, or read p.grad after the next backward pass",
             )
-        piece = self._slice_of.get(number)
-        return total[piece.shard_range] if piece is not None else total[:0]
+        param_slice = self._slice_of.get(number)
+        return total[param_slice.shard_range] if param_slice is not None else total[:0]
 
     def is_here(self, number: int) -> bool:
         """Whether this rank has the full gradient of a parameter."""
@@ -374,8 +376,8 @@ class FlatShard:
         self._is_discarded, self.edits = False, 0
         if self.host is not None:
             self.host.clear_gradients()
-        for piece in self.slices:
-            piece.value.grad = None
+        for param_slice in self.slices:
+            param_slice.value.grad = None
         for gradient in self.gradients:
             gradient.param.grad = None
         self._shown = {}
@@ -391,8 +393,8 @@ class FlatShard:
         elif self.rounded is not None:
             self.rounded.store()
         elif self.has_masters:
-            for piece in self.slices:
-                self.local[piece.shard_range] = piece.value.detach().reshape(-1)
+            for param_slice in self.slices:
+                self.local[param_slice.shard_range] = param_slice.value.detach().reshape(-1)
 
     def move_to_device(self) -> None:
         """Move the optimizer's parameters to the device permanently. Call it between two steps."""
@@ -400,11 +402,11 @@ class FlatShard:
         self.host.load()
         self.host.wait()
         self.host, self.has_masters = None, self.wide != self.dtype or self.rests_on_host
-        for piece in self.slices:
+        for param_slice in self.slices:
             if self.has_masters:
-                piece.value.data = piece.value.detach().to(self.device)
+                param_slice.value.data = param_slice.value.detach().to(self.device)
             else:
-                piece.value.data = self.local[piece.shard_range].view_as(piece.value)
+                param_slice.value.data = self.local[param_slice.shard_range].view_as(param_slice.value)
 
     @contextmanager
     def changing(self) -> Iterator[None]:

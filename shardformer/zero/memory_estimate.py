@@ -193,11 +193,11 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
 def _master_weights(shard: FlatShard) -> list[Tensor]:
     if shard.rounded is not None:
         return [shard.rounded.rest] if shard.rounded.rest is not None else []
-    return [piece.value for piece in shard.slices] if shard.has_masters else []
+    return [p.value for p in shard.slices] if shard.has_masters else []
 
 
 def _states(optimizers: Sequence[Optimizer], shard: FlatShard) -> list[Tensor]:
-    states = [o.state[piece.value] for o in optimizers for piece in shard.slices if piece.value in o.state]
+    states = [o.state[p.value] for o in optimizers for p in shard.slices if p.value in o.state]
     return [x for state in states for x in state.values() if isinstance(x, Tensor) and x.dim()]
 
 

@@ -163,17 +163,17 @@ class RoundedWeights(WeightStore):
     """
 
     def __init__(self, own: Tensor, *, rests: bool) -> None:
-        self._own, self._pieces = own, list[RoundedSlice]()
+        self._own, self._slices = own, list[RoundedSlice]()
         self.rest = torch.zeros_like(own) if rests else None
         self._values: Tensor | None = None
         self.step = 0  # number of stochastic roundings
 
-    def hold(self, pieces: Sequence[RoundedSlice]) -> None:
-        """Take the fp32 values of ``pieces``, and round them to bf16."""
-        self._pieces = list(pieces)
+    def set_slices(self, slices: Sequence[RoundedSlice]) -> None:
+        """Take the fp32 values of ``slices``, and round them to bf16."""
+        self._slices = list(slices)
         self._values = torch.zeros_like(self._own, dtype=torch.float32)
-        for piece in pieces:
-            self._values[piece.at] = piece.value.detach().reshape(-1)
+        for param_slice in slices:
+            self._values[param_slice.at] = param_slice.value.detach().reshape(-1)
         self._own.copy_(self._values)
         self._keep_kahan_residual()
         self.evict()
@@ -184,8 +184,8 @@ class RoundedWeights(WeightStore):
             self._values = self._own.float()
             if self.rest is not None:
                 self._values += self.rest
-            for piece in self._pieces:
-                piece.value.data = self._values[piece.at].view(piece.value.shape)
+            for param_slice in self._slices:
+                param_slice.value.data = self._values[param_slice.at].view(param_slice.value.shape)
         return True
 
     def store(self) -> None:
@@ -198,9 +198,11 @@ class RoundedWeights(WeightStore):
             self._keep_kahan_residual()
             return
         self.step += 1
-        for piece in self._pieces:
-            wide = self._values[piece.at]
-            self._own[piece.at] = stochastic_round(wide, random_bits(wide, piece.first, piece.key, self.step))
+        for param_slice in self._slices:
+            wide = self._values[param_slice.at]
+            self._own[param_slice.at] = stochastic_round(
+                wide, random_bits(wide, param_slice.first, param_slice.key, self.step)
+            )
 
     def _keep_kahan_residual(self) -> None:
         if self.rest is not None and self._values is not None:
@@ -209,9 +211,9 @@ class RoundedWeights(WeightStore):
     def evict(self) -> None:
         """Free the fp32 values."""
         self._values = None
-        for piece in self._pieces:
+        for param_slice in self._slices:
             value = torch.full((), torch.nan, dtype=torch.float32, device=self._own.device)
-            piece.value.data = value.expand(piece.value.shape)
+            param_slice.value.data = value.expand(param_slice.value.shape)
 
     def discard(self, *, keeps_memory: bool = False) -> None:
         self.evict()

@@ -102,7 +102,7 @@ class ZeroGradMethod:
         return ZeroGradMethod(memo[id(self._owner())], None)
 
 
-def hold(optimizer: Any, zero: Optimizer) -> None:
+def attach_zero_optimizer(optimizer: Any, zero: Optimizer) -> None:
     """Register ``zero`` as the ZeroOptimizer that steps ``optimizer``."""
     optimizer.__dict__.update(
         {ZERO_OPTIMIZER_ATTRIBUTE: weakref.ref(zero), "zero_grad": ZeroGradMethod(optimizer, zero)}
@@ -110,7 +110,7 @@ def hold(optimizer: Any, zero: Optimizer) -> None:
 
 
 def let_go(optimizer: Any) -> None:
-    """Undo ``hold``."""
+    """Undo ``attach_zero_optimizer``."""
     if optimizer.__dict__.pop(ZERO_OPTIMIZER_ATTRIBUTE, None) is not None:
         optimizer.__dict__.pop("zero_grad", None)
 
@@ -294,17 +294,17 @@ class LiveState(MutableMapping[Tensor, State]):
 
     def __init__(self, optimizers: Sequence[Optimizer], shards: Sequence[FlatShard]) -> None:
         self._optimizers = optimizers
-        self._pieces: dict[int, ParamSlice | None] = {id(g.param): None for shard in shards for g in shard.gradients}
+        self._slices: dict[int, ParamSlice | None] = {id(g.param): None for shard in shards for g in shard.gradients}
         held = ((id(p), o) for o in optimizers for group in o.param_groups for p in group["params"])
         self._owners: dict[int, Optimizer] = dict(held)
-        self._pieces |= {id(piece.gradient.param): piece for shard in shards for piece in shard.slices}
+        self._slices |= {id(p.gradient.param): p for shard in shards for p in shard.slices}
 
     def _find(self, key: Tensor) -> tuple[Any, Tensor] | None:
         """Return (state of the optimizer, its parameter), or None if this rank has no slice of the parameter."""
-        if id(key) in self._pieces:
-            if (piece := self._pieces[id(key)]) is None:
+        if id(key) in self._slices:
+            if (param_slice := self._slices[id(key)]) is None:
                 return None
-            key = piece.value
+            key = param_slice.value
         if id(key) not in self._owners:
             raise KeyError(key)
         return self._owners[id(key)].state, key

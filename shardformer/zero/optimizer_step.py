@@ -109,9 +109,9 @@ class OptimizerUpdate:
             for optimizer in self._optimizers:
                 optimizer.step()
             return
-        pieces = {id(piece.value) for shard in turn for piece in shard.slices if piece.value.grad is not None}
+        slices = {id(p.value) for shard in turn for p in shard.slices if p.value.grad is not None}
         for optimizer in self._optimizers:
-            with restrict_params(optimizer, pieces):
+            with restrict_params(optimizer, slices):
                 if optimizer.param_groups:
                     optimizer.step()
 
@@ -189,10 +189,10 @@ def sharded_grad_norm(
     there[1:] += torch.tensor([float(problem is not None), edits, edits**2], dtype=torch.float64)
     for shard in shards if problem is None else ():
         total, found = here if shard.host is None else there, shard.sum
-        for piece in shard.slices:
-            is_asked = shard.has_gradient[piece.number] and (only is None or id(piece.gradient.param) in only)
-            if found is not None and is_asked and _counts_in_norm(piece.gradient, table, stage):
-                total[0] += torch.linalg.vector_norm(found[piece.shard_range]).to(total) ** 2
+        for p in shard.slices:
+            is_asked = shard.has_gradient[p.number] and (only is None or id(p.gradient.param) in only)
+            if found is not None and is_asked and _counts_in_norm(p.gradient, table, stage):
+                total[0] += torch.linalg.vector_norm(found[p.shard_range]).to(total) ** 2
     total, count = here + there.to(device), 1
     axes = sorted(table.context.base_axes, key=lambda axis: axis.name not in SHARED_GRADIENT_AXES)
     axes = [axis for axis in axes if not (in_stage and axis.name == "pipe")]
@@ -246,10 +246,10 @@ def nonfinite_error(shards: Sequence[FlatShard], table: ShardingMetadata, norm: 
     """Return an error with the first parameter whose gradient is not finite, and its rank. All ranks call it."""
     order = {id(entry): number for number, entry in enumerate(table.entries)}
     found = [
-        (order[id(piece.entry)], table.context.rank, piece.entry.name)
+        (order[id(p.entry)], table.context.rank, p.entry.name)
         for shard in shards
-        for piece in shard.slices
-        if shard.sum is not None and not bool(torch.isfinite(shard.sum[piece.shard_range]).all())
+        for p in shard.slices
+        if shard.sum is not None and not bool(torch.isfinite(shard.sum[p.shard_range]).all())
     ]
     for axis in table.context.base_axes:
         found = [item for theirs in all_gather_objects(found, axis) for item in theirs]

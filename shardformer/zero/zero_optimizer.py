@@ -31,7 +31,7 @@ from shardformer.zero.mixed_precision import LossScale
 from shardformer.zero.optimizer_state_view import (
     LiveState,
     ZeroGradMethod,
-    hold,
+    attach_zero_optimizer,
     load_in_place,
     place_of,
     unchanged_on_error,
@@ -119,7 +119,7 @@ class ZeroOptimizer(Optimizer):
         self.__dict__[METADATA_ATTRIBUTE] = table
         model.__dict__["zero_grad"] = ZeroGradMethod(model, self)
         for optimizer in self.inner:
-            hold(optimizer, self)
+            attach_zero_optimizer(optimizer, self)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -181,7 +181,7 @@ class ZeroOptimizer(Optimizer):
         parts = [(shard, shard.host) for shard in self.shards if isinstance(shard.host, FileShard)]
         for shard, part in parts:
             expected = sum(state_bytes(*held[id(p.value)], p.value) for p in shard.slices if id(p.value) in held)
-            part.hold([(p.value, p.shard_range) for p in shard.slices], states, round(expected))
+            part.set_slices([(p.value, p.shard_range) for p in shard.slices], states, round(expected))
         if said := files.end_step([part for _, part in parts], self.table.context):
             raise offload_directory_error(files.disk.folder, said)
 
@@ -201,19 +201,19 @@ class ZeroOptimizer(Optimizer):
 
         Communicates one all-reduce for each state tensor of which several ranks store slices.
         """
-        pieces: dict[int, list[ParamSlice]] = {}
+        slices: dict[int, list[ParamSlice]] = {}
         for shard in self.shards:
             for number, gradient in enumerate(shard.gradients):
                 param: Any = gradient.param
-                found = [piece for piece in shard.slices if piece.number == number]
-                pieces.setdefault(id(param), []).extend(found)
+                found = [p for p in shard.slices if p.number == number]
+                slices.setdefault(id(param), []).extend(found)
                 for optimizer in self.inner:
                     if state := optimizer.state.pop(param, None):
                         cut = shard.shard_state(number, state)
-                        optimizer.state.update({piece.value: cut for piece in found})
+                        optimizer.state.update({p.value: cut for p in found})
         for optimizer in self.inner:
             for group in optimizer.param_groups:
-                group["params"] = [piece.value for p in group["params"] for piece in pieces.get(id(p), ())]
+                group["params"] = [param_slice.value for p in group["params"] for param_slice in slices.get(id(p), ())]
 
     # --- one step
 
@@ -402,7 +402,7 @@ class ZeroOptimizer(Optimizer):
                 "optimizers": [{**d, "state": {k: dict(v) for k, v in d["state"].items()}} for d in states],
                 "loss_scale": asdict(self._precision.loss_scale),
                 "rounds": self.rounding_counts,
-                "masters": [piece.value.detach().clone() for shard in self.shards for piece in shard.slices],
+                "masters": [p.value.detach().clone() for shard in self.shards for p in shard.slices],
             }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -421,12 +421,12 @@ class ZeroOptimizer(Optimizer):
             for optimizer, state in zip(self.inner, state_dict["optimizers"], strict=True):
                 load_in_place(optimizer, state)
 
-        pieces = [piece for shard in self.shards for piece in shard.slices]
+        slices = [p for shard in self.shards for p in shard.slices]
         with self.writable_state():
             with unchanged_on_error(self.inner):
                 collective_call(context, load, action=doing)
-            for piece, master in zip(pieces, state_dict["masters"], strict=True):
-                piece.value.copy_(master)
+            for param_slice, master in zip(slices, state_dict["masters"], strict=True):
+                param_slice.value.copy_(master)
         for name, value in state_dict["loss_scale"].items():
             setattr(self._precision.loss_scale, name, value)
         self.rounding_counts = state_dict["rounds"]
@@ -457,7 +457,7 @@ class ZeroOptimizer(Optimizer):
 
     @property
     def _form(self) -> tuple[Any, ...]:
-        shapes = [tuple(piece.value.shape) for shard in self.shards for piece in shard.slices]
+        shapes = [tuple(p.value.shape) for shard in self.shards for p in shard.slices]
         groups = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in self.inner]
         return shapes, groups, sorted(vars(self._precision.loss_scale)), len(self.rounding_counts)
 

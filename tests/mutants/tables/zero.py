@@ -83,8 +83,8 @@ MUTANTS = [
     mutant(
         "rounding-depends-on-the-layout",
         "shardformer/zero/mixed_precision.py",
-        "random_bits(wide, piece.first, piece.key, self.step)",
-        "random_bits(wide, piece.at.start, piece.key, self.step)",
+        "random_bits(wide, param_slice.first, param_slice.key, self.step)",
+        "random_bits(wide, param_slice.at.start, param_slice.key, self.step)",
         'masters="stochastic" rounds the same weight differently on another number of data ranks.',
         first=(
             "tests/optim/test_rounding.py::test_tensor_ranks_round_alike_what_they_hold_alike",
