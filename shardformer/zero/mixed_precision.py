@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.errors import ConfigError, check_argument
+from shardformer.errors import ConfigError, check_argument, check_choice, check_int, check_number
 from shardformer.offload.host import WeightStore
 from shardformer.public_names import renamed_arguments
 from shardformer.random_state import SPLITMIX64
@@ -50,13 +50,10 @@ class LossScale:
     bad: int = 0
 
     def __post_init__(self) -> None:
-        for name, given in vars(self).items():
-            is_count = name in ("growth_interval", "hysteresis", "good", "bad")
-            least = 0 if name in ("good", "bad") else 1
-            is_right = isinstance(given, int if is_count else int | float) and not isinstance(given, bool)
-            is_right = is_right and (given >= least if is_count else 0 < given < math.inf)
-            rule = f"It must be an integer of at least {least}" if is_count else "It must be a finite number above 0"
-            check_argument(f"LossScale({name})", given, is_right, rule, f"Omit {name} to use its default")
+        for name, example in (("value", 2.0**16), ("growth", 2.0), ("backoff", 0.5)):
+            check_number(f"LossScale.{name}", getattr(self, name), below=math.inf, example=example)
+        for name, least in (("growth_interval", 1), ("hysteresis", 1), ("good", 0), ("bad", 0)):
+            check_int(f"LossScale.{name}", getattr(self, name), least, unit="steps")
 
     def update(self, is_finite: bool) -> None:
         """Update the scale after a step."""
@@ -91,26 +88,16 @@ class MixedPrecision:
     master_weights: str = "fp32"
 
     def __post_init__(self) -> None:
-        for name, given in vars(self).items():
-            is_right = isinstance(given, LossScale) if name == "loss_scale" else isinstance(given, str | None)
-            rule = "It must be a LossScale" if name == "loss_scale" else "It must be a string"
-            check_argument(f"MixedPrecision({name})", given, is_right, rule, f"Use precision='bf16', or omit {name}")
-        for name, given in (("parameters", self.parameters), ("gradients", self.gradients or "fp32")):
-            if given not in PARAMETER_DTYPES or (name == "gradients" and given != "fp32"):
-                known = ", ".join(map(repr, PARAMETER_DTYPES if name == "parameters" else ["fp32", None]))
-                raise ConfigError(
-                    f"precision={given!r} is not one of {known}"
-                    if name == "parameters"
-                    else f"MixedPrecision(gradients={given!r}) is not one of {known}",
-                    remedy="Use precision='bf16', or omit the argument",
-                )
-
-        if self.master_weights not in MASTER_WEIGHT_KINDS or (
-            self.master_weights != "fp32" and self.parameters != "bf16"
-        ):
+        check_choice("precision", self.parameters, PARAMETER_DTYPES)
+        check_choice("MixedPrecision.gradients", self.gradients, ("fp32", None))
+        rule, remedy = "It must be a LossScale", "Omit loss_scale to use its default"
+        is_scale = isinstance(self.loss_scale, LossScale)
+        check_argument("MixedPrecision.loss_scale", self.loss_scale, is_scale, rule, remedy)
+        supported = MASTER_WEIGHT_KINDS if self.parameters == "bf16" else ("fp32",)
+        if self.master_weights not in supported:
             raise ConfigError(
                 f"MixedPrecision({self.parameters!r}, masters={self.master_weights!r}) is not supported",
-                rule=f"bf16 supports masters={' or '.join(map(repr, MASTER_WEIGHT_KINDS))}; fp16 and fp32 only 'fp32'",
+                rule=f"{self.parameters} supports masters={' or '.join(map(repr, supported))}",
                 remedy="Omit masters to use fp32 master weights",
             )
 
