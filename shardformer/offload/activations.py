@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from shardformer import torch_compat
 from shardformer.comm.collectives import digest, start_all_gather_into
 from shardformer.errors import ConfigError, InputError, check_choice
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMetadata, find_metadata
@@ -43,15 +44,6 @@ from shardformer.offload.saved_tensors import (
 )
 from shardformer.public_names import renamed_parameters
 from shardformer.tensor_parallel.sequence_parallel import first_tensor
-from shardformer.torch_compat import (
-    DisableTorchFunctionSubclass,
-    at_end_of_backward,
-    current_graph_task_id,
-    is_functorch_wrapped,
-    memory_of,
-    storage_id,
-    to_list,
-)
 
 PURPOSE = "activations"
 
@@ -81,7 +73,7 @@ def gather_partitions(part: Tensor, number: Tensor, axis: Axis, what: str) -> Te
     whole, numbers = part.new_empty(axis.size * len(part)), number.new_empty(axis.size)
     pending = start_all_gather_into(numbers, number.view(1), axis, PURPOSE)
     start_all_gather_into(whole, part, axis, PURPOSE).wait()
-    check_replicated(to_list(pending.wait()), axis, what)
+    check_replicated(torch_compat.to_list(pending.wait()), axis, what)
     return whole
 
 
@@ -174,16 +166,16 @@ class ActivationStore:
         """Start a forward pass."""
         if self._hooks.is_entered:  # an exception such as KeyboardInterrupt ended the previous forward pass
             self.leave()
-        is_recomputation = current_graph_task_id() >= 0
+        is_recomputation = torch_compat.current_graph_task_id() >= 0
         if torch.compiler.is_compiling() or is_recomputation or has_foreign_hooks() or not torch.is_grad_enabled():
             return
         self._graph, self._forward = ForwardRecord(), self._forward + 1
         device = next((x.device for x in model.parameters()), None)
         if self._link is None or device not in (None, self._link.device):
             self._link = HostDeviceCopier(device or torch.device("cpu"))
-        with DisableTorchFunctionSubclass():  # do not gather parameters
+        with torch_compat.DisableTorchFunctionSubclass():  # do not gather parameters
             tensors = [x for x in (*model.parameters(), *model.buffers()) if _is_plain(x)]
-            self._fixed = {memory_of(x) for x in tensors}
+            self._fixed = {torch_compat.memory_of(x) for x in tensors}
         self._hooks.enter()
 
     def leave(self, *_: Any) -> None:
@@ -200,7 +192,7 @@ class ActivationStore:
         """Register ``x`` as the input of a layer, which is identical on all ranks of the axis."""
         if not self._hooks.is_entered or not _is_plain(x) or not is_dense(x):
             return
-        key, (start, end) = (memory_of(x), x._version), storage_range(x)
+        key, (start, end) = (torch_compat.memory_of(x), x._version), storage_range(x)
         if key in self._inputs:
             return
         self._inputs[key] = StorageWeakRef(x.untyped_storage()), (start, end), name
@@ -221,7 +213,7 @@ class ActivationStore:
         if not _is_plain(x) or self._link is None or x.device != self._link.device:
             return None
         storage = x.untyped_storage()
-        memory = storage_id(storage)
+        memory = torch_compat.storage_id(storage)
         if memory in self._fixed or _is_cast_of_parameter(x):
             return None
         self._update_counts()
@@ -369,13 +361,13 @@ class ActivationStore:
 
     def _expect_end(self, graph: ForwardRecord) -> None:
         """Register a callback at the end of the current backward pass."""
-        task = current_graph_task_id()
+        task = torch_compat.current_graph_task_id()
         if task < 0:
             return
         self._graphs.add(graph)
         if task != self._task:
             self._task = task
-            at_end_of_backward(self._end_backward)
+            torch_compat.at_end_of_backward(self._end_backward)
 
     def _end_backward(self) -> None:
         """End a backward pass. The remaining storages belong to another backward pass of the same graph."""
@@ -396,7 +388,7 @@ def _is_plain(x: Any) -> bool:
         and x.layout is torch.strided
         and x.numel() > 0
         and not (x.is_meta or x.is_quantized or x.is_inference() or x.is_conj() or x.is_neg())
-        and not is_functorch_wrapped(x)
+        and not torch_compat.is_functorch_wrapped(x)
     )
 
 

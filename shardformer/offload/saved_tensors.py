@@ -17,13 +17,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from shardformer import torch_compat
 from shardformer.offload.host import AsyncCopy
-from shardformer.torch_compat import (
-    is_dynamo_loaded,
-    pop_saved_tensors_hooks,
-    push_saved_tensors_hooks,
-    top_saved_tensors_hooks,
-)
 
 HookPair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
@@ -46,26 +41,26 @@ class SavedTensorHooks:
         self.is_entered = False
 
     def enter(self) -> None:
-        around = _as_own_hooks(top_saved_tensors_hooks())
+        around = _as_own_hooks(torch_compat.top_saved_tensors_hooks())
         self._asked = sorted([self, *(around._asked if around else [])], key=lambda hooks: not hooks._goes_first)
         self.is_entered = True
-        push_saved_tensors_hooks(*self._pair())
+        torch_compat.push_saved_tensors_hooks(*self._pair())
 
     def leave(self) -> None:
         """Remove this pair from any position, because an inner pair may have been interrupted before its removal."""
         self.is_entered = False
         above: list[HookPair] = []
-        while (top := top_saved_tensors_hooks()) is not None:
-            pop_saved_tensors_hooks()
+        while (top := torch_compat.top_saved_tensors_hooks()) is not None:
+            torch_compat.pop_saved_tensors_hooks()
             if _as_own_hooks(top) is self:
                 break
             above.append(top)
         for pair in reversed(above):
-            push_saved_tensors_hooks(*pair)
+            torch_compat.push_saved_tensors_hooks(*pair)
 
     def _pair(self) -> HookPair:
         """Return the hooks for torch, which torch.compile must not trace."""
-        if self._untraced is None and is_dynamo_loaded():
+        if self._untraced is None and torch_compat.is_dynamo_loaded():
             self._untraced = torch.compiler.disable(self.pack), torch.compiler.disable(self.unpack)
         return self._untraced or (self.pack, self.unpack)
 
@@ -83,7 +78,7 @@ class SavedTensorHooks:
 
 def has_foreign_hooks() -> bool:
     """Whether other hooks for saved tensors are active, such as a checkpoint of the caller or ``save_on_cpu``."""
-    top = top_saved_tensors_hooks()
+    top = torch_compat.top_saved_tensors_hooks()
     return top is not None and _as_own_hooks(top) is None
 
 

@@ -14,15 +14,9 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from shardformer import torch_compat
 from shardformer.errors import ConfigError
 from shardformer.gradients.buckets import GradientSlot
-from shardformer.torch_compat import (
-    disabled_torch_function,
-    make_wrapper_subclass,
-    schema_of,
-    tree_leaves,
-    tree_map_only,
-)
 
 FOREACH = "_foreach_"
 UNTAGGED_ELEMENTWISE = frozenset({"zero_", "fill_", "copy_", "clone", "detach", "alias", "_to_copy", "zero", "copy"})
@@ -60,14 +54,14 @@ class ShardedGradient(Tensor):
         param, dtype = shard.gradients[number].param, result.dtype if result is not None else None
         if dtype is None or dtype == shard.wide:
             dtype = param.dtype  # torch requires .grad to have the dtype of the parameter; the sum may be wider
-        self: ShardedGradient = make_wrapper_subclass(cls, param.shape, dtype=dtype, device=param.device)
+        self: ShardedGradient = torch_compat.make_wrapper_subclass(cls, param.shape, dtype=dtype, device=param.device)
         self.shard, self.number, self.result = ref(shard), number, result
         return self
 
     def __init__(self, *args: Any) -> None:
         pass
 
-    __torch_function__ = disabled_torch_function  # results keep their class
+    __torch_function__ = torch_compat.disabled_torch_function  # results keep their class
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch leaves it untyped
         return f"ShardedGradient of shape {tuple(self.shape)}, {self.local.numel()} elements on this rank"
@@ -114,13 +108,13 @@ class ShardedGradient(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        name: str = schema_of(func).name.partition("::")[2]
+        name: str = torch_compat.schema_of(func).name.partition("::")[2]
         if name.startswith(FOREACH) and _is_elementwise(getattr(torch.ops.aten, name.removeprefix(FOREACH), None)):
             return _apply_foreach(func, args, kwargs)
-        first = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedGradient))
+        first = next(x for x in torch_compat.tree_leaves((args, kwargs)) if isinstance(x, ShardedGradient))
         if name.endswith("_like"):
             return _call_mapped(func, args, kwargs, _empty_like)
-        writes = schema_of(func).is_mutable
+        writes = torch_compat.schema_of(func).is_mutable
         if (torch.Tag.pointwise in func.tags or name in UNTAGGED_ELEMENTWISE) and (
             not writes or isinstance(kwargs.get("out", args[0]), ShardedGradient)
         ):
@@ -141,7 +135,9 @@ def _is_elementwise(packet: Any) -> bool:
 
 
 def _call_mapped(func: Any, args: Any, kwargs: Any, replace: Callable[[Any], Any]) -> Any:
-    return func(*tree_map_only(Tensor, replace, args), **tree_map_only(Tensor, replace, kwargs))
+    return func(
+        *torch_compat.tree_map_only(Tensor, replace, args), **torch_compat.tree_map_only(Tensor, replace, kwargs)
+    )
 
 
 def _apply_elementwise(func: Any, first: ShardedGradient, args: Any, kwargs: Any, *, writes: bool) -> Any:
@@ -153,7 +149,7 @@ def _apply_elementwise(func: Any, first: ShardedGradient, args: Any, kwargs: Any
     if writes:
         first.record_edit(func)
         return kwargs.get("out", args[0])
-    return tree_map_only(Tensor, first.with_result, result)
+    return torch_compat.tree_map_only(Tensor, first.with_result, result)
 
 
 def _apply_foreach(func: Any, args: Any, kwargs: Any) -> Any:
@@ -168,7 +164,7 @@ def _apply_foreach(func: Any, args: Any, kwargs: Any) -> Any:
         return [x if f is None or not isinstance(x, Tensor) else f.local_operand(x, func) for x, f in pairs]
 
     results = func(*map(unwrap, args), **{name: unwrap(x) for name, x in kwargs.items()})
-    if schema_of(func).is_mutable or results is None:
+    if torch_compat.schema_of(func).is_mutable or results is None:
         for first in firsts:
             if first is not None:
                 first.record_edit(func)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardformer import torch_compat
 from shardformer.comm.collective_call import come
 from shardformer.comm.collectives import all_gather_numbers, all_gather_objects
 from shardformer.errors import ConfigError, InputError
@@ -23,13 +24,6 @@ from shardformer.layout.sharding_metadata import ShardingMetadata
 from shardformer.mesh.parallel_context import Axis
 from shardformer.offload.host import HostMemory
 from shardformer.offload.saved_tensors import SavedTensorHooks, check_version
-from shardformer.torch_compat import (
-    at_end_of_backward,
-    current_graph_task_id,
-    memory_of,
-    top_saved_tensors_hooks,
-    tree_leaves,
-)
 from shardformer.transformers_compat import decode_together
 from shardformer.zero.config import ZeroOptions
 from shardformer.zero.flat_shards import FlatShard, UnshardOptions
@@ -195,9 +189,9 @@ class GatherScheduler:
             return  # called inside of a forward pass
         if self._saving is not None:  # an exception such as KeyboardInterrupt ended the previous forward pass
             self._stop_saving(module, (), None)
-        if current_graph_task_id() >= 0:
+        if torch_compat.current_graph_task_id() >= 0:
             # Recomputation in a backward pass. Only re-entrant checkpoints leave saved tensors to these hooks.
-            if torch.is_grad_enabled() and top_saved_tensors_hooks() is None:
+            if torch.is_grad_enabled() and torch_compat.top_saved_tensors_hooks() is None:
                 self._start_saving(module)
             return
         if self._kind is not None or self._is_ending:  # an exception interrupted the previous pass
@@ -216,14 +210,14 @@ class GatherScheduler:
         self._saving.enter()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if module is not self._caller or current_graph_task_id() >= 0:
+        if module is not self._caller or torch_compat.current_graph_task_id() >= 0:
             return
         self._finish()
         last = [*dict.fromkeys(reversed(self._record.units))][:2] if torch.is_grad_enabled() else []
         # the head may be two groups: tied weight, bias
         self._drop(*(unit for unit in self.units if unit.index not in last and unit not in self.residents))
         if torch.is_grad_enabled():
-            for x in tree_leaves(output):
+            for x in torch_compat.tree_leaves(output):
                 if isinstance(x, Tensor) and x.requires_grad:
                     x.register_hook(self._expect_end)
 
@@ -262,7 +256,7 @@ class GatherScheduler:
 
     def read(self, units: Sequence[ParamGroup]) -> None:
         """Gather these groups before an operation reads their parameters."""
-        if current_graph_task_id() >= 0:
+        if torch_compat.current_graph_task_id() >= 0:
             self._begin_backward(None)
         elif self._kind is None or self._is_backward:
             raise ConfigError(
@@ -396,7 +390,7 @@ class GatherScheduler:
 
     def _pack(self, x: Tensor) -> SavedParamView | None:
         """Save the position of a gathered tensor instead of the tensor. Return None for other tensors."""
-        place = None if x.layout is not torch.strided else self._where.get(memory_of(x))
+        place = None if x.layout is not torch.strided else self._where.get(torch_compat.memory_of(x))
         if place is None:
             return None
         unit, base = place
@@ -423,7 +417,7 @@ class GatherScheduler:
 
     def _begin_backward(self, run: int | None) -> None:
         """Begin a backward pass through the graph of forward ``run``. None means the current or the last one."""
-        if current_graph_task_id() < 0:
+        if torch_compat.current_graph_task_id() < 0:
             return  # a saved tensor was read outside of a backward pass
         if self._caller is not None and not self._is_backward:
             raise InputError(
@@ -448,7 +442,7 @@ class GatherScheduler:
         """
         if not self._is_ending:
             self._is_ending = True
-            at_end_of_backward(self._end_backward)
+            torch_compat.at_end_of_backward(self._end_backward)
 
     def _end_backward(self) -> None:
         if self._kind is not None and self._is_backward:
