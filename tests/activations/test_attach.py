@@ -64,7 +64,7 @@ def trained(model: nn.Module, family: str, on: str | None, context: ParallelCont
     [("llama", None), ("llama", False), ("llama", True), ("t5", None), ("t5", True), ("bert", False), ("gpt2", None)]
     + [("vit", False), ("whisper", None)],
 )
-def test_models_of_the_zoo_on_the_host(family: str, reentrant: bool | None) -> None:
+def test_transformers_models_on_the_host(family: str, reentrant: bool | None) -> None:
     expected = trained(build(family, reentrant), family, "device")
     found = trained(build(family, reentrant), family, "host")
     assert equal(found, expected)
@@ -98,7 +98,7 @@ def over_ranks(family: str, on: str | None, tensor: int, reentrant: bool | None,
         ("vit", 2, None),
     ],
 )
-def test_of_what_enters_a_layer_each_tensor_rank_keeps_a_part(family: str, tensor: int, reentrant: bool | None) -> None:
+def test_layer_inputs_are_sharded_over_tensor_ranks(family: str, tensor: int, reentrant: bool | None) -> None:
     """The bytes that go, and those on the wire, are those of the docstring."""
     expected = over_ranks(family, "device", tensor, reentrant)
     inputs = sizes_of_layer_inputs(family)
@@ -138,7 +138,7 @@ def is_layer(name: str, module: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("tensor", [2, 3, 4])
-def test_parts_of_any_size_are_joined(tensor: int) -> None:
+def test_shards_of_any_size_are_gathered(tensor: int) -> None:
     def run(context: ParallelContext) -> None:
         for size in (1, 3, 4, 10, 4097):
             whole = torch.arange(size).to(torch.uint8)
@@ -149,7 +149,7 @@ def test_parts_of_any_size_are_joined(tensor: int) -> None:
     run_as_threads(run, tensor=tensor)
 
 
-def test_one_rank_alone_keeps_all() -> None:
+def test_one_rank_keeps_the_full_input() -> None:
     (found,), (expected,) = over_ranks("llama", "tensor", 1, False), over_ranks("llama", "device", 1, False)
     assert equal(found, expected)
     assert found[2] is not None and expected[2] is not None and found[2].most == expected[2].most
@@ -167,7 +167,7 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize("on", ["tensor", "tensor+host"])
-def test_what_a_checkpoint_saves_before_the_layer_is_called_is_cut(on: str) -> None:
+def test_inputs_saved_by_a_checkpoint_are_sharded(on: str) -> None:
     models = [build("gpt2") for _ in range(2)]
     expected = over_ranks("gpt2", None, 2, None)
 
@@ -185,7 +185,7 @@ def test_what_a_checkpoint_saves_before_the_layer_is_called_is_cut(on: str) -> N
         assert own[3] is not None and own[3].count("all_gather", purpose=PURPOSE) == 2 * 2 * 2  # forwards, layers
 
 
-def test_what_is_not_the_same_on_all_ranks_raises_on_all_of_them() -> None:
+def test_inputs_that_differ_between_ranks_raise_on_all_ranks() -> None:
     """Without the checksums the gradients would be wrong in silence."""
     models, raised = [build("llama", False) for _ in range(3)], list[str]()
 
@@ -207,7 +207,7 @@ def test_what_is_not_the_same_on_all_ranks_raises_on_all_of_them() -> None:
     assert len(raised) == 3
 
 
-def test_where_the_sequence_is_cut_there_is_nothing_to_cut_and_the_host_takes_the_parts() -> None:
+def test_sharded_sequences_can_only_be_stored_on_the_host() -> None:
     options = {"enable_sequence_parallelism": True}
     with pytest.raises(
         ConfigError, match=r"on='tensor' .* shards the hidden states between its layers .sequence over tensor"
@@ -234,7 +234,7 @@ def _dropped(on: str | None, reentrant: bool) -> tuple[float, list[Tensor | None
 
 @pytest.mark.reduced(one_in=2)
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_dropout_draws_the_same_on_processes(pool2: WorkerPool, reentrant: bool) -> None:
+def test_dropout_is_identical_on_processes(pool2: WorkerPool, reentrant: bool) -> None:
     expected = pool2.run(_dropped, None, reentrant)
     for on in ("host", "tensor+host"):
         for own, other in zip(pool2.run(_dropped, on, reentrant), expected, strict=True):
@@ -248,12 +248,12 @@ def _in_ddp(on: str | None) -> tuple[float, list[Tensor | None]]:
     return loss, grads
 
 
-def test_torchs_data_parallel_around_a_plain_model(pool2: WorkerPool) -> None:
+def test_ddp_around_a_plain_model(pool2: WorkerPool) -> None:
     for own, other in zip(pool2.run(_in_ddp, "host"), pool2.run(_in_ddp, None), strict=True):
         assert equal((*own, None, None), (*other, None, None))
 
 
-def test_a_model_that_a_wrapper_holds_is_cut_too() -> None:
+def test_sharded_model_inside_of_a_wrapper() -> None:
     models = [build("gpt2", False) for _ in range(2)]
 
     def run(context: ParallelContext) -> int:
@@ -352,7 +352,7 @@ def test_zero(stage: int, first: str, reentrant: bool | None) -> None:
         assert most_host == store.stats().most_host  # and no parameter that was gathered
 
 
-def test_parts_on_the_host_beside_stage_3_over_data_and_tensor_ranks() -> None:
+def test_shards_on_the_host_with_stage_3_over_data_and_tensor_ranks() -> None:
     def run_with(on: str | None) -> list[dict[str, Tensor]]:
         models = [build("llama", False) for _ in range(4)]
 

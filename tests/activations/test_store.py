@@ -102,7 +102,7 @@ USES = [once, twice_through_one_graph, two_forwards, gradients_of_gradients, a_f
 
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("bandwidth", [None, 1e6], ids=["fast", "slow"])
-def test_gradients_are_the_same_and_all_memory_is_given_back(
+def test_gradients_are_identical_and_all_memory_is_freed(
     use: Callable[[nn.Module], None], bandwidth: float | None
 ) -> None:
     model = Net()
@@ -116,7 +116,7 @@ def test_gradients_are_the_same_and_all_memory_is_given_back(
     assert "On the host: 0 bytes, at most" in str(figures)
 
 
-def test_what_is_changed_after_it_was_saved_raises_as_without_it() -> None:
+def test_inplace_change_of_a_saved_tensor_raises() -> None:
     for model in (Net(), Net()):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             gradients(model, what_is_saved_is_changed)
@@ -163,14 +163,14 @@ def kinds() -> list[Tensor]:
     ]
 
 
-def test_views_come_back_with_their_strides_and_dtypes() -> None:
+def test_views_keep_their_strides_and_dtypes() -> None:
     model = Keeper(kinds)
     store = stored(model)
     model().sum().backward()
     assert store.stats().most_host > 64 * 50 * 4
 
 
-def test_views_of_one_memory_are_kept_once_and_a_small_part_of_a_large_one_by_itself() -> None:
+def test_views_share_storage_and_small_slices_do_not() -> None:
     x, big = torch.randn(30, 40), torch.randn(1000, 10)
     store = stored(model := Keeper(lambda: [*x.chunk(3, 1), x, x.t(), big[10:14], big[10:14].t()]))
     loss = model().sum()
@@ -179,7 +179,7 @@ def test_views_of_one_memory_are_kept_once_and_a_small_part_of_a_large_one_by_it
 
 
 @pytest.mark.parametrize("enabled", [False, True])
-def test_parameters_views_of_them_casts_of_them_and_buffers_stay(enabled: bool) -> None:
+def test_parameters_their_views_and_casts_and_buffers_are_not_moved(enabled: bool) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.BatchNorm1d(64).eval(), nn.Linear(64, 64))
     store = stored(model, min_bytes=65)
     with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
@@ -207,7 +207,7 @@ class Deep(nn.Module):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_of_the_inputs_of_checkpoints_two_are_on_the_device_at_a_time(reentrant: bool) -> None:
+def test_at_most_two_checkpoint_inputs_are_on_the_device(reentrant: bool) -> None:
     """In the forward those whose copy is under way, in the backward those that are asked for next: and no more."""
     model, x = Deep(reentrant=reentrant), torch.randn(64, 32, requires_grad=True)
     size = x.nbytes
@@ -231,7 +231,7 @@ def test_of_the_inputs_of_checkpoints_two_are_on_the_device_at_a_time(reentrant:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
-def test_on_a_gpu_the_allocator_gives_the_memory_back() -> None:
+def test_gpu_memory_is_freed() -> None:
     def peak(on: str) -> tuple[int, Gradients]:
         model, x = Deep(24, 1024).cuda(), torch.randn(4096, 1024, device="cuda", requires_grad=True)
         store = offload_activations(model, on)
@@ -248,7 +248,7 @@ def test_on_a_gpu_the_allocator_gives_the_memory_back() -> None:
     assert same(found, expected) and host < device - 12 * 4096 * 1024 * 4
 
 
-def test_it_takes_as_much_as_all_inputs_where_nothing_moves() -> None:
+def test_without_moves_the_store_counts_all_inputs() -> None:
     model, x = Deep(), torch.randn(64, 32, requires_grad=True)
     store = offload_activations(model, "device", min_bytes=0)
     loss = model(x).sum()
@@ -257,14 +257,14 @@ def test_it_takes_as_much_as_all_inputs_where_nothing_moves() -> None:
     assert (store.stats().most, store.stats().most_host) == (12 * x.nbytes, 0)
 
 
-def test_what_is_smaller_than_min_bytes_stays() -> None:
+def test_tensors_below_min_bytes_are_not_moved() -> None:
     model, x = Deep(), torch.randn(64, 32, requires_grad=True)
     store = offload_activations(model, min_bytes=x.nbytes + 1)
     model(x).sum().backward()
     assert (store.stats().most, store.stats().most_host) == (12 * x.nbytes, 0)
 
 
-def test_copies_up_are_made_in_the_order_in_which_the_backward_asks() -> None:
+def test_prefetch_follows_the_order_of_the_backward_pass() -> None:
     model, x = Deep(5), torch.randn(64, 32, requires_grad=True)
     store = stored(model, link := HostDeviceCopier(torch.device("cpu")))
     loss = model(x).sum()
@@ -274,7 +274,7 @@ def test_copies_up_are_made_in_the_order_in_which_the_backward_asks() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_dropout_under_a_checkpoint_drops_the_same(reentrant: bool) -> None:
+def test_dropout_under_a_checkpoint_is_identical(reentrant: bool) -> None:
     def model() -> nn.Module:
         torch.manual_seed(0)
         layer = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.Tanh())
@@ -308,7 +308,7 @@ def top() -> Any:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
-def test_hooks_of_others_around_a_forward_keep_what_it_saves() -> None:
+def test_foreign_hooks_around_a_forward_store_its_tensors() -> None:
     model = Net()
     expected = gradients(model, once)
     store = stored(model)
@@ -330,7 +330,7 @@ def test_without_gradients_nothing_is_stored() -> None:
     assert (store.stats().most, store.stats().most_host) == (0, 0)
 
 
-def test_a_model_in_a_model_keeps_its_own_and_a_copied_one_has_a_store_of_its_own() -> None:
+def test_nested_and_copied_models_have_their_own_store() -> None:
     inner = Net()
     expected = gradients(inner, once)
     own, around = stored(inner), stored(outer := nn.Sequential(nn.Linear(16, 16), inner))
@@ -343,7 +343,7 @@ def test_a_model_in_a_model_keeps_its_own_and_a_copied_one_has_a_store_of_its_ow
 
 
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
-def test_a_forward_that_is_broken_off_leaves_no_hooks_behind_the_next(kind: type[BaseException]) -> None:
+def test_interrupted_forward_pass_leaves_no_hooks(kind: type[BaseException]) -> None:
     model = Net()
     expected = gradients(model, once)
     stored(model)
@@ -360,7 +360,7 @@ def test_a_forward_that_is_broken_off_leaves_no_hooks_behind_the_next(kind: type
 
 
 @pytest.mark.slow
-def test_parts_that_are_compiled_and_models_that_are() -> None:
+def test_compiled_submodules_and_models() -> None:
     model = Net()
     expected = gradients(model, once)
     store = stored(part := copy.deepcopy(model))
@@ -372,7 +372,7 @@ def test_parts_that_are_compiled_and_models_that_are() -> None:
     assert same(gradients(whole, lambda _: compiled(X).backward()), expected)
 
 
-def test_it_is_called_once_and_removed_for_good() -> None:
+def test_second_call_raises_and_remove_is_final() -> None:
     store = offload_activations(model := Net(), min_bytes=0)
     loss = model(X)
     with pytest.raises(ConfigError, match="activations of this Net are already stored"):

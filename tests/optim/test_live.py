@@ -155,23 +155,23 @@ CHANGES: dict[str, Change] = {
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_a_script_does_to_gradients_counts(name: str, stage: int) -> None:
+def test_edits_of_gradients_take_effect(name: str, stage: int) -> None:
     check_same(CHANGES[name], stage=stage)
 
 
 @pytest.mark.parametrize("how", [{"ranks": 1}, {"offload": "cpu"}, {"stage": 2, "every": 2}])
 @pytest.mark.parametrize("name", ["mul", "put back", "groups", "none"])
-def test_so_it_does_in_one_process_on_the_host_and_where_gradients_are_kept(name: str, how: dict[str, Any]) -> None:
+def test_edits_of_gradients_take_effect_in_one_process_and_on_the_host(name: str, how: dict[str, Any]) -> None:
     check_same(CHANGES[name], **how)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("offload", [None, "cpu"])
-def test_a_step_keeps_gradients(stage: int, offload: str | None) -> None:
+def test_step_keeps_gradients(stage: int, offload: str | None) -> None:
     check_same(every=2, stage=stage, offload=offload)
 
 
-def test_a_tensor_like_a_gradient_is_drawn_as_that_of_one_process() -> None:
+def test_randn_like_a_gradient_equals_one_process() -> None:
     model = net()
     shard_optimizer(model, adam(model))
     model(inputs(0, 0)).square().mean().backward()
@@ -183,7 +183,7 @@ def test_a_tensor_like_a_gradient_is_drawn_as_that_of_one_process() -> None:
         assert torch.equal(*drawn) and type(drawn[0]) is Tensor
 
 
-def test_gradients_that_are_set_to_zero_count_and_those_that_are_none_do_not() -> None:
+def test_zero_gradients_are_used_and_none_gradients_are_not() -> None:
     """With momentum, a step with gradients of 0 changes weights, and one without gradients does not."""
 
     def again(set_to_none: bool) -> Change:
@@ -203,7 +203,7 @@ def test_gradients_that_are_set_to_zero_count_and_those_that_are_none_do_not() -
     torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=0, atol=1e-11)
 
 
-def test_an_edit_of_gradients_in_no_sync_counts() -> None:
+def test_edit_of_gradients_in_no_sync_takes_effect() -> None:
     def loop(model: nn.Module, optimizer: Any, ranks: list[int], pause: Callable[[], Any]) -> None:
         for step in range(STEPS):
             with pause():
@@ -230,7 +230,7 @@ def test_an_edit_of_gradients_in_no_sync_counts() -> None:
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["before", "behind"])
 @pytest.mark.parametrize("stage", [None, 1, 3])
-def test_a_hook_on_an_accumulated_gradient_counts(stage: int | None, is_first: bool) -> None:
+def test_post_accumulate_hook_takes_effect(stage: int | None, is_first: bool) -> None:
     """Also one that is registered behind those that sum gradients, on the last parameter of a bucket."""
 
     def halve(param: Tensor) -> None:
@@ -266,7 +266,7 @@ def test_a_hook_on_an_accumulated_gradient_counts(stage: int | None, is_first: b
 
 
 @pytest.mark.parametrize("on_nonfinite", ["raise", "ignore"])
-def test_what_cannot_be_honoured_raises_on_all_ranks(on_nonfinite: str) -> None:
+def test_unsupported_gradient_edits_raise_on_all_ranks(on_nonfinite: str) -> None:
     def over(context: ParallelContext) -> list[str]:
         model = net()
         optimizer = shard_optimizer(model, adam(model), context=context, stage=2, on_nonfinite=on_nonfinite)
@@ -298,9 +298,7 @@ def test_what_cannot_be_honoured_raises_on_all_ranks(on_nonfinite: str) -> None:
     [(lambda p: p.grad.mul_(2), "raise"), (lambda p: setattr(p, "grad", None), "ignore")],
     ids=["mul", "none"],
 )
-def test_what_one_rank_does_alone_to_gradients_raises_on_all_ranks(
-    change: Any, on_nonfinite: str, layout: dict[str, int]
-) -> None:
+def test_gradient_edit_on_one_rank_raises_on_all_ranks(change: Any, on_nonfinite: str, layout: dict[str, int]) -> None:
     torch.manual_seed(0)
     plain = ToyLM().double()
     models = [copy.deepcopy(plain) for _ in range(4)]
@@ -345,11 +343,11 @@ STATES: dict[str, Change] = {
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("name", STATES)
-def test_what_a_script_does_to_states_counts(name: str, stage: int) -> None:
+def test_edits_of_optimizer_states_take_effect(name: str, stage: int) -> None:
     check_same(behind=STATES[name], stage=stage)
 
 
-def test_states_on_the_host_are_live_and_those_in_files_inside_of_loading(tmp_path: Path) -> None:
+def test_offloaded_states_can_be_edited(tmp_path: Path) -> None:
     check_same(behind=STATES["by parameter"], stage=2, offload="cpu")
 
     def cleared(model: nn.Module, optimizer: Any) -> None:
@@ -364,7 +362,7 @@ def test_states_on_the_host_are_live_and_those_in_files_inside_of_loading(tmp_pa
     check_same(behind=cleared, ranks=1, offload=f"nvme:{tmp_path}")
 
 
-def test_a_state_of_another_rank_is_refused_on_all_ranks() -> None:
+def test_state_of_another_rank_raises_on_all_ranks() -> None:
     states: list[Any] = [None, None]
     torch.manual_seed(0)
     plain = ToyLM().double()
@@ -396,7 +394,7 @@ def test_a_state_of_another_rank_is_refused_on_all_ranks() -> None:
     )
 
 
-def test_zero_refuses_a_state_of_another_rank_on_all_ranks_and_changes_nothing() -> None:
+def test_zero_state_of_another_rank_raises_on_all_ranks_and_changes_nothing() -> None:
     states: list[Any] = [None, None]
     models = [net(), net()]
 
@@ -478,7 +476,7 @@ def scheduled(kind: str, is_sharded: bool, folder: Path | None) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
-def test_each_scheduler_goes_on_after_a_load(kind: str, tmp_path: Path) -> None:
+def test_schedulers_continue_after_a_load(kind: str, tmp_path: Path) -> None:
     want = scheduled(kind, False, None)
     assert len(set(want)) > 1
     assert scheduled(kind, True, None) == want
@@ -486,7 +484,7 @@ def test_each_scheduler_goes_on_after_a_load(kind: str, tmp_path: Path) -> None:
         assert scheduled(kind, True, tmp_path / "zero") == scheduled(kind, False, tmp_path / "plain") == want
 
 
-def test_the_optimizer_that_zero_was_given_is_not_stepped_and_lets_go_of_all_gradients() -> None:
+def test_step_of_the_inner_optimizer_raises_and_zero_grad_clears_all_gradients() -> None:
     model = net()
     own = adam(model)
     optimizer = shard_optimizer(model, own)
@@ -500,7 +498,7 @@ def test_the_optimizer_that_zero_was_given_is_not_stepped_and_lets_go_of_all_gra
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_groups_and_states_that_were_held_before_a_reshape_are_those_of_the_steps() -> None:
+def test_references_to_groups_and_states_remain_valid_after_resharding() -> None:
     model = net()
     own = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     data = [(torch.ones(5).double(), 0.0)] * 8

@@ -26,7 +26,7 @@ from tests.optim.test_zero import Job
 
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
-def test_the_paper_s_example(stage: int, gigabytes: float) -> None:
+def test_estimate_equals_the_example_of_the_zero_paper(stage: int, gigabytes: float) -> None:
     """7.5 billion parameters in 16 bits, Adam, 64 ranks. Where the paper keeps a 16-bit gradient, here is its sum."""
     model = nn.ModuleList([nn.Linear(25_000, 3_000, bias=False, device="meta") for _ in range(100)])
     found = estimate_memory(model, torch.optim.Adam(model.parameters()), stage=stage, precision="bf16", data=64)
@@ -44,7 +44,7 @@ def bytes_of(tensors: list[Tensor]) -> int:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_a_rank_keeps_what_was_said(ranks: int, stage: int, precision: str) -> None:
+def test_measured_memory_equals_the_estimate(ranks: int, stage: int, precision: str) -> None:
     models = [Job().build().float() for _ in range(ranks)]
     counted = Job().build().float()
     said = estimate_memory(
@@ -93,7 +93,7 @@ RESTS = OffloadConfig("cpu", parameters=True)
     ],
     ids=str,
 )
-def test_what_is_elsewhere_is_what_was_said(stage: int, how: dict[str, Any], tmp_path: Path) -> None:
+def test_measured_memory_equals_the_estimate_under_offload(stage: int, how: dict[str, Any], tmp_path: Path) -> None:
     models = [Job().build().float() for _ in range(2)]
     counted = Job().build().float()
     how = {**how, "offload": f"nvme:{tmp_path}"} if how.get("offload") == "nvme:" else how
@@ -118,7 +118,7 @@ def test_what_is_elsewhere_is_what_was_said(stage: int, how: dict[str, Any], tmp
         assert ("per second" in described) == ("offload" in how)
 
 
-def test_a_share_of_the_states_stays_on_the_device() -> None:
+def test_fraction_of_the_states_stays_on_the_device() -> None:
     model = nn.Sequential(*[nn.Linear(50, 50) for _ in range(10)])
     optimizer = shardformer.zero.HybridAdam(model.parameters(), on_device=0.5)
     ours = shard_optimizer(model, optimizer, offload="cpu", precision="bf16", bucket_bytes=5100)
@@ -135,7 +135,7 @@ def _parameters(model: nn.Module, optimizer: ZeroOptimizer) -> list[Tensor]:
     return [shard.local for shard in optimizer.shards]
 
 
-def test_a_sharded_model_and_an_optimizer_with_factored_state() -> None:
+def test_estimate_of_a_sharded_model_and_a_factored_state() -> None:
     config = transformers.GPT2Config(vocab_size=64, n_embd=48, n_layer=2, n_head=6)
     models = [transformers.GPT2LMHeadModel(config) for _ in range(4)]
 
@@ -149,7 +149,7 @@ def test_a_sharded_model_and_an_optimizer_with_factored_state() -> None:
     assert found.parameters == sum(p.numel() * 4 for p in models[0].parameters())
 
 
-def test_it_reads_as_a_table_and_refuses_what_there_is_not() -> None:
+def test_estimate_prints_a_table_and_rejects_unknown_options() -> None:
     model = nn.Linear(1000, 1000, device="meta")
     said = str(
         shardformer.estimate_memory(model, LAMB(model.parameters()), stage=3, precision=MixedPrecision("fp16"), data=2)
@@ -189,7 +189,7 @@ def peak_of(ranks: int, stage: int, **how: Any) -> tuple[float, MemoryEstimate]:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_measured_peak_is_what_was_said(ranks: int, precision: str) -> None:
+def test_measured_peak_equals_the_estimate(ranks: int, precision: str) -> None:
     """Beside it there are the buckets that are under way, each with what it is made of and what comes of it."""
     layer = WIDTH * WIDTH * (2 if precision == "bf16" else 4)
     peaks = {}

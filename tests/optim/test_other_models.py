@@ -80,7 +80,7 @@ def unscales(model: nn.Module) -> float:
 
 
 @pytest.mark.parametrize("use", [clips, measures, unscales])
-def test_a_rank_reads_no_gradient_of_another_rank(use: Callable[[nn.Module], float]) -> None:
+def test_rank_reads_no_gradient_of_another_rank(use: Callable[[nn.Module], float]) -> None:
     plain, foreign = plain_model(), list[str]()
     models, want = [copy.deepcopy(plain) for _ in range(2)], use(backward(copy.deepcopy(plain)))
 
@@ -120,7 +120,7 @@ def resetting(foreign: list[str]) -> Iterator[None]:
         other.join()
 
 
-def test_a_model_clips_while_another_resets_its_gradients() -> None:
+def test_model_clips_while_another_model_resets_its_gradients() -> None:
     plain, foreign = plain_model(), list[str]()
     models, want = [copy.deepcopy(plain) for _ in range(2)], clips(backward(plain))
 
@@ -139,7 +139,7 @@ def test_a_model_clips_while_another_resets_its_gradients() -> None:
 
 
 @pytest.mark.parametrize("use", [clips, measures, unscales])
-def test_of_two_models_in_one_thread_each_is_used_by_itself(use: Callable[[nn.Module], float]) -> None:
+def test_two_models_in_one_thread_are_independent(use: Callable[[nn.Module], float]) -> None:
     """The first one has the smaller number: what looks at all models would come to it first."""
     plain = plain_model()
     models = [[copy.deepcopy(plain) for _ in range(2)] for _ in range(2)]
@@ -164,7 +164,7 @@ def test_of_two_models_in_one_thread_each_is_used_by_itself(use: Callable[[nn.Mo
         assert foreign == []
 
 
-def test_gradients_alone_are_looked_for_no_further_than_they_are_found() -> None:
+def test_search_for_gradients_stops_when_all_are_found() -> None:
     def measure(context: ParallelContext) -> list[str]:
         one, other = (shardformer.shard_model(plain_model(), ToyPolicy(), context=context) for _ in range(2))
         foreign: list[str] = []
@@ -182,7 +182,7 @@ class Untouchable(list[Any]):
         raise AssertionError("the table of another model is read")
 
 
-def test_an_optimizer_finds_the_models_of_its_own_parameters_and_reads_no_other() -> None:
+def test_optimizer_finds_only_the_models_of_its_parameters() -> None:
     """Which both ranks do in one order, whatever the order of the parameters."""
 
     def find(context: ParallelContext) -> None:
@@ -207,7 +207,7 @@ def test_an_optimizer_finds_the_models_of_its_own_parameters_and_reads_no_other(
     run_as_threads(find, tensor=2)
 
 
-def test_the_optimizer_of_zero_is_that_of_its_model() -> None:
+def test_zero_optimizer_belongs_to_its_model() -> None:
     def find(context: ParallelContext) -> None:
         models = [shardformer.shard_model(plain_model(), ToyPolicy(), context=context) for _ in range(2)]
         for model in models:
@@ -217,7 +217,7 @@ def test_the_optimizer_of_zero_is_that_of_its_model() -> None:
     run_as_threads(find, data=2)
 
 
-def test_an_optimizer_is_looked_at_once_and_forgotten_with_its_models() -> None:
+def test_optimizer_is_checked_once_and_released_with_its_models() -> None:
     """What is known of it is kept by the optimizer, which is all that keeps it; a copy is another optimizer."""
 
     def step(context: ParallelContext) -> None:
@@ -244,7 +244,7 @@ def table(model: nn.Module) -> ShardingMetadata:
     return metadata_of(shardformer.shard_model(model, ToyPolicy(), context=ParallelContext.of({})))
 
 
-def test_a_parameter_has_the_tables_of_the_models_that_hold_it() -> None:
+def test_parameter_has_the_metadata_of_all_its_models() -> None:
     one, other = plain_model(), plain_model()
     first, second = table(one), table(other)
     params = [*other.parameters(), *one.parameters(), nn.Parameter(torch.ones(1))]
@@ -256,7 +256,7 @@ def test_a_parameter_has_the_tables_of_the_models_that_hold_it() -> None:
     assert list(tables_of(twin.parameters())) == [metadata_of(twin)]
 
 
-def test_a_model_that_is_gone_is_forgotten_and_its_parameters_can_be_swapped() -> None:
+def test_metadata_is_released_with_its_model() -> None:
     model = plain_model()
     params = list(model.parameters())
     table(model)
@@ -270,7 +270,7 @@ def test_a_model_that_is_gone_is_forgotten_and_its_parameters_can_be_swapped() -
     assert tables_of(params) == {}
 
 
-def test_a_rank_that_is_a_thread_has_its_own_models() -> None:
+def test_thread_ranks_have_their_own_models() -> None:
     def count(context: ParallelContext) -> tuple[int, list[bool]]:
         model = shardformer.shard_model(plain_model(), ToyPolicy(), context=context)
         broadcast_object(None, context.tensor, 0)

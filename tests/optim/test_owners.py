@@ -96,7 +96,7 @@ def with_zero(job: Job, make: Make, clips: bool = True) -> list[Weights]:
 @pytest.mark.reduced
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_over_data_ranks_the_weights_are_those_of_one_process_to_the_bit(name: str, stage: int) -> None:
+def test_matrix_optimizers_over_data_ranks_equal_one_process_bitwise(name: str, stage: int) -> None:
     job = Job(stage=stage)
     want = plainly(job, MAKERS[name], clips=False)
     for weights in with_zero(job, MAKERS[name], clips=False):
@@ -117,7 +117,7 @@ def test_over_data_ranks_the_weights_are_those_of_one_process_to_the_bit(name: s
         ("LARS", Job("llama", tensor=2, stage=3), 1e-8),
     ],
 )
-def test_cut_matrices_are_brought_together(name: str, job: Job, bound: float) -> None:
+def test_sharded_matrices_are_gathered(name: str, job: Job, bound: float) -> None:
     want = plainly(job, MAKERS[name])
     for weights in with_zero(job, MAKERS[name]):
         for key, value in want.items():
@@ -126,7 +126,7 @@ def test_cut_matrices_are_brought_together(name: str, job: Job, bound: float) ->
                 assert float((weights[key].double() - value).abs().max() / scale) < bound, key
 
 
-def test_what_is_put_before_an_optimizers_step_does_not_hide_what_it_is() -> None:
+def test_wrapped_step_does_not_hide_the_kind_of_optimizer() -> None:
     """A scheduler, or whoever counts steps, may have been there before; and nobody's hook runs when it is tried."""
     linear = nn.Linear(4, 4)
     optimizer = torch.optim.Adafactor(linear.parameters())
@@ -137,7 +137,7 @@ def test_what_is_put_before_an_optimizers_step_does_not_hide_what_it_is() -> Non
     assert ran == []
 
 
-def test_parts_of_a_matrix_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stepping_slices_of_a_matrix_would_be_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GradientSlot, "gather_to_owner", lambda self, axis, holders=(): None)
     job = Job(tensor=2, stage=1)
     want = plainly(job, MAKERS["LAMB"])
@@ -146,7 +146,7 @@ def test_parts_of_a_matrix_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> 
     assert float((weights[key] - want[key]).abs().max()) > 1e-5
 
 
-def test_of_a_cut_matrix_each_rank_sends_its_slices_alone() -> None:
+def test_ranks_send_only_their_slices_of_a_sharded_matrix() -> None:
     """Of N numbers, over data 2 x tensor 2, the three others send the owner N/2 each, and get as much back."""
     job = Job(tensor=2, stage=2)
     models = [job.build() for _ in range(4)]
@@ -169,7 +169,7 @@ def test_of_a_cut_matrix_each_rank_sends_its_slices_alone() -> None:
         assert 1.49 * cut < total < 1.6 * cut, purpose
 
 
-def test_each_rank_keeps_the_state_of_about_as_much() -> None:
+def test_optimizer_state_is_balanced_over_ranks() -> None:
     job = Job(stage=1)
     models = [job.build() for _ in range(2)]
 
@@ -198,7 +198,7 @@ class Coupled(Optimizer):
             p.sub_(p.grad / total)  # type: ignore[operator]
 
 
-def test_what_looks_at_all_parameters_together_is_refused() -> None:
+def test_optimizer_with_coupled_parameters_is_rejected() -> None:
     model = nn.Linear(3, 3)
     with pytest.raises(
         ConfigError, match=r"Coupled failed .* its update of one matrix changes by .* if there is another"
@@ -207,17 +207,17 @@ def test_what_looks_at_all_parameters_together_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "RMSprop", "NAdam", "RAdam", "Adamax", "Adagrad", "Rprop"])
-def test_what_changes_each_number_by_itself_gets_parts(kind: str) -> None:
+def test_elementwise_optimizers_get_slices(kind: str) -> None:
     made: Optimizer = getattr(torch.optim, kind)(nn.Linear(2, 2).parameters(), lr=0.1)
     assert not needs_full_matrices(made)
 
 
-def test_a_class_that_is_asked_for_lengths_is_told_what_they_are() -> None:
+def test_invalid_lr_of_lamb_and_lars_is_rejected() -> None:
     with pytest.raises(ConfigError, match="lr=0"):
         LAMB([torch.zeros(2)], lr=0)
 
 
-def test_lamb_and_lars_are_those_of_their_papers() -> None:
+def test_lamb_and_lars_follow_their_papers() -> None:
     """One step by hand."""
     start, grad = torch.tensor([[3.0, 4.0]]), torch.tensor([[0.6, -0.8]])
 
@@ -233,7 +233,7 @@ def test_lamb_and_lars_are_those_of_their_papers() -> None:
     assert torch.allclose(stepped(LARS, lr=1.0, trust=0.1), start - 0.1 * 5 * grad, atol=1e-6)
 
 
-def test_the_state_of_a_whole_matrix_goes_with_it() -> None:
+def test_existing_state_of_a_full_matrix_moves_to_its_owner() -> None:
     model = nn.Linear(4, 4).double()
     own = torch.optim.Adafactor(model.parameters(), lr=0.01)
     model(torch.ones(2, 4).double()).sum().backward()

@@ -55,7 +55,7 @@ def _units_of_one_module(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=lambda x: f"{x.family}-{x.data}x{x.tensor}-{x.optimizer}" if isinstance(x, Job) else "",
 )
-def test_a_model_trains_as_in_one_process(job: Job, bound: float) -> None:
+def test_stage_3_equals_one_process(job: Job, bound: float) -> None:
     check_weights(job, bound)
 
 
@@ -206,7 +206,7 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_layers_that_are_used_oddly(name: str) -> None:
+def test_unusual_use_of_layers(name: str) -> None:
     check(CASES[name])
 
 
@@ -221,7 +221,7 @@ def in_a_process() -> Weights:
     return weights_over(Case("two", left_out=drops), context, stack("two"))
 
 
-def test_processes_do_what_threads_do(pool2: WorkerPool) -> None:
+def test_processes_equal_threads(pool2: WorkerPool) -> None:
     want = plain_weights(Case("two", left_out=drops), 2)
     for weights in pool2.run(in_a_process):
         assert max(float((weights[name] - value).abs().max()) for name, value in want.items()) < 1e-12
@@ -242,7 +242,7 @@ def over_ranks(use: Callable[[Stack, ZeroOptimizer, ParallelContext], Any], rank
     return run_as_threads(run, data=ranks)
 
 
-def test_16_bit_parameters_are_those_of_stage_1_to_the_bit() -> None:
+def test_16_bit_parameters_equal_stage_1_bitwise() -> None:
     def weights(stage: int) -> list[Weights]:
         models = [stack().float() for _ in range(2)]
 
@@ -264,7 +264,7 @@ def test_16_bit_parameters_are_those_of_stage_1_to_the_bit() -> None:
 
 
 @pytest.mark.parametrize("keep_frozen", [True, False])
-def test_frozen_layers_stay_whole_or_are_cut_as_asked(keep_frozen: bool) -> None:
+def test_keep_frozen_decides_whether_frozen_layers_are_sharded(keep_frozen: bool) -> None:
     def frozen(model: Stack) -> Stack:
         model.layers[1:3].requires_grad_(False)
         return model
@@ -349,7 +349,7 @@ class _Wrapped(nn.Module):
 
 @pytest.mark.parametrize("is_wrapped", [False, True])
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"num_beams": 2}], ids=["greedy", "beams"])
-def test_data_ranks_generate_texts_of_different_lengths(options: dict[str, Any], is_wrapped: bool) -> None:
+def test_data_ranks_generate_different_lengths(options: dict[str, Any], is_wrapped: bool) -> None:
     """A rank whose text is finished goes on until all are; then all train."""
     model: Any = SmallModel("llama")().eval()
     prompts = [torch.randint(3, 60, (1, 5), generator=torch.Generator().manual_seed(seed)) for seed in (10, 11)]
@@ -374,7 +374,7 @@ def test_data_ranks_generate_texts_of_different_lengths(options: dict[str, Any],
     run_as_threads(run, data=2)
 
 
-def test_inference_mode_and_saved_tensors_of_ones_own() -> None:
+def test_inference_mode_and_foreign_saved_tensor_hooks() -> None:
     """What is gathered in inference mode is not left for training; hooks on what autograd saves are nested."""
 
     def losses(model: nn.Module, step_of: Callable[[], None], rank: int, ranks: int) -> list[float]:
@@ -409,7 +409,7 @@ def test_inference_mode_and_saved_tensors_of_ones_own() -> None:
         assert found == pytest.approx(want, rel=1e-12)
 
 
-def test_a_forward_that_was_broken_off_is_forgotten() -> None:
+def test_training_continues_after_an_interrupted_forward_pass() -> None:
     """By an error, or by the keyboard, behind which torch calls no hooks."""
 
     def use(model: Stack, optimizer: ZeroOptimizer, context: ParallelContext) -> float:
@@ -437,7 +437,7 @@ def test_a_forward_that_was_broken_off_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize(("reshard", "twice"), [(True, True), (False, False), (1, True), (ROOM, True)])
-def test_what_is_sent_and_how_much_is_here_at_a_time(
+def test_communication_volume_and_gathered_memory(
     reshard: bool | int, twice: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The table is not gathered for the backward, and the last unit stays; two units of the model are here at most."""
@@ -487,7 +487,7 @@ def test_what_is_sent_and_how_much_is_here_at_a_time(
 # -------------------------------------------------------------------------------------------------------------- refused
 
 
-def test_what_reads_a_parameter_outside_of_the_model_is_told() -> None:
+def test_reading_a_parameter_outside_of_a_pass_raises() -> None:
     def use(model: Stack, optimizer: ZeroOptimizer, context: ParallelContext) -> None:
         weight = model.layers[2].linear.weight
         assert weight.shape == (6, 6) and weight.dtype == torch.float64 and weight.requires_grad
@@ -504,7 +504,7 @@ def test_what_reads_a_parameter_outside_of_the_model_is_told() -> None:
     over_ranks(use)
 
 
-def test_what_a_backward_cannot_do_is_told() -> None:
+def test_unsupported_backward_passes_raise() -> None:
     def use(model: Stack, optimizer: ZeroOptimizer, context: ParallelContext) -> None:
         loss = loss_of(model, 0, context.rank)
         with pytest.raises(InputError, match="create_graph=True used"):
@@ -533,7 +533,7 @@ def test_what_a_backward_cannot_do_is_told() -> None:
     over_ranks(use)
 
 
-def test_a_parameter_that_the_model_writes_to_is_refused() -> None:
+def test_model_that_writes_to_a_parameter_raises() -> None:
     def use(model: Stack, optimizer: ZeroOptimizer, context: ParallelContext) -> None:
         def halve(module: Any, args: Any) -> None:
             with torch.no_grad():
@@ -559,7 +559,7 @@ class Skipping(nn.Module):
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])
-def test_a_rank_whose_backward_reads_nothing_takes_part_in_that_of_others(first: int) -> None:
+def test_rank_with_an_empty_backward_pass_joins_the_all_gathers(first: int) -> None:
     """From step ``first`` on; before it, all ranks read the same."""
 
     def made() -> Skipping:
@@ -591,7 +591,7 @@ def test_a_rank_whose_backward_reads_nothing_takes_part_in_that_of_others(first:
         assert all(float((weights[name] - value).abs().max()) < 1e-12 for name, value in plain.state_dict().items())
 
 
-def test_layers_in_another_order_are_refused() -> None:
+def test_changed_order_of_layers_raises() -> None:
     class Turned(Stack):
         turned = False
 
@@ -634,7 +634,7 @@ def own_gradients(original: Any) -> Any:
     return start
 
 
-def test_without_the_walk_or_the_sum_it_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_schedule_or_reduction_would_be_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch, pytest.raises((WorkerError, AssertionError, RuntimeError)):
         patch.setattr(GatherScheduler, "_gather_up_to", alone)
         check(Case(left_out=drops))

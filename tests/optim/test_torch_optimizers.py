@@ -43,7 +43,7 @@ def scaled_run(model: Any, rank: int, odd: int, *, unscales: bool, step: Any = N
 
 @pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("sizes", [{"tensor": 2}, {"sequence": 2}, {"tensor": 2, "data": 2}], ids=str)
-def test_all_ranks_leave_a_step_out_where_one_has_to(sizes: dict[str, int], unscales: bool) -> None:
+def test_all_ranks_skip_a_step_if_one_has_to(sizes: dict[str, int], unscales: bool) -> None:
     first = plain()
     expected, alone = scaled_run(copy.deepcopy(first), 0, 0, unscales=unscales)
     whole = alone.state_dict()
@@ -58,7 +58,7 @@ def test_all_ranks_leave_a_step_out_where_one_has_to(sizes: dict[str, int], unsc
     run_as_threads(do, **sizes)
 
 
-def test_a_stage_without_gradients_leaves_it_out_too() -> None:
+def test_stage_without_gradients_skips_the_step_too() -> None:
     def do(context: ParallelContext) -> list[float]:
         model = shardformer.shard_model(plain(), context=context)
         pipeline = shardformer.Pipeline(model, micro_batches=1)
@@ -88,7 +88,7 @@ MAKES: dict[str, Any] = {
 
 @pytest.mark.parametrize("how", ["tensor", "data", "zero"])
 @pytest.mark.parametrize("name", MAKES)
-def test_an_optimizer_that_looks_at_more_than_a_number_is_named(name: str, how: str) -> None:
+def test_optimizer_that_is_not_elementwise_warns(name: str, how: str) -> None:
     def do(context: ParallelContext) -> None:
         model = shardformer.shard_model(plain(), context=context)
         optimizer: Any = MAKES[name](model.parameters())

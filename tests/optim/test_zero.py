@@ -136,7 +136,7 @@ SEQUENCE = {"enable_sequence_parallelism": True}
     ],
     ids=lambda x: f"{x.family}-{x.data}x{x.tensor}-stage{x.stage}-{x.optimizer}" if isinstance(x, Job) else "",
 )
-def test_the_weights_are_those_of_one_process(job: Job, bound: float) -> None:
+def test_weights_equal_one_process(job: Job, bound: float) -> None:
     check_weights(job, bound)
 
 
@@ -217,7 +217,7 @@ def over_ranks(
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_a_layer_that_some_ranks_or_all_leave_out(ranks: int, stage: int) -> None:
+def test_layer_skipped_by_some_or_all_ranks(ranks: int, stage: int) -> None:
     """It keeps its state where all do, as in one process; and the first rank's weights are those of all."""
     plain = net()
     trained(plain, torch.optim.AdamW(plain.parameters(), lr=0.05), list(range(ranks)), weight=1 / ranks)
@@ -231,7 +231,7 @@ def test_a_layer_that_some_ranks_or_all_leave_out(ranks: int, stage: int) -> Non
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_gradients_of_backwards_that_were_all_in_no_sync_are_those_of_the_step(stage: int) -> None:
+def test_step_reduces_gradients_accumulated_in_no_sync(stage: int) -> None:
     def use(model: Net, optimizer: ZeroOptimizer, context: ParallelContext) -> tuple[Weights, Weights]:
         before = full_state_dict(model)
         for step in range(2):
@@ -254,7 +254,7 @@ def test_gradients_of_backwards_that_were_all_in_no_sync_are_those_of_the_step(s
             torch.testing.assert_close(after[name], value, rtol=0, atol=1e-12)
 
 
-def test_16_bit_parameters_have_masters_and_are_those_of_one_process_to_the_bit() -> None:
+def test_16_bit_parameters_equal_one_process_bitwise() -> None:
     plain = net(torch.float32)
     masters = [p.detach().clone().requires_grad_() for p in plain.parameters()]
     optimizer = torch.optim.AdamW(masters, lr=0.05)
@@ -283,7 +283,7 @@ def test_16_bit_parameters_have_masters_and_are_those_of_one_process_to_the_bit(
     assert any(not torch.equal(m, p.float()) for m, p in zip(masters, plain.parameters(), strict=True))
 
 
-def test_a_gradient_is_whole_when_asked_for_and_the_norm_that_of_all() -> None:
+def test_full_gradient_and_global_norm() -> None:
     plain = net()
     for rank in (0, 1):
         (plain(images(0, rank)).square().mean() / 2).backward()
@@ -305,7 +305,7 @@ def test_a_gradient_is_whole_when_asked_for_and_the_norm_that_of_all() -> None:
     over_ranks(use)
 
 
-def test_schedulers_closures_and_what_was_saved() -> None:
+def test_schedulers_closures_and_saved_states() -> None:
     def use(model: Net, optimizer: ZeroOptimizer, context: ParallelContext) -> None:
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
 
@@ -415,21 +415,21 @@ def sharing(model: Any) -> nn.Module:
         (lambda model: torch.optim.LBFGS(model.parameters()), {}, "LBFGS failed on small test matrices: it raised"),
     ],
 )
-def test_what_does_not_fit_is_refused(make: Callable[[nn.Module], Any], how: dict[str, Any], said: str) -> None:
+def test_unsupported_arguments_are_rejected(make: Callable[[nn.Module], Any], how: dict[str, Any], said: str) -> None:
     model = net()
     with pytest.raises(ConfigError, match=said):
         shard_optimizer(model, make(model), **how)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop, torch.optim.NAdam])
-def test_what_changes_each_number_by_itself_is_taken(kind: Any) -> None:
+def test_elementwise_optimizers_are_accepted(kind: Any) -> None:
     model = net()
     assert shard_optimizer(model, kind(model.parameters(), lr=0.1)).param_groups[0]["lr"] == 0.1
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.AdamW])
-def test_state_that_was_there_goes_with_the_pieces(kind: Any, stage: int) -> None:
+def test_existing_state_is_sharded(kind: Any, stage: int) -> None:
     """Adagrad makes its state at once; AdamW has some after a step."""
 
     def stepped(model: Net) -> torch.optim.Optimizer:
@@ -453,7 +453,7 @@ def test_state_that_was_there_goes_with_the_pieces(kind: Any, stage: int) -> Non
         assert max(float((weights[n] - p.detach()).abs().max()) for n, p in plain.named_parameters()) < 1e-12
 
 
-def test_torchs_data_parallel_around_it_is_refused(pool2: WorkerPool) -> None:
+def test_ddp_around_the_model_is_rejected(pool2: WorkerPool) -> None:
     pool2.run(wrapped)
 
 
@@ -464,7 +464,7 @@ def wrapped() -> None:
         nn.parallel.DistributedDataParallel(model)
 
 
-def test_a_copied_model_is_one_without_zero() -> None:
+def test_copied_model_does_not_use_zero() -> None:
     def use(model: Net, optimizer: ZeroOptimizer, context: ParallelContext) -> None:
         twin = copy.deepcopy(model)
         twin(images(0, context.rank)).square().mean().backward()
@@ -486,14 +486,14 @@ def in_a_process() -> Weights:
     return dict(model.state_dict())
 
 
-def test_processes_do_what_threads_do(pool2: WorkerPool) -> None:
+def test_processes_equal_threads(pool2: WorkerPool) -> None:
     plain = net()
     trained(plain, torch.optim.AdamW(plain.parameters(), lr=0.05), [0, 1], weight=1 / 2)
     for weights in pool2.run(in_a_process):
         assert max(float((weights[n] - p.detach()).abs().max()) for n, p in plain.named_parameters()) < 1e-12
 
 
-def test_what_comes_too_late_is_refused() -> None:
+def test_changes_after_shard_optimizer_are_rejected() -> None:
     model = net()
     model.b.requires_grad_(False)
     optimizer = shard_optimizer(model, adam(model))
@@ -510,7 +510,7 @@ def test_what_comes_too_late_is_refused() -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_values_that_are_written_between_steps_are_taken_up(stage: int) -> None:
+def test_writes_to_parameters_between_steps_take_effect(stage: int) -> None:
     """Weights that are loaded, or clamped, in 16 bits too, where they have masters."""
     with torch.no_grad():
         loaded = {name: (p * 0.5).bfloat16() for name, p in net(torch.float32).state_dict().items()}
@@ -545,7 +545,7 @@ def test_values_that_are_written_between_steps_are_taken_up(stage: int) -> None:
     assert float(first["b.weight"].abs().max()) <= 0.1001
 
 
-def test_what_would_be_lost_is_refused() -> None:
+def test_changes_that_zero_would_ignore_are_rejected() -> None:
     def use(model: Net, optimizer: ZeroOptimizer, context: ParallelContext) -> None:
         def backward() -> None:
             model(images(0, context.rank)).square().mean().backward()
@@ -591,7 +591,7 @@ def own_part(original: Any) -> Any:
 
 
 @pytest.mark.parametrize("what", ["the counts", "the sum"])
-def test_what_is_left_out_is_seen(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_communication_would_be_detected(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from shardformer.zero.flat_shards import FlatShard
 
     owner, name, change = (
@@ -599,4 +599,4 @@ def test_what_is_left_out_is_seen(what: str, monkeypatch: pytest.MonkeyPatch) ->
     )
     monkeypatch.setattr(owner, name, change(getattr(owner, name)))
     with pytest.raises(AssertionError):
-        test_a_layer_that_some_ranks_or_all_leave_out(2, 1)
+        test_layer_skipped_by_some_or_all_ranks(2, 1)

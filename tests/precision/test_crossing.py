@@ -90,7 +90,7 @@ CASES.append(("blip-2", "ulysses", "zero 0 fp16, checkpointing"))  # several sta
     layout=[layout for layout in LAYOUTS if layout not in ("2.5d", "3d")],  # of eight ranks
 )
 @pytest.mark.parametrize(("family", "layout", "entry"), CASES)
-def test_a_step_is_as_exact_as_the_plain_one(family: str, layout: str, entry: str) -> None:
+def test_step_is_as_exact_as_the_plain_model(family: str, layout: str, entry: str) -> None:
     made = reference(family, is_deep="pipe" in LAYOUTS[layout])
     if family == "swin" and layout == "2.5d" and ENTRIES[entry].checkpointing:
         # a layer that is computed again gets its input in another type: an error of torch, and no wrong numbers
@@ -132,5 +132,5 @@ def derived(family: str) -> Reference:
         ("ring", "zero 1 bf16"),
     ],
 )
-def test_of_a_model_whose_policy_is_derived(family: str, layout: str, entry: str) -> None:
+def test_model_with_a_derived_policy(family: str, layout: str, entry: str) -> None:
     assert_as_exact(derived(family), ENTRIES[entry], LAYOUTS[layout])

@@ -77,7 +77,7 @@ def cut(model: nn.Module, context: ParallelContext, schedule: str = "1f1b") -> A
     ("family", "conversion"),
     [(f, c) for f in FAMILIES for c in CONVERSIONS if f in UNTIED or c != "autocast of tables in 16 bits"],
 )
-def test_what_is_converted_after_sharding_is_computed_to_the_bit(family: str, conversion: str) -> None:
+def test_conversion_after_sharding_is_bitwise_exact(family: str, conversion: str) -> None:
     convert, dtype = CONVERSIONS[conversion]
     sample = sample_of(family)
     torch.manual_seed(0)
@@ -109,7 +109,7 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
     return a is b is None or (a is not None and b is not None and a.dtype == b.dtype and torch.equal(a, b))
 
 
-def test_a_model_may_change_between_steps() -> None:
+def test_model_may_change_between_steps() -> None:
     """Stages remember the shapes of what they hand to each other, and of each dtype others."""
     torch.manual_seed(0)
     model = deep("llama")().float().train()
@@ -144,7 +144,7 @@ def test_a_model_may_change_between_steps() -> None:
     run_as_threads(train, pipe=2, in_turn=True)
 
 
-def test_tied_weights_of_two_dtypes_are_refused_on_all_stages() -> None:
+def test_tied_weights_with_different_dtypes_raise_on_all_stages() -> None:
     """The table is converted, and with it on one device the head; on the last stage there is the head alone."""
     torch.manual_seed(0)
     model = deep("bloom")().float().train()
@@ -160,7 +160,7 @@ def test_tied_weights_of_two_dtypes_are_refused_on_all_stages() -> None:
     run_as_threads(train, pipe=2, in_turn=True)
 
 
-def test_stages_under_different_autocast_are_refused_on_all() -> None:
+def test_different_autocast_settings_raise_on_all_stages() -> None:
     torch.manual_seed(0)
     model = deep("llama")().float().train()
     batch = RandomBatches(DEFAULT_HEAD["llama"])(0)
@@ -177,7 +177,7 @@ def test_stages_under_different_autocast_are_refused_on_all() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_a_backward_is_outside_of_autocast(schedule: str) -> None:
+def test_backward_pass_runs_outside_of_autocast(schedule: str) -> None:
     """Products that a forward computes in fp32, without autocast, go back in fp32."""
     torch.manual_seed(0)
     model = deep("llama")().float().train()
