@@ -1,4 +1,4 @@
-"""Stored activations beside everything else: checkpoints, tensor ranks, stages, ZeRO. All gradients to the bit."""
+"""Stored activations with checkpoints, tensor ranks, stages and ZeRO. All gradients are bitwise equal."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def equal(a: Result, b: Result) -> bool:
 
 
 def trained(model: nn.Module, family: str, on: str | None, context: ParallelContext | None = None) -> Result:
-    """Two forwards before one backward: the loss, the gradients, how much was where, and what was sent."""
+    """Run two forward passes before one backward pass. Return the loss, the gradients, and bytes stored and sent."""
     store = offload_activations(model, on, min_bytes=SMALL) if on else None
     with CollectiveRecorder(context or ParallelContext.of({})) as recorder:
         loss = sample_loss(model, batch_of(family)) + sample_loss(model, batch_of(family, 1))
@@ -99,7 +99,7 @@ def over_ranks(family: str, on: str | None, tensor: int, reentrant: bool | None,
     ],
 )
 def test_layer_inputs_are_sharded_over_tensor_ranks(family: str, tensor: int, reentrant: bool | None) -> None:
-    """The bytes that go, and those on the wire, are those of the docstring."""
+    """Stored and communicated bytes equal the formula of the docstring."""
     expected = over_ranks(family, "device", tensor, reentrant)
     inputs = sizes_of_layer_inputs(family)
     for on in ("tensor", "tensor+host"):
@@ -113,14 +113,14 @@ def test_layer_inputs_are_sharded_over_tensor_ranks(family: str, tensor: int, re
             if on == "tensor":
                 assert figures.most == whole
             else:
-                assert whole - 10_000 < figures.most_host <= whole  # but for what is smaller than SMALL
+                assert whole - 10_000 < figures.most_host <= whole  # tensors below SMALL are not moved
             assert recorder.count("all_gather", purpose=PURPOSE) == 2 * len(inputs)
             payload = sum(tensor * -(-size // tensor) + 8 * tensor for size in inputs)
             assert recorder.wire_bytes("all_gather", purpose=PURPOSE) == (tensor - 1) * payload
 
 
 def sizes_of_layer_inputs(family: str) -> list[int]:
-    """Bytes of the hidden states that enter each layer, in the two forwards of ``trained``."""
+    """Return the bytes of the inputs of each layer in the two forward passes of ``trained``."""
     model, sizes = build(family), list[int]()
     names = [n for n, m in model.named_modules() if n.rpartition(".")[2].isdecimal() and is_layer(n, m)]
     for name in names:
@@ -156,7 +156,7 @@ def test_one_rank_keeps_the_full_input() -> None:
 
 
 class Checkpointed(nn.Module):
-    """A checkpoint around a layer, as transformers had it: it saves its input before the layer is called."""
+    """A checkpoint around a layer, as in older transformers: it saves its input before the layer is called."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ def test_inputs_saved_by_a_checkpoint_are_sharded(on: str) -> None:
 
 
 def test_inputs_that_differ_between_ranks_raise_on_all_ranks() -> None:
-    """Without the checksums the gradients would be wrong in silence."""
+    """Without the checksums the gradients would be silently wrong."""
     models, raised = [build("llama", False) for _ in range(3)], list[str]()
 
     def run(context: ParallelContext) -> None:
@@ -196,7 +196,7 @@ def test_inputs_that_differ_between_ranks_raise_on_all_ranks() -> None:
         def differ(layer: nn.Module, args: Any, output: Tensor) -> Tensor:
             return output + 1e-9 * (context.rank == 1)
 
-        # not before the second layer: in older transformers, hooks of a layer are in what its checkpoint computes again
+        # from the second layer on: in older transformers the checkpoint of a layer recomputes its hooks
         model.model.layers[0].register_forward_hook(differ)
         loss = sample_loss(model, batch_of("llama"))
         with pytest.raises(InputError, match=r"The input of layer model.layers.1 differed .* rank 1 of 3 had"):
@@ -306,7 +306,7 @@ def test_over_stages(schedule: str) -> None:
 
 @pytest.mark.slow
 def test_over_stages_and_tensor_ranks_with_checkpoints() -> None:
-    """What a stage received stays whole: the pipeline holds it for its gradient."""
+    """The received input of a stage is not sharded, because the pipeline keeps it for its gradient."""
     expected, found = in_stages("device", "1f1b", 2, False), in_stages("tensor", "1f1b", 2, False)
     counts = [own[3].count("all_gather", purpose=PURPOSE) for own in found if own[3] is not None]
     assert counts == [2 * 2 * 4 * layers for layers in (2, 2, 1, 1)]  # steps, micro-batches
@@ -323,7 +323,7 @@ def test_over_stages_and_tensor_ranks_with_checkpoints() -> None:
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=["whole", "checkpoint", "reentrant"])
 @pytest.mark.parametrize(("stage", "first"), [(2, "zero"), (3, "zero"), (3, "store")])
 def test_zero(stage: int, first: str, reentrant: bool | None) -> None:
-    """In both orders of the two calls: what stage 3 knows as its own stays its own."""
+    """The two calls work in both orders: gathered parameters are left to stage 3."""
 
     def run_with(on: str | None) -> list[tuple[dict[str, Tensor], int]]:
         models = [build("llama", reentrant) for _ in range(2)]
@@ -349,7 +349,7 @@ def test_zero(stage: int, first: str, reentrant: bool | None) -> None:
     sample_loss(plain_model, batch_of("llama")).backward()
     for (weights, most_host), (plain, _) in zip(on_host, expected, strict=True):
         assert all(torch.equal(weights[name], value) for name, value in plain.items())
-        assert most_host == store.stats().most_host  # and no parameter that was gathered
+        assert most_host == store.stats().most_host  # gathered parameters are not stored
 
 
 def test_shards_on_the_host_with_stage_3_over_data_and_tensor_ranks() -> None:

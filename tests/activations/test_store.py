@@ -1,4 +1,4 @@
-"""What a forward saves lies on the host until the backward needs it, and every gradient is the same to the bit."""
+"""Saved tensors are on the host until the backward pass needs them, and gradients are bitwise equal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Gradients = list[Tensor | None]
 
 
 class Net(nn.Module):
-    """Views of one memory, an expanded one, results that are saved, and what can be changed behind its back."""
+    """A module with views, an expanded tensor, saved results, and tensors that can be modified in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def stored(model: nn.Module, link: HostDeviceCopier | None = None, min_bytes: in
 
 
 def drained(store: ActivationStore) -> ActivationStats:
-    """The figures when all copies to the host are done."""
+    """Return the stats after all copies to the host are complete."""
     while store._leaving:
         store._release(store._leaving.popleft())
     return store.stats()
@@ -127,7 +127,7 @@ def test_inplace_change_of_a_saved_tensor_raises() -> None:
 
 
 class Keep(Function):
-    """Saves tensors, and compares what comes back."""
+    """Save tensors and compare the restored ones."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *kept: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ def test_parameters_their_views_and_casts_and_buffers_are_not_moved(enabled: boo
 
 
 class Deep(nn.Module):
-    """Layers that are checkpointed, each with an input of as many bytes. ``at`` is called before each layer."""
+    """Checkpointed layers with inputs of equal size. ``at`` is called before each layer."""
 
     def __init__(self, layers: int = 12, width: int = 32, *, reentrant: bool = False) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ class Deep(nn.Module):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_at_most_two_checkpoint_inputs_are_on_the_device(reentrant: bool) -> None:
-    """In the forward those whose copy is under way, in the backward those that are asked for next: and no more."""
+    """Only storages in copy (forward pass) or prefetched (backward pass) are on the device."""
     model, x = Deep(reentrant=reentrant), torch.randn(64, 32, requires_grad=True)
     size = x.nbytes
     expected = gradients(model, lambda m: m(x).sum().backward())
@@ -219,7 +219,7 @@ def test_at_most_two_checkpoint_inputs_are_on_the_device(reentrant: bool) -> Non
     loss = model(x).sum()
     forward = store.stats()
     assert forward.most_host == 12 * size and forward.most <= (PREFETCH_COUNT + 1) * size
-    assert sum(not storage.expired() for storage in seen) <= PREFETCH_COUNT + 1  # the memory has really gone
+    assert sum(not storage.expired() for storage in seen) <= PREFETCH_COUNT + 1  # the memory was freed
     held: list[int] = []
     for layer in model.layers:
         layer.weight.register_hook(lambda grad: held.append(store.stats().device[FETCHED]))
@@ -378,7 +378,7 @@ def test_second_call_raises_and_remove_is_final() -> None:
     with pytest.raises(ConfigError, match="activations of this Net are already stored"):
         offload_activations(model)
     store.remove()
-    loss.backward()  # what was stored comes back
+    loss.backward()  # stored tensors remain available
     store.reset()
     once(model)
     assert store.stats().most_host == 0

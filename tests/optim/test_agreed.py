@@ -1,4 +1,4 @@
-"""An optimizer of torch steps with gradients that all ranks agreed on, or raises on all of them."""
+"""Optimizers of torch step with reduced gradients, or raise on all ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Pause = Callable[[], Any]
 
 
 def loss(model: nn.Module, step: int, ranks: list[int]) -> Tensor:
-    """The mean over these ranks."""
+    """Return the mean loss over these ranks."""
     total: Tensor = sum(model(inputs(step, rank)).square().mean() for rank in ranks) / len(ranks)  # type: ignore[assignment]
     return total
 
@@ -44,7 +44,7 @@ def last_in_no_sync(model: nn.Module, optimizer: Any, ranks: list[int], pause: P
 
 
 def put_back(model: nn.Module, optimizer: Any, ranks: list[int], pause: Pause) -> None:
-    """Gradients of several backwards are added up by hand, and set after zero_grad; once to what a backward adds to."""
+    """Sum the gradients of several backward passes by hand, and assign the sum after zero_grad."""
     params = list(model.parameters())
     for step in range(3):
         total: list[Any] = [0.0] * len(params)

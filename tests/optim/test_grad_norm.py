@@ -1,4 +1,4 @@
-"""The norm of a sharded model's gradients is torch's of the plain model, and so is what clipping leaves."""
+"""The gradient norm and the clipped gradients of a sharded model equal those of the plain model."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_clipping_equals_torch_on_the_plain_model(pools: WorkerPools, family: st
 
 
 class Bank(nn.Module):
-    """Experts whose weights are stacked; each sees every token."""
+    """Experts with stacked weights. Each expert processes every token."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a script holds under ZeRO is live: gradients, states, groups; before and after a step, a load or a reshape."""
+"""Gradients, states and groups of a ZeRO optimizer are live, also after a step, a load or a resharding."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Change = Callable[[nn.Module, Any], object]
 
 
 _DRAWING = threading.Lock()
-"""Ranks that are threads have one random generator."""
+"""Ranks that are threads share one random generator."""
 
 
 def net() -> nn.Sequential:
@@ -58,7 +58,7 @@ def train(model: nn.Module, optimizer: Any, ranks: list[int], change: Change, ev
 
 
 def nothing(model: nn.Module, optimizer: Any) -> None:
-    """For what is left as it is."""
+    """Change nothing."""
 
 
 def check_same(
@@ -70,7 +70,7 @@ def check_same(
     ranks: int = RANKS,
     **how: Any,
 ) -> None:
-    """The weights are those of one process on which a script does the same."""
+    """Compare the weights with one process in which a script makes the same changes."""
     plain = net()
     train(plain, adam(plain), list(range(ranks)), change, every, behind)
     models = [net() for _ in range(ranks)]
@@ -94,7 +94,7 @@ def check_same(
 
 
 def each_grad(function: Callable[[Tensor], object]) -> Change:
-    """Does something in place to each gradient that is there."""
+    """Apply a function in place to each gradient."""
 
     def change(model: nn.Module, optimizer: Any) -> None:
         grads = [p.grad for p in model.parameters() if p.grad is not None]
@@ -110,7 +110,7 @@ def halve(grad: Tensor) -> None:
 
 
 def noise(grad: Tensor) -> None:
-    """Ranks are threads here, which draw from one generator."""
+    """Add noise. Ranks are threads here, which share one generator."""
     generator = torch.Generator().manual_seed(grad.numel())
     grad.add_(torch.randn(grad.shape, generator=generator, dtype=grad.dtype), alpha=0.1)
 
@@ -122,7 +122,7 @@ def put_back(model: nn.Module, optimizer: Any) -> None:
 
 
 def of_groups(model: nn.Module, optimizer: Any) -> None:
-    """By the parameters that the optimizer has, of which some are on no rank but one."""
+    """Edit gradients through the optimizer's parameters, some of which are on one rank only."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             p.grad = p.grad.sign()
@@ -184,7 +184,7 @@ def test_randn_like_a_gradient_equals_one_process() -> None:
 
 
 def test_zero_gradients_are_used_and_none_gradients_are_not() -> None:
-    """With momentum, a step with gradients of 0 changes weights, and one without gradients does not."""
+    """With momentum, a step with zero gradients changes weights, and a step without gradients does not."""
 
     def again(set_to_none: bool) -> Change:
         def behind(model: nn.Module, optimizer: Any) -> None:
@@ -231,7 +231,7 @@ def test_edit_of_gradients_in_no_sync_takes_effect() -> None:
 @pytest.mark.parametrize("is_first", [True, False], ids=["before", "behind"])
 @pytest.mark.parametrize("stage", [None, 1, 3])
 def test_post_accumulate_hook_takes_effect(stage: int | None, is_first: bool) -> None:
-    """Also one that is registered behind those that sum gradients, on the last parameter of a bucket."""
+    """The hook may be registered after the hooks of the reducer, on the last parameter of a bucket."""
 
     def halve(param: Tensor) -> None:
         assert param.grad is not None
@@ -375,8 +375,8 @@ def test_state_of_another_rank_raises_on_all_ranks() -> None:
         optimizer.step()
         states[context.rank] = copy.deepcopy(optimizer.state_dict())
         before = copy.deepcopy(optimizer.state_dict())
-        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # its own
-        shardformer.gradients.grad_norm(model)  # so that all ranks have theirs
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # saved by this rank
+        shardformer.gradients.grad_norm(model)  # synchronizes the ranks
         said = []
         bare = {name: states[0][name] for name in ("state", "param_groups")}
         for wrong in (states[0], bare, states[1 - context.rank]):
@@ -445,7 +445,7 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 
 
 def scheduled(kind: str, is_sharded: bool, folder: Path | None) -> list[float]:
-    """The lengths of steps of SGD whose gradient is 1, of which the fourth follows a load."""
+    """Return the step lengths of SGD with gradients of 1. The fourth step follows a load."""
 
     def make() -> tuple[nn.Linear, Any, Any]:
         model = nn.Linear(1, 1, bias=False).double()

@@ -1,4 +1,4 @@
-"""What a rank keeps, counted from shapes: beside the paper's example, and beside what a rank really keeps."""
+"""The memory estimate equals the example of the paper and the measured memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.optim.test_zero import Job
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
 def test_estimate_equals_the_example_of_the_zero_paper(stage: int, gigabytes: float) -> None:
-    """7.5 billion parameters in 16 bits, Adam, 64 ranks. Where the paper keeps a 16-bit gradient, here is its sum."""
+    """7.5 billion parameters in 16 bits, Adam, 64 ranks. Reduced gradients are in fp32, in the paper in 16 bits."""
     model = nn.ModuleList([nn.Linear(25_000, 3_000, bias=False, device="meta") for _ in range(100)])
     found = estimate_memory(model, torch.optim.Adam(model.parameters()), stage=stage, precision="bf16", data=64)
     sums = 2 * 7.5 / 64 if stage > 1 else 0.0
@@ -36,7 +36,7 @@ def test_estimate_equals_the_example_of_the_zero_paper(stage: int, gigabytes: fl
 
 
 def bytes_of(tensors: list[Tensor]) -> int:
-    """Of all memory that they lie in, once each."""
+    """Return the bytes of all distinct storages."""
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
@@ -163,7 +163,7 @@ LAYERS, WIDTH = 32, 64
 
 
 def peak_of(ranks: int, stage: int, **how: Any) -> tuple[float, MemoryEstimate]:
-    """The most bytes that a rank holds in the second step, measured; and what was said."""
+    """Return the measured peak memory of a rank in the second step, and the estimate."""
 
     def build() -> nn.Module:
         return nn.Sequential(nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]))
@@ -190,12 +190,12 @@ def peak_of(ranks: int, stage: int, **how: Any) -> tuple[float, MemoryEstimate]:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_measured_peak_equals_the_estimate(ranks: int, precision: str) -> None:
-    """Beside it there are the buckets that are under way, each with what it is made of and what comes of it."""
+    """The peak also includes the buckets in reduction, with their inputs and results."""
     layer = WIDTH * WIDTH * (2 if precision == "bf16" else 4)
     peaks = {}
     for stage in (0, 1, 2, 3):
         peaks[stage], said = peak_of(ranks, stage, precision=precision)
-        # under stages 0 and 1 each bucket goes when it was sent, so that no gradients are whole
+        # stages 0 and 1 free each bucket after its reduction, so full gradients never exist at once
         gradients = said.masters or said.states / 2
         expected = said.total - (said.gradients - gradients if stage < 2 else 0)
         assert expected - layer <= peaks[stage] <= expected + 20 * layer, (stage, peaks[stage], expected)

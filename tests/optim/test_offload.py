@@ -1,4 +1,4 @@
-"""Offload: the weights are to the bit those without it, and masters, states and gradients are on the host."""
+"""Offload gives bitwise equal weights, and keeps master weights, states and gradients on the host."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def muon(params: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
 
 
 class Counting(torch.optim.SGD):
-    """Counts its steps in its groups, so that the steps of a part of the parameters would be wrong."""
+    """Optimizer that counts steps per group, so that steps of single parameters would be wrong."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
@@ -53,7 +53,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 def state_of(optimizer: ZeroOptimizer) -> list[Any]:
-    """Masters and states."""
+    """Return the master weights and states."""
     kept = optimizer.state_dict()
     states = [sorted(each["state"].items()) for each in kept["optimizers"]]
     leaves = torch.utils._pytree.tree_leaves([kept["masters"], states])
@@ -68,7 +68,7 @@ def alike(first: list[Any], second: list[Any]) -> bool:
 def trained(
     offload: Any, family: str = "llama", optimizer: str = "AdamW", data: int = 2, micro: int = 1, **how: Any
 ) -> list[tuple[Weights, list[tuple[Any, ...]], ZeroOptimizer]]:
-    """For each rank the weights, and of each step the norm and the scale of the loss."""
+    """Return for each rank the weights, and the norm and loss scale of each step."""
     torch.manual_seed(0)
     models = [SmallModel(family)() for _ in range(data)]
 
@@ -152,7 +152,7 @@ def test_master_weights_states_and_gradients_are_on_the_host() -> None:
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_gradient_copies_overlap_with_the_backward_pass(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the backward ends, most were sent down; without overlap none."""
+    """At the end of the backward pass most gradients were copied; without overlap none."""
     from shardformer.gradients.reducer import GradientReducer
     from shardformer.zero.flat_shards import FlatShard
 
@@ -166,7 +166,7 @@ def test_gradient_copies_overlap_with_the_backward_pass(overlap: bool, monkeypat
 
 
 def check_resumes(**how: Any) -> None:
-    """A step behind what was saved is the same step again."""
+    """A step after a load equals the step after the save."""
     torch.manual_seed(0)
     model = nn.Linear(7, 5)
     ours = shard_optimizer(model, torch.optim.AdamW(model.parameters(), lr=0.1), **how)
@@ -245,7 +245,7 @@ def test_master_weights_and_states_are_in_files_between_steps(tmp_path: Path) ->
 
 
 class Full:
-    """The call of the system that fails, from the one with this number on, as a full disk does."""
+    """System call that fails from a given call on, as on a full disk."""
 
     def __init__(self, call: Any, after: int) -> None:
         self.call, self.left = call, after
@@ -262,7 +262,7 @@ class Full:
 def test_full_disk_restores_the_previous_step(
     after: int, at_step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On rank 1 alone. Weights, masters and states are those of the step before on both ranks, and training goes on."""
+    """The disk of rank 1 is full. Both ranks restore the previous weights and states, and training continues."""
     torch.manual_seed(0)
     models = [nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 7), nn.Linear(7, 3)) for _ in range(2)]
 
@@ -316,7 +316,7 @@ def test_unusable_directory_raises_on_all_ranks(folder: str, tmp_path: Path, mon
             shard_optimizer(model, optimizer, offload=f"nvme:{path}", context=context)
         assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
         model(torch.ones(1, 5)).sum().backward()
-        optimizer.step()  # as if zero had not been called
+        optimizer.step()  # the optimizer is unchanged
         return str(error.value)
 
     for said in run_as_threads(refused, data=2):

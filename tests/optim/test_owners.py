@@ -1,4 +1,4 @@
-"""Optimizers that look at whole matrices: each parameter is whole on one rank, and the weights those of one process."""
+"""Optimizers that need full matrices: each parameter is on one rank, and weights equal one process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Make = Callable[[nn.Module], list[Optimizer]]
 
 
 def muon(model: nn.Module) -> list[Optimizer]:
-    """Muon for the matrices of the layers, with AdamW beside it, as its authors do."""
+    """Muon for the matrices of the layers, and AdamW for other parameters."""
     names = dict(model.named_parameters())
     tables = ("embed", "head", "wte", "wpe", "shared")
     matrices = [p for name, p in names.items() if p.dim() == 2 and not any(word in name for word in tables)]
@@ -40,7 +40,7 @@ def muon(model: nn.Module) -> list[Optimizer]:
 
 
 class Orthogonal(Optimizer):
-    """What Muon is close to, in the precision of the model: an optimizer that nobody has heard of."""
+    """An optimizer similar to Muon, in the precision of the model, that ZeRO does not know by name."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
@@ -127,7 +127,7 @@ def test_sharded_matrices_are_gathered(name: str, job: Job, bound: float) -> Non
 
 
 def test_wrapped_step_does_not_hide_the_kind_of_optimizer() -> None:
-    """A scheduler, or whoever counts steps, may have been there before; and nobody's hook runs when it is tried."""
+    """A scheduler may have wrapped ``step`` before, and the probe must not run hooks."""
     linear = nn.Linear(4, 4)
     optimizer = torch.optim.Adafactor(linear.parameters())
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -147,7 +147,7 @@ def test_stepping_slices_of_a_matrix_would_be_detected(monkeypatch: pytest.Monke
 
 
 def test_ranks_send_only_their_slices_of_a_sharded_matrix() -> None:
-    """Of N numbers, over data 2 x tensor 2, the three others send the owner N/2 each, and get as much back."""
+    """Of N elements over data 2 x tensor 2, three ranks send N/2 each to the owner and receive as much."""
     job = Job(tensor=2, stage=2)
     models = [job.build() for _ in range(4)]
 
@@ -164,7 +164,7 @@ def test_ranks_send_only_their_slices_of_a_sharded_matrix() -> None:
 
     found = run_as_threads(sent, data=2, tensor=2)
     for purpose in ("gradients", "parameters"):
-        # each notes four times what it sent: their mean is what all sent; beside the numbers go counts
+        # each rank records four times what it sent, so the mean is the total; counts are sent in addition
         total, cut = sum(counted[purpose] for counted, _ in found) / 4, found[0][1]
         assert 1.49 * cut < total < 1.6 * cut, purpose
 
@@ -185,7 +185,7 @@ def test_optimizer_state_is_balanced_over_ranks() -> None:
 
 
 class Coupled(Optimizer):
-    """Divides by the norm of all gradients together."""
+    """Optimizer that divides by the norm of all gradients."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
@@ -218,7 +218,7 @@ def test_invalid_lr_of_lamb_and_lars_is_rejected() -> None:
 
 
 def test_lamb_and_lars_follow_their_papers() -> None:
-    """One step by hand."""
+    """Compare with one step computed by hand."""
     start, grad = torch.tensor([[3.0, 4.0]]), torch.tensor([[0.6, -0.8]])
 
     def stepped(kind: Any, **how: Any) -> Tensor:

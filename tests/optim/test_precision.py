@@ -1,4 +1,4 @@
-"""Parameters in 16 bits under ZeRO: masters, the scale of the loss, gradients that are not finite."""
+"""16-bit parameters under ZeRO: master weights, loss scale and non-finite gradients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardformer.zero.zero_optimizer import ZeroOptimizer
 from tests.optim.test_zero import Net, Weights, images, net
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-LOUD = 2  # the step in which the gradients of rank 1 are too large for fp16
+LOUD = 2  # the step in which the gradients of rank 1 overflow in fp16
 
 
 def loss_of(model: Net, step: int, rank: int, dtype: torch.dtype) -> Tensor:
@@ -32,10 +32,10 @@ def loss_of(model: Net, step: int, rank: int, dtype: torch.dtype) -> Tensor:
 
 
 def plainly(dtype: torch.dtype, scale: float, *, wide: bool) -> tuple[Weights, int]:
-    """Weights of one process with masters, which leaves steps out whose gradients are not finite; and how many.
+    """Train one process with master weights, which skips non-finite steps. Return its weights and the skipped steps.
 
     Args:
-        wide: whether the ranks' gradients are summed in fp32.
+        wide: Whether gradients of ranks are summed in fp32.
     """
     model, skipped = net(torch.float32), 0
     masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
@@ -78,7 +78,7 @@ def over_ranks(
 def test_16_bit_training_with_master_weights_equals_one_process_bitwise(
     name: str, gradients: str | None, stage: int
 ) -> None:
-    """In fp16 a step overflows on one rank: all leave it out, and the scale is halved."""
+    """In fp16 a step overflows on one rank. All ranks skip it and halve the scale."""
     want, skipped = plainly(DTYPES[name], 2.0**10 if name == "fp16" else 1.0, wide=gradients is not None)
     assert (skipped > 0) == (name == "fp16")
     precision = MixedPrecision(name, gradients, LossScale(2.0**10))
@@ -91,7 +91,7 @@ def test_16_bit_training_with_master_weights_equals_one_process_bitwise(
         assert optimizer.skipped == skipped
         return full_state_dict(model)
 
-    # each rank has a LossScale of its own, as processes do
+    # each rank has its own LossScale, as in separate processes
     for weights in over_ranks_with(use, lambda: MixedPrecision(name, gradients, LossScale(2.0**10)), stage):
         assert all(torch.equal(weights[key], value) for key, value in want.items())
     assert precision.loss_scale.value == 2.0**10
@@ -141,7 +141,7 @@ def test_state_dict_contains_the_loss_scale_and_its_counters() -> None:
 
 
 def with_nan(model: Net, optimizer: ZeroOptimizer, context: ParallelContext) -> None:
-    """A backward that gives one rank a NaN in b.bias, and in nothing behind it."""
+    """Run a backward pass that gives one rank a NaN gradient in b.bias only."""
     handle = model.b.bias.register_hook(lambda grad: grad * float("nan")) if context.rank == 1 else None
     model(images(0, context.rank)).square().mean().backward()
     if handle is not None:
@@ -186,7 +186,7 @@ def test_on_nonfinite_skips_or_ignores() -> None:
 
 
 def test_pipeline_scales_the_loss_only_for_the_backward_pass() -> None:
-    """And gives the loss as it is: of GPT-2 over two stages, beside one process in fp32."""
+    """The reported loss is unscaled. GPT-2 over two stages, compared with one process in fp32."""
     batches = RandomBatches(DEFAULT_HEAD["gpt2"], batch=4)
 
     def build() -> Any:

@@ -1,4 +1,4 @@
-"""What an optimizer looks at is tried on the CPU, whatever device its parameters are on."""
+"""Optimizers are probed on the CPU, on every device of their parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""bf16 without masters: small updates are not lost, and ranks that hold a parameter alike round it alike."""
+"""bf16 without master weights: small updates take effect, and ranks round replicated parameters identically."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_random_bits_do_not_depend_on_the_layout() -> None:
 
 
 def drift(masters: str, stage: int = 1) -> list[float]:
-    """How far 400 updates that are smaller than the last bit bring a number from 1.0; 0.1 would be right."""
+    """Return the result of 400 updates below the last bit, starting at 1.0. Exact would be a change of 0.1."""
     models = [nn.Linear(64, 8, bias=False) for _ in range(2)]
 
     def train(context: ParallelContext) -> float:
@@ -74,7 +74,7 @@ def test_round_to_nearest_loses_small_updates(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("masters", ["kahan", "stochastic"])
 def test_tensor_ranks_round_replicated_parameters_identically(masters: str) -> None:
-    """Their parts of an odd vocabulary differ in length, so that in their buckets the norms lie at other places."""
+    """Shards of an odd vocabulary differ in length, so the norms have different positions in the buckets."""
     torch.manual_seed(0)
     models = [SmallModel("llama")() for _ in range(2)]
 

@@ -1,4 +1,4 @@
-"""ZeRO stage 3: parameters that come when they are read, on every rank alike; the weights are those of one process."""
+"""ZeRO stage 3: parameters are gathered when they are read, and weights equal one process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.optim.test_zero import CLIP, SEQUENCE, STAGED, Job, Weights, check_st
 
 @pytest.fixture(autouse=True)
 def _units_of_one_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small modules too are units of their own."""
+    """Make each small module a group of its own."""
     monkeypatch.setattr(units, "SMALL_GROUP_NUMEL", 0)
 
 
@@ -73,7 +73,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """A table that is the head too, layers, a shared layer that runs twice, and a module that nobody calls."""
+    """A tied embedding and head, layers, a shared layer that runs twice, and an unused module."""
 
     def __init__(self, checkpointed: str = "") -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def loss_of(model: nn.Module, step: int, rank: int, **how: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """One way of training a ``Stack``: the layers that each (step, rank) leaves out."""
+    """A schedule of skipped layers for a ``Stack``, by (step, rank)."""
 
     checkpointed: str = ""
     left_out: Callable[[int, int], Collection[int]] = lambda step, rank: ()
@@ -164,12 +164,12 @@ def check(case: Case, ranks: int = 2) -> None:
 
 
 def drops(step: int, rank: int) -> Collection[int]:
-    """In the first step other layers on each rank; then one on all, one on one, none, and neighbours."""
+    """Skip different layers per rank in step 1; then one on all ranks, one on one rank, none, and neighbors."""
     return [(1 + rank,), (2,), (3,) if rank == 0 else (), (0, 1) if rank == 1 else (3,)][step]
 
 
 def drops_on_all(step: int, rank: int) -> Collection[int]:
-    """What no rank ran in the first step comes in a later one."""
+    """A layer that no rank ran in the first step runs in a later one."""
     return [(2,), (), (0, 3), (1,)][step]
 
 
@@ -231,7 +231,7 @@ def test_processes_equal_threads(pool2: WorkerPool) -> None:
 
 
 def over_ranks(use: Callable[[Stack, ZeroOptimizer, ParallelContext], Any], ranks: int = 2, **how: Any) -> list[Any]:
-    """What ``use`` gives on each rank, of a ``Stack`` under stage 3."""
+    """Return the result of ``use`` on each rank, for a ``Stack`` under stage 3."""
     models = [stack() for _ in range(ranks)]
 
     def run(context: ParallelContext) -> Any:
@@ -299,7 +299,7 @@ def test_keep_frozen_decides_whether_frozen_layers_are_sharded(keep_frozen: bool
 
 @pytest.mark.parametrize("reshard", [None, True])
 def test_over_stages_and_data_ranks(reshard: bool | None) -> None:
-    """A step of several micro-batches gathers a layer once, unless asked."""
+    """A step of several micro-batches gathers a layer once by default."""
 
     def train(model: nn.Module, context: ParallelContext) -> int:
         pipeline = Pipeline(model, micro_batches=2)
@@ -316,7 +316,7 @@ def test_over_stages_and_data_ranks(reshard: bool | None) -> None:
 
 
 def test_evaluation_and_generation() -> None:
-    """Forwards without gradients, and of an encoder alone, between steps."""
+    """Run forward passes without gradients, and of an encoder only, between steps."""
     model = SmallModel("t5")()
     start = torch.tensor([[3, 4, 5, 6], [5, 6, 7, 1]])
     want = model.generate(start, max_new_tokens=4, do_sample=False)
@@ -337,7 +337,7 @@ def test_evaluation_and_generation() -> None:
 
 
 class _Wrapped(nn.Module):
-    """A model inside another module, as adapters wrap one."""
+    """A model inside another module, as adapter libraries wrap models."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -350,7 +350,7 @@ class _Wrapped(nn.Module):
 @pytest.mark.parametrize("is_wrapped", [False, True])
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"num_beams": 2}], ids=["greedy", "beams"])
 def test_data_ranks_generate_different_lengths(options: dict[str, Any], is_wrapped: bool) -> None:
-    """A rank whose text is finished goes on until all are; then all train."""
+    """A rank with a finished text continues until all ranks have finished. Then all train."""
     model: Any = SmallModel("llama")().eval()
     prompts = [torch.randint(3, 60, (1, 5), generator=torch.Generator().manual_seed(seed)) for seed in (10, 11)]
 
@@ -375,7 +375,7 @@ def test_data_ranks_generate_different_lengths(options: dict[str, Any], is_wrapp
 
 
 def test_inference_mode_and_foreign_saved_tensor_hooks() -> None:
-    """What is gathered in inference mode is not left for training; hooks on what autograd saves are nested."""
+    """Tensors gathered in inference mode are not reused for training, and saved-tensor hooks nest."""
 
     def losses(model: nn.Module, step_of: Callable[[], None], rank: int, ranks: int) -> list[float]:
         found = []
@@ -410,7 +410,7 @@ def test_inference_mode_and_foreign_saved_tensor_hooks() -> None:
 
 
 def test_training_continues_after_an_interrupted_forward_pass() -> None:
-    """By an error, or by the keyboard, behind which torch calls no hooks."""
+    """Interrupt by an error or by KeyboardInterrupt, after which torch calls no hooks."""
 
     def use(model: Stack, optimizer: ZeroOptimizer, context: ParallelContext) -> float:
         for error in (ValueError, KeyboardInterrupt):
@@ -440,7 +440,7 @@ def test_training_continues_after_an_interrupted_forward_pass() -> None:
 def test_communication_volume_and_gathered_memory(
     reshard: bool | int, twice: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The table is not gathered for the backward, and the last unit stays; two units of the model are here at most."""
+    """The embedding is not gathered for the backward pass. At most two groups are gathered at a time."""
     here: Counter[int] = Counter()
     most: Counter[int] = Counter()
     wait, free = ParamGroup.wait_for_unshard, ParamGroup.reshard
@@ -474,11 +474,11 @@ def test_communication_volume_and_gathered_memory(
     most_sent = (
         numel(model, ALIGNMENT_ELEMENTS),
         numel(model, ALIGNMENT_ELEMENTS) - numel(model.unused),
-    )  # and for the backward
+    )  # and the backward pass
     for sent, held in over_ranks(use, reshard_after_forward=reshard):
         if twice:
             assert total * 8 < sent <= 1.02 * 8 * sum(most_sent)
-            # the table comes again, and so does a layer
+            # the embedding and one layer are gathered again
             assert held <= table + 3 * layer + (reshard // 8 if reshard is not True else 0)
         else:
             assert sent <= 1.02 * 8 * (most_sent[0] + len(group_params(model)))
@@ -513,7 +513,7 @@ def test_unsupported_backward_passes_raise() -> None:
         out = model(tokens(0, context.rank))
         kept = torch.tanh(out)
         with torch.no_grad():
-            out.zero_()  # nothing saved it
+            out.zero_()  # not saved by autograd
         kept.sum().backward()
         optimizer.zero_grad()
         seen = []
@@ -524,7 +524,7 @@ def test_unsupported_backward_passes_raise() -> None:
             seen[0].zero_()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.sum().backward()
-        optimizer.zero_grad()  # as without zero: gradients that came before the error
+        optimizer.zero_grad()  # gradients computed before the error remain, as without ZeRO
         loss_of(model, 1, context.rank).backward()
         before = full_state_dict(model)
         optimizer.step()
@@ -547,7 +547,7 @@ def test_model_that_writes_to_a_parameter_raises() -> None:
 
 
 class Skipping(nn.Module):
-    """Of a table alone a backward reads nothing."""
+    """The backward pass of an embedding alone reads no parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -560,7 +560,7 @@ class Skipping(nn.Module):
 
 @pytest.mark.parametrize("first", [0, 1, 2])
 def test_rank_with_an_empty_backward_pass_joins_the_all_gathers(first: int) -> None:
-    """From step ``first`` on; before it, all ranks read the same."""
+    """Change the order from step ``first`` on. Before it, all ranks read the same layers."""
 
     def made() -> Skipping:
         torch.manual_seed(5)
@@ -619,7 +619,7 @@ def test_changed_order_of_layers_raises() -> None:
 
 
 def alone(self: GatherScheduler, index: int) -> None:
-    """Each rank gathers what it reads."""
+    """Let each rank gather only what it reads itself."""
     if index != -1 and index != self._last:
         self._step(index, ())
 

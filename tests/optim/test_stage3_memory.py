@@ -1,4 +1,4 @@
-"""Memory of the units of stage 3: chunks are used again, never while somebody looks at them; some layers stay."""
+"""Buffers of stage 3: they are reused unless they are referenced, and some layers stay gathered."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def chunks(size: int = 4000) -> GatherBufferPool:
 
 
 def used(memory: GatherBufferPool, numel: int) -> int:
-    """The address of memory that was taken, and given back."""
+    """Return the address of a buffer that was taken and returned."""
     x = memory.take(numel, torch.float32, CPU)
     address, key = x.data_ptr(), memory_of(x)
     del x
@@ -59,7 +59,7 @@ def test_other_sizes_allocate_memory() -> None:
 
 @pytest.mark.parametrize("offload", [None, OffloadConfig("cpu", parameters=True)])
 def test_layers_and_gradients_use_few_buffers(offload: OffloadConfig | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank allocates no more chunks than lie about at a time, over all steps."""
+    """Each rank allocates no more buffers than are used at a time, over all steps."""
     monkeypatch.setattr(units, "SMALL_GROUP_NUMEL", 0)
     made: list[int] = []
     take = GatherBufferPool.take

@@ -1,4 +1,4 @@
-"""What ``state_dict`` of an optimizer gives is this rank's part, and does not leave torch as if it were the state."""
+"""``state_dict`` of an optimizer contains this rank's shard, and records which rank that is."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def adam(model: Any) -> torch.optim.Optimizer:
 
 
 def stepped(model: Any) -> torch.optim.Optimizer:
-    """Without a forward, which a stage does not have."""
+    """Perform a step without a forward pass, which a single stage cannot run."""
     optimizer = torch.optim.Adam(model.parameters())
     for p in model.parameters():
         p.grad = torch.ones_like(p)
@@ -46,7 +46,7 @@ def stepped(model: Any) -> torch.optim.Optimizer:
 
 
 def test_replicated_state_is_saved_and_can_be_loaded_by_another_rank() -> None:
-    """With data ranks alone, plain or under stage 0."""
+    """With data parallelism only, plain or under stage 0."""
     files: dict[str, bytes] = {}
     models = models_of(4)
 
@@ -60,7 +60,7 @@ def test_replicated_state_is_saved_and_can_be_loaded_by_another_rank() -> None:
             if context.rank == 0:
                 torch.save(optimizer.state_dict(), file := io.BytesIO())
                 files[name] = file.getvalue()
-            all_gather_objects(None, context.data)  # so that both ranks have the file
+            all_gather_objects(None, context.data)  # wait until the file exists
             optimizer.load_state_dict(torch.load(io.BytesIO(files[name])))
 
     run_as_threads(do, data=2)
@@ -68,7 +68,7 @@ def test_replicated_state_is_saved_and_can_be_loaded_by_another_rank() -> None:
 
 @pytest.mark.parametrize("stage", [None, 1])
 def test_torch_functions_load_copy_and_restore_states(stage: int | None, tmp_path: Any) -> None:
-    """Steps after it are those of a run without it, and the optimizer has plain tensors."""
+    """Later steps equal a run without it, and the optimizer has plain tensors."""
     models = models_of(6)
 
     def do(context: ParallelContext) -> None:
@@ -88,9 +88,9 @@ def test_torch_functions_load_copy_and_restore_states(stage: int | None, tmp_pat
             other, ours, its_schedule = made()
             other.load_state_dict(copy.deepcopy(model.state_dict()))
             state = optimizer.state_dict()
-            ours.load_state_dict(copy.deepcopy(state))  # torch lets both have the same tensors otherwise
+            ours.load_state_dict(copy.deepcopy(state))  # otherwise both optimizers share tensors
             its_schedule.load_state_dict(schedule.state_dict())
-            if number and stage is None:  # by hand, as scripts do that know the layout of a state
+            if number and stage is None:  # scripts copy states by hand
                 for p, kept in zip(other.parameters(), state["state"].values(), strict=True):
                     ours.state[p] = {key: value.clone() for key, value in kept.items()}
                 shardformer.save_checkpoint(other, tmp_path / "by hand", ours, step=1)
@@ -125,7 +125,7 @@ def test_averaged_model_equals_one_process_and_is_not_saved() -> None:
 
 
 def test_state_of_a_plain_run_is_sharded_on_load() -> None:
-    """Also with momentum of some parameters alone, and before zero takes it over."""
+    """Also with momentum of some parameters only, and before ``shard_optimizer`` adopts the state."""
 
     def trained(model: Any, optimizer: Any) -> dict[str, Tensor]:
         for step in range(2):

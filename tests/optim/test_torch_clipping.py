@@ -1,4 +1,4 @@
-"""``torch.nn.utils.clip_grad_norm_(model.parameters(), ...)`` on parts does what it does on the plain model."""
+"""``torch.nn.utils.clip_grad_norm_(model.parameters(), ...)`` on shards equals the plain model."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_error_if_nonfinite_raises() -> None:
 
 @pytest.fixture
 def without_other_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test that failed, or one that keeps a model, may have left models in this process."""
+    """Hide models that failed tests or fixtures keep alive in this process."""
     monkeypatch.setattr("shardformer.gradients.clipping.tables_here", list)
 
 
@@ -113,7 +113,7 @@ def test_other_gradients_use_the_function_of_torch(without_other_models: None) -
 
 
 def _clip_stages() -> tuple[float, float]:
-    """All gradients, then those of the last norm, of which the first stage has none: measured, less the plain ones."""
+    """Measure the norm of all gradients, then that of the last norm layer, which the first stage does not have."""
     torch.manual_seed(0)
     plain = SmallModel("llama")().double().train()
     model = shardformer.shard_model(copy.deepcopy(plain), context=ParallelContext.from_world({"pipe": 2}))
@@ -136,7 +136,7 @@ def test_all_stages_get_the_same_norm(pool2: WorkerPool) -> None:
 
 
 def test_stage_without_parameters_joins_the_norm() -> None:
-    """Of another rank, which is a thread of the same process, it asks nothing."""
+    """Models of another rank, which is a thread of the same process, are ignored."""
 
     def clip(context: ParallelContext) -> float:
         model = shardformer.shard_model(SmallModel("llama")().train(), context=context)
@@ -160,13 +160,13 @@ def test_stage_without_gradients_of_two_models_raises() -> None:
     kept = list(models)
     with pytest.raises(ConfigError, match="stages of 2 models"):
         run_as_threads(clip, pipe=2)
-    assert len(kept) == 4  # alive until here
+    assert len(kept) == 4  # keep the models alive
 
 
 @pytest.mark.parametrize("layout", [{"data": 2}, {"tensor": 2}])
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_gradients_of_zero_are_clipped_as_in_the_plain_model(stage: int, layout: dict[str, int]) -> None:
-    """Of the model, and of a part of it; the pieces of parameters, which ranks have others of, are refused."""
+    """Clip the model and a part of it. Parameters of the ZeroOptimizer are rejected."""
     plain = backward(plain_model())
     part = [p for p in plain.get_submodule("layers.0").parameters()]
     wants = [float(get_total_norm([p.grad for p in ps if p.grad is not None])) for ps in (part, [*plain.parameters()])]
@@ -182,7 +182,7 @@ def test_gradients_of_zero_are_clipped_as_in_the_plain_model(stage: int, layout:
         with pytest.raises(ConfigError, match="received parameters of a ZeroOptimizer"):
             get_total_norm([p.grad for p in pieces if p.grad is not None])
         other = nn.Linear(3, 3)
-        assert float(clip_grad_norm_(other.parameters(), 1.0)) == 0.0  # is no model of zero's
+        assert float(clip_grad_norm_(other.parameters(), 1.0)) == 0.0  # not a model of ZeRO
         norms = [clip_grad_norm_(model.get_submodule("layers.0").parameters(), 1e9)]
         norms += [get_total_norm([p.grad for p in model.parameters() if p.grad is not None])]
         norms += [clip_grad_norm_(model.parameters(), 0.01), clip_grad_norm_(model.parameters(), 1e9)]

@@ -1,4 +1,4 @@
-"""torch's loss scaler and optimizers on sharded models: ranks leave a step out together; what differs is said."""
+"""torch's gradient scaler and optimizers on sharded models: ranks skip steps together, and problems are reported."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def plain() -> Any:
 
 
 def scaled_run(model: Any, rank: int, odd: int, *, unscales: bool, step: Any = None) -> tuple[list[float], Any]:
-    """The scales of three steps, in the second of which a gradient of one rank is infinite; and the weights."""
+    """Return the weights and the scales of three steps. In the second one rank has an infinite gradient."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
     scales = []

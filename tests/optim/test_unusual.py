@@ -1,4 +1,4 @@
-"""Parameters without dimensions or numbers, complex ones, and sparse gradients train as in one process."""
+"""Scalar, empty, complex and sparse parameters and gradients train as in one process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS = 3
 
 
 class Unusual(nn.Module):
-    """Parameters of all kinds, of sizes that no number of ranks divides, two of them in layers of their own."""
+    """Parameters of all kinds and of sizes that no number of ranks divides."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Only(nn.Module):
 
 
 _DRAWING = threading.Lock()
-"""Ranks that are threads have one random generator."""
+"""Ranks that are threads share one random generator."""
 
 
 def model_of() -> Unusual:
@@ -67,7 +67,7 @@ def ids(step: int, rank: int) -> Tensor:
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """Takes sparse gradients, which Adam does not."""
+    """Optimizer that accepts sparse gradients, which Adam does not."""
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
@@ -113,7 +113,7 @@ CASES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("how", CASES, ids=lambda how: "-".join(str(x)[:5] for x in how.values()))
 def test_each_stage_trains_clips_and_resumes(how: dict[str, Any], tmp_path: Path) -> None:
-    """From a checkpoint of the layout itself, of another stage, and in one process without ZeRO."""
+    """Resume from the same layout, from another stage, and in one process without ZeRO."""
     if how.get("offload") == "nvme":
         how = {**how, "offload": f"nvme:{tmp_path}"}
     want, further = plainly(clips=0.01), plainly(2)
@@ -189,7 +189,7 @@ def test_complex_parameters_keep_their_precision(precision: str) -> None:
 
 
 class Rows(nn.Module):
-    """Rows of a table, to which it gives no gradient, a gradient of 0, or one that counts."""
+    """An embedding with rows without a gradient, with a zero gradient, and with other gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ class Rows(nn.Module):
 
 
 def steps_on(model: Rows, kind: Any, ranks: list[int]) -> list[Tensor]:
-    """Two backwards a step, of which each data rank's loss counts half. Gives the table."""
+    """Run two backward passes per step and return the embedding. The loss of each data rank counts half."""
     table, rest = kind([model.table.weight], lr=0.1), torch.optim.SGD([model.bias], lr=0.1)
     for step in range(4):
         for micro in range(2):
@@ -219,7 +219,7 @@ def steps_on(model: Rows, kind: Any, ranks: list[int]) -> list[Tensor]:
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.SparseAdam])
 def test_sparse_gradients_over_data_ranks_equal_one_process(kind: Any) -> None:
-    """Sparse on each rank, with the rows of all: SparseAdam changes these alone, those with a gradient of 0 too."""
+    """Each rank's gradient is sparse, with the rows of all ranks. SparseAdam changes only these rows."""
     want, models = steps_on(Rows(), kind, [0, 1]), [Rows() for _ in range(2)]
 
     def over(context: ParallelContext) -> list[Tensor]:

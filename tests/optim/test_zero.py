@@ -1,4 +1,4 @@
-"""ZeRO: the weights after several steps are those of one process, and each rank keeps its part of the state alone."""
+"""ZeRO: weights after several steps equal one process, and each rank keeps only its shard of the state."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ Weights = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, over which ranks.
+    """A training configuration.
 
     Args:
-        micro: backwards of a step.
-        options: of the sharding.
+        micro: Backward passes per step.
+        options: Options of the sharding.
     """
 
     family: str = "llama"
@@ -54,14 +54,14 @@ class Job:
         return SmallModel(self.family)().double()
 
     def loss(self, model: nn.Module, step: int, micro: int, rank: int) -> Tensor:
-        """Of one data rank's part; every rank has its own samples."""
+        """Return the batch of one data rank. Each rank has its own samples."""
         batch = RandomBatches(DEFAULT_HEAD[self.family], batch=3)(100 * step + 10 * micro + rank)
         batch = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
         return sample_loss(model, batch) / self.micro
 
 
 def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    """Two groups with settings of their own, and a weight that is frozen."""
+    """Create two parameter groups with different options, and a frozen weight."""
     params = list(model.parameters())
     max(params, key=lambda p: p.dim()).requires_grad_(False)
     trained = [p for p in params if p.requires_grad]
@@ -74,7 +74,7 @@ def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def plainly(job: Job) -> tuple[Weights, list[float]]:
-    """The weights of one process that sees what all data ranks see, and the norms of its gradients."""
+    """Return the weights and gradient norms of one process that sees the data of all ranks."""
     model, norms = job.build(), []
     optimizer = optimizer_of(job.optimizer, model)
     for step in range(STEPS):
@@ -88,7 +88,7 @@ def plainly(job: Job) -> tuple[Weights, list[float]]:
 
 
 def with_zero(job: Job) -> list[tuple[Weights, list[float], float]]:
-    """For each rank the weights, the norms, and how many numbers of state it keeps for each of its parameters'."""
+    """Return for each rank the weights, the norms, and the number of state elements per parameter element."""
     models = [job.build() for _ in range(job.data * job.tensor)]
 
     def train(context: ParallelContext) -> tuple[Weights, list[float], float]:
@@ -141,12 +141,12 @@ def test_weights_equal_one_process(job: Job, bound: float) -> None:
 
 
 def check_weights(job: Job, bound: float) -> None:
-    """Compares the weights, the norms, and how much state a rank keeps."""
+    """Compare the weights, the norms, and the size of the state."""
     want, norms = plainly(job)
     for weights, ours, kept in with_zero(job):
         for name, value in want.items():
             if value.is_floating_point():
-                # a bias of keys has no gradient but rounding
+                # the gradient of a key bias is only rounding error
                 scale = value.abs().max().clamp(min=1e-2)
                 assert float((weights[name].double() - value).abs().max() / scale) < bound, name
         assert max(abs(a - b) / b for a, b in zip(ours, norms, strict=True)) < max(bound, 1e-7)
@@ -158,7 +158,7 @@ def check_weights(job: Job, bound: float) -> None:
 
 
 class Net(nn.Module):
-    """Any module: one of its layers is left out now and then."""
+    """A module that skips one of its layers in some steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ def images(step: int, rank: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def uses_b(step: int, rank: int) -> bool:
-    """Step 1: not on rank 0. Step 2: on none."""
+    """Step 1 skips the layer on rank 0, step 2 on all ranks."""
     return not (step == 2 or (step == 1 and rank == 0))
 
 
@@ -201,7 +201,7 @@ def over_ranks(
     dtype: torch.dtype = torch.float64,
     **how: Any,
 ) -> list[Any]:
-    """What ``use`` gives on each rank, of a module that differs between them before ``shard_optimizer`` is called."""
+    """Return the result of ``use`` on each rank, for a module that differs between ranks before ``shard_optimizer``."""
     models = [net(dtype) for _ in range(ranks)]
     with torch.no_grad():
         for rank, model in enumerate(models):
@@ -218,7 +218,7 @@ def over_ranks(
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_layer_skipped_by_some_or_all_ranks(ranks: int, stage: int) -> None:
-    """It keeps its state where all do, as in one process; and the first rank's weights are those of all."""
+    """Skipped layers keep their state as in one process, and all ranks start with the weights of the first."""
     plain = net()
     trained(plain, torch.optim.AdamW(plain.parameters(), lr=0.05), list(range(ranks)), weight=1 / ranks)
 
@@ -343,10 +343,10 @@ STAGED = RandomBatches(DEFAULT_HEAD["gpt2"], batch=4)
 
 
 def check_stages(trained_by: Callable[[nn.Module, ParallelContext], Any]) -> list[Any]:
-    """GPT-2 over two stages and two data ranks, whose embedding is on both, against one process.
+    """Compare GPT-2 over two stages (both have the embedding) and two data ranks with one process.
 
     Args:
-        trained_by: trains the sharded model three steps with SGD; what it gives is returned, for each rank.
+        trained_by: Trains the sharded model for three steps with SGD. Its results on all ranks are returned.
     """
 
     def build() -> nn.Module:
@@ -377,7 +377,7 @@ def check_stages(trained_by: Callable[[nn.Module, ParallelContext], Any]) -> lis
 
 @pytest.mark.parametrize("stage", [0, 2])
 def test_over_stages_and_data_ranks(stage: int) -> None:
-    """The state of what several stages hold is cut over all of its holders."""
+    """The state of a parameter that several stages share is sharded over all of its ranks."""
 
     def train(model: nn.Module, context: ParallelContext) -> None:
         pipeline = Pipeline(model, micro_batches=2)
@@ -399,7 +399,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def sharing(model: Any) -> nn.Module:
-    """Two parameters in one memory."""
+    """Let two parameters share memory."""
     model.c.bias = nn.Parameter(model.a.weight.data.view(-1)[:3])
     return model  # type: ignore[no-any-return]
 
@@ -430,7 +430,7 @@ def test_elementwise_optimizers_are_accepted(kind: Any) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.AdamW])
 def test_existing_state_is_sharded(kind: Any, stage: int) -> None:
-    """Adagrad makes its state at once; AdamW has some after a step."""
+    """Adagrad creates its state immediately, AdamW in the first step."""
 
     def stepped(model: Net) -> torch.optim.Optimizer:
         made: torch.optim.Optimizer = kind(model.parameters(), lr=0.05)
@@ -511,7 +511,7 @@ def test_changes_after_shard_optimizer_are_rejected() -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_writes_to_parameters_between_steps_take_effect(stage: int) -> None:
-    """Weights that are loaded, or clamped, in 16 bits too, where they have masters."""
+    """Load or clamp weights, also in 16 bits with master weights."""
     with torch.no_grad():
         loaded = {name: (p * 0.5).bfloat16() for name, p in net(torch.float32).state_dict().items()}
 
@@ -535,7 +535,7 @@ def test_writes_to_parameters_between_steps_take_effect(stage: int) -> None:
         step(2)
         masters = copy.deepcopy(optimizer.state_dict()["masters"])
         optimizer.load_state_dict(saved)
-        model.load_state_dict(weights)  # behind the masters, which keep what 16 bits have not
+        model.load_state_dict(weights)  # equal in 16 bits, so the more precise master weights remain
         step(2)
         assert all(torch.equal(a, b) for a, b in zip(masters, optimizer.state_dict()["masters"], strict=True))
         return dict(model.state_dict())
@@ -572,12 +572,12 @@ def test_changes_that_zero_would_ignore_are_rejected() -> None:
 
 
 def no_counts(original: Any) -> Any:
-    """As if every parameter had a gradient on every rank."""
+    """Count every parameter as present on every rank."""
     return lambda self, part, had, scale: original(self, part, torch.ones_like(had), scale)
 
 
 def own_part(original: Any) -> Any:
-    """Every rank takes its part of what it has itself."""
+    """Let every rank use its own gradients only."""
 
     def start(self: ReduceScatterToShards, bucket: Any) -> None:
         axis = bucket.axis

@@ -1,4 +1,4 @@
-"""GradientReducer: what stands in .grad after backward is what all ranks agree on, however the backwards come."""
+"""GradientReducer: ``.grad`` after a backward pass is reduced over all ranks, for any sequence of passes."""
 
 from __future__ import annotations
 
@@ -193,14 +193,14 @@ def test_copied_model_averages_its_own_gradients(pool2: WorkerPool) -> None:
 
 
 def _summands() -> tuple[Tensor | None, Tensor | None]:
-    """A parameter of which each rank has a summand, and rows 0-1 and 1-2 of three, of which row 1 is held twice."""
+    """A parameter with partial gradients, and one with rows 0-1 and 1-2 of three, of which both ranks store row 1."""
     axis = Axis.of(None)
     whole, rows = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, 2))
     spec = ShardSpec((3, 2), {0: Split((((0, 2),), ((1, 3),)))})
     reducer = GradientReducer([_gradient(whole, axis, 1), _gradient(rows, axis, 1, spec)])
     for _ in range(2):
         ((axis.rank + 1) * whole.sum() + 10 * (axis.rank + 1) * rows.sum()).backward()
-    del reducer  # held until here: the hooks do not hold it
+    del reducer  # keep it alive until here, because hooks use weak references
     return whole.grad, rows.grad
 
 
@@ -228,7 +228,7 @@ def test_axis_of_one_rank_scales_gradients() -> None:
 
 
 def _handed_over(bucket_bytes: int) -> tuple[float, bool]:
-    """The worst difference of all shards together from the mean; whether ``.grad`` is gone."""
+    """Return the largest difference of the shards from the mean, and whether ``.grad`` is None."""
     axis, model, plain = Axis.of(None), _Net(), _Net()
     got: list[tuple[list[Tensor], Tensor, Tensor]] = []
 
@@ -252,7 +252,7 @@ def _handed_over(bucket_bytes: int) -> tuple[float, bool]:
             worst = max(worst, float((whole[at : at + param.numel()].view_as(param) - expected).abs().max()))
             whole[at : at + param.numel()] = 0
             at += -(-param.numel() // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
-        assert not whole.any()  # neither between the gradients nor behind them
+        assert not whole.any()  # gaps and padding are zero
     del reducer
     return worst, all(p.grad is None for p in model.parameters())
 

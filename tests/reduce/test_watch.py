@@ -1,4 +1,4 @@
-"""Ranks that have come apart notice it, at the step in which they do or the next, and say in what."""
+"""Diverging ranks are detected at the same or the next step, and the error names the difference."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Change = Callable[["Run"], None]
 
 
 class Run:
-    """A model in training on one rank, of which a test changes something before a step."""
+    """A model in training on one rank. A test changes it before a step."""
 
     def __init__(self, context: ParallelContext, *, zero_stage: int | None = None, **options: Any) -> None:
         torch.manual_seed(0)
@@ -85,7 +85,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
 
 
 def came_apart(change: Change | None, odd: int, sizes: dict[str, int], at: int = AT, **options: Any) -> list[str]:
-    """What each rank says of a run in which one rank is changed at a step."""
+    """Return the error of each rank of a run in which one rank is changed at a step."""
 
     def do(context: ParallelContext) -> str:
         run = Run(context, **options)
@@ -114,8 +114,8 @@ def test_tensor_ranks_detect_divergence(name: str, sizes: dict[str, int]) -> Non
         assert "rank 1 " in found[0], "the one that differs is named"
 
 
-# A step under ZeRO is made by all ranks together, and weights come from one rank each; under stage 3 a rank in another
-# mode reads other weights, for which the others wait.
+# A ZeRO step is collective, and each weight is updated on one rank. Under stage 3, a rank in another mode would read
+# other weights, for which the other ranks would wait.
 OF_DATA = [
     ("mode", {}),
     ("rate", {}),
@@ -194,7 +194,7 @@ def rounded(run: Run) -> None:
 
 
 def test_rounding_errors_are_no_divergence() -> None:
-    """Each of these ranks computes their gradients itself, with kernels that may add in another order."""
+    """Each rank computes its gradients itself, with kernels that may use another order of summation."""
     assert came_apart(rounded, 1, {"tensor": 2}) == ["", ""]
     assert all("different weights" in said for said in came_apart(rounded, 1, {"data": 2}))
 
@@ -230,7 +230,7 @@ def test_different_batches_in_evaluation_are_detected(sizes: dict[str, int]) -> 
 
 
 def sampled() -> list[int]:
-    """A text on each rank, whose random numbers are its own."""
+    """Generate a text on each rank with its own random seed."""
     context = ParallelContext.from_world({"tensor": 2})
     torch.manual_seed(0)
     model: Any = shardformer.shard_model(SmallModel("llama")(), context=context).eval()
@@ -261,7 +261,7 @@ def test_different_options_on_ranks_raise() -> None:
 
 @pytest.mark.parametrize("sizes", [{"tensor": 2}, {"data": 2}, {"pipe": 2}], ids=str)
 def test_consistency_check_needs_no_extra_communication(sizes: dict[str, int]) -> None:
-    """As many collectives; of bytes, beside what no recorder counts, the bits behind the last bucket of gradients."""
+    """The number of collectives does not change. The last bucket grows by a few bytes."""
     bits = 2 * BITS * 4 if "data" in sizes else 0
 
     def do(context: ParallelContext) -> dict[bool, tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Stages train different parameters: what they need not have in common is no reason to refuse a step."""
+"""Stages train different parameters, so differences between their optimizers are not errors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def embedding_alone(model: Any) -> Optimizers:
 
 
 def head_in_the_optimizer_alone(model: Any) -> Optimizers:
-    """The rest takes gradients that nobody steps with."""
+    """Other parameters receive gradients that no optimizer uses."""
     return [torch.optim.SGD(model.lm_head.parameters(), lr=0.1)]
 
 
@@ -59,7 +59,7 @@ def reversed_rates(model: Any) -> Optimizers:
 
 
 def of_each_end(model: Any) -> Optimizers:
-    """One trains on the first stage alone, and one on the last."""
+    """One optimizer trains on the first stage only, and one on the last."""
     frozen_but(model, "nothing")
     ends = model.model.embed_tokens.requires_grad_(True), model.lm_head.requires_grad_(True)
     return [torch.optim.SGD(end.parameters(), lr=rate) for end, rate in zip(ends, (0.1, 0.01), strict=True)]
@@ -119,7 +119,7 @@ def test_zero_optimizers_are_monitored(zero: int) -> None:
 
 
 class Own:
-    """A loop of one's own: each stage makes optimizers of what it has."""
+    """A custom loop in which each stage creates optimizers of its own parameters."""
 
     def __init__(self, context: ParallelContext, kinds: Sequence[type[torch.optim.Optimizer]] = (SGD, SGD)) -> None:
         self.stage = context.pipe.rank
