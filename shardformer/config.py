@@ -301,7 +301,7 @@ class ParallelConfig:
         from shardformer.offload.host import OffloadConfig
         from shardformer.pipeline.micro_batches import check_sizes
         from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE
-        from shardformer.zero.config import ZERO_STAGES, BucketOptions, Stage3Options, StepOptions
+        from shardformer.zero.config import ZERO_STAGES, ZeroOptions
         from shardformer.zero.mixed_precision import MixedPrecision
 
         for each in fields(self):
@@ -328,8 +328,13 @@ class ParallelConfig:
         if self.micro_batches is not None or self.micro_batch_size is not None:
             check_sizes(self.micro_batches, self.micro_batch_size)
         MixedPrecision.of(self.precision), OffloadConfig.of(self.offload)
-        StepOptions(self.max_grad_norm, self.on_nonfinite), BucketOptions(self.bucket_bytes)
-        Stage3Options(self.keep_frozen, self.reshard_after_forward)
+        ZeroOptions(
+            max_grad_norm=self.max_grad_norm,
+            on_nonfinite=self.on_nonfinite,
+            keep_frozen=self.keep_frozen,
+            reshard_after_forward=self.reshard_after_forward,
+            bucket_bytes=self.bucket_bytes,
+        )
         self._check_used(STAGE_FIELDS, self.pipe > 1, "pipe=2 or more")
         self._check_used(_OF_STAGE_3, self.zero_stage == 3, "zero_stage=3")
         self._check_used(("sequence_overlap",), self.sequence_parallel, "sequence_parallel=True")

@@ -1,4 +1,4 @@
-"""How gradients are reduced over ranks: buckets, the reducer, the norm and clipping."""
+"""Reduction of gradients over ranks: buckets, the reducer, the gradient norm and clipping."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Buckets of gradients, and what is done with the sum of a bucket over its ranks.
+"""Gradient buckets, and the reduction of a bucket over its ranks.
 
-tensor=2, data=2, one matrix of N numbers that rank 3 owns: three ranks send it N/2 each, and it sends them N/2 each;
-as a reduce-scatter and an all-gather of the full matrix these would be N each.
+AllReduceToGrad        writes the sum into ``.grad`` on every rank     one all-reduce per bucket
+ReduceScatterToShards  gives each rank's optimizer a shard of the sum  one reduce-scatter per bucket
 
-WriteBack   the sum is written into ``.grad`` on every rank            one all-reduce a bucket
-HandOver    each rank gets its shard of the sum, for its optimizer     one reduce-scatter a bucket
+If an optimizer needs full matrices, one rank owns each matrix, and the ranks send it their slices (``SlicesToOwners``).
+Example: tensor=2, data=2, and a matrix of N elements on rank 3. Each of the other three ranks sends N/2 elements and
+receives N/2. A reduce-scatter followed by an all-gather of the full matrix would send N in each direction.
 """
 
 from __future__ import annotations
@@ -14,18 +15,13 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardformer.comm.collectives import (
-    PendingCollective,
-    all_gather_objects,
-    start_all_to_all,
-    start_reduce_scatter,
-    start_sum,
-)
+from shardformer.comm import collectives
+from shardformer.comm.collectives import PendingCollective
 from shardformer.errors import InputError
 from shardformer.layout.shard_spec import Coords
 from shardformer.layout.sharding_metadata import ConsistencyMonitorProtocol, ParamEntry
@@ -33,50 +29,35 @@ from shardformer.mesh.parallel_context import Axis
 from shardformer.torch_compat import to_list
 
 
-class ShardedGradient(Protocol):
-    """The gradient of a cut parameter, all of which one rank of ``axis`` gets."""
-
-    entry: ParamEntry
-    axis: Axis
-    divisor: float
-
-    @property
-    def param(self) -> Tensor: ...
-
-    @property
-    def numel(self) -> int: ...
-
-
 class SlicesToOwners:
-    """The slices of some gradients that each rank of their axis holds.
+    """Sends slices of gradients to the owner ranks of their parameters, and slices of parameters back.
 
     Args:
-        holders: the coordinates of each rank of the axis.
+        holders: Coordinates of each rank of the axis.
     """
 
-    def __init__(self, gradients: Sequence[ShardedGradient], holders: Sequence[Coords]) -> None:
+    def __init__(self, gradients: Sequence[GradientSlot], holders: Sequence[Coords]) -> None:
         self._gradients, self._holders = gradients, holders
         self._axis = gradients[0].axis
+        self._ranks = range(self._axis.size)
 
     def start_sum(self, each: int, places: Sequence[slice], had: Tensor) -> PendingCollective:
-        """Starts to sum the gradients for their owners.
+        """Start to sum the gradients on their owners. Communicates each slice once, and ``had`` to all ranks.
 
         Args:
-            each: numbers that a rank owns.
-            places: where each gradient lies among those of all ranks.
-            had: a number for each gradient, whose sums every owner gets behind its part.
-
-        Communicates each slice once, to the owner of its parameter, and ``had`` to all ranks.
+            each: Number of elements that each rank owns.
+            places: Range of each gradient among the elements of all ranks.
+            had: One number for each gradient. Every owner gets their sums after its shard.
         """
-        packed = [self._packed(gradient, had) for gradient in self._gradients]
-        outgoing = [torch.cat([*(packed[n] for n in self._of(r, each, places)), had]) for r in self._ranks]
-        mine = self._of(self._axis.rank, each, places)
-        arriving = [sum(self._sizes(n, mine)) + len(had) for n in self._ranks]
+        packed = [self._pack_slice(gradient, had) for gradient in self._gradients]
+        outgoing = [torch.cat([*(packed[n] for n in self._owned_by(r, each, places)), had]) for r in self._ranks]
+        owned = self._owned_by(self._axis.rank, each, places)
+        arriving = [sum(self._slice_sizes(r, owned)) + len(had) for r in self._ranks]
 
-        def added(received: Tensor) -> Tensor:
+        def add_slices(received: Tensor) -> Tensor:
             shard = had.new_zeros(each + len(had))
             for rank, part in enumerate(received.split(arriving)):
-                for n, local in zip(mine, part[: -len(had)].split(self._sizes(rank, mine)), strict=True):
+                for n, local in zip(owned, part[: -len(had)].split(self._slice_sizes(rank, owned)), strict=True):
                     begin = places[n].start - self._axis.rank * each
                     spec = self._gradients[n].entry.spec
                     full = shard[begin : begin + self._gradients[n].numel].view(spec.shape)
@@ -86,42 +67,36 @@ class SlicesToOwners:
                 shard[each:] += part[-len(had) :]
             return shard
 
-        return start_all_to_all(outgoing, arriving, self._axis, "gradients").then(added)
+        return collectives.start_all_to_all(outgoing, arriving, self._axis, "gradients").then(add_slices)
 
     def start_share(self, own: Tensor, whole: Tensor, places: Sequence[slice]) -> PendingCollective:
-        """Starts to give each rank its slices of what this one owns.
+        """Start to send each rank its slices of the parameters that this rank owns. Communicates each slice once.
 
-        Of ``whole`` only the numbers that this rank holds are written. Communicates each slice once, to each holder.
+        Writes into ``whole`` only the elements that this rank stores.
         """
-        each = len(own)
-        mine = self._of(self._axis.rank, each, places)
-        outgoing = [torch.cat([own[:0], *(self._slice(own, n, r, each, places) for n in mine)]) for r in self._ranks]
-        theirs = [self._of(r, each, places) for r in self._ranks]
-        arriving = [sum(self._sizes(self._axis.rank, numbers)) for numbers in theirs]
+        each, here = len(own), self._axis.rank
+        owned = self._owned_by(here, each, places)
+        outgoing = [torch.cat([own[:0], *(self._slice(own, n, r, each, places) for n in owned)]) for r in self._ranks]
+        owned_by_rank = [self._owned_by(r, each, places) for r in self._ranks]
+        arriving = [sum(self._slice_sizes(here, numbers)) for numbers in owned_by_rank]
 
-        def placed(received: Tensor) -> Tensor:
-            coords = self._holders[self._axis.rank]
-            for numbers, part in zip(theirs, received.split(arriving), strict=True):
-                for n, local in zip(numbers, part.split(self._sizes(self._axis.rank, numbers)), strict=True):
+        def place_slices(received: Tensor) -> Tensor:
+            coords = self._holders[here]
+            for numbers, part in zip(owned_by_rank, received.split(arriving), strict=True):
+                for n, local in zip(numbers, part.split(self._slice_sizes(here, numbers)), strict=True):
                     spec = self._gradients[n].entry.spec
                     spec.place(local.view(spec.local_shape(coords)), whole[places[n]].view(spec.shape), coords)
             return whole
 
-        return start_all_to_all(outgoing, arriving, self._axis, "parameters").then(placed)
+        return collectives.start_all_to_all(outgoing, arriving, self._axis, "parameters").then(place_slices)
 
-    @property
-    def _ranks(self) -> range:
-        return range(self._axis.size)
-
-    def _of(self, rank: int, each: int, places: Sequence[slice]) -> list[int]:
-        """The numbers of the gradients that a rank owns."""
+    def _owned_by(self, rank: int, each: int, places: Sequence[slice]) -> list[int]:
         return [n for n, place in enumerate(places) if each and place.start // each == rank]
 
-    def _sizes(self, rank: int, numbers: Sequence[int]) -> list[int]:
-        """Numbers that a rank holds of each."""
+    def _slice_sizes(self, rank: int, numbers: Sequence[int]) -> list[int]:
         return [prod(self._gradients[n].entry.spec.local_shape(self._holders[rank])) for n in numbers]
 
-    def _packed(self, gradient: ShardedGradient, like: Tensor) -> Tensor:
+    def _pack_slice(self, gradient: GradientSlot, like: Tensor) -> Tensor:
         grad = gradient.param.grad
         if grad is None:
             return like.new_zeros(gradient.param.numel())
@@ -134,57 +109,55 @@ class SlicesToOwners:
 
 
 ALIGNMENT_ELEMENTS = 32
-"""Numbers, which are 64 bytes in 16 bit: no kernel looks further."""
+"""Alignment of parameters in a bucket: 64 bytes in 16 bits, the largest alignment that a kernel depends on."""
 
 
 @dataclass(eq=False)
 class GradientSlot:
     """The gradient of one parameter on this rank.
 
-    Slices that several ranks of a cut parameter hold (a KV head that ranks share) are summed over their holders only:
-    in the bucket the gradient stands in the full shape, with zeros for what this rank does not hold.
+    If several ranks store slices of a sharded parameter (a KV head that ranks share), the bucket contains the gradient
+    in the full shape, with zeros for elements of other ranks.
 
     Args:
-        axis: all ranks whose gradients are summed.
-        coords: this rank's place on the grid.
+        axis: All ranks whose gradients are summed.
+        coords: This rank's coordinates.
     """
 
     entry: ParamEntry
     axis: Axis
     coords: Coords
     bucket: Bucket | None = None
-    shard_coords: Sequence[
-        Coords
-    ] = ()  # the coordinates of each rank of the axis, of a cut one that is brought together
-    is_full: bool = False  # whether one rank gets all of it, for an optimizer that looks at whole matrices
-    changed: bool = False  # since the last time that it was agreed on
-    arrived: bool = False  # in this backward
+    shard_coords: Sequence[Coords] = ()  # of each rank of the axis, if one rank gathers the slices of all
+    is_full: bool = False  # whether one rank gets the full gradient, for an optimizer that needs full matrices
+    changed: bool = False  # since the last reduction
+    arrived: bool = False  # in this backward pass
 
     def __post_init__(self) -> None:
         self.divisor = self.entry.reduction.divisor
-        self._look(not self.entry.spec.is_partition)
+        self._set_copies(not self.entry.spec.is_partition)
 
-    def _look(self, is_shared: bool) -> None:
+    def _set_copies(self, is_shared: bool) -> None:
         spec = self.entry.spec
         self.is_shared = is_shared
         summed = [size for name, size in spec.axes.items() if self.is_full or name in self.entry.reduction.sum_over]
         self.copies = spec.num_copies() * (self.axis.size // (prod(summed) if is_shared else 1))
-        """How many of the ranks hold each number: a number, or one for each of the full tensor."""
+        """Number of ranks that store each element: a scalar, or a tensor of the full shape."""
 
     def gather_to_owner(self, axis: Axis | None, holders: Sequence[Coords] = ()) -> None:
-        """From now on one rank gets all of it: of a cut parameter the full one, out of the slices of ``axis``.
+        """Let one rank get the full gradient. For a sharded parameter it gathers the slices of ``axis``.
 
         Args:
-            holders: the coordinates of each rank of the axis.
+            holders: Coordinates of each rank of the axis.
         """
         self.is_full = True
         if axis is not None:
             self.axis, self.shard_coords = axis, holders
-            self._look(True)
+            self._set_copies(True)
 
     @property
     def shape(self) -> torch.Size:
-        """In the bucket."""
+        """Shape in the bucket."""
         return torch.Size(self.entry.spec.shape) if self.is_shared else self.param.shape
 
     @property
@@ -193,25 +166,27 @@ class GradientSlot:
 
     @property
     def is_new(self) -> bool:
-        """Whether the gradient here is one that the other ranks do not know."""
+        """Whether there is a gradient on this rank that was not reduced."""
         return self.changed and self.param.grad is not None
 
     @property
     def is_sparse(self) -> bool:
-        """Whether the gradient here has some rows alone, as ``nn.Embedding(sparse=True)`` gives it."""
+        """Whether the gradient is sparse, as from ``nn.Embedding(sparse=True)``."""
         return self.param.grad is not None and self.param.grad.is_sparse
 
     @property
     def numel(self) -> int:
-        """Numbers that it takes in a bucket."""
+        """Number of elements in the bucket."""
         return self.shape.numel()
 
     def pack(self, out: Tensor, divisor: Tensor | float) -> None:
-        """Writes the gradient over ``divisor`` into its place in a bucket; zeros where there is none."""
-        grad = _dense(self.param.grad)
+        """Write the gradient divided by ``divisor`` into its range of a bucket. A missing gradient is zero."""
+        grad = self.param.grad
         if grad is None:
             out.zero_()
-        elif not self.is_shared:
+            return
+        grad = grad.to_dense() if grad.is_sparse else grad
+        if not self.is_shared:
             torch.div(grad.reshape(-1), divisor, out=out)
         else:
             full = out.zero_().view(self.entry.spec.shape)
@@ -219,26 +194,20 @@ class GradientSlot:
             full.div_(divisor.to(full) if isinstance(divisor, Tensor) else divisor)
 
     def unpack(self, flat: Tensor) -> Tensor:
-        """This rank's gradient from its place in a bucket."""
+        """Return this rank's gradient from its range of a bucket."""
         if not self.is_shared:
             return flat.view(self.param.shape)
         return self.entry.spec.slice(flat.view(self.entry.spec.shape), self.coords)
 
-    def local_copies(self) -> Tensor | float:
-        """``copies`` of the numbers that this rank holds."""
-        if not isinstance(self.copies, Tensor):
-            return self.copies
-        return self.entry.spec.slice(self.copies.expand(self.entry.spec.shape), self.coords)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientSlot:
-        memo[id(self)] = twin = GradientSlot(deepcopy(self.entry, memo), self.axis, self.coords)
-        twin.divisor = self.divisor
-        return twin
+        memo[id(self)] = copied = GradientSlot(deepcopy(self.entry, memo), self.axis, self.coords)
+        copied.divisor = self.divisor
+        return copied
 
 
 @dataclass(eq=False)
 class Bucket:
-    """Gradients that one collective sums, over ``axis``, in ``dtype``: by default that of the parameters."""
+    """Gradients that one collective reduces over ``axis``, in ``dtype`` or by default the dtype of the parameters."""
 
     axis: Axis
     dtype: torch.dtype | None = None
@@ -246,18 +215,17 @@ class Bucket:
     pending: int = 0
     work: Any = None
     flat: Tensor | None = None
-    is_sent: bool = False  # in this backward
-    memory: Callable[[int, torch.dtype, torch.device], Tensor] | None = None  # what gives it; None: new memory
-    watch: ConsistencyMonitorProtocol | None = None  # whose numbers go behind the gradients
+    is_sent: bool = False  # in this backward pass
+    memory: Callable[[int, torch.dtype, torch.device], Tensor] | None = None  # allocates the buffer
+    watch: ConsistencyMonitorProtocol | None = None  # its numbers are appended to the gradients
 
     @property
     def is_summed(self) -> bool:
-        """Whether the sum is there already."""
         return self.work is None or self.work.is_completed()
 
     @property
     def slices(self) -> SlicesToOwners | None:
-        """Where ranks hold slices of parameters that one of them has whole, and send directly: who has which."""
+        """The transfer of slices, if owner ranks gather sharded parameters and the transport supports it."""
         first = self.gradients[0]
         is_direct = self.axis.size > 1 and self.axis.transport.exchanges_directly(first.param)
         if not is_direct or not all(gradient.shard_coords for gradient in self.gradients):
@@ -266,41 +234,45 @@ class Bucket:
 
     @property
     def has_gradient(self) -> list[float]:
-        """For each gradient 1 where this rank has a new one, -1 where that is sparse."""
+        """1 for each gradient that is new on this rank, -1 if it is sparse, otherwise 0."""
         return [(-1.0 if g.is_sparse else 1.0) if g.is_new else 0.0 for g in self.gradients]
 
     def extra_values(self) -> list[float]:
-        """What goes behind the gradients, and is summed with them: ``had``, and the bits of the watch."""
-        return self.has_gradient + (
-            self.watch.values_to_reduce(self.axis) if self.watch is not None and self.axis.size > 1 else []
-        )
+        """Return numbers to sum with the gradients: ``has_gradient``, and those of the consistency monitor."""
+        if self.watch is None or self.axis.size == 1:
+            return self.has_gradient
+        return self.has_gradient + self.watch.values_to_reduce(self.axis)
 
     def check_extra_values(self, tail: Tensor) -> Tensor:
-        """The sums of ``had``. Raises InputError, on every rank, where ranks have come apart."""
+        """Return the sums of ``has_gradient``. Raise InputError on every rank if the ranks diverged."""
         count, tail = len(self.gradients), tail.real if tail.is_complex() else tail
         if self.watch is not None and len(tail) > count:
             self.watch.check_reduced(tail[count:], self.axis)
         return tail[:count]
 
-    def offsets(self, ranks: int = 1) -> tuple[int, list[slice]]:
-        """How many numbers each rank has of the bucket, and where each gradient lies among those of all ranks.
+    def packed_offsets(self) -> tuple[int, list[slice]]:
+        """Return the total number of elements, and the range of each gradient without alignment."""
+        *begins, end = accumulate((gradient.numel for gradient in self.gradients), initial=0)
+        return end, [slice(at, at + gradient.numel) for at, gradient in zip(begins, self.gradients, strict=True)]
 
-        Gradients follow each other; those that one rank gets whole lie in its part, the largest given out first, each
-        to the rank that has least. Each begins at a multiple of ``ALIGNMENT_ELEMENTS``: parameters lie in the same
-        places, and a
-        kernel that looks at where one begins would round otherwise on a rank whose other parameters are smaller.
+    def offsets(self, ranks: int = 1) -> tuple[int, list[slice]]:
+        """Return the number of elements per rank, and the range of each gradient among the elements of all ranks.
+
+        Gradients are consecutive. A full gradient lies in the shard of one rank. The largest are assigned first, each
+        to the rank with the fewest elements. Ranges start at multiples of ``ALIGNMENT_ELEMENTS``. Parameters use the
+        same ranges, and kernels that depend on alignment would otherwise round differently on each rank.
         """
         sizes = [gradient.numel for gradient in self.gradients]
         if ranks == 1 or not any(gradient.is_full for gradient in self.gradients):
-            *begins, end = accumulate(map(_with_gap, sizes), initial=0)
-            end -= _with_gap(sizes[-1]) - sizes[-1]
-            each = max(1, -(-end // ranks))  # where no parameter has a number too: no collective is of nothing
+            *begins, end = accumulate(map(_align, sizes), initial=0)
+            end -= _align(sizes[-1]) - sizes[-1]
+            each = max(1, -(-end // ranks))  # at least one element, because collectives cannot be empty
             return each, [slice(at, at + size) for at, size in zip(begins, sizes, strict=True)]
         used, starts = [0] * ranks, [(0, 0)] * len(sizes)
         for n in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
             rank = min(range(ranks), key=lambda rank: used[rank])
             starts[n] = rank, used[rank]
-            used[rank] += _with_gap(sizes[n])
+            used[rank] += _align(sizes[n])
         each = max(1, *used)
         return each, [slice(r * each + at, r * each + at + n) for (r, at), n in zip(starts, sizes, strict=True)]
 
@@ -311,6 +283,22 @@ class Bucket:
             return self.memory(numel, dtype, first.device)
         return torch.empty(numel, dtype=dtype, device=first.device)
 
+    def start_all_reduce(
+        self, total: int, places: Sequence[slice], divisors: Sequence[Tensor | float], *, clears_grads: bool = False
+    ) -> None:
+        """Start to sum the gradients, divided by ``divisors``, and the extra values over all ranks."""
+        tail = self.extra_values()
+        self.flat = flat = self.new_flat(total + len(tail))
+        for gap in _gaps(places, total):
+            flat[gap] = 0
+        flat[total:] = torch.tensor(tail, dtype=flat.dtype, device=flat.device)
+        for gradient, place, divisor in zip(self.gradients, places, divisors, strict=True):
+            gradient.pack(flat[place], divisor)
+            if clears_grads:
+                gradient.param.grad = None
+        if self.axis.size > 1:
+            self.work = collectives.start_sum(flat, self.axis, "gradients")
+
     def reset(self) -> None:
         self.flat = self.work = None
         self.is_sent = False
@@ -319,69 +307,41 @@ class Bucket:
             gradient.arrived = False
 
 
-OnReduced = Callable[[Bucket, Tensor, Tensor], None]
-
-
-class BucketReduction(Protocol):
-    """What comes of a bucket.
-
-    Attributes:
-        takes_sparse: whether ``.grad`` may be sparse; else it is made a full one as it arrives.
-    """
-
-    takes_sparse: bool
-
-    def scale(self, gradient: GradientSlot) -> Tensor | float:
-        """What a gradient is multiplied by as it arrives, before it is accumulated."""
-
-    def start(self, bucket: Bucket) -> None:
-        """Starts to sum the bucket over its ranks."""
-
-    def finish(self, bucket: Bucket) -> None:
-        """Waits for the sum and hands it on."""
-
-    def end_pass(self) -> None:
-        """All that was started is finished: a backward is through."""
-
-
 class AllReduceToGrad:
-    """Every rank gets the sum in ``.grad``. Communicates one all-reduce of the gradients and one number each.
+    """Writes the sum into ``.grad`` of every rank. Communicates one all-reduce of the gradients and one number each.
 
-    ``.grad`` may hold what earlier backwards agreed on, which all ranks hold alike, beside what this one added. So what
-    arrives is scaled by copies / divisor, and the mean over all copies is taken of the two together: what was agreed on
-    stays as it is, and what arrived becomes its sum over the divisor. Accumulation is right by itself, whether the
-    backwards before were paused or not.
+    ``.grad`` may contain an earlier sum s, which is identical on all ranks, plus a new local gradient. Therefore a new
+    gradient g is scaled by copies / divisor, and the all-reduce averages over all copies: the result is
+    s + sum(g) / divisor. Accumulation is correct whether or not the earlier backward passes were paused.
 
-    A sparse gradient is summed as a full one, and then has the rows that it has on any rank. Communicates their indices
-    at the end of the backward.
+    A sparse gradient is reduced as a dense one, and then gets the rows that it has on any rank. At the end of the
+    backward pass this communicates their indices.
     """
 
-    takes_sparse = True
+    takes_sparse = True  # otherwise a sparse gradient is converted to a dense one
 
     def __init__(self) -> None:
-        self._sparse: list[tuple[GradientSlot, Tensor]] = []  # gradients that ranks have some rows of, and their sums
+        self._sparse: list[tuple[GradientSlot, Tensor]] = []  # sparse gradients and their dense sums
 
     def scale(self, gradient: GradientSlot) -> Tensor | float:
-        return gradient.local_copies() / gradient.divisor
+        """Return the factor of a new gradient, which is applied before accumulation."""
+        copies = gradient.copies
+        if isinstance(copies, Tensor):
+            copies = gradient.entry.spec.slice(copies.expand(gradient.entry.spec.shape), gradient.coords)
+        return copies / gradient.divisor
 
     def start(self, bucket: Bucket) -> None:
-        total, places = _packed_offsets(bucket)
-        tail = bucket.extra_values()
-        bucket.flat = flat = bucket.new_flat(total + len(tail))
-        for gradient, place in zip(bucket.gradients, places, strict=True):
-            gradient.pack(flat[place], gradient.copies)
-        flat[total:] = torch.tensor(tail, dtype=flat.dtype, device=flat.device)
-        if bucket.axis.size > 1:
-            bucket.work = start_sum(flat, bucket.axis, "gradients")
+        bucket.start_all_reduce(*bucket.packed_offsets(), [gradient.copies for gradient in bucket.gradients])
 
     def finish(self, bucket: Bucket) -> None:
+        """Wait for the sum and write it into ``.grad``."""
         flat = bucket.flat
         assert flat is not None
         if bucket.work is not None:
             bucket.work.wait()
-        total, places = _packed_offsets(bucket)
+        total, places = bucket.packed_offsets()
         counts = bucket.check_extra_values(flat[total:])
-        # a gradient that arrived here needs no count, which a GPU would have to be waited for
+        # counts are not needed for gradients of this rank, and reading them would synchronize a GPU
         had = None if all(n > 0 for n in bucket.has_gradient) else to_list(counts)
         for i, (gradient, place) in enumerate(zip(bucket.gradients, places, strict=True)):
             if had is None or had[i]:
@@ -392,21 +352,20 @@ class AllReduceToGrad:
                     gradient.param.grad = value.clone()
                 else:
                     gradient.param.grad.copy_(value)
-
             elif gradient.is_new:
                 raise InputError(
-                    f"The gradient of {gradient.entry.name} is sparse on one rank, and is not on another",
-                    remedy="Use the parameter in the same way on all ranks, or leave sparse=True out",
+                    f"The gradient of {gradient.entry.name} is sparse on some ranks and dense on others",
+                    remedy="Use the parameter in the same way on all ranks, or remove sparse=True",
                 )
 
     def end_pass(self) -> None:
-        """Sparse sums get the rows of all ranks: at the end, where ranks are at the same place."""
+        """Set sparse gradients to the rows of all ranks. It runs at the end, where all ranks can communicate."""
         sparse, self._sparse = self._sparse, []
         for gradient, value in sparse:
             grad = gradient.param.grad
-            mine = grad.coalesce().indices() if grad is not None and grad.is_sparse else None
-            rows = [theirs.to(value.device) for theirs in all_gather_objects(mine, gradient.axis) if theirs is not None]
-            indices = torch.cat(rows, 1).unique(dim=1)
+            local = grad.coalesce().indices() if grad is not None and grad.is_sparse else None
+            found = collectives.all_gather_objects(local, gradient.axis)
+            indices = torch.cat([rows.to(value.device) for rows in found if rows is not None], 1).unique(dim=1)
             checks = torch.sparse.check_sparse_tensor_invariants
             with checks(checks.is_enabled()):  # type: ignore[no-untyped-call]  # torch 2.11 warns if this is not set
                 gradient.param.grad = torch.sparse_coo_tensor(
@@ -415,23 +374,23 @@ class AllReduceToGrad:
 
 
 class ReduceScatterToShards:
-    """Every rank gets its shard of the sum: as many numbers of the bucket in a row as any other, zeros behind the last.
+    """Gives every rank an equal shard of the sum, and clears ``.grad``. The last shard is padded with zeros.
 
-    ``.grad`` is taken away, so that what is in it is new each time. Communicates one reduce-scatter of the gradients,
-    with one number for each gradient behind every shard; of slices for owners: see ``SlicesToOwners``.
+    Communicates one reduce-scatter of the gradients, with one number for each gradient appended to every shard. For
+    slices of owner ranks see ``SlicesToOwners``.
 
     Args:
-        receive: (the bucket, this rank's shard, for each gradient how many ranks had one).
-        arrives: called when a gradient arrives, before it is accumulated.
-        takes: called before ``.grad`` is read for a sum: what else is shown there is taken away.
-        ends: called at the end of a backward.
+        receive: Called with (bucket, this rank's shard, number of ranks with a gradient for each parameter).
+        arrives: Called with each new gradient before accumulation.
+        takes: Called before ``.grad`` is read for a reduction, to remove a view of an earlier result.
+        ends: Called at the end of a backward pass.
     """
 
     takes_sparse = False
 
     def __init__(
         self,
-        receive: OnReduced,
+        receive: Callable[[Bucket, Tensor, Tensor], None],
         arrives: Callable[[GradientSlot], None] = lambda _: None,
         takes: Callable[[GradientSlot], None] = lambda _: None,
         ends: Callable[[], None] = lambda: None,
@@ -443,17 +402,16 @@ class ReduceScatterToShards:
         self._takes(gradient)
         return 1.0
 
-    def _take(self, bucket: Bucket) -> None:
+    def start(self, bucket: Bucket) -> None:
         for gradient in bucket.gradients:
             self._takes(gradient)
+        self._start(bucket)
 
-    def start(self, bucket: Bucket) -> None:
-        self._take(bucket)
+    def _start(self, bucket: Bucket) -> None:
         ranks, tail = bucket.axis.size, bucket.extra_values()
         each, places = bucket.offsets(ranks)
         if (slices := bucket.slices) is not None:
-            behind = bucket.new_flat(len(tail))
-            bucket.work = slices.start_sum(each, places, behind.copy_(torch.tensor(tail)))
+            bucket.work = slices.start_sum(each, places, bucket.new_flat(len(tail)).copy_(torch.tensor(tail)))
             for gradient in bucket.gradients:
                 gradient.param.grad = None
             return
@@ -461,76 +419,60 @@ class ReduceScatterToShards:
         rows = bucket.flat.view(ranks, each + len(tail))
         rows[:, each:] = torch.tensor(tail, dtype=rows.dtype, device=rows.device)
         for gap in _gaps(places, ranks * each):
-            for rank in range(gap.start // each, -(-gap.stop // each)):
-                rows[rank, max(gap.start - rank * each, 0) : min(gap.stop - rank * each, each)] = 0
+            for rank, at, _ in _split_at_rows(gap, each):
+                rows[rank, at] = 0
         for gradient, place in zip(bucket.gradients, places, strict=True):
             _pack_rows(gradient, place, rows[:, :each])
             gradient.param.grad = None
-        bucket.work = start_reduce_scatter(bucket.flat, bucket.axis, 0, purpose="gradients")
+        bucket.work = collectives.start_reduce_scatter(bucket.flat, bucket.axis, 0, purpose="gradients")
 
     def finish(self, bucket: Bucket) -> None:
-        shard = bucket.work.wait()
-        each = self._length(bucket)
+        shard, each = bucket.work.wait(), bucket.offsets(bucket.axis.size)[0]
         self._receive(bucket, shard[:each], bucket.check_extra_values(shard[each:]))
-
-    def _length(self, bucket: Bucket) -> int:
-        """Numbers of the gradients that a rank gets."""
-        return bucket.offsets(bucket.axis.size)[0]
 
 
 class AllReduceToShards(ReduceScatterToShards):
-    """Every rank gets the whole sum. Communicates one all-reduce of the gradients, with one number for each behind."""
+    """Gives every rank the full sum. Communicates one all-reduce of the gradients, with one number for each."""
 
-    def start(self, bucket: Bucket) -> None:
-        self._take(bucket)
-        total, tail = self._length(bucket), bucket.extra_values()
-        bucket.flat = flat = bucket.new_flat(total + len(tail))
-        for gap in _gaps(bucket.offsets()[1], total):
-            flat[gap] = 0
-        flat[total:] = torch.tensor(tail, dtype=flat.dtype, device=flat.device)
-        for gradient, place in zip(bucket.gradients, bucket.offsets()[1], strict=True):
-            gradient.pack(flat[place], gradient.divisor)
-            gradient.param.grad = None
-        bucket.work = (
-            start_sum(flat, bucket.axis, "gradients") if bucket.axis.size > 1 else PendingCollective((), lambda: flat)
-        )
+    def _start(self, bucket: Bucket) -> None:
+        divisors = [gradient.divisor for gradient in bucket.gradients]
+        bucket.start_all_reduce(*bucket.offsets(), divisors, clears_grads=True)
 
-    def _length(self, bucket: Bucket) -> int:
-        return bucket.offsets()[0]
+    def finish(self, bucket: Bucket) -> None:
+        assert bucket.flat is not None
+        flat = bucket.flat if bucket.work is None else bucket.work.wait()
+        total = bucket.offsets()[0]
+        self._receive(bucket, flat[:total], bucket.check_extra_values(flat[total:]))
 
 
-def _packed_offsets(bucket: Bucket) -> tuple[int, list[slice]]:
-    """How many numbers the gradients have, and where each lies where they follow each other without a gap."""
-    *begins, end = accumulate((gradient.numel for gradient in bucket.gradients), initial=0)
-    return end, [slice(at, at + gradient.numel) for at, gradient in zip(begins, bucket.gradients, strict=True)]
+BucketReduction = AllReduceToGrad | ReduceScatterToShards
 
 
-def _dense(grad: Tensor | None) -> Tensor | None:
-    return grad.to_dense() if grad is not None and grad.is_sparse else grad
-
-
-def _with_gap(numel: int) -> int:
+def _align(numel: int) -> int:
     return -(-numel // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
 
 
 def _gaps(places: Sequence[slice], total: int) -> Iterator[slice]:
-    """What no gradient fills of so many numbers."""
+    """Yield the ranges of ``total`` elements that no gradient uses."""
     end = 0
-    for place in sorted(places, key=lambda place: place.start):
+    for place in [*sorted(places, key=lambda place: place.start), slice(total, total)]:
         if place.start > end:
             yield slice(end, place.start)
         end = max(end, place.stop)
-    if total > end:
-        yield slice(end, total)
+
+
+def _split_at_rows(place: slice, each: int) -> Iterator[tuple[int, slice, slice]]:
+    """Yield (row, range in the row, range in ``place``) of each row of length ``each`` that a range overlaps."""
+    for row in range(place.start // each, -(-place.stop // each)):
+        low, high = max(place.start, row * each), min(place.stop, (row + 1) * each)
+        yield row, slice(low - row * each, high - row * each), slice(low - place.start, high - place.start)
 
 
 def _pack_rows(gradient: GradientSlot, place: slice, rows: Tensor) -> None:
-    """Writes a gradient over its divisor into its place in rows that follow each other."""
-    each, grad = rows.shape[1], gradient.param.grad
-    ranks = range(place.start // each, -(-place.stop // each))
-    if len(ranks) == 1:
-        start = place.start - ranks[0] * each
-        gradient.pack(rows[ranks[0], start : start + gradient.numel], gradient.divisor)
+    """Write a gradient divided by its divisor into its range of consecutive rows."""
+    grad, parts = gradient.param.grad, list(_split_at_rows(place, rows.shape[1]))
+    if len(parts) == 1:
+        gradient.pack(rows[parts[0][:2]], gradient.divisor)
         return
     if grad is None or gradient.is_shared:
         values = rows.new_empty(gradient.numel)
@@ -538,7 +480,5 @@ def _pack_rows(gradient: GradientSlot, place: slice, rows: Tensor) -> None:
     else:
         values = grad.reshape(-1)
     divisor = 1.0 if grad is None or gradient.is_shared else gradient.divisor
-    for rank in ranks:
-        low, high = max(place.start, rank * each), min(place.stop, (rank + 1) * each)
-        part = values[low - place.start : high - place.start]
-        torch.div(part, divisor, out=rows[rank, low - rank * each : high - rank * each])
+    for row, at, source in parts:
+        torch.div(values[source], divisor, out=rows[row, at])

@@ -1,15 +1,14 @@
-"""The norm of all gradients of a sharded model, each element counted once, and clipping by it.
+"""Gradient norm of a sharded model, with each element counted once, and gradient clipping.
 
-``torch.nn.utils.clip_grad_norm_`` computes the same norm for parameters of a sharded model.
+``torch.nn.utils.clip_grad_norm_`` is patched to compute the same norm for the parameters of a sharded model.
 """
 
 from __future__ import annotations
 
 import gc
 import math
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
 from functools import wraps
 from types import GeneratorType
 from typing import Any
@@ -28,41 +27,42 @@ from shardformer.torch_patches import Patch, install, replace_decorated
 def clip_grad_norm_(
     model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """Scales all gradients so that their norm over the whole model is at most ``max_norm``.
+    """Clip the gradients of a model so that their global norm is at most ``max_norm``.
 
-    The same numbers as ``torch.nn.utils.clip_grad_norm_`` on the plain model. All tensor ranks and stages call it.
+    Equals ``torch.nn.utils.clip_grad_norm_`` on the plain model. All tensor ranks and stages call it. Communicates one
+    all-reduce of one number over tensor, and one over pipe.
 
     Args:
-        model: sharded or plain.
-        max_norm: the largest norm allowed; ``inf`` only measures.
-        norm_type: 2 for the Euclidean norm, ``inf`` for the largest element, any p > 0.
-        error_if_nonfinite: raises RuntimeError when the norm is nan or inf, as torch does.
+        model: A sharded or plain model.
+        max_norm: Maximum norm. ``inf`` only computes the norm.
+        norm_type: 2 for the 2-norm, ``inf`` for the largest absolute value, or any p > 0.
+        error_if_nonfinite: Raise RuntimeError if the norm is NaN or infinite, as torch does.
 
-    Returns the norm before clipping, the same on all ranks. Communicates one all-reduce of one number over
-    tensor, and one over pipe.
+    Returns:
+        The norm before clipping, identical on all ranks.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"clip_grad_norm_ was given a {type(model).__name__}",
-            rule="The norm is that of all parts of the model's parameters, and the model knows what they are parts of",
-            remedy="Write clip_grad_norm_(model, max_norm), without .parameters()",
+            f"clip_grad_norm_ expects a model, but received a {type(model).__name__}",
+            rule="The model's metadata is needed to compute the norm over all shards",
+            remedy="Use clip_grad_norm_(model, max_norm), without .parameters()",
         )
     kept = find_metadata(model).gradient_owner
     if kept is None:
         total = grad_norm(model, norm_type)
     else:
         total = kept.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
-    if error_if_nonfinite and not bool(torch.isfinite(total)):
-        raise RuntimeError(f"The norm of the gradients is {total.item()}: they cannot be clipped")
+    if error_if_nonfinite:
+        _check_finite(total)
     if kept is None:
         scale_gradients(model, total, max_norm)
     return total
 
 
 def scale_gradients(model: nn.Module, norm: Tensor, max_norm: float) -> None:
-    """Scales all gradients, of which the norm is known, so that it is at most ``max_norm``; ``inf`` changes nothing."""
+    """Scale all gradients of the known norm ``norm`` so that it is at most ``max_norm``."""
     if math.isinf(max_norm):
-        return  # also where the norm is not finite, and inf / inf would make all of them NaN
+        return  # inf / inf would make all gradients NaN
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for p in model.parameters():
         if p.grad is not None:
@@ -70,7 +70,7 @@ def scale_gradients(model: nn.Module, norm: Tensor, max_norm: float) -> None:
 
 
 def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
-    """The norm of all gradients: see ``clip_grad_norm_``."""
+    """Return the gradient norm of a model. See ``clip_grad_norm_``."""
     state = find_metadata(model)
     if state.gradient_owner is not None:
         return state.gradient_owner.clip_grad_norm_(math.inf, norm_type)
@@ -80,16 +80,16 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
 
 
 def norm_of_entries(entries: Sequence[ParamEntry], state: ShardingMetadata, norm_type: float) -> Tensor:
-    """The norm of the gradients of some parameters of one table, the same on all ranks.
+    """Return the gradient norm of some parameters of one model, identical on all ranks.
 
-    Communicates one all-reduce of one number over each axis that any parameter of the table is cut over.
+    Communicates one all-reduce of one number over each axis over which a parameter of the model is sharded.
     """
     check_number("norm_type", norm_type, example=2.0)
     op = "max" if math.isinf(norm_type) else "sum"
     coords = state.coords
     names = [name for name in coords if any(name in e.reduction.norm_over for e in state.entries)]
     terms = [t for e in entries if (t := _term(e, norm_type, coords, names)) is not None]
-    # what all ranks know, not what this one has a gradient of: a rank, or a stage, may have none
+    # use information that all ranks share: a rank or a stage may have no gradient
     is_wide = any(e.param.dtype in (torch.float64, torch.complex128) for e in state.entries)
     device = next((e.param.device for e in state.entries), torch.device("cpu"))
     dtype = torch.float64 if is_wide or "pipe" in names else torch.float32
@@ -103,9 +103,9 @@ def norm_of_entries(entries: Sequence[ParamEntry], state: ShardingMetadata, norm
 
 
 def _term(entry: ParamEntry, norm_type: float, coords: Coords, names: Sequence[str]) -> Tensor | None:
-    """The p-th power of a gradient's norm (or its largest element), weighted so that the ranks' add up to one.
+    """Return this rank's share of a gradient's norm to the power p, or of its largest absolute value.
 
-    None where there is no gradient, or another rank counts it: of what several ranks hold alike, the first.
+    Return None if there is no gradient, or if another rank with the same values counts it.
     """
     grad, reduction = entry.param.grad, entry.reduction
     others = [coords[name] for name in names if name not in reduction.norm_over]
@@ -123,14 +123,8 @@ def _term(entry: ParamEntry, norm_type: float, coords: Coords, names: Sequence[s
     return (powers / held_by.to(powers) if isinstance(held_by, Tensor) else powers).sum()
 
 
-class _Call(threading.local):
-    """The call of ``clip_grad_norm_`` that runs in this thread: its parameters; None outside of one."""
-
-    params: Sequence[Tensor] | None = None
-
-
-_CALL = _Call()
-
+_CLIPPED: ContextVar[Sequence[Tensor] | None] = ContextVar("clipped", default=None)
+"""Parameters of the ``clip_grad_norm_`` call that runs in this thread."""
 
 NORM_PATCH = Patch(
     "torch.nn.utils.get_total_norm",
@@ -140,48 +134,41 @@ NORM_PATCH = Patch(
 CLIP_PATCH = Patch(
     "torch.nn.utils.clip_grad_norm_",
     "shardformer.gradients.clipping",
-    "clips by the norm of the whole model, also where the optimizer of ZeRO keeps the gradients",
+    "clips by the global norm of a sharded model, including gradients that ZeRO keeps",
 )
 
 
 def patch_clip_grad_norm() -> None:
-    """From now on torch's clipping knows the parameters of every sharded model of this process.
+    """Patch torch's gradient clipping to use the global norm of each sharded model of this process.
 
-    The functions stay those that scripts have imported; what they call under their ``no_grad`` is replaced.
+    Scripts may have imported the functions, so the patch replaces the code below their ``no_grad`` decorator.
     """
     utils = torch.nn.utils
     norm, clip = utils.get_total_norm, utils.clip_grad_norm_
     norm_places = (clip_grad, "_get_total_norm"), (utils, "get_total_norm")
     clip_places = (clip_grad, "clip_grad_norm_"), (utils, "clip_grad_norm_")
-    install(NORM_PATCH, lambda: replace_decorated(norm, _leading_norm, *norm_places))
-    install(CLIP_PATCH, lambda: replace_decorated(clip, _leading_clip, *clip_places))
+    install(NORM_PATCH, lambda: replace_decorated(norm, _patched_norm, *norm_places))
+    install(CLIP_PATCH, lambda: replace_decorated(clip, _patched_clip, *clip_places))
 
 
-def _leading_clip(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _patched_clip(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(original)
     def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Tensor:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         for state in tables_of(params):
             if state.gradient_owner is not None:
-                # before .grad is read: backwards in no_sync left what the ranks do not share
-                state.gradient_owner.agree()
-        with _called_with(params):
-            # torch warns of a generator that is empty
+                state.gradient_owner.agree()  # before .grad is read: no_sync leaves local gradients
+        token = _CLIPPED.set(params)
+        try:
+            # torch warns if a generator is empty
             return original((p for p in params) if isinstance(parameters, GeneratorType) else params, *args, **kwargs)
+        finally:
+            _CLIPPED.reset(token)
 
     return clip_grad_norm_
 
 
-@contextmanager
-def _called_with(params: Sequence[Tensor]) -> Iterator[None]:
-    before, _CALL.params = _CALL.params, params
-    try:
-        yield
-    finally:
-        _CALL.params = before
-
-
-def _leading_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _patched_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(original)
     def total_norm(
         tensors: Tensor | Iterable[Tensor],
@@ -190,54 +177,59 @@ def _leading_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         foreach: bool | None = None,
     ) -> Tensor:
         grads = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        _check_no_pieces(_CALL.params or (), grads)
-        found = _parts_of(_CALL.params, grads) if _CALL.params else _entries_by_model(grads)
+        params = _CLIPPED.get() or ()
+        _check_model_params(params, grads)
+        found = _entries_of_params(params) if params else _entries_of_grads(grads)
         if not found:
             return original(grads, norm_type, error_if_nonfinite, foreach)
-        known = {id(e.param.grad) for entries in found.values() for e in entries}
-        norms = [_norm_of(entries, state, float(norm_type)) for state, entries in found.items()]
+        known = {id(e.param.grad) for entries in found.values() for e in entries}  # norm_of replaces .grad
+        norms = []
+        for state, entries in found.items():
+            if state.gradient_owner is not None:
+                norms.append(state.gradient_owner.norm_of([e.param for e in entries], float(norm_type)))
+            else:
+                norms.append(norm_of_entries(entries, state, float(norm_type)))
         if others := [g for g in grads if id(g) not in known]:
             norms.append(original(others, norm_type, False, foreach))
         total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0]) for n in norms]), float(norm_type))
-        if error_if_nonfinite and not bool(torch.isfinite(total)):
-            raise RuntimeError(f"The norm of the gradients is {total.item()}: they cannot be clipped")
+        if error_if_nonfinite:
+            _check_finite(total)
         return total
 
     return total_norm
 
 
-def _norm_of(entries: Sequence[ParamEntry], state: ShardingMetadata, norm_type: float) -> Tensor:
-    if state.gradient_owner is not None:
-        return state.gradient_owner.norm_of([e.param for e in entries], norm_type)
-    return norm_of_entries(entries, state, norm_type)
+def _check_finite(norm: Tensor) -> None:
+    if not bool(torch.isfinite(norm)):
+        raise RuntimeError(f"Gradients cannot be clipped, because their norm is {norm.item()}")
 
 
-def _parts_of(params: Sequence[Tensor], grads: Sequence[Tensor]) -> dict[ShardingMetadata, list[ParamEntry]]:
-    """Of each model that is cut, the entries of these parameters that have gradients. A stage may have none."""
-    found: dict[ShardingMetadata, list[ParamEntry]] = {}
+def _check_model_params(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """Raise ConfigError for the parameters of a ZeroOptimizer, which are slices of the model's."""
+    clipped = {id(x) for x in (*params, *grads)}
+    for owner in (state.gradient_owner for state in tables_here() if state.gradient_owner is not None):
+        for p in (p for group in owner.param_groups for p in group["params"]):
+            if id(p) in clipped or (p.grad is not None and id(p.grad) in clipped):
+                raise _zero_error("parameters of a ZeroOptimizer, which are slices of the model's")
+
+
+def _entries_of_params(params: Sequence[Tensor]) -> dict[ShardingMetadata, list[ParamEntry]]:
+    """Return the entries of these parameters with gradients, for each sharded model. A stage may have none."""
+    found = {}
     for state, entries in tables_of(params).items():
         entries = [e for e in entries if e.param.grad is not None]
-        if _is_cut(state) and (entries or state.context.pipe.size > 1):
+        if _is_sharded(state) and (entries or state.context.pipe.size > 1):
             found[state] = entries
     return found
 
 
-def _check_no_pieces(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-    """Raises ConfigError for what an optimizer that zero returned has in the place of parameters."""
-    asked = {id(x) for x in (*params, *grads)}
-    for kept in (state.gradient_owner for state in tables_here() if state.gradient_owner is not None):
-        for piece in (p for group in kept.param_groups for p in group["params"]):
-            if id(piece) in asked or (piece.grad is not None and id(piece.grad) in asked):
-                raise _kept_by_zero("the pieces of parameters that zero's optimizer has")
-
-
-def _entries_by_model(grads: Sequence[Tensor]) -> dict[ShardingMetadata, list[ParamEntry]]:
-    """Of each model of this rank that is cut, the entries whose gradients these are."""
+def _entries_of_grads(grads: Sequence[Tensor]) -> dict[ShardingMetadata, list[ParamEntry]]:
+    """Return the entries that have these gradients, for each sharded model of this rank."""
     if not grads:
         return _model_of_other_stage()
     missing = {id(g) for g in grads}
-    found: dict[ShardingMetadata, list[ParamEntry]] = {}
-    for state in filter(_is_cut, tables_here()):
+    found = {}
+    for state in filter(_is_sharded, tables_here()):
         entries = [e for e in state.entries if e.param.grad is not None and id(e.param.grad) in missing]
         if entries:
             found[state] = entries
@@ -247,34 +239,30 @@ def _entries_by_model(grads: Sequence[Tensor]) -> dict[ShardingMetadata, list[Pa
     return found
 
 
-def _is_cut(state: ShardingMetadata) -> bool:
+def _is_sharded(state: ShardingMetadata) -> bool:
     return state.gradient_owner is not None or any(
         state.axis(name).size > 1 for e in state.entries for name in e.reduction.norm_over
     )
 
 
 def _model_of_other_stage() -> dict[ShardingMetadata, list[ParamEntry]]:
-    """For a stage that holds none of the parameters that the others clip: the model that they ask for its part of.
-
-    Raises ConfigError where several models have stages here, and nothing tells which of them is meant; and where it
-    may be that other ranks clip pieces of parameters.
-    """
+    """Return the model whose other pipeline stages clip parameters, if this stage has none of them."""
     if len(tables_here()) > 1 or any(state.gradient_owner is not None for state in tables_here()):
-        gc.collect()  # models that nobody holds any more are not meant
+        gc.collect()  # ignore models that are no longer referenced
     states = [state for state in tables_here() if state.context.pipe.size > 1]
     if not states and any(state.gradient_owner is not None for state in tables_here()):
-        raise _kept_by_zero("no gradients")
+        raise _zero_error("no gradients")
     if len(states) > 1:
         raise ConfigError(
-            f"torch.nn.utils.clip_grad_norm_ was given no gradients, in a process with stages of {len(states)} models",
-            remedy="Write shardformer.clip_grad_norm_(model, max_norm), which is given the model",
+            f"torch.nn.utils.clip_grad_norm_ got no gradients, but this process has stages of {len(states)} models",
+            remedy="Use shardformer.clip_grad_norm_(model, max_norm)",
         )
     return {state: [] for state in states}
 
 
-def _kept_by_zero(what: str) -> ConfigError:
+def _zero_error(what: str) -> ConfigError:
     return ConfigError(
-        f"torch.nn.utils.clip_grad_norm_ was given {what}, in a process where zero keeps the gradients of a model",
-        remedy="Clip model.parameters(); or write shardformer.clip_grad_norm_(model, max_norm), or "
+        f"torch.nn.utils.clip_grad_norm_ received {what}, but ZeRO keeps the gradients of a model in this process",
+        remedy="Pass model.parameters(), or use shardformer.clip_grad_norm_(model, max_norm) or "
         "shard_optimizer(..., max_grad_norm=max_norm)",
     )

@@ -1,4 +1,4 @@
-"""Reduces gradients over ranks in buckets while the backward still runs; ``no_sync`` postpones it."""
+"""Reduces gradients over ranks in buckets, overlapping with the backward pass. ``no_sync`` defers the reduction."""
 
 from __future__ import annotations
 
@@ -18,31 +18,51 @@ from shardformer.torch_compat import at_end_of_backward
 
 
 class PausableReducer:
-    """A reducer whose backwards may accumulate this rank's own gradients."""
+    """A reducer that can accumulate the gradients of several backward passes before it reduces them."""
 
-    _paused = was_paused = False
-
-    @property
-    def is_paused(self) -> bool:
-        return self._paused
+    is_paused = was_paused = False
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Backward in here accumulates this rank's own gradients; the first one after it agrees on all of them."""
-        before, self._paused = self._paused, True
-        self.was_paused = True  # until all is agreed on; ranks know it alike, whether a gradient arrives or not
+        """Accumulate local gradients in this context. The next backward pass outside reduces all of them."""
+        before, self.is_paused = self.is_paused, True
+        self.was_paused = True  # until the reduction; known on all ranks, whether a gradient arrives or not
         try:
             yield
         finally:
-            self._paused = before
+            self.is_paused = before
+
+    def _hook(self, gradient: GradientSlot) -> tuple[Any, ...]:
+        # Hooks use weak references, because the garbage collector cannot traverse the autograd node that keeps them.
+        # The model and its process groups would never be freed.
+        reducer, slot = weakref.ref(self), weakref.ref(gradient)
+
+        def arriving(grad: Tensor) -> Tensor | None:
+            me, one = reducer(), slot()
+            return me._arriving(one, grad) if me is not None and one is not None else None
+
+        def accumulated(param: Tensor) -> None:
+            me, one = reducer(), slot()
+            if me is not None and one is not None:
+                me._accumulated(one)
+
+        param: Any = gradient.param
+        return param.register_hook(arriving), param.register_post_accumulate_grad_hook(accumulated)
+
+    def _arriving(self, gradient: GradientSlot, grad: Tensor) -> Tensor | None:
+        """Return a replacement of a new gradient, or None, before autograd accumulates it."""
+        return None
+
+    def _accumulated(self, gradient: GradientSlot) -> None:
+        """Handle a gradient after autograd accumulated it."""
 
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Backward in here accumulates gradients without agreeing on them with other ranks; the first one after it does.
+    """Accumulate local gradients in this context. The next backward pass outside reduces all of them.
 
-    For all but the last of the backwards of one optimizer step. Leaving it out is right too, and only costs traffic.
-
+    For gradient accumulation, wrap all but the last backward pass of an optimizer step. Without it the result is the
+    same, with more communication.
     >>> with no_sync(model):                    # doctest: +SKIP
     ...     model(**first_half).loss.backward()
     >>> model(**second_half).loss.backward()    # doctest: +SKIP
@@ -54,20 +74,20 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 BUCKET_BYTES = 25 * 1024 * 1024
 FIRST_BUCKET_BYTES = 1024 * 1024
 MAX_REDUCTIONS_IN_FLIGHT = 4
-"""Buckets whose sums are under way at a time: each takes its memory a second time."""
+"""Maximum number of buckets in reduction, each of which needs a second buffer."""
 
 
 class GradientReducer(PausableReducer):
-    """Agrees on the gradients during each backward.
+    """Reduces gradients during each backward pass.
 
-    Buckets of about 25 MB (the first of 1 MB) are filled in reverse order of the parameters and sent, in the same order
-    on every rank, as soon as they are full; what is left, with zeros for parameters that got no gradient here, follows
-    when backward ends. A parameter that got a gradient on no rank keeps ``grad=None``, as on one device.
-    It ends when nobody holds it: the model's ``ShardingMetadata`` does.
+    Buckets of about 25 MB (the first of 1 MB) are filled in reverse order of the parameters. A full bucket is reduced
+    at once, in the same order on every rank. The remaining buckets follow at the end of the backward pass, with zeros
+    for missing gradients. A parameter without a gradient on any rank keeps ``grad=None``, as on one device. The model's
+    ``ShardingMetadata`` owns the reducer.
 
     Attributes:
-        sums: whether any gradient is the sum of those of several ranks.
-        passes: how often ranks agreed on what backwards left.
+        sums: Whether any gradient is summed over several ranks.
+        passes: Number of completed reductions.
     """
 
     def __init__(
@@ -81,16 +101,14 @@ class GradientReducer(PausableReducer):
         self.sums = any(gradient.axis.size > 1 for gradient in gradients)
         self._bucket_bytes, self._overlaps = bucket_bytes, True
         self._end = end or AllReduceToGrad()
-        self._is_laid_out = False
-        self._queued = False
-        self._dirty = False
+        self._is_initialized = self._queued = self._dirty = False
         self._hooked: dict[int, Any] = {}
         self._buckets: list[Bucket] = []
-        self._next = self._landed = 0  # buckets before these are under way, or done
+        self._next = self._landed = 0  # number of buckets whose reduction started, and finished
         self.refresh()
 
     def refresh(self) -> None:
-        """Before a forward: takes up parameters that were frozen before, forgets a backward that was broken off."""
+        """Hook parameters that were unfrozen, and reset after an interrupted backward pass."""
         if self._queued:
             self._queued = self._dirty = False
             self._next = self._landed = 0
@@ -100,55 +118,56 @@ class GradientReducer(PausableReducer):
         unknown = [g for g in trainable if id(g.param) not in self._hooked]
         if not unknown and len(self._hooked) == len(trainable):
             return
-        if self._is_laid_out:
+        if self._is_initialized:
             if not unknown:
-                return  # frozen since: no gradient of it arrives
+                return  # newly frozen parameters receive no gradients
             raise ConfigError(
-                f"{unknown[0].entry.name} requires a gradient, which it did not when zero was called",
-                remedy="Unfreeze it first, then make the optimizer, then call zero",
+                f"{unknown[0].entry.name} was unfrozen after shard_optimizer was called",
+                remedy="Unfreeze it before creating the optimizer and calling shard_optimizer",
             )
         self.close()
         self._hooked = {id(g.param): self._hook(g) for g in trainable}
         self._buckets = _fill_buckets(trainable, self._bucket_bytes)
         if self._buckets:
-            self._buckets[-1].watch = self._watch  # the last one that is sent
+            self._buckets[-1].watch = self._watch  # the last bucket to be reduced
 
     def reduce_to_shards(
         self, end: ReduceScatterToShards, dtype: torch.dtype | None, size: int, overlaps: bool
     ) -> Sequence[Bucket]:
-        """From now on each rank gets its shard of every bucket, summed in ``dtype``: see ``ReduceScatterToShards``.
+        """Reduce each bucket to one shard per rank from now on, in ``dtype``. See ``ReduceScatterToShards``.
 
         Args:
-            size: of a bucket in bytes.
-            overlaps: whether a bucket is sent as soon as it is full; else all are when the backward ends.
+            size: Size of a bucket in bytes.
+            overlaps: Whether to reduce a bucket as soon as it is full. Otherwise all follow at the end of the backward.
 
-        Returns the buckets, which stay as they are: a parameter that is unfrozen from now on is refused.
+        Returns:
+            The buckets, which no longer change: unfreezing a parameter raises ConfigError.
         """
-        self.close()  # buckets are filled anew
+        self.close()  # refill the buckets
         self._bucket_bytes, self._overlaps = size, overlaps
         self.refresh()
-        self._end, self._is_laid_out = end, True
+        self._end, self._is_initialized = end, True
         for bucket in self._buckets:
             bucket.dtype = dtype
         return self._buckets
 
     def close(self) -> None:
-        """Gradients are agreed on no longer."""
+        """Remove the hooks. Gradients are no longer reduced."""
         for handles in self._hooked.values():
             for handle in handles:
                 handle.remove()
         self._hooked = {}
 
     def start(self) -> None:
-        """After backwards that were all paused: starts to agree on what they left. ``finish`` waits for it.
+        """Start to reduce the gradients that paused backward passes accumulated.
 
-        All ranks call it, also one on which no gradient arrived.
+        All ranks call it, including ranks without gradients. ``finish`` waits for the result.
         """
         while self._next < len(self._buckets):
             self._start_next()
 
     def finish(self) -> None:
-        """Waits for all buckets, and hands on what they give."""
+        """Wait for all buckets and deliver their results."""
         while self._landed < self._next:
             self._land_next()
         for bucket in self._buckets:
@@ -176,38 +195,23 @@ class GradientReducer(PausableReducer):
         bucket.flat = bucket.work = None
         self._landed += 1
 
-    def _hook(self, gradient: GradientSlot) -> tuple[Any, ...]:
-        # The parameter is reached from its hooks by weak references alone: the collector does not see through the node
-        # of autograd that keeps them, and a model that nobody holds any more, with its groups, would stay.
-        reducer, held = weakref.ref(self), weakref.ref(gradient)
-
-        def arriving(grad: Tensor) -> Tensor | None:
-            me, one = reducer(), held()
-            return me._arriving(one, grad) if me is not None and one is not None else None
-
-        def accumulated(param: Tensor) -> None:
-            me, one = reducer(), held()
-            if me is not None and one is not None:
-                me._accumulated(one)
-
-        param: Any = gradient.param
-        return param.register_hook(arriving), param.register_post_accumulate_grad_hook(accumulated)
-
     def _arriving(self, gradient: GradientSlot, grad: Tensor) -> Tensor | None:
         if gradient.bucket is not None and gradient.bucket.is_sent:
-            self._flush()  # a second gradient in one backward: what is on its way must land first
+            self._flush()  # a second gradient in one backward pass: the reduction in flight must finish first
         scale = self._end.scale(gradient)
         if isinstance(scale, Tensor):
             return grad * scale.to(grad)
         return grad * scale if scale != 1 else None
 
     def _accumulated(self, gradient: GradientSlot) -> None:
-        if not self._paused:
-            self._send_full()  # those that were full before: hooks of this parameter may still change its gradient
+        if not self.is_paused and self._overlaps:
+            # earlier buckets only: other hooks of this parameter may still change its gradient
+            while self._next < len(self._buckets) and self._buckets[self._next].pending == 0:
+                self._start_next()
         gradient.changed = True
         if gradient.is_sparse and not self._end.takes_sparse:
             gradient.param.grad = gradient.param.grad.to_dense()  # type: ignore[union-attr]  # it is sparse
-        if self._paused:
+        if self.is_paused:
             return
         self._dirty = True
         if not self._queued:
@@ -218,27 +222,23 @@ class GradientReducer(PausableReducer):
             assert gradient.bucket is not None
             gradient.bucket.pending -= 1
 
-    def _send_full(self) -> None:
-        while self._overlaps and self._next < len(self._buckets) and self._buckets[self._next].pending == 0:
-            self._start_next()
-
     def _end_backward(self) -> None:
         self._queued = False
         if self._dirty:
             self._flush()
 
     def _flush(self) -> None:
-        """Sends what is left, waits for all, and hands on what they give."""
+        """Reduce the remaining buckets, wait for all, and deliver their results."""
         self.start()
         self.finish()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientReducer:
-        end = None if self._is_laid_out else self._end  # a copied model has no optimizer that keeps its gradients
+        end = None if self._is_initialized else self._end  # a copied model has no ZeroOptimizer
         return GradientReducer(deepcopy(self.gradients, memo), self._bucket_bytes, end, deepcopy(self._watch, memo))
 
 
 def _fill_buckets(gradients: list[GradientSlot], bucket_bytes: int) -> list[Bucket]:
-    """Buckets of one set of ranks, dtype and device each, in reverse order of the parameters."""
+    """Fill a bucket for each axis, dtype and device, in reverse order of the parameters."""
     buckets: list[Bucket] = []
     open_ones: dict[tuple[Any, ...], tuple[Bucket, int]] = {}
     for gradient in reversed(gradients):
@@ -247,14 +247,13 @@ def _fill_buckets(gradients: list[GradientSlot], bucket_bytes: int) -> list[Buck
         bucket, used = open_ones.get(key, (None, 0))
         limit = bucket_bytes if buckets and bucket is not buckets[0] else min(bucket_bytes, FIRST_BUCKET_BYTES)
         if gradient.is_full:
-            limit = bucket_bytes * gradient.axis.size  # so that the ranks get as much
+            limit = bucket_bytes * gradient.axis.size  # each rank gets bucket_bytes
         size = gradient.numel * gradient.param.element_size()
         if bucket is None or used + size > limit:
             bucket, used = Bucket(gradient.axis), 0
             buckets.append(bucket)
         bucket.gradients.append(gradient)
-        gradient.bucket = bucket
-        gradient.arrived = False
+        gradient.bucket, gradient.arrived = bucket, False
         bucket.pending = len(bucket.gradients)
         open_ones[key] = (bucket, used + size)
     return buckets

@@ -1,4 +1,4 @@
-"""Activations and optimizer state on the host, in files, or sharded over ranks."""
+"""Offload of activations and optimizer state to host memory or files, and activations sharded over ranks."""
 
 from __future__ import annotations
 

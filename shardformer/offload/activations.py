@@ -1,6 +1,8 @@
-"""Keeps saved activations on the host, or sharded over tensor ranks, until the backward needs them.
+"""Keeps saved activations on the host, or sharded over tensor ranks, until the backward pass needs them.
 
-    bytes       0 ........ m ........ 2m ....... 3m ... size        T = 4 ranks, m = ceil(size / T)
+Sharding of ``size`` bytes over T = 4 ranks, m = ceil(size / T):
+
+    bytes       0 ........ m ........ 2m ....... 3m ... size
     rank        |    0     |    1     |    2     |  3 + padding
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), section 6.1:
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from shardformer import torch_compat
 from shardformer.comm.collectives import digest, start_all_gather_into
 from shardformer.errors import ConfigError, InputError, check_choice
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMetadata, find_metadata
@@ -41,42 +44,36 @@ from shardformer.offload.saved_tensors import (
 )
 from shardformer.public_names import renamed_parameters
 from shardformer.tensor_parallel.sequence_parallel import first_tensor
-from shardformer.torch_compat import (
-    DisableTorchFunctionSubclass,
-    at_end_of_backward,
-    current_graph_task_id,
-    is_functorch_wrapped,
-    memory_of,
-    storage_id,
-    to_list,
-)
 
 PURPOSE = "activations"
 
 
 def partition_bytes(size: int, axis: Axis) -> int:
-    """The bytes that each rank keeps of ``size``."""
+    """Return the number of bytes that each rank stores."""
     return -(-size // axis.size)
 
 
 def local_partition(whole: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
-    """This rank's part of some bytes, in memory of its own, and a number of all of them. Communicates nothing."""
+    """Return a copy of this rank's shard of the bytes ``whole``, and their checksum. Communicates nothing."""
     each = partition_bytes(len(whole), axis)
-    piece = whole[axis.rank * each : (axis.rank + 1) * each]
-    part = piece.clone() if len(piece) == each else torch.cat([piece, whole.new_zeros(each - len(piece))])
+    stored = whole[axis.rank * each : (axis.rank + 1) * each]
+    part = stored.clone() if len(stored) == each else torch.cat([stored, whole.new_zeros(each - len(stored))])
     return part, digest(whole)
 
 
 def gather_partitions(part: Tensor, number: Tensor, axis: Axis, what: str) -> Tensor:
-    """All bytes, with the padding of the last rank behind them.
+    """All-gather the shards of all ranks, including the padding of the last one.
 
-    Communicates one all-gather of T * ceil(size / T) bytes and, at the same time, one of 8 T: the number that each rank
-    computed of all bytes when it kept its part. Raises InputError on every rank where these differ.
+    Communicates one all-gather of T * ceil(size / T) bytes and, at the same time, one of 8 T bytes: the checksum that
+    each rank computed when it stored its shard.
+
+    Raises:
+        InputError: The checksums differ. Raised on every rank.
     """
     whole, numbers = part.new_empty(axis.size * len(part)), number.new_empty(axis.size)
     pending = start_all_gather_into(numbers, number.view(1), axis, PURPOSE)
     start_all_gather_into(whole, part, axis, PURPOSE).wait()
-    check_replicated(to_list(pending.wait()), axis, what)
+    check_replicated(torch_compat.to_list(pending.wait()), axis, what)
     return whole
 
 
@@ -85,35 +82,35 @@ def check_replicated(numbers: Sequence[int], axis: Axis, what: str) -> None:
         usual = max(set(numbers), key=lambda number: (list(numbers).count(number), number == numbers[0]))
         others = [rank for rank, number in enumerate(numbers) if number != usual]
         raise InputError(
-            f"{what} was not the same on all ranks of {axis.name}: rank {', '.join(map(str, others))} of {axis.size} "
-            "held other numbers in the forward",
-            rule="Of what enters a layer each tensor rank keeps a part, so that all of them must hold the same",
-            remedy='Give all tensor ranks the same batch and random numbers; else store with to="host"',
+            f"{what} differed between ranks of {axis.name}: rank "
+            f"{', '.join(map(str, others))} of {axis.size} had other values",
+            rule="Each tensor rank stores a shard of the input of a layer, so the input must be identical on all ranks",
+            remedy='Use the same batch and random seed on all tensor ranks, or use to="host"',
         )
 
 
 PREFETCH_COUNT = 2
-"""Copies to the host that are under way have as many bytes as so many of the largest piece, and so has what is brought
-before the backward asks for it."""
-NOT_YET_KNOWN = 8
-"""So many tensors may be saved before one of them is known to enter a layer: the arguments of a checkpoint. They are
-counted whatever their size, which may differ between the ranks."""
-OF_PARAMETERS = {f"{name}Backward0" for name in ("ToCopy", "T", "Transpose", "Permute", "View", "Unsqueeze", "Expand")}
+"""Copies to the host in progress, and prefetches for the backward pass, are each limited to this many times the size of
+the largest storage."""
+MAX_UNDECIDED = 8
+"""Number of tensors that may be saved before one of them is known to be a layer input: the arguments of a checkpoint.
+Tensors of all sizes count, because sizes may differ between ranks."""
+PARAMETER_VIEW_NODES = {
+    f"{name}Backward0" for name in ("ToCopy", "T", "Transpose", "Permute", "View", "Unsqueeze", "Expand")
+}
 
 StorageKey = tuple[int, int]
-"""Of values: the address of what describes their storage, and the version."""
+"""(address of a storage, version of its values)."""
 
 
 class ActivationStore:
-    """What one model saves for its backward.
-
-    Made by ``offload_activations``, which says what it does.
+    """Stores the activations that one model saves for its backward pass. ``offload_activations`` creates it.
 
     Args:
-        to_host: whether what is large is moved to the host.
-        axis: over whose ranks the inputs of layers are cut; None where they are not.
-        min_bytes: what is smaller stays.
-        link: to the host; by default one to the device of the first tensor that is moved.
+        to_host: Whether to move large tensors to the host.
+        axis: Axis over which the inputs of layers are sharded, or None.
+        min_bytes: Smaller tensors stay on the device.
+        link: Copies to the host. By default it is created for the device of the model.
     """
 
     def __init__(self, to_host: bool, axis: Axis | None, min_bytes: int, link: HostDeviceCopier | None = None) -> None:
@@ -121,29 +118,26 @@ class ActivationStore:
         self._axis = axis if axis is not None and axis.size > 1 else None
         self.account = ActivationCounter()
         self._hooks = SavedTensorHooks(self._pack, self._unpack)
-        self._undo: list[Callable[[], Any]] = []
+        self.undo: list[Callable[[], Any]] = []
         self._graph, self._forward = ForwardRecord(), 0
-        self._fixed: Collection[int] = ()  # storages of parameters and buffers
-        self._pieces: WeakValueDictionary[tuple[int, int, int, int, int, bool], StoredStorage] = WeakValueDictionary()
-        self._inputs: dict[StorageKey, tuple[StorageWeakRef, tuple[int, int], str]] = {}  # of layers, in this forward
-        self._undecided: deque[tuple[int, StoredStorage]] = deque()  # with its place in what the forward saves
+        self._fixed: Collection[int] = ()  # storage addresses of parameters and buffers
+        self._stored: WeakValueDictionary[tuple[int, int, int, int, int, bool], StoredStorage] = WeakValueDictionary()
+        self._inputs: dict[StorageKey, tuple[StorageWeakRef, tuple[int, int], str]] = {}  # layer inputs of this forward
+        self._undecided: deque[tuple[int, StoredStorage]] = deque()  # (index in the forward record, storage)
         self._leaving: deque[StoredStorage] = deque()
-        self._ahead: WeakKeyDictionary[StoredStorage, int] = (
-            WeakKeyDictionary()
-        )  # what is brought before it is asked for
-        self._graphs: WeakSet[ForwardRecord] = WeakSet()  # through which the backward goes that is under way
+        self._ahead: WeakKeyDictionary[StoredStorage, int] = WeakKeyDictionary()  # prefetched storages
+        self._graphs: WeakSet[ForwardRecord] = WeakSet()  # graphs of the current backward pass
         self._brought: WeakSet[StoredStorage] = WeakSet()
-        self._read: list[tuple[StorageWeakRef, int]] = []  # memory that was brought, and is the backward's now
+        self._read: list[tuple[StorageWeakRef, int]] = []  # fetched memory that the backward pass now owns
         self._largest = 0
         self._task = -1
 
-    def __reduce__(self) -> Any:
-        """Of a copied model."""
+    def __reduce__(self) -> Any:  # a copied model gets an empty store
         return type(self), (self._to_host, self._axis, self._min_bytes)
 
     def stats(self) -> ActivationStats:
-        """How many bytes are where now, and were at most."""
-        self._settle()
+        """Return the current and maximum number of bytes by location."""
+        self._update_counts()
         rates = {
             way: self._link.bandwidth(way) if self._link is not None else None
             for way in (DEVICE_TO_HOST, HOST_TO_DEVICE)
@@ -152,19 +146,16 @@ class ActivationStore:
         return ActivationStats(dict(account.now), account.host, account.most, account.most_host, rates)
 
     def reset(self) -> None:
-        """From now on ``figures`` says what was at most since here."""
-        self._settle()
+        """Reset the maximum number of bytes."""
+        self._update_counts()
         self.account.reset()
 
     def remove(self) -> None:
-        """Stores nothing from now on. What is stored comes back in its backward."""
-        while self._undo:
-            self._undo.pop()()
+        """Stop storing activations. Stored activations remain available to their backward pass."""
+        while self.undo:
+            self.undo.pop()()
         if self._hooks.is_entered:
             self._hooks.leave()
-
-    def on_remove(self, undo: Callable[[], Any]) -> None:
-        self._undo.append(undo)
 
     def __str__(self) -> str:
         return str(self.stats())
@@ -172,137 +163,120 @@ class ActivationStore:
     # --- the forward
 
     def enter(self, model: nn.Module, args: Any) -> None:
-        """Before a forward."""
-        if self._hooks.is_entered:  # one that was broken off by more than an error: by the keyboard
+        """Start a forward pass."""
+        if self._hooks.is_entered:  # an exception such as KeyboardInterrupt ended the previous forward pass
             self.leave()
-        if torch.compiler.is_compiling() or current_graph_task_id() >= 0 or has_foreign_hooks():
-            return
-        if not torch.is_grad_enabled():
+        is_recomputation = torch_compat.current_graph_task_id() >= 0
+        if torch.compiler.is_compiling() or is_recomputation or has_foreign_hooks() or not torch.is_grad_enabled():
             return
         self._graph, self._forward = ForwardRecord(), self._forward + 1
-        self._set_device(next((x.device for x in model.parameters()), None))
-        with DisableTorchFunctionSubclass():  # no parameter is read
-            tensors = [x for x in (*model.parameters(), *model.buffers()) if _is_plain(x)]
-            self._fixed = {memory_of(x) for x in tensors}
-        self._hooks.enter()
-
-    def _set_device(self, device: torch.device | None) -> None:
+        device = next((x.device for x in model.parameters()), None)
         if self._link is None or device not in (None, self._link.device):
             self._link = HostDeviceCopier(device or torch.device("cpu"))
+        with torch_compat.DisableTorchFunctionSubclass():  # do not gather parameters
+            tensors = [x for x in (*model.parameters(), *model.buffers()) if _is_plain(x)]
+            self._fixed = {torch_compat.memory_of(x) for x in tensors}
+        self._hooks.enter()
 
     def leave(self, *_: Any) -> None:
-        """Behind a forward."""
+        """End a forward pass."""
         if not self._hooks.is_entered:
             return
         self._hooks.leave()
         self._decide(0)
         self._inputs.clear()
         self._graph.fetched = len(self._graph.order)
-        self._settle()
+        self._update_counts()
 
     def enter_layer(self, name: str, x: Any) -> None:
-        """Before the forward of a layer that is given x, of which all ranks of the axis hold the same values."""
+        """Register ``x`` as the input of a layer, which is identical on all ranks of the axis."""
         if not self._hooks.is_entered or not _is_plain(x) or not is_dense(x):
             return
-        key, (start, end) = (memory_of(x), x._version), storage_range(x)
+        key, (start, end) = (torch_compat.memory_of(x), x._version), storage_range(x)
         if key in self._inputs:
             return
         self._inputs[key] = StorageWeakRef(x.untyped_storage()), (start, end), name
         for item in list(self._undecided):
-            _, piece = item
-            is_of_x = (piece.source.cdata, piece.version) == key
-            if is_of_x and start <= piece.start and piece.start + piece.size <= end:
+            stored = item[1]
+            is_of_x = (stored.source.cdata, stored.version) == key
+            if is_of_x and start <= stored.start and stored.start + stored.size <= end:
                 self._undecided.remove(item)
-                self._cut(piece, name)
+                self._shard(stored, name)
 
     def _decide(self, among: int) -> None:
-        """What did not enter a layer, but for the last few that were saved, is moved as it is."""
+        """Move tensors that are not layer inputs, except for the last ``among`` saved tensors."""
         while self._undecided and self._undecided[0][0] + among <= len(self._graph.order):
             self._move(self._undecided.popleft()[1])
 
     def _pack(self, x: Tensor) -> SavedTensorHandle | None:
-        """Where x lies in what is stored; None for a parameter, and for what is no plain memory of numbers."""
+        """Store a tensor. Return None for a parameter, and for a tensor that is not plain strided memory."""
         if not _is_plain(x) or self._link is None or x.device != self._link.device:
             return None
         storage = x.untyped_storage()
-        memory = storage_id(storage)
+        memory = torch_compat.storage_id(storage)
         if memory in self._fixed or _is_cast_of_parameter(x):
             return None
-        self._settle()
+        self._update_counts()
         _, given, name = self._inputs.get((memory, x._version), (None, (0, 0), ""))
         start, end = storage_range(x)
         is_input = given[0] <= start and end <= given[1]
-        if not is_input and 2 * (end - start) >= storage.nbytes():  # views of one memory are kept as that, once
+        if not is_input and 2 * (end - start) >= storage.nbytes():  # store views of the same memory once
             start, end = 0, storage.nbytes()
-        self._decide(NOT_YET_KNOWN)
-        # the ranks of an axis must cut alike, whichever pieces of another forward still live on one of them
+        self._decide(MAX_UNDECIDED)
+        # Ranks of an axis must shard the same storages, although storages of earlier forwards live on some of them.
         forward = 0 if self._axis is None else self._forward
         key = (memory, x._version, start, end, forward, is_input)
-        piece = self._pieces.get(key)
-        if piece is None:
-            piece = self._pieces[key] = self._new_piece(x, start, end)
-            if piece.size >= self._min_bytes:
-                self._place(piece, name if is_input else "")
-        return SavedTensorHandle(piece, self._graph, x)
+        stored = self._stored.get(key)
+        if stored is None:
+            stored = self._stored[key] = StoredStorage(self.account, x, start, end)
+            if stored.size >= self._min_bytes:
+                if self._axis is None:
+                    self._move(stored)
+                elif is_input:
+                    self._shard(stored, name)
+                else:
+                    self._undecided.append((len(self._graph.order), stored))
+        return SavedTensorHandle(stored, self._graph, x)
 
-    def _new_piece(self, x: Tensor, start: int, end: int) -> StoredStorage:
-        storage = x.untyped_storage()
+    def _shard(self, stored: StoredStorage, name: str) -> None:
+        """Replace the data of a layer input by this rank's shard."""
+        assert self._axis is not None and stored.data is not None
         with torch.no_grad():
-            data = torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage, start, (end - start,), (1,))
-            witness = x.detach()
-            witness.data = torch.empty(0, dtype=x.dtype, device=x.device)
-        return StoredStorage(self.account, data, StorageWeakRef(storage), witness, start)
+            stored.data, stored.number = local_partition(stored.data, self._axis)
+        stored.name, stored.base = name, stored.start
+        stored.count_data(PARTITIONED)
+        self._move(stored)
 
-    def _place(self, piece: StoredStorage, name: str) -> None:
-        if self._axis is None:
-            self._move(piece)
-        elif name:
-            self._cut(piece, name)
-        else:
-            self._undecided.append((len(self._graph.order), piece))
-
-    def _cut(self, piece: StoredStorage, name: str) -> None:
-        """Keeps this rank's part of a piece."""
-        assert self._axis is not None and piece.data is not None
-        with torch.no_grad():
-            piece.data, piece.number = local_partition(piece.data, self._axis)
-        piece.name, piece.base = name, piece.start
-        piece.count_data(PARTITIONED)
-        self._move(piece)
-
-    def _move(self, piece: StoredStorage) -> None:
-        """Starts the copy of what is stored to the host. Waits where too many are under way."""
+    def _move(self, stored: StoredStorage) -> None:
+        """Start to copy the data to the host. If too many copies are in progress, wait for an earlier one."""
         if not self._to_host:
             return
-        assert piece.data is not None and self._link is not None
-        size = len(piece.data)
+        assert stored.data is not None and self._link is not None
+        size = len(stored.data)
         self._largest = max(self._largest, size)
-        while self._leaving and sum(len(p.host) for p in self._leaving if p.host is not None) + size > self._allowed:
+        limit = PREFETCH_COUNT * self._largest
+        while self._leaving and sum(len(p.host) for p in self._leaving if p.host is not None) + size > limit:
             self._release(self._leaving.popleft())
-        piece.host = self._link.new_host(size, torch.uint8)
+        stored.host = self._link.new_host(size, torch.uint8)
         self.account.add_host(size)
-        piece.copy, piece.is_leaving = self._link.to_host(piece.host, piece.data), True
-        piece.count_data(COPYING_TO_HOST)
-        self._leaving.append(piece)
+        stored.copy, stored.is_leaving = self._link.to_host(stored.host, stored.data), True
+        stored.count_data(COPYING_TO_HOST)
+        self._leaving.append(stored)
 
-    @property
-    def _allowed(self) -> int:
-        return PREFETCH_COUNT * self._largest
-
-    def _release(self, piece: StoredStorage) -> None:
-        """Waits for the copy to the host. Then the memory on the device goes, unless the backward is about to ask."""
-        assert piece.copy is not None and piece.data is not None
-        piece.copy.finish()
-        piece.copy, piece.is_leaving = None, False
-        if piece.is_wanted:
-            piece.count(COPYING_TO_HOST, -len(piece.data))
-            self._hold(piece, len(piece.data))
+    def _release(self, stored: StoredStorage) -> None:
+        """Wait for the copy to the host, and free the device memory unless the backward pass needs it next."""
+        assert stored.copy is not None and stored.data is not None
+        stored.copy.finish()
+        stored.copy, stored.is_leaving = None, False
+        if stored.is_wanted:
+            stored.count(COPYING_TO_HOST, -len(stored.data))
+            self._count_fetched(stored, len(stored.data))
         else:
-            piece.data = None
-            piece.count_data(COPYING_TO_HOST)
+            stored.data = None
+            stored.count_data(COPYING_TO_HOST)
 
-    def _settle(self) -> None:
-        """Notes what is not on the device any more."""
+    def _update_counts(self) -> None:
+        """Update the counters after completed copies and freed memory."""
         while self._leaving and self._leaving[0].copy is not None and self._leaving[0].copy.is_done():
             self._release(self._leaving.popleft())
         if any(source.expired() for source, _ in self._read):
@@ -313,198 +287,194 @@ class ActivationStore:
     # --- the backward
 
     def _unpack(self, handle: SavedTensorHandle) -> Tensor:
-        piece = handle.piece
-        check_version(piece.witness, piece.version, handle.shape)
-        self._settle()
+        stored = handle.stored
+        check_version(stored.witness, stored.version, handle.shape)
+        self._update_counts()
         self._expect_end(handle.graph)
-        self._ahead.pop(piece, None)
-        piece.waits.discard(id(handle))
-        self._fetch(piece)
-        if piece.copy is not None and not piece.is_leaving:
-            piece.copy.wait()
-            piece.copy = None
-        whole = self._joined(piece) if piece.is_cut else piece.data
+        self._ahead.pop(stored, None)
+        stored.waits.discard(id(handle))
+        self._fetch(stored)
+        if stored.copy is not None and not stored.is_leaving:
+            stored.copy.wait()
+            stored.copy = None
+        whole = self._gather_full(stored) if stored.is_cut else stored.data
         assert whole is not None
-        out = handle.tensor(whole, piece.base)
-        if not piece.waits:
-            self._hand_over(piece)
+        out = handle.tensor(whole, stored.base)
+        if not stored.waits:
+            self._transfer_to_backward(stored)
         self._prefetch(handle.graph, handle.place)
         return out
 
-    def _fetch(self, piece: StoredStorage) -> None:
-        """Starts to bring what is on the host, of which the backward reads all bytes soon."""
-        if piece.is_leaving:
-            piece.is_wanted = True
-        if not piece.is_away or piece.joined is not None:
+    def _fetch(self, stored: StoredStorage) -> None:
+        """Start to copy a storage to the device."""
+        if stored.is_leaving:
+            stored.is_wanted = True
+        if not stored.is_away or stored.joined is not None:
             return
-        assert piece.host is not None and self._link is not None
-        piece.data = torch.empty(len(piece.host), dtype=torch.uint8, device=self._link.device)
-        piece.base, piece.copy = piece.start, self._link.to_device(piece.data, piece.host)
-        self._hold(piece, len(piece.data))
+        assert stored.host is not None and self._link is not None
+        stored.data = torch.empty(len(stored.host), dtype=torch.uint8, device=self._link.device)
+        stored.base, stored.copy = stored.start, self._link.to_device(stored.data, stored.host)
+        self._count_fetched(stored, len(stored.data))
 
-    def _hold(self, piece: StoredStorage, size: int) -> None:
-        piece.count(FETCHED, size)
-        self._brought.add(piece)
+    def _count_fetched(self, stored: StoredStorage, size: int) -> None:
+        stored.count(FETCHED, size)
+        self._brought.add(stored)
 
-    def _joined(self, piece: StoredStorage) -> Tensor:
-        """All bytes of a piece that is cut. Communicates what ``joined`` says."""
-        if piece.joined is None:
-            assert self._axis is not None and piece.data is not None and piece.number is not None
+    def _gather_full(self, stored: StoredStorage) -> Tensor:
+        """Return the full data of a sharded storage. Communicates as ``gather_partitions``."""
+        if stored.joined is None:
+            assert self._axis is not None and stored.data is not None and stored.number is not None
             with torch.no_grad():
-                piece.joined = gather_partitions(piece.data, piece.number, self._axis, f"What entered {piece.name}")
-            self._hold(piece, len(piece.joined))
-        return piece.joined
+                stored.joined = gather_partitions(
+                    stored.data, stored.number, self._axis, f"The input of layer {stored.name}"
+                )
+            self._count_fetched(stored, len(stored.joined))
+        return stored.joined
 
-    def _hand_over(self, piece: StoredStorage) -> None:
-        """What was brought is the backward's alone from now on: its memory goes when that is through with it."""
-        held = [piece.joined]
-        piece.joined, piece.is_wanted = None, False
-        if piece.host is not None and piece.data is not None and not piece.is_leaving:
-            held.append(piece.data)
-            piece.data = None
+    def _transfer_to_backward(self, stored: StoredStorage) -> None:
+        """Transfer the ownership of fetched memory to the backward pass, which then frees it."""
+        held = [stored.joined]
+        stored.joined, stored.is_wanted = None, False
+        if stored.host is not None and stored.data is not None and not stored.is_leaving:
+            held.append(stored.data)
+            stored.data = None
         for x in held:
             if x is not None:
-                piece.forget_count(FETCHED, len(x))
+                stored.forget_count(FETCHED, len(x))
                 self._read.append((StorageWeakRef(x.untyped_storage()), len(x)))
         del held
-        self._brought.discard(piece)
+        self._brought.discard(stored)
 
     def _prefetch(self, graph: ForwardRecord, place: int) -> None:
-        """Begins to bring what was saved before, which the backward asks for next."""
+        """Start to fetch the storages that the backward pass will need next."""
         at = min(graph.fetched, place)
         while at > 0:
-            piece = graph.order[at - 1]()
-            if piece is not None and piece.host is not None and piece.waits and piece not in self._ahead:
-                if sum(self._ahead.values()) + len(piece.host) > self._allowed:
+            stored = graph.order[at - 1]()
+            if stored is not None and stored.host is not None and stored.waits and stored not in self._ahead:
+                if sum(self._ahead.values()) + len(stored.host) > PREFETCH_COUNT * self._largest:
                     break
-                if piece.is_away or piece.is_leaving:
-                    self._ahead[piece] = len(piece.host)
-                    self._fetch(piece)
+                if stored.is_away or stored.is_leaving:
+                    self._ahead[stored] = len(stored.host)
+                    self._fetch(stored)
             at -= 1
         graph.fetched = at
 
     def _expect_end(self, graph: ForwardRecord) -> None:
-        """Lets autograd say when the backward that is under way ends."""
-        task = current_graph_task_id()
+        """Register a callback at the end of the current backward pass."""
+        task = torch_compat.current_graph_task_id()
         if task < 0:
             return
         self._graphs.add(graph)
         if task != self._task:
             self._task = task
-            at_end_of_backward(self._end_backward)
+            torch_compat.at_end_of_backward(self._end_backward)
 
     def _end_backward(self) -> None:
-        """What is still to come is for another backward of the same graph."""
+        """End a backward pass. The remaining storages belong to another backward pass of the same graph."""
         self._task = -1
         self._ahead.clear()
-        for piece in list(self._brought):
-            self._hand_over(piece)
+        for stored in list(self._brought):
+            self._transfer_to_backward(stored)
         for graph in self._graphs:
             graph.fetched = len(graph.order)
         self._graphs.clear()
-        self._settle()
+        self._update_counts()
 
 
 def _is_plain(x: Any) -> bool:
-    """Whether x is a tensor whose numbers lie in memory, as its strides say, and which says when they change."""
+    """Whether ``x`` is a strided tensor in plain memory with a version counter."""
     return (
         type(x) in (Tensor, nn.Parameter)
         and x.layout is torch.strided
         and x.numel() > 0
         and not (x.is_meta or x.is_quantized or x.is_inference() or x.is_conj() or x.is_neg())
-        and not is_functorch_wrapped(x)
+        and not torch_compat.is_functorch_wrapped(x)
     )
 
 
 def _is_cast_of_parameter(x: Tensor) -> bool:
-    """Whether x was computed from a parameter alone, by a cast or as a view: what autocast makes of weights."""
+    """Whether ``x`` is a view or a cast of a parameter, such as the weights that autocast converts."""
     node: Any = x.grad_fn
-    while type(node).__name__ in OF_PARAMETERS:
+    while type(node).__name__ in PARAMETER_VIEW_NODES:
         node = node.next_functions[0][0]
     return type(node).__name__ == "AccumulateGrad" and isinstance(node.variable, nn.Parameter)
 
 
 OFFLOAD_TARGETS = ("device", "host", "tensor", "tensor+host")
 STORE = "_shardformer_activations"
-"""The attribute of a model that holds its store."""
+"""Attribute of a model: its ActivationStore."""
 
 
 @renamed_parameters({"on": "to"})
 def offload_activations(model: nn.Module, to: str = "host", *, min_bytes: int = 2**16) -> ActivationStore:
-    """Keeps what a model's forward saves for its backward where it takes less memory of the device.
+    """Store the activations of a model on the host or sharded over tensor ranks, to save device memory.
 
-    Call it once, before training. Losses and gradients stay what they are, to the bit.
+    Call it once before training. Losses and gradients do not change, to the bit.
 
-    Args:
-        model: any module; for the tensor ranks one that ``shard_model`` returned.
-        to: where what is saved is kept until the backward needs it.
-            ``"host"``: it is copied to the host, beside the computation, and back before it is needed.
-            ``"tensor"``: of the hidden states that enter a layer, which all tensor ranks hold alike, each rank keeps
-            1/T, and the backward gathers them. With activation checkpointing these are nearly all that is saved;
-            without it they are a small part, and the rest stays as it is.
-            ``"tensor+host"``: both: each rank's part goes to the host.
-            ``"device"``: nothing moves, and the figures say how much it is.
-        min_bytes: what is smaller stays where it is.
+    Parameters, views and casts of them, buffers and tensors that are not plain strided memory are not moved. Inside of
+    an activation checkpoint only its inputs are saved. If the model runs inside of other hooks for saved tensors
+    (``save_on_cpu``, or a checkpoint around the model), those hooks store its activations.
 
-    Parameters, views and casts of them, buffers, and tensors that are no plain strided memory stay. Inside of a
-    checkpoint nothing is saved but its inputs. Where hooks of somebody else stand around the model
-    (``save_on_cpu``, a checkpoint around all of it), those keep what it saves.
-
-    Communicates for ``"tensor"``: in the backward, for each layer's input of S bytes, one all-gather of
-    T * ceil(S / T) bytes, and at the same time one of 8 T bytes: a checksum of the whole that each rank kept.
-    Where they differ every rank raises InputError.
-
-    Raises ConfigError for a second call, and for ``"tensor"`` on a model of which no layer is given what all tensor
-    ranks hold alike: one that was not sharded, or whose sequence is cut between its layers.
+    For ``"tensor"`` the backward pass communicates, for each layer input of S bytes, one all-gather of
+    T * ceil(S / T) bytes and one of 8 T bytes with checksums.
 
     Rajbhandari, Rasley, Ruwase and He, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020),
     section 6.1: partitioned activation checkpointing, Pa and Pa+cpu.
+
+    Args:
+        model: Any module. ``"tensor"`` requires a model that ``shard_model`` returned.
+        to: Where saved tensors are stored until the backward pass needs them.
+            ``"host"``: In host memory. Copies overlap with computation.
+            ``"tensor"``: Each of T tensor ranks keeps 1/T of the input of each layer, and the backward pass gathers
+            the shards. With activation checkpointing these inputs are nearly all saved tensors.
+            ``"tensor+host"``: As ``"tensor"``, with the shards in host memory.
+            ``"device"``: On the device. The store only counts bytes.
+        min_bytes: Smaller tensors are not moved.
+
+    Raises:
+        ConfigError: The model already has a store. Or ``to`` is ``"tensor"`` and no layer has an input that is
+            identical on all tensor ranks: the model was not sharded, or the sequence is sharded between its layers.
     """
     check_choice("on", to, OFFLOAD_TARGETS)
     if STORE in model.__dict__:
         raise ConfigError(
-            f"store_activations of a {type(model).__name__} whose activations are stored",
-            remedy="Call .remove() of what the first call returned, then call it again",
+            f"The activations of this {type(model).__name__} are already stored by offload_activations",
+            remedy="Call .remove() on the result of the first call before calling it again",
         )
     axis = find_metadata(model).axes["tensor"] if "tensor" in to else None
     layers = _replicated_layers(model, to) if axis is not None else {}
     store = ActivationStore("host" in to, axis, min_bytes)
     _attach(model, store, layers)
-    for _, _, state in _sharded(model):
+    for _, state in _sharded_models(model):
         stage_forward = getattr(state.stages, "stage_forward", None)
         if stage_forward is not None:
-            store.on_remove(_listed(stage_forward.when_left, store.leave))
+            stage_forward.when_left.append(store.leave)
+            store.undo.append(partial(stage_forward.when_left.remove, store.leave))
     return store
 
 
-def _sharded(model: nn.Module) -> list[tuple[str, nn.Module, ShardingMetadata]]:
-    """(path, module, state) of each model in here that was sharded: this one, or those that it wraps."""
-    found = [(path, module, module.__dict__.get(METADATA_ATTRIBUTE)) for path, module in model.named_modules()]
-    return [(path, module, state) for path, module, state in found if isinstance(state, ShardingMetadata)]
+def _sharded_models(model: nn.Module) -> list[tuple[nn.Module, ShardingMetadata]]:
+    found = [(module, module.__dict__.get(METADATA_ATTRIBUTE)) for module in model.modules()]
+    return [(module, state) for module, state in found if isinstance(state, ShardingMetadata)]
 
 
 def _attach(model: nn.Module, store: ActivationStore, layers: dict[str, nn.Module]) -> None:
     model.__dict__[STORE] = store
-    store.on_remove(partial(model.__dict__.pop, STORE, None))
-    store.on_remove(model.register_forward_pre_hook(store.enter, prepend=True).remove)
-    store.on_remove(model.register_forward_hook(store.leave, always_call=True).remove)
+    store.undo.append(partial(model.__dict__.pop, STORE, None))
+    store.undo.append(model.register_forward_pre_hook(store.enter, prepend=True).remove)
+    store.undo.append(model.register_forward_hook(store.leave, always_call=True).remove)
     for path, layer in layers.items():
-        store.on_remove(layer.register_forward_pre_hook(partial(_enter_layer, store, path), with_kwargs=True).remove)
+        store.undo.append(layer.register_forward_pre_hook(partial(_enter_layer, store, path), with_kwargs=True).remove)
 
 
 def _enter_layer(store: ActivationStore, path: str, layer: nn.Module, args: Any, kwargs: Any) -> None:
     store.enter_layer(path, first_tensor(args, kwargs))
 
 
-def _listed(listeners: list[Any], listener: Any) -> Any:
-    listeners.append(listener)
-    return partial(listeners.remove, listener)
-
-
 def _replicated_layers(model: nn.Module, on: str) -> dict[str, nn.Module]:
-    """Path -> each layer whose hidden states all tensor ranks hold alike, by the layout of the stream around it."""
+    """Return the layers, by path, whose hidden states are identical on all tensor ranks."""
     layers, cut = dict[str, nn.Module](), ""
-    for _, module, state in _sharded(model):
+    for module, state in _sharded_models(model):
         policy: Any = state.request.policy
         for stack in policy.layer_sequence().stacks:
             layout = stack.layout_in(state.activations)
@@ -513,11 +483,10 @@ def _replicated_layers(model: nn.Module, on: str) -> dict[str, nn.Module]:
             else:
                 layers |= {path: module.get_submodule(path) for path in stack.layer_calls}
     if not layers:
-        has = f"cuts the stream between its layers: {cut}" if cut else "has no layers that are known"
+        has = f"shards the hidden states between its layers ({cut})" if cut else "has no known layers"
         raise ConfigError(
-            f"on={on!r} for a {type(model).__name__} that {has}",
-            rule="Of what enters a layer each tensor rank keeps a part where all of them hold the same; where the "
-            "sequence is cut each holds its own part already",
-            remedy='Take on="host", or shard the model with tensor parallelism alone',
+            f"on={on!r} is not supported, because this {type(model).__name__} {has}",
+            rule="Only hidden states that are identical on all tensor ranks can be sharded over them",
+            remedy='Use on="host", or shard the model with tensor parallelism without sequence parallelism',
         )
     return layers

@@ -1,4 +1,4 @@
-"""Optimizer state and master weights in a file, read ahead and written behind.
+"""Optimizer state and master weights in a file, with reads ahead of the update and writes after it.
 
 Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning" (2021), section 6.3.
 """
@@ -25,19 +25,19 @@ from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.offload.host import HostMemory, HostShard, OffloadConfig
 
 BLOCK_BYTES = 64
-"""Bytes: where a tensor may begin."""
+"""Alignment of tensors in the file, in bytes."""
 READ, WRITE = "read", "written"
 
 
 class OffloadFile:
-    """The file of one rank, and the buffers through which it is read. The file has no name, and ends with the process.
+    """The temporary file of one rank, and its buffers. The operating system deletes it when the process ends.
 
     Args:
-        buffers: shards that are in memory at a time.
+        buffers: Number of shards in memory at a time.
 
     Attributes:
-        error: the first one of this step.
-        moved: bytes and seconds of what was read and written.
+        error: The first OSError of the current step.
+        moved: Bytes and seconds of all reads and writes.
     """
 
     def __init__(self, folder: str, host: HostMemory, buffers: int) -> None:
@@ -45,7 +45,7 @@ class OffloadFile:
         self.error: OSError | None = None
         self._file: Any = None
         try:
-            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  # until nobody holds this
+            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  # closed by the finalizer
             weakref.finalize(self, self._file.close)
         except OSError as error:
             self.error = error
@@ -58,7 +58,7 @@ class OffloadFile:
         self.write_call: Any = os.pwritev
 
     def reserve(self, size: int) -> int:
-        """A place in the file. Raises OSError where there is no room."""
+        """Reserve bytes in the file and return their offset. Raise OSError if the disk is full."""
         at = self._end
         os.posix_fallocate(self._file.fileno(), at, max(size, 1))
         self._end += size
@@ -68,7 +68,7 @@ class OffloadFile:
         return self._workers[READ].submit(self._move, READ, at, [out])
 
     def write(self, at: int, tensors: Sequence[Tensor], buffer: Tensor | None) -> None:
-        """Starts to write tensors behind each other; the buffer is free when that is done."""
+        """Start to write consecutive tensors. The buffer is released when the write is complete."""
         self._writing.append((self._workers[WRITE].submit(self._move, WRITE, at, tensors), buffer))
 
     def _move(self, way: str, at: int, tensors: Sequence[Tensor]) -> None:
@@ -79,14 +79,14 @@ class OffloadFile:
             while done < len(view):
                 step = call(self._file.fileno(), [view[done:]], at + total + done)
                 if step == 0:
-                    raise OSError(f"{len(view) - done} bytes are missing in the file")
+                    raise OSError(f"The offload file ended {len(view) - done} bytes too early")
                 done += step
             total += round_up_to_block(len(view))
         size, seconds = self.moved[way]
         self.moved[way] = size + total, seconds + time.perf_counter() - begin
 
     def acquire_buffer(self, size: int) -> Tensor:
-        """Memory of the host. Waits for something to be written where there is too much of it in use."""
+        """Return a buffer in host memory. If all are in use, wait for a write to complete."""
         while not self._free and self._num_made >= self.buffers and self._writing:
             self._land()
         if not self._free:
@@ -109,18 +109,18 @@ class OffloadFile:
             self.release_buffer(buffer)
 
     def bandwidth(self, way: str) -> float | None:
-        """Measured, in bytes a second; None where nothing was moved yet."""
+        """Return the measured bytes per second, or None before the first transfer."""
         size, seconds = self.moved[way]
         return size / seconds if seconds else None
 
     def flush(self) -> None:
-        """All is written, or an error says what is not, when this returns."""
+        """Wait for all writes. ``error`` contains the first failure."""
         while self._writing:
             self._land()
 
 
 def check_room(folder: str, size: int) -> None:
-    """Raises OSError where no file of so many bytes can be in a folder."""
+    """Raise OSError if a directory cannot hold a file of ``size`` bytes."""
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         os.posix_fallocate(file.fileno(), 0, max(size, 1))
 
@@ -130,7 +130,7 @@ def round_up_to_block(size: int) -> int:
 
 
 class FileStore(HostMemory):
-    """The memory of the host, and a file behind it."""
+    """Host memory of one device, with a file for master weights and optimizer states."""
 
     def __init__(self, asked: OffloadConfig, device: torch.device, *, overlaps: bool = True) -> None:
         super().__init__(asked, device, overlaps=overlaps)
@@ -141,16 +141,17 @@ class FileStore(HostMemory):
         return FileShard(self.disk, self, length, dtype)
 
     def end_writing(self, context: ParallelContext) -> None:
-        """Raises InputError, on all ranks, where something between two steps was not written on one."""
+        """Raise InputError, on all ranks, if a write between two steps failed on one rank."""
         if said := self.end_step([], context):
             raise InputError(
-                f"The optimizer's files in {self.disk.folder} failed: {said}", remedy="Make room, then load it again"
+                f"The optimizer's files in {self.disk.folder} could not be written: {said}",
+                remedy="Free disk space, then load the state again",
             )
 
     def end_step(self, parts: Sequence[HostShard], context: ParallelContext) -> str | None:
-        """Lets what was written count if all ranks have written theirs; else what was before. Returns what failed.
+        """Commit the written shards if all ranks succeeded, otherwise roll them back. Return the error, or None.
 
-        Communicates one line over each axis.
+        Communicates one object over each axis.
         """
         self.disk.flush()
         said = None if self.disk.error is None else f"{self.disk.error} (rank {context.rank})"
@@ -163,21 +164,21 @@ class FileStore(HostMemory):
 
 
 OptimizerStateDict = Callable[[Tensor], dict[str, Any]]
-"""Gives what the optimizers keep of one of their parameters: the dictionary that is theirs."""
+"""Returns the state dictionary of an optimizer parameter."""
 
-FIELDS = 4
-"""Tensors of state of a piece for which room to align them is left."""
+EXTRA_STATE_TENSORS = 4
+"""Number of state tensors per parameter slice for which alignment padding is reserved."""
 
-_AWAY = torch.empty(0)
-"""In the place of a state that is in the file."""
+_IN_FILE = torch.empty(0)
+"""Placeholder of a state tensor that is in the file."""
 
 
 @dataclass
 class FileLayout:
-    """How a shard lies in the file: its masters, then for each piece what the optimizers keep of it.
+    """Layout of a shard in the file: the master weights, then the optimizer states of each parameter slice.
 
     Args:
-        fields: (the number of the piece, name, dtype, shape); the masters are (-1, "").
+        fields: (index of the slice, name, dtype, shape) of each tensor. The master weights have index -1.
     """
 
     fields: list[tuple[int, str, torch.dtype, torch.Size]] = field(default_factory=list)
@@ -187,7 +188,7 @@ class FileLayout:
         return sum(round_up_to_block(dtype.itemsize * shape.numel()) for *_, dtype, shape in self.fields)
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """Of bytes that were read."""
+        """Return the tensors in a buffer that was read."""
         found, at = [], 0
         for *_, dtype, shape in self.fields:
             size = dtype.itemsize * shape.numel()
@@ -198,7 +199,7 @@ class FileLayout:
 
 @dataclass
 class FileSlot:
-    """Where in the file how many bytes may lie, and what does."""
+    """A reserved range of the file, and the layout of its content."""
 
     at: int
     capacity: int
@@ -206,35 +207,39 @@ class FileSlot:
 
 
 class FileShard(HostShard):
-    """What of one shard is in a file: its masters and states. Its gradients are in the memory of the host.
+    """Master weights and optimizer states of one shard in a file. Gradients stay in host memory.
 
-    An OSError is kept in ``disk.error``, so that all ranks go on together until they have agreed on what to do.
+    An OSError is stored in ``disk.error``, so that all ranks continue until they agree on how to proceed.
     """
 
     def __init__(self, disk: OffloadFile, host: HostMemory, length: int, dtype: torch.dtype) -> None:
         super().__init__(host, length, dtype)
         self._disk = disk
         self._states: OptimizerStateDict = lambda _: {}
-        self._pieces: list[tuple[nn.Parameter, slice]] = []
+        self._slices: list[tuple[nn.Parameter, slice]] = []
         self._counts: FileSlot | None = None
-        self._other: FileSlot | None = None  # to which the next step writes
+        self._other: FileSlot | None = None  # target of the next write
         self._is_written = False
-        self._small: list[dict[str, Any]] = []  # what of the states was not in the file, when it was read
+        self._small: list[dict[str, Any]] = []  # copy of the states at the last read, without the tensors in the file
         self._buffer: Tensor | None = None
         self._reading: Future[None] | None = None
         self.is_here = True
 
-    def hold(self, pieces: Sequence[tuple[nn.Parameter, slice]], states: OptimizerStateDict, expected: int) -> None:
-        """These lie in the masters. Writes them, with what optimizers keep of them.
+    def set_slices(
+        self, slices: Sequence[tuple[nn.Parameter, slice]], states: OptimizerStateDict, expected: int
+    ) -> None:
+        """Write the master weights of these parameter slices, and their optimizer states.
 
         Args:
-            expected: bytes that optimizers will keep.
+            expected: Number of bytes of the optimizer states.
         """
-        self._pieces, self._states = list(pieces), states
+        self._slices, self._states = list(slices), states
         if self._disk.error is not None:
             return
         try:
-            size = round_up_to_block(self.values.nbytes) + expected + FIELDS * BLOCK_BYTES * len(self._pieces)
+            size = (
+                round_up_to_block(self.values.nbytes) + expected + EXTRA_STATE_TENSORS * BLOCK_BYTES * len(self._slices)
+            )
             self._counts, self._other = (FileSlot(self._disk.reserve(size), size, FileLayout()) for _ in range(2))
         except OSError as error:
             self._disk.error = self._disk.error or error
@@ -246,7 +251,7 @@ class FileShard(HostShard):
         return sum(place.capacity for place in (self._counts, self._other) if place is not None)
 
     def fetch(self) -> None:
-        """Starts to read."""
+        """Start to read the master weights and states."""
         if self.is_here or self._reading is not None or self._disk.error is not None or self._counts is None:
             return
         size = self._counts.record.size
@@ -254,7 +259,7 @@ class FileShard(HostShard):
         self._reading = self._disk.read(self._counts.at, self._buffer[:size])
 
     def load(self) -> bool:
-        """Returns whether masters and states are in memory now; an error says why they are not."""
+        """Return whether the master weights and states are loaded. ``disk.error`` contains a failure."""
         if self.is_here:
             return True
         self.fetch()
@@ -266,21 +271,21 @@ class FileShard(HostShard):
         except OSError as error:
             self._disk.error = self._disk.error or error
             return False
-        self._small = [deepcopy(self._states(value)) for value, _ in self._pieces]
-        for (piece, name, *_), view in zip(
+        self._small = [deepcopy(self._states(value)) for value, _ in self._slices]
+        for (param_slice, name, *_), view in zip(
             self._counts.record.fields, self._counts.record.views(self._buffer), strict=True
         ):
-            if piece < 0:
+            if param_slice < 0:
                 self.values = view
             else:
-                self._states(self._pieces[piece][0])[name] = view
-        for value, at in self._pieces:
+                self._states(self._slices[param_slice][0])[name] = view
+        for value, at in self._slices:
             value.data = self.values[at].view(value.shape)
         self.is_here = True
         return True
 
     def evict(self) -> None:
-        """Starts to write what is here to the place that does not count yet, and drops it."""
+        """Start to write the loaded tensors to the uncommitted slot, and release them."""
         self.wait()
         record, tensors = self._look()
         try:
@@ -296,7 +301,7 @@ class FileShard(HostShard):
 
     def _look(self) -> tuple[FileLayout, list[Tensor]]:
         record, tensors = FileLayout([(-1, "", self.dtype, self.values.shape)]), [self.values]
-        for number, (value, _) in enumerate(self._pieces):
+        for number, (value, _) in enumerate(self._slices):
             for name, x in self._states(value).items():
                 if _is_large(x):
                     record.fields.append((number, name, x.dtype, x.shape))
@@ -308,30 +313,30 @@ class FileShard(HostShard):
         if self._buffer is not None and not keeps_memory:
             self._disk.release_buffer(self._buffer)
         self._buffer, self.is_here = None, False
-        self.values = _AWAY.to(self.dtype)
-        for value, _ in self._pieces:
+        self.values = _IN_FILE.to(self.dtype)
+        for value, _ in self._slices:
             state = self._states(value)
-            state.update({name: _AWAY.to(x.dtype) for name, x in state.items() if _is_large(x)})
+            state.update({name: _IN_FILE.to(x.dtype) for name, x in state.items() if _is_large(x)})
             value.data = torch.full((), torch.nan, dtype=self.dtype).expand(value.shape)
 
     def commit(self) -> None:
-        """What was written counts."""
+        """Make the last write the committed one."""
         if self._is_written:
             self._counts, self._other, self._is_written = self._other, self._counts, False
         self._small = []
 
     def roll_back(self) -> None:
-        """What counted still does, and so do the states that are not in the file."""
+        """Restore the previous commit, including the states that are not in the file."""
         if self.is_here:
             self.discard()
-        for (value, _), small in zip(self._pieces, self._small, strict=False):
+        for (value, _), small in zip(self._slices, self._small, strict=False):
             state = self._states(value)
             state.clear()
             state.update(small)
         self._is_written, self._small = False, []
 
     def save(self) -> None:
-        """Writes what is here, and lets it count. Between two steps."""
+        """Write and commit the loaded tensors. Call it between two steps."""
         self.evict()
         self._disk.flush()
         if self._disk.error is None:

@@ -1,7 +1,7 @@
-"""Optimizer state on the host: its memory, and copies between host and device that overlap with computation.
+"""Optimizer state in host memory, and asynchronous copies between host and device.
 
-On a GPU they run on streams of their own, from and to pinned memory. Where the device is the CPU, host and device are
-two pools of the same memory: threads copy between them, so that what overlaps, and what is where, is as on a GPU.
+On a GPU, copies run on their own streams and use pinned memory. If the device is the CPU, host and device are two pools
+of the same memory and threads copy between them, so that overlap and memory use can be tested without a GPU.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from shardformer.errors import ConfigError, check_bool, check_int, check_number
 from shardformer.torch_compat import has_data
 
 DEVICE_TO_HOST, HOST_TO_DEVICE = "to the host", "to the device"
-REMEMBERED = 4096
-"""Copies whose times are kept."""
+MAX_LOGGED_COPIES = 4096
+"""Number of copies whose times are kept."""
 
 
 @dataclass(frozen=True)
 class FinishedCopy:
-    """One copy that is done: which way, bytes, and when, in seconds of ``time.perf_counter``.
+    """A completed copy: direction, bytes, and begin and end in seconds of ``time.perf_counter``.
 
-    On a GPU ``begin`` is 0: its clock is another one.
+    On a GPU ``begin`` is 0, because GPU events have no common clock with the host.
     """
 
     way: str
@@ -41,9 +41,9 @@ class FinishedCopy:
 
 
 class AsyncCopy:
-    """A copy under way. What is computed behind ``wait`` finds it done; ``finish`` returns when it is.
+    """A copy in progress. Later computation waits for it after ``wait``; ``finish`` blocks until it is complete.
 
-    Until it is known to be done it holds what is read, so that nobody writes there.
+    It keeps a reference to the source until it is complete, so that the memory is not reused.
     """
 
     def __init__(
@@ -69,20 +69,19 @@ class AsyncCopy:
 
 
 class HostDeviceCopier:
-    """Between one device and its host. Each of the two ways has its own order.
+    """Copies between one device and its host. Copies in one direction run in order.
 
     Args:
-        bandwidth: bytes a second that it carries each way at the most, where the device is the CPU, to try what a
-            slower link makes of a step; None: as fast as memory is.
+        bandwidth: For a CPU device: bytes per second in each direction, to simulate a slower link. None is unlimited.
 
     Attributes:
-        log: the last copies.
+        log: The most recent copies.
     """
 
     def __init__(self, device: torch.device, *, bandwidth: float | None = None) -> None:
         self.device, self._bandwidth = device, bandwidth
-        self.log: deque[FinishedCopy] = deque(maxlen=REMEMBERED)
-        self._timed: deque[tuple[str, int, Any, Any]] = deque(maxlen=REMEMBERED)  # events of a GPU, read when asked
+        self.log: deque[FinishedCopy] = deque(maxlen=MAX_LOGGED_COPIES)
+        self._timed: deque[tuple[str, int, Any, Any]] = deque(maxlen=MAX_LOGGED_COPIES)  # GPU events, read on demand
         self._is_cuda = device.type == "cuda"
         if self._is_cuda:
             self._streams = {way: torch.cuda.Stream(device) for way in (DEVICE_TO_HOST, HOST_TO_DEVICE)}
@@ -90,23 +89,23 @@ class HostDeviceCopier:
             self._workers = {way: ThreadPoolExecutor(1, f"copies {way}") for way in (DEVICE_TO_HOST, HOST_TO_DEVICE)}
 
     def new_host(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Memory of the host that copies reach at full speed: pinned, beside a GPU."""
+        """Allocate host memory, pinned if the device is a GPU."""
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self._is_cuda)
 
     def to_host(self, out: Tensor, x: Tensor) -> AsyncCopy:
-        """Starts ``out.copy_(x)`` from the device to the host. ``x`` stays as it is until that is done."""
+        """Start ``out.copy_(x)`` from the device to the host. ``x`` must not change until the copy is complete."""
         return self._start(DEVICE_TO_HOST, out, x)
 
     def to_device(self, out: Tensor, x: Tensor) -> AsyncCopy:
-        """Starts ``out.copy_(x)`` from the host to the device. Both stay as they are until that is done."""
+        """Start ``out.copy_(x)`` from the host to the device. Both must not change until the copy is complete."""
         return self._start(HOST_TO_DEVICE, out, x)
 
     def bandwidth(self, way: str) -> float | None:
-        """Measured, in bytes a second of copying; None before the first copy."""
+        """Return the measured bytes per second, or None before the first copy."""
         while self._timed and self._timed[0][3].query():
             timed, size, begin, end = self._timed.popleft()
             self.log.append(FinishedCopy(timed, size, 0.0, begin.elapsed_time(end) / 1e3))
-        done = [copied for copied in list(self.log) if copied.way == way]  # at once: the threads write on
+        done = [copied for copied in list(self.log) if copied.way == way]  # copy of the log: threads append to it
         seconds = sum(copied.end - copied.begin for copied in done)
         return sum(copied.size for copied in done) / seconds if seconds else None
 
@@ -115,7 +114,7 @@ class HostDeviceCopier:
         return self._start_on_stream(way, out, x) if self._is_cuda else self._start_on_thread(way, out, x)
 
     def _start_on_thread(self, way: str, out: Tensor, x: Tensor) -> AsyncCopy:
-        if not has_data(x):  # threads cannot trace at the same time
+        if not has_data(x):  # fake tensors; threads cannot trace concurrently
             out.copy_(x)
             return AsyncCopy(out, x, bool, bool, lambda: True)
         future: Future[None] = self._workers[way].submit(self._copy, way, out, x)
@@ -150,22 +149,22 @@ FREE_MEMORY, TO_CPU, TO_NVME = "free", "cpu", "nvme:"
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """What ``shard_optimizer`` keeps elsewhere than on the device.
+    """Offload of optimizer state, gradients and parameters by ``shard_optimizer``.
 
-    Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training" (2021); for files, Rajbhandari et al.,
+    Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training" (2021). For files, Rajbhandari et al.,
     "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning" (2021).
 
     Args:
-        to: where masters, states and gradients are, and are updated: "cpu", the host's memory; "nvme:DIR", files in a
-            folder, from which they are read for the update, and the gradients on the host. None: on the device.
-        on_device: the share of the numbers whose masters and states stay on the device all the same, from 0 to 1; or
-            "free", as many as fit into what the first step left free of a GPU.
-        parameters: whether this rank's part of the parameters rests on the host too, under stage 3; then the device
-            holds no more of them than the layers that are gathered.
-        buffers: of files, how many buckets are in memory at a time: being read, updated and written.
-        threads: with which the host updates; by default as many as it has cores for each process, beside a GPU.
-        bandwidth: where the device is the CPU, bytes a second that the link carries at the most: see
-        ``HostDeviceCopier``.
+        to: "cpu" keeps master weights, optimizer states and gradients in host memory, and updates them there.
+            "nvme:DIR" keeps master weights and states in files in a directory, and reads them for the update. None
+            disables offload.
+        on_device: Fraction of the master weights and states that stays on the device, from 0 to 1. "free" keeps as many
+            as fit into the GPU memory that was free in the first step.
+        parameters: Whether to keep this rank's shard of the parameters in host memory too (stage 3). The device then
+            stores only gathered layers.
+        buffers: For files: number of buckets in memory that are read, updated or written at a time.
+        threads: Number of CPU threads of the update. By default, with a GPU, the cores divided by the processes.
+        bandwidth: For a CPU device: simulated bytes per second of the link. See ``HostDeviceCopier``.
     """
 
     to: str | None = None
@@ -181,39 +180,40 @@ class OffloadConfig:
         if not (
             self.to in (None, TO_CPU) or (isinstance(self.to, str) and self.to.startswith(TO_NVME) and self.folder)
         ):
-            rule, remedy = "It is 'cpu', or 'nvme:' and a folder", "Write offload='cpu'"
-            raise ConfigError(f"offload={self.to!r}", rule=rule, remedy=remedy)
+            remedy = "Use offload='cpu', or 'nvme:' followed by a directory"
+            raise ConfigError(f"offload={self.to!r} is not supported", remedy=remedy)
         if share != FREE_MEMORY and not is_share:
-            rule, remedy = "It is a share, from 0 to 1, or 'free'", "Write on_device=0.5"
-            raise ConfigError(f"on_device={share!r}", rule=rule, remedy=remedy)
+            remedy = "Use a fraction such as on_device=0.5, or 'free'"
+            raise ConfigError(f"on_device={share!r} is neither a fraction from 0 to 1 nor 'free'", remedy=remedy)
         check_int("OffloadConfig.buffers", self.buffers, 2, example=3)
         if self.threads is not None:
             check_int("OffloadConfig.threads", self.threads)
         if self.bandwidth is not None:
-            check_number("OffloadConfig.bandwidth", self.bandwidth, unit="bytes a second", example=32e9)
+            check_number("OffloadConfig.bandwidth", self.bandwidth, unit="bytes per second", example=32e9)
         check_bool("OffloadConfig.parameters", self.parameters)
 
     @classmethod
     def of(cls, given: Any, optimizers: Sequence[Any] = ()) -> OffloadConfig:
-        """The config of the argument ``offload``, with what an optimizer asks to keep on the device.
+        """Convert the ``offload`` argument. ``on_device`` may be set by an optimizer.
 
-        Raises ConfigError for what is none.
+        Raises:
+            ConfigError: The argument is invalid.
         """
         shares = [optimizer.on_device for optimizer in optimizers if hasattr(optimizer, "on_device")]
         return given if isinstance(given, cls) else cls(given, *shares[:1])
 
     @property
     def folder(self) -> str | None:
-        """Of the files; None without any."""
+        """Directory of the files, or None."""
         return None if self.to is None or self.to == TO_CPU else os.path.expanduser(self.to[len(TO_NVME) :])
 
 
 MAX_COPIES_IN_FLIGHT = 4
-"""Gradients of so many buckets are on their way to the host at a time: they take memory of the device until then."""
+"""Maximum number of gradient buckets in copy to the host. They use device memory until the copy is complete."""
 
 
 class HostMemory:
-    """The memory of the host beside one device, and the way there."""
+    """Host memory of one device, and the copies between them."""
 
     def __init__(self, asked: OffloadConfig, device: torch.device, *, overlaps: bool = True) -> None:
         self.link = HostDeviceCopier(device, bandwidth=asked.bandwidth)
@@ -221,10 +221,10 @@ class HostMemory:
         self._under_way: deque[AsyncCopy] = deque()
         self._threads = asked.threads
         if asked.threads is None and device.type != "cpu":
-            self._threads = max(1, len(os.sched_getaffinity(0)) // _processes_here())
+            self._threads = max(1, len(os.sched_getaffinity(0)) // _processes_on_host())
 
     def copy_to_host(self, out: Tensor, x: Tensor) -> AsyncCopy:
-        """Starts to copy to the host; waits for an earlier copy where there are too many."""
+        """Start a copy to the host. If too many are in progress, wait for an earlier one."""
         copy = self.link.to_host(out, x)
         self._under_way.append(copy)
         while self._under_way and (len(self._under_way) > self._most or self._under_way[0].is_done()):
@@ -232,12 +232,12 @@ class HostMemory:
         return copy
 
     def part(self, length: int, dtype: torch.dtype) -> HostShard:
-        """Of a new shard."""
+        """Allocate the host memory of a new shard."""
         return HostShard(self, length, dtype)
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """The host computes in here, with its threads: launchers leave each process one."""
+        """Set the number of CPU threads for the update, because launchers limit each process to one."""
         before = torch.get_num_threads()
         try:
             if self._threads is not None:
@@ -247,18 +247,45 @@ class HostMemory:
             torch.set_num_threads(before)
 
 
-def _processes_here() -> int:
-    """Processes that share this machine's cores."""
+def _processes_on_host() -> int:
+    """Return the number of processes that share the cores of this machine."""
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     return int(os.environ.get("LOCAL_WORLD_SIZE", world))
 
 
-class HostShard:
-    """What of one shard is on the host: its masters, and the sum of its gradients.
+class WeightStore:
+    """Loads the values of a shard's master weights, and releases them. This base class keeps them on the device."""
+
+    def fetch(self) -> None:
+        """Start to read the values, for ``load``."""
+
+    def load(self) -> bool:
+        """Load the values. Return whether they are loaded."""
+        return True
+
+    def wait(self) -> None:
+        """Wait until the values may be overwritten."""
+
+    def evict(self) -> None:
+        """Allow the values to be written back and released until the next step."""
+
+    def discard(self, *, keeps_memory: bool = False) -> None:
+        """Release the values, which have not changed.
+
+        Args:
+            keeps_memory: Whether the released tensors are still referenced, so that their memory must not be reused.
+        """
+
+    def save(self) -> None:
+        """Store values that changed between two steps."""
+
+
+class HostShard(WeightStore):
+    """Master weights and reduced gradients of one shard in host memory.
 
     Args:
-        length: numbers.
-        dtype: of the masters and of the sum.
+        length: Number of elements.
+        dtype: Dtype of the master weights and the gradients.
     """
 
     def __init__(self, host: HostMemory, length: int, dtype: torch.dtype) -> None:
@@ -271,31 +298,11 @@ class HostShard:
         self._leaving: AsyncCopy | None = None
 
     def tensors(self) -> list[Tensor]:
-        """All memory of the host that it has now, but for buffers that others use too."""
+        """Return the host memory of this shard, without shared buffers."""
         return [x for x in (self.values, self._sum, self._staging) if x is not None]
 
-    def fetch(self) -> None:
-        """Before ``take``, where that would have to wait."""
-
-    def load(self) -> bool:
-        """Returns whether the masters may be read and written to."""
-        return True
-
-    def evict(self) -> None:
-        """The masters are not needed before the next step."""
-
-    def discard(self, *, keeps_memory: bool = False) -> None:
-        """As ``evict``, where nothing was changed.
-
-        Args:
-            keeps_memory: somebody still looks at the tensors that are here.
-        """
-
-    def save(self) -> None:
-        """Between two steps, something was changed."""
-
     def receive(self, part: Tensor, scale: float) -> None:
-        """Starts to bring gradients down, which are added over ``scale``."""
+        """Start to copy gradients to the host, where they are divided by ``scale`` and accumulated."""
         self._land()
         self._arriving = self.host.copy_to_host(self._stage(part.dtype), part), scale
 
@@ -318,24 +325,24 @@ class HostShard:
 
     @property
     def sum(self) -> Tensor | None:
-        """Waits for what is on its way."""
+        """Reduced gradients, or None. Waits for copies in progress."""
         self._land()
         return self._sum if self._has_sum else None
 
     def clear_gradients(self) -> None:
-        """The gradients are used, or thrown away."""
+        """Discard the gradients."""
         self._land()
         self._has_sum = False
 
     def copy_to_device(self, own: Tensor) -> AsyncCopy:
-        """Starts to copy the masters to the device, in the dtype there. Until it is done they stay as they are."""
+        """Start to copy the master weights to the device, in the dtype of ``own``. They must not change until then."""
         self.wait()
         values = self.values if own.dtype == self.dtype else self._stage(own.dtype).copy_(self.values)
         self._leaving = self.host.link.to_device(own, values)
         return self._leaving
 
     def wait(self) -> None:
-        """Returns when the masters may be written to."""
+        """Wait until the master weights may be overwritten."""
         if self._leaving is not None:
             self._leaving.finish()
             self._leaving = None

@@ -1,7 +1,7 @@
-"""Hooks for saved tensors that compose, and the memory that saved tensors take, each region once.
+"""Composable hooks for saved tensors, and counters of the memory that saved tensors use.
 
-torch asks the innermost pair of ``saved_tensors_hooks`` alone. Of the pairs here each is asked, and takes what it
-knows; what none of them takes is saved as autograd does by itself, with its version.
+torch calls only the innermost pair of ``saved_tensors_hooks``. Here all pairs are called in turn until one accepts the
+tensor. A tensor that no pair accepts is saved as autograd does, with its version.
 """
 
 from __future__ import annotations
@@ -17,25 +17,19 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from shardformer import torch_compat
 from shardformer.offload.host import AsyncCopy
-from shardformer.torch_compat import (
-    is_dynamo_loaded,
-    pop_saved_tensors_hooks,
-    push_saved_tensors_hooks,
-    top_saved_tensors_hooks,
-)
 
 HookPair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class SavedTensorHooks:
-    """One pair, from ``enter`` to ``leave``.
+    """One pair of hooks, active from ``enter`` to ``leave``.
 
     Args:
-        pack: tensor -> what is saved in its place; None where it is left to others.
-        unpack: what was saved -> the tensor.
-        goes_first: whether it is asked before the others, because it takes a few tensors that it knows for certain.
-            Of the rest the innermost pair is asked first.
+        pack: Returns a replacement of a tensor, or None to leave it to other hooks.
+        unpack: Returns the tensor for its replacement.
+        goes_first: Whether to call this pair before the others. By default the innermost pair is called first.
     """
 
     def __init__(
@@ -47,26 +41,26 @@ class SavedTensorHooks:
         self.is_entered = False
 
     def enter(self) -> None:
-        around = _as_own_hooks(top_saved_tensors_hooks())
+        around = _as_own_hooks(torch_compat.top_saved_tensors_hooks())
         self._asked = sorted([self, *(around._asked if around else [])], key=lambda hooks: not hooks._goes_first)
         self.is_entered = True
-        push_saved_tensors_hooks(*self._pair())
+        torch_compat.push_saved_tensors_hooks(*self._pair())
 
     def leave(self) -> None:
-        """Takes this pair away, wherever it stands: what was to leave before it may have been broken off."""
+        """Remove this pair from any position, because an inner pair may have been interrupted before its removal."""
         self.is_entered = False
         above: list[HookPair] = []
-        while (top := top_saved_tensors_hooks()) is not None:
-            pop_saved_tensors_hooks()
+        while (top := torch_compat.top_saved_tensors_hooks()) is not None:
+            torch_compat.pop_saved_tensors_hooks()
             if _as_own_hooks(top) is self:
                 break
             above.append(top)
         for pair in reversed(above):
-            push_saved_tensors_hooks(*pair)
+            torch_compat.push_saved_tensors_hooks(*pair)
 
     def _pair(self) -> HookPair:
-        """What torch calls: in a part of a model that is compiled, without being compiled too."""
-        if self._untraced is None and is_dynamo_loaded():
+        """Return the hooks for torch, which torch.compile must not trace."""
+        if self._untraced is None and torch_compat.is_dynamo_loaded():
             self._untraced = torch.compiler.disable(self.pack), torch.compiler.disable(self.unpack)
         return self._untraced or (self.pack, self.unpack)
 
@@ -74,8 +68,8 @@ class SavedTensorHooks:
         for hooks in self._asked:
             if hooks.is_entered and (packed := hooks._pack(x)) is not None:
                 return hooks._unpack, packed
-        # what a node saves of its own output must not hold the node
-        return _as_it_was, (x if x.grad_fn is None else x.detach(), x._version)
+        # a node that saves its own output must not keep a reference to itself
+        return _unpack_plain, (x if x.grad_fn is None else x.detach(), x._version)
 
     def unpack(self, saved: tuple[Callable[[Any], Tensor], Any]) -> Tensor:
         unpack, packed = saved
@@ -83,13 +77,13 @@ class SavedTensorHooks:
 
 
 def has_foreign_hooks() -> bool:
-    """Whether hooks that are none of these stand around: a checkpoint of the caller's, ``save_on_cpu``."""
-    top = top_saved_tensors_hooks()
+    """Whether other hooks for saved tensors are active, such as a checkpoint of the caller or ``save_on_cpu``."""
+    top = torch_compat.top_saved_tensors_hooks()
     return top is not None and _as_own_hooks(top) is None
 
 
 def check_version(x: Tensor, version: int, shape: torch.Size | None = None) -> None:
-    """As autograd does of what it saves by itself. Raises RuntimeError."""
+    """Raise RuntimeError if a saved tensor was modified in place, as autograd does."""
     if x._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -98,7 +92,7 @@ def check_version(x: Tensor, version: int, shape: torch.Size | None = None) -> N
         )
 
 
-def _as_it_was(packed: tuple[Tensor, int]) -> Tensor:
+def _unpack_plain(packed: tuple[Tensor, int]) -> Tensor:
     x, version = packed
     check_version(x, version)
     return x
@@ -110,8 +104,7 @@ def _as_own_hooks(pair: HookPair | None) -> SavedTensorHooks | None:
 
 
 ON_DEVICE, COPYING_TO_HOST, PARTITIONED, FETCHED = "kept", "leaving", "parts", "brought"
-"""Kinds of bytes on the device: that stay there; whose copy to the host is under way; this rank's parts of what all
-tensor ranks hold; brought back for the backward, until the memory is given back."""
+"""Kinds of bytes on the device: not moved, being copied to the host, this rank's shards, fetched for the backward."""
 
 
 def _rate(value: float | None) -> str:
@@ -120,13 +113,14 @@ def _rate(value: float | None) -> str:
 
 @dataclass(frozen=True)
 class ActivationStats:
-    """How many bytes of activations are where.
+    """Bytes of activations by location.
 
     Args:
-        device: kind -> bytes on the device now.
-        host: bytes on the host now.
-        most: bytes on the device at most since the last ``reset``, together and on the host.
-        bandwidth: bytes a second that copies were measured with, by their way; None before the first one.
+        device: Bytes on the device by kind.
+        host: Bytes on the host.
+        most: Maximum bytes on the device since the last ``reset``.
+        most_host: Maximum bytes on the host since the last ``reset``.
+        bandwidth: Measured bytes per second of copies by direction, None before the first copy.
     """
 
     device: Mapping[str, int]
@@ -140,12 +134,12 @@ class ActivationStats:
         rates = "; ".join(f"{way} {_rate(value)}" for way, value in self.bandwidth.items())
         return (
             f"Activations on the device: {sum(self.device.values()):,} bytes ({kinds}), at most {self.most:,}. "
-            f"On the host: {self.host:,}, at most {self.most_host:,}. Copies {rates}."
+            f"On the host: {self.host:,} bytes, at most {self.most_host:,}. Bandwidth {rates}."
         )
 
 
 class ActivationCounter:
-    """Counts the bytes by kind."""
+    """Counts bytes of activations by kind."""
 
     def __init__(self) -> None:
         self.now: Counter[str] = Counter()
@@ -170,10 +164,10 @@ class ActivationCounter:
 
 @dataclass(eq=False)
 class ForwardRecord:
-    """What one forward saved, in order.
+    """The storages that one forward pass saved, in order.
 
     Args:
-        fetched: from which place on all has been brought, or begun to be.
+        fetched: Index from which all storages were fetched or are being fetched.
     """
 
     order: list[ReferenceType[StoredStorage]] = field(default_factory=list)
@@ -181,29 +175,29 @@ class ForwardRecord:
 
 
 class StoredStorage:
-    """Bytes from ``start`` on of one storage, as they were when they were saved.
-
-    Args:
-        data: these bytes on the device.
-        source: the storage, which may go: as long as this is held, no other has its address.
-        witness: has the version counter of the saved tensor, and no memory.
+    """Saved bytes of the storage of a tensor, from ``start`` to ``end``.
 
     Attributes:
-        data: what is stored, while it is on the device: the bytes, or where it is cut this rank's part of them.
-        base: which byte of the saved tensor's storage is the first in the memory that the backward is given.
-        number: where it is cut, that of all bytes.
-        name: of the layer that it enters.
-        host: what is stored, on the host.
-        copy: of ``data``, under way.
-        joined: where it is cut, all bytes, while the backward needs them.
-        waits: the handles that the backward has not asked for.
-        is_wanted: whether the backward is about to ask for it, though it is just on its way to the host.
+        source: The storage. This reference prevents another storage from getting the same address.
+        witness: Tensor without memory that shares the version counter of the saved tensor.
+        data: The stored bytes on the device, or this rank's shard of them. None while they are on the host.
+        base: Offset in the original storage of the first byte that the backward pass receives.
+        number: Checksum of the full data if it is sharded.
+        name: Name of the layer whose input it is.
+        host: The stored bytes on the host.
+        copy: Copy of ``data`` in progress.
+        joined: Full data of a sharded storage, while the backward pass needs it.
+        waits: Handles that the backward pass has not read.
+        is_wanted: Whether the backward pass needs the data although they are being copied to the host.
     """
 
-    def __init__(
-        self, account: ActivationCounter, data: Tensor, source: StorageWeakRef, witness: Tensor, start: int
-    ) -> None:
-        self.account, self.source, self.witness, self.version = account, source, witness, witness._version
+    def __init__(self, account: ActivationCounter, x: Tensor, start: int, end: int) -> None:
+        storage = x.untyped_storage()
+        with torch.no_grad():
+            data = torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage, start, (end - start,), (1,))
+            self.witness = x.detach()
+            self.witness.data = torch.empty(0, dtype=x.dtype, device=x.device)
+        self.account, self.source, self.version = account, StorageWeakRef(storage), x._version
         self.size, self.start, self.base, self.name = len(data), start, 0, ""
         self.data: Tensor | None = data
         self.number: Tensor | None = None
@@ -216,19 +210,19 @@ class StoredStorage:
         self.count(ON_DEVICE, self.size)
 
     def count(self, kind: str, size: int) -> None:
-        """So many bytes more of a kind, or less, are held for it on the device."""
+        """Add bytes of a kind to the counters."""
         self._counted[kind] += size
         self.account.add(kind, size)
 
     def count_data(self, kind: str) -> None:
-        """What is stored is of another kind from now on."""
+        """Count the stored bytes as another kind."""
         size = 0 if self.data is None else len(self.data)
         for was in (ON_DEVICE, COPYING_TO_HOST, PARTITIONED):
             self.count(was, -self._counted[was])
         self.count(kind, size)
 
     def forget_count(self, kind: str, size: int) -> None:
-        """Somebody else counts these bytes from now on."""
+        """Stop counting bytes that another owner counts."""
         self._counted[kind] -= size
 
     @property
@@ -237,7 +231,7 @@ class StoredStorage:
 
     @property
     def is_away(self) -> bool:
-        """Whether a copy has to bring it."""
+        """Whether the data are only on the host."""
         return self.data is None
 
     def __del__(self) -> None:
@@ -248,39 +242,39 @@ class StoredStorage:
 
 
 class SavedTensorHandle:
-    """What autograd keeps in the place of a tensor: where in a piece it lies.
+    """Replacement of a saved tensor: its position in a stored storage.
 
     Args:
-        place: in the graph's order.
+        place: Index in the forward record.
     """
 
-    __slots__ = ("dtype", "graph", "offset", "piece", "place", "shape", "stride")
+    __slots__ = ("dtype", "graph", "offset", "place", "shape", "stored", "stride")
 
-    def __init__(self, piece: StoredStorage, graph: ForwardRecord, x: Tensor) -> None:
-        self.piece, self.graph, self.place = piece, graph, len(graph.order)
+    def __init__(self, stored: StoredStorage, graph: ForwardRecord, x: Tensor) -> None:
+        self.stored, self.graph, self.place = stored, graph, len(graph.order)
         self.shape, self.stride, self.dtype = x.shape, x.stride(), x.dtype
         self.offset = x.storage_offset() * x.element_size()
-        graph.order.append(ReferenceType(piece))
-        piece.waits.add(id(self))
+        graph.order.append(ReferenceType(stored))
+        stored.waits.add(id(self))
 
     def tensor(self, whole: Tensor, base: int) -> Tensor:
-        """The tensor, of bytes that lie in a storage from which on they were saved from ``base`` on."""
+        """Return the tensor as a view of ``whole``, which starts at byte ``base`` of the original storage."""
         out = torch.empty(0, dtype=self.dtype, device=whole.device)
         offset = (self.offset - base) // out.element_size()
         return out.set_(whole.untyped_storage(), offset, self.shape, self.stride)
 
     def __del__(self) -> None:
-        self.piece.waits.discard(id(self))
+        self.stored.waits.discard(id(self))
 
 
 def storage_range(x: Tensor) -> tuple[int, int]:
-    """The bytes of its storage that x lies in: from the first to behind the last."""
+    """Return the byte range that a tensor uses in its storage."""
     start = int(x.storage_offset())
     last = start + sum((int(n) - 1) * int(step) for n, step in zip(x.shape, x.stride(), strict=True))
     return start * x.element_size(), (last + 1) * x.element_size()
 
 
 def is_dense(x: Tensor) -> bool:
-    """Whether x has all numbers of its extent, each once."""
+    """Whether a tensor has every element of its byte range exactly once."""
     start, end = storage_range(x)
     return end - start == x.nbytes and 0 not in x.stride()

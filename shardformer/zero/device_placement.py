@@ -1,7 +1,8 @@
-"""What stays on the device as far as there is room: masters and states under offload, gathered layers under stage 3.
+"""Use free GPU memory to keep optimizer shards on the device under offload, and layers gathered under ZeRO stage 3.
 
-How much that is, is set, or it is what the first step left free of a GPU. Of masters and states those stay whose
-gradients arrive last: those of the others have had time to come down. Both sides update at the same time.
+The user sets the amount, or ShardFormer measures the memory that is free after the first step. Optimizer shards whose
+gradients are reduced last stay on the device: the gradients of earlier shards can be copied to the host during the
+backward pass. The host and the device update their shards at the same time.
 """
 
 from __future__ import annotations
@@ -22,27 +23,29 @@ from shardformer.zero.flat_shards import FlatShard
 from shardformer.zero.stage3_parameters import UnshardedCache
 
 MARGIN = 0.9
-"""The part of what is free that is taken: memory of a GPU is handed out in blocks."""
+"""Fraction of the free memory to use. The rest allows for fragmentation of the CUDA caching allocator."""
 
 
-def check_free(settings: ZeroOptions, device: torch.device) -> None:
-    """Raises ConfigError where what is free was asked for, and is not known."""
+def check_free_memory_option(settings: ZeroOptions, device: torch.device) -> None:
+    """Raise ConfigError if an option is "free" on a device whose free memory cannot be measured."""
     brings = settings.offload.on_device == FREE_MEMORY
-    stays = settings.stage == 3 and settings.layout.reshard_after_forward == FREE_MEMORY
+    stays = settings.stage == 3 and settings.reshard_after_forward == FREE_MEMORY
     if (brings or stays) and device.type != "cuda":
         raise ConfigError(
-            f"{'on_device' if brings else 'reshard_after_forward'}='free' on {device}",
-            rule="What is free is known of a GPU; of the CPU, host and device are the same memory",
-            remedy="Write on_device=0.5, which is a share, or reshard_after_forward=2**30, which is bytes",
+            f"{'on_device' if brings else 'reshard_after_forward'}='free' is not supported on device {device}",
+            rule="Free memory can only be measured on a CUDA device",
+            remedy="Set on_device to a fraction such as 0.5, or reshard_after_forward to bytes such as 2**30",
         )
 
 
 class DevicePlacement:
-    """Brings shards back to the device, and lets layers stay there: what was set now, the rest after the first step.
+    """Moves optimizer shards to the device, and lets gathered layers stay there, within a memory limit.
+
+    A limit that the user set applies immediately. "free" applies after the first step.
 
     Args:
-        shards: what is on the host; those whose gradients arrive last come first.
-        residents: what stays of stage 3; None: another stage.
+        shards: The offloaded shards, in reverse order of their gradient reduction.
+        residents: Cache of the gathered layers of stage 3. None for other stages.
     """
 
     def __init__(
@@ -56,7 +59,7 @@ class DevicePlacement:
         asked = settings.offload.on_device
         self._shards, self._optimizers, self._context = shards, optimizers, context
         self._brings = asked == FREE_MEMORY and bool(shards)
-        self._residents = residents if settings.layout.reshard_after_forward == FREE_MEMORY else None
+        self._residents = residents if settings.reshard_after_forward == FREE_MEMORY else None
         self._is_open = self._brings or self._residents is not None
         if self._is_open:
             torch.cuda.reset_peak_memory_stats(context.device)
@@ -64,7 +67,7 @@ class DevicePlacement:
             self._bring(asked * sum(shard.length for shard in shards), [shard.length for shard in shards])
 
     def after_step(self) -> None:
-        """Takes up what the first step left free. Communicates one number over each axis, once."""
+        """Use the memory that was free in the first step. Communicates one number over each axis, once."""
         if not self._is_open:
             return
         self._is_open = False
@@ -77,7 +80,7 @@ class DevicePlacement:
             self._residents.room = room
 
     def _bring(self, room: float, sizes: Sequence[float]) -> float:
-        """Returns the room that is left."""
+        """Move shards that fit into ``room`` bytes to the device. Return the remaining bytes."""
         for shard, size in zip(self._shards, sizes, strict=True):
             if size <= room:
                 room -= size
@@ -85,25 +88,25 @@ class DevicePlacement:
         return room
 
     def _bytes(self, shard: FlatShard) -> float:
-        """What a shard takes on the device: masters, the sum of the gradients, states."""
+        """Return the bytes of a shard's master weights, gradients and optimizer states on the device."""
         found = shard.length * shard.wide.itemsize * (1 + (shard.wide != shard.dtype))
-        for piece in shard.slices:
-            states = (optimizer.state.get(piece.value, {}) for optimizer in self._optimizers)
+        for param_slice in shard.slices:
+            states = (optimizer.state.get(param_slice.value, {}) for optimizer in self._optimizers)
             found += sum(x.nbytes for state in states for x in state.values() if isinstance(x, Tensor))
         most: float = max(all_gather_objects(found, shard.axis))
         return most
 
 
 def free_bytes(device: torch.device) -> float:
-    """Of a GPU, what nothing took when most was taken."""
+    """Return the device memory that was free at peak usage, in bytes."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
 
 
 def move_shard_to_device(shard: FlatShard, optimizers: Sequence[Optimizer]) -> None:
-    """Moves a shard's masters, and the optimizers' states of them, to the device, between two steps."""
+    """Move the master weights of a shard and their optimizer states to the device. Call it between two steps."""
     shard.move_to_device()
-    values = {id(piece.value): piece.value for piece in shard.slices}
+    values = {id(p.value): p.value for p in shard.slices}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             counts_there: Any = group.get("fused") or group.get("capturable")

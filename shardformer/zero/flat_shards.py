@@ -1,7 +1,7 @@
-"""What a rank keeps of one bucket under ZeRO: a stretch of the sum of the gradients, and the numbers that it changes.
+"""A rank's shard of one gradient bucket under ZeRO: the reduced gradients, the parameters, and their master weights.
 
-The numbers of a bucket lie behind each other and are cut into as many equal parts as ranks sum it. A parameter may lie
-in one part or in several: what an optimizer is given of it is a piece, a tensor with one dim.
+The parameters of a bucket are concatenated and split into equal shards, one for each rank of the reduction. A shard
+boundary can divide a parameter, so the optimizer of a rank receives slices of parameters, as 1-D tensors.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), sections 5.1 and 5.2.
 """
@@ -22,25 +22,25 @@ from shardformer.errors import ConfigError
 from shardformer.gradients.buckets import Bucket, GradientSlot
 from shardformer.layout.sharding_metadata import ParamEntry
 from shardformer.mesh.parallel_context import Axis
-from shardformer.offload.host import AsyncCopy, HostDeviceCopier, HostMemory, HostShard
+from shardformer.offload.host import AsyncCopy, HostDeviceCopier, HostMemory, WeightStore
 from shardformer.torch_compat import has_data, to_list
 from shardformer.zero.gradient_view import ShardedGradient
 from shardformer.zero.mixed_precision import KAHAN, RoundedSlice, RoundedWeights
 
 EDITS = 2**12
-"""Numbers of edits: so small that sums of their squares over all ranks are exact."""
+"""Modulus of the edit counter. Sums of squares of smaller numbers over all ranks are exact in fp64."""
 
 
 @dataclass(eq=False)
 class ParamSlice:
-    """Numbers in a row of one parameter, or all of it, which this rank's optimizer changes.
+    """A contiguous slice of one parameter, or the full parameter, that this rank's optimizer updates.
 
     Args:
-        number: the place of the parameter in its bucket.
-        param_range: the numbers of the flat parameter; of the full one where ranks hold slices of it.
-        shard_range: where they lie in this rank's part of the bucket.
-        value: the optimizer's parameter: a view of this rank's part, or a master where that has 16 bits, or is on the
-            device while the optimizer is not.
+        number: Index of the parameter in its bucket.
+        param_range: Range in the flat parameter. In the flat full parameter if ranks store slices of it.
+        shard_range: Range in this rank's shard of the bucket.
+        value: The optimizer's parameter: a view of the shard, or a master weight if the shard has 16 bits or the
+            optimizer runs on the host.
     """
 
     gradient: GradientSlot
@@ -56,11 +56,11 @@ class ParamSlice:
 
 @dataclass(frozen=True)
 class UnshardOptions:
-    """How parameters come that are gathered when they are read.
+    """How stage 3 allocates and gathers parameters.
 
     Args:
-        memory: gives memory for (numbers, dtype, device).
-        link: to the host, where this rank's part rests; None: on the device.
+        memory: Allocates a buffer of (number of elements, dtype, device).
+        link: Copies the shard between host and device. None if the shard stays on the device.
     """
 
     memory: Callable[[int, torch.dtype, torch.device], Tensor]
@@ -68,17 +68,17 @@ class UnshardOptions:
 
 
 class FlatShard:
-    """This rank's part of a bucket. Communicates one all-gather of the parameters for each ``start_gather``.
+    """This rank's shard of a bucket. Each ``start_gather`` communicates one all-gather of the parameters.
 
-    The model's parameters become views of one tensor, ``full``, in which the ranks' parts lie behind each other, so
-    that the gather writes into them. Where they are slices of what lies there, only this rank's part lasts.
+    The model's parameters become views of ``full``, a buffer with the shards of all ranks, into which the all-gather
+    writes. If parameters are gathered on demand (stage 3) or sharded over the ranks, only the local shard is kept.
 
     Args:
-        dtype: the one that the parameters are about to get; None: they keep theirs.
-        gathered: of parameters that come when they are read (stage 3), so that only this rank's part lasts.
-        axis: of the ranks that each have a part; by default those that agree on the gradients.
-        host: where the optimizer has its pieces and their gradients; None: on the device.
-        rounding: "kahan" or "stochastic", of bf16 without masters.
+        dtype: New dtype of the parameters. None keeps their dtype.
+        gathered: Options of parameters that are gathered on demand (stage 3).
+        axis: Axis over which the bucket is sharded. By default the axis of the gradient reduction.
+        host: Where the optimizer's parameters and gradients are offloaded to. None keeps them on the device.
+        rounding: "kahan" or "stochastic", for bf16 parameters without fp32 master weights.
     """
 
     def __init__(
@@ -105,51 +105,54 @@ class FlatShard:
         if self._link is not None:
             self.local = self._link.new_host(self.length, self.dtype).zero_()
         else:
-            self.local = self._new(self.length) if self.full is None else self._own_of(self.full)
+            self.local = self._new(self.length) if self.full is None else self._local_part(self.full)
         self.host = host.part(self.length, self.wide) if host is not None else None
         rounds = rounding is not None and self.wide != self.dtype and host is None
         self.rounded = RoundedWeights(self.local, rests=rounding == KAHAN) if rounds else None
+        self._always_loaded = WeightStore()
         self.has_masters = self.host is not None or self.wide != self.dtype
-        self.slices = [piece for n, g in enumerate(self.gradients) if (piece := self._take(n, g)) is not None]
+        found = ((n, self._add_param(n, g)) for n, g in enumerate(self.gradients))
+        self._slice_of = {n: param_slice for n, param_slice in found if param_slice is not None}
+        self.slices = list(self._slice_of.values())
         self._sum: Tensor | None = None
         self._counts: Tensor | None = None
         self._had = [False] * len(self.gradients)
-        self.edits = 0  # a number of what a script did to gradients, which all ranks do alike
-        self._is_discarded = False  # whether a script has discarded the gradient of a parameter here
+        self.edits = 0  # fingerprint of the user's edits of gradients, compared across ranks
+        self._is_discarded = False  # whether the user discarded the gradient of a parameter
         self._shown: dict[int, tuple[ShardedGradient, Tensor | None]] = {}
         self._going_up: AsyncCopy | None = None
         self._fetched: tuple[Tensor, AsyncCopy] | None = None
-        self._versions = self._current_versions()
+        self.sync_versions()
 
     def enable_rounding(self, keys: Mapping[int, int]) -> None:
-        """Without masters: what is wide now is rounded.
+        """Round the parameters to bf16, if they have no fp32 master weights.
 
         Args:
-            keys: a number for each entry, by its identity.
+            keys: Seed of the random rounding of each ParamEntry, by its id.
         """
         if self.rounded is not None:
-            self.rounded.hold(
+            self.rounded.set_slices(
                 [RoundedSlice(p.value, p.shard_range, p.param_range.start, keys[id(p.entry)]) for p in self.slices]
             )
 
     @property
-    def _masters(self) -> HostShard | RoundedWeights | None:
-        """What says whether the pieces have their values now."""
-        return self.host if self.host is not None else self.rounded
+    def masters(self) -> WeightStore:
+        """Loads and evicts the values of the slices."""
+        return self.host or self.rounded or self._always_loaded
 
     @property
     def rests_on_host(self) -> bool:
-        """Whether ``own`` is on the host."""
+        """Whether ``local`` is in host memory."""
         return self._link is not None
 
     @property
     def sum(self) -> Tensor | None:
-        """Of the gradients of this rank's part; None where none arrived."""
+        """Reduced gradients of this shard. None if no gradient was received."""
         return self._sum if self.host is None else self.host.sum
 
     @property
     def has_gradient(self) -> list[bool]:
-        """For each parameter, whether any rank had a gradient of it. On a GPU the first look waits for it."""
+        """For each parameter, whether any rank had a gradient. On a GPU the first access synchronizes."""
         if self._counts is not None:
             counts: list[float] = to_list(self._counts)
             self._had, self._counts = [a or b > 0 for a, b in zip(self._had, counts, strict=True)], None
@@ -157,14 +160,11 @@ class FlatShard:
 
     @property
     def is_changed(self) -> bool:
-        """Whether any parameter had a gradient, which all ranks know alike, whatever became of it since."""
+        """Whether any parameter received a gradient, even if it was discarded later. Identical on all ranks."""
         return any(self.has_gradient) or self._is_discarded
 
-    def _current_versions(self) -> list[int]:
-        return [gradient.param._version for gradient in self.gradients]
-
     def find_moved_param(self) -> str | None:
-        """The name of a parameter whose values are no longer where they were put; None where all are."""
+        """Return the name of a parameter that no longer uses the memory of this shard, or None."""
         if self.full is None or not has_data(self.full):
             return None
         base, size = self.full.data_ptr(), self.full.element_size()
@@ -174,90 +174,86 @@ class FlatShard:
         return None
 
     def adopt_written_params(self) -> None:
-        """Parameters that were written to since the last step, as by ``load_state_dict``: their values are taken up.
+        """Copy parameters that were written to since the last step, as by ``load_state_dict``, into the shard.
 
-        All ranks write alike. What lies in this rank's part is there already, where the parameters are views of it.
+        All ranks must write the same values. Parameters that are views of the shard are already up to date.
         """
-        if self.keeps or self._versions == self._current_versions():
+        written = [n for n, g in enumerate(self.gradients) if g.param._version != self._versions[n]]
+        if self.keeps or not written:
             return
         with self.changing():
-            for number, (gradient, before) in enumerate(zip(self.gradients, self._versions, strict=True)):
-                if gradient.param._version != before:
-                    self._take_up(number, gradient)
+            for number in written:
+                self._adopt(number)
         self.sync_versions()
 
-    def sync_versions(self) -> None:
-        """What the parameters hold now is what this shard has."""
-        self._versions = self._current_versions()
+    def _adopt(self, number: int) -> None:
+        gradient = self.gradients[number]
+        flat = _flatten(gradient, gradient.param.detach()) if self.full is None else None
+        if (param_slice := self._slice_of.get(number)) is None:
+            return
+        if flat is not None:
+            self.local[param_slice.shard_range] = flat[param_slice.param_range]
+        if self.has_masters:  # an unchanged weight keeps its more precise master weight
+            value = param_slice.value.detach()
+            written = self.local[param_slice.shard_range].view_as(value).to(value.device)
+            value.copy_(torch.where(value.to(self.dtype) == written, value, written.to(self.wide)))
 
-    def _take_up(self, number: int, gradient: GradientSlot) -> None:
-        flat = _flat(gradient, gradient.param.detach()) if self.full is None else None
-        for piece in (piece for piece in self.slices if piece.number == number):
-            if flat is not None:
-                self.local[piece.shard_range] = flat[piece.param_range]
-            if self.has_masters:  # what was written as it was, as when weights are loaded, keeps its master
-                value = piece.value.detach()
-                written = self.local[piece.shard_range].view_as(value).to(value.device)
-                value.copy_(torch.where(value.to(self.dtype) == written, value, written.to(self.wide)))
+    def sync_versions(self) -> None:
+        """Mark the current values of the parameters as equal to those of the shard."""
+        self._versions = [gradient.param._version for gradient in self.gradients]
 
     def _new(self, numel: int) -> Tensor:
         return torch.zeros(numel, dtype=self.dtype, device=self.device)
 
-    def _stretch(self, number: int) -> slice:
-        """The numbers of a flat parameter that lie in this rank's part."""
+    def _local_range(self, number: int) -> slice:
+        """Range of a flat parameter that lies in this rank's shard."""
         place, begin = self.places[number], self.axis.rank * self.length
         low, high = max(place.start, begin), min(place.stop, begin + self.length)
         return slice(low - place.start, high - place.start) if low < high else slice(0, 0)
 
-    def _take(self, number: int, gradient: GradientSlot) -> ParamSlice | None:
-        """Moves a parameter here. Returns this rank's piece; one all-reduce where several ranks hold slices of it.
+    def _add_param(self, number: int, gradient: GradientSlot) -> ParamSlice | None:
+        """Copy a parameter into this shard. Return this rank's slice, or None.
 
-        Of a parameter without numbers each rank has a piece, as one process has it.
+        A parameter without elements gets a slice on every rank, as in a single process. Communicates one all-reduce if
+        several ranks store slices of the parameter.
         """
-        flat = _flat(gradient, gradient.param.detach())
-        place, stretch = self.places[number], self._stretch(number)
+        flat = _flatten(gradient, gradient.param.detach())
+        place, here = self.places[number], self._local_range(number)
         if self.full is not None:
             self.full[place] = flat
             gradient.param.data = gradient.unpack(self.full[place])
-        if stretch.start == stretch.stop and gradient.numel:
+        if here.start == here.stop and gradient.numel:
             return None
         begin = place.start - self.axis.rank * self.length
-        at = slice(begin + stretch.start, begin + stretch.stop) if gradient.numel else slice(0, 0)
+        at = slice(begin + here.start, begin + here.stop) if gradient.numel else slice(0, 0)
         if self.full is None:
-            self.local[at] = flat[stretch]
+            self.local[at] = flat[here]
         if self.host is not None:
-            value = self.host.values[at].copy_(flat[stretch])
+            value = self.host.values[at].copy_(flat[here])
         else:
-            value = flat[stretch].to(self.wide, copy=True) if self.has_masters else self.local[at]
+            value = flat[here].to(self.wide, copy=True) if self.has_masters else self.local[at]
         value = value.view(gradient.shape) if gradient.is_full else value
-        return ParamSlice(gradient, number, stretch, at, nn.Parameter(value, gradient.param.requires_grad))
+        return ParamSlice(gradient, number, here, at, nn.Parameter(value, gradient.param.requires_grad))
 
-    def cut(self, number: int, state: dict[str, Any]) -> dict[str, Any]:
-        """Of an optimizer's state of a parameter what goes with this rank's piece of it."""
-        gradient, stretch = self.gradients[number], self._stretch(number)
-        shape = gradient.param.shape
-        return {
-            name: self._cut(gradient, x, stretch)
-            if isinstance(x, Tensor) and x.shape == shape and (x.dim() or name != "step")
-            else self._beside(x)
-            for name, x in state.items()
-        }
-
-    def _beside(self, x: Any) -> Any:
-        """What is no number of the parameter: a count of steps of a fused optimizer was where the parameter was."""
-        return x.to("cpu") if self.host is not None and isinstance(x, Tensor) else x
-
-    def _cut(self, gradient: GradientSlot, x: Tensor, stretch: slice) -> Tensor:
-        flat = _flat(gradient, x.to_dense() if x.is_sparse else x)
-        flat = flat if self.host is None else flat.to("cpu")
-        return flat.view(gradient.shape).clone() if gradient.is_full else flat[stretch].clone()
+    def shard_state(self, number: int, state: dict[str, Any]) -> dict[str, Any]:
+        """Return this rank's slice of an optimizer state of a full parameter."""
+        gradient, here = self.gradients[number], self._local_range(number)
+        found = {}
+        for name, x in state.items():
+            if isinstance(x, Tensor) and x.shape == gradient.param.shape and (x.dim() or name != "step"):
+                x = _flatten(gradient, x.to_dense() if x.is_sparse else x)
+                x = x.view(gradient.shape).clone() if gradient.is_full else x[here].clone()
+            # a fused optimizer keeps its step count on the device of the parameter
+            found[name] = x.to("cpu") if self.host is not None and isinstance(x, Tensor) else x
+        return found
 
     def receive(self, part: Tensor, had: Tensor, scale: float = 1.0) -> None:
-        """Adds this rank's part of a sum of gradients, over ``scale``.
+        """Add a reduced gradient, divided by ``scale``, to this shard.
 
-        ``had`` says for each parameter how many ranks had one.
+        Args:
+            had: For each parameter, the number of ranks that had a gradient.
         """
-        self._counts = had.clone() if self._counts is None else self._counts + had  # a view would hold the bucket
+        self._counts = had.clone() if self._counts is None else self._counts + had  # a view would keep the bucket alive
         if self.host is not None:
             self.host.receive(part, scale)
             return
@@ -265,127 +261,131 @@ class FlatShard:
         self._sum = part if self._sum is None else self._sum.add_(part)
 
     def give_gradients(self) -> None:
-        """The optimizer's parameters get their gradients; those whose parameter had none on any rank get none."""
+        """Set ``.grad`` of the optimizer's parameters. It is None for parameters without a gradient on any rank."""
         total = self.sum
-        for piece in self.slices:
-            has_one = total is not None and self.has_gradient[piece.number]
-            piece.value.grad = total[piece.shard_range].view_as(piece.value) if has_one and total is not None else None
+        for param_slice in self.slices:
+            has_one = total is not None and self.has_gradient[param_slice.number]
+            param_slice.value.grad = (
+                total[param_slice.shard_range].view_as(param_slice.value) if has_one and total is not None else None
+            )
 
-    # --- what scripts see of the gradients, between a backward and zero_grad
+    # --- gradients as the user sees them between backward and zero_grad
 
-    def show(self) -> None:
-        """Parameters and pieces have their gradients in ``.grad``; on a GPU those of no rank too, as zeros."""
+    def show_gradients(self) -> None:
+        """Set ``.grad`` of the model's and the optimizer's parameters. On a GPU, missing gradients are zeros."""
         if not has_data(self.local) or (total := self.sum) is None:
             return
         known = self.has_gradient if self._counts is None or not self._counts.is_cuda else [True] * len(self.gradients)
-        views: dict[int, Tensor] = {}
-        for piece in self.slices:
-            if known[piece.number]:
-                views[piece.number] = piece.value.grad = total[piece.shard_range].view_as(piece.value)
         for number, gradient in enumerate(self.gradients):
-            if known[number] and not gradient.changed:
+            if not known[number]:
+                continue
+            view = None
+            if (param_slice := self._slice_of.get(number)) is not None:
+                view = param_slice.value.grad = total[param_slice.shard_range].view_as(param_slice.value)
+            if not gradient.changed:
                 seen = gradient.param.grad = ShardedGradient(self, number)
-                self._shown[number] = seen, views.get(number)
+                self._shown[number] = seen, view
 
-    def hide(self, number: int) -> None:
-        """Takes up what a script did to a gradient that was shown. Its ``.grad`` is free for the next backward.
+    def hide_gradient(self, number: int) -> None:
+        """Apply the user's edits of a gradient to the shard, and clear ``.grad`` for the next backward pass.
 
-        Raises ConfigError for one that was set to what is not computed of it.
+        Raises:
+            ConfigError: ``.grad`` was replaced by a tensor that was not computed from it.
         """
         gradient, grad = self.gradients[number], self.gradients[number].param.grad
+        is_own = isinstance(grad, ShardedGradient) and grad.is_of(self, number)
+        result = grad.result if isinstance(grad, ShardedGradient) and is_own else None
         if (shown := self._shown.get(number)) is None:
             if gradient.changed and grad is None:
-                self.discard_gradient(number)  # with what a backward in no_sync added to it
-            elif isinstance(grad, ShardedGradient) and grad.is_of(self, number) and grad.made is not None:
-                self._put_back(number, grad.made)
+                self.discard_gradient(number)  # including gradients that were accumulated in no_sync
+            elif result is not None:
+                self._assign_gradient(number, result)
             return
-        piece = next((piece for piece in self.slices if piece.number == number), None)
-        mine = piece.value.grad if piece is not None else None
+        param_slice = self._slice_of.get(number)
+        local = param_slice.value.grad if param_slice is not None else None
         if grad is None:
-            self.edited(number, "discarded")
-        if grad is None or (piece is not None and mine is None):
+            self.record_edit(number, "discarded")
+        if grad is None or (param_slice is not None and local is None):
             self.discard_gradient(number)
             return
-        if not isinstance(grad, ShardedGradient) or not grad.is_of(self, number):
-            raise set_by_hand(gradient.entry.name)
+        if not is_own:
+            raise assigned_gradient_error(gradient.entry.name)
         del self._shown[number]
         gradient.param.grad = None
-        if grad.made is not None:
-            self.edited(number, "replaced")
-            self.numbers_of(number).copy_(grad.made)
-        elif mine is not None and mine is not shown[1]:
-            self.numbers_of(number).copy_(mine.reshape(-1))
+        if result is not None:
+            self.record_edit(number, "replaced")
+            self.local_gradient(number).copy_(result)
+        elif local is not None and local is not shown[1]:
+            self.local_gradient(number).copy_(local.reshape(-1))
 
-    def _put_back(self, number: int, numbers: Tensor) -> None:
-        """Takes what was computed of earlier gradients of a parameter for its gradient, after zero_grad."""
+    def _assign_gradient(self, number: int, numbers: Tensor) -> None:
+        """Set the gradient of a parameter, after zero_grad, to a tensor that was computed from earlier gradients."""
         self.gradients[number].param.grad = None
-        self.edited(number, "put back")
+        self.record_edit(number, "put back")
         if self.sum is None:
             self.receive(self._new(self.length), torch.zeros(len(self.gradients)))
         self.has_gradient[number] = True
-        self.numbers_of(number).copy_(numbers)
+        self.local_gradient(number).copy_(numbers)
 
     def discard_gradient(self, number: int) -> None:
-        """What was summed of the gradient of a parameter is not used."""
         self._shown.pop(number, None)
         if self.has_gradient[number]:
             self._had[number], self._is_discarded = False, True
-            self.numbers_of(number).zero_()
+            self.local_gradient(number).zero_()
         self.gradients[number].param.grad = None
-        for piece in (piece for piece in self.slices if piece.number == number):
-            piece.value.grad = None
+        if (param_slice := self._slice_of.get(number)) is not None:
+            param_slice.value.grad = None
 
-    def edited(self, number: int, what: str) -> None:
-        """Notes what a script did, for ranks to compare: what one does alone would be a part of a gradient's edit."""
+    def record_edit(self, number: int, what: str) -> None:
+        """Add an edit of a gradient to the fingerprint that the step compares across ranks."""
         self.edits = (self.edits + crc32(f"{what} {self.gradients[number].entry.name}".encode())) % EDITS
 
-    def numbers_of(self, number: int) -> Tensor:
-        """Of a parameter's gradient what the step will use on this rank."""
+    def local_gradient(self, number: int) -> Tensor:
+        """Return this rank's slice of a parameter's gradient, flat."""
         if (total := self.sum) is None:
             raise ConfigError(
-                f"The gradient of {self.gradients[number].entry.name} was used after zero_grad",
-                remedy="Clone it before, or read p.grad after the next backward",
+                f"The gradient of {self.gradients[number].entry.name} was accessed after zero_grad",
+                remedy="Clone the gradient before zero_grad, or read p.grad after the next backward pass",
             )
-        piece = next((piece for piece in self.slices if piece.number == number), None)
-        return total[piece.shard_range] if piece is not None else total[:0]
+        param_slice = self._slice_of.get(number)
+        return total[param_slice.shard_range] if param_slice is not None else total[:0]
 
     def is_here(self, number: int) -> bool:
-        """Whether each rank has all numbers of a gradient, in the shape of the parameter."""
+        """Whether this rank has the full gradient of a parameter."""
         return self.axis.size == 1 and not self.gradients[number].is_shared
 
-    def pick(self, number: int, x: Tensor) -> Tensor:
-        """Of a tensor of the shape of a parameter the numbers that ``numbers_of`` has of its gradient."""
+    def local_slice_of(self, number: int, x: Tensor) -> Tensor:
+        """Return this rank's slice of a tensor that has the shape of a parameter."""
         gradient = self.gradients[number]
         if gradient.is_shared:
             raise ConfigError(
-                f"The gradient of {gradient.entry.name} was to be changed by a tensor",
-                rule="One rank gets this gradient from all that hold slices of it, and each knows its own slice alone",
-                remedy="Change it by numbers, or in a hook of the parameter (register_hook)",
+                f"A tensor operand cannot be applied to the gradient of {gradient.entry.name}",
+                rule="The gradient is on one rank, but each rank of the tensor has only its own shard",
+                remedy="Use a scalar, or change the gradient in a hook of the parameter (register_hook)",
             )
-        return x.reshape(-1)[self._stretch(number)]
+        return x.reshape(-1)[self._local_range(number)]
 
     def zero(self) -> None:
-        """The gradients that are here become 0, and count."""
+        """Set the gradients to zero. They still count as present."""
         if (total := self.sum) is not None:
             total.zero_()
 
-    def forget(self) -> None:
-        """The gradients are thrown away."""
+    def clear_gradients(self) -> None:
+        """Discard all gradients."""
         self._sum, self._counts, self._had = None, None, [False] * len(self.gradients)
         self._is_discarded, self.edits = False, 0
         if self.host is not None:
             self.host.clear_gradients()
-        for piece in self.slices:
-            piece.value.grad = None
+        for param_slice in self.slices:
+            param_slice.value.grad = None
         for gradient in self.gradients:
             gradient.param.grad = None
         self._shown = {}
 
-    def store(self) -> None:
-        """Rounds what the optimizer made of its pieces, where these are masters, and starts to bring it to the device.
+    # --- values
 
-        ``start_gather`` waits for that.
-        """
+    def store(self) -> None:
+        """Copy the optimizer's values to the parameters' dtype and device. ``start_gather`` waits for the copy."""
         if self.host is not None and self._link is not None:
             self.local.copy_(self.host.values)
         elif self.host is not None:
@@ -393,121 +393,94 @@ class FlatShard:
         elif self.rounded is not None:
             self.rounded.store()
         elif self.has_masters:
-            for piece in self.slices:
-                self.local[piece.shard_range] = piece.value.detach().reshape(-1)
+            for param_slice in self.slices:
+                self.local[param_slice.shard_range] = param_slice.value.detach().reshape(-1)
 
     def move_to_device(self) -> None:
-        """From now on the pieces are on the device. Between two steps."""
+        """Move the optimizer's parameters to the device permanently. Call it between two steps."""
         assert self.host is not None
         self.host.load()
         self.host.wait()
         self.host, self.has_masters = None, self.wide != self.dtype or self.rests_on_host
-        for piece in self.slices:
-            here = (
-                piece.value.detach().to(self.device)
-                if self.has_masters
-                else self.local[piece.shard_range].view_as(piece.value)
-            )
-            piece.value.data = here
-
-    def fetch(self) -> None:
-        """Before ``take``, where that would have to wait."""
-        if self._masters is not None:
-            self._masters.fetch()
-
-    def load(self) -> bool:
-        """Returns whether the pieces have their values now."""
-        return self._masters is None or self._masters.load()
-
-    def evict(self) -> None:
-        """The values of the pieces may go."""
-        if self._masters is not None:
-            self._masters.evict()
-
-    def discard(self, *, keeps_memory: bool = False) -> None:
-        """The values of the pieces may go, which nobody changed."""
-        if self._masters is not None:
-            self._masters.discard(keeps_memory=keeps_memory)
+        for param_slice in self.slices:
+            if self.has_masters:
+                param_slice.value.data = param_slice.value.detach().to(self.device)
+            else:
+                param_slice.value.data = self.local[param_slice.shard_range].view_as(param_slice.value)
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """The pieces may be written to in here. Between two steps."""
-        masters = self._masters
-        if masters is None:
-            yield
-            return
-        masters.load()
-        masters.wait()
+        """Allow writes to the optimizer's values in this context. Use it between two steps."""
+        self.masters.load()
+        self.masters.wait()
         try:
             yield
         finally:
-            masters.save()
+            self.masters.save()
 
     def start_gather(self) -> PendingCollective:
-        """Starts bringing together what all ranks have, in the model's precision."""
+        """Start the all-gather of the parameters in the model's precision."""
         if self._going_up is not None:
             self._going_up.wait()
             self._going_up = None
-        if self._link is not None:
-            self.fetch_parameters()
-            assert self._fetched is not None
+        self.fetch_parameters()
+        if self._fetched is not None:
             (whole, copy), self._fetched = self._fetched, None
             copy.wait()
-            own = self._own_of(whole)
+            local = self._local_part(whole)
         else:
-            whole, own = self._new_whole() if self.full is None else self.full, self.local
+            whole, local = self._new_full() if self.full is None else self.full, self.local
         if self._slices is not None:
-            return self._slices.start_share(own, whole, self.places)
-        return start_all_gather_into(whole, own, self.axis, "parameters")
+            return self._slices.start_share(local, whole, self.places)
+        return start_all_gather_into(whole, local, self.axis, "parameters")
 
     def fetch_parameters(self) -> None:
-        """Starts to bring this rank's part to the device, where it rests on the host."""
+        """Start to copy this rank's shard from the host to the device, if it is there."""
         if self._link is not None and self._fetched is None:
-            whole = self._new_whole()
-            self._fetched = whole, self._link.to_device(self._own_of(whole), self.local)
+            whole = self._new_full()
+            self._fetched = whole, self._link.to_device(self._local_part(whole), self.local)
 
     def forget_fetched(self) -> None:
-        """What was brought to the device will not be used."""
+        """Release the copy that ``fetch_parameters`` started."""
         if self._fetched is not None:
             self._fetched[1].finish()
             self._fetched = None
 
-    def _new_whole(self) -> Tensor:
+    def _new_full(self) -> Tensor:
         numel = self.length * self.axis.size
         if self.gathered is not None:
             return self.gathered.memory(numel, self.dtype, self.device)
         return self.local.new_empty(numel)
 
-    def _own_of(self, whole: Tensor) -> Tensor:
-        return whole[self.axis.rank * self.length : (self.axis.rank + 1) * self.length]
+    def _local_part(self, full: Tensor) -> Tensor:
+        return full[self.axis.rank * self.length : (self.axis.rank + 1) * self.length]
 
     def gather_gradient(self, number: int) -> Tensor | None:
-        """The gradient of a parameter, from all ranks. Communicates one all-gather of the bucket."""
-        mine = self.sum if self.sum is not None else torch.zeros(self.length, dtype=self.wide)
-        whole = start_all_gather(mine.to(self.device), self.axis, 0, purpose="gradients").wait()
-        return self.gradients[number].unpack(whole[self.places[number]]) if self.has_gradient[number] else None
+        """Return the full gradient of a parameter. Communicates one all-gather of the bucket."""
+        local = self.sum if self.sum is not None else torch.zeros(self.length, dtype=self.wide)
+        full = start_all_gather(local.to(self.device), self.axis, 0, purpose="gradients").wait()
+        return self.gradients[number].unpack(full[self.places[number]]) if self.has_gradient[number] else None
 
     def write(self, values: Tensor) -> None:
-        """Puts what was gathered into the model's parameters, where these are slices of it."""
+        """Copy gathered values into parameters of which this rank stores a slice."""
         for gradient, place in zip(self.gradients, self.places, strict=True):
             if gradient.is_shared:
                 gradient.param.detach().copy_(gradient.unpack(values[place]))
         self.sync_versions()
 
 
-def set_by_hand(name: str) -> ConfigError:
-    """For a gradient that does not come from a backward that the ranks agreed on."""
+def assigned_gradient_error(name: str) -> ConfigError:
     return ConfigError(
-        f"{name} has a .grad that no backward brought, or none that zero saw",
-        rule="Under ZeRO p.grad shows the sum that the optimizer keeps of all ranks; what is computed of gradients of "
-        "the parameter number by number may be put back, before or after zero_grad, or None",
-        remedy="Change it in place (p.grad.mul_(0.5)), or in a hook of the parameter (register_hook), which runs "
-        "before gradients are summed",
+        f"The .grad of parameter {name} was not computed by a backward pass that ZeRO synchronized",
+        rule="Under ZeRO, p.grad is a view of the reduced gradient. You can assign None, or a tensor computed from the "
+        "parameter's gradients with element-wise functions",
+        remedy="Change p.grad in place (p.grad.mul_(0.5)), or change the local gradient in a hook of the parameter "
+        "(register_hook)",
     )
 
 
-def _flat(gradient: GradientSlot, value: Tensor) -> Tensor:
-    """The numbers of a parameter, or of what goes with it, as a bucket has them; a view where a rank holds it alone."""
+def _flatten(gradient: GradientSlot, value: Tensor) -> Tensor:
+    """Flatten a parameter or its state into the order of the bucket. Communicates one all-reduce if it is sharded."""
     if not gradient.is_shared:
         return value.reshape(-1)
     spec = gradient.entry.spec

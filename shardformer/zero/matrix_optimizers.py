@@ -1,4 +1,4 @@
-"""Whole parameters for optimizers that need them (Muon, Adafactor), found by trial: one rank owns each."""
+"""Full parameters for optimizers that need them (Muon, Adafactor): detection by trial, and one owner rank for each."""
 
 from __future__ import annotations
 
@@ -21,71 +21,73 @@ from shardformer.torch_compat import has_step_hooks, state_when_made, without_fa
 SHAPES, CUT, STEPS, BOUND = ((6, 4), (4, 6)), 10, 3, 1e-6
 
 
+def _test_matrices() -> list[Tensor]:
+    return [torch.randn(s, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) for s in SHAPES]
+
+
 @without_fake_tensors()
 def needs_full_matrices(optimizer: Optimizer) -> bool:
-    """Whether the optimizer gives other numbers for a matrix than for two parts of it.
+    """Whether the optimizer updates a matrix differently from two slices of it.
 
-    A few steps are made with the settings of each of its groups, on small matrices: one whole and in two parts, two
-    together and each alone. Raises ConfigError for one that cannot do these steps, or that gives other numbers for a
-    matrix when there is another one.
+    The optimizer runs a few steps on small matrices, with the settings of each parameter group.
+
+    Raises:
+        ConfigError: The optimizer fails on these matrices, or its update of one depends on another.
     """
-    return any([_needs_whole(optimizer, group) for group in optimizer.param_groups])
+    return any([_group_needs_full_matrices(optimizer, group) for group in optimizer.param_groups])
 
 
-def _needs_whole(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    first, second = (torch.randn(s, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) for s in SHAPES)
+def _group_needs_full_matrices(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    first, second = _test_matrices()
     try:
-        together = _after(optimizer, group, [first, second])
-        alone = _after(optimizer, group, [first]) + _after(optimizer, group, [second])
+        together = _run_steps(optimizer, group, [first, second])
+        alone = _run_steps(optimizer, group, [first]) + _run_steps(optimizer, group, [second])
     except Exception as error:
-        raise _probe_error(optimizer, f"it cannot ({type(error).__name__}: {error!s:.120})") from error
+        raise _probe_error(optimizer, f"it raised {type(error).__name__}: {error!s:.120}") from error
     if (difference := _difference(together, alone)) >= BOUND:
-        raise _probe_error(optimizer, f"the numbers of one differ by {difference:.1e} when there is another")
+        raise _probe_error(optimizer, f"its update of one matrix changes by {difference:.1e} if there is another one")
     try:
-        parts = _after(optimizer, group, [first.flatten()[:CUT], first.flatten()[CUT:]], like=[first])
-    except Exception:  # some take matrices alone
+        slices = _run_steps(optimizer, group, [first.flatten()[:CUT], first.flatten()[CUT:]], like=[first])
+    except Exception:  # some optimizers accept only matrices
         return True
-    return _difference([torch.cat(parts)], [alone[0].flatten()]) >= BOUND
+    return _difference([torch.cat(slices)], [alone[0].flatten()]) >= BOUND
 
 
 @without_fake_tensors()
 def can_step_separately(optimizer: Optimizer) -> bool:
-    """Whether it gives the same numbers where each parameter gets a step of its own, one after the other.
+    """Whether the optimizer computes the same updates if each parameter is stepped separately.
 
-    One that counts its steps by itself, or in a group, does not; one with hooks would run them several times.
+    This is false for an optimizer that counts steps globally or per group. It is also false for one with step hooks,
+    which would run several times.
     """
     if has_step_hooks(optimizer):
         return False
-    return all(_can_step_apart(optimizer, group) for group in optimizer.param_groups)
+    values = _test_matrices()
+    return all(
+        _difference(
+            _run_steps(optimizer, group, values), _run_steps(optimizer, group, values, steps_params_separately=True)
+        )
+        == 0
+        for group in optimizer.param_groups
+    )
 
 
-def _can_step_apart(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    values = [torch.randn(s, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) for s in SHAPES]
-    ends = []
-    for is_apart in (False, True):
-        params = [nn.Parameter(value.clone()) for value in values]
-        tried = _copy_optimizer(optimizer, group, params)
-        for step in range(STEPS):
-            for param, value in zip(params, values, strict=True):
-                param.grad = value.roll(step + 1, 0) / (step + 2)
-            for turn in [[param] for param in params] if is_apart else [params]:
-                tried.param_groups[0]["params"] = turn
-                tried.step()
-        ends.append([param.detach() for param in params])
-    return _difference(*ends) == 0
+def _difference(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
+    return max(map(max_difference, first, second))
 
 
-def _difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
-    return max(map(max_difference, ours, theirs))
-
-
-def _after(
-    optimizer: Optimizer, group: dict[str, Any], values: Sequence[Tensor], like: Sequence[Tensor] | None = None
+def _run_steps(
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    values: Sequence[Tensor],
+    like: Sequence[Tensor] | None = None,
+    *,
+    steps_params_separately: bool = False,
 ) -> list[Tensor]:
-    """The numbers after a few steps.
+    """Return the values after a few steps.
 
     Args:
-        like: the matrices of which the values are parts, whose gradients they get.
+        like: Matrices of which ``values`` are slices. The slices get slices of their gradients.
     """
     params = [nn.Parameter(value.clone()) for value in values]
     tried = _copy_optimizer(optimizer, group, params)
@@ -95,22 +97,24 @@ def _after(
             grads = list(torch.cat([g.flatten() for g in grads]).split([value.numel() for value in values]))
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad.clone()
-        tried.step()
+        for turn in [[param] for param in params] if steps_params_separately else [params]:
+            tried.param_groups[0]["params"] = turn
+            tried.step()
     return [param.detach() for param in params]
 
 
 def _copy_optimizer(optimizer: Optimizer, group: dict[str, Any], params: list[nn.Parameter]) -> Any:
-    """The same optimizer of other parameters, without state and hooks.
+    """Copy an optimizer for other parameters, without its state and hooks.
 
-    A scheduler puts a ``step`` of its own before the class's, which would step the optimizer itself.
+    Instance attributes that replace methods are dropped: a scheduler's ``step`` would step the original optimizer.
     """
     kind = type(optimizer)
     own = {k: v for k, v in optimizer.__dict__.items() if not (callable(v) and hasattr(kind, k))}
     hooks: dict[str, Any] = {name: OrderedDict() for name in own if name.startswith("_optimizer_step_")}
     tried: Any = object.__new__(kind)
-    here = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in group.items()}  # a rate of learning, of a GPU
+    here = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in group.items()}  # lr may be a tensor on a GPU
     if "capturable" in here:
-        here["capturable"] = False  # which torch refuses on the CPU, and changes no number
+        here["capturable"] = False  # not supported on the CPU; does not change the result
     tried.__dict__.update(own, param_groups=[{**here, "params": params}], state=defaultdict(dict), **hooks)
     for param in params:
         if state := state_when_made(optimizer, group, param):
@@ -119,7 +123,7 @@ def _copy_optimizer(optimizer: Optimizer, group: dict[str, Any], params: list[nn
 
 
 def state_after_step(optimizer: Optimizer, group: dict[str, Any], value: Tensor) -> dict[str, Any]:
-    """What the optimizer keeps of a parameter after a step."""
+    """Return the optimizer's state of a parameter after one step."""
     param = nn.Parameter(value.clone())
     param.grad = torch.ones_like(param)
     tried = _copy_optimizer(optimizer, group, [param])
@@ -128,10 +132,10 @@ def state_after_step(optimizer: Optimizer, group: dict[str, Any], value: Tensor)
 
 
 def state_bytes(optimizer: Optimizer, group: dict[str, Any], param: Tensor, itemsize: int = 0) -> float:
-    """What an optimizer keeps of one parameter: measured on a small one with as many dims.
+    """Estimate the bytes of an optimizer's state of one parameter, measured with a small parameter.
 
     Args:
-        itemsize: of the numbers that it updates; by default those of ``param``.
+        itemsize: Bytes of an element that the optimizer updates. By default that of ``param``.
     """
     small = [min(n, 4) for n in param.shape]
     with without_fake_tensors():
@@ -145,17 +149,19 @@ def state_bytes(optimizer: Optimizer, group: dict[str, Any], param: Tensor, item
 
 def _probe_error(optimizer: Optimizer, why: str) -> ConfigError:
     return ConfigError(
-        f"{type(optimizer).__name__} was tried on small matrices: {why}",
-        rule="zero gives an optimizer parts of parameters, or whole ones, but no rank gives it all of them",
-        remedy="Use one that changes each parameter by itself (SGD, AdamW, Muon, Adafactor), or this one without zero",
+        f"{type(optimizer).__name__} failed on small test matrices: {why}",
+        rule="ZeRO passes each rank's optimizer only some parameters, so the update of one must not depend on others",
+        remedy="Use SGD, AdamW, Muon, Adafactor or another optimizer with independent updates, or train without ZeRO",
     )
 
 
 def assign_owners(gradients: Sequence[GradientSlot], params: Collection[int], context: ParallelContext) -> None:
-    """Lets one rank have all of each of these parameters, by identity. All processes call it, in one order.
+    """Assign each of these parameters, selected by id, to an owner rank. All processes call it in the same order.
 
-    Communicates the names of the axes, where an optimizer of any rank asks for it, and the ranks' coordinates, and
-    makes groups. Raises ConfigError for a cut parameter that several stages hold.
+    Communicates the names of the required axes and the ranks' coordinates, and creates process groups.
+
+    Raises:
+        ConfigError: A parameter is sharded over tensor ranks and also shared by several pipeline stages.
     """
     chosen = [gradient for gradient in gradients if id(gradient.param) in params]
     cut = {id(g): _gradient_axes(g, context) for g in chosen if g.entry.spec.is_sharded}
@@ -167,15 +173,12 @@ def assign_owners(gradients: Sequence[GradientSlot], params: Collection[int], co
     for gradient in chosen:
         if gradient.entry.reduction.stages and id(gradient) in cut:
             raise ConfigError(
-                f"{gradient.entry.name} is cut over tensor ranks and held by several stages",
-                rule="An optimizer that looks at whole matrices gets a cut one from the ranks of one stage",
-                remedy="Give it to an optimizer that changes each number by itself: AdamW for tables and heads",
+                f"{gradient.entry.name} is sharded over tensor ranks and shared by several pipeline stages",
+                rule="An optimizer that needs full matrices cannot gather such a parameter",
+                remedy="Pass it to an element-wise optimizer, such as AdamW for embeddings and heads",
             )
         names = cut.get(id(gradient))
-        if names is None:
-            gradient.gather_to_owner(None)
-        else:
-            gradient.gather_to_owner(axes[names], holders[names])
+        gradient.gather_to_owner(*((None,) if names is None else (axes[names], holders[names])))
 
 
 def _gradient_axes(gradient: GradientSlot, context: ParallelContext) -> tuple[str, ...]:

@@ -1,12 +1,12 @@
-"""The memory that a rank needs in training, in bytes by kind, computed from shapes without allocating.
+"""Training memory of one rank, in bytes by kind, computed from shapes without allocating tensors.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), section 3.1 and
-figure 1. The activations are not in it: they depend on the batch.
+figure 1. Activations are not included, because they depend on the batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
@@ -19,7 +19,7 @@ from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMet
 from shardformer.offload.disk import FileShard, FileStore
 from shardformer.offload.host import DEVICE_TO_HOST, HOST_TO_DEVICE, HostMemory, OffloadConfig
 from shardformer.torch_compat import memory_of
-from shardformer.zero.config import BucketOptions, Stage3Options, StepOptions, ZeroOptions, as_optimizer_list
+from shardformer.zero.config import ZeroOptions, as_optimizer_list
 from shardformer.zero.flat_shards import FlatShard
 from shardformer.zero.gradient_view import ShardedGradient
 from shardformer.zero.matrix_optimizers import state_bytes
@@ -31,16 +31,16 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on one rank, by kind. Print it.
+    """Memory of one rank in bytes, by kind. ``print`` shows a table.
 
     Args:
-        gathered: under stage 3, of the two units that are whole at a time, where they are largest.
-        gradients: whole under stages 0 and 1, which keep those of all backwards of a step (``no_sync``); else the sum
-            of this rank's part, in fp32 at the least.
-        masters: of parameters in 16 bits.
-        states: what the optimizer keeps.
-        host: masters, states, gradients and buffers in the memory of the host; the parameters, if they rest there.
-        disk: masters and states in files, twice.
+        gathered: Stage 3: the largest two consecutive layers, which are gathered at the same time.
+        gradients: Full gradients for stages 0 and 1, which accumulate under ``no_sync``. For stages 2 and 3 this rank's
+            shard, in fp32 or wider.
+        masters: Master weights of 16-bit parameters.
+        states: Optimizer states.
+        host: Host memory: master weights, optimizer states, gradients and buffers; parameters if they are offloaded.
+        disk: Files: two copies of the master weights and the optimizer states.
     """
 
     parameters: float
@@ -53,7 +53,7 @@ class MemoryEstimate:
 
     @property
     def total(self) -> float:
-        """On the device."""
+        """Bytes on the device."""
         return self.parameters + self.gathered + self.gradients + self.masters + self.states
 
     def __str__(self) -> str:
@@ -71,7 +71,7 @@ def estimate_memory(
     offload: str | OffloadConfig | None = None,
     data: int | None = None,
 ) -> MemoryEstimate:
-    """What ``shard_optimizer`` with the same arguments makes each rank keep. Allocates and communicates nothing.
+    """Estimate the memory of one rank under ``shard_optimizer`` with the same arguments. Communicates nothing.
 
     >>> model = nn.Linear(1000, 1000, bias=False, device="meta")
     >>> print(estimate_memory(model, torch.optim.AdamW(model.parameters()), stage=2, precision="bf16", data=4))
@@ -82,74 +82,67 @@ def estimate_memory(
     total             6.0 MB
 
     Args:
-        model: sharded or plain; it may be on the meta device, or wait for its weights.
-        data: data ranks; by default those of the grid of a sharded model, else one.
+        model: A sharded or plain model. Its parameters may be on the meta device.
+        data: Number of data-parallel ranks. By default that of the model's mesh, or 1 for a plain model.
     """
-    asked = ZeroOptions(
-        stage, MixedPrecision.of(precision), StepOptions(), BucketOptions(), Stage3Options(), OffloadConfig.of(offload)
-    )
+    options = ZeroOptions(stage, MixedPrecision.of(precision), OffloadConfig.of(offload))
     check_module(model)
     optimizers = as_optimizer_list(optimizer)
     if data is not None:
         check_int("data", data, unit="data ranks", example=4)
-    parts = _ranks_per_parameter(model, data)
-    narrow = asked.precision.dtype
+    narrow = options.precision.dtype
     size = {id(p): (narrow or p.dtype).itemsize for p in model.parameters() if p.is_floating_point()}
-    cut = {key: n if stage > 0 else 1 for key, n in parts.items()}
+    ranks = {key: n if stage > 0 else 1 for key, n in _ranks_per_parameter(model, data).items()}
     trained = [p for p in model.parameters() if p.requires_grad]
     frozen = sum(p.numel() * size.get(id(p), p.element_size()) for p in model.parameters() if not p.requires_grad)
     wide = {id(p): max(size[id(p)], 4) for p in trained}
-
-    def total(bytes_of: dict[int, int], over: dict[int, int] | None) -> float:
-        return sum(p.numel() * bytes_of[id(p)] / (over[id(p)] if over else 1) for p in trained)
-
+    full = sum(p.numel() * size[id(p)] for p in trained)
+    sharded = sum(p.numel() * size[id(p)] / ranks[id(p)] for p in trained)
+    sharded_wide = sum(p.numel() * wide[id(p)] / ranks[id(p)] for p in trained)
+    states = sum(
+        state_bytes(each, group, p, wide[id(p)]) / ranks[id(p)]
+        for each in optimizers
+        for group in each.param_groups
+        for p in group["params"]
+        if p.requires_grad
+    )
     units = [sum(p.numel() * size[id(p)] for p in ps if p.requires_grad) for _, ps in group_params(model)]
     found = MemoryEstimate(
-        total(size, cut if stage == 3 else None),
-        max((a + b for a, b in pairwise([*units, 0])), default=0) if stage == 3 else 0,
-        total(size, None) if stage < 2 else total(wide, cut),
-        total(wide, cut) * _MASTERS[asked.precision.master_weights] if narrow is not None else 0,
-        sum(
-            state_bytes(each, group, p, wide[id(p)]) / cut[id(p)]
-            for each in optimizers
-            for group in each.param_groups
-            for p in group["params"]
-            if p.requires_grad
-        ),
+        parameters=sharded if stage == 3 else full,
+        gathered=max((a + b for a, b in pairwise([*units, 0])), default=0) if stage == 3 else 0,
+        gradients=full if stage < 2 else sharded_wide,
+        masters=sharded_wide * _MASTERS[options.precision.master_weights] if narrow is not None else 0,
+        states=states,
     )
-    if asked.offload.to is not None:
-        found = _offloaded(found, asked, total(wide, cut), total(size, cut))
+    if options.offload.to is not None:
+        found = _offload(found, options, sharded_wide, sharded)
     return replace(found, parameters=found.parameters + frozen)
 
 
 _MASTERS = {"fp32": 1.0, "kahan": 0.5, "stochastic": 0.0}
-"""Of the memory of masters in fp32."""
+"""Bytes relative to fp32 master weights."""
 
 
-def _offloaded(here: MemoryEstimate, asked: ZeroOptions, masters: float, gradients: float) -> MemoryEstimate:
-    """What goes to the host, or into files.
-
-    Args:
-        masters: bytes of all, which offload has in any precision; a sum of the gradients takes as much.
-        gradients: bytes of this rank's part as it comes down.
-    """
-    share = asked.offload.on_device
+def _offload(found: MemoryEstimate, options: ZeroOptions, sharded_wide: float, sharded: float) -> MemoryEstimate:
+    """Return the estimate with master weights, states and gradients in host memory or files."""
+    share = options.offload.on_device
     stays = share if isinstance(share, (int, float)) else 0.0
-    rests = here.parameters if asked.offload.parameters else 0.0
-    gone = masters + here.states
+    parameters = found.parameters if options.offload.parameters else 0.0
+    # under offload, master weights exist in every precision, and the reduced gradients have the same size
+    moved = sharded_wide + found.states
     return MemoryEstimate(
-        here.parameters - rests,
-        here.gathered,
-        here.gradients * stays if asked.stage >= 2 else here.gradients,
-        here.masters * stays,
-        here.states * stays,
-        host=rests + (masters + gradients + (0 if asked.offload.folder else gone)) * (1 - stays),
-        disk=2 * gone * (1 - stays) if asked.offload.folder else 0,
+        found.parameters - parameters,
+        found.gathered,
+        found.gradients * stays if options.stage >= 2 else found.gradients,
+        found.masters * stays,
+        found.states * stays,
+        host=parameters + (sharded_wide + sharded + (0 if options.offload.folder else moved)) * (1 - stays),
+        disk=2 * moved * (1 - stays) if options.offload.folder else 0,
     )
 
 
 def _ranks_per_parameter(model: nn.Module, data: int | None) -> dict[int, int]:
-    """By the identity of a parameter, over how many ranks ZeRO cuts it."""
+    """Return the number of ranks over which ZeRO shards each parameter, by the parameter's id."""
     state = model.__dict__.get(METADATA_ATTRIBUTE)
     if not isinstance(state, ShardingMetadata):
         return {id(p): data or 1 for p in model.parameters()}
@@ -171,22 +164,25 @@ def format_bytes(value: float) -> str:
 def measure_memory(
     table: ShardingMetadata, shards: Sequence[FlatShard], units: Sequence[ParamGroup], optimizers: Sequence[Optimizer]
 ) -> MemoryEstimate:
-    """What is there now: counted, each memory once."""
-    cut_ones = [shard for unit in units for shard in unit.shards]
-    cut = {id(gradient.param) for shard in cut_ones for gradient in shard.gradients}
-    resting = [shard.local for shard in cut_ones if shard.rests_on_host]
-    lasting = [entry.param for entry in table.entries if id(entry.param) not in cut]
-    gathered = [base for unit in units for base in unit.bases]
+    """Measure the memory that the tensors of this rank use now. Shared storage counts once."""
+    unit_shards = [shard for unit in units for shard in unit.shards]
+    in_units = {id(gradient.param) for shard in unit_shards for gradient in shard.gradients}
+    params = [entry.param for entry in table.entries if id(entry.param) not in in_units]
+    params += [shard.local for shard in unit_shards if not shard.rests_on_host]
     here = [shard for shard in shards if shard.host is None]
-    states = {id(piece.value): piece for shard in here for piece in shard.slices}
+    # gradients that accumulate under no_sync; others are views of a shard
+    grads = [g for entry in table.entries if (g := entry.param.grad) is not None and not isinstance(g, ShardedGradient)]
+    on_host = [shard.local for shard in unit_shards if shard.rests_on_host]
+    on_host += [x for shard in shards if shard.host is not None for x in shard.host.tensors()]
+    on_host += [x for shard in shards if shard.host is not None for x in _states(optimizers, shard)]
     return MemoryEstimate(
-        parameters=_bytes([*lasting, *(shard.local for shard in cut_ones if not shard.rests_on_host)]),
-        gathered=_bytes(gathered),
-        gradients=_bytes([s.sum for s in here if s.sum is not None] + _grads(table)),
-        masters=_bytes([x for shard in here for x in _masters_of(shard)]),
-        states=_bytes(_states(optimizers, states)),
-        host=_bytes([*resting, *(x for s in shards if s.host is not None for x in _on_host(s, optimizers))]),
-        disk=sum(s.host.bytes_in_file for s in shards if isinstance(s.host, FileShard)),
+        parameters=_bytes(params),
+        gathered=_bytes([base for unit in units for base in unit.bases]),
+        gradients=_bytes([total for shard in here if (total := shard.sum) is not None] + grads),
+        masters=_bytes([x for shard in here for x in _master_weights(shard)]),
+        states=_bytes([x for shard in here for x in _states(optimizers, shard)]),
+        host=_bytes(on_host),
+        disk=sum(shard.host.bytes_in_file for shard in shards if isinstance(shard.host, FileShard)),
     )
 
 
@@ -194,47 +190,32 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
     return sum({memory_of(x): x.untyped_storage().nbytes() for x in tensors}.values())
 
 
-def _grads(table: ShardingMetadata) -> list[Tensor]:
-    """What backwards left that are in ``no_sync``; else ``.grad`` shows what shards have."""
-    grads = [entry.param.grad for entry in table.entries]
-    return [grad for grad in grads if grad is not None and not isinstance(grad, ShardedGradient)]
-
-
-def _masters_of(shard: FlatShard) -> list[Tensor]:
+def _master_weights(shard: FlatShard) -> list[Tensor]:
     if shard.rounded is not None:
         return [shard.rounded.rest] if shard.rounded.rest is not None else []
-    return [piece.value for piece in shard.slices] if shard.has_masters else []
+    return [p.value for p in shard.slices] if shard.has_masters else []
 
 
-def _states(optimizers: Sequence[Optimizer], pieces: Mapping[int, object]) -> list[Tensor]:
-    found = (state for o in optimizers for value, state in o.state.items() if id(value) in pieces)
-    return [x for state in found for x in state.values() if isinstance(x, Tensor) and x.dim()]
+def _states(optimizers: Sequence[Optimizer], shard: FlatShard) -> list[Tensor]:
+    states = [o.state[p.value] for o in optimizers for p in shard.slices if p.value in o.state]
+    return [x for state in states for x in state.values() if isinstance(x, Tensor) and x.dim()]
 
 
-def _on_host(shard: FlatShard, optimizers: Sequence[Optimizer]) -> Iterator[Tensor]:
-    assert shard.host is not None
-    yield from shard.host.tensors()
-    yield from _states(optimizers, {id(piece.value): piece for piece in shard.slices})
-
-
-def memory_lines(
+def format_memory_report(
     settings: ZeroOptions, optimizers: Sequence[Optimizer], memory: MemoryEstimate, host: HostMemory | None
 ) -> str:
-    """For ``describe_sharding``."""
+    """Return a report of ZeRO's options, memory and offload bandwidth for ``describe_sharding``."""
     precision, offload = settings.precision, settings.offload
     title = [f"ZeRO stage {settings.stage}", precision.parameters, *(type(o).__name__ for o in optimizers)]
     if precision.rounding is not None:
-        title.append(f"no masters: {precision.rounding}")
+        title.append(f"no master weights: {precision.rounding}")
     if offload.to is not None:
         title.append(f"offload to {offload.to}")
-    agrees = "in every backward, also under no_sync" if settings.stage >= 2 else "once a step under no_sync"
-    found = [", ".join(title), f"gradients are agreed on {agrees}", "", "on this rank now", str(memory)]
-    speeds = (
-        {f"copied {way}": host.link.bandwidth(way) for way in (DEVICE_TO_HOST, HOST_TO_DEVICE)}
-        if host is not None
-        else {}
-    )
+    reduced = "in every backward pass, also under no_sync" if settings.stage >= 2 else "once per step under no_sync"
+    found = [", ".join(title), f"gradients are reduced {reduced}", "", "memory of this rank", str(memory)]
+    speeds: dict[str, float | None] = {}
+    if host is not None:
+        speeds = {f"copied {way}": host.link.bandwidth(way) for way in (DEVICE_TO_HOST, HOST_TO_DEVICE)}
     if isinstance(host, FileStore):
         speeds |= {f"{way}, {host.disk.buffers} buffers": host.disk.bandwidth(way) for way in host.disk.moved}
-    measured = [f"{name}: {format_bytes(speed)} a second" for name, speed in speeds.items() if speed]
-    return "\n".join([*found, *measured])
+    return "\n".join([*found, *(f"{name}: {format_bytes(n)} per second" for name, n in speeds.items() if n)])

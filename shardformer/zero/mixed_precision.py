@@ -1,8 +1,10 @@
-"""Parameters in bf16 without masters: in a step each shard is widened, updated in fp32, and rounded again.
+"""Mixed precision: loss scaling, and bf16 parameters without fp32 master weights.
 
-"kahan"       what rounding took away is kept, in 16 bits, and added before the next update: 16 of a master's 24 bits of
-              precision, in half of its memory.
-"stochastic"  up or down by chance, so that updates that are smaller than the last bit count on average.
+Without master weights, the optimizer step widens each shard to fp32, updates it, and rounds it to bf16:
+
+"kahan"       keeps the rounding error in 16 bits and adds it before the next update. This has 16 of the 24 bits of
+              precision of a master weight, in half of its memory.
+"stochastic"  rounds up or down at random. Updates smaller than the last bit then take effect on average.
 
 Zamirai et al., "Revisiting BFloat16 Training" (2020).
 """
@@ -17,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.errors import ConfigError, check_argument
+from shardformer.errors import ConfigError, check_argument, check_choice, check_int, check_number
+from shardformer.offload.host import WeightStore
 from shardformer.public_names import renamed_arguments
 from shardformer.random_state import SPLITMIX64
 
@@ -27,15 +30,15 @@ MASTER_WEIGHT_KINDS = ("fp32", "kahan", "stochastic")
 
 @dataclass
 class LossScale:
-    """What the loss is multiplied by before a backward, so that small gradients are numbers in fp16.
+    """Dynamic loss scale, which prevents underflow of small gradients in fp16.
 
-    A step whose gradients are not finite is skipped, by all ranks. Micikevicius et al., "Mixed Precision Training"
-    (2018), section 3.2; the rule by which it changes is that of ``torch.amp.GradScaler``.
+    All ranks skip a step whose gradients are not finite. Micikevicius et al., "Mixed Precision Training" (2018),
+    section 3.2. The scale changes by the rule of ``torch.amp.GradScaler``.
 
     Args:
-        value: of the first step.
-        growth: by which it is multiplied after ``growth_interval`` steps in a row with finite gradients.
-        backoff: by which it is multiplied after ``hysteresis`` steps without, since it last grew.
+        value: Initial scale.
+        growth: Factor after ``growth_interval`` consecutive steps with finite gradients.
+        backoff: Factor after ``hysteresis`` steps with non-finite gradients since the scale last grew.
     """
 
     value: float = 2.0**16
@@ -47,16 +50,13 @@ class LossScale:
     bad: int = 0
 
     def __post_init__(self) -> None:
-        for name, given in vars(self).items():
-            is_count = name in ("growth_interval", "hysteresis", "good", "bad")
-            least = 0 if name in ("good", "bad") else 1
-            is_right = isinstance(given, int if is_count else int | float) and not isinstance(given, bool)
-            is_right = is_right and (given >= least if is_count else 0 < given < math.inf)
-            rule = f"It is a whole number, {least} or more" if is_count else "It is a number above 0"
-            check_argument(f"LossScale({name})", given, is_right, rule, f"Leave {name} out")
+        for name, example in (("value", 2.0**16), ("growth", 2.0), ("backoff", 0.5)):
+            check_number(f"LossScale.{name}", getattr(self, name), below=math.inf, example=example)
+        for name, least in (("growth_interval", 1), ("hysteresis", 1), ("good", 0), ("bad", 0)):
+            check_int(f"LossScale.{name}", getattr(self, name), least, unit="steps")
 
     def update(self, is_finite: bool) -> None:
-        """After a step."""
+        """Update the scale after a step."""
         if is_finite:
             self.good += 1
             if self.good == self.growth_interval:
@@ -70,15 +70,16 @@ class LossScale:
 @renamed_arguments({"masters": "master_weights"})
 @dataclass
 class MixedPrecision:
-    """What ``shard_optimizer`` keeps in how many bits.
+    """Precision of parameters, gradients and master weights under ``shard_optimizer``.
 
     Args:
-        parameters: "fp32" leaves them as they are; "bf16" or "fp16" keeps them in 16 bits, and masters in fp32 of each
-            rank's pieces.
-        gradients: "fp32" sums them in fp32, which sends twice the bytes of 16 bits; None: as the parameters.
-        loss_scale: for fp16.
-        master_weights: of bf16. "fp32"; or none, to save memory: "kahan" keeps what rounding took away, in 16 bits;
-            "stochastic" rounds up or down by chance.
+        parameters: "fp32" keeps the dtype of the parameters. "bf16" or "fp16" converts them, and keeps fp32 master
+            weights of each rank's shard.
+        gradients: "fp32" reduces gradients in fp32, which sends twice the bytes of 16 bits. None uses the dtype of the
+            parameters.
+        loss_scale: Loss scale for fp16.
+        master_weights: "fp32", or for bf16 without master weights: "kahan" (keeps the rounding error in 16 bits) or
+            "stochastic" (rounds at random).
     """
 
     parameters: str = "fp32"
@@ -87,53 +88,42 @@ class MixedPrecision:
     master_weights: str = "fp32"
 
     def __post_init__(self) -> None:
-        for name, given in vars(self).items():
-            is_right = isinstance(given, LossScale) if name == "loss_scale" else isinstance(given, str | None)
-            rule = "It is a LossScale" if name == "loss_scale" else "It is a word"
-            check_argument(
-                f"MixedPrecision({name})", given, is_right, rule, f"Write precision='bf16', or leave {name} out"
-            )
-        for name, given in (("parameters", self.parameters), ("gradients", self.gradients or "fp32")):
-            if given not in PARAMETER_DTYPES or (name == "gradients" and given != "fp32"):
-                known = ", ".join(map(repr, PARAMETER_DTYPES if name == "parameters" else ["fp32", None]))
-                raise ConfigError(
-                    f"precision={given!r}" if name == "parameters" else f"MixedPrecision(gradients={given!r})",
-                    rule=f"The precisions are {known}",
-                    remedy="Write precision='bf16', or leave it out",
-                )
-
-        if self.master_weights not in MASTER_WEIGHT_KINDS or (
-            self.master_weights != "fp32" and self.parameters != "bf16"
-        ):
+        check_choice("precision", self.parameters, PARAMETER_DTYPES)
+        check_choice("MixedPrecision.gradients", self.gradients, ("fp32", None))
+        rule, remedy = "It must be a LossScale", "Omit loss_scale to use its default"
+        is_scale = isinstance(self.loss_scale, LossScale)
+        check_argument("MixedPrecision.loss_scale", self.loss_scale, is_scale, rule, remedy)
+        supported = MASTER_WEIGHT_KINDS if self.parameters == "bf16" else ("fp32",)
+        if self.master_weights not in supported:
             raise ConfigError(
-                f"MixedPrecision({self.parameters!r}, masters={self.master_weights!r})",
-                rule=f"For bf16, masters is one of {', '.join(map(repr, MASTER_WEIGHT_KINDS))}",
-                remedy="Leave masters out",
+                f"MixedPrecision({self.parameters!r}, masters={self.master_weights!r}) is not supported",
+                rule=f"{self.parameters} supports masters={' or '.join(map(repr, supported))}",
+                remedy="Omit masters to use fp32 master weights",
             )
 
     @classmethod
     def of(cls, given: Any) -> MixedPrecision:
-        """From what ``shard_optimizer`` was given. Raises ConfigError for what is none."""
+        """Convert the ``precision`` argument of ``shard_optimizer``. Raise ConfigError if it is invalid."""
         return given if isinstance(given, cls) else cls(given)
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Of the parameters; None: as they are."""
+        """Dtype of the parameters. None keeps their dtype."""
         return PARAMETER_DTYPES[self.parameters]
 
     @property
     def rounding(self) -> str | None:
-        """How parameters are rounded that have no masters; None: they have some, or need none."""
+        """Rounding method of parameters without master weights, or None."""
         return self.master_weights if self.master_weights != "fp32" else None
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
-        """In which gradients are summed; None: as they are."""
+        """Dtype of the gradient reduction. None keeps the dtype of the gradients."""
         return torch.float32 if self.gradients else None
 
     @property
     def scale(self) -> float:
-        """What the loss is multiplied by."""
+        """Factor by which the loss is multiplied."""
         return self.loss_scale.value if self.parameters == "fp16" else 1.0
 
 
@@ -143,7 +133,7 @@ _MIX = tuple(factor - 2**64 for factor in SPLITMIX64)  # as int64
 
 @dataclass(frozen=True, eq=False)
 class RoundedSlice:
-    """An optimizer's parameter, where its numbers lie in the shard, and which ones of which parameter they are."""
+    """An optimizer parameter, its range in the shard, the index of its first element, and the seed of its rounding."""
 
     value: nn.Parameter
     at: slice
@@ -151,70 +141,66 @@ class RoundedSlice:
     key: int
 
 
-class RoundedWeights:
-    """The masters of one shard, which are there in a step alone.
+class RoundedWeights(WeightStore):
+    """Weights of one shard that are widened to fp32 during the optimizer step only.
 
     Args:
-        own: this rank's part in 16 bits.
-        rests: whether what rounding takes away is kept.
+        own: This rank's shard in bf16.
+        rests: Whether to keep the rounding error.
     """
 
     def __init__(self, own: Tensor, *, rests: bool) -> None:
-        self._own, self._pieces = own, list[RoundedSlice]()
+        self._own, self._slices = own, list[RoundedSlice]()
         self.rest = torch.zeros_like(own) if rests else None
         self._values: Tensor | None = None
-        self.step = 0  # rounds by chance that were made
+        self.step = 0  # number of stochastic roundings
 
-    def hold(self, pieces: Sequence[RoundedSlice]) -> None:
-        """Their values are wide; from now on they are rounded."""
-        self._pieces = list(pieces)
+    def set_slices(self, slices: Sequence[RoundedSlice]) -> None:
+        """Take the fp32 values of ``slices``, and round them to bf16."""
+        self._slices = list(slices)
         self._values = torch.zeros_like(self._own, dtype=torch.float32)
-        for piece in pieces:
-            self._values[piece.at] = piece.value.detach().reshape(-1)
+        for param_slice in slices:
+            self._values[param_slice.at] = param_slice.value.detach().reshape(-1)
         self._own.copy_(self._values)
         self._keep_kahan_residual()
         self.evict()
 
-    def fetch(self) -> None:
-        """There is nothing to wait for."""
-
-    def wait(self) -> None:
-        """There is nothing under way."""
-
     def load(self) -> bool:
-        """Widens."""
+        """Widen the weights to fp32."""
         if self._values is None:
             self._values = self._own.float()
             if self.rest is not None:
                 self._values += self.rest
-            for piece in self._pieces:
-                piece.value.data = self._values[piece.at].view(piece.value.shape)
+            for param_slice in self._slices:
+                param_slice.value.data = self._values[param_slice.at].view(param_slice.value.shape)
         return True
 
     def store(self) -> None:
-        """Rounds what is here."""
+        """Round the fp32 values to bf16."""
         assert self._values is not None
         if self.rest is not None:
             new = self._values.to(self._own.dtype)
-            stays = (self._values - self._own).abs() <= (self._values - new).abs()  # halfway between two: as it was
+            stays = (self._values - self._own).abs() <= (self._values - new).abs()  # keep the old value on a tie
             self._own.copy_(torch.where(stays, self._own, new))
             self._keep_kahan_residual()
             return
         self.step += 1
-        for piece in self._pieces:
-            wide = self._values[piece.at]
-            self._own[piece.at] = stochastic_round(wide, random_bits(wide, piece.first, piece.key, self.step))
+        for param_slice in self._slices:
+            wide = self._values[param_slice.at]
+            self._own[param_slice.at] = stochastic_round(
+                wide, random_bits(wide, param_slice.first, param_slice.key, self.step)
+            )
 
     def _keep_kahan_residual(self) -> None:
         if self.rest is not None and self._values is not None:
             self.rest.copy_(self._values - self._own)
 
     def evict(self) -> None:
-        """Drops what is wide."""
+        """Free the fp32 values."""
         self._values = None
-        for piece in self._pieces:
+        for param_slice in self._slices:
             value = torch.full((), torch.nan, dtype=torch.float32, device=self._own.device)
-            piece.value.data = value.expand(piece.value.shape)
+            param_slice.value.data = value.expand(param_slice.value.shape)
 
     def discard(self, *, keeps_memory: bool = False) -> None:
         self.evict()
@@ -225,11 +211,11 @@ class RoundedWeights:
 
 
 def random_bits(like: Tensor, first: int, key: int, step: int) -> Tensor:
-    """16 random bits for each number, which are the same wherever this number of this parameter is kept.
+    """Return 16 random bits for each element. They do not depend on the rank that stores the element.
 
     Args:
-        first: which number of the parameter the first one is.
-        key: of the parameter.
+        first: Index in the parameter of the first element.
+        key: Seed of the parameter.
     """
     seed = _mixed(torch.tensor((key << 32) + step) * _MIX[0])
     x = torch.arange(first, first + like.numel(), dtype=torch.int64, device=like.device) * _MIX[0]
@@ -243,6 +229,6 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def stochastic_round(wide: Tensor, bits: Tensor) -> Tensor:
-    """fp32 to bf16: up as often as the rest that is left out is large. What is not finite stays as it is."""
+    """Round fp32 to bf16, up with the probability that keeps the expected value. NaN and infinity are unchanged."""
     rounded = ((wide.view(torch.int32) + bits) & -0x10000).view(torch.float32)
     return torch.where(torch.isfinite(wide), rounded, wide).to(torch.bfloat16)

@@ -1,13 +1,12 @@
-"""What scripts see of an optimizer: ``state``, ``state_dict`` and ``zero_grad``, under ZeRO or with sharded
-parameters."""
+"""``state``, ``state_dict``, ``load_state_dict`` and ``zero_grad`` of optimizers with sharded parameters or states."""
 
 from __future__ import annotations
 
 import copy
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import wraps
 from typing import Any
 
@@ -22,72 +21,71 @@ from shardformer.layout.sharding_metadata import ShardingMetadata, tables_here, 
 from shardformer.torch_patches import Patch, install, replace_attribute
 from shardformer.zero.flat_shards import FlatShard, ParamSlice
 
-Attributes = dict[str, Any]
+State = dict[str, Any]
 
 
 @contextmanager
 def unchanged_on_error(optimizers: Sequence[Optimizer], others: Sequence[Any] = ()) -> Iterator[None]:
-    """Puts optimizers and other objects back as they were when the body raises: the same objects, with their content.
+    """Restore optimizers and other objects if the body raises.
 
     Args:
-        optimizers: with their groups, the lists of parameters in these, and states. Tensors are not copied: one that
-            the body writes into stays as it was written.
-        others: schedulers and hooks, whose attributes and containers among them are put back.
+        optimizers: Restores their attributes, groups, lists of parameters and states, in place. Tensors are not copied:
+            in-place writes to them remain.
+        others: Schedulers and hooks. Restores their attributes, and the lists, dicts and sets among these.
     """
-    before = [_Optimizer(each) for each in optimizers]
-    attributes = [(each, {name: _copied(value) for name, value in vars(each).items()}) for each in others]
+    restores = [_snapshot(each) for each in optimizers]
+    attributes = [(each, {name: _copy_container(value) for name, value in vars(each).items()}) for each in others]
     states = [(each, copy.deepcopy(each.state_dict())) for each in others if hasattr(each, "state_dict")]
     try:
         yield
     except BaseException:
-        for optimizer in before:
-            optimizer.put_back()
+        for restore in restores:
+            restore()
         for each, values in attributes:
-            vars(each).clear()
-            vars(each).update(values)
+            _replace_content(vars(each), values)
         for each, state in states:
-            with suppress(Exception):  # what failed may be this very call
+            with suppress(Exception):  # load_state_dict may be the call that failed
                 each.load_state_dict(state)
         raise
 
 
-def _copied(value: Any) -> Any:
+def _copy_container(value: Any) -> Any:
     return copy.copy(value) if type(value) in (list, dict, set) else value
 
 
-class _Optimizer:
-    """An optimizer as it is now."""
+def _replace_content(target: State, content: State) -> None:
+    target.clear()
+    target.update(content)
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer, self._attributes = optimizer, dict(vars(optimizer))
-        self._groups = [(group, dict(group), list(group["params"])) for group in optimizer.param_groups]
-        self._state = optimizer.state
-        self._states = [(param, state, _copied(state)) for param, state in optimizer.state.items()]
 
-    def put_back(self) -> None:
-        attributes = vars(self._optimizer)
-        attributes.clear()
-        attributes.update(self._attributes)
-        for group, content, params in self._groups:
-            group.clear()
-            group.update(content)
+def _snapshot(optimizer: Optimizer) -> Callable[[], None]:
+    """Save the attributes, groups and states of an optimizer. Return a function that restores them in place."""
+    attributes, state = dict(vars(optimizer)), optimizer.state
+    groups = [(group, dict(group), list(group["params"])) for group in optimizer.param_groups]
+    states = [(param, each, _copy_container(each)) for param, each in state.items()]
+
+    def restore() -> None:
+        _replace_content(vars(optimizer), attributes)
+        for group, content, params in groups:
+            _replace_content(group, content)
             group["params"][:] = params
-        groups: list[Attributes] = self._optimizer.param_groups
-        groups[:] = [group for group, _, _ in self._groups]
-        self._state.clear()
-        for param, state, content in self._states:
-            if type(state) is dict:
-                state.clear()
-                state.update(content)
-            self._state[param] = state
+        current: list[State] = optimizer.param_groups
+        current[:] = [group for group, _, _ in groups]
+        state.clear()
+        for param, each, content in states:
+            if type(each) is dict:
+                _replace_content(each, content)
+            state[param] = each
+
+    return restore
 
 
-HELD_BY = "_shardformer_held_by"
-"""The attribute of an optimizer with a weak reference to the one that ``shard_optimizer`` made of it."""
+ZERO_OPTIMIZER_ATTRIBUTE = "_shardformer_held_by"
+"""Attribute of an optimizer: a weak reference to the ZeroOptimizer that steps it."""
 
 
 class ZeroGradMethod:
-    """``zero_grad()``: throws away what the optimizer keeps too. Of a copy, and without that, it is the usual one."""
+    """``zero_grad()`` that also clears the gradients of the ZeroOptimizer. Copies of the owner get the original one."""
 
     def __init__(self, owner: nn.Module | Optimizer, optimizer: Optimizer | None) -> None:
         self._owner = weakref.ref(owner)
@@ -104,62 +102,52 @@ class ZeroGradMethod:
         return ZeroGradMethod(memo[id(self._owner())], None)
 
 
-def hold(optimizer: Any, zero: Optimizer) -> None:
-    """From now on an optimizer is stepped by what ``shard_optimizer`` made of it."""
-    optimizer.__dict__.update({HELD_BY: weakref.ref(zero), "zero_grad": ZeroGradMethod(optimizer, zero)})
+def attach_zero_optimizer(optimizer: Any, zero: Optimizer) -> None:
+    """Register ``zero`` as the ZeroOptimizer that steps ``optimizer``."""
+    optimizer.__dict__.update(
+        {ZERO_OPTIMIZER_ATTRIBUTE: weakref.ref(zero), "zero_grad": ZeroGradMethod(optimizer, zero)}
+    )
 
 
 def let_go(optimizer: Any) -> None:
-    """From now on an optimizer is one for itself."""
-    if optimizer.__dict__.pop(HELD_BY, None) is not None:
+    """Undo ``attach_zero_optimizer``."""
+    if optimizer.__dict__.pop(ZERO_OPTIMIZER_ATTRIBUTE, None) is not None:
         optimizer.__dict__.pop("zero_grad", None)
 
 
-def holder_of(optimizer: Any) -> Any:
-    """What ``shard_optimizer`` made of an optimizer; None of others, and of copies."""
-    zero = optimizer.__dict__[HELD_BY]() if HELD_BY in optimizer.__dict__ else None
+def zero_optimizer_of(optimizer: Any) -> Any:
+    """Return the ZeroOptimizer that steps an optimizer, or None. A copy of the optimizer has none."""
+    zero = optimizer.__dict__[ZERO_OPTIMIZER_ATTRIBUTE]() if ZERO_OPTIMIZER_ATTRIBUTE in optimizer.__dict__ else None
     return zero if zero is not None and any(optimizer is each for each in zero.inner) else None
 
 
 PLACE = "shardformer_place"
-"""What ``state_dict`` has more: of each axis along which ranks have other parts, its size and this rank's place."""
+"""Key in ``state_dict()``: (size, rank) of each axis along which ranks have different shards of the state."""
 Place = dict[str, tuple[int, int]]
 
 
-class _Loading(threading.local):
-    is_checked = False
-
-
-_LOADING = _Loading()
-
-
-@contextmanager
-def checked() -> Iterator[None]:
-    """What is loaded in here is known to be this rank's."""
-    before, _LOADING.is_checked = _LOADING.is_checked, True
-    try:
-        yield
-    finally:
-        _LOADING.is_checked = before
-
+_IS_CHECKED: ContextVar[bool] = ContextVar("is_checked", default=False)
+"""Whether states are loaded without checking which rank saved them."""
 
 STATE_PATCHES = tuple(
     Patch(f"torch.optim.Optimizer.{name}", "shardformer.zero.optimizer_state_view", reason)
     for name, reason in {
-        "state_dict": "notes the place of the rank, whose parameters are parts",
-        "load_state_dict": "cuts the state of a plain model; refuses that of another rank, on all ranks",
+        "state_dict": "records the coordinates of the rank, whose parameters are shards",
+        "load_state_dict": "shards the state of a plain model; raises on all ranks if another rank saved the state",
     }.items()
 )
 
 
 def patch_state_dicts() -> None:
-    """From now on optimizers of torch note and check the place of their rank."""
+    """Make the optimizers of torch record and check the coordinates of their rank."""
     saving, loading = STATE_PATCHES
-    install(saving, lambda: replace_attribute(Optimizer, "state_dict", _noting(Optimizer.state_dict)))
-    install(loading, lambda: replace_attribute(Optimizer, "load_state_dict", _checking(Optimizer.load_state_dict)))
+    install(saving, lambda: replace_attribute(Optimizer, "state_dict", _with_place(Optimizer.state_dict)))
+    install(
+        loading, lambda: replace_attribute(Optimizer, "load_state_dict", _with_place_check(Optimizer.load_state_dict))
+    )
 
 
-def _noting(original: Any) -> Any:
+def _with_place(original: Any) -> Any:
     @wraps(original)
     def state_dict(self: Any) -> dict[str, Any]:
         found: dict[str, Any] = original(self)
@@ -170,36 +158,36 @@ def _noting(original: Any) -> Any:
     return state_dict
 
 
-def _checking(original: Any) -> Any:
+def _with_place_check(original: Any) -> Any:
     @wraps(original)
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-        if _LOADING.is_checked or (table := _table_of(self)) is None:
+        if _IS_CHECKED.get() or (table := _metadata_of(self)) is None:
             original(self, state_dict)
             return
-        state_dict = _checked(self, state_dict, table)
+        state_dict = _check_and_shard_state(self, state_dict, table)
         with unchanged_on_error([self]):
             collective_call(
-                table.context, lambda: original(self, state_dict), action=f"load this {type(self).__name__}'s state"
+                table.context, lambda: original(self, state_dict), action=f"load the state of {type(self).__name__}"
             )
 
     return load_state_dict
 
 
-def _table_of(optimizer: Any) -> ShardingMetadata | None:
-    """Of the model that an optimizer steps, if its ranks have other parameters than each other."""
-    if (holder := holder_of(optimizer)) is not None:
+def _metadata_of(optimizer: Any) -> ShardingMetadata | None:
+    """Return the metadata of the model that an optimizer steps, if its ranks have different parameters."""
+    if (holder := zero_optimizer_of(optimizer)) is not None:
         return holder.table  # type: ignore[no-any-return]
     params = [p for group in optimizer.param_groups for p in group["params"]]
     tables = list(tables_of(params))
-    if not params:  # of a stage on which it trains nothing
+    if not params:  # a pipeline stage without trainable parameters
         tables = [table for table in tables_here() if table.context.pipe.size > 1]
     sizes = tables[0].context.sizes if len(tables) == 1 else {}
     return tables[0] if any(size > 1 for name, size in sizes.items() if name != "data") else None
 
 
 def place_of(optimizer: Any) -> Place:
-    """Of each axis along which ranks have other parts of the state, its size and this rank's place; of none alone."""
-    table, holder = _table_of(optimizer), holder_of(optimizer)
+    """Return (size, rank) of each axis along which ranks have different shards of the state."""
+    table, holder = _metadata_of(optimizer), zero_optimizer_of(optimizer)
     if table is None:
         return {}
     if holder is not None and holder.cuts_states:
@@ -211,134 +199,133 @@ def place_of(optimizer: Any) -> Place:
     return {name: (axis.size, axis.rank) for name, axis in table.axes.items() if name in names and axis.size > 1}
 
 
-def _checked(optimizer: Any, state_dict: dict[str, Any], table: ShardingMetadata) -> dict[str, Any]:
-    """This rank's part of the state. Raises ConfigError, on all ranks, for what is not.
+def _check_and_shard_state(optimizer: Any, state_dict: dict[str, Any], table: ShardingMetadata) -> dict[str, Any]:
+    """Return this rank's shard of the state. Communicates one object, with the norm of each tensor if needed.
 
-    Communicates one line, and a sum for each tensor of a state without a place.
+    Raises:
+        ConfigError: The state does not belong to this rank. Raised on all ranks.
     """
     own, sums, problem, kind = place_of(optimizer), list[float](), None, type(optimizer).__name__
     counts = [len(group["params"]) for group in optimizer.param_groups]
     try:
-        state_dict = _cut(optimizer, state_dict, table)
+        state_dict = _shard_state(optimizer, state_dict, table)
         saved = state_dict.get(PLACE)
         if saved is not None and saved != own:
-            problem = f"The state of this {kind} was saved by another rank, {_said(saved)}, and this is {_said(own)}"
+            problem = f"The state of {kind} was saved by the rank at {_describe_place(saved)}"
+            problem += f"; this rank is at {_describe_place(own)}"
         elif [len(group["params"]) for group in state_dict["param_groups"]] != counts:
-            problem = f"The state that was to be loaded into this {kind} has other groups of parameters"
+            problem = f"The parameter groups of the state differ from those of this {kind}"
         elif saved is None and own:
             sums = _sums(optimizer, state_dict, table)
     except (AttributeError, KeyError, TypeError) as error:
         what = f"{type(error).__name__}: {error}"
-        problem = f"What was to be loaded into this {kind} is not a state that an optimizer gave ({what})"
+        problem = f"The object passed to load_state_dict of this {kind} is not an optimizer state ({what})"
     found = all_gather_from_grid((problem, own, sums), table.context)
     if problem is None:
         problem = next((f"Rank {rank}: {theirs}" for rank, (theirs, *_) in found if theirs is not None), None)
     if problem is None and any(
         any(a) and a == b and one != other for n, (_, (_, one, a)) in enumerate(found) for _, (_, other, b) in found[:n]
     ):
-        problem = f"Ranks that have other parts of the parameters were to load one state into {kind}"
+        problem = f"Ranks with different shards of the parameters tried to load the same state into {kind}"
     if problem is not None:
         raise ConfigError(
             problem,
-            rule="Ranks have parts of the parameters, and each loads the state that it has saved itself",
-            remedy="Load on each rank what its own state_dict() gave; or use shardformer.save_checkpoint, whose "
-            "checkpoints fit any layout",
+            rule="Each rank has its own shards of the parameters, and loads the state that it saved",
+            remedy="Load on each rank the result of its own state_dict(), or use shardformer.save_checkpoint, whose "
+            "checkpoints can be loaded under any layout",
         )
     return state_dict
 
 
-def _cut(optimizer: Any, state_dict: dict[str, Any], table: ShardingMetadata) -> dict[str, Any]:
-    """Of the state of a plain model's optimizer this rank's part; what is this rank's already, as it is."""
+def _shard_state(optimizer: Any, state_dict: dict[str, Any], table: ShardingMetadata) -> dict[str, Any]:
+    """Shard the optimizer state of a plain model for this rank. Return a sharded state unchanged."""
     pairs = _pairs(optimizer, state_dict)
     specs = {id(entry.param): entry.spec for entry in table.entries if entry.spec.is_sharded}
     states = {number: (state_dict["state"].get(number), specs.get(id(p)), p) for number, p in pairs}
-    whole = {
+    sharded = {
         number: {
             key: spec.slice(x, table.coords) if isinstance(x, Tensor) and tuple(x.shape) == spec.shape else x
             for key, x in state.items()
         }
         for number, (state, spec, p) in states.items()
-        if isinstance(state, dict) and spec is not None and _is_whole(state, spec, p)
+        if isinstance(state, dict) and spec is not None and _is_full(state, spec, p)
     }
-    if not whole or PLACE in state_dict:
+    if not sharded or PLACE in state_dict:
         return state_dict
-    return {**state_dict, "state": {**state_dict["state"], **whole}, PLACE: place_of(optimizer)}
+    return {**state_dict, "state": {**state_dict["state"], **sharded}, PLACE: place_of(optimizer)}
 
 
-def _is_whole(state: Mapping[str, Any], spec: ShardSpec, param: Tensor) -> bool:
+def _is_full(state: Mapping[str, Any], spec: ShardSpec, param: Tensor) -> bool:
     shapes = {tuple(x.shape) for x in state.values() if isinstance(x, Tensor)}
     return spec.shape in shapes and tuple(param.shape) not in shapes
 
 
 def _pairs(optimizer: Any, state_dict: Mapping[str, Any]) -> list[tuple[Any, Tensor]]:
-    """(number in the state, parameter) of each; of other groups as many as both have."""
+    """Return pairs (key in the state, parameter). Stops at the shorter list if the groups differ."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     return list(zip(numbers, params, strict=False))
 
 
-def _said(place: Any) -> str:
+def _describe_place(place: Any) -> str:
     if not isinstance(place, dict):
         return repr(place)[:80]
-    return ", ".join(f"{name} {rank} of {size}" for name, (size, rank) in place.items()) or "of a model that is not cut"
+    return ", ".join(f"{name} {rank} of {size}" for name, (size, rank) in place.items()) or "an unsharded model"
 
 
 def _sums(optimizer: Any, state_dict: Mapping[str, Any], table: ShardingMetadata) -> list[float]:
-    """A sum of each tensor of the state of parameters of which ranks have other parts."""
+    """Return the L1 norm of each state tensor of the parameters of which ranks have different shards."""
     cut = {id(entry.param) for entry in table.entries if entry.spec.is_sharded}
     states = [
         state_dict["state"].get(number, {})
         for number, p in _pairs(optimizer, state_dict)
-        if id(p) in cut or holder_of(optimizer) is not None
+        if id(p) in cut or zero_optimizer_of(optimizer) is not None
     ]
     tensors = [x for state in states for x in state.values() if isinstance(x, Tensor) and x.dim()]
     return [float(torch.abs(x).double().sum()) for x in tensors]
 
 
-State = dict[str, Any]
-
-
 class LiveState(MutableMapping[Tensor, State]):
-    """The states of several optimizers by their parameters, which are pieces of those of the model.
+    """The states of several optimizers, by parameter.
 
-    A parameter of the model is taken for this rank's piece of it. Where this rank has none, its state is empty: what is
-    read of it is a tensor without numbers, so that a script edits the states of all parameters on all ranks.
+    A key may be a parameter of the model or this rank's slice of one. For a parameter without a slice on this rank the
+    state contains empty tensors, so that a script can edit the states of all parameters on every rank.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], shards: Sequence[FlatShard]) -> None:
         self._optimizers = optimizers
-        self._pieces: dict[int, ParamSlice | None] = {id(g.param): None for shard in shards for g in shard.gradients}
+        self._slices: dict[int, ParamSlice | None] = {id(g.param): None for shard in shards for g in shard.gradients}
         held = ((id(p), o) for o in optimizers for group in o.param_groups for p in group["params"])
         self._owners: dict[int, Optimizer] = dict(held)
-        self._pieces |= {id(piece.gradient.param): piece for shard in shards for piece in shard.slices}
+        self._slices |= {id(p.gradient.param): p for shard in shards for p in shard.slices}
 
-    def _found(self, key: Tensor) -> tuple[Any, Tensor] | None:
-        """(the state of the optimizer that has a parameter, the parameter as it has it); None for no rank's piece."""
-        if id(key) in self._pieces:
-            if (piece := self._pieces[id(key)]) is None:
+    def _find(self, key: Tensor) -> tuple[Any, Tensor] | None:
+        """Return (state of the optimizer, its parameter), or None if this rank has no slice of the parameter."""
+        if id(key) in self._slices:
+            if (param_slice := self._slices[id(key)]) is None:
                 return None
-            key = piece.value
+            key = param_slice.value
         if id(key) not in self._owners:
             raise KeyError(key)
         return self._owners[id(key)].state, key
 
     def __getitem__(self, key: Tensor) -> State:
-        found = self._found(key)
-        return Elsewhere(key) if found is None else found[0][found[1]]
+        found = self._find(key)
+        return RemoteState(key) if found is None else found[0][found[1]]
 
     def __setitem__(self, key: Tensor, value: State) -> None:
-        if (found := self._found(key)) is not None:
+        if (found := self._find(key)) is not None:
             found[0][found[1]] = value
 
     def __delitem__(self, key: Tensor) -> None:
-        if (found := self._found(key)) is not None:
+        if (found := self._find(key)) is not None:
             del found[0][found[1]]
 
     def __contains__(self, key: object) -> bool:
         if not isinstance(key, Tensor):
             return False
         try:
-            found = self._found(key)
+            found = self._find(key)
         except KeyError:
             return False
         return found is not None and found[1] in found[0]
@@ -357,8 +344,8 @@ class LiveState(MutableMapping[Tensor, State]):
         return f"LiveState({dict(self)})"
 
 
-class Elsewhere(dict[str, Any]):
-    """The state of a parameter of which other ranks have all numbers."""
+class RemoteState(dict[str, Any]):
+    """State of a parameter that is on other ranks. Every key returns an empty tensor."""
 
     def __init__(self, like: Tensor) -> None:
         self._like = like
@@ -368,18 +355,20 @@ class Elsewhere(dict[str, Any]):
 
 
 def load_in_place(optimizer: Any, state_dict: dict[str, Any]) -> None:
-    """``optimizer.load_state_dict`` of this rank's state, after which its groups are the dictionaries that they were.
+    """Call ``optimizer.load_state_dict`` and keep the dictionaries in ``param_groups``.
 
-    torch puts new ones in their place, and schedulers or scripts that hold the old ones would set options that no step
-    reads.
+    torch replaces these dictionaries. Schedulers and scripts with a reference to the old ones would then have no
+    effect.
     """
     groups: list[dict[str, Any]] = optimizer.param_groups
     before = list(groups)
-    with checked():
+    token = _IS_CHECKED.set(True)
+    try:
         optimizer.load_state_dict(state_dict)
+    finally:
+        _IS_CHECKED.reset(token)
     for old, new in zip(before, list(optimizer.param_groups), strict=True):
         if old is not new:
-            old.clear()
-            old.update(new)
+            _replace_content(old, new)
     groups[:] = before
     optimizer.param_groups = groups

@@ -1,8 +1,7 @@
-"""The optimizer step under ZeRO: the gradient norm, the update of the shards, the all-gather of parameters.
+"""The optimizer step under ZeRO: gradient norm, update of the shards, all-gather of the parameters.
 
-What is on the device is updated first, all at once; on a GPU that runs while the host goes on. What is on the host
-follows one shard after the other, so that what is new of one goes up, and to the other ranks, while the next one is
-updated.
+Shards on the device are updated first, in one call. On a GPU this overlaps with the host. Shards on the host follow one
+by one: while one is updated, the previous one is copied to the device and gathered.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from shardformer.zero.flat_shards import EDITS, FlatShard
 from shardformer.zero.matrix_optimizers import can_step_separately
 
 MAX_UPDATES_IN_FLIGHT = 8
-"""Gathers at a time: of slices they take memory until they are written."""
+"""Maximum number of all-gathers in flight, which bounds the memory of their buffers."""
 
 
 class OptimizerUpdate:
-    """Steps of several optimizers on the pieces of shards.
+    """Steps several optimizers on the slices of shards.
 
     Args:
-        host: where some of the shards' pieces are; None: nowhere.
+        host: Where shards are offloaded to. None if all are on the device.
     """
 
     def __init__(
@@ -46,14 +45,16 @@ class OptimizerUpdate:
     ) -> None:
         self._optimizers, self._shards, self._host, self._context = optimizers, shards, host, context
         comes = host is not None or any(shard.rounded is not None for shard in shards)
-        self._is_apart = comes and all(can_step_separately(optimizer) for optimizer in optimizers)
+        self._steps_separately = comes and all(can_step_separately(optimizer) for optimizer in optimizers)
 
     def run(self) -> None:
-        """Communicates one all-gather of the parameters of each shard that got a gradient.
+        """Update and all-gather the parameters of each shard that received a gradient.
 
-        All ranks gather in one order, that of the shards; those of the device first. With files those come last, when
-        all ranks have said that the others are written: one number over each axis. Raises InputError, on all ranks,
-        where a file could not be read or written; then all is as before.
+        All ranks gather the shards in the same order, those on the device first. With files these come last, after all
+        ranks have confirmed that their files are written, which communicates one number over each axis.
+
+        Raises:
+            InputError: A file could not be read or written. Raised on all ranks, with the previous weights restored.
         """
         for shard in self._shards:
             shard.give_gradients()
@@ -66,73 +67,69 @@ class OptimizerUpdate:
             self._end_files(self._host, [shard for turn in there for shard in turn])
             self._run([lasting])
         else:
-            self._run([lasting, *rounded, *there] if self._is_apart else [changed])
+            self._run([lasting, *rounded, *there] if self._steps_separately else [changed])
 
     def _run(self, turns: Sequence[Sequence[FlatShard]]) -> None:
-        """Updates the shards of one turn after those of the other."""
-        hand_out = ParamAllGather()
+        """Update the shards of one turn after another."""
+        all_gather = ParamAllGather()
         with self._host.updating() if self._host is not None else nullcontext():
             for number, turn in enumerate(turns):
                 for shard in (shard for coming in turns[number : number + 2] for shard in coming):
-                    shard.fetch()
-                if all([shard.load() for shard in turn]):
-                    self._step(turn if self._is_apart else None)
+                    shard.masters.fetch()
+                if all([shard.masters.load() for shard in turn]):
+                    self._step(turn if self._steps_separately else None)
                     for shard in turn:
                         shard.store()
-                hand_out.add(turn)
+                all_gather.add(turn)
                 for shard in turn:
-                    shard.evict()
-        hand_out.finish()
+                    shard.masters.evict()
+        all_gather.finish()
 
     def _end_files(self, files: FileStore, shards: Sequence[FlatShard]) -> None:
         said = files.end_step([shard.host for shard in shards if shard.host is not None], self._context)
         if said is None:
             return
-        hand_out = ParamAllGather()
+        all_gather = ParamAllGather()
         for shard in shards:
-            if shard.load():
+            if shard.masters.load():
                 shard.store()
-            hand_out.add([shard])
-            shard.discard()
-        hand_out.finish()
-        what = f"The optimizer's files in {files.disk.folder} failed: {said}"
+            all_gather.add([shard])
+            shard.masters.discard()
+        all_gather.finish()
+        what = f"The optimizer's files in {files.disk.folder} could not be read or written: {said}"
         if files.end_step([], self._context) is not None:
-            rule = "What was before is read again, and that failed too: of some buckets the weights are lost"
-            raise InputError(what, rule=rule, remedy="Go on from a checkpoint, on another disk")
-        rule = "Weights and states are those of the step before"
-        raise InputError(what, rule=rule, remedy="Make room, then go on with the next batch; or save the model now")
+            rule = "The previous state could not be read either, so the weights of some buckets are lost"
+            raise InputError(what, rule=rule, remedy="Resume from a checkpoint, with the files on another disk")
+        rule = "The weights and states of the previous step were restored"
+        raise InputError(what, rule=rule, remedy="Free disk space and continue with the next batch, or save the model")
 
     def _step(self, turn: Sequence[FlatShard] | None) -> None:
-        """One step of the optimizers; of a turn alone where one is given."""
+        """Step the optimizers, on the parameters of ``turn`` if it is not None."""
         if turn is None:
             for optimizer in self._optimizers:
                 optimizer.step()
             return
-        pieces = {id(piece.value) for shard in turn for piece in shard.slices if piece.value.grad is not None}
+        slices = {id(p.value) for shard in turn for p in shard.slices if p.value.grad is not None}
         for optimizer in self._optimizers:
-            with restricted_to(optimizer, pieces):
+            with restrict_params(optimizer, slices):
                 if optimizer.param_groups:
                     optimizer.step()
 
 
 class ParamAllGather:
-    """Brings new parameters together on all ranks: of some shards while the next ones are stored."""
+    """Gathers updated parameters on all ranks while the next shards are stored."""
 
     def __init__(self) -> None:
         self._stored: list[FlatShard] = []
         self._under_way: deque[tuple[FlatShard, PendingCollective]] = deque()
 
     def add(self, shards: Sequence[FlatShard]) -> None:
-        """Their new values are stored. Starts to gather those that were added before."""
-        self._gather()
+        """Start to gather the previously added shards, and queue these, whose new values are stored."""
+        for shard in self._stored:
+            if not shard.keeps:  # the next forward pass gathers shards of stage 3
+                self._under_way.append((shard, shard.start_gather()))
+                self._land(MAX_UPDATES_IN_FLIGHT)
         self._stored = list(shards)
-
-    def _gather(self) -> None:
-        """Of stage 3 the next forward gathers."""
-        for shard in (shard for shard in self._stored if not shard.keeps):
-            self._under_way.append((shard, shard.start_gather()))
-            self._land(MAX_UPDATES_IN_FLIGHT)
-        self._stored = []
 
     def _land(self, most: int) -> None:
         while len(self._under_way) > most:
@@ -140,14 +137,14 @@ class ParamAllGather:
             shard.write(values.wait())
 
     def finish(self) -> None:
-        """The model's parameters have the new values when this returns."""
-        self._gather()
+        """Wait until the model's parameters have the new values."""
+        self.add(())
         self._land(0)
 
 
 @contextmanager
-def restricted_to(optimizer: Optimizer, params: Collection[int]) -> Iterator[None]:
-    """In here the optimizer holds no other parameters than these, by identity."""
+def restrict_params(optimizer: Optimizer, params: Collection[int]) -> Iterator[None]:
+    """Restrict an optimizer to the parameters with these ids."""
     groups = optimizer.param_groups
     held: list[list[Tensor]] = [group["params"] for group in groups]
     try:
@@ -161,10 +158,10 @@ def restricted_to(optimizer: Optimizer, params: Collection[int]) -> Iterator[Non
         optimizer.param_groups = groups
 
 
-ALIKE = ("data", "sequence")
-"""Axes along which ranks have parts of the same gradients."""
-DIFFER = 2.0**32
-"""Is added to the number of ranks with a problem where ranks differ."""
+SHARED_GRADIENT_AXES = ("data", "sequence")
+"""Axes along which ranks have shards of the same gradients."""
+EDITS_DIFFER = 2.0**32
+"""Added to the number of ranks with an error if the edits of gradients differ between ranks."""
 
 
 def sharded_grad_norm(
@@ -176,14 +173,15 @@ def sharded_grad_norm(
     *,
     in_stage: bool = False,
 ) -> Tensor:
-    """The norm of the gradients of the whole model, alike on all ranks. Communicates four numbers over each axis.
-
-    Raises ConfigError, on all ranks, where scripts on them did other things to gradients.
+    """Return the gradient norm of the model, identical on all ranks. Communicates four numbers over each axis.
 
     Args:
-        problem: why this rank has none; all ranks then raise.
-        only: of which parameters, by identity; None: of all.
-        in_stage: whether the ranks of one pipeline stage alone call it.
+        problem: An error on this rank. Every rank then raises.
+        only: The ids of the parameters to include. None includes all.
+        in_stage: Whether only the ranks of one pipeline stage call this function.
+
+    Raises:
+        ConfigError: Scripts on different ranks edited gradients differently. Raised on all ranks.
     """
     device = table.context.device
     here, there = (torch.zeros(4, dtype=torch.float64, device=place) for place in (device, "cpu"))
@@ -191,46 +189,46 @@ def sharded_grad_norm(
     there[1:] += torch.tensor([float(problem is not None), edits, edits**2], dtype=torch.float64)
     for shard in shards if problem is None else ():
         total, found = here if shard.host is None else there, shard.sum
-        for piece in shard.slices:
-            is_asked = shard.has_gradient[piece.number] and (only is None or id(piece.gradient.param) in only)
-            if found is not None and is_asked and _counts_in_norm(piece.gradient, table, stage):
-                total[0] += torch.linalg.vector_norm(found[piece.shard_range]).to(total) ** 2
+        for p in shard.slices:
+            is_asked = shard.has_gradient[p.number] and (only is None or id(p.gradient.param) in only)
+            if found is not None and is_asked and _counts_in_norm(p.gradient, table, stage):
+                total[0] += torch.linalg.vector_norm(found[p.shard_range]).to(total) ** 2
     total, count = here + there.to(device), 1
-    axes = sorted(table.context.base_axes, key=lambda axis: axis.name not in ALIKE)
+    axes = sorted(table.context.base_axes, key=lambda axis: axis.name not in SHARED_GRADIENT_AXES)
     axes = [axis for axis in axes if not (in_stage and axis.name == "pipe")]
     for axis in axes:
-        if axis.name in ALIKE:
+        if axis.name in SHARED_GRADIENT_AXES:
             count *= axis.size
         else:
-            total, count = _compared(total, count), 0
+            total, count = _flag_different_edits(total, count), 0
         total = all_reduce(total, axis, purpose="norm")
-    total = _compared(total, count)
+    total = _flag_different_edits(total, count)
     if problem is not None:
         raise problem
     total, problems = total[0], total[1]
-    if has_data(problems) and bool(problems >= DIFFER):
+    if has_data(problems) and bool(problems >= EDITS_DIFFER):
         raise ConfigError(
-            "Ranks changed gradients in different ways since the last zero_grad",
-            remedy="Look for what one rank does alone: changes of p.grad under `if rank == 0:`, or where its own loss "
-            "or batch decides",
+            "Ranks edited gradients differently since the last zero_grad",
+            remedy="Apply the same edits of p.grad on all ranks; look for edits under `if rank == 0:`, or edits that "
+            "depend on the rank's loss or batch",
         )
     if has_data(problems) and bool(problems):
         raise ConfigError(
-            "Another rank refused its gradients or parameters, and no rank made the step",
-            remedy="See what that rank reports",
+            "Another rank rejected its gradients or parameters, so no rank performed the step",
+            remedy="Read the error of that rank",
         )
     is_wide = any(entry.param.dtype in (torch.float64, torch.complex128) for entry in table.entries)
     return total.sqrt() if is_wide else total.sqrt().float()
 
 
-def _compared(total: Tensor, count: int) -> Tensor:
-    """Of sums over so many ranks, what says whether all of them have one number of edits; of no ranks as it was."""
+def _flag_different_edits(total: Tensor, count: int) -> Tensor:
+    """Set the error flag of a sum over ``count`` ranks if their edits differ: n * sum(x^2) > sum(x)^2."""
     differs = (count * total[3] - total[2] ** 2).clamp(min=0.0, max=1.0) * float(count > 0)
-    return torch.stack([total[0], total[1] + DIFFER * differs, total[2], total[3]])
+    return torch.stack([total[0], total[1] + EDITS_DIFFER * differs, total[2], total[3]])
 
 
 def _counts_in_norm(gradient: GradientSlot, table: ShardingMetadata, stage: int) -> bool:
-    """Whether this rank counts what it has of a parameter: of what ranks hold alike, the first one does."""
+    """Whether this rank's gradient counts in the norm. Of several ranks with the same values only the first counts."""
     reduction, context = gradient.entry.reduction, table.context
     coords = context.coords
     if stage > 0:
@@ -244,20 +242,20 @@ def _counts_in_norm(gradient: GradientSlot, table: ShardingMetadata, stage: int)
     return all(coords[name] == 0 for name in others)
 
 
-def find_nonfinite(shards: Sequence[FlatShard], table: ShardingMetadata, norm: Tensor) -> InputError:
-    """Names the first parameter whose gradient is not finite, and the first rank that keeps it. All ranks call it."""
+def nonfinite_error(shards: Sequence[FlatShard], table: ShardingMetadata, norm: Tensor) -> InputError:
+    """Return an error with the first parameter whose gradient is not finite, and its rank. All ranks call it."""
     order = {id(entry): number for number, entry in enumerate(table.entries)}
     found = [
-        (order[id(piece.entry)], table.context.rank, piece.entry.name)
+        (order[id(p.entry)], table.context.rank, p.entry.name)
         for shard in shards
-        for piece in shard.slices
-        if shard.sum is not None and not bool(torch.isfinite(shard.sum[piece.shard_range]).all())
+        for p in shard.slices
+        if shard.sum is not None and not bool(torch.isfinite(shard.sum[p.shard_range]).all())
     ]
     for axis in table.context.base_axes:
         found = [item for theirs in all_gather_objects(found, axis) for item in theirs]
     _, rank, name = min(found, default=(0, 0, "some parameter"))
     return InputError(
-        f"The gradient of {name} is not finite, on rank {rank}, and so is the norm of all: {norm}",
-        rule="A step with such gradients would make the weights NaN; nothing was changed",
-        remedy="Look at the loss and the batch, call optimizer.zero_grad(), or write on_nonfinite='skip'",
+        f"The gradient of {name} is not finite on rank {rank}; the gradient norm is {norm}",
+        rule="The weights were not changed, because the step would make them NaN",
+        remedy="Check the loss and the batch, then call optimizer.zero_grad(), or set on_nonfinite='skip'",
     )

@@ -14,15 +14,15 @@ from shardformer.offload.host import FREE_MEMORY
 
 
 class HybridAdam(Adam):
-    """torch's fused Adam. ``shard_optimizer`` with ``offload`` keeps as many of its states on the GPU as fit.
+    """Fused Adam of torch whose states stay on the GPU as far as they fit, under ``shard_optimizer`` with ``offload``.
 
-    The first step has all of them on the host. What it left free of the GPU, states move to; from then on both sides
-    update at the same time. Without a GPU, and without ``offload``, it is the fused Adam. Any other optimizer may be
-    cut so, with ``OffloadConfig("cpu", on_device=...)``.
+    In the first step all states are on the host. Then as many as fit move to the free GPU memory, and the GPU and the
+    host update their states at the same time. Without a GPU or without ``offload`` it is the fused Adam of torch. For
+    any other optimizer use ``OffloadConfig("cpu", on_device=...)``.
 
     Args:
-        decoupled_weight_decay: that of AdamW; False: that of Adam.
-        on_device: "free", or the share of the numbers whose states stay on the device.
+        decoupled_weight_decay: True for AdamW, False for Adam.
+        on_device: "free", or the fraction of the states to keep on the device.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ Params = Iterable[Tensor] | Iterable[dict[str, Any]]
 
 
 class LAMB(Optimizer):
-    """Adam whose step is as long, relative to the parameter, as the learning rate says.
+    """Layer-wise adaptive Adam: the norm of each parameter's update is the learning rate times the parameter's norm.
 
     You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes" (2020), algorithm 2.
 
     Args:
-        lr: the length of a step over the length of the parameter.
-        betas: how much of the mean of the gradients, and of their squares, stays at each step.
-        weight_decay: is added to the direction of the step, and so is part of its length.
+        lr: Norm of an update divided by the norm of its parameter.
+        betas: Decay rates of the running means of the gradient and of its square.
+        weight_decay: Decoupled weight decay, applied before the normalization.
     """
 
     def __init__(
@@ -91,13 +91,13 @@ class LAMB(Optimizer):
 
 
 class LARS(Optimizer):
-    """SGD with momentum whose rate is scaled, for each parameter, by its length over that of its gradient.
+    """SGD with momentum and a learning rate that is scaled by parameter norm / gradient norm for each parameter.
 
-    You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks" (2017), section 4. Parameters with one
-    dim, and all of a group with ``trust=0``, take the plain rate, as biases and norms do there.
+    You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks" (2017), section 4. 1-D parameters, such
+    as biases and norms, and groups with ``trust=0`` use the plain learning rate.
 
     Args:
-        trust: how long a step may be over the length of the parameter, at a learning rate of 1.
+        trust: Trust coefficient: norm of an update / norm of its parameter, at a learning rate of 1.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class LARS(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step. Communicates nothing."""
+        """Perform one step. Communicates nothing."""
         loss = _loss_of(closure)
         for group in self.param_groups:
             for p in group["params"]:
@@ -134,7 +134,7 @@ class LARS(Optimizer):
 
 
 def _ratio(p: Tensor, update: Tensor) -> Tensor:
-    """The length of a parameter over that of its update; 1 where either is 0."""
+    """Return the norm of a parameter divided by that of its update, or 1 if either is 0."""
     long, short = p.norm(), update.norm()
     return torch.where((long > 0) & (short > 0), long / short, 1.0)
 
@@ -149,4 +149,7 @@ def _loss_of(closure: Callable[[], Any] | None) -> Any:
 def _check_positive(**given: float) -> None:
     for name, value in given.items():
         if not value > 0:
-            raise ConfigError(f"{name}={value}", rule="It is more than 0", remedy="Leave it out for the usual one")
+            raise ConfigError(
+                f"{name}={value} is not greater than 0",
+                remedy=f"Omit {name} to use the default, or pass a positive value",
+            )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,45 +32,38 @@ from shardformer.offload.disk import check_room
 from shardformer.offload.host import OffloadConfig
 from shardformer.public_names import renamed_parameters
 from shardformer.torch_compat import has_data
-from shardformer.zero.config import BucketOptions, Stage3Options, StepOptions, ZeroOptions, as_optimizer_list, no_files
-from shardformer.zero.device_placement import check_free
+from shardformer.zero.config import ZeroOptions, as_optimizer_list, offload_directory_error
+from shardformer.zero.device_placement import check_free_memory_option
 from shardformer.zero.matrix_optimizers import can_step_separately, state_bytes
 from shardformer.zero.mixed_precision import MixedPrecision
 from shardformer.zero.torch_optimizers import patch_optimizers_and_scaler
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 
-Given = tuple[list[Optimizer], ZeroOptions]
+ACTION = "train with these optimizers"
 
 
-def checked(given: Callable[[], Given], model: nn.Module, table: ShardingMetadata) -> Given:
-    """The optimizers and settings that ``shard_optimizer`` was given.
+def _option_lines(made: tuple[list[Optimizer], ZeroOptions]) -> list[str]:
+    """Return lines that must be equal on all ranks."""
+    optimizers, options = made
+    return [f"{name}={value!r}" for name, value in vars(options).items()] + [type(o).__name__ for o in optimizers]
 
-    Raises ConfigError, on every rank, where one cannot do what it was asked for, or was asked for something else.
-    Communicates as ``collective_call``.
-    """
 
-    def check() -> Given:
-        optimizers, settings = given()
-        check_optimizers(optimizers, table)
-        check_memory(model, table)
-        check_free(settings, table.context.device)
-        check_files(settings, optimizers, table)
-        return optimizers, settings
-
-    def lines_of(made: Given) -> list[str]:
-        optimizers, settings = made
-        lines = [f"{name}={value!r}" for name, value in vars(settings).items()]
-        return lines + [type(optimizer).__name__ for optimizer in optimizers]
-
-    return collective_call(table.context, check, lines_of, action="train with these optimizers")
+def check_support(
+    model: nn.Module, optimizers: Sequence[Optimizer], options: ZeroOptions, table: ShardingMetadata
+) -> None:
+    """Raise ConfigError if the optimizers or options are not supported for this model."""
+    check_optimizers(optimizers, table)
+    check_memory(model, table)
+    check_free_memory_option(options, table.context.device)
+    check_files(options, optimizers, table)
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], table: ShardingMetadata) -> None:
-    """Raises ConfigError for optimizers that hold anything but the parameters of this model, each once."""
+    """Raise ConfigError unless each parameter of the optimizers is a parameter of the model and occurs once."""
     if table.gradient_owner is not None:
         raise ConfigError(
-            "zero was called twice on this model",
-            remedy="Give both optimizers at once: shard_optimizer([first, second], model)",
+            "shard_optimizer was called twice on this model",
+            remedy="Pass all optimizers in one call: shard_optimizer(model, [first, second])",
         )
     names = {id(entry.param): entry.name for entry in table.entries}
     seen: set[int] = set()
@@ -80,43 +73,43 @@ def check_optimizers(optimizers: Sequence[Optimizer], table: ShardingMetadata) -
         strange = next((p for p in given if id(p) not in names), None)
         if strange is not None:
             raise ConfigError(
-                f"This {kind} holds a parameter of shape {tuple(strange.shape)} that is none of the model's",
-                remedy="Make it after shard_model, of model.parameters()",
+                f"This {kind} has a parameter of shape {tuple(strange.shape)} that is not a parameter of the model",
+                remedy="Create the optimizer after shard_model, from model.parameters()",
             )
         if twice := next((names[id(p)] for p in given if id(p) in seen), None):
-            raise ConfigError(f"Two optimizers hold {twice}", remedy="Take it out of one of them")
+            raise ConfigError(f"Two optimizers contain parameter {twice}", remedy="Remove it from one of them")
         seen |= {id(p) for p in given}
 
 
 def check_memory(model: nn.Module, table: ShardingMetadata) -> None:
-    """Raises ConfigError where something shares memory with a parameter without being it: here each gets its own."""
+    """Raise ConfigError if a parameter shares its memory with another parameter or tensor of the model."""
     params = [(entry.name, entry.param) for entry in table.entries if has_data(entry.param)]
-    rule = "zero moves the values of each parameter to where the ranks' parts lie behind each other"
+    rule = "ZeRO moves each parameter to its own range of a flat buffer"
     if group := next(iter(overlapping(params)), None):
         first, second, *_ = (name for name, _ in params if name in group)
         raise ConfigError(
-            f"{second} and {first} lie in the same memory, and are two parameters",
+            f"Parameters {second} and {first} share the same memory",
             rule=rule,
-            remedy="Tie them as one parameter (a.weight = b.weight), or give each memory of its own (.clone())",
+            remedy="Tie them as one parameter (a.weight = b.weight), or separate their memory with .clone()",
         )
     if found := view_of(model, params):
         view, name = found
         raise ConfigError(
-            f"{view} is a view of the parameter {name}: it lies in its memory",
-            rule=f"{rule}, so that {view} would no longer follow it",
-            remedy=f"Read {name} itself where {view} is read, or give {view} memory of its own (.clone())",
+            f"{view} is a view of the parameter {name}",
+            rule=f"{rule}, so {view} would no longer follow the parameter",
+            remedy=f"Read {name} where {view} is read, or separate their memory with .clone()",
         )
 
 
 def check_files(settings: ZeroOptions, optimizers: Sequence[Optimizer], table: ShardingMetadata) -> None:
-    """Raises ConfigError where masters and states cannot be in files, or there is no room for them."""
+    """Raise ConfigError if master weights and states cannot be offloaded to files, or do not fit on the disk."""
     if (folder := settings.offload.folder) is None:
         return
     if not all(map(can_step_separately, optimizers)):
         raise ConfigError(
-            f"offload='nvme:{folder}' of {', '.join(type(o).__name__ for o in optimizers)}",
-            rule="From files, a bucket is updated after the other; this optimizer gives other numbers then",
-            remedy="Write offload='cpu', or take one that counts its steps for each parameter (torch.optim.AdamW)",
+            f"offload='nvme:{folder}' does not support {', '.join(type(o).__name__ for o in optimizers)}",
+            rule="With files, the buckets are updated one by one, which changes the result of this optimizer",
+            remedy="Use offload='cpu', or an optimizer that counts steps per parameter, such as torch.optim.AdamW",
         )
     reducers = [reducer for reducer in table.reducers if isinstance(reducer, GradientReducer)]
     ranks = {id(g.param): g.axis.size for reducer in reducers for g in reducer.gradients if settings.stage > 0}
@@ -129,25 +122,26 @@ def check_files(settings: ZeroOptions, optimizers: Sequence[Optimizer], table: S
     try:
         check_room(folder, 2 * round(size))
     except OSError as error:
-        raise no_files(folder, f"{error} (rank {table.context.rank})") from error
+        raise offload_directory_error(folder, f"{error} (rank {table.context.rank})") from error
 
 
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 
 
 def metadata_for_training(model: nn.Module, context: ParallelContext | None) -> ShardingMetadata:
-    """The table of a model that was sharded; a new one of any other. Raises ConfigError for one that is wrapped."""
+    """Return the metadata of a sharded model, or create it. Raise ConfigError if the model is wrapped."""
     check_module(model)
     wrapper = next((name for m in model.modules() for c in type(m).__mro__ if (name := c.__name__) in WRAPPERS), None)
     if wrapper is not None:
         raise ConfigError(
-            f"The model is wrapped in {wrapper}",
-            remedy="Give zero the model without the wrapper, and use that in the loop",
+            f"The model is wrapped in {wrapper}, which ZeRO does not support",
+            remedy="Pass the unwrapped model to shard_optimizer, and use it in the training loop",
         )
     if isinstance(table := model.__dict__.get(METADATA_ATTRIBUTE), ShardingMetadata):
         if context is not None and context is not table.context:
             raise ConfigError(
-                "zero was given a context beside a model that was sharded over another", remedy="Leave context out"
+                "The context passed to shard_optimizer differs from that of the sharded model",
+                remedy="Omit context",
             )
         return table
     return _unsharded_metadata(model, context or _data_parallel_context())
@@ -160,10 +154,10 @@ def _data_parallel_context() -> ParallelContext:
 
 
 def _unsharded_metadata(model: nn.Module, context: ParallelContext) -> ShardingMetadata:
-    """All parameters whole on every rank, with the values of the first one."""
+    """Create the metadata of a data-parallel model. Broadcasts the parameters and buffers of the first rank."""
     if any(axis.size > 1 for name, axis in context.axes.items() if name != "data"):
         raise ConfigError(
-            f"This {type(model).__name__} is not sharded, and the grid is {context}",
+            f"This {type(model).__name__} is not sharded, but the mesh is {context}",
             remedy="Call shardformer.shard_model(model, context=context) first",
         )
     patch_clip_grad_norm()
@@ -209,44 +203,47 @@ def shard_optimizer(
     overlap: bool = True,
     context: ParallelContext | None = None,
 ) -> ZeroOptimizer:
-    """Cuts what optimizers keep over the ranks that agree on the gradients, mostly those of the data axis.
+    """Shard optimizer state, gradients and parameters over the ranks that reduce the gradients, usually the data axis.
 
     >>> model = shardformer.shard_model(model, context=context)                                   # doctest: +SKIP
     >>> optimizer = shard_optimizer(torch.optim.AdamW(model.parameters()), model, stage=2)       # doctest: +SKIP
 
     Args:
-        optimizer: one of torch's or any other, or several, made of the parameters of ``model``. One that changes each
-            number by itself gets parts of parameters; one that looks at whole matrices (Muon, Adafactor) gets whole
-            ones, each on one rank. Which it is, is tried.
-        model: what ``shard_model`` returned, or any other module, which then is trained over the data axis alone.
-        stage: 0 cuts nothing: every rank keeps all. 1 cuts the optimizer's state; 2 the gradients too, which then are
-            agreed on in every backward; 3 the parameters too, which are gathered layer by layer when they are used.
-        precision: "fp32" leaves the parameters as they are; "bf16" and "fp16" keep them in 16 bits, and a master of
-            each rank's pieces in fp32; a ``MixedPrecision`` says more. In fp16 call ``optimizer.backward(loss)``, which
-            scales the loss.
-        offload: "cpu" keeps masters, the optimizer's state and gradients on the host, and updates there; gradients come
-            down under the backward. "nvme:DIR" keeps masters and state in files. An ``OffloadConfig`` says more.
-        max_grad_norm: to which ``step`` clips the norm of all gradients; None leaves them as they are.
-        on_nonfinite: what ``step`` does when a gradient is NaN or infinite: "raise" InputError on all ranks, before
-            anything is changed; "skip" the step; "ignore". In fp16 the step is skipped and the scale made smaller.
-        keep_frozen: whether stage 3 leaves parameters whole that do not train.
-        reshard_after_forward: whether stage 3 drops a layer behind its use and gathers it again for the backward; False
-            gathers once a step. None: True, but not in a pipeline, of which each micro-batch would gather. A number of
-            bytes: that much of the last layers stays for the backward; "free": what the first step left free of a GPU.
-        bucket_bytes: of gradients that are sent together; None: 25 MB, or what the sharded model was told.
-        overlap: whether gradients, and the layers of stage 3, travel while others are computed.
-        context: the grid of a model that was not sharded; None: all processes are data ranks.
+        optimizer: One or several optimizers of the parameters of ``model``. Element-wise optimizers get slices of
+            parameters. Others (Muon, Adafactor) get full parameters, each on one rank. A trial detects the kind.
+        model: The result of ``shard_model``, or any other module, which is then data parallel.
+        stage: ZeRO stage. 0 shards nothing. 1 shards the optimizer state. 2 also shards gradients, which are then
+            reduced in every backward pass. 3 also shards parameters, which are gathered layer by layer.
+        precision: "fp32" keeps the dtype of the parameters. "bf16" and "fp16" use 16-bit parameters and fp32 master
+            weights. A ``MixedPrecision`` has more options. With fp16, call ``optimizer.backward(loss)``.
+        offload: "cpu" keeps master weights, optimizer state and gradients in host memory, and updates them there.
+            "nvme:DIR" keeps master weights and state in files. See ``OffloadConfig``.
+        max_grad_norm: Maximum gradient norm, to which ``step`` clips. None disables clipping.
+        on_nonfinite: Action of ``step`` if a gradient is NaN or infinite: "raise" InputError on all ranks before the
+            update, "skip" the step, or "ignore". With fp16 the step is skipped and the loss scale reduced.
+        keep_frozen: Whether stage 3 leaves frozen parameters unsharded.
+        reshard_after_forward: Whether stage 3 frees a layer after its forward and gathers it again for the backward.
+            False gathers once per step. None means True, or False in a pipeline. A number of bytes keeps that much of
+            the last layers for the backward. "free" uses the GPU memory that was free after the first step.
+        bucket_bytes: Bytes of gradients per bucket. None uses the value of ``shard_model``, by default 25 MB.
+        overlap: Whether communication of gradients and of stage 3 layers overlaps with computation.
+        context: Mesh of a model that was not sharded. None uses all processes as data-parallel ranks.
 
-    Returns an optimizer to be used in the place of those given. Raises ConfigError for what does not fit. Communicates
-    the weights of the first data rank to the others, where the model was not sharded.
+    Returns:
+        An optimizer that replaces the ones passed. For an unsharded model, communicates the weights of the first rank.
+
+    Raises:
+        ConfigError: A combination of arguments is not supported.
     """
     table = metadata_for_training(model, context)
 
-    def given() -> tuple[list[Optimizer], ZeroOptions]:
+    def make_options() -> tuple[list[Optimizer], ZeroOptions]:
         optimizers = as_optimizer_list(optimizer)
-        rules, sending = StepOptions(max_grad_norm, on_nonfinite), BucketOptions(bucket_bytes, overlap)
-        layout = Stage3Options(keep_frozen, reshard_after_forward)
         places = OffloadConfig.of(offload, optimizers)
-        return optimizers, ZeroOptions(stage, MixedPrecision.of(precision), rules, sending, layout, places)
+        steps = max_grad_norm, on_nonfinite
+        layers = keep_frozen, reshard_after_forward
+        options = ZeroOptions(stage, MixedPrecision.of(precision), places, *steps, *layers, bucket_bytes, overlap)
+        check_support(model, optimizers, options, table)
+        return optimizers, options
 
-    return ZeroOptimizer(model, table, *checked(given, model, table))
+    return ZeroOptimizer(model, table, *collective_call(table.context, make_options, _option_lines, ACTION))

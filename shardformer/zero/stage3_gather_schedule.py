@@ -1,4 +1,8 @@
-"""ZeRO stage 3: which parameter group is gathered when, the same on all ranks."""
+"""ZeRO stage 3: the schedule of all-gathers, identical on all ranks.
+
+The first forward and backward pass negotiate the order of the groups: before each all-gather, the ranks exchange which
+group they need next. Later passes follow the recorded order without this communication.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardformer import torch_compat
 from shardformer.comm.collective_call import come
 from shardformer.comm.collectives import all_gather_numbers, all_gather_objects
 from shardformer.errors import ConfigError, InputError
@@ -19,13 +24,6 @@ from shardformer.layout.sharding_metadata import ShardingMetadata
 from shardformer.mesh.parallel_context import Axis
 from shardformer.offload.host import HostMemory
 from shardformer.offload.saved_tensors import SavedTensorHooks, check_version
-from shardformer.torch_compat import (
-    at_end_of_backward,
-    current_graph_task_id,
-    memory_of,
-    top_saved_tensors_hooks,
-    tree_leaves,
-)
 from shardformer.transformers_compat import decode_together
 from shardformer.zero.config import ZeroOptions
 from shardformer.zero.flat_shards import FlatShard, UnshardOptions
@@ -40,18 +38,18 @@ from shardformer.zero.stage3_parameters import (
 )
 
 END = -1
-"""In the place of a unit: there is none any more."""
+"""Index that marks the end of a pass."""
 
 
 @dataclass
 class GatherOrder:
-    """The units in the order in which they are gathered, by index.
+    """Indices of the parameter groups in the order of their all-gathers.
 
     Args:
-        complete: position -> the units whose gradients are all there when the walk leaves it.
-        unseen: units that no rank read, which stand where the model registers them.
-        is_open: whether ranks differed, or layers were left out by all: then a later walk may show more, and the ranks
-            ask each other for that at the end of each.
+        complete: Maps a position to the groups whose gradients are complete when the schedule leaves it.
+        unseen: Groups that no rank read. They are inserted in the order of module registration.
+        is_open: Whether ranks differed, or all ranks left out layers. Later passes may then differ, so the ranks
+            compare their order at the end of each pass.
     """
 
     units: list[int] = field(default_factory=list)
@@ -60,36 +58,32 @@ class GatherOrder:
     is_open: bool = False
 
     def insert(self, index: int, at: int) -> None:
-        """Puts a unit before the one at a position."""
+        """Insert a group before a position."""
         self.units.insert(at, index)
         self.complete = {n + (n >= at): found for n, found in self.complete.items()}
 
     def place(self, index: int, at: int) -> int:
-        """The first position from ``at`` on at which a unit stands; END where there is none."""
+        """Return the first position of a group at or after ``at``, or END."""
         return next((n for n in range(max(at, 0), len(self.units)) if self.units[n] == index), END)
 
-    def comes_again(self, index: int, at: int) -> bool:
-        """Whether a unit stands at ``at`` or behind it."""
-        return self.place(index, at) != END
-
     def places(self, own: Sequence[int]) -> list[int]:
-        """The positions at which a rank that follows the plan finds what it reads."""
+        """Return the positions at which a rank that reads the groups ``own`` finds them."""
         places, at = [], 0
         for index in own:
             at = max(self.place(index, at), at)
             places.append(at)
         return places
 
-    def take_up_unseen(self, units: Sequence[int], layers: Collection[int]) -> None:
-        """Of a forward: units that no rank ran stand behind the one before them."""
+    def insert_unseen_in_forward(self, units: Sequence[int], layers: Collection[int]) -> None:
+        """Insert the groups that no rank read in the forward pass, each after its predecessor in the model."""
         self.unseen = [index for index in units if index not in self.units]
         self.is_open |= any(index in layers for index in self.unseen)
         for index in self.unseen:
             lower = [n for n in self.units if n < index]
             self.insert(index, self.units.index(max(lower)) + 1 if lower else 0)
 
-    def take_up(self, forward: GatherOrder) -> None:
-        """Of a backward: what no rank ran in the forward stands behind the one that comes after it there."""
+    def insert_unseen_in_backward(self, forward: GatherOrder) -> None:
+        """Insert the groups that no rank read in the backward pass, in reverse order of the forward pass."""
         self.unseen, self.is_open = forward.unseen, self.is_open or forward.is_open
         for index in (index for index in self.unseen if index not in self.units):
             higher = [n for n in self.units if n > index]
@@ -99,12 +93,12 @@ class GatherOrder:
 def recorded_order(
     record: Sequence[int], before: GatherOrder | None, said: Sequence[tuple[list[int], Mapping[int, int]]]
 ) -> GatherOrder:
-    """The plan of a walk that was found out on the way.
+    """Return the order that a pass recorded.
 
     Args:
-        record: the units as they were gathered.
-        before: the plan that a rank has left; None in the first walk of a kind.
-        said: for each rank the units that it read, and for each unit the place in these where its last gradient came.
+        record: The groups in the order in which they were gathered.
+        before: The previous order, from which a rank deviated. None in the first pass of a kind.
+        said: For each rank the groups that it read, and for each group the index among these of its last gradient.
     """
     plan = GatherOrder(list(record))
     if before is not None:
@@ -124,7 +118,7 @@ def recorded_order(
 
 
 def _merge_orders(first: list[int], second: list[int]) -> list[int]:
-    """A row in which both rows are found, in their order."""
+    """Return a sequence that contains both sequences in their order."""
     out: list[int] = []
     for _, a, b, c, d in SequenceMatcher(None, first, second, autojunk=False).get_opcodes():
         out += first[a:b] if first[a:b] == second[c:d] else first[a:b] + second[c:d]
@@ -132,17 +126,17 @@ def _merge_orders(first: list[int], second: list[int]) -> list[int]:
 
 
 PassKind = tuple[Any, ...]
-"""Of a forward: the module that was called, the part of it, whether it trains, and whether there are gradients."""
+"""Kind of a pass: (called module, pipeline position, training mode, grad mode), and "backward" for a backward pass."""
 
 
 class GatherScheduler:
-    """Gathers and drops the units of a model, and says when their gradients are sent.
+    """Gathers and frees the parameter groups of a model, and starts the reduction of their gradients.
 
     Args:
-        axis: all ranks that run the model together.
-        frees: whether a unit is dropped behind its use; else it stays to the end of the step.
-        gathers_ahead: whether the next unit travels while one is used.
-        part: says which part of the model a forward runs, of a model in stages.
+        axis: Axis of all ranks that run the model together.
+        frees: Whether to free a group after its use. Otherwise it stays gathered until the end of the step.
+        gathers_ahead: Whether to gather the next group while one is used.
+        part: Returns the part of the model that a forward pass runs, for a model in pipeline stages.
     """
 
     def __init__(
@@ -159,29 +153,29 @@ class GatherScheduler:
         self._gathers_ahead, self.residents = gathers_ahead, UnshardedCache()
         self.reducer: ParamGroupReducer
         self._plans: dict[PassKind, GatherOrder] = {}
-        self._kind: PassKind | None = None  # of the forward or backward that is under way
+        self._kind: PassKind | None = None  # of the current pass
         self._is_backward = False
-        self._is_ending = False  # whether autograd will say when the backward is through
-        self._plan: GatherOrder | None = None  # None while it is being found out
+        self._is_ending = False  # whether a callback at the end of the backward pass is registered
+        self._plan: GatherOrder | None = None  # None while the order is negotiated
         self._record = GatherOrder()
         self._last_arrivals: dict[int, int] = {}
-        self._own: list[int] = []  # what this rank read itself
+        self._own: list[int] = []  # groups that this rank read
         self._at = -1
-        self._where: dict[int, tuple[ParamGroup, int]] = {}  # gathered memory -> whose it is
+        self._where: dict[int, tuple[ParamGroup, int]] = {}  # gathered memory -> its group
         for unit in units:
             unit.where, unit.on_read = self._where, self.read
-        self._keep: Collection[int] = ()  # units that are read together
+        self._keep: Collection[int] = ()  # groups that one operation reads together
         self._backward_of = 0
-        self._run = 0  # forwards are counted, so that a backward knows whose graph it goes through
+        self._run = 0  # index of the forward pass, which identifies the graph of a backward pass
         self._kinds: dict[int, PassKind] = {}
         self._caller: nn.Module | None = None
         self._saving: Any = None
         self._watch(model)
 
-    # --- where a forward begins and ends
+    # --- start and end of a forward pass
 
     def _watch(self, model: nn.Module) -> None:
-        """A forward is a call of the model, or of a module in it that has a whole unit, where none is under way."""
+        """Register hooks. The outermost call of the model, or of a module with a complete group, is a forward pass."""
         whole = [{id(p) for p in unit.params} for unit in self.units]
         for path, module in model.named_modules():
             params = {id(p) for p in module.parameters()}
@@ -192,22 +186,22 @@ class GatherScheduler:
 
     def _enter(self, module: nn.Module, path: str) -> None:
         if self._saving is not None and module is not self._caller:
-            return  # inside of what was called
-        if self._saving is not None:  # what was called before was broken off by more than an error: by the keyboard
+            return  # called inside of a forward pass
+        if self._saving is not None:  # an exception such as KeyboardInterrupt ended the previous forward pass
             self._stop_saving(module, (), None)
-        if current_graph_task_id() >= 0:
-            # computed again in a backward: torch's checkpoints look at what is saved, but for the re-entrant ones
-            if torch.is_grad_enabled() and top_saved_tensors_hooks() is None:
+        if torch_compat.current_graph_task_id() >= 0:
+            # Recomputation in a backward pass. Only re-entrant checkpoints leave saved tensors to these hooks.
+            if torch.is_grad_enabled() and torch_compat.top_saved_tensors_hooks() is None:
                 self._start_saving(module)
             return
-        if self._kind is not None or self._is_ending:
-            self._abandon()
+        if self._kind is not None or self._is_ending:  # an exception interrupted the previous pass
+            self._kind, self._is_ending = None, False
+            self.release()
         self._run += 1
         kind = (path, self._part(), module.training, torch.is_grad_enabled())
         self._kinds = {run: kind for run, kind in self._kinds.items() if run > self._run - 64} | {self._run: kind}
         self.residents.clear()
-        for unit in self.units:
-            self._drop(unit)
+        self._drop(*self.units)
         self._begin(kind)
         self._start_saving(module)
 
@@ -216,20 +210,19 @@ class GatherScheduler:
         self._saving.enter()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if module is not self._caller or current_graph_task_id() >= 0:
+        if module is not self._caller or torch_compat.current_graph_task_id() >= 0:
             return
         self._finish()
         last = [*dict.fromkeys(reversed(self._record.units))][:2] if torch.is_grad_enabled() else []
-        for unit in self.units:
-            if unit.index not in last and unit not in self.residents:  # a head may be two units: a tied table, a bias
-                self._drop(unit)
+        # the head may be two groups: tied weight, bias
+        self._drop(*(unit for unit in self.units if unit.index not in last and unit not in self.residents))
         if torch.is_grad_enabled():
-            for x in tree_leaves(output):
+            for x in torch_compat.tree_leaves(output):
                 if isinstance(x, Tensor) and x.requires_grad:
                     x.register_hook(self._expect_end)
 
     def end_forward_early(self, output: Any) -> None:
-        """A forward ends here, though the module that was called has not returned."""
+        """End the forward pass before the called module returns."""
         assert self._caller is not None
         module = self._caller
         self._leave(module, (), output)
@@ -240,14 +233,8 @@ class GatherScheduler:
             self._saving.leave()
             self._saving = self._caller = None
 
-    def _abandon(self) -> None:
-        """Forgets a forward or backward that an error broke off."""
-        self._kind, self._is_ending = None, False
-        for unit in self.units:
-            unit.reshard()
-
     def gather(self, param: Tensor) -> None:
-        """Gathers the unit of a parameter for whoever saves it, and drops the others. All ranks call it."""
+        """Gather the group of a parameter for saving, and free the other groups. All ranks call it."""
         wanted = param.__dict__.get(GROUP_ATTRIBUTE)
         for unit in self.units:
             if unit is not wanted:
@@ -256,11 +243,11 @@ class GatherScheduler:
             wanted.wait_for_unshard()
 
     def release(self) -> None:
-        """Drops all units: nobody reads them any more, or the shards have changed."""
+        """Free all groups."""
         for unit in self.units:
             unit.reshard()
 
-    # --- one forward or backward
+    # --- one pass
 
     def _begin(self, kind: PassKind, *, is_backward: bool = False) -> None:
         self._kind, self._is_backward, self._at = kind, is_backward, -1
@@ -268,21 +255,21 @@ class GatherScheduler:
         self.reducer.is_sealed = self._plan is not None and not self._plan.is_open
 
     def read(self, units: Sequence[ParamGroup]) -> None:
-        """Before parameters of these units are read together."""
-        if current_graph_task_id() >= 0:
+        """Gather these groups before an operation reads their parameters."""
+        if torch_compat.current_graph_task_id() >= 0:
             self._begin_backward(None)
         elif self._kind is None or self._is_backward:
             raise ConfigError(
-                f"A parameter of {units[0].name} was read, whose values are not on this rank",
-                rule="Under stage 3 the values of a parameter are on a rank while the model runs",
-                remedy="Call the model, not its forward; to look at weights take shardformer.full_state_dict(model)",
+                f"A parameter of {units[0].name} was read outside of a forward or backward pass",
+                rule="Stage 3 gathers parameters only during these passes",
+                remedy="Call the model instead of its forward method, or read shardformer.full_state_dict(model)",
             )
         self._keep = {unit.index for unit in units}
         for unit in units:
-            self._go_to(unit.index)
+            self._gather_up_to(unit.index)
 
-    def _go_to(self, index: int) -> None:
-        """Gathers up to a unit; for END, all that is left. Takes part in what other ranks want on the way."""
+    def _gather_up_to(self, index: int) -> None:
+        """Gather up to this group, or to the end for END, including groups that other ranks need."""
         if index == self._last and index != END:
             return
         if index != END:
@@ -293,76 +280,68 @@ class GatherScheduler:
             self._negotiate(index)
 
     def _follow(self, plan: GatherOrder, index: int) -> None:
-        """Goes on in the plan. Where a rank leaves it there is none any more."""
+        """Follow the recorded order. Drop it if a rank deviates."""
         end = len(plan.units) - 1 if index == END else plan.place(index, self._at)
         leaves = index != END and end == END
         if leaves and self.units[index].is_here:
             return
         if leaves and not plan.is_open:
-            self._refuse_order(index)
+            raise InputError(
+                f"{self.units[index].name} was read in a different order than in the first step",
+                rule="Under stage 3, all ranks gather the layers in the order of the first forward and backward pass",
+                remedy="Run the layers in the same order in every step, or use stage=2",
+            )
         while self._at < (len(plan.units) - 1 if leaves else end):
             self._step(plan.units[self._at + 1], plan.units[self._at + 2 : self._at + 4])
         if plan.is_open and (leaves or index == END) and any(all_gather_objects(leaves, self.axis)):
             self._plan = None
 
     def _step(self, index: int, coming: Sequence[int]) -> None:
-        """One step of the walk: a unit comes, the one before goes, its gradients are sent, the next one is begun."""
+        """Gather one group, free the previous one, start the reduction of its gradients, and prefetch the next."""
         before, self._at = self._last, self._at + 1
         self.units[index].wait_for_unshard()
         self._record.units.append(index)
-        comes_again = self._plan is not None and self._plan.comes_again(before, self._at)
+        comes_again = self._plan is not None and self._plan.place(before, self._at) != END
         if before not in (index, END) and not comes_again:
-            self._pass(self.units[before])
+            reads_again = torch.is_grad_enabled() and not self._is_backward
+            for unit in self.residents.add(self.units[before]) if reads_again else [self.units[before]]:
+                if unit.index not in self._keep:
+                    self._drop(unit)
         if self._plan is not None and self._is_backward and not self.reducer.is_paused:
-            for unit in self._plan.complete.get(self._at - 1, ()):
-                self.reducer.send(self.units[unit])
+            for n in self._plan.complete.get(self._at - 1, ()):
+                self.reducer.send(self.units[n])
         if self._gathers_ahead:
-            for unit in coming[:1]:
-                self.units[unit].unshard()
-            for unit in coming[1:]:
-                self.units[unit].prefetch()
+            for n in coming[:1]:
+                self.units[n].unshard()
+            for n in coming[1:]:
+                self.units[n].prefetch()
 
-    def _pass(self, unit: ParamGroup) -> None:
-        """A unit's turn is over."""
-        reads_again = torch.is_grad_enabled() and not self._is_backward
-        for gone in self.residents.leave(unit) if reads_again else [unit]:
-            if gone.index not in self._keep:
-                self._drop(gone)
-
-    def _drop(self, unit: ParamGroup) -> None:
-        if self._frees:
+    def _drop(self, *units: ParamGroup) -> None:
+        for unit in units if self._frees else ():
             unit.reshard()
 
     @property
     def _last(self) -> int:
-        """The unit whose turn it is."""
+        """Index of the current group."""
         return self._record.units[-1] if self._record.units else END
 
     def _finish(self) -> None:
-        """The forward or backward of this rank is through: takes part in what others have still to do."""
+        """End the pass on this rank, after taking part in the remaining all-gathers of other ranks."""
         assert self._kind is not None
         self._keep = ()
-        self._go_to(END)
+        self._gather_up_to(END)
         if self._is_backward and not self.reducer.is_paused:
-            self._send_rest()
+            self._reduce_remaining()
         if self._plan is None:
-            self._plans[self._kind] = self._planned(self._plans.get(self._kind))
+            self._plans[self._kind] = self._record_plan(self._plans.get(self._kind))
         self._kind = None
 
-    def _refuse_order(self, index: int) -> None:
-        name = self.units[index].name
-        raise InputError(
-            f"{name} was read at a place where it was not before",
-            rule="Under stage 3 all ranks gather the units in the order of the first forward and backward of a kind",
-            remedy="Keep the order of the layers from step to step, or train with stage=2",
-        )
-
-    # --- the first of a kind
+    # --- the first pass of a kind
 
     def _negotiate(self, want: int) -> None:
-        """Gathers what any rank wants, until it was this one's turn; for END, until no rank wants anything.
+        """Gather what any rank needs, until it is this rank's turn, or for END until no rank needs a group.
 
-        Communicates one gather of a number, and of those units that have all gradients, for each step.
+        Each all-gather communicates one gather of the needed groups and of those with complete gradients.
         """
         while True:
             done = [unit.index for unit in self.units if self._is_backward and self.reducer.is_complete(unit)]
@@ -378,14 +357,14 @@ class GatherScheduler:
                 return
 
     def gradient_ready(self, unit: ParamGroup) -> None:
-        """A gradient of this unit arrived."""
+        """Record that a parameter of this group received a gradient."""
         if self._kind is None or not self._is_backward:
             self._begin_backward(None)
         if self._plan is None:
             self._last_arrivals[unit.index] = len(self._own) - 1
 
-    def _send_rest(self) -> None:
-        """What no position of the plan sends is sent at the end, in one order."""
+    def _reduce_remaining(self) -> None:
+        """Reduce the gradients of the remaining groups, in the same order on all ranks."""
         rest = {unit.index for unit in self.units if unit.index not in self.reducer.sent}
         if not self.reducer.is_sealed:
             again = [unit.index for unit in self.units if self.reducer.has_new(unit)]
@@ -394,22 +373,24 @@ class GatherScheduler:
             self.reducer.send(self.units[index])
         self.reducer.end_pass()
 
-    def _planned(self, before: GatherOrder | None) -> GatherOrder:
-        """The plan that was found out; of one that a rank has left, one in which all that was read finds its place."""
+    def _record_plan(self, before: GatherOrder | None) -> GatherOrder:
+        """Return the order that the ranks negotiated in this pass."""
         assert self._kind is not None
         said = all_gather_objects((self._own, self._last_arrivals), self.axis)
         plan = recorded_order(self._record.units, before, said)
         if before is None and self._is_backward:
-            plan.take_up(self._plans[self._kind[:-1]])
+            plan.insert_unseen_in_backward(self._plans[self._kind[:-1]])
         elif before is None:
-            plan.take_up_unseen([unit.index for unit in self.units], {u.index for u in self.units if u.is_layer})
+            plan.insert_unseen_in_forward(
+                [unit.index for unit in self.units], {u.index for u in self.units if u.is_layer}
+            )
         return plan
 
-    # --- what autograd saves
+    # --- tensors that autograd saves
 
     def _pack(self, x: Tensor) -> SavedParamView | None:
-        """Of a unit's values only where they lie is saved; others are left to others."""
-        place = None if x.layout is not torch.strided else self._where.get(memory_of(x))
+        """Save the position of a gathered tensor instead of the tensor. Return None for other tensors."""
+        place = None if x.layout is not torch.strided else self._where.get(torch_compat.memory_of(x))
         if place is None:
             return None
         unit, base = place
@@ -420,53 +401,54 @@ class GatherScheduler:
     def _unpack(self, packed: SavedParamView) -> Tensor:
         self._begin_backward(packed.run)
         self._keep = ()
-        self._go_to(packed.unit.index)
+        self._gather_up_to(packed.unit.index)
         if torch.is_grad_enabled():
             raise InputError(
-                f"A backward with create_graph=True, through {packed.unit.name}",
-                rule="Under stage 3 a weight is here while a backward goes through its layer, not for a second one",
-                remedy="Train with stage=2 where gradients of gradients are needed",
+                f"A backward pass with create_graph=True used {packed.unit.name}",
+                rule="ZeRO stage 3 does not support gradients of gradients",
+                remedy="Use stage=2",
             )
         if packed.param is not None:
             check_version(packed.param, packed.version)
             return packed.param
         return packed.unit.bases[packed.base].as_strided(*packed.layout)
 
-    # --- where a backward begins and ends
+    # --- start and end of a backward pass
 
     def _begin_backward(self, run: int | None) -> None:
-        """A backward through the graph of a forward; None: of the one that is under way, or else the last one."""
-        if current_graph_task_id() < 0:
-            return  # somebody looks at what was saved
+        """Begin a backward pass through the graph of forward ``run``. None means the current or the last one."""
+        if torch_compat.current_graph_task_id() < 0:
+            return  # a saved tensor was read outside of a backward pass
         if self._caller is not None and not self._is_backward:
             raise InputError(
-                f"A backward inside of the forward of {type(self._caller).__name__}", remedy="Train with stage=2"
+                f"A backward pass was started inside of the forward pass of {type(self._caller).__name__}",
+                remedy="Use stage=2",
             )
         is_under_way = self._kind is not None and self._is_backward
         if is_under_way and run in (None, self._backward_of):
             return
         if is_under_way:
-            self._finish()  # the graph of another forward is next
+            self._finish()  # the backward pass continues in the graph of another forward pass
         self._expect_end()
         self._backward_of = self._run if run is None else run
         forward = self._kinds.get(self._backward_of, self._kinds[self._run])
         self._begin((*forward, "backward"), is_backward=True)
 
     def _expect_end(self, grad: Tensor | None = None) -> None:
-        """Where a backward reaches what the model gave, or else a parameter first: lets autograd say when it ends.
+        """Register a callback at the end of the backward pass.
 
-        Not within a re-entrant checkpoint, whose backward is one of its own, as long as the model's output was not one.
+        The model's output calls it first, so that it is not registered in the nested backward pass of a re-entrant
+        checkpoint.
         """
         if not self._is_ending:
             self._is_ending = True
-            at_end_of_backward(self._end_backward)
+            torch_compat.at_end_of_backward(self._end_backward)
 
     def _end_backward(self) -> None:
         if self._kind is not None and self._is_backward:
             self._finish()
         self._is_backward = self._is_ending = False
-        for unit in self.units:
-            self._drop(unit)
+        self._drop(*self.units)
 
 
 def set_up_stage3(
@@ -476,11 +458,13 @@ def set_up_stage3(
     end: ReduceScatterToShards,
     host: HostMemory | None,
 ) -> tuple[GatherScheduler, list[FlatShard]]:
-    """The walk, and the shards of what trains. What several stages hold together is left to its own reducer.
+    """Create the scheduler, and the shards of trainable parameters.
+
+    Parameters that several pipeline stages share keep their own reducer.
 
     Args:
-        end: what becomes of the gradients.
-        host: where what trains has its masters; None: on the device.
+        end: Reduction of the gradients.
+        host: Where master weights are offloaded to. None keeps them on the device.
     """
     own = [r for r in table.reducers if isinstance(r, GradientReducer) and not _is_of_stages(r)]
     rest = [r for r in table.reducers if r not in own]
@@ -488,13 +472,13 @@ def set_up_stage3(
     for reducer in own:
         reducer.close()
     members = [
-        (name, [gradients[id(p)] for p in params if _is_cut(p, settings.layout.keep_frozen) and id(p) in gradients])
+        (name, [gradients[id(p)] for p in params if _is_cut(p, settings.keep_frozen) and id(p) in gradients])
         for name, params in group_params(model)
     ]
     chunks = GatherBufferPool()
     units, buckets = _make_param_groups([each for each in members if each[1]], settings, host, chunks)
     walk = _make_scheduler(model, table, units, settings)
-    overlaps = settings.sending.overlap
+    overlaps = settings.overlap
     trained = [index for index, made in buckets.items() if made]
     if trained:
         buckets[min(trained)][-1].watch = table.monitor
@@ -516,7 +500,7 @@ def _make_param_groups(
     host: HostMemory | None,
     chunks: GatherBufferPool,
 ) -> tuple[list[ParamGroup], dict[int, list[Bucket]]]:
-    """The units, whose parameters are hidden from now on, and by their numbers the buckets of what trains."""
+    """Return the groups, with their parameters replaced by placeholders, and the gradient buckets of each group."""
     precision = settings.precision
     gathered = UnshardOptions(chunks.take, host.link if host is not None and settings.offload.parameters else None)
     units: list[ParamGroup] = []
@@ -543,7 +527,7 @@ def _make_param_groups(
 
 
 def _bytes_of(shard: FlatShard) -> int:
-    """Of what is gathered, and of its gradients: behind each rank's part of these stands a count for each."""
+    """Return the bytes of the gathered parameters, or of the gradients with one count for each parameter and rank."""
     return (shard.length + len(shard.gradients)) * shard.axis.size * shard.dtype.itemsize
 
 
@@ -556,7 +540,7 @@ def _make_scheduler(
         units, zip(*all_gather_objects([unit.size for unit in units], axis), strict=True), strict=True
     ):
         unit.size = max(sizes)
-    asked = settings.layout.reshard_after_forward
+    asked = settings.reshard_after_forward
     frees = table.context.pipe.size == 1 if asked is None else asked is not False
     stage_forward = None if table.stages is None else table.stages.stage_forward
 
@@ -564,7 +548,7 @@ def _make_scheduler(
         run = stage_forward.now if stage_forward is not None else None
         return None if run is None else run.span.start
 
-    walk = GatherScheduler(model, units, axis, frees=frees, gathers_ahead=settings.sending.overlap, part=part)
+    walk = GatherScheduler(model, units, axis, frees=frees, gathers_ahead=settings.overlap, part=part)
     walk.residents.room = asked if isinstance(asked, int) and not isinstance(asked, bool) else 0
     if stage_forward is not None:
         stage_forward.when_left.append(walk.end_forward_early)
@@ -580,7 +564,7 @@ def _is_cut(param: nn.Parameter, keep_frozen: bool) -> bool:
 
 
 def _buckets(gradients: Sequence[GradientSlot], dtype: torch.dtype | None) -> list[Bucket]:
-    """One for each set of ranks, dtype and device, of what trains and of what does not."""
+    """Create a bucket for each axis, dtype and device, separately for trainable and frozen parameters."""
     found: dict[tuple[Any, ...], Bucket] = {}
     for gradient in gradients:
         param = gradient.param

@@ -1,20 +1,19 @@
-"""ZeRO stage 3: parameter groups, whose values are on a rank only while they are used.
+"""ZeRO stage 3: parameter groups that are gathered only while they are used.
 
-Fang et al., "PatrickStar: Parallel Training of Pre-trained Models via Chunk-based Dynamic Memory Management" (2022):
-parameters lie in chunks of one size, gradients take the chunks of the parameters that they belong to, and what is
-needed last is evicted first.
-
-A unit is a layer, or what stands between layers. Each rank keeps its shard of a unit; the whole is gathered into new
-memory when one of the parameters is read, and dropped when another unit's turn comes. The ``nn.Parameter`` objects stay
-the same ones, with their hooks; between uses their values are NaN, and their class is ``UngatheredParameter``.
+A parameter group contains the parameters of a layer, or of modules between layers. Each rank stores its shard of a
+group. The full parameters are gathered when one of them is read, and freed when the next group is used. The
+``nn.Parameter`` objects and their hooks remain. Between uses their values are NaN and their class is
+``UngatheredParameter``.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), section 5.3.
+
+Buffers of one size are reused for parameters and gradients, as in Fang et al., "PatrickStar: Parallel Training of
+Pre-trained Models via Chunk-based Dynamic Memory Management" (2022).
 """
 
 from __future__ import annotations
 
-import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -32,19 +31,19 @@ from shardformer.torch_compat import DisableTorchFunctionSubclass, has_data, mem
 from shardformer.zero.flat_shards import FlatShard
 
 GROUP_ATTRIBUTE = "_shardformer_unit"
-"""The attribute of a parameter that holds its unit."""
+"""Attribute of a parameter: its ParamGroup."""
 
 
 class UngatheredParameter(nn.Parameter):
-    """The class of a parameter while its values are elsewhere: whoever reads it gathers its unit, or is told.
+    """Parameter whose values are not on this rank. Reading it gathers its group, or raises an error.
 
-    Shape, dtype, device, hooks and ``.grad`` are answered.
+    Shape, dtype, device, hooks and ``.grad`` are available without a gather.
     """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in _known_of_absent():
+        if func not in _functions_without_values():
             params = [x for x in tree_leaves((args, kwargs)) if isinstance(x, nn.Parameter)]
             units = {unit.index: unit for x in params if (unit := x.__dict__.get(GROUP_ATTRIBUTE)) is not None}
             absent = next(x.__dict__[GROUP_ATTRIBUTE] for x in params if isinstance(x, UngatheredParameter))
@@ -53,12 +52,12 @@ class UngatheredParameter(nn.Parameter):
             return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch leaves it untyped
-        return f"Parameter of {tuple(self.shape)}, whose values are on other ranks until it is used"
+        return f"Parameter of shape {tuple(self.shape)}, not gathered"
 
 
 @cache
-def _known_of_absent() -> frozenset[Any]:
-    """The functions of tensors that do not look at their numbers."""
+def _functions_without_values() -> frozenset[Any]:
+    """Return the functions of tensors that do not read their values."""
     getters = (
         "shape dtype device requires_grad grad is_leaf layout ndim grad_fn is_cuda is_cpu is_meta is_sparse "
         "is_quantized is_nested itemsize nbytes _version names output_nr retains_grad _backward_hooks "
@@ -77,77 +76,71 @@ def _known_of_absent() -> frozenset[Any]:
 
 @cache
 def ungathered_class(kind: Any) -> Any:
-    """The class of an absent parameter of this class."""
-    if issubclass(kind, UngatheredParameter):
-        return kind
-    return (
-        UngatheredParameter if kind is nn.Parameter else type(f"Absent{kind.__name__}", (UngatheredParameter, kind), {})
-    )
+    """Return the ungathered class of a parameter class."""
+    if issubclass(kind, UngatheredParameter) or kind is nn.Parameter:
+        return kind if kind is not nn.Parameter else UngatheredParameter
+    return type(f"Ungathered{kind.__name__}", (UngatheredParameter, kind), {})
 
 
 def gathered_class(kind: Any) -> Any:
-    """The class of a parameter that is here."""
     if not issubclass(kind, UngatheredParameter):
         return kind
     return nn.Parameter if kind is UngatheredParameter else kind.__bases__[1]
 
 
 SMALL_GROUP_NUMEL = 2**15
-"""Numbers: modules outside of layers that have fewer are put together in one unit."""
+"""Modules outside of layers with fewer elements share a group."""
 LARGE = 0.25
-"""The part of a model from which on a layer that holds layers is not one unit."""
+"""A layer with more than this fraction of the model is split if it contains layers."""
 
-Read = Callable[[Sequence["ParamGroup"]], None]
-
-
-_lasting = torch.inference_mode(False)
-"""What is made in inference mode could not be used in a training step after it."""
+_without_inference_mode = torch.inference_mode(False)
+"""Tensors created in inference mode could not be used in later training steps."""
 
 
 class ParamGroup:
     """Parameters that are gathered together.
 
     Args:
-        index: its place among the model's units, in the order in which the model registers its modules.
-        name: of the module that holds them, or the first of several.
+        index: Index among the model's groups, in the order of module registration.
+        name: Name of the group's first module.
 
     Attributes:
-        on_read: called before a parameter is read that is not here, with the units of all parameters of that call.
-        size: of what is gathered, in bytes.
-        where: address of gathered memory -> the unit, and the number of the base.
-        give_back: called with the address of memory that nobody wants any more.
+        on_read: Called with the groups of all arguments before a parameter is read that is not gathered.
+        size: Bytes of the gathered parameters.
+        where: Maps the address of gathered memory to the group and the index of the base tensor.
+        give_back: Called with the address of memory that is no longer used.
     """
 
-    on_read: Read
+    on_read: Callable[[Sequence[ParamGroup]], None]
 
     def __init__(self, index: int, name: str, params: Sequence[nn.Parameter]) -> None:
         self.index, self.name, self.params = index, name, list(params)
         self.is_layer = name.rpartition(".")[2].isdecimal()
         self.shards: list[FlatShard] = []
-        self.bases: list[Tensor] = []  # what the parameters are views of, while they are here
+        self.bases: list[Tensor] = []  # gathered tensors, of which the parameters are views
         self.where: dict[int, tuple[ParamGroup, int]] = {}
         self.is_here = False
-        self.size = 0  # in bytes, alike on all ranks
+        self.size = 0  # in bytes, identical on all ranks
         self.give_back: Callable[[int], None] = lambda address: None
         self._pending: list[PendingCollective] = []
         self._versions: list[int] = []
 
-    @_lasting
+    @_without_inference_mode
     def prefetch(self) -> None:
-        """Starts to bring what of it rests on the host to the device, for ``start``."""
+        """Start to copy offloaded shards to the device, for ``unshard``."""
         if not self.is_here and not self._pending:
             for shard in self.shards:
                 shard.fetch_parameters()
 
-    @_lasting
+    @_without_inference_mode
     def unshard(self) -> None:
-        """Starts to gather the values. Communicates one all-gather for each shard."""
+        """Start to gather the parameters. Communicates one all-gather for each shard."""
         if not self.is_here and not self._pending:
             self._pending = [shard.start_gather() for shard in self.shards]
 
-    @_lasting
+    @_without_inference_mode
     def wait_for_unshard(self) -> None:
-        """The parameters have their values when this returns."""
+        """Wait until the parameters are gathered."""
         if self.is_here:
             return
         self.unshard()
@@ -167,36 +160,34 @@ class ParamGroup:
         self.where[memory_of(values)] = self, len(self.bases)
         self.bases.append(values)
 
-    def _check_unwritten(self) -> None:
-        before, self._versions = self._versions, [param._version for param in self.params]
-        if before != self._versions:
-            self.is_here = False
-            raise ConfigError(
-                f"A parameter of {self.name} was written to while its values were on this rank",
-                rule="Under stage 3 the values are dropped behind their use, and what was written would be lost",
-                remedy="Train with stage=2 where parameters are changed by others than the optimizer",
-            )
-
     def reshard(self) -> None:
-        """Drops the values."""
+        """Free the gathered parameters."""
         for pending in self._pending:
-            pending.wait()  # it was begun on all ranks, and nobody came to read it
+            pending.wait()  # the all-gather started on all ranks but was not used
         self._pending = []
         for shard in self.shards:
             shard.forget_fetched()
-        if self.is_here:
-            self._check_unwritten()
-            memories = [memory_of(values) for values in self.bases]
-            for memory in memories:
-                del self.where[memory]
-            self.bases, self.is_here = [], False
-            self.replace_with_placeholders()
-            for memory in memories:
-                self.give_back(memory)
+        if not self.is_here:
+            return
+        self.is_here = False
+        before, self._versions = self._versions, [param._version for param in self.params]
+        if before != self._versions:
+            raise ConfigError(
+                f"A parameter of {self.name} was modified while it was gathered",
+                rule="Stage 3 frees gathered parameters after use, so the change would be lost",
+                remedy="Use stage=2 if something other than the optimizer changes parameters",
+            )
+        memories = [memory_of(values) for values in self.bases]
+        for memory in memories:
+            del self.where[memory]
+        self.bases = []
+        self.replace_with_placeholders()
+        for memory in memories:
+            self.give_back(memory)
 
-    @_lasting
+    @_without_inference_mode
     def replace_with_placeholders(self) -> None:
-        """Lets each parameter keep its shape alone."""
+        """Replace each parameter by a NaN placeholder of the same shape."""
         for shard in self.shards:
             for gradient in shard.gradients:
                 param: Any = gradient.param
@@ -207,16 +198,16 @@ class ParamGroup:
 
 
 def group_params(model: nn.Module) -> list[tuple[str, list[nn.Parameter]]]:
-    """(name, parameters) of each unit: one for a layer; between layers one for a module, small ones together.
+    """Return (name, parameters) of each group: one for each layer, and for each module or several small ones between.
 
-    Layers are what stands in lists. The order is that in which the model registers its modules, which all ranks have
-    alike; each parameter is in one unit, the first that holds it.
+    Layers are the elements of ModuleList and Sequential. The order is that of module registration, which is identical
+    on all ranks. A shared parameter is in the first group that contains it.
     """
     total = sum(p.numel() for p in model.parameters())
     layers = dict(_layers(model, "", total))
     seen: set[int] = set()
     units: list[tuple[str, list[nn.Parameter]]] = []
-    is_open = False  # whether the last unit takes more small modules
+    is_open = False  # whether the last group can take more small modules
     inside: str | None = None
     for path, module in model.named_modules():
         if inside is not None and f"{path}.".startswith(inside):
@@ -253,19 +244,18 @@ def _layers(module: nn.Module, path: str, total: int) -> Iterator[tuple[str, nn.
                 yield f"{at}.{number}", element
 
 
-FREE_CHUNKS = 3
-LEAST = 0.5
-"""Of a chunk, the part that must be filled."""
-OURS = 2
-"""Counts of a chunk's storage where nobody else looks at it: the chunk's, and that of looking."""
+MAX_FREE_BUFFERS = 3
+MIN_FILL = 0.5
+"""Minimum fraction of a buffer that a request must use."""
+UNSHARED_USE_COUNT = 2
+"""Reference count of a storage without other users: one from the buffer, one from the query."""
 
 
 class GatherBufferPool:
-    """Gives memory for gathered units, and for their gradients when these are sent.
+    """Allocates and reuses buffers for gathered groups and their gradients.
 
-    What has about the size that most units have gets a chunk that was used before; anything else gets new memory. A
-    chunk that somebody still looks at is left to them.
-
+    Requests near the most frequent group size reuse buffers. Other requests allocate memory. A buffer that is still
+    referenced elsewhere is not reused.
     """
 
     def __init__(self) -> None:
@@ -274,13 +264,13 @@ class GatherBufferPool:
         self._lent: dict[int, Tensor] = {}
 
     def fit(self, sizes: Sequence[int]) -> None:
-        """Chunks are as large as most of these, in bytes."""
+        """Set the buffer size to the most frequent of these sizes, in bytes."""
         counts = Counter(sizes)
         self._size = max(counts, key=lambda size: (counts[size] * size, size), default=0)
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         size = numel * dtype.itemsize
-        if not 0 < LEAST * self._size <= size <= self._size or not has_data(torch.empty(0)):
+        if not 0 < MIN_FILL * self._size <= size <= self._size or not has_data(torch.empty(0)):
             return torch.empty(numel, dtype=dtype, device=device)
         found = next((chunk for chunk in self._free if chunk.device == device), None)
         if found is None:
@@ -291,53 +281,43 @@ class GatherBufferPool:
         return found[:size].view(dtype)
 
     def give_back(self, memory: int) -> None:
-        """Nobody wants the values in this memory any more: see ``memory_of``."""
+        """Return the buffer at this address (see ``memory_of``) to the pool."""
         chunk = self._lent.pop(memory, None)
-        if chunk is None or len(self._free) >= FREE_CHUNKS:
-            return
-        if storage_use_count(chunk) <= OURS:
+        if chunk is not None and len(self._free) < MAX_FREE_BUFFERS and storage_use_count(chunk) <= UNSHARED_USE_COUNT:
             self._free.append(chunk)
 
 
-class UnshardedCache:
-    """Units that stay on the device behind their use in a forward, since its backward reads them first.
+class UnshardedCache(list[ParamGroup]):
+    """Groups that stay gathered after their use in the forward pass, because the backward pass reads them first.
 
-    A backward goes through the layers from the last one, so that the unit that was used longest ago is needed last.
+    The backward pass starts with the last layer, so the least recently used group is evicted first.
 
     Args:
-        room: bytes that they may take.
+        room: Memory limit in bytes.
     """
 
-    def __init__(self, room: float = 0.0) -> None:
-        self.room = room
-        self._kept: deque[ParamGroup] = deque()
+    room: float = 0.0
 
-    def __contains__(self, unit: ParamGroup) -> bool:
-        return unit in self._kept
-
-    def leave(self, unit: ParamGroup) -> list[ParamGroup]:
-        """A unit's turn is over in a forward. Returns those that have to go. All ranks call it alike."""
-        if unit in self._kept:
-            self._kept.remove(unit)
-        self._kept.append(unit)
-        gone = []
-        while sum(each.size for each in self._kept) > self.room:
-            gone.append(self._kept.popleft())
-        return gone
-
-    def clear(self) -> None:
-        self._kept.clear()
+    def add(self, unit: ParamGroup) -> list[ParamGroup]:
+        """Add a group after its use in the forward pass. Return the groups to evict, identical on all ranks."""
+        if unit in self:
+            self.remove(unit)
+        self.append(unit)
+        evicted = []
+        while sum(each.size for each in self) > self.room:
+            evicted.append(self.pop(0))
+        return evicted
 
 
 class ParamGroupReducer(PausableReducer):
-    """Sends the gradients of one unit after the other, each when it is told to.
+    """Reduces the gradients of parameter groups one by one, on request.
 
     Args:
-        buckets: by the unit's index.
-        arrived: called when a parameter of a unit got its gradient.
-        entries: all parameters of the model; those that do not train now may not do so later.
-        overlaps: whether what is sent travels while others are computed.
-        memory: which the buckets take, and give back when they were sent.
+        buckets: The buckets of each group, by its index.
+        arrived: Called when a parameter of a group received a gradient.
+        entries: All parameters of the model. Those that are frozen now must stay frozen.
+        overlaps: Whether the reduction overlaps with computation.
+        memory: Pool of the bucket buffers.
     """
 
     def __init__(
@@ -356,52 +336,40 @@ class ParamGroupReducer(PausableReducer):
         self._frozen = [entry for entry in entries if not entry.param.requires_grad]
         self._under_way: list[Bucket] = []
         self.sent: set[int] = set()
-        self.is_sealed = False  # whether what was sent is complete, so that nothing may come behind it
-        for index, found in buckets.items():
-            for gradient in (g for bucket in found for g in bucket.gradients):
-                self._hook(gradient, index)
+        self.is_sealed = False  # whether a group that was sent may receive no further gradients
+        for gradient in self._gradients():
+            self._hook(gradient)
 
-    def _hook(self, gradient: GradientSlot, index: int) -> None:
-        # by weak references alone: the collector does not see through the node of autograd that keeps hooks
-        reducer, held = weakref.ref(self), weakref.ref(gradient)
+    def _gradients(self) -> Iterator[GradientSlot]:
+        return (gradient for found in self._buckets.values() for bucket in found for gradient in bucket.gradients)
 
-        def arriving(grad: Tensor) -> None:
-            me, one = reducer(), held()
-            if me is not None and one is not None:
-                me._end.scale(one)
+    def _arriving(self, gradient: GradientSlot, grad: Tensor) -> None:
+        self._end.scale(gradient)
 
-        def accumulated(param: Tensor) -> None:
-            me, one = reducer(), held()
-            if me is not None and one is not None:
-                one.changed = one.arrived = True
-                if one.is_sparse:
-                    one.param.grad = one.param.grad.to_dense()  # type: ignore[union-attr]  # it is sparse
-                me._check(one, me._units[index])
-                me._arrived(me._units[index])
-
-        param: Any = gradient.param
-        param.register_hook(arriving)
-        param.register_post_accumulate_grad_hook(accumulated)
-
-    def _check(self, gradient: GradientSlot, unit: ParamGroup) -> None:
+    def _accumulated(self, gradient: GradientSlot) -> None:
+        unit: ParamGroup = gradient.param.__dict__[GROUP_ATTRIBUTE]
+        gradient.changed = gradient.arrived = True
+        if gradient.is_sparse:
+            gradient.param.grad = gradient.param.grad.to_dense()  # type: ignore[union-attr]  # it is sparse
         if self.is_sealed and unit.index in self.sent:
             raise ConfigError(
-                f"A gradient of {gradient.entry.name} arrived after those of {unit.name} had been sent",
-                rule="When a layer has all of its gradients is learnt in the first backward, and all ranks follow that",
-                remedy="Train with stage=2, which waits for the end of the backward",
+                f"A gradient of {gradient.entry.name} was computed after the gradients of {unit.name} were reduced",
+                rule="Stage 3 reduces the gradients of a layer at the position recorded in the first backward pass",
+                remedy="Use stage=2, which waits for the end of the backward pass",
             )
+        self._arrived(unit)
 
     def is_complete(self, unit: ParamGroup) -> bool:
-        """Whether all parameters of a unit got their gradients here, and these were not sent."""
+        """Whether all parameters of a group received gradients on this rank that were not sent."""
         found = self._buckets.get(unit.index, ())
         return bool(found) and unit.index not in self.sent and all(g.arrived for b in found for g in b.gradients)
 
     def has_new(self, unit: ParamGroup) -> bool:
-        """Whether there are gradients here that were not sent."""
+        """Whether a group has gradients on this rank that were not sent."""
         return any(gradient.is_new for bucket in self._buckets.get(unit.index, ()) for gradient in bucket.gradients)
 
     def send(self, unit: ParamGroup) -> None:
-        """Starts to sum the gradients of a unit. All ranks call it for the same units in the same order.
+        """Start to reduce the gradients of a group. All ranks call it for the same groups in the same order.
 
         Communicates one reduce-scatter for each bucket.
         """
@@ -416,7 +384,7 @@ class ParamGroupReducer(PausableReducer):
             self.wait()
 
     def wait(self) -> None:
-        """Waits for what was sent last, and hands it on."""
+        """Wait for the previous reduction and deliver its result."""
         for bucket in self._under_way:
             self._end.finish(bucket)
             flat, bucket.flat, bucket.work = bucket.flat, None, None
@@ -427,15 +395,15 @@ class ParamGroupReducer(PausableReducer):
         self._under_way = []
 
     def end_pass(self) -> None:
-        """What a backward brought is all sent."""
+        """End a backward pass whose gradients were all sent."""
         self.wait()
         self.sent = set()
-        for gradient in (g for found in self._buckets.values() for bucket in found for g in bucket.gradients):
+        for gradient in self._gradients():
             gradient.arrived = False
         self._end.end_pass()
 
     def start(self) -> None:
-        """After backwards that were all paused: sends what they left."""
+        """Reduce the gradients that paused backward passes accumulated."""
         for unit in reversed(self._units):
             self.send(unit)
 
@@ -444,21 +412,21 @@ class ParamGroupReducer(PausableReducer):
         self.was_paused = False
 
     def refresh(self) -> None:
-        """Before a forward: forgets a backward that was broken off, refuses parameters that train only now."""
+        """Reset after an interrupted backward pass. Raise ConfigError if a frozen parameter became trainable."""
         for found in self._buckets.values():
             for bucket in found:
                 bucket.reset()
         self.sent, self._under_way = set(), []
         if late := next((entry.name for entry in self._frozen if entry.param.requires_grad), None):
             raise ConfigError(
-                f"{late} requires a gradient, which it did not when zero was called",
-                remedy="Unfreeze it first, then make the optimizer, then call zero",
+                f"{late} was unfrozen after shard_optimizer was called",
+                remedy="Unfreeze it before creating the optimizer and calling shard_optimizer",
             )
 
 
 @dataclass
 class SavedParamView:
-    """What autograd saved of a unit's values: the parameter, or where a view of it lies in what is gathered."""
+    """A gathered tensor that autograd saved: the parameter, or the position of a view in gathered memory."""
 
     run: int
     unit: ParamGroup

@@ -1,12 +1,12 @@
-"""Optimizers and loss scalers of torch that step a sharded model: what they cannot know of it is put in.
+"""Patches that make torch's optimizers and gradient scalers work with sharded models.
 
-``torch.amp.GradScaler`` leaves a step out where gradients are not finite. Each rank would look at its own parts; here
-all ranks of the model leave a step out where one of them has to, as torch's ``ShardedGradScaler`` does for FSDP.
+``torch.amp.GradScaler`` skips a step if gradients are not finite. Here all ranks of the model skip it if one rank has
+to, as torch's ``ShardedGradScaler`` does for FSDP.
 
-Gradients that ranks have not agreed on are summed, or refused, before a step: see ``agreed``.
+Before a step, gradients that ranks have not reduced are reduced or rejected: see ``agree_before_step``.
 
-An optimizer that looks at more than one number (Adafactor, Muon, LAMB) makes other steps of a part of a matrix than of
-all of it: a warning says so at the first step.
+An optimizer that is not element-wise (Adafactor, Muon, LAMB) computes a different update for a shard of a matrix. A
+warning reports this at the first step.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ from shardformer.layout.sharding_metadata import tables_of
 from shardformer.torch_compat import has_data
 from shardformer.torch_patches import Patch, install, replace_attribute
 from shardformer.zero.matrix_optimizers import needs_full_matrices
-from shardformer.zero.optimizer_state_view import holder_of, patch_state_dicts
+from shardformer.zero.optimizer_state_view import patch_state_dicts, zero_optimizer_of
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 
-LOOKED_AT = "_shardformer_looked_at"
-"""The attribute of an optimizer whose first step was looked at."""
+CHECKED_ATTRIBUTE = "_shardformer_looked_at"
+"""Attribute of an optimizer that was checked at its first step."""
 
 
 SCALER_PATCH = Patch(
     "torch.amp.GradScaler._unscale_grads_",
     "shardformer.zero.torch_optimizers",
-    "all ranks skip a step where one finds gradients that are not finite",
+    "all ranks skip a step if one has gradients that are not finite",
 )
 STEP_PATCH = Patch(
     "torch.optim.Optimizer: global hook before step()",
     "shardformer.zero.torch_optimizers",
-    "sums gradients that ranks have not agreed on; warns of optimizers that need whole matrices",
+    "reduces gradients that ranks have not reduced; warns of optimizers that need full matrices",
 )
 
 
 def patch_optimizers_and_scaler() -> None:
-    """From now on torch's scalers and optimizers know the sharded models of this process. Idempotent."""
+    """Patch torch's gradient scaler and optimizers for the sharded models of this process. Idempotent."""
     scaler, name = torch.amp.GradScaler, "_unscale_grads_"
     patch_state_dicts()
-    install(SCALER_PATCH, lambda: replace_attribute(scaler, name, unscale_on_all_ranks(getattr(scaler, name))))
+    install(SCALER_PATCH, lambda: replace_attribute(scaler, name, _unscale_on_all_ranks(getattr(scaler, name))))
     install(STEP_PATCH, lambda: register_optimizer_step_pre_hook(_warn_matrix_optimizer).remove)
 
 
-def unscale_on_all_ranks(original: Any) -> Any:
+def _unscale_on_all_ranks(original: Any) -> Any:
     @wraps(original)
     def unscale(self: Any, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
         found: dict[torch.device, Tensor] = original(self, optimizer, inv_scale, found_inf, allow_fp16)
@@ -73,31 +73,31 @@ def unscale_on_all_ranks(original: Any) -> Any:
 
 
 def _warn_matrix_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if (holder := holder_of(optimizer)) is not None and not holder.is_stepping:
+    if (holder := zero_optimizer_of(optimizer)) is not None and not holder.is_stepping:
         raise ConfigError(
-            f"step was called on the {type(optimizer).__name__} that zero was given",
-            remedy="Step what zero returned: optimizer = shardformer.shard_optimizer(model, optimizer)",
+            f"step() was called on the {type(optimizer).__name__} that was passed to shard_optimizer",
+            remedy="Call step() on its result: optimizer = shardformer.shard_optimizer(model, optimizer)",
         )
     if isinstance(optimizer, ZeroOptimizer):
         return
     if holder is None:
         agree_before_step(optimizer)
-    if LOOKED_AT in optimizer.__dict__:
+    if CHECKED_ATTRIBUTE in optimizer.__dict__:
         return
-    optimizer.__dict__[LOOKED_AT] = True
+    optimizer.__dict__[CHECKED_ATTRIBUTE] = True
     held = tables_of(p for group in optimizer.param_groups for p in group["params"])
     entries = [e for some in held.values() for e in some if e.spec.is_sharded]
     cut = [e.name for e in entries]
     if not cut or not has_data(entries[0].param):
         return
     try:
-        reason = "looks at whole parameters" if needs_full_matrices(optimizer) else None
+        reason = "needs full parameters" if needs_full_matrices(optimizer) else None
     except ConfigError as error:
-        reason = f"is not known to change each number by itself ({error.what})"
+        reason = f"may not be element-wise ({error.what})"
     if reason is not None:
         warnings.warn(
-            f"{type(optimizer).__name__} {reason}, and this rank has a part of {cut[0]}"
-            f"{' and others' if len(cut) > 1 else ''}: it makes other steps than on one device. Write "
-            "optimizer = shardformer.shard_optimizer(model, optimizer), which gives it whole ones.",
+            f"{type(optimizer).__name__} {reason}, but this rank has only a shard of {cut[0]}"
+            f"{' and other parameters' if len(cut) > 1 else ''}. Its steps differ from those on one device. Use "
+            "optimizer = shardformer.shard_optimizer(model, optimizer), which gathers full parameters.",
             stacklevel=4,
         )

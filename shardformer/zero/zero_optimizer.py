@@ -1,4 +1,4 @@
-"""ZeroOptimizer: the optimizer that ``shard_optimizer`` returns. Its parameters are shards of the model's."""
+"""ZeroOptimizer, the optimizer that ``shard_optimizer`` returns. Its parameters are slices of the model's."""
 
 from __future__ import annotations
 
@@ -17,208 +17,162 @@ from shardformer.errors import ConfigError
 from shardformer.gradients.buckets import AllReduceToShards, Bucket, GradientSlot, ReduceScatterToShards
 from shardformer.gradients.reducer import BUCKET_BYTES, GradientReducer
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMetadata
-from shardformer.mesh.parallel_context import Axis, ParallelContext
+from shardformer.mesh.parallel_context import Axis
 from shardformer.offload.disk import FileShard, FileStore
 from shardformer.offload.host import HostMemory
 from shardformer.tensor_parallel.parallel_module import accept_wide_inputs
 from shardformer.torch_compat import hooked_load, hooked_state, is_true
-from shardformer.zero.config import ZeroOptions, no_files
+from shardformer.zero.config import ZeroOptions, offload_directory_error
 from shardformer.zero.device_placement import DevicePlacement
-from shardformer.zero.flat_shards import FlatShard, ParamSlice, set_by_hand
+from shardformer.zero.flat_shards import FlatShard, ParamSlice, assigned_gradient_error
 from shardformer.zero.matrix_optimizers import assign_owners, needs_full_matrices, state_bytes
-from shardformer.zero.memory_estimate import MemoryEstimate, measure_memory, memory_lines
+from shardformer.zero.memory_estimate import MemoryEstimate, format_memory_report, measure_memory
 from shardformer.zero.mixed_precision import LossScale
 from shardformer.zero.optimizer_state_view import (
     LiveState,
     ZeroGradMethod,
-    hold,
+    attach_zero_optimizer,
     load_in_place,
     place_of,
     unchanged_on_error,
 )
-from shardformer.zero.optimizer_step import OptimizerUpdate, ParamAllGather, find_nonfinite, sharded_grad_norm
+from shardformer.zero.optimizer_step import OptimizerUpdate, ParamAllGather, nonfinite_error, sharded_grad_norm
 from shardformer.zero.stage3_gather_schedule import GatherScheduler, set_up_stage3
 from shardformer.zero.stage3_parameters import ParamGroup
 
 
-@contextmanager
-def readable_state(shards: Sequence[FlatShard]) -> Iterator[None]:
-    """The pieces and their states have their values in here."""
-    for shard in shards:
-        shard.load()
-    try:
-        yield
-    finally:
-        for shard in shards:
-            shard.discard(keeps_memory=True)
-
-
-@contextmanager
-def writable_state(
-    shards: Sequence[FlatShard], walk: GatherScheduler | None, host: HostMemory | None, context: ParallelContext
-) -> Iterator[None]:
-    """The pieces may be written to in here; behind it the parameters of all ranks have what was written.
-
-    Communicates one all-gather of the parameters.
-    """
-    with torch.no_grad(), ExitStack() as stack:
-        for shard in shards:
-            stack.enter_context(shard.changing())
-        yield
-        for shard in shards:
-            if shard.rounded is None:  # else it is rounded once, behind this
-                shard.store()
-    if walk is not None:
-        walk.release()
-    hand_out = ParamAllGather()
-    hand_out.add(shards)
-    with torch.no_grad():
-        hand_out.finish()
-    for shard in shards:
-        shard.sync_versions()
-    if isinstance(host, FileStore):
-        host.end_writing(context)
-
-
 def check_unmodified(model: nn.Module, table: ShardingMetadata, shards: Sequence[FlatShard]) -> None:
-    """Before a step. Raises ConfigError for parameters that were replaced, and for gradients that were set by hand."""
+    """Raise ConfigError if a parameter was replaced or moved, or its gradient was assigned, after shard_optimizer."""
     here = {id(p) for p in model.parameters()}
-    rule = "zero moved the parameters to where the ranks' parts lie behind each other, and keeps the gradients itself"
+    rule = "ZeRO moves each parameter to a range of a flat buffer, and keeps the gradients itself"
     for entry in table.entries:
         if id(entry.param) not in here:
-            said = f"{entry.name} was replaced by another parameter after zero was called"
-            raise ConfigError(said, rule=rule, remedy="Call zero after it")
+            said = f"{entry.name} was replaced by another parameter after shard_optimizer was called"
+            raise ConfigError(said, rule=rule, remedy="Replace the parameter before calling shard_optimizer")
         if entry.param.grad is not None:
-            raise set_by_hand(entry.name)
+            raise assigned_gradient_error(entry.name)
     for shard in shards:
         if moved := shard.find_moved_param():
             raise ConfigError(
-                f"{moved} got other memory after zero was called (p.data = ..., model.to(...))",
+                f"The memory of {moved} changed after shard_optimizer was called (p.data = ..., model.to(...))",
                 rule=rule,
-                remedy="Write into it (p.copy_(values), under torch.no_grad()), or move the model before zero",
+                remedy="Write into it with p.copy_(values) under torch.no_grad(), or move the model first",
             )
 
 
 class ZeroOptimizer(Optimizer):
-    """What ``shard_optimizer`` returns. It is used as any optimizer of torch is; its parameters are pieces of yours.
+    """Optimizer with sharded states, which ``shard_optimizer`` returns. Use it like any optimizer of torch.
 
     Attributes:
-        grad_norm: the norm of the last step's gradients before they were clipped; None where it was not taken.
-        skipped: how many steps were left out, since their gradients were not finite.
-        inner: the optimizers that it was made of.
-        is_stepping: whether they make a step now.
-        shards: this rank's parts of all buckets, whose pieces these optimizers have.
+        grad_norm: Gradient norm of the last step before clipping. None if it was not computed.
+        skipped: Number of steps that were skipped because of non-finite gradients.
+        inner: The optimizers that were passed.
+        is_stepping: Whether the inner optimizers are in a step.
+        shards: This rank's shards of all buckets. The inner optimizers step slices of them.
     """
 
-    _is_laid_out = _is_open = False
+    _is_initialized = _is_open = False
     is_stepping = False
 
     def __init__(
-        self,
-        model: nn.Module,
-        table: ShardingMetadata,
-        optimizers: Sequence[Optimizer],
-        settings: ZeroOptions,
+        self, model: nn.Module, table: ShardingMetadata, optimizers: Sequence[Optimizer], settings: ZeroOptions
     ) -> None:
-        self.inner, self._model, self._table, self._settings = list(optimizers), model, table, settings
+        self.inner, self._model, self.table, self._settings = list(optimizers), model, table, settings
         self._stage, self._precision = settings.stage, settings.precision
         device, asked = table.context.device, settings.offload
         where = FileStore if asked.folder is not None else HostMemory
-        self._host = where(asked, device, overlaps=settings.sending.overlap) if asked.to is not None else None
+        self._host = where(asked, device, overlaps=settings.overlap) if asked.to is not None else None
         self.grad_norm: Tensor | None = None
         self.skipped = 0
-        self._walk: GatherScheduler | None = None
+        self._scheduler: GatherScheduler | None = None
         self._is_scaled = False
         kind = AllReduceToShards if self._stage == 0 else ReduceScatterToShards
         self._end = kind(self._receive, self._check_scaled, self._hide, self._show)
         whole = {
             id(p) for o in optimizers if needs_full_matrices(o) for group in o.param_groups for p in group["params"]
         }
-        self.shards = self._lay_out(whole)
-        self._convert(self._precision.dtype)
+        self.shards = self._create_shards(whole)
+        if self._precision.dtype is not None:  # after the master weights were copied from the original values
+            for param in (entry.param for entry in table.entries if entry.param.is_floating_point()):
+                if param.dtype != self._precision.dtype:
+                    param.data = param.data.to(self._precision.dtype)
+            accept_wide_inputs(model)
         self._by_bucket = {id(shard.gradients): shard for shard in self.shards}
         self._places = {id(g): (shard, n) for shard in self.shards for n, g in enumerate(shard.gradients)}
         self._replace_parameters()
-        self._room = self._make_room()
+        last_first = self.shards if self._scheduler is not None else self.shards[::-1]
+        offloaded = [shard for shard in last_first if shard.host is not None]
+        residents = self._scheduler.residents if self._scheduler is not None else None
+        self._placement = DevicePlacement(settings, offloaded, residents, self.inner, table.context)
         keys = {id(entry): number for number, entry in enumerate(table.entries)}
         for shard in self.shards:
             shard.enable_rounding(keys)
         self._update = OptimizerUpdate(self.inner, self.shards, self._host, table.context)
         if isinstance(self._host, FileStore):
-            self._put_into_files(self._host)
+            self._move_to_files(self._host)
         known = [getattr(optimizer, "defaults", {}) for optimizer in self.inner]
         defaults = {name: value for name, value in known[0].items() if all(name in each for each in known)}
         super().__init__([group for optimizer in self.inner for group in optimizer.param_groups], defaults)
-        self._is_laid_out = True
+        self._is_initialized = True
         self._state = LiveState(self.inner, self.shards)
         table.gradient_owner = self
         self.__dict__[METADATA_ATTRIBUTE] = table
         model.__dict__["zero_grad"] = ZeroGradMethod(model, self)
         for optimizer in self.inner:
-            hold(optimizer, self)
+            attach_zero_optimizer(optimizer, self)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the optimizers, as they have them now: a load may have put others in their place."""
-        if self._is_laid_out:
+        """Groups of the inner optimizers, read on each access because loading a state replaces them."""
+        if self._is_initialized:
             self._groups[:] = [group for optimizer in self.inner for group in optimizer.param_groups]
         return self._groups
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        if self._is_laid_out:
-            raise _laid_out("param_groups was set on")
+        if self._is_initialized:
+            raise _unsupported_error("param_groups was set on")
         self._groups = groups
 
     @property  # type: ignore[override]  # torch has an attribute
     def state(self) -> MutableMapping[Tensor, dict[str, Any]]:
-        """The states that the optimizers use. Those in files are there inside of ``loading()`` alone."""
+        """States of the inner optimizers. With files, use it inside of ``readable_state()`` or ``writable_state()``."""
         if isinstance(self._host, FileStore) and not self._is_open:
             raise ConfigError(
-                f"optimizer.state beside offload='nvme:{self._host.disk.folder}'",
-                remedy="Write `with optimizer.loading(): optimizer.state...`, on all ranks",
+                f"optimizer.state cannot be accessed directly with offload='nvme:{self._host.disk.folder}'",
+                remedy="Use `with optimizer.readable_state(): optimizer.state...` on all ranks",
             )
         return self._state
 
     @state.setter
     def state(self, state: Any) -> None:
-        if not self._is_laid_out:
-            return
-        if state:
-            raise _laid_out("state was set on")
-        self.state.clear()
+        if self._is_initialized and state:
+            raise _unsupported_error("state was set on")
+        if self._is_initialized:
+            self.state.clear()
 
-    def _lay_out(self, whole: Collection[int]) -> list[FlatShard]:
-        """The shards of all buckets. Parameters that no ranks agree on get buckets of their own, of one rank."""
-        table = self._table
+    def _create_shards(self, whole: Collection[int]) -> list[FlatShard]:
+        """Create the shards of all buckets. Parameters without a reduction get their own buckets on a one-rank axis."""
+        table = self.table
         held = {id(gradient.param) for reducer in self._reducers() for gradient in reducer.gradients}
         if alone := [GradientSlot(e, Axis("none"), table.coords) for e in table.entries if id(e.param) not in held]:
             table.reducers.append(GradientReducer(alone))
         assign_owners([g for reducer in self._reducers() for g in reducer.gradients], whole, table.context)
         shards: list[FlatShard] = []
         if self._stage == 3:
-            self._walk, shards = set_up_stage3(self._model, table, self._settings, self._end, self._host)
-        return shards + self._cut(self._reducers())
+            self._scheduler, shards = set_up_stage3(self._model, table, self._settings, self._end, self._host)
+        axis = Axis("none") if self._stage == 0 else None
+        dtype, overlap = self._precision.reduce_dtype, self._settings.overlap
+        size: Any = self._settings.bucket_bytes or self.table.request.extra.get("bucket_bytes", BUCKET_BYTES)
+        found = [bucket for r in self._reducers() for bucket in r.reduce_to_shards(self._end, dtype, size, overlap)]
+        narrow, rounding = self._precision.dtype, self._precision.rounding
+        return shards + [FlatShard(each, narrow, axis=axis, host=self._host, rounding=rounding) for each in found]
 
     def _reducers(self) -> list[GradientReducer]:
-        return [reducer for reducer in self._table.reducers if isinstance(reducer, GradientReducer)]
+        return [reducer for reducer in self.table.reducers if isinstance(reducer, GradientReducer)]
 
-    def _cut(self, reducers: Sequence[GradientReducer]) -> list[FlatShard]:
-        axis = Axis("none") if self._stage == 0 else None
-        dtype, sending = self._precision.reduce_dtype, self._settings.sending
-        size: Any = sending.bucket_bytes or self._table.request.extra.get("bucket_bytes", BUCKET_BYTES)
-        found = [bucket for r in reducers for bucket in r.reduce_to_shards(self._end, dtype, size, sending.overlap)]
-        narrow, rounding = self._precision.dtype, self._precision.rounding
-        return [FlatShard(bucket, narrow, axis=axis, host=self._host, rounding=rounding) for bucket in found]
-
-    def _make_room(self) -> DevicePlacement:
-        last_first = self.shards if self._walk is not None else self.shards[::-1]
-        there = [shard for shard in last_first if shard.host is not None]
-        residents = self._walk.residents if self._walk is not None else None
-        return DevicePlacement(self._settings, there, residents, self.inner, self._table.context)
-
-    def _put_into_files(self, files: FileStore) -> None:
-        """Raises ConfigError, on all ranks, where there is no room, or no such folder."""
+    def _move_to_files(self, files: FileStore) -> None:
+        """Move shards to files. Raise ConfigError on all ranks if the directory or the disk space is missing."""
         held = {id(p): (o, group) for o in self.inner for group in o.param_groups for p in group["params"]}
 
         def states(value: Tensor) -> dict[str, Any]:
@@ -227,135 +181,115 @@ class ZeroOptimizer(Optimizer):
         parts = [(shard, shard.host) for shard in self.shards if isinstance(shard.host, FileShard)]
         for shard, part in parts:
             expected = sum(state_bytes(*held[id(p.value)], p.value) for p in shard.slices if id(p.value) in held)
-            part.hold([(p.value, p.shard_range) for p in shard.slices], states, round(expected))
-        if said := files.end_step([part for _, part in parts], self._table.context):
-            raise no_files(files.disk.folder, said)
-
-    def _convert(self, dtype: torch.dtype | None) -> None:
-        """Only when the masters are made, of what the parameters were."""
-        for entry in self._table.entries:
-            if dtype is not None and entry.param.is_floating_point() and entry.param.dtype != dtype:
-                entry.param.data = entry.param.data.to(dtype)
-        if dtype is not None:
-            accept_wide_inputs(self._model)
+            part.set_slices([(p.value, p.shard_range) for p in shard.slices], states, round(expected))
+        if said := files.end_step([part for _, part in parts], self.table.context):
+            raise offload_directory_error(files.disk.folder, said)
 
     def _receive(self, bucket: Bucket, part: Tensor, had: Tensor) -> None:
         self._by_bucket[id(bucket.gradients)].receive(part, had, self._precision.scale)
 
     def _hide(self, gradient: GradientSlot) -> None:
         shard, number = self._places[id(gradient)]
-        shard.hide(number)
+        shard.hide_gradient(number)
 
     def _show(self) -> None:
         for shard in self.shards:
-            shard.show()
+            shard.show_gradients()
 
     def _replace_parameters(self) -> None:
-        """The optimizers get this rank's pieces in the place of the parameters, and of their state what goes with them.
+        """Replace the optimizers' parameters and states by this rank's slices.
 
-        Communicates one all-reduce for each tensor of state of which several ranks hold slices.
+        Communicates one all-reduce for each state tensor of which several ranks store slices.
         """
-        pieces: dict[int, list[ParamSlice]] = {}
+        slices: dict[int, list[ParamSlice]] = {}
         for shard in self.shards:
             for number, gradient in enumerate(shard.gradients):
                 param: Any = gradient.param
-                found = [piece for piece in shard.slices if piece.number == number]
-                pieces.setdefault(id(param), []).extend(found)
+                found = [p for p in shard.slices if p.number == number]
+                slices.setdefault(id(param), []).extend(found)
                 for optimizer in self.inner:
                     if state := optimizer.state.pop(param, None):
-                        cut = shard.cut(number, state)
-                        optimizer.state.update({piece.value: cut for piece in found})
+                        cut = shard.shard_state(number, state)
+                        optimizer.state.update({p.value: cut for p in found})
         for optimizer in self.inner:
             for group in optimizer.param_groups:
-                group["params"] = [piece.value for p in group["params"] for piece in pieces.get(id(p), ())]
+                group["params"] = [param_slice.value for p in group["params"] for param_slice in slices.get(id(p), ())]
 
     # --- one step
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Clips, updates this rank's pieces, and brings the new parameters together on all ranks.
+        """Clip gradients, update this rank's shards and gather the new parameters on all ranks.
 
-        Communicates one all-gather of the parameters that got a gradient; to clip, one number over each axis.
+        Communicates one all-gather of the parameters that received a gradient, and four numbers over each axis if the
+        gradient norm is needed.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self.agree()
-        problem = self._take_edits()
+        problem = self._apply_gradient_edits()
         for shard in self.shards if problem is None else ():
             shard.adopt_written_params()
-        if self._prepare(problem):
-            if self._walk is not None:
-                self._walk.release()
-            with self._stepping():
+        if self._check_and_clip(problem):
+            if self._scheduler is not None:
+                self._scheduler.release()
+            with self._flag("is_stepping"):
                 self._update.run()
-            self._room.after_step()
+            self._placement.after_step()
         self._show()
         return loss
 
-    @contextmanager
-    def _stepping(self) -> Iterator[None]:
-        self.is_stepping = True
-        try:
-            yield
-        finally:
-            self.is_stepping = False
-
-    def _take_edits(self) -> Exception | None:
-        """Takes up what a script did to gradients. Returns what one rank found, for all ranks to raise."""
+    def _apply_gradient_edits(self) -> Exception | None:
+        """Apply the user's edits of gradients. Return an error of this rank, which all ranks will raise."""
         try:
             for shard in self.shards:
                 for number in range(len(shard.gradients)):
-                    shard.hide(number)
-            check_unmodified(self._model, self._table, self.shards)
-        except Exception as error:  # any failure of one rank must reach the others, which would wait for it
+                    shard.hide_gradient(number)
+            check_unmodified(self._model, self.table, self.shards)
+        except Exception as error:  # other ranks wait for this one, so every error must reach them
             return error
         return None
 
-    def _prepare(self, problem: Exception | None) -> bool:
-        """Looks whether all gradients are finite, and clips them. Returns whether the step is to be made.
-
-        Raises, on all ranks, the problem of one.
-        """
-        rules, scale = self._settings.rules, self._precision.loss_scale
+    def _check_and_clip(self, problem: Exception | None) -> bool:
+        """Check that gradients are finite, and clip them. Return whether to step. Raise an error of any rank."""
+        rules, scale = self._settings, self._precision.loss_scale
         is_scaled = self._precision.parameters == "fp16"
         if rules.max_grad_norm is None and rules.on_nonfinite == "ignore" and not is_scaled:
-            self._raise_together(problem)
+            self._norm(problem, ())  # raises on all ranks if one has an error
             return True
         self.grad_norm = self._norm(problem)
         is_finite = (rules.on_nonfinite == "ignore" and not is_scaled) or is_true(torch.isfinite(self.grad_norm))
         if is_scaled:
             scale.update(is_finite)
         elif not is_finite and rules.on_nonfinite == "raise":
-            raise find_nonfinite(self.shards, self._table, self.grad_norm)
+            raise nonfinite_error(self.shards, self.table, self.grad_norm)
         self.skipped += not is_finite
         if is_finite and rules.max_grad_norm is not None:
             self._clip(rules.max_grad_norm)
         return is_finite
 
-    def _raise_together(self, problem: Exception | None, *, in_stage: bool = False) -> None:
-        """Raises, on all ranks, where one has a problem, or where scripts on them did other things to gradients."""
-        sharded_grad_norm(self.shards, self._table, self._stage, problem, (), in_stage=in_stage)
-
-    def _norm(self, problem: Exception | None = None, only: Collection[int] | None = None) -> Tensor:
-        return sharded_grad_norm(self.shards, self._table, self._stage, problem, only)
+    def _norm(
+        self, problem: Exception | None, only: Collection[int] | None = None, *, in_stage: bool = False
+    ) -> Tensor:
+        return sharded_grad_norm(self.shards, self.table, self._stage, problem, only, in_stage=in_stage)
 
     def agree(self) -> None:
-        """Sums what backwards left that were all in ``no_sync``. All ranks call it."""
-        for reducer in self._table.reducers:
+        """Reduce gradients that were accumulated in ``no_sync``. All ranks call it."""
+        for reducer in self.table.reducers:
             if reducer.was_paused:
                 reducer.start()
                 reducer.finish()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """Scales all gradients so that their norm over the whole model is at most ``max_norm``.
+        """Clip the gradient norm of the model to ``max_norm``. Return the norm before, identical on all ranks.
+
+        Communicates one all-reduce of four numbers over each axis.
 
         Args:
-            error_if_nonfinite: leaves gradients as they are whose norm is not finite, for the caller to raise.
-
-        Returns the norm before, the same on all ranks. Communicates one all-reduce of four numbers over each axis.
+            error_if_nonfinite: If the norm is not finite, leave the gradients unchanged. The caller raises.
         """
         self.grad_norm = self.norm_of(None, norm_type)
         if not error_if_nonfinite or is_true(torch.isfinite(self.grad_norm)):
@@ -363,38 +297,38 @@ class ZeroOptimizer(Optimizer):
         return self.grad_norm
 
     def norm_of(self, params: Iterable[Tensor] | None, norm_type: float = 2.0) -> Tensor:
-        """The norm of the gradients of some parameters of the model, alike on all ranks; None: of all.
+        """Return the gradient norm of ``params``, or of all parameters, identical on all ranks.
 
         All ranks call it. Communicates one all-reduce of four numbers over each axis.
         """
         if norm_type != 2.0:
             raise ConfigError(
-                f"norm_type={norm_type} beside zero",
-                rule="What ZeRO clips by is the Euclidean norm",
-                remedy="Leave norm_type out",
+                f"norm_type={norm_type} is not supported under ZeRO",
+                rule="ZeRO only computes the 2-norm",
+                remedy="Omit norm_type",
             )
         self.agree()
-        problem = self._take_edits()
+        problem = self._apply_gradient_edits()
         self._show()
         return self._norm(problem, None if params is None else {id(p) for p in params})
 
     def _clip(self, max_norm: float) -> None:
         assert self.grad_norm is not None
         if math.isinf(max_norm):
-            return  # also where the norm is not finite, and inf / inf would make all gradients NaN
+            return  # inf / inf would make all gradients NaN
         scale = (max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)
         for shard in self.shards:
             if shard.sum is not None:
                 shard.sum.mul_(scale.to(shard.sum))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Throws away all gradients, those of backwards in ``no_sync`` too.
+        """Clear all gradients, including those accumulated in ``no_sync``.
 
         Args:
-            set_to_none: False lets those that are there be 0, with which a step changes weights by momentum and decay.
+            set_to_none: False sets them to zero. The next step then still applies momentum and weight decay.
         """
         for shard in self.shards:
-            shard.forget() if set_to_none else shard.zero()
+            shard.clear_gradients() if set_to_none else shard.zero()
         for p in self._model.parameters():
             if set_to_none:
                 p.grad = None
@@ -403,18 +337,18 @@ class ZeroOptimizer(Optimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """For all but the last backward of a step. Stage 2 keeps no whole gradient, so that it agrees each time."""
-        with self._table.paused() if self._stage < 2 else nullcontext():
+        """Defer the reduction of gradients, for all but the last backward of a step. No effect in stages 2 and 3."""
+        with self.table.paused() if self._stage < 2 else nullcontext():
             yield
 
     def backward(self, loss: Tensor) -> None:
-        """``loss.backward()``; in fp16 of the loss times its scale."""
+        """Run ``loss.backward()``. In fp16 the loss is scaled."""
         with self.scaled() as scale:
             (loss if scale == 1 else loss.float() * scale).backward()
 
     @contextmanager
     def scaled(self) -> Iterator[float]:
-        """What the loss is multiplied by, for the backwards in here."""
+        """Allow backward passes in this context, and yield the factor for the loss."""
         self._is_scaled = True
         try:
             yield self._precision.scale
@@ -424,140 +358,163 @@ class ZeroOptimizer(Optimizer):
     def _check_scaled(self, gradient: GradientSlot) -> None:
         if self._precision.parameters == "fp16" and not self._is_scaled:
             raise ConfigError(
-                f"A gradient of {gradient.entry.name} arrived from a backward that optimizer.backward did not call",
-                rule="In fp16 the loss is scaled before the backward, since small gradients would be 0",
-                remedy="Write optimizer.backward(loss) in the place of loss.backward(), without a GradScaler",
+                f"loss.backward() was called directly with fp16: {gradient.entry.name} received an unscaled gradient",
+                rule="fp16 needs a scaled loss, because small gradients underflow",
+                remedy="Call optimizer.backward(loss) instead of loss.backward(), without a GradScaler",
             )
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What ``torch.amp.GradScaler`` asks before a step."""
+        """Attribute that ``torch.amp.GradScaler`` reads before a step."""
         raise ConfigError(
-            "A GradScaler was given the optimizer that zero returned",
-            remedy="Leave the scaler out: optimizer.backward(loss), optimizer.step()",
+            "A GradScaler was used with the optimizer that shard_optimizer returned",
+            remedy="Remove the GradScaler, and call optimizer.backward(loss) and optimizer.step()",
         )
 
     def full_gradient(self, name: str) -> Tensor | None:
-        """The gradient of a parameter as the next step will use it, in the shape that the parameter has on this rank.
+        """Return the gradient of a parameter for the next step, in the shape of the parameter on this rank, or None.
 
-        None where it has none. All ranks of the parameter's pipeline stage call it. Communicates one all-gather of a
-        bucket, and a few numbers.
+        All ranks of the parameter's pipeline stage call it. Communicates one all-gather of a bucket and a few numbers.
         """
         self.agree()
-        self._raise_together(self._take_edits(), in_stage=True)
+        self._norm(self._apply_gradient_edits(), (), in_stage=True)  # raises on all ranks if one has an error
         self._show()
         for shard in self.shards:
             for number, gradient in enumerate(shard.gradients):
                 if gradient.entry.name == name:
                     return shard.gather_gradient(number)
         raise ConfigError(
-            f"There is no gradient of {name!r}",
-            remedy="See [name for name, p in model.named_parameters() if p.requires_grad]",
+            f"The model has no gradient named {name!r}",
+            remedy="Choose one of [name for name, p in model.named_parameters() if p.requires_grad]",
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank keeps: the optimizers' states of its pieces, and their masters. Each rank saves its own."""
+        """Return this rank's optimizer states and master weights. Each rank saves its own."""
         return hooked_state(self, self._state_dict)
 
     def _state_dict(self) -> dict[str, Any]:
-        context = self._table.context
+        context = self.table.context
         with self.readable_state():
             states = [optimizer.state_dict() for optimizer in self.inner]
             return {
                 "place": {"sizes": context.sizes, "coords": context.coords},
-                # torch hands out the dictionaries that an optimizer goes on using
+                # torch returns the dictionaries that the optimizer continues to use
                 "optimizers": [{**d, "state": {k: dict(v) for k, v in d["state"].items()}} for d in states],
                 "loss_scale": asdict(self._precision.loss_scale),
                 "rounds": self.rounding_counts,
-                "masters": [piece.value.detach().clone() for shard in self.shards for piece in shard.slices],
+                "masters": [p.value.detach().clone() for shard in self.shards for p in shard.slices],
             }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes up what ``state_dict`` of the same rank of an equal grid gave. All ranks call it.
+        """Load the state that ``state_dict`` of the same rank returned for the same layout. All ranks call it.
 
-        Raises ConfigError, on all ranks and before anything is changed, where it is another one's on any.
+        Raises:
+            ConfigError: The state does not belong to this rank. Raised on all ranks, with nothing changed.
         """
         hooked_load(self, state_dict, self._load_state_dict)
 
     def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        context, doing = self._table.context, "load this optimizer's state"
+        context, doing = self.table.context, "load this optimizer's state"
         collective_call(context, lambda: self._check_saved(state_dict), action=doing)
 
         def load() -> None:
             for optimizer, state in zip(self.inner, state_dict["optimizers"], strict=True):
                 load_in_place(optimizer, state)
 
-        pieces = [piece for shard in self.shards for piece in shard.slices]
+        slices = [p for shard in self.shards for p in shard.slices]
         with self.writable_state():
             with unchanged_on_error(self.inner):
                 collective_call(context, load, action=doing)
-            for piece, master in zip(pieces, state_dict["masters"], strict=True):
-                piece.value.copy_(master)
+            for param_slice, master in zip(slices, state_dict["masters"], strict=True):
+                param_slice.value.copy_(master)
         for name, value in state_dict["loss_scale"].items():
             setattr(self._precision.loss_scale, name, value)
         self.rounding_counts = state_dict["rounds"]
 
     def _check_saved(self, state_dict: dict[str, Any]) -> None:
-        context = self._table.context
+        context = self.table.context
         known = ("place", "masters", "optimizers", "loss_scale", "rounds")
         is_dict = isinstance(state_dict, dict)
         if missing := [name for name in known if not is_dict or name not in state_dict]:
             raise ConfigError(
-                f"The state that was to be loaded has no {missing[0]!r}: it is not what this optimizer saved",
-                remedy="Load what optimizer.state_dict() gave; load the state of a plain optimizer into yours before "
-                "shard_optimizer(model, optimizer); or let save_checkpoint save, whose checkpoints fit any layout",
+                f"The state passed to load_state_dict has no {missing[0]!r}, so this optimizer did not save it",
+                remedy="Load the result of optimizer.state_dict(). Load the state of a plain optimizer before calling "
+                "shard_optimizer(model, optimizer). Or use save_checkpoint, which supports any layout",
             )
         saved, axes = state_dict["place"], place_of(self.inner[0])
         try:
             is_here = saved["sizes"] == context.sizes and all(saved["coords"][n] == axes[n][1] for n in axes)
-            fits = is_here and _form_of(state_dict) == self._form
-        except (AttributeError, KeyError, TypeError):  # of something else
+            fits = is_here and _signature_of(state_dict) == self._form
+        except (AttributeError, KeyError, TypeError):  # not a state of a ZeroOptimizer
             fits = False
         if not fits:
             place = {"sizes": context.sizes, "coords": context.coords}
             raise ConfigError(
-                f"This optimizer's state was saved by the rank {saved}, and this is {place}",
-                remedy="Load what state_dict() of this rank gave, with as many processes as then; or let "
-                "shardformer.save_checkpoint save, whose checkpoints fit any layout",
+                f"This optimizer's state was saved by the rank {saved}, but this rank is {place}",
+                remedy="Load the state that this rank saved, with the same number of processes, or use "
+                "shardformer.save_checkpoint, whose checkpoints can be loaded under any layout",
             )
 
     @property
     def _form(self) -> tuple[Any, ...]:
-        shapes = [tuple(piece.value.shape) for shard in self.shards for piece in shard.slices]
+        shapes = [tuple(p.value.shape) for shard in self.shards for p in shard.slices]
         groups = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in self.inner]
         return shapes, groups, sorted(vars(self._precision.loss_scale)), len(self.rounding_counts)
 
     @contextmanager
     def readable_state(self) -> Iterator[None]:
-        """The pieces and their states have their values in here. Between two steps."""
-        with readable_state(self.shards), self._opened():
-            yield
+        """Load the optimizer's values and states for reading. Use it between two steps."""
+        for shard in self.shards:
+            shard.masters.load()
+        try:
+            with self._flag("_is_open"):
+                yield
+        finally:
+            for shard in self.shards:
+                shard.masters.discard(keeps_memory=True)
 
     @contextmanager
     def writable_state(self) -> Iterator[None]:
-        """The pieces may be written to in here; behind it the parameters of all ranks have what was written.
+        """Allow writes to the optimizer's values and states. Use it between two steps, on all ranks.
 
-        All ranks call it. Communicates one all-gather of the parameters.
+        On exit the parameters of all ranks get the new values, which communicates one all-gather.
         """
-        with writable_state(self.shards, self._walk, self._host, self._table.context), self._opened():
-            yield
+        with torch.no_grad(), ExitStack() as stack:
+            for shard in self.shards:
+                stack.enter_context(shard.changing())
+            with self._flag("_is_open"):
+                yield
+            for shard in self.shards:
+                if shard.rounded is None:  # rounded weights are stored once, on exit of shard.changing()
+                    shard.store()
+        if self._scheduler is not None:
+            self._scheduler.release()
+        all_gather = ParamAllGather()
+        all_gather.add(self.shards)
+        with torch.no_grad():
+            all_gather.finish()
+        for shard in self.shards:
+            shard.sync_versions()
+        if isinstance(self._host, FileStore):
+            self._host.end_writing(self.table.context)
 
     @contextmanager
-    def _opened(self) -> Iterator[None]:
-        before, self._is_open = self._is_open, True
+    def _flag(self, name: str) -> Iterator[None]:
+        before = getattr(self, name)
+        setattr(self, name, True)
         try:
             yield
         finally:
-            self._is_open = before
+            setattr(self, name, before)
 
     @property
     def cuts_states(self) -> bool:
-        """Whether ranks that hold the same parameters keep other parts of the state."""
+        """Whether ranks with the same parameters have different shards of the state."""
         return any(s.axis.size > 1 or any(gradient.is_shared for gradient in s.gradients) for s in self.shards)
 
     @property
     def rounding_counts(self) -> list[int]:
-        """How often each shard was rounded by chance."""
+        """Number of stochastic roundings of each shard."""
         return [shard.rounded.step for shard in self.shards if shard.rounded is not None]
 
     @rounding_counts.setter
@@ -566,50 +523,45 @@ class ZeroOptimizer(Optimizer):
             rounded.step = step
 
     @property
-    def table(self) -> ShardingMetadata:
-        """Of the model."""
-        return self._table
-
-    @property
     def param_groups_stage3(self) -> Sequence[ParamGroup]:
-        """Under stage 3, what is gathered together; else none."""
-        return self._walk.units if self._walk is not None else ()
+        """Parameter groups of stage 3, each of which is gathered together. Empty for other stages."""
+        return self._scheduler.units if self._scheduler is not None else ()
 
     @property
     def loss_scale(self) -> LossScale:
         return self._precision.loss_scale
 
     def memory(self) -> MemoryEstimate:
-        """What this rank keeps now, in bytes, by kind."""
-        return measure_memory(self._table, self.shards, self.param_groups_stage3, self.inner)
+        """Measure the memory of this rank in bytes, by kind."""
+        return measure_memory(self.table, self.shards, self.param_groups_stage3, self.inner)
 
     def describe(self) -> str:
-        """What was asked for, what this rank keeps now, and how fast it comes and goes."""
-        return memory_lines(self._settings, self.inner, self.memory(), self._host)
+        """Describe the options, the memory of this rank and the offload bandwidth."""
+        return format_memory_report(self._settings, self.inner, self.memory(), self._host)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ConfigError(
-            "The optimizer that zero returned was to be copied or pickled, as by copy.deepcopy or torch.save",
-            remedy="Copy the model (copy.deepcopy(model)), and call zero for the copy; keep optimizer.state_dict() to "
-            "go back to; or let shardformer.save_checkpoint save",
+            "The optimizer that shard_optimizer returned cannot be copied or pickled",
+            remedy="Copy the model and call shard_optimizer for the copy, save optimizer.state_dict(), or use "
+            "shardformer.save_checkpoint",
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: the pieces of the parameters are laid out once."""
-        if self._is_laid_out:
-            raise _laid_out("add_param_group was called on")
+        """Raise ConfigError: parameters cannot be added after ``shard_optimizer``."""
+        if self._is_initialized:
+            raise _unsupported_error("add_param_group was called on")
         super().add_param_group(param_group)
 
 
-def _form_of(state_dict: dict[str, Any]) -> tuple[Any, ...]:
-    """What all states of one rank have in common."""
+def _signature_of(state_dict: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the shapes, group sizes and keys that all states of this rank have in common."""
     shapes = [tuple(master.shape) for master in state_dict["masters"]]
     groups = [[len(group["params"]) for group in each["param_groups"]] for each in state_dict["optimizers"]]
     return shapes, groups, sorted(state_dict["loss_scale"]), len(state_dict["rounds"])
 
 
-def _laid_out(what: str) -> ConfigError:
+def _unsupported_error(what: str) -> ConfigError:
     return ConfigError(
-        f"{what} the optimizer that zero returned",
-        remedy="Change your own optimizer, then call zero; load a state with load_state_dict",
+        f"{what} the optimizer that shard_optimizer returned",
+        remedy="Change your optimizer before shard_optimizer; use load_state_dict to load a state",
     )

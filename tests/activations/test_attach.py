@@ -1,4 +1,4 @@
-"""Stored activations beside everything else: checkpoints, tensor ranks, stages, ZeRO. All gradients to the bit."""
+"""Stored activations with checkpoints, tensor ranks, stages and ZeRO. All gradients are bitwise equal."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def equal(a: Result, b: Result) -> bool:
 
 
 def trained(model: nn.Module, family: str, on: str | None, context: ParallelContext | None = None) -> Result:
-    """Two forwards before one backward: the loss, the gradients, how much was where, and what was sent."""
+    """Run two forward passes before one backward pass. Return the loss, the gradients, and bytes stored and sent."""
     store = offload_activations(model, on, min_bytes=SMALL) if on else None
     with CollectiveRecorder(context or ParallelContext.of({})) as recorder:
         loss = sample_loss(model, batch_of(family)) + sample_loss(model, batch_of(family, 1))
@@ -64,7 +64,7 @@ def trained(model: nn.Module, family: str, on: str | None, context: ParallelCont
     [("llama", None), ("llama", False), ("llama", True), ("t5", None), ("t5", True), ("bert", False), ("gpt2", None)]
     + [("vit", False), ("whisper", None)],
 )
-def test_models_of_the_zoo_on_the_host(family: str, reentrant: bool | None) -> None:
+def test_transformers_models_on_the_host(family: str, reentrant: bool | None) -> None:
     expected = trained(build(family, reentrant), family, "device")
     found = trained(build(family, reentrant), family, "host")
     assert equal(found, expected)
@@ -98,8 +98,8 @@ def over_ranks(family: str, on: str | None, tensor: int, reentrant: bool | None,
         ("vit", 2, None),
     ],
 )
-def test_of_what_enters_a_layer_each_tensor_rank_keeps_a_part(family: str, tensor: int, reentrant: bool | None) -> None:
-    """The bytes that go, and those on the wire, are those of the docstring."""
+def test_layer_inputs_are_sharded_over_tensor_ranks(family: str, tensor: int, reentrant: bool | None) -> None:
+    """Stored and communicated bytes equal the formula of the docstring."""
     expected = over_ranks(family, "device", tensor, reentrant)
     inputs = sizes_of_layer_inputs(family)
     for on in ("tensor", "tensor+host"):
@@ -113,14 +113,14 @@ def test_of_what_enters_a_layer_each_tensor_rank_keeps_a_part(family: str, tenso
             if on == "tensor":
                 assert figures.most == whole
             else:
-                assert whole - 10_000 < figures.most_host <= whole  # but for what is smaller than SMALL
+                assert whole - 10_000 < figures.most_host <= whole  # tensors below SMALL are not moved
             assert recorder.count("all_gather", purpose=PURPOSE) == 2 * len(inputs)
             payload = sum(tensor * -(-size // tensor) + 8 * tensor for size in inputs)
             assert recorder.wire_bytes("all_gather", purpose=PURPOSE) == (tensor - 1) * payload
 
 
 def sizes_of_layer_inputs(family: str) -> list[int]:
-    """Bytes of the hidden states that enter each layer, in the two forwards of ``trained``."""
+    """Return the bytes of the inputs of each layer in the two forward passes of ``trained``."""
     model, sizes = build(family), list[int]()
     names = [n for n, m in model.named_modules() if n.rpartition(".")[2].isdecimal() and is_layer(n, m)]
     for name in names:
@@ -138,7 +138,7 @@ def is_layer(name: str, module: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("tensor", [2, 3, 4])
-def test_parts_of_any_size_are_joined(tensor: int) -> None:
+def test_shards_of_any_size_are_gathered(tensor: int) -> None:
     def run(context: ParallelContext) -> None:
         for size in (1, 3, 4, 10, 4097):
             whole = torch.arange(size).to(torch.uint8)
@@ -149,14 +149,14 @@ def test_parts_of_any_size_are_joined(tensor: int) -> None:
     run_as_threads(run, tensor=tensor)
 
 
-def test_one_rank_alone_keeps_all() -> None:
+def test_one_rank_keeps_the_full_input() -> None:
     (found,), (expected,) = over_ranks("llama", "tensor", 1, False), over_ranks("llama", "device", 1, False)
     assert equal(found, expected)
     assert found[2] is not None and expected[2] is not None and found[2].most == expected[2].most
 
 
 class Checkpointed(nn.Module):
-    """A checkpoint around a layer, as transformers had it: it saves its input before the layer is called."""
+    """A checkpoint around a layer, as in older transformers: it saves its input before the layer is called."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize("on", ["tensor", "tensor+host"])
-def test_what_a_checkpoint_saves_before_the_layer_is_called_is_cut(on: str) -> None:
+def test_inputs_saved_by_a_checkpoint_are_sharded(on: str) -> None:
     models = [build("gpt2") for _ in range(2)]
     expected = over_ranks("gpt2", None, 2, None)
 
@@ -185,8 +185,8 @@ def test_what_a_checkpoint_saves_before_the_layer_is_called_is_cut(on: str) -> N
         assert own[3] is not None and own[3].count("all_gather", purpose=PURPOSE) == 2 * 2 * 2  # forwards, layers
 
 
-def test_what_is_not_the_same_on_all_ranks_raises_on_all_of_them() -> None:
-    """Without the checksums the gradients would be wrong in silence."""
+def test_inputs_that_differ_between_ranks_raise_on_all_ranks() -> None:
+    """Without the checksums the gradients would be silently wrong."""
     models, raised = [build("llama", False) for _ in range(3)], list[str]()
 
     def run(context: ParallelContext) -> None:
@@ -196,10 +196,10 @@ def test_what_is_not_the_same_on_all_ranks_raises_on_all_of_them() -> None:
         def differ(layer: nn.Module, args: Any, output: Tensor) -> Tensor:
             return output + 1e-9 * (context.rank == 1)
 
-        # not before the second layer: in older transformers, hooks of a layer are in what its checkpoint computes again
+        # from the second layer on: in older transformers the checkpoint of a layer recomputes its hooks
         model.model.layers[0].register_forward_hook(differ)
         loss = sample_loss(model, batch_of("llama"))
-        with pytest.raises(InputError, match=r"What entered model.layers.1 was not the same .* rank 1 of 3 held"):
+        with pytest.raises(InputError, match=r"The input of layer model.layers.1 differed .* rank 1 of 3 had"):
             loss.backward()
         raised.append(str(context))
 
@@ -207,9 +207,11 @@ def test_what_is_not_the_same_on_all_ranks_raises_on_all_of_them() -> None:
     assert len(raised) == 3
 
 
-def test_where_the_sequence_is_cut_there_is_nothing_to_cut_and_the_host_takes_the_parts() -> None:
+def test_sharded_sequences_can_only_be_stored_on_the_host() -> None:
     options = {"enable_sequence_parallelism": True}
-    with pytest.raises(ConfigError, match=r"on='tensor' .* cuts the stream between its layers: sequence over tensor"):
+    with pytest.raises(
+        ConfigError, match=r"on='tensor' .* shards the hidden states between its layers .sequence over tensor"
+    ):
         over_ranks("llama", "tensor", 2, False, **options)
     expected, found = (over_ranks("llama", on, 2, False, **options) for on in ("device", "host"))
     assert all(equal(own, other) for own, other in zip(found, expected, strict=True))
@@ -232,7 +234,7 @@ def _dropped(on: str | None, reentrant: bool) -> tuple[float, list[Tensor | None
 
 @pytest.mark.reduced(one_in=2)
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_dropout_draws_the_same_on_processes(pool2: WorkerPool, reentrant: bool) -> None:
+def test_dropout_is_identical_on_processes(pool2: WorkerPool, reentrant: bool) -> None:
     expected = pool2.run(_dropped, None, reentrant)
     for on in ("host", "tensor+host"):
         for own, other in zip(pool2.run(_dropped, on, reentrant), expected, strict=True):
@@ -246,12 +248,12 @@ def _in_ddp(on: str | None) -> tuple[float, list[Tensor | None]]:
     return loss, grads
 
 
-def test_torchs_data_parallel_around_a_plain_model(pool2: WorkerPool) -> None:
+def test_ddp_around_a_plain_model(pool2: WorkerPool) -> None:
     for own, other in zip(pool2.run(_in_ddp, "host"), pool2.run(_in_ddp, None), strict=True):
         assert equal((*own, None, None), (*other, None, None))
 
 
-def test_a_model_that_a_wrapper_holds_is_cut_too() -> None:
+def test_sharded_model_inside_of_a_wrapper() -> None:
     models = [build("gpt2", False) for _ in range(2)]
 
     def run(context: ParallelContext) -> int:
@@ -304,7 +306,7 @@ def test_over_stages(schedule: str) -> None:
 
 @pytest.mark.slow
 def test_over_stages_and_tensor_ranks_with_checkpoints() -> None:
-    """What a stage received stays whole: the pipeline holds it for its gradient."""
+    """The received input of a stage is not sharded, because the pipeline keeps it for its gradient."""
     expected, found = in_stages("device", "1f1b", 2, False), in_stages("tensor", "1f1b", 2, False)
     counts = [own[3].count("all_gather", purpose=PURPOSE) for own in found if own[3] is not None]
     assert counts == [2 * 2 * 4 * layers for layers in (2, 2, 1, 1)]  # steps, micro-batches
@@ -321,7 +323,7 @@ def test_over_stages_and_tensor_ranks_with_checkpoints() -> None:
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=["whole", "checkpoint", "reentrant"])
 @pytest.mark.parametrize(("stage", "first"), [(2, "zero"), (3, "zero"), (3, "store")])
 def test_zero(stage: int, first: str, reentrant: bool | None) -> None:
-    """In both orders of the two calls: what stage 3 knows as its own stays its own."""
+    """The two calls work in both orders: gathered parameters are left to stage 3."""
 
     def run_with(on: str | None) -> list[tuple[dict[str, Tensor], int]]:
         models = [build("llama", reentrant) for _ in range(2)]
@@ -347,10 +349,10 @@ def test_zero(stage: int, first: str, reentrant: bool | None) -> None:
     sample_loss(plain_model, batch_of("llama")).backward()
     for (weights, most_host), (plain, _) in zip(on_host, expected, strict=True):
         assert all(torch.equal(weights[name], value) for name, value in plain.items())
-        assert most_host == store.stats().most_host  # and no parameter that was gathered
+        assert most_host == store.stats().most_host  # gathered parameters are not stored
 
 
-def test_parts_on_the_host_beside_stage_3_over_data_and_tensor_ranks() -> None:
+def test_shards_on_the_host_with_stage_3_over_data_and_tensor_ranks() -> None:
     def run_with(on: str | None) -> list[dict[str, Tensor]]:
         models = [build("llama", False) for _ in range(4)]
 

@@ -1,4 +1,4 @@
-"""What a forward saves lies on the host until the backward needs it, and every gradient is the same to the bit."""
+"""Saved tensors are on the host until the backward pass needs them, and gradients are bitwise equal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Gradients = list[Tensor | None]
 
 
 class Net(nn.Module):
-    """Views of one memory, an expanded one, results that are saved, and what can be changed behind its back."""
+    """A module with views, an expanded tensor, saved results, and tensors that can be modified in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def stored(model: nn.Module, link: HostDeviceCopier | None = None, min_bytes: in
 
 
 def drained(store: ActivationStore) -> ActivationStats:
-    """The figures when all copies to the host are done."""
+    """Return the stats after all copies to the host are complete."""
     while store._leaving:
         store._release(store._leaving.popleft())
     return store.stats()
@@ -102,7 +102,7 @@ USES = [once, twice_through_one_graph, two_forwards, gradients_of_gradients, a_f
 
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("bandwidth", [None, 1e6], ids=["fast", "slow"])
-def test_gradients_are_the_same_and_all_memory_is_given_back(
+def test_gradients_are_identical_and_all_memory_is_freed(
     use: Callable[[nn.Module], None], bandwidth: float | None
 ) -> None:
     model = Net()
@@ -113,10 +113,10 @@ def test_gradients_are_the_same_and_all_memory_is_given_back(
     figures = drained(store)
     assert (sum(figures.device.values()), figures.host) == (0, 0)
     assert figures.most_host > 10_000 and figures.bandwidth[DEVICE_TO_HOST] is not None
-    assert "On the host: 0, at most" in str(figures)
+    assert "On the host: 0 bytes, at most" in str(figures)
 
 
-def test_what_is_changed_after_it_was_saved_raises_as_without_it() -> None:
+def test_inplace_change_of_a_saved_tensor_raises() -> None:
     for model in (Net(), Net()):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             gradients(model, what_is_saved_is_changed)
@@ -127,7 +127,7 @@ def test_what_is_changed_after_it_was_saved_raises_as_without_it() -> None:
 
 
 class Keep(Function):
-    """Saves tensors, and compares what comes back."""
+    """Save tensors and compare the restored ones."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *kept: Tensor) -> Tensor:
@@ -163,14 +163,14 @@ def kinds() -> list[Tensor]:
     ]
 
 
-def test_views_come_back_with_their_strides_and_dtypes() -> None:
+def test_views_keep_their_strides_and_dtypes() -> None:
     model = Keeper(kinds)
     store = stored(model)
     model().sum().backward()
     assert store.stats().most_host > 64 * 50 * 4
 
 
-def test_views_of_one_memory_are_kept_once_and_a_small_part_of_a_large_one_by_itself() -> None:
+def test_views_share_storage_and_small_slices_do_not() -> None:
     x, big = torch.randn(30, 40), torch.randn(1000, 10)
     store = stored(model := Keeper(lambda: [*x.chunk(3, 1), x, x.t(), big[10:14], big[10:14].t()]))
     loss = model().sum()
@@ -179,7 +179,7 @@ def test_views_of_one_memory_are_kept_once_and_a_small_part_of_a_large_one_by_it
 
 
 @pytest.mark.parametrize("enabled", [False, True])
-def test_parameters_views_of_them_casts_of_them_and_buffers_stay(enabled: bool) -> None:
+def test_parameters_their_views_and_casts_and_buffers_are_not_moved(enabled: bool) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.BatchNorm1d(64).eval(), nn.Linear(64, 64))
     store = stored(model, min_bytes=65)
     with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
@@ -190,7 +190,7 @@ def test_parameters_views_of_them_casts_of_them_and_buffers_stay(enabled: bool) 
 
 
 class Deep(nn.Module):
-    """Layers that are checkpointed, each with an input of as many bytes. ``at`` is called before each layer."""
+    """Checkpointed layers with inputs of equal size. ``at`` is called before each layer."""
 
     def __init__(self, layers: int = 12, width: int = 32, *, reentrant: bool = False) -> None:
         super().__init__()
@@ -207,8 +207,8 @@ class Deep(nn.Module):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_of_the_inputs_of_checkpoints_two_are_on_the_device_at_a_time(reentrant: bool) -> None:
-    """In the forward those whose copy is under way, in the backward those that are asked for next: and no more."""
+def test_at_most_two_checkpoint_inputs_are_on_the_device(reentrant: bool) -> None:
+    """Only storages in copy (forward pass) or prefetched (backward pass) are on the device."""
     model, x = Deep(reentrant=reentrant), torch.randn(64, 32, requires_grad=True)
     size = x.nbytes
     expected = gradients(model, lambda m: m(x).sum().backward())
@@ -219,7 +219,7 @@ def test_of_the_inputs_of_checkpoints_two_are_on_the_device_at_a_time(reentrant:
     loss = model(x).sum()
     forward = store.stats()
     assert forward.most_host == 12 * size and forward.most <= (PREFETCH_COUNT + 1) * size
-    assert sum(not storage.expired() for storage in seen) <= PREFETCH_COUNT + 1  # the memory has really gone
+    assert sum(not storage.expired() for storage in seen) <= PREFETCH_COUNT + 1  # the memory was freed
     held: list[int] = []
     for layer in model.layers:
         layer.weight.register_hook(lambda grad: held.append(store.stats().device[FETCHED]))
@@ -231,7 +231,7 @@ def test_of_the_inputs_of_checkpoints_two_are_on_the_device_at_a_time(reentrant:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
-def test_on_a_gpu_the_allocator_gives_the_memory_back() -> None:
+def test_gpu_memory_is_freed() -> None:
     def peak(on: str) -> tuple[int, Gradients]:
         model, x = Deep(24, 1024).cuda(), torch.randn(4096, 1024, device="cuda", requires_grad=True)
         store = offload_activations(model, on)
@@ -248,7 +248,7 @@ def test_on_a_gpu_the_allocator_gives_the_memory_back() -> None:
     assert same(found, expected) and host < device - 12 * 4096 * 1024 * 4
 
 
-def test_it_takes_as_much_as_all_inputs_where_nothing_moves() -> None:
+def test_without_moves_the_store_counts_all_inputs() -> None:
     model, x = Deep(), torch.randn(64, 32, requires_grad=True)
     store = offload_activations(model, "device", min_bytes=0)
     loss = model(x).sum()
@@ -257,14 +257,14 @@ def test_it_takes_as_much_as_all_inputs_where_nothing_moves() -> None:
     assert (store.stats().most, store.stats().most_host) == (12 * x.nbytes, 0)
 
 
-def test_what_is_smaller_than_min_bytes_stays() -> None:
+def test_tensors_below_min_bytes_are_not_moved() -> None:
     model, x = Deep(), torch.randn(64, 32, requires_grad=True)
     store = offload_activations(model, min_bytes=x.nbytes + 1)
     model(x).sum().backward()
     assert (store.stats().most, store.stats().most_host) == (12 * x.nbytes, 0)
 
 
-def test_copies_up_are_made_in_the_order_in_which_the_backward_asks() -> None:
+def test_prefetch_follows_the_order_of_the_backward_pass() -> None:
     model, x = Deep(5), torch.randn(64, 32, requires_grad=True)
     store = stored(model, link := HostDeviceCopier(torch.device("cpu")))
     loss = model(x).sum()
@@ -274,7 +274,7 @@ def test_copies_up_are_made_in_the_order_in_which_the_backward_asks() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_dropout_under_a_checkpoint_drops_the_same(reentrant: bool) -> None:
+def test_dropout_under_a_checkpoint_is_identical(reentrant: bool) -> None:
     def model() -> nn.Module:
         torch.manual_seed(0)
         layer = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.Tanh())
@@ -308,7 +308,7 @@ def top() -> Any:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
-def test_hooks_of_others_around_a_forward_keep_what_it_saves() -> None:
+def test_foreign_hooks_around_a_forward_store_its_tensors() -> None:
     model = Net()
     expected = gradients(model, once)
     store = stored(model)
@@ -330,7 +330,7 @@ def test_without_gradients_nothing_is_stored() -> None:
     assert (store.stats().most, store.stats().most_host) == (0, 0)
 
 
-def test_a_model_in_a_model_keeps_its_own_and_a_copied_one_has_a_store_of_its_own() -> None:
+def test_nested_and_copied_models_have_their_own_store() -> None:
     inner = Net()
     expected = gradients(inner, once)
     own, around = stored(inner), stored(outer := nn.Sequential(nn.Linear(16, 16), inner))
@@ -343,7 +343,7 @@ def test_a_model_in_a_model_keeps_its_own_and_a_copied_one_has_a_store_of_its_ow
 
 
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
-def test_a_forward_that_is_broken_off_leaves_no_hooks_behind_the_next(kind: type[BaseException]) -> None:
+def test_interrupted_forward_pass_leaves_no_hooks(kind: type[BaseException]) -> None:
     model = Net()
     expected = gradients(model, once)
     stored(model)
@@ -360,7 +360,7 @@ def test_a_forward_that_is_broken_off_leaves_no_hooks_behind_the_next(kind: type
 
 
 @pytest.mark.slow
-def test_parts_that_are_compiled_and_models_that_are() -> None:
+def test_compiled_submodules_and_models() -> None:
     model = Net()
     expected = gradients(model, once)
     store = stored(part := copy.deepcopy(model))
@@ -372,18 +372,18 @@ def test_parts_that_are_compiled_and_models_that_are() -> None:
     assert same(gradients(whole, lambda _: compiled(X).backward()), expected)
 
 
-def test_it_is_called_once_and_removed_for_good() -> None:
+def test_second_call_raises_and_remove_is_final() -> None:
     store = offload_activations(model := Net(), min_bytes=0)
     loss = model(X)
-    with pytest.raises(ConfigError, match="store_activations of a Net whose activations are stored"):
+    with pytest.raises(ConfigError, match="activations of this Net are already stored"):
         offload_activations(model)
     store.remove()
-    loss.backward()  # what was stored comes back
+    loss.backward()  # stored tensors remain available
     store.reset()
     once(model)
     assert store.stats().most_host == 0
     offload_activations(model, min_bytes=0).remove()
     with pytest.raises(ConfigError, match=r"on='disk'.*'device', 'host', 'tensor', 'tensor.host'"):
         offload_activations(model, "disk")
-    with pytest.raises(ConfigError, match="on='tensor' for a Net that has no layers that are known"):
+    with pytest.raises(ConfigError, match=r"on='tensor' .* this Net has no known layers"):
         offload_activations(model, "tensor")

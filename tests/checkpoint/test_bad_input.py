@@ -160,7 +160,7 @@ def test_the_optimizer_of_another_model_under_zero(tmp_path: Path) -> None:
         save_checkpoint(model, tmp_path, optimizer)
 
 
-@pytest.mark.filterwarnings("ignore:Adafactor looks at whole parameters")
+@pytest.mark.filterwarnings("ignore:Adafactor needs full parameters")
 def test_states_of_a_cut_matrix_that_are_not_cut_alike(tmp_path: Path) -> None:
     """Rows and columns of a part are not those of the whole: with ``shard_optimizer`` an owner has the whole."""
 

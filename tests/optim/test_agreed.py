@@ -1,4 +1,4 @@
-"""An optimizer of torch steps with gradients that all ranks agreed on, or raises on all of them."""
+"""Optimizers of torch step with reduced gradients, or raise on all ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Pause = Callable[[], Any]
 
 
 def loss(model: nn.Module, step: int, ranks: list[int]) -> Tensor:
-    """The mean over these ranks."""
+    """Return the mean loss over these ranks."""
     total: Tensor = sum(model(inputs(step, rank)).square().mean() for rank in ranks) / len(ranks)  # type: ignore[assignment]
     return total
 
@@ -44,7 +44,7 @@ def last_in_no_sync(model: nn.Module, optimizer: Any, ranks: list[int], pause: P
 
 
 def put_back(model: nn.Module, optimizer: Any, ranks: list[int], pause: Pause) -> None:
-    """Gradients of several backwards are added up by hand, and set after zero_grad; once to what a backward adds to."""
+    """Sum the gradients of several backward passes by hand, and assign the sum after zero_grad."""
     params = list(model.parameters())
     for step in range(3):
         total: list[Any] = [0.0] * len(params)
@@ -66,7 +66,7 @@ LOOPS = {f.__name__: f for f in (both_in_no_sync, last_in_no_sync, put_back)}
 @pytest.mark.reduced
 @pytest.mark.parametrize("stage", [None, 0, 1, 2, 3])
 @pytest.mark.parametrize("name", LOOPS)
-def test_gradients_that_a_step_finds_are_those_of_one_process(name: str, stage: int | None) -> None:
+def test_step_uses_the_gradients_of_one_process(name: str, stage: int | None) -> None:
     def trained(model: nn.Module, optimizer: Any, ranks: list[int], pause: Pause) -> None:
         LOOPS[name](model, optimizer, ranks, pause)
 
@@ -112,7 +112,7 @@ OWN = {
 
 @pytest.mark.parametrize("first", [False, True], ids=["first", "after a step"])
 @pytest.mark.parametrize("name", OWN)
-def test_gradients_of_a_rank_alone_are_refused_on_all_and_no_weight_changes(name: str, first: bool) -> None:
+def test_gradients_of_one_rank_raise_on_all_ranks_and_change_no_weight(name: str, first: bool) -> None:
     change, said = OWN[name]
     models = [net(), net()]
 
@@ -132,7 +132,7 @@ def test_gradients_of_a_rank_alone_are_refused_on_all_and_no_weight_changes(name
     run_as_threads(over, data=2)
 
 
-def test_a_step_more_on_one_rank_alone_raises_on_all() -> None:
+def test_extra_step_on_one_rank_raises_on_all_ranks() -> None:
     models = [net(), net()]
 
     def over(context: ParallelContext) -> str:
@@ -150,7 +150,7 @@ def test_a_step_more_on_one_rank_alone_raises_on_all() -> None:
     assert "Rank 0 called SGD.step, without a backward since its last step" in first
 
 
-def test_gradients_that_a_script_sets_to_the_same_numbers_on_all_ranks_count() -> None:
+def test_equal_gradients_assigned_on_all_ranks_are_used() -> None:
     models = [net(), net()]
 
     def over(context: ParallelContext) -> Tensor:

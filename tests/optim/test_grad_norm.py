@@ -1,4 +1,4 @@
-"""The norm of a sharded model's gradients is torch's of the plain model, and so is what clipping leaves."""
+"""The gradient norm and the clipped gradients of a sharded model equal those of the plain model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _clip(family: str, norm_type: float, max_norm: float) -> tuple[float, float,
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])  # tied weights; KV heads that ranks share
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, math.inf])
-def test_clipping_is_torchs_on_the_plain_model(pools: WorkerPools, family: str, norm_type: float) -> None:
+def test_clipping_equals_torch_on_the_plain_model(pools: WorkerPools, family: str, norm_type: float) -> None:
     for got, want, worst, calls in pools(4).run(_clip, family, norm_type, 0.01):
         assert got == pytest.approx(want, rel=2e-6) and want > 0.01
         assert worst < 1e-6 * want
@@ -50,7 +50,7 @@ def test_clipping_is_torchs_on_the_plain_model(pools: WorkerPools, family: str, 
 
 
 class Bank(nn.Module):
-    """Experts whose weights are stacked; each sees every token."""
+    """Experts with stacked weights. Each expert processes every token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class _ExpertsPolicy(RolePolicy):
     stack = LayerStack("layers", [Experts("experts", "up", "down")])
 
 
-def test_a_model_without_one_parallel_layer_has_the_norm_of_all_its_parts() -> None:
+def test_norm_of_a_model_without_parallel_layers() -> None:
     plain, x = _OfExperts(), torch.randn(2, 5, 8)
     models = [deepcopy(plain), deepcopy(plain)]
     plain(x).square().mean().backward()
@@ -99,9 +99,9 @@ def _nonfinite() -> str:
     return ""
 
 
-def test_a_norm_that_is_no_number_can_be_refused() -> None:
+def test_error_if_nonfinite_raises() -> None:
     assert "nan" in _nonfinite()
 
 
-def test_without_gradients_the_norm_is_zero() -> None:
+def test_norm_without_gradients_is_zero() -> None:
     assert float(grad_norm(torch.nn.Linear(2, 2))) == 0.0

@@ -1,4 +1,4 @@
-"""What a script holds under ZeRO is live: gradients, states, groups; before and after a step, a load or a reshape."""
+"""Gradients, states and groups of a ZeRO optimizer are live, also after a step, a load or a resharding."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Change = Callable[[nn.Module, Any], object]
 
 
 _DRAWING = threading.Lock()
-"""Ranks that are threads have one random generator."""
+"""Ranks that are threads share one random generator."""
 
 
 def net() -> nn.Sequential:
@@ -58,7 +58,7 @@ def train(model: nn.Module, optimizer: Any, ranks: list[int], change: Change, ev
 
 
 def nothing(model: nn.Module, optimizer: Any) -> None:
-    """For what is left as it is."""
+    """Change nothing."""
 
 
 def check_same(
@@ -70,7 +70,7 @@ def check_same(
     ranks: int = RANKS,
     **how: Any,
 ) -> None:
-    """The weights are those of one process on which a script does the same."""
+    """Compare the weights with one process in which a script makes the same changes."""
     plain = net()
     train(plain, adam(plain), list(range(ranks)), change, every, behind)
     models = [net() for _ in range(ranks)]
@@ -94,7 +94,7 @@ def check_same(
 
 
 def each_grad(function: Callable[[Tensor], object]) -> Change:
-    """Does something in place to each gradient that is there."""
+    """Apply a function in place to each gradient."""
 
     def change(model: nn.Module, optimizer: Any) -> None:
         grads = [p.grad for p in model.parameters() if p.grad is not None]
@@ -110,7 +110,7 @@ def halve(grad: Tensor) -> None:
 
 
 def noise(grad: Tensor) -> None:
-    """Ranks are threads here, which draw from one generator."""
+    """Add noise. Ranks are threads here, which share one generator."""
     generator = torch.Generator().manual_seed(grad.numel())
     grad.add_(torch.randn(grad.shape, generator=generator, dtype=grad.dtype), alpha=0.1)
 
@@ -122,7 +122,7 @@ def put_back(model: nn.Module, optimizer: Any) -> None:
 
 
 def of_groups(model: nn.Module, optimizer: Any) -> None:
-    """By the parameters that the optimizer has, of which some are on no rank but one."""
+    """Edit gradients through the optimizer's parameters, some of which are on one rank only."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             p.grad = p.grad.sign()
@@ -155,23 +155,23 @@ CHANGES: dict[str, Change] = {
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_a_script_does_to_gradients_counts(name: str, stage: int) -> None:
+def test_edits_of_gradients_take_effect(name: str, stage: int) -> None:
     check_same(CHANGES[name], stage=stage)
 
 
 @pytest.mark.parametrize("how", [{"ranks": 1}, {"offload": "cpu"}, {"stage": 2, "every": 2}])
 @pytest.mark.parametrize("name", ["mul", "put back", "groups", "none"])
-def test_so_it_does_in_one_process_on_the_host_and_where_gradients_are_kept(name: str, how: dict[str, Any]) -> None:
+def test_edits_of_gradients_take_effect_in_one_process_and_on_the_host(name: str, how: dict[str, Any]) -> None:
     check_same(CHANGES[name], **how)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("offload", [None, "cpu"])
-def test_a_step_keeps_gradients(stage: int, offload: str | None) -> None:
+def test_step_keeps_gradients(stage: int, offload: str | None) -> None:
     check_same(every=2, stage=stage, offload=offload)
 
 
-def test_a_tensor_like_a_gradient_is_drawn_as_that_of_one_process() -> None:
+def test_randn_like_a_gradient_equals_one_process() -> None:
     model = net()
     shard_optimizer(model, adam(model))
     model(inputs(0, 0)).square().mean().backward()
@@ -183,8 +183,8 @@ def test_a_tensor_like_a_gradient_is_drawn_as_that_of_one_process() -> None:
         assert torch.equal(*drawn) and type(drawn[0]) is Tensor
 
 
-def test_gradients_that_are_set_to_zero_count_and_those_that_are_none_do_not() -> None:
-    """With momentum, a step with gradients of 0 changes weights, and one without gradients does not."""
+def test_zero_gradients_are_used_and_none_gradients_are_not() -> None:
+    """With momentum, a step with zero gradients changes weights, and a step without gradients does not."""
 
     def again(set_to_none: bool) -> Change:
         def behind(model: nn.Module, optimizer: Any) -> None:
@@ -203,7 +203,7 @@ def test_gradients_that_are_set_to_zero_count_and_those_that_are_none_do_not() -
     torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=0, atol=1e-11)
 
 
-def test_an_edit_of_gradients_in_no_sync_counts() -> None:
+def test_edit_of_gradients_in_no_sync_takes_effect() -> None:
     def loop(model: nn.Module, optimizer: Any, ranks: list[int], pause: Callable[[], Any]) -> None:
         for step in range(STEPS):
             with pause():
@@ -230,8 +230,8 @@ def test_an_edit_of_gradients_in_no_sync_counts() -> None:
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["before", "behind"])
 @pytest.mark.parametrize("stage", [None, 1, 3])
-def test_a_hook_on_an_accumulated_gradient_counts(stage: int | None, is_first: bool) -> None:
-    """Also one that is registered behind those that sum gradients, on the last parameter of a bucket."""
+def test_post_accumulate_hook_takes_effect(stage: int | None, is_first: bool) -> None:
+    """The hook may be registered after the hooks of the reducer, on the last parameter of a bucket."""
 
     def halve(param: Tensor) -> None:
         assert param.grad is not None
@@ -266,7 +266,7 @@ def test_a_hook_on_an_accumulated_gradient_counts(stage: int | None, is_first: b
 
 
 @pytest.mark.parametrize("on_nonfinite", ["raise", "ignore"])
-def test_what_cannot_be_honoured_raises_on_all_ranks(on_nonfinite: str) -> None:
+def test_unsupported_gradient_edits_raise_on_all_ranks(on_nonfinite: str) -> None:
     def over(context: ParallelContext) -> list[str]:
         model = net()
         optimizer = shard_optimizer(model, adam(model), context=context, stage=2, on_nonfinite=on_nonfinite)
@@ -288,8 +288,8 @@ def test_what_cannot_be_honoured_raises_on_all_ranks(on_nonfinite: str) -> None:
         return [*said, str(caught.value)]
 
     first, second = run_as_threads(over, data=2)
-    assert all("on the gradient of 0.weight, of which this rank has a part" in said for said in first[:3])
-    assert "Another rank refused" in first[3] and "0.weight has a .grad" in second[3]
+    assert all("to the gradient of 0.weight, because this rank has only a shard" in said for said in first[:3])
+    assert "Another rank rejected" in first[3] and ".grad of parameter 0.weight" in second[3]
 
 
 @pytest.mark.parametrize("layout", [{"data": 2}, {"data": 2, "tensor": 2}])
@@ -298,9 +298,7 @@ def test_what_cannot_be_honoured_raises_on_all_ranks(on_nonfinite: str) -> None:
     [(lambda p: p.grad.mul_(2), "raise"), (lambda p: setattr(p, "grad", None), "ignore")],
     ids=["mul", "none"],
 )
-def test_what_one_rank_does_alone_to_gradients_raises_on_all_ranks(
-    change: Any, on_nonfinite: str, layout: dict[str, int]
-) -> None:
+def test_gradient_edit_on_one_rank_raises_on_all_ranks(change: Any, on_nonfinite: str, layout: dict[str, int]) -> None:
     torch.manual_seed(0)
     plain = ToyLM().double()
     models = [copy.deepcopy(plain) for _ in range(4)]
@@ -311,7 +309,7 @@ def test_what_one_rank_does_alone_to_gradients_raises_on_all_ranks(
         toy_loss(model, toy_batch(0)).backward()
         if context.rank == 0:
             change(next(model.parameters()))
-        with pytest.raises(ConfigError, match="Ranks changed gradients in different ways"):
+        with pytest.raises(ConfigError, match="Ranks edited gradients differently"):
             optimizer.step()
 
     run_as_threads(over, **layout)
@@ -345,18 +343,18 @@ STATES: dict[str, Change] = {
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("name", STATES)
-def test_what_a_script_does_to_states_counts(name: str, stage: int) -> None:
+def test_edits_of_optimizer_states_take_effect(name: str, stage: int) -> None:
     check_same(behind=STATES[name], stage=stage)
 
 
-def test_states_on_the_host_are_live_and_those_in_files_inside_of_loading(tmp_path: Path) -> None:
+def test_offloaded_states_can_be_edited(tmp_path: Path) -> None:
     check_same(behind=STATES["by parameter"], stage=2, offload="cpu")
 
     def cleared(model: nn.Module, optimizer: Any) -> None:
         if not hasattr(optimizer, "writable_state"):
             optimizer.state.clear()
             return
-        with pytest.raises(ConfigError, match=r"optimizer.state beside offload='nvme:"):
+        with pytest.raises(ConfigError, match=r"optimizer.state cannot be accessed directly with offload='nvme:"):
             optimizer.state.clear()
         with optimizer.writable_state():
             optimizer.state.clear()
@@ -364,7 +362,7 @@ def test_states_on_the_host_are_live_and_those_in_files_inside_of_loading(tmp_pa
     check_same(behind=cleared, ranks=1, offload=f"nvme:{tmp_path}")
 
 
-def test_a_state_of_another_rank_is_refused_on_all_ranks() -> None:
+def test_state_of_another_rank_raises_on_all_ranks() -> None:
     states: list[Any] = [None, None]
     torch.manual_seed(0)
     plain = ToyLM().double()
@@ -377,8 +375,8 @@ def test_a_state_of_another_rank_is_refused_on_all_ranks() -> None:
         optimizer.step()
         states[context.rank] = copy.deepcopy(optimizer.state_dict())
         before = copy.deepcopy(optimizer.state_dict())
-        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # its own
-        shardformer.gradients.grad_norm(model)  # so that all ranks have theirs
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # saved by this rank
+        shardformer.gradients.grad_norm(model)  # synchronizes the ranks
         said = []
         bare = {name: states[0][name] for name in ("state", "param_groups")}
         for wrong in (states[0], bare, states[1 - context.rank]):
@@ -392,11 +390,11 @@ def test_a_state_of_another_rank_is_refused_on_all_ranks() -> None:
         return " ".join(said)
 
     assert all(
-        "another rank, tensor 0 of 2" in said or "tensor 1 of 2" in said for said in run_as_threads(over, tensor=2)
+        "the rank at tensor 0 of 2" in said or "tensor 1 of 2" in said for said in run_as_threads(over, tensor=2)
     )
 
 
-def test_zero_refuses_a_state_of_another_rank_on_all_ranks_and_changes_nothing() -> None:
+def test_zero_state_of_another_rank_raises_on_all_ranks_and_changes_nothing() -> None:
     states: list[Any] = [None, None]
     models = [net(), net()]
 
@@ -447,7 +445,7 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 
 
 def scheduled(kind: str, is_sharded: bool, folder: Path | None) -> list[float]:
-    """The lengths of steps of SGD whose gradient is 1, of which the fourth follows a load."""
+    """Return the step lengths of SGD with gradients of 1. The fourth step follows a load."""
 
     def make() -> tuple[nn.Linear, Any, Any]:
         model = nn.Linear(1, 1, bias=False).double()
@@ -478,7 +476,7 @@ def scheduled(kind: str, is_sharded: bool, folder: Path | None) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
-def test_each_scheduler_goes_on_after_a_load(kind: str, tmp_path: Path) -> None:
+def test_schedulers_continue_after_a_load(kind: str, tmp_path: Path) -> None:
     want = scheduled(kind, False, None)
     assert len(set(want)) > 1
     assert scheduled(kind, True, None) == want
@@ -486,12 +484,12 @@ def test_each_scheduler_goes_on_after_a_load(kind: str, tmp_path: Path) -> None:
         assert scheduled(kind, True, tmp_path / "zero") == scheduled(kind, False, tmp_path / "plain") == want
 
 
-def test_the_optimizer_that_zero_was_given_is_not_stepped_and_lets_go_of_all_gradients() -> None:
+def test_step_of_the_inner_optimizer_raises_and_zero_grad_clears_all_gradients() -> None:
     model = net()
     own = adam(model)
     optimizer = shard_optimizer(model, own)
     model(inputs(0, 0)).square().mean().backward()
-    with pytest.raises(ConfigError, match="step was called on the AdamW that zero was given"):
+    with pytest.raises(ConfigError, match=r"step\(\) was called on the AdamW that was passed"):
         own.step()
     own.zero_grad()
     assert all(p.grad is None for p in model.parameters())
@@ -500,7 +498,7 @@ def test_the_optimizer_that_zero_was_given_is_not_stepped_and_lets_go_of_all_gra
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_groups_and_states_that_were_held_before_a_reshape_are_those_of_the_steps() -> None:
+def test_references_to_groups_and_states_remain_valid_after_resharding() -> None:
     model = net()
     own = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     data = [(torch.ones(5).double(), 0.0)] * 8

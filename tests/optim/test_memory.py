@@ -1,4 +1,4 @@
-"""What a rank keeps, counted from shapes: beside the paper's example, and beside what a rank really keeps."""
+"""The memory estimate equals the example of the paper and the measured memory."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tests.optim.test_zero import Job
 
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
-def test_the_paper_s_example(stage: int, gigabytes: float) -> None:
-    """7.5 billion parameters in 16 bits, Adam, 64 ranks. Where the paper keeps a 16-bit gradient, here is its sum."""
+def test_estimate_equals_the_example_of_the_zero_paper(stage: int, gigabytes: float) -> None:
+    """7.5 billion parameters in 16 bits, Adam, 64 ranks. Reduced gradients are in fp32, in the paper in 16 bits."""
     model = nn.ModuleList([nn.Linear(25_000, 3_000, bias=False, device="meta") for _ in range(100)])
     found = estimate_memory(model, torch.optim.Adam(model.parameters()), stage=stage, precision="bf16", data=64)
     sums = 2 * 7.5 / 64 if stage > 1 else 0.0
@@ -36,7 +36,7 @@ def test_the_paper_s_example(stage: int, gigabytes: float) -> None:
 
 
 def bytes_of(tensors: list[Tensor]) -> int:
-    """Of all memory that they lie in, once each."""
+    """Return the bytes of all distinct storages."""
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
@@ -44,7 +44,7 @@ def bytes_of(tensors: list[Tensor]) -> int:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_a_rank_keeps_what_was_said(ranks: int, stage: int, precision: str) -> None:
+def test_measured_memory_equals_the_estimate(ranks: int, stage: int, precision: str) -> None:
     models = [Job().build().float() for _ in range(ranks)]
     counted = Job().build().float()
     said = estimate_memory(
@@ -93,7 +93,7 @@ RESTS = OffloadConfig("cpu", parameters=True)
     ],
     ids=str,
 )
-def test_what_is_elsewhere_is_what_was_said(stage: int, how: dict[str, Any], tmp_path: Path) -> None:
+def test_measured_memory_equals_the_estimate_under_offload(stage: int, how: dict[str, Any], tmp_path: Path) -> None:
     models = [Job().build().float() for _ in range(2)]
     counted = Job().build().float()
     how = {**how, "offload": f"nvme:{tmp_path}"} if how.get("offload") == "nvme:" else how
@@ -114,11 +114,11 @@ def test_what_is_elsewhere_is_what_was_said(stage: int, how: dict[str, Any], tmp
             assert getattr(after, kind) == pytest.approx(getattr(said, kind), rel=0.05, abs=4096), kind
         if stage > 1:
             assert before.gradients == pytest.approx(said.gradients, rel=0.02)
-        assert f"ZeRO stage {stage}" in described and "on this rank now" in described
-        assert ("a second" in described) == ("offload" in how)
+        assert f"ZeRO stage {stage}" in described and "memory of this rank" in described
+        assert ("per second" in described) == ("offload" in how)
 
 
-def test_a_share_of_the_states_stays_on_the_device() -> None:
+def test_fraction_of_the_states_stays_on_the_device() -> None:
     model = nn.Sequential(*[nn.Linear(50, 50) for _ in range(10)])
     optimizer = shardformer.zero.HybridAdam(model.parameters(), on_device=0.5)
     ours = shard_optimizer(model, optimizer, offload="cpu", precision="bf16", bucket_bytes=5100)
@@ -130,12 +130,12 @@ def test_a_share_of_the_states_stays_on_the_device() -> None:
 
 
 def _parameters(model: nn.Module, optimizer: ZeroOptimizer) -> list[Tensor]:
-    if optimizer._walk is None:
+    if optimizer._scheduler is None:
         return list(model.parameters())
     return [shard.local for shard in optimizer.shards]
 
 
-def test_a_sharded_model_and_an_optimizer_with_factored_state() -> None:
+def test_estimate_of_a_sharded_model_and_a_factored_state() -> None:
     config = transformers.GPT2Config(vocab_size=64, n_embd=48, n_layer=2, n_head=6)
     models = [transformers.GPT2LMHeadModel(config) for _ in range(4)]
 
@@ -149,7 +149,7 @@ def test_a_sharded_model_and_an_optimizer_with_factored_state() -> None:
     assert found.parameters == sum(p.numel() * 4 for p in models[0].parameters())
 
 
-def test_it_reads_as_a_table_and_refuses_what_there_is_not() -> None:
+def test_estimate_prints_a_table_and_rejects_unknown_options() -> None:
     model = nn.Linear(1000, 1000, device="meta")
     said = str(
         shardformer.estimate_memory(model, LAMB(model.parameters()), stage=3, precision=MixedPrecision("fp16"), data=2)
@@ -163,7 +163,7 @@ LAYERS, WIDTH = 32, 64
 
 
 def peak_of(ranks: int, stage: int, **how: Any) -> tuple[float, MemoryEstimate]:
-    """The most bytes that a rank holds in the second step, measured; and what was said."""
+    """Return the measured peak memory of a rank in the second step, and the estimate."""
 
     def build() -> nn.Module:
         return nn.Sequential(nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]))
@@ -189,13 +189,13 @@ def peak_of(ranks: int, stage: int, **how: Any) -> tuple[float, MemoryEstimate]:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_measured_peak_is_what_was_said(ranks: int, precision: str) -> None:
-    """Beside it there are the buckets that are under way, each with what it is made of and what comes of it."""
+def test_measured_peak_equals_the_estimate(ranks: int, precision: str) -> None:
+    """The peak also includes the buckets in reduction, with their inputs and results."""
     layer = WIDTH * WIDTH * (2 if precision == "bf16" else 4)
     peaks = {}
     for stage in (0, 1, 2, 3):
         peaks[stage], said = peak_of(ranks, stage, precision=precision)
-        # under stages 0 and 1 each bucket goes when it was sent, so that no gradients are whole
+        # stages 0 and 1 free each bucket after its reduction, so full gradients never exist at once
         gradients = said.masters or said.states / 2
         expected = said.total - (said.gradients - gradients if stage < 2 else 0)
         assert expected - layer <= peaks[stage] <= expected + 20 * layer, (stage, peaks[stage], expected)

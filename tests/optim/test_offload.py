@@ -1,4 +1,4 @@
-"""Offload: the weights are to the bit those without it, and masters, states and gradients are on the host."""
+"""Offload gives bitwise equal weights, and keeps master weights, states and gradients on the host."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def muon(params: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
 
 
 class Counting(torch.optim.SGD):
-    """Counts its steps in its groups, so that the steps of a part of the parameters would be wrong."""
+    """Optimizer that counts steps per group, so that steps of single parameters would be wrong."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
@@ -53,7 +53,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 def state_of(optimizer: ZeroOptimizer) -> list[Any]:
-    """Masters and states."""
+    """Return the master weights and states."""
     kept = optimizer.state_dict()
     states = [sorted(each["state"].items()) for each in kept["optimizers"]]
     leaves = torch.utils._pytree.tree_leaves([kept["masters"], states])
@@ -68,7 +68,7 @@ def alike(first: list[Any], second: list[Any]) -> bool:
 def trained(
     offload: Any, family: str = "llama", optimizer: str = "AdamW", data: int = 2, micro: int = 1, **how: Any
 ) -> list[tuple[Weights, list[tuple[Any, ...]], ZeroOptimizer]]:
-    """For each rank the weights, and of each step the norm and the scale of the loss."""
+    """Return for each rank the weights, and the norm and loss scale of each step."""
     torch.manual_seed(0)
     models = [SmallModel(family)() for _ in range(data)]
 
@@ -112,7 +112,7 @@ REDUCED = MixedPrecision("bf16", gradients="fp32")
     ids=lambda x: x if isinstance(x, str) else "-".join(f"{k}={v}"[:24] for k, v in x.items()),
 )
 @pytest.mark.parametrize("on_device", [0.0, 0.4])
-def test_the_weights_are_to_the_bit_those_without(optimizer: str, how: dict[str, Any], on_device: float) -> None:
+def test_offload_gives_bitwise_equal_weights(optimizer: str, how: dict[str, Any], on_device: float) -> None:
     want = trained(None, optimizer=optimizer, **how)
     ours = trained(OffloadConfig("cpu", on_device), optimizer=optimizer, **how)
     for (plain, seen, _), (weights, same, _) in zip(want, ours, strict=True):
@@ -121,7 +121,7 @@ def test_the_weights_are_to_the_bit_those_without(optimizer: str, how: dict[str,
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
-def test_hybrid_adam_is_adam(decoupled: bool) -> None:
+def test_hybrid_adam_equals_adam(decoupled: bool) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(9, 8), nn.Linear(8, 7))
     ours = copy.deepcopy(plain)
@@ -139,7 +139,7 @@ def test_hybrid_adam_is_adam(decoupled: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), ours.parameters(), strict=True))
 
 
-def test_masters_states_and_gradients_are_on_the_host_but_for_the_share() -> None:
+def test_master_weights_states_and_gradients_are_on_the_host() -> None:
     for share in (0.0, 0.3, 1.0):
         *_, ours = trained(OffloadConfig("cpu", share), stage=2)[0]
         there = sum(shard.length for shard in ours.shards if shard.host is not None)
@@ -151,8 +151,8 @@ def test_masters_states_and_gradients_are_on_the_host_but_for_the_share() -> Non
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_gradients_come_down_while_the_backward_runs(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the backward ends, most were sent down; without overlap none."""
+def test_gradient_copies_overlap_with_the_backward_pass(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of the backward pass most gradients were copied; without overlap none."""
     from shardformer.gradients.reducer import GradientReducer
     from shardformer.zero.flat_shards import FlatShard
 
@@ -166,7 +166,7 @@ def test_gradients_come_down_while_the_backward_runs(overlap: bool, monkeypatch:
 
 
 def check_resumes(**how: Any) -> None:
-    """A step behind what was saved is the same step again."""
+    """A step after a load equals the step after the save."""
     torch.manual_seed(0)
     model = nn.Linear(7, 5)
     ours = shard_optimizer(model, torch.optim.AdamW(model.parameters(), lr=0.1), **how)
@@ -188,12 +188,12 @@ def check_resumes(**how: Any) -> None:
 
 
 @pytest.mark.parametrize("files", [False, True])
-def test_an_optimizer_of_the_host_is_saved_and_taken_up_again(files: bool, tmp_path: Path) -> None:
+def test_offloaded_optimizer_resumes_from_its_state_dict(files: bool, tmp_path: Path) -> None:
     check_resumes(offload=f"nvme:{tmp_path}" if files else "cpu", precision="bf16")
 
 
 @pytest.mark.parametrize("files", [False, True])
-def test_values_written_between_steps_reach_the_masters_of_the_host(files: bool, tmp_path: Path) -> None:
+def test_writes_between_steps_reach_offloaded_master_weights(files: bool, tmp_path: Path) -> None:
     offload = f"nvme:{tmp_path}" if files else "cpu"
     model = nn.Linear(3, 2)
     ours = shard_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), offload=offload)
@@ -222,7 +222,7 @@ def test_values_written_between_steps_reach_the_masters_of_the_host(files: bool,
     ids=lambda x: x if isinstance(x, str) else "-".join(f"{k}={v}"[:24] for k, v in x.items()),
 )
 @pytest.mark.parametrize("buffers", [2, 4])
-def test_from_files_the_weights_and_states_are_to_the_bit_those_without(
+def test_offload_to_files_gives_bitwise_equal_weights_and_states(
     optimizer: str, how: dict[str, Any], buffers: int, tmp_path: Path
 ) -> None:
     want = trained(None, optimizer=optimizer, **how)
@@ -234,7 +234,7 @@ def test_from_files_the_weights_and_states_are_to_the_bit_those_without(
         assert alike(state_of(theirs), state_of(files))
 
 
-def test_masters_and_states_are_in_files_between_steps(tmp_path: Path) -> None:
+def test_master_weights_and_states_are_in_files_between_steps(tmp_path: Path) -> None:
     *_, ours = trained(OffloadConfig(f"nvme:{tmp_path}", buffers=3), stage=2, precision="bf16", data=1)[0]
     for piece in (piece for shard in ours.shards for piece in shard.slices):
         assert piece.value.untyped_storage().nbytes() == 4
@@ -245,7 +245,7 @@ def test_masters_and_states_are_in_files_between_steps(tmp_path: Path) -> None:
 
 
 class Full:
-    """The call of the system that fails, from the one with this number on, as a full disk does."""
+    """System call that fails from a given call on, as on a full disk."""
 
     def __init__(self, call: Any, after: int) -> None:
         self.call, self.left = call, after
@@ -259,10 +259,10 @@ class Full:
 
 @pytest.mark.parametrize("after", [0, 1, 7, 12])
 @pytest.mark.parametrize("at_step", [0, 2])
-def test_a_full_disk_leaves_the_step_before(
+def test_full_disk_restores_the_previous_step(
     after: int, at_step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On rank 1 alone. Weights, masters and states are those of the step before on both ranks, and training goes on."""
+    """The disk of rank 1 is full. Both ranks restore the previous weights and states, and training continues."""
     torch.manual_seed(0)
     models = [nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 7), nn.Linear(7, 3)) for _ in range(2)]
 
@@ -298,9 +298,7 @@ def test_a_full_disk_leaves_the_step_before(
 
 
 @pytest.mark.parametrize("folder", ["missing", "a file", "no room"])
-def test_a_folder_that_cannot_be_used_is_refused_on_all_ranks(
-    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unusable_directory_raises_on_all_ranks(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "there"
     if folder == "a file":
         path.write_text("")
@@ -318,20 +316,20 @@ def test_a_folder_that_cannot_be_used_is_refused_on_all_ranks(
             shard_optimizer(model, optimizer, offload=f"nvme:{path}", context=context)
         assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
         model(torch.ones(1, 5)).sum().backward()
-        optimizer.step()  # as if zero had not been called
+        optimizer.step()  # the optimizer is unchanged
         return str(error.value)
 
     for said in run_as_threads(refused, data=2):
-        assert "cannot be used" in said and "Name a folder that is there" in said
+        assert "cannot be used" in said and "Choose an existing directory" in said
 
 
-def test_an_optimizer_that_counts_its_steps_is_not_updated_from_files(tmp_path: Path) -> None:
+def test_optimizer_with_a_global_step_count_cannot_use_files(tmp_path: Path) -> None:
     model = nn.Linear(5, 3)
     with pytest.raises(ConfigError, match="Counting"):
         shard_optimizer(model, Counting(model.parameters(), lr=0.1), offload=f"nvme:{tmp_path}")
 
 
-def test_what_one_rank_alone_asks_for_in_vain_is_refused_on_all() -> None:
+def test_invalid_option_on_one_rank_raises_on_all_ranks() -> None:
     models = [nn.Linear(3, 2) for _ in range(2)]
 
     def refused(context: ParallelContext) -> None:
@@ -351,13 +349,16 @@ def test_what_one_rank_alone_asks_for_in_vain_is_refused_on_all() -> None:
         ({"offload": "nvme:"}, "offload='nvme:'"),
         ({"offload": 1}, "offload=1"),
         ({"offload": lambda: OffloadConfig("cpu", on_device=1.5)}, "on_device=1.5"),
-        ({"offload": lambda: OffloadConfig("cpu", on_device="free")}, "on_device='free' on cpu"),
+        (
+            {"offload": lambda: OffloadConfig("cpu", on_device="free")},
+            "on_device='free' is not supported on device cpu",
+        ),
         ({"bucket_bytes": 0}, "bucket_bytes=0"),
         ({"max_grad_norm": -1.0}, "max_grad_norm=-1.0"),
         ({"max_grad_norm": float("nan")}, "max_grad_norm=nan"),
     ],
 )
-def test_what_does_not_fit_is_refused_and_the_optimizer_is_as_it_was(asked: dict[str, Any], said: str) -> None:
+def test_invalid_option_raises_and_leaves_the_optimizer_unchanged(asked: dict[str, Any], said: str) -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigError) as error:

@@ -1,6 +1,6 @@
-"""Clipping, loss scalers and steps read the gradients of their own parameters: none of other models of the process.
+"""Clipping, loss scalers and optimizer steps read only the gradients of their own parameters.
 
-Ranks may be threads. A gradient that one rank reads while another resets it may be freed memory.
+Ranks may be threads. If one rank reads a gradient of another rank that resets it, the memory may be freed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GRAD: Any = torch.Tensor.grad
 
 
 class Watched(nn.Parameter):
-    """A parameter that notes each read of its ``.grad`` by a thread, or at a time, that has no business with it."""
+    """Parameter that records reads of its ``.grad`` by other threads or outside of the test."""
 
     foreign: list[str]
     is_foreign: Callable[[], bool]
@@ -80,7 +80,7 @@ def unscales(model: nn.Module) -> float:
 
 
 @pytest.mark.parametrize("use", [clips, measures, unscales])
-def test_a_rank_reads_no_gradient_of_another_rank(use: Callable[[nn.Module], float]) -> None:
+def test_rank_reads_no_gradient_of_another_rank(use: Callable[[nn.Module], float]) -> None:
     plain, foreign = plain_model(), list[str]()
     models, want = [copy.deepcopy(plain) for _ in range(2)], use(backward(copy.deepcopy(plain)))
 
@@ -99,7 +99,7 @@ def test_a_rank_reads_no_gradient_of_another_rank(use: Callable[[nn.Module], flo
 
 @contextmanager
 def resetting(foreign: list[str]) -> Iterator[None]:
-    """Another model on two ranks that are other threads trains, and resets its gradients, as long as the body runs."""
+    """Train another model on two ranks in other threads, and reset its gradients, while the body runs."""
     models, is_over, is_running = [plain_model() for _ in range(2)], threading.Event(), threading.Event()
 
     def train(context: ParallelContext) -> None:
@@ -120,7 +120,7 @@ def resetting(foreign: list[str]) -> Iterator[None]:
         other.join()
 
 
-def test_a_model_clips_while_another_resets_its_gradients() -> None:
+def test_model_clips_while_another_model_resets_its_gradients() -> None:
     plain, foreign = plain_model(), list[str]()
     models, want = [copy.deepcopy(plain) for _ in range(2)], clips(backward(plain))
 
@@ -139,8 +139,8 @@ def test_a_model_clips_while_another_resets_its_gradients() -> None:
 
 
 @pytest.mark.parametrize("use", [clips, measures, unscales])
-def test_of_two_models_in_one_thread_each_is_used_by_itself(use: Callable[[nn.Module], float]) -> None:
-    """The first one has the smaller number: what looks at all models would come to it first."""
+def test_two_models_in_one_thread_are_independent(use: Callable[[nn.Module], float]) -> None:
+    """The first model has the smaller number, so that a search over all models would find it first."""
     plain = plain_model()
     models = [[copy.deepcopy(plain) for _ in range(2)] for _ in range(2)]
     want = use(backward(plain))
@@ -150,7 +150,7 @@ def test_of_two_models_in_one_thread_each_is_used_by_itself(use: Callable[[nn.Mo
         foreign: list[str] = []
         is_resetting = False
         backward(one), backward(other, scale=2.0)
-        if use is not measures:  # which is passed gradients alone, and has to look whose they are
+        if use is not measures:  # it receives gradients only, and has to find their models
             watch(one, foreign, lambda: not is_resetting)
         norms = [use(other)]
         is_resetting = True
@@ -164,7 +164,7 @@ def test_of_two_models_in_one_thread_each_is_used_by_itself(use: Callable[[nn.Mo
         assert foreign == []
 
 
-def test_gradients_alone_are_looked_for_no_further_than_they_are_found() -> None:
+def test_search_for_gradients_stops_when_all_are_found() -> None:
     def measure(context: ParallelContext) -> list[str]:
         one, other = (shardformer.shard_model(plain_model(), ToyPolicy(), context=context) for _ in range(2))
         foreign: list[str] = []
@@ -176,21 +176,20 @@ def test_gradients_alone_are_looked_for_no_further_than_they_are_found() -> None
 
 
 class Untouchable(list[Any]):
-    """The entries of a model that nothing may read."""
+    """Entries of a model that must not be read."""
 
     def __iter__(self) -> Iterator[Any]:
         raise AssertionError("the table of another model is read")
 
 
-def test_an_optimizer_finds_the_models_of_its_own_parameters_and_reads_no_other() -> None:
-    """Which both ranks do in one order, whatever the order of the parameters."""
+def test_optimizer_finds_only_the_models_of_its_parameters() -> None:
 
     def find(context: ParallelContext) -> None:
         one, two, other = (shardformer.shard_model(plain_model(), ToyPolicy(), context=context) for _ in range(3))
         metadata_of(other).entries = Untouchable()
         params = [*two.parameters(), *one.parameters()]
         optimizer = torch.optim.SGD(params, lr=0.1)
-        for _ in range(2):  # found, and remembered
+        for _ in range(2):  # the second search uses the cache
             assert list(models_trained_by(optimizer)) == [metadata_of(one), metadata_of(two)]
         assert list(models_trained_by(torch.optim.SGD(one.parameters(), lr=0.1))) == [metadata_of(one)]
         backward(one)
@@ -207,7 +206,7 @@ def test_an_optimizer_finds_the_models_of_its_own_parameters_and_reads_no_other(
     run_as_threads(find, tensor=2)
 
 
-def test_the_optimizer_of_zero_is_that_of_its_model() -> None:
+def test_zero_optimizer_belongs_to_its_model() -> None:
     def find(context: ParallelContext) -> None:
         models = [shardformer.shard_model(plain_model(), ToyPolicy(), context=context) for _ in range(2)]
         for model in models:
@@ -217,8 +216,8 @@ def test_the_optimizer_of_zero_is_that_of_its_model() -> None:
     run_as_threads(find, data=2)
 
 
-def test_an_optimizer_is_looked_at_once_and_forgotten_with_its_models() -> None:
-    """What is known of it is kept by the optimizer, which is all that keeps it; a copy is another optimizer."""
+def test_optimizer_is_checked_once_and_released_with_its_models() -> None:
+    """The optimizer is the only owner of its record. A copy is another optimizer."""
 
     def step(context: ParallelContext) -> None:
         model = shardformer.shard_model(plain_model(), ToyPolicy(), context=context)
@@ -240,11 +239,11 @@ def test_an_optimizer_is_looked_at_once_and_forgotten_with_its_models() -> None:
 
 
 def table(model: nn.Module) -> ShardingMetadata:
-    """That of a model with one process."""
+    """Return the metadata of a model with one process."""
     return metadata_of(shardformer.shard_model(model, ToyPolicy(), context=ParallelContext.of({})))
 
 
-def test_a_parameter_has_the_tables_of_the_models_that_hold_it() -> None:
+def test_parameter_has_the_metadata_of_all_its_models() -> None:
     one, other = plain_model(), plain_model()
     first, second = table(one), table(other)
     params = [*other.parameters(), *one.parameters(), nn.Parameter(torch.ones(1))]
@@ -256,12 +255,12 @@ def test_a_parameter_has_the_tables_of_the_models_that_hold_it() -> None:
     assert list(tables_of(twin.parameters())) == [metadata_of(twin)]
 
 
-def test_a_model_that_is_gone_is_forgotten_and_its_parameters_can_be_swapped() -> None:
+def test_metadata_is_released_with_its_model() -> None:
     model = plain_model()
     params = list(model.parameters())
     table(model)
     assert len(tables_of(params)) == 1
-    torch.utils.swap_tensors(params[0], nn.Parameter(torch.zeros(1)))  # refused where there are weak references
+    torch.utils.swap_tensors(params[0], nn.Parameter(torch.zeros(1)))  # raises if there are weak references
     for module in model.modules():
         for name in [name for name in vars(module) if name.startswith("_shardformer")]:
             del vars(module)[name]
@@ -270,7 +269,7 @@ def test_a_model_that_is_gone_is_forgotten_and_its_parameters_can_be_swapped() -
     assert tables_of(params) == {}
 
 
-def test_a_rank_that_is_a_thread_has_its_own_models() -> None:
+def test_thread_ranks_have_their_own_models() -> None:
     def count(context: ParallelContext) -> tuple[int, list[bool]]:
         model = shardformer.shard_model(plain_model(), ToyPolicy(), context=context)
         broadcast_object(None, context.tensor, 0)

@@ -1,4 +1,4 @@
-"""Optimizers that look at whole matrices: each parameter is whole on one rank, and the weights those of one process."""
+"""Optimizers that need full matrices: each parameter is on one rank, and weights equal one process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Make = Callable[[nn.Module], list[Optimizer]]
 
 
 def muon(model: nn.Module) -> list[Optimizer]:
-    """Muon for the matrices of the layers, with AdamW beside it, as its authors do."""
+    """Muon for the matrices of the layers, and AdamW for other parameters."""
     names = dict(model.named_parameters())
     tables = ("embed", "head", "wte", "wpe", "shared")
     matrices = [p for name, p in names.items() if p.dim() == 2 and not any(word in name for word in tables)]
@@ -40,7 +40,7 @@ def muon(model: nn.Module) -> list[Optimizer]:
 
 
 class Orthogonal(Optimizer):
-    """What Muon is close to, in the precision of the model: an optimizer that nobody has heard of."""
+    """An optimizer similar to Muon, in the precision of the model, that ZeRO does not know by name."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
@@ -96,7 +96,7 @@ def with_zero(job: Job, make: Make, clips: bool = True) -> list[Weights]:
 @pytest.mark.reduced
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_over_data_ranks_the_weights_are_those_of_one_process_to_the_bit(name: str, stage: int) -> None:
+def test_matrix_optimizers_over_data_ranks_equal_one_process_bitwise(name: str, stage: int) -> None:
     job = Job(stage=stage)
     want = plainly(job, MAKERS[name], clips=False)
     for weights in with_zero(job, MAKERS[name], clips=False):
@@ -117,7 +117,7 @@ def test_over_data_ranks_the_weights_are_those_of_one_process_to_the_bit(name: s
         ("LARS", Job("llama", tensor=2, stage=3), 1e-8),
     ],
 )
-def test_cut_matrices_are_brought_together(name: str, job: Job, bound: float) -> None:
+def test_sharded_matrices_are_gathered(name: str, job: Job, bound: float) -> None:
     want = plainly(job, MAKERS[name])
     for weights in with_zero(job, MAKERS[name]):
         for key, value in want.items():
@@ -126,8 +126,8 @@ def test_cut_matrices_are_brought_together(name: str, job: Job, bound: float) ->
                 assert float((weights[key].double() - value).abs().max() / scale) < bound, key
 
 
-def test_what_is_put_before_an_optimizers_step_does_not_hide_what_it_is() -> None:
-    """A scheduler, or whoever counts steps, may have been there before; and nobody's hook runs when it is tried."""
+def test_wrapped_step_does_not_hide_the_kind_of_optimizer() -> None:
+    """A scheduler may have wrapped ``step`` before, and the probe must not run hooks."""
     linear = nn.Linear(4, 4)
     optimizer = torch.optim.Adafactor(linear.parameters())
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -137,7 +137,7 @@ def test_what_is_put_before_an_optimizers_step_does_not_hide_what_it_is() -> Non
     assert ran == []
 
 
-def test_parts_of_a_matrix_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stepping_slices_of_a_matrix_would_be_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GradientSlot, "gather_to_owner", lambda self, axis, holders=(): None)
     job = Job(tensor=2, stage=1)
     want = plainly(job, MAKERS["LAMB"])
@@ -146,8 +146,8 @@ def test_parts_of_a_matrix_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> 
     assert float((weights[key] - want[key]).abs().max()) > 1e-5
 
 
-def test_of_a_cut_matrix_each_rank_sends_its_slices_alone() -> None:
-    """Of N numbers, over data 2 x tensor 2, the three others send the owner N/2 each, and get as much back."""
+def test_ranks_send_only_their_slices_of_a_sharded_matrix() -> None:
+    """Of N elements over data 2 x tensor 2, three ranks send N/2 each to the owner and receive as much."""
     job = Job(tensor=2, stage=2)
     models = [job.build() for _ in range(4)]
 
@@ -164,12 +164,12 @@ def test_of_a_cut_matrix_each_rank_sends_its_slices_alone() -> None:
 
     found = run_as_threads(sent, data=2, tensor=2)
     for purpose in ("gradients", "parameters"):
-        # each notes four times what it sent: their mean is what all sent; beside the numbers go counts
+        # each rank records four times what it sent, so the mean is the total; counts are sent in addition
         total, cut = sum(counted[purpose] for counted, _ in found) / 4, found[0][1]
         assert 1.49 * cut < total < 1.6 * cut, purpose
 
 
-def test_each_rank_keeps_the_state_of_about_as_much() -> None:
+def test_optimizer_state_is_balanced_over_ranks() -> None:
     job = Job(stage=1)
     models = [job.build() for _ in range(2)]
 
@@ -185,7 +185,7 @@ def test_each_rank_keeps_the_state_of_about_as_much() -> None:
 
 
 class Coupled(Optimizer):
-    """Divides by the norm of all gradients together."""
+    """Optimizer that divides by the norm of all gradients."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
@@ -198,25 +198,27 @@ class Coupled(Optimizer):
             p.sub_(p.grad / total)  # type: ignore[operator]
 
 
-def test_what_looks_at_all_parameters_together_is_refused() -> None:
+def test_optimizer_with_coupled_parameters_is_rejected() -> None:
     model = nn.Linear(3, 3)
-    with pytest.raises(ConfigError, match=r"Coupled was tried .* the numbers of one differ .* when there is another"):
+    with pytest.raises(
+        ConfigError, match=r"Coupled failed .* its update of one matrix changes by .* if there is another"
+    ):
         shard_optimizer(model, Coupled(model.parameters()))
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "RMSprop", "NAdam", "RAdam", "Adamax", "Adagrad", "Rprop"])
-def test_what_changes_each_number_by_itself_gets_parts(kind: str) -> None:
+def test_elementwise_optimizers_get_slices(kind: str) -> None:
     made: Optimizer = getattr(torch.optim, kind)(nn.Linear(2, 2).parameters(), lr=0.1)
     assert not needs_full_matrices(made)
 
 
-def test_a_class_that_is_asked_for_lengths_is_told_what_they_are() -> None:
+def test_invalid_lr_of_lamb_and_lars_is_rejected() -> None:
     with pytest.raises(ConfigError, match="lr=0"):
         LAMB([torch.zeros(2)], lr=0)
 
 
-def test_lamb_and_lars_are_those_of_their_papers() -> None:
-    """One step by hand."""
+def test_lamb_and_lars_follow_their_papers() -> None:
+    """Compare with one step computed by hand."""
     start, grad = torch.tensor([[3.0, 4.0]]), torch.tensor([[0.6, -0.8]])
 
     def stepped(kind: Any, **how: Any) -> Tensor:
@@ -231,7 +233,7 @@ def test_lamb_and_lars_are_those_of_their_papers() -> None:
     assert torch.allclose(stepped(LARS, lr=1.0, trust=0.1), start - 0.1 * 5 * grad, atol=1e-6)
 
 
-def test_the_state_of_a_whole_matrix_goes_with_it() -> None:
+def test_existing_state_of_a_full_matrix_moves_to_its_owner() -> None:
     model = nn.Linear(4, 4).double()
     own = torch.optim.Adafactor(model.parameters(), lr=0.01)
     model(torch.ones(2, 4).double()).sum().backward()

@@ -1,4 +1,4 @@
-"""Parameters in 16 bits under ZeRO: masters, the scale of the loss, gradients that are not finite."""
+"""16-bit parameters under ZeRO: master weights, loss scale and non-finite gradients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardformer.zero.zero_optimizer import ZeroOptimizer
 from tests.optim.test_zero import Net, Weights, images, net
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-LOUD = 2  # the step in which the gradients of rank 1 are too large for fp16
+LOUD = 2  # the step in which the gradients of rank 1 overflow in fp16
 
 
 def loss_of(model: Net, step: int, rank: int, dtype: torch.dtype) -> Tensor:
@@ -32,10 +32,10 @@ def loss_of(model: Net, step: int, rank: int, dtype: torch.dtype) -> Tensor:
 
 
 def plainly(dtype: torch.dtype, scale: float, *, wide: bool) -> tuple[Weights, int]:
-    """Weights of one process with masters, which leaves steps out whose gradients are not finite; and how many.
+    """Train one process with master weights, which skips non-finite steps. Return its weights and the skipped steps.
 
     Args:
-        wide: whether the ranks' gradients are summed in fp32.
+        wide: Whether gradients of ranks are summed in fp32.
     """
     model, skipped = net(torch.float32), 0
     masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
@@ -75,8 +75,10 @@ def over_ranks(
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("gradients", [None, "fp32"])
 @pytest.mark.parametrize("name", DTYPES)
-def test_16_bits_with_masters_are_those_of_one_process_to_the_bit(name: str, gradients: str | None, stage: int) -> None:
-    """In fp16 a step overflows on one rank: all leave it out, and the scale is halved."""
+def test_16_bit_training_with_master_weights_equals_one_process_bitwise(
+    name: str, gradients: str | None, stage: int
+) -> None:
+    """In fp16 a step overflows on one rank. All ranks skip it and halve the scale."""
     want, skipped = plainly(DTYPES[name], 2.0**10 if name == "fp16" else 1.0, wide=gradients is not None)
     assert (skipped > 0) == (name == "fp16")
     precision = MixedPrecision(name, gradients, LossScale(2.0**10))
@@ -89,16 +91,16 @@ def test_16_bits_with_masters_are_those_of_one_process_to_the_bit(name: str, gra
         assert optimizer.skipped == skipped
         return full_state_dict(model)
 
-    # each rank has a LossScale of its own, as processes do
+    # each rank has its own LossScale, as in separate processes
     for weights in over_ranks_with(use, lambda: MixedPrecision(name, gradients, LossScale(2.0**10)), stage):
         assert all(torch.equal(weights[key], value) for key, value in want.items())
     assert precision.loss_scale.value == 2.0**10
 
 
-def test_without_masters_it_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_master_weights_would_be_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "promote_types", lambda dtype, wider: dtype)
     with pytest.raises(AssertionError):
-        test_16_bits_with_masters_are_those_of_one_process_to_the_bit("bf16", None, 1)
+        test_16_bit_training_with_master_weights_equals_one_process_bitwise("bf16", None, 1)
 
 
 def over_ranks_with(use: Any, precision: Callable[[], MixedPrecision], stage: int) -> list[Any]:
@@ -112,7 +114,7 @@ def over_ranks_with(use: Any, precision: Callable[[], MixedPrecision], stage: in
     return run_as_threads(run, data=2)
 
 
-def test_the_scale_grows_and_falls_as_told() -> None:
+def test_loss_scale_follows_its_options() -> None:
     scale = LossScale(8.0, growth_interval=2, hysteresis=2)
     seen = []
     for is_finite in (True, True, False, True, False, False, True, True, False):
@@ -121,7 +123,7 @@ def test_the_scale_grows_and_falls_as_told() -> None:
     assert seen == [8, 16, 16, 16, 8, 4, 4, 8, 8]
 
 
-def test_a_state_dict_keeps_the_scale_and_how_near_it_is_to_its_next_change() -> None:
+def test_state_dict_contains_the_loss_scale_and_its_counters() -> None:
     def made(value: float) -> ZeroOptimizer:
         model = net(torch.float32)
         scale = LossScale(value, growth_interval=3)
@@ -139,7 +141,7 @@ def test_a_state_dict_keeps_the_scale_and_how_near_it_is_to_its_next_change() ->
 
 
 def with_nan(model: Net, optimizer: ZeroOptimizer, context: ParallelContext) -> None:
-    """A backward that gives one rank a NaN in b.bias, and in nothing behind it."""
+    """Run a backward pass that gives one rank a NaN gradient in b.bias only."""
     handle = model.b.bias.register_hook(lambda grad: grad * float("nan")) if context.rank == 1 else None
     model(images(0, context.rank)).square().mean().backward()
     if handle is not None:
@@ -147,11 +149,11 @@ def with_nan(model: Net, optimizer: ZeroOptimizer, context: ParallelContext) -> 
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_gradient_that_is_not_finite_is_named_and_nothing_is_lost(stage: int) -> None:
+def test_nonfinite_gradient_is_reported_and_changes_nothing(stage: int) -> None:
     def use(model: Net, optimizer: ZeroOptimizer, context: ParallelContext) -> None:
         before = full_state_dict(model)
         with_nan(model, optimizer, context)
-        with pytest.raises(InputError, match=r"The gradient of b.bias is not finite, on rank [01]"):
+        with pytest.raises(InputError, match=r"The gradient of b.bias is not finite on rank [01]"):
             optimizer.step()
         assert all(torch.equal(value, before[name]) for name, value in full_state_dict(model).items())
         optimizer.zero_grad()
@@ -164,7 +166,7 @@ def test_a_gradient_that_is_not_finite_is_named_and_nothing_is_lost(stage: int) 
     over_ranks(use, torch.float64, stage=stage)
 
 
-def test_steps_with_such_gradients_are_skipped_or_made_as_asked() -> None:
+def test_on_nonfinite_skips_or_ignores() -> None:
     def skips(model: Net, optimizer: ZeroOptimizer, context: ParallelContext) -> None:
         before = full_state_dict(model)
         with_nan(model, optimizer, context)
@@ -183,8 +185,8 @@ def test_steps_with_such_gradients_are_skipped_or_made_as_asked() -> None:
     over_ranks(ignores, torch.float64, on_nonfinite="ignore")
 
 
-def test_a_pipeline_scales_the_loss_for_the_backward_alone() -> None:
-    """And gives the loss as it is: of GPT-2 over two stages, beside one process in fp32."""
+def test_pipeline_scales_the_loss_only_for_the_backward_pass() -> None:
+    """The reported loss is unscaled. GPT-2 over two stages, compared with one process in fp32."""
     batches = RandomBatches(DEFAULT_HEAD["gpt2"], batch=4)
 
     def build() -> Any:
@@ -221,15 +223,15 @@ def test_a_pipeline_scales_the_loss_for_the_backward_alone() -> None:
     assert abs(losses[2] - losses[0]) > 0.02
 
 
-def test_what_would_train_wrongly_in_fp16_is_refused() -> None:
+def test_unscaled_fp16_gradients_are_rejected() -> None:
     model = net(torch.float32)
     optimizer = shard_optimizer(model, torch.optim.AdamW(model.parameters()), precision="fp16")
-    with pytest.raises(ConfigError, match="arrived from a backward that"):
+    with pytest.raises(ConfigError, match=r"loss.backward\(\) was called directly"):
         loss_of(model, 0, 0, torch.float16).backward()
     optimizer.zero_grad()
     scaler = torch.amp.GradScaler("cpu")
     optimizer.backward(scaler.scale(loss_of(model, 0, 0, torch.float16)))
-    with pytest.raises(ConfigError, match="A GradScaler was given the optimizer that zero returned"):
+    with pytest.raises(ConfigError, match="A GradScaler was used with the optimizer"):
         scaler.step(optimizer)
     with pytest.raises(ConfigError, match="on_nonfinite='stop'"):
         shard_optimizer(net(), torch.optim.AdamW(model.parameters()), on_nonfinite="stop")

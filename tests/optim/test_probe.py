@@ -1,4 +1,4 @@
-"""What an optimizer looks at is tried on the CPU, whatever device its parameters are on."""
+"""Optimizers are probed on the CPU, on every device of their parameters."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_optimizer_for_a_gpu_is_tried_on_the_cpu(kind: str) -> None:
+def test_gpu_optimizer_is_probed_on_the_cpu(kind: str) -> None:
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(4, 4))], **KINDS[kind])
     assert not needs_full_matrices(optimizer)
     assert can_step_separately(optimizer)
     assert optimizer.param_groups[0]["capturable"] == KINDS[kind].get("capturable", False)
 
 
-def test_an_optimizer_is_tried_on_numbers_where_its_parameters_have_none() -> None:
+def test_probe_uses_real_tensors_under_fake_tensors() -> None:
     with fake_tensors():
         param = nn.Parameter(torch.ones(40, 40))
         optimizer = torch.optim.AdamW([param])

@@ -1,4 +1,4 @@
-"""bf16 without masters: small updates are not lost, and ranks that hold a parameter alike round it alike."""
+"""bf16 without master weights: small updates take effect, and ranks round replicated parameters identically."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardformer.zero.shard_optimizer import shard_optimizer
 from tests.optim.test_offload import check_resumes
 
 
-def test_a_number_is_rounded_up_as_often_as_its_rest_is_large() -> None:
+def test_stochastic_rounding_is_unbiased() -> None:
     value = 1 + 2**-7 * 0.3  # three tenths of the way to the next number
     wide = torch.full((20_000,), value)
     rounded = stochastic_round(wide, random_bits(wide, 0, 1, 1)).float()
@@ -31,7 +31,7 @@ def test_a_number_is_rounded_up_as_often_as_its_rest_is_large() -> None:
     assert bool(stochastic_round(torch.tensor([torch.nan]), torch.tensor([9], dtype=torch.int32)).isnan())
 
 
-def test_the_noise_is_that_of_the_number_of_the_parameter_wherever_it_lies() -> None:
+def test_random_bits_do_not_depend_on_the_layout() -> None:
     whole = random_bits(torch.zeros(100), 0, 3, 7)
     assert torch.equal(whole[40:], random_bits(torch.zeros(60), 40, 3, 7))
     for other in (random_bits(torch.zeros(100), 0, 4, 7), random_bits(torch.zeros(100), 0, 3, 8)):
@@ -39,7 +39,7 @@ def test_the_noise_is_that_of_the_number_of_the_parameter_wherever_it_lies() -> 
 
 
 def drift(masters: str, stage: int = 1) -> list[float]:
-    """How far 400 updates that are smaller than the last bit bring a number from 1.0; 0.1 would be right."""
+    """Return the result of 400 updates below the last bit, starting at 1.0. Exact would be a change of 0.1."""
     models = [nn.Linear(64, 8, bias=False) for _ in range(2)]
 
     def train(context: ParallelContext) -> float:
@@ -67,14 +67,14 @@ def test_small_updates_are_not_lost(masters: str, bound: float, stage: int) -> N
     assert drift(masters, stage) == pytest.approx([0.1, 0.1], abs=bound)
 
 
-def test_rounded_as_usual_they_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_round_to_nearest_loses_small_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardformer.zero.mixed_precision.stochastic_round", lambda wide, bits: wide.bfloat16())
     assert drift("stochastic") == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("masters", ["kahan", "stochastic"])
-def test_tensor_ranks_round_alike_what_they_hold_alike(masters: str) -> None:
-    """Their parts of an odd vocabulary differ in length, so that in their buckets the norms lie at other places."""
+def test_tensor_ranks_round_replicated_parameters_identically(masters: str) -> None:
+    """Shards of an odd vocabulary differ in length, so the norms have different positions in the buckets."""
     torch.manual_seed(0)
     models = [SmallModel("llama")() for _ in range(2)]
 
@@ -95,7 +95,7 @@ def test_tensor_ranks_round_alike_what_they_hold_alike(masters: str) -> None:
 
 
 @pytest.mark.parametrize("masters", ["kahan", "stochastic"])
-def test_what_was_saved_goes_on_the_same(masters: str) -> None:
+def test_rounded_training_resumes_exactly(masters: str) -> None:
     check_resumes(precision=MixedPrecision("bf16", master_weights=masters))
 
 
@@ -104,10 +104,10 @@ def test_what_was_saved_goes_on_the_same(masters: str) -> None:
     [
         (lambda: MixedPrecision("bf16", master_weights="none"), None, "masters='none'"),
         (lambda: MixedPrecision("fp16", master_weights="kahan"), None, "MixedPrecision('fp16', masters='kahan')"),
-        (lambda: MixedPrecision("bf16", master_weights="kahan"), "cpu", "beside offload='cpu'"),
+        (lambda: MixedPrecision("bf16", master_weights="kahan"), "cpu", "does not support offload='cpu'"),
     ],
 )
-def test_what_does_not_fit_is_refused(precision: Any, offload: OffloadConfig | None, said: str) -> None:
+def test_unsupported_master_weights_are_rejected(precision: Any, offload: OffloadConfig | None, said: str) -> None:
     model = nn.Linear(3, 2)
     with pytest.raises(ConfigError) as error:
         shard_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), precision=precision(), offload=offload)

@@ -1,4 +1,4 @@
-"""ZeRO stage 3: parameters that come when they are read, on every rank alike; the weights are those of one process."""
+"""ZeRO stage 3: parameters are gathered when they are read, and weights equal one process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.optim.test_zero import CLIP, SEQUENCE, STAGED, Job, Weights, check_st
 
 @pytest.fixture(autouse=True)
 def _units_of_one_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small modules too are units of their own."""
+    """Make each small module a group of its own."""
     monkeypatch.setattr(units, "SMALL_GROUP_NUMEL", 0)
 
 
@@ -55,7 +55,7 @@ def _units_of_one_module(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=lambda x: f"{x.family}-{x.data}x{x.tensor}-{x.optimizer}" if isinstance(x, Job) else "",
 )
-def test_a_model_trains_as_in_one_process(job: Job, bound: float) -> None:
+def test_stage_3_equals_one_process(job: Job, bound: float) -> None:
     check_weights(job, bound)
 
 
@@ -73,7 +73,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """A table that is the head too, layers, a shared layer that runs twice, and a module that nobody calls."""
+    """A tied embedding and head, layers, a shared layer that runs twice, and an unused module."""
 
     def __init__(self, checkpointed: str = "") -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def loss_of(model: nn.Module, step: int, rank: int, **how: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """One way of training a ``Stack``: the layers that each (step, rank) leaves out."""
+    """A schedule of skipped layers for a ``Stack``, by (step, rank)."""
 
     checkpointed: str = ""
     left_out: Callable[[int, int], Collection[int]] = lambda step, rank: ()
@@ -164,12 +164,12 @@ def check(case: Case, ranks: int = 2) -> None:
 
 
 def drops(step: int, rank: int) -> Collection[int]:
-    """In the first step other layers on each rank; then one on all, one on one, none, and neighbours."""
+    """Skip different layers per rank in step 1; then one on all ranks, one on one rank, none, and neighbors."""
     return [(1 + rank,), (2,), (3,) if rank == 0 else (), (0, 1) if rank == 1 else (3,)][step]
 
 
 def drops_on_all(step: int, rank: int) -> Collection[int]:
-    """What no rank ran in the first step comes in a later one."""
+    """A layer that no rank ran in the first step runs in a later one."""
     return [(2,), (), (0, 3), (1,)][step]
 
 
@@ -206,7 +206,7 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_layers_that_are_used_oddly(name: str) -> None:
+def test_unusual_use_of_layers(name: str) -> None:
     check(CASES[name])
 
 
@@ -221,7 +221,7 @@ def in_a_process() -> Weights:
     return weights_over(Case("two", left_out=drops), context, stack("two"))
 
 
-def test_processes_do_what_threads_do(pool2: WorkerPool) -> None:
+def test_processes_equal_threads(pool2: WorkerPool) -> None:
     want = plain_weights(Case("two", left_out=drops), 2)
     for weights in pool2.run(in_a_process):
         assert max(float((weights[name] - value).abs().max()) for name, value in want.items()) < 1e-12
@@ -231,7 +231,7 @@ def test_processes_do_what_threads_do(pool2: WorkerPool) -> None:
 
 
 def over_ranks(use: Callable[[Stack, ZeroOptimizer, ParallelContext], Any], ranks: int = 2, **how: Any) -> list[Any]:
-    """What ``use`` gives on each rank, of a ``Stack`` under stage 3."""
+    """Return the result of ``use`` on each rank, for a ``Stack`` under stage 3."""
     models = [stack() for _ in range(ranks)]
 
     def run(context: ParallelContext) -> Any:
@@ -242,7 +242,7 @@ def over_ranks(use: Callable[[Stack, ZeroOptimizer, ParallelContext], Any], rank
     return run_as_threads(run, data=ranks)
 
 
-def test_16_bit_parameters_are_those_of_stage_1_to_the_bit() -> None:
+def test_16_bit_parameters_equal_stage_1_bitwise() -> None:
     def weights(stage: int) -> list[Weights]:
         models = [stack().float() for _ in range(2)]
 
@@ -264,7 +264,7 @@ def test_16_bit_parameters_are_those_of_stage_1_to_the_bit() -> None:
 
 
 @pytest.mark.parametrize("keep_frozen", [True, False])
-def test_frozen_layers_stay_whole_or_are_cut_as_asked(keep_frozen: bool) -> None:
+def test_keep_frozen_decides_whether_frozen_layers_are_sharded(keep_frozen: bool) -> None:
     def frozen(model: Stack) -> Stack:
         model.layers[1:3].requires_grad_(False)
         return model
@@ -287,7 +287,7 @@ def test_frozen_layers_stay_whole_or_are_cut_as_asked(keep_frozen: bool) -> None
             loss_of(model, step, context.rank).backward()
             ours.step()
             ours.zero_grad()
-        with pytest.raises(ConfigError, match=r"layers.1.* requires a gradient, which it did not when zero was called"):
+        with pytest.raises(ConfigError, match=r"layers.1.* was unfrozen after shard_optimizer was called"):
             model.layers[1].requires_grad_(True)
             model(tokens(0, 0))
         model.layers[1].requires_grad_(False)
@@ -299,7 +299,7 @@ def test_frozen_layers_stay_whole_or_are_cut_as_asked(keep_frozen: bool) -> None
 
 @pytest.mark.parametrize("reshard", [None, True])
 def test_over_stages_and_data_ranks(reshard: bool | None) -> None:
-    """A step of several micro-batches gathers a layer once, unless asked."""
+    """A step of several micro-batches gathers a layer once by default."""
 
     def train(model: nn.Module, context: ParallelContext) -> int:
         pipeline = Pipeline(model, micro_batches=2)
@@ -316,7 +316,7 @@ def test_over_stages_and_data_ranks(reshard: bool | None) -> None:
 
 
 def test_evaluation_and_generation() -> None:
-    """Forwards without gradients, and of an encoder alone, between steps."""
+    """Run forward passes without gradients, and of an encoder only, between steps."""
     model = SmallModel("t5")()
     start = torch.tensor([[3, 4, 5, 6], [5, 6, 7, 1]])
     want = model.generate(start, max_new_tokens=4, do_sample=False)
@@ -337,7 +337,7 @@ def test_evaluation_and_generation() -> None:
 
 
 class _Wrapped(nn.Module):
-    """A model inside another module, as adapters wrap one."""
+    """A model inside another module, as adapter libraries wrap models."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -349,8 +349,8 @@ class _Wrapped(nn.Module):
 
 @pytest.mark.parametrize("is_wrapped", [False, True])
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"num_beams": 2}], ids=["greedy", "beams"])
-def test_data_ranks_generate_texts_of_different_lengths(options: dict[str, Any], is_wrapped: bool) -> None:
-    """A rank whose text is finished goes on until all are; then all train."""
+def test_data_ranks_generate_different_lengths(options: dict[str, Any], is_wrapped: bool) -> None:
+    """A rank with a finished text continues until all ranks have finished. Then all train."""
     model: Any = SmallModel("llama")().eval()
     prompts = [torch.randint(3, 60, (1, 5), generator=torch.Generator().manual_seed(seed)) for seed in (10, 11)]
 
@@ -374,8 +374,8 @@ def test_data_ranks_generate_texts_of_different_lengths(options: dict[str, Any],
     run_as_threads(run, data=2)
 
 
-def test_inference_mode_and_saved_tensors_of_ones_own() -> None:
-    """What is gathered in inference mode is not left for training; hooks on what autograd saves are nested."""
+def test_inference_mode_and_foreign_saved_tensor_hooks() -> None:
+    """Tensors gathered in inference mode are not reused for training, and saved-tensor hooks nest."""
 
     def losses(model: nn.Module, step_of: Callable[[], None], rank: int, ranks: int) -> list[float]:
         found = []
@@ -409,8 +409,8 @@ def test_inference_mode_and_saved_tensors_of_ones_own() -> None:
         assert found == pytest.approx(want, rel=1e-12)
 
 
-def test_a_forward_that_was_broken_off_is_forgotten() -> None:
-    """By an error, or by the keyboard, behind which torch calls no hooks."""
+def test_training_continues_after_an_interrupted_forward_pass() -> None:
+    """Interrupt by an error or by KeyboardInterrupt, after which torch calls no hooks."""
 
     def use(model: Stack, optimizer: ZeroOptimizer, context: ParallelContext) -> float:
         for error in (ValueError, KeyboardInterrupt):
@@ -437,10 +437,10 @@ def test_a_forward_that_was_broken_off_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize(("reshard", "twice"), [(True, True), (False, False), (1, True), (ROOM, True)])
-def test_what_is_sent_and_how_much_is_here_at_a_time(
+def test_communication_volume_and_gathered_memory(
     reshard: bool | int, twice: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The table is not gathered for the backward, and the last unit stays; two units of the model are here at most."""
+    """The embedding is not gathered for the backward pass. At most two groups are gathered at a time."""
     here: Counter[int] = Counter()
     most: Counter[int] = Counter()
     wait, free = ParamGroup.wait_for_unshard, ParamGroup.reshard
@@ -474,11 +474,11 @@ def test_what_is_sent_and_how_much_is_here_at_a_time(
     most_sent = (
         numel(model, ALIGNMENT_ELEMENTS),
         numel(model, ALIGNMENT_ELEMENTS) - numel(model.unused),
-    )  # and for the backward
+    )  # and the backward pass
     for sent, held in over_ranks(use, reshard_after_forward=reshard):
         if twice:
             assert total * 8 < sent <= 1.02 * 8 * sum(most_sent)
-            # the table comes again, and so does a layer
+            # the embedding and one layer are gathered again
             assert held <= table + 3 * layer + (reshard // 8 if reshard is not True else 0)
         else:
             assert sent <= 1.02 * 8 * (most_sent[0] + len(group_params(model)))
@@ -487,11 +487,11 @@ def test_what_is_sent_and_how_much_is_here_at_a_time(
 # -------------------------------------------------------------------------------------------------------------- refused
 
 
-def test_what_reads_a_parameter_outside_of_the_model_is_told() -> None:
+def test_reading_a_parameter_outside_of_a_pass_raises() -> None:
     def use(model: Stack, optimizer: ZeroOptimizer, context: ParallelContext) -> None:
         weight = model.layers[2].linear.weight
         assert weight.shape == (6, 6) and weight.dtype == torch.float64 and weight.requires_grad
-        assert "on other ranks" in repr(weight) and len(weight) == 6 and weight.grad is None
+        assert "not gathered" in repr(weight) and len(weight) == 6 and weight.grad is None
         reads: list[Any] = [weight.sum, lambda: weight + 1, lambda: weight.data, model.state_dict]
         for read in [*reads, lambda: copy.deepcopy(model)]:
             with pytest.raises(ConfigError, match=r"A parameter of (layers.2|table) was read"):
@@ -504,16 +504,16 @@ def test_what_reads_a_parameter_outside_of_the_model_is_told() -> None:
     over_ranks(use)
 
 
-def test_what_a_backward_cannot_do_is_told() -> None:
+def test_unsupported_backward_passes_raise() -> None:
     def use(model: Stack, optimizer: ZeroOptimizer, context: ParallelContext) -> None:
         loss = loss_of(model, 0, context.rank)
-        with pytest.raises(InputError, match="A backward with create_graph=True"):
+        with pytest.raises(InputError, match="create_graph=True used"):
             loss.backward(create_graph=True)
         optimizer.zero_grad()
         out = model(tokens(0, context.rank))
         kept = torch.tanh(out)
         with torch.no_grad():
-            out.zero_()  # nothing saved it
+            out.zero_()  # not saved by autograd
         kept.sum().backward()
         optimizer.zero_grad()
         seen = []
@@ -524,7 +524,7 @@ def test_what_a_backward_cannot_do_is_told() -> None:
             seen[0].zero_()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.sum().backward()
-        optimizer.zero_grad()  # as without zero: gradients that came before the error
+        optimizer.zero_grad()  # gradients computed before the error remain, as without ZeRO
         loss_of(model, 1, context.rank).backward()
         before = full_state_dict(model)
         optimizer.step()
@@ -533,21 +533,21 @@ def test_what_a_backward_cannot_do_is_told() -> None:
     over_ranks(use)
 
 
-def test_a_parameter_that_the_model_writes_to_is_refused() -> None:
+def test_model_that_writes_to_a_parameter_raises() -> None:
     def use(model: Stack, optimizer: ZeroOptimizer, context: ParallelContext) -> None:
         def halve(module: Any, args: Any) -> None:
             with torch.no_grad():
                 module.linear.weight.mul_(0.5)
 
         model.layers[0].register_forward_pre_hook(halve)
-        with torch.no_grad(), pytest.raises(ConfigError, match=r"A parameter of layers.0 was written to"):
+        with torch.no_grad(), pytest.raises(ConfigError, match=r"A parameter of layers.0 was modified"):
             model(tokens(0, 0))
 
     over_ranks(use)
 
 
 class Skipping(nn.Module):
-    """Of a table alone a backward reads nothing."""
+    """The backward pass of an embedding alone reads no parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -559,8 +559,8 @@ class Skipping(nn.Module):
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])
-def test_a_rank_whose_backward_reads_nothing_takes_part_in_that_of_others(first: int) -> None:
-    """From step ``first`` on; before it, all ranks read the same."""
+def test_rank_with_an_empty_backward_pass_joins_the_all_gathers(first: int) -> None:
+    """Change the order from step ``first`` on. Before it, all ranks read the same layers."""
 
     def made() -> Skipping:
         torch.manual_seed(5)
@@ -591,7 +591,7 @@ def test_a_rank_whose_backward_reads_nothing_takes_part_in_that_of_others(first:
         assert all(float((weights[name] - value).abs().max()) < 1e-12 for name, value in plain.state_dict().items())
 
 
-def test_layers_in_another_order_are_refused() -> None:
+def test_changed_order_of_layers_raises() -> None:
     class Turned(Stack):
         turned = False
 
@@ -609,7 +609,7 @@ def test_layers_in_another_order_are_refused() -> None:
         shard_optimizer(model, torch.optim.AdamW(model.parameters()), stage=3, context=context)
         model(tokens(0, 0)).sum().backward()
         model.turned = True
-        with pytest.raises(InputError, match=r"layers.2 was read at a place where it was not before"):
+        with pytest.raises(InputError, match=r"layers.2 was read in a different order"):
             model(tokens(0, 0))
 
     run_as_threads(run, data=2)
@@ -619,7 +619,7 @@ def test_layers_in_another_order_are_refused() -> None:
 
 
 def alone(self: GatherScheduler, index: int) -> None:
-    """Each rank gathers what it reads."""
+    """Let each rank gather only what it reads itself."""
     if index != -1 and index != self._last:
         self._step(index, ())
 
@@ -634,9 +634,9 @@ def own_gradients(original: Any) -> Any:
     return start
 
 
-def test_without_the_walk_or_the_sum_it_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_schedule_or_reduction_would_be_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch, pytest.raises((WorkerError, AssertionError, RuntimeError)):
-        patch.setattr(GatherScheduler, "_go_to", alone)
+        patch.setattr(GatherScheduler, "_gather_up_to", alone)
         check(Case(left_out=drops))
     with monkeypatch.context() as patch, pytest.raises(AssertionError):
         patch.setattr(ReduceScatterToShards, "start", own_gradients(ReduceScatterToShards.start))

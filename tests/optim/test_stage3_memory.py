@@ -1,4 +1,4 @@
-"""Memory of the units of stage 3: chunks are used again, never while somebody looks at them; some layers stay."""
+"""Buffers of stage 3: they are reused unless they are referenced, and some layers stay gathered."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def chunks(size: int = 4000) -> GatherBufferPool:
 
 
 def used(memory: GatherBufferPool, numel: int) -> int:
-    """The address of memory that was taken, and given back."""
+    """Return the address of a buffer that was taken and returned."""
     x = memory.take(numel, torch.float32, CPU)
     address, key = x.data_ptr(), memory_of(x)
     del x
@@ -33,14 +33,14 @@ def used(memory: GatherBufferPool, numel: int) -> int:
     return address
 
 
-def test_a_chunk_is_used_again() -> None:
+def test_buffer_is_reused() -> None:
     memory = chunks()
     address = used(memory, 1000)
     assert memory.take(900, torch.float16, CPU).data_ptr() != address  # it would fill less than half
     assert memory.take(900, torch.float32, CPU).data_ptr() == address
 
 
-def test_a_chunk_that_somebody_looks_at_is_left_to_them() -> None:
+def test_referenced_buffer_is_not_reused() -> None:
     memory = chunks()
     x = memory.take(1000, torch.float32, CPU).fill_(7)
     view, address, key = x[5:9], x.data_ptr(), memory_of(x)
@@ -51,17 +51,15 @@ def test_a_chunk_that_somebody_looks_at_is_left_to_them() -> None:
     assert y.data_ptr() != address and view.tolist() == [7] * 4
 
 
-def test_what_has_another_size_gets_memory_of_its_own() -> None:
+def test_other_sizes_allocate_memory() -> None:
     memory = chunks()
     used(memory, 2000)
     assert not memory._free
 
 
 @pytest.mark.parametrize("offload", [None, OffloadConfig("cpu", parameters=True)])
-def test_layers_and_their_gradients_lie_in_few_chunks(
-    offload: OffloadConfig | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each rank allocates no more chunks than lie about at a time, over all steps."""
+def test_layers_and_gradients_use_few_buffers(offload: OffloadConfig | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank allocates no more buffers than are used at a time, over all steps."""
     monkeypatch.setattr(units, "SMALL_GROUP_NUMEL", 0)
     made: list[int] = []
     take = GatherBufferPool.take
@@ -84,7 +82,7 @@ def test_layers_and_their_gradients_lie_in_few_chunks(
     assert len(made) > 100 and sum(made) <= 2 * 6
 
 
-def test_on_the_host_a_rank_keeps_no_parameters_on_the_device() -> None:
+def test_offloaded_parameters_use_no_device_memory() -> None:
     def use(model: Stack, optimizer: ZeroOptimizer, context: ParallelContext) -> list[tuple[bool, bool]]:
         loss_of(model, 0, context.rank).backward()
         optimizer.step()
@@ -95,7 +93,7 @@ def test_on_the_host_a_rank_keeps_no_parameters_on_the_device() -> None:
         assert len(found) > 1 and all(left and rests for left, rests in found)
 
 
-def test_what_may_stay_is_not_gathered_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_layers_are_not_gathered_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(units, "SMALL_GROUP_NUMEL", 0)
     sent = []
     for room in (True, 1000, 2**30):

@@ -1,4 +1,4 @@
-"""What ``state_dict`` of an optimizer gives is this rank's part, and does not leave torch as if it were the state."""
+"""``state_dict`` of an optimizer contains this rank's shard, and records which rank that is."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def adam(model: Any) -> torch.optim.Optimizer:
 
 
 def stepped(model: Any) -> torch.optim.Optimizer:
-    """Without a forward, which a stage does not have."""
+    """Perform a step without a forward pass, which a single stage cannot run."""
     optimizer = torch.optim.Adam(model.parameters())
     for p in model.parameters():
         p.grad = torch.ones_like(p)
@@ -45,8 +45,8 @@ def stepped(model: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
-def test_a_state_that_every_rank_has_whole_is_written_and_goes_to_another_rank() -> None:
-    """With data ranks alone, plain or under stage 0."""
+def test_replicated_state_is_saved_and_can_be_loaded_by_another_rank() -> None:
+    """With data parallelism only, plain or under stage 0."""
     files: dict[str, bytes] = {}
     models = models_of(4)
 
@@ -60,15 +60,15 @@ def test_a_state_that_every_rank_has_whole_is_written_and_goes_to_another_rank()
             if context.rank == 0:
                 torch.save(optimizer.state_dict(), file := io.BytesIO())
                 files[name] = file.getvalue()
-            all_gather_objects(None, context.data)  # so that both ranks have the file
+            all_gather_objects(None, context.data)  # wait until the file exists
             optimizer.load_state_dict(torch.load(io.BytesIO(files[name])))
 
     run_as_threads(do, data=2)
 
 
 @pytest.mark.parametrize("stage", [None, 1])
-def test_within_torch_a_state_is_loaded_copied_and_put_back(stage: int | None, tmp_path: Any) -> None:
-    """Steps after it are those of a run without it, and the optimizer has plain tensors."""
+def test_torch_functions_load_copy_and_restore_states(stage: int | None, tmp_path: Any) -> None:
+    """Later steps equal a run without it, and the optimizer has plain tensors."""
     models = models_of(6)
 
     def do(context: ParallelContext) -> None:
@@ -88,9 +88,9 @@ def test_within_torch_a_state_is_loaded_copied_and_put_back(stage: int | None, t
             other, ours, its_schedule = made()
             other.load_state_dict(copy.deepcopy(model.state_dict()))
             state = optimizer.state_dict()
-            ours.load_state_dict(copy.deepcopy(state))  # torch lets both have the same tensors otherwise
+            ours.load_state_dict(copy.deepcopy(state))  # otherwise both optimizers share tensors
             its_schedule.load_state_dict(schedule.state_dict())
-            if number and stage is None:  # by hand, as scripts do that know the layout of a state
+            if number and stage is None:  # scripts copy states by hand
                 for p, kept in zip(other.parameters(), state["state"].values(), strict=True):
                     ours.state[p] = {key: value.clone() for key, value in kept.items()}
                 shardformer.save_checkpoint(other, tmp_path / "by hand", ours, step=1)
@@ -103,7 +103,7 @@ def test_within_torch_a_state_is_loaded_copied_and_put_back(stage: int | None, t
     run_as_threads(do, tensor=2)
 
 
-def test_a_moving_average_of_torch_has_the_numbers_of_one_process_and_is_not_written() -> None:
+def test_averaged_model_equals_one_process_and_is_not_saved() -> None:
     def train(model: Any) -> Any:
         optimizer, average = adam(model), swa_utils.AveragedModel(model, use_buffers=True)
         for _ in range(3):
@@ -124,8 +124,8 @@ def test_a_moving_average_of_torch_has_the_numbers_of_one_process_and_is_not_wri
         torch.testing.assert_close(found, dict(want), rtol=0, atol=1e-10)
 
 
-def test_each_rank_takes_its_part_of_the_state_of_a_plain_run() -> None:
-    """Also with momentum of some parameters alone, and before zero takes it over."""
+def test_state_of_a_plain_run_is_sharded_on_load() -> None:
+    """Also with momentum of some parameters only, and before ``shard_optimizer`` adopts the state."""
 
     def trained(model: Any, optimizer: Any) -> dict[str, Tensor]:
         for step in range(2):
@@ -163,7 +163,7 @@ def test_each_rank_takes_its_part_of_the_state_of_a_plain_run() -> None:
 
 
 @pytest.mark.parametrize("stage", [None, 1])
-def test_hooks_of_a_script_for_states_are_called(stage: int | None) -> None:
+def test_state_dict_hooks_are_called(stage: int | None) -> None:
     model, called = ToyLM().double(), list[str]()
     optimizer: Any = adam(model) if stage is None else shardformer.shard_optimizer(model, adam(model), stage=stage)
     optimizer.register_state_dict_pre_hook(lambda _: called.append("before"))
@@ -175,10 +175,10 @@ def test_hooks_of_a_script_for_states_are_called(stage: int | None) -> None:
 
 
 @pytest.mark.parametrize("copies", [copy.deepcopy, copy.copy, pickle.dumps], ids=["deepcopy", "copy", "pickle"])
-def test_what_zero_returned_is_not_copied(copies: Any) -> None:
+def test_zero_optimizer_cannot_be_copied(copies: Any) -> None:
     model = ToyLM()
     optimizer = shardformer.shard_optimizer(model, adam(model))
-    with pytest.raises(ConfigError, match=r"keep optimizer\.state_dict"):
+    with pytest.raises(ConfigError, match=r"save optimizer\.state_dict"):
         copies(optimizer)
     a_step(model, optimizer)
 
@@ -201,7 +201,7 @@ BROKEN: dict[str, tuple[int | None, Callable[[dict[str, Any]], object]]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_state_that_is_broken_on_one_rank_raises_on_all_and_changes_nothing(name: str) -> None:
+def test_broken_state_on_one_rank_raises_on_all_ranks_and_changes_nothing(name: str) -> None:
     stage, breaks = BROKEN[name]
     models = models_of(2)
 

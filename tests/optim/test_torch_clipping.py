@@ -1,4 +1,4 @@
-"""``torch.nn.utils.clip_grad_norm_(model.parameters(), ...)`` on parts does what it does on the plain model."""
+"""``torch.nn.utils.clip_grad_norm_(model.parameters(), ...)`` on shards equals the plain model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def sharded_models(number: int) -> list[nn.Module]:
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
 @pytest.mark.parametrize("sequence", [False, True])
-def test_the_norm_and_what_it_leaves_are_those_of_the_plain_model(norm_type: float, sequence: bool) -> None:
+def test_norm_and_clipped_gradients_equal_the_plain_model(norm_type: float, sequence: bool) -> None:
     plain, models = backward(plain_model()), sharded_models(2)
     want = float(clip_grad_norm_(plain.parameters(), 0.01, norm_type))
     expected = gradients(plain)
@@ -62,7 +62,7 @@ def test_the_norm_and_what_it_leaves_are_those_of_the_plain_model(norm_type: flo
         assert worst < 1e-14
 
 
-def test_parameters_of_a_model_that_is_not_sharded_count_beside_those_that_are() -> None:
+def test_parameters_of_sharded_and_plain_models_count_together() -> None:
     plain, extra, models = backward(plain_model()), nn.Linear(3, 3).double(), sharded_models(2)
     extra(torch.ones(1, 3).double()).sum().backward()
     asked = [*gradients(plain).values(), *gradients(extra).values()]
@@ -75,7 +75,7 @@ def test_parameters_of_a_model_that_is_not_sharded_count_beside_those_that_are()
     assert run_as_threads(measure, tensor=2) == pytest.approx([want, want], rel=1e-12)
 
 
-def test_a_group_of_parameters_has_the_norm_of_its_own() -> None:
+def test_norm_of_a_subset_of_parameters() -> None:
     plain, models = backward(plain_model()), sharded_models(2)
     want = float(clip_grad_norm_(plain.get_submodule("layers.0").parameters(), 1.0))
 
@@ -86,7 +86,7 @@ def test_a_group_of_parameters_has_the_norm_of_its_own() -> None:
     assert run_as_threads(measure, tensor=2) == pytest.approx([want, want], rel=1e-12)
 
 
-def test_a_norm_that_is_no_number_is_refused_where_that_is_asked() -> None:
+def test_error_if_nonfinite_raises() -> None:
     models = sharded_models(2)
 
     def clip(context: ParallelContext) -> None:
@@ -100,11 +100,11 @@ def test_a_norm_that_is_no_number_is_refused_where_that_is_asked() -> None:
 
 @pytest.fixture
 def without_other_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test that failed, or one that keeps a model, may have left models in this process."""
+    """Hide models that failed tests or fixtures keep alive in this process."""
     monkeypatch.setattr("shardformer.gradients.clipping.tables_here", list)
 
 
-def test_what_is_no_gradient_of_a_sharded_model_stays_torchs(without_other_models: None) -> None:
+def test_other_gradients_use_the_function_of_torch(without_other_models: None) -> None:
     model = nn.Linear(3, 3)
     model(torch.ones(1, 3)).sum().backward()
     want = math.sqrt(sum(float((g**2).sum()) for g in gradients(model).values()))
@@ -113,7 +113,7 @@ def test_what_is_no_gradient_of_a_sharded_model_stays_torchs(without_other_model
 
 
 def _clip_stages() -> tuple[float, float]:
-    """All gradients, then those of the last norm, of which the first stage has none: measured, less the plain ones."""
+    """Measure the norm of all gradients, then that of the last norm layer, which the first stage does not have."""
     torch.manual_seed(0)
     plain = SmallModel("llama")().double().train()
     model = shardformer.shard_model(copy.deepcopy(plain), context=ParallelContext.from_world({"pipe": 2}))
@@ -130,13 +130,13 @@ def _clip_stages() -> tuple[float, float]:
     return found[0], found[1]
 
 
-def test_all_stages_have_the_norm_of_what_some_of_them_hold(pool2: WorkerPool) -> None:
+def test_all_stages_get_the_same_norm(pool2: WorkerPool) -> None:
     for everything, last_norm in pool2.run(_clip_stages):
         assert everything < 1e-6 and last_norm < 1e-6
 
 
-def test_a_stage_that_clips_nothing_takes_part_in_the_norm_of_its_model() -> None:
-    """Of another rank, which is a thread of the same process, it asks nothing."""
+def test_stage_without_parameters_joins_the_norm() -> None:
+    """Models of another rank, which is a thread of the same process, are ignored."""
 
     def clip(context: ParallelContext) -> float:
         model = shardformer.shard_model(SmallModel("llama")().train(), context=context)
@@ -149,7 +149,7 @@ def test_a_stage_that_clips_nothing_takes_part_in_the_norm_of_its_model() -> Non
     assert first == last > 0.0
 
 
-def test_a_stage_without_gradients_does_not_guess_between_two_models() -> None:
+def test_stage_without_gradients_of_two_models_raises() -> None:
     models = sharded_models(4)
 
     def clip(context: ParallelContext) -> None:
@@ -160,13 +160,13 @@ def test_a_stage_without_gradients_does_not_guess_between_two_models() -> None:
     kept = list(models)
     with pytest.raises(ConfigError, match="stages of 2 models"):
         run_as_threads(clip, pipe=2)
-    assert len(kept) == 4  # alive until here
+    assert len(kept) == 4  # keep the models alive
 
 
 @pytest.mark.parametrize("layout", [{"data": 2}, {"tensor": 2}])
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_gradients_that_zero_keeps_are_clipped_as_in_the_plain_model(stage: int, layout: dict[str, int]) -> None:
-    """Of the model, and of a part of it; the pieces of parameters, which ranks have others of, are refused."""
+def test_gradients_of_zero_are_clipped_as_in_the_plain_model(stage: int, layout: dict[str, int]) -> None:
+    """Clip the model and a part of it. Parameters of the ZeroOptimizer are rejected."""
     plain = backward(plain_model())
     part = [p for p in plain.get_submodule("layers.0").parameters()]
     wants = [float(get_total_norm([p.grad for p in ps if p.grad is not None])) for ps in (part, [*plain.parameters()])]
@@ -177,12 +177,12 @@ def test_gradients_that_zero_keeps_are_clipped_as_in_the_plain_model(stage: int,
         optimizer = shardformer.shard_optimizer(model, torch.optim.AdamW(model.parameters()), stage=stage)
         backward(model)
         pieces = [p for group in optimizer.param_groups for p in group["params"]]
-        with pytest.raises(ConfigError, match="was given the pieces of parameters that zero's optimizer has"):
+        with pytest.raises(ConfigError, match="received parameters of a ZeroOptimizer"):
             clip_grad_norm_(pieces, 1.0)
-        with pytest.raises(ConfigError, match="was given the pieces of parameters"):
+        with pytest.raises(ConfigError, match="received parameters of a ZeroOptimizer"):
             get_total_norm([p.grad for p in pieces if p.grad is not None])
         other = nn.Linear(3, 3)
-        assert float(clip_grad_norm_(other.parameters(), 1.0)) == 0.0  # is no model of zero's
+        assert float(clip_grad_norm_(other.parameters(), 1.0)) == 0.0  # not a model of ZeRO
         norms = [clip_grad_norm_(model.get_submodule("layers.0").parameters(), 1e9)]
         norms += [get_total_norm([p.grad for p in model.parameters() if p.grad is not None])]
         norms += [clip_grad_norm_(model.parameters(), 0.01), clip_grad_norm_(model.parameters(), 1e9)]
@@ -192,7 +192,7 @@ def test_gradients_that_zero_keeps_are_clipped_as_in_the_plain_model(stage: int,
         assert found == pytest.approx([*wants, wants[1], 0.01], rel=1e-5)
 
 
-def test_torch_warns_of_an_empty_generator_as_before(without_other_models: None) -> None:
+def test_torch_warns_about_an_empty_generator(without_other_models: None) -> None:
     shardformer.shard_model(plain_model(), ToyPolicy(), context=ParallelContext.of({}))
     with pytest.warns(UserWarning, match="empty generator"):
         clip_grad_norm_((p for p in ()), 1.0)

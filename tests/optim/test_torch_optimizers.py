@@ -1,4 +1,4 @@
-"""torch's loss scaler and optimizers on sharded models: ranks leave a step out together; what differs is said."""
+"""torch's gradient scaler and optimizers on sharded models: ranks skip steps together, and problems are reported."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def plain() -> Any:
 
 
 def scaled_run(model: Any, rank: int, odd: int, *, unscales: bool, step: Any = None) -> tuple[list[float], Any]:
-    """The scales of three steps, in the second of which a gradient of one rank is infinite; and the weights."""
+    """Return the weights and the scales of three steps. In the second one rank has an infinite gradient."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
     scales = []
@@ -43,7 +43,7 @@ def scaled_run(model: Any, rank: int, odd: int, *, unscales: bool, step: Any = N
 
 @pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("sizes", [{"tensor": 2}, {"sequence": 2}, {"tensor": 2, "data": 2}], ids=str)
-def test_all_ranks_leave_a_step_out_where_one_has_to(sizes: dict[str, int], unscales: bool) -> None:
+def test_all_ranks_skip_a_step_if_one_has_to(sizes: dict[str, int], unscales: bool) -> None:
     first = plain()
     expected, alone = scaled_run(copy.deepcopy(first), 0, 0, unscales=unscales)
     whole = alone.state_dict()
@@ -58,7 +58,7 @@ def test_all_ranks_leave_a_step_out_where_one_has_to(sizes: dict[str, int], unsc
     run_as_threads(do, **sizes)
 
 
-def test_a_stage_without_gradients_leaves_it_out_too() -> None:
+def test_stage_without_gradients_skips_the_step_too() -> None:
     def do(context: ParallelContext) -> list[float]:
         model = shardformer.shard_model(plain(), context=context)
         pipeline = shardformer.Pipeline(model, micro_batches=1)
@@ -88,7 +88,7 @@ MAKES: dict[str, Any] = {
 
 @pytest.mark.parametrize("how", ["tensor", "data", "zero"])
 @pytest.mark.parametrize("name", MAKES)
-def test_an_optimizer_that_looks_at_more_than_a_number_is_named(name: str, how: str) -> None:
+def test_optimizer_that_is_not_elementwise_warns(name: str, how: str) -> None:
     def do(context: ParallelContext) -> None:
         model = shardformer.shard_model(plain(), context=context)
         optimizer: Any = MAKES[name](model.parameters())
@@ -103,7 +103,7 @@ def test_an_optimizer_that_looks_at_more_than_a_number_is_named(name: str, how: 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run_as_threads(do, **{"data" if how == "data" else "tensor": 2}, in_turn=True)
-    said = [str(w.message) for w in caught if "than on one device" in str(w.message)]
+    said = [str(w.message) for w in caught if "from those on one device" in str(w.message)]
     looks = name not in ("SGD", "AdamW") and how == "tensor"
     assert bool(said) == looks, said
     assert all("shardformer.shard_optimizer(model, optimizer)" in text for text in said)

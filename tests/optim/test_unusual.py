@@ -1,4 +1,4 @@
-"""Parameters without dimensions or numbers, complex ones, and sparse gradients train as in one process."""
+"""Scalar, empty, complex and sparse parameters and gradients train as in one process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS = 3
 
 
 class Unusual(nn.Module):
-    """Parameters of all kinds, of sizes that no number of ranks divides, two of them in layers of their own."""
+    """Parameters of all kinds and of sizes that no number of ranks divides."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Only(nn.Module):
 
 
 _DRAWING = threading.Lock()
-"""Ranks that are threads have one random generator."""
+"""Ranks that are threads share one random generator."""
 
 
 def model_of() -> Unusual:
@@ -67,7 +67,7 @@ def ids(step: int, rank: int) -> Tensor:
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """Takes sparse gradients, which Adam does not."""
+    """Optimizer that accepts sparse gradients, which Adam does not."""
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
@@ -112,8 +112,8 @@ CASES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("how", CASES, ids=lambda how: "-".join(str(x)[:5] for x in how.values()))
-def test_each_stage_trains_clips_and_goes_on_from_a_checkpoint(how: dict[str, Any], tmp_path: Path) -> None:
-    """From a checkpoint of the layout itself, of another stage, and in one process without ZeRO."""
+def test_each_stage_trains_clips_and_resumes(how: dict[str, Any], tmp_path: Path) -> None:
+    """Resume from the same layout, from another stage, and in one process without ZeRO."""
     if how.get("offload") == "nvme":
         how = {**how, "offload": f"nvme:{tmp_path}"}
     want, further = plainly(clips=0.01), plainly(2)
@@ -148,7 +148,7 @@ def test_each_stage_trains_clips_and_goes_on_from_a_checkpoint(how: dict[str, An
     check(dict(model.state_dict()), further)
 
 
-def test_a_checkpoint_of_one_process_goes_on_under_stage_3(tmp_path: Path) -> None:
+def test_stage_3_resumes_from_a_checkpoint_of_one_process(tmp_path: Path) -> None:
     model, models, further = model_of(), [model_of() for _ in range(2)], plainly(2)
     optimizer = sgd(model)
     train(model, optimizer, [0, 1])
@@ -165,7 +165,7 @@ def test_a_checkpoint_of_one_process_goes_on_under_stage_3(tmp_path: Path) -> No
         check(found, further)
 
 
-def test_zero_takes_over_the_state_of_an_optimizer_that_made_steps() -> None:
+def test_zero_adopts_the_state_of_an_optimizer() -> None:
     model = model_of()
     optimizer = sgd(model)
     train(model, optimizer, [0, 1])
@@ -175,7 +175,7 @@ def test_zero_takes_over_the_state_of_an_optimizer_that_made_steps() -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "kahan"])
-def test_complex_parameters_keep_their_precision_beside_16_bits(precision: str) -> None:
+def test_complex_parameters_keep_their_precision(precision: str) -> None:
     how = shardformer.MixedPrecision("bf16", master_weights="kahan") if precision == "kahan" else precision
     model = model_of()
     train(model, shard_optimizer(model, sgd(model), precision=how), [0, 1])  # type: ignore[arg-type]  # a word, or more
@@ -189,7 +189,7 @@ def test_complex_parameters_keep_their_precision_beside_16_bits(precision: str) 
 
 
 class Rows(nn.Module):
-    """Rows of a table, to which it gives no gradient, a gradient of 0, or one that counts."""
+    """An embedding with rows without a gradient, with a zero gradient, and with other gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ class Rows(nn.Module):
 
 
 def steps_on(model: Rows, kind: Any, ranks: list[int]) -> list[Tensor]:
-    """Two backwards a step, of which each data rank's loss counts half. Gives the table."""
+    """Run two backward passes per step and return the embedding. The loss of each data rank counts half."""
     table, rest = kind([model.table.weight], lr=0.1), torch.optim.SGD([model.bias], lr=0.1)
     for step in range(4):
         for micro in range(2):
@@ -218,8 +218,8 @@ def steps_on(model: Rows, kind: Any, ranks: list[int]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.SparseAdam])
-def test_sparse_gradients_over_data_ranks_are_those_of_one_process(kind: Any) -> None:
-    """Sparse on each rank, with the rows of all: SparseAdam changes these alone, those with a gradient of 0 too."""
+def test_sparse_gradients_over_data_ranks_equal_one_process(kind: Any) -> None:
+    """Each rank's gradient is sparse, with the rows of all ranks. SparseAdam changes only these rows."""
     want, models = steps_on(Rows(), kind, [0, 1]), [Rows() for _ in range(2)]
 
     def over(context: ParallelContext) -> list[Tensor]:
@@ -236,7 +236,7 @@ def test_sparse_gradients_over_data_ranks_are_those_of_one_process(kind: Any) ->
         torch.testing.assert_close(found, want, rtol=0, atol=1e-12)
 
 
-def test_an_optimizer_that_takes_sparse_gradients_alone_is_refused_by_zero() -> None:
+def test_zero_rejects_an_optimizer_for_sparse_gradients() -> None:
     model = nn.Embedding(9, 4, sparse=True)
-    with pytest.raises(shardformer.ShardFormerError, match="SparseAdam was tried"):
+    with pytest.raises(shardformer.ShardFormerError, match="SparseAdam failed"):
         shard_optimizer(model, torch.optim.SparseAdam(model.parameters()))

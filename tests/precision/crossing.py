@@ -1,8 +1,8 @@
-"""One backward in 16 bits, sharded and plain, both held against fp64: the sharded one is not further away.
+"""Compare one backward pass in 16 bits, sharded and plain, with fp64: the sharded error must not be larger.
 
-The bound is the error of the plain model in the same precision, of the same weights. Ranks that add up parts round once
-more each, so that all gradients together may be ``FACTOR`` times as far from fp64 as the plain ones, and those of one
-parameter ``FACTOR_OF_ONE`` times. What is left out, counted twice or computed in fewer bits is further away.
+The bound is the error of the plain model with the same precision and weights. Ranks that sum partial results round one
+more time each. Therefore the error of all gradients may be ``FACTOR`` times that of the plain model, and the error of
+one parameter ``FACTOR_OF_ONE`` times. A term that is missing, counted twice or less precise exceeds this bound.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from shardformer.zero.shard_optimizer import shard_optimizer
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SCALE = 2.0**10
-"""Of the loss in fp16: the default is for larger models, whose gradients are smaller."""
+"""Loss scale in fp16. The default is for larger models with smaller gradients."""
 FACTOR, FACTOR_OF_ONE = 1.35, 2.5
 NOTHING = 1e-12
-"""Of the norm of all gradients: a gradient below it is 0 but for rounding (that of the bias of keys)."""
+"""Fraction of the gradient norm below which a gradient is only rounding error, such as that of a key bias."""
 _COPYING = threading.Lock()
 R = TypeVar("R")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Where 16 bits come from.
+    """An entry point to 16-bit training.
 
     Args:
-        kind: "zero", "engine" (both keep masters), "autocast" (in the user's loop), "converted" or "converted later"
-            (the model's parameters, before and after it is sharded).
-        options: of ``ParallelConfig``: the stage of ZeRO, offload.
-        checkpointing: whether layers are computed again in the backward.
+        kind: "zero", "engine" (both keep master weights), "autocast" (in the user's loop), "converted" or "converted
+            later" (parameters converted before or after sharding).
+        options: Options of ``ParallelConfig``, such as the ZeRO stage and offload.
+        checkpointing: Whether to use activation checkpointing.
     """
 
     kind: str
@@ -72,7 +72,7 @@ class Entry:
 
     @property
     def asked(self) -> MixedPrecision:
-        """Each rank has a scale of its own, as processes have."""
+        """Give each rank its own loss scale, as in separate processes."""
         return MixedPrecision(self.precision, loss_scale=LossScale(SCALE))
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -81,7 +81,7 @@ class Entry:
 
 @dataclass
 class Found:
-    """What a backward leaves: the loss, and all gradients in fp64."""
+    """The loss, and all gradients in fp64, of one backward pass."""
 
     loss: float
     gradients: dict[str, Tensor]
@@ -89,10 +89,10 @@ class Found:
 
 @dataclass
 class Reference:
-    """A model with a batch: its gradients in fp64, and of the plain model in 16 bits.
+    """A model and a batch, with the gradients of the plain model in fp64 and in 16 bits.
 
     Args:
-        head: the class of transformers, by which the loss is known.
+        head: Name of the transformers class, which determines the loss.
     """
 
     model: nn.Module
@@ -101,7 +101,7 @@ class Reference:
     _known: dict[Any, tuple[Found, Found]] = field(default_factory=dict)
 
     def both(self, entry: Entry) -> tuple[Found, Found]:
-        """(in fp64, in 16 bits) of the weights that the 16 bits begin with."""
+        """Return the gradients in fp64 and in 16 bits for weights that are representable in 16 bits."""
         key = entry.kind == "autocast", entry.precision
         if key not in self._known:
             narrow = self._plain(copy.deepcopy(self.model).to(entry.of_inputs), entry)
@@ -121,7 +121,7 @@ class Reference:
         return Found(float(loss.detach()), {n: g / entry.scale for n, g in _gradients(model).items()})
 
     def refused(self, layout: Mapping[str, Any]) -> None:
-        """Shards the model as it is. Raises what that is refused with."""
+        """Shard the model. Raises the error of an unsupported combination."""
 
         def shard(model: nn.Module, parallel: ParallelConfig, context: ParallelContext) -> None:
             model = shard_model(model, config=parallel.shard_config(context))
@@ -131,7 +131,7 @@ class Reference:
         self._on_ranks(layout, shard)
 
     def sharded(self, entry: Entry, layout: Mapping[str, Any]) -> Found:
-        """Trains on the ranks of a layout. All have the same loss."""
+        """Train on the ranks of a layout. All ranks have the same loss."""
         first, *others = self._on_ranks(
             layout, lambda model, parallel, context: _Rank(self, entry, parallel, context).train(model)
         )
@@ -141,7 +141,7 @@ class Reference:
     def _on_ranks(
         self, layout: Mapping[str, Any], do: Callable[[nn.Module, ParallelConfig, ParallelContext], R]
     ) -> list[R]:
-        """Calls ``do`` with a copy of the model on each rank of a layout. Ranks are threads."""
+        """Call ``do`` with a copy of the model on each rank of a layout. Ranks are threads."""
         parallel = ParallelConfig(**layout)
         axes = {name: size for name, size in parallel.sizes.items() if size is not None}
         axes["sequence"] = num_ranks(parallel.sequence)
@@ -207,7 +207,7 @@ class _Rank:
         return self._found(engine.model, engine.optimizers[0], loss, 1.0, is_mean=True)
 
     def _pipeline(self, model: nn.Module, scale: float) -> Pipeline:
-        """One that scales the loss itself, where no optimizer does."""
+        """A hook that scales the loss, if no optimizer does."""
         count = self.parallel.micro_batches or 2
         weight = num_samples if weights_loss_by_sample(self.of.head) else None
         return Pipeline(
@@ -235,10 +235,10 @@ def floats_in(batch: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tens
 
 
 def assert_as_exact(reference: Reference, entry: Entry, layout: Mapping[str, Any]) -> None:
-    """Trains one step; raises AssertionError where the sharded model is further from fp64 than the plain one.
+    """Assert that one step of the sharded model is as close to fp64 as that of the plain model.
 
-    A layout that a family has not is refused in these bits as in fp32. Where the plain model does not run in 16 bits,
-    or does not compute its layers again, neither does the sharded one.
+    An unsupported layout raises in 16 bits as in fp32. If the plain model does not support 16 bits or checkpointing,
+    neither does the sharded one.
     """
     entry = replace(entry, checkpointing=entry.checkpointing and _supports_checkpointing(reference.model))
     try:

@@ -1,4 +1,4 @@
-"""16 bits over every layout, of every family, from every entry point: as close to fp64 as the plain model is."""
+"""16 bits over every layout, family and entry point: as close to fp64 as the plain model."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ ENTRIES: Mapping[str, Entry] = {
     "autocast bf16, zero 3": Entry("autocast", "bf16", {"zero_stage": 3}),
     "engine bf16, activations on the host": Entry("engine", "bf16", {"activation_offload": "host"}),
 }
-# What rounding makes another way through a model is no measure of rounding: ReLU.
+# ReLU is replaced, because rounding can change which units are active.
 CHANGES: Mapping[str, dict[str, Any]] = {
     "t5": {"feed_forward_proj": "gated-gelu"},
     "opt": {"activation_function": "gelu"},
@@ -74,7 +74,7 @@ def reference(family: str, *, is_deep: bool) -> Reference:
     return Reference(model, RandomBatches(head)(0), head)
 
 
-# Every family meets every layout, and each entry point every layout. Not Swin V2: a ReLU is in its position bias.
+# Each family and each entry point is combined with each layout. Swin V2 is omitted: its position bias uses ReLU.
 CASES = [
     (family, layout, list(ENTRIES)[(4 * i + j) % len(ENTRIES)])
     for i, family in enumerate(name for name in SMALL_CONFIGS if name != "swinv2")
@@ -90,10 +90,10 @@ CASES.append(("blip-2", "ulysses", "zero 0 fp16, checkpointing"))  # several sta
     layout=[layout for layout in LAYOUTS if layout not in ("2.5d", "3d")],  # of eight ranks
 )
 @pytest.mark.parametrize(("family", "layout", "entry"), CASES)
-def test_a_step_is_as_exact_as_the_plain_one(family: str, layout: str, entry: str) -> None:
+def test_step_is_as_exact_as_the_plain_model(family: str, layout: str, entry: str) -> None:
     made = reference(family, is_deep="pipe" in LAYOUTS[layout])
     if family == "swin" and layout == "2.5d" and ENTRIES[entry].checkpointing:
-        # a layer that is computed again gets its input in another type: an error of torch, and no wrong numbers
+        # the recomputed layer gets its input in another dtype: torch raises an error
         with pytest.raises(RuntimeError):
             made.sharded(ENTRIES[entry], LAYOUTS[layout])
     else:
@@ -108,7 +108,7 @@ SIZES: dict[str, Any] = dict(
 
 @cache
 def derived(family: str) -> Reference:
-    """Soft caps and windows; a router, which chooses all experts: rounding would let it choose others."""
+    """Soft caps and windows, and a router that selects all experts, so that rounding cannot change the selection."""
     torch.manual_seed(0)
     if family == "gemma2":
         more = dict(head_dim=8, sliding_window=5, query_pre_attn_scalar=8)
@@ -132,5 +132,5 @@ def derived(family: str) -> Reference:
         ("ring", "zero 1 bf16"),
     ],
 )
-def test_of_a_model_whose_policy_is_derived(family: str, layout: str, entry: str) -> None:
+def test_model_with_a_derived_policy(family: str, layout: str, entry: str) -> None:
     assert_as_exact(derived(family), ENTRIES[entry], LAYOUTS[layout])

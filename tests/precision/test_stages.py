@@ -1,4 +1,4 @@
-"""16 bits over pipeline stages: one micro-batch is computed to the bit as by the plain model."""
+"""16 bits over pipeline stages: one micro-batch is bitwise equal to the plain model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.verify.variants import VARIANTS
 UNTIED = ("llama", "chatglm", "gptj", "qwen3", "mistral")
 FAMILIES = (*UNTIED, "bloom", "falcon with ALiBi", "gpt2", "bert", "t5", "whisper")
 SUMS_OVER_LAYERS = ("t5", "whisper")
-"""The gradients of what several layers read, an encoder's states, are added up stage by stage: in another order."""
+"""Gradients of tensors that several layers read, such as encoder states, are summed in another order."""
 Convert = Callable[[Any], Any]
 
 
@@ -42,7 +42,7 @@ def by_hand(model: nn.Module) -> nn.Module:
 
 
 def tables_alone(model: nn.Module) -> nn.Module:
-    """Tables in 16 bits, under autocast: positions have the dtype of what the table of another stage gives."""
+    """Embeddings in 16 bits under autocast: positions get the dtype of the embedding of another stage."""
     for path, module in model.named_modules():
         if "embed" in path.rpartition(".")[2] and getattr(module, "weight", None) is not None:
             module.to(torch.bfloat16)
@@ -77,7 +77,7 @@ def cut(model: nn.Module, context: ParallelContext, schedule: str = "1f1b") -> A
     ("family", "conversion"),
     [(f, c) for f in FAMILIES for c in CONVERSIONS if f in UNTIED or c != "autocast of tables in 16 bits"],
 )
-def test_what_is_converted_after_sharding_is_computed_to_the_bit(family: str, conversion: str) -> None:
+def test_conversion_after_sharding_is_bitwise_exact(family: str, conversion: str) -> None:
     convert, dtype = CONVERSIONS[conversion]
     sample = sample_of(family)
     torch.manual_seed(0)
@@ -109,8 +109,8 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
     return a is b is None or (a is not None and b is not None and a.dtype == b.dtype and torch.equal(a, b))
 
 
-def test_a_model_may_change_between_steps() -> None:
-    """Stages remember the shapes of what they hand to each other, and of each dtype others."""
+def test_model_may_change_between_steps() -> None:
+    """Stages remember the shapes of the tensors that they exchange, separately for each dtype."""
     torch.manual_seed(0)
     model = deep("llama")().float().train()
     batch = RandomBatches(DEFAULT_HEAD["llama"])(0)
@@ -144,8 +144,8 @@ def test_a_model_may_change_between_steps() -> None:
     run_as_threads(train, pipe=2, in_turn=True)
 
 
-def test_tied_weights_of_two_dtypes_are_refused_on_all_stages() -> None:
-    """The table is converted, and with it on one device the head; on the last stage there is the head alone."""
+def test_tied_weights_with_different_dtypes_raise_on_all_stages() -> None:
+    """Converting the embedding also converts the tied head on one device, but not the head on the last stage."""
     torch.manual_seed(0)
     model = deep("bloom")().float().train()
     batch = RandomBatches(DEFAULT_HEAD["bloom"])(0)
@@ -160,7 +160,7 @@ def test_tied_weights_of_two_dtypes_are_refused_on_all_stages() -> None:
     run_as_threads(train, pipe=2, in_turn=True)
 
 
-def test_stages_under_different_autocast_are_refused_on_all() -> None:
+def test_different_autocast_settings_raise_on_all_stages() -> None:
     torch.manual_seed(0)
     model = deep("llama")().float().train()
     batch = RandomBatches(DEFAULT_HEAD["llama"])(0)
@@ -177,8 +177,8 @@ def test_stages_under_different_autocast_are_refused_on_all() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_a_backward_is_outside_of_autocast(schedule: str) -> None:
-    """Products that a forward computes in fp32, without autocast, go back in fp32."""
+def test_backward_pass_runs_outside_of_autocast(schedule: str) -> None:
+    """Tensors that a forward computes in fp32 without autocast are returned in fp32."""
     torch.manual_seed(0)
     model = deep("llama")().float().train()
     batch = RandomBatches(DEFAULT_HEAD["llama"])(0)

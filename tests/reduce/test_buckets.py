@@ -1,4 +1,4 @@
-"""GradientReducer: what stands in .grad after backward is what all ranks agree on, however the backwards come."""
+"""GradientReducer: ``.grad`` after a backward pass is reduced over all ranks, for any sequence of passes."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_gradient_is_the_mean_over_the_ranks(pool2: WorkerPool, case: str) -> None:
+def test_gradient_is_the_mean_over_ranks(pool2: WorkerPool, case: str) -> None:
     assert max(pool2.run(_simple, case)) < 1e-6
 
 
@@ -135,7 +135,7 @@ def _unfrozen() -> tuple[float, float]:
     return frozen, _worst(model, _want(plain, [plain(x) for x in both]))
 
 
-def test_frozen_parameters_and_those_unfrozen_later(pool2: WorkerPool) -> None:
+def test_frozen_and_unfrozen_parameters(pool2: WorkerPool) -> None:
     for frozen, unfrozen in pool2.run(_unfrozen):
         assert frozen < 1e-6 and unfrozen < 1e-6
 
@@ -166,7 +166,7 @@ def _goes_on(bucket_bytes: int, copied: bool) -> float:
 
 @pytest.mark.parametrize("copied", [False, True], ids=["the model", "a copy"])
 @pytest.mark.parametrize("bucket_bytes", [20, 10**6], ids=["after a bucket left", "before"])
-def test_training_goes_on_after_a_backward_that_was_broken_off(
+def test_training_continues_after_an_interrupted_backward_pass(
     pool2: WorkerPool, bucket_bytes: int, copied: bool
 ) -> None:
     assert max(pool2.run(_goes_on, bucket_bytes, copied)) < 1e-6
@@ -188,23 +188,23 @@ def _copied() -> float:
     return _worst(model, _want(plain, [plain(x) for x in both]))
 
 
-def test_a_copy_of_a_model_averages_its_own_gradients(pool2: WorkerPool) -> None:
+def test_copied_model_averages_its_own_gradients(pool2: WorkerPool) -> None:
     assert max(pool2.run(_copied)) < 1e-6
 
 
 def _summands() -> tuple[Tensor | None, Tensor | None]:
-    """A parameter of which each rank has a summand, and rows 0-1 and 1-2 of three, of which row 1 is held twice."""
+    """A parameter with partial gradients, and one with rows 0-1 and 1-2 of three, of which both ranks store row 1."""
     axis = Axis.of(None)
     whole, rows = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, 2))
     spec = ShardSpec((3, 2), {0: Split((((0, 2),), ((1, 3),)))})
     reducer = GradientReducer([_gradient(whole, axis, 1), _gradient(rows, axis, 1, spec)])
     for _ in range(2):
         ((axis.rank + 1) * whole.sum() + 10 * (axis.rank + 1) * rows.sum()).backward()
-    del reducer  # held until here: the hooks do not hold it
+    del reducer  # keep it alive until here, because hooks use weak references
     return whole.grad, rows.grad
 
 
-def test_summands_and_shared_slices_are_summed_under_accumulation_too(pool2: WorkerPool) -> None:
+def test_partial_and_shared_gradients_are_summed_under_accumulation(pool2: WorkerPool) -> None:
     (whole0, rows0), (whole1, rows1) = pool2.run(_summands)
     assert whole0 is not None and rows0 is not None and whole1 is not None and rows1 is not None
     assert whole0.tolist() == whole1.tolist() == [6.0, 6.0]  # (1 + 2), twice
@@ -223,12 +223,12 @@ def _alone(divisor: float) -> list[float]:
     return list(param.grad.tolist())
 
 
-def test_an_axis_of_one_rank_may_still_scale() -> None:
+def test_axis_of_one_rank_scales_gradients() -> None:
     assert _alone(4.0) == [0.5, 0.5] and _alone(1.0) == [2.0, 2.0]
 
 
 def _handed_over(bucket_bytes: int) -> tuple[float, bool]:
-    """The worst difference of all shards together from the mean; whether ``.grad`` is gone."""
+    """Return the largest difference of the shards from the mean, and whether ``.grad`` is None."""
     axis, model, plain = Axis.of(None), _Net(), _Net()
     got: list[tuple[list[Tensor], Tensor, Tensor]] = []
 
@@ -252,12 +252,12 @@ def _handed_over(bucket_bytes: int) -> tuple[float, bool]:
             worst = max(worst, float((whole[at : at + param.numel()].view_as(param) - expected).abs().max()))
             whole[at : at + param.numel()] = 0
             at += -(-param.numel() // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
-        assert not whole.any()  # neither between the gradients nor behind them
+        assert not whole.any()  # gaps and padding are zero
     del reducer
     return worst, all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.parametrize("bucket_bytes", [64, 10**6], ids=["several buckets", "one"])
-def test_an_end_may_hand_each_rank_its_shard(pool2: WorkerPool, bucket_bytes: int) -> None:
+def test_reduce_scatter_gives_each_rank_its_shard(pool2: WorkerPool, bucket_bytes: int) -> None:
     for worst, gone in pool2.run(_handed_over, bucket_bytes):
         assert worst < 1e-6 and gone

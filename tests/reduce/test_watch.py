@@ -1,4 +1,4 @@
-"""Ranks that have come apart notice it, at the step in which they do or the next, and say in what."""
+"""Diverging ranks are detected at the same or the next step, and the error names the difference."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Change = Callable[["Run"], None]
 
 
 class Run:
-    """A model in training on one rank, of which a test changes something before a step."""
+    """A model in training on one rank. A test changes it before a step."""
 
     def __init__(self, context: ParallelContext, *, zero_stage: int | None = None, **options: Any) -> None:
         torch.manual_seed(0)
@@ -85,7 +85,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
 
 
 def came_apart(change: Change | None, odd: int, sizes: dict[str, int], at: int = AT, **options: Any) -> list[str]:
-    """What each rank says of a run in which one rank is changed at a step."""
+    """Return the error of each rank of a run in which one rank is changed at a step."""
 
     def do(context: ParallelContext) -> str:
         run = Run(context, **options)
@@ -105,7 +105,7 @@ def came_apart(change: Change | None, odd: int, sizes: dict[str, int], at: int =
 @pytest.mark.reduced
 @pytest.mark.parametrize("sizes", [{"tensor": 2}, {"tensor": 3}, {"sequence": 2}], ids=str)
 @pytest.mark.parametrize("name", CHANGES)
-def test_ranks_of_one_batch_notice(name: str, sizes: dict[str, int]) -> None:
+def test_tensor_ranks_detect_divergence(name: str, sizes: dict[str, int]) -> None:
     change, said = CHANGES[name]
     found = came_apart(change, 1, sizes)
     assert all(said in text for text in found), found
@@ -114,8 +114,8 @@ def test_ranks_of_one_batch_notice(name: str, sizes: dict[str, int]) -> None:
         assert "rank 1 " in found[0], "the one that differs is named"
 
 
-# A step under ZeRO is made by all ranks together, and weights come from one rank each; under stage 3 a rank in another
-# mode reads other weights, for which the others wait.
+# A ZeRO step is collective, and each weight is updated on one rank. Under stage 3, a rank in another mode would read
+# other weights, for which the other ranks would wait.
 OF_DATA = [
     ("mode", {}),
     ("rate", {}),
@@ -129,7 +129,7 @@ OF_DATA += [("mode", {"zero_stage": 2}), ("rate", {"zero_stage": 2}), ("rate", {
 
 @pytest.mark.reduced
 @pytest.mark.parametrize(("name", "how"), OF_DATA, ids=str)
-def test_data_ranks_notice(name: str, how: dict[str, Any]) -> None:
+def test_data_ranks_detect_divergence(name: str, how: dict[str, Any]) -> None:
     change, said = CHANGES[name]
     found = came_apart(change, 1, {"data": 3}, **how)
     assert all(said in text for text in found), found
@@ -137,7 +137,7 @@ def test_data_ranks_notice(name: str, how: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ["batch", "mode", "skipped", "rate"])
-def test_stages_notice(name: str) -> None:
+def test_stages_detect_divergence(name: str) -> None:
     change, said = CHANGES[name]
     found = came_apart(change, 1, {"pipe": 2})
     words = {"batch": "different batches", "mode": "different training modes"}
@@ -147,20 +147,20 @@ def test_stages_notice(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["weight_decay", "rate"])
-def test_stages_notice_other_options_from_the_first_step_on(name: str) -> None:
+def test_stages_detect_different_options_from_the_first_step(name: str) -> None:
     option = {"weight_decay": "weight_decay", "rate": "lr"}[name]
     found = came_apart(lambda run: run.optimizer.param_groups[0].update({option: 0.5}), 1, {"pipe": 2}, at=0)
     assert all("learning rates, or other options" in text for text in found), found
 
 
-def test_stages_may_have_optimizers_of_other_classes() -> None:
+def test_stages_may_use_different_optimizer_classes() -> None:
     def other_class(run: Run) -> None:
         run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
 
     assert set(came_apart(other_class, 1, {"pipe": 2}, at=0)) == {""}
 
 
-def test_an_engine_may_have_optimizers_of_which_each_stage_has_one_with_other_options() -> None:
+def test_engine_may_use_optimizers_with_different_options_per_stage() -> None:
     def do(context: ParallelContext) -> int:
         torch.manual_seed(0)
         model = SmallModel("llama")().train()
@@ -182,7 +182,7 @@ def test_an_engine_may_have_optimizers_of_which_each_stage_has_one_with_other_op
 @pytest.mark.parametrize(
     "sizes", [{"tensor": 2, "data": 2}, {"pipe": 2, "data": 2}, {"sequence": 2, "data": 2}], ids=str
 )
-def test_nobody_is_told_of_ranks_that_go_together(sizes: dict[str, int]) -> None:
+def test_consistent_ranks_raise_nothing(sizes: dict[str, int]) -> None:
     assert set(came_apart(None, 0, sizes)) == {""}
 
 
@@ -193,13 +193,13 @@ def rounded(run: Run) -> None:
             entry.param.mul_(1 + 2e-7)
 
 
-def test_what_rounding_makes_of_weights_is_no_difference() -> None:
-    """Each of these ranks computes their gradients itself, with kernels that may add in another order."""
+def test_rounding_errors_are_no_divergence() -> None:
+    """Each rank computes its gradients itself, with kernels that may use another order of summation."""
     assert came_apart(rounded, 1, {"tensor": 2}) == ["", ""]
     assert all("different weights" in said for said in came_apart(rounded, 1, {"data": 2}))
 
 
-def test_evaluation_on_all_ranks_and_back_is_no_difference() -> None:
+def test_evaluation_on_all_ranks_is_no_divergence() -> None:
     def do(context: ParallelContext) -> None:
         run = Run(context)
         for step in range(6):
@@ -215,7 +215,7 @@ def test_evaluation_on_all_ranks_and_back_is_no_difference() -> None:
 
 
 @pytest.mark.parametrize("sizes", [{"tensor": 2}, {"sequence": 2}, {"tensor": 2, "pipe": 2}], ids=str)
-def test_batches_that_differ_in_evaluation_are_noticed(sizes: dict[str, int]) -> None:
+def test_different_batches_in_evaluation_are_detected(sizes: dict[str, int]) -> None:
     def do(context: ParallelContext) -> None:
         run = Run(context)
         run.model.eval()
@@ -230,7 +230,7 @@ def test_batches_that_differ_in_evaluation_are_noticed(sizes: dict[str, int]) ->
 
 
 def sampled() -> list[int]:
-    """A text on each rank, whose random numbers are its own."""
+    """Generate a text on each rank with its own random seed."""
     context = ParallelContext.from_world({"tensor": 2})
     torch.manual_seed(0)
     model: Any = shardformer.shard_model(SmallModel("llama")(), context=context).eval()
@@ -239,19 +239,19 @@ def sampled() -> list[int]:
     return text
 
 
-def test_ranks_sample_one_text_whatever_their_seeds(pool2: WorkerPool) -> None:
+def test_ranks_sample_the_same_text_with_different_seeds(pool2: WorkerPool) -> None:
     first, second = pool2.run(sampled)
     assert first == second
 
 
-def test_it_can_be_left_out() -> None:
+def test_consistency_check_can_be_disabled() -> None:
     assert set(came_apart(other_rate, 1, {"tensor": 2}, check_consistency=False)) == {""}
     assert set(came_apart(other_rate, 1, {"data": 2}, check_consistency=False)) == {""}
     with pytest.raises(shardformer.ShardFormerError, match="check_consistency='no'"):
         shardformer.compat.ShardConfig(check_consistency="no")  # type: ignore[arg-type]
 
 
-def test_ranks_that_were_asked_differently_are_told_so() -> None:
+def test_different_options_on_ranks_raise() -> None:
     def do(context: ParallelContext) -> None:
         with pytest.raises(shardformer.ShardFormerError, match="check_consistency="):
             shardformer.shard_model(SmallModel("llama")(), context=context, check_consistency=context.rank == 0)
@@ -260,8 +260,8 @@ def test_ranks_that_were_asked_differently_are_told_so() -> None:
 
 
 @pytest.mark.parametrize("sizes", [{"tensor": 2}, {"data": 2}, {"pipe": 2}], ids=str)
-def test_nothing_is_sent_for_it_alone(sizes: dict[str, int]) -> None:
-    """As many collectives; of bytes, beside what no recorder counts, the bits behind the last bucket of gradients."""
+def test_consistency_check_needs_no_extra_communication(sizes: dict[str, int]) -> None:
+    """The number of collectives does not change. The last bucket grows by a few bytes."""
     bits = 2 * BITS * 4 if "data" in sizes else 0
 
     def do(context: ParallelContext) -> dict[bool, tuple[int, int]]:
@@ -297,7 +297,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch, parts: int, part_bytes: int) ->
 
 
 @pytest.mark.parametrize("at", [0, 5000, 11_999, 12_100, 14_399, 14_406])
-def test_all_weights_are_looked_at_within_so_many_steps(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_weights_are_compared_within_a_number_of_steps(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def do(context: ParallelContext) -> int:
         model, _ = toy(context)
         flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
@@ -321,7 +321,7 @@ def test_all_weights_are_looked_at_within_so_many_steps(at: int, monkeypatch: py
     assert found[0] == found[1] != -1
 
 
-def test_a_copy_of_a_model_is_watched_by_itself() -> None:
+def test_copied_model_has_its_own_monitor() -> None:
     def do(context: ParallelContext) -> None:
         run = Run(context)
         run.step(run.batch(0))
@@ -337,7 +337,7 @@ def test_a_copy_of_a_model_is_watched_by_itself() -> None:
     run_as_threads(do, data=2)
 
 
-def test_two_models_and_their_optimizers_are_counted_each_for_itself() -> None:
+def test_two_models_have_separate_step_counts() -> None:
     def do(context: ParallelContext) -> tuple[int, int]:
         one, other = Run(context), Run(context)
         one.step(one.batch(0))

@@ -1,4 +1,4 @@
-"""Stages train different parameters: what they need not have in common is no reason to refuse a step."""
+"""Stages train different parameters, so differences between their optimizers are not errors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def embedding_alone(model: Any) -> Optimizers:
 
 
 def head_in_the_optimizer_alone(model: Any) -> Optimizers:
-    """The rest takes gradients that nobody steps with."""
+    """Other parameters receive gradients that no optimizer uses."""
     return [torch.optim.SGD(model.lm_head.parameters(), lr=0.1)]
 
 
@@ -59,7 +59,7 @@ def reversed_rates(model: Any) -> Optimizers:
 
 
 def of_each_end(model: Any) -> Optimizers:
-    """One trains on the first stage alone, and one on the last."""
+    """One optimizer trains on the first stage only, and one on the last."""
     frozen_but(model, "nothing")
     ends = model.model.embed_tokens.requires_grad_(True), model.lm_head.requires_grad_(True)
     return [torch.optim.SGD(end.parameters(), lr=rate) for end, rate in zip(ends, (0.1, 0.01), strict=True)]
@@ -94,7 +94,7 @@ def alone(make: Callable[[Any], Optimizers]) -> list[float]:
 
 
 @pytest.mark.parametrize("make", MAKES, ids=lambda make: make.__name__)
-def test_the_losses_are_those_of_one_process(make: Callable[[Any], Optimizers]) -> None:
+def test_losses_equal_one_process(make: Callable[[Any], Optimizers]) -> None:
     def do(context: ParallelContext) -> list[float]:
         model = llama()
         engine = shardformer.initialize(model, make(model), parallel={"pipe": 2}, context=context)
@@ -106,7 +106,7 @@ def test_the_losses_are_those_of_one_process(make: Callable[[Any], Optimizers]) 
 
 
 @pytest.mark.parametrize("zero", [0, 1])
-def test_under_zero_too(zero: int) -> None:
+def test_zero_optimizers_are_monitored(zero: int) -> None:
     def do(context: ParallelContext) -> list[float]:
         model = llama()
         parallel = {"pipe": 2, "zero_stage": zero}
@@ -119,7 +119,7 @@ def test_under_zero_too(zero: int) -> None:
 
 
 class Own:
-    """A loop of one's own: each stage makes optimizers of what it has."""
+    """A custom loop in which each stage creates optimizers of its own parameters."""
 
     def __init__(self, context: ParallelContext, kinds: Sequence[type[torch.optim.Optimizer]] = (SGD, SGD)) -> None:
         self.stage = context.pipe.rank
@@ -135,7 +135,7 @@ class Own:
         return loss
 
 
-def test_stages_may_have_optimizers_of_other_classes_that_step_now_and_then() -> None:
+def test_stages_may_use_optimizer_classes_that_step_rarely() -> None:
     def do(context: ParallelContext) -> int:
         own = Own(context, (SGD, torch.optim.Adagrad))
         for step in range(4):
@@ -145,7 +145,7 @@ def test_stages_may_have_optimizers_of_other_classes_that_step_now_and_then() ->
     assert run_as_threads(do, pipe=2, in_turn=True) == [0, 1]
 
 
-def test_stages_with_one_class_notice_a_step_that_one_of_them_leaves_out() -> None:
+def test_skipped_step_of_one_stage_is_detected() -> None:
     def do(context: ParallelContext) -> str:
         own = Own(context)
         try:
@@ -158,7 +158,7 @@ def test_stages_with_one_class_notice_a_step_that_one_of_them_leaves_out() -> No
     assert all("different numbers of steps" in said for said in run_as_threads(do, pipe=2, in_turn=True))
 
 
-def test_an_evaluation_between_two_steps_is_no_round() -> None:
+def test_evaluation_between_two_steps_is_not_counted() -> None:
     def do(context: ParallelContext) -> list[float]:
         own, found = Own(context), []
         for step in range(STEPS):

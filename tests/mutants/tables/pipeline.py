@@ -53,7 +53,7 @@ MUTANTS = [
         "[torch.full_like(loss, self._step.loss_scale) for loss in outputs]",
         "[torch.ones_like(loss) for loss in outputs]",
         "In fp16 a pipeline divides gradients by a loss scale that was never applied.",
-        first=("tests/optim/test_precision.py::test_a_pipeline_scales_the_loss_for_the_backward_alone",),
+        first=("tests/optim/test_precision.py::test_pipeline_scales_the_loss_only_for_the_backward_pass",),
     ),
     mutant(
         "micro-batches-share-a-dropout-mask",
@@ -88,7 +88,7 @@ MUTANTS = [
         'pipe = ("pipe",) if sizes.get("pipe", 1) > 1 else ()',
         "pipe = ()",
         "Each stage clips by the norm of its own gradients.",
-        first=("tests/optim/test_torch_clipping.py::test_all_stages_have_the_norm_of_what_some_of_them_hold",),
+        first=("tests/optim/test_torch_clipping.py::test_all_stages_get_the_same_norm",),
     ),
     mutant(
         "stages-do-not-compare-batches",

@@ -52,7 +52,7 @@ MUTANTS = [
         "return (powers / held_by.to(powers) if isinstance(held_by, Tensor) else powers).sum()",
         "return powers.sum()",
         "With more tensor ranks than KV heads, clipping sees a norm that is too large.",
-        first=("tests/optim/test_grad_norm.py::test_clipping_is_torchs_on_the_plain_model",),
+        first=("tests/optim/test_grad_norm.py::test_clipping_equals_torch_on_the_plain_model",),
     ),
     mutant(
         "split-norm-counts-shared-heads-twice",

@@ -14,8 +14,8 @@ MUTANTS = [
         "own = {*reduction.norm_over}",
         "LAMB and Muon with stage 0 and tensor parallelism clip by a norm that is too large.",
         first=(
-            "tests/optim/test_owners.py::test_cut_matrices_are_brought_together",
-            "tests/optim/test_zero.py::test_a_gradient_is_whole_when_asked_for_and_the_norm_that_of_all",
+            "tests/optim/test_owners.py::test_sharded_matrices_are_gathered",
+            "tests/optim/test_zero.py::test_full_gradient_and_global_norm",
         ),
     ),
     mutant(
@@ -26,7 +26,7 @@ MUTANTS = [
         "With stage 0 and a pipeline, a weight that two stages share counts twice in the norm.",
         first=(
             "tests/optim/test_zero.py::test_over_stages_and_data_ranks",
-            "tests/optim/test_zero.py::test_a_gradient_is_whole_when_asked_for_and_the_norm_that_of_all",
+            "tests/optim/test_zero.py::test_full_gradient_and_global_norm",
         ),
     ),
     mutant(
@@ -35,7 +35,7 @@ MUTANTS = [
         "value.copy_(torch.where(value.to(self.dtype) == written, value, written.to(self.wide)))",
         "value.copy_(written.to(self.wide))",
         "load_state_dict with the weights that are there already rounds the fp32 masters to 16 bits.",
-        first=("tests/optim/test_zero.py::test_values_that_are_written_between_steps_are_taken_up",),
+        first=("tests/optim/test_zero.py::test_writes_to_parameters_between_steps_take_effect",),
     ),
     mutant(
         "loss-scale-grows-after-gaps",
@@ -43,7 +43,7 @@ MUTANTS = [
         "self.good, self.bad = 0, self.bad + 1",
         "self.bad = self.bad + 1",
         "The fp16 loss scale grows though its good steps were not in a row.",
-        first=("tests/optim/test_precision.py::test_the_scale_grows_and_falls_as_told",),
+        first=("tests/optim/test_precision.py::test_loss_scale_follows_its_options",),
     ),
     mutant(
         "offload-keeps-scaled-gradients",
@@ -51,7 +51,7 @@ MUTANTS = [
         "            part = part.to(self.dtype) / scale\n",
         "            part = part.to(self.dtype)\n",
         "fp16 with offload steps with gradients that are still multiplied by the loss scale.",
-        first=("tests/optim/test_offload.py::test_the_weights_are_to_the_bit_those_without",),
+        first=("tests/optim/test_offload.py::test_offload_gives_bitwise_equal_weights",),
     ),
     mutant(
         "offload-forgets-earlier-backwards",
@@ -59,7 +59,7 @@ MUTANTS = [
         "self._sum = self._sum.add_(part) if self._has_sum else self._sum.copy_(part)",
         "self._sum = self._sum.copy_(part)",
         "Gradient accumulation with offload steps with the last backward alone.",
-        first=("tests/optim/test_offload.py::test_the_weights_are_to_the_bit_those_without",),
+        first=("tests/optim/test_offload.py::test_offload_gives_bitwise_equal_weights",),
     ),
     mutant(
         "failed-write-keeps-the-step-count",
@@ -67,7 +67,7 @@ MUTANTS = [
         "            state.clear()\n            state.update(small)\n",
         "            state.update({})\n",
         "After a disk was full, Adam's step count is one ahead of the weights.",
-        first=("tests/optim/test_offload.py::test_a_full_disk_leaves_the_step_before",),
+        first=("tests/optim/test_offload.py::test_full_disk_restores_the_previous_step",),
     ),
     mutant(
         "kahan-rest-not-added",
@@ -83,34 +83,34 @@ MUTANTS = [
     mutant(
         "rounding-depends-on-the-layout",
         "shardformer/zero/mixed_precision.py",
-        "random_bits(wide, piece.first, piece.key, self.step)",
-        "random_bits(wide, piece.at.start, piece.key, self.step)",
+        "random_bits(wide, param_slice.first, param_slice.key, self.step)",
+        "random_bits(wide, param_slice.at.start, param_slice.key, self.step)",
         'masters="stochastic" rounds the same weight differently on another number of data ranks.',
         first=(
-            "tests/optim/test_rounding.py::test_tensor_ranks_round_alike_what_they_hold_alike",
+            "tests/optim/test_rounding.py::test_tensor_ranks_round_replicated_parameters_identically",
             "tests/optim/test_rounding.py",
         ),
     ),
     mutant(
         "paused-backwards-never-summed",
         "shardformer/zero/zero_optimizer.py",
-        "        self.agree()\n        problem = self._take_edits()\n        for",
-        "        problem = self._take_edits()\n        for",
+        "        self.agree()\n        problem = self._apply_gradient_edits()\n        for",
+        "        problem = self._apply_gradient_edits()\n        for",
         "Where all backwards of a step ran in no_sync, their gradients are not used.",
         first=(
-            "tests/optim/test_zero.py::test_gradients_of_backwards_that_were_all_in_no_sync_are_those_of_the_step",
+            "tests/optim/test_zero.py::test_step_reduces_gradients_accumulated_in_no_sync",
             "tests/optim/test_zero.py",
         ),
     ),
     mutant(
         "stage-3-keeps-old-parameters",
         "shardformer/zero/zero_optimizer.py",
-        "            if self._walk is not None:\n                self._walk.release()\n            with",
+        "            if self._scheduler is not None:\n                self._scheduler.release()\n            with",
         "            with",
         "Stage 3 that keeps layers after their use (a pipeline, reshard_after_forward=False) trains on stale weights.",
         first=(
             "tests/optim/test_stage3.py::test_over_stages_and_data_ranks",
-            "tests/optim/test_stage3_memory.py::test_what_may_stay_is_not_gathered_again",
+            "tests/optim/test_stage3_memory.py::test_kept_layers_are_not_gathered_again",
         ),
     ),
     mutant(
@@ -119,7 +119,7 @@ MUTANTS = [
         "        if before != self._versions:\n",
         "        if before is self._versions:\n",
         "Under stage 3 a parameter that the model writes to loses what was written, without an error.",
-        first=("tests/optim/test_stage3.py::test_a_parameter_that_the_model_writes_to_is_refused",),
+        first=("tests/optim/test_stage3.py::test_model_that_writes_to_a_parameter_raises",),
     ),
     mutant(
         "owner-keeps-one-ranks-slices",
@@ -127,7 +127,7 @@ MUTANTS = [
         "box.of_full(full).add_(box.of_local(local))",
         "box.of_full(full).copy_(box.of_local(local))",
         "LAMB and Muon over tensor and data ranks step with the gradient of one data rank.",
-        first=("tests/optim/test_owners.py::test_cut_matrices_are_brought_together",),
+        first=("tests/optim/test_owners.py::test_sharded_matrices_are_gathered",),
     ),
     mutant(
         "owner-gets-a-sum-for-a-mean",
@@ -135,7 +135,7 @@ MUTANTS = [
         "return torch.div(grad.reshape(-1), gradient.divisor).to(like.dtype)",
         "return grad.reshape(-1).to(like.dtype)",
         "Muon over tensor and data ranks gets gradients that are not divided by the number of data ranks.",
-        first=("tests/optim/test_owners.py::test_cut_matrices_are_brought_together",),
+        first=("tests/optim/test_owners.py::test_sharded_matrices_are_gathered",),
     ),
     mutant(
         "whole-matrices-are-flat",
@@ -143,7 +143,7 @@ MUTANTS = [
         "value = value.view(gradient.shape) if gradient.is_full else value",
         "value = value.reshape(-1)",
         "LARS and Muon see every matrix as a vector.",
-        first=("tests/optim/test_owners.py::test_over_data_ranks_the_weights_are_those_of_one_process_to_the_bit",),
+        first=("tests/optim/test_owners.py::test_matrix_optimizers_over_data_ranks_equal_one_process_bitwise",),
     ),
     mutant(
         "shared-heads-added-up",
@@ -152,7 +152,7 @@ MUTANTS = [
         "full = full * 1.0",
         "ZeRO with more tensor ranks than KV heads multiplies the weights of shared KV heads.",
         first=(
-            "tests/optim/test_zero.py::test_the_weights_are_those_of_one_process",
+            "tests/optim/test_zero.py::test_weights_equal_one_process",
             "tests/verify/test_zero.py::test_over_data_and_tensor_ranks",
         ),
     ),
@@ -163,7 +163,7 @@ MUTANTS = [
         "divisor = gradient.divisor",
         "ZeRO with data ranks and shared KV heads divides some gradients twice.",
         first=(
-            "tests/optim/test_zero.py::test_the_weights_are_those_of_one_process",
+            "tests/optim/test_zero.py::test_weights_equal_one_process",
             "tests/verify/test_zero.py::test_over_data_and_tensor_ranks",
         ),
     ),
@@ -173,7 +173,7 @@ MUTANTS = [
         "return torch.float32 if self.gradients else None",
         "return None",
         'MixedPrecision("bf16", gradients="fp32") sums gradients in bf16.',
-        first=("tests/optim/test_precision.py::test_16_bits_with_masters_are_those_of_one_process_to_the_bit",),
+        first=("tests/optim/test_precision.py::test_16_bit_training_with_master_weights_equals_one_process_bitwise",),
     ),
     mutant(
         "loaded-state-has-no-loss-scale",
@@ -182,9 +182,9 @@ MUTANTS = [
         "            pass\n",
         "An fp16 optimizer that loads its state_dict starts again with the first loss scale.",
         first=(
-            "tests/optim/test_precision.py::test_a_state_dict_keeps_the_scale_and_how_near_it_is_to_its_next_change",
+            "tests/optim/test_precision.py::test_state_dict_contains_the_loss_scale_and_its_counters",
             "tests/optim/test_precision.py",
-            "tests/optim/test_zero.py::test_schedulers_closures_and_what_was_saved",
+            "tests/optim/test_zero.py::test_schedulers_closures_and_saved_states",
         ),
     ),
 ]
