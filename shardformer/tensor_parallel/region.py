@@ -1,12 +1,12 @@
-"""Communication where a tensor-parallel block begins and ends, and the matrix products next to it.
+"""Communication at the entry and the exit of a tensor-parallel block, and the matrix products next to it.
 
-    x --> entry --> columns (q, k, v; gate, up) --> local heads or features --> row (o; down) --> exit
+    x --> entry --> column-parallel (q, k, v; gate, up) --> local heads or features --> row-parallel (o; down) --> exit
 
-    stream                    entry, forward | backward          exit, forward | backward
-    whole on all ranks        nothing        | all-reduce        all-reduce      | nothing
-    sequence cut              all-gather     | reduce-scatter    reduce-scatter  | all-gather
+    activations               entry, forward | backward          exit, forward | backward
+    replicated                nothing        | all-reduce        all-reduce      | nothing
+    sequence sharded          all-gather     | reduce-scatter    reduce-scatter  | all-gather
 
-Each kind of stream is a class here. ``REGIONS_BY_DIM`` says which belongs to a cut.
+Each row of the table is a class. ``REGIONS_BY_DIM`` maps the sharded dim to the class.
 """
 
 from __future__ import annotations
@@ -45,43 +45,44 @@ Multiply = Callable[[Tensor], list[Tensor]]
 
 @dataclass(frozen=True)
 class ReplicatedRegion:
-    """Both edges of a block in one forward, and in the backward of that, where all ranks hold the stream alike.
+    """Entry and exit of a block whose input is replicated over the ranks.
 
-    Those of a stream that is cut have the same methods.
+    ``SequenceShardedRegion`` has the same methods.
     """
 
     axis: Axis
 
     def enter(self, x: Tensor) -> Tensor:
-        """What the forward of the block is given: the full tensor, of which the block uses a part."""
+        """Return the full input of the block for a local activation x."""
         entered = copy_to_tp_region(x, self.axis)
         return x.view_as(x) if entered is x else entered
 
     def gather_then_matmul(
         self, x: Tensor, multiply: Multiply, known: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """The full tensor of the ranks' x, ``known`` where it is given, and ``multiply`` of it."""
+        """Return the full tensor of the local x (``known`` if it is passed), and ``multiply`` of it."""
         return x, multiply(x)
 
     def start_reduce(self, x: Tensor) -> PendingCollective:
-        """Starts the sum of the ranks' x, of which this rank gets what it holds of the stream."""
+        """Start to sum x over the ranks, and return the local shard of the sum."""
         return start_all_reduce(x, self.axis)
 
     def matmul_then_reduce(self, x: Tensor, multiply: Multiply) -> Tensor:
-        """That of ``multiply(x)``, which has one result."""
+        """Sum ``multiply(x)``, which has one result, over the ranks, and return the local shard of the sum."""
         return self.start_reduce(multiply(x)[0]).wait()
 
     def leading_shape(self, x: Tensor) -> tuple[int, ...]:
-        """The dims before the last of what this rank holds of a stream of which x is the whole."""
+        """Return the shape, without the last dim, of the local shard of a full tensor x."""
         return tuple(x.shape[:-1])
 
 
 @dataclass(frozen=True)
 class SequenceShardedRegion:
-    """Each rank of the axis holds consecutive positions of a sequence of ``full``.
+    """Entry and exit of a block whose input is sharded over the sequence, in consecutive positions per rank.
 
     Args:
-        overlap: whether gathers and scatters go around a ring in steps, under the matmuls beside them.
+        full: the length of the full sequence.
+        overlap: run all-gathers and reduce-scatters in ring steps that overlap with the adjacent matmuls.
     """
 
     axis: Axis
@@ -107,12 +108,12 @@ class SequenceShardedRegion:
             return joined, multiply(joined)
         products: dict[int, list[Tensor]] = {}
 
-        def use(piece: Tensor, start: int, end: int) -> None:
-            products[start] = multiply(piece)
+        def use(chunk: Tensor, start: int, end: int) -> None:
+            products[start] = multiply(chunk)
 
         joined = all_gather_matmul(x, self.axis, self.full, use)
         columns = zip(*(products[start] for start in sorted(products)), strict=True)
-        return joined, [torch.cat(pieces, SEQUENCE) for pieces in columns]
+        return joined, [torch.cat(chunks, SEQUENCE) for chunks in columns]
 
     def start_reduce(self, x: Tensor) -> PendingCollective:
         return start_reduce_scatter(x, self.axis, SEQUENCE)
@@ -128,15 +129,16 @@ class SequenceShardedRegion:
 
 TpRegion = ReplicatedRegion | SequenceShardedRegion
 REGIONS_BY_DIM: Mapping[Dim | None, type[TpRegion]] = {None: ReplicatedRegion, Dim.SEQUENCE: SequenceShardedRegion}
-"""Which dim of the stream a stack cuts over the axis of its blocks -> the edges of these."""
+"""Dim of the activations that a stack shards over the tensor axis -> the region of its blocks."""
 
 
 def enter_region(x: Tensor, axis: Axis) -> Tensor:
-    """x enters blocks beside the hidden states: a tensor that all ranks hold, or the output of another stack.
+    """Let x enter blocks as an additional input: a replicated tensor, or the output of another stack.
 
-    Backward: one all-reduce of the gradient of x, or one reduce-scatter of that of a stack's output.
+    Backward: one all-reduce of the gradient of x, or one reduce-scatter of the gradient of a stack's output.
 
-    Raises PolicyError for one that has entered already, or is a view of such a one.
+    Raises:
+        PolicyError: if x, or the tensor that it is a view of, already entered a block.
     """
     if isinstance(x, DeferredTensor):
         if x.is_pending and x.region is not None and x.axis is axis:
@@ -147,30 +149,30 @@ def enter_region(x: Tensor, axis: Axis) -> Tensor:
     while node is not None:
         if custom_function_of(node) is CopyToTpRegion:
             raise PolicyError(
-                f"A tensor of shape {tuple(x.shape)} enters a block that has entered one already",
-                remedy="Name it once: by the `cross_states` of its stack, or by the `inputs` of its attentions",
+                f"A tensor of shape {tuple(x.shape)} enters a tensor-parallel block for the second time",
+                remedy="Name it once in the policy: in `cross_states` of the stack, or in `inputs` of the attentions",
             )
         before = node.next_functions
-        node = before[0][0] if len(before) == 1 else None  # a view has one
+        node = before[0][0] if len(before) == 1 else None  # follows views, which have one input
     return copy_to_tp_region(x, axis)
 
 
 def deferred_all_reduce(x: Tensor, axis: Axis) -> DeferredTensor:
-    """The sum of the ranks' x, as a tensor that is pending: who cuts it at once needs a reduce-scatter only."""
+    """Return the sum of x over the ranks, computed on first use: sharding it at once costs only a reduce-scatter."""
     return DeferredTensor.make(x, tuple(x.shape), axis, None, lambda x: all_reduce(x.clone(), axis), lambda grad: grad)
 
 
 def local_length(full: int, axis: Axis) -> int:
-    """How many positions of a sequence this rank holds."""
+    """Return the number of positions of a sequence of length ``full`` on this rank."""
     base, more = divmod(full, axis.size)
     return base + (axis.rank < more)
 
 
-# B batch, S sequence, H hidden, F features of one linear; lower case: this rank's part (f = F / tensor)
+# B batch, S sequence, H hidden, F features of one linear; lower case: local shard (f = F / tensor)
 
 
 class ColumnParallel(Protocol):
-    """What a block must know of a column-parallel linear."""
+    """Interface of a column-parallel linear for a block."""
 
     axis: Axis
     transposed: bool
@@ -180,17 +182,14 @@ class ColumnParallel(Protocol):
     @property
     def bias(self) -> Tensor | None: ...
     @property
-    def fused_bias(self) -> Tensor | None:
-        """The bias that the matmul adds itself."""
-
-    def multiply(self, x: Tensor) -> Tensor:
-        """The local product, for an input that has entered the block already."""
+    def fused_bias(self) -> Tensor | None: ...
+    def multiply(self, x: Tensor) -> Tensor: ...
 
 
 def projection_operands(
     x: Tensor, columns: Sequence[ColumnParallel], known: Tensor | None
 ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
-    """x, the known input, and the weights and biases of the columns, cast to the dtype of their products."""
+    """Return x, the gathered input, and the weights and biases of the columns, cast to the dtype of the products."""
     weights: list[Tensor | None] = [p for c in columns for p in (c.weight, c.fused_bias)]
     if (dtype := product_dtype(x, columns[0].weight)) is not None:
         x, known = x.to(dtype), known if known is None else known.to(dtype)
@@ -201,13 +200,13 @@ def projection_operands(
 def column_projections(
     x: Tensor, edges: TpRegion, columns: Sequence[ColumnParallel], known: Tensor | None = None
 ) -> tuple[Tensor, list[Tensor]]:
-    """The tensor that the columns read, without history, and their outputs (B, S, f), for this rank's x of the stream.
+    """Return the detached full input of the column-parallel linears, and their outputs (B, S, f).
 
-    Under autocast, and where it is wider than 16-bit weights, x is cast before it is sent. Communicates what the entry
-    does; in the backward the gradient of x is on its way while the gradients of the weights are computed.
+    Casts x before communication under autocast and for 16-bit weights. Communicates as the entry of the region. The
+    backward overlaps the communication of the input gradient with the weight gradients.
 
     Args:
-        known: the full tensor of x, where it was gathered before.
+        known: the full tensor of x, if it is already gathered.
     """
     x, known, weights = projection_operands(x, columns, known)
     seen, *outputs = _ColumnProjections.apply(x, known, edges, [c.transposed for c in columns], *weights)
@@ -215,9 +214,9 @@ def column_projections(
 
 
 def single_column_projection(column: ColumnParallel, x: Tensor) -> Tensor:
-    """The output of a column-parallel linear that is a block's whole entry by itself.
+    """Return the output of a column-parallel linear outside of a block.
 
-    Backward: one all-reduce of x; of what leaves a stack that cuts it, one reduce-scatter.
+    Backward: one all-reduce of x, or one reduce-scatter if x is the sharded output of a stack.
     """
     if isinstance(x, DeferredTensor):
         if x.is_pending and x.region is not None and x.axis is column.axis:
@@ -245,17 +244,16 @@ def weight_grad(x: Tensor, grad: Tensor, transposed: bool) -> Tensor:
 
 
 class _ColumnProjections(Function):
-    """All column-parallel linears behind one entry. Returns the input they saw and their outputs."""
+    """All column-parallel linears of one entry. Returns their full input and their outputs."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, known: Tensor | None, edges: TpRegion, transposed: list[bool], *weights: Tensor | None
     ) -> tuple[Tensor, ...]:
-        # every linear has a weight
         pairs = cast("list[tuple[Tensor, Tensor | None]]", list(zip(weights[::2], weights[1::2], strict=True)))
 
-        def multiply(piece: Tensor) -> list[Tensor]:
-            return [linear_matmul(piece, w, b, t) for (w, b), t in zip(pairs, transposed, strict=True)]
+        def multiply(chunk: Tensor) -> list[Tensor]:
+            return [linear_matmul(chunk, w, b, t) for (w, b), t in zip(pairs, transposed, strict=True)]
 
         seen, outputs = edges.gather_then_matmul(x, multiply, known)
         ctx.edges, ctx.transposed = edges, transposed
@@ -285,7 +283,7 @@ class _ColumnProjections(Function):
 def _input_grad(
     seen: Tensor, weights: Sequence[Tensor], transposed: Sequence[bool], grads: Sequence[Tensor | None]
 ) -> Tensor:
-    """The sum over the columns of the gradient of what they saw."""
+    """Return the gradient of the input, summed over the columns."""
     total = None
     for weight, t, grad in zip(weights, transposed, grads, strict=True):
         if grad is None:
@@ -297,10 +295,10 @@ def _input_grad(
 
 
 class RowParallelMatmul(Function):
-    """The row-parallel linear: this rank's partial product, summed over the ranks. The bias comes after.
+    """Row-parallel linear without bias: the product of this rank, summed over the ranks.
 
-    Communicates what the exit does, in the backward also where that is run in two halves, for the input first and for
-    the weight later: once.
+    Communicates as the exit of the region. If the backward runs separately for the input and for the weight (as some
+    pipeline schedules do), it gathers the gradient only once.
     """
 
     leaves_block = True
@@ -309,7 +307,7 @@ class RowParallelMatmul(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, transposed: bool, edges: TpRegion) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.transposed, ctx.edges, ctx.gathered = transposed, edges, None
-        return edges.matmul_then_reduce(x, lambda piece: [linear_matmul(piece, weight, None, transposed)])
+        return edges.matmul_then_reduce(x, lambda chunk: [linear_matmul(chunk, weight, None, transposed)])
 
     @staticmethod
     @once_differentiable
@@ -317,8 +315,8 @@ class RowParallelMatmul(Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad[:2]
 
-        def multiply(piece: Tensor) -> list[Tensor]:
-            return [linear_matmul(piece, weight, None, not ctx.transposed)] if needs_x else []
+        def multiply(chunk: Tensor) -> list[Tensor]:
+            return [linear_matmul(chunk, weight, None, not ctx.transposed)] if needs_x else []
 
         known, ctx.gathered = ctx.gathered, None
         full, x_grad = ctx.edges.gather_then_matmul(grad, multiply, known)
@@ -329,13 +327,12 @@ class RowParallelMatmul(Function):
 
 
 class LocalRandomState:
-    """Random numbers that differ by tensor rank from ``enter`` to ``leave``, and are the same on all ranks outside.
+    """Switches from the random state shared by all ranks to one per rank, from ``enter`` to ``leave``.
 
-    With ``aligned`` the other way round: the same on all ranks between, where each has its own outside. Communicates
-    one number then.
+    With ``aligned``, switches from one random state per rank to a shared one. This broadcasts one number.
 
-    The stream inside starts from a number drawn from the stream outside, so whoever restores the outer state, such as
-    activation checkpointing, gets the same numbers inside again.
+    The inner seed is drawn from the outer random state. Activation checkpointing, which restores the outer state,
+    therefore reproduces the inner numbers too.
     """
 
     def __init__(self, axis: Axis, *, aligned: bool = False) -> None:
@@ -357,13 +354,13 @@ class LocalRandomState:
 
 
 def same_random_in(axis: Axis, module: nn.Module) -> None:
-    """A module's draws are the same on all ranks, though the stream around it is each rank's own.
+    """Make a module draw the same random numbers on all ranks, within a region where each rank draws its own.
 
-    Stochastic depth between blocks drops whole samples, of which with sequence parallelism each rank has a part.
-    The first rank's next number seeds what the module draws, in a recomputation under checkpointing again.
+    Used for stochastic depth between blocks, which drops full samples, with sequence parallelism. A number drawn by
+    the first rank seeds the module, also in a recomputation under checkpointing.
 
-    Communicates: in training one broadcast of one number a call.
+    Communicates: in training one broadcast of one number per call.
     """
-    stream = LocalRandomState(axis, aligned=True)
-    module.register_forward_pre_hook(lambda module, args: stream.enter(args[0]) if module.training else None)
-    module.register_forward_hook(lambda *_: stream.leave(), always_call=True)
+    random = LocalRandomState(axis, aligned=True)
+    module.register_forward_pre_hook(lambda module, args: random.enter(args[0]) if module.training else None)
+    module.register_forward_hook(lambda *_: random.leave(), always_call=True)

@@ -92,9 +92,9 @@ def test_they_take_over_what_the_plain_one_says(pool2: WorkerPool) -> None:
 
 @pytest.mark.parametrize("kind", [DropoutForParallelInput, DropoutForReplicatedInput])
 def test_what_is_no_dropout_is_refused(kind: Any) -> None:
-    with pytest.raises(ConfigError, match="was given a Dropout1d"):
+    with pytest.raises(ConfigError, match="cannot replace a Dropout1d"):
         kind.from_native_module(nn.Dropout1d(0.1), Axis("tensor"))
-    with pytest.raises(ConfigError, match=r"was given a Dropout and p=0\.5"):
+    with pytest.raises(ConfigError, match=r"cannot replace a Dropout with p=0\.5"):
         kind.from_native_module(nn.Dropout(0.1), Axis("tensor"), p=0.5)
 
 

@@ -293,21 +293,21 @@ def from_native(kind: str, module: nn.Module) -> None:
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_only_linears_are_cut(pool2: WorkerPool, kind: str) -> None:
-    with pytest.raises(ConfigError, match="was given a LayerNorm"):
+    with pytest.raises(ConfigError, match="cannot replace a LayerNorm"):
         pool2.run(from_native, kind, nn.LayerNorm(4))
 
 
 def test_a_rank_without_a_part_is_refused(pool4: WorkerPool) -> None:
-    with pytest.raises(ConfigError, match=r"out_features=3 cannot be cut into 4 parts.*3 or less"):
+    with pytest.raises(ConfigError, match=r"out_features=3 cannot be sharded over 4 ranks.*3 or less"):
         pool4.run(make, "col", 8, 3)
-    with pytest.raises(ConfigError, match="in_features=3 cannot be cut into 4 parts"):
+    with pytest.raises(ConfigError, match="in_features=3 cannot be sharded over 4 ranks"):
         pool4.run(make, "row", 3, 8)
-    with pytest.raises(ConfigError, match=r"out_features=1 cannot be cut.*Leave this layer whole"):
+    with pytest.raises(ConfigError, match=r"out_features=1 cannot be sharded.*Do not shard this layer"):
         pool4.run(make, "head", 8, 1)
 
 
 def test_fused_blocks_are_of_one_size(pool2: WorkerPool) -> None:
-    with pytest.raises(ConfigError, match="out_features=10 with n_fused=3"):
+    with pytest.raises(ConfigError, match="n_fused=3 does not divide out_features=10"):
         pool2.run(make, "fused", 4, 10)
 
 

@@ -314,7 +314,7 @@ def test_an_operation_over_four_ranks(pool4: WorkerPool, name: str) -> None:
 
 def test_printing_sends_nothing_and_may_be_done_on_one_rank(pool2: WorkerPool) -> None:
     _, text = pool2.run(described_on_one_rank_only)
-    described = "VocabParallelLogits(shape=(2, 3, 127), dtype=torch.float64, vocabulary 64:127 held by tensor 1/2"
+    described = "VocabParallelLogits(shape=(2, 3, 127), dtype=torch.float64, vocabulary 64:127 on tensor 1/2"
     assert text.count(described) == 3 and text.count("full_tensor()") == 3
 
 

@@ -302,7 +302,7 @@ def test_gradients_are_right_where_autograd_hands_the_whole_on(pool2: WorkerPool
         ("C++", "aten.exp.default was called"),
         ("shape in place", "shape of vocabulary-parallel logits was to be changed"),
         ("write by data", "attribute"),
-        ("label", "A label is 127"),
+        ("label", "The label 127 is neither in the vocabulary"),
     ],
 )
 def test_what_would_go_wrong_in_silence_is_refused(pool2: WorkerPool, how: str, words: str) -> None:

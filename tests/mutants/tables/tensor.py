@@ -113,8 +113,8 @@ MUTANTS = [
     mutant(
         "expert-bias-on-each-rank",
         "shardformer/tensor_parallel/block.py",
-        "vars(module).update({name: module.get_parameter(name) / axis.size for name in own})",
-        "vars(module).update({name: module.get_parameter(name) for name in own})",
+        "vars(module).update({name: module.get_parameter(name) / axis.size for name in own_params})",
+        "vars(module).update({name: module.get_parameter(name) for name in own_params})",
         "The bias of experts is added once for each tensor rank (gpt-oss).",
         first=(
             "tests/sharding/test_regions.py::test_the_bias_of_experts_is_added_once",
