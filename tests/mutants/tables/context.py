@@ -10,23 +10,23 @@ MUTANTS = [
     mutant(
         "sink-gradient-with-the-wrong-sign",
         "shardformer/context_parallel/ring_attention.py",
-        "of_sinks = -(weight * (grad.to(wide) * out.to(wide)).sum(-1))",
-        "of_sinks = (weight * (grad.to(wide) * out.to(wide)).sum(-1))",
+        "sinks_grad = -(weight * (grad.to(acc_dtype) * out.to(acc_dtype)).sum(-1))",
+        "sinks_grad = (weight * (grad.to(acc_dtype) * out.to(acc_dtype)).sum(-1))",
         "Attention sinks (gpt-oss) are trained in the wrong direction.",
         first=("tests/layers/context/test_ring.py",),
     ),
     mutant(
         "bias-gradient-of-the-last-chunk",
         "shardformer/context_parallel/ring_attention.py",
-        "of_line += found",
-        "of_line = found",
+        "line_grad += block_line_grad",
+        "line_grad = block_line_grad",
         "The table of relative positions (T5) is trained on the keys that arrive last.",
         first=("tests/layers/context/test_ring.py",),
     ),
     mutant(
         "gathered-keys-lose-own-gradient",
         "shardformer/context_parallel/ring_attention.py",
-        "        self._dkv += mine\n",
+        "        self._dkv += local\n",
         "",
         'With context_parallel="gather", keys and values get no gradient from the queries of their own rank.',
         first=("tests/layers/context/test_ring.py",),
@@ -34,8 +34,8 @@ MUTANTS = [
     mutant(
         "queries-that-see-nothing",
         "shardformer/context_parallel/ring_attention.py",
-        "if unseeing is not None:  # as torch has it",
-        "if unseeing is not None and sinks is not None:",
+        "if sees_nothing is not None:  # torch returns",
+        "if sees_nothing is not None and sinks is not None:  #",
         "A padded position returns the mean of hidden values instead of zero.",
         first=(
             "tests/layers/context/test_ring.py::test_nobody_can_tell_in_how_many_places_it_was_computed",
@@ -56,15 +56,15 @@ MUTANTS = [
     mutant(
         "same-attention-dropout-in-each-group",
         "shardformer/context_parallel/attention_kernels.py",
-        "x = _mixed(x * 31 + self.heads.to(device)[None, :])[:, :, None, None]",
-        "x = _mixed(x * 31 + torch.arange(len(self.heads), device=device)[None, :])[:, :, None, None]",
+        "x = _hash(x * 31 + self.heads.to(device)[None, :])[:, :, None, None]",
+        "x = _hash(x * 31 + torch.arange(len(self.heads), device=device)[None, :])[:, :, None, None]",
         "Under Ulysses, heads on different ranks drop the same attention weights.",
         first=("tests/sharding/test_context.py::test_dropout_of_attention_weights_does_not_depend_on_the_ranks",),
     ),
     mutant(
         "attention-dropout-not-in-the-backward",
         "shardformer/context_parallel/attention_kernels.py",
-        "            of_weights = of_weights * kept\n",
+        "            weights_grad = weights_grad * kept\n",
         "            pass\n",
         "With attention dropout over a sequence axis, dropped weights pass gradients to queries and keys.",
         first=(
@@ -75,8 +75,8 @@ MUTANTS = [
     mutant(
         "biased-attention-sees-the-future",
         "shardformer/context_parallel/attention_kernels.py",
-        "    if part.causal:\n        return added.masked_fill(part.cols[None, :] >",
-        "    if part.causal and part.sees is not None:\n        return added.masked_fill(part.cols[None, :] >",
+        "    if block.causal:\n        return added.masked_fill(block.cols[None, :] >",
+        "    if block.causal and block.sees is not None:\n        return added.masked_fill(block.cols[None, :] >",
         "T5's decoder sees later tokens of its own chunk.",
         first=("tests/layers/context/test_ring.py",),
     ),
@@ -94,8 +94,8 @@ MUTANTS = [
     mutant(
         "gathered-states-lose-gradients",
         "shardformer/context_parallel/sequence_sharded_tensor.py",
-        "return found.view(rows.axis.size, *own.shape).sum(0), None, None",
-        "return found.view(rows.axis.size, *own.shape)[rows.axis.rank], None, None",
+        "return summands.view(rows.axis.size, *local.shape).sum(0), None, None",
+        "return summands.view(rows.axis.size, *local.shape)[rows.axis.rank], None, None",
         "What is computed of a gathered sequence (a pooled classifier) passes back a fraction of its gradient.",
         first=(
             "tests/layers/context/test_sequence_cut.py::test_rows_get_the_gradients_that_all_ranks_find",
@@ -137,8 +137,8 @@ MUTANTS = [
     mutant(
         "first-chunk-of-a-long-mask-decides",
         "shardformer/context_parallel/masks.py",
-        "any_, all_ = any_ or bool(found.any()), all_ and bool(found.all())",
-        "any_, all_ = any_ or bool(found.any()), bool(found.all())",
+        "any_, all_ = any_ or bool(visible.any()), all_ and bool(visible.all())",
+        "any_, all_ = any_ or bool(visible.any()), bool(visible.all())",
         "Of a mask that is looked at in several parts, the last part decides whether all is seen.",
         first=(
             "tests/layers/context/test_ring.py::test_a_mask_that_is_looked_at_in_parts_is_the_same",
