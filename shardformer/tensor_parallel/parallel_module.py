@@ -268,11 +268,7 @@ def check_divides(what: str, size: int, axis: Axis) -> None:
 
 
 def shard_parameter(
-    module: nn.Module,
-    name: str,
-    splits: Mapping[int, Split],
-    axis: Axis,
-    shared: dict[int, nn.Parameter] | None = None,
+    module: nn.Module, name: str, splits: Mapping[int, Split], axis: Axis, shared: dict[int, nn.Parameter] | None = None
 ) -> Tensor:
     """Replace the parameter or buffer ``name`` with this rank's shard, and return the full tensor.
 

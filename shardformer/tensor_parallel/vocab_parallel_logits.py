@@ -233,12 +233,7 @@ class _Shard(Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        local: Tensor,
-        axis: Axis,
-        bounds: tuple[int, ...],
-        dim: int,
-        dtype: torch.dtype,
+        ctx: Any, local: Tensor, axis: Axis, bounds: tuple[int, ...], dim: int, dtype: torch.dtype
     ) -> VocabParallelLogits:
         ctx.place, ctx.dtype = (axis, bounds, dim), local.dtype
         return VocabParallelLogits(local, axis, bounds, dim, dtype)

@@ -22,16 +22,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from shardformer.comm.autograd_collectives import gather_from_region, once_differentiable, scatter_to_region
-from shardformer.comm.collectives import (
-    PendingCollective,
-    all_gather,
-    local_chunk,
-    reduce_scatter,
-    start_all_gather,
-)
-from shardformer.comm.collectives import (
-    start_reduce_scatter as start_scatter,
-)
+from shardformer.comm.collectives import PendingCollective, all_gather, local_chunk, reduce_scatter, start_all_gather
+from shardformer.comm.collectives import start_reduce_scatter as start_scatter
 from shardformer.comm.deferred_tensor import DeferredTensor, resolve_deferred
 from shardformer.errors import InputError
 from shardformer.layout.activation_layout import ActivationLayout
