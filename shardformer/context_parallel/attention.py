@@ -60,7 +60,12 @@ def context_attention(
     if state is None or positions is None:
         if isinstance(attention_mask, ChunkedMask):  # from a stack whose sequence is not sharded
             attention_mask = attention_mask.whole(query.device)
-        return _full_sequence_attention(module, query, key, value, attention_mask, dropout, scaling, is_causal, kwargs)
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        full: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
+        )
+        return full
     _check_arguments(module, attention_mask, kwargs)
     mask = attention_mask
     if mask is None:
@@ -69,18 +74,16 @@ def context_attention(
     sinks = kwargs.get("s_aux", kwargs.get("sinks"))
     width = value.shape[-1]
     query, key, value = _same_width(query, key, value)
-    ulysses = _UlyssesHeads(state, query.shape[1], key.shape[1], mask)
-    weights_dropout = None
-    if dropout > 0:
-        weights_dropout = Dropout(dropout, mask.seed + state.module_index(module), ulysses.local_queries())
+    of_queries, of_keys = _head_exchanges(state, query.shape[1], key.shape[1], mask)
+    heads = torch.tensor(of_queries.heads[of_queries.axis.rank])
+    weights_dropout = Dropout(dropout, mask.seed + state.module_index(module), heads) if dropout > 0 else None
     options = ScoreOptions(scale, kwargs.get("softcap"), weights_dropout)
     exchange = RingExchange(state.ring, mask, options, state.gathers)
-    q, k, v = ulysses.enter(query, key, value)
-    local_heads = ulysses.local_queries().to(query.device)
-    bias = kwargs.get("position_bias")
-    line = bias.line[local_heads] if isinstance(bias, RelativeBiasArgument) else None
-    out = ring_attention(q, k, v, exchange, None if sinks is None else sinks[local_heads], line)
-    return ulysses.leave(out)[..., :width].transpose(1, 2).contiguous(), None
+    q, k, v = to_heads(query, of_queries), to_heads(key, of_keys), to_heads(value, of_keys)
+    heads, bias = heads.to(query.device), kwargs.get("position_bias")
+    line = bias.line[heads] if isinstance(bias, RelativeBiasArgument) else None
+    out = ring_attention(q, k, v, exchange, None if sinks is None else sinks[heads], line)
+    return to_positions(out, of_queries)[..., :width].transpose(1, 2).contiguous(), None
 
 
 @dataclass(frozen=True)
@@ -114,35 +117,20 @@ def _compute_line(self: nn.Module, query_length: int, key_length: int, *args: An
     return RelativeBiasArgument(line[0, :, 0])
 
 
-class _UlyssesHeads:
-    """The exchange of query and key heads for one attention call."""
-
-    def __init__(self, state: ContextParallelState, queries: int, keys: int, mask: ChunkedMask) -> None:
-        axis, ring_rank = state.group, state.ring.rank
-        if queries < axis.size:
-            raise ConfigError(
-                f"{queries} query heads on this rank cannot be divided among the {axis.size} ranks of a Ulysses group",
-                remedy=f"Use context_parallel='ring', or sequence=({state.axis.size // queries}, {queries})",
-            )
-        q_heads = query_heads(queries, axis.size)
-        k_heads = key_heads(q_heads, queries, keys)
-        query_lengths, key_lengths = (tuple(p.position_ranges(ring_rank)) for p in (mask.queries, mask.keys))
-        self._query_exchange = HeadExchange(axis, q_heads, query_lengths, queries)
-        self._key_exchange = HeadExchange(axis, k_heads, key_lengths, keys)
-
-    def local_queries(self) -> Tensor:
-        """Return the indices of the query heads on this rank."""
-        return torch.tensor(self._query_exchange.heads[self._query_exchange.axis.rank])
-
-    def enter(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return (
-            to_heads(query, self._query_exchange),
-            to_heads(key, self._key_exchange),
-            to_heads(value, self._key_exchange),
+def _head_exchanges(
+    state: ContextParallelState, queries: int, keys: int, mask: ChunkedMask
+) -> tuple[HeadExchange, HeadExchange]:
+    """Return the exchanges of query heads and of key heads in the Ulysses group."""
+    axis, ring_rank = state.group, state.ring.rank
+    if queries < axis.size:
+        raise ConfigError(
+            f"{queries} query heads on this rank cannot be divided among the {axis.size} ranks of a Ulysses group",
+            remedy=f"Use context_parallel='ring', or sequence=({state.axis.size // queries}, {queries})",
         )
-
-    def leave(self, out: Tensor) -> Tensor:
-        return to_positions(out, self._query_exchange)
+    q_heads = query_heads(queries, axis.size)
+    query_lengths, key_lengths = (tuple(p.position_ranges(ring_rank)) for p in (mask.queries, mask.keys))
+    of_keys = HeadExchange(axis, key_heads(q_heads, queries, keys), key_lengths, keys)
+    return HeadExchange(axis, q_heads, query_lengths, queries), of_keys
 
 
 def _query_positions(state: ContextParallelState, query: Tensor, mask: Any) -> SequencePositions | None:
@@ -195,36 +183,13 @@ def _check_arguments(module: nn.Module, mask: Any, kwargs: dict[str, Any]) -> No
             remedy="Use output_attentions=False",
         )
     for name, value in kwargs.items():
-        if name not in KNOWN_ARGUMENTS and isinstance(value, Tensor) and _is_nonzero(value):
+        # T5's cross-attention passes zeros; fake tensors have no values
+        if name not in KNOWN_ARGUMENTS and isinstance(value, Tensor) and has_data(value) and value.any():
             raise ConfigError(
                 f"{type(module).__name__} passes a tensor {name!r} to its attention, which a sharded sequence does not "
                 "support",
                 remedy="Use sequence=1 for this model",
             )
-
-
-def _is_nonzero(x: Tensor) -> bool:
-    """Whether a term changes the scores (T5's cross-attention adds zeros); False in a trace without values."""
-    return has_data(x) and bool(x.any())
-
-
-def _full_sequence_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    dropout: float,
-    scaling: float | None,
-    is_causal: bool | None,
-    kwargs: dict[str, Any],
-) -> tuple[Tensor, None]:
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    output: tuple[Tensor, None] = sdpa_attention_forward(
-        module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
-    )
-    return output
 
 
 def context_mask(

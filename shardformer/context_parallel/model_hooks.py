@@ -108,7 +108,7 @@ class StackHook:
         draws: bool,
     ) -> None:
         self._state, self._path, self._first = state, path, layers[0]
-        self._random = LocalRandomState(state.axis) if draws else None
+        self._random = LocalRandomState(state.axis, enabled=draws)
         self._full: int | None = None  # the sequence length of a forward between the first layer and the last
         for layer in dict.fromkeys(layers):
             layer.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
@@ -130,8 +130,7 @@ class StackHook:
                 return None
         elif self._full is None:
             full = self._full = hidden.shape[1]
-            if self._random is not None and layer.training:
-                self._random.enter(hidden)
+            self._random.enter(hidden, layer.training)
         else:
             full = self._full
         state.current = state.positions_in_forward(full)
@@ -175,15 +174,13 @@ class StackHook:
             return output
         rows, self._full = state.rows(self._full), None
         state.current = None
-        if self._random is not None:
-            self._random.leave()
+        self._random.leave()
         return with_first_output(output, lambda x: SequenceShardedTensor(resolve_deferred(x), rows, 1))
 
     def reset_after_error(self) -> None:
         """Reset the state after a forward that raised."""
         self._full = None
-        if self._random is not None:
-            self._random.leave()
+        self._random.leave()
 
 
 def pass_through(module: nn.Module) -> None:
@@ -223,7 +220,7 @@ class FullSequenceHook:
 
     def __init__(self, state: ContextParallelState, path: tuple[str, str], module: nn.Module, *, draws: bool) -> None:
         self._state, self._path = state, path
-        self._random = LocalRandomState(state.axis, aligned=True) if draws else None
+        self._random = LocalRandomState(state.axis, aligned=True, enabled=draws)
         self._positions: SequencePositions | None = None
         self._outer_positions: SequencePositions | None = None
         module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
@@ -244,8 +241,7 @@ class FullSequenceHook:
                 f"{tuple(hidden.shape)} instead of the local positions (batch, {local}, hidden)",
                 remedy="Use sequence=1 for this model",
             )
-        if self._random is not None and module.training:
-            self._random.enter(hidden)
+        self._random.enter(hidden, module.training)
         lengths_seen = state.seen if is_recomputing else state.seen_in_forward  # of an encoder and of a decoder
         parts = {state.local_length(length) for length in lengths_seen}
         leaves, spec = tree_flatten_with_path((args, kwargs))
@@ -267,12 +263,10 @@ class FullSequenceHook:
         if positions is None:
             return output
         state.current = self._outer_positions
-        if self._random is not None:
-            self._random.leave()
+        self._random.leave()
         return with_first_output(output, lambda x: local_rows(x, state.rows(positions.length), 1))
 
     def reset_after_error(self) -> None:
         """Reset the state after a forward that raised."""
         self._positions = None
-        if self._random is not None:
-            self._random.leave()
+        self._random.leave()

@@ -25,14 +25,8 @@ from torch.autograd import Function
 from shardformer.comm.autograd_collectives import once_differentiable
 from shardformer.comm.collectives import all_gather
 from shardformer.comm.recorder import bytes_of, record
-from shardformer.context_parallel.attention_kernels import (
-    RelativePositionBias,
-    ScoreOptions,
-    mask_value,
-    merge_partial_attention,
-    partial_attention,
-    partial_attention_backward,
-)
+from shardformer.context_parallel import attention_kernels as kernels
+from shardformer.context_parallel.attention_kernels import RelativePositionBias, ScoreOptions
 from shardformer.context_parallel.masks import ChunkedMask
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.transport import Work
@@ -92,7 +86,7 @@ class _Ring(Function):
         options = exchange.how if line is None else replace(exchange.how, bias=RelativePositionBias(line))
         acc_dtype = torch.promote_types(q.dtype, torch.float32)
         out: Tensor | None = None
-        lse = q.new_full(q.shape[:3], mask_value(acc_dtype), dtype=acc_dtype)
+        lse = q.new_full(q.shape[:3], kernels.mask_value(acc_dtype), dtype=acc_dtype)
         kv = torch.stack((k, v))
         for _, chunks, arrived in _receive_keys(kv, exchange):
             for rows, cols in _kernel_calls(exchange.mask, exchange.axis.rank, chunks):
@@ -100,17 +94,17 @@ class _Ring(Function):
                 keys, _ = _slice_of(exchange.mask.keys, chunks, cols)
                 block = exchange.mask.part(rows, cols, q.device)
                 seen = arrived[:, :, :, keys]
-                block_out, block_lse = partial_attention(q[:, :, at], seen[0], seen[1], block, options)
+                block_out, block_lse = kernels.partial_attention(q[:, :, at], seen[0], seen[1], block, options)
                 if out is None and length == q.shape[2]:
                     out, lse = block_out.to(acc_dtype) if exchange.axis.size > 1 else block_out, block_lse.contiguous()
                     continue
                 out = torch.zeros_like(q, dtype=acc_dtype) if out is None else out.to(acc_dtype)
-                merge_partial_attention(out[:, :, at], lse[:, :, at], block_out, block_lse)
+                kernels.merge_partial_attention(out[:, :, at], lse[:, :, at], block_out, block_lse)
         out = torch.zeros_like(q) if out is None else out
         if sinks is not None:
             lse, before = torch.logaddexp(lse, sinks.to(acc_dtype)[None, :, None]), lse
             out = out * (before - lse).exp_()[..., None]
-        sees_nothing = lse < mask_value(acc_dtype) / 2 if exchange.mask.may_hide_all else None
+        sees_nothing = lse < kernels.mask_value(acc_dtype) / 2 if exchange.mask.may_hide_all else None
         if sees_nothing is not None:  # torch returns zero for such queries
             out = out.masked_fill(sees_nothing[..., None], 0.0)
         out = out.to(q.dtype)
@@ -142,7 +136,7 @@ class _Ring(Function):
                 local = [x[:, :, at].contiguous() for x in (grad, q, out, lse)]
                 seen = arrived[:, :, :, keys]
                 block = exchange.mask.part(rows, cols, q.device)
-                q_grad, k_grad, v_grad, block_line_grad = partial_attention_backward(
+                q_grad, k_grad, v_grad, block_line_grad = kernels.partial_attention_backward(
                     local[0], local[1], seen[0], seen[1], local[2], local[3], block, options
                 )
                 if line_grad is not None and block_line_grad is not None:

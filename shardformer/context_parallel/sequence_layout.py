@@ -14,8 +14,7 @@ Nothing is padded. Any length from ``SequencePositions.min_length`` on can be sp
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise, product
@@ -69,7 +68,7 @@ class SequencePositions:
 
     @cached_property
     def chunks(self) -> tuple[Slice, ...]:
-        """Start and end of each of the 2P chunks: of one ring rank the halves, too."""
+        """Start and end of each of the 2P chunks."""
         bounds = even_bounds(self.length, 2 * self.ring)
         return tuple(pairwise(bounds))
 
@@ -83,9 +82,7 @@ class SequencePositions:
 
     def position_ranges(self, ring_rank: int) -> list[int]:
         """Return the number of positions on each rank of a ring rank's group."""
-        count = sum(b - a for a, b in self._chunk_slices(ring_rank))
-        bounds = even_bounds(count, self.group)
-        return [b - a for a, b in pairwise(bounds)]
+        return [b - a for a, b in pairwise(self._group_bounds(ring_rank))]
 
     @cached_property
     def split(self) -> Split:
@@ -100,9 +97,11 @@ class SequencePositions:
     def _chunk_slices(self, ring_rank: int) -> list[Slice]:
         return [self.chunks[chunk] for chunk in self.chunks_of(ring_rank)]
 
+    def _group_bounds(self, ring_rank: int) -> list[int]:
+        return even_bounds(sum(b - a for a, b in self._chunk_slices(ring_rank)), self.group)
+
     def _slices(self, ring_rank: int, group_rank: int) -> tuple[Slice, ...]:
-        bounds = even_bounds(sum(b - a for a, b in self._chunk_slices(ring_rank)), self.group)
-        start, end = bounds[group_rank], bounds[group_rank + 1]
+        start, end = self._group_bounds(ring_rank)[group_rank : group_rank + 2]
         found: list[Slice] = []
         passed = 0
         for a, b in self._chunk_slices(ring_rank):
@@ -281,15 +280,6 @@ class ContextParallelState:
     def module_index(self, module: object) -> int:
         """Return a number that identifies an attention module, identical on all ranks."""
         return self._module_indices.setdefault(id(module), len(self._module_indices))
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Make this the current state while a forward of the model runs."""
-        before, _THREAD.state = current_state(), self
-        try:
-            yield
-        finally:
-            _THREAD.state = before
 
 
 def _format_path(path: Hashable) -> str:

@@ -28,24 +28,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from shardformer.comm import sharded_tensor as rules
 from shardformer.comm.autograd_collectives import once_differentiable
 from shardformer.comm.collectives import all_gather, all_reduce, start_all_to_all
-from shardformer.comm.sharded_tensor import (
-    ELEMENTWISE,
-    Args,
-    Kwargs,
-    Rule,
-    ShardedTensor,
-    TorchFunction,
-    copied,
-    elementwise,
-    gathered,
-    is_inplace,
-    query_local,
-    rules_by_function,
-    to_full_tensors,
-    view,
-)
+from shardformer.comm.sharded_tensor import Args, Kwargs, Rule, ShardedTensor, TorchFunction
 from shardformer.context_parallel.sequence_layout import IndexShards
 from shardformer.mesh.parallel_context import Axis
 from shardformer.tensor_parallel.region import LocalRandomState
@@ -90,7 +76,7 @@ class SequenceShardedTensor(ShardedTensor):
 
     def _gather(self, local: Tensor) -> Tensor:
         """Gather the vocabulary of vocabulary-parallel logits first."""
-        return gather_rows(to_full_tensors(local), self.rows, self.shard_dim)
+        return gather_rows(rules.to_full_tensors(local), self.rows, self.shard_dim)
 
     def placed(self, local: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> SequenceShardedTensor:
         return SequenceShardedTensor(local, self.rows, self.shard_dim if dim is None else dim)
@@ -213,7 +199,7 @@ def _rowwise(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
         or (trains and not is_inside())
         or x.shard_dim >= x.dim() - len(args[1] if func in _NORMS and len(args) > 1 else (1,))
     ):
-        return gathered(func, args, kwargs)
+        return rules.gathered(func, args, kwargs)
     return SequenceShardedTensor(func(x.local, *args[1:], **kwargs), x.rows, x.shard_dim)
 
 
@@ -223,20 +209,20 @@ def _reduce_features(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     if not isinstance(x, SequenceShardedTensor) or tree_any(
         lambda a: isinstance(a, SequenceShardedTensor), (args[1:], dict(kwargs))
     ):
-        return gathered(func, args, kwargs)
+        return rules.gathered(func, args, kwargs)
     dims = args[1] if len(args) > 1 else kwargs.get("dim")
     name = getattr(func, "__name__", "")
     if dims is None:
         if name not in ("sum", "mean") or set(kwargs) - {"dtype"} or len(args) > 1:
-            return gathered(func, args, kwargs)
+            return rules.gathered(func, args, kwargs)
         total: Tensor = all_reduce_sum(x.local.sum(**kwargs), x.rows.axis)
         return total / x.numel() if name == "mean" else total
     dims = [dims] if isinstance(dims, int) else dims
     if not isinstance(dims, tuple | list) or not all(isinstance(dim, int) for dim in dims):
-        return gathered(func, args, kwargs)
+        return rules.gathered(func, args, kwargs)
     reduced = {dim % x.dim() for dim in dims}
     if x.shard_dim in reduced:
-        return gathered(func, args, kwargs)
+        return rules.gathered(func, args, kwargs)
     out = func(x.local, *args[1:], **kwargs)
     first = out if isinstance(out, Tensor) else out[0]
     shard_dim = x.shard_dim if first.dim() == x.dim() else x.shard_dim - sum(dim < x.shard_dim for dim in reduced)
@@ -246,8 +232,8 @@ def _reduce_features(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 def _dropout(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Dropout with different random numbers on each rank. The shared random state advances equally on all ranks."""
     x = args[0]
-    if not isinstance(x, SequenceShardedTensor) or is_inplace(func, kwargs):
-        return gathered(func, args, kwargs)
+    if not isinstance(x, SequenceShardedTensor) or rules.is_inplace(func, kwargs):
+        return rules.gathered(func, args, kwargs)
     random = LocalRandomState(x.rows.axis)
     random.enter(x.local)
     try:
@@ -260,11 +246,11 @@ def _reshape(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """view, reshape and flatten that merge the sharded dim with those before it, or keep it."""
     x = args[0]
     if not isinstance(x, SequenceShardedTensor):
-        return gathered(func, args, kwargs)
+        return rules.gathered(func, args, kwargs)
     try:
-        shape = func(torch.empty(x.shape, device="meta"), *to_full_tensors(args[1:]), **kwargs).shape
+        shape = func(torch.empty(x.shape, device="meta"), *rules.to_full_tensors(args[1:]), **kwargs).shape
     except RuntimeError:
-        return gathered(func, args, kwargs)  # raises torch's error with the full sizes
+        return rules.gathered(func, args, kwargs)  # raises torch's error with the full sizes
     old = [1, *accumulate(x.shape, lambda a, b: a * b)]
     new = [1, *accumulate(shape, lambda a, b: a * b)]
     end = x.shard_dim + 1
@@ -274,7 +260,7 @@ def _reshape(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
             rows = x.rows.repeat_samples(prod(x.shape[first : x.shard_dim]))
             sizes = [len(rows.local) if d == at else size for d, size in enumerate(shape)]
             return SequenceShardedTensor(x.local.reshape(sizes), rows, at)
-    return gathered(func, args, kwargs)
+    return rules.gathered(func, args, kwargs)
 
 
 def _getitem(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
@@ -282,7 +268,7 @@ def _getitem(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     x, key = args
     keys = key if isinstance(key, tuple) else (key,)
     if not isinstance(x, SequenceShardedTensor) or any(not _is_simple(k) for k in keys):
-        return gathered(func, args, kwargs)
+        return rules.gathered(func, args, kwargs)
     used = sum(isinstance(k, slice | int) for k in keys)
     if not any(k is Ellipsis for k in keys):
         keys = (*keys, Ellipsis)
@@ -292,7 +278,7 @@ def _getitem(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
         count = x.dim() - used if k is Ellipsis else int(k is not None)
         if at <= x.shard_dim < at + count:
             if isinstance(k, int):
-                return gathered(func, args, kwargs)
+                return rules.gathered(func, args, kwargs)
             where = after + x.shard_dim - at
             if isinstance(k, slice) and k.indices(x.rows.full) != (0, x.rows.full, 1):
                 rows, kept = x.rows.slice_rows(k)
@@ -322,7 +308,7 @@ def _setitem(func: TorchFunction, args: Args, kwargs: Kwargs) -> None:
         or mask.shape != x.shape[: mask.dim()]
     ):
         SequenceShardedTensor.refuse(f"__setitem__ with this index cannot write to {SequenceShardedTensor.TEXT[0]}")
-    value, local_mask = to_full_tensors(value), x.rows.take(mask, x.shard_dim)
+    value, local_mask = rules.to_full_tensors(value), x.rows.take(mask, x.shard_dim)
     if isinstance(value, Tensor) and value.dim() > x.dim() - mask.dim() and value.shape[0] != 1:
         numbers = (mask.flatten().cumsum(0) - 1).view(mask.shape)  # the row of each selected position
         value = value.index_select(0, x.rows.take(numbers, x.shard_dim)[local_mask])
@@ -347,9 +333,9 @@ def _cross_entropy(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
         or target.shape != (x.shape[0], *x.shape[2:])
         or any(kwargs.get(name) is not None for name in ("size_average", "reduce"))
     ):
-        return gathered(func, args, kwargs)
+        return rules.gathered(func, args, kwargs)
     dim = x.shard_dim - (x.shard_dim > 1)
-    target = to_full_tensors(target)
+    target = rules.to_full_tensors(target)
     reduction = kwargs.get("reduction", "mean")
     options = {**kwargs, "reduction": "none" if reduction == "none" else "sum"}
     loss = func(x.local, x.rows.take(target, dim), **options)
@@ -367,22 +353,24 @@ _NORMS = (F.layer_norm, F.rms_norm)
 
 # methods and attributes of a tensor, and functions of torch and torch.nn.functional
 _NAMES: Mapping[Rule, str] = {
-    elementwise: f"""
-        {ELEMENTWISE} to type type_as cpu cuda float double half bfloat16 square sqrt rsqrt log gelu silu erf
+    rules.elementwise: f"""
+        {rules.ELEMENTWISE} to type type_as cpu cuda float double half bfloat16 square sqrt rsqrt log gelu silu erf
         __eq__ __ne__ __lt__ __le__ __gt__ __ge__ eq ne lt le gt ge logical_not logical_and
         """,
     _rowwise: "linear layer_norm rms_norm",
     _reduce_features: "softmax log_softmax sum mean amax amin max min argmax argmin var logsumexp",
     _dropout: "dropout",
-    copied: "clone contiguous detach",
-    query_local: "requires_grad is_contiguous is_inference",
-    view: "transpose swapaxes swapdims permute unsqueeze squeeze select unbind narrow index_select expand split chunk",
+    rules.copied: "clone contiguous detach",
+    rules.query_local: "requires_grad is_contiguous is_inference",
+    rules.view: """
+        transpose swapaxes swapdims permute unsqueeze squeeze select unbind narrow index_select expand split chunk
+        """,
     _reshape: "view reshape flatten unflatten",
     _getitem: "__getitem__",
     _setitem: "__setitem__",
     _cross_entropy: "cross_entropy nll_loss",
 }
-SEQUENCE_RULES: Mapping[Any, Rule] = rules_by_function(_NAMES)
+SEQUENCE_RULES: Mapping[Any, Rule] = rules.rules_by_function(_NAMES)
 """Function of torch -> its implementation on sharded tensors. All other functions gather."""
 SequenceShardedTensor.RULES = SEQUENCE_RULES
 

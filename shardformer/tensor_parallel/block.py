@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from inspect import getattr_static
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +47,7 @@ from shardformer.tensor_parallel.region import (
     ReplicatedRegion,
     SequenceShardedRegion,
     TpRegion,
+    cache_gathered,
     column_projections,
     enter_region,
 )
@@ -61,15 +62,6 @@ from shardformer.torch_compat import (
 
 # B batch, N sequence, C width of the heads
 
-
-class LocalWidthBlock(Protocol):
-    """A block whose input is a ``LocalWidthTensor``."""
-
-    width: int | None
-
-    def project_by_weight(self, weight: Tensor, x: Tensor) -> Tensor | None: ...
-
-
 SHAPE: Any = getattr_static(Tensor, "shape").__get__
 PERMUTING_FUNCTIONS = (Tensor.transpose, Tensor.permute, torch.transpose, torch.permute)
 
@@ -77,10 +69,10 @@ PERMUTING_FUNCTIONS = (Tensor.transpose, Tensor.permute, torch.transpose, torch.
 class LocalWidthTensor(Tensor):
     """Tensor (B, N, H) that reports ``block.width`` as the size of its last dim."""
 
-    block: LocalWidthBlock
+    block: TensorParallelBlock
 
     @staticmethod
-    def of(x: Tensor, block: LocalWidthBlock) -> LocalWidthTensor:
+    def of(x: Tensor, block: TensorParallelBlock) -> LocalWidthTensor:
         if not has_data(x):
             raise ConfigError(
                 "This step runs on fake tensors, and the model reads the width of the heads from the shape of an input",
@@ -152,11 +144,8 @@ class TensorParallelBlock:
     _entry: str = "module"
 
     def __post_init__(self) -> None:
-        self._random = LocalRandomState(self.axis)
-
-    @property
-    def axis(self) -> Axis:
-        return self.stream.axis
+        self.axis = self.stream.axis
+        self._random = LocalRandomState(self.axis, enabled=self.random)
 
     @property
     def is_open(self) -> bool:
@@ -186,7 +175,7 @@ class TensorParallelBlock:
         if self.width is not None:
             entered = LocalWidthTensor.of(entered if self._pending is None else self._pending.full_tensor(), self)
         self._entered = entered
-        if training and self.random:
+        if training:
             self._random.enter(x)
         return entered
 
@@ -217,18 +206,12 @@ class TensorParallelBlock:
             pending = self._pending
             known = pending.computed_value if pending is not None and pending.is_pending else None
             seen, outputs = self._project_all(known)
-            if (
-                pending is not None
-                and pending.computed_value is None
-                and seen is not None
-                and seen.dtype == pending.dtype
-            ):
-                pending.set_computed(seen)
+            if pending is not None and seen is not None:
+                cache_gathered(pending, seen)
             self._outputs = {id(c): y for c, y in zip(self.columns, outputs, strict=True)}
         return self._outputs.pop(id(column))
 
     def _project_all(self, known: Tensor | None) -> tuple[Tensor | None, list[Tensor]]:
-        """Return the input of the linears, detached, and their outputs."""
         assert self._source is not None
         return column_projections(self._source, self.edges, self.columns, known)
 
@@ -280,22 +263,18 @@ class TensorParallelBlock:
             seen.add(node)
             reached += [following for following, _ in node.next_functions]
 
-    def reset_after_error(self) -> None:
-        """Discard the state of a forward that raised, and restore the outer random state."""
-        self._source = self._entered = self._pending = self._edges = None
-        self._outputs = {}
-        self._random.leave()
-
     def leave(self, training: bool) -> None:
-        """Leave the block after its row-parallel linear."""
+        """Leave the block after its row-parallel linear, or after a forward that raised."""
         self._source = self._entered = self._pending = self._edges = None
         self._outputs = {}
-        if training and self.random:
+        if training:
             self._random.leave()
 
+    def reset_after_error(self) -> None:
+        self.leave(training=True)
 
-HeadRange = tuple[int, int, int]
-"""(number of heads, first local head, end of the local heads)"""
+
+HeadRange = tuple[int, int, int]  # number of heads, first local head, end of the local heads
 
 
 def change_argument(module: nn.Module, name: str, change: Callable[[Tensor], Tensor]) -> None:

@@ -149,8 +149,7 @@ class Linear1D_Col(_ParallelLinear):
         **kwargs: Any,
     ) -> None:
         super().__init__(in_features, out_features, bias, **kwargs)
-        self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
-        self.expand = expand
+        self.gather_output, self.skip_bias_add, self.expand = gather_output, skip_bias_add, expand
         self.block: TensorParallelBlock | None = None
         self.finish: Callable[[Tensor, Tensor | None], Tensor] | None = None
 
@@ -268,10 +267,16 @@ class Linear1D_Row(_ParallelLinear):
         """Return the product summed over the ranks, or zeros if the linear in ``shared_exit`` adds this product."""
         if self.shared_exit:
             self.shared_exit[0].product_of_other = x, weight
-            return x.new_zeros((*edges.leading_shape(x), self.out_features))
+            return x.new_zeros((*edges.leading_shape(x), self._output_width(edges)))
         if self.product_of_other is not None:
             (other_x, other_weight), self.product_of_other = self.product_of_other, None
             x, weight = torch.cat((x, other_x), -1), torch.cat((weight, other_weight), 0 if self.transposed else 1)
+        return self._reduced_product(x, weight, edges)
+
+    def _output_width(self, edges: TpRegion) -> int:
+        return self.out_features
+
+    def _reduced_product(self, x: Tensor, weight: Tensor, edges: TpRegion) -> Tensor:
         y: Tensor = RowParallelMatmul.apply(x, weight, self.transposed, edges)
         return y
 

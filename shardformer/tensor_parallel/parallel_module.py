@@ -21,6 +21,7 @@ from shardformer.errors import ConfigError, PolicyError
 from shardformer.layout.shard_spec import Coords, ShardSpec, Split
 from shardformer.layout.slice_tensor import mark_slices
 from shardformer.mesh.parallel_context import Axis
+from shardformer.module_paths import is_linear
 from shardformer.torch_compat import without_fake_tensors
 
 RUNNING = "running_mean"
@@ -90,15 +91,12 @@ def _widen_parameters(module: nn.Module, args: tuple[Any, ...]) -> None:
     statistics: Any = module._buffers[RUNNING]
     narrow = {n: p for n, p in module._parameters.items() if p is not None and is_wider(statistics, p)}
     module.__dict__[_NARROW] = narrow
-    module._parameters.update(_cast(narrow, statistics.dtype))
+    wide: dict[str, Any] = {name: param.to(statistics.dtype) for name, param in narrow.items()}
+    module._parameters.update(wide)
 
 
 def _restore_parameters(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     module._parameters.update(module.__dict__.pop(_NARROW, {}))
-
-
-def _cast(params: Mapping[str, nn.Parameter], dtype: torch.dtype) -> dict[str, Any]:
-    return {name: param.to(dtype) for name, param in params.items()}
 
 
 MODULE_HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -143,15 +141,18 @@ class ParallelModule(nn.Module, ABC):
         if full is None:
             self.register_parameter(name, None)
             return
-        shard = None if shared is None else shared.get(id(full))
-        if shard is None:
-            shard = nn.Parameter(spec.slice(full, self.coords), requires_grad=full.requires_grad)
-            if shared is not None:
-                shared[id(full)] = shard
+        shard = _shard_of(full, spec, self.coords, shared)
         self.register_parameter(name, shard)
         self.shard_specs[name] = spec
         if shard.shape != full.shape:
             mark_slices(self, [name])
+
+
+def _shard_of(full: Tensor, spec: ShardSpec, coords: Coords, shared: dict[int, nn.Parameter] | None) -> nn.Parameter:
+    shared = {} if shared is None else shared
+    if id(full) not in shared:
+        shared[id(full)] = nn.Parameter(spec.slice(full, coords), requires_grad=full.requires_grad)
+    return shared[id(full)]
 
 
 def keep_hooks(new: nn.Module, native: nn.Module) -> None:
@@ -177,7 +178,7 @@ def check_native(module: nn.Module, *kinds: type[nn.Module]) -> None:
         found = "a weight that is computed from other parameters"
     elif type(module).forward not in [kind.forward for kind in kinds] or "forward" in vars(module):
         found = None if _is_plain(module) else "a custom forward"
-    if found is None and _is_linear(module) and any(attrgetter(*MODULE_HOOK_TABLES)(module)):
+    if found is None and is_linear(module) and any(attrgetter(*MODULE_HOOK_TABLES)(module)):
         found = "hooks"
     if found is not None:
         raise ConfigError(
@@ -187,10 +188,6 @@ def check_native(module: nn.Module, *kinds: type[nn.Module]) -> None:
             if found == "hooks"
             else "Do not shard this module, or write a ParallelModule for it with its own from_native_module",
         )
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
 @without_fake_tensors()
@@ -288,10 +285,7 @@ def shard_parameter(
     if name in module._buffers:
         module._buffers[name] = spec.slice(full, coords)
         return full
-    shared = {} if shared is None else shared
-    if id(full) not in shared:
-        shared[id(full)] = nn.Parameter(spec.slice(full, coords), requires_grad=full.requires_grad)
-    module.register_parameter(name, shared[id(full)])
+    module.register_parameter(name, _shard_of(full, spec, coords, shared))
     module.__dict__.setdefault("shard_specs", {})[name] = spec
     module.__dict__["shard_axis"] = axis
     return full

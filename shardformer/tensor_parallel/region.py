@@ -45,10 +45,7 @@ Multiply = Callable[[Tensor], list[Tensor]]
 
 @dataclass(frozen=True)
 class ReplicatedRegion:
-    """Entry and exit of a block whose input is replicated over the ranks.
-
-    ``SequenceShardedRegion`` has the same methods.
-    """
+    """Entry and exit of a block whose input is replicated over the ranks."""
 
     axis: Axis
 
@@ -163,7 +160,7 @@ def deferred_all_reduce(x: Tensor, axis: Axis) -> DeferredTensor:
 
 
 def local_length(full: int, axis: Axis) -> int:
-    """Return the number of positions of a sequence of length ``full`` on this rank."""
+    """Return the number of elements of a dim of length ``full`` on this rank, in an even split."""
     base, more = divmod(full, axis.size)
     return base + (axis.rank < more)
 
@@ -213,6 +210,11 @@ def column_projections(
     return seen, outputs
 
 
+def cache_gathered(x: DeferredTensor, full: Tensor) -> None:
+    if x.computed_value is None and full.dtype == x.dtype:
+        x.set_computed(full)
+
+
 def single_column_projection(column: ColumnParallel, x: Tensor) -> Tensor:
     """Return the output of a column-parallel linear outside of a block.
 
@@ -221,8 +223,7 @@ def single_column_projection(column: ColumnParallel, x: Tensor) -> Tensor:
     if isinstance(x, DeferredTensor):
         if x.is_pending and x.region is not None and x.axis is column.axis:
             seen, (y,) = column_projections(x.local, x.region, [column], x.computed_value)
-            if x.computed_value is None and seen.dtype == x.dtype:
-                x.set_computed(seen)
+            cache_gathered(x, seen)
             return y
         x = x.full_tensor()
     return column_projections(x, ReplicatedRegion(column.axis), [column])[1][0]
@@ -250,15 +251,14 @@ class _ColumnProjections(Function):
     def forward(
         ctx: Any, x: Tensor, known: Tensor | None, edges: TpRegion, transposed: list[bool], *weights: Tensor | None
     ) -> tuple[Tensor, ...]:
-        pairs = cast("list[tuple[Tensor, Tensor | None]]", list(zip(weights[::2], weights[1::2], strict=True)))
+        matrices, biases = cast("tuple[Tensor, ...]", weights[::2]), weights[1::2]
 
         def multiply(chunk: Tensor) -> list[Tensor]:
-            return [linear_matmul(chunk, w, b, t) for (w, b), t in zip(pairs, transposed, strict=True)]
+            return [linear_matmul(chunk, w, b, t) for w, b, t in zip(matrices, biases, transposed, strict=True)]
 
         seen, outputs = edges.gather_then_matmul(x, multiply, known)
-        ctx.edges, ctx.transposed = edges, transposed
-        ctx.has_bias = [b is not None for _, b in pairs]
-        ctx.save_for_backward(seen, *[w for w, _ in pairs])
+        ctx.edges, ctx.transposed, ctx.has_bias = edges, transposed, [b is not None for b in biases]
+        ctx.save_for_backward(seen, *matrices)
         ctx.set_materialize_grads(False)
         visible = seen.detach()
         ctx.mark_non_differentiable(visible)
@@ -273,11 +273,14 @@ class _ColumnProjections(Function):
             pending = ctx.edges.start_reduce(_input_grad(seen, weights, ctx.transposed, grads))
         out: list[Tensor | None] = []
         for i, grad in enumerate(grads):
-            needs_weight, needs_bias = ctx.needs_input_grad[4 + 2 * i], ctx.needs_input_grad[5 + 2 * i]
+            needs_weight, needs_bias = ctx.needs_input_grad[4 + 2 * i : 6 + 2 * i]
             out.append(weight_grad(seen, grad, ctx.transposed[i]) if needs_weight and grad is not None else None)
-            has = needs_bias and ctx.has_bias[i] and grad is not None
-            out.append(grad.reshape(-1, grad.shape[-1]).sum(0) if has and grad is not None else None)
+            out.append(bias_grad(grad) if needs_bias and ctx.has_bias[i] else None)
         return (None if pending is None else pending.wait(), None, None, None, *out)
+
+
+def bias_grad(grad: Tensor | None) -> Tensor | None:
+    return None if grad is None else grad.reshape(-1, grad.shape[-1]).sum(0)
 
 
 def _input_grad(
@@ -335,11 +338,13 @@ class LocalRandomState:
     therefore reproduces the inner numbers too.
     """
 
-    def __init__(self, axis: Axis, *, aligned: bool = False) -> None:
-        self._axis, self._aligned = axis, aligned
+    def __init__(self, axis: Axis, *, aligned: bool = False, enabled: bool = True) -> None:
+        self._axis, self._aligned, self.is_enabled = axis, aligned, enabled
         self._outer: list[tuple[torch.Generator, Tensor]] = []
 
-    def enter(self, x: Tensor) -> None:
+    def enter(self, x: Tensor, training: bool = True) -> None:
+        if not (self.is_enabled and training):
+            return
         seed, own = torch.randint(2**62, (), device="cpu"), SPLITMIX64[0] * (self._axis.rank + 1)
         if self._aligned:
             seed, own = broadcast(seed.to(x.device), self._axis), 0
@@ -362,5 +367,5 @@ def same_random_in(axis: Axis, module: nn.Module) -> None:
     Communicates: in training one broadcast of one number per call.
     """
     random = LocalRandomState(axis, aligned=True)
-    module.register_forward_pre_hook(lambda module, args: random.enter(args[0]) if module.training else None)
+    module.register_forward_pre_hook(lambda module, args: random.enter(args[0], module.training))
     module.register_forward_hook(lambda *_: random.leave(), always_call=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -65,8 +66,7 @@ class StackActivations:
         self._is_open = False
         self._lengths: set[int] = set()
         self._is_length_ambiguous = False
-        self._random = LocalRandomState(axis) if random and self._dim is not None else None
-        self._is_random = False
+        self._random, self._is_random = LocalRandomState(axis, enabled=random and self._dim is not None), False
 
     @property
     def is_cut(self) -> bool:
@@ -84,9 +84,9 @@ class StackActivations:
             return ReplicatedRegion(self.axis)
         if x.dim() != 2:  # an MLP with input (B*s, H) runs after the attention of its layer
             self.restore_length(x)
-        return (
-            SequenceShardedRegion(self.axis, self.full, self.overlap) if self._is_open else ReplicatedRegion(self.axis)
-        )
+        if not self._is_open:
+            return ReplicatedRegion(self.axis)
+        return SequenceShardedRegion(self.axis, self.full, self.overlap)
 
     # --- entry and exit of the stack
 
@@ -107,21 +107,14 @@ class StackActivations:
             # on some rank, two sequences whose lengths differ this little have the same local length
             self._is_length_ambiguous = self._is_length_ambiguous or bool(near)
         self._is_random = training
-        if self._random is not None and training:
-            self._random.enter(x_BSH)
-        if (
-            isinstance(x_BSH, DeferredTensor)
-            and x_BSH.is_pending
-            and x_BSH.computed_value is None
-            and x_BSH.region is None
-        ):
-            return reduce_scatter_to_sp_region(x_BSH.local, self.axis, SEQUENCE)
-        if isinstance(x_BSH, DeferredTensor) and x_BSH.is_pending and self._is_this_region(x_BSH.region):
-            return x_BSH.local  # the output of the previous layer
+        self._random.enter(x_BSH, training)
+        if isinstance(x_BSH, DeferredTensor) and x_BSH.is_pending:
+            region = x_BSH.region
+            if region is None and x_BSH.computed_value is None:
+                return reduce_scatter_to_sp_region(x_BSH.local, self.axis, SEQUENCE)
+            if isinstance(region, SequenceShardedRegion) and region.axis is self.axis and region.full == self.full:
+                return x_BSH.local  # the output of the previous layer
         return scatter_to_region(x_BSH, self.axis, SEQUENCE, self._split())
-
-    def _is_this_region(self, edges: Any) -> bool:
-        return isinstance(edges, SequenceShardedRegion) and edges.axis is self.axis and edges.full == self.full
 
     def leave_stack(self, x_BsH: Tensor) -> Tensor:
         """Return the stack's output as a full tensor that is gathered on first use.
@@ -131,17 +124,14 @@ class StackActivations:
         """
         if not self.is_cut:
             return x_BsH
-        if self._random is not None and self._is_random:
+        if self._is_random:
             self._random.leave()
         axis, full, split = self.axis, self.full, self._split()
         shape = (*x_BsH.shape[:SEQUENCE], full, *x_BsH.shape[SEQUENCE + 1 :])
+        gather = partial(all_gather, axis=axis, dim=SEQUENCE, full=full)
+        to_local = partial(local_slices, axis=axis, dim=SEQUENCE, split=split)
         return DeferredTensor.make(
-            x_BsH,
-            shape,
-            axis,
-            SequenceShardedRegion(axis, full, self.overlap),
-            lambda x: all_gather(x, axis, SEQUENCE, full),
-            lambda grad: local_slices(grad, axis, SEQUENCE, split),
+            x_BsH, shape, axis, SequenceShardedRegion(axis, full, self.overlap), gather, to_local
         )
 
     def _split(self) -> Any:
@@ -190,8 +180,7 @@ class StackActivations:
 
     def reset_after_error(self) -> None:
         """Restore the outer random state after a forward that raised."""
-        if self._random is not None:
-            self._random.leave()
+        self._random.leave()
 
     # --- lengths
 
@@ -254,7 +243,7 @@ class FullSequenceModule:
 
     def __init__(self, stream: StackActivations, module: nn.Module, random: bool) -> None:
         self._stream = stream
-        self._random = LocalRandomState(stream.axis, aligned=True) if random else None
+        self._random = LocalRandomState(stream.axis, aligned=True, enabled=random)
         # runs before the hooks that gather over other axes, so that their outputs are sharded first
         module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
         module.register_forward_hook(self._leave)
@@ -265,8 +254,7 @@ class FullSequenceModule:
         if not stream.is_cut:
             return None
         stream.check(x)
-        if self._random is not None and module.training:
-            self._random.enter(x)
+        self._random.enter(x, module.training)
         full = gather_from_region(x, stream.axis, SEQUENCE, stream._split())
         # the same tensor may be passed as queries, keys and values
         return tuple(full if a is x else a for a in args), {n: full if a is x else a for n, a in kwargs.items()}
@@ -286,16 +274,15 @@ class FullSequenceModule:
 
     def reset_after_error(self) -> None:
         """Restore the outer random state, after the module or after a forward that raised."""
-        if self._random is not None:
-            self._random.leave()
+        self._random.leave()
 
 
 class TokenFreeModule(FullSequenceModule):
     """Hooks of a module that takes no tokens: see ``StackActivations.register_token_free``."""
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._stream.is_cut and self._random is not None and module.training:
-            self._random.enter(first_tensor(args, kwargs))
+        if self._stream.is_cut and self._random.is_enabled:
+            self._random.enter(first_tensor(args, kwargs), module.training)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         def enter(x: Any) -> Any:

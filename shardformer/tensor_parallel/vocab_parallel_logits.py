@@ -21,24 +21,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from shardformer.comm import sharded_tensor as rules
 from shardformer.comm.autograd_collectives import gather_from_region
-from shardformer.comm.sharded_tensor import (
-    ELEMENTWISE,
-    VIEW_RULES,
-    Args,
-    Kwargs,
-    Rule,
-    ShardedTensor,
-    TorchFunction,
-    blank,
-    copied,
-    elementwise,
-    gathered,
-    query_local,
-    rules_by_function,
-    to_full_tensors,
-    view,
-)
+from shardformer.comm.sharded_tensor import Args, Kwargs, Rule, ShardedTensor, TorchFunction
 from shardformer.layout.shard_spec import Split
 from shardformer.mesh.parallel_context import Axis
 from shardformer.tensor_parallel.vocab_parallel_loss import vocab_parallel_cross_entropy
@@ -150,7 +135,7 @@ class VocabParallelLogits(ShardedTensor):
 
     def write(self, func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
         """Apply an in-place function to the full logits, and keep the local slice of the result."""
-        full, result = write_full(self, lambda full: func(full, *to_full_tensors(args[1:]), **kwargs))
+        full, result = write_full(self, lambda full: func(full, *rules.to_full_tensors(args[1:]), **kwargs))
         return self if result is full else result
 
     def _held(self) -> str:
@@ -278,7 +263,7 @@ def _detach(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 def _cast(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Cast or move. Defers a cast from 16 bits to fp32; returns the same logits if nothing changes."""
     x = args[0]
-    others = [blank(a) if isinstance(a, VocabParallelLogits) else a for a in args[1:]]
+    others = [rules.blank(a) if isinstance(a, VocabParallelLogits) else a for a in args[1:]]
     if not isinstance(x, VocabParallelLogits):  # casts another tensor to the dtype of the logits
         return func(x, *others, **kwargs)
     local = local_shard(x)
@@ -307,7 +292,7 @@ def _cross_entropy(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
         or target.shape != (*x.full_shape[: x.shard_dim], *x.full_shape[x.shard_dim + 1 :])
         or any(kwargs.get(name) is not None for name in ("weight", "size_average", "reduce"))
     ):
-        return gathered(func, args, kwargs)
+        return rules.gathered(func, args, kwargs)
     local = local_shard(x)
     if local.dim() != 2:
         local = local.movedim(x.shard_dim, -1)
@@ -353,7 +338,7 @@ def _backward(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Tensor.backward with a gradient of the logits."""
     x, gradient = args[0], args[1] if len(args) > 1 else kwargs.get("gradient")
     if gradient is None or not isinstance(x, VocabParallelLogits):
-        return gathered(func, args, kwargs)
+        return rules.gathered(func, args, kwargs)
     others = {key: value for key, value in kwargs.items() if key != "gradient"}
     return func(*_local_root(x, gradient), *args[2:], **others)
 
@@ -370,7 +355,7 @@ def _autograd_backward(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 def _local_root(x: Tensor, gradient: Any) -> tuple[Tensor, Any]:
     """Return the tensor and the gradient where backward starts."""
     if not isinstance(x, VocabParallelLogits) or gradient is None:
-        return to_full_tensors(x), to_full_tensors(gradient)
+        return rules.to_full_tensors(x), rules.to_full_tensors(gradient)
     with torch.enable_grad():  # a backward may call torch.autograd.backward
         local = local_shard(x)
     return local, local_slice_like(gradient, x).to(local.dtype)
@@ -380,10 +365,10 @@ def _autograd_grad(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     outputs, inputs = args[:2]
     locals_ = [local_shard(x) if isinstance(x, VocabParallelLogits) else x for x in inputs]
     grads = func(
-        to_full_tensors(outputs),
+        rules.to_full_tensors(outputs),
         locals_,
-        *to_full_tensors(args[2:]),
-        **{key: to_full_tensors(value) for key, value in kwargs.items()},
+        *rules.to_full_tensors(args[2:]),
+        **{key: rules.to_full_tensors(value) for key, value in kwargs.items()},
     )
     return tuple(
         x.placed(grad, dtype=grad.dtype) if isinstance(x, VocabParallelLogits) and grad is not None else grad
@@ -394,19 +379,19 @@ def _autograd_grad(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 _ALIASES = {torch.ops.aten.view.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default}
 # methods and attributes of a tensor, and functions of torch and torch.nn.functional
 _NAMES: Mapping[Rule, str] = {
-    view: " ".join(VIEW_RULES),
-    copied: "clone contiguous",
+    rules.view: " ".join(rules.VIEW_RULES),
+    rules.copied: "clone contiguous",
     _detach: "detach data",
     _cast: "to type type_as cpu cuda float double half bfloat16",
-    elementwise: ELEMENTWISE,
+    rules.elementwise: rules.ELEMENTWISE,
     _cross_entropy: "cross_entropy",
-    query_local: "requires_grad requires_grad_ retain_grad retains_grad is_contiguous is_inference",
+    rules.query_local: "requires_grad requires_grad_ retain_grad retains_grad is_contiguous is_inference",
     _register_hook: "register_hook",
     _backward: "backward",
 }
 _TENSOR: Any = Tensor
-LOGITS_RULES: Mapping[Any, Rule] = rules_by_function(_NAMES) | {
-    _TENSOR.requires_grad.__set__: query_local,
+LOGITS_RULES: Mapping[Any, Rule] = rules.rules_by_function(_NAMES) | {
+    _TENSOR.requires_grad.__set__: rules.query_local,
     _TENSOR.grad.__get__: _get_grad,
     _TENSOR.grad.__set__: _set_grad,
     torch.autograd.grad: _autograd_grad,

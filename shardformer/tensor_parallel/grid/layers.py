@@ -25,7 +25,7 @@ from shardformer.kernels.fused_ops import rms_norm
 from shardformer.layout.shard_spec import AnySplit, Coords, EvenSplit, ShardSpec, Split
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.tensor_grid import GRID_MODES, TensorGrid
-from shardformer.tensor_parallel.grid.region import GridRegion, GridRowParallelMatmul, even_length, hidden_dim
+from shardformer.tensor_parallel.grid.region import GridRegion, GridRowParallelMatmul, hidden_dim
 from shardformer.tensor_parallel.layers import (
     Embedding1D,
     Linear1D_Col,
@@ -35,7 +35,7 @@ from shardformer.tensor_parallel.layers import (
     VocabParallelLMHead1D,
 )
 from shardformer.tensor_parallel.parallel_module import ParallelModule
-from shardformer.tensor_parallel.region import TpRegion, linear_matmul
+from shardformer.tensor_parallel.region import TpRegion, linear_matmul, local_length
 
 # b local samples, S sequence, H hidden, F features; lower case: local shard
 
@@ -108,16 +108,12 @@ class GridLinear_Row(_GridLinear, Linear1D_Row):
         bias_split = Split.even(self.out_features, grid.hidden.size, axes=(grid.hidden.name,))
         return ShardSpec(shape, splits), ShardSpec((self.out_features,), {0: bias_split})
 
-    def _multiply_and_reduce(self, x: Tensor, weight: Tensor, edges: TpRegion) -> Tensor:
-        if self.shared_exit:
-            self.shared_exit[0].product_of_other = x, weight
-            width = even_length(self.out_features, self.grid.hidden.size, self.grid.hidden.rank)
-            if not isinstance(edges, GridRegion):
-                return x.new_zeros((*x.shape[:-1], self.out_features))
-            return x.new_zeros((*edges.leading_shape(x), width))
-        if self.product_of_other is not None:
-            (other_x, other_weight), self.product_of_other = self.product_of_other, None
-            x, weight = torch.cat((x, other_x), -1), torch.cat((weight, other_weight), 0 if self.transposed else 1)
+    def _output_width(self, edges: TpRegion) -> int:
+        if not isinstance(edges, GridRegion):
+            return self.out_features
+        return local_length(self.out_features, self.grid.hidden)
+
+    def _reduced_product(self, x: Tensor, weight: Tensor, edges: TpRegion) -> Tensor:
         if isinstance(edges, GridRegion):
             y: Tensor = GridRowParallelMatmul.apply(x, weight, self.transposed, edges)
             return y
@@ -133,39 +129,23 @@ class GridLinear_Row(_GridLinear, Linear1D_Row):
 
 def gather_weight(weight: Tensor, grid: TensorGrid, dim: int, full: int) -> Tensor:
     """Gather the hidden dim of a weight. Backward: the reduce-scatter of its gradient, because samples differ."""
-    contracted = even_length(full, grid.contraction.size, grid.contraction.rank)
+    contracted = local_length(full, grid.contraction)
     return gather_from_sp_region(gather_from_sp_region(weight, grid.row, dim, contracted), grid.contraction, dim, full)
 
 
 @dataclass(frozen=True)
 class ModeLayers:
-    """The layer classes of one tensor-parallel mode.
+    """The layer classes of one tensor-parallel mode."""
 
-    Args:
-        column: for the first linears of a block.
-        row: for the last linear of a block.
-        norm: for a norm over sharded features inside of a block.
-        bias_table: for an embedding inside of a block whose columns are heads.
-        embedding: for the vocabulary embedding.
-        head: for the linear that computes logits.
-    """
-
-    column: type[ParallelModule]
-    row: type[ParallelModule]
-    norm: type[ParallelModule]
-    bias_table: type[ParallelModule]
-    embedding: type[ParallelModule]
-    head: type[ParallelModule]
+    column: type[ParallelModule]  # the first linears of a block
+    row: type[ParallelModule]  # the last linear of a block
+    norm: type[ParallelModule]  # a norm over sharded features inside of a block
+    bias_table: type[ParallelModule]  # an embedding inside of a block whose columns are heads
+    embedding: type[ParallelModule]  # the vocabulary embedding
+    head: type[ParallelModule]  # the linear that computes logits
 
 
-_1D = ModeLayers(
-    column=Linear1D_Col,
-    row=Linear1D_Row,
-    norm=ShardedNorm,
-    bias_table=Embedding1D,
-    embedding=VocabParallelEmbedding1D,
-    head=VocabParallelLMHead1D,
-)
+_1D = ModeLayers(Linear1D_Col, Linear1D_Row, ShardedNorm, Embedding1D, VocabParallelEmbedding1D, VocabParallelLMHead1D)
 LAYERS_BY_MODE = {"1d": _1D} | dict.fromkeys(GRID_MODES, replace(_1D, column=GridLinear_Col, row=GridLinear_Row))
 """``tensor_parallel_mode`` -> its layer classes."""
 # H hidden; h: local shard
@@ -195,11 +175,8 @@ class GridNorm(ShardedNorm):
                 return super().forward(x)
             local_params = (self._parameters["weight"], self._parameters.get("bias"))
             return layer_norm(x, *local_params, self.axis, self.full, self.eps)
-        full = {
-            n: None if p is None else gather_from_region(p, self.axis, 0, self.split)
-            for n, p in self._parameters.items()
-        }
-        weight, bias = full["weight"], full.get("bias")
+        params = (self._parameters.get(name) for name in ("weight", "bias"))
+        weight, bias = (None if p is None else gather_from_region(p, self.axis, 0, self.split) for p in params)
         if self.kind != "layer":
             return rms_norm(self.kind, x, weight, self.eps)
         return nn.functional.layer_norm(x, (self.full,), weight, bias, self.eps)

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from shardformer.comm import collectives
 from shardformer.comm.autograd_collectives import gather_from_region, once_differentiable, scatter_to_region
-from shardformer.comm.collectives import PendingCollective, all_gather, local_chunk, reduce_scatter, start_all_gather
-from shardformer.comm.collectives import start_reduce_scatter as start_scatter
+from shardformer.comm.collectives import PendingCollective, all_gather, local_chunk, reduce_scatter
 from shardformer.comm.deferred_tensor import DeferredTensor, resolve_deferred
 from shardformer.errors import InputError
 from shardformer.layout.activation_layout import ActivationLayout
-from shardformer.layout.shard_spec import Split, even_bounds
+from shardformer.layout.shard_spec import Split
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.tensor_grid import TensorGrid
 from shardformer.tensor_parallel.block import TensorParallelBlock
@@ -36,7 +36,9 @@ from shardformer.tensor_parallel.region import (
     LocalRandomState,
     ReplicatedRegion,
     TpRegion,
+    bias_grad,
     linear_matmul,
+    local_length,
     projection_operands,
     weight_grad,
 )
@@ -67,7 +69,7 @@ class GridRegion:
     @property
     def contracted(self) -> int:
         """The number of hidden features on the ranks of one row: all of them, in 3D those of this depth."""
-        return even_length(self.full, self.grid.contraction.size, self.grid.contraction.rank)
+        return local_length(self.full, self.grid.contraction)
 
     def samples_inside(self, x: Tensor) -> int:
         """Return the number of samples on this rank in a block, for activations x between the blocks."""
@@ -107,19 +109,19 @@ class GridRegion:
     def start_gather(self, x: Tensor) -> PendingCollective:
         """Start to gather the input of a product: (b, S, H), in 3D (more samples, S, h)."""
         if self.is_cube:
-            return start_all_gather(x, self.grid.column, self._sample_dim(x))
-        return start_all_gather(x, self.grid.column, -1, self.full)
+            return collectives.start_all_gather(x, self.grid.column, self._sample_dim(x))
+        return collectives.start_all_gather(x, self.grid.column, -1, self.full)
 
     def start_scatter(self, x: Tensor) -> PendingCollective:
         """Start to sum x over the ranks of a row, and to scatter the sum."""
-        return start_scatter(x, self.grid.column, self._sample_dim(x) if self.is_cube else -1)
+        return collectives.start_reduce_scatter(x, self.grid.column, self._sample_dim(x) if self.is_cube else -1)
 
     def start_weight(self, weight: Tensor, dim: int) -> PendingCollective:
         """Start to gather the hidden dim of a weight over the rows."""
-        return start_all_gather(weight, self.grid.row, dim, self.contracted, purpose="weights")
+        return collectives.start_all_gather(weight, self.grid.row, dim, self.contracted, purpose="weights")
 
     def start_weight_grad(self, grad: Tensor, dim: int) -> PendingCollective:
-        return start_scatter(grad, self.grid.row, dim, purpose="weights")
+        return collectives.start_reduce_scatter(grad, self.grid.row, dim, purpose="weights")
 
     def reduce_partial(self, x: Tensor) -> Tensor:
         """Sum partial products, and return the sum of the local samples. Communicates only in 3D."""
@@ -128,12 +130,6 @@ class GridRegion:
     def gather_samples(self, x: Tensor) -> Tensor:
         """Gather the samples for a product with a weight that is sharded over the contraction, as only in 3D."""
         return all_gather(x, self.grid.contraction, self._sample_dim(x))
-
-
-def even_length(full: int, ranks: int, rank: int) -> int:
-    """Return how many of ``full`` elements ``rank`` has in an even split."""
-    bounds = even_bounds(full, ranks)
-    return bounds[rank + 1] - bounds[rank]
 
 
 # b local samples, S sequence, H hidden, F features of one linear; lower case: local shard
@@ -200,8 +196,7 @@ class _GridColumnProjections(Function):
         out: list[Tensor | None] = []
         for i, (grad, weight) in enumerate(zip(grads, pending, strict=True)):
             out.append(None if weight is None else weight.wait())
-            has_bias = needs[2 * i + 1] and ctx.has_bias[i] and grad is not None
-            out.append(grad.reshape(-1, grad.shape[-1]).sum(0) if has_bias and grad is not None else None)
+            out.append(bias_grad(grad) if needs[2 * i + 1] and ctx.has_bias[i] else None)
         x_grad = leaving.wait() if leaving is not None else torch.zeros_like(x) if needs_x else None
         return (x_grad, None, None, None, *out)
 
@@ -256,13 +251,11 @@ class GridTensorParallelBlock(TensorParallelBlock):
     """The entry and the exit of one block. Gathers the weights if the input is replicated."""
 
     def _project_all(self, known: Tensor | None) -> tuple[Tensor | None, list[Tensor]]:
-        edges, source = self.edges, self._source
-        assert source is not None
+        edges = self.edges
+        assert self._source is not None and self._entered is not None
         if isinstance(edges, GridRegion):
-            return grid_column_projections(source, edges, self.columns, known)
-        entered = self._entered
-        assert entered is not None
-        return None, [column.multiply(entered) for column in self.columns]
+            return grid_column_projections(self._source, edges, self.columns, known)
+        return None, [column.multiply(self._entered) for column in self.columns]
 
 
 # B batch, b local samples, S sequence, H hidden, h local hidden features
@@ -280,7 +273,7 @@ class GridStackActivations(StackActivations):
         self.layout, self.grid, self.width = layout, grid, 0
         self.batch_dim = 0
         self._batch_sizes: set[int] = set()
-        self._random = LocalRandomState(grid.whole) if random else None
+        self._random = LocalRandomState(grid.whole, enabled=random)
 
     @property
     def is_cut(self) -> bool:
@@ -317,8 +310,7 @@ class GridStackActivations(StackActivations):
         self.samples, self.width = x_BSH.shape[self.batch_dim], x_BSH.shape[-1]
         self._batch_sizes.add(self.samples)
         self._is_random = training
-        if self._random is not None and training:
-            self._random.enter(x_BSH)
+        self._random.enter(x_BSH, training)
         entered: Tensor = _Enter.apply(x_BSH, self.grid, self.batch_dim)
         return entered
 
@@ -330,7 +322,7 @@ class GridStackActivations(StackActivations):
         """
         if not self._is_open:
             return x_bSh
-        if self._random is not None and self._is_random:
+        if self._is_random:
             self._random.leave()
         samples = self.batch_of(x_bSh.shape[self.batch_dim])
         assert samples is not None  # the input of this forward was recorded
@@ -362,7 +354,7 @@ class GridStackActivations(StackActivations):
         return -(-batch // self.grid.samples) * self.grid.samples // self.grid.batch.size
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GridStackActivations:
-        memo[id(self)] = copy = GridStackActivations(self.layout, self.grid, random=self._random is not None)
+        memo[id(self)] = copy = GridStackActivations(self.layout, self.grid, random=self._random.is_enabled)
         copy.width, copy.samples, copy.batch_dim = self.width, self.samples, self.batch_dim
         return copy
 
@@ -371,22 +363,21 @@ class GridFullHiddenModule:
     """Hooks of a module that reads all hidden features, such as a mixture of experts with its router."""
 
     def __init__(self, stream: GridStackActivations, module: nn.Module, random: bool) -> None:
-        self._stream, hidden = stream, stream.grid.hidden
-        self._random = LocalRandomState(hidden, aligned=True) if random else None
+        self._stream, self._axis = stream, stream.grid.hidden
+        self._random = LocalRandomState(self._axis, aligned=True, enabled=random)
         module.register_forward_pre_hook(self._enter, with_kwargs=True)
         module.register_forward_hook(self._leave)
 
     def _split(self) -> Split:
-        return Split.even(self._stream.width, self._stream.grid.hidden.size)
+        return Split.even(self._stream.width, self._axis.size)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def join(x: Tensor) -> Tensor:
             self._stream.edges(x)
             if not self._stream.is_cut:
                 return x
-            if self._random is not None and module.training:
-                self._random.enter(x)
-            return gather_from_region(x, self._stream.grid.hidden, -1, self._split())
+            self._random.enter(x, module.training)
+            return gather_from_region(x, self._axis, -1, self._split())
 
         return with_first_tensor(args, kwargs, join)
 
@@ -394,12 +385,11 @@ class GridFullHiddenModule:
         if not self._stream.is_cut:
             return output
         self.reset_after_error()
-        return with_first_output(output, lambda x: scatter_to_region(x, self._stream.grid.hidden, -1, self._split()))
+        return with_first_output(output, lambda x: scatter_to_region(x, self._axis, -1, self._split()))
 
     def reset_after_error(self) -> None:
         """Restore the outer random state, after the module or after a forward that raised."""
-        if self._random is not None:
-            self._random.leave()
+        self._random.leave()
 
 
 def pad_with_last(x: Tensor, more: int, dim: int = 0) -> Tensor:
