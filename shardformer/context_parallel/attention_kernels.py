@@ -32,17 +32,11 @@ HASH_FACTORS = (0x45D9F3B, 0x119DE1F3)
 
 @dataclass(frozen=True)
 class Dropout:
-    """Dropout of attention weights by a hash of the seed and the positions, independent of the parallel layout.
-
-    Args:
-        rate: the fraction of weights to drop.
-        seed: identical on all ranks.
-        heads: the indices of the local query heads.
-    """
+    """Dropout of attention weights by a hash of the seed and the positions, independent of the parallel layout."""
 
     rate: float
-    seed: int
-    heads: Tensor
+    seed: int  # identical on all ranks
+    heads: Tensor  # indices of the local query heads
 
     def kept(self, batch: int, rows: Tensor, cols: Tensor) -> Tensor:
         """Return the factors (B, N, Q, S) of the weights: 0, or 1 / (1 - rate)."""
@@ -54,7 +48,6 @@ class Dropout:
 
 
 def _hash(x: Tensor) -> Tensor:
-    """Return a 32-bit hash of integers."""
     x = x & 0xFFFFFFFF
     for factor in HASH_FACTORS:
         x = ((x ^ (x >> 16)) * factor) & 0xFFFFFFFF
@@ -63,13 +56,9 @@ def _hash(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RelativePositionBias:
-    """A bias of the scores that depends on the distance between key and query.
+    """A bias of the scores that depends on the distance between key and query."""
 
-    Args:
-        line: (N, 2L - 1) for a sequence of L positions: the bias of keys from L - 1 before the query to L - 1 after it.
-    """
-
-    line: Tensor
+    line: Tensor  # (N, 2L - 1) for L positions: the bias of keys from L - 1 before the query to L - 1 after it
 
     def between(self, rows: Tensor, cols: Tensor) -> Tensor:
         """Return the bias (N, Q, S)."""
@@ -82,17 +71,10 @@ class RelativePositionBias:
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """Options of attention scores and weights.
-
-    Args:
-        scale: the factor of the products of queries and keys.
-        cap: c in c tanh(score / c); None for no cap.
-        dropout: dropout of the weights.
-        bias: bias of the scores.
-    """
+    """Options of attention scores and weights."""
 
     scale: float
-    cap: float | None = None
+    cap: float | None = None  # c in c tanh(score / c)
     dropout: Dropout | None = None
     bias: RelativePositionBias | None = None
 
@@ -104,18 +86,12 @@ class ScoreOptions:
 
 @dataclass(frozen=True)
 class VisibleBlock:
-    """The mask between some queries and some keys.
+    """The mask between some queries and some keys."""
 
-    Args:
-        causal: whether query i attends to keys 0 to i; needs as many queries as keys.
-        sees: (B or 1, 1, Q, S) bool; None for no mask in addition to ``causal``.
-        rows, cols: the positions of queries and keys.
-    """
-
-    causal: bool
-    sees: Tensor | None
-    rows: Tensor
-    cols: Tensor
+    causal: bool  # query i attends to keys 0 to i; there are as many queries as keys
+    sees: Tensor | None  # (B or 1, 1, Q, S) bool; None for no mask in addition to ``causal``
+    rows: Tensor  # positions of the queries
+    cols: Tensor  # positions of the keys
 
 
 def partial_attention(

@@ -39,7 +39,7 @@ REMEMBERED = 64
 
 
 class Visibility(Enum):
-    """The keys of a chunk that the queries of another chunk attend to."""
+    """Visibility of a chunk of keys to a chunk of queries."""
 
     NOTHING = "nothing"
     ALL = "all"
@@ -88,7 +88,6 @@ class ChunkedMask:
 
     @property
     def may_hide_all(self) -> bool:
-        """Whether a query may have no visible key."""
         return self.padding is not None or self.predicate not in (None, causal)
 
     def sees(self, rows: Tensor, cols: Tensor) -> Tensor:
@@ -123,16 +122,17 @@ class ChunkedMask:
         return self.sees(rows, cols)
 
     def between(self, query_chunk: int, key_chunk: int) -> Visibility:
-        """Return what the queries of one chunk attend to in a chunk of keys. Identical on every rank."""
-        if (query_chunk, key_chunk) not in self._visibility:
-            self._visibility[query_chunk, key_chunk] = self._find_visibility(query_chunk, key_chunk)
-        return self._visibility[query_chunk, key_chunk]
+        """Return the visibility of a chunk of keys to a chunk of queries. Identical on every rank."""
+        key = query_chunk, key_chunk
+        if key not in self._visibility:
+            self._visibility[key] = self._find_visibility(*key)
+        return self._visibility[key]
 
     @without_fake_tensors()
     def _find_visibility(self, query_chunk: int, key_chunk: int) -> Visibility:
-        device = self._device
-        rows, cols = chunk_indices(self.queries, (query_chunk,)), chunk_indices(self.keys, (key_chunk,))
-        rows, cols = rows.to(device), cols.to(device)
+        device = torch.device("cpu") if self.padding is None else self.padding.device
+        rows = chunk_indices(self.queries, (query_chunk,)).to(device)
+        cols = chunk_indices(self.keys, (key_chunk,)).to(device)
         is_square = len(rows) == len(cols) and bool((rows == cols).all())
         any_, all_, causal = False, True, is_square
         step = max(1, POSITIONS_PER_CALL // max(len(cols) * self.batch, 1))
@@ -150,10 +150,6 @@ class ChunkedMask:
         if all_:
             return Visibility.ALL
         return Visibility.CAUSAL if causal else Visibility.SOME
-
-    @property
-    def _device(self) -> torch.device:
-        return torch.device("cpu") if self.padding is None else self.padding.device
 
     def part(self, rows: tuple[int, ...], cols: tuple[int, ...], device: torch.device) -> VisibleBlock:
         """Return the mask between chunks of queries and chunks of keys, for the kernel."""

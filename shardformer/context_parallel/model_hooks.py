@@ -141,7 +141,6 @@ class StackHook:
         )
 
     def _recomputed_length(self, layer: nn.Module, hidden: Tensor, masks: Sequence[ChunkedMask]) -> int | None:
-        """Return the sequence length of the forward that is recomputed."""
         lengths = [mask.queries.length for mask in masks]
         matching = [length for length in lengths if hidden.shape[1] in (length, self._state.local_length(length))]
         if matching:
@@ -153,7 +152,6 @@ class StackHook:
         return None if found is None else found.length
 
     def _shard_argument(self, path: Hashable, leaf: Any, is_hidden: bool, lengths: set[int]) -> Any:
-        """Return the local positions of an argument."""
         state = self._state
         if isinstance(leaf, SequenceShardedTensor):
             state.positions_in_forward(leaf.rows.full)
@@ -178,7 +176,6 @@ class StackHook:
         return with_first_output(output, lambda x: SequenceShardedTensor(resolve_deferred(x), rows, 1))
 
     def reset_after_error(self) -> None:
-        """Reset the state after a forward that raised."""
         self._full = None
         self._random.leave()
 
@@ -267,6 +264,5 @@ class FullSequenceHook:
         return with_first_output(output, lambda x: local_rows(x, state.rows(positions.length), 1))
 
     def reset_after_error(self) -> None:
-        """Reset the state after a forward that raised."""
         self._positions = None
         self._random.leave()

@@ -38,19 +38,12 @@ PURPOSE = "context"
 
 @dataclass(frozen=True)
 class RingExchange:
-    """The exchange of keys and values in a ring.
-
-    Args:
-        axis: the ring.
-        mask: the attention mask.
-        how: the options of the scores.
-        gathers: all-gather all keys first, instead of sending them during the computation.
-    """
+    """The exchange of keys and values in a ring."""
 
     axis: Axis
     mask: ChunkedMask
     how: ScoreOptions
-    gathers: bool = False
+    gathers: bool = False  # all-gather all keys first, instead of sending them during the computation
 
     def needed_by(self, rank: int, owner: int) -> tuple[int, ...]:
         """Return the chunks of an owner's keys that a rank needs."""

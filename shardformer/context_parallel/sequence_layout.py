@@ -41,17 +41,12 @@ class SequencePositions:
     >>> SequencePositions(10, ring=2).owner(2)
     1
 
-    Args:
-        ring: the number of ranks that exchange keys and values.
-        group: the number of ranks that share the two chunks of a ring rank, and exchange heads for positions.
-
-    Raises:
-        InputError: if a rank would have no position.
+    Raises InputError if a rank would have no position.
     """
 
     length: int
-    ring: int = 1
-    group: int = 1
+    ring: int = 1  # the number of ranks that exchange keys and values
+    group: int = 1  # the number of ranks that share the chunks of a ring rank, and exchange heads for positions
 
     def __post_init__(self) -> None:
         if self.length < self.min_length(self.ring, self.group):
@@ -119,16 +114,11 @@ def chunk_indices(positions: SequencePositions, chunks: tuple[int, ...]) -> Tens
 
 @dataclass(frozen=True, eq=False)
 class IndexShards:
-    """The indices of a dim on each rank of an axis.
-
-    Args:
-        parts: the indices of each rank, in the order of its local tensor.
-        full: the length of the full dim.
-    """
+    """The indices of a dim on each rank of an axis."""
 
     axis: Axis
-    parts: tuple[Tensor, ...]
-    full: int
+    parts: tuple[Tensor, ...]  # the indices of each rank, in the order of its local tensor
+    full: int  # the length of the full dim
 
     @classmethod
     def of(cls, positions: SequencePositions, axis: Axis) -> IndexShards:
@@ -172,35 +162,19 @@ _THREAD = threading.local()
 
 @dataclass(eq=False)
 class ContextParallelState:
-    """The context parallelism of one model.
-
-    Args:
-        axis: the sequence axis.
-        ring: the ranks that exchange keys and values.
-        group: the ranks that exchange heads for positions.
-        gathers: all-gather the keys before attention, instead of sending them during attention.
-        is_whole: run attention on the full sequence, with masks of all pairs of positions.
-
-    Attributes:
-        is_open: whether the current or last forward shards its sequence.
-        current: the positions of the running layer; None if its sequence is not sharded.
-        seed: the seed of the attention dropout in this forward.
-        seen: length -> positions, for all sequences so far.
-        seen_in_forward: the same, for the current or last forward.
-        dims: the sequence dims of the arguments of layers, as far as they are known.
-    """
+    """The context parallelism of one model."""
 
     axis: Axis
-    ring: Axis
-    group: Axis
-    gathers: bool = False
-    is_whole: bool = False
-    is_open: bool = False
-    current: SequencePositions | None = None
-    seed: int = 0
-    seen: dict[int, SequencePositions] = field(default_factory=dict)
-    seen_in_forward: dict[int, SequencePositions] = field(default_factory=dict)
-    dims: Dims = field(default_factory=dict)
+    ring: Axis  # the ranks that exchange keys and values
+    group: Axis  # the ranks that exchange heads for positions
+    gathers: bool = False  # all-gather the keys before attention, instead of sending them during attention
+    is_whole: bool = False  # run attention on the full sequence, with masks of all pairs of positions
+    is_open: bool = False  # whether the current or last forward shards its sequence
+    current: SequencePositions | None = None  # of the running layer; None if its sequence is not sharded
+    seed: int = 0  # of the attention dropout in this forward
+    seen: dict[int, SequencePositions] = field(default_factory=dict)  # length -> positions, of all forwards
+    seen_in_forward: dict[int, SequencePositions] = field(default_factory=dict)  # of the current or last forward
+    dims: Dims = field(default_factory=dict)  # the known sequence dims of the arguments of layers
     _rows: dict[int, IndexShards] = field(default_factory=dict)
     _module_indices: dict[int, int] = field(default_factory=dict)
 
@@ -222,8 +196,8 @@ class ContextParallelState:
 
     def positions_in_forward(self, length: int) -> SequencePositions:
         """Like ``positions``, and record that the sequence is part of this forward."""
-        self.seen_in_forward[length] = found = self.positions(length)
-        return found
+        self.seen_in_forward[length] = positions = self.positions(length)
+        return positions
 
     def find_by_local_length(
         self, count: int, candidates: Mapping[int, SequencePositions] | None = None
@@ -242,8 +216,7 @@ class ContextParallelState:
     def sequence_dim(self, path: Hashable, x: Tensor, lengths: Collection[int], samples: int = -1) -> int | None:
         """Return the sequence dim of an argument: the known one, or the only dim with one of ``lengths``.
 
-        Args:
-            samples: the batch size; a first dim of this size counts samples.
+        A first dim of size ``samples`` is the batch dim.
         """
         dims = [d for d, size in enumerate(x.shape) if size in lengths]
         if path in self.dims:

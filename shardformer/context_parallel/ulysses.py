@@ -31,19 +31,12 @@ PURPOSE = "context"
 
 @dataclass(frozen=True)
 class HeadExchange:
-    """The assignment of heads to the ranks of a group.
-
-    Args:
-        axis: the group.
-        heads: the heads of each rank, in ascending order.
-        lengths: the number of positions of each rank.
-        count: the total number of heads.
-    """
+    """The assignment of heads to the ranks of a group."""
 
     axis: Axis
-    heads: tuple[tuple[int, ...], ...]
-    lengths: tuple[int, ...]
-    count: int
+    heads: tuple[tuple[int, ...], ...]  # of each rank, in ascending order
+    lengths: tuple[int, ...]  # the number of positions of each rank
+    count: int  # the total number of heads
 
 
 def query_heads(count: int, ranks: int) -> tuple[tuple[int, ...], ...]:

@@ -34,7 +34,6 @@ KERNELS = {"cuda": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION],
 SCORES_AT_ONCE = 2**18
 """The number of scores that a backward stores at a time (1 MB in fp32), or those of one sequence if they are more."""
 UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "sinks", "indices", "block_indices", "cache", "output_attentions")
-REMEDY_OFF = "Set enable_flash_attention=False"
 
 
 @functools.cache
@@ -47,11 +46,14 @@ def flash_attn() -> Any:
     return flash_attn_func
 
 
+def unsupported_error(what: str, remedy: str, rule: str = "") -> ConfigError:
+    remedy = f"{remedy}, or set enable_flash_attention=False"
+    return ConfigError(f"enable_flash_attention=True does not support {what}", rule=rule, remedy=remedy)
+
+
 def dropout_error(what: str, setting: str) -> ConfigError:
-    return ConfigError(
-        f"enable_flash_attention=True does not support dropout of the attention weights on the CPU, and {what}",
-        remedy=f"Build the model with {setting} in its config, set enable_flash_attention=False, or train on a GPU",
-    )
+    remedy = f"Build the model with {setting} in its config, train on a GPU"
+    return unsupported_error(f"dropout of the attention weights on the CPU, and {what}", remedy)
 
 
 _SWITCHES = threading.RLock()
@@ -140,11 +142,9 @@ def check_attention_arguments(what: str, kwargs: Mapping[str, Any], names: Seque
     """Raise ConfigError for an argument that the fused kernels do not support."""
     for name in names:
         if kwargs.get(name) is not None and kwargs[name] is not False:
-            raise ConfigError(
-                f"enable_flash_attention=True does not support the argument {name}, with which {what} was called",
-                rule="The fused kernels compute plain softmax attention and do not return its weights",
-                remedy=f"Call the model without {name}, or set enable_flash_attention=False",
-            )
+            rule = "The fused kernels compute plain softmax attention and do not return its weights"
+            called = f"the argument {name}, with which {what} was called"
+            raise unsupported_error(called, f"Call the model without {name}", rule)
 
 
 def _fits_flash_attn(query: Tensor, value: Tensor) -> bool:

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from shardformer.errors import ConfigError
 from shardformer.kernels.attention import (
     KERNELS,
-    REMEDY_OFF,
     FusedAttentionMode,
     attention,
     check_attention_arguments,
     dropout_error,
     flash_attn,
+    unsupported_error,
 )
 from shardformer.torch_patches import Patch, Undo, install
 
@@ -235,25 +235,24 @@ def check_overrides(model: nn.Module) -> None:
             [] if f is None else list(inspect.signature(f).parameters) for f in (original, override.function)
         )
         if found != expected:
-            raise ConfigError(
-                f"enable_flash_attention=True does not support {path} ({type(module).__name__}), whose "
-                f"{override.method} takes {found[1:]} instead of {expected[1:]} in this version of transformers",
-                remedy=f"{REMEDY_OFF} for this model, or install the transformers version that pyproject.toml requires",
+            raise unsupported_error(
+                f"{path} ({type(module).__name__}), whose {override.method} takes {found[1:]} instead of "
+                f"{expected[1:]} in this version of transformers",
+                "Install the version of transformers that pyproject.toml requires",
             )
         if getattr(module, "slow_but_exact", False) and module.pretraining_tp > 1:
-            raise ConfigError(
-                f"enable_flash_attention=True does not support slow_but_exact=True with "
-                f"pretraining_tp={module.pretraining_tp}, as in {path}",
-                rule="They compute the output projection in slices, to reproduce the rounding of a training run",
-                remedy="Set slow_but_exact=False in the config, or set enable_flash_attention=False",
+            raise unsupported_error(
+                f"slow_but_exact=True with pretraining_tp={module.pretraining_tp}, as in {path}",
+                "Set slow_but_exact=False in the config",
+                "They compute the output projection in slices, to reproduce the rounding of a training run",
             )
     for path, module in model.named_modules():
         config: Any = getattr(module, "config", None)
         if type(module).__name__ in SDPA and config._attn_implementation == "eager" and config.alibi:
-            raise ConfigError(
-                f"enable_flash_attention=True does not support alibi=True with eager attention, as in {path}",
-                rule=f"The eager attention of {type(module).__name__} adds ALiBi twice, its fused attention once",
-                remedy='Load the model with attn_implementation="sdpa", or set enable_flash_attention=False',
+            raise unsupported_error(
+                f"alibi=True with eager attention, as in {path}",
+                'Load the model with attn_implementation="sdpa"',
+                f"The eager attention of {type(module).__name__} adds ALiBi twice, its fused attention once",
             )
 
 
@@ -322,10 +321,7 @@ def check_flash_attention(model: nn.Module, device: torch.device) -> None:
         _check_no_dropout(model)
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     if device.type == "cuda" and torch.float64 in dtypes:
-        raise ConfigError(
-            "enable_flash_attention=True does not support float64 weights on CUDA",
-            remedy="Use float16, bfloat16, float32 or a CPU, or set enable_flash_attention=False",
-        )
+        raise unsupported_error("float64 weights on CUDA", "Use float16, bfloat16, float32, a CPU")
 
 
 def _enable_sdpa_switches(model: nn.Module) -> Iterator[tuple[str, str, Callable[..., Any]]]:
@@ -387,7 +383,7 @@ def _check_interface(model: nn.Module) -> None:
         f"enable_flash_attention=True does not support {type(model).__name__}, which {reason}",
         rule="Supported are softmax attention on transformers' AttentionInterface, and "
         f"{', '.join([*OVERRIDES, *SDPA])}",
-        remedy=f"{REMEDY_OFF} for this model",
+        remedy="Set enable_flash_attention=False for this model",
     )
 
 
@@ -401,11 +397,8 @@ def _opts_out(module: nn.Module) -> bool:
 def _check_config(config: Any) -> None:
     for name, off in (("output_attentions", False), ("attn_logit_softcapping", None)):
         if value := getattr(config, name, off):
-            raise ConfigError(
-                f"enable_flash_attention=True does not support {name}={value} of {type(config).__name__}",
-                rule="A fused kernel does not store the scores, so it can neither return nor cap them",
-                remedy=f"Set {name}={off}, or set enable_flash_attention=False",
-            )
+            rule = "A fused kernel does not store the scores, so it can neither return nor cap them"
+            raise unsupported_error(f"{name}={value} of {type(config).__name__}", f"Set {name}={off}", rule)
 
 
 def _check_no_dropout(model: nn.Module) -> None:

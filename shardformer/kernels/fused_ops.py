@@ -33,6 +33,7 @@ from shardformer.torch_compat import without_fake_tensors
 # H hidden; x is (..., H), statistics over H are in fp32
 
 HALF = (torch.bfloat16, torch.float16)
+FORWARD_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)  # of an unsuitable module
 _FILTERS = threading.RLock()
 """Guards the global list of warning filters, because ranks may be threads."""
 EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "layer_norm_epsilon", "layer_norm_eps", "norm_eps")
@@ -175,11 +176,10 @@ def _measure_eps(module: nn.Module) -> float | None:
         probe = _random_copy(module, torch.float64)
         x = _probe_input(shape, 0.7)
         x = 1e-4 * (x - x.mean())
+        weight = probe._parameters.get("weight")
         try:
-            y = probe.forward(x[None])[0] / (
-                1.0 if probe._parameters.get("weight") is None else probe._parameters["weight"]
-            )
-        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+            y = probe.forward(x[None])[0] / (1.0 if weight is None else weight)
+        except FORWARD_ERRORS:
             return None
         eps = float(x.square().sum() / y.square().sum() - x.square().mean())
     return float(f"{eps:.3g}") if 0 < eps < 1e-2 else None
@@ -231,7 +231,7 @@ def norm_kind(module: nn.Module) -> str | None:
             weight, bias = (probe._parameters.get(name) for name in ("weight", "bias"))
             try:
                 y = probe.forward(x)
-            except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+            except FORWARD_ERRORS:
                 y = None  # another kind of module, or no support for this pair of dtypes
             for kind in kinds:
                 if kind == "layer" and not is_mixed:
@@ -252,7 +252,7 @@ def is_elementwise(module: nn.Module) -> bool:
         x = _probe_input((3, size), 0.7)
         try:
             changed = (probe.forward(x) != probe.forward(torch.cat((x[:, :1] + 1, x[:, 1:]), -1))).any(0)
-        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+        except FORWARD_ERRORS:
             return False
     return changed.shape == (size,) and not changed[1:].any()
 

@@ -121,17 +121,11 @@ def _linear(x: LocalWidthTensor, weight: Tensor, bias: Tensor | None = None) -> 
 
 @dataclass(eq=False)
 class TensorParallelBlock:
-    """The entry and the exit of one block, shared by its entry hook and its column- and row-parallel linears.
-
-    Args:
-        stream: the activations between the blocks.
-        random: whether the model draws random numbers in training. Inside the block, each rank draws its own.
-        width: the width of the local heads, if the forward reads it from the shape of the input.
-    """
+    """The entry and the exit of one block, shared by its entry hook and its column- and row-parallel linears."""
 
     stream: StackActivations
-    random: bool = False
-    width: int | None = None
+    random: bool = False  # whether the model draws random numbers in training: inside the block, each rank its own
+    width: int | None = None  # the width of the local heads, if the forward reads it from the shape of the input
     columns: list[ColumnParallel] = field(default_factory=list)
     is_flat: bool = False  # whether the last input was (B*s, H); the exit then flattens the output
     _edges: TpRegion | None = None
@@ -193,8 +187,7 @@ class TensorParallelBlock:
     def project(self, column: ColumnParallel, x: Tensor) -> Tensor:
         """Return the output (B, S, f) of a column-parallel linear that was called with x.
 
-        Raises:
-            PolicyError: if the entry module was not called. Its input gradient would not be summed over the ranks.
+        Raises PolicyError if the entry module was not called, because its input gradient would not be summed.
         """
         if self._source is None and current_graph_task_id() < 0:  # a recomputation may begin inside
             self._check_entry_was_called(column)
@@ -238,11 +231,9 @@ class TensorParallelBlock:
     def check_closed(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Check that the input of the block reaches the output of its entry module only through the exit.
 
-        Runs after the first forward with gradients of an entry module that contains the exit.
-
-        Raises:
-            PolicyError: if the module adds its input to its output (a residual). Every rank would have the full
-                gradient of the residual, and the entry would sum it over the ranks.
+        Runs after the first forward with gradients of an entry module that contains the exit. Raises PolicyError if the
+        module adds its input to its output (a residual): every rank would have the full gradient of the residual, and
+        the entry would sum it over the ranks.
         """
         out = next((x for x in tree_leaves(output) if isinstance(x, Tensor) and x.grad_fn is not None), None)
         entered, self._node = self._node, None
@@ -280,8 +271,7 @@ HeadRange = tuple[int, int, int]  # number of heads, first local head, end of th
 def change_argument(module: nn.Module, name: str, change: Callable[[Tensor], Tensor]) -> None:
     """Replace the tensor argument ``name`` of ``module`` by ``change`` of it, before each forward.
 
-    Raises:
-        PolicyError: if the forward has no such argument.
+    Raises PolicyError if the forward has no such argument.
     """
     names = list(inspect.signature(module.forward).parameters)
     if name not in names and "kwargs" not in names:

@@ -94,11 +94,7 @@ class _ParallelLinear(ParallelModule):
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: GroupLike = None, **kwargs: Any) -> nn.Module:
-        """Shard an nn.Linear or a transformers Conv1D that has its full weight.
-
-        Raises:
-            ConfigError: if ``module`` is of another class.
-        """
+        """Shard an nn.Linear or a transformers Conv1D with its full weight. Raises ConfigError for other classes."""
         if not is_linear(module):
             raise ConfigError(
                 f"{cls.__name__} cannot replace a {type(module).__name__}",
@@ -330,7 +326,7 @@ class _ParallelEmbedding(ParallelModule):
         self.register_shard("weight", weight, ShardSpec(weight.shape, {self._dim: self.split}), shared)
         self.train(native.training)
 
-    _dim: int
+    _dim: int  # the dim of the table that is sharded
     factor = 1.0  # by which the native forward scales the vectors
 
     @classmethod

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -75,27 +76,17 @@ class ReplicatedRegion:
 
 @dataclass(frozen=True)
 class SequenceShardedRegion:
-    """Entry and exit of a block whose input is sharded over the sequence, in consecutive positions per rank.
-
-    Args:
-        full: the length of the full sequence.
-        overlap: run all-gathers and reduce-scatters in ring steps that overlap with the adjacent matmuls.
-    """
+    """Entry and exit of a block whose input is sharded over the sequence, in consecutive positions per rank."""
 
     axis: Axis
-    full: int
-    overlap: bool = False
+    full: int  # the length of the full sequence
+    overlap: bool = False  # run all-gathers and reduce-scatters in ring steps that overlap with the adjacent matmuls
 
     def enter(self, x: Tensor) -> Tensor:
         shape = (*x.shape[:SEQUENCE], self.full, *x.shape[SEQUENCE + 1 :])
-        return DeferredTensor.make(
-            x,
-            shape,
-            self.axis,
-            None,
-            lambda x: all_gather(x, self.axis, SEQUENCE, self.full),
-            lambda grad: reduce_scatter(grad, self.axis, SEQUENCE),
-        )
+        gather = partial(all_gather, axis=self.axis, dim=SEQUENCE, full=self.full)
+        scatter = partial(reduce_scatter, axis=self.axis, dim=SEQUENCE)
+        return DeferredTensor.make(x, shape, self.axis, None, gather, scatter)
 
     def gather_then_matmul(
         self, x: Tensor, multiply: Multiply, known: Tensor | None = None
@@ -134,8 +125,7 @@ def enter_region(x: Tensor, axis: Axis) -> Tensor:
 
     Backward: one all-reduce of the gradient of x, or one reduce-scatter of the gradient of a stack's output.
 
-    Raises:
-        PolicyError: if x, or the tensor that it is a view of, already entered a block.
+    Raises PolicyError if x, or the tensor that it is a view of, already entered a block.
     """
     if isinstance(x, DeferredTensor):
         if x.is_pending and x.region is not None and x.axis is axis:

@@ -43,13 +43,9 @@ class StackActivations:
     Each rank has consecutive positions; their number differs by at most one between ranks.
 
     Args:
-        layout: the layout of the activations.
         axis: the tensor axis of the blocks.
         overlap: run the communication of the blocks in ring steps that overlap with the adjacent matmuls.
         random: whether the model draws random numbers in training.
-
-    Attributes:
-        full: the sequence length of the last input.
     """
 
     def __init__(self, layout: ActivationLayout, axis: Axis, *, overlap: bool = False, random: bool = False) -> None:
@@ -62,7 +58,7 @@ class StackActivations:
                 remedy="Shard this dim at the inputs of the model, or add a region in tensor_parallel/region.py",
             )
         self._dim: Dim | None = None if shard is None else shard.dim
-        self.samples, self.full = 0, 0
+        self.samples, self.full = 0, 0  # batch size and sequence length of the last input
         self._is_open = False
         self._lengths: set[int] = set()
         self._is_length_ambiguous = False
@@ -130,9 +126,8 @@ class StackActivations:
         shape = (*x_BsH.shape[:SEQUENCE], full, *x_BsH.shape[SEQUENCE + 1 :])
         gather = partial(all_gather, axis=axis, dim=SEQUENCE, full=full)
         to_local = partial(local_slices, axis=axis, dim=SEQUENCE, split=split)
-        return DeferredTensor.make(
-            x_BsH, shape, axis, SequenceShardedRegion(axis, full, self.overlap), gather, to_local
-        )
+        region = SequenceShardedRegion(axis, full, self.overlap)
+        return DeferredTensor.make(x_BsH, shape, axis, region, gather, to_local)
 
     def _split(self) -> Any:
         return ActivationShard(Dim.SEQUENCE, self.axis.name).split(self.full, self.axis.size)

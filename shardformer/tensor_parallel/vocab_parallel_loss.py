@@ -81,7 +81,12 @@ def vocab_parallel_cross_entropy(
             host, a device-side assertion fails.
         ConfigError: for an unknown reduction, or a label smoothing outside of [0, 1].
     """
-    _check_options(reduction, label_smoothing)
+    check_choice("reduction", reduction, REDUCTIONS)
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ConfigError(
+            f"label_smoothing={label_smoothing} is not between 0.0 and 1.0",
+            remedy="Use 0.0 for no smoothing, or a value such as 0.1",
+        )
     _check_targets(logits_Tv, targets_T, bounds[-1], ignore_index)
     dtype = torch.float32 if upcast and logits_Tv.element_size() < 4 else logits_Tv.dtype
     options = _Options(axis, tuple(bounds), ignore_index, reduction, label_smoothing, dtype)
@@ -149,7 +154,7 @@ def _local_statistics(logits_Tv: Tensor, column_T1: Tensor, is_mine_T1: Tensor, 
 
 
 def _combine(stats_RKT: Tensor, options: _Options) -> tuple[Tensor, Tensor, Tensor]:
-    """M, S and the loss of every token, each (T,), from the numbers of all ranks: the same to the bit on all ranks."""
+    """Return M, S and the loss of each token, each (T,), bitwise identical on all ranks."""
     max_RT, sum_RT, target_RT = stats_RKT[:, 0], stats_RKT[:, 1], stats_RKT[:, 2]
     max_T = max_RT.amax(0)
     sum_T = (sum_RT * (max_RT - max_T).exp()).sum(0)
@@ -200,15 +205,6 @@ def _chunks(logits_Tv: Tensor, dtype: torch.dtype) -> Iterator[slice]:
     size = max(CHUNK_BYTES.get(logits_Tv.device.type, CHUNK_BYTES["cuda"]) // (width * dtype.itemsize), 1)
     for start in range(0, num_tokens, size):
         yield slice(start, min(start + size, num_tokens))
-
-
-def _check_options(reduction: str, label_smoothing: float) -> None:
-    check_choice("reduction", reduction, REDUCTIONS)
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ConfigError(
-            f"label_smoothing={label_smoothing} is not between 0.0 and 1.0",
-            remedy="Use 0.0 for no smoothing, or a value such as 0.1",
-        )
 
 
 def _check_targets(logits_Tv: Tensor, targets_T: Tensor, vocab_size: int, ignore_index: int) -> None:

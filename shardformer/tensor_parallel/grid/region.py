@@ -51,16 +51,11 @@ from shardformer.transformers_compat import caches_in, holds_tokens
 
 @dataclass(frozen=True)
 class GridRegion:
-    """Entry and exit of a block in which each rank computes some samples, and some heads or features.
-
-    Args:
-        full: the number of hidden features on all ranks.
-        batch_dim: the sample dim of activations with three or more dims; for fewer it is 0.
-    """
+    """Entry and exit of a block in which each rank computes some samples, and some heads or features."""
 
     grid: TensorGrid
-    full: int
-    batch_dim: int = 0
+    full: int  # the number of hidden features on all ranks
+    batch_dim: int = 0  # the sample dim of activations with three or more dims; for fewer it is 0
 
     @property
     def is_cube(self) -> bool:
@@ -140,8 +135,7 @@ def grid_column_projections(
 ) -> tuple[Tensor | None, list[Tensor]]:
     """Return the detached input of the column-parallel linears (None in 3D, where it stays sharded), and their outputs.
 
-    Args:
-        known: the full input of the block, if it is already gathered.
+    ``known`` is the full input of the block, if it is already gathered.
     """
     x, known, weights = projection_operands(x, columns, known)
     seen, *outputs = _GridColumnProjections.apply(
