@@ -26,15 +26,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
 
 from shardformer.comm import sharded_tensor as rules
-from shardformer.comm.autograd_collectives import once_differentiable
 from shardformer.comm.collectives import all_gather, all_reduce, start_all_to_all
 from shardformer.comm.sharded_tensor import Args, Kwargs, Rule, ShardedTensor, TorchFunction
 from shardformer.context_parallel.sequence_layout import IndexShards
 from shardformer.mesh.parallel_context import Axis
-from shardformer.tensor_parallel.region import LocalRandomState
+from shardformer.tensor_parallel.region import LocalRandomState, with_backward
 from shardformer.torch_compat import current_graph_task_id, tree_any, tree_map_only
 
 # B batch, S sequence, H hidden, V vocabulary, P ranks; s: local positions
@@ -95,97 +93,56 @@ class SequenceShardedTensor(ShardedTensor):
         return f"{len(self.rows.local)} of {self.rows.full} rows on {self.rows.axis}"
 
 
-class _Gather(Function):
-    """Gather all rows. Backward: the sum over the ranks for the local rows, because gradients are averaged later."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, rows: IndexShards, dim: int) -> Tensor:
-        ctx.rows, ctx.dim = rows, dim
-        lengths = [len(part) for part in rows.parts]
-        joined = all_gather(local, rows.axis, dim, lengths=lengths, purpose="gather")
-        order = torch.cat(rows.parts).argsort().to(local.device)
-        return joined.index_select(dim, order)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        rows: IndexShards = ctx.rows
-        parts = [grad.index_select(ctx.dim, part.to(grad.device)) for part in rows.parts]
-        local = parts[rows.axis.rank]
-        sizes = [local.numel()] * rows.axis.size
-        summands = start_all_to_all([part.reshape(-1) for part in parts], sizes, rows.axis, "gather").wait()
-        return summands.view(rows.axis.size, *local.shape).sum(0), None, None
-
-
-class _Sum(Function):
-    """Sum over the ranks. Backward: the sum of the gradients, because gradients are averaged later."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return all_reduce(local.clone(), axis, purpose="loss")
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(grad.clone(), ctx.axis, purpose="loss"), None
-
-
-class _Take(Function):
-    """Take the local rows of a full tensor. Backward: only of these rows, because gradients are averaged later."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: IndexShards, dim: int) -> Tensor:
-        ctx.rows, ctx.dim, ctx.shape = rows, dim, x.shape
-        return rows.take(x, dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        full = grad.new_zeros(ctx.shape)
-        return full.index_copy_(ctx.dim, ctx.rows.local.to(grad.device), grad), None, None
-
-
-class _Input(Function):
-    """Input from outside of the model. Backward: the mean over the ranks, whose gradients are scaled by P."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(grad.clone(), ctx.axis, purpose="input") / ctx.axis.size, None
-
-
 def shared_input(x: Tensor, axis: Axis) -> Tensor:
     """Return a replicated input of the model whose gradient is identical on all ranks.
 
     Operations before this input then have the full gradient on each rank, so the average over the ranks does not change
-    the gradients of their parameters. Communicates in the backward one all-reduce of x.
+    the gradients of their parameters. Communicates in the backward one all-reduce of x. The gradient is the mean over
+    the ranks, whose gradients are scaled by P.
     """
-    out: Tensor = _Input.apply(x, axis)
-    return out
+    mean = lambda grad: all_reduce(grad.clone(), axis, purpose="input") / axis.size  # noqa: E731
+    return with_backward(x, lambda x: x.view_as(x), mean)
 
 
 def all_reduce_sum(local: Tensor, axis: Axis) -> Tensor:
-    """Sum a tensor over the ranks. Communicates one all-reduce, and another in the backward."""
-    out: Tensor = _Sum.apply(local, axis)
-    return out
+    """Sum a tensor over the ranks. Communicates one all-reduce, and another in the backward.
+
+    The gradients are summed, because they are averaged over the ranks later.
+    """
+    total = lambda x: all_reduce(x.clone(), axis, purpose="loss")  # noqa: E731
+    return with_backward(local, total, total)
 
 
 def gather_rows(local: Tensor, rows: IndexShards, dim: int) -> Tensor:
-    """Gather all rows. Communicates one all-gather, and in the backward of floats one reduce-scatter."""
-    out: Tensor = _Gather.apply(local, rows, dim % local.dim())
-    return out
+    """Gather all rows. Communicates one all-gather, and in the backward of floats one reduce-scatter.
+
+    The gradients of the local rows are summed over the ranks, because they are averaged over the ranks later.
+    """
+    dim %= local.dim()
+
+    def gather(local: Tensor) -> Tensor:
+        lengths = [len(part) for part in rows.parts]
+        joined = all_gather(local, rows.axis, dim, lengths=lengths, purpose="gather")
+        return joined.index_select(dim, torch.cat(rows.parts).argsort().to(local.device))
+
+    def reduce_scatter(grad: Tensor) -> Tensor:
+        parts = [grad.index_select(dim, part.to(grad.device)) for part in rows.parts]
+        local = parts[rows.axis.rank]
+        sizes = [local.numel()] * rows.axis.size
+        summands = start_all_to_all([part.reshape(-1) for part in parts], sizes, rows.axis, "gather").wait()
+        return summands.view(rows.axis.size, *local.shape).sum(0)
+
+    return with_backward(local, gather, reduce_scatter)
 
 
 def local_rows(x: Tensor, rows: IndexShards, dim: int) -> Tensor:
     """Take the local rows of a replicated tensor. Communicates nothing, also in the backward."""
-    out: Tensor = _Take.apply(x, rows, dim % x.dim())
-    return out
+    dim, shape = dim % x.dim(), x.shape
+
+    def pad(grad: Tensor) -> Tensor:
+        return grad.new_zeros(shape).index_copy_(dim, rows.local.to(grad.device), grad)
+
+    return with_backward(x, lambda x: rows.take(x, dim), pad)
 
 
 def _rowwise(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:

@@ -12,17 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
-from shardformer.comm.autograd_collectives import once_differentiable
 from shardformer.comm.collectives import start_all_to_all
 from shardformer.layout.shard_spec import even_bounds
 from shardformer.mesh.parallel_context import Axis
+from shardformer.tensor_parallel.region import with_backward
 
 # B batch, N heads, s positions of this rank, S positions of the group, D head dim
 
@@ -64,24 +63,16 @@ def key_heads(queries: tuple[tuple[int, ...], ...], count: int, num_keys: int) -
 
 def to_heads(x: Tensor, exchange: HeadExchange) -> Tensor:
     """Exchange (B, N, s, D) for (B, n, S, D). One all-to-all, and another in the backward."""
-    return x if exchange.axis.size == 1 else _Exchange.apply(x, exchange, True)
+    if exchange.axis.size == 1:
+        return x
+    return with_backward(x, partial(_scatter_heads, exchange=exchange), partial(_gather_heads, exchange=exchange))
 
 
 def to_positions(x: Tensor, exchange: HeadExchange) -> Tensor:
     """Exchange (B, n, S, D) for (B, N, s, D). One all-to-all, and another in the backward."""
-    return x if exchange.axis.size == 1 else _Exchange.apply(x, exchange, False)
-
-
-class _Exchange(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: HeadExchange, is_to_heads: bool) -> Tensor:
-        ctx.exchange, ctx.is_to_heads = exchange, is_to_heads
-        return _scatter_heads(x, exchange) if is_to_heads else _gather_heads(x, exchange)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return (_gather_heads if ctx.is_to_heads else _scatter_heads)(grad, ctx.exchange), None, None
+    if exchange.axis.size == 1:
+        return x
+    return with_backward(x, partial(_gather_heads, exchange=exchange), partial(_scatter_heads, exchange=exchange))
 
 
 def _scatter_heads(x: Tensor, exchange: HeadExchange) -> Tensor:

@@ -41,6 +41,7 @@ from shardformer.tensor_parallel.parallel_module import is_wider, product_dtype
 from shardformer.torch_compat import custom_function_of, to_list
 
 SEQUENCE = Dim.SEQUENCE.position
+Map = Callable[[Tensor], Tensor]
 Multiply = Callable[[Tensor], list[Tensor]]
 
 
@@ -317,6 +318,24 @@ class RowParallelMatmul(Function):
             ctx.gathered = full
         w_grad = weight_grad(x, full, ctx.transposed) if needs_weight else None
         return x_grad[0] if needs_x else None, w_grad, None, None
+
+
+class _WithBackward(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Map, backward: Map) -> Tensor:
+        ctx.backward_of = backward
+        return forward(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.backward_of(grad), None, None
+
+
+def with_backward(x: Tensor, forward: Map, backward: Map) -> Tensor:
+    """Return ``forward(x)``, whose gradient is ``backward`` of the output gradient."""
+    out: Tensor = _WithBackward.apply(x, forward, backward)
+    return out
 
 
 class LocalRandomState:

@@ -41,6 +41,7 @@ from shardformer.tensor_parallel.region import (
     local_length,
     projection_operands,
     weight_grad,
+    with_backward,
 )
 from shardformer.tensor_parallel.sequence_parallel import StackActivations, with_first_output, with_first_tensor
 from shardformer.torch_compat import current_graph_task_id
@@ -188,8 +189,8 @@ class _GridColumnProjections(Function):
             w_grad = weight_grad(seen, grad, t) if needs[2 * i] and grad is not None and seen is not None else None
             pending.append(None if w_grad is None else edges.start_weight_grad(w_grad, hidden_dim(t)))
         out: list[Tensor | None] = []
-        for i, (grad, weight) in enumerate(zip(grads, pending, strict=True)):
-            out.append(None if weight is None else weight.wait())
+        for i, (grad, w_pending) in enumerate(zip(grads, pending, strict=True)):
+            out.append(None if w_pending is None else w_pending.wait())
             out.append(bias_grad(grad) if needs[2 * i + 1] and ctx.has_bias[i] else None)
         x_grad = leaving.wait() if leaving is not None else torch.zeros_like(x) if needs_x else None
         return (x_grad, None, None, None, *out)
@@ -305,8 +306,12 @@ class GridStackActivations(StackActivations):
         self._batch_sizes.add(self.samples)
         self._is_random = training
         self._random.enter(x_BSH, training)
-        entered: Tensor = _Enter.apply(x_BSH, self.grid, self.batch_dim)
-        return entered
+        grid, dim, samples, width = self.grid, self.batch_dim, self.samples, self.width
+
+        def shard(x: Tensor) -> Tensor:
+            return _local_samples(pad_with_last(x, -samples % grid.samples, dim), grid, dim)
+
+        return with_backward(x_BSH, shard, lambda grad: _all_samples(grad, grid, dim, samples, width))
 
     def leave_stack(self, x_bSh: Tensor) -> Tensor:
         """Gather the full output of the stack. Forward: one all-gather over all ranks; backward nothing.
@@ -320,8 +325,13 @@ class GridStackActivations(StackActivations):
             self._random.leave()
         samples = self.batch_of(x_bSh.shape[self.batch_dim])
         assert samples is not None  # the input of this forward was recorded
-        left: Tensor = _Leave.apply(x_bSh, self.grid, samples, self.width, self.batch_dim)
-        return left
+        grid, dim, width = self.grid, self.batch_dim, self.width
+
+        def pad_and_shard(grad: Tensor) -> Tensor:
+            shape = [-samples % grid.samples if d == dim else n for d, n in enumerate(grad.shape)]
+            return _local_samples(torch.cat((grad, grad.new_zeros(shape)), dim), grid, dim)
+
+        return with_backward(x_bSh, lambda x: _all_samples(x, grid, dim, samples, width), pad_and_shard)
 
     def register_full_sequence(self, module: nn.Module, random: bool) -> GridFullHiddenModule:
         """Gather all hidden features of the local samples for ``module``. One all-gather, in the backward too."""
@@ -401,30 +411,3 @@ def _local_samples(x: Tensor, grid: TensorGrid, dim: int) -> Tensor:
 
 def _all_samples(x: Tensor, grid: TensorGrid, dim: int, samples: int, width: int) -> Tensor:
     return all_gather(all_gather(x, grid.hidden, -1, width), grid.batch, dim).narrow(dim, 0, samples)
-
-
-class _Enter(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, grid: TensorGrid, dim: int) -> Tensor:
-        ctx.grid, ctx.dim, ctx.samples, ctx.width = grid, dim, x.shape[dim], x.shape[-1]
-        return _local_samples(pad_with_last(x, -x.shape[dim] % grid.samples, dim), grid, dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _all_samples(grad, ctx.grid, ctx.dim, ctx.samples, ctx.width), None, None
-
-
-class _Leave(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, grid: TensorGrid, samples: int, width: int, dim: int) -> Tensor:
-        ctx.grid, ctx.dim = grid, dim
-        return _all_samples(x, grid, dim, samples, width)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        more = -grad.shape[ctx.dim] % ctx.grid.samples
-        shape = [more if d == ctx.dim else n for d, n in enumerate(grad.shape)]
-        padded = torch.cat((grad, grad.new_zeros(shape)), ctx.dim) if more else grad
-        return _local_samples(padded, ctx.grid, ctx.dim), None, None, None, None

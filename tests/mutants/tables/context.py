@@ -94,8 +94,8 @@ MUTANTS = [
     mutant(
         "gathered-states-lose-gradients",
         "shardformer/context_parallel/sequence_sharded_tensor.py",
-        "return summands.view(rows.axis.size, *local.shape).sum(0), None, None",
-        "return summands.view(rows.axis.size, *local.shape)[rows.axis.rank], None, None",
+        "return summands.view(rows.axis.size, *local.shape).sum(0)",
+        "return summands.view(rows.axis.size, *local.shape)[rows.axis.rank]",
         "What is computed of a gathered sequence (a pooled classifier) passes back a fraction of its gradient.",
         first=(
             "tests/layers/context/test_sequence_cut.py::test_rows_get_the_gradients_that_all_ranks_find",
