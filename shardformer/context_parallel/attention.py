@@ -59,7 +59,7 @@ def context_attention(
     positions = None if state is None else _query_positions(state, query, attention_mask)
     if state is None or positions is None:
         if isinstance(attention_mask, ChunkedMask):  # from a stack whose sequence is not sharded
-            attention_mask = attention_mask.whole(query.device)
+            attention_mask = attention_mask.full_mask(query.device)
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         full: tuple[Tensor, None] = sdpa_attention_forward(

@@ -114,7 +114,7 @@ class ChunkedMask:
             visible = visible & self.padding.to(device)[:, None, None, cols]
         return visible
 
-    def whole(self, device: torch.device) -> Tensor | None:
+    def full_mask(self, device: torch.device) -> Tensor | None:
         """Return the mask (B or 1, 1, Q, S) of all queries and keys; None if every query attends to all keys."""
         if self.predicate is None and self.padding is None:
             return None

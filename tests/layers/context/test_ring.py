@@ -1,4 +1,4 @@
-"""Attention over a ring of ranks, against attention in one place: outputs, gradients, and what is sent."""
+"""Ring attention compared with attention on one rank: outputs, gradients and communication."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BATCH, HEADS, KEYS, WIDTH, SCALE = 2, 4, 2, 8, 0.3
 
 @dataclass(frozen=True)
 class Kind:
-    """A mask of a sequence."""
+    """One kind of attention mask."""
 
     predicate: Predicate | None
     padding: Tensor | None = None
@@ -55,7 +55,7 @@ def kind_of(name: str, length: int) -> Kind:
 def in_one_place(
     q: Tensor, k: Tensor, v: Tensor, sees: Tensor, how: ScoreOptions, sinks: Tensor | None, line: Tensor | None
 ) -> Tensor:
-    """Written out; a query that sees nothing gives zeros, as torch's attention does."""
+    """Reference attention; a query without a visible key returns zeros, as torch's attention does."""
     k, v = (x.repeat_interleave(HEADS // KEYS, 1) for x in (k, v))
     scores = q @ k.transpose(2, 3) * how.scale
     if how.cap is not None:
@@ -85,7 +85,7 @@ CASES = all_pairs(
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
-def test_nobody_can_tell_in_how_many_places_it_was_computed(case: dict[str, Any]) -> None:
+def test_ring_attention_equals_attention_on_one_rank(case: dict[str, Any]) -> None:
     torch.manual_seed(0)
     length, ring = case["length"], case["ring"]
     positions, kind = SequencePositions(length, ring), kind_of(case["mask"], length)
@@ -129,8 +129,8 @@ def test_nobody_can_tell_in_how_many_places_it_was_computed(case: dict[str, Any]
 
 @pytest.mark.parametrize(("predicate", "share"), [(causal, 4.5), (None, 6.0)])
 @pytest.mark.parametrize("ring", [2, 4])
-def test_what_is_sent_is_the_formula(predicate: Predicate | None, share: float, ring: int) -> None:
-    """Numbers that a rank sends on average, forward and backward: 4.5 N K D (P-1)/P with causality, 6 without."""
+def test_communication_matches_the_formula(predicate: Predicate | None, share: float, ring: int) -> None:
+    """Numbers per rank, forward and backward: 4.5 N K D (P-1)/P if causal, 6 N K D (P-1)/P otherwise."""
     length = 16 * ring
     positions = SequencePositions(length, ring)
 
@@ -150,7 +150,7 @@ def test_what_is_sent_is_the_formula(predicate: Predicate | None, share: float, 
     assert sent == 4 * share * BATCH * length * KEYS * WIDTH * (ring - 1) / ring
 
 
-def test_a_window_is_sent_to_those_alone_who_look_through_it() -> None:
+def test_keys_are_sent_only_to_ranks_within_the_window() -> None:
     length, ring = 64, 4
     positions = SequencePositions(length, ring)
 
@@ -170,8 +170,8 @@ def test_a_window_is_sent_to_those_alone_who_look_through_it() -> None:
 
 
 @pytest.mark.slow
-def test_16_bits_over_a_long_ring_are_as_near_as_in_one_kernel() -> None:
-    """Of outputs and gradients, 1.3 times the error of one kernel at the most."""
+def test_16_bit_error_of_a_long_ring_is_close_to_one_kernel() -> None:
+    """The errors of outputs and gradients are at most 1.3 times those of one kernel."""
     torch.manual_seed(0)
     length, ring = 512, 32
     positions = SequencePositions(length, ring)
@@ -204,7 +204,7 @@ def late(samples: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> Tenso
 
 
 @pytest.mark.parametrize("predicate", [causal, late, window, None])
-def test_a_mask_that_is_looked_at_in_parts_is_the_same(predicate: Predicate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mask_evaluated_in_chunks_is_the_same(predicate: Predicate, monkeypatch: pytest.MonkeyPatch) -> None:
     positions, chunks = SequencePositions(16, 2), range(4)
 
     def found() -> dict[tuple[int, int], masks.Visibility]:
@@ -217,7 +217,7 @@ def test_a_mask_that_is_looked_at_in_parts_is_the_same(predicate: Predicate, mon
     assert found() == at_once
 
 
-def test_windows_of_two_sizes_are_two_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_of_different_sizes_are_cached_separately(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mask, "_REMEMBERED", masks._Remembered())
     positions = SequencePositions(16, 2)
 
@@ -229,8 +229,8 @@ def test_windows_of_two_sizes_are_two_masks(monkeypatch: pytest.MonkeyPatch) -> 
     assert narrow.between(3, 0) is masks.Visibility.NOTHING
 
 
-def test_what_a_thread_remembers_of_masks_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the last few masks, that is: ranks that are threads forget one at any time."""
+def test_mask_cache_is_per_thread_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread keeps only the last few masks, because ranks may be threads."""
     monkeypatch.setattr(mask, "REMEMBERED", 2)
 
     def ask(context: ParallelContext) -> list[int]:

@@ -38,7 +38,7 @@ MUTANTS = [
         "if sees_nothing is not None and sinks is not None:  #",
         "A padded position returns the mean of hidden values instead of zero.",
         first=(
-            "tests/layers/context/test_ring.py::test_nobody_can_tell_in_how_many_places_it_was_computed",
+            "tests/layers/context/test_ring.py::test_ring_attention_equals_attention_on_one_rank",
             "tests/sharding/test_context.py::test_padding_documents_and_windows",
         ),
     ),
@@ -49,7 +49,7 @@ MUTANTS = [
         "full.index_copy_(1, torch.tensor(heads",
         "Under Ulysses with few KV heads, a KV head gets the gradient of one of the ranks that read it.",
         first=(
-            "tests/layers/context/test_heads.py::test_heads_for_positions_and_back",
+            "tests/layers/context/test_heads.py::test_ulysses_exchange_and_its_gradients",
             "tests/sharding/test_context.py",
         ),
     ),
@@ -87,7 +87,7 @@ MUTANTS = [
         "parts = tuple(part[keep] // step for part, keep in zip(self.parts, kept, strict=True))",
         "A loss on logits[:, 1:] compares with labels one position off.",
         first=(
-            "tests/layers/context/test_sequence_cut.py::test_a_slice_is_that_of_the_full_tensor",
+            "tests/layers/context/test_sequence_cut.py::test_slices_equal_those_of_the_full_tensor",
             "tests/sharding/test_context.py::test_the_logits_are_cut_and_behave_as_the_full_ones",
         ),
     ),
@@ -98,7 +98,7 @@ MUTANTS = [
         "return summands.view(rows.axis.size, *local.shape)[rows.axis.rank]",
         "What is computed of a gathered sequence (a pooled classifier) passes back a fraction of its gradient.",
         first=(
-            "tests/layers/context/test_sequence_cut.py::test_rows_get_the_gradients_that_all_ranks_find",
+            "tests/layers/context/test_sequence_cut.py::test_gathered_rows_get_the_summed_gradients",
             "tests/sharding/test_context.py::test_the_logits_are_cut_and_behave_as_the_full_ones",
             "tests/sharding/test_context.py::test_nobody_can_tell_that_the_sequence_was_cut",
         ),
@@ -110,7 +110,7 @@ MUTANTS = [
         "return total / counted.sum()",
         "A cross entropy with class weights over a sequence axis is divided by the wrong number.",
         first=(
-            "tests/layers/context/test_sequence_cut.py::test_a_cross_entropy_is_that_of_the_full_tensor",
+            "tests/layers/context/test_sequence_cut.py::test_cross_entropy_equals_that_of_the_full_tensor",
             "tests/sharding/test_context.py::test_the_logits_are_cut_and_behave_as_the_full_ones",
         ),
     ),
@@ -121,7 +121,7 @@ MUTANTS = [
         "map(mask_fingerprint, [thing.__code__, *(thing.__defaults__ or ()), thing.__kwdefaults__])",
         "The second sliding window that a process meets sees what the first one saw.",
         first=(
-            "tests/layers/context/test_ring.py::test_windows_of_two_sizes_are_two_masks",
+            "tests/layers/context/test_ring.py::test_windows_of_different_sizes_are_cached_separately",
             "tests/layers/context/test_ring.py",
             "tests/sharding/test_context.py::test_padding_documents_and_windows",
         ),
@@ -141,7 +141,7 @@ MUTANTS = [
         "any_, all_ = any_ or bool(visible.any()), bool(visible.all())",
         "Of a mask that is looked at in several parts, the last part decides whether all is seen.",
         first=(
-            "tests/layers/context/test_ring.py::test_a_mask_that_is_looked_at_in_parts_is_the_same",
+            "tests/layers/context/test_ring.py::test_mask_evaluated_in_chunks_is_the_same",
             "tests/layers/context/test_ring.py",
             "tests/sharding/test_context.py::test_padding_documents_and_windows",
         ),
