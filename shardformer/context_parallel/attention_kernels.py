@@ -202,9 +202,7 @@ def _attend_plain(q: Tensor, k: Tensor, v: Tensor, block: VisibleBlock, options:
     k, v = _repeat_heads(k, q), _repeat_heads(v, q)
     outs, sums = [], []
     for rows in _row_chunks(q, k):
-        scores = _scores(q[:, :, rows] @ k.transpose(2, 3), options)[0].to(acc_dtype)
-        if options.bias is not None:
-            scores = scores + options.bias.between(block.rows[rows], block.cols).to(acc_dtype)
+        scores, _ = _scores(q[:, :, rows], k, block.rows[rows], block.cols, options)
         if (hidden := _hidden_keys(block, rows)) is not None:
             scores = scores.masked_fill(hidden, mask_value(acc_dtype))
         lse = scores.logsumexp(-1)
@@ -225,10 +223,7 @@ def _attend_plain_backward(
     k, v = _repeat_heads(k, q), _repeat_heads(v, q)
     dqs, dk, dv = [], torch.zeros_like(k, dtype=acc_dtype), torch.zeros_like(v, dtype=acc_dtype)
     for rows in _row_chunks(q, k):
-        scores, slope = _scores(q[:, :, rows] @ k.transpose(2, 3), options)
-        scores = scores.to(acc_dtype)
-        if options.bias is not None:
-            scores = scores + options.bias.between(block.rows[rows], block.cols).to(acc_dtype)
+        scores, slope = _scores(q[:, :, rows], k, block.rows[rows], block.cols, options)
         weights = (scores - lse[:, :, rows, None]).exp()
         if (hidden := _hidden_keys(block, rows)) is not None:
             weights = weights.masked_fill(hidden, 0.0)
@@ -254,13 +249,14 @@ def _attend_plain_backward(
     return torch.cat(dqs, 2), dk, dv, line
 
 
-def _scores(products: Tensor, options: ScoreOptions) -> tuple[Tensor, Tensor | None]:
+def _scores(q: Tensor, k: Tensor, rows: Tensor, cols: Tensor, options: ScoreOptions) -> tuple[Tensor, Tensor | None]:
     """Return the scores and, if they are capped, their derivative with respect to the scaled products."""
-    scores = products * options.scale
-    if options.cap is None:
-        return scores, None
-    tanh = (scores / options.cap).tanh()
-    return options.cap * tanh, 1 - tanh.square()
+    scores, slope = q @ k.transpose(2, 3) * options.scale, None
+    if options.cap is not None:
+        tanh = (scores / options.cap).tanh()
+        scores, slope = options.cap * tanh, 1 - tanh.square()
+    scores = scores.to(torch.promote_types(q.dtype, torch.float32))
+    return scores if options.bias is None else scores + options.bias.between(rows, cols).to(scores.dtype), slope
 
 
 def _hidden_keys(block: VisibleBlock, rows: slice) -> Tensor | None:

@@ -153,13 +153,20 @@ class ChunkedMask:
 
     def part(self, rows: tuple[int, ...], cols: tuple[int, ...], device: torch.device) -> VisibleBlock:
         """Return the mask between chunks of queries and chunks of keys, for the kernel."""
-        visibility = {(r, c): self.between(r, c) for r in rows for c in cols}
         positions = chunk_indices(self.queries, rows).to(device), chunk_indices(self.keys, cols).to(device)
-        if all(found is Visibility.ALL for found in visibility.values()):
-            return VisibleBlock(False, None, *positions)
-        if rows == cols and self.queries == self.keys and _is_causal(rows, visibility):
-            return VisibleBlock(True, None, *positions)
+        is_causal = rows == cols and self.is_causal(rows)
+        if is_causal or all(self.between(r, c) is Visibility.ALL for r in rows for c in cols):
+            return VisibleBlock(is_causal, None, *positions)
         return VisibleBlock(False, self.sees(*positions), *positions)
+
+    def is_causal(self, chunks: tuple[int, ...]) -> bool:
+        """Whether the mask between chunks, in the order of their positions, is causal."""
+        expected = {
+            (r, c): Visibility.CAUSAL if r == c else Visibility.ALL if c < r else Visibility.NOTHING
+            for r in chunks
+            for c in chunks
+        }
+        return self.queries == self.keys and all(self.between(*pair) is seen for pair, seen in expected.items())
 
     def needed(self, ring_rank: int, chunks: tuple[int, ...]) -> tuple[int, ...]:
         """Return those chunks of keys to which some query of a ring rank attends."""
@@ -178,16 +185,6 @@ class ChunkedMask:
 def causal(samples: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
     """Mask function of a decoder."""
     return keys <= queries
-
-
-def _is_causal(chunks: tuple[int, ...], visibility: dict[tuple[int, int], Visibility]) -> bool:
-    """Whether the mask between chunks, in the order of their positions, is causal."""
-    expected = {
-        (r, c): Visibility.CAUSAL if r == c else Visibility.ALL if c < r else Visibility.NOTHING
-        for r in chunks
-        for c in chunks
-    }
-    return visibility == expected
 
 
 def _by_vmap(predicate: Predicate) -> Callable[..., Tensor]:

@@ -27,7 +27,8 @@ from shardformer.comm.collectives import all_gather
 from shardformer.comm.recorder import bytes_of, record
 from shardformer.context_parallel import attention_kernels as kernels
 from shardformer.context_parallel.attention_kernels import RelativePositionBias, ScoreOptions
-from shardformer.context_parallel.masks import ChunkedMask
+from shardformer.context_parallel.masks import ChunkedMask, Visibility
+from shardformer.context_parallel.sequence_layout import SequencePositions
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.transport import Work
 
@@ -82,13 +83,9 @@ class _Ring(Function):
         lse = q.new_full(q.shape[:3], kernels.mask_value(acc_dtype), dtype=acc_dtype)
         kv = torch.stack((k, v))
         for _, chunks, arrived in _receive_keys(kv, exchange):
-            for rows, cols in _kernel_calls(exchange.mask, exchange.axis.rank, chunks):
-                at, length = _slice_of(exchange.mask.queries, exchange.mask.queries.chunks_of(exchange.axis.rank), rows)
-                keys, _ = _slice_of(exchange.mask.keys, chunks, cols)
-                block = exchange.mask.part(rows, cols, q.device)
-                seen = arrived[:, :, :, keys]
-                block_out, block_lse = kernels.partial_attention(q[:, :, at], seen[0], seen[1], block, options)
-                if out is None and length == q.shape[2]:
+            for at, keys, block in _kernel_calls(exchange, chunks, q.device):
+                block_out, block_lse = kernels.partial_attention(q[:, :, at], *arrived[:, :, :, keys], block, options)
+                if out is None and block_out.shape[2] == q.shape[2]:
                     out, lse = block_out.to(acc_dtype) if exchange.axis.size > 1 else block_out, block_lse.contiguous()
                     continue
                 out = torch.zeros_like(q, dtype=acc_dtype) if out is None else out.to(acc_dtype)
@@ -111,10 +108,9 @@ class _Ring(Function):
         q, k, v, sinks, line, out, lse = ctx.saved_tensors
         exchange: RingExchange = ctx.exchange
         options = exchange.how if line is None else replace(exchange.how, bias=RelativePositionBias(line))
-        line_grad = (
-            None if line is None else torch.zeros_like(line, dtype=torch.promote_types(line.dtype, torch.float32))
-        )
         acc_dtype = torch.promote_types(q.dtype, torch.float32)
+        line_dtype = None if line is None else torch.promote_types(line.dtype, torch.float32)
+        line_grad = None if line is None else torch.zeros_like(line, dtype=line_dtype)
         if ctx.sees_nothing is not None:
             grad = grad.masked_fill(ctx.sees_nothing[..., None], 0.0)
         dq = torch.zeros_like(q, dtype=acc_dtype)
@@ -123,14 +119,10 @@ class _Ring(Function):
         kv = torch.stack((k, v))
         for owner, chunks, arrived in _receive_keys(kv, exchange):
             total = torch.zeros_like(arrived)
-            for rows, cols in _kernel_calls(exchange.mask, exchange.axis.rank, chunks):
-                at, _ = _slice_of(exchange.mask.queries, exchange.mask.queries.chunks_of(exchange.axis.rank), rows)
-                keys, _ = _slice_of(exchange.mask.keys, chunks, cols)
-                local = [x[:, :, at].contiguous() for x in (grad, q, out, lse)]
-                seen = arrived[:, :, :, keys]
-                block = exchange.mask.part(rows, cols, q.device)
+            for at, keys, block in _kernel_calls(exchange, chunks, q.device):
+                d_out, query, block_out, block_lse = (x[:, :, at].contiguous() for x in (grad, q, out, lse))
                 q_grad, k_grad, v_grad, block_line_grad = kernels.partial_attention_backward(
-                    local[0], local[1], seen[0], seen[1], local[2], local[3], block, options
+                    d_out, query, *arrived[:, :, :, keys], block_out, block_lse, block, options
                 )
                 if line_grad is not None and block_line_grad is not None:
                     line_grad += block_line_grad
@@ -183,7 +175,7 @@ def _start_exchange(
         return (), kv[:, :, :, :0], (), None
     to, source = (axis.rank + step) % ranks, (axis.rank - step) % ranks
     leaving, chunks = exchange.needed_by(to, axis.rank), exchange.needed_by(axis.rank, source)
-    out = kv[:, :, :, _slice_of(exchange.mask.keys, exchange.mask.keys.chunks_of(axis.rank), leaving)[0]].contiguous()
+    out = kv[:, :, :, _slice_of(exchange.mask.keys, exchange.mask.keys.chunks_of(axis.rank), leaving)].contiguous()
     into = kv.new_empty((*kv.shape[:3], _length(exchange, source, chunks), kv.shape[4]))
     return chunks, into, _exchange(axis, to, out, source, into), out
 
@@ -226,7 +218,7 @@ class _KeyValueGradients:
             for work in works:
                 work.wait()
             if chunks:
-                at, _ = _slice_of(exchange.mask.keys, exchange.mask.keys.chunks_of(axis.rank), chunks)
+                at = _slice_of(exchange.mask.keys, exchange.mask.keys.chunks_of(axis.rank), chunks)
                 self._dkv[:, :, :, at] += into
 
     def _scatter(self) -> None:
@@ -245,26 +237,22 @@ class _KeyValueGradients:
 
 
 def _kernel_calls(
-    mask: ChunkedMask, rank: int, chunks: tuple[int, ...]
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield (chunks of queries, chunks of keys) per kernel call: one call if all queries attend to the same keys."""
+    exchange: RingExchange, chunks: tuple[int, ...], device: torch.device
+) -> Iterator[tuple[slice, slice, kernels.VisibleBlock]]:
+    """Yield (queries, keys, their mask) per kernel call: one call if all queries attend to the same keys."""
+    mask, rank = exchange.mask, exchange.axis.rank
     rows = mask.seeing(rank, chunks)
-    seen = {row: tuple(c for c in chunks if mask.between(row, c).value != "nothing") for row in rows}
-    if len(rows) == 2 and (seen[rows[0]] == seen[rows[1]] or (rows == chunks and _is_block_causal(mask, rows))):
-        yield rows, seen[rows[1]]
-        return
-    for row in rows:
-        yield (row,), seen[row]
+    seen = {row: tuple(c for c in chunks if mask.between(row, c) is not Visibility.NOTHING) for row in rows}
+    calls = [((row,), seen[row]) for row in rows]
+    if len(rows) == 2 and (seen[rows[0]] == seen[rows[1]] or (rows == chunks and mask.is_causal(rows))):
+        calls = [(rows, seen[rows[1]])]
+    for queries, keys in calls:
+        at = _slice_of(mask.queries, mask.queries.chunks_of(rank), queries)
+        yield at, _slice_of(mask.keys, chunks, keys), mask.part(queries, keys, device)
 
 
-def _is_block_causal(mask: ChunkedMask, rows: tuple[int, ...]) -> bool:
-    return mask.queries == mask.keys and [mask.between(r, c).value for r in rows for c in rows] == [
-        "causal", "nothing", "all", "causal",
-    ]  # fmt: skip
-
-
-def _slice_of(positions: Any, stored: tuple[int, ...], selected: tuple[int, ...]) -> tuple[slice, int]:
-    """Return the slice of selected chunks, which are adjacent, in a tensor of the stored chunks, and its length."""
+def _slice_of(positions: SequencePositions, stored: tuple[int, ...], selected: tuple[int, ...]) -> slice:
+    """Return the slice of selected chunks, which are adjacent, in a tensor of the stored chunks."""
     start = 0
     bounds = []
     for chunk in stored:
@@ -272,9 +260,9 @@ def _slice_of(positions: Any, stored: tuple[int, ...], selected: tuple[int, ...]
         if chunk in selected:
             bounds += [start, start + b - a]
         start += b - a
-    at = slice(min(bounds, default=0), max(bounds, default=0))
-    return at, at.stop - at.start
+    return slice(min(bounds, default=0), max(bounds, default=0))
 
 
 def _length(exchange: RingExchange, owner: int, chunks: tuple[int, ...]) -> int:
-    return _slice_of(exchange.mask.keys, exchange.mask.keys.chunks_of(owner), chunks)[1]
+    at = _slice_of(exchange.mask.keys, exchange.mask.keys.chunks_of(owner), chunks)
+    return at.stop - at.start
