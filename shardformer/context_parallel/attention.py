@@ -212,15 +212,12 @@ def context_mask(
         return sdpa_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, predicate, attention_mask, use_vmap=use_vmap, **kwargs
         )
-    padding = None if attention_mask is None else _fit_padding(attention_mask, kv_length)
+    padding = None if attention_mask is None else attention_mask.bool()[:, :kv_length]
+    if padding is not None and padding.shape[-1] < kv_length:
+        padding = F.pad(padding, (0, kv_length - padding.shape[-1]))
     predicate = {bidirectional_mask_function: None, causal_mask_function: causal}.get(predicate, predicate)
     queries, keys = state.positions(q_length), state.positions(kv_length)
     return ChunkedMask(predicate, padding, queries, keys, batch_size, by_vmap=use_vmap, seed=state.seed)
-
-
-def _fit_padding(padding: Tensor, length: int) -> Tensor:
-    padding = padding.bool()
-    return F.pad(padding, (0, length - padding.shape[-1])) if padding.shape[-1] < length else padding[:, :length]
 
 
 def register_context_attention() -> None:

@@ -84,7 +84,8 @@ class _Ring(Function):
         kv = torch.stack((k, v))
         for _, chunks, arrived in _receive_keys(kv, exchange):
             for at, keys, block in _kernel_calls(exchange, chunks, q.device):
-                block_out, block_lse = kernels.partial_attention(q[:, :, at], *arrived[:, :, :, keys], block, options)
+                key, value = arrived[:, :, :, keys]
+                block_out, block_lse = kernels.partial_attention(q[:, :, at], key, value, block, options)
                 if out is None and block_out.shape[2] == q.shape[2]:
                     out, lse = block_out.to(acc_dtype) if exchange.axis.size > 1 else block_out, block_lse.contiguous()
                     continue
@@ -121,8 +122,9 @@ class _Ring(Function):
             total = torch.zeros_like(arrived)
             for at, keys, block in _kernel_calls(exchange, chunks, q.device):
                 d_out, query, block_out, block_lse = (x[:, :, at].contiguous() for x in (grad, q, out, lse))
+                key, value = arrived[:, :, :, keys]
                 q_grad, k_grad, v_grad, block_line_grad = kernels.partial_attention_backward(
-                    d_out, query, *arrived[:, :, :, keys], block_out, block_lse, block, options
+                    d_out, query, key, value, block_out, block_lse, block, options
                 )
                 if line_grad is not None and block_line_grad is not None:
                     line_grad += block_line_grad
@@ -144,7 +146,7 @@ def _receive_keys(kv: Tensor, exchange: RingExchange) -> Iterator[tuple[int, tup
     me, ranks = axis.rank, axis.size
     local_chunks = exchange.mask.keys.chunks_of(me)
     if exchange.gathers and ranks > 1:
-        lengths = [_length(exchange, r, exchange.mask.keys.chunks_of(r)) for r in range(ranks)]
+        lengths = [_length(exchange, exchange.mask.keys.chunks_of(r)) for r in range(ranks)]
         joined = all_gather(kv, axis, 3, lengths=lengths, purpose=PURPOSE).split(lengths, 3)
         for step in range(ranks):
             owner = (me - step) % ranks
@@ -176,7 +178,7 @@ def _start_exchange(
     to, source = (axis.rank + step) % ranks, (axis.rank - step) % ranks
     leaving, chunks = exchange.needed_by(to, axis.rank), exchange.needed_by(axis.rank, source)
     out = kv[:, :, :, _slice_of(exchange.mask.keys, exchange.mask.keys.chunks_of(axis.rank), leaving)].contiguous()
-    into = kv.new_empty((*kv.shape[:3], _length(exchange, source, chunks), kv.shape[4]))
+    into = kv.new_empty((*kv.shape[:3], _length(exchange, chunks), kv.shape[4]))
     return chunks, into, _exchange(axis, to, out, source, into), out
 
 
@@ -206,7 +208,7 @@ class _KeyValueGradients:
             return
         reader = (axis.rank + step) % axis.size
         chunks = exchange.needed_by(reader, axis.rank)
-        into = total.new_empty((*total.shape[:3], _length(exchange, axis.rank, chunks), total.shape[4]))
+        into = total.new_empty((*total.shape[:3], _length(exchange, chunks), total.shape[4]))
         out = total.contiguous()
         self._incoming.append((chunks, into, _exchange(axis, owner, out, reader, into), out))
 
@@ -243,7 +245,7 @@ def _kernel_calls(
     mask, rank = exchange.mask, exchange.axis.rank
     rows = mask.seeing(rank, chunks)
     seen = {row: tuple(c for c in chunks if mask.between(row, c) is not Visibility.NOTHING) for row in rows}
-    calls = [((row,), seen[row]) for row in rows]
+    calls: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((row,), seen[row]) for row in rows]
     if len(rows) == 2 and (seen[rows[0]] == seen[rows[1]] or (rows == chunks and mask.is_causal(rows))):
         calls = [(rows, seen[rows[1]])]
     for queries, keys in calls:
@@ -263,6 +265,6 @@ def _slice_of(positions: SequencePositions, stored: tuple[int, ...], selected: t
     return slice(min(bounds, default=0), max(bounds, default=0))
 
 
-def _length(exchange: RingExchange, owner: int, chunks: tuple[int, ...]) -> int:
-    at = _slice_of(exchange.mask.keys, exchange.mask.keys.chunks_of(owner), chunks)
-    return at.stop - at.start
+def _length(exchange: RingExchange, chunks: tuple[int, ...]) -> int:
+    positions = exchange.mask.keys
+    return sum(end - start for start, end in (positions.chunks[chunk] for chunk in chunks))

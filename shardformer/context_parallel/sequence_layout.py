@@ -240,8 +240,9 @@ class ContextParallelState:
 
     def _record_dim(self, path: Hashable, x: Tensor, dims: Sequence[int]) -> int | None:
         if len(dims) > 1 and not self.is_whole:
+            argument = "".join(map(str, path[1:])) if isinstance(path, tuple) else path
             raise InputError(
-                f"{len(dims)} dims of argument {_format_path(path)} of a layer, of shape {tuple(x.shape)}, have the "
+                f"{len(dims)} dims of argument {argument} of a layer, of shape {tuple(x.shape)}, have the "
                 "length of the sequence",
                 rule="Context parallelism shards one dim, so a mask of all pairs of positions is not supported",
                 remedy="Pass attention_mask (batch, sequence), or position_ids that restart with each document. If the "
@@ -253,10 +254,6 @@ class ContextParallelState:
     def module_index(self, module: object) -> int:
         """Return a number that identifies an attention module, identical on all ranks."""
         return self._module_indices.setdefault(id(module), len(self._module_indices))
-
-
-def _format_path(path: Hashable) -> str:
-    return "".join(map(str, path[1:])) if isinstance(path, tuple) else str(path)
 
 
 def current_state() -> ContextParallelState | None:

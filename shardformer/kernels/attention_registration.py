@@ -316,12 +316,15 @@ def check_flash_attention(model: nn.Module, device: torch.device) -> None:
     _check_interface(model)
     check_overrides(model)
     for config in attention_configs(model):
-        _check_config(config)
+        for name, off in (("output_attentions", False), ("attn_logit_softcapping", None)):
+            if value := getattr(config, name, off):
+                rule = "A fused kernel does not store the scores, so it can neither return nor cap them"
+                raise unsupported_error(f"{name}={value} of {type(config).__name__}", f"Set {name}={off}", rule)
     if device.type == "cpu":
         _check_no_dropout(model)
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     if device.type == "cuda" and torch.float64 in dtypes:
-        raise unsupported_error("float64 weights on CUDA", "Use float16, bfloat16, float32, a CPU")
+        raise unsupported_error("float64 weights on CUDA", "Use float16, bfloat16 or float32, train on a CPU")
 
 
 def _enable_sdpa_switches(model: nn.Module) -> Iterator[tuple[str, str, Callable[..., Any]]]:
@@ -370,7 +373,8 @@ def _check_interface(model: nn.Module) -> None:
     switched = {type(module) for module in model.modules() if hasattr(module, SWITCH)}
     known = {cls for cls in classes if override_for(cls) is not None or cls.__name__ in SDPA} | switched
     unknown = [cls.__name__ for cls, source in classes.items() if not is_on_interface(source) and cls not in known]
-    without = sorted({type(m).__name__ for m in model.modules() if _opts_out(m)})
+    opting_out = [m for m in model.modules() if getattr(m, "_supports_sdpa", True) is False]
+    without = sorted({type(m).__name__ for m in opting_out if any(map(is_on_interface, attention_classes(m).values()))})
     if unknown:
         reason = f"computes attention in {', '.join(unknown)}"
     elif not classes:
@@ -385,20 +389,6 @@ def _check_interface(model: nn.Module) -> None:
         f"{', '.join([*OVERRIDES, *SDPA])}",
         remedy="Set enable_flash_attention=False for this model",
     )
-
-
-def _opts_out(module: nn.Module) -> bool:
-    """Whether a module with attention on the interface declares that it cannot use torch's attention."""
-    if getattr(module, "_supports_sdpa", True) is not False:
-        return False
-    return any(is_on_interface(source) for source in attention_classes(module).values())
-
-
-def _check_config(config: Any) -> None:
-    for name, off in (("output_attentions", False), ("attn_logit_softcapping", None)):
-        if value := getattr(config, name, off):
-            rule = "A fused kernel does not store the scores, so it can neither return nor cap them"
-            raise unsupported_error(f"{name}={value} of {type(config).__name__}", f"Set {name}={off}", rule)
 
 
 def _check_no_dropout(model: nn.Module) -> None:

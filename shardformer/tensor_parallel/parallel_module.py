@@ -51,7 +51,10 @@ def accept_wide_inputs(model: nn.Module) -> None:
     Leaves modules with a custom forward unchanged, and layers such as ``nn.RMSNorm`` that accept fp32 inputs already.
     """
     for module in model.modules():
-        if not _has_torch_forward(module) or _floating_point_parameter(module) is None:
+        has_torch_forward = type(module).forward.__module__.startswith("torch.nn.modules.") and "forward" not in vars(
+            module
+        )
+        if not has_torch_forward or isinstance(module, nn.RMSNorm) or _floating_point_parameter(module) is None:
             continue
         if isinstance(module._buffers.get(RUNNING), Tensor):
             if _widen_parameters not in module._forward_pre_hooks.values():
@@ -59,12 +62,6 @@ def accept_wide_inputs(model: nn.Module) -> None:
                 module.register_forward_hook(_restore_parameters, always_call=True)
         elif _narrow_inputs not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_narrow_inputs, with_kwargs=True)
-
-
-def _has_torch_forward(module: nn.Module) -> bool:
-    if isinstance(module, nn.RMSNorm) or "forward" in vars(module):
-        return False
-    return type(module).forward.__module__.startswith("torch.nn.modules.")
 
 
 def _floating_point_parameter(module: nn.Module) -> Tensor | None:
