@@ -146,7 +146,7 @@ def local_rows(x: Tensor, rows: IndexShards, dim: int) -> Tensor:
 
 
 def _rowwise(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Functions of the last dim with weights (linear, norms)."""
+    """Apply a function of the last dim with weights (linear, norms) to the local positions."""
     x = args[0]
     tensors = [a for a in (*args[1:], *kwargs.values()) if isinstance(a, Tensor)]
     trains = any(t.requires_grad for t in tensors) and torch.is_grad_enabled()
@@ -161,7 +161,7 @@ def _rowwise(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _reduce_features(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Softmax and reductions over dims that are not sharded; sums of all elements."""
+    """Apply softmax or a reduction over dims that are not sharded, or sum all elements."""
     x = args[0]
     if not isinstance(x, SequenceShardedTensor) or tree_any(
         lambda a: isinstance(a, SequenceShardedTensor), (args[1:], dict(kwargs))
@@ -187,7 +187,7 @@ def _reduce_features(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _dropout(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Dropout with different random numbers on each rank. The shared random state advances equally on all ranks."""
+    """Apply dropout with different random numbers on each rank; the shared random state stays equal on all ranks."""
     x = args[0]
     if not isinstance(x, SequenceShardedTensor) or rules.is_inplace(func, kwargs):
         return rules.gathered(func, args, kwargs)
@@ -200,7 +200,7 @@ def _dropout(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _reshape(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """view, reshape and flatten that merge the sharded dim with those before it, or keep it."""
+    """Apply view, reshape or flatten if it keeps the sharded dim, or merges it with the dims before it."""
     x = args[0]
     if not isinstance(x, SequenceShardedTensor):
         return rules.gathered(func, args, kwargs)
@@ -221,7 +221,7 @@ def _reshape(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _getitem(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Integers, slices, None and ``...``; only slices of the sharded dim."""
+    """Index with integers, slices, None and ``...``; the sharded dim only with slices."""
     x, key = args
     keys = key if isinstance(key, tuple) else (key,)
     if not isinstance(x, SequenceShardedTensor) or any(not _is_simple(k) for k in keys):
@@ -250,10 +250,7 @@ def _getitem(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _setitem(func: TorchFunction, args: Args, kwargs: Kwargs) -> None:
-    """``x[mask] = rows`` and ``x[mask, :] = rows`` for a mask of the first dims; ``rows`` is replicated.
-
-    Each rank writes the selected positions that it stores.
-    """
+    """Write replicated rows to the positions that a mask of the first dims selects (``x[mask] = rows``)."""
     x, key, value = args
     mask, *rest = key if isinstance(key, tuple) else (key,)
     is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool and not isinstance(mask, SequenceShardedTensor)
@@ -279,7 +276,7 @@ def _is_simple(key: Any) -> bool:
 
 
 def _cross_entropy(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """F.cross_entropy and F.nll_loss with class indices: the loss of the local rows, and one all-reduce."""
+    """Compute F.cross_entropy or F.nll_loss with class indices from the local rows, with one all-reduce."""
     x, target = args[0], args[1] if len(args) == 2 else None
     if (
         not isinstance(x, SequenceShardedTensor)

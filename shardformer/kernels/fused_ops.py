@@ -84,11 +84,7 @@ class FusedLayerNorm(nn.LayerNorm):
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: Any = None, **kwargs: Any) -> FusedLayerNorm:
-        """Build the fused norm with the parameters of ``module``, an nn.LayerNorm or a class that computes the same.
-
-        Raises:
-            ConfigError: if ``module`` computes something else.
-        """
+        """Build the fused norm with the parameters of ``module``. Raises ConfigError if it is not a layer norm."""
         _check_no_options(cls, kwargs)
         shape, eps = _normalized_shape(module), _eps(module)
         if shape is None or eps is None or norm_kind(module) != "layer":
@@ -114,11 +110,7 @@ class FusedRMSNorm(nn.Module):
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: Any = None, **kwargs: Any) -> FusedRMSNorm:
-        """Build the fused norm with the weight of ``module``, an RMS norm of a known kind.
-
-        Raises:
-            ConfigError: if ``module`` is not of a known kind.
-        """
+        """Build the fused norm with the weight of ``module``. Raises ConfigError if it is no RMS norm of a known kind."""
         _check_no_options(cls, kwargs)
         kind = norm_kind(module)
         if kind is None or kind == "layer":

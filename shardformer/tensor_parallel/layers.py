@@ -33,6 +33,7 @@ from shardformer.tensor_parallel.parallel_module import (
     embedding_scale,
     keep_hooks,
     product_dtype,
+    wrong_class_error,
 )
 from shardformer.tensor_parallel.region import (
     LocalRandomState,
@@ -96,9 +97,8 @@ class _ParallelLinear(ParallelModule):
     def from_native_module(cls, module: nn.Module, process_group: GroupLike = None, **kwargs: Any) -> nn.Module:
         """Shard an nn.Linear or a transformers Conv1D with its full weight. Raises ConfigError for other classes."""
         if not is_linear(module):
-            raise ConfigError(
-                f"{cls.__name__} cannot replace a {type(module).__name__}",
-                remedy="Name the linear itself in the policy, not the module that contains it",
+            raise wrong_class_error(
+                cls, module, "Name the linear itself in the policy, not the module that contains it"
             )
         check_native(module, nn.Linear)
         weight = module.weight
@@ -333,15 +333,11 @@ class _ParallelEmbedding(ParallelModule):
     def from_native_module(cls, module: nn.Module, process_group: GroupLike = None, **kwargs: Any) -> nn.Module:
         """Shard an nn.Embedding that has its full table.
 
-        Raises:
-            ConfigError: if ``module`` is of another class, or if its options need the full table (max_norm,
-                scale_grad_by_freq, sparse).
+        Raises ConfigError for other classes, and for options that need the full table (max_norm, scale_grad_by_freq,
+        sparse).
         """
         if not isinstance(module, nn.Embedding):
-            raise ConfigError(
-                f"{cls.__name__} cannot replace a {type(module).__name__}",
-                remedy="Name the embedding itself in the policy",
-            )
+            raise wrong_class_error(cls, module, "Name the embedding itself in the policy")
         factor = embedding_scale(module)
         if factor is None or factor == 1:
             check_native(module, nn.Embedding)
@@ -467,11 +463,7 @@ class ShardedNorm(ParallelModule):
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: GroupLike = None, **kwargs: Any) -> nn.Module:
-        """Shard a norm that has its full weight.
-
-        Raises:
-            ConfigError: if ``module`` is not a known norm, or not over the features of ``split``.
-        """
+        """Shard a norm that has its full weight. Raises ConfigError for other norms than one over ``split``."""
         norm, full = fused_norm(module), kwargs["split"].full
         shapes = {tuple(p.shape) for p in norm.parameters()}
         if shapes - {(full,)}:

@@ -252,6 +252,10 @@ def _probe_values(like: Tensor) -> Tensor:
     return torch.sin(torch.arange(1, num + 1) * 0.7).to(like.dtype).as_strided(like.shape, strides)
 
 
+def wrong_class_error(cls: type[nn.Module], module: nn.Module, remedy: str) -> ConfigError:
+    return ConfigError(f"{cls.__name__} cannot replace a {type(module).__name__}", remedy=remedy)
+
+
 def check_divides(what: str, size: int, axis: Axis) -> None:
     """Raise ConfigError if sharding ``size`` elements over the axis leaves a rank without any."""
     if size < axis.size:

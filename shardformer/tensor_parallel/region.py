@@ -122,7 +122,7 @@ REGIONS_BY_DIM: Mapping[Dim | None, type[TpRegion]] = {None: ReplicatedRegion, D
 
 
 def enter_region(x: Tensor, axis: Axis) -> Tensor:
-    """Let x enter blocks as an additional input: a replicated tensor, or the output of another stack.
+    """Return x as an additional input of tensor-parallel blocks: a replicated tensor, or the output of another stack.
 
     Backward: one all-reduce of the gradient of x, or one reduce-scatter of the gradient of a stack's output.
 
@@ -191,10 +191,8 @@ def column_projections(
     """Return the detached full input of the column-parallel linears, and their outputs (B, S, f).
 
     Casts x before communication under autocast and for 16-bit weights. Communicates as the entry of the region. The
-    backward overlaps the communication of the input gradient with the weight gradients.
-
-    Args:
-        known: the full tensor of x, if it is already gathered.
+    backward overlaps the communication of the input gradient with the weight gradients. ``known`` is the full tensor of
+    x, if it is already gathered.
     """
     x, known, weights = projection_operands(x, columns, known)
     seen, *outputs = _ColumnProjections.apply(x, known, edges, [c.transposed for c in columns], *weights)
@@ -221,7 +219,7 @@ def single_column_projection(column: ColumnParallel, x: Tensor) -> Tensor:
 
 
 def linear_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-    """x @ W^T + b for a weight stored (out, in), or x @ W + b for one stored (in, out)."""
+    """Return x @ W^T + b for a weight (out, in), or x @ W + b for a transposed weight (in, out)."""
     x = x.to(weight.dtype) if is_wider(x, weight) else x
     if not transposed:
         return F.linear(x, weight, bias)
@@ -248,7 +246,7 @@ class _ColumnProjections(Function):
             return [linear_matmul(chunk, w, b, t) for w, b, t in zip(matrices, biases, transposed, strict=True)]
 
         seen, outputs = edges.gather_then_matmul(x, multiply, known)
-        ctx.edges, ctx.transposed, ctx.has_bias = edges, transposed, [b is not None for b in biases]
+        ctx.edges, ctx.transposed = edges, transposed
         ctx.save_for_backward(seen, *matrices)
         ctx.set_materialize_grads(False)
         visible = seen.detach()
@@ -266,7 +264,7 @@ class _ColumnProjections(Function):
         for i, grad in enumerate(grads):
             needs_weight, needs_bias = ctx.needs_input_grad[4 + 2 * i : 6 + 2 * i]
             out.append(weight_grad(seen, grad, ctx.transposed[i]) if needs_weight and grad is not None else None)
-            out.append(bias_grad(grad) if needs_bias and ctx.has_bias[i] else None)
+            out.append(bias_grad(grad) if needs_bias else None)
         return (None if pending is None else pending.wait(), None, None, None, *out)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -227,13 +227,17 @@ class StackActivations:
         return x.view(samples, length, x.shape[-1]) if x.dim() == 2 and x.shape[0] == samples * length else x
 
 
-class GatherHook(Protocol):
-    """Hooks of a module that reads more than the local positions."""
+class GatherHook:
+    """Hooks of a module that reads more than the local shard of the activations."""
 
-    def reset_after_error(self) -> None: ...
+    _random: LocalRandomState
+
+    def reset_after_error(self) -> None:
+        """Restore the outer random state, after the module or after a forward that raised."""
+        self._random.leave()
 
 
-class FullSequenceModule:
+class FullSequenceModule(GatherHook):
     """Hooks of a module that needs the full sequence: see ``StackActivations.register_full_sequence``."""
 
     def __init__(self, stream: StackActivations, module: nn.Module, random: bool) -> None:
@@ -266,10 +270,6 @@ class FullSequenceModule:
         if x.dim() == 2 and x.shape[0] == stream.samples * stream.full:
             return self._local_positions(x.unflatten(0, (stream.samples, stream.full))).flatten(0, 1)
         return scatter_to_region(x, stream.axis, SEQUENCE, stream._split())
-
-    def reset_after_error(self) -> None:
-        """Restore the outer random state, after the module or after a forward that raised."""
-        self._random.leave()
 
 
 class TokenFreeModule(FullSequenceModule):

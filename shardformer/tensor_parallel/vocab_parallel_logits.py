@@ -114,9 +114,8 @@ class VocabParallelLogits(ShardedTensor):
 
     def placed(self, local: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> VocabParallelLogits:
         """Wrap another local shard with this sharding. A deferred cast stays deferred, unless ``dtype`` is passed."""
-        return wrap_local(
-            local, self.axis, self.bounds, self.shard_dim if dim is None else dim, dtype or self.full_dtype
-        )
+        dim = self.shard_dim if dim is None else dim
+        return wrap_local(local, self.axis, self.bounds, dim, dtype or self.full_dtype)
 
     def view_of(self, local: Tensor, dim: int, replay: ViewReplay) -> VocabParallelLogits:
         out = self.placed(local, dim)
@@ -134,8 +133,24 @@ class VocabParallelLogits(ShardedTensor):
         return layout == (other.axis, other.bounds, other.shard_dim, other.full_shape)
 
     def write(self, func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-        """Apply an in-place function to the full logits, and keep the local slice of the result."""
-        full, result = write_full(self, lambda full: func(full, *rules.to_full_tensors(args[1:]), **kwargs))
+        """Apply an in-place function to the full logits and to the tensors that they are a view of.
+
+        Keeps the local slices of the results. Communicates one all-gather of the origin, unless it is cached.
+        """
+        chain = [self]
+        while chain[-1]._origin is not None:
+            chain.append(chain[-1]._origin[0])
+        fulls = [chain[-1].full_tensor()]
+        for each in reversed(chain[:-1]):
+            assert each._origin is not None
+            fulls.append(each._origin[1](fulls[-1]))
+        full = fulls[-1]
+        result = func(full, *rules.to_full_tensors(args[1:]), **kwargs)
+        if (full.shape, full.dtype) != (self.full_shape, self.full_dtype):
+            self.refuse("An in-place function changes the shape or dtype of vocabulary-parallel logits")
+        self._writes[0] += 1
+        for each, written in zip(reversed(chain), fulls, strict=True):
+            _rewrite(each, written)
         return self if result is full else result
 
     def _held(self) -> str:
@@ -167,28 +182,6 @@ def local_shard(x: VocabParallelLogits) -> Tensor:
         if has_history:
             x.local = _Unshard.apply(x)
     return x.local
-
-
-def write_full(x: VocabParallelLogits, write: Callable[[Tensor], Any]) -> tuple[Tensor, Any]:
-    """Write to the full tensor and to the tensors that ``x`` is a view of; return it and the result of ``write``.
-
-    Communicates one all-gather of the origin of ``x``, unless it is cached.
-    """
-    chain = [x]
-    while chain[-1]._origin is not None:
-        chain.append(chain[-1]._origin[0])
-    fulls = [chain[-1].full_tensor()]
-    for each in reversed(chain[:-1]):
-        assert each._origin is not None
-        fulls.append(each._origin[1](fulls[-1]))
-    full = fulls[-1]
-    result = write(full)
-    if (full.shape, full.dtype) != (x.full_shape, x.full_dtype):
-        x.refuse("An in-place function changes the shape or dtype of vocabulary-parallel logits")
-    x._writes[0] += 1
-    for each, written in zip(reversed(chain), fulls, strict=True):
-        _rewrite(each, written)
-    return full, result
 
 
 def _rewrite(x: VocabParallelLogits, full: Tensor) -> None:
@@ -281,7 +274,7 @@ def _cast(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _cross_entropy(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """F.cross_entropy with class indices, over dim 1 like torch, or over dim 0 for the logits of one token."""
+    """Compute F.cross_entropy with class indices, over dim 1 like torch, or over dim 0 for the logits of one token."""
     x, target = args[0], args[1] if len(args) == 2 else None
     if (
         not isinstance(x, VocabParallelLogits)
@@ -297,16 +290,9 @@ def _cross_entropy(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     if local.dim() != 2:
         local = local.movedim(x.shard_dim, -1)
         local = local.reshape(-1, local.shape[-1])
-    loss = vocab_parallel_cross_entropy(
-        local,
-        target.reshape(-1),
-        x.axis,
-        x.bounds,
-        ignore_index=kwargs.get("ignore_index", -100),
-        reduction=kwargs.get("reduction", "mean"),
-        label_smoothing=kwargs.get("label_smoothing", 0.0),
-        upcast=x.full_dtype == torch.float32 or torch.is_autocast_enabled(local.device.type),
-    )
+    options = {name: kwargs[name] for name in ("ignore_index", "reduction", "label_smoothing") if name in kwargs}
+    upcast = x.full_dtype == torch.float32 or torch.is_autocast_enabled(local.device.type)
+    loss = vocab_parallel_cross_entropy(local, target.reshape(-1), x.axis, x.bounds, upcast=upcast, **options)
     return loss.view(target.shape) if loss.dim() else loss
 
 
@@ -335,16 +321,15 @@ def _set_grad(func: TorchFunction, args: Args, kwargs: Kwargs) -> None:
 
 
 def _backward(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Tensor.backward with a gradient of the logits."""
+    """Run Tensor.backward with a gradient of the logits."""
     x, gradient = args[0], args[1] if len(args) > 1 else kwargs.get("gradient")
     if gradient is None or not isinstance(x, VocabParallelLogits):
         return rules.gathered(func, args, kwargs)
-    others = {key: value for key, value in kwargs.items() if key != "gradient"}
-    return func(*_local_root(x, gradient), *args[2:], **others)
+    return func(*_local_root(x, gradient), *args[2:], **{k: v for k, v in kwargs.items() if k != "gradient"})
 
 
 def _autograd_backward(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """torch.autograd.backward, from several tensors and optionally to some."""
+    """Run torch.autograd.backward from several tensors, optionally to some inputs."""
     tensors, passed, inputs = args[0], kwargs.get("grad_tensors"), kwargs.get("inputs")
     gradients = [passed] if isinstance(passed, Tensor) else passed or [None] * len(tensors)
     roots, gradients = zip(*map(_local_root, tensors, gradients), strict=True)

@@ -43,7 +43,12 @@ from shardformer.tensor_parallel.region import (
     weight_grad,
     with_backward,
 )
-from shardformer.tensor_parallel.sequence_parallel import StackActivations, with_first_output, with_first_tensor
+from shardformer.tensor_parallel.sequence_parallel import (
+    GatherHook,
+    StackActivations,
+    with_first_output,
+    with_first_tensor,
+)
 from shardformer.torch_compat import current_graph_task_id
 from shardformer.transformers_compat import caches_in, holds_tokens
 
@@ -153,7 +158,7 @@ class _GridColumnProjections(Function):
         ctx: Any, x: Tensor, known: Tensor | None, edges: GridRegion, transposed: list[bool], *params: Tensor | None
     ) -> tuple[Tensor, ...]:
         weights, biases = params[::2], params[1::2]
-        ctx.edges, ctx.transposed, ctx.has_bias = edges, transposed, [b is not None for b in biases]
+        ctx.edges, ctx.transposed = edges, transposed
         ctx.save_for_backward(x, *weights)
         ctx.set_materialize_grads(False)
         arriving = None if known is not None else edges.start_gather(x)
@@ -191,7 +196,7 @@ class _GridColumnProjections(Function):
         out: list[Tensor | None] = []
         for i, (grad, w_pending) in enumerate(zip(grads, pending, strict=True)):
             out.append(None if w_pending is None else w_pending.wait())
-            out.append(bias_grad(grad) if needs[2 * i + 1] and ctx.has_bias[i] else None)
+            out.append(bias_grad(grad) if needs[2 * i + 1] else None)
         x_grad = leaving.wait() if leaving is not None else torch.zeros_like(x) if needs_x else None
         return (x_grad, None, None, None, *out)
 
@@ -363,7 +368,7 @@ class GridStackActivations(StackActivations):
         return copy
 
 
-class GridFullHiddenModule:
+class GridFullHiddenModule(GatherHook):
     """Hooks of a module that reads all hidden features, such as a mixture of experts with its router."""
 
     def __init__(self, stream: GridStackActivations, module: nn.Module, random: bool) -> None:
@@ -390,10 +395,6 @@ class GridFullHiddenModule:
             return output
         self.reset_after_error()
         return with_first_output(output, lambda x: scatter_to_region(x, self._axis, -1, self._split()))
-
-    def reset_after_error(self) -> None:
-        """Restore the outer random state, after the module or after a forward that raised."""
-        self._random.leave()
 
 
 def pad_with_last(x: Tensor, more: int, dim: int = 0) -> Tensor:

@@ -20,7 +20,7 @@ LABELS = torch.tensor([[0, 63, -100], [126, 64, 31]])
 
 Operation = Callable[[Tensor], Tensor]
 
-# What sends nothing and stays sharded.
+# operations that do not communicate and return sharded logits
 SHARDED: dict[str, Operation] = {
     "float": lambda x: x.float(),
     "double": lambda x: x.double(),
@@ -90,7 +90,7 @@ SHARDED: dict[str, Operation] = {
     "no grad bias, transposed": lambda x: x.transpose(1, 2) + torch.ones(V, 1, dtype=x.dtype),
 }
 
-# What sends three numbers a token, and is plain.
+# operations that send three numbers per token and return a plain tensor
 LOSSES: dict[str, Operation] = {
     "cross_entropy": lambda x: F.cross_entropy(x.view(-1, V), LABELS.view(-1)),
     "CrossEntropyLoss": lambda x: nn.CrossEntropyLoss(ignore_index=31)(x.view(-1, V), LABELS.clamp(min=0).view(-1)),
@@ -105,7 +105,7 @@ LOSSES: dict[str, Operation] = {
     "scaled": lambda x: F.cross_entropy((x * 2.5).view(-1, V), LABELS.view(-1)),
 }
 
-# What gathers the full logits once, and is plain.
+# operations that gather the full logits once and return a plain tensor
 GATHERED: dict[str, Operation] = {
     "argmax": lambda x: x.argmax(-1),
     "softmax": lambda x: x.softmax(-1),

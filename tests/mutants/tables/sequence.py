@@ -99,7 +99,7 @@ MUTANTS = [
     mutant(
         "written-logits-stay-stale-in-views",
         "shardformer/tensor_parallel/vocab_parallel_logits.py",
-        "    x._writes[0] += 1\n",
+        "        self._writes[0] += 1\n",
         "",
         "A view of sharded logits keeps its old values after the logits were written to.",
         first=(
