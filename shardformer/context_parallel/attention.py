@@ -128,7 +128,7 @@ def _head_exchanges(
             remedy=f"Use context_parallel='ring', or sequence=({state.axis.size // queries}, {queries})",
         )
     q_heads = query_heads(queries, axis.size)
-    query_lengths, key_lengths = (tuple(p.position_ranges(ring_rank)) for p in (mask.queries, mask.keys))
+    query_lengths, key_lengths = (tuple(p.group_lengths(ring_rank)) for p in (mask.queries, mask.keys))
     of_keys = HeadExchange(axis, key_heads(q_heads, queries, keys), key_lengths, keys)
     return HeadExchange(axis, q_heads, query_lengths, queries), of_keys
 

@@ -38,7 +38,7 @@ class Dropout:
     seed: int  # identical on all ranks
     heads: Tensor  # indices of the local query heads
 
-    def kept(self, batch: int, rows: Tensor, cols: Tensor) -> Tensor:
+    def weight_factors(self, batch: int, rows: Tensor, cols: Tensor) -> Tensor:
         """Return the factors (B, N, Q, S) of the weights: 0, or 1 / (1 - rate)."""
         device = rows.device
         x = _hash(torch.arange(batch, device=device)[:, None] + self.seed % 2**31)
@@ -60,11 +60,11 @@ class RelativePositionBias:
 
     line: Tensor  # (N, 2L - 1) for L positions: the bias of keys from L - 1 before the query to L - 1 after it
 
-    def between(self, rows: Tensor, cols: Tensor) -> Tensor:
+    def values(self, rows: Tensor, cols: Tensor) -> Tensor:
         """Return the bias (N, Q, S)."""
-        return self.line[:, self.places(rows, cols)]
+        return self.line[:, self.indices(rows, cols)]
 
-    def places(self, rows: Tensor, cols: Tensor) -> Tensor:
+    def indices(self, rows: Tensor, cols: Tensor) -> Tensor:
         """Return the indices (Q, S) into the line."""
         return cols[None, :] - rows[:, None] + self.line.shape[1] // 2
 
@@ -89,7 +89,7 @@ class VisibleBlock:
     """The mask between some queries and some keys."""
 
     causal: bool  # query i attends to keys 0 to i; there are as many queries as keys
-    sees: Tensor | None  # (B or 1, 1, Q, S) bool; None for no mask in addition to ``causal``
+    mask: Tensor | None  # (B or 1, 1, Q, S) bool; None for no mask in addition to ``causal``
     rows: Tensor  # positions of the queries
     cols: Tensor  # positions of the keys
 
@@ -133,18 +133,18 @@ def mask_value(dtype: torch.dtype) -> float:
 
 
 def _additive_mask(block: VisibleBlock, dtype: torch.dtype) -> Tensor | None:
-    if block.sees is None:
+    if block.mask is None:
         return None
-    return torch.zeros(block.sees.shape, dtype=dtype, device=block.sees.device).masked_fill(
-        ~block.sees, mask_value(dtype)
+    return torch.zeros(block.mask.shape, dtype=dtype, device=block.mask.device).masked_fill(
+        ~block.mask, mask_value(dtype)
     )
 
 
 def _masked_bias(block: VisibleBlock, bias: RelativePositionBias, dtype: torch.dtype) -> Tensor:
     """Return the bias (B or 1, N, Q, S) with masked keys."""
-    added = bias.between(block.rows, block.cols)[None].to(dtype)
-    if block.sees is not None:
-        return added.masked_fill(~block.sees, mask_value(dtype))
+    added = bias.values(block.rows, block.cols)[None].to(dtype)
+    if block.mask is not None:
+        return added.masked_fill(~block.mask, mask_value(dtype))
     if block.causal:
         return added.masked_fill(block.cols[None, :] > block.rows[:, None], mask_value(dtype))
     return added
@@ -156,7 +156,7 @@ def _masked_bias(block: VisibleBlock, bias: RelativePositionBias, dtype: torch.d
 def _attend_cuda(q: Tensor, k: Tensor, v: Tensor, block: VisibleBlock, scale: float) -> tuple[Tensor, Tensor]:
     groups = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (k, v))
-    if block.sees is None and q.dtype in HALF:
+    if block.mask is None and q.dtype in HALF:
         found = ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, block.causal, False, scale=scale)
         return found[0], found[1][..., : q.shape[2]]
     bias = _bias_cuda(block, q)
@@ -170,7 +170,7 @@ def _attend_cuda_backward(
     groups, heads = q.shape[1] // k.shape[1], k.shape[1]
     k, v = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (k, v))
     none = torch.zeros((), dtype=torch.int64, device=q.device)  # the random state of the dropout, which is unused
-    if block.sees is None and q.dtype in HALF:
+    if block.mask is None and q.dtype in HALF:
         dq, dk, dv = ATEN._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, block.causal, none, none,
             scale=scale,
@@ -208,7 +208,7 @@ def _attend_plain(q: Tensor, k: Tensor, v: Tensor, block: VisibleBlock, options:
         lse = scores.logsumexp(-1)
         weights = (scores - lse[..., None]).exp()
         if options.dropout is not None:
-            weights = weights * options.dropout.kept(q.shape[0], block.rows[rows], block.cols)
+            weights = weights * options.dropout.weight_factors(q.shape[0], block.rows[rows], block.cols)
         outs.append((weights.to(v.dtype) @ v).to(q.dtype))
         sums.append(lse)
     return torch.cat(outs, 2), torch.cat(sums, 2)
@@ -227,7 +227,11 @@ def _attend_plain_backward(
         weights = (scores - lse[:, :, rows, None]).exp()
         if (hidden := _hidden_keys(block, rows)) is not None:
             weights = weights.masked_fill(hidden, 0.0)
-        kept = options.dropout.kept(q.shape[0], block.rows[rows], block.cols) if options.dropout is not None else None
+        kept = (
+            options.dropout.weight_factors(q.shape[0], block.rows[rows], block.cols)
+            if options.dropout is not None
+            else None
+        )
         dv += ((weights if kept is None else weights * kept).to(q.dtype).transpose(2, 3) @ grad[:, :, rows]).to(
             acc_dtype
         )
@@ -237,7 +241,7 @@ def _attend_plain_backward(
         dot = (grad[:, :, rows].to(acc_dtype) * out[:, :, rows].to(acc_dtype)).sum(-1, keepdim=True)
         scores_grad = weights * (weights_grad - dot)
         if line is not None and options.bias is not None:
-            at = options.bias.places(block.rows[rows], block.cols).flatten()
+            at = options.bias.indices(block.rows[rows], block.cols).flatten()
             line.index_add_(1, at, scores_grad.sum(0).flatten(1))
         scores_grad = scores_grad * options.scale
         if slope is not None:
@@ -256,12 +260,12 @@ def _scores(q: Tensor, k: Tensor, rows: Tensor, cols: Tensor, options: ScoreOpti
         tanh = (scores / options.cap).tanh()
         scores, slope = options.cap * tanh, 1 - tanh.square()
     scores = scores.to(torch.promote_types(q.dtype, torch.float32))
-    return scores if options.bias is None else scores + options.bias.between(rows, cols).to(scores.dtype), slope
+    return scores if options.bias is None else scores + options.bias.values(rows, cols).to(scores.dtype), slope
 
 
 def _hidden_keys(block: VisibleBlock, rows: slice) -> Tensor | None:
-    if block.sees is not None:
-        return ~block.sees[:, :, rows]
+    if block.mask is not None:
+        return ~block.mask[:, :, rows]
     if block.causal:
         return block.cols[None, :] > block.rows[rows, None]
     return None

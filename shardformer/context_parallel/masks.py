@@ -90,7 +90,7 @@ class ChunkedMask:
     def may_hide_all(self) -> bool:
         return self.padding is not None or self.predicate not in (None, causal)
 
-    def sees(self, rows: Tensor, cols: Tensor) -> Tensor:
+    def evaluate(self, rows: Tensor, cols: Tensor) -> Tensor:
         """Evaluate the mask for positions of queries and keys: (B or 1, 1, Q, S) bool."""
         device = rows.device
         if self.predicate is None:
@@ -119,9 +119,9 @@ class ChunkedMask:
         if self.predicate is None and self.padding is None:
             return None
         rows, cols = torch.arange(self.queries.length, device=device), torch.arange(self.keys.length, device=device)
-        return self.sees(rows, cols)
+        return self.evaluate(rows, cols)
 
-    def between(self, query_chunk: int, key_chunk: int) -> Visibility:
+    def visibility(self, query_chunk: int, key_chunk: int) -> Visibility:
         """Return the visibility of a chunk of keys to a chunk of queries. Identical on every rank."""
         key = query_chunk, key_chunk
         if key not in self._visibility:
@@ -138,7 +138,7 @@ class ChunkedMask:
         step = max(1, POSITIONS_PER_CALL // max(len(cols) * self.batch, 1))
         for start in range(0, len(rows), step):
             queries = rows[start : start + step]
-            visible = self.sees(queries, cols)
+            visible = self.evaluate(queries, cols)
             if not has_data(visible):
                 return Visibility.SOME  # a mask that depends on tensors without values, in a trace
             any_, all_ = any_ or bool(visible.any()), all_ and bool(visible.all())
@@ -151,13 +151,13 @@ class ChunkedMask:
             return Visibility.ALL
         return Visibility.CAUSAL if causal else Visibility.SOME
 
-    def part(self, rows: tuple[int, ...], cols: tuple[int, ...], device: torch.device) -> VisibleBlock:
+    def block_mask(self, rows: tuple[int, ...], cols: tuple[int, ...], device: torch.device) -> VisibleBlock:
         """Return the mask between chunks of queries and chunks of keys, for the kernel."""
         positions = chunk_indices(self.queries, rows).to(device), chunk_indices(self.keys, cols).to(device)
         is_causal = rows == cols and self.is_causal(rows)
-        if is_causal or all(self.between(r, c) is Visibility.ALL for r in rows for c in cols):
+        if is_causal or all(self.visibility(r, c) is Visibility.ALL for r in rows for c in cols):
             return VisibleBlock(is_causal, None, *positions)
-        return VisibleBlock(False, self.sees(*positions), *positions)
+        return VisibleBlock(False, self.evaluate(*positions), *positions)
 
     def is_causal(self, chunks: tuple[int, ...]) -> bool:
         """Whether the mask between chunks, in the order of their positions, is causal."""
@@ -166,17 +166,17 @@ class ChunkedMask:
             for r in chunks
             for c in chunks
         }
-        return self.queries == self.keys and all(self.between(*pair) is seen for pair, seen in expected.items())
+        return self.queries == self.keys and all(self.visibility(*pair) is seen for pair, seen in expected.items())
 
-    def needed(self, ring_rank: int, chunks: tuple[int, ...]) -> tuple[int, ...]:
+    def needed_keys(self, ring_rank: int, chunks: tuple[int, ...]) -> tuple[int, ...]:
         """Return those chunks of keys to which some query of a ring rank attends."""
         queries = self.queries.chunks_of(ring_rank)
-        return tuple(c for c in chunks if any(self.between(q, c) is not Visibility.NOTHING for q in queries))
+        return tuple(c for c in chunks if any(self.visibility(q, c) is not Visibility.NOTHING for q in queries))
 
-    def seeing(self, ring_rank: int, chunks: tuple[int, ...]) -> tuple[int, ...]:
+    def attending_queries(self, ring_rank: int, chunks: tuple[int, ...]) -> tuple[int, ...]:
         """Return those chunks of queries of a ring rank that attend to one of these chunks of keys."""
         queries = self.queries.chunks_of(ring_rank)
-        return tuple(q for q in queries if any(self.between(q, c) is not Visibility.NOTHING for c in chunks))
+        return tuple(q for q in queries if any(self.visibility(q, c) is not Visibility.NOTHING for c in chunks))
 
     def __getattr__(self, name: str) -> Any:
         raise unknown_attribute(name, "its attention mask", "not a tensor of all scores")

@@ -43,13 +43,13 @@ class RingExchange:
 
     axis: Axis
     mask: ChunkedMask
-    how: ScoreOptions
+    options: ScoreOptions
     gathers: bool = False  # all-gather all keys first, instead of sending them during the computation
 
     def needed_by(self, rank: int, owner: int) -> tuple[int, ...]:
         """Return the chunks of an owner's keys that a rank needs."""
         chunks = self.mask.keys.chunks_of(owner)
-        return chunks if self.gathers else self.mask.needed(rank, chunks)
+        return chunks if self.gathers else self.mask.needed_keys(rank, chunks)
 
 
 def ring_attention(
@@ -77,7 +77,7 @@ class _Ring(Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, line: Tensor | None, exchange: RingExchange
     ) -> Tensor:
-        options = exchange.how if line is None else replace(exchange.how, bias=RelativePositionBias(line))
+        options = exchange.options if line is None else replace(exchange.options, bias=RelativePositionBias(line))
         acc_dtype = torch.promote_types(q.dtype, torch.float32)
         out: Tensor | None = None
         lse = q.new_full(q.shape[:3], kernels.mask_value(acc_dtype), dtype=acc_dtype)
@@ -108,7 +108,7 @@ class _Ring(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, line, out, lse = ctx.saved_tensors
         exchange: RingExchange = ctx.exchange
-        options = exchange.how if line is None else replace(exchange.how, bias=RelativePositionBias(line))
+        options = exchange.options if line is None else replace(exchange.options, bias=RelativePositionBias(line))
         acc_dtype = torch.promote_types(q.dtype, torch.float32)
         line_dtype = None if line is None else torch.promote_types(line.dtype, torch.float32)
         line_grad = None if line is None else torch.zeros_like(line, dtype=line_dtype)
@@ -243,14 +243,14 @@ def _kernel_calls(
 ) -> Iterator[tuple[slice, slice, kernels.VisibleBlock]]:
     """Yield (queries, keys, their mask) per kernel call: one call if all queries attend to the same keys."""
     mask, rank = exchange.mask, exchange.axis.rank
-    rows = mask.seeing(rank, chunks)
-    seen = {row: tuple(c for c in chunks if mask.between(row, c) is not Visibility.NOTHING) for row in rows}
+    rows = mask.attending_queries(rank, chunks)
+    seen = {row: tuple(c for c in chunks if mask.visibility(row, c) is not Visibility.NOTHING) for row in rows}
     calls: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((row,), seen[row]) for row in rows]
     if len(rows) == 2 and (seen[rows[0]] == seen[rows[1]] or (rows == chunks and mask.is_causal(rows))):
         calls = [(rows, seen[rows[1]])]
     for queries, keys in calls:
         at = _slice_of(mask.queries, mask.queries.chunks_of(rank), queries)
-        yield at, _slice_of(mask.keys, chunks, keys), mask.part(queries, keys, device)
+        yield at, _slice_of(mask.keys, chunks, keys), mask.block_mask(queries, keys, device)
 
 
 def _slice_of(positions: SequencePositions, stored: tuple[int, ...], selected: tuple[int, ...]) -> slice:

@@ -75,7 +75,7 @@ class SequencePositions:
         """Return the ring rank that has a chunk."""
         return min(chunk, 2 * self.ring - 1 - chunk)
 
-    def position_ranges(self, ring_rank: int) -> list[int]:
+    def group_lengths(self, ring_rank: int) -> list[int]:
         """Return the number of positions on each rank of a ring rank's group."""
         return [b - a for a, b in pairwise(self._group_bounds(ring_rank))]
 

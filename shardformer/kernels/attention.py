@@ -56,7 +56,7 @@ def dropout_error(what: str, setting: str) -> ConfigError:
     return unsupported_error(f"dropout of the attention weights on the CPU, and {what}", remedy)
 
 
-_SWITCHES = threading.RLock()
+_KERNEL_CHOICE_LOCK = threading.RLock()
 """Guards torch's choice of kernels, which is global for all threads, because ranks may be threads."""
 
 
@@ -99,11 +99,11 @@ def attention(
     query, key, value = _same_width(query, key, value)
     bias, attention_mask = _four_dims(bias), _four_dims(attention_mask)
     if bias is None:
-        out = _fused(query, key, value, attention_mask, dropout, scale, causal)
+        out = _fused_attention(query, key, value, attention_mask, dropout, scale, causal)
     elif query.is_cuda:  # the memory-efficient kernel computes the gradient of the bias
-        out = _fused(query, key, value, _combined_bias(bias, attention_mask, query), dropout, scale, False)
+        out = _fused_attention(query, key, value, _combined_bias(bias, attention_mask, query), dropout, scale, False)
     else:
-        out = _in_chunks(query, key, value, bias, attention_mask, scale)
+        out = _biased_attention(query, key, value, bias, attention_mask, scale)
     return out[..., :out_width].transpose(1, 2).contiguous(), None
 
 
@@ -189,7 +189,7 @@ def _repeat_heads(x: Tensor, times: int) -> Tensor:
     return x if times == 1 else x.repeat_interleave(times, dim=1)
 
 
-def _fused(
+def _fused_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scale: float, causal: bool
 ) -> Tensor:
     """Call torch's attention, (B, N, Q, D), and raise if no fused kernel supports the arguments."""
@@ -209,7 +209,7 @@ def _fused(
     choose = functools.partial(fused_sdp_choice, query, key, value, mask, dropout, causal)
     if query.device.type == "cpu" and SDPBackend(choose(scale=scale, enable_gqa=grouped)) in kernels:
         return run()
-    with _SWITCHES, sdpa_kernel(kernels):
+    with _KERNEL_CHOICE_LOCK, sdpa_kernel(kernels):
         try:
             return run()
         except (RuntimeError, UserWarning) as error:  # UserWarning if the user turned warnings into errors
@@ -240,20 +240,22 @@ def _reasons_of_kernels(run: Callable[[], Tensor]) -> str | None:
 # --- trainable bias of the scores on the CPU
 
 
-def _in_chunks(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def _biased_attention(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     groups = query.shape[1] // key.shape[1]
     is_trained = bias.requires_grad and torch.is_grad_enabled()
     if not is_trained and bias.shape[0] == 1 and (mask is None or mask.shape[0] == 1):
-        return _fused(query, key, value, _combined_bias(bias, mask, query), 0.0, scale, False)
+        return _fused_attention(query, key, value, _combined_bias(bias, mask, query), 0.0, scale, False)
     key, value = _repeat_heads(key, groups), _repeat_heads(value, groups)
-    out: Tensor = _InChunks.apply(query, key, value, bias, mask, scale)
+    out: Tensor = _BiasedAttention.apply(query, key, value, bias, mask, scale)
     return out
 
 
-class _InChunks(Function):
+class _BiasedAttention(Function):
     """Flash attention with a trainable bias.
 
     The forward is the flash kernel, called for a few sequences of the batch at a time if their masks differ. The
@@ -269,12 +271,12 @@ class _InChunks(Function):
         ctx.scale = scale
         bias = bias.detach()  # the kernel raises for a bias that requires a gradient, even under no_grad
         if bias.shape[0] == 1 and (mask is None or mask.shape[0] == 1):
-            return _fused(query, key, value, _combined_bias(bias, mask, query), 0.0, scale, False)
+            return _fused_attention(query, key, value, _combined_bias(bias, mask, query), 0.0, scale, False)
         outs = []
         for chunk in _chunks(query, key):
             q, k, v, bias_b, mask_b = _slice_batch(chunk, query, key, value, bias, mask)
             assert q is not None and k is not None and v is not None and bias_b is not None
-            outs.append(_fused(q, k, v, _combined_bias(bias_b, mask_b, q), 0.0, scale, False))
+            outs.append(_fused_attention(q, k, v, _combined_bias(bias_b, mask_b, q), 0.0, scale, False))
         return torch.cat(outs)
 
     @staticmethod

@@ -110,7 +110,7 @@ class FusedRMSNorm(nn.Module):
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: Any = None, **kwargs: Any) -> FusedRMSNorm:
-        """Build the fused norm with the weight of ``module``. Raises ConfigError if it is no RMS norm of a known kind."""
+        """Build the fused norm with the weight of ``module``. Raises ConfigError if its kind is unknown."""
         _check_no_options(cls, kwargs)
         kind = norm_kind(module)
         if kind is None or kind == "layer":

@@ -61,14 +61,14 @@ def in_one_place(
     if how.cap is not None:
         scores = how.cap * torch.tanh(scores / how.cap)
     if line is not None:
-        scores = scores + RelativePositionBias(line).between(torch.arange(q.shape[2]), torch.arange(k.shape[2]))
+        scores = scores + RelativePositionBias(line).values(torch.arange(q.shape[2]), torch.arange(k.shape[2]))
     scores = scores.masked_fill(~sees, torch.finfo(q.dtype).min)
     if sinks is not None:
         scores = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
     weights = scores.softmax(-1)[..., : k.shape[2]] * sees
     if how.dropout is not None:
-        places = torch.arange(q.shape[2])
-        weights = weights * how.dropout.kept(q.shape[0], places, torch.arange(k.shape[2]))
+        indices = torch.arange(q.shape[2])
+        weights = weights * how.dropout.weight_factors(q.shape[0], indices, torch.arange(k.shape[2]))
     return weights @ v
 
 
@@ -100,10 +100,10 @@ def test_ring_attention_equals_attention_on_one_rank(case: dict[str, Any]) -> No
     def mask() -> ChunkedMask:
         return ChunkedMask(kind.predicate, kind.padding, positions, positions, BATCH, by_vmap=kind.by_vmap)
 
-    places = torch.arange(length)
+    indices = torch.arange(length)
     line = torch.randn(HEADS, 2 * length - 1, dtype=torch.float64, requires_grad=True)
     line = line if case["scores"] == "biased" else None
-    whole = in_one_place(*tensors, mask().sees(places, places), how, sinks, line)
+    whole = in_one_place(*tensors, mask().evaluate(indices, indices), how, sinks, line)
     grad = torch.randn_like(whole)
     common = [x for x in (sinks, line) if x is not None]
     wanted = [*tensors, *common]
@@ -210,7 +210,7 @@ def test_mask_evaluated_in_chunks_is_the_same(predicate: Predicate, monkeypatch:
     def found() -> dict[tuple[int, int], masks.Visibility]:
         monkeypatch.setattr(mask, "_REMEMBERED", masks._Remembered())
         sees = ChunkedMask(predicate, None, positions, positions, 1)
-        return {(row, col): sees.between(row, col) for row in chunks for col in chunks}
+        return {(row, col): sees.visibility(row, col) for row in chunks for col in chunks}
 
     at_once = found()
     monkeypatch.setattr(mask, "POSITIONS_PER_CALL", 1)
@@ -225,8 +225,8 @@ def test_windows_of_different_sizes_are_cached_separately(monkeypatch: pytest.Mo
         return lambda samples, heads, queries, keys: (keys <= queries) & (queries - keys < size)
 
     wide, narrow = (ChunkedMask(looking_back(size), None, positions, positions, 1) for size in (16, 5))
-    assert wide.between(3, 0) is masks.Visibility.ALL
-    assert narrow.between(3, 0) is masks.Visibility.NOTHING
+    assert wide.visibility(3, 0) is masks.Visibility.ALL
+    assert narrow.visibility(3, 0) is masks.Visibility.NOTHING
 
 
 def test_mask_cache_is_per_thread_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +235,7 @@ def test_mask_cache_is_per_thread_and_bounded(monkeypatch: pytest.MonkeyPatch) -
 
     def ask(context: ParallelContext) -> list[int]:
         for length in (8, 12, 16):
-            ChunkedMask(causal, None, SequencePositions(length, 2), SequencePositions(length, 2), 1).between(0, 0)
+            ChunkedMask(causal, None, SequencePositions(length, 2), SequencePositions(length, 2), 1).visibility(0, 0)
         all_gather_objects(None, context.tensor)
         return [id(known) for known in masks._REMEMBERED.masks.values()]
 

@@ -76,7 +76,7 @@ MUTANTS = [
         "biased-attention-sees-the-future",
         "shardformer/context_parallel/attention_kernels.py",
         "    if block.causal:\n        return added.masked_fill(block.cols[None, :] >",
-        "    if block.causal and block.sees is not None:\n        return added.masked_fill(block.cols[None, :] >",
+        "    if block.causal and block.mask is not None:\n        return added.masked_fill(block.cols[None, :] >",
         "T5's decoder sees later tokens of its own chunk.",
         first=("tests/layers/context/test_ring.py",),
     ),
