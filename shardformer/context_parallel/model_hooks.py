@@ -69,7 +69,7 @@ class ModelInputHook:
         return self._share_inputs(args, kwargs)
 
     def _share_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Sum the gradients of inputs over the ranks, each of which computes the gradient of its own positions."""
+        """All-reduce the gradients of the inputs, because each rank computes them only for its positions."""
 
         def is_trainable(x: Any) -> bool:
             return isinstance(x, Tensor) and x.requires_grad and not isinstance(x, SequenceShardedTensor)

@@ -328,7 +328,7 @@ def check_flash_attention(model: nn.Module, device: torch.device) -> None:
 
 
 def _enable_sdpa_switches(model: nn.Module) -> Iterator[tuple[str, str, Callable[..., Any]]]:
-    """Make modules with a switch call torch's attention, and replace it by ``attention``. Yields what was replaced."""
+    """Make modules with a switch call torch's attention, and replace it by ``attention``. Yields the replacements."""
     for path, module in model.named_modules():
         if hasattr(module, SWITCH):
             setattr(module, SWITCH, True)

@@ -283,7 +283,7 @@ class Linear1D_Row(_ParallelLinear):
 
 
 class VocabParallelLMHead1D(Linear1D_Col):
-    """Language-model head sharded over the vocabulary: (B, S, H) -> logits (B, S, V), of which each rank stores v.
+    """Language-model head sharded over the vocabulary: (B, S, H) -> sharded logits (B, S, V).
 
     The logits behave like the full logits. A cross entropy on them communicates three numbers per token; most other
     operations gather them (``VocabParallelLogits``). Communicates: backward one all-reduce of B*S*H.

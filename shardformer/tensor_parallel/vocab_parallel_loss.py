@@ -7,8 +7,8 @@ For a token with logits x and label y:
     loss = log S - (x_y - M)        x_y is local to one rank, the other ranks send 0
 
 One collective sends three numbers per token and rank. (The loss of Megatron-LM, Shoeybi et al. 2019, section 3, sends
-the same numbers in three collectives.) M and S stay separate, because log S + M in one fp32 number would lose precision
-for large logits that torch's log-softmax keeps.
+the same numbers in three collectives.) M and S stay separate, because log S + M in fp32 is less precise than torch's
+log-softmax for large logits.
 """
 
 from __future__ import annotations

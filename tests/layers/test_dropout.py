@@ -161,8 +161,8 @@ def masks_of_a_block(train: bool, random: bool) -> tuple[list[Tensor], Tensor]:
 def test_masks_in_a_block_differ_by_rank(pool2: WorkerPool) -> None:
     (ours, after), (theirs, theirs_after) = pool2.run(masks_of_a_block, True, True)
     assert not torch.equal(ours[0], theirs[0]) and not torch.equal(ours[2], theirs[2]), "inside"
-    assert not torch.equal(ours[0], ours[2]), "the next forward draws others"
-    assert torch.equal(ours[1], theirs[1]) and torch.equal(ours[3], theirs[3]), "behind the exit"
+    assert not torch.equal(ours[0], ours[2]), "the next forward draws other numbers"
+    assert torch.equal(ours[1], theirs[1]) and torch.equal(ours[3], theirs[3]), "after the exit"
     assert torch.equal(after, theirs_after), "outside"
 
 
@@ -172,7 +172,7 @@ def test_a_block_without_dropout_draws_no_random_numbers(pool2: WorkerPool) -> N
     for _, after in pool2.run(masks_of_a_block, False, True):
         assert torch.equal(after, first)
     (ours, _), (theirs, _) = pool2.run(masks_of_a_block, True, False)
-    assert torch.equal(ours[0], theirs[0]), "a block that is told that nothing is random leaves the stream alone"
+    assert torch.equal(ours[0], theirs[0]), "a block without random operations keeps the random state"
 
 
 def block_recomputed(use_reentrant: bool | None, copied: bool) -> tuple[dict[str, Tensor], Tensor]:
@@ -197,7 +197,7 @@ def test_a_checkpointed_block_has_the_same_gradients(pool2: WorkerPool, use_reen
     for (want, want_after), (ours, after) in zip(kept, found, strict=True):
         assert all(torch.equal(want[name], ours[name]) for name in want)
         assert torch.equal(want_after, after)
-    assert torch.equal(found[0][1], found[1][1]), "outside all ranks go on alike"
+    assert torch.equal(found[0][1], found[1][1]), "the outer random state is equal on all ranks"
 
 
 # ----------------------------------------------------------------------------------------------------------- the stream

@@ -156,7 +156,7 @@ def test_bias_is_fused_with_the_activation(name: str, ran: list[str]) -> None:
     bias = lambda x, b: act(defer_bias(x + 0, b))  # noqa: E731
     assert_same(bias, lambda x, b: act(x + b), leaves((3, 4, HIDDEN), (HIDDEN,)), 1e-12)
     assert_same(bias, lambda x, b: act(x + b), leaves((HIDDEN,), (HIDDEN,)), 1e-12)
-    if name != "ReLU":  # which of the two is the one in place, that ends what is fused
+    if name != "ReLU":  # the in-place ReLU is not fused
         assert ran == ["bias act"] * 2
 
 

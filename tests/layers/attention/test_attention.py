@@ -189,7 +189,7 @@ def test_forward_runs_only_the_flash_kernel(name: str) -> None:
         model(**batch(name))
     assert FLASH in ops.names
     assert "_softmax" not in ops.names and "_safe_softmax" not in ops.names
-    assert all(n in ops.names for n in ["_log_softmax", "nll_loss_forward"])  # the mode sees the rest
+    assert all(n in ops.names for n in ["_log_softmax", "nll_loss_forward"])  # the mode records all other operations
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])

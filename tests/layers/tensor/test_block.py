@@ -46,7 +46,7 @@ class Gate(nn.Module):
         return self.body(self, hidden_states)
 
 
-# ---------------------------------------------------------------------------------------------- what a forward may do
+# ---------------------------------------------------------------------------------------------- supported forwards
 
 
 def straight(m: Gate, x: Tensor) -> Tensor:
@@ -299,7 +299,7 @@ def test_block_with_frozen_weights_equals_the_plain_module(
         assert max(found.values()) < 1e-12, found
 
 
-# --------------------------------------------------------------------------------------------------------- what is sent
+# --------------------------------------------------------------------------------------------------------- communication
 
 
 def sent(mode: str, body: Forward, length: int = S, frozen: bool = False) -> tuple[list[Any], list[Any]]:
@@ -347,7 +347,7 @@ def test_a_function_of_the_block_input_costs_one_more_collective(pool2: WorkerPo
         assert backward == [("all_reduce", WHOLE)] * 2
 
 
-# ------------------------------------------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------------------------------------------ errors
 
 
 def with_a_shorter_input(mode: str) -> None:
@@ -362,7 +362,7 @@ def test_an_input_of_another_length_raises_on_all_ranks(pool2: WorkerPool) -> No
             pool2.run(with_a_shorter_input, mode)
 
 
-# ------------------------------------------------------------------------------------------------------- what is left
+# ------------------------------------------------------------------------------------------------------- memory
 
 
 def left_behind(mode: str, call: Callable[[nn.Module, Tensor], Tensor]) -> list[bool]:

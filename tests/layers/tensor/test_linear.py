@@ -280,7 +280,7 @@ def test_row_parallel_input_follows_a_custom_split(pool2: WorkerPool) -> None:
     assert max(pool2.run(row_with_given_split)) < 1e-12
 
 
-# ------------------------------------------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------------------------------------------ errors
 
 
 def make(kind: str, *args: Any, **kwargs: Any) -> None:
@@ -333,7 +333,7 @@ def head_losses() -> dict[str, float]:
         "gradient": float((gather_full(head.weight.grad, spec, lambda _: axis) - plain.weight.grad).abs().max()),
         "logits": float((logits.full_tensor() - plain(x)).detach().abs().max()),
         "choice": float((logits.argmax(-1) != plain(x).argmax(-1)).sum()),
-        "collectives beside the loss's one": recorder.count() - 1,
+        "collectives other than that of the loss": recorder.count() - 1,
     }
 
 

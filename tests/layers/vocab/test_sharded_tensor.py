@@ -225,7 +225,7 @@ def through_a_whole_model(name: str) -> None:
     with CollectiveRecorder(axis) as recorder:
         output = model(**batch)
     assert [call.purpose for call in recorder.calls] == ["loss"]
-    torch.testing.assert_close(output.loss, expected.loss, rtol=1e-6, atol=0)  # transformers casts to fp32 by itself
+    torch.testing.assert_close(output.loss, expected.loss, rtol=1e-6, atol=0)  # transformers casts to fp32
     logits = [x for x in output.values() if isinstance(x, VocabParallelLogits)]
     assert len(logits) == 1
     torch.testing.assert_close(logits[0].full_tensor(), next(x for x in expected.values() if x.shape[-1:] == (V,)))
