@@ -299,7 +299,7 @@ def test_block_with_frozen_weights_equals_the_plain_module(
         assert max(found.values()) < 1e-12, found
 
 
-# --------------------------------------------------------------------------------------------------------- communication
+# ------------------------------------------------------------------------------------------------------- communication
 
 
 def sent(mode: str, body: Forward, length: int = S, frozen: bool = False) -> tuple[list[Any], list[Any]]:
