@@ -221,5 +221,5 @@ def context_mask(
 
 
 def register_context_attention() -> None:
-    """Register both functions. Idempotent."""
+    """Register the attention and mask functions of context parallelism with transformers. Idempotent."""
     register_attention(NAME, context_attention, context_mask)

@@ -86,7 +86,7 @@ class ScoreOptions:
 
 @dataclass(frozen=True)
 class VisibleBlock:
-    """The mask between some queries and some keys."""
+    """Attention mask between some queries and some keys."""
 
     causal: bool  # query i attends to keys 0 to i; there are as many queries as keys
     mask: Tensor | None  # (B or 1, 1, Q, S) bool; None for no mask in addition to ``causal``

@@ -197,7 +197,7 @@ class _KeyValueGradients:
         self._gathered: dict[int, Tensor] = {}
 
     def take(self, owner: int, total: Tensor) -> None:
-        """Take this rank's gradients of the keys of ``owner``, in the order of the steps of the ring."""
+        """Send this rank's gradients of the keys of ``owner`` to that rank, in the order of the ring steps."""
         exchange, axis = self._exchange, self._exchange.axis
         step, self._step = self._step, self._step + 1
         if exchange.gathers and axis.size > 1:

@@ -133,14 +133,14 @@ class IndexShards:
         return x.index_select(dim, self.local.to(x.device))
 
     def repeat_samples(self, lead: int) -> IndexShards:
-        """Return the indices of a dim that concatenates the sequences of ``lead`` samples."""
+        """Return the shards of a dim that concatenates the sequences of ``lead`` samples."""
         if lead == 1:
             return self
         offsets = torch.arange(lead)[:, None] * self.full
         return IndexShards(self.axis, tuple((offsets + indices).flatten() for indices in self.parts), lead * self.full)
 
     def slice_rows(self, taken: slice) -> tuple[IndexShards, Tensor]:
-        """Return the indices within a slice of the dim, and the local rows that are in the slice."""
+        """Return the shards of a slice of the dim, and the local rows that are in the slice."""
         start, stop, step = taken.indices(self.full)
         full = len(range(start, stop, step))
         kept = [(part >= start) & (part < stop) & ((part - start) % step == 0) for part in self.parts]

@@ -52,7 +52,7 @@ def is_inside() -> bool:
 
 
 class SequenceShardedTensor(ShardedTensor):
-    """Tensor sharded over the sequence.
+    """Tensor that is sharded over the sequence and behaves like the full tensor.
 
     - Without communication: views and slices, casts, arithmetic, linears and norms, sums over features, printing.
     - One number: ``F.cross_entropy`` with class indices, sums of all elements.
@@ -94,7 +94,7 @@ class SequenceShardedTensor(ShardedTensor):
 
 
 def shared_input(x: Tensor, axis: Axis) -> Tensor:
-    """Return a replicated input of the model whose gradient is identical on all ranks.
+    """Make the gradient of a replicated input of the model identical on all ranks.
 
     Operations before this input then have the full gradient on each rank, so the average over the ranks does not change
     the gradients of their parameters. Communicates in the backward one all-reduce of x. The gradient is the mean over
@@ -344,5 +344,5 @@ def to_local(x: Tensor) -> Tensor:
 
 
 def shard_like(local: Tensor, x: Any) -> Tensor:
-    """Wrap a shard that another pipeline stage computed like x, which it replaces."""
+    """Wrap a local shard with the sharding of x; return it unchanged if x is not sharded."""
     return SequenceShardedTensor(local, x.rows, x.shard_dim) if isinstance(x, SequenceShardedTensor) else local

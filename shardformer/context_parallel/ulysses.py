@@ -44,7 +44,9 @@ def query_heads(count: int, ranks: int) -> tuple[tuple[int, ...], ...]:
 
 
 def key_heads(queries: tuple[tuple[int, ...], ...], count: int, num_keys: int) -> tuple[tuple[int, ...], ...]:
-    """Return the key heads of each rank: one per group of its query heads if the groups are equal, else one per query.
+    """Return the key heads that each rank needs for its query heads.
+
+    A key head appears once if its local query heads form equal groups, and once per query head otherwise.
 
     >>> key_heads(query_heads(4, 2), 4, 2), key_heads(query_heads(6, 4), 6, 2)
     (((0,), (1,)), ((0,), (0, 1), (1,), (1,)))
@@ -62,14 +64,14 @@ def key_heads(queries: tuple[tuple[int, ...], ...], count: int, num_keys: int) -
 
 
 def to_heads(x: Tensor, exchange: HeadExchange) -> Tensor:
-    """Exchange (B, N, s, D) for (B, n, S, D). One all-to-all, and another in the backward."""
+    """Exchange positions for heads: (B, N, s, D) -> (B, n, S, D). One all-to-all, and another in the backward."""
     if exchange.axis.size == 1:
         return x
     return with_backward(x, partial(_scatter_heads, exchange=exchange), partial(_gather_heads, exchange=exchange))
 
 
 def to_positions(x: Tensor, exchange: HeadExchange) -> Tensor:
-    """Exchange (B, n, S, D) for (B, N, s, D). One all-to-all, and another in the backward."""
+    """Exchange heads for positions: (B, n, S, D) -> (B, N, s, D). One all-to-all, and another in the backward."""
     if exchange.axis.size == 1:
         return x
     return with_backward(x, partial(_gather_heads, exchange=exchange), partial(_scatter_heads, exchange=exchange))

@@ -228,7 +228,7 @@ def overridden_modules(model: nn.Module) -> Iterator[tuple[str, Any, AttentionOv
 
 
 def check_overrides(model: nn.Module) -> None:
-    """Raise ConfigError for a module whose override would compute something else than its class."""
+    """Raise ConfigError if the override of a module would not compute the same as its class."""
     for path, module, override in overridden_modules(model):
         original: Any = getattr(type(module), override.method, None)
         found, expected = (
@@ -257,7 +257,7 @@ def check_overrides(model: nn.Module) -> None:
 
 
 def apply_overrides(model: nn.Module) -> Iterator[tuple[str, str, Callable[..., Any]]]:
-    """Install the overrides. Yields (path of the method, its name, the function) for each."""
+    """Install the overrides, and yield the path, the name and the replacement of each method."""
     for path, module, override in list(overridden_modules(model)):
         if override.method in vars(module):
             continue  # installed before

@@ -160,7 +160,7 @@ def _eps(module: nn.Module) -> float | None:
 
 @without_fake_tensors()
 def _measure_eps(module: nn.Module) -> float | None:
-    """Solve y = w (x - mean) / sqrt(variance + eps) for eps; None if that is no small positive number."""
+    """Solve y = w (x - mean) / sqrt(variance + eps) for eps; None if the result is not a small positive number."""
     shape = _normalized_shape(module)
     if shape is None or module._parameters.get("bias") is not None:
         return None
@@ -303,7 +303,7 @@ def bias_activation_gate(
 
 @functools.cache
 def kernel(device: str) -> Callable[..., Tensor]:
-    """Return ``bias_activation_gate`` as one kernel; on a CPU uncompiled, because torch's kernels are as fast."""
+    """Return ``bias_activation_gate``, compiled to one kernel except on a CPU, where eager is as fast."""
     return bias_activation_gate if device == "cpu" else torch.compile(bias_activation_gate, dynamic=True)
 
 

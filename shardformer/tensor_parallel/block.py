@@ -121,7 +121,7 @@ def _linear(x: LocalWidthTensor, weight: Tensor, bias: Tensor | None = None) -> 
 
 @dataclass(eq=False)
 class TensorParallelBlock:
-    """The entry and the exit of one block, shared by its entry hook and its column- and row-parallel linears."""
+    """State of one tensor-parallel block, shared by its entry hook and its column- and row-parallel linears."""
 
     stream: StackActivations
     random: bool = False  # whether the model draws random numbers in training: inside the block, each rank its own
@@ -148,11 +148,11 @@ class TensorParallelBlock:
 
     @property
     def edges(self) -> TpRegion:
-        """The communication of the current forward; without an entry, that of a replicated input."""
+        """The region that communicates in the current forward; without an entry, that of a replicated input."""
         return self._edges or ReplicatedRegion(self.axis)
 
     def enter(self, x: Tensor, training: bool) -> Tensor:
-        """Turn a local activation x into the block's input (B, S, H). Communicates as ``edges``."""
+        """Return the block's input (B, S, H) for a local activation x. Communicates as ``edges``."""
         self._outputs = {}
         if isinstance(x, DeferredTensor):
             x = x.full_tensor()
@@ -174,7 +174,7 @@ class TensorParallelBlock:
         return entered
 
     def register_entry(self, module: nn.Module, *, holds_exit: bool = False) -> None:
-        """Make ``module`` the entry of the block: its first tensor argument enters before its forward runs."""
+        """Make ``module`` the entry of the block: its first tensor argument becomes the block's input."""
         self._entry = type(module).__name__
         module.register_forward_pre_hook(self._enter_module, with_kwargs=True)
         if holds_exit:
@@ -218,7 +218,7 @@ class TensorParallelBlock:
             )
 
     def project_by_weight(self, weight: Tensor, x: Tensor) -> Tensor | None:
-        """Like ``project``, for a forward that multiplies with the weight; None if no column has this weight."""
+        """Return the output of the column-parallel linear with this weight; None if there is none."""
         column = next((c for c in self.columns if c.weight is weight and c.bias is None), None)
         return None if column is None else self.project(column, x)
 
@@ -269,7 +269,7 @@ HeadRange = tuple[int, int, int]  # number of heads, first local head, end of th
 
 
 def change_argument(module: nn.Module, name: str, change: Callable[[Tensor], Tensor]) -> None:
-    """Replace the tensor argument ``name`` of ``module`` by ``change`` of it, before each forward.
+    """Apply ``change`` to the tensor argument ``name`` of ``module`` before each forward.
 
     Raises PolicyError if the forward has no such argument.
     """
@@ -292,7 +292,7 @@ def change_argument(module: nn.Module, name: str, change: Callable[[Tensor], Ten
 
 
 def select_local_heads(x: Tensor, dim: int, bounds: HeadRange, axis: Axis) -> Tensor:
-    """Return the local heads of a dim that counts heads, or samples times heads.
+    """Select the local heads along a dim of heads, or of samples times heads.
 
     Backward, if x requires a gradient: one all-reduce of x.
     """
@@ -305,7 +305,7 @@ def select_local_heads(x: Tensor, dim: int, bounds: HeadRange, axis: Axis) -> Te
 
 
 def wrap_as_block(module: nn.Module, stream: StackActivations, summands: Sequence[str] = ()) -> None:
-    """Make ``module`` a block: all of its tensor inputs enter, and its output is summed over the ranks.
+    """Make ``module`` a tensor-parallel block, whose output is summed over the ranks.
 
     If the sequence is sharded, gathers the inputs that have one row per token, and returns the sums of the local
     tokens. Modules before this one, such as a router, see only the local tokens.

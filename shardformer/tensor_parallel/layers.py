@@ -463,7 +463,7 @@ class ShardedNorm(ParallelModule):
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: GroupLike = None, **kwargs: Any) -> nn.Module:
-        """Shard a norm that has its full weight. Raises ConfigError for other norms than one over ``split``."""
+        """Shard a norm that has its full weight. Raises ConfigError unless it is a norm over ``split``."""
         norm, full = fused_norm(module), kwargs["split"].full
         shapes = {tuple(p.shape) for p in norm.parameters()}
         if shapes - {(full,)}:

@@ -122,7 +122,7 @@ class ParallelModule(nn.Module, ABC):
     @classmethod
     @abstractmethod
     def from_native_module(cls, module: nn.Module, process_group: GroupLike = None, **kwargs: Any) -> nn.Module:
-        """Build the parallel module that replaces ``module``, whose parameters have their full values."""
+        """Build the parallel module that replaces ``module``, whose parameters are not sharded yet."""
         raise PolicyError(
             f"{cls.__name__} does not define from_native_module",
             remedy="Add the classmethod from_native_module(module, process_group, **kwargs)",

@@ -47,7 +47,7 @@ Multiply = Callable[[Tensor], list[Tensor]]
 
 @dataclass(frozen=True)
 class ReplicatedRegion:
-    """Entry and exit of a block whose input is replicated over the ranks."""
+    """Communication at the entry and the exit of a tensor-parallel block with a replicated input."""
 
     axis: Axis
 
@@ -59,25 +59,25 @@ class ReplicatedRegion:
     def gather_then_matmul(
         self, x: Tensor, multiply: Multiply, known: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the full tensor of the local x (``known`` if it is passed), and ``multiply`` of it."""
+        """Gather x, unless the full tensor is passed as ``known``, and return it and ``multiply`` of it."""
         return x, multiply(x)
 
     def start_reduce(self, x: Tensor) -> PendingCollective:
-        """Start to sum x over the ranks, and return the local shard of the sum."""
+        """Start the sum of x over the ranks, whose result is the local shard."""
         return start_all_reduce(x, self.axis)
 
     def matmul_then_reduce(self, x: Tensor, multiply: Multiply) -> Tensor:
-        """Sum ``multiply(x)``, which has one result, over the ranks, and return the local shard of the sum."""
+        """Sum the one result of ``multiply(x)`` over the ranks, and return the local shard."""
         return self.start_reduce(multiply(x)[0]).wait()
 
     def leading_shape(self, x: Tensor) -> tuple[int, ...]:
-        """Return the shape, without the last dim, of the local shard of a full tensor x."""
+        """Return the shape of the local activations without the hidden dim, for a full tensor x."""
         return tuple(x.shape[:-1])
 
 
 @dataclass(frozen=True)
 class SequenceShardedRegion:
-    """Entry and exit of a block whose input is sharded over the sequence, in consecutive positions per rank."""
+    """Communication at the entry and the exit of a tensor-parallel block with a sequence-sharded input."""
 
     axis: Axis
     full: int  # the length of the full sequence
@@ -146,7 +146,7 @@ def enter_region(x: Tensor, axis: Axis) -> Tensor:
 
 
 def deferred_all_reduce(x: Tensor, axis: Axis) -> DeferredTensor:
-    """Return the sum of x over the ranks, computed on first use: sharding it at once costs only a reduce-scatter."""
+    """Return the sum of x over the ranks, deferred because sharding it next costs only a reduce-scatter."""
     return DeferredTensor.make(x, tuple(x.shape), axis, None, lambda x: all_reduce(x.clone(), axis), lambda grad: grad)
 
 
@@ -177,7 +177,7 @@ class ColumnParallel(Protocol):
 def projection_operands(
     x: Tensor, columns: Sequence[ColumnParallel], known: Tensor | None
 ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
-    """Return x, the gathered input, and the weights and biases of the columns, cast to the dtype of the products."""
+    """Cast x, the gathered input, and the weights and biases of the columns to the dtype of the products."""
     weights: list[Tensor | None] = [p for c in columns for p in (c.weight, c.fused_bias)]
     if (dtype := product_dtype(x, columns[0].weight)) is not None:
         x, known = x.to(dtype), known if known is None else known.to(dtype)
@@ -234,7 +234,7 @@ def weight_grad(x: Tensor, grad: Tensor, transposed: bool) -> Tensor:
 
 
 class _ColumnProjections(Function):
-    """All column-parallel linears of one entry. Returns their full input and their outputs."""
+    """Products of the full block input with all column-parallel weights. Also returns the full input."""
 
     @staticmethod
     def forward(
@@ -331,7 +331,7 @@ class _WithBackward(Function):
 
 
 def with_backward(x: Tensor, forward: Map, backward: Map) -> Tensor:
-    """Return ``forward(x)``, whose gradient is ``backward`` of the output gradient."""
+    """Return ``forward(x)``, with ``backward(grad)`` as the gradient of x."""
     out: Tensor = _WithBackward.apply(x, forward, backward)
     return out
 

@@ -75,7 +75,7 @@ class StackActivations:
         return self.axis if self._dim is not None else None
 
     def edges(self, x: Tensor) -> TpRegion:
-        """Return the communication of a block with input x."""
+        """Return the region that communicates at the entry and the exit of a block with input x."""
         if self._dim is None:
             return ReplicatedRegion(self.axis)
         if x.dim() != 2:  # an MLP with input (B*s, H) runs after the attention of its layer
@@ -162,7 +162,7 @@ class StackActivations:
         return gather_from_region(x_Bs, self.axis, SEQUENCE, self._split()) if is_local else x_Bs
 
     def register_token_free(self, module: nn.Module, random: bool) -> GatherHook | None:
-        """Replicate a module that takes no tokens over the ranks. Backward: one all-reduce of its output."""
+        """Replicate a module without token inputs over the ranks. Backward: one all-reduce of its output gradient."""
         return None if self._dim is None else TokenFreeModule(self, module, random)
 
     def register_full_sequence(self, module: nn.Module, random: bool) -> GatherHook | None:
@@ -205,7 +205,7 @@ class StackActivations:
             )
 
     def per_token(self, x: Tensor) -> Tensor | None:
-        """Return x as (B, s, ...) if it has one row for each local token, (B, s, ...) or (B*s, ...); otherwise None."""
+        """Return x as (B, s, ...) if its rows are the local tokens, (B, s, ...) or (B*s, ...); otherwise None."""
         if not self.is_cut:
             return None
         length = local_length(self.full, self.axis)
@@ -292,7 +292,7 @@ class TokenFreeModule(FullSequenceModule):
 def with_first_tensor(
     args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with ``change`` applied to the hidden states, the first tensor among them."""
+    """Apply ``change`` to the hidden states, the first tensor in the arguments of a module."""
     if args and isinstance(args[0], Tensor):
         return (change(args[0]), *args[1:]), kwargs
     name = _name_of_first_tensor(kwargs)
@@ -300,7 +300,7 @@ def with_first_tensor(
 
 
 def first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """Return the hidden states, the first tensor among the arguments."""
+    """Return the hidden states, the first tensor in the arguments of a module."""
     first: Tensor = args[0] if args and isinstance(args[0], Tensor) else kwargs[_name_of_first_tensor(kwargs)]
     return first
 
@@ -313,7 +313,7 @@ def _name_of_first_tensor(kwargs: Mapping[str, Any]) -> str:
 
 
 def with_first_output(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return the output with ``change`` applied to the hidden states: the output, or its first element."""
+    """Apply ``change`` to the hidden states in the output of a module: the output, or its first element."""
     if isinstance(output, list):
         return [change(output[0]), *output[1:]]
     return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)

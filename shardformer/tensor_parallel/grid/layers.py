@@ -65,7 +65,7 @@ def hidden_splits(full: int, grid: TensorGrid) -> list[AnySplit]:
 
 
 class _GridLinear(GridModule):
-    """Mixin that precedes the class of a 1D linear among the base classes of a linear over a tensor grid."""
+    """Mixin that turns a 1D tensor-parallel linear into a linear on a tensor grid."""
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: Any = None, **kwargs: Any) -> nn.Module:
@@ -128,7 +128,7 @@ class GridLinear_Row(_GridLinear, Linear1D_Row):
 
 
 def gather_weight(weight: Tensor, grid: TensorGrid, dim: int, full: int) -> Tensor:
-    """Gather the hidden dim of a weight. Backward: the reduce-scatter of its gradient, because samples differ."""
+    """Gather the hidden dim of a weight. Backward: reduce-scatters of its gradient."""
     contracted = local_length(full, grid.contraction)
     return gather_from_sp_region(gather_from_sp_region(weight, grid.row, dim, contracted), grid.contraction, dim, full)
 

@@ -57,7 +57,7 @@ from shardformer.transformers_compat import caches_in, holds_tokens
 
 @dataclass(frozen=True)
 class GridRegion:
-    """Entry and exit of a block in which each rank computes some samples, and some heads or features."""
+    """Communication at the entry and the exit of a block on a tensor grid, sharded over samples and features."""
 
     grid: TensorGrid
     full: int  # the number of hidden features on all ranks
@@ -69,18 +69,18 @@ class GridRegion:
 
     @property
     def contracted(self) -> int:
-        """The number of hidden features on the ranks of one row: all of them, in 3D those of this depth."""
+        """The number of hidden features of one row of the grid: all of them, in 3D those of this depth."""
         return local_length(self.full, self.grid.contraction)
 
     def samples_inside(self, x: Tensor) -> int:
-        """Return the number of samples on this rank in a block, for activations x between the blocks."""
+        """Return the number of local samples inside a block, for activations x between the blocks."""
         return x.shape[self._sample_dim(x)] * self.grid.batch.size // self.grid.core.size
 
     def _sample_dim(self, x: Tensor) -> int:
         return self.batch_dim if x.dim() > 2 else 0
 
     def leading_shape(self, x: Tensor) -> tuple[int, ...]:
-        """Return the shape, without the last dim, of the activations between the blocks, for x in a block."""
+        """Return the shape of the activations between the blocks without the hidden dim, for x inside a block."""
         dim = self._sample_dim(x)
         samples = x.shape[dim] * self.grid.core.size // self.grid.batch.size
         return (*x.shape[:dim], samples, *x.shape[dim + 1 : -1])
@@ -129,7 +129,7 @@ class GridRegion:
         return reduce_scatter(x, self.grid.contraction, self._sample_dim(x))
 
     def gather_samples(self, x: Tensor) -> Tensor:
-        """Gather the samples for a product with a weight that is sharded over the contraction, as only in 3D."""
+        """Gather the samples for a product with a weight that is sharded over the contraction (only in 3D)."""
         return all_gather(x, self.grid.contraction, self._sample_dim(x))
 
 
@@ -151,7 +151,7 @@ def grid_column_projections(
 
 
 class _GridColumnProjections(Function):
-    """All column-parallel linears of one entry. Saves the local shards of their input and weights."""
+    """Products of the block input with all column-parallel weights. Saves only local shards."""
 
     @staticmethod
     def forward(
@@ -248,7 +248,7 @@ def _start_weights(
 
 
 class GridTensorParallelBlock(TensorParallelBlock):
-    """The entry and the exit of one block. Gathers the weights if the input is replicated."""
+    """State of one block on a tensor grid. Gathers the weights if the input is replicated."""
 
     def _project_all(self, known: Tensor | None) -> tuple[Tensor | None, list[Tensor]]:
         edges = self.edges
@@ -343,7 +343,7 @@ class GridStackActivations(StackActivations):
         return GridFullHiddenModule(self, module, random)
 
     def cut_argument(self, x: Tensor, dim: int, samples: int) -> Tensor:
-        """Return the local samples of an argument of a block, whose ``dim`` counts samples or a multiple of them."""
+        """Return the local samples of a block argument along ``dim``, which counts samples or a multiple of them."""
         batch = self.batch_of(samples)
         if batch is None or x.shape[dim] % batch:
             return x
