@@ -326,7 +326,8 @@ def wrap_as_block(module: nn.Module, stream: StackActivations, summands: Sequenc
             return x
         tokens = stream.per_token(x)
         if tokens is not None:
-            return stream.gathered(tokens).view(-1, *x.shape[1:]) if x.dim() == tokens.dim() - 1 else stream.gathered(x)
+            full = stream.gather_tokens(tokens)
+            return full.view(-1, *x.shape[1:]) if x.dim() == tokens.dim() - 1 else full
         return enter_region(x, axis) if x.is_floating_point() and x.requires_grad else x
 
     def leave(output: Tensor) -> Tensor:

@@ -214,7 +214,7 @@ class StackActivations:
         rows = self.samples * length
         return x.view(self.samples, length, *x.shape[1:]) if x.dim() and x.shape[0] == rows else None
 
-    def gathered(self, x_Bs: Tensor) -> Tensor:
+    def gather_tokens(self, x_Bs: Tensor) -> Tensor:
         """Gather (B, s, ...) to (B, S, ...). Forward one all-gather, backward one reduce-scatter."""
         if x_Bs.is_floating_point():
             return gather_from_sp_region(x_Bs, self.axis, SEQUENCE, self.full)
