@@ -109,7 +109,7 @@ def _ours(name: str, whole: Sequence[Tensor], context: ParallelContext) -> Atten
     travel = RingExchange(
         ring, ChunkedMask(causal, None, positions, positions, 1), ScoreOptions(WIDTH**-0.5), name == "gather"
     )
-    stretches = tuple(positions.position_ranges(0))
+    stretches = tuple(positions.group_lengths(0))
     mine = query_heads(HEADS, ranks)
     queries = HeadExchange(axis, mine, stretches, HEADS)
     keys = HeadExchange(axis, key_heads(mine, HEADS, k.shape[1]), stretches, k.shape[1])

@@ -1,3 +1,1 @@
-"""Context parallelism: attention over a sequence of which each rank has a part, and the stream around it."""
-
-from __future__ import annotations
+"""Context parallelism: ring attention, Ulysses, and tensors that are sharded over the sequence."""

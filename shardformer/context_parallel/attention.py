@@ -1,8 +1,7 @@
-"""The attention function, and the mask function, that are registered with transformers for a sequence that is cut.
+"""The attention and mask functions of context parallelism, registered with transformers.
 
-A model on transformers' interface stays as it is: it asks for a mask and is given a ``ChunkedMask``, and calls this
-attention
-with it. Of a forward that is not cut, as in decoding with a cache, both are torch's own.
+The model is not modified: it requests a mask, gets a ``ChunkedMask``, and passes it to this attention function. If the
+sequence is not sharded, as in decoding with a cache, both functions call torch's own.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from shardformer.errors import ConfigError, InputError
 from shardformer.kernels.attention_registration import register_attention
 from shardformer.torch_compat import current_graph_task_id, has_data
 
-# B batch, N query heads, K key heads, s positions of this rank, D head dim
+# B batch, N query heads, K key heads, s local positions, D head dim
 
 NAME = "shardformer_context"
 RUN = "_shardformer_context"
-"""Attribute of an attention module: the run of its model."""
-KNOWN = {
+"""The attribute of an attention module with the ``ContextParallelState`` of its model."""
+KNOWN_ARGUMENTS = {
     "softcap", "s_aux", "sinks", "sliding_window", "is_causal", "use_cache", "position_ids", "cache_position",
     "output_attentions", "output_hidden_states", "return_dict", "num_items_in_batch", "position_embeddings",
     "attention_mask", "deterministic", "target_dtype",
 }  # fmt: skip
-"""Arguments of an attention function that change nothing here, or that it knows."""
+"""Arguments that this attention function implements or can ignore."""
 
 
 def context_attention(
@@ -49,180 +48,148 @@ def context_attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: query (B, N, s, D), key and value (B, K, s, D) -> (B, s, N, D), None.
+    """Compute attention for transformers: query (B, N, s, D), key and value (B, K, s, D) -> (B, s, N, D), None.
 
-    Communicates what ``ring_attention`` and ``to_heads`` say. Raises ConfigError, or InputError, for what cannot be
-    done with a part of the sequence.
+    Communicates as ``ring_attention`` and ``to_heads``.
+
+    Raises:
+        ConfigError, InputError: for arguments that a sharded sequence does not support.
     """
-    run: ContextParallelState | None = module.__dict__.get(RUN)
-    lies = None if run is None else _query_layout(run, query, attention_mask)
-    if run is None or lies is None:
-        if isinstance(attention_mask, ChunkedMask):  # of a stack whose sequence stays whole
-            attention_mask = attention_mask.whole(query.device)
-        return _full_sequence_attention(module, query, key, value, attention_mask, dropout, scaling, is_causal, kwargs)
-    _check(module, attention_mask, kwargs)
+    state: ContextParallelState | None = module.__dict__.get(RUN)
+    positions = None if state is None else _query_positions(state, query, attention_mask)
+    if state is None or positions is None:
+        if isinstance(attention_mask, ChunkedMask):  # from a stack whose sequence is not sharded
+            attention_mask = attention_mask.full_mask(query.device)
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        full: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
+        )
+        return full
+    _check_arguments(module, attention_mask, kwargs)
     mask = attention_mask
     if mask is None:
-        mask = _without_mask(module, query, key, run, lies, is_causal)
+        mask = _mask_of_module(module, query, key, state, positions, is_causal)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     sinks = kwargs.get("s_aux", kwargs.get("sinks"))
     width = value.shape[-1]
     query, key, value = _same_width(query, key, value)
-    ulysses = _Heads(run, query.shape[1], key.shape[1], mask)
-    drop = None
-    if dropout > 0:
-        drop = Dropout(dropout, mask.seed + run.number(module), ulysses.own_queries())
-    travel = RingExchange(run.ring, mask, ScoreOptions(scale, kwargs.get("softcap"), drop), run.gathers)
-    q, k, v = ulysses.enter(query, key, value)
-    own = ulysses.own_queries().to(query.device)
-    bias = kwargs.get("position_bias")
-    line = bias.line[own] if isinstance(bias, RelativeBiasArgument) else None
-    out = ring_attention(q, k, v, travel, None if sinks is None else sinks[own], line)
-    return ulysses.leave(out)[..., :width].transpose(1, 2).contiguous(), None
+    of_queries, of_keys = _head_exchanges(state, query.shape[1], key.shape[1], mask)
+    heads = torch.tensor(of_queries.heads[of_queries.axis.rank])
+    weights_dropout = Dropout(dropout, mask.seed + state.module_index(module), heads) if dropout > 0 else None
+    options = ScoreOptions(scale, kwargs.get("softcap"), weights_dropout)
+    exchange = RingExchange(state.ring, mask, options, state.gathers)
+    q, k, v = to_heads(query, of_queries), to_heads(key, of_keys), to_heads(value, of_keys)
+    heads, bias = heads.to(query.device), kwargs.get("position_bias")
+    line = bias.line[heads] if isinstance(bias, RelativeBiasArgument) else None
+    out = ring_attention(q, k, v, exchange, None if sinks is None else sinks[heads], line)
+    return to_positions(out, of_queries)[..., :width].transpose(1, 2).contiguous(), None
 
 
 @dataclass(frozen=True)
 class RelativeBiasArgument:
-    """What stands where a model hands a bias of all pairs of positions to its layers: see ``kernels.Bias``."""
+    """Replaces the bias of all pairs of positions, which a model passes to its layers: see RelativePositionBias."""
 
     line: Tensor
 
     def __getattr__(self, name: str) -> Any:
-        raise unknown_attribute(name, "the bias of its attention", "no tensor of all pairs of positions: a bias")
+        raise unknown_attribute(name, "the bias of its attention", "not a tensor of all pairs of positions")
 
 
-def pass_relative_bias(module: nn.Module, run: ContextParallelState) -> None:
-    """A module that makes a bias of relative positions (``compute_bias``, as T5's) makes the line of it instead."""
-    whole = getattr(type(module), "compute_bias", None)
-    if whole is not None and "past_seen_tokens" in inspect.signature(whole).parameters:
-        module.__dict__[RUN] = run
-        module.__dict__["compute_bias"] = MethodType(_line_bias, module)
+def pass_relative_bias(module: nn.Module, state: ContextParallelState) -> None:
+    """Make ``module`` compute a bias per distance instead of one per pair of positions (``compute_bias``, T5)."""
+    original = getattr(type(module), "compute_bias", None)
+    if original is not None and "past_seen_tokens" in inspect.signature(original).parameters:
+        module.__dict__[RUN] = state
+        module.__dict__["compute_bias"] = MethodType(_compute_line, module)
 
 
-def _line_bias(self: nn.Module, query_length: int, key_length: int, *args: Any, **kwargs: Any) -> Any:
-    run: ContextParallelState = self.__dict__[RUN]
-    whole: Any = getattr(type(self), "compute_bias")  # noqa: B009  # which nn.Module has not
-    again = current_graph_task_id() >= 0
-    lies = run.of_part(query_length) if again else run.now
-    if lies is None:
-        return whole(self, query_length, key_length, *args, **kwargs)
-    # of one query, behind which and before which there are as many keys as the sequence has
+def _compute_line(self: nn.Module, query_length: int, key_length: int, *args: Any, **kwargs: Any) -> Any:
+    state: ContextParallelState = self.__dict__[RUN]
+    original: Any = getattr(type(self), "compute_bias")  # noqa: B009  # nn.Module declares no such attribute
+    is_recomputing = current_graph_task_id() >= 0
+    positions = state.find_by_local_length(query_length) if is_recomputing else state.current
+    if positions is None:
+        return original(self, query_length, key_length, *args, **kwargs)
+    # the biases of one query, with length - 1 keys before it and after it
     device = {"device": kwargs["device"]} if "device" in kwargs else {}
-    line = whole(self, 1, 2 * lies.length - 1, past_seen_tokens=lies.length - 1, **device)
+    line = original(self, 1, 2 * positions.length - 1, past_seen_tokens=positions.length - 1, **device)
     return RelativeBiasArgument(line[0, :, 0])
 
 
-class _Heads:
-    """The exchange of heads of one attention."""
-
-    def __init__(self, run: ContextParallelState, queries: int, keys: int, mask: ChunkedMask) -> None:
-        axis, ring_rank = run.group, run.ring.rank
-        if queries < axis.size:
-            raise ConfigError(
-                f"{queries} query heads on this rank, and {axis.size} ranks that exchange heads for positions",
-                rule="Ulysses gives each rank of its group one head at the least",
-                remedy=f"Take context_parallel='ring', or sequence=({run.axis.size // queries}, {queries})",
-            )
-        q_heads = query_heads(queries, axis.size)
-        k_heads = key_heads(q_heads, queries, keys)
-        of_queries, of_keys = (tuple(p.position_ranges(ring_rank)) for p in (mask.queries, mask.keys))
-        self._queries = HeadExchange(axis, q_heads, of_queries, queries)
-        self._keys = HeadExchange(axis, k_heads, of_keys, keys)
-
-    def own_queries(self) -> Tensor:
-        """Numbers of the query heads that this rank computes with."""
-        return torch.tensor(self._queries.heads[self._queries.axis.rank])
-
-    def enter(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return to_heads(query, self._queries), to_heads(key, self._keys), to_heads(value, self._keys)
-
-    def leave(self, out: Tensor) -> Tensor:
-        return to_positions(out, self._queries)
+def _head_exchanges(
+    state: ContextParallelState, queries: int, keys: int, mask: ChunkedMask
+) -> tuple[HeadExchange, HeadExchange]:
+    """Return the exchanges of query heads and of key heads in the Ulysses group."""
+    axis, ring_rank = state.group, state.ring.rank
+    if queries < axis.size:
+        raise ConfigError(
+            f"{queries} query heads on this rank cannot be divided among the {axis.size} ranks of a Ulysses group",
+            remedy=f"Use context_parallel='ring', or sequence=({state.axis.size // queries}, {queries})",
+        )
+    q_heads = query_heads(queries, axis.size)
+    query_lengths, key_lengths = (tuple(p.group_lengths(ring_rank)) for p in (mask.queries, mask.keys))
+    of_keys = HeadExchange(axis, key_heads(q_heads, queries, keys), key_lengths, keys)
+    return HeadExchange(axis, q_heads, query_lengths, queries), of_keys
 
 
-def _query_layout(run: ContextParallelState, query: Tensor, mask: Any) -> SequencePositions | None:
-    """How the sequence of the queries lies over the ranks; None where they are whole."""
+def _query_positions(state: ContextParallelState, query: Tensor, mask: Any) -> SequencePositions | None:
+    """Return the positions of the queries; None if they are not sharded."""
     count = query.shape[2]
     if isinstance(mask, ChunkedMask):
-        return mask.queries if count == run.part(mask.queries.length) else None
+        return mask.queries if count == state.local_length(mask.queries.length) else None
     if current_graph_task_id() < 0:
-        return run.now
-    return run.of_part(count)  # computed again, perhaps behind another forward
+        return state.current
+    return state.find_by_local_length(count)  # a recomputation; a later forward may have replaced state.current
 
 
-def _without_mask(
+def _mask_of_module(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
-    run: ContextParallelState,
-    lies: SequencePositions,
+    state: ContextParallelState,
+    positions: SequencePositions,
     is_causal: bool | None,
 ) -> ChunkedMask:
-    keys = run.of_part(key.shape[2])
+    keys = state.find_by_local_length(key.shape[2])
     if keys is None:
         raise ConfigError(
-            f"{type(module).__name__} attends to {key.shape[2]} positions on rank {run.axis.rank} of {run.axis.size}, "
-            "which it has of no sequence",
-            rule="Where the sequence is cut over ranks, each has its part of queries and keys",
-            remedy="Leave the sequence axis out for this model",
+            f"{type(module).__name__} attends to {key.shape[2]} keys on rank {state.axis.rank} of {state.axis.size}, "
+            "which is not the local length of any sequence in this model",
+            remedy="Use sequence=1 for this model",
         )
-    sees_before = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    predicate = causal if sees_before and lies.length > 1 else None
-    return ChunkedMask(predicate, None, lies, keys, query.shape[0], seed=run.seed)
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    predicate = causal if is_causal and positions.length > 1 else None
+    return ChunkedMask(predicate, None, positions, keys, query.shape[0], seed=state.seed)
 
 
 def _same_width(*tensors: Tensor) -> list[Tensor]:
-    """Zeros beyond change neither the scores nor the rest of the output."""
+    """Pad the head dims with zeros to one width, which changes neither the scores nor the first output columns."""
     width = max(t.shape[-1] for t in tensors)
     return [t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in tensors]
 
 
-def _check(module: nn.Module, mask: Any, kwargs: dict[str, Any]) -> None:
+def _check_arguments(module: nn.Module, mask: Any, kwargs: dict[str, Any]) -> None:
     if isinstance(mask, Tensor):
         raise InputError(
-            f"{type(module).__name__} was given a mask of shape {tuple(mask.shape)}",
-            rule="With a sequence that is cut over ranks a mask is (batch, sequence), of the keys that there are: "
-            "which positions see which is asked of the model's own mask function",
-            remedy="Give attention_mask (batch, sequence), or position_ids that start again with each document",
+            f"{type(module).__name__} received an attention mask of shape {tuple(mask.shape)}",
+            rule="With a sharded sequence, only padding is passed as a tensor, (batch, sequence); the model's mask "
+            "function describes all other masks",
+            remedy="Pass attention_mask (batch, sequence), or position_ids that restart with each document",
         )
     if kwargs.get("output_attentions"):
         raise ConfigError(
-            "output_attentions=True with a sequence that is cut over ranks",
-            rule="No rank has the weights of all positions",
-            remedy="Leave output_attentions off",
+            "output_attentions=True is not supported with a sharded sequence, because no rank has all weights",
+            remedy="Use output_attentions=False",
         )
-    for name, given in kwargs.items():
-        if name not in KNOWN and isinstance(given, Tensor) and _adds(given):
+    for name, value in kwargs.items():
+        # T5's cross-attention passes zeros; fake tensors have no values
+        if name not in KNOWN_ARGUMENTS and isinstance(value, Tensor) and has_data(value) and value.any():
             raise ConfigError(
-                f"{type(module).__name__} calls its attention with {name}",
-                rule="With a sequence that is cut over ranks scores are products of queries and keys: a term that is "
-                "added to those of all positions has no rank",
-                remedy="Leave the sequence axis out for this model",
+                f"{type(module).__name__} passes a tensor {name!r} to its attention, which a sharded sequence does not "
+                "support",
+                remedy="Use sequence=1 for this model",
             )
-
-
-def _adds(x: Tensor) -> bool:
-    """Whether a term changes scores: T5's cross-attention adds zeros. In a trace it does not."""
-    return has_data(x) and bool(x.any())
-
-
-def _full_sequence_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    dropout: float,
-    scaling: float | None,
-    is_causal: bool | None,
-    kwargs: dict[str, Any],
-) -> tuple[Tensor, None]:
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    found: tuple[Tensor, None] = sdpa_attention_forward(
-        module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
-    )
-    return found
 
 
 def context_mask(
@@ -236,26 +203,23 @@ def context_mask(
     use_vmap: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """The mask function: the model's predicate itself, and what padding there is; torch's mask where nothing is cut."""
+    """Return the model's mask function and padding as a ``ChunkedMask``, or torch's mask if nothing is sharded."""
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
     predicate = causal_mask_function if mask_function is None else mask_function
-    run = current_state()
-    if run is None or not run.is_open:
+    state = current_state()
+    if state is None or not state.is_open:
         return sdpa_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, predicate, attention_mask, use_vmap=use_vmap, **kwargs
         )
-    padding = None if attention_mask is None else _fitted(attention_mask, kv_length)
+    padding = None if attention_mask is None else attention_mask.bool()[:, :kv_length]
+    if padding is not None and padding.shape[-1] < kv_length:
+        padding = F.pad(padding, (0, kv_length - padding.shape[-1]))
     predicate = {bidirectional_mask_function: None, causal_mask_function: causal}.get(predicate, predicate)
-    queries, keys = run.positions(q_length), run.positions(kv_length)
-    return ChunkedMask(predicate, padding, queries, keys, batch_size, by_vmap=use_vmap, seed=run.seed)
-
-
-def _fitted(padding: Tensor, length: int) -> Tensor:
-    padding = padding.bool()
-    return F.pad(padding, (0, length - padding.shape[-1])) if padding.shape[-1] < length else padding[:, :length]
+    queries, keys = state.positions(q_length), state.positions(kv_length)
+    return ChunkedMask(predicate, padding, queries, keys, batch_size, by_vmap=use_vmap, seed=state.seed)
 
 
 def register_context_attention() -> None:
-    """Registers both functions. Idempotent."""
+    """Register the attention and mask functions of context parallelism with transformers. Idempotent."""
     register_attention(NAME, context_attention, context_mask)

@@ -1,15 +1,15 @@
-"""Which positions see which, asked of transformers' own index predicate, for one pair of chunks after the other.
+"""Attention masks of sharded sequences, evaluated from transformers' mask function for one pair of chunks at a time.
 
-transformers describes a mask as a function of four indices (sample, head, query, key), which it hands to whoever is
-registered for an attention: causal, a sliding window, documents in one row, a prefix. It is asked here at the positions
-of the whole sequence, whatever part of it a rank has. Of each pair of chunks there are four answers:
+transformers describes a mask as a function of four indices (sample, head, query, key): causal, sliding window, packed
+documents, prefix. ``ChunkedMask`` evaluates the function at the positions of the full sequence, and classifies each
+pair of chunks:
 
     nothing     neither sent nor computed
     all         computed without a mask
-    causal      a chunk and itself: the kernel's own way
+    causal      the diagonal of a causal mask: computed with the causal mode of the kernel
     some        computed with a mask
 
-No mask of the whole sequence is ever made.
+The mask of the full sequence is never created.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from shardformer.torch_compat import has_data, is_true, without_fake_tensors
 # B batch, Q and S numbers of queries and keys
 
 Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(samples, heads, queries, keys), which broadcast -> whether a query sees a key."""
+"""Function of samples, heads, queries, keys, which broadcast -> whether a query attends to a key."""
 
 POSITIONS_PER_CALL = 2**24
-"""Pairs of positions that are asked about in one call."""
+"""The number of pairs of positions to evaluate per call."""
 REMEMBERED = 64
 
 
 class Visibility(Enum):
-    """What the queries of a chunk see of the keys of another."""
+    """Visibility of a chunk of keys to a chunk of queries."""
 
     NOTHING = "nothing"
     ALL = "all"
@@ -47,27 +47,26 @@ class Visibility(Enum):
     SOME = "some"
 
 
-def unknown_attribute(name: str, read_of: str, there_is: str) -> Exception:
-    """The error for an attribute of what is handed to an attention in the place of a tensor."""
+def unknown_attribute(name: str, source: str, reason: str) -> Exception:
+    """Return the error for reading an attribute of a value that replaces a tensor in the arguments of an attention."""
     if name.startswith("_"):
         return AttributeError(name)
     return ConfigError(
-        f"A model reads .{name} of {read_of}",
-        rule=f"With a sequence that is cut over ranks there is {there_is} is handed to the attention function as it is",
-        remedy="Leave the sequence axis out for this model",
+        f"The model reads .{name} of {source}, which with a sharded sequence is {reason}",
+        remedy="Use sequence=1 for this model",
     )
 
 
 class ChunkedMask:
-    """A mask of a whole sequence, which stands where a model hands a tensor of scores to its layers.
+    """The mask of a full sequence, which replaces the mask tensor that a model passes to its layers.
 
     Args:
-        predicate: which keys a query sees; None: all. Communicates nothing, and is the same on all ranks.
-        padding: (B, S) bool: the keys that there are; None: all.
-        queries, keys: how their positions lie over the ranks.
-        batch: how many samples there are.
-        by_vmap: whether the predicate is asked for one number of each index at a time, which torch maps over them.
-        seed: of the dropout of weights; all layers of a forward have it in common.
+        predicate: the mask function, identical on all ranks and without communication; None for no mask.
+        padding: (B, S) bool, False for padding; None for no padding.
+        queries, keys: the positions of queries and keys on each rank.
+        batch: the batch size.
+        by_vmap: whether the predicate takes one index of each kind, so that it must be called through torch.vmap.
+        seed: the seed of the attention dropout, shared by all layers of a forward.
     """
 
     def __init__(
@@ -85,64 +84,65 @@ class ChunkedMask:
         self.by_vmap, self.seed = by_vmap, seed
         self.padding = None if padding is None or is_true(padding.all()) else padding
         key = None if self.padding is not None else mask_fingerprint(predicate)
-        self._known = _remembered((key, queries, keys, by_vmap)) if key is not None else {}
+        self._visibility = _remembered((key, queries, keys, by_vmap)) if key is not None else {}
 
     @property
     def may_hide_all(self) -> bool:
-        """Whether some query may see no key at all."""
         return self.padding is not None or self.predicate not in (None, causal)
 
-    def sees(self, rows: Tensor, cols: Tensor) -> Tensor:
-        """(B or 1, 1, Q, S) bool, for positions of queries and of keys."""
+    def evaluate(self, rows: Tensor, cols: Tensor) -> Tensor:
+        """Evaluate the mask for positions of queries and keys: (B or 1, 1, Q, S) bool."""
         device = rows.device
         if self.predicate is None:
-            found = torch.ones(1, 1, len(rows), len(cols), dtype=torch.bool, device=device)
+            visible = torch.ones(1, 1, len(rows), len(cols), dtype=torch.bool, device=device)
         elif self.by_vmap:
-            found = _by_vmap(self.predicate)(torch.arange(self.batch, device=device), rows[:0].new_zeros(1), rows, cols)
+            visible = _by_vmap(self.predicate)(
+                torch.arange(self.batch, device=device), rows[:0].new_zeros(1), rows, cols
+            )
         else:
             samples = torch.arange(self.batch, device=device)[:, None, None, None]
             heads = torch.arange(2, device=device)[None, :, None, None]
-            found = self.predicate(samples, heads, rows[None, None, :, None], cols[None, None, None, :])
-            found = torch.as_tensor(found, device=device)
-            if found.dim() == 4 and found.shape[1] > 1:
+            visible = self.predicate(samples, heads, rows[None, None, :, None], cols[None, None, None, :])
+            visible = torch.as_tensor(visible, device=device)
+            if visible.dim() == 4 and visible.shape[1] > 1:
                 raise ConfigError(
-                    "A mask that is another one for each head",
-                    rule="With a sequence that is cut over ranks all heads see the same positions",
-                    remedy="Leave the sequence axis out for this model",
+                    "The attention mask of this model differs between heads, which a sharded sequence does not support",
+                    remedy="Use sequence=1 for this model",
                 )
-            found = found.expand(found.shape[0] if found.dim() == 4 else 1, 1, len(rows), len(cols))
+            visible = visible.expand(visible.shape[0] if visible.dim() == 4 else 1, 1, len(rows), len(cols))
         if self.padding is not None:
-            found = found & self.padding.to(device)[:, None, None, cols]
-        return found
+            visible = visible & self.padding.to(device)[:, None, None, cols]
+        return visible
 
-    def whole(self, device: torch.device) -> Tensor | None:
-        """(B or 1, 1, Q, S), for attention of all queries to all keys; None: each sees all."""
+    def full_mask(self, device: torch.device) -> Tensor | None:
+        """Return the mask (B or 1, 1, Q, S) of all queries and keys; None if every query attends to all keys."""
         if self.predicate is None and self.padding is None:
             return None
         rows, cols = torch.arange(self.queries.length, device=device), torch.arange(self.keys.length, device=device)
-        return self.sees(rows, cols)
+        return self.evaluate(rows, cols)
 
-    def between(self, query_chunk: int, key_chunk: int) -> Visibility:
-        """What the queries of one chunk see of the keys of another. The same on every rank."""
-        if (query_chunk, key_chunk) not in self._known:
-            self._known[query_chunk, key_chunk] = self._asked(query_chunk, key_chunk)
-        return self._known[query_chunk, key_chunk]
+    def visibility(self, query_chunk: int, key_chunk: int) -> Visibility:
+        """Return the visibility of a chunk of keys to a chunk of queries. Identical on every rank."""
+        key = query_chunk, key_chunk
+        if key not in self._visibility:
+            self._visibility[key] = self._find_visibility(*key)
+        return self._visibility[key]
 
     @without_fake_tensors()
-    def _asked(self, query_chunk: int, key_chunk: int) -> Visibility:
-        device = self._device
-        rows, cols = chunk_indices(self.queries, (query_chunk,)), chunk_indices(self.keys, (key_chunk,))
-        rows, cols = rows.to(device), cols.to(device)
+    def _find_visibility(self, query_chunk: int, key_chunk: int) -> Visibility:
+        device = torch.device("cpu") if self.padding is None else self.padding.device
+        rows = chunk_indices(self.queries, (query_chunk,)).to(device)
+        cols = chunk_indices(self.keys, (key_chunk,)).to(device)
         is_square = len(rows) == len(cols) and bool((rows == cols).all())
         any_, all_, causal = False, True, is_square
         step = max(1, POSITIONS_PER_CALL // max(len(cols) * self.batch, 1))
         for start in range(0, len(rows), step):
-            some = rows[start : start + step]
-            found = self.sees(some, cols)
-            if not has_data(found):
-                return Visibility.SOME  # in a trace, of a mask that is made of tensors
-            any_, all_ = any_ or bool(found.any()), all_ and bool(found.all())
-            causal = causal and bool((found == (some[:, None] >= cols[None, :])).all())
+            queries = rows[start : start + step]
+            visible = self.evaluate(queries, cols)
+            if not has_data(visible):
+                return Visibility.SOME  # a mask that depends on tensors without values, in a trace
+            any_, all_ = any_ or bool(visible.any()), all_ and bool(visible.all())
+            causal = causal and bool((visible == (queries[:, None] >= cols[None, :])).all())
             if any_ and not all_ and not causal:
                 return Visibility.SOME
         if len(rows) == 0 or len(cols) == 0 or not any_:
@@ -151,62 +151,55 @@ class ChunkedMask:
             return Visibility.ALL
         return Visibility.CAUSAL if causal else Visibility.SOME
 
-    @property
-    def _device(self) -> torch.device:
-        return torch.device("cpu") if self.padding is None else self.padding.device
-
-    def part(self, rows: tuple[int, ...], cols: tuple[int, ...], device: torch.device) -> VisibleBlock:
-        """For the kernel: what these chunks of queries see of these of keys."""
-        at = {(r, c): self.between(r, c) for r in rows for c in cols}
+    def block_mask(self, rows: tuple[int, ...], cols: tuple[int, ...], device: torch.device) -> VisibleBlock:
+        """Return the mask between chunks of queries and chunks of keys, for the kernel."""
         positions = chunk_indices(self.queries, rows).to(device), chunk_indices(self.keys, cols).to(device)
-        if all(found is Visibility.ALL for found in at.values()):
-            return VisibleBlock(False, None, *positions)
-        if rows == cols and self.queries == self.keys and _is_causal(rows, at):
-            return VisibleBlock(True, None, *positions)
-        return VisibleBlock(False, self.sees(*positions), *positions)
+        is_causal = rows == cols and self.is_causal(rows)
+        if is_causal or all(self.visibility(r, c) is Visibility.ALL for r in rows for c in cols):
+            return VisibleBlock(is_causal, None, *positions)
+        return VisibleBlock(False, self.evaluate(*positions), *positions)
 
-    def needed(self, ring_rank: int, chunks: tuple[int, ...]) -> tuple[int, ...]:
-        """Which of these chunks of keys some query of a ring rank sees."""
-        queries = self.queries.chunks_of(ring_rank)
-        return tuple(c for c in chunks if any(self.between(q, c) is not Visibility.NOTHING for q in queries))
+    def is_causal(self, chunks: tuple[int, ...]) -> bool:
+        """Whether the mask between chunks, in the order of their positions, is causal."""
+        expected = {
+            (r, c): Visibility.CAUSAL if r == c else Visibility.ALL if c < r else Visibility.NOTHING
+            for r in chunks
+            for c in chunks
+        }
+        return self.queries == self.keys and all(self.visibility(*pair) is seen for pair, seen in expected.items())
 
-    def seeing(self, ring_rank: int, chunks: tuple[int, ...]) -> tuple[int, ...]:
-        """Which of a ring rank's chunks of queries see something of these chunks of keys."""
+    def needed_keys(self, ring_rank: int, chunks: tuple[int, ...]) -> tuple[int, ...]:
+        """Return those chunks of keys to which some query of a ring rank attends."""
         queries = self.queries.chunks_of(ring_rank)
-        return tuple(q for q in queries if any(self.between(q, c) is not Visibility.NOTHING for c in chunks))
+        return tuple(c for c in chunks if any(self.visibility(q, c) is not Visibility.NOTHING for q in queries))
+
+    def attending_queries(self, ring_rank: int, chunks: tuple[int, ...]) -> tuple[int, ...]:
+        """Return those chunks of queries of a ring rank that attend to one of these chunks of keys."""
+        queries = self.queries.chunks_of(ring_rank)
+        return tuple(q for q in queries if any(self.visibility(q, c) is not Visibility.NOTHING for c in chunks))
 
     def __getattr__(self, name: str) -> Any:
-        raise unknown_attribute(name, "its attention mask", "no tensor of all scores: a mask")
+        raise unknown_attribute(name, "its attention mask", "not a tensor of all scores")
 
 
 def causal(samples: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-    """The mask of a decoder."""
+    """Mask function of a decoder."""
     return keys <= queries
-
-
-def _is_causal(chunks: tuple[int, ...], at: dict[tuple[int, int], Visibility]) -> bool:
-    """Whether chunks in the order of their positions see themselves up to each query, and all of those before."""
-    wanted = {
-        (r, c): Visibility.CAUSAL if r == c else Visibility.ALL if c < r else Visibility.NOTHING
-        for r in chunks
-        for c in chunks
-    }
-    return at == wanted
 
 
 def _by_vmap(predicate: Predicate) -> Callable[..., Tensor]:
     mapped: Any = predicate
     for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
         mapped = torch.vmap(mapped, in_dims=dims, out_dims=0)
-    found: Callable[..., Tensor] = mapped
-    return found
+    predicate_of_vectors: Callable[..., Tensor] = mapped
+    return predicate_of_vectors
 
 
-# ------------------------------------------------------------------------------------ masks that are the same each time
+# --- masks that repeat in every forward
 
 
 class _Remembered(threading.local):
-    """What chunks see of each other, by masks: those of this thread, since ranks may be threads."""
+    """Visibility of chunks per mask and thread, because ranks may be threads."""
 
     def __init__(self) -> None:
         self.masks: dict[Hashable, dict[tuple[int, int], Visibility]] = {}
@@ -223,7 +216,7 @@ def _remembered(key: Hashable) -> dict[tuple[int, int], Visibility]:
 
 
 def mask_fingerprint(thing: Any) -> Hashable | None:
-    """What a function computes, where no tensor and no object decides it: its code, and the numbers it closes over."""
+    """Return a hashable of a function's code and the constants it closes over; None if it uses tensors or objects."""
     if thing is None or isinstance(thing, int | float | str | CodeType):
         return (type(thing).__name__, thing)
     if isinstance(thing, tuple | list):

@@ -1,8 +1,8 @@
-"""Shards a model's sequence at its inputs and gathers it where a module needs all positions.
+"""Hooks that shard the sequence of a model at its layers, and gather it for modules that need all positions.
 
-inputs, embeddings, masks    whole, on all ranks alike
-layers                       this rank's positions, of the hidden states and of all else that they are given
-behind them                  a ``SequenceShardedTensor``, which a head and its loss read position by position
+inputs, embeddings, masks    replicated
+layers                       local positions of the hidden states and of all other arguments
+after the layers             a ``SequenceShardedTensor``, on which a head and its loss work position by position
 """
 
 from __future__ import annotations
@@ -41,237 +41,228 @@ from shardformer.torch_compat import (
 )
 from shardformer.transformers_compat import arguments_of, caches_in, without_caches
 
-# B batch, S sequence, H hidden; s: this rank's positions
+# B batch, S sequence, H hidden; s: local positions
 
 
 class ModelInputHook:
-    """Before and behind a forward of the whole model.
+    """Hooks before and after a forward of the model.
 
     Args:
-        draws: whether the model draws random numbers when it trains.
+        draws: whether the model draws random numbers in training.
     """
 
-    def __init__(self, run: ContextParallelState, model: nn.Module, *, draws: bool) -> None:
-        self._run, self._draws, self._arguments = run, draws, arguments_of(model)
+    def __init__(self, state: ContextParallelState, model: nn.Module, *, draws: bool) -> None:
+        self._state, self._draws, self._arguments = state, draws, arguments_of(model)
         model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
         model.register_forward_hook(self._leave, always_call=True)
 
     def _enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        run = self._run
-        run.is_open = not caches_in((*args, *kwargs.values())) and not kwargs.get("use_cache", False)
-        run.now, run.met = None, {}
-        set_current_state(run)
+        state = self._state
+        state.is_open = not caches_in((*args, *kwargs.values())) and not kwargs.get("use_cache", False)
+        state.current, state.seen_in_forward = None, {}
+        set_current_state(state)
         set_inside_model(True)
-        if not run.is_open:
+        if not state.is_open:
             return None
-        if self._draws and model.training:  # before ranks that were seeded apart are aligned
-            run.seed = all_gather_numbers([new_seed()], run.axis)[0][0]
-        return self._shared(args, kwargs)
+        if self._draws and model.training:  # before the random states of the ranks are aligned
+            state.seed = all_gather_numbers([new_seed()], state.axis)[0][0]
+        return self._share_inputs(args, kwargs)
 
-    def _shared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Inputs that need a gradient: each rank finds that of its own positions, and all of them get the whole."""
+    def _share_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """All-reduce the gradients of the inputs, because each rank computes them only for its positions."""
 
-        def trains(x: Any) -> bool:
+        def is_trainable(x: Any) -> bool:
             return isinstance(x, Tensor) and x.requires_grad and not isinstance(x, SequenceShardedTensor)
 
-        if not torch.is_grad_enabled() or not any(map(trains, tree_leaves((args, kwargs)))):
+        if not torch.is_grad_enabled() or not any(map(is_trainable, tree_leaves((args, kwargs)))):
             return None
-        return tree_map(lambda x: shared_input(x, self._run.axis) if trains(x) else x, (args, kwargs))
+        return tree_map(lambda x: shared_input(x, self._state.axis) if is_trainable(x) else x, (args, kwargs))
 
     def _leave(self, model: nn.Module, args: Any, output: Any) -> Any:
-        """Keys and values that a forward kept are of this rank's positions: nobody may go on with them."""
-        run = self._run
-        run.now = None
+        """Remove caches from the output, because their keys and values are those of the local positions."""
+        state = self._state
+        state.current = None
         set_current_state(None)
         set_inside_model(False)
-        return without_caches(output, self._arguments) if run.is_open else None
+        return without_caches(output, self._arguments) if state.is_open else None
 
 
 class StackHook:
-    """The layers of one stack.
+    """Hooks of the layers of one stack.
 
     Args:
-        path: of the stack.
-        layers: in order; one that is called again stands here once.
-        ends: behind which the sequence is whole for whoever asks: the last layer, or a norm behind it; every layer,
-            where the model reads or writes positions between them.
-        draws: whether the model draws random numbers when it trains: then each rank draws its own between the layers.
+        path: the path of the stack.
+        layers: the layers in order, without repetitions.
+        ends: the modules after which the sequence is gathered on access: the last layer or a norm after it; every layer
+            if the model reads or writes positions between them.
+        draws: whether the model draws random numbers in training. Each rank then draws its own between the layers.
     """
 
     def __init__(
         self,
-        run: ContextParallelState,
+        state: ContextParallelState,
         path: str,
         layers: Sequence[nn.Module],
         ends: Sequence[nn.Module],
         *,
         draws: bool,
     ) -> None:
-        self._run, self._path, self._first = run, path, layers[0]
-        self._random = LocalRandomState(run.axis) if draws else None
-        self._full: int | None = None  # of the forward that is between the first layer and the last
+        self._state, self._path, self._first = state, path, layers[0]
+        self._random = LocalRandomState(state.axis, enabled=draws)
+        self._full: int | None = None  # the sequence length of a forward between the first layer and the last
         for layer in dict.fromkeys(layers):
             layer.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
         for end in dict.fromkeys(ends):
             end.register_forward_hook(self._leave)
 
     def _enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        run = self._run
-        again = current_graph_task_id() >= 0
-        if not again and not run.is_open:
-            run.now = None
+        state = self._state
+        is_recomputing = current_graph_task_id() >= 0
+        if not is_recomputing and not state.is_open:
+            state.current = None
             return None
         hidden = first_tensor(args, kwargs)
         masks = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ChunkedMask)]
-        if again:
-            full = self._recalled(layer, hidden, masks)
+        if is_recomputing:
+            full = self._recomputed_length(layer, hidden, masks)
             if full is None:
-                run.now = None
+                state.current = None
                 return None
         elif self._full is None:
             full = self._full = hidden.shape[1]
-            if self._random is not None and layer.training:
-                self._random.enter(hidden)
+            self._random.enter(hidden, layer.training)
         else:
             full = self._full
-        run.now = run.positions_in_forward(full)
+        state.current = state.positions_in_forward(full)
         lengths = {full, *(mask.keys.length for mask in masks)}
         return tree_map_with_path(
-            lambda path, leaf: self._own((self._path, *path[1:]), leaf, leaf is hidden, lengths), (args, kwargs)
+            lambda path, leaf: self._shard_argument((self._path, *path[1:]), leaf, leaf is hidden, lengths),
+            (args, kwargs),
         )
 
-    def _recalled(self, layer: nn.Module, hidden: Tensor, masks: Sequence[ChunkedMask]) -> int | None:
-        """In a recomputation: the length of the sequence in the forward that is repeated."""
+    def _recomputed_length(self, layer: nn.Module, hidden: Tensor, masks: Sequence[ChunkedMask]) -> int | None:
         lengths = [mask.queries.length for mask in masks]
-        mine = [length for length in lengths if hidden.shape[1] in (length, self._run.part(length))]
-        if mine:
-            return mine[0]
-        run, length = self._run, hidden.shape[1]
-        if layer is self._first and length in run.known:
+        matching = [length for length in lengths if hidden.shape[1] in (length, self._state.local_length(length))]
+        if matching:
+            return matching[0]
+        state, length = self._state, hidden.shape[1]
+        if layer is self._first and length in state.seen:
             return length
-        found = run.of_part(length)
+        found = state.find_by_local_length(length)
         return None if found is None else found.length
 
-    def _own(self, path: Hashable, leaf: Any, is_hidden: bool, lengths: set[int]) -> Any:
-        """This rank's positions of an argument."""
-        run = self._run
+    def _shard_argument(self, path: Hashable, leaf: Any, is_hidden: bool, lengths: set[int]) -> Any:
+        state = self._state
         if isinstance(leaf, SequenceShardedTensor):
-            run.positions_in_forward(leaf.rows.full)
-            rows = run.rows(leaf.rows.full)
+            state.positions_in_forward(leaf.rows.full)
+            rows = state.rows(leaf.rows.full)
             return leaf.local if leaf.rows is rows else local_rows(leaf.full_tensor(), rows, leaf.shard_dim)
         if not isinstance(leaf, Tensor):
-            # a cache of this rank's positions is of no use, and a recomputation would add to it again
+            # a cache of the local positions cannot be used, and a recomputation would append to it again
             return None if hasattr(type(leaf), "get_seq_length") else leaf
         leaf = resolve_deferred(leaf)
         if is_hidden:
-            return local_rows(leaf, run.rows(leaf.shape[1]), 1) if leaf.shape[1] in lengths else leaf
-        dim = run.dim_of(path, leaf, lengths)
-        return leaf if dim is None else local_rows(leaf, run.rows(leaf.shape[dim]), dim)
+            return local_rows(leaf, state.rows(leaf.shape[1]), 1) if leaf.shape[1] in lengths else leaf
+        dim = state.sequence_dim(path, leaf, lengths)
+        return leaf if dim is None else local_rows(leaf, state.rows(leaf.shape[dim]), dim)
 
     def _leave(self, layer: nn.Module, args: Any, output: Any) -> Any:
-        run = self._run
+        state = self._state
         if current_graph_task_id() >= 0 or self._full is None:
             return output
-        rows, self._full = run.rows(self._full), None
-        run.now = None
-        if self._random is not None:
-            self._random.leave()
+        rows, self._full = state.rows(self._full), None
+        state.current = None
+        self._random.leave()
         return with_first_output(output, lambda x: SequenceShardedTensor(resolve_deferred(x), rows, 1))
 
     def reset_after_error(self) -> None:
-        """After a forward that an error broke off."""
         self._full = None
-        if self._random is not None:
-            self._random.leave()
+        self._random.leave()
 
 
 def pass_through(module: nn.Module) -> None:
-    """A parallel layer outside of the stacks reads a cut tensor position by position."""
-    cut: list[SequenceShardedTensor] = []
+    """Let a parallel layer outside of the stacks work on the local positions of its input."""
+    sharded: list[SequenceShardedTensor] = []
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        found = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, SequenceShardedTensor)]
-        cut[:] = found[:1]
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, SequenceShardedTensor)]
+        sharded[:] = inputs[:1]
         return tree_map(
             lambda leaf: leaf.local if isinstance(leaf, SequenceShardedTensor) else leaf, (args, dict(kwargs))
         )
 
     def leave(_: nn.Module, args: Any, output: Any) -> Any:
-        if not cut:
+        if not sharded:
             return output
-        x = cut.pop()
+        x = sharded.pop()
         return with_first_output(output, lambda y: SequenceShardedTensor(resolve_deferred(y), x.rows, x.shard_dim))
 
     module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
     module.register_forward_hook(leave)
 
 
-# B batch, S sequence, H hidden; s: this rank's positions
+# B batch, S sequence, H hidden; s: local positions
 
 
 class FullSequenceHook:
-    """Gathers what a module is given for each position (a state space, a convolution), and takes this rank's of what
-    it gives. Every rank computes the module for all positions.
+    """Gathers the inputs of a module over the sequence (state spaces, convolutions), and shards its output again.
 
-    Communicates: forward one all-gather of B*S*H, backward one reduce-scatter of it.
+    Every rank computes the module for all positions. Communicates: forward one all-gather of B*S*H, backward one
+    reduce-scatter of it.
 
     Args:
-        path: of the module, alike in each layer.
-        draws: whether the model draws random numbers when it trains.
+        path: the path of the stack, and of the module in a layer.
+        draws: whether the model draws random numbers in training.
     """
 
-    def __init__(self, run: ContextParallelState, path: tuple[str, str], module: nn.Module, *, draws: bool) -> None:
-        self._run, self._path = run, path
-        self._random = LocalRandomState(run.axis, aligned=True) if draws else None
-        self._now: SequencePositions | None = None
-        self._before: SequencePositions | None = None
+    def __init__(self, state: ContextParallelState, path: tuple[str, str], module: nn.Module, *, draws: bool) -> None:
+        self._state, self._path = state, path
+        self._random = LocalRandomState(state.axis, aligned=True, enabled=draws)
+        self._positions: SequencePositions | None = None
+        self._outer_positions: SequencePositions | None = None
         module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
         module.register_forward_hook(self._leave)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        run, hidden = self._run, first_tensor(args, kwargs)
-        self._now = now = self._before = run.now
-        again = current_graph_task_id() >= 0
-        if now is None and again:  # a layer that is computed again
-            self._now = now = run.of_part(hidden.shape[1])
-        if now is None:
+        state, hidden = self._state, first_tensor(args, kwargs)
+        self._positions = positions = self._outer_positions = state.current
+        is_recomputing = current_graph_task_id() >= 0
+        if positions is None and is_recomputing:
+            self._positions = positions = state.find_by_local_length(hidden.shape[1])
+        if positions is None:
             return None
-        part = run.part(now.length)
-        if hidden.shape[1] != part:
+        local = state.local_length(positions.length)
+        if hidden.shape[1] != local:
             raise InputError(
-                f"A module that is given the whole sequence was given a tensor of shape {tuple(hidden.shape)}",
-                rule=f"Its input is (batch, {part}, hidden): this rank's part of {now.length} positions",
-                remedy="Leave the sequence axis out for this model",
+                f"{type(module).__name__}, which needs the full sequence, received a tensor of shape "
+                f"{tuple(hidden.shape)} instead of the local positions (batch, {local}, hidden)",
+                remedy="Use sequence=1 for this model",
             )
-        if self._random is not None and module.training:
-            self._random.enter(hidden)
-        among = run.known if again else run.met  # that of an encoder, beside a decoder's
-        parts = {run.part(length) for length in among}
+        self._random.enter(hidden, module.training)
+        lengths_seen = state.seen if is_recomputing else state.seen_in_forward  # of an encoder and of a decoder
+        parts = {state.local_length(length) for length in lengths_seen}
         leaves, spec = tree_flatten_with_path((args, kwargs))
-        given = {(*self._path, *path): x for path, x in leaves if isinstance(x, Tensor) and x is not hidden}
-        run.learn_parts(given, among, hidden.shape[0])
-        run.now = None
+        tensors = {(*self._path, *path): x for path, x in leaves if isinstance(x, Tensor) and x is not hidden}
+        state.learn_local_dims(tensors, lengths_seen, hidden.shape[0])
+        state.current = None
 
-        def whole(path: Any, leaf: Any) -> Any:
+        def gather(path: Any, leaf: Any) -> Any:
             if leaf is hidden:
-                return gather_rows(leaf, run.rows(now.length), 1)
-            dim = run.dim_of((*self._path, *path), leaf, parts) if isinstance(leaf, Tensor) else None
-            lies = None if dim is None else run.of_part(leaf.shape[dim], among)
-            return leaf if lies is None or dim is None else gather_rows(leaf, run.rows(lies.length), dim)
+                return gather_rows(leaf, state.rows(positions.length), 1)
+            dim = state.sequence_dim((*self._path, *path), leaf, parts) if isinstance(leaf, Tensor) else None
+            found = None if dim is None else state.find_by_local_length(leaf.shape[dim], lengths_seen)
+            return leaf if found is None or dim is None else gather_rows(leaf, state.rows(found.length), dim)
 
-        return spec.unflatten(whole(path, leaf) for path, leaf in leaves)
+        return spec.unflatten(gather(path, leaf) for path, leaf in leaves)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        run, now, self._now = self._run, self._now, None
-        if now is None:
+        state, positions, self._positions = self._state, self._positions, None
+        if positions is None:
             return output
-        run.now = self._before
-        if self._random is not None:
-            self._random.leave()
-        return with_first_output(output, lambda x: local_rows(x, run.rows(now.length), 1))
+        state.current = self._outer_positions
+        self._random.leave()
+        return with_first_output(output, lambda x: local_rows(x, state.rows(positions.length), 1))
 
     def reset_after_error(self) -> None:
-        """After a forward that an error broke off."""
-        self._now = None
-        if self._random is not None:
-            self._random.leave()
+        self._positions = None
+        self._random.leave()

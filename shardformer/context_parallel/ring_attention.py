@@ -1,13 +1,15 @@
-"""Ring attention: keys and values travel between ranks that each have a part of the queries.
+"""Ring attention: ranks that each have some queries exchange their keys and values.
 
-In step t rank r computes with the keys of rank r - t, while those of rank r - t - 1 are on their way. A chunk of keys
-goes straight to each rank whose queries see something of it, and to no other: with chunks in zig-zag order and a causal
-mask that is 3/4 of what a ring sends that passes everything on. In the backward keys and values travel again, and their
-gradients go straight home: each is rounded once, and the owner adds them up in fp32.
+In step t, rank r computes with the keys of rank r - t while it receives those of rank r - t - 1. A chunk of keys is
+sent directly to each rank whose queries attend to it. With zig-zag chunks and a causal mask, this is 3/4 of the traffic
+of a ring that forwards all chunks. The backward sends keys and values again, and their gradients back to their owner,
+which sums them in fp32.
 
-    causal    4.5 N K D (P-1)/P numbers a rank sends, forward and backward    6 N K D (P-1)/P without causality
+Numbers sent per rank, forward and backward, with N = B s positions per rank and K key heads:
 
-The sums over keys are those of Liu et al. 2023, "Ring Attention", and of Dao et al. 2022, "FlashAttention".
+    causal 4.5 N K D (P-1)/P, not causal 6 N K D (P-1)/P
+
+Algorithm: Liu et al. 2023, "Ring Attention", and Dao et al. 2022, "FlashAttention".
 """
 
 from __future__ import annotations
@@ -23,94 +25,81 @@ from torch.autograd import Function
 from shardformer.comm.autograd_collectives import once_differentiable
 from shardformer.comm.collectives import all_gather
 from shardformer.comm.recorder import bytes_of, record
-from shardformer.context_parallel.attention_kernels import (
-    RelativePositionBias,
-    ScoreOptions,
-    mask_value,
-    merge_partial_attention,
-    partial_attention,
-    partial_attention_backward,
-)
-from shardformer.context_parallel.masks import ChunkedMask
+from shardformer.context_parallel import attention_kernels as kernels
+from shardformer.context_parallel.attention_kernels import RelativePositionBias, ScoreOptions
+from shardformer.context_parallel.masks import ChunkedMask, Visibility
+from shardformer.context_parallel.sequence_layout import SequencePositions
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.transport import Work
 
-# B batch, N query heads, K key heads, s this rank's positions, D head dim; N = B s in the formula
+# B batch, N query heads, K key heads, s local positions, D head dim
 
 PURPOSE = "context"
 
 
 @dataclass(frozen=True)
 class RingExchange:
-    """How keys get to the ranks of a ring.
-
-    Args:
-        axis: the ring.
-        mask: which positions see which.
-        how: how scores become weights.
-        gathers: whether all keys are gathered first, instead of sent under the computation.
-    """
+    """The exchange of keys and values in a ring."""
 
     axis: Axis
     mask: ChunkedMask
-    how: ScoreOptions
-    gathers: bool = False
+    options: ScoreOptions
+    gathers: bool = False  # all-gather all keys first, instead of sending them during the computation
 
     def needed_by(self, rank: int, owner: int) -> tuple[int, ...]:
-        """The chunks of an owner's keys that a rank needs."""
+        """Return the chunks of an owner's keys that a rank needs."""
         chunks = self.mask.keys.chunks_of(owner)
-        return chunks if self.gathers else self.mask.needed(rank, chunks)
+        return chunks if self.gathers else self.mask.needed_keys(rank, chunks)
 
 
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, travel: RingExchange, sinks: Tensor | None = None, line: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, exchange: RingExchange, sinks: Tensor | None = None, line: Tensor | None = None
 ) -> Tensor:
-    """q (B, N, s, D), k and v (B, K, s, D) of this rank's positions -> (B, N, s, D): attention to those of all ranks.
+    """Attend from the local queries q (B, N, s, D) to the keys and values k, v (B, K, s, D) of all ranks.
+
+    Returns (B, N, s, D).
+
+    Communicates over the ring: forward the chunks of keys and values that other ranks attend to; backward these again,
+    and their gradients. With ``gathers``: forward one all-gather of keys and values; backward the same, and one
+    reduce-scatter of their gradients.
 
     Args:
-        sinks: (N,): a score that each head adds to its sum of exponentials, of a key without a value.
-        line: (N, 2L - 1) of a sequence of L positions: what is added to the scores of keys from L - 1 before the query
-            to L - 1 behind it.
-
-    Communicates, over the ring: forward the chunks of keys and values that other ranks see, once to each; backward the
-    same again, and their gradients back. With ``gathers`` one all-gather of keys and values, in the backward again,
-    and one reduce-scatter of their gradients.
+        sinks: (N,), the score per head of a key without a value.
+        line: (N, 2L - 1) for a sequence of L positions: the bias of keys from L - 1 positions before the query to L - 1
+            positions after it.
     """
-    out: Tensor = _Ring.apply(q, k, v, sinks, line, travel)
+    out: Tensor = _Ring.apply(q, k, v, sinks, line, exchange)
     return out
 
 
 class _Ring(Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, line: Tensor | None, travel: RingExchange
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, line: Tensor | None, exchange: RingExchange
     ) -> Tensor:
-        how = travel.how if line is None else replace(travel.how, bias=RelativePositionBias(line))
-        wide = torch.promote_types(q.dtype, torch.float32)
+        options = exchange.options if line is None else replace(exchange.options, bias=RelativePositionBias(line))
+        acc_dtype = torch.promote_types(q.dtype, torch.float32)
         out: Tensor | None = None
-        lse = q.new_full(q.shape[:3], mask_value(wide), dtype=wide)
+        lse = q.new_full(q.shape[:3], kernels.mask_value(acc_dtype), dtype=acc_dtype)
         kv = torch.stack((k, v))
-        for _, chunks, arrived in _arriving(kv, travel):
-            for rows, cols in _calls(travel.mask, travel.axis.rank, chunks):
-                at, of_q = _places(travel.mask.queries, travel.mask.queries.chunks_of(travel.axis.rank), rows)
-                keys, _ = _places(travel.mask.keys, chunks, cols)
-                part = travel.mask.part(rows, cols, q.device)
-                seen = arrived[:, :, :, keys]
-                one, one_lse = partial_attention(q[:, :, at], seen[0], seen[1], part, how)
-                if out is None and of_q == q.shape[2]:
-                    out, lse = one.to(wide) if travel.axis.size > 1 else one, one_lse.contiguous()
+        for _, chunks, arrived in _receive_keys(kv, exchange):
+            for at, keys, block in _kernel_calls(exchange, chunks, q.device):
+                key, value = arrived[:, :, :, keys]
+                block_out, block_lse = kernels.partial_attention(q[:, :, at], key, value, block, options)
+                if out is None and block_out.shape[2] == q.shape[2]:
+                    out, lse = block_out.to(acc_dtype) if exchange.axis.size > 1 else block_out, block_lse.contiguous()
                     continue
-                out = torch.zeros_like(q, dtype=wide) if out is None else out.to(wide)
-                merge_partial_attention(out[:, :, at], lse[:, :, at], one, one_lse)
+                out = torch.zeros_like(q, dtype=acc_dtype) if out is None else out.to(acc_dtype)
+                kernels.merge_partial_attention(out[:, :, at], lse[:, :, at], block_out, block_lse)
         out = torch.zeros_like(q) if out is None else out
         if sinks is not None:
-            lse, before = torch.logaddexp(lse, sinks.to(wide)[None, :, None]), lse
+            lse, before = torch.logaddexp(lse, sinks.to(acc_dtype)[None, :, None]), lse
             out = out * (before - lse).exp_()[..., None]
-        unseeing = lse < mask_value(wide) / 2 if travel.mask.may_hide_all else None
-        if unseeing is not None:  # as torch has it
-            out = out.masked_fill(unseeing[..., None], 0.0)
+        sees_nothing = lse < kernels.mask_value(acc_dtype) / 2 if exchange.mask.may_hide_all else None
+        if sees_nothing is not None:  # torch returns zero for such queries
+            out = out.masked_fill(sees_nothing[..., None], 0.0)
         out = out.to(q.dtype)
-        ctx.travel, ctx.unseeing = travel, unseeing
+        ctx.exchange, ctx.sees_nothing = exchange, sees_nothing
         ctx.save_for_backward(q, k, v, sinks, line, out, lse)
         return out
 
@@ -118,80 +107,78 @@ class _Ring(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, line, out, lse = ctx.saved_tensors
-        travel: RingExchange = ctx.travel
-        how = travel.how if line is None else replace(travel.how, bias=RelativePositionBias(line))
-        of_line = None if line is None else torch.zeros_like(line, dtype=torch.promote_types(line.dtype, torch.float32))
-        wide = torch.promote_types(q.dtype, torch.float32)
-        if ctx.unseeing is not None:
-            grad = grad.masked_fill(ctx.unseeing[..., None], 0.0)
-        dq = torch.zeros_like(q, dtype=wide)
-        dkv = torch.zeros(2, *k.shape, dtype=wide, device=k.device)
-        home = _KeyValueGradients(dkv, travel)
+        exchange: RingExchange = ctx.exchange
+        options = exchange.options if line is None else replace(exchange.options, bias=RelativePositionBias(line))
+        acc_dtype = torch.promote_types(q.dtype, torch.float32)
+        line_dtype = None if line is None else torch.promote_types(line.dtype, torch.float32)
+        line_grad = None if line is None else torch.zeros_like(line, dtype=line_dtype)
+        if ctx.sees_nothing is not None:
+            grad = grad.masked_fill(ctx.sees_nothing[..., None], 0.0)
+        dq = torch.zeros_like(q, dtype=acc_dtype)
+        dkv = torch.zeros(2, *k.shape, dtype=acc_dtype, device=k.device)
+        key_value_grads = _KeyValueGradients(dkv, exchange)
         kv = torch.stack((k, v))
-        for owner, chunks, arrived in _arriving(kv, travel):
+        for owner, chunks, arrived in _receive_keys(kv, exchange):
             total = torch.zeros_like(arrived)
-            for rows, cols in _calls(travel.mask, travel.axis.rank, chunks):
-                at, _ = _places(travel.mask.queries, travel.mask.queries.chunks_of(travel.axis.rank), rows)
-                keys, _ = _places(travel.mask.keys, chunks, cols)
-                mine = [x[:, :, at].contiguous() for x in (grad, q, out, lse)]
-                seen = arrived[:, :, :, keys]
-                part = travel.mask.part(rows, cols, q.device)
-                of_q, of_k, of_v, found = partial_attention_backward(
-                    mine[0], mine[1], seen[0], seen[1], mine[2], mine[3], part, how
+            for at, keys, block in _kernel_calls(exchange, chunks, q.device):
+                d_out, query, block_out, block_lse = (x[:, :, at].contiguous() for x in (grad, q, out, lse))
+                key, value = arrived[:, :, :, keys]
+                q_grad, k_grad, v_grad, block_line_grad = kernels.partial_attention_backward(
+                    d_out, query, key, value, block_out, block_lse, block, options
                 )
-                if of_line is not None and found is not None:
-                    of_line += found
-                dq[:, :, at] += of_q
-                total[:, :, :, keys] += torch.stack((of_k, of_v))
-            home.take(owner, total)
-        home.finish()
-        of_sinks = None
+                if line_grad is not None and block_line_grad is not None:
+                    line_grad += block_line_grad
+                dq[:, :, at] += q_grad
+                total[:, :, :, keys] += torch.stack((k_grad, v_grad))
+            key_value_grads.take(owner, total)
+        key_value_grads.finish()
+        sinks_grad = None
         if sinks is not None:
-            weight = (sinks.to(wide)[None, :, None] - lse).exp()
-            of_sinks = -(weight * (grad.to(wide) * out.to(wide)).sum(-1)).sum((0, 2)).to(sinks.dtype)
-        of_line = None if of_line is None else of_line.to(line.dtype)
-        return dq.to(q.dtype), dkv[0].to(k.dtype), dkv[1].to(v.dtype), of_sinks, of_line, None
+            weight = (sinks.to(acc_dtype)[None, :, None] - lse).exp()
+            sinks_grad = -(weight * (grad.to(acc_dtype) * out.to(acc_dtype)).sum(-1)).sum((0, 2)).to(sinks.dtype)
+        line_grad = None if line_grad is None else line_grad.to(line.dtype)
+        return dq.to(q.dtype), dkv[0].to(k.dtype), dkv[1].to(v.dtype), sinks_grad, line_grad, None
 
 
-def _arriving(kv: Tensor, travel: RingExchange) -> Iterator[tuple[int, tuple[int, ...], Tensor]]:
-    """(owner, chunks, keys and values (2, B, K, n, D)) of this rank first, then of those that it sees something of."""
-    axis = travel.axis
+def _receive_keys(kv: Tensor, exchange: RingExchange) -> Iterator[tuple[int, tuple[int, ...], Tensor]]:
+    """Yield (owner, its chunks, its keys and values (2, B, K, n, D)) of this rank, then of the ranks it attends to."""
+    axis = exchange.axis
     me, ranks = axis.rank, axis.size
-    own = travel.mask.keys.chunks_of(me)
-    if travel.gathers and ranks > 1:
-        lengths = [_length(travel, r, travel.mask.keys.chunks_of(r)) for r in range(ranks)]
+    local_chunks = exchange.mask.keys.chunks_of(me)
+    if exchange.gathers and ranks > 1:
+        lengths = [_length(exchange, exchange.mask.keys.chunks_of(r)) for r in range(ranks)]
         joined = all_gather(kv, axis, 3, lengths=lengths, purpose=PURPOSE).split(lengths, 3)
         for step in range(ranks):
             owner = (me - step) % ranks
-            yield owner, travel.mask.keys.chunks_of(owner), joined[owner]
+            yield owner, exchange.mask.keys.chunks_of(owner), joined[owner]
         return
-    coming = _start(kv, travel, 1)
-    yield me, own, kv
+    incoming = _start_exchange(kv, exchange, 1)
+    yield me, local_chunks, kv
     for step in range(1, ranks):
-        owner, (chunks, into, works, _) = (me - step) % ranks, coming
+        owner, (chunks, into, works, _) = (me - step) % ranks, incoming
         for work in works:
             work.wait()
-        following = _start(kv, travel, step + 1)
+        following = _start_exchange(kv, exchange, step + 1)
         if chunks:
             yield owner, chunks, into
-        elif travel.needed_by(me, owner):
-            raise AssertionError("what is needed arrives")
+        elif exchange.needed_by(me, owner):
+            raise AssertionError("a chunk that is needed was not received")
         else:
             yield owner, (), into
-        coming = following
+        incoming = following
 
 
-def _start(
-    kv: Tensor, travel: RingExchange, step: int
+def _start_exchange(
+    kv: Tensor, exchange: RingExchange, step: int
 ) -> tuple[tuple[int, ...], Tensor, Sequence[Work], Tensor | None]:
-    """Starts sending this rank's keys to the rank ``step`` behind it, and receiving those of the rank before."""
-    axis, ranks = travel.axis, travel.axis.size
+    """Start to send the local keys to the rank ``step`` positions after it, and to receive those of the rank before."""
+    axis, ranks = exchange.axis, exchange.axis.size
     if step >= ranks:
         return (), kv[:, :, :, :0], (), None
     to, source = (axis.rank + step) % ranks, (axis.rank - step) % ranks
-    leaving, chunks = travel.needed_by(to, axis.rank), travel.needed_by(axis.rank, source)
-    out = kv[:, :, :, _places(travel.mask.keys, travel.mask.keys.chunks_of(axis.rank), leaving)[0]].contiguous()
-    into = kv.new_empty((*kv.shape[:3], _length(travel, source, chunks), kv.shape[4]))
+    leaving, chunks = exchange.needed_by(to, axis.rank), exchange.needed_by(axis.rank, source)
+    out = kv[:, :, :, _slice_of(exchange.mask.keys, exchange.mask.keys.chunks_of(axis.rank), leaving)].contiguous()
+    into = kv.new_empty((*kv.shape[:3], _length(exchange, chunks), kv.shape[4]))
     return chunks, into, _exchange(axis, to, out, source, into), out
 
 
@@ -202,84 +189,82 @@ def _exchange(axis: Axis, to: int, out: Tensor, source: int, into: Tensor) -> Se
 
 
 class _KeyValueGradients:
-    """The gradients of keys and values go back to who has them, and are added up there."""
+    """Sends gradients of keys and values to their owners, and sums those that arrive."""
 
-    def __init__(self, dkv: Tensor, travel: RingExchange) -> None:
-        self._dkv, self._travel, self._step = dkv, travel, 0
-        self._coming: list[tuple[tuple[int, ...], Tensor, Sequence[Work], Tensor]] = []
+    def __init__(self, dkv: Tensor, exchange: RingExchange) -> None:
+        self._dkv, self._exchange, self._step = dkv, exchange, 0
+        self._incoming: list[tuple[tuple[int, ...], Tensor, Sequence[Work], Tensor]] = []
         self._gathered: dict[int, Tensor] = {}
 
     def take(self, owner: int, total: Tensor) -> None:
-        """What this rank found for the keys of ``owner``: its own first, then those of the rank before, and so on."""
-        travel, axis = self._travel, self._travel.axis
+        """Send this rank's gradients of the keys of ``owner`` to that rank, in the order of the ring steps."""
+        exchange, axis = self._exchange, self._exchange.axis
         step, self._step = self._step, self._step + 1
-        if travel.gathers and axis.size > 1:
+        if exchange.gathers and axis.size > 1:
             self._gathered[owner] = total
             return
         if step == 0:
             self._dkv += total
             return
-        asker = (axis.rank + step) % axis.size
-        chunks = travel.needed_by(asker, axis.rank)
-        into = total.new_empty((*total.shape[:3], _length(travel, axis.rank, chunks), total.shape[4]))
+        reader = (axis.rank + step) % axis.size
+        chunks = exchange.needed_by(reader, axis.rank)
+        into = total.new_empty((*total.shape[:3], _length(exchange, chunks), total.shape[4]))
         out = total.contiguous()
-        self._coming.append((chunks, into, _exchange(axis, owner, out, asker, into), out))
+        self._incoming.append((chunks, into, _exchange(axis, owner, out, reader, into), out))
 
     def finish(self) -> None:
-        travel, axis = self._travel, self._travel.axis
+        exchange, axis = self._exchange, self._exchange.axis
         if self._gathered:
             self._scatter()
-        for chunks, into, works, _ in self._coming:
+        for chunks, into, works, _ in self._incoming:
             for work in works:
                 work.wait()
             if chunks:
-                at, _ = _places(travel.mask.keys, travel.mask.keys.chunks_of(axis.rank), chunks)
+                at = _slice_of(exchange.mask.keys, exchange.mask.keys.chunks_of(axis.rank), chunks)
                 self._dkv[:, :, :, at] += into
 
     def _scatter(self) -> None:
-        axis = self._travel.axis
+        axis = self._exchange.axis
         peers = [r for r in range(axis.size) if r != axis.rank]
-        mine = self._gathered[axis.rank]
-        arriving = {r: torch.empty_like(mine) for r in peers}
+        local = self._gathered[axis.rank]
+        arriving = {r: torch.empty_like(local) for r in peers}
         outgoing = {r: self._gathered[r].contiguous() for r in peers}
         record("send", axis, sum(map(bytes_of, outgoing.values())), PURPOSE, ranks=2)
         works = axis.transport.exchange(outgoing, arriving)
-        self._dkv += mine
+        self._dkv += local
         for work in works:
             work.wait()
         for rank in peers:
             self._dkv += arriving[rank]
 
 
-def _calls(mask: ChunkedMask, rank: int, chunks: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(chunks of queries, chunks of keys) for each call of the kernel: one, where all of these queries see the same."""
-    rows = mask.seeing(rank, chunks)
-    seen = {row: tuple(c for c in chunks if mask.between(row, c).value != "nothing") for row in rows}
-    if len(rows) == 2 and (seen[rows[0]] == seen[rows[1]] or (rows == chunks and _own_causal(mask, rows))):
-        yield rows, seen[rows[1]]
-        return
-    for row in rows:
-        yield (row,), seen[row]
+def _kernel_calls(
+    exchange: RingExchange, chunks: tuple[int, ...], device: torch.device
+) -> Iterator[tuple[slice, slice, kernels.VisibleBlock]]:
+    """Yield (queries, keys, their mask) per kernel call: one call if all queries attend to the same keys."""
+    mask, rank = exchange.mask, exchange.axis.rank
+    rows = mask.attending_queries(rank, chunks)
+    seen = {row: tuple(c for c in chunks if mask.visibility(row, c) is not Visibility.NOTHING) for row in rows}
+    calls: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((row,), seen[row]) for row in rows]
+    if len(rows) == 2 and (seen[rows[0]] == seen[rows[1]] or (rows == chunks and mask.is_causal(rows))):
+        calls = [(rows, seen[rows[1]])]
+    for queries, keys in calls:
+        at = _slice_of(mask.queries, mask.queries.chunks_of(rank), queries)
+        yield at, _slice_of(mask.keys, chunks, keys), mask.block_mask(queries, keys, device)
 
 
-def _own_causal(mask: ChunkedMask, rows: tuple[int, ...]) -> bool:
-    return mask.queries == mask.keys and [mask.between(r, c).value for r in rows for c in rows] == [
-        "causal", "nothing", "all", "causal",
-    ]  # fmt: skip
-
-
-def _places(positions: Any, held: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[slice, int]:
-    """Where chunks lie among those that are held, which are consecutive there, and how many positions they have."""
+def _slice_of(positions: SequencePositions, stored: tuple[int, ...], selected: tuple[int, ...]) -> slice:
+    """Return the slice of selected chunks, which are adjacent, in a tensor of the stored chunks."""
     start = 0
     bounds = []
-    for chunk in held:
+    for chunk in stored:
         a, b = positions.chunks[chunk]
-        if chunk in wanted:
+        if chunk in selected:
             bounds += [start, start + b - a]
         start += b - a
-    at = slice(min(bounds, default=0), max(bounds, default=0))
-    return at, at.stop - at.start
+    return slice(min(bounds, default=0), max(bounds, default=0))
 
 
-def _length(travel: RingExchange, owner: int, chunks: tuple[int, ...]) -> int:
-    return _places(travel.mask.keys, travel.mask.keys.chunks_of(owner), chunks)[1]
+def _length(exchange: RingExchange, chunks: tuple[int, ...]) -> int:
+    positions = exchange.mask.keys
+    return sum(end - start for start, end in (positions.chunks[chunk] for chunk in chunks))

@@ -1,17 +1,18 @@
-"""A tensor whose sequence is sharded over the ranks of an axis, and that behaves like the full tensor.
+"""A tensor that is sharded over the sequence and behaves like the full tensor.
 
-Gradients are those of data parallelism: each rank's count P times, and the P ranks' are averaged. So what is computed
-of a gathered tensor, on all ranks alike, is right, and what each rank computes of its own positions is too.
+Gradients are averaged over the P ranks of the axis, as in data parallelism: the backward of local positions scales by
+P. Both computations on gathered tensors, identical on all ranks, and on local positions therefore have correct
+gradients.
 
-What leaves a stack of layers under context parallelism is one of these, and so are the logits that a head makes of it:
+The output of a stack of layers under context parallelism is such a tensor, and so are logits computed from it:
 
-    hidden = model.model(input_ids).last_hidden_state     # (B, S, H); this rank holds (B, s, H)
-    logits = model.lm_head(hidden)                        # still: each position by itself
-    F.cross_entropy(logits.view(-1, V), labels.view(-1))  # of this rank's positions, and one number is summed
+    hidden = model.model(input_ids).last_hidden_state     # (B, S, H); each rank stores (B, s, H)
+    logits = model.lm_head(hidden)                        # still sharded: works on each position separately
+    F.cross_entropy(logits.view(-1, V), labels.view(-1))  # of the local positions, and one number is summed
     hidden[:, 0]                                          # a plain tensor: one all-gather of (B, S, H)
 
-The table ``SEQUENCE_RULES`` at the end of this file has what functions of torch do with it; one that is not in it
-gathers the full tensor and goes on with a plain one, the same on all ranks.
+``SEQUENCE_RULES`` at the end of this file maps functions of torch to their implementations on sharded tensors. All
+other functions gather the full tensor and return plain tensors, identical on all ranks.
 """
 
 from __future__ import annotations
@@ -25,59 +26,43 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
 
-from shardformer.comm.autograd_collectives import once_differentiable
+from shardformer.comm import sharded_tensor as rules
 from shardformer.comm.collectives import all_gather, all_reduce, start_all_to_all
-from shardformer.comm.sharded_tensor import (
-    ELEMENTWISE,
-    Args,
-    Kwargs,
-    Rule,
-    ShardedTensor,
-    TorchFunction,
-    copied,
-    elementwise,
-    gathered,
-    is_inplace,
-    query_local,
-    rules_by_function,
-    to_full_tensors,
-    view,
-)
+from shardformer.comm.sharded_tensor import Args, Kwargs, Rule, ShardedTensor, TorchFunction
 from shardformer.context_parallel.sequence_layout import IndexShards
 from shardformer.mesh.parallel_context import Axis
-from shardformer.tensor_parallel.region import LocalRandomState
+from shardformer.tensor_parallel.region import LocalRandomState, with_backward
 from shardformer.torch_compat import current_graph_task_id, tree_any, tree_map_only
 
-# B batch, S sequence, H hidden, V vocabulary, P ranks; s: this rank's positions
+# B batch, S sequence, H hidden, V vocabulary, P ranks; s: local positions
 
 _INSIDE = threading.local()
-"""Whether a model is in its forward: operands that need a gradient are then its own, on all ranks."""
+"""Whether a model runs its forward. Operands that need a gradient then belong to the model, on all ranks."""
 
 
 def set_inside_model(is_now: bool) -> None:
-    """Whether what is computed from here on is of a model whose gradients are averaged over the ranks."""
+    """Set whether the following operations belong to a model whose gradients are averaged over the ranks."""
     _INSIDE.now = is_now
 
 
 def is_inside() -> bool:
-    """In a backward, too: what runs there is a part of the model that is computed again."""
+    """Whether a model runs its forward, or recomputes it in the backward."""
     return getattr(_INSIDE, "now", False) or current_graph_task_id() >= 0
 
 
 class SequenceShardedTensor(ShardedTensor):
-    """The full tensor, of which this rank holds some positions.
+    """Tensor that is sharded over the sequence and behaves like the full tensor.
 
-    Communicates nothing: views and slices, casts, arithmetic, linears and norms of each position by itself, sums over
-    features, printing. Communicates one number: ``F.cross_entropy`` with class indices, sums of everything.
-    Communicates one all-gather of the full tensor, once: everything else, which then gives plain tensors.
+    - Without communication: views and slices, casts, arithmetic, linears and norms, sums over features, printing.
+    - One number: ``F.cross_entropy`` with class indices, sums of all elements.
+    - One all-gather of the full tensor, which is then cached: all other functions. They return plain tensors.
     """
 
     TEXT = (
-        "a tensor whose sequence is sharded over ranks",
-        "Each rank holds some of its positions, and only functions of torch that are called by name know it",
-        "Call .full_tensor() on all ranks for a plain tensor, or .to_local() for this rank's positions",
+        "a tensor that is sharded over the sequence",
+        "Each rank stores some positions, and only functions that are called from Python support this",
+        "Call .full_tensor() on all ranks for a plain tensor, or .to_local() for the positions of this rank",
     )
     rows: IndexShards
 
@@ -88,8 +73,8 @@ class SequenceShardedTensor(ShardedTensor):
         return self
 
     def _gather(self, local: Tensor) -> Tensor:
-        """Of logits whose vocabulary is sharded too, that is gathered first."""
-        return gather_rows(to_full_tensors(local), self.rows, self.shard_dim)
+        """Gather the vocabulary of vocabulary-parallel logits first."""
+        return gather_rows(rules.to_full_tensors(local), self.rows, self.shard_dim)
 
     def placed(self, local: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> SequenceShardedTensor:
         return SequenceShardedTensor(local, self.rows, self.shard_dim if dim is None else dim)
@@ -98,111 +83,70 @@ class SequenceShardedTensor(ShardedTensor):
         return local_rows(full, self.rows, dim)
 
     def is_aligned(self, other: Any) -> bool:
-        mine, theirs = (x.shard_dim - len(x.full_shape) for x in (self, other))
-        return mine == theirs and self.rows.is_like(other.rows)
+        dims = [x.shard_dim - len(x.full_shape) for x in (self, other)]
+        return dims[0] == dims[1] and self.rows.is_like(other.rows)
 
     def takes_gradients(self) -> bool:
         return is_inside()
 
     def _held(self) -> str:
-        return f"{len(self.rows.own)} of {self.rows.full} rows held by {self.rows.axis}"
-
-
-class _Gather(Function):
-    """Backward: the sum of what all ranks found for the own rows, as the P ranks' gradients are averaged."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, rows: IndexShards, dim: int) -> Tensor:
-        ctx.rows, ctx.dim = rows, dim
-        lengths = [len(part) for part in rows.parts]
-        joined = all_gather(local, rows.axis, dim, lengths=lengths, purpose="gather")
-        order = torch.cat(rows.parts).argsort().to(local.device)
-        return joined.index_select(dim, order)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        rows: IndexShards = ctx.rows
-        parts = [grad.index_select(ctx.dim, part.to(grad.device)) for part in rows.parts]
-        own = parts[rows.axis.rank]
-        sizes = [own.numel()] * rows.axis.size
-        found = start_all_to_all([part.reshape(-1) for part in parts], sizes, rows.axis, "gather").wait()
-        return found.view(rows.axis.size, *own.shape).sum(0), None, None
-
-
-class _Sum(Function):
-    """The sum of what each rank has. Backward: that of the gradients, as the P ranks' are averaged."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return all_reduce(local.clone(), axis, purpose="loss")
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(grad.clone(), ctx.axis, purpose="loss"), None
-
-
-class _Take(Function):
-    """This rank's rows of a full tensor. Backward: theirs alone, as the P ranks' gradients are averaged."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: IndexShards, dim: int) -> Tensor:
-        ctx.rows, ctx.dim, ctx.shape = rows, dim, x.shape
-        return rows.take(x, dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        full = grad.new_zeros(ctx.shape)
-        return full.index_copy_(ctx.dim, ctx.rows.own.to(grad.device), grad), None, None
-
-
-class _Input(Function):
-    """A tensor from outside of the model. Backward: the mean over the ranks, each of whose gradients counts P times."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(grad.clone(), ctx.axis, purpose="input") / ctx.axis.size, None
+        return f"{len(self.rows.local)} of {self.rows.full} rows on {self.rows.axis}"
 
 
 def shared_input(x: Tensor, axis: Axis) -> Tensor:
-    """An input of the model that all ranks hold, with the same gradient on all of them.
+    """Make the gradient of a replicated input of the model identical on all ranks.
 
-    What is computed before it, of the model's own parameters too, has the whole gradient on each rank, which the mean
-    over the ranks leaves as it is. Communicates nothing forward, and in the backward one all-reduce of x.
+    Operations before this input then have the full gradient on each rank, so the average over the ranks does not change
+    the gradients of their parameters. Communicates in the backward one all-reduce of x. The gradient is the mean over
+    the ranks, whose gradients are scaled by P.
     """
-    out: Tensor = _Input.apply(x, axis)
-    return out
+    mean = lambda grad: all_reduce(grad.clone(), axis, purpose="input") / axis.size  # noqa: E731
+    return with_backward(x, lambda x: x.view_as(x), mean)
 
 
 def all_reduce_sum(local: Tensor, axis: Axis) -> Tensor:
-    """The sum of what each rank has, the same on all. Communicates one all-reduce, in the backward another."""
-    out: Tensor = _Sum.apply(local, axis)
-    return out
+    """Sum a tensor over the ranks. Communicates one all-reduce, and another in the backward.
+
+    The gradients are summed, because they are averaged over the ranks later.
+    """
+    total = lambda x: all_reduce(x.clone(), axis, purpose="loss")  # noqa: E731
+    return with_backward(local, total, total)
 
 
 def gather_rows(local: Tensor, rows: IndexShards, dim: int) -> Tensor:
-    """All rows, of this rank's. Communicates one all-gather, and in the backward of floats one reduce-scatter."""
-    out: Tensor = _Gather.apply(local, rows, dim % local.dim())
-    return out
+    """Gather all rows. Communicates one all-gather, and in the backward of floats one reduce-scatter.
+
+    The gradients of the local rows are summed over the ranks, because they are averaged over the ranks later.
+    """
+    dim %= local.dim()
+
+    def gather(local: Tensor) -> Tensor:
+        lengths = [len(part) for part in rows.parts]
+        joined = all_gather(local, rows.axis, dim, lengths=lengths, purpose="gather")
+        return joined.index_select(dim, torch.cat(rows.parts).argsort().to(local.device))
+
+    def reduce_scatter(grad: Tensor) -> Tensor:
+        parts = [grad.index_select(dim, part.to(grad.device)) for part in rows.parts]
+        local = parts[rows.axis.rank]
+        sizes = [local.numel()] * rows.axis.size
+        summands = start_all_to_all([part.reshape(-1) for part in parts], sizes, rows.axis, "gather").wait()
+        return summands.view(rows.axis.size, *local.shape).sum(0)
+
+    return with_backward(local, gather, reduce_scatter)
 
 
 def local_rows(x: Tensor, rows: IndexShards, dim: int) -> Tensor:
-    """This rank's rows of a tensor that all ranks hold alike. Communicates nothing, in the backward neither."""
-    out: Tensor = _Take.apply(x, rows, dim % x.dim())
-    return out
+    """Take the local rows of a replicated tensor. Communicates nothing, also in the backward."""
+    dim, shape = dim % x.dim(), x.shape
+
+    def pad(grad: Tensor) -> Tensor:
+        return grad.new_zeros(shape).index_copy_(dim, rows.local.to(grad.device), grad)
+
+    return with_backward(x, lambda x: rows.take(x, dim), pad)
 
 
-def _of_row(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Functions of the last dim, with weights: linear, norms. Of the cut dim they know nothing."""
+def _rowwise(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+    """Apply a function of the last dim with weights (linear, norms) to the local positions."""
     x = args[0]
     tensors = [a for a in (*args[1:], *kwargs.values()) if isinstance(a, Tensor)]
     trains = any(t.requires_grad for t in tensors) and torch.is_grad_enabled()
@@ -212,76 +156,76 @@ def _of_row(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
         or (trains and not is_inside())
         or x.shard_dim >= x.dim() - len(args[1] if func in _NORMS and len(args) > 1 else (1,))
     ):
-        return gathered(func, args, kwargs)
+        return rules.gathered(func, args, kwargs)
     return SequenceShardedTensor(func(x.local, *args[1:], **kwargs), x.rows, x.shard_dim)
 
 
-def _along(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Softmax, sums, maxima along other dims than the cut one; sums of everything."""
+def _reduce_features(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+    """Apply softmax or a reduction over dims that are not sharded, or sum all elements."""
     x = args[0]
     if not isinstance(x, SequenceShardedTensor) or tree_any(
         lambda a: isinstance(a, SequenceShardedTensor), (args[1:], dict(kwargs))
     ):
-        return gathered(func, args, kwargs)
+        return rules.gathered(func, args, kwargs)
     dims = args[1] if len(args) > 1 else kwargs.get("dim")
     name = getattr(func, "__name__", "")
     if dims is None:
         if name not in ("sum", "mean") or set(kwargs) - {"dtype"} or len(args) > 1:
-            return gathered(func, args, kwargs)
+            return rules.gathered(func, args, kwargs)
         total: Tensor = all_reduce_sum(x.local.sum(**kwargs), x.rows.axis)
         return total / x.numel() if name == "mean" else total
-    named = [dims] if isinstance(dims, int) else dims
-    if not isinstance(named, tuple | list) or not all(isinstance(dim, int) for dim in named):
-        return gathered(func, args, kwargs)
-    gone = {dim % x.dim() for dim in named}
-    if x.shard_dim in gone:
-        return gathered(func, args, kwargs)
-    found = func(x.local, *args[1:], **kwargs)
-    first = found if isinstance(found, Tensor) else found[0]
-    left = x.shard_dim if first.dim() == x.dim() else x.shard_dim - sum(dim < x.shard_dim for dim in gone)
-    return tree_map_only(Tensor, lambda t: SequenceShardedTensor(t, x.rows, left), found)
+    dims = [dims] if isinstance(dims, int) else dims
+    if not isinstance(dims, tuple | list) or not all(isinstance(dim, int) for dim in dims):
+        return rules.gathered(func, args, kwargs)
+    reduced = {dim % x.dim() for dim in dims}
+    if x.shard_dim in reduced:
+        return rules.gathered(func, args, kwargs)
+    out = func(x.local, *args[1:], **kwargs)
+    first = out if isinstance(out, Tensor) else out[0]
+    shard_dim = x.shard_dim if first.dim() == x.dim() else x.shard_dim - sum(dim < x.shard_dim for dim in reduced)
+    return tree_map_only(Tensor, lambda t: SequenceShardedTensor(t, x.rows, shard_dim), out)
 
 
 def _dropout(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Each rank draws its own numbers, and the stream of all goes on alike."""
+    """Apply dropout with different random numbers on each rank; the shared random state stays equal on all ranks."""
     x = args[0]
-    if not isinstance(x, SequenceShardedTensor) or is_inplace(func, kwargs):
-        return gathered(func, args, kwargs)
-    stream = LocalRandomState(x.rows.axis)
-    stream.enter(x.local)
+    if not isinstance(x, SequenceShardedTensor) or rules.is_inplace(func, kwargs):
+        return rules.gathered(func, args, kwargs)
+    random = LocalRandomState(x.rows.axis)
+    random.enter(x.local)
     try:
         return SequenceShardedTensor(func(x.local, *args[1:], **kwargs), x.rows, x.shard_dim)
     finally:
-        stream.leave()
+        random.leave()
 
 
 def _reshape(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """view, reshape and flatten that merge the cut dim with those before it, or leave it."""
+    """Apply view, reshape or flatten if it keeps the sharded dim, or merges it with the dims before it."""
     x = args[0]
     if not isinstance(x, SequenceShardedTensor):
-        return gathered(func, args, kwargs)
+        return rules.gathered(func, args, kwargs)
     try:
-        shape = func(torch.empty(x.shape, device="meta"), *to_full_tensors(args[1:]), **kwargs).shape
+        shape = func(torch.empty(x.shape, device="meta"), *rules.to_full_tensors(args[1:]), **kwargs).shape
     except RuntimeError:
-        return gathered(func, args, kwargs)  # which raises with the sizes that the caller knows
+        return rules.gathered(func, args, kwargs)  # raises torch's error with the full sizes
     old = [1, *accumulate(x.shape, lambda a, b: a * b)]
     new = [1, *accumulate(shape, lambda a, b: a * b)]
     end = x.shard_dim + 1
     for at in range(len(shape)):
         if new[at + 1] == old[end] and new[at] in old[:end] and prod(shape[at + 1 :]) == prod(x.shape[end:]):
             first = max(d for d in range(end) if old[d] == new[at])
-            rows = x.rows.within(prod(x.shape[first : x.shard_dim]))
-            sizes = [len(rows.own) if d == at else size for d, size in enumerate(shape)]
+            rows = x.rows.repeat_samples(prod(x.shape[first : x.shard_dim]))
+            sizes = [len(rows.local) if d == at else size for d, size in enumerate(shape)]
             return SequenceShardedTensor(x.local.reshape(sizes), rows, at)
-    return gathered(func, args, kwargs)
+    return rules.gathered(func, args, kwargs)
 
 
 def _getitem(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Numbers, slices, None and ``...``: of the cut dim slices."""
+    """Index with integers, slices, None and ``...``; the sharded dim only with slices."""
     x, key = args
     keys = key if isinstance(key, tuple) else (key,)
     if not isinstance(x, SequenceShardedTensor) or any(not _is_simple(k) for k in keys):
-        return gathered(func, args, kwargs)
+        return rules.gathered(func, args, kwargs)
     used = sum(isinstance(k, slice | int) for k in keys)
     if not any(k is Ellipsis for k in keys):
         keys = (*keys, Ellipsis)
@@ -291,10 +235,10 @@ def _getitem(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
         count = x.dim() - used if k is Ellipsis else int(k is not None)
         if at <= x.shard_dim < at + count:
             if isinstance(k, int):
-                return gathered(func, args, kwargs)
+                return rules.gathered(func, args, kwargs)
             where = after + x.shard_dim - at
             if isinstance(k, slice) and k.indices(x.rows.full) != (0, x.rows.full, 1):
-                rows, kept = x.rows.sliced(k)
+                rows, kept = x.rows.slice_rows(k)
             k = slice(None) if isinstance(k, slice) else k
         at += count
         after += count if k is Ellipsis else int(not isinstance(k, int))
@@ -306,8 +250,7 @@ def _getitem(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _setitem(func: TorchFunction, args: Args, kwargs: Kwargs) -> None:
-    """``x[mask] = rows`` and ``x[mask, :] = rows``: of the positions that a mask of the first dims picks, each rank
-    writes its own. The rows of all positions are the same on all ranks."""
+    """Write replicated rows to the positions that a mask of the first dims selects (``x[mask] = rows``)."""
     x, key, value = args
     mask, *rest = key if isinstance(key, tuple) else (key,)
     is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool and not isinstance(mask, SequenceShardedTensor)
@@ -318,12 +261,12 @@ def _setitem(func: TorchFunction, args: Args, kwargs: Kwargs) -> None:
         or not x.shard_dim < mask.dim() <= x.dim()
         or mask.shape != x.shape[: mask.dim()]
     ):
-        SequenceShardedTensor.refuse(f"__setitem__ was to write into {SequenceShardedTensor.TEXT[0]}")
-    value, own = to_full_tensors(value), x.rows.take(mask, x.shard_dim)
+        SequenceShardedTensor.refuse(f"__setitem__ with this index cannot write to {SequenceShardedTensor.TEXT[0]}")
+    value, local_mask = rules.to_full_tensors(value), x.rows.take(mask, x.shard_dim)
     if isinstance(value, Tensor) and value.dim() > x.dim() - mask.dim() and value.shape[0] != 1:
-        numbers = (mask.flatten().cumsum(0) - 1).view(mask.shape)  # of each position that is picked, its row
-        value = value.index_select(0, x.rows.take(numbers, x.shard_dim)[own])
-    x.local[own] = value
+        numbers = (mask.flatten().cumsum(0) - 1).view(mask.shape)  # the row of each selected position
+        value = value.index_select(0, x.rows.take(numbers, x.shard_dim)[local_mask])
+    x.local[local_mask] = value
     x._full = None
 
 
@@ -333,7 +276,7 @@ def _is_simple(key: Any) -> bool:
 
 
 def _cross_entropy(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """F.cross_entropy and F.nll_loss with class indices: of this rank's rows, and one number is summed."""
+    """Compute F.cross_entropy or F.nll_loss with class indices from the local rows, with one all-reduce."""
     x, target = args[0], args[1] if len(args) == 2 else None
     if (
         not isinstance(x, SequenceShardedTensor)
@@ -344,9 +287,9 @@ def _cross_entropy(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
         or target.shape != (x.shape[0], *x.shape[2:])
         or any(kwargs.get(name) is not None for name in ("size_average", "reduce"))
     ):
-        return gathered(func, args, kwargs)
+        return rules.gathered(func, args, kwargs)
     dim = x.shard_dim - (x.shard_dim > 1)
-    target = to_full_tensors(target)
+    target = rules.to_full_tensors(target)
     reduction = kwargs.get("reduction", "mean")
     options = {**kwargs, "reduction": "none" if reduction == "none" else "sum"}
     loss = func(x.local, x.rows.take(target, dim), **options)
@@ -362,30 +305,32 @@ def _cross_entropy(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 _NORMS = (F.layer_norm, F.rms_norm)
 
-# Methods and attributes of a tensor, and functions of torch and torch.nn.functional, by name.
+# methods and attributes of a tensor, and functions of torch and torch.nn.functional
 _NAMES: Mapping[Rule, str] = {
-    elementwise: f"""
-        {ELEMENTWISE} to type type_as cpu cuda float double half bfloat16 square sqrt rsqrt log gelu silu erf
+    rules.elementwise: f"""
+        {rules.ELEMENTWISE} to type type_as cpu cuda float double half bfloat16 square sqrt rsqrt log gelu silu erf
         __eq__ __ne__ __lt__ __le__ __gt__ __ge__ eq ne lt le gt ge logical_not logical_and
         """,
-    _of_row: "linear layer_norm rms_norm",
-    _along: "softmax log_softmax sum mean amax amin max min argmax argmin var logsumexp",
+    _rowwise: "linear layer_norm rms_norm",
+    _reduce_features: "softmax log_softmax sum mean amax amin max min argmax argmin var logsumexp",
     _dropout: "dropout",
-    copied: "clone contiguous detach",
-    query_local: "requires_grad is_contiguous is_inference",
-    view: "transpose swapaxes swapdims permute unsqueeze squeeze select unbind narrow index_select expand split chunk",
+    rules.copied: "clone contiguous detach",
+    rules.query_local: "requires_grad is_contiguous is_inference",
+    rules.view: """
+        transpose swapaxes swapdims permute unsqueeze squeeze select unbind narrow index_select expand split chunk
+        """,
     _reshape: "view reshape flatten unflatten",
     _getitem: "__getitem__",
     _setitem: "__setitem__",
     _cross_entropy: "cross_entropy nll_loss",
 }
-SEQUENCE_RULES: Mapping[Any, Rule] = rules_by_function(_NAMES)
-"""What is called, for each function of torch that does not simply gather."""
+SEQUENCE_RULES: Mapping[Any, Rule] = rules.rules_by_function(_NAMES)
+"""Function of torch -> its implementation on sharded tensors. All other functions gather."""
 SequenceShardedTensor.RULES = SEQUENCE_RULES
 
 
 def map_local_positions(change: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """``change`` of each position by itself: of a cut tensor, of this rank's."""
+    """Apply ``change``, which works on each position separately, to the local positions of a tensor."""
     return (
         SequenceShardedTensor(change(x.local), x.rows, x.shard_dim)
         if isinstance(x, SequenceShardedTensor)
@@ -394,10 +339,10 @@ def map_local_positions(change: Callable[[Tensor], Tensor], x: Tensor) -> Tensor
 
 
 def to_local(x: Tensor) -> Tensor:
-    """This rank's part of a cut tensor; any other as it is."""
+    """Return the local shard of a sharded tensor, and any other tensor unchanged."""
     return x.local if isinstance(x, SequenceShardedTensor) else x
 
 
 def shard_like(local: Tensor, x: Any) -> Tensor:
-    """A part that another stage made, as the tensor in whose place it comes."""
+    """Wrap a local shard with the sharding of x; return it unchanged if x is not sharded."""
     return SequenceShardedTensor(local, x.rows, x.shard_dim) if isinstance(x, SequenceShardedTensor) else local

@@ -1,3 +1,1 @@
 """Attention on fused kernels."""
-
-from __future__ import annotations

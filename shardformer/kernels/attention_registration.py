@@ -1,8 +1,8 @@
-"""Runs attention on fused kernels: models that use transformers' interface, and classes with their own attention.
+"""Runs the attention of a model on fused kernels: through transformers' interface, or by overriding a method.
 
-A class is named here that computes softmax attention in its own forward. The function computes what its method does
-and calls ``attention``; all around it stays the model's own. What the class says for sharding (its number of heads) is
-read where the class reads it.
+``OVERRIDES`` lists classes that compute softmax attention in their own forward. The override computes the same and
+calls ``attention``; the other methods are unchanged. It reads attributes that sharding changes, such as the number of
+local heads, from the module.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from torch import Tensor, nn
 from shardformer.errors import ConfigError
 from shardformer.kernels.attention import (
     KERNELS,
-    REMEDY_OFF,
     FusedAttentionMode,
     attention,
     check_attention_arguments,
     dropout_error,
     flash_attn,
+    unsupported_error,
 )
 from shardformer.torch_patches import Patch, Undo, install
 
-# B batch, N heads of this rank, Q and S lengths of queries and keys, D head dim, H hidden, L tokens of a window
+# B batch, N local heads, Q and S lengths of queries and keys, D head dim, H hidden, L tokens of a window
 
 Output = tuple[Tensor, Tensor | None]
 
@@ -50,9 +50,9 @@ def bloom(
     output_attentions: bool = False,
     **kwargs: Any,
 ) -> Output:
-    """ALiBi adds to a score what depends on the head and the key: one more feature of the key, times one.
+    """Compute BLOOM attention, with ALiBi as an additional feature of queries (1) and keys (the bias).
 
-    So it needs no bias, which the flash kernel of CUDA would not take.
+    The flash kernel for CUDA does not support a bias of the scores.
     """
     q_BNQD, k_BNSD, v_BNSD = self._reshape(self.query_key_value(hidden_states))
     if layer_past is not None:
@@ -60,36 +60,36 @@ def bloom(
     slopes_BNS1 = alibi.view(*k_BNSD.shape[:-1], 1).to(k_BNSD.dtype)
     q_BNQE = torch.cat([q_BNQD * self.inv_norm_factor, torch.ones_like(q_BNQD[..., :1])], -1)
     k_BNSE = torch.cat([k_BNSD, slopes_BNS1], -1)
-    p = _rate(self, self.attention_dropout)
+    p = _dropout_rate(self, self.attention_dropout)
     out_BQND, _ = attention(self, q_BNQE, k_BNSE, v_BNSD, attention_mask, p, scaling=1.0)
     out: Tensor = F.dropout(self.dense(out_BQND.flatten(2)), p=self.hidden_dropout, training=self.training)
     return residual + out, None
 
 
 def gpt_neo(self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None) -> Output:
-    """Scores without a scale; a local layer sees a window."""
+    """Compute GPT-Neo attention: unscaled scores, and a window in local layers."""
     q_length, length = query.shape[2], key.shape[2]
     mask = attention_mask
     if self.attention_type == "local" or mask is not None:
-        seen = self.bias[:, :, length - q_length : length, :length]
+        visible = self.bias[:, :, length - q_length : length, :length]
         if mask is None or mask.dtype == torch.bool:
-            mask = seen if mask is None else seen & mask
+            mask = visible if mask is None else visible & mask
         else:
-            mask = torch.where(seen, mask, torch.finfo(mask.dtype).min)
-    p = _rate(self, self.attn_dropout)
+            mask = torch.where(visible, mask, torch.finfo(mask.dtype).min)
+    p = _dropout_rate(self, self.attn_dropout)
     out_BQND, _ = attention(self, query.to(value.dtype), key.to(value.dtype), value, mask, p, scaling=1.0)
     return out_BQND.transpose(1, 2), None
 
 
 def gptj(self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None) -> Output:
-    p, scale = _rate(self, self.attn_dropout), 1.0 / float(self.scale_attn)
+    p, scale = _dropout_rate(self, self.attn_dropout), 1.0 / float(self.scale_attn)
     query, key = query.to(value.dtype), key.to(value.dtype)
     out_BQND, _ = attention(self, query, key, value, attention_mask, p, scaling=scale)
     return out_BQND.transpose(1, 2), None
 
 
 def sam_vision(self: Any, hidden_states: Tensor, output_attentions: bool | None = None) -> Output:
-    """Positions along height and width are added to the scores, each a product with the query."""
+    """Compute SAM attention, with biases for relative heights and widths that are products with the query."""
     batch, height, width, _ = hidden_states.shape
     tokens, heads = height * width, self.num_attention_heads
     qkv_3BNSD = self.qkv(hidden_states).reshape(batch, tokens, 3, heads, -1).permute(2, 0, 3, 1, 4)
@@ -99,7 +99,7 @@ def sam_vision(self: Any, hidden_states: Tensor, output_attentions: bool | None 
         flat, size = query.reshape(batch * heads, tokens, -1), (height, width)
         bias = self.get_decomposed_rel_pos(flat, self.rel_pos_h, self.rel_pos_w, size, size)
         bias = bias.reshape(batch, heads, tokens, tokens)
-    # the class on torch's own attention leaves the dropout out
+    # SamVisionSdpaAttention applies no dropout
     p = 0.0 if "Sdpa" in type(self).__name__ or not self.training else float(self.dropout)
     out_BQND, _ = attention(self, query, key, value, None, p, self.scale, is_causal=False, position_bias=bias)
     return self.proj(out_BQND.reshape(batch, height, width, -1)), None
@@ -108,17 +108,17 @@ def sam_vision(self: Any, hidden_states: Tensor, output_attentions: bool | None 
 def swinv2(
     self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, output_attentions: bool | None = False
 ) -> tuple[Tensor]:
-    """The cosine of query and key, times a scale of each head; relative positions come from an MLP."""
+    """Compute Swin V2 attention: cosine similarity with a scale per head, and a bias from an MLP."""
     projections = (self.query, self.key, self.value)
     heads = (-1, self.num_attention_heads, self.attention_head_size)
     q, k, v = (project(hidden_states).unflatten(-1, heads[1:]).transpose(1, 2) for project in projections)
     table = self.continuous_position_bias_mlp(self.relative_coords_table).view(-1, self.num_attention_heads)
-    mask = None if attention_mask is None else 2 * attention_mask  # the class adds it twice
+    mask = None if attention_mask is None else 2 * attention_mask  # SwinV2SelfAttention adds the mask twice
     return (_cosine_attention(self, q, k, v, mask, table, self.dropout),)
 
 
 def timm_swinv2(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
-    """timm's, with one linear for q, k and v, whose biases stand beside it."""
+    """Compute timm's Swin V2 attention, with one linear for q, k and v and separate biases."""
     if self.q_bias is None:
         qkv = self.qkv(x)
     else:
@@ -133,7 +133,7 @@ def timm_swinv2(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
 def _cosine_attention(
     self: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, table: Tensor, dropout: Any
 ) -> Tensor:
-    """q, k, v (B, N, L, D) of the windows of all images, a mask (windows of one, L, L) -> (B, L, N * D)."""
+    """Attend within windows: q, k, v (B, N, L, D) and a mask (windows per image, L, L) -> (B, L, N * D)."""
     scale_N11 = torch.clamp(self.logit_scale, max=math.log(1.0 / 0.01)).exp()
     q, k = F.normalize(q, dim=-1) * scale_N11, F.normalize(k, dim=-1)
     area = self.window_size[0] * self.window_size[1]
@@ -141,26 +141,26 @@ def _cosine_attention(
     bias_1NLL = 16 * torch.sigmoid(bias_LLN.permute(2, 0, 1).contiguous())[None]
     if mask is not None:
         mask = mask[:, None].repeat(len(q) // len(mask), 1, 1, 1)
-    p = _rate(self, dropout)
+    p = _dropout_rate(self, dropout)
     out, _ = attention(self, q, k, v, mask, p, scaling=1.0, is_causal=False, position_bias=bias_1NLL)
     return out.flatten(2)
 
 
-def _rate(module: nn.Module, dropout: Any) -> float:
+def _dropout_rate(module: nn.Module, dropout: Any) -> float:
     return float(dropout.p) if module.training else 0.0
 
 
-# -- which ------------------------------------------------------------------------------------------------------------
+# --- the overrides
 
 
 @dataclass(frozen=True)
 class AttentionOverride:
-    """How a class of attention comes to the kernels.
+    """The override of one method of an attention class.
 
     Args:
-        method: what is replaced, by ``function``.
-        dropout: the attribute that holds the rate of the dropout of its weights.
-        bias: the parameters of it whose values are added to the scores, if any.
+        method: the method that ``function`` replaces.
+        dropout: the attribute with the dropout rate of the attention weights.
+        bias: the parameters that are added to the scores, if any.
     """
 
     method: str
@@ -170,7 +170,7 @@ class AttentionOverride:
 
 
 def chatglm(self: Any, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, attention_mask: Any) -> Tensor:
-    """ChatGLM2's core, of states that lie (length, batch, heads, head dim); its mask is True where nothing is seen."""
+    """Compute ChatGLM2 attention on (length, batch, heads, head dim), with a mask that is True for hidden keys."""
     q_BNQD, k_BNSD, v_BNSD = (x.permute(1, 2, 0, 3) for x in (query_layer, key_layer, value_layer))
     mask = None if attention_mask is None else ~attention_mask
     out_BQND, _ = attention(self, q_BNQD, k_BNSD, v_BNSD, mask)
@@ -189,26 +189,26 @@ OVERRIDES = {
         "forward", timm_swinv2, "attn_drop", "cpb_mlp"
     ),
 }
-"""By the name of the class, and of its module where others have that name too."""
+"""Class name, with its module if other classes have the same name -> its override."""
 SDPA = ("FalconAttention",)
-"""Classes that call torch's scaled_dot_product_attention themselves where their config says "sdpa"."""
+"""Classes that call torch's scaled_dot_product_attention themselves if their config selects "sdpa"."""
 
 
 def override_for(cls: type[nn.Module]) -> AttentionOverride | None:
-    """None also for a class that dispatches its attention in this version of transformers (GPT-J from 5.24 on)."""
-    own = OVERRIDES.get(cls.__name__) or OVERRIDES.get(f"{cls.__module__}.{cls.__name__}")
-    if own is None:
+    """Return the override of a class; None if it uses transformers' interface in this version (GPT-J from 5.24 on)."""
+    override = OVERRIDES.get(cls.__name__) or OVERRIDES.get(f"{cls.__module__}.{cls.__name__}")
+    if override is None:
         return None
     source = source_of(cls)  # type: ignore[arg-type]  # mypy reads __hash__ as the instances'
-    return None if is_on_interface(source) else own
+    return None if is_on_interface(source) else override
 
 
 @functools.cache
 def source_of(cls: Any) -> str:
-    """The code of the methods of a class and of those it inherits from; empty where there is none to read."""
+    """Return the source code of a class's methods, inherited ones included; empty if there is no source."""
     parts = []
     for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
-        # not of the class at once: Python parses a file for that, which two threads cannot do at the same time
+        # Not the source of the class: inspect would parse the file, which is not thread-safe.
         for method in filter(inspect.isfunction, vars(base).values()):
             try:
                 parts.append(inspect.getsource(method))
@@ -223,85 +223,88 @@ def is_on_interface(source: str) -> bool:
 
 def overridden_modules(model: nn.Module) -> Iterator[tuple[str, Any, AttentionOverride]]:
     for path, module in model.named_modules():
-        if (own := override_for(type(module))) is not None:
-            yield path, module, own
+        if (override := override_for(type(module))) is not None:
+            yield path, module, override
 
 
 def check_overrides(model: nn.Module) -> None:
-    """Raises ConfigError for a module that would compute something else than its function here."""
-    for path, module, own in overridden_modules(model):
-        theirs: Any = getattr(type(module), own.method, None)
-        takes, ours = ([] if f is None else list(inspect.signature(f).parameters) for f in (theirs, own.function))
-        if takes != ours:
-            raise ConfigError(
-                f"enable_flash_attention for {path} ({type(module).__name__}), whose {own.method} takes {takes[1:]}",
-                rule=f"What takes its place takes {ours[1:]}: this version of transformers computes something else",
-                remedy=f"{REMEDY_OFF} for this model, or use the transformers that pyproject.toml names",
+    """Raise ConfigError if the override of a module would not compute the same as its class."""
+    for path, module, override in overridden_modules(model):
+        original: Any = getattr(type(module), override.method, None)
+        found, expected = (
+            [] if f is None else list(inspect.signature(f).parameters) for f in (original, override.function)
+        )
+        if found != expected:
+            raise unsupported_error(
+                f"{path} ({type(module).__name__}), whose {override.method} takes {found[1:]} instead of "
+                f"{expected[1:]} in this version of transformers",
+                "Install the version of transformers that pyproject.toml requires",
             )
         if getattr(module, "slow_but_exact", False) and module.pretraining_tp > 1:
-            raise ConfigError(
-                f"enable_flash_attention for {path}, slow_but_exact=True and pretraining_tp={module.pretraining_tp}",
-                rule="These compute the output projection in slices, to reproduce the rounding of a training run",
-                remedy=f"Set slow_but_exact=False in the config. Or {REMEDY_OFF.lower()}",
+            raise unsupported_error(
+                f"slow_but_exact=True with pretraining_tp={module.pretraining_tp}, as in {path}",
+                "Set slow_but_exact=False in the config",
+                "They compute the output projection in slices, to reproduce the rounding of a training run",
             )
     for path, module in model.named_modules():
         config: Any = getattr(module, "config", None)
         if type(module).__name__ in SDPA and config._attn_implementation == "eager" and config.alibi:
-            raise ConfigError(
-                f"enable_flash_attention for {path} ({type(module).__name__}) with eager attention and alibi=True",
-                rule="The eager attention of this class adds ALiBi twice, its fused one once",
-                remedy=f'Load the model with attn_implementation="sdpa". Or {REMEDY_OFF.lower()}',
+            raise unsupported_error(
+                f"alibi=True with eager attention, as in {path}",
+                'Load the model with attn_implementation="sdpa"',
+                f"The eager attention of {type(module).__name__} adds ALiBi twice, its fused attention once",
             )
 
 
 def apply_overrides(model: nn.Module) -> Iterator[tuple[str, str, Callable[..., Any]]]:
-    """Puts the functions in place. Gives what was replaced: (path of the method, its name, the function)."""
-    for path, module, own in list(overridden_modules(model)):
-        if own.method in vars(module):
-            continue  # in place already
-        setattr(module, own.method, own.function.__get__(module))
+    """Install the overrides, and yield the path, the name and the replacement of each method."""
+    for path, module, override in list(overridden_modules(model)):
+        if override.method in vars(module):
+            continue  # installed before
+        setattr(module, override.method, override.function.__get__(module))
         module.register_forward_pre_hook(_refuse_attention_weights, with_kwargs=True)
-        yield f"{path}.{own.method}", own.method, own.function
+        yield f"{path}.{override.method}", override.method, override.function
 
 
 def _refuse_attention_weights(module: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
     check_attention_arguments(type(module).__name__, kwargs, ["output_attentions"])
 
 
-# No "flash" in the name: transformers' models take any such name for the flash-attn package, and pass packed sequences.
+# without "flash", because transformers treats such names as the flash-attn package and passes packed sequences
 ATTENTION_NAME = "shardformer_sdpa"
 BIAS = re.compile(r"relative_(attention|position)_bias")
 _IMPORTING = threading.RLock()
-"""transformers loads its names where they are first used, which two ranks that are threads cannot do at once."""
+"""Guards the lazy imports of transformers, which are not thread-safe."""
 DROPOUT_OF_CALL = re.compile(r"dropout(?:_p)?=(?:0\.0 if not self\.training else )?self\.([\w.]+)")
 SWITCH = "fused_attn"
-"""What timm's attentions read: whether they call torch's own, or compute the scores."""
+"""The attribute of timm's attention modules that selects torch's attention function."""
 
 
 def use_flash_attention(
     model: nn.Module, device: torch.device | None = None, replaced: Callable[[str, str, Any], None] | None = None
 ) -> str:
-    """Makes all attention of a model run on fused kernels. Returns which, for a description.
+    """Run all attention of a model on fused kernels, and return a description of them.
 
-    Communicates nothing. Values and gradients are those of the model's own attention.
+    Communicates nothing. Values and gradients equal those of the model's own attention.
 
     Args:
-        device: where the model will train; by default CUDA where there is one, else the CPU.
-        replaced: is told of each method that is replaced: its path, its name, and the function that takes its place.
+        device: the device of the training; CUDA by default if it is available, otherwise the CPU.
+        replaced: called with the path, the name and the replacement of each method that is replaced.
 
-    Raises ConfigError, before the model is touched, when some of its attention cannot.
+    Raises:
+        ConfigError: if some attention of the model is not supported. The model is then unchanged.
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     check_flash_attention(model, device)
-    found = attention_configs(model)
-    if found:
+    configs = attention_configs(model)
+    if configs:
         register_attention(ATTENTION_NAME, attention, None)
-    for config in found:
+    for config in configs:
         config._attn_implementation = ATTENTION_NAME
     for module in model.modules():
         if type(module).__name__ in SDPA:
-            own: Any = module.config
-            own._attn_implementation = "sdpa"
+            sdpa_config: Any = module.config
+            sdpa_config._attn_implementation = "sdpa"
     for path, name, function in (*apply_overrides(model), *_enable_sdpa_switches(model)):
         if replaced is not None:
             replaced(path, name, function)
@@ -309,50 +312,51 @@ def use_flash_attention(
 
 
 def check_flash_attention(model: nn.Module, device: torch.device) -> None:
-    """Raises ConfigError when some attention of ``model`` cannot run on the fused kernels of ``device``."""
+    """Raise ConfigError if some attention of ``model`` cannot run on the fused kernels of ``device``."""
     _check_interface(model)
     check_overrides(model)
     for config in attention_configs(model):
-        _check_config(config)
+        for name, off in (("output_attentions", False), ("attn_logit_softcapping", None)):
+            if value := getattr(config, name, off):
+                rule = "A fused kernel does not store the scores, so it can neither return nor cap them"
+                raise unsupported_error(f"{name}={value} of {type(config).__name__}", f"Set {name}={off}", rule)
     if device.type == "cpu":
         _check_no_dropout(model)
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     if device.type == "cuda" and torch.float64 in dtypes:
-        raise ConfigError(
-            "enable_flash_attention with weights in float64 on CUDA",
-            rule="The fused attention kernels of CUDA compute in float16, bfloat16 or float32",
-            remedy=f"Use one of these dtypes, or a CPU. Or {REMEDY_OFF.lower()}",
-        )
+        raise unsupported_error("float64 weights on CUDA", "Use float16, bfloat16 or float32, train on a CPU")
 
 
 def _enable_sdpa_switches(model: nn.Module) -> Iterator[tuple[str, str, Callable[..., Any]]]:
-    """Has the modules with a switch call torch's attention, and that call ours. Gives what was replaced, as a path."""
+    """Make modules with a switch call torch's attention, and replace it by ``attention``. Yields the replacements."""
     for path, module in model.named_modules():
         if hasattr(module, SWITCH):
             setattr(module, SWITCH, True)
-            if "forward" not in vars(module):  # otherwise in place already
+            if "forward" not in vars(module):  # not installed before
                 vars(module)["forward"] = MethodType(forward_on_kernels, module)
                 yield f"{path}.forward", "forward", forward_on_kernels
 
 
 def forward_on_kernels(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The forward of its class, with ``attention`` where it calls torch's."""
+    """Run the forward of the class, with ``attention`` instead of torch's attention function."""
     with FusedAttentionMode(self):
         return type(self).forward(self, *args, **kwargs)
 
 
-# -- what a model must be ---------------------------------------------------------------------------------------------
+# --- requirements
 
 
 def attention_configs(model: nn.Module) -> list[Any]:
-    """Every configuration that a module of the model reads its attention implementation from, each once."""
-    found = [getattr(module, "config", None) for module in model.modules()]
-    return list({id(c): c for c in found if hasattr(c, "_attn_implementation")}.values())
+    """Return every config from which a module of the model reads its attention implementation."""
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    return list({id(c): c for c in configs if hasattr(c, "_attn_implementation")}.values())
 
 
 def attention_classes(model: nn.Module) -> dict[type[nn.Module], str]:
-    """The classes that compute an attention, with their code: those on the interface, and of those called attention
-    what computes one; wrappers around them do not count.
+    """Return the classes that compute attention, with their source code.
+
+    These are the classes on transformers' interface, and those with "attention" in their name that compute a softmax or
+    call torch's attention. Modules that only contain an attention are not included.
     """
     classes = {type(m) for m in model.modules()}
     sources = {cls: source_of(cls) for cls in sorted(classes, key=lambda c: c.__name__)}  # type: ignore[arg-type]  # mypy reads __hash__ as the instances'
@@ -368,100 +372,84 @@ def _check_interface(model: nn.Module) -> None:
     classes = attention_classes(model)
     switched = {type(module) for module in model.modules() if hasattr(module, SWITCH)}
     known = {cls for cls in classes if override_for(cls) is not None or cls.__name__ in SDPA} | switched
-    own = [cls.__name__ for cls, source in classes.items() if not is_on_interface(source) and cls not in known]
-    without = sorted({type(m).__name__ for m in model.modules() if _opts_out(m)})
-    if own:
-        what = f"has attention of its own in {', '.join(own)}"
+    unknown = [cls.__name__ for cls, source in classes.items() if not is_on_interface(source) and cls not in known]
+    opting_out = [m for m in model.modules() if getattr(m, "_supports_sdpa", True) is False]
+    without = sorted({type(m).__name__ for m in opting_out if any(map(is_on_interface, attention_classes(m).values()))})
+    if unknown:
+        reason = f"computes attention in {', '.join(unknown)}"
     elif not classes:
-        what = "has no attention that transformers dispatches"
+        reason = "has no attention on transformers' AttentionInterface"
     elif without:
-        what = f"says of {', '.join(without)} that torch's attention does not give its numbers (_supports_sdpa=False)"
+        reason = f"declares that {', '.join(without)} differs from torch's attention (_supports_sdpa=False)"
     else:
         return
     raise ConfigError(
-        f"enable_flash_attention for {type(model).__name__}, which {what}",
-        rule="A kernel is put in through transformers' AttentionInterface, as plain softmax attention, or in the place "
-        f"of {', '.join([*OVERRIDES, *SDPA])}",
-        remedy=f"{REMEDY_OFF} for this model",
+        f"enable_flash_attention=True does not support {type(model).__name__}, which {reason}",
+        rule="Supported are softmax attention on transformers' AttentionInterface, and "
+        f"{', '.join([*OVERRIDES, *SDPA])}",
+        remedy="Set enable_flash_attention=False for this model",
     )
 
 
-def _opts_out(module: nn.Module) -> bool:
-    """Whether a model says that torch's attention is not its own, of attention that is on the interface."""
-    if getattr(module, "_supports_sdpa", True) is not False:
-        return False
-    return any(is_on_interface(source) for source in attention_classes(module).values())
-
-
-def _check_config(config: Any) -> None:
-    for name, off in (("output_attentions", False), ("attn_logit_softcapping", None)):
-        if value := getattr(config, name, off):
-            raise ConfigError(
-                f"enable_flash_attention with {name}={value} in {type(config).__name__}",
-                rule="A fused kernel never holds the scores, so they cannot be returned or capped",
-                remedy=f"Set {name}={off}, or leave enable_flash_attention off",
-            )
-
-
 def _check_no_dropout(model: nn.Module) -> None:
-    """torch's flash attention for the CPU has no dropout; what a module will ask for stands in its own call."""
+    """Raise if a module will call its attention with dropout, which torch's flash attention for the CPU lacks."""
     sources = attention_classes(model)
     for name, module in model.named_modules():
         for attribute in _dropouts(module, sources.get(type(module), "")):
             try:
                 rate = attrgetter(attribute)(module)
             except AttributeError:
-                continue  # the check at the call stands behind this one
+                continue  # _check_call checks the rate at run time
             rate = getattr(rate, "p", rate)
             if isinstance(rate, float | int) and rate > 0:
-                holder = getattr(module, "config", getattr(model, "config", module))
-                raise dropout_error(f"{name}.{attribute}={rate}", _dropout_settings(holder, rate))
+                owner = getattr(module, "config", getattr(model, "config", module))
+                raise dropout_error(f"{name}.{attribute} is {rate}", _dropout_settings(owner, rate))
 
 
 def _dropouts(module: nn.Module, source: str) -> list[str]:
-    """The attributes that hold the rate of the dropout of attention weights."""
+    """Return the attributes with the dropout rate of the attention weights."""
     if type(module).__name__ in SDPA:
         return ["attention_dropout"] if attrgetter("config.alibi")(module) else []
-    if (own := override_for(type(module))) is not None:
-        return [own.dropout] if own.dropout else []
+    if (override := override_for(type(module))) is not None:
+        return [override.dropout] if override.dropout else []
     return DROPOUT_OF_CALL.findall(source)
 
 
-def _dropout_settings(holder: Any, rate: float) -> str:
-    settings = vars(holder)
+def _dropout_settings(owner: Any, rate: float) -> str:
+    settings = vars(owner)
     names = [k for k, v in settings.items() if v == rate and ("drop" in k) and ("att" in k or k == "dropout_rate")]
-    return " and ".join(f"{n}=0.0" for n in names) or "the attention dropout to 0"
+    return " and ".join(f"{n}=0.0" for n in names) or "an attention dropout of 0"
 
 
 def _describe(model: nn.Module, device: torch.device) -> str:
-    """Each class of attention, and what it runs on; those that run on the same together."""
-    on: dict[str, list[str]] = {}
+    """Return the attention classes of the model, grouped by their kernel."""
+    classes_by_kernel: dict[str, list[str]] = {}
     for cls in attention_classes(model):
-        on.setdefault(_kernel_of(model, cls, device), []).append(cls.__name__)
-    return "; ".join(f"{', '.join(names)} on {kernel}" for kernel, names in on.items())
+        classes_by_kernel.setdefault(_kernel_of(model, cls, device), []).append(cls.__name__)
+    return "; ".join(f"{', '.join(names)} on {kernel}" for kernel, names in classes_by_kernel.items())
 
 
 def _kernel_of(model: nn.Module, cls: type[nn.Module], device: torch.device) -> str:
     if device.type not in KERNELS:
-        return "torch's attention, which picks a kernel by itself"
-    own = override_for(cls)
-    biases = BIAS if own is None else re.compile(own.bias or "^$")
-    trains = any(p.requires_grad and biases.search(name) for name, p in model.named_parameters())
+        return "torch's attention, which selects a kernel"
+    override = override_for(cls)
+    biases = BIAS if override is None else re.compile(override.bias or "^$")
+    is_bias_trained = any(p.requires_grad and biases.search(name) for name, p in model.named_parameters())
     if cls.__name__ in SDPA:
-        kernel = "torch flash attention for the CPU" if device.type == "cpu" else "the kernel that torch picks"
-        return f"{kernel}, by its own call of torch's attention"
+        kernel = "torch flash attention for the CPU" if device.type == "cpu" else "the kernel that torch selects"
+        return f"{kernel}, through its own call of torch's attention"
     if device.type == "cpu":
-        how = ", gradients a few sequences at a time for the position bias" if trains else ""
-        return f"torch flash attention for the CPU{how}"
-    if trains:
-        return "torch memory-efficient attention, as the flash kernel takes no position bias"
-    fused = "torch flash attention, and its memory-efficient one where there is a mask"
+        backward = ", with a chunked backward for the position bias" if is_bias_trained else ""
+        return f"torch flash attention for the CPU{backward}"
+    if is_bias_trained:
+        return "torch memory-efficient attention, because the flash kernel supports no position bias"
+    fused = "torch flash attention, or its memory-efficient kernel with a mask"
     return fused if flash_attn() is None else f"flash-attn, or {fused}"
 
 
 def register_attention(name: str, attention: Callable[..., Any], mask: Callable[..., Any] | None) -> None:
-    """Adds an attention to those of transformers, and the mask that it takes; None for that of torch's attention."""
-    with _IMPORTING:  # transformers is imported by one thread at a time
+    """Register an attention and its mask function with transformers; None for the mask of torch's attention."""
+    with _IMPORTING:
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import sdpa_mask
 

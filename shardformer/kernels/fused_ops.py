@@ -1,12 +1,13 @@
-"""Fused norms, and bias, activation and gate of an MLP in one kernel. Communicates nothing.
+"""Fused norms, and the bias, activation and gate of an MLP in one kernel. Communicates nothing.
 
-RMS norms of transformers differ in where they round and in what they do with the weight. Which of the known kinds a
-module is gets proven, not guessed from its name: a twin of it with other weights is run on a few numbers in several
-dtypes, and the kind whose formula gives the same is taken. A module that no formula matches is refused.
+RMS norms of transformers differ in where they round and how they use the weight. ``norm_kind`` identifies the kind of a
+module by its output, not by its name: it runs a copy with other weights on a few values in several dtypes, and selects
+the formula with the same result. A module that matches no formula is not supported.
 
-y = dense(x)        Fused: y without its bias
-h = act(y)          Fused: act(y + bias)
-h * gate            one kernel, as for act(y + bias) alone where anything else needs its values
+Model               Fused
+y = dense(x)        y without its bias
+h = act(y)          act(y + bias), deferred
+h * gate            act(y + bias) * gate in one kernel; if another operation reads h, act(y + bias) in one kernel
 """
 
 from __future__ import annotations
@@ -29,29 +30,30 @@ from shardformer.comm.sharded_tensor import Args, Kwargs
 from shardformer.errors import ConfigError
 from shardformer.torch_compat import without_fake_tensors
 
-# H hidden; x is (..., H), statistics are taken over H in fp32
+# H hidden; x is (..., H), statistics over H are in fp32
 
 HALF = (torch.bfloat16, torch.float16)
+FORWARD_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)  # of an unsuitable module
 _FILTERS = threading.RLock()
-"""The filters of warnings are one list for all threads, and ranks may be threads: each puts back what it found."""
+"""Guards the global list of warning filters, because ranks may be threads."""
 EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "layer_norm_epsilon", "layer_norm_eps", "norm_eps")
 
 
 RMS_KINDS = ("llama", "t5", "gemma", "olmo", "torch")
-"""With y = x over its root mean square, computed in fp32:
+"""With y = x / rms(x), computed in fp32:
 
     llama   w * y.to(x.dtype)
-    t5      w * y, with y in the dtype of w where that has 16 bit; only the mean is in fp32 where x is in fp64
+    t5      w * y, with y in the dtype of w if that has 16 bits; for fp64 x, only the mean is in fp32
     gemma   ((1 + w) * y).to(x.dtype)
     olmo    (w * y).to(x.dtype)
-    torch   as F.rms_norm: all in the dtype of x, the mean in fp32 or, for fp64, fp64
+    torch   F.rms_norm: all in the dtype of x, the mean in fp32, or in fp64 for fp64 x
 """
 
 
 def rms_norm(
     kind: str, x: Tensor, weight: Tensor | None, eps: float | None, mean: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """The RMS norm of a kind: by kernels, or with a ``mean`` over the last dim of one's own."""
+    """Return the RMS norm of a kind, by fused kernels or with a custom ``mean`` over the last dim."""
     shape = x.shape[-1:]
     if weight is not None and kind == "gemma":
         weight = 1.0 + weight.to(torch.float32)
@@ -60,15 +62,15 @@ def rms_norm(
     if mean is None and kind == "gemma":
         return F.rms_norm(x.to(torch.float32), shape, weight, eps).to(x.dtype)
     if mean is None and weight is not None and x.dtype == weight.dtype != torch.float64:
-        # in 16 bit the kernel rounds once, after the weight: at most one unit in the last place from rounding twice
-        return F.rms_norm(x, shape, weight, eps).to(x.dtype)  # autocast may have computed it in fp32
+        # In 16 bits the kernel rounds once, after the weight: at most one unit in the last place from rounding twice.
+        return F.rms_norm(x, shape, weight, eps).to(x.dtype)  # autocast may have returned fp32
     y = x if x.dtype == torch.float64 and kind in ("t5", "torch") else x.to(torch.float32)
     if mean is None and y.dtype == torch.float32:
         y = F.rms_norm(y, shape, None, eps)
     else:
         squares = (y.to(torch.float32) if kind == "t5" else y).square()
-        over = squares.mean(-1, keepdim=True) if mean is None else mean(squares)
-        y = y * torch.rsqrt(over + (torch.finfo(x.dtype).eps if eps is None else eps))
+        mean_square = squares.mean(-1, keepdim=True) if mean is None else mean(squares)
+        y = y * torch.rsqrt(mean_square + (torch.finfo(x.dtype).eps if eps is None else eps))
     if kind == "llama":
         y = y.to(x.dtype)
     if kind == "t5" and weight is not None and weight.dtype in HALF:
@@ -78,15 +80,12 @@ def rms_norm(
 
 
 class FusedLayerNorm(nn.LayerNorm):
-    """Layer norm by one kernel: (..., H) -> (..., H). Communicates nothing."""
+    """Layer norm in one kernel: (..., H) -> (..., H). Communicates nothing."""
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: Any = None, **kwargs: Any) -> FusedLayerNorm:
-        """The fused norm around the parameters of ``module``: nn.LayerNorm or a class that computes the same.
-
-        Raises ConfigError when ``module`` computes something else.
-        """
-        _refuse_options(cls, kwargs)
+        """Build the fused norm with the parameters of ``module``. Raises ConfigError if it is not a layer norm."""
+        _check_no_options(cls, kwargs)
         shape, eps = _normalized_shape(module), _eps(module)
         if shape is None or eps is None or norm_kind(module) != "layer":
             raise _unknown_norm_error(cls, module)
@@ -97,9 +96,10 @@ class FusedLayerNorm(nn.LayerNorm):
 
 
 class FusedRMSNorm(nn.Module):
-    """RMS norm by torch's fused kernel: (..., H) -> (..., H), as the class it stands for. Communicates nothing.
+    """RMS norm by torch's fused kernel: (..., H) -> (..., H). Communicates nothing.
 
-    ``kind`` says which (llama, t5, gemma, olmo, torch): where it rounds, and whether the weight is an offset from 1.
+    Args:
+        kind: one of ``RMS_KINDS``, which differ in where they round and whether the weight is an offset from 1.
     """
 
     weight: nn.Parameter | None
@@ -110,11 +110,8 @@ class FusedRMSNorm(nn.Module):
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: Any = None, **kwargs: Any) -> FusedRMSNorm:
-        """The fused norm around the weight of ``module``: any RMS norm whose numbers one of the kinds gives.
-
-        Raises ConfigError when none does.
-        """
-        _refuse_options(cls, kwargs)
+        """Build the fused norm with the weight of ``module``. Raises ConfigError if its kind is unknown."""
+        _check_no_options(cls, kwargs)
         kind = norm_kind(module)
         if kind is None or kind == "layer":
             raise _unknown_norm_error(cls, module)
@@ -131,12 +128,13 @@ class FusedRMSNorm(nn.Module):
 
 
 def fused_norm(module: nn.Module) -> nn.Module:
-    """The fused norm that stands for ``module``, around its own parameters.
+    """Return the fused norm that replaces ``module``, with the parameters of ``module``.
 
     >>> fused_norm(nn.RMSNorm(8, eps=1e-6))
     FusedRMSNorm(8, eps=1e-06, kind=torch)
 
-    Raises ConfigError when it is neither a layer norm nor an RMS norm of a known kind.
+    Raises:
+        ConfigError: if ``module`` is neither a layer norm nor an RMS norm of a known kind.
     """
     if isinstance(module, FusedLayerNorm | FusedRMSNorm):
         return module
@@ -145,7 +143,7 @@ def fused_norm(module: nn.Module) -> nn.Module:
 
 
 def _adopt_parameters(norm: nn.Module, module: nn.Module, names: tuple[str, ...]) -> None:
-    """The parameters themselves, and the plain attributes that other code may read (``variance_epsilon``, ...)."""
+    """Move the parameters, and plain attributes that other code may read (``variance_epsilon``), to ``norm``."""
     for name in names:
         norm.register_parameter(name, module._parameters.get(name))
     for name, value in vars(module).items():
@@ -155,37 +153,36 @@ def _adopt_parameters(norm: nn.Module, module: nn.Module, names: tuple[str, ...]
 
 
 def _eps(module: nn.Module) -> float | None:
-    """What stands beside the variance; where no attribute says it, what is read off a row of nearly equal numbers."""
+    """Return the eps that a norm adds to the variance, from an attribute or measured on a nearly constant input."""
     named = [getattr(module, name) for name in EPS_NAMES if hasattr(module, name)]
-    return next((eps for eps in named if isinstance(eps, float)), None) if named else _eps_read_off(module)
+    return next((eps for eps in named if isinstance(eps, float)), None) if named else _measure_eps(module)
 
 
 @without_fake_tensors()
-def _eps_read_off(module: nn.Module) -> float | None:
-    """y = w (x - mean) / sqrt(variance + eps), solved for eps; None where that gives no small positive number."""
+def _measure_eps(module: nn.Module) -> float | None:
+    """Solve y = w (x - mean) / sqrt(variance + eps) for eps; None if the result is not a small positive number."""
     shape = _normalized_shape(module)
     if shape is None or module._parameters.get("bias") is not None:
         return None
     with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"):
-        twin = _random_copy(module, torch.float64)
+        probe = _random_copy(module, torch.float64)
         x = _probe_input(shape, 0.7)
         x = 1e-4 * (x - x.mean())
+        weight = probe._parameters.get("weight")
         try:
-            y = twin.forward(x[None])[0] / (
-                1.0 if twin._parameters.get("weight") is None else twin._parameters["weight"]
-            )
-        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+            y = probe.forward(x[None])[0] / (1.0 if weight is None else weight)
+        except FORWARD_ERRORS:
             return None
         eps = float(x.square().sum() / y.square().sum() - x.square().mean())
     return float(f"{eps:.3g}") if 0 < eps < 1e-2 else None
 
 
 def _normalized_shape(module: nn.Module) -> tuple[int, ...] | None:
-    """The dims that are normalised; None for a module with other parameters, or other inputs, than those of a norm."""
+    """Return the normalized dims; None for a module whose parameters or inputs are not those of a norm."""
     if not set(module._parameters) <= {"weight", "bias"} or module._modules or module._buffers:
         return None
     if len(inspect.signature(module.forward).parameters) != 1:
-        return None  # a gate, a condition
+        return None  # such as a gate or a condition
     weight = module._parameters.get("weight")
     if weight is not None:
         return tuple(weight.shape)
@@ -193,9 +190,9 @@ def _normalized_shape(module: nn.Module) -> tuple[int, ...] | None:
     return tuple(shape) if isinstance(shape, tuple) else None
 
 
-# -- proof ----------------------------------------------------------------------------------------------------------
+# --- identification of norms
 
-# of x and of the weight; the mixed ones tell apart where a class rounds and which dtype it gives
+# (dtype of x, dtype of the weight); mixed pairs distinguish where a class rounds and which dtype it returns
 PROBE_INPUTS = (
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.bfloat16),
@@ -208,7 +205,7 @@ BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float64: 3e-7}  # re
 
 @without_fake_tensors()
 def norm_kind(module: nn.Module) -> str | None:
-    """``"layer"``, or which of the RMS norms a module is; None for one whose numbers no formula gives."""
+    """Return "layer" or the kind of RMS norm of a module; None if its output matches no formula."""
     shape, eps = _normalized_shape(module), _eps(module)
     if shape is None:
         return None
@@ -219,19 +216,19 @@ def norm_kind(module: nn.Module) -> str | None:
     errors = dict.fromkeys(kinds, 0.0)
     sizes = torch.tensor([1.0, 1e-3, 30.0], dtype=torch.float64).reshape(3, *[1] * len(shape))
     with _FILTERS, torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"), catch_warnings():
-        simplefilter("ignore")  # torch says that it has no fused kernel for mixed dtypes
+        simplefilter("ignore")  # torch warns that it has no fused kernel for mixed dtypes
         for x_dtype, weight_dtype in PROBE_INPUTS:
             x = (_probe_input((3, *shape), 0.7) * sizes).to(x_dtype)
-            twin, is_mixed = _random_copy(module, weight_dtype), x_dtype != weight_dtype
-            weight, bias = (twin._parameters.get(name) for name in ("weight", "bias"))
+            probe, is_mixed = _random_copy(module, weight_dtype), x_dtype != weight_dtype
+            weight, bias = (probe._parameters.get(name) for name in ("weight", "bias"))
             try:
-                y = twin.forward(x)
-            except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
-                y = None  # not of this kind, or not made for this pair of dtypes
+                y = probe.forward(x)
+            except FORWARD_ERRORS:
+                y = None  # another kind of module, or no support for this pair of dtypes
             for kind in kinds:
                 if kind == "layer" and not is_mixed:
-                    ours = F.layer_norm(x, shape, weight, bias, eps or 0.0)
-                    errors[kind] = max(errors[kind], _error(ours, y, least=1.0))  # what is left of x - mean is rounded
+                    formula = F.layer_norm(x, shape, weight, bias, eps or 0.0)
+                    errors[kind] = max(errors[kind], _error(formula, y, least=1.0))  # x - mean is already rounded
                 elif kind != "layer" and (y is not None or not is_mixed):
                     errors[kind] = max(errors[kind], _error(rms_norm(kind, x, weight, eps), y))
     best = min(errors, key=lambda kind: errors[kind], default=None)
@@ -240,56 +237,55 @@ def norm_kind(module: nn.Module) -> str | None:
 
 @without_fake_tensors()
 def is_elementwise(module: nn.Module) -> bool:
-    """Whether each feature that a module gives is computed of that feature and of its own numbers alone."""
+    """Whether each output feature of a module depends only on the same input feature and its parameters."""
     with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"):
-        twin = _random_copy(module, torch.float64)
-        size = next((p.shape[0] for p in twin.parameters()), 2)
+        probe = _random_copy(module, torch.float64)
+        size = next((p.shape[0] for p in probe.parameters()), 2)
         x = _probe_input((3, size), 0.7)
         try:
-            changed = (twin.forward(x) != twin.forward(torch.cat((x[:, :1] + 1, x[:, 1:]), -1))).any(0)
-        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+            changed = (probe.forward(x) != probe.forward(torch.cat((x[:, :1] + 1, x[:, 1:]), -1))).any(0)
+        except FORWARD_ERRORS:
             return False
     return changed.shape == (size,) and not changed[1:].any()
 
 
 def _probe_input(shape: tuple[int, ...], step: float) -> Tensor:
-    """Numbers in (-1, 1) that look irregular and take nothing from the random stream."""
+    """Return values in (-1, 1) that look irregular, without using the random state."""
     num = torch.Size(shape).numel()
     return torch.sin(torch.arange(1, num + 1, dtype=torch.float64) * step).reshape(shape)
 
 
 def _random_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy of a norm on the CPU, with parameters of its own that are neither 0 nor 1."""
-    twin = copy.copy(module)
-    twin._parameters = {
+    """Return a copy of a norm on the CPU, with parameters that are neither 0 nor 1."""
+    probe = copy.copy(module)
+    probe._parameters = {
         name: None if p is None else nn.Parameter((1.3 + _probe_input(tuple(p.shape), 0.9 + 0.2 * i)).to(dtype))
         for i, (name, p) in enumerate(module._parameters.items())
     }
-    return twin
+    return probe
 
 
-def _error(ours: Tensor, native: Tensor | None, least: float = 1e-4) -> float:
-    """The largest deviation by element, as a multiple of the bound of its dtype; of the least size at least."""
-    if not isinstance(native, Tensor) or native.dtype != ours.dtype or native.shape != ours.shape:
+def _error(expected: Tensor, actual: Tensor | None, least: float = 1e-4) -> float:
+    """Return the largest relative error, as a multiple of the bound; denominators are at least ``least``."""
+    if not isinstance(actual, Tensor) or actual.dtype != expected.dtype or actual.shape != expected.shape:
         return float("inf")
-    a, b = ours.to(torch.float64), native.to(torch.float64)
-    return float(((a - b).abs() / b.abs().clamp(min=least)).max()) / BOUNDS[native.dtype]
+    a, b = expected.to(torch.float64), actual.to(torch.float64)
+    return float(((a - b).abs() / b.abs().clamp(min=least)).max()) / BOUNDS[actual.dtype]
 
 
-def _refuse_options(cls: type[nn.Module], options: dict[str, Any]) -> None:
+def _check_no_options(cls: type[nn.Module], options: dict[str, Any]) -> None:
     if options:
         raise ConfigError(
-            f"{cls.__name__} was given {', '.join(f'{k}={v!r}' for k, v in options.items())}",
-            remedy="Leave the options out",
+            f"{cls.__name__} takes no options, but received {', '.join(f'{k}={v!r}' for k, v in options.items())}",
+            remedy="Remove the options from the policy",
         )
 
 
 def _unknown_norm_error(cls: type[nn.Module], module: nn.Module) -> ConfigError:
     return ConfigError(
-        f"{cls.__name__} was given a {type(module).__name__}, whose numbers it does not give",
-        rule="A fused norm stands for a layer norm, or for an RMS norm that rounds and scales as the one of LLaMA, T5, "
-        "Gemma, OLMo 2 or torch",
-        remedy="Leave enable_fused_normalization off for this model, or leave this module out of the policy's norms",
+        f"{cls.__name__} cannot replace a {type(module).__name__}, whose output differs",
+        rule="It replaces layer norms, and RMS norms that compute like those of LLaMA, T5, Gemma, OLMo 2 or torch",
+        remedy="Set enable_fused_normalization=False, or remove this module from the norms of the policy",
     )
 
 
@@ -299,7 +295,7 @@ TANH = functools.partial(F.gelu, approximate="tanh")
 def bias_activation_gate(
     act: Callable[[Tensor], Tensor] | None, x: Tensor, bias: Tensor | None, gate: Tensor | None
 ) -> Tensor:
-    """act(x + bias) * gate, of x and gate (..., H) and bias (H,)."""
+    """Return act(x + bias) * gate, for x and gate (..., H) and bias (H,)."""
     x = x if bias is None else x + bias
     x = x if act is None else act(x)
     return x if gate is None else x * gate
@@ -307,12 +303,12 @@ def bias_activation_gate(
 
 @functools.cache
 def kernel(device: str) -> Callable[..., Tensor]:
-    """``bias_activation_gate`` as one kernel; on a CPU torch's own, one after the other, are as fast."""
+    """Return ``bias_activation_gate``, compiled to one kernel except on a CPU, where eager is as fast."""
     return bias_activation_gate if device == "cpu" else torch.compile(bias_activation_gate, dynamic=True)
 
 
 class _DeferredBias(Function):
-    """x as it is, with the gradients of x + bias."""
+    """Return x, with the gradients of x + bias."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
@@ -324,7 +320,7 @@ class _DeferredBias(Function):
 
 
 class FusedActivation(DeferredTensor):
-    """act(x + bias), computed when something needs the values, unless an activation or a gate follows at once."""
+    """act(x + bias), deferred until an operation reads the values, or fused with an activation or a gate."""
 
     terms: tuple[Any, Tensor, Tensor | None]
     out: Tensor | None
@@ -332,11 +328,11 @@ class FusedActivation(DeferredTensor):
     @classmethod
     def of(cls, act: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         formula = functools.partial(bias_activation_gate, act, bias=bias, gate=None)
-        # the gradient, where a function of autograd was given this tensor itself
+        # the gradient, for an autograd function that receives this tensor itself
         pull = lambda grad: torch.func.vjp(formula, x.detach())[1](grad)[0]  # noqa: E731
-        made = cls.make(x, tuple(x.shape), None, None, formula, pull)
-        made.terms, made.out = (act, x, bias), None
-        return made
+        deferred = cls.make(x, tuple(x.shape), None, None, formula, pull)
+        deferred.terms, deferred.out = (act, x, bias), None
+        return deferred
 
     def full_tensor(self) -> Tensor:
         if self._is_watched:
@@ -349,8 +345,8 @@ class FusedActivation(DeferredTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
-        mine, options = [a for a in args if isinstance(a, FusedActivation)], kwargs or {}
-        x = max(mine, key=lambda x: x.terms[0] is not None, default=None)
+        operands, options = [a for a in args if isinstance(a, FusedActivation)], kwargs or {}
+        x = max(operands, key=lambda x: x.terms[0] is not None, default=None)
         if x is not None and x.out is None and not x._is_watched:
             act, y, bias = x.terms
             if act is None and func in (F.gelu, F.silu, F.relu, torch.tanh) and not options.get("inplace"):
@@ -363,7 +359,7 @@ class FusedActivation(DeferredTensor):
 
 
 def defer_bias(x: Tensor, bias: Tensor | None) -> Tensor:
-    """The output x of a linear and the bias that is still to be added, for the kernel of what follows."""
+    """Return the output x of a linear with a bias that the next operation adds."""
     bias = None if bias is None else bias.to(x.dtype)
     return FusedActivation.of(
         None, x if bias is None else _DeferredBias.apply(x, bias), None if bias is None else bias.detach()

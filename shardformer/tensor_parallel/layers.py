@@ -1,6 +1,6 @@
 """Parallel linears, embeddings, norms and dropout over the tensor axis (Shoeybi et al. 2019, "Megatron-LM", section 3).
 
-Both kinds hold a weight stored (out, in) as nn.Linear, or (in, out) as transformers' Conv1D (``transposed``).
+A linear stores its weight as (out, in) like nn.Linear, or as (in, out) like transformers' Conv1D (``transposed``).
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from shardformer.tensor_parallel.parallel_module import (
     embedding_scale,
     keep_hooks,
     product_dtype,
+    wrong_class_error,
 )
 from shardformer.tensor_parallel.region import (
     LocalRandomState,
@@ -46,16 +47,13 @@ from shardformer.tensor_parallel.region import (
 from shardformer.tensor_parallel.vocab_parallel_logits import shard_logits
 from shardformer.torch_compat import assert_async, has_data
 
-# B batch, S sequence, H in features, F out features; lower case: this rank's part (h = H / tensor, f = F / tensor)
+# B batch, S sequence, H in features, F out features; lower case: local shard (h = H / tensor, f = F / tensor)
 
 
 class _ParallelLinear(ParallelModule):
-    """What both kinds share: the weight, its orientation, and the full sizes."""
-
     weight: nn.Parameter
     bias: nn.Parameter | None
-    _cut: str
-    """Which of its features are cut."""
+    _sharded_features: str  # the name of the attribute with the number of features that are sharded
 
     def __init__(
         self,
@@ -73,38 +71,34 @@ class _ParallelLinear(ParallelModule):
         super().__init__(Axis.of(process_group))
         self.in_features, self.out_features = in_features, out_features
         if native is None:
-            # the plain layer first: this rank keeps its part of the numbers that the random state gives that one
+            # build the full layer first, so that the weights match those of the plain layer under the same seed
             native = nn.Linear(in_features, out_features, bias=bias, dtype=dtype, device=device)
         self.transposed = is_transposed(native)
         weight, full_bias = native.weight, getattr(native, "bias", None)
         assert isinstance(weight, Tensor) and (full_bias is None or isinstance(full_bias, Tensor))
         self.split = (split or self._even_split()).with_axes(self.axis.name)
-        of_weight, of_bias = self._specs(weight.shape)
-        self.register_shard("weight", weight, of_weight, shared)
-        self.register_shard("bias", full_bias, of_bias, shared)
+        weight_spec, bias_spec = self._specs(weight.shape)
+        self.register_shard("weight", weight, weight_spec, shared)
+        self.register_shard("bias", full_bias, bias_spec, shared)
         self.train(native.training)
 
     def _specs(self, shape: Sequence[int]) -> tuple[ShardSpec, ShardSpec]:
-        """The layouts of the weight, of this shape, and of the bias."""
-        cuts_out = self._cut == "out_features"
-        splits = {int(cuts_out == self.transposed): self.split}
-        return ShardSpec(shape, splits), ShardSpec((self.out_features,), {0: self.split} if cuts_out else {})
+        """Return the layouts of a weight of this shape, and of the bias."""
+        is_column = self._sharded_features == "out_features"
+        splits = {int(is_column == self.transposed): self.split}
+        return ShardSpec(shape, splits), ShardSpec((self.out_features,), {0: self.split} if is_column else {})
 
     def _even_split(self) -> Split:
-        size: int = getattr(self, self._cut)
-        check_divides(self._cut, size, self.axis)
+        size: int = getattr(self, self._sharded_features)
+        check_divides(self._sharded_features, size, self.axis)
         return Split.even(size, self.axis.size)
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: GroupLike = None, **kwargs: Any) -> nn.Module:
-        """Cuts an nn.Linear or a transformers Conv1D that holds the full weight.
-
-        Raises ConfigError when ``module`` is neither.
-        """
+        """Shard an nn.Linear or a transformers Conv1D with its full weight. Raises ConfigError for other classes."""
         if not is_linear(module):
-            raise ConfigError(
-                f"{cls.__name__} was given a {type(module).__name__}",
-                remedy="Name the linear itself in the policy, not the module around it",
+            raise wrong_class_error(
+                cls, module, "Name the linear itself in the policy, not the module that contains it"
             )
         check_native(module, nn.Linear)
         weight = module.weight
@@ -122,22 +116,22 @@ class _ParallelLinear(ParallelModule):
 
 
 class Linear1D_Col(_ParallelLinear):
-    """A column-parallel linear: each rank computes a part of the output features.
+    """Column-parallel linear: each rank computes a shard of the output features.
 
     (B, S, H) -> (B, S, f), or (B, S, F) with ``gather_output``.
 
-    Communicates, when it stands alone: forward nothing (one all-gather of B*S*F with gather_output); backward one
-    all-reduce of B*S*H, under which the weight's gradient is computed. In a block, the block's entry does it.
+    Communicates outside of a block: backward one all-reduce of B*S*H, overlapped with the weight gradient; with
+    ``gather_output`` also one all-gather of B*S*F in the forward. In a block, the block communicates.
 
     Args:
-        gather_output: whether every rank gets the full output.
-        skip_bias_add: returns (output, bias) without adding the bias, as Megatron does to fuse it with what follows.
-        split: which output features each rank holds, by default as even as can be.
-        expand: for each group of ``expand[0]`` output features handed on, which of the held groups it is: a KV head
-            that several local query heads share but that the forward wants repeated.
+        gather_output: return the full output on every rank.
+        skip_bias_add: return (output, bias) without adding the bias, so that the caller can fuse it (Megatron).
+        split: the output features of each rank; even by default.
+        expand: (width, indices): return the local groups of ``width`` features in the order of ``indices``, with
+            repetitions. Used when several local query heads share a KV head that the forward expects repeated.
     """
 
-    _cut = "out_features"
+    _sharded_features = "out_features"
 
     def __init__(
         self,
@@ -151,18 +145,17 @@ class Linear1D_Col(_ParallelLinear):
         **kwargs: Any,
     ) -> None:
         super().__init__(in_features, out_features, bias, **kwargs)
-        self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
-        self.expand = expand
+        self.gather_output, self.skip_bias_add, self.expand = gather_output, skip_bias_add, expand
         self.block: TensorParallelBlock | None = None
         self.finish: Callable[[Tensor, Tensor | None], Tensor] | None = None
 
     @property
     def fused_bias(self) -> Tensor | None:
-        """The bias that the matmul adds itself; None where it is handed on or fused with what follows."""
+        """The bias that the matmul adds; None if it is returned or fused with the next operation."""
         return None if self.skip_bias_add or self.finish is not None else self.bias
 
     def multiply(self, x: Tensor) -> Tensor:
-        """The local product, for an input that has entered the block already. Communicates nothing."""
+        """Return the local product for an input that already entered the block. Communicates nothing."""
         return linear_matmul(x, self.weight, self.fused_bias, self.transposed)
 
     def forward(self, x: Tensor) -> Any:
@@ -175,8 +168,8 @@ class Linear1D_Col(_ParallelLinear):
         if self.finish is not None:
             y = self.finish(y, self.bias)
         if self.expand is not None:
-            width, held = self.expand
-            y = y.unflatten(-1, (-1, width))[..., list(held), :].flatten(-2)
+            width, indices = self.expand
+            y = y.unflatten(-1, (-1, width))[..., list(indices), :].flatten(-2)
         bias: Tensor | None = self.bias
         if self.gather_output:
             y = gather_from_region(y, self.axis, -1, self.split, "gather")
@@ -186,10 +179,10 @@ class Linear1D_Col(_ParallelLinear):
 
 
 class FusedLinear1D_Col(Linear1D_Col):
-    """A column-parallel linear whose output features are ``n_fused`` blocks behind each other (q, k, v; gate, up).
+    """Column-parallel linear whose output concatenates ``n_fused`` projections (q, k, v; gate, up).
 
-    Each block is cut on its own, so every rank holds a part of each: with two ranks and q, k, v of 4 features,
-    rank 0 holds 0-1, 4-5, 8-9 and rank 1 the others. Communicates as Linear1D_Col.
+    Shards each projection separately, so that every rank has a shard of each. With two ranks and q, k, v of 4
+    features, rank 0 has features 0-1, 4-5, 8-9. Communicates as Linear1D_Col.
     """
 
     def __init__(
@@ -197,8 +190,8 @@ class FusedLinear1D_Col(Linear1D_Col):
     ) -> None:
         if out_features % n_fused:
             raise ConfigError(
-                f"out_features={out_features} with n_fused={n_fused}",
-                remedy="Give the number of blocks that lie behind each other, or a split of your own",
+                f"n_fused={n_fused} does not divide out_features={out_features}",
+                remedy="Pass the number of concatenated projections, or a split",
             )
         axis = Axis.of(kwargs.get("process_group"))
         kwargs.setdefault("split", Split.fused([out_features // n_fused] * n_fused, axis.size))
@@ -207,23 +200,23 @@ class FusedLinear1D_Col(Linear1D_Col):
 
 
 class Linear1D_Row(_ParallelLinear):
-    """A row-parallel linear: each rank multiplies its part of the input features; the sum is the output.
+    """Row-parallel linear: each rank multiplies its shard of the input features, and the products are summed.
 
-    (B, S, h) -> (B, S, F). The bias is added once, after the sum.
+    (B, S, h) -> (B, S, F). Adds the bias once, after the sum.
 
     Communicates: forward one all-reduce of B*S*F, backward nothing. At the exit of a block with sequence parallelism:
-    forward one reduce-scatter, backward one all-gather of B*S*F, and the output is this rank's part (B, s, F).
+    forward one reduce-scatter, backward one all-gather of B*S*F, and the output is the local shard (B, s, F).
 
     Args:
-        parallel_input: whether the input is this rank's part already; otherwise the part is taken from the full input
-            (backward one all-gather of the input; one all-reduce of it where ``split`` is not the even one).
-        skip_bias_add: returns (output, bias) without adding the bias.
+        parallel_input: whether the input is sharded. If False, takes the local shard of a full input (backward: one
+            all-gather of the input, or one all-reduce if ``split`` is not the even split).
+        skip_bias_add: return (output, bias) without adding the bias.
 
-    Where a layer adds the outputs of two rows at once, the first's ``shared_exit`` holds the second: the first then
-    gives its bias alone and communicates nothing, and the second brings both products out in one.
+    If a layer adds the outputs of two row-parallel linears, ``shared_exit`` of the first contains the second. The first
+    then returns only its bias and communicates nothing; the second reduces the sum of both products.
     """
 
-    _cut = "in_features"
+    _sharded_features = "in_features"
 
     def __init__(
         self,
@@ -238,57 +231,62 @@ class Linear1D_Row(_ParallelLinear):
         super().__init__(in_features, out_features, bias, **kwargs)
         self.parallel_input, self.skip_bias_add = parallel_input, skip_bias_add
         self.block: TensorParallelBlock | None = None
-        self.shared_exit: tuple[Linear1D_Row, ...] = ()  # not as a module of this one
+        self.shared_exit: tuple[Linear1D_Row, ...] = ()  # a tuple, so that the linear is not registered as a submodule
         self.product_of_other: tuple[Tensor, Tensor] | None = None
 
     def forward(self, x: Tensor) -> Any:
         x = resolve_deferred(x)
         if not self.parallel_input:
-            x = self._part_of(x)
+            x = self._local_input(x)
         weight: Tensor = self.weight
         if (dtype := product_dtype(x, weight)) is not None:
             x, weight = x.to(dtype), weight.to(dtype)
         edges = ReplicatedRegion(self.axis) if self.block is None else self.block.edges
         try:
-            y = self._leave(x, weight, edges)
-        finally:  # a recomputation under checkpointing stops in there, and may leave no activations behind
+            y = self._multiply_and_reduce(x, weight, edges)
+        finally:  # a recomputation under checkpointing stops here and must not leave activations in the block
             if self.block is not None:
                 self.block.leave(self.training)
         if self.block is not None and self.block.is_flat:
             y = y.flatten(0, 1)
-        bias = self._bias_for(y)
+        bias = self._bias_for_output(y)
         if bias is not None and torch.is_autocast_enabled(x.device.type):
             bias = bias.to(torch.get_autocast_dtype(x.device.type))
         if self.skip_bias_add:
             return y, bias
         return y if bias is None else y + bias
 
-    def _bias_for(self, y: Tensor) -> Tensor | None:
-        """What is added to the sum."""
+    def _bias_for_output(self, y: Tensor) -> Tensor | None:
         return self.bias
 
-    def _leave(self, x: Tensor, weight: Tensor, edges: TpRegion) -> Tensor:
-        """The sum over the ranks, with the product that another row handed to this one; zero where this one did so."""
+    def _multiply_and_reduce(self, x: Tensor, weight: Tensor, edges: TpRegion) -> Tensor:
+        """Return the product summed over the ranks, or zeros if the linear in ``shared_exit`` adds this product."""
         if self.shared_exit:
             self.shared_exit[0].product_of_other = x, weight
-            return x.new_zeros((*edges.leading_shape(x), self.out_features))
+            return x.new_zeros((*edges.leading_shape(x), self._output_width(edges)))
         if self.product_of_other is not None:
-            (other, its_weight), self.product_of_other = self.product_of_other, None
-            x, weight = torch.cat((x, other), -1), torch.cat((weight, its_weight), 0 if self.transposed else 1)
+            (other_x, other_weight), self.product_of_other = self.product_of_other, None
+            x, weight = torch.cat((x, other_x), -1), torch.cat((weight, other_weight), 0 if self.transposed else 1)
+        return self._reduced_product(x, weight, edges)
+
+    def _output_width(self, edges: TpRegion) -> int:
+        return self.out_features
+
+    def _reduced_product(self, x: Tensor, weight: Tensor, edges: TpRegion) -> Tensor:
         y: Tensor = RowParallelMatmul.apply(x, weight, self.transposed, edges)
         return y
 
-    def _part_of(self, x: Tensor) -> Tensor:
+    def _local_input(self, x: Tensor) -> Tensor:
         if self.split == self._even_split().with_axes(self.axis.name):
             return scatter_to_region(x, self.axis, -1, self.split)
         return copy_to_tp_region(x, self.axis).index_select(-1, self.split.indices(self.axis.rank).to(x.device))
 
 
 class VocabParallelLMHead1D(Linear1D_Col):
-    """The head of a language model, cut over the vocabulary. (B, S, H) -> logits (B, S, V), of which each rank holds v.
+    """Language-model head sharded over the vocabulary: (B, S, H) -> sharded logits (B, S, V).
 
-    The logits behave as the full ones: a cross entropy on them communicates three numbers a token, anything else
-    gathers them (``VocabParallelLogits``). Communicates: backward one all-reduce of B*S*H.
+    The logits behave like the full logits. A cross entropy on them communicates three numbers per token; most other
+    operations gather them (``VocabParallelLogits``). Communicates: backward one all-reduce of B*S*H.
     """
 
     def forward(self, x: Tensor) -> Any:
@@ -296,7 +294,7 @@ class VocabParallelLMHead1D(Linear1D_Col):
         return shard_logits(super().forward(x), self.axis, bounds)
 
 
-# B batch, S sequence, H hidden, V vocabulary; lower case: this rank's part (v = V / tensor, h = H / tensor)
+# B batch, S sequence, H hidden, V vocabulary; lower case: local shard (v = V / tensor, h = H / tensor)
 
 
 class _ParallelEmbedding(ParallelModule):
@@ -328,38 +326,34 @@ class _ParallelEmbedding(ParallelModule):
         self.register_shard("weight", weight, ShardSpec(weight.shape, {self._dim: self.split}), shared)
         self.train(native.training)
 
-    _dim: int
-    factor = 1.0
-    """What the native forward multiplies the vectors by."""
+    _dim: int  # the dim of the table that is sharded
+    factor = 1.0  # by which the native forward scales the vectors
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: GroupLike = None, **kwargs: Any) -> nn.Module:
-        """Cuts an nn.Embedding that holds the full table.
+        """Shard an nn.Embedding that has its full table.
 
-        Raises ConfigError for what is not one, or one whose options need the full table (max_norm, scale_grad_by_freq,
-        sparse gradients).
+        Raises ConfigError for other classes, and for options that need the full table (max_norm, scale_grad_by_freq,
+        sparse).
         """
         if not isinstance(module, nn.Embedding):
-            raise ConfigError(
-                f"{cls.__name__} was given a {type(module).__name__}", remedy="Name the embedding itself in the policy"
-            )
+            raise wrong_class_error(cls, module, "Name the embedding itself in the policy")
         factor = embedding_scale(module)
         if factor is None or factor == 1:
             check_native(module, nn.Embedding)
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(module, option):
                 raise ConfigError(
-                    f"The embedding has {option}={getattr(module, option)}",
-                    rule="A table cut over ranks cannot renormalise, count or scatter rows that it does not hold",
-                    remedy=f"Build the model without {option}, or leave this embedding whole",
+                    f"The embedding has {option}={getattr(module, option)}, which needs the full table on one rank",
+                    remedy=f"Build the model without {option}, or do not shard this embedding",
                 )
         new = cls(module.num_embeddings, module.embedding_dim, process_group=process_group, native=module, **kwargs)
         new.factor = factor or 1.0
-        keep_hooks(new, module)  # what they see is as before: whole (enable_input_require_grads)
+        keep_hooks(new, module)  # the output is the full tensor (enable_input_require_grads)
         return new
 
-    def _scaled(self, found: Tensor) -> Tensor:
-        return found if self.factor == 1 else found * self.factor
+    def _scale(self, vectors: Tensor) -> Tensor:
+        return vectors if self.factor == 1 else vectors * self.factor
 
     def extra_repr(self) -> str:
         local = "x".join(str(n) for n in self.weight.shape)
@@ -367,27 +361,29 @@ class _ParallelEmbedding(ParallelModule):
 
 
 class VocabParallelEmbedding1D(_ParallelEmbedding):
-    """An embedding cut over the vocabulary: each rank looks up the tokens it holds, the sum is the embedding.
+    """Embedding sharded over the vocabulary: each rank looks up its own tokens, and the results are summed.
 
     (B, S) -> (B, S, H). Communicates: forward one all-reduce of B*S*H, backward nothing.
-    Raises InputError on the CPU for a token out of the vocabulary (on a GPU it is a device-side assertion).
+
+    Raises:
+        InputError: for a token outside the vocabulary, on the CPU. On a GPU a device-side assertion fails.
     """
 
     _dim = 0
     sums_later = False
-    """Whether a stack may follow at once that cuts the sum (``Stream.enter_stack``)."""
+    """Whether to defer the sum, because the next stack may reduce-scatter it (``StackActivations.enter_stack``)."""
 
     def forward(self, ids: Tensor) -> Tensor:
         self._check(ids)
         if self.axis.size == 1:
-            return self._scaled(F.embedding(ids, self.weight, self.padding_idx))
+            return self._scale(F.embedding(ids, self.weight, self.padding_idx))
         start, end = self.split.parts[self.axis.rank][0]
-        mine = (ids >= start) & (ids < end)
+        is_local = (ids >= start) & (ids < end)
         padding = self.padding_idx
         local_padding = padding - start if padding is not None and start <= padding < end else None
-        found = F.embedding(torch.where(mine, ids - start, 0), self.weight, local_padding)
-        partial = self._scaled(found.masked_fill(~mine.unsqueeze(-1), 0))
-        # who hooks the output gets it as it is
+        vectors = F.embedding(torch.where(is_local, ids - start, 0), self.weight, local_padding)
+        partial = self._scale(vectors.masked_fill(~is_local.unsqueeze(-1), 0))
+        # a hook on the output must see the sum
         if self.sums_later and not self._forward_hooks and not self._backward_hooks:
             return deferred_all_reduce(partial, self.axis)
         return reduce_from_tp_region(partial, self.axis)
@@ -400,19 +396,18 @@ class VocabParallelEmbedding1D(_ParallelEmbedding):
             return
         low, high = ids.aminmax()
         if low < 0 or high >= self.num_embeddings:
-            worst = int(low if low < 0 else high)
+            invalid = int(low if low < 0 else high)
             raise InputError(
-                f"The batch holds token {worst}",
-                rule=f"The vocabulary has {self.num_embeddings} tokens, 0 to {self.num_embeddings - 1}",
-                remedy="Use the tokenizer that belongs to the model, or resize the model's embeddings before sharding",
+                f"The batch contains token {invalid}, but the vocabulary has {self.num_embeddings} tokens",
+                remedy="Use the tokenizer of the model, or resize the model's embeddings before you shard it",
             )
 
 
 class Embedding1D(_ParallelEmbedding):
-    """An embedding cut over its own dim: each rank looks up a part of every vector.
+    """Embedding sharded over the hidden dim: each rank looks up a slice of every vector.
 
     (B, S) -> (B, S, H), or (B, S, h) without ``gather_output``. Communicates: forward one all-gather of B*S*H with
-    gather_output, otherwise nothing; backward nothing.
+    ``gather_output``, backward nothing.
     """
 
     _dim = 1
@@ -424,25 +419,25 @@ class Embedding1D(_ParallelEmbedding):
         self.gather_output = gather_output
 
     def forward(self, ids: Tensor) -> Tensor:
-        found = self._scaled(F.embedding(ids, self.weight, self.padding_idx))
+        vectors = self._scale(F.embedding(ids, self.weight, self.padding_idx))
         if not self.gather_output:
-            return found
-        return gather_from_region(found, self.axis, -1, self.split, "gather")
+            return vectors
+        return gather_from_region(vectors, self.axis, -1, self.split, "gather")
 
 
-# W features in all; w: those of this rank
+# W features of all ranks; w: of this rank
 
 
 class ShardedNorm(ParallelModule):
-    """A layer norm or RMS norm over W features of which each rank has w: (..., w) -> (..., w).
+    """Layer norm or RMS norm over W features that are sharded: (..., w) -> (..., w).
 
-    Communicates: forward one all-reduce of one number a token (two for a layer norm), backward the same.
+    Communicates: forward one all-reduce of one number per token (two for a layer norm), backward the same.
 
     Args:
-        norm: the fused norm that was recognised, which says the formula.
-        split: which features each rank has.
-        expand: (features a head, for each head that comes in which of the held ones it repeats), where a KV head is
-            handed on once for each query head.
+        norm: the fused norm, which determines the formula.
+        split: the features of each rank.
+        expand: (features per head, the local head of each input head), if the input repeats a KV head for several
+            query heads.
     """
 
     def __init__(
@@ -461,37 +456,33 @@ class ShardedNorm(ParallelModule):
         for name in ("weight", "bias"):
             param = norm._parameters.get(name)
             self.register_shard(name, param, ShardSpec((split.full,), {0: split}), shared)
-        held = torch.tensor(split.multiplicity, dtype=torch.float64)[split.indices(self.axis.rank)]
-        self.register_buffer("share", None if split.is_partition else 1 / held, persistent=False)
+        copies = torch.tensor(split.multiplicity, dtype=torch.float64)[split.indices(self.axis.rank)]
+        self.register_buffer("share", None if split.is_partition else 1 / copies, persistent=False)
         self.share: Tensor | None
         self.train(norm.training)
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: GroupLike = None, **kwargs: Any) -> nn.Module:
-        """Cuts a norm that holds the full weight.
-
-        Raises ConfigError when ``module`` is no norm that is recognised, or not over the features of ``split``.
-        """
+        """Shard a norm that has its full weight. Raises ConfigError unless it is a norm over ``split``."""
         norm, full = fused_norm(module), kwargs["split"].full
         shapes = {tuple(p.shape) for p in norm.parameters()}
         if shapes - {(full,)}:
             raise ConfigError(
-                f"ShardedNorm was given a norm over {shapes}",
-                rule=f"It stands for a norm over the {full} features that are cut",
-                remedy="Leave a norm over each head whole, it needs no rule",
+                f"ShardedNorm cannot replace a norm over {shapes}, because the sharded dim has {full} features",
+                remedy="Remove the rule for a norm over the features of one head, which does not need to be sharded",
             )
         return cls(norm, process_group=process_group, **kwargs)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.expand is None:
-            return self._normalise(x)
+            return self._normalize(x)
         width, heads = self.expand
-        first = [list(heads).index(held) for held in range(max(heads) + 1)]
-        held: Tensor = x.unflatten(-1, (-1, width))[..., first, :]
-        normed: Tensor = self._normalise(held.flatten(-2)).unflatten(-1, (-1, width))
+        first = [list(heads).index(head) for head in range(max(heads) + 1)]
+        local: Tensor = x.unflatten(-1, (-1, width))[..., first, :]
+        normed: Tensor = self._normalize(local.flatten(-2)).unflatten(-1, (-1, width))
         return normed[..., list(heads), :].flatten(-2)
 
-    def _normalise(self, x: Tensor) -> Tensor:
+    def _normalize(self, x: Tensor) -> Tensor:
         weight, bias = self._parameters["weight"], self._parameters.get("bias")
         if self.kind != "layer":
             return rms_norm(self.kind, x, weight, self.eps, self._mean)
@@ -500,7 +491,7 @@ class ShardedNorm(ParallelModule):
         return (y if bias is None else y + bias).to(x.dtype)
 
     def _mean(self, x: Tensor) -> Tensor:
-        """The mean over all W features, on every rank; in the backward each rank brings its part of its gradient."""
+        """Return the mean over all W features, on every rank. Backward: one all-reduce."""
         summed = (x if self.share is None else x * self.share.to(x.dtype)).sum(-1, keepdim=True)
         return copy_to_tp_region(reduce_from_tp_region(summed, self.axis), self.axis) / self.full
 
@@ -509,12 +500,12 @@ class ShardedNorm(ParallelModule):
 
 
 class DropoutForParallelInput(nn.Module):
-    """Dropout on this rank's part of an activation: the masks differ by tensor rank. Communicates nothing."""
+    """Dropout on a sharded activation, with a different mask on each tensor rank. Communicates nothing."""
 
     def __init__(self, p: float = 0.5, inplace: bool = False, process_group: GroupLike = None) -> None:
         super().__init__()
         self.p, self.inplace = p, inplace
-        self._stream = LocalRandomState(Axis.of(process_group))
+        self._random = LocalRandomState(Axis.of(process_group))
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: GroupLike = None, **kwargs: Any) -> nn.Module:
@@ -524,15 +515,15 @@ class DropoutForParallelInput(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return x
-        self._stream.enter(x)
+        self._random.enter(x)
         try:
             return F.dropout(x, self.p, True, self.inplace)
         finally:
-            self._stream.leave()
+            self._random.leave()
 
 
 class DropoutForReplicatedInput(nn.Dropout):
-    """Dropout on an activation that all tensor ranks hold: all draw the same mask."""
+    """Dropout on a replicated activation, with the same mask on all tensor ranks."""
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: GroupLike = None, **kwargs: Any) -> nn.Module:
@@ -542,9 +533,9 @@ class DropoutForReplicatedInput(nn.Dropout):
 
 def _plain_dropout(cls: type[nn.Module], module: nn.Module, options: dict[str, Any]) -> nn.Dropout:
     if not isinstance(module, nn.Dropout) or options:
-        given = f" and {', '.join(f'{k}={v!r}' for k, v in options.items())}" if options else ""
+        arguments = f" with {', '.join(f'{k}={v!r}' for k, v in options.items())}" if options else ""
         raise ConfigError(
-            f"{cls.__name__} was given a {type(module).__name__}{given}",
+            f"{cls.__name__} cannot replace a {type(module).__name__}{arguments}",
             remedy="Name the dropout itself in the policy, without kwargs",
         )
     return module

@@ -1,18 +1,19 @@
-"""Communication where a tensor-parallel block begins and ends, and the matrix products next to it.
+"""Communication at the entry and the exit of a tensor-parallel block, and the matrix products next to it.
 
-    x --> entry --> columns (q, k, v; gate, up) --> local heads or features --> row (o; down) --> exit
+    x --> entry --> column-parallel (q, k, v; gate, up) --> local heads or features --> row-parallel (o; down) --> exit
 
-    stream                    entry, forward | backward          exit, forward | backward
-    whole on all ranks        nothing        | all-reduce        all-reduce      | nothing
-    sequence cut              all-gather     | reduce-scatter    reduce-scatter  | all-gather
+    activations               entry, forward | backward          exit, forward | backward
+    replicated                nothing        | all-reduce        all-reduce      | nothing
+    sequence sharded          all-gather     | reduce-scatter    reduce-scatter  | all-gather
 
-Each kind of stream is a class here. ``REGIONS_BY_DIM`` says which belongs to a cut.
+Each row of the table is a class. ``REGIONS_BY_DIM`` maps the sharded dim to the class.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -40,64 +41,53 @@ from shardformer.tensor_parallel.parallel_module import is_wider, product_dtype
 from shardformer.torch_compat import custom_function_of, to_list
 
 SEQUENCE = Dim.SEQUENCE.position
+Map = Callable[[Tensor], Tensor]
 Multiply = Callable[[Tensor], list[Tensor]]
 
 
 @dataclass(frozen=True)
 class ReplicatedRegion:
-    """Both edges of a block in one forward, and in the backward of that, where all ranks hold the stream alike.
-
-    Those of a stream that is cut have the same methods.
-    """
+    """Communication at the entry and the exit of a tensor-parallel block with a replicated input."""
 
     axis: Axis
 
     def enter(self, x: Tensor) -> Tensor:
-        """What the forward of the block is given: the full tensor, of which the block uses a part."""
+        """Return the full input of the block for a local activation x."""
         entered = copy_to_tp_region(x, self.axis)
         return x.view_as(x) if entered is x else entered
 
     def gather_then_matmul(
         self, x: Tensor, multiply: Multiply, known: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """The full tensor of the ranks' x, ``known`` where it is given, and ``multiply`` of it."""
+        """Gather x, unless the full tensor is passed as ``known``, and return it and ``multiply`` of it."""
         return x, multiply(x)
 
     def start_reduce(self, x: Tensor) -> PendingCollective:
-        """Starts the sum of the ranks' x, of which this rank gets what it holds of the stream."""
+        """Start the sum of x over the ranks, whose result is the local shard."""
         return start_all_reduce(x, self.axis)
 
     def matmul_then_reduce(self, x: Tensor, multiply: Multiply) -> Tensor:
-        """That of ``multiply(x)``, which has one result."""
+        """Sum the one result of ``multiply(x)`` over the ranks, and return the local shard."""
         return self.start_reduce(multiply(x)[0]).wait()
 
     def leading_shape(self, x: Tensor) -> tuple[int, ...]:
-        """The dims before the last of what this rank holds of a stream of which x is the whole."""
+        """Return the shape of the local activations without the hidden dim, for a full tensor x."""
         return tuple(x.shape[:-1])
 
 
 @dataclass(frozen=True)
 class SequenceShardedRegion:
-    """Each rank of the axis holds consecutive positions of a sequence of ``full``.
-
-    Args:
-        overlap: whether gathers and scatters go around a ring in steps, under the matmuls beside them.
-    """
+    """Communication at the entry and the exit of a tensor-parallel block with a sequence-sharded input."""
 
     axis: Axis
-    full: int
-    overlap: bool = False
+    full: int  # the length of the full sequence
+    overlap: bool = False  # run all-gathers and reduce-scatters in ring steps that overlap with the adjacent matmuls
 
     def enter(self, x: Tensor) -> Tensor:
         shape = (*x.shape[:SEQUENCE], self.full, *x.shape[SEQUENCE + 1 :])
-        return DeferredTensor.make(
-            x,
-            shape,
-            self.axis,
-            None,
-            lambda x: all_gather(x, self.axis, SEQUENCE, self.full),
-            lambda grad: reduce_scatter(grad, self.axis, SEQUENCE),
-        )
+        gather = partial(all_gather, axis=self.axis, dim=SEQUENCE, full=self.full)
+        scatter = partial(reduce_scatter, axis=self.axis, dim=SEQUENCE)
+        return DeferredTensor.make(x, shape, self.axis, None, gather, scatter)
 
     def gather_then_matmul(
         self, x: Tensor, multiply: Multiply, known: Tensor | None = None
@@ -107,12 +97,12 @@ class SequenceShardedRegion:
             return joined, multiply(joined)
         products: dict[int, list[Tensor]] = {}
 
-        def use(piece: Tensor, start: int, end: int) -> None:
-            products[start] = multiply(piece)
+        def use(chunk: Tensor, start: int, end: int) -> None:
+            products[start] = multiply(chunk)
 
         joined = all_gather_matmul(x, self.axis, self.full, use)
         columns = zip(*(products[start] for start in sorted(products)), strict=True)
-        return joined, [torch.cat(pieces, SEQUENCE) for pieces in columns]
+        return joined, [torch.cat(chunks, SEQUENCE) for chunks in columns]
 
     def start_reduce(self, x: Tensor) -> PendingCollective:
         return start_reduce_scatter(x, self.axis, SEQUENCE)
@@ -128,15 +118,15 @@ class SequenceShardedRegion:
 
 TpRegion = ReplicatedRegion | SequenceShardedRegion
 REGIONS_BY_DIM: Mapping[Dim | None, type[TpRegion]] = {None: ReplicatedRegion, Dim.SEQUENCE: SequenceShardedRegion}
-"""Which dim of the stream a stack cuts over the axis of its blocks -> the edges of these."""
+"""Dim of the activations that a stack shards over the tensor axis -> the region of its blocks."""
 
 
 def enter_region(x: Tensor, axis: Axis) -> Tensor:
-    """x enters blocks beside the hidden states: a tensor that all ranks hold, or the output of another stack.
+    """Return x as an additional input of tensor-parallel blocks: a replicated tensor, or the output of another stack.
 
-    Backward: one all-reduce of the gradient of x, or one reduce-scatter of that of a stack's output.
+    Backward: one all-reduce of the gradient of x, or one reduce-scatter of the gradient of a stack's output.
 
-    Raises PolicyError for one that has entered already, or is a view of such a one.
+    Raises PolicyError if x, or the tensor that it is a view of, already entered a block.
     """
     if isinstance(x, DeferredTensor):
         if x.is_pending and x.region is not None and x.axis is axis:
@@ -147,30 +137,30 @@ def enter_region(x: Tensor, axis: Axis) -> Tensor:
     while node is not None:
         if custom_function_of(node) is CopyToTpRegion:
             raise PolicyError(
-                f"A tensor of shape {tuple(x.shape)} enters a block that has entered one already",
-                remedy="Name it once: by the `cross_states` of its stack, or by the `inputs` of its attentions",
+                f"A tensor of shape {tuple(x.shape)} enters a tensor-parallel block for the second time",
+                remedy="Name it once in the policy: in `cross_states` of the stack, or in `inputs` of the attentions",
             )
         before = node.next_functions
-        node = before[0][0] if len(before) == 1 else None  # a view has one
+        node = before[0][0] if len(before) == 1 else None  # follows views, which have one input
     return copy_to_tp_region(x, axis)
 
 
 def deferred_all_reduce(x: Tensor, axis: Axis) -> DeferredTensor:
-    """The sum of the ranks' x, as a tensor that is pending: who cuts it at once needs a reduce-scatter only."""
+    """Return the sum of x over the ranks, deferred because sharding it next costs only a reduce-scatter."""
     return DeferredTensor.make(x, tuple(x.shape), axis, None, lambda x: all_reduce(x.clone(), axis), lambda grad: grad)
 
 
 def local_length(full: int, axis: Axis) -> int:
-    """How many positions of a sequence this rank holds."""
+    """Return the number of elements of a dim of length ``full`` on this rank, in an even split."""
     base, more = divmod(full, axis.size)
     return base + (axis.rank < more)
 
 
-# B batch, S sequence, H hidden, F features of one linear; lower case: this rank's part (f = F / tensor)
+# B batch, S sequence, H hidden, F features of one linear; lower case: local shard (f = F / tensor)
 
 
 class ColumnParallel(Protocol):
-    """What a block must know of a column-parallel linear."""
+    """Interface of a column-parallel linear for a block."""
 
     axis: Axis
     transposed: bool
@@ -180,17 +170,14 @@ class ColumnParallel(Protocol):
     @property
     def bias(self) -> Tensor | None: ...
     @property
-    def fused_bias(self) -> Tensor | None:
-        """The bias that the matmul adds itself."""
-
-    def multiply(self, x: Tensor) -> Tensor:
-        """The local product, for an input that has entered the block already."""
+    def fused_bias(self) -> Tensor | None: ...
+    def multiply(self, x: Tensor) -> Tensor: ...
 
 
 def projection_operands(
     x: Tensor, columns: Sequence[ColumnParallel], known: Tensor | None
 ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
-    """x, the known input, and the weights and biases of the columns, cast to the dtype of their products."""
+    """Cast x, the gathered input, and the weights and biases of the columns to the dtype of the products."""
     weights: list[Tensor | None] = [p for c in columns for p in (c.weight, c.fused_bias)]
     if (dtype := product_dtype(x, columns[0].weight)) is not None:
         x, known = x.to(dtype), known if known is None else known.to(dtype)
@@ -201,36 +188,38 @@ def projection_operands(
 def column_projections(
     x: Tensor, edges: TpRegion, columns: Sequence[ColumnParallel], known: Tensor | None = None
 ) -> tuple[Tensor, list[Tensor]]:
-    """The tensor that the columns read, without history, and their outputs (B, S, f), for this rank's x of the stream.
+    """Return the detached full input of the column-parallel linears, and their outputs (B, S, f).
 
-    Under autocast, and where it is wider than 16-bit weights, x is cast before it is sent. Communicates what the entry
-    does; in the backward the gradient of x is on its way while the gradients of the weights are computed.
-
-    Args:
-        known: the full tensor of x, where it was gathered before.
+    Casts x before communication under autocast and for 16-bit weights. Communicates as the entry of the region. The
+    backward overlaps the communication of the input gradient with the weight gradients. ``known`` is the full tensor of
+    x, if it is already gathered.
     """
     x, known, weights = projection_operands(x, columns, known)
     seen, *outputs = _ColumnProjections.apply(x, known, edges, [c.transposed for c in columns], *weights)
     return seen, outputs
 
 
-def single_column_projection(column: ColumnParallel, x: Tensor) -> Tensor:
-    """The output of a column-parallel linear that is a block's whole entry by itself.
+def cache_gathered(x: DeferredTensor, full: Tensor) -> None:
+    if x.computed_value is None and full.dtype == x.dtype:
+        x.set_computed(full)
 
-    Backward: one all-reduce of x; of what leaves a stack that cuts it, one reduce-scatter.
+
+def single_column_projection(column: ColumnParallel, x: Tensor) -> Tensor:
+    """Return the output of a column-parallel linear outside of a block.
+
+    Backward: one all-reduce of x, or one reduce-scatter if x is the sharded output of a stack.
     """
     if isinstance(x, DeferredTensor):
         if x.is_pending and x.region is not None and x.axis is column.axis:
             seen, (y,) = column_projections(x.local, x.region, [column], x.computed_value)
-            if x.computed_value is None and seen.dtype == x.dtype:
-                x.set_computed(seen)
+            cache_gathered(x, seen)
             return y
         x = x.full_tensor()
     return column_projections(x, ReplicatedRegion(column.axis), [column])[1][0]
 
 
 def linear_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-    """x @ W^T + b for a weight stored (out, in), or x @ W + b for one stored (in, out)."""
+    """Return x @ W^T + b for a weight (out, in), or x @ W + b for a transposed weight (in, out)."""
     x = x.to(weight.dtype) if is_wider(x, weight) else x
     if not transposed:
         return F.linear(x, weight, bias)
@@ -245,22 +234,20 @@ def weight_grad(x: Tensor, grad: Tensor, transposed: bool) -> Tensor:
 
 
 class _ColumnProjections(Function):
-    """All column-parallel linears behind one entry. Returns the input they saw and their outputs."""
+    """Products of the full block input with all column-parallel weights. Also returns the full input."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, known: Tensor | None, edges: TpRegion, transposed: list[bool], *weights: Tensor | None
     ) -> tuple[Tensor, ...]:
-        # every linear has a weight
-        pairs = cast("list[tuple[Tensor, Tensor | None]]", list(zip(weights[::2], weights[1::2], strict=True)))
+        matrices, biases = cast("tuple[Tensor, ...]", weights[::2]), weights[1::2]
 
-        def multiply(piece: Tensor) -> list[Tensor]:
-            return [linear_matmul(piece, w, b, t) for (w, b), t in zip(pairs, transposed, strict=True)]
+        def multiply(chunk: Tensor) -> list[Tensor]:
+            return [linear_matmul(chunk, w, b, t) for w, b, t in zip(matrices, biases, transposed, strict=True)]
 
         seen, outputs = edges.gather_then_matmul(x, multiply, known)
         ctx.edges, ctx.transposed = edges, transposed
-        ctx.has_bias = [b is not None for _, b in pairs]
-        ctx.save_for_backward(seen, *[w for w, _ in pairs])
+        ctx.save_for_backward(seen, *matrices)
         ctx.set_materialize_grads(False)
         visible = seen.detach()
         ctx.mark_non_differentiable(visible)
@@ -275,17 +262,20 @@ class _ColumnProjections(Function):
             pending = ctx.edges.start_reduce(_input_grad(seen, weights, ctx.transposed, grads))
         out: list[Tensor | None] = []
         for i, grad in enumerate(grads):
-            needs_weight, needs_bias = ctx.needs_input_grad[4 + 2 * i], ctx.needs_input_grad[5 + 2 * i]
+            needs_weight, needs_bias = ctx.needs_input_grad[4 + 2 * i : 6 + 2 * i]
             out.append(weight_grad(seen, grad, ctx.transposed[i]) if needs_weight and grad is not None else None)
-            has = needs_bias and ctx.has_bias[i] and grad is not None
-            out.append(grad.reshape(-1, grad.shape[-1]).sum(0) if has and grad is not None else None)
+            out.append(bias_grad(grad) if needs_bias else None)
         return (None if pending is None else pending.wait(), None, None, None, *out)
+
+
+def bias_grad(grad: Tensor | None) -> Tensor | None:
+    return None if grad is None else grad.reshape(-1, grad.shape[-1]).sum(0)
 
 
 def _input_grad(
     seen: Tensor, weights: Sequence[Tensor], transposed: Sequence[bool], grads: Sequence[Tensor | None]
 ) -> Tensor:
-    """The sum over the columns of the gradient of what they saw."""
+    """Return the gradient of the input, summed over the columns."""
     total = None
     for weight, t, grad in zip(weights, transposed, grads, strict=True):
         if grad is None:
@@ -297,10 +287,10 @@ def _input_grad(
 
 
 class RowParallelMatmul(Function):
-    """The row-parallel linear: this rank's partial product, summed over the ranks. The bias comes after.
+    """Row-parallel linear without bias: the product of this rank, summed over the ranks.
 
-    Communicates what the exit does, in the backward also where that is run in two halves, for the input first and for
-    the weight later: once.
+    Communicates as the exit of the region. If the backward runs separately for the input and for the weight (as some
+    pipeline schedules do), it gathers the gradient only once.
     """
 
     leaves_block = True
@@ -309,7 +299,7 @@ class RowParallelMatmul(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, transposed: bool, edges: TpRegion) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.transposed, ctx.edges, ctx.gathered = transposed, edges, None
-        return edges.matmul_then_reduce(x, lambda piece: [linear_matmul(piece, weight, None, transposed)])
+        return edges.matmul_then_reduce(x, lambda chunk: [linear_matmul(chunk, weight, None, transposed)])
 
     @staticmethod
     @once_differentiable
@@ -317,8 +307,8 @@ class RowParallelMatmul(Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad[:2]
 
-        def multiply(piece: Tensor) -> list[Tensor]:
-            return [linear_matmul(piece, weight, None, not ctx.transposed)] if needs_x else []
+        def multiply(chunk: Tensor) -> list[Tensor]:
+            return [linear_matmul(chunk, weight, None, not ctx.transposed)] if needs_x else []
 
         known, ctx.gathered = ctx.gathered, None
         full, x_grad = ctx.edges.gather_then_matmul(grad, multiply, known)
@@ -328,21 +318,40 @@ class RowParallelMatmul(Function):
         return x_grad[0] if needs_x else None, w_grad, None, None
 
 
+class _WithBackward(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Map, backward: Map) -> Tensor:
+        ctx.backward_of = backward
+        return forward(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.backward_of(grad), None, None
+
+
+def with_backward(x: Tensor, forward: Map, backward: Map) -> Tensor:
+    """Return ``forward(x)``, with ``backward(grad)`` as the gradient of x."""
+    out: Tensor = _WithBackward.apply(x, forward, backward)
+    return out
+
+
 class LocalRandomState:
-    """Random numbers that differ by tensor rank from ``enter`` to ``leave``, and are the same on all ranks outside.
+    """Switches from the random state shared by all ranks to one per rank, from ``enter`` to ``leave``.
 
-    With ``aligned`` the other way round: the same on all ranks between, where each has its own outside. Communicates
-    one number then.
+    With ``aligned``, switches from one random state per rank to a shared one. This broadcasts one number.
 
-    The stream inside starts from a number drawn from the stream outside, so whoever restores the outer state, such as
-    activation checkpointing, gets the same numbers inside again.
+    The inner seed is drawn from the outer random state. Activation checkpointing, which restores the outer state,
+    therefore reproduces the inner numbers too.
     """
 
-    def __init__(self, axis: Axis, *, aligned: bool = False) -> None:
-        self._axis, self._aligned = axis, aligned
+    def __init__(self, axis: Axis, *, aligned: bool = False, enabled: bool = True) -> None:
+        self._axis, self._aligned, self.is_enabled = axis, aligned, enabled
         self._outer: list[tuple[torch.Generator, Tensor]] = []
 
-    def enter(self, x: Tensor) -> None:
+    def enter(self, x: Tensor, training: bool = True) -> None:
+        if not (self.is_enabled and training):
+            return
         seed, own = torch.randint(2**62, (), device="cpu"), SPLITMIX64[0] * (self._axis.rank + 1)
         if self._aligned:
             seed, own = broadcast(seed.to(x.device), self._axis), 0
@@ -357,13 +366,13 @@ class LocalRandomState:
 
 
 def same_random_in(axis: Axis, module: nn.Module) -> None:
-    """A module's draws are the same on all ranks, though the stream around it is each rank's own.
+    """Make a module draw the same random numbers on all ranks, within a region where each rank draws its own.
 
-    Stochastic depth between blocks drops whole samples, of which with sequence parallelism each rank has a part.
-    The first rank's next number seeds what the module draws, in a recomputation under checkpointing again.
+    Used for stochastic depth between blocks, which drops full samples, with sequence parallelism. A number drawn by
+    the first rank seeds the module, also in a recomputation under checkpointing.
 
-    Communicates: in training one broadcast of one number a call.
+    Communicates: in training one broadcast of one number per call.
     """
-    stream = LocalRandomState(axis, aligned=True)
-    module.register_forward_pre_hook(lambda module, args: stream.enter(args[0]) if module.training else None)
-    module.register_forward_hook(lambda *_: stream.leave(), always_call=True)
+    random = LocalRandomState(axis, aligned=True)
+    module.register_forward_pre_hook(lambda module, args: random.enter(args[0], module.training))
+    module.register_forward_hook(lambda *_: random.leave(), always_call=True)

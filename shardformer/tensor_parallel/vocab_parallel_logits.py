@@ -1,14 +1,14 @@
-"""Logits whose vocabulary is sharded over the ranks of an axis, and that behave like the full logits.
+"""Logits that are sharded over the vocabulary and behave like the full logits.
 
-A head that hands out ``shard_logits(local, axis, bounds)`` needs no other loss and no other forward:
+A model whose head returns ``shard_logits(local, axis, bounds)`` keeps its forward and its loss:
 
-    logits = model.lm_head(hidden)                      # VocabParallelLogits (B, S, V); this rank holds (B, S, v)
-    logits.float().view(-1, V)                          # still: views and casts touch the local part alone
-    F.cross_entropy(logits.view(-1, V), labels)         # the vocabulary-parallel loss sends three numbers a token
-    logits[:, -1].argmax(-1)                            # a plain tensor: one all-gather of (B, V)
+    logits = model.lm_head(hidden)                      # VocabParallelLogits (B, S, V); each rank stores (B, S, v)
+    logits.float().view(-1, V)                          # still sharded: views and casts use only the local shard
+    F.cross_entropy(logits.view(-1, V), labels)         # vocabulary-parallel loss: three numbers per token
+    logits[:, -1].argmax(-1)                            # a plain tensor, after one all-gather of (B, V)
 
-The table ``LOGITS_RULES`` at the end of this file has what functions of torch do with them; one that is not in it
-gathers the full logits and goes on with a plain tensor.
+``LOGITS_RULES`` at the end of this file maps functions of torch to their implementations on sharded logits. All other
+functions gather the full logits and return plain tensors.
 """
 
 from __future__ import annotations
@@ -21,40 +21,27 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from shardformer.comm import sharded_tensor as rules
 from shardformer.comm.autograd_collectives import gather_from_region
-from shardformer.comm.sharded_tensor import (
-    ELEMENTWISE,
-    VIEW_RULES,
-    Args,
-    Kwargs,
-    Rule,
-    ShardedTensor,
-    TorchFunction,
-    blank,
-    copied,
-    elementwise,
-    gathered,
-    query_local,
-    rules_by_function,
-    to_full_tensors,
-    view,
-)
+from shardformer.comm.sharded_tensor import Args, Kwargs, Rule, ShardedTensor, TorchFunction
 from shardformer.layout.shard_spec import Split
 from shardformer.mesh.parallel_context import Axis
 from shardformer.tensor_parallel.vocab_parallel_loss import vocab_parallel_cross_entropy
 from shardformer.torch_compat import DisableTorchFunctionSubclass
 
-# B batch, S sequence, V vocabulary; lower case: this rank's part (v columns of V)
+# B batch, S sequence, V vocabulary; lower case: local shard (v columns of V)
 
 ViewReplay = Callable[[Tensor], Tensor]
-"""Takes from a full tensor the view that was taken of a sharded one."""
+"""Applies to a full tensor the view that was taken of a sharded tensor."""
 
 
 def shard_logits(local: Tensor, axis: Axis, bounds: Sequence[int]) -> Tensor:
-    """This rank's columns (..., v) as the full logits (..., V). Communicates nothing; ``local`` itself on an axis of 1.
+    """Wrap the local columns (..., v) as logits (..., V). Returns ``local`` on an axis of size 1.
+
+    Communicates nothing.
 
     Args:
-        bounds: R + 1 numbers; rank r holds columns ``bounds[r]`` to ``bounds[r + 1]``, and ``bounds[R]`` is V.
+        bounds: R + 1 numbers; rank r has columns ``bounds[r]`` to ``bounds[r + 1]``, and ``bounds[R]`` is V.
     """
     if axis.size == 1:
         return local
@@ -63,31 +50,31 @@ def shard_logits(local: Tensor, axis: Axis, bounds: Sequence[int]) -> Tensor:
 
 
 class VocabParallelLogits(ShardedTensor):
-    """The full logits, of which this rank holds a slice of the vocabulary. Made by ``shard_logits``.
+    """Logits sharded over the vocabulary, created by ``shard_logits``.
 
-    Shape, dtype, device and ``requires_grad`` are those of the full logits. All ranks of the axis do the same with
-    them, as with every tensor that they hold alike, so that a gather finds all ranks.
+    Shape, dtype, device and ``requires_grad`` are those of the full logits. All ranks of the axis must call the same
+    functions on them, so that every rank reaches each all-gather.
 
-    Communicates nothing: views, slices and transposes that leave the vocabulary whole; casts; arithmetic with numbers
-    and with tensors that need no gradient; elementwise functions such as tanh; printing. A cast from 16 bit to fp32
-    waits until values are needed, so that the loss computes in fp32 without an fp32 copy.
-    Communicates three numbers a token: ``F.cross_entropy`` with class indices.
-    Communicates one all-gather of the full logits, once: everything else, which then gives plain tensors. Backward
-    takes the own slice. Writing into the logits, or into a view of them, does so too, and keeps the own slice.
+    - Without communication: views, slices and transposes that keep the vocabulary dim; casts; arithmetic with numbers
+      and with tensors that need no gradient; elementwise functions such as tanh; printing. A cast from 16 bits to fp32
+      is deferred, so that the loss computes in fp32 without an fp32 copy of the logits.
+    - Three numbers per token: ``F.cross_entropy`` with class indices.
+    - One all-gather of the full logits, which are then cached: all other functions. They return plain tensors; their
+      backward takes the local slice. In-place writes to the logits or a view gather too, and keep the local slice.
 
-    Gradients are those of the local part: ``retain_grad()`` keeps it, ``grad`` shows it as VocabParallelLogits, and a
-    hook is called with one. To copy, pickle or hand them to code that is not torch's, use ``full_tensor()``.
+    Gradients are those of the local shard: ``retain_grad()`` keeps it, and ``grad`` and hooks see it as
+    VocabParallelLogits. Call ``full_tensor()`` to copy or pickle the logits, or to pass them to code outside of torch.
 
-    A wrapper with the full shape around the local part. Autograd's history is the local part's; the wrapper is the
-    output of ``_Shard``, so that code which autograd calls with the full logits gets gradients right too. A view
-    remembers what it was taken of (``_origin``), and all views of one tensor count together how often one of them was
-    written into (``_writes``): a write goes through to the origin, and a view that has not seen it looks there again.
+    Implementation: a wrapper of the full shape around the local shard, which has the autograd history. The wrapper is
+    the output of ``_Shard``, so that code that autograd calls with the full logits has correct gradients too. A view
+    records the tensor that it was taken from (``_origin``). A write goes to the origin. All views of a tensor share
+    the count of writes (``_writes``); a view that has not seen the last write is replayed from its origin.
     """
 
     TEXT = (
         "vocabulary-parallel logits",
-        "Each rank holds a slice of their vocabulary, and only functions of torch that are called by name know it",
-        "Call logits.full_tensor() on all ranks for a plain tensor, or logits.to_local() for this rank's slice",
+        "Each rank stores a slice of the vocabulary, and only functions that are called from Python support this",
+        "Call logits.full_tensor() on all ranks for a plain tensor, or logits.to_local() for the slice of this rank",
     )
     _origin: tuple[VocabParallelLogits, ViewReplay] | None
     _writes: list[int]
@@ -108,7 +95,7 @@ class VocabParallelLogits(ShardedTensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub takes func for self
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """What gets here was not called by name: autograd itself, or code written in C++."""
+        """Handle calls that do not go through ``__torch_function__``: from autograd or from C++ code."""
         if func in _ALIASES and (len(args) == 1 or tuple(args[1]) == args[0].full_shape):
             return args[0].placed(args[0].local.detach())
         if func is torch.ops.aten.add.Tensor and len(args) == 2:  # autograd sums two gradients
@@ -117,19 +104,18 @@ class VocabParallelLogits(ShardedTensor):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def to_local(self) -> Tensor:
-        """This rank's part, (..., v) in the dtype of the logits, with its gradient. Communicates nothing."""
+        """Return the local shard (..., v) in the dtype of the logits, with its gradient. Communicates nothing."""
         return local_shard(self).to(self.full_dtype)
 
     def _gather(self, local: Tensor) -> Tensor:
-        """Communicates one all-gather in the dtype that the logits are held in; backward nothing."""
+        """Gather the full logits: one all-gather in the dtype of the local shard; backward nothing."""
         split = Split(tuple(((a, b),) for a, b in pairwise(self.bounds)), (self.axis.name,))
         return gather_from_region(local, self.axis, self.shard_dim, split, "gather").to(self.full_dtype)
 
     def placed(self, local: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> VocabParallelLogits:
-        """A cast that waits goes on waiting, unless a dtype is passed."""
-        return wrap_local(
-            local, self.axis, self.bounds, self.shard_dim if dim is None else dim, dtype or self.full_dtype
-        )
+        """Wrap another local shard with this sharding. A deferred cast stays deferred, unless ``dtype`` is passed."""
+        dim = self.shard_dim if dim is None else dim
+        return wrap_local(local, self.axis, self.bounds, dim, dtype or self.full_dtype)
 
     def view_of(self, local: Tensor, dim: int, replay: ViewReplay) -> VocabParallelLogits:
         out = self.placed(local, dim)
@@ -143,20 +129,36 @@ class VocabParallelLogits(ShardedTensor):
         return local_slice(full, self.axis, self.bounds, dim)
 
     def is_aligned(self, other: Any) -> bool:
-        mine = (self.axis, self.bounds, self.shard_dim, self.full_shape)
-        return mine == (other.axis, other.bounds, other.shard_dim, other.full_shape)
+        layout = (self.axis, self.bounds, self.shard_dim, self.full_shape)
+        return layout == (other.axis, other.bounds, other.shard_dim, other.full_shape)
 
     def write(self, func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-        """Writes into the full logits, and goes on with the own slice of them."""
-        full, result = write_full(self, lambda full: func(full, *to_full_tensors(args[1:]), **kwargs))
+        """Apply an in-place function to the full logits and to the tensors that they are a view of.
+
+        Keeps the local slices of the results. Communicates one all-gather of the origin, unless it is cached.
+        """
+        chain = [self]
+        while chain[-1]._origin is not None:
+            chain.append(chain[-1]._origin[0])
+        fulls = [chain[-1].full_tensor()]
+        for each in reversed(chain[:-1]):
+            assert each._origin is not None
+            fulls.append(each._origin[1](fulls[-1]))
+        full = fulls[-1]
+        result = func(full, *rules.to_full_tensors(args[1:]), **kwargs)
+        if (full.shape, full.dtype) != (self.full_shape, self.full_dtype):
+            self.refuse("An in-place function changes the shape or dtype of vocabulary-parallel logits")
+        self._writes[0] += 1
+        for each, written in zip(reversed(chain), fulls, strict=True):
+            _rewrite(each, written)
         return self if result is full else result
 
     def _held(self) -> str:
-        return f"vocabulary {self.bounds[self.axis.rank]}:{self.bounds[self.axis.rank + 1]} held by {self.axis}"
+        return f"vocabulary {self.bounds[self.axis.rank]}:{self.bounds[self.axis.rank + 1]} on {self.axis}"
 
 
 def wrap_local(local: Tensor, axis: Axis, bounds: tuple[int, ...], dim: int, dtype: torch.dtype) -> VocabParallelLogits:
-    """``local`` as the full tensor of which it is this rank's slice of ``dim``, with gradient history if it has one."""
+    """Wrap ``local``, this rank's slice of ``dim``, with its autograd history if it has one."""
     if local.requires_grad:
         if torch.is_grad_enabled():
             out: VocabParallelLogits = _Shard.apply(local, axis, bounds, dim, dtype)
@@ -166,10 +168,10 @@ def wrap_local(local: Tensor, axis: Axis, bounds: tuple[int, ...], dim: int, dty
 
 
 def local_shard(x: VocabParallelLogits) -> Tensor:
-    """The local part, in the dtype that it is held in, with its gradient history.
+    """Return the local shard in the dtype of its storage, with its autograd history.
 
-    Autograd may hand the whole on without calling any function by name (a full backward hook, reentrant checkpointing,
-    DistributedDataParallel's sink): then the history is the whole's, and the part is taken from it.
+    Autograd may copy the wrapper without calling a function of torch (full backward hooks, reentrant checkpointing,
+    the sink of DistributedDataParallel). The wrapper then has the history, and the local shard is derived from it.
     """
     if x._writes_seen != x._writes[0] and x._origin is not None:
         base, replay = x._origin
@@ -182,30 +184,8 @@ def local_shard(x: VocabParallelLogits) -> Tensor:
     return x.local
 
 
-def write_full(x: VocabParallelLogits, how: Callable[[Tensor], Any]) -> tuple[Tensor, Any]:
-    """Writes into the full tensor, and into what ``x`` is a view of. The full tensor, and what ``how`` gave.
-
-    Communicates one all-gather of what ``x`` is a view of, unless it was gathered before.
-    """
-    chain = [x]
-    while chain[-1]._origin is not None:
-        chain.append(chain[-1]._origin[0])
-    fulls = [chain[-1].full_tensor()]
-    for each in reversed(chain[:-1]):
-        assert each._origin is not None
-        fulls.append(each._origin[1](fulls[-1]))
-    full = fulls[-1]
-    result = how(full)
-    if (full.shape, full.dtype) != (x.full_shape, x.full_dtype):
-        x.refuse("The shape of vocabulary-parallel logits was to be changed in place")
-    x._writes[0] += 1
-    for each, written in zip(reversed(chain), fulls, strict=True):
-        _rewrite(each, written)
-    return full, result
-
-
 def _rewrite(x: VocabParallelLogits, full: Tensor) -> None:
-    """Makes ``full`` the values and the history of ``x``."""
+    """Replace the values and the autograd history of ``x`` by those of ``full``."""
     local = local_slice_like(full, x)
     with DisableTorchFunctionSubclass():
         _Rewrite.apply(x, local)
@@ -213,12 +193,12 @@ def _rewrite(x: VocabParallelLogits, full: Tensor) -> None:
 
 
 def local_slice_like(full: Tensor, x: VocabParallelLogits) -> Tensor:
-    """This rank's slice of a tensor that is shaped as ``x``."""
+    """Return this rank's slice of a full tensor with the shape of ``x``."""
     return local_slice(full, x.axis, x.bounds, x.shard_dim)
 
 
 def local_slice(full: Tensor, axis: Axis, bounds: tuple[int, ...], dim: int) -> Tensor:
-    """This rank's slice of a full tensor, along ``dim``."""
+    """Return this rank's slice of a full tensor along ``dim``."""
     if isinstance(full, VocabParallelLogits):
         if full.shard_dim == dim:
             return full.to_local()
@@ -227,16 +207,11 @@ def local_slice(full: Tensor, axis: Axis, bounds: tuple[int, ...], dim: int) -> 
 
 
 class _Shard(Function):
-    """The part as the whole. Backward: the own slice of the whole's gradient."""
+    """Wrap the local shard as the full tensor. Backward: the local slice of the gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        local: Tensor,
-        axis: Axis,
-        bounds: tuple[int, ...],
-        dim: int,
-        dtype: torch.dtype,
+        ctx: Any, local: Tensor, axis: Axis, bounds: tuple[int, ...], dim: int, dtype: torch.dtype
     ) -> VocabParallelLogits:
         ctx.place, ctx.dtype = (axis, bounds, dim), local.dtype
         return VocabParallelLogits(local, axis, bounds, dim, dtype)
@@ -247,7 +222,7 @@ class _Shard(Function):
 
 
 class _Unshard(Function):
-    """The part of a whole that has a history of its own. Backward: the part's gradient as the whole's."""
+    """Return the local shard of a wrapper that has the autograd history. Backward: wrap the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: VocabParallelLogits) -> Tensor:
@@ -260,7 +235,7 @@ class _Unshard(Function):
 
 
 class _Rewrite(Function):
-    """A whole whose values are from now on those of another part."""
+    """Replace the values of a wrapper by another local shard."""
 
     @staticmethod
     def forward(ctx: Any, x: VocabParallelLogits, local: Tensor) -> VocabParallelLogits:
@@ -273,34 +248,33 @@ class _Rewrite(Function):
         return None, local_slice(grad, *ctx.place).to(ctx.dtype)
 
 
-def _detached(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """detach and data."""
+def _detach(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     x = args[0]
     return x.view_of(local_shard(x).detach(), x.shard_dim, func)
 
 
 def _cast(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Casts and moves. One from 16 bit to fp32 waits; one that changes nothing gives the logits themselves."""
+    """Cast or move. Defers a cast from 16 bits to fp32; returns the same logits if nothing changes."""
     x = args[0]
-    others = [blank(a) if isinstance(a, VocabParallelLogits) else a for a in args[1:]]
-    if not isinstance(x, VocabParallelLogits):  # another tensor is cast to what the logits are
+    others = [rules.blank(a) if isinstance(a, VocabParallelLogits) else a for a in args[1:]]
+    if not isinstance(x, VocabParallelLogits):  # casts another tensor to the dtype of the logits
         return func(x, *others, **kwargs)
     local = local_shard(x)
-    target = func(local.new_empty(0, dtype=x.full_dtype), *others, **kwargs)  # torch reads the arguments
+    target = func(local.new_empty(0, dtype=x.full_dtype), *others, **kwargs)  # lets torch parse the arguments
     if not isinstance(target, Tensor):
-        return target  # type() gives a name
+        return target  # type() without arguments returns a name
     flags = [a for a in others if isinstance(a, bool)]
     if target.device == local.device and not kwargs.get("copy", len(flags) > 1 and flags[1]):
         if target.dtype == x.full_dtype:
             return x
-        was_written = x._writes[0] > 0  # then the part is a view of what may be written into again
+        was_written = x._writes[0] > 0  # a view of logits that may be written to again
         if target.dtype in (local.dtype, torch.float32) and local.element_size() == 2 and not was_written:
             return x.placed(local, dtype=target.dtype)
     return x.placed(func(local, *others, **kwargs), dtype=target.dtype)
 
 
 def _cross_entropy(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """F.cross_entropy with class indices, over dim 1 as torch has it, or dim 0 of a single token's logits."""
+    """Compute F.cross_entropy with class indices, over dim 1 like torch, or over dim 0 for the logits of one token."""
     x, target = args[0], args[1] if len(args) == 2 else None
     if (
         not isinstance(x, VocabParallelLogits)
@@ -311,34 +285,27 @@ def _cross_entropy(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
         or target.shape != (*x.full_shape[: x.shard_dim], *x.full_shape[x.shard_dim + 1 :])
         or any(kwargs.get(name) is not None for name in ("weight", "size_average", "reduce"))
     ):
-        return gathered(func, args, kwargs)
+        return rules.gathered(func, args, kwargs)
     local = local_shard(x)
     if local.dim() != 2:
         local = local.movedim(x.shard_dim, -1)
         local = local.reshape(-1, local.shape[-1])
-    loss = vocab_parallel_cross_entropy(
-        local,
-        target.reshape(-1),
-        x.axis,
-        x.bounds,
-        ignore_index=kwargs.get("ignore_index", -100),
-        reduction=kwargs.get("reduction", "mean"),
-        label_smoothing=kwargs.get("label_smoothing", 0.0),
-        upcast=x.full_dtype == torch.float32 or torch.is_autocast_enabled(local.device.type),
-    )
+    options = {name: kwargs[name] for name in ("ignore_index", "reduction", "label_smoothing") if name in kwargs}
+    upcast = x.full_dtype == torch.float32 or torch.is_autocast_enabled(local.device.type)
+    loss = vocab_parallel_cross_entropy(local, target.reshape(-1), x.axis, x.bounds, upcast=upcast, **options)
     return loss.view(target.shape) if loss.dim() else loss
 
 
-def _hooked(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """register_hook: the hook sees, and may replace, the gradient of the logits."""
+def _register_hook(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+    """Register a hook that sees, and may replace, the gradient of the logits."""
     x, hook = (*args, *kwargs.values())
     local = local_shard(x)
-    # the hook knows how the logits are placed, not the logits: they hold the graph, which would hold them for good
-    placed = x.placed(local.new_empty([0] * local.dim()))
+    # the hook must not refer to the logits: they own the graph, which would then never be freed
+    layout = x.placed(local.new_empty([0] * local.dim()))
 
     def on_local(grad: Tensor) -> Tensor | None:
-        replaced = hook(placed.placed(grad, dtype=grad.dtype))
-        return None if replaced is None else local_slice_like(replaced, placed)
+        replaced = hook(layout.placed(grad, dtype=grad.dtype))
+        return None if replaced is None else local_slice_like(replaced, layout)
 
     return local.register_hook(on_local)
 
@@ -354,28 +321,27 @@ def _set_grad(func: TorchFunction, args: Args, kwargs: Kwargs) -> None:
 
 
 def _backward(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Tensor.backward, from a given gradient of the logits."""
+    """Run Tensor.backward with a gradient of the logits."""
     x, gradient = args[0], args[1] if len(args) > 1 else kwargs.get("gradient")
     if gradient is None or not isinstance(x, VocabParallelLogits):
-        return gathered(func, args, kwargs)
-    named = {key: value for key, value in kwargs.items() if key != "gradient"}
-    return func(*_start(x, gradient), *args[2:], **named)
+        return rules.gathered(func, args, kwargs)
+    return func(*_local_root(x, gradient), *args[2:], **{k: v for k, v in kwargs.items() if k != "gradient"})
 
 
 def _autograd_backward(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """torch.autograd.backward, from several tensors and perhaps to some."""
-    tensors, given, inputs = args[0], kwargs.get("grad_tensors"), kwargs.get("inputs")
-    gradients = [given] if isinstance(given, Tensor) else given or [None] * len(tensors)
-    starts, gradients = zip(*map(_start, tensors, gradients), strict=True)
-    ends = inputs and [local_shard(x) if isinstance(x, VocabParallelLogits) else x for x in inputs]
-    return func(starts, **{**kwargs, "grad_tensors": gradients, "inputs": ends})
+    """Run torch.autograd.backward from several tensors, optionally to some inputs."""
+    tensors, passed, inputs = args[0], kwargs.get("grad_tensors"), kwargs.get("inputs")
+    gradients = [passed] if isinstance(passed, Tensor) else passed or [None] * len(tensors)
+    roots, gradients = zip(*map(_local_root, tensors, gradients), strict=True)
+    leaves = inputs and [local_shard(x) if isinstance(x, VocabParallelLogits) else x for x in inputs]
+    return func(roots, **{**kwargs, "grad_tensors": gradients, "inputs": leaves})
 
 
-def _start(x: Tensor, gradient: Any) -> tuple[Tensor, Any]:
-    """The tensor and the gradient that backward starts from."""
+def _local_root(x: Tensor, gradient: Any) -> tuple[Tensor, Any]:
+    """Return the tensor and the gradient where backward starts."""
     if not isinstance(x, VocabParallelLogits) or gradient is None:
-        return to_full_tensors(x), to_full_tensors(gradient)
-    with torch.enable_grad():  # torch.autograd.backward may be called by a backward
+        return rules.to_full_tensors(x), rules.to_full_tensors(gradient)
+    with torch.enable_grad():  # a backward may call torch.autograd.backward
         local = local_shard(x)
     return local, local_slice_like(gradient, x).to(local.dtype)
 
@@ -384,10 +350,10 @@ def _autograd_grad(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     outputs, inputs = args[:2]
     locals_ = [local_shard(x) if isinstance(x, VocabParallelLogits) else x for x in inputs]
     grads = func(
-        to_full_tensors(outputs),
+        rules.to_full_tensors(outputs),
         locals_,
-        *to_full_tensors(args[2:]),
-        **{key: to_full_tensors(value) for key, value in kwargs.items()},
+        *rules.to_full_tensors(args[2:]),
+        **{key: rules.to_full_tensors(value) for key, value in kwargs.items()},
     )
     return tuple(
         x.placed(grad, dtype=grad.dtype) if isinstance(x, VocabParallelLogits) and grad is not None else grad
@@ -396,25 +362,25 @@ def _autograd_grad(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 
 _ALIASES = {torch.ops.aten.view.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default}
-# Methods and attributes of a tensor, and functions of torch and torch.nn.functional, by name.
+# methods and attributes of a tensor, and functions of torch and torch.nn.functional
 _NAMES: Mapping[Rule, str] = {
-    view: " ".join(VIEW_RULES),
-    copied: "clone contiguous",
-    _detached: "detach data",
+    rules.view: " ".join(rules.VIEW_RULES),
+    rules.copied: "clone contiguous",
+    _detach: "detach data",
     _cast: "to type type_as cpu cuda float double half bfloat16",
-    elementwise: ELEMENTWISE,
+    rules.elementwise: rules.ELEMENTWISE,
     _cross_entropy: "cross_entropy",
-    query_local: "requires_grad requires_grad_ retain_grad retains_grad is_contiguous is_inference",
-    _hooked: "register_hook",
+    rules.query_local: "requires_grad requires_grad_ retain_grad retains_grad is_contiguous is_inference",
+    _register_hook: "register_hook",
     _backward: "backward",
 }
 _TENSOR: Any = Tensor
-LOGITS_RULES: Mapping[Any, Rule] = rules_by_function(_NAMES) | {
-    _TENSOR.requires_grad.__set__: query_local,
+LOGITS_RULES: Mapping[Any, Rule] = rules.rules_by_function(_NAMES) | {
+    _TENSOR.requires_grad.__set__: rules.query_local,
     _TENSOR.grad.__get__: _get_grad,
     _TENSOR.grad.__set__: _set_grad,
     torch.autograd.grad: _autograd_grad,
     torch.autograd.backward: _autograd_backward,
 }
-"""What is called, for each function of torch that does not simply gather."""
+"""Function of torch -> its implementation on sharded logits. All other functions gather."""
 VocabParallelLogits.RULES = LOGITS_RULES

@@ -1,14 +1,14 @@
-"""Cross entropy over a vocabulary that is cut over the ranks of an axis: no rank ever holds, or sends, a full row.
+"""Cross entropy of logits that are sharded over the vocabulary, without gathering them.
 
-For token t with logits x, label y and the vocabulary cut over ranks r:
+For a token with logits x and label y:
 
     M = max_r m_r                   m_r = max of x on rank r
     S = sum_r s_r exp(m_r - M)      s_r = sum of exp(x - m_r) on rank r
-    loss = log S - (x_y - M)        x_y is known to one rank, the others send 0
+    loss = log S - (x_y - M)        x_y is local to one rank, the other ranks send 0
 
-so three numbers a token and rank are all that is communicated, in one collective (Megatron-LM's loss, Shoeybi et al.
-2019, section 3, sends the same in three). M and S are kept apart: log S + M in one fp32 number would lose what torch's
-own log-softmax keeps when logits are large.
+One collective sends three numbers per token and rank. (The loss of Megatron-LM, Shoeybi et al. 2019, section 3, sends
+the same numbers in three collectives.) M and S stay separate, because log S + M in fp32 is less precise than torch's
+log-softmax for large logits.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from shardformer.layout.shard_spec import even_bounds
 from shardformer.mesh.parallel_context import Axis
 from shardformer.torch_compat import assert_async
 
-# T tokens, V vocabulary, R ranks, K numbers a token; lower case: this rank's part (v columns of V)
+# T tokens, V vocabulary, R ranks, K numbers per token; lower case: local shard (v columns of V)
 
 CHUNK_BYTES = {"cpu": 1024 * 1024, "cuda": 64 * 1024 * 1024}
-"""Size of the one temporary, by kind of device: what stays in a CPU's cache, and what fills a GPU."""
+"""Size of the only temporary tensor, by device type: fits the cache of a CPU, and is large enough for a GPU."""
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -56,29 +56,37 @@ def vocab_parallel_cross_entropy(
     label_smoothing: float = 0.0,
     upcast: bool = False,
 ) -> Tensor:
-    """What ``F.cross_entropy`` gives on the full logits, from this rank's columns of them; the same on all ranks.
+    """Return ``F.cross_entropy`` of the full logits, computed from the local columns. Identical on all ranks.
 
-    16-bit logits are computed with in fp32, a chunk of rows at a time; no copy of the logits is made in any dtype. They
-    are kept for the backward pass, which makes one tensor of their size and dtype: their gradient.
+    Computes 16-bit logits in fp32, one chunk of rows at a time, without a copy of the logits. Keeps the logits for the
+    backward, which allocates their gradient in their dtype.
+
+    Communicates: forward one all-gather of 3*R*T numbers (4*R*T with label smoothing) in fp32, or fp64 for fp64 logits;
+    backward nothing. For T=4,096 on four ranks these are 196,608 bytes; logits with V=128,000 have 2 GB.
 
     Args:
-        logits_Tv: (T, v), this rank's columns.
-        targets_T: (T,) class indices in [0, V) or ``ignore_index``, the same on all ranks.
-        axis: the axis that the vocabulary is cut over.
-        bounds: R + 1 numbers; rank r holds columns ``bounds[r]`` to ``bounds[r + 1]``, and ``bounds[R]`` is V.
-        reduction: "mean" over the labels that are not ignored, "sum" of them, or "none".
+        logits_Tv: (T, v), the columns of this rank.
+        targets_T: (T,) class indices in [0, V) or ``ignore_index``, identical on all ranks.
+        axis: the axis over which the vocabulary is sharded.
+        bounds: R + 1 numbers; rank r has columns ``bounds[r]`` to ``bounds[r + 1]``, and ``bounds[R]`` is V.
+        reduction: "mean" or "sum" over the labels that are not ignored, or "none".
         label_smoothing: the weight of the uniform distribution in the target.
         upcast: return an fp32 loss for 16-bit logits, as ``F.cross_entropy(logits.float(), ...)`` does.
 
-    Returns: the loss, () or (T,) with "none".
+    Returns:
+        The loss, () or (T,) with "none".
 
-    Communicates: forward one all-gather of 3*R*T numbers (4*R*T with label smoothing), fp32 or the fp64 of the logits;
-    backward nothing. V=128,000 and T=4,096 on four ranks: 196,608 bytes, where the logits are 2 GB.
-
-    Raises InputError for a label out of the vocabulary, on the CPU before anything is sent; on a GPU, where looking
-    would make the host wait, the label fails a device-side assertion. ConfigError for options that cannot be.
+    Raises:
+        InputError: for a label outside the vocabulary, on the CPU. On a GPU, where a check would synchronize with the
+            host, a device-side assertion fails.
+        ConfigError: for an unknown reduction, or a label smoothing outside of [0, 1].
     """
-    _check_options(reduction, label_smoothing)
+    check_choice("reduction", reduction, REDUCTIONS)
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ConfigError(
+            f"label_smoothing={label_smoothing} is not between 0.0 and 1.0",
+            remedy="Use 0.0 for no smoothing, or a value such as 0.1",
+        )
     _check_targets(logits_Tv, targets_T, bounds[-1], ignore_index)
     dtype = torch.float32 if upcast and logits_Tv.element_size() < 4 else logits_Tv.dtype
     options = _Options(axis, tuple(bounds), ignore_index, reduction, label_smoothing, dtype)
@@ -123,8 +131,10 @@ class _CrossEntropy(Function):
 
 
 def _local_statistics(logits_Tv: Tensor, column_T1: Tensor, is_mine_T1: Tensor, options: _Options) -> Tensor:
-    """(K, T): this rank's maximum, its sum of exponentials relative to it, the label's logit or 0, and with label
-    smoothing the sum of the logits relative to the maximum."""
+    """Return (K, T): maximum, sum of exponentials, logit of the label or 0; with smoothing also the sum of the logits.
+
+    Both sums are relative to the maximum.
+    """
     num_tokens, width = logits_Tv.shape
     dtype = torch.promote_types(logits_Tv.dtype, torch.float32)
     out_KT = logits_Tv.new_zeros((4 if options.label_smoothing else 3, num_tokens), dtype=dtype)
@@ -144,7 +154,7 @@ def _local_statistics(logits_Tv: Tensor, column_T1: Tensor, is_mine_T1: Tensor, 
 
 
 def _combine(stats_RKT: Tensor, options: _Options) -> tuple[Tensor, Tensor, Tensor]:
-    """M, S and the loss of every token, each (T,), from the numbers of all ranks: the same to the bit on all ranks."""
+    """Return M, S and the loss of each token, each (T,), bitwise identical on all ranks."""
     max_RT, sum_RT, target_RT = stats_RKT[:, 0], stats_RKT[:, 1], stats_RKT[:, 2]
     max_T = max_RT.amax(0)
     sum_T = (sum_RT * (max_RT - max_T).exp()).sum(0)
@@ -167,7 +177,7 @@ def _gradient(
     at_label_T1: Tensor,
     uniform_T1: Tensor | None,
 ) -> Tensor:
-    """(T, v) in the dtype of the logits: scale * exp(x - M), plus ``at_label`` at the label, less ``uniform``."""
+    """Return (T, v) in the dtype of the logits: scale * exp(x - M) + ``at_label`` at the label - ``uniform``."""
     grad_Tv = torch.empty_like(logits_Tv, memory_format=torch.contiguous_format)
     if grad_Tv.numel() == 0:
         return grad_Tv
@@ -185,39 +195,28 @@ def _gradient(
 
 
 def _finite(max_T: Tensor) -> Tensor:
-    """The maximum, or the least number where every logit is -inf: a rank whose whole part is masked adds exp(-inf) = 0,
-    not nan."""
+    """Clamp a maximum of -inf, so that a rank whose columns are all masked adds exp(-inf) = 0 instead of NaN."""
     return max_T.clamp(min=torch.finfo(max_T.dtype).min)
 
 
 def _chunks(logits_Tv: Tensor, dtype: torch.dtype) -> Iterator[slice]:
-    """Stretches of rows whose values in ``dtype`` fit CHUNK_BYTES (one row at the least)."""
+    """Yield slices of rows whose values in ``dtype`` fit CHUNK_BYTES, with at least one row each."""
     num_tokens, width = logits_Tv.shape
     size = max(CHUNK_BYTES.get(logits_Tv.device.type, CHUNK_BYTES["cuda"]) // (width * dtype.itemsize), 1)
     for start in range(0, num_tokens, size):
         yield slice(start, min(start + size, num_tokens))
 
 
-def _check_options(reduction: str, label_smoothing: float) -> None:
-    check_choice("reduction", reduction, REDUCTIONS)
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ConfigError(
-            f"label_smoothing={label_smoothing}",
-            rule="It is a share of the target, between 0.0 and 1.0",
-            remedy="Use 0.0 for none, or a value such as 0.1",
-        )
-
-
 def _check_targets(logits_Tv: Tensor, targets_T: Tensor, vocab_size: int, ignore_index: int) -> None:
     if logits_Tv.dim() != 2 or targets_T.shape != logits_Tv.shape[:1]:
         raise InputError(
-            f"Logits of shape {tuple(logits_Tv.shape)} and labels of shape {tuple(targets_T.shape)} were given",
-            rule="The loss takes logits (tokens, vocabulary) and one label for each token",
+            f"The loss received logits of shape {tuple(logits_Tv.shape)} and labels of shape {tuple(targets_T.shape)}, "
+            "but takes (tokens, vocabulary) and (tokens,)",
             remedy="Flatten both: logits.view(-1, vocab_size) and labels.view(-1)",
         )
     if targets_T.numel() == 0:
         return
-    # An ignored label counts as 0, which is in every vocabulary.
+    # an ignored label is replaced by 0, which is in every vocabulary
     checked_T = torch.where(targets_T == ignore_index, 0, targets_T)
     if targets_T.device.type != "cpu" or type(targets_T) is not Tensor:
         is_known = ((checked_T >= 0) & (checked_T < vocab_size)).all()
@@ -226,10 +225,10 @@ def _check_targets(logits_Tv: Tensor, targets_T: Tensor, vocab_size: int, ignore
     lowest, highest = (int(x) for x in torch.aminmax(checked_T))
     if lowest < 0 or highest >= vocab_size:
         raise InputError(
-            f"A label is {highest if highest >= vocab_size else lowest}, and the vocabulary has {vocab_size} entries",
-            rule=f"A label is between 0 and {vocab_size - 1}, or ignore_index={ignore_index}",
-            remedy="Use the model's own tokenizer, call resize_token_embeddings before the model is sharded, "
-            f"or write {ignore_index} where a label is padding",
+            f"The label {highest if highest >= vocab_size else lowest} is neither in the vocabulary, 0 to "
+            f"{vocab_size - 1}, nor ignore_index={ignore_index}",
+            remedy="Use the model's own tokenizer, call resize_token_embeddings before you shard the model, "
+            f"or set the labels of padding to {ignore_index}",
         )
 
 
@@ -240,14 +239,16 @@ def cross_entropy_1d(
     process_group: Axis | dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
 ) -> Tensor:
-    """The mean cross entropy of logits (..., v) cut over a process group's ranks, with labels (...).
+    """Return the mean cross entropy of logits (..., v), sharded over a process group, and labels (...).
+
+    Communicates as ``vocab_parallel_cross_entropy``.
 
     Args:
-        process_group: a group or an Axis; None means all processes.
-        vocab_size: V, where it does not divide: the first ranks then hold one column more. By default v * R.
+        process_group: a process group or an Axis; None means all processes.
+        vocab_size: V, v * R by default. If R does not divide V, the first ranks have one column more.
 
-    Communicates what ``vocab_parallel_cross_entropy`` does. Raises InputError when the logits are not the part of
-    vocab_size that this rank would hold.
+    Raises:
+        InputError: if the number of columns is not this rank's share of ``vocab_size``.
     """
     axis = Axis.of(process_group)
     width = logits.shape[-1]
@@ -255,9 +256,9 @@ def cross_entropy_1d(
     expected = bounds[axis.rank + 1] - bounds[axis.rank]
     if width != expected:
         raise InputError(
-            f"The logits have {width} columns on rank {axis.rank} of {axis.size}",
-            rule=f"With vocab_size={vocab_size} this rank holds {expected}",
-            remedy="Cut the vocabulary as even as can be, the first ranks holding one column more",
+            f"The logits have {width} columns on rank {axis.rank} of {axis.size}, but its share of "
+            f"vocab_size={vocab_size} is {expected}",
+            remedy="Shard the vocabulary evenly, with one column more on the first ranks if it does not divide",
         )
     return vocab_parallel_cross_entropy(
         logits.reshape(-1, width), labels.reshape(-1), axis, bounds, ignore_index=ignore_index
@@ -265,7 +266,7 @@ def cross_entropy_1d(
 
 
 class DistCrossEntropyLoss(nn.Module):
-    """``cross_entropy_1d`` as a module."""
+    """Module that computes ``cross_entropy_1d``."""
 
     def __init__(
         self,
@@ -277,5 +278,5 @@ class DistCrossEntropyLoss(nn.Module):
         self.ignore_index, self.axis, self.vocab_size = ignore_index, Axis.of(process_group), vocab_size
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """logits (..., v) and labels (...) -> the mean loss, the same on all ranks."""
+        """Return the mean loss of logits (..., v) and labels (...), identical on all ranks."""
         return cross_entropy_1d(logits, labels, self.ignore_index, self.axis, self.vocab_size)

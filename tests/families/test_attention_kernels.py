@@ -76,7 +76,7 @@ def test_all_attention_calls_the_kernel_and_nobody_can_tell(family: str, scores:
     ours = sharded(family, OPTION)
     assert_same(ours, plain(family), EXACT if family in IN_FP64 else CASTS)
     assert "torch flash attention for the CPU" in ours.notes
-    assert ("at a time for the position bias" in ours.notes) == (family in TRAINED_BIAS)
+    assert ("chunked backward for the position bias" in ours.notes) == (family in TRAINED_BIAS)
     computes_itself = family in OWN and any(attention_registration.overridden_modules(build(family, {})))
     assert (OWN.get(family) in ours.replaced()) == computes_itself
     assert scores
@@ -163,5 +163,5 @@ def test_weights_cannot_be_asked_for_where_a_method_was_replaced() -> None:
     use_flash_attention(model, CPU)
     assert use_flash_attention(model, CPU)  # again, and nothing is hooked twice
     assert all(len(m._forward_pre_hooks) <= 1 for m in model.modules())
-    with pytest.raises(ConfigError, match="called with output_attentions"):
+    with pytest.raises(ConfigError, match="does not support the argument output_attentions"):
         model(**batch_of("gpt_neo"), output_attentions=True)

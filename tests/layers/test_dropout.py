@@ -1,5 +1,4 @@
-"""Random numbers: inside of a block each tensor rank has its own, outside all have the same, and a recomputation has
-those of the first time."""
+"""Random numbers differ between tensor ranks in a block, are equal outside, and repeat in a recomputation."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ def axis_here() -> Axis:
 
 
 def masks(p: float, train: bool = True) -> dict[str, Tensor]:
-    """Two masks of each layer, one after the other, and what the stream outside gives then."""
+    """Two successive masks of each layer, and the next number of the outer random state."""
     parallel = DropoutForParallelInput(p, process_group=axis_here()).train(train)
     replicated = DropoutForReplicatedInput(p).train(train)
     torch.manual_seed(0)
@@ -55,7 +54,7 @@ def masks(p: float, train: bool = True) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_masks_differ_by_rank_inside_and_are_one_outside(pools: WorkerPools, ranks: int) -> None:
+def test_masks_differ_by_rank_for_parallel_inputs_only(pools: WorkerPools, ranks: int) -> None:
     found = pools(ranks).run(masks, 0.3)
     for name in ("same", "same again", "outside"):
         assert all(torch.equal(found[0][name], other[name]) for other in found[1:]), name
@@ -69,7 +68,7 @@ def test_masks_differ_by_rank_inside_and_are_one_outside(pools: WorkerPools, ran
 
 
 @pytest.mark.parametrize(("p", "train"), [(0.0, True), (0.5, False)])
-def test_without_dropout_nothing_is_drawn(pool2: WorkerPool, p: float, train: bool) -> None:
+def test_no_random_numbers_are_drawn_without_dropout(pool2: WorkerPool, p: float, train: bool) -> None:
     torch.manual_seed(0)
     first = torch.rand(8)
     for found in pool2.run(masks, p, train):
@@ -86,15 +85,15 @@ def from_native() -> list[tuple[float, bool, bool]]:
     return [(m.p, m.inplace, m.training) for m in made]
 
 
-def test_they_take_over_what_the_plain_one_says(pool2: WorkerPool) -> None:
+def test_from_native_module_copies_rate_inplace_and_mode(pool2: WorkerPool) -> None:
     assert pool2.run(from_native)[0] == [(0.25, True, False)] * 2
 
 
 @pytest.mark.parametrize("kind", [DropoutForParallelInput, DropoutForReplicatedInput])
-def test_what_is_no_dropout_is_refused(kind: Any) -> None:
-    with pytest.raises(ConfigError, match="was given a Dropout1d"):
+def test_from_native_module_rejects_other_modules(kind: Any) -> None:
+    with pytest.raises(ConfigError, match="cannot replace a Dropout1d"):
         kind.from_native_module(nn.Dropout1d(0.1), Axis("tensor"))
-    with pytest.raises(ConfigError, match=r"was given a Dropout and p=0\.5"):
+    with pytest.raises(ConfigError, match=r"cannot replace a Dropout with p=0\.5"):
         kind.from_native_module(nn.Dropout(0.1), Axis("tensor"), p=0.5)
 
 
@@ -113,7 +112,7 @@ def recomputed(use_reentrant: bool) -> list[bool]:
 
 
 @ways_to_recompute
-def test_a_checkpoint_draws_the_same_mask_again(pool2: WorkerPool, use_reentrant: bool) -> None:
+def test_recomputation_draws_the_same_mask(pool2: WorkerPool, use_reentrant: bool) -> None:
     assert pool2.run(recomputed, use_reentrant) == [[True, True]] * 2
 
 
@@ -121,7 +120,7 @@ def test_a_checkpoint_draws_the_same_mask_again(pool2: WorkerPool, use_reentrant
 
 
 class Mlp(nn.Module):
-    """Dropout between the column and the row, as a module and as a function, and behind the row."""
+    """Dropout before the row-parallel linear, as a module and as a function, and after it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,21 +158,21 @@ def masks_of_a_block(train: bool, random: bool) -> tuple[list[Tensor], Tensor]:
     return mlp.seen, torch.rand(8)
 
 
-def test_masks_inside_of_a_block_differ_by_rank(pool2: WorkerPool) -> None:
+def test_masks_in_a_block_differ_by_rank(pool2: WorkerPool) -> None:
     (ours, after), (theirs, theirs_after) = pool2.run(masks_of_a_block, True, True)
     assert not torch.equal(ours[0], theirs[0]) and not torch.equal(ours[2], theirs[2]), "inside"
-    assert not torch.equal(ours[0], ours[2]), "the next forward draws others"
-    assert torch.equal(ours[1], theirs[1]) and torch.equal(ours[3], theirs[3]), "behind the exit"
+    assert not torch.equal(ours[0], ours[2]), "the next forward draws other numbers"
+    assert torch.equal(ours[1], theirs[1]) and torch.equal(ours[3], theirs[3]), "after the exit"
     assert torch.equal(after, theirs_after), "outside"
 
 
-def test_a_block_without_dropout_draws_nothing(pool2: WorkerPool) -> None:
+def test_a_block_without_dropout_draws_no_random_numbers(pool2: WorkerPool) -> None:
     torch.manual_seed(1)
     first = torch.rand(8)
     for _, after in pool2.run(masks_of_a_block, False, True):
         assert torch.equal(after, first)
     (ours, _), (theirs, _) = pool2.run(masks_of_a_block, True, False)
-    assert torch.equal(ours[0], theirs[0]), "a block that is told that nothing is random leaves the stream alone"
+    assert torch.equal(ours[0], theirs[0]), "a block without random operations keeps the random state"
 
 
 def block_recomputed(use_reentrant: bool | None, copied: bool) -> tuple[dict[str, Tensor], Tensor]:
@@ -193,14 +192,12 @@ def block_recomputed(use_reentrant: bool | None, copied: bool) -> tuple[dict[str
 
 @pytest.mark.parametrize("copied", [False, True], ids=["original", "copy"])
 @ways_to_recompute
-def test_a_block_under_a_checkpoint_has_the_same_gradients(
-    pool2: WorkerPool, use_reentrant: bool, copied: bool
-) -> None:
+def test_a_checkpointed_block_has_the_same_gradients(pool2: WorkerPool, use_reentrant: bool, copied: bool) -> None:
     kept, found = pool2.run(block_recomputed, None, False), pool2.run(block_recomputed, use_reentrant, copied)
     for (want, want_after), (ours, after) in zip(kept, found, strict=True):
         assert all(torch.equal(want[name], ours[name]) for name in want)
         assert torch.equal(want_after, after)
-    assert torch.equal(found[0][1], found[1][1]), "outside all ranks go on alike"
+    assert torch.equal(found[0][1], found[1][1]), "the outer random state is equal on all ranks"
 
 
 # ----------------------------------------------------------------------------------------------------------- the stream
@@ -219,7 +216,7 @@ def streams(seed: int) -> list[Tensor]:
     return [*out, torch.rand(SIZE)]
 
 
-def test_the_stream_inside_depends_on_rank_seed_and_time(pool2: WorkerPool) -> None:
+def test_local_random_state_depends_on_rank_seed_and_time(pool2: WorkerPool) -> None:
     found = pool2.run(streams, 0) + pool2.run(streams, 1) + pool2.run(streams, 0)
     assert all(torch.equal(a, b) for i in (0, 1) for a, b in zip(found[i], found[i + 4], strict=True)), "repeatable"
     for i in (1, 3, 4):
@@ -238,7 +235,7 @@ def aligned() -> Tensor:
     return torch.rand(8)
 
 
-def test_ranks_that_were_seeded_apart_are_aligned_to_the_first(pool4: WorkerPool) -> None:
+def test_aligned_random_state_is_that_of_rank_0(pool4: WorkerPool) -> None:
     torch.manual_seed(0)
     want = torch.rand(8)
     assert all(torch.equal(found, want) for found in pool4.run(aligned))

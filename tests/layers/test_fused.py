@@ -1,4 +1,4 @@
-"""Bias, activation and gate as one: the numbers and gradients of the plain operations, whatever a forward does."""
+"""Fused bias, activation and gate have the values and gradients of the separate operations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def seed() -> None:
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernels that run, by their terms."""
+    """The operands of the fused kernels that ran."""
     found: list[str] = []
 
     def noted(act: Any, x: Tensor, bias: Tensor | None, gate: Tensor | None) -> Tensor:
@@ -43,7 +43,7 @@ def leaves(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list
 
 
 def assert_same(ours: Callable[..., Tensor], plain: Callable[..., Tensor], inputs: list[Tensor], bound: float) -> None:
-    """The same values, and the same gradients of all inputs."""
+    """Check that values and the gradients of all inputs are equal."""
     y, ref = ours(*inputs), plain(*inputs)
     assert y.dtype == ref.dtype and y.shape == ref.shape
     grad = torch.randn_like(ref)
@@ -61,7 +61,7 @@ def grads_of(y: Tensor, inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
 
 
 class Doubled(Function):
-    """A function that is given a tensor by no name of torch's."""
+    """A custom autograd function, which no rule of the tensor covers."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("act", [F.gelu, lambda x: x], ids=["act", "bias"])
-def test_no_use_loses_a_gradient(use: str, act: Callable[[Tensor], Tensor]) -> None:
+def test_every_use_of_a_deferred_activation_keeps_its_gradient(use: str, act: Callable[[Tensor], Tensor]) -> None:
     assert_same(
         lambda x, b, w: USES[use](act(defer_bias(x + 0, b)), w),
         lambda x, b, w: USES[use](act(x + b), w),
@@ -132,7 +132,7 @@ def test_no_use_loses_a_gradient(use: str, act: Callable[[Tensor], Tensor]) -> N
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_layer_that_is_checkpointed_trains_as_before(reentrant: bool) -> None:
+def test_a_checkpointed_layer_has_the_same_gradients(reentrant: bool) -> None:
     def layer(x: Tensor, b: Tensor, w: Tensor) -> Tensor:
         return F.linear(F.gelu(defer_bias(x + 0, b)), w)
 
@@ -151,17 +151,17 @@ ACTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", ACTS)
-def test_a_bias_is_taken_in_by_the_activation(name: str, ran: list[str]) -> None:
+def test_bias_is_fused_with_the_activation(name: str, ran: list[str]) -> None:
     act = ACTS[name]
     bias = lambda x, b: act(defer_bias(x + 0, b))  # noqa: E731
     assert_same(bias, lambda x, b: act(x + b), leaves((3, 4, HIDDEN), (HIDDEN,)), 1e-12)
     assert_same(bias, lambda x, b: act(x + b), leaves((HIDDEN,), (HIDDEN,)), 1e-12)
-    if name != "ReLU":  # which of the two is the one in place, that ends what is fused
+    if name != "ReLU":  # the in-place ReLU is not fused
         assert ran == ["bias act"] * 2
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_a_gate_is_taken_in_from_either_side(turned: bool, ran: list[str]) -> None:
+def test_gate_is_fused_from_either_side(turned: bool, ran: list[str]) -> None:
     def gated(x: Tensor, b: Tensor, up: Tensor) -> Tensor:
         h, up = F.silu(defer_bias(x, b)), defer_bias(up, b)
         return up * h if turned else h * up
@@ -170,12 +170,12 @@ def test_a_gate_is_taken_in_from_either_side(turned: bool, ran: list[str]) -> No
     assert ran == ["bias act gate"]
 
 
-def test_a_factor_of_another_shape_is_no_gate(ran: list[str]) -> None:
+def test_a_factor_of_another_shape_is_not_fused(ran: list[str]) -> None:
     assert_same(lambda x, w: F.silu(defer_bias(x, None)) * w, lambda x, w: F.silu(x) * w, leaves((3, 8), (8,)), 1e-12)
     assert ran == ["act"]
 
 
-def test_nothing_is_computed_before_the_values_are_needed(ran: list[str]) -> None:
+def test_activation_is_deferred_until_its_values_are_read(ran: list[str]) -> None:
     x, b = leaves((3, 4, 8), (8,))
     h = F.gelu(defer_bias(x.bfloat16(), b))
     assert type(h) is FusedActivation
@@ -186,8 +186,7 @@ def test_nothing_is_computed_before_the_values_are_needed(ran: list[str]) -> Non
     assert ran == ["bias act"]
 
 
-def test_nothing_outlives_the_backward() -> None:
-    """What is kept for it goes through autograd's own saved tensors, which checkpointing and offload can move."""
+def test_backward_frees_all_saved_tensors() -> None:
     kept: list[Tensor] = []
     x, b, w = leaves((3, 4, 8), (8,), (8, 8))
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t.clone(), lambda t: t):  # type: ignore[func-returns-value]
@@ -197,7 +196,7 @@ def test_nothing_outlives_the_backward() -> None:
     assert x.grad is not None and b.grad is not None
 
 
-def test_without_gradients_and_in_inference_mode() -> None:
+def test_fused_activation_works_under_no_grad_and_in_inference_mode() -> None:
     x, b = leaves((3, 8), (8,))
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
@@ -209,10 +208,7 @@ def test_without_gradients_and_in_inference_mode() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch hides it from users
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
-def test_one_that_is_compiled_gives_the_plain_numbers_for_any_batch(
-    monkeypatch: pytest.MonkeyPatch, backend: str
-) -> None:
-    """As on a GPU: in one graph."""
+def test_compiled_kernel_equals_eager_for_any_batch_size(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     compiled = torch.compile(fused_ops.bias_activation_gate, dynamic=True, backend=backend)
     monkeypatch.setattr(fused, "kernel", lambda device: compiled)
     counters = torch._dynamo.utils.counters["stats"]

@@ -1,4 +1,4 @@
-"""Fused norms give the numbers of the class they stand for, and keep its parameters."""
+"""Fused norms have the values of the class they replace, and keep its parameters."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run(norm: nn.Module, x: Tensor, grad: Tensor) -> tuple[Tensor, list[Tensor]]
 
 
 def ulps(a: Tensor, b: Tensor) -> int:
-    """How many representable bf16 numbers lie between two tensors, at most."""
+    """Return the largest distance of two bf16 tensors in units in the last place."""
     as_int = [t.view(torch.int16).int() for t in (a, b)]
     return int(
         (
@@ -63,7 +63,7 @@ def ulps(a: Tensor, b: Tensor) -> int:
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_the_kind_is_found_and_the_parameters_are_kept(name: str) -> None:
+def test_norm_kind_is_identified_and_parameters_are_kept(name: str) -> None:
     native = native_norm(name).eval()
     fused = fused_norm(native)
     assert getattr(fused, "kind", "layer") == CLASSES[name][2]
@@ -77,7 +77,7 @@ def test_the_kind_is_found_and_the_parameters_are_kept(name: str) -> None:
 
 @pytest.mark.parametrize("name", CLASSES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_values_and_gradients_equal_the_native_ones(name: str, dtype: torch.dtype) -> None:
+def test_values_and_gradients_equal_the_native_norm(name: str, dtype: torch.dtype) -> None:
     native = native_norm(name).to(dtype)
     fused = fused_norm(copy.deepcopy(native))
     x, grad = torch.randn(2, 2, 5, HIDDEN, dtype=dtype) * 3
@@ -92,7 +92,7 @@ def test_values_and_gradients_equal_the_native_ones(name: str, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_bf16_outputs_differ_by_one_unit_in_the_last_place_at_most(name: str) -> None:
+def test_bf16_outputs_differ_by_at_most_one_ulp(name: str) -> None:
     native = native_norm(name).bfloat16()
     fused = fused_norm(copy.deepcopy(native))
     x, grad = torch.randn(2, 64, HIDDEN).bfloat16()
@@ -104,7 +104,7 @@ def test_bf16_outputs_differ_by_one_unit_in_the_last_place_at_most(name: str) ->
 
 @pytest.mark.parametrize("name", ["llama", "t5", "gemma", "olmo2"])
 @pytest.mark.parametrize("dtypes", PROBE_INPUTS, ids=str)
-def test_mixed_dtypes_give_the_native_dtype_and_numbers(name: str, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+def test_mixed_dtypes_give_the_native_dtype_and_values(name: str, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     native = native_norm(name).to(dtypes[1])
     x = torch.randn(8, HIDDEN).to(dtypes[0])
     y, ref = fused_norm(native)(x), native(x)
@@ -123,14 +123,14 @@ def test_autocast_gives_the_native_dtype() -> None:
             torch.testing.assert_close(y, ref, rtol=1e-6, atol=1e-6)
 
 
-def test_a_norm_on_the_meta_device_is_recognised() -> None:
+def test_a_norm_on_the_meta_device_is_identified() -> None:
     with torch.device("meta"):
         native = native_norm("gemma")
     fused = fused_norm(native)
     assert isinstance(fused, FusedRMSNorm) and fused.kind == "gemma" and fused.weight is native.weight
 
 
-def test_recognising_takes_nothing_from_the_random_stream() -> None:
+def test_identification_does_not_use_the_random_state() -> None:
     native = native_norm("llama")
     before = torch.get_rng_state()
     fused_norm(native)
@@ -138,7 +138,7 @@ def test_recognising_takes_nothing_from_the_random_stream() -> None:
 
 
 class ScaledNorm(nn.Module):
-    """Looks like an RMS norm, and doubles its output."""
+    """An RMS norm that doubles its output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,20 +162,20 @@ class LargerEpsNorm(nn.LayerNorm):
     "module",
     [ScaledNorm(), GatedNorm(HIDDEN), LargerEpsNorm(HIDDEN), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Identity()],
 )
-def test_what_no_formula_matches_is_refused_by_name(module: nn.Module) -> None:
+def test_a_module_that_matches_no_formula_raises_with_its_name(module: nn.Module) -> None:
     for make in (fused_norm, FusedLayerNorm.from_native_module, FusedRMSNorm.from_native_module):
         with pytest.raises(ConfigError, match=type(module).__name__) as caught:
             make(module)
         assert caught.value.remedy
 
 
-def test_an_unknown_option_is_refused() -> None:
+def test_an_unknown_option_raises() -> None:
     options: dict[str, Any] = {"gather_output": True}
     with pytest.raises(ConfigError, match="gather_output=True"):
         FusedRMSNorm.from_native_module(nn.RMSNorm(4), None, **options)
 
 
-def test_norms_without_parameters_are_kept_so() -> None:
+def test_norms_without_parameters_stay_without_parameters() -> None:
     x = torch.randn(3, HIDDEN)
     for native in (nn.LayerNorm(HIDDEN, elementwise_affine=False), nn.RMSNorm(HIDDEN, elementwise_affine=False)):
         fused = fused_norm(native)
@@ -183,13 +183,12 @@ def test_norms_without_parameters_are_kept_so() -> None:
         torch.testing.assert_close(fused(x), native(x))
 
 
-def test_isinstance_of_layer_norm_holds() -> None:
-    """Optimizers and initialisers tell norms by it."""
+def test_fused_layer_norm_is_an_instance_of_layer_norm() -> None:
     assert isinstance(fused_norm(nn.LayerNorm(4)), nn.LayerNorm)
 
 
 class Slow(nn.LayerNorm):
-    """A norm that does something before its forward."""
+    """A norm whose forward takes a while."""
 
     before: Callable[[], Any]
 
@@ -198,8 +197,8 @@ class Slow(nn.LayerNorm):
         return super().forward(x)
 
 
-def test_two_threads_that_look_at_norms_leave_the_filters_of_warnings_as_they_were() -> None:
-    """The one that comes first leaves first: the other one would put back what the first one had changed."""
+def test_identification_in_two_threads_restores_warning_filters() -> None:
+    """Without a lock, the second thread would restore the filters that the first thread had changed."""
     second_is_in, first_has_left = threading.Event(), threading.Event()
 
     class First(Slow):

@@ -36,7 +36,7 @@ LAYERS: dict[str, tuple[Layer, list[tuple[int, ...]]]] = {
 
 
 def narrow(module: nn.Module) -> nn.Module:
-    """As ``shard_optimizer`` converts it: the parameters alone."""
+    """Convert only the parameters, as ``shard_optimizer`` does."""
     for p in module.parameters():
         p.data = p.data.to(torch.bfloat16)
     return module
@@ -48,7 +48,7 @@ def first(output: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_an_input_in_fp32_is_cast(name: str) -> None:
+def test_fp32_input_is_cast(name: str) -> None:
     make, shapes = LAYERS[name]
     torch.manual_seed(0)
     layer, inputs = narrow(make()), [torch.randn(shape, requires_grad=True) for shape in shapes]
@@ -64,7 +64,7 @@ def test_an_input_in_fp32_is_cast(name: str) -> None:
     assert all(x.grad is not None and x.grad.dtype == torch.float32 for x in inputs)
 
 
-def test_what_runs_as_it_is_stays_as_it_is() -> None:
+def test_modules_that_accept_fp32_are_unchanged() -> None:
     class Wide(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return F.linear(x, self.weight.float())
@@ -101,7 +101,7 @@ def test_statistics_stay_in_fp32(kind: type[nn.Module], dtype: torch.dtype, trai
     assert all(torch.equal(a, b) for a, b in zip(layer.buffers(), wide.buffers(), strict=True))
 
 
-def test_parameters_are_back_after_an_error() -> None:
+def test_parameters_are_restored_after_an_error() -> None:
     layer = narrow(nn.BatchNorm1d(6))
     before = dict(layer.named_parameters())
     accept_wide_inputs(layer)
@@ -110,7 +110,7 @@ def test_parameters_are_back_after_an_error() -> None:
     assert {name: id(p) for name, p in layer.named_parameters()} == {name: id(p) for name, p in before.items()}
 
 
-def test_parallel_linears_cast_before_they_send() -> None:
+def test_parallel_linears_cast_before_communication() -> None:
     torch.manual_seed(0)
     columns, rows = nn.Linear(6, 8).bfloat16(), nn.Linear(8, 6).bfloat16()
     x = torch.randn(3, 6)
@@ -132,8 +132,8 @@ def test_parallel_linears_cast_before_they_send() -> None:
         assert (grad - expected_x.grad).abs().max() <= 0.02 * expected_x.grad.abs().max()
 
 
-def test_a_model_whose_buffer_reaches_a_layer() -> None:
-    """Swin V2's table of relative coordinates, and pixels in fp32: to the bit what it computes all in 16 bits."""
+def test_fp32_buffers_that_reach_a_layer_are_cast() -> None:
+    """Swin V2 with fp32 coordinates and pixels is bitwise equal to Swin V2 with 16-bit ones."""
     torch.manual_seed(0)
     model = SmallModel("swinv2")().float().train()
     batch = RandomBatches(DEFAULT_HEAD["swinv2"])(0)
@@ -151,8 +151,8 @@ def test_a_model_whose_buffer_reaches_a_layer() -> None:
 
 @pytest.mark.filterwarnings("ignore:In train mode the model normalizes")
 @pytest.mark.parametrize("stage", [1, 3])
-def test_an_engine_in_16_bits_takes_batches_in_fp32(stage: int) -> None:
-    """A network of convolutions with BatchNorm, over data ranks; its statistics are those of fp32."""
+def test_16_bit_engine_accepts_fp32_batches(stage: int) -> None:
+    """The running statistics of BatchNorm are those of an fp32 model."""
 
     def run(context: ParallelContext) -> list[Tensor]:
         torch.manual_seed(0)
@@ -171,8 +171,8 @@ def test_an_engine_in_16_bits_takes_batches_in_fp32(stage: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.full
-def test_a_stage_that_runs_past_layers_of_another_one() -> None:
-    """Sinusoidal positions in fp32 are added before a norm, of which another stage holds the weights."""
+def test_a_stage_without_the_weights_of_a_norm_accepts_fp32_inputs() -> None:
+    """Sinusoidal fp32 positions are added before a norm whose weights are on another stage."""
     torch.manual_seed(0)
     config = transformers.M2M100Config(
         vocab_size=37, d_model=24, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,

@@ -28,7 +28,7 @@ def test_each_position_is_on_one_rank(length: int, ring: int, group: int) -> Non
         mine = chunk_indices(positions, positions.chunks_of(rank)).tolist()
         parts = [positions.indices(rank * group + i).tolist() for i in range(group)]
         assert [at for part in parts for at in part] == mine == sorted(mine)
-        assert [len(part) for part in parts] == positions.position_ranges(rank)
+        assert [len(part) for part in parts] == positions.group_lengths(rank)
         assert {positions.owner(chunk) for chunk in positions.chunks_of(rank)} == {rank}
 
 

@@ -91,9 +91,9 @@ def with_hook() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "what"),
     [
-        (with_squared_embedding, "Squared has a forward of its own"),
-        (with_doubled_linear, "Doubled has a forward of its own"),
-        (with_patched_linear, "a forward of its own"),
+        (with_squared_embedding, "Squared has a custom forward"),
+        (with_doubled_linear, "Doubled has a custom forward"),
+        (with_patched_linear, "a custom forward"),
         (with_hook, "has hooks"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -176,7 +176,7 @@ def test_a_residual_around_the_exit_is_refused_at_the_first_forward() -> None:
         model.layers[0].attn.__class__ = ResidualInside
         toy_loss(shard_model(model, ToyPolicy, context=context), toy_batch(0)).backward()
 
-    with pytest.raises(PolicyError, match="hands on what entered a block beside"):
+    with pytest.raises(PolicyError, match="adds its input to the output of its tensor-parallel block"):
         run_as_threads(train, tensor=2)
 
 

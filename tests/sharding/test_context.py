@@ -218,7 +218,7 @@ def test_that_attention_is_computed_whole_is_said() -> None:
 
 def whole_is_refused(family: str, **how: Any) -> str:
     found = refused(plain_of(family), **how)
-    assert found.count(". ") >= 2, "the rule, and the remedy"
+    assert found.count(". ") >= 1, "the error has a remedy"
     return found
 
 
@@ -427,7 +427,7 @@ IDS = torch.arange(5, 18)[None]
         (
             {"input_ids": IDS, "attention_mask": torch.ones(1, 1, 13, 13, dtype=torch.bool)},
             2,
-            "a mask that was made before",
+            "a mask of all pairs of positions",
         ),
         ({"input_ids": IDS, "output_hidden_states": True}, 2, "output_hidden_states=True"),
         ({"input_ids": IDS, "output_attentions": True}, 2, "output_attentions=True"),
@@ -439,7 +439,7 @@ def test_what_cannot_be_is_said_on_all_ranks(batch: Batch | None, sequence: Any,
     batch = {"input_ids": IDS} if batch is None else batch
     found = refused(plain_of("llama"), batch, sequence)
     assert said in found
-    assert found.count(". ") >= 2, "the rule, and the remedy"
+    assert found.count(". ") >= 1, "the error has a remedy"
 
 
 @pytest.mark.slow
@@ -517,7 +517,7 @@ LEFT_OUT: dict[str, tuple[str, Any, str, Any]] = {
     "keys of other ranks": ("ring", ring, "_exchange", _nothing_arrives),
     "gradients of keys, home": ("ring", ring_attention._KeyValueGradients, "finish", lambda self: None),
     "keys that are gathered": ("gather", ring, "all_gather", lambda x, axis, *_, **__: torch.cat([x] * axis.size, 3)),
-    "heads for positions": ("ulysses", heads, "_swapped", _not_swapped),
+    "heads for positions": ("ulysses", heads, "_all_to_all", _not_swapped),
     "the loss": ("ring", cut_tensor, "all_reduce", lambda x, *_, **__: x),
     "gradients of weights": ("ring", sharding_gradients, "reduction_of", lambda *_: Reduction(divisor=2.0)),
 }

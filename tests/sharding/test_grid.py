@@ -564,7 +564,7 @@ def test_keys_of_another_forward_are_refused_in_training() -> None:
         (name,) = [name for name, value in kept.items() if is_cache(value)]  # as this transformers calls it
         model.train()(ids, **{name: kept[name]})
 
-    with pytest.raises(InputError, match="keys and values of another one"):
+    with pytest.raises(InputError, match="received cached keys and values"):
         run_as_threads(go_on, tensor=2)
 
 

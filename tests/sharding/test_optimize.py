@@ -113,7 +113,7 @@ def test_a_norm_that_computes_something_else_stays_and_is_said() -> None:
 
 def test_a_model_of_such_norms_alone_is_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), DoubledNorm(4))
-    with pytest.raises(ConfigError, match="was given a DoubledNorm"):
+    with pytest.raises(ConfigError, match="cannot replace a DoubledNorm"):
         check_norms(model)
 
 

@@ -45,7 +45,7 @@ def test_every_attention_call_uses_the_kernels(timm_worker: WorkerPool, name: st
     assert in_worker(timm_worker, differences, name, (2, 4), {}, FLASH) == []
     notes, forwards = in_worker(timm_worker, said_of, name)
     assert "torch flash attention for the CPU" in notes
-    assert ("at a time for the position bias" in notes) == (name in TRAINED_BIAS)
+    assert ("chunked backward for the position bias" in notes) == (name in TRAINED_BIAS)
     assert forwards == {"swin": 4, "swin v2": 4, "vit pooled by attention": 3}.get(name, 2)
 
 
@@ -111,6 +111,6 @@ def test_attention_scores_are_not_saved(
     assert held == (name in HELD_BY_THE_MODEL)
     if held:
         record_property("feature", f"part: {HELD_BY_THE_MODEL[name]}")
-    takes_bias = "torch memory-efficient attention, as the flash kernel takes no position bias"
-    where_masked = "torch flash attention, and its memory-efficient one where there is a mask"
+    takes_bias = "torch memory-efficient attention, because the flash kernel supports no position bias"
+    where_masked = "torch flash attention, or its memory-efficient kernel with a mask"
     assert (takes_bias if name in TRAINED_BIAS else where_masked) in on_cuda

@@ -1,4 +1,4 @@
-"""Attention on fused kernels: the numbers of the model's own, no scores of the whole batch, refused where it cannot."""
+"""Attention on fused kernels equals the model's own, saves no scores of the batch, and raises if unsupported."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def mistral(p: float = 0.0) -> Any:
 
 
 def deepseek(p: float = 0.0) -> Any:
-    """Keys are wider than values."""
+    """A model whose keys are wider than its values."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
     latent = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
@@ -79,7 +79,7 @@ def t5(p: float = 0.0) -> Any:
 
 
 def swin(p: float = 0.0) -> Any:
-    """The mask itself trains: relative positions are added to it."""
+    """A model whose mask contains trainable relative positions."""
     from transformers import SwinConfig, SwinForImageClassification
 
     config = SwinConfig(
@@ -140,7 +140,7 @@ def assert_same(model: Any, inputs: dict[str, Tensor], name: str) -> None:
 
 
 class Ops(TorchDispatchMode):
-    """The names of the operations that run."""
+    """Records the names of the operations that run."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch gives its bases no types
@@ -156,19 +156,19 @@ FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_values_and_all_gradients_equal_eager_ones_with_padding(name: str, dtype: torch.dtype) -> None:
+def test_values_and_gradients_equal_eager_attention_with_padding(name: str, dtype: torch.dtype) -> None:
     assert_same(FAMILIES[name]().to(dtype).train(), batch(name, dtype), name)
 
 
 @pytest.mark.parametrize("name", TEXT)
-def test_values_and_all_gradients_equal_eager_ones_without_padding(name: str) -> None:
+def test_values_and_gradients_equal_eager_attention_without_padding(name: str) -> None:
     inputs = batch(name, padded=False)
     del inputs["attention_mask"]
     assert_same(TEXT[name]().train(), inputs, name)
 
 
-def test_padding_on_the_left_gives_what_transformers_gives_by_default() -> None:
-    """The first queries see nothing at all: torch's attention gives them zeros, transformers' eager one the mean."""
+def test_left_padding_equals_the_default_of_transformers() -> None:
+    """For queries without a visible key, torch's attention returns zeros and transformers' eager attention the mean."""
     model = llama().train()
     plain = copy.deepcopy(model)
     plain.set_attn_implementation("sdpa")
@@ -182,18 +182,18 @@ def test_padding_on_the_left_gives_what_transformers_gives_by_default() -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_only_the_flash_kernel_runs_forward(name: str) -> None:
+def test_forward_runs_only_the_flash_kernel(name: str) -> None:
     model = FAMILIES[name]()
     use_flash_attention(model, CPU)
     with torch.no_grad(), Ops() as ops:
         model(**batch(name))
     assert FLASH in ops.names
     assert "_softmax" not in ops.names and "_safe_softmax" not in ops.names
-    assert all(n in ops.names for n in ["_log_softmax", "nll_loss_forward"])  # the mode sees the rest
+    assert all(n in ops.names for n in ["_log_softmax", "nll_loss_forward"])  # the mode records all other operations
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
-def test_the_flash_kernel_runs_backward_too(name: str) -> None:
+def test_backward_runs_the_flash_kernel(name: str) -> None:
     model = TEXT[name]()
     use_flash_attention(model, CPU)
     loss = model(**batch(name)).loss
@@ -203,7 +203,7 @@ def test_the_flash_kernel_runs_backward_too(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TEXT)
-def test_no_scores_of_the_whole_batch_are_held(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_of_the_batch_are_not_saved(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "SCORES_AT_ONCE", 0)  # this batch is so small that all would be
     model = TEXT[name]()
     use_flash_attention(model, CPU)
@@ -220,16 +220,16 @@ def test_no_scores_of_the_whole_batch_are_held(name: str, monkeypatch: pytest.Mo
     assert largest <= HEADS * S * S  # T5's bias, which all sequences share
 
 
-def test_the_bias_of_t5_trains() -> None:
+def test_t5_bias_gets_a_gradient() -> None:
     model = t5()
     described = use_flash_attention(model, CPU)
     _, grads = loss_and_grads(model, batch("t5"))
     tables = [g for n, g in grads.items() if "relative_attention_bias" in n]
     assert len(tables) == 2 and all(g.abs().max() > 0 for g in tables)
-    assert "a few sequences at a time" in described
+    assert "chunked backward" in described
 
 
-def test_bf16_stays_within_its_noise() -> None:
+def test_bf16_gradients_are_within_rounding_error() -> None:
     for name in ("llama", "t5"):
         model = TEXT[name]().bfloat16()
         exact = copy.deepcopy(model).float()
@@ -264,7 +264,7 @@ def test_generation_with_a_cache_gives_the_same_tokens(name: str) -> None:
     assert torch.equal(model.generate(prompt, attention_mask=torch.ones_like(prompt), **arguments), ref)
 
 
-def test_it_can_be_done_twice_and_is_not_saved() -> None:
+def test_use_flash_attention_is_idempotent_and_not_saved() -> None:
     model = t5()
     assert use_flash_attention(model, CPU) == use_flash_attention(model, CPU)
     configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
@@ -287,7 +287,7 @@ def test_it_can_be_done_twice_and_is_not_saved() -> None:
         ("swin", "attention_probs_dropout_prob"),
     ],
 )
-def test_attention_dropout_on_the_cpu_is_refused_before_training(name: str, setting: str) -> None:
+def test_attention_dropout_on_the_cpu_raises_before_training(name: str, setting: str) -> None:
     model = FAMILIES[name](0.1)
     with pytest.raises(ConfigError, match=f"{setting}=0.0"):
         use_flash_attention(model.eval(), CPU)
@@ -295,21 +295,21 @@ def test_attention_dropout_on_the_cpu_is_refused_before_training(name: str, sett
     check_flash_attention(model, torch.device("cuda"))
 
 
-def test_attention_dropout_that_appears_later_is_refused_at_the_call() -> None:
+def test_attention_dropout_set_later_raises_at_the_call() -> None:
     model = gpt2().train()
     use_flash_attention(model, CPU)
     model.transformer.h[0].attn.attn_dropout.p = 0.2
-    with pytest.raises(ConfigError, match=r"p=0\.2"):
+    with pytest.raises(ConfigError, match=r"dropout rate is 0\.2"):
         model(**batch("gpt2"))
     model.eval()(**batch("gpt2"))
 
 
-def test_models_with_attention_of_their_own_are_refused_by_class() -> None:
+def test_models_with_custom_attention_raise_with_the_class() -> None:
     from transformers import GptOssConfig, GptOssForCausalLM, MptConfig, MptForCausalLM
 
-    with pytest.raises(ConfigError, match="has attention of its own in MptAttention"):
+    with pytest.raises(ConfigError, match="computes attention in MptAttention"):
         use_flash_attention(MptForCausalLM(MptConfig(d_model=32, n_layers=1, n_heads=4, vocab_size=VOCAB)), CPU)
-    with pytest.raises(ConfigError, match="no attention that transformers dispatches"):
+    with pytest.raises(ConfigError, match="no attention on transformers' AttentionInterface"):
         use_flash_attention(nn.Linear(2, 2), CPU)
     sinks = GptOssConfig(
         **SIZES, intermediate_size=48, num_key_value_heads=2, head_dim=8, num_local_experts=2, pad_token_id=0
@@ -318,7 +318,7 @@ def test_models_with_attention_of_their_own_are_refused_by_class() -> None:
         use_flash_attention(GptOssForCausalLM(sinks), CPU)
 
 
-def test_attention_weights_cannot_be_asked_for() -> None:
+def test_output_attentions_raises() -> None:
     model = bert()
     model.config.output_attentions = True
     with pytest.raises(ConfigError, match="output_attentions=True"):
@@ -330,12 +330,12 @@ def test_attention_weights_cannot_be_asked_for() -> None:
         attention.attention(model, q, k, v, None, output_attentions=True)
 
 
-def test_fp64_on_cuda_is_refused() -> None:
+def test_fp64_on_cuda_raises() -> None:
     with pytest.raises(ConfigError, match="float64"):
         check_flash_attention(llama().double(), torch.device("cuda"))
 
 
-def test_what_no_kernel_takes_is_refused_with_what_torch_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_arguments_raise_with_the_reasons_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_check_call", lambda *_: None)
     q, k, v = torch.randn(3, 1, 2, 3, 4)
     with pytest.raises(ConfigError, match="non-zero dropout"):
@@ -374,21 +374,21 @@ def assert_same_grads(out: Tensor, ref: Tensor, inputs: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_shapes_that_the_kernel_does_not_take_by_itself(case: str) -> None:
+def test_shapes_that_need_padding_or_expansion(case: str) -> None:
     q, k, v = CASES[case]()
     out, weights = attention.attention(nn.Module(), q, k, v, None, is_causal=False)
     assert weights is None and out.is_contiguous()
     assert_same_grads(out, plain(q, k, v), [q, k, v])
 
 
-def test_a_causal_query_sees_the_start_of_a_longer_cache() -> None:
+def test_causal_queries_ignore_the_unused_end_of_a_cache() -> None:
     q, k, v = heads(length=3), heads(), heads()
     later = torch.full((3, S), float("-inf"), dtype=q.dtype).triu(1)
     assert_same_grads(attention.attention(nn.Module(), q, k, v, None)[0], plain(q, k, v, later), [q, k, v])
 
 
 @pytest.mark.parametrize("kind", ["none", "causal", "bool of each", "float of each", "bias of each"])
-def test_the_gradient_of_a_position_bias(kind: str) -> None:
+def test_position_bias_gradient_equals_the_reference(kind: str) -> None:
     q, k, v = heads(), heads(2), heads(2)
     bias = torch.randn(B if kind == "bias of each" else 1, HEADS, S, S, dtype=torch.float64, requires_grad=True)
     seen = torch.ones(S, S, dtype=torch.bool)
@@ -409,7 +409,7 @@ def test_the_gradient_of_a_position_bias(kind: str) -> None:
 
 @pytest.fixture
 def flash_attn_package(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
-    """A package that notes its calls and computes with torch."""
+    """A fake flash-attn package that records its calls and computes with torch."""
     calls: list[dict[str, Any]] = []
 
     def flash_attn_func(
@@ -429,14 +429,14 @@ def flash_attn_package(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[st
 
 
 class OnCuda(Tensor):
-    """Says that it is on CUDA."""
+    """A CPU tensor that reports to be on CUDA."""
 
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]  # the stub lets it be written
         return True
 
 
-def test_flash_attn_takes_16_bit_without_a_mask(flash_attn_package: list[dict[str, Any]]) -> None:
+def test_flash_attn_runs_for_16_bits_without_a_mask(flash_attn_package: list[dict[str, Any]]) -> None:
     q, k, v = (t.detach().bfloat16() for t in (heads(), heads(2), heads(2)))
     module = nn.Module()
     out, _ = attention.attention(module, q.as_subclass(OnCuda), k, v, None, is_causal=True)
@@ -446,7 +446,7 @@ def test_flash_attn_takes_16_bit_without_a_mask(flash_attn_package: list[dict[st
 
 
 @pytest.mark.parametrize("what", ["mask", "fp32", "bias", "wide"])
-def test_flash_attn_is_left_out_where_it_does_not_fit(what: str, flash_attn_package: list[dict[str, Any]]) -> None:
+def test_flash_attn_is_not_used_for_unsupported_arguments(what: str, flash_attn_package: list[dict[str, Any]]) -> None:
     q, k, v = (heads(width=512 if what == "wide" else 8).detach().bfloat16() for _ in range(3))
     if what == "fp32":
         q, k, v = q.float(), k.float(), v.float()

@@ -1,4 +1,4 @@
-"""Heads that the ranks of a group exchange for positions: values, and gradients where several ranks read one head."""
+"""The Ulysses exchange of heads for positions: values, and gradients of heads that several ranks read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ B, WIDTH = 2, 3
         (5, 5, 4),  # ranks with one head more than others
     ],
 )
-def test_heads_for_positions_and_back(queries: int, keys: int, ranks: int) -> None:
+def test_ulysses_exchange_and_its_gradients(queries: int, keys: int, ranks: int) -> None:
     torch.manual_seed(0)
     stretches = tuple(range(2, 2 + ranks))
     heads = key_heads(query_heads(queries, ranks), queries, keys)
@@ -46,7 +46,7 @@ def test_heads_for_positions_and_back(queries: int, keys: int, ranks: int) -> No
 
 
 @pytest.mark.parametrize(("count", "ranks"), [(4, 2), (5, 3)])
-def test_what_was_exchanged_comes_back(count: int, ranks: int) -> None:
+def test_exchanging_heads_twice_is_the_identity(count: int, ranks: int) -> None:
     stretches = tuple(range(1, 1 + ranks))
     full = torch.randn(B, count, sum(stretches), WIDTH)
 

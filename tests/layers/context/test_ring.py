@@ -1,4 +1,4 @@
-"""Attention over a ring of ranks, against attention in one place: outputs, gradients, and what is sent."""
+"""Ring attention compared with attention on one rank: outputs, gradients and communication."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BATCH, HEADS, KEYS, WIDTH, SCALE = 2, 4, 2, 8, 0.3
 
 @dataclass(frozen=True)
 class Kind:
-    """A mask of a sequence."""
+    """One kind of attention mask."""
 
     predicate: Predicate | None
     padding: Tensor | None = None
@@ -55,20 +55,20 @@ def kind_of(name: str, length: int) -> Kind:
 def in_one_place(
     q: Tensor, k: Tensor, v: Tensor, sees: Tensor, how: ScoreOptions, sinks: Tensor | None, line: Tensor | None
 ) -> Tensor:
-    """Written out; a query that sees nothing gives zeros, as torch's attention does."""
+    """Reference attention; a query without a visible key returns zeros, as torch's attention does."""
     k, v = (x.repeat_interleave(HEADS // KEYS, 1) for x in (k, v))
     scores = q @ k.transpose(2, 3) * how.scale
     if how.cap is not None:
         scores = how.cap * torch.tanh(scores / how.cap)
     if line is not None:
-        scores = scores + RelativePositionBias(line).between(torch.arange(q.shape[2]), torch.arange(k.shape[2]))
+        scores = scores + RelativePositionBias(line).values(torch.arange(q.shape[2]), torch.arange(k.shape[2]))
     scores = scores.masked_fill(~sees, torch.finfo(q.dtype).min)
     if sinks is not None:
         scores = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
     weights = scores.softmax(-1)[..., : k.shape[2]] * sees
     if how.dropout is not None:
-        places = torch.arange(q.shape[2])
-        weights = weights * how.dropout.kept(q.shape[0], places, torch.arange(k.shape[2]))
+        indices = torch.arange(q.shape[2])
+        weights = weights * how.dropout.weight_factors(q.shape[0], indices, torch.arange(k.shape[2]))
     return weights @ v
 
 
@@ -85,7 +85,7 @@ CASES = all_pairs(
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
-def test_nobody_can_tell_in_how_many_places_it_was_computed(case: dict[str, Any]) -> None:
+def test_ring_attention_equals_attention_on_one_rank(case: dict[str, Any]) -> None:
     torch.manual_seed(0)
     length, ring = case["length"], case["ring"]
     positions, kind = SequencePositions(length, ring), kind_of(case["mask"], length)
@@ -100,10 +100,10 @@ def test_nobody_can_tell_in_how_many_places_it_was_computed(case: dict[str, Any]
     def mask() -> ChunkedMask:
         return ChunkedMask(kind.predicate, kind.padding, positions, positions, BATCH, by_vmap=kind.by_vmap)
 
-    places = torch.arange(length)
+    indices = torch.arange(length)
     line = torch.randn(HEADS, 2 * length - 1, dtype=torch.float64, requires_grad=True)
     line = line if case["scores"] == "biased" else None
-    whole = in_one_place(*tensors, mask().sees(places, places), how, sinks, line)
+    whole = in_one_place(*tensors, mask().evaluate(indices, indices), how, sinks, line)
     grad = torch.randn_like(whole)
     common = [x for x in (sinks, line) if x is not None]
     wanted = [*tensors, *common]
@@ -129,8 +129,8 @@ def test_nobody_can_tell_in_how_many_places_it_was_computed(case: dict[str, Any]
 
 @pytest.mark.parametrize(("predicate", "share"), [(causal, 4.5), (None, 6.0)])
 @pytest.mark.parametrize("ring", [2, 4])
-def test_what_is_sent_is_the_formula(predicate: Predicate | None, share: float, ring: int) -> None:
-    """Numbers that a rank sends on average, forward and backward: 4.5 N K D (P-1)/P with causality, 6 without."""
+def test_communication_matches_the_formula(predicate: Predicate | None, share: float, ring: int) -> None:
+    """Numbers per rank, forward and backward: 4.5 N K D (P-1)/P if causal, 6 N K D (P-1)/P otherwise."""
     length = 16 * ring
     positions = SequencePositions(length, ring)
 
@@ -150,7 +150,7 @@ def test_what_is_sent_is_the_formula(predicate: Predicate | None, share: float, 
     assert sent == 4 * share * BATCH * length * KEYS * WIDTH * (ring - 1) / ring
 
 
-def test_a_window_is_sent_to_those_alone_who_look_through_it() -> None:
+def test_keys_are_sent_only_to_ranks_within_the_window() -> None:
     length, ring = 64, 4
     positions = SequencePositions(length, ring)
 
@@ -170,8 +170,8 @@ def test_a_window_is_sent_to_those_alone_who_look_through_it() -> None:
 
 
 @pytest.mark.slow
-def test_16_bits_over_a_long_ring_are_as_near_as_in_one_kernel() -> None:
-    """Of outputs and gradients, 1.3 times the error of one kernel at the most."""
+def test_16_bit_error_of_a_long_ring_is_close_to_one_kernel() -> None:
+    """The errors of outputs and gradients are at most 1.3 times those of one kernel."""
     torch.manual_seed(0)
     length, ring = 512, 32
     positions = SequencePositions(length, ring)
@@ -204,20 +204,20 @@ def late(samples: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> Tenso
 
 
 @pytest.mark.parametrize("predicate", [causal, late, window, None])
-def test_a_mask_that_is_looked_at_in_parts_is_the_same(predicate: Predicate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mask_evaluated_in_chunks_is_the_same(predicate: Predicate, monkeypatch: pytest.MonkeyPatch) -> None:
     positions, chunks = SequencePositions(16, 2), range(4)
 
     def found() -> dict[tuple[int, int], masks.Visibility]:
         monkeypatch.setattr(mask, "_REMEMBERED", masks._Remembered())
         sees = ChunkedMask(predicate, None, positions, positions, 1)
-        return {(row, col): sees.between(row, col) for row in chunks for col in chunks}
+        return {(row, col): sees.visibility(row, col) for row in chunks for col in chunks}
 
     at_once = found()
     monkeypatch.setattr(mask, "POSITIONS_PER_CALL", 1)
     assert found() == at_once
 
 
-def test_windows_of_two_sizes_are_two_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_of_different_sizes_are_cached_separately(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mask, "_REMEMBERED", masks._Remembered())
     positions = SequencePositions(16, 2)
 
@@ -225,17 +225,17 @@ def test_windows_of_two_sizes_are_two_masks(monkeypatch: pytest.MonkeyPatch) -> 
         return lambda samples, heads, queries, keys: (keys <= queries) & (queries - keys < size)
 
     wide, narrow = (ChunkedMask(looking_back(size), None, positions, positions, 1) for size in (16, 5))
-    assert wide.between(3, 0) is masks.Visibility.ALL
-    assert narrow.between(3, 0) is masks.Visibility.NOTHING
+    assert wide.visibility(3, 0) is masks.Visibility.ALL
+    assert narrow.visibility(3, 0) is masks.Visibility.NOTHING
 
 
-def test_what_a_thread_remembers_of_masks_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the last few masks, that is: ranks that are threads forget one at any time."""
+def test_mask_cache_is_per_thread_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread keeps only the last few masks, because ranks may be threads."""
     monkeypatch.setattr(mask, "REMEMBERED", 2)
 
     def ask(context: ParallelContext) -> list[int]:
         for length in (8, 12, 16):
-            ChunkedMask(causal, None, SequencePositions(length, 2), SequencePositions(length, 2), 1).between(0, 0)
+            ChunkedMask(causal, None, SequencePositions(length, 2), SequencePositions(length, 2), 1).visibility(0, 0)
         all_gather_objects(None, context.tensor)
         return [id(known) for known in masks._REMEMBERED.masks.values()]
 

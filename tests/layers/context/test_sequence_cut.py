@@ -1,4 +1,4 @@
-"""A tensor whose sequence is cut over ranks is the full one: slices, what is gathered, and the loss; with gradients."""
+"""A sequence-sharded tensor behaves like the full tensor: slices, gathers and the loss, with gradients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def full() -> Tensor:
 
 
 def cut(x: Tensor, context: ParallelContext) -> tuple[Tensor, SequenceShardedTensor]:
-    """This rank's rows, which need a gradient, and the tensor that they are of."""
+    """Return the local rows, which require a gradient, and the sharded tensor of them."""
     rows = IndexShards.of(SequencePositions(S, RANKS), context.sequence)
     local = rows.take(x, 1).requires_grad_()
     return local, SequenceShardedTensor(local, rows, 1)
@@ -31,7 +31,7 @@ def cut(x: Tensor, context: ParallelContext) -> tuple[Tensor, SequenceShardedTen
 @pytest.mark.parametrize(
     "taken", [slice(1, None), slice(None, -1), slice(3, 11, 2), slice(12, None), slice(5, 5)], ids=str
 )
-def test_a_slice_is_that_of_the_full_tensor(taken: slice) -> None:
+def test_slices_equal_those_of_the_full_tensor(taken: slice) -> None:
     def take(context: ParallelContext) -> Tensor:
         out: Any = cut(full(), context)[1][:, taken]
         assert isinstance(out, SequenceShardedTensor)
@@ -42,8 +42,8 @@ def test_a_slice_is_that_of_the_full_tensor(taken: slice) -> None:
         assert torch.equal(found, full()[:, taken])
 
 
-def test_rows_get_the_gradients_that_all_ranks_find() -> None:
-    """The P ranks' gradients are averaged, so a rank's own is the sum over the ranks."""
+def test_gathered_rows_get_the_summed_gradients() -> None:
+    """The gradients are averaged over the P ranks later, so each rank has the sum."""
     weights = [torch.randn(B, S, V, dtype=torch.float64) for _ in range(RANKS)]
 
     def gather(context: ParallelContext) -> tuple[Tensor | None, Tensor]:
@@ -57,7 +57,7 @@ def test_rows_get_the_gradients_that_all_ranks_find() -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("weighs", [False, True])
-def test_a_cross_entropy_is_that_of_the_full_tensor(weighs: bool, reduction: str) -> None:
+def test_cross_entropy_equals_that_of_the_full_tensor(weighs: bool, reduction: str) -> None:
     weight = torch.linspace(0.5, 2.0, V, dtype=torch.float64) if weighs else None
     target = torch.randint(V, (B, S), generator=torch.Generator().manual_seed(1))
     target[0, :4] = -100
@@ -79,7 +79,7 @@ def test_a_cross_entropy_is_that_of_the_full_tensor(weighs: bool, reduction: str
 
 
 @pytest.mark.parametrize("trailing", [False, True])
-def test_positions_that_a_mask_picks_are_written_as_in_the_full_tensor(trailing: bool) -> None:
+def test_masked_write_equals_that_of_the_full_tensor(trailing: bool) -> None:
     generator = torch.Generator().manual_seed(1)
     mask = torch.rand(B, S, generator=generator) > 0.6
     added = torch.randn(int(mask.sum()), V, dtype=torch.float64, generator=generator)

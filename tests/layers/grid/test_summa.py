@@ -1,4 +1,4 @@
-"""SUMMA, the linear of a 2D grid that the benchmark compares with, and the layer norm of a grid."""
+"""SUMMA, the 2D linear of the benchmark, and the layer norm on a tensor grid."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CASES: list[tuple[tuple[int, ...], bool]] = [
 
 
 def own(x: Tensor, samples: Axis, features: Axis) -> Tensor:
-    """This rank's part of (B, S, features)."""
+    """Return the local shard of (B, S, features)."""
     return local_chunk(local_chunk(x, samples, 0), features, 2).detach().clone()
 
 
@@ -55,7 +55,7 @@ def ranks_of(sizes: tuple[int, ...]) -> int:
 
 
 @pytest.mark.parametrize(("sizes", "summa"), CASES, ids=str)
-def test_a_product_is_that_of_the_plain_linear(sizes: tuple[int, ...], summa: bool) -> None:
+def test_grid_linear_equals_the_plain_linear(sizes: tuple[int, ...], summa: bool) -> None:
     linear, x, grad = plain()
 
     def multiply(context: ParallelContext) -> None:
@@ -75,7 +75,7 @@ def test_a_product_is_that_of_the_plain_linear(sizes: tuple[int, ...], summa: bo
 
 
 @pytest.mark.parametrize(("mode", "sizes"), [("2d", (2, 2)), ("2.5d", (1, 2, 2)), ("3d", (2, 1, 2))], ids=str)
-def test_a_layer_norm_is_the_plain_one(mode: str, sizes: tuple[int, ...]) -> None:
+def test_grid_layer_norm_equals_the_plain_layer_norm(mode: str, sizes: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     norm = nn.LayerNorm(IN).double()
     nn.init.normal_(norm.weight)
@@ -99,7 +99,7 @@ def test_a_layer_norm_is_the_plain_one(mode: str, sizes: tuple[int, ...]) -> Non
     assert run_as_threads(normalise, tensor=ranks_of(sizes)) == [1] * ranks_of(sizes)
 
 
-def test_what_a_product_in_steps_sends() -> None:
+def test_communication_of_a_summa_product() -> None:
     linear, x, grad = plain()
     side, tokens = 2, x.shape[0] * LENGTH
 
@@ -117,12 +117,12 @@ def test_what_a_product_in_steps_sends() -> None:
     assert run_as_threads(sent, tensor=side**2) == pytest.approx([expected] * side**2)
 
 
-def test_what_cannot_be() -> None:
+def test_unsupported_sizes_raise() -> None:
     def wrong(context: ParallelContext) -> None:
         grid = grid_of(context, "2d", (2, 1))
         with pytest.raises(ConfigError, match="It stands for"):
             Linear2D.from_native_module(nn.LayerNorm(IN), grid)
-        with pytest.raises(ConfigError, match="1 hidden features over 2 ranks"):
+        with pytest.raises(ConfigError, match="1 hidden features cannot be sharded over 2 ranks"):
             Linear2D(1, OUT, grid=grid)
 
     run_as_threads(wrong, tensor=2)

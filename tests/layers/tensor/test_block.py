@@ -1,4 +1,4 @@
-"""A block enters once and leaves once, whatever the forward between does; values and gradients are the plain ones'."""
+"""A tensor-parallel block equals the plain module for any forward, with one collective per direction."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Forward = Callable[["Gate", Tensor], Tensor]
 
 
 class Gate(nn.Module):
-    """Two columns and a row; what its forward does with them is given."""
+    """Two column-parallel linears and a row-parallel one, which a forward that is passed combines."""
 
     def __init__(self, body: Forward) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Gate(nn.Module):
         return self.body(self, hidden_states)
 
 
-# ---------------------------------------------------------------------------------------------- what a forward may do
+# ---------------------------------------------------------------------------------------------- supported forwards
 
 
 def straight(m: Gate, x: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ def one_called_twice(m: Gate, x: Tensor) -> Tensor:
 
 
 def of_something_else(m: Gate, x: Tensor) -> Tensor:
-    """Columns that are called with a function of what entered."""
+    """Call the column-parallel linears with a function of the block input."""
     out: Tensor = m.down(torch.tanh(m.gate(2 * x)) * m.up(x.sin()))
     return out
 
@@ -82,7 +82,7 @@ def one_of_something_else(m: Gate, x: Tensor) -> Tensor:
 
 
 def beside_the_columns(m: Gate, x: Tensor) -> Tensor:
-    """What entered is used by itself too."""
+    """Use the block input also outside of the linears."""
     out: Tensor = m.down(torch.tanh(m.gate(x)) * m.up(x) * x.square().mean(-1, keepdim=True))
     return out
 
@@ -137,7 +137,7 @@ def checkpointed_reentrant(block: nn.Module, x: Tensor) -> Tensor:
 
 
 def after_a_failure(block: nn.Module, x: Tensor) -> Tensor:
-    """The forward before broke off in the middle of the block."""
+    """Run after a forward that raised inside of the block."""
     down = block.get_submodule("down")
     handle = down.register_forward_pre_hook(_fail)
     with suppress(ArithmeticError):
@@ -183,7 +183,7 @@ CALLS = (
 
 
 class Stack(nn.Module):
-    """One block and a residual; with sequence parallelism a region of its own."""
+    """One block with a residual; with sequence parallelism also a stack."""
 
     def __init__(self, body: Forward, call: Callable[[nn.Module, Tensor], Tensor]) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ class Stack(nn.Module):
 
 
 def cut(stack: Stack, axis: Axis, mode: str) -> TensorParallelBlock:
-    """What the sharder does to a layer."""
+    """Shard a layer as ``shard_model`` does."""
     if mode != "plain":
         stack.region = StackActivations(SEQUENCE_PARALLEL, axis, overlap=mode == "overlap")
     block, gate = TensorParallelBlock(stack.region or StackActivations(ActivationLayout(), axis)), stack.layers[0]
@@ -225,7 +225,7 @@ def compared(
     frozen: tuple[str, ...] = (),
     x_grad: bool = True,
 ) -> dict[str, float]:
-    """Differences of the output and all gradients; 9 where only one of the two has one."""
+    """Return the differences of the output and all gradients; 9 if only one model has a gradient."""
     axis = ParallelContext.from_world({}).tensor
     plain, ours = Stack(body, call), Stack(body, call)
     for stack in (plain, ours):
@@ -247,7 +247,7 @@ def compared(
     for name, p in ours.named_parameters():
         whole = None if p.grad is None else gather_full(p.grad, specs[name], lambda _: axis)
         if whole is not None and mode != "plain" and name.endswith("down.bias"):
-            whole = gather_sum(whole, axis)  # it sees a stretch of the sequence: the policy has it summed
+            whole = gather_sum(whole, axis)  # computed on a slice of the sequence: the policy sums its gradient
         pairs[name] = (plain.get_parameter(name).grad, whole)
     return {name: difference(*pair) for name, pair in pairs.items()}
 
@@ -268,7 +268,9 @@ def difference(a: Tensor | None, b: Tensor | None) -> float:
 @over_two_and_four
 @in_each_mode
 @pytest.mark.parametrize("body", BODIES, ids=lambda f: f.__name__)
-def test_whatever_the_forward_does(pools: WorkerPools, body: Forward, mode: str, ranks: int) -> None:
+def test_block_equals_the_plain_module_for_every_forward(
+    pools: WorkerPools, body: Forward, mode: str, ranks: int
+) -> None:
     for found in pools(ranks).run(compared, body, once, mode):
         assert max(found.values()) < 1e-12, found
 
@@ -277,7 +279,7 @@ def test_whatever_the_forward_does(pools: WorkerPools, body: Forward, mode: str,
 @in_each_mode
 @pytest.mark.parametrize("call", CALLS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("body", [straight, beside_the_columns], ids=lambda f: f.__name__)
-def test_however_it_is_called(pool2: WorkerPool, body: Forward, call: Any, mode: str) -> None:
+def test_block_equals_the_plain_module_for_every_call(pool2: WorkerPool, body: Forward, call: Any, mode: str) -> None:
     for found in pool2.run(compared, body, call, mode):
         assert max(found.values()) < 1e-12, found
 
@@ -290,12 +292,14 @@ def test_however_it_is_called(pool2: WorkerPool, body: Forward, call: Any, mode:
     [("weight",), ("bias",), ("up", "gate"), ("down",), ("up.weight", "gate.bias"), ("up", "gate", "down")],
     ids="+".join,
 )
-def test_frozen_weights(pool2: WorkerPool, frozen: tuple[str, ...], x_grad: bool, mode: str) -> None:
+def test_block_with_frozen_weights_equals_the_plain_module(
+    pool2: WorkerPool, frozen: tuple[str, ...], x_grad: bool, mode: str
+) -> None:
     for found in pool2.run(compared, straight, once, mode, frozen, x_grad):
         assert max(found.values()) < 1e-12, found
 
 
-# --------------------------------------------------------------------------------------------------------- what is sent
+# ------------------------------------------------------------------------------------------------------- communication
 
 
 def sent(mode: str, body: Forward, length: int = S, frozen: bool = False) -> tuple[list[Any], list[Any]]:
@@ -317,7 +321,7 @@ WHOLE = B * S * H * 8
 
 
 @over_two_and_four
-def test_a_block_sends_one_tensor_each_way(pools: WorkerPools, ranks: int) -> None:
+def test_block_communicates_one_tensor_per_direction(pools: WorkerPools, ranks: int) -> None:
     for forward, backward in pools(ranks).run(sent, "plain", straight):
         assert forward == [("all_reduce", WHOLE)]
         assert backward == [("all_reduce", WHOLE)]
@@ -325,25 +329,25 @@ def test_a_block_sends_one_tensor_each_way(pools: WorkerPools, ranks: int) -> No
 
 @over_two_and_four
 @pytest.mark.parametrize("mode", ["sequence", "overlap"])
-def test_with_sequence_parallelism_it_gathers_and_scatters_one(pools: WorkerPools, mode: str, ranks: int) -> None:
+def test_sequence_parallel_block_gathers_and_scatters_one_tensor(pools: WorkerPools, mode: str, ranks: int) -> None:
     for forward, backward in pools(ranks).run(sent, mode, straight):
         # the block's gather and scatter, then the end of the stack; and the other way around
         assert forward == [("all_gather", WHOLE), ("reduce_scatter", WHOLE), ("all_gather", WHOLE)]
         assert backward == [("all_gather", WHOLE), ("reduce_scatter", WHOLE), ("all_gather", WHOLE)]
 
 
-def test_what_needs_no_gradient_sends_nothing_back(pool2: WorkerPool) -> None:
+def test_inputs_without_gradient_cost_no_backward_communication(pool2: WorkerPool) -> None:
     for mode in MODES:
         assert all(backward == [] for _, backward in pool2.run(sent, mode, straight, S, True))
 
 
-def test_a_function_of_what_entered_is_summed_once_more(pool2: WorkerPool) -> None:
-    """A column that is given something else computes by itself; the entry's own gradient is one more collective."""
+def test_a_function_of_the_block_input_costs_one_more_collective(pool2: WorkerPool) -> None:
+    """A linear with another input computes its own product, and the gradient of the entry is one more collective."""
     for _, backward in pool2.run(sent, "plain", one_of_something_else):
         assert backward == [("all_reduce", WHOLE)] * 2
 
 
-# ------------------------------------------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------------------------------------------ errors
 
 
 def with_a_shorter_input(mode: str) -> None:
@@ -352,17 +356,17 @@ def with_a_shorter_input(mode: str) -> None:
     stack(torch.randn(B, S, H).double())
 
 
-def test_an_input_that_is_no_stretch_is_refused_on_all_ranks(pool2: WorkerPool) -> None:
+def test_an_input_of_another_length_raises_on_all_ranks(pool2: WorkerPool) -> None:
     for mode in ("sequence", "overlap"):
         with pytest.raises(ConfigError, match="this rank's part of 7 positions"):
             pool2.run(with_a_shorter_input, mode)
 
 
-# ------------------------------------------------------------------------------------------------------- what is left
+# ------------------------------------------------------------------------------------------------------- memory
 
 
 def left_behind(mode: str, call: Callable[[nn.Module, Tensor], Tensor]) -> list[bool]:
-    """Whether what entered the block is gone when the backward is over."""
+    """Return whether the input of the block is freed after the backward."""
     axis = ParallelContext.from_world({}).tensor
     stack = Stack(straight, call)
     block = cut(stack, axis, mode)
@@ -376,7 +380,6 @@ def left_behind(mode: str, call: Callable[[nn.Module, Tensor], Tensor]) -> list[
 
 @in_each_mode
 @pytest.mark.parametrize("call", [once, checkpointed, checkpointed_reentrant], ids=lambda f: f.__name__)
-def test_no_activation_outlives_the_backward(pool2: WorkerPool, call: Any, mode: str) -> None:
-    """Otherwise checkpoints save no memory."""
+def test_backward_frees_the_block_input(pool2: WorkerPool, call: Any, mode: str) -> None:
     for found in pool2.run(left_behind, mode, call):
         assert all(found), found

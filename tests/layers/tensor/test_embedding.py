@@ -1,4 +1,4 @@
-"""Embeddings cut over the tensor axis are the plain ones."""
+"""Embeddings sharded over the tensor axis equal the plain embedding."""
 
 from __future__ import annotations
 
@@ -56,14 +56,16 @@ def compared(kind: str, padding_idx: int | None, options: dict[str, Any]) -> dic
 @over_one_two_and_four
 @pytest.mark.parametrize("padding_idx", [None, 0, 64, 126, -1])
 @of_both_kinds
-def test_a_cut_table_is_the_plain_one(pools: WorkerPools, kind: str, padding_idx: int | None, ranks: int) -> None:
+def test_sharded_embedding_equals_the_plain_embedding(
+    pools: WorkerPools, kind: str, padding_idx: int | None, ranks: int
+) -> None:
     for found in pools(ranks).run(compared, kind, padding_idx, {}):
         assert found["output"] < 1e-12 and found["gradient"] < 1e-12
         assert found["padding's gradient"] in (None, 0.0)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_what_is_sent_is_what_the_docstring_says(pools: WorkerPools, ranks: int) -> None:
+def test_communication_matches_the_docstring(pools: WorkerPools, ranks: int) -> None:
     whole = B * S * H * 8
     for found in pools(ranks).run(compared, "vocabulary", None, {}):
         assert (found["forward"], found["backward"]) == ([("all_reduce", whole)], [])
@@ -74,7 +76,7 @@ def test_what_is_sent_is_what_the_docstring_says(pools: WorkerPools, ranks: int)
         assert found["output"] < 1e-12 and found["gradient"] < 1e-12
 
 
-def test_rows_and_columns_are_cut_as_even_as_can_be(pool4: WorkerPool) -> None:
+def test_rows_and_columns_are_split_evenly(pool4: WorkerPool) -> None:
     assert [found["shape"] for found in pool4.run(compared, "vocabulary", None, {})] == [(32, H)] * 3 + [(31, H)]
     assert [found["shape"] for found in pool4.run(compared, "width", None, {})] == [(V, 3), (V, 3), (V, 2), (V, 2)]
 
@@ -92,7 +94,7 @@ def constructed(kind: str) -> list[float]:
 
 @over_one_two_and_four
 @of_both_kinds
-def test_direct_construction_is_the_slice_of_the_plain_one(pools: WorkerPools, kind: str, ranks: int) -> None:
+def test_direct_construction_gives_the_slice_of_the_plain_layer(pools: WorkerPools, kind: str, ranks: int) -> None:
     for found in pools(ranks).run(constructed, kind):
         assert found == [0.0, 0.0, 0.0]
 
@@ -102,7 +104,7 @@ def looked_up(kind: str, token: int) -> None:
 
 
 @pytest.mark.parametrize("token", [-1, 127, 1000])
-def test_a_token_out_of_the_vocabulary_is_refused_on_all_ranks(pool2: WorkerPool, token: int) -> None:
+def test_token_outside_the_vocabulary_raises_on_all_ranks(pool2: WorkerPool, token: int) -> None:
     pool2.run(torch.add, 1, 1)
     pids = pool2.pids
     with pytest.raises(InputError, match=f"holds token {token}.*127 tokens, 0 to 126"):
@@ -115,19 +117,19 @@ def of_nothing() -> tuple[int, ...]:
     return tuple(table(torch.zeros(2, 0, dtype=torch.long)).shape)
 
 
-def test_an_empty_batch(pool2: WorkerPool) -> None:
+def test_empty_batch(pool2: WorkerPool) -> None:
     assert pool2.run(of_nothing) == [(2, 0, H)] * 2
 
 
 def of_a_broken_row() -> bool:
-    """A rank's first row, which stands in for tokens that others hold, is nan."""
+    """Set the first local row, which tokens of other ranks are mapped to, to NaN."""
     axis = ParallelContext.from_world({}).tensor
     table = VocabParallelEmbedding1D(V, H, process_group=axis)
     table.weight.data[0] = torch.nan
     return bool(torch.isfinite(table(torch.tensor([1, 70, 100]))).all())
 
 
-def test_a_row_that_is_not_asked_for_does_not_matter(pool2: WorkerPool) -> None:
+def test_rows_of_other_tokens_do_not_affect_the_output(pool2: WorkerPool) -> None:
     assert pool2.run(of_a_broken_row) == [True, True]
 
 
@@ -138,14 +140,14 @@ def kept(kind: str) -> tuple[bool, bool, str]:
     return table.training, table.weight.requires_grad, repr(table)
 
 
-def test_what_is_kept_of_the_plain_table(pool2: WorkerPool) -> None:
+def test_attributes_of_the_plain_embedding_are_kept(pool2: WorkerPool) -> None:
     text = "VocabParallelEmbedding1D(127, 10, local weight 64x10, tensor 0/2)"
     assert pool2.run(kept, "vocabulary")[0] == (False, False, text)
     assert pool2.run(kept, "width")[0] == (False, False, "Embedding1D(127, 10, local weight 127x5, tensor 0/2)")
 
 
 class Scaled(nn.Embedding):
-    """As the classes of Gemma and BART do."""
+    """An embedding that scales its output, as in Gemma and BART."""
 
     scale = 7.5
 
@@ -159,7 +161,7 @@ class Squared(nn.Embedding):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_embedding_that_scales_what_it_gives_is_cut_with_its_factor(kind: str) -> None:
+def test_scaled_embedding_keeps_its_factor(kind: str) -> None:
     native = Scaled(V, H).double()
     ids = torch.arange(V)
 
@@ -184,7 +186,7 @@ class ScaledInItsPrecision(Scaled):
 
 @pytest.mark.parametrize("kind", [Scaled, ScaledInItsPrecision])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_the_factor_is_the_one_that_gives_the_very_numbers(kind: type[Scaled], dtype: torch.dtype) -> None:
+def test_factor_reproduces_the_rounding_of_the_embedding(kind: type[Scaled], dtype: torch.dtype) -> None:
     native = kind(V, H).to(dtype)
     native.scale = 50.9
     table = VocabParallelEmbedding1D.from_native_module(native)
@@ -192,7 +194,7 @@ def test_the_factor_is_the_one_that_gives_the_very_numbers(kind: type[Scaled], d
 
 
 class OneToken(Scaled):
-    """Another vector for one token."""
+    """An embedding that changes the vector of one token."""
 
     scale = 1.0
 
@@ -206,8 +208,8 @@ class AlmostScaled(Scaled):
 
 
 @pytest.mark.parametrize("kind", [Squared, OneToken, AlmostScaled])
-def test_an_embedding_that_does_something_else_is_refused(kind: type[nn.Embedding]) -> None:
-    with pytest.raises(ConfigError, match="a forward of its own"):
+def test_embedding_with_another_forward_raises(kind: type[nn.Embedding]) -> None:
+    with pytest.raises(ConfigError, match="a custom forward"):
         VocabParallelEmbedding1D.from_native_module(kind(V, H))
 
 
@@ -218,20 +220,20 @@ def from_native(kind: str, module: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("module", "words"),
     [
-        (nn.Linear(4, 4), "was given a Linear"),
+        (nn.Linear(4, 4), "cannot replace a Linear"),
         (nn.Embedding(8, 4, max_norm=1.0), r"max_norm=1\.0"),
         (nn.Embedding(8, 4, scale_grad_by_freq=True), "scale_grad_by_freq=True"),
         (nn.Embedding(8, 4, sparse=True), "sparse=True"),
     ],
 )
 @of_both_kinds
-def test_what_cannot_be_cut_is_refused(pool2: WorkerPool, kind: str, module: nn.Module, words: str) -> None:
+def test_unsupported_embedding_raises(pool2: WorkerPool, kind: str, module: nn.Module, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         pool2.run(from_native, kind, module)
 
 
-def test_a_rank_without_a_part_is_refused(pool4: WorkerPool) -> None:
-    with pytest.raises(ConfigError, match="num_embeddings=3 cannot be cut into 4 parts"):
+def test_size_below_the_number_of_ranks_raises(pool4: WorkerPool) -> None:
+    with pytest.raises(ConfigError, match="num_embeddings=3 cannot be sharded over 4 ranks"):
         pool4.run(from_native, "vocabulary", nn.Embedding(3, 8))
-    with pytest.raises(ConfigError, match="embedding_dim=2 cannot be cut into 4 parts"):
+    with pytest.raises(ConfigError, match="embedding_dim=2 cannot be sharded over 4 ranks"):
         pool4.run(from_native, "width", nn.Embedding(8, 2))

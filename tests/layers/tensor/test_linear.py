@@ -1,4 +1,4 @@
-"""Linear layers cut over the tensor axis are the plain ones: values, gradients, initialisation, and what they send."""
+"""Linears sharded over the tensor axis equal the plain linear: values, gradients, initialization, communication."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Case:
     dtype: torch.dtype = torch.float64
 
     def plain(self) -> nn.Module:
-        """The plain layer. The seed gives it the numbers that a direct construction gets."""
+        """Return the plain layer, with the same seed as a direct construction."""
         torch.manual_seed(3)
         if self.native != "conv1d":
             return nn.Linear(self.in_features, self.out_features, self.bias, dtype=self.dtype)
@@ -67,7 +67,7 @@ class Case:
 
 @dataclass
 class Found:
-    """What one rank saw: the worst differences by name, and (kind, purpose, bytes) of what it sent."""
+    """The largest differences by name on one rank, and (kind, purpose, bytes) of its collectives."""
 
     differences: dict[str, float]
     forward: list[tuple[str, int]]
@@ -145,7 +145,7 @@ def name_of(case: Case) -> str:
 @pytest.mark.reduced
 @over_two_and_four
 @pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_a_cut_layer_is_the_plain_one(pools: WorkerPools, case: Case, ranks: int) -> None:
+def test_sharded_linear_equals_the_plain_linear(pools: WorkerPools, case: Case, ranks: int) -> None:
     bound = 1e-12 if case.dtype == torch.float64 else 1e-5
     for found in pools(ranks).run(compared, case):
         assert max(found.differences.values()) < bound, found.differences
@@ -168,7 +168,7 @@ INPUT, OUTPUT = B * S * 8 * SIZE, B * S * 12 * SIZE
     ],
     ids=lambda value: name_of(value) if isinstance(value, Case) else "",
 )
-def test_what_is_sent_is_what_the_docstring_says(
+def test_communication_matches_the_docstring(
     pools: WorkerPools, case: Case, forward: list[Any], backward: list[Any], ranks: int
 ) -> None:
     for found in pools(ranks).run(compared, case):
@@ -176,7 +176,7 @@ def test_what_is_sent_is_what_the_docstring_says(
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_alone_nothing_is_sent(pools: WorkerPools, case: Case) -> None:
+def test_one_rank_does_not_communicate(pools: WorkerPools, case: Case) -> None:
     found = pools(1).run(compared, case)[0]
     assert (found.forward, found.backward) == ([], [])
 
@@ -185,7 +185,7 @@ def test_alone_nothing_is_sent(pools: WorkerPools, case: Case) -> None:
 
 
 def constructed(kind: str) -> list[float]:
-    """Two layers after each other, as in a model: differences of what they hold and of the random state after them."""
+    """Build two layers, and return the differences of their weights and of the random state after them."""
     axis = ParallelContext.from_world({}).tensor
     torch.manual_seed(11)
     plain = [nn.Linear(12, 24) for _ in range(2)]
@@ -202,13 +202,13 @@ def constructed(kind: str) -> list[float]:
 
 @over_two_and_four
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_direct_construction_is_the_slice_of_the_plain_one(pools: WorkerPools, kind: str, ranks: int) -> None:
+def test_direct_construction_gives_the_slice_of_the_plain_layer(pools: WorkerPools, kind: str, ranks: int) -> None:
     for found in pools(ranks).run(constructed, kind):
         assert found == [0.0] * 5
 
 
 def parts_kept() -> dict[str, Any]:
-    """What a rank holds of a layer, beside its values."""
+    """Return the attributes of a layer except its values."""
     axis = ParallelContext.from_world({}).tensor
     native = nn.Linear(12, 24).eval()
     native.weight.requires_grad_(False)
@@ -228,7 +228,7 @@ def parts_kept() -> dict[str, Any]:
     }
 
 
-def test_a_rank_keeps_its_part_and_nothing_else(pool2: WorkerPool) -> None:
+def test_each_rank_stores_only_its_shard(pool2: WorkerPool) -> None:
     found = pool2.run(parts_kept)[1]
     assert found.pop("text") == (
         "Linear1D_Col(in_features=12, out_features=24, bias=True, local weight 12x12 (out x in), tensor 1/2)"
@@ -245,7 +245,7 @@ def test_a_rank_keeps_its_part_and_nothing_else(pool2: WorkerPool) -> None:
 
 
 def with_given_split(gather_output: bool) -> float:
-    """Rank 0 holds the ends, rank 1 the middle."""
+    """Return a split with both ends on rank 0 and the middle on rank 1."""
     axis = ParallelContext.from_world({}).tensor
     split = Split((((0, 2), (6, 7)), ((2, 6),)))
     torch.manual_seed(0)
@@ -257,7 +257,7 @@ def with_given_split(gather_output: bool) -> float:
 
 
 @pytest.mark.parametrize("gather_output", [False, True])
-def test_a_split_of_ones_own(pool2: WorkerPool, gather_output: bool) -> None:
+def test_custom_split_equals_the_plain_linear(pool2: WorkerPool, gather_output: bool) -> None:
     assert max(pool2.run(with_given_split, gather_output)) < 1e-12
 
 
@@ -276,11 +276,11 @@ def row_with_given_split() -> float:
     return max(float((want - ours).detach().abs().max()), float((want_x.grad - our_x.grad).abs().max()))
 
 
-def test_a_row_takes_its_part_by_its_own_split(pool2: WorkerPool) -> None:
+def test_row_parallel_input_follows_a_custom_split(pool2: WorkerPool) -> None:
     assert max(pool2.run(row_with_given_split)) < 1e-12
 
 
-# ------------------------------------------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------------------------------------------ errors
 
 
 def make(kind: str, *args: Any, **kwargs: Any) -> None:
@@ -292,22 +292,22 @@ def from_native(kind: str, module: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_only_linears_are_cut(pool2: WorkerPool, kind: str) -> None:
-    with pytest.raises(ConfigError, match="was given a LayerNorm"):
+def test_other_modules_raise(pool2: WorkerPool, kind: str) -> None:
+    with pytest.raises(ConfigError, match="cannot replace a LayerNorm"):
         pool2.run(from_native, kind, nn.LayerNorm(4))
 
 
-def test_a_rank_without_a_part_is_refused(pool4: WorkerPool) -> None:
-    with pytest.raises(ConfigError, match=r"out_features=3 cannot be cut into 4 parts.*3 or less"):
+def test_size_below_the_number_of_ranks_raises(pool4: WorkerPool) -> None:
+    with pytest.raises(ConfigError, match=r"out_features=3 cannot be sharded over 4 ranks.*3 or less"):
         pool4.run(make, "col", 8, 3)
-    with pytest.raises(ConfigError, match="in_features=3 cannot be cut into 4 parts"):
+    with pytest.raises(ConfigError, match="in_features=3 cannot be sharded over 4 ranks"):
         pool4.run(make, "row", 3, 8)
-    with pytest.raises(ConfigError, match=r"out_features=1 cannot be cut.*Leave this layer whole"):
+    with pytest.raises(ConfigError, match=r"out_features=1 cannot be sharded.*Do not shard this layer"):
         pool4.run(make, "head", 8, 1)
 
 
-def test_fused_blocks_are_of_one_size(pool2: WorkerPool) -> None:
-    with pytest.raises(ConfigError, match="out_features=10 with n_fused=3"):
+def test_uneven_fused_projections_raise(pool2: WorkerPool) -> None:
+    with pytest.raises(ConfigError, match="n_fused=3 does not divide out_features=10"):
         pool2.run(make, "fused", 4, 10)
 
 
@@ -333,25 +333,25 @@ def head_losses() -> dict[str, float]:
         "gradient": float((gather_full(head.weight.grad, spec, lambda _: axis) - plain.weight.grad).abs().max()),
         "logits": float((logits.full_tensor() - plain(x)).detach().abs().max()),
         "choice": float((logits.argmax(-1) != plain(x).argmax(-1)).sum()),
-        "collectives beside the loss's one": recorder.count() - 1,
+        "collectives other than that of the loss": recorder.count() - 1,
     }
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_head_gives_logits_that_behave_as_the_full_ones(pools: WorkerPools, ranks: int) -> None:
+def test_head_returns_logits_that_behave_like_full_logits(pools: WorkerPools, ranks: int) -> None:
     for found in pools(ranks).run(head_losses):
         assert max(found.values()) < 1e-12, found
 
 
 def expanded() -> list[int]:
-    """Three groups handed on of two that are held."""
+    """Return three output groups of two local groups."""
     layer = Linear1D_Col(1, 4, bias=False, process_group=Axis("tensor"), expand=(2, [0, 0, 1]))
     layer.weight.data.copy_(torch.arange(4.0)[:, None])
     out: list[int] = layer(torch.ones(1, 1, 1)).flatten().int().tolist()
     return out
 
 
-def test_held_groups_are_handed_on_as_often_as_they_are_read() -> None:
+def test_expand_repeats_local_groups() -> None:
     assert expanded() == [0, 1, 0, 1, 2, 3]
 
 
@@ -368,14 +368,14 @@ def in_autocast(kind: str) -> tuple[str, str, list[int]]:
 
 
 @pytest.mark.parametrize(("kind", "size"), [("col", []), ("row", [])])
-def test_autocast_computes_and_sends_in_16_bit(pool2: WorkerPool, kind: str, size: list[int]) -> None:
+def test_autocast_computes_and_communicates_in_16_bits(pool2: WorkerPool, kind: str, size: list[int]) -> None:
     y, grad, sent = pool2.run(in_autocast, kind)[0]
     assert (y, grad) == ("torch.bfloat16", "torch.float32")
     assert all(n in (B * S * 8 * 2, B * S * 12 * 2) for n in sent)
 
 
 @pytest.mark.parametrize("shape", [(5, 6), (6,), (2, 2, 2, 6)])
-def test_any_number_of_dims(pool2: WorkerPool, shape: tuple[int, ...]) -> None:
+def test_inputs_may_have_any_number_of_dims(pool2: WorkerPool, shape: tuple[int, ...]) -> None:
     assert max(pool2.run(on_shape, shape)) < 1e-12
 
 

@@ -1,4 +1,4 @@
-"""A tensor that is pending is the full one to whoever uses it, whatever is done with it, and with its gradient."""
+"""A deferred tensor behaves like the full tensor under all operations, with its gradient."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardformer.comm.deferred_tensor import DeferredTensor
 
 
 def doubled(x: Tensor, calls: list[int] | None = None) -> DeferredTensor:
-    """Two times x; ``calls`` counts how often that was computed."""
+    """Return a deferred 2 * x, and append to ``calls`` each time it is computed."""
 
     def resolve(local: Tensor) -> Tensor:
         if calls is not None:
@@ -62,7 +62,7 @@ USES: list[Callable[[Tensor, Tensor], Tensor]] = [
 
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("trains", [True, False])
-def test_what_is_written_into_it_is_in_it(use: Callable[[Tensor, Tensor], Tensor], trains: bool) -> None:
+def test_in_place_writes_are_visible(use: Callable[[Tensor, Tensor], Tensor], trains: bool) -> None:
     found: list[list[Any]] = []
     for make in (lambda x: x * 2, doubled):
         torch.manual_seed(0)
@@ -89,13 +89,13 @@ def same_reshape(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("use", [same_slices, same_view, same_reshape])
-def test_what_asks_for_all_of_it_computes_nothing(use: Callable[[Tensor], Tensor]) -> None:
+def test_full_views_stay_deferred(use: Callable[[Tensor], Tensor]) -> None:
     calls: list[int] = []
     x = doubled(torch.randn(2, 5, 3, requires_grad=True), calls)
     assert use(x) is x and not calls and x.is_pending
 
 
-def test_what_asks_for_a_part_or_another_shape_gets_the_values_computed_once() -> None:
+def test_other_views_compute_the_values_once() -> None:
     calls: list[int] = []
     plain = torch.randn(2, 5, 3)
     x = doubled(plain, calls)
@@ -117,8 +117,8 @@ def write_into_the_values(x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("write", [multiply_in_place, write_into_a_view, write_into_the_values])
-def test_what_was_written_into_is_not_pending(write: Callable[[Tensor], None]) -> None:
-    """Its consumer, the first layer, would take ``local``, which does not have what was written."""
+def test_a_written_tensor_is_not_pending(write: Callable[[Tensor], None]) -> None:
+    """The first layer would otherwise read ``local``, which lacks the write."""
     x = doubled(torch.ones(2, 3))
     x.full_tensor()
     assert x.is_pending

@@ -1,4 +1,4 @@
-"""A norm over features that are cut over the tensor axis is the plain norm, also where ranks share heads."""
+"""A norm over sharded features equals the plain norm, also if ranks share heads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
-def test_a_norm_over_kv_heads_is_the_plain_one(kind: Any, layout: HeadLayout) -> None:
+def test_norm_over_kv_heads_equals_the_plain_norm(kind: Any, layout: HeadLayout) -> None:
     torch.manual_seed(0)
     width, ranks = layout.num_kv_heads * HEAD_DIM, range(layout.ranks)
     plain: nn.Module = kind(width).double()
@@ -65,6 +65,6 @@ def test_a_norm_over_kv_heads_is_the_plain_one(kind: Any, layout: HeadLayout) ->
 
 
 def _indices(layout: HeadLayout, rank: int) -> Tensor:
-    """The features that come in on a rank: those that it holds, or one KV head for each query head."""
+    """Return the input features of a rank: its own, or one KV head for each query head."""
     held, expand = layout.kv_split().indices(rank), layout.expand(rank)
     return held if expand is None else held.view(-1, HEAD_DIM)[expand].flatten()

@@ -1,4 +1,4 @@
-"""Vocabulary-parallel logits behave as the full ones: each operation beside the plain tensor, with what it sends."""
+"""Vocabulary-parallel logits behave like the full logits: each operation, and its communication."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LABELS = torch.tensor([[0, 63, -100], [126, 64, 31]])
 
 Operation = Callable[[Tensor], Tensor]
 
-# What sends nothing and stays sharded.
+# operations that do not communicate and return sharded logits
 SHARDED: dict[str, Operation] = {
     "float": lambda x: x.float(),
     "double": lambda x: x.double(),
@@ -90,7 +90,7 @@ SHARDED: dict[str, Operation] = {
     "no grad bias, transposed": lambda x: x.transpose(1, 2) + torch.ones(V, 1, dtype=x.dtype),
 }
 
-# What sends three numbers a token, and is plain.
+# operations that send three numbers per token and return a plain tensor
 LOSSES: dict[str, Operation] = {
     "cross_entropy": lambda x: F.cross_entropy(x.view(-1, V), LABELS.view(-1)),
     "CrossEntropyLoss": lambda x: nn.CrossEntropyLoss(ignore_index=31)(x.view(-1, V), LABELS.clamp(min=0).view(-1)),
@@ -105,7 +105,7 @@ LOSSES: dict[str, Operation] = {
     "scaled": lambda x: F.cross_entropy((x * 2.5).view(-1, V), LABELS.view(-1)),
 }
 
-# What gathers the full logits once, and is plain.
+# operations that gather the full logits once and return a plain tensor
 GATHERED: dict[str, Operation] = {
     "argmax": lambda x: x.argmax(-1),
     "softmax": lambda x: x.softmax(-1),
@@ -131,7 +131,7 @@ GATHERED: dict[str, Operation] = {
     "read in place": lambda x: F.dropout(x, 0.0, inplace=False) + F.elu(x, inplace=False),
 }
 
-# What gathers the full logits, writes into them and goes on with the own slice.
+# operations that gather the full logits, write to them and keep the local slice
 WRITTEN: dict[str, Operation] = {
     "write": lambda x: write(x * 1, lambda y: y.__setitem__((Ellipsis, MASK), -2.0)),
     "write by name": lambda x: write(x * 1, lambda y: y.mul_(3.0)),
@@ -164,7 +164,7 @@ def write(x: Tensor, how: Callable[[Tensor], Any]) -> Tensor:
 
 
 def before(x: Tensor, look: Operation, how: Callable[[Tensor], Any]) -> Tensor:
-    """What is seen through something that was taken before the write."""
+    """Return what a view that was taken before the write shows after it."""
     seen = look(x)
     how(x)
     return seen * 1
@@ -301,24 +301,22 @@ def torch_s_own_errors(how: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["fp64", "bf16"])
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in TABLE.items() for name in names])
-def test_an_operation_gives_what_the_plain_tensor_gives(
-    pool2: WorkerPool, kind: str, name: str, dtype: torch.dtype
-) -> None:
+def test_operation_equals_that_of_the_plain_tensor(pool2: WorkerPool, kind: str, name: str, dtype: torch.dtype) -> None:
     pool2.run(beside_the_plain_tensor, kind, name, dtype)
 
 
 @pytest.mark.parametrize("name", ["view", "index mask", "squeeze all", "guidance", "where"])
-def test_an_operation_over_four_ranks(pool4: WorkerPool, name: str) -> None:
+def test_operation_on_four_ranks_equals_that_of_the_plain_tensor(pool4: WorkerPool, name: str) -> None:
     pool4.run(beside_the_plain_tensor, "sharded", name, torch.float64)
 
 
-def test_printing_sends_nothing_and_may_be_done_on_one_rank(pool2: WorkerPool) -> None:
+def test_printing_on_one_rank_does_not_communicate(pool2: WorkerPool) -> None:
     _, text = pool2.run(described_on_one_rank_only)
-    described = "VocabParallelLogits(shape=(2, 3, 127), dtype=torch.float64, vocabulary 64:127 held by tensor 1/2"
+    described = "VocabParallelLogits(shape=(2, 3, 127), dtype=torch.float64, vocabulary 64:127 on tensor 1/2"
     assert text.count(described) == 3 and text.count("full_tensor()") == 3
 
 
-def test_questions_about_its_shape_send_nothing(pool2: WorkerPool) -> None:
+def test_reading_metadata_does_not_communicate(pool2: WorkerPool) -> None:
     pool2.run(asked_what_it_is)
 
 
@@ -326,28 +324,28 @@ def test_the_full_logits_are_gathered_once(pool2: WorkerPool) -> None:
     pool2.run(gathered_once)
 
 
-def test_a_vocabulary_of_which_a_rank_holds_one_column_is_not_squeezed_away(pool2: WorkerPool) -> None:
+def test_squeeze_keeps_a_vocabulary_dim_with_one_local_column(pool2: WorkerPool) -> None:
     pool2.run(a_vocabulary_of_one_column_a_rank)
 
 
-def test_what_was_gathered_in_inference_mode_does_not_reach_a_backward(pool2: WorkerPool) -> None:
+def test_logits_gathered_in_inference_mode_are_not_cached_for_backward(pool2: WorkerPool) -> None:
     pool2.run(gathered_anew_after_inference)
 
 
-def test_a_cast_to_fp32_waits_until_values_are_needed(pool2: WorkerPool) -> None:
+def test_cast_to_fp32_is_deferred(pool2: WorkerPool) -> None:
     pool2.run(a_cast_waits)
 
 
 @pytest.mark.parametrize("how", ["view", "index", "shapes", "backward", "add"])
-def test_a_mistake_gets_torch_s_own_message(pool2: WorkerPool, how: str) -> None:
+def test_invalid_call_raises_the_error_of_torch(pool2: WorkerPool, how: str) -> None:
     pool2.run(torch_s_own_errors, how)
 
 
-def test_on_one_process_the_logits_are_the_plain_ones() -> None:
+def test_logits_on_one_rank_are_plain() -> None:
     x = torch.randn(2, 3)
     assert shard_logits(x, Axis("tensor"), [0, 3]) is x
 
 
-def test_the_table_names_functions_that_torch_has() -> None:
+def test_rules_name_functions_of_torch() -> None:
     assert {torch.Tensor.view, torch.reshape, F.cross_entropy, torch.Tensor.shape.__get__} <= LOGITS_RULES.keys()
     assert all(callable(function) for function in LOGITS_RULES)

@@ -1,4 +1,4 @@
-"""The vocabulary-parallel loss is the cross entropy of the full logits, and costs what its docstring says."""
+"""The vocabulary-parallel loss equals the cross entropy of the full logits, and its communication the docstring."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Loss = tuple[Tensor, Tensor]
 def sharded_loss(
     logits_TV: Tensor, targets_T: Tensor, *, bounds: list[int] | None = None, chunk_bytes: int = 2**20, **options: Any
 ) -> Loss:
-    """The loss, and this rank's slice of the gradient."""
+    """Return the loss and the local slice of the gradient."""
     axis = Axis.of(None)
     bounds = bounds or even_bounds(logits_TV.shape[1], axis.size)
     local_Tv = logits_TV[:, bounds[axis.rank] : bounds[axis.rank + 1]].clone().requires_grad_()
@@ -46,7 +46,7 @@ def sharded_loss(
 
 
 def recorded_traffic(logits_TV: Tensor, targets_T: Tensor, **options: Any) -> list[tuple[str, str, int]]:
-    """(kind, purpose, bytes) of each collective; or of those before an error, which is raised with their number."""
+    """Return (kind, purpose, bytes) of each collective, also of those before an error."""
     axis = Axis.of(None)
     bounds = even_bounds(logits_TV.shape[1], axis.size)
     local_Tv = logits_TV[:, bounds[axis.rank] : bounds[axis.rank + 1]].clone().requires_grad_()
@@ -81,7 +81,7 @@ def by_process_group(logits_TV: Tensor, targets_T: Tensor, vocab_size: int | Non
 
 
 def weights(loss: Tensor) -> Tensor:
-    """Another gradient for each token, so that none can take another's place."""
+    """Return a different gradient for each token, so that a swap of tokens is visible."""
     return torch.linspace(0.5, 2.0, loss.numel(), dtype=loss.dtype).reshape(loss.shape)
 
 
@@ -89,7 +89,7 @@ def batch(dtype: torch.dtype = torch.float64, ignored: int = -100, scale: float 
     generator = torch.Generator().manual_seed(0)
     logits_TV = scale * torch.randn(NUM_TOKENS, VOCAB, generator=generator, dtype=torch.float64)
     targets_T = torch.randint(VOCAB, (NUM_TOKENS,), generator=generator)
-    # The first and the last column of every rank are somebody's label.
+    # The first and the last column of every rank are labels.
     targets_T[:8] = torch.tensor([0, 31, 32, 63, 64, 95, 96, 126])
     targets_T[9:12] = ignored
     return logits_TV.to(dtype), targets_T
@@ -104,14 +104,14 @@ def full_loss(logits_TV: Tensor, targets_T: Tensor, **options: Any) -> Loss:
 
 
 def joined(results: list[Loss]) -> Loss:
-    """The loss, which is the same to the bit on all ranks, and the gradient of the full logits."""
+    """Return the loss, which is bitwise equal on all ranks, and the gradient of the full logits."""
     for loss, _ in results:
         assert torch.equal(loss.nan_to_num(-1), results[0][0].nan_to_num(-1))
     return results[0][0], torch.cat([grad for _, grad in results], 1)
 
 
 class Allocations(TorchDispatchMode):
-    """The largest tensor that an operation made, in bytes, and how many of at least ``size`` there were."""
+    """Records the largest allocation of an operation, in bytes, and the number of those of at least ``size``."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class Allocations(TorchDispatchMode):
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("ignore_index", [-100, 63])
-def test_it_is_the_cross_entropy_of_the_full_logits(
+def test_loss_equals_cross_entropy_of_the_full_logits(
     pools: WorkerPools, num_ranks: int, reduction: str, label_smoothing: float, ignore_index: int
 ) -> None:
     options = {"reduction": reduction, "label_smoothing": label_smoothing, "ignore_index": ignore_index}
@@ -150,7 +150,7 @@ def test_it_is_the_cross_entropy_of_the_full_logits(
 
 @pytest.mark.parametrize("bounds", [[0, 1, 127], [0, 120, 127], [0, 127, 127]], ids=str)
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-def test_the_vocabulary_may_be_cut_anywhere(pool2: WorkerPool, bounds: list[int], label_smoothing: float) -> None:
+def test_loss_with_uneven_vocabulary_bounds(pool2: WorkerPool, bounds: list[int], label_smoothing: float) -> None:
     logits_TV, targets_T = batch()
     loss, grad = joined(pool2.run(sharded_loss, logits_TV, targets_T, bounds=bounds, label_smoothing=label_smoothing))
     expected_loss, expected_grad = full_loss(logits_TV, targets_T, label_smoothing=label_smoothing)
@@ -160,9 +160,7 @@ def test_the_vocabulary_may_be_cut_anywhere(pool2: WorkerPool, bounds: list[int]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-def test_it_is_as_near_the_truth_as_torch_in_fp32(
-    pool2: WorkerPool, dtype: torch.dtype, label_smoothing: float
-) -> None:
+def test_error_is_at_most_that_of_torch_in_fp32(pool2: WorkerPool, dtype: torch.dtype, label_smoothing: float) -> None:
     logits_TV, targets_T = batch(dtype)
     options = {"label_smoothing": label_smoothing, "reduction": "none"}
     loss, grad = joined(pool2.run(sharded_loss, logits_TV, targets_T, upcast=True, **options))
@@ -176,11 +174,11 @@ def test_it_is_as_near_the_truth_as_torch_in_fp32(
     # Sums are taken in another order, so a last bit may be another.
     last_bit = 2**-23 * true_loss.abs().max().item()
     assert error(loss, true_loss) <= error(torch_loss, true_loss) + last_bit
-    # The gradient of 16-bit logits is rounded to 16 bits once, as it is behind torch's own .float().
+    # The gradient of 16-bit logits is rounded to 16 bits once, as after torch's .float().
     assert error(grad, true_grad) <= 1.01 * error(torch_grad.to(dtype), true_grad) + 2**-23
 
 
-def test_without_upcast_the_loss_has_the_dtype_of_the_logits_and_is_rounded_once(pool2: WorkerPool) -> None:
+def test_loss_without_upcast_is_rounded_once_to_the_dtype_of_the_logits(pool2: WorkerPool) -> None:
     logits_TV, targets_T = batch(torch.bfloat16)
     loss, _ = joined(pool2.run(sharded_loss, logits_TV, targets_T))
     assert loss.dtype == torch.bfloat16
@@ -189,9 +187,7 @@ def test_without_upcast_the_loss_has_the_dtype_of_the_logits_and_is_rounded_once
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-def test_a_batch_of_ignored_labels_gives_what_torch_gives(
-    pool2: WorkerPool, reduction: str, label_smoothing: float
-) -> None:
+def test_batch_of_ignored_labels_equals_torch(pool2: WorkerPool, reduction: str, label_smoothing: float) -> None:
     logits_TV, targets_T = batch()
     targets_T[:] = -100
     options = {"reduction": reduction, "label_smoothing": label_smoothing}
@@ -217,7 +213,7 @@ def test_large_logits_neither_overflow_nor_lose_precision(pool2: WorkerPool, lab
     torch.testing.assert_close(grad.double(), expected_grad, rtol=1e-5, atol=1e-7)
 
 
-def test_a_rank_whose_whole_part_is_masked_adds_nothing(pool4: WorkerPool) -> None:
+def test_rank_with_masked_columns_adds_nothing(pool4: WorkerPool) -> None:
     logits_TV, targets_T = batch()
     targets_T[8:] = 64
     logits_TV[:, 32:64] = -torch.inf  # all that rank 1 holds; the labels 32 and 63 have no probability
@@ -230,19 +226,18 @@ def test_a_rank_whose_whole_part_is_masked_adds_nothing(pool4: WorkerPool) -> No
 
 
 @pytest.mark.parametrize(("label", "worst"), [(127, 127), (4000, 4000), (-1, -1)])
-def test_a_label_out_of_the_vocabulary_is_named_on_all_ranks(pool4: WorkerPool, label: int, worst: int) -> None:
+def test_label_outside_the_vocabulary_raises_on_all_ranks(pool4: WorkerPool, label: int, worst: int) -> None:
     logits_TV, targets_T = batch()
     targets_T[4] = label
     for message in pool4.run(refused_before_anything_is_sent, logits_TV, targets_T):
-        assert f"A label is {worst}, and the vocabulary has 127 entries" in message
-        assert "between 0 and 126, or ignore_index=-100" in message
+        assert f"The label {worst} is neither in the vocabulary, 0 to 126, nor ignore_index=-100" in message
         assert "resize_token_embeddings" in message
 
 
 @pytest.mark.parametrize(("num_ranks", "label_smoothing", "dtype"), [
     (2, 0.0, torch.float32), (4, 0.0, torch.float64), (4, 0.1, torch.bfloat16),
 ])  # fmt: skip
-def test_three_numbers_a_token_are_sent_once(
+def test_one_collective_sends_three_numbers_per_token(
     pools: WorkerPools, num_ranks: int, label_smoothing: float, dtype: torch.dtype
 ) -> None:
     logits_TV, targets_T = batch(dtype)
@@ -252,7 +247,7 @@ def test_three_numbers_a_token_are_sent_once(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_logits_are_not_copied_and_the_gradient_is_the_one_tensor_of_their_size(dtype: torch.dtype) -> None:
+def test_logits_are_not_copied_and_only_their_gradient_is_allocated(dtype: torch.dtype) -> None:
     logits_TV = torch.randn(512, 1000).to(dtype).requires_grad_()
     targets_T = torch.randint(1000, (512,))
     chunk_bytes, own_bytes = 64 * 1024, logits_TV.numel() * logits_TV.element_size()
@@ -275,7 +270,7 @@ def test_the_logits_are_not_copied_and_the_gradient_is_the_one_tensor_of_their_s
     torch.testing.assert_close(loss, F.cross_entropy(logits_TV.float(), targets_T))
 
 
-def test_one_process_needs_no_group() -> None:
+def test_one_process_needs_no_process_group() -> None:
     logits_TV, targets_T = batch()
     loss, grad = sharded_loss(logits_TV, targets_T)
     expected_loss, expected_grad = full_loss(logits_TV, targets_T)
@@ -283,14 +278,14 @@ def test_one_process_needs_no_group() -> None:
     torch.testing.assert_close(grad, expected_grad, rtol=1e-12, atol=1e-14)
 
 
-def test_no_tokens_give_what_torch_gives() -> None:
+def test_empty_batch_equals_torch() -> None:
     nothing = torch.empty(0, VOCAB, dtype=torch.float64), torch.empty(0, dtype=torch.long)
     loss, grad = sharded_loss(*nothing)
     assert loss.isnan() and grad.shape == (0, VOCAB)
 
 
 @pytest.mark.parametrize("vocab_size", [None, 127])
-def test_the_loss_of_a_process_group(pool2: WorkerPool, vocab_size: int | None) -> None:
+def test_loss_over_a_process_group(pool2: WorkerPool, vocab_size: int | None) -> None:
     logits_TV, targets_T = batch(ignored=5)
     if vocab_size is None:
         logits_TV, targets_T = logits_TV[:, :126], targets_T.clamp(max=125)
@@ -315,10 +310,14 @@ def test_the_loss_of_a_process_group(pool2: WorkerPool, vocab_size: int | None) 
             "between 0.0",
         ),
         (lambda x, y, a: vocab_parallel_cross_entropy(x, y[:2], a, [0, 9]), InputError, r"\(4, 9\).*\(2,\).*Flatten"),
-        (lambda x, y, a: cross_entropy_1d(x, y, process_group=a, vocab_size=8), InputError, "9 columns.*holds 8"),
+        (
+            lambda x, y, a: cross_entropy_1d(x, y, process_group=a, vocab_size=8),
+            InputError,
+            "9 columns.*vocab_size=8 is 8",
+        ),
     ],
     ids=["reduction", "label_smoothing", "shapes", "vocab_size"],
 )
-def test_what_cannot_be_is_refused(call: Callable[..., Tensor], kind: type[Exception], words: str) -> None:
+def test_invalid_arguments_raise(call: Callable[..., Tensor], kind: type[Exception], words: str) -> None:
     with pytest.raises(kind, match=words):
         call(torch.randn(4, 9), torch.zeros(4, dtype=torch.long), Axis("tensor"))

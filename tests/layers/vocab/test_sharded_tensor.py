@@ -1,4 +1,4 @@
-"""Vocabulary-parallel logits under autograd, in Hugging Face's losses and models, and what is refused."""
+"""Vocabulary-parallel logits under autograd, in Hugging Face losses and models, and unsupported uses."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def backward_from_the_logits() -> None:
 
 
 class Doubled(torch.autograd.Function):
-    """Somebody's own function, which torch's autograd calls with the whole."""
+    """A custom autograd function, which autograd calls with the wrapper."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ class Doubled(torch.autograd.Function):
 
 
 class Head(nn.Module):
-    """A head whose full weight is known, and which computes this rank's columns."""
+    """A head that has its full weight and computes the local columns."""
 
     def __init__(self, sharded: bool) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ def handed_on_by_autograd(how: str) -> None:
 
 
 def unnamed(function: Callable[..., Any], x: Tensor) -> Any:
-    """As code in C++ calls it."""
+    """Call an operation as C++ code does."""
     with torch._C.DisableTorchFunctionSubclass():
         return function(x)
 
@@ -173,7 +173,7 @@ def through_hugging_face_s_losses() -> None:
 
 
 def tiny(name: str) -> tuple[nn.Module, str, dict[str, Tensor]]:
-    """A model of Hugging Face's whose head computes its loss inline, the name of its head, and a batch with labels."""
+    """Return a Hugging Face model that computes its loss, the name of its head, and a batch with labels."""
     import transformers as hf
 
     torch.manual_seed(0)
@@ -205,7 +205,7 @@ def tiny(name: str) -> tuple[nn.Module, str, dict[str, Tensor]]:
 
 
 def cut_head(model: nn.Module, name: str, axis: Axis) -> None:
-    """The head hands out this rank's columns; each rank's gradient below it is then one summand."""
+    """Let the head return the local columns. The gradient below it is then one summand per rank."""
 
     def cut(module: nn.Module, args: Any, out: Tensor) -> Tensor:
         return shard_logits(own(out), axis, even_bounds(V, axis.size))
@@ -225,12 +225,12 @@ def through_a_whole_model(name: str) -> None:
     with CollectiveRecorder(axis) as recorder:
         output = model(**batch)
     assert [call.purpose for call in recorder.calls] == ["loss"]
-    torch.testing.assert_close(output.loss, expected.loss, rtol=1e-6, atol=0)  # transformers casts to fp32 by itself
+    torch.testing.assert_close(output.loss, expected.loss, rtol=1e-6, atol=0)  # transformers casts to fp32
     logits = [x for x in output.values() if isinstance(x, VocabParallelLogits)]
     assert len(logits) == 1
     torch.testing.assert_close(logits[0].full_tensor(), next(x for x in expected.values() if x.shape[-1:] == (V,)))
     if "next_sentence_label" in batch or "mc_labels" in batch:
-        return  # the other head's gradient is whole on each rank, so that the sum below would count it twice
+        return  # each rank has the full gradient of the other head, which the sum below would count twice
     output.loss.backward()
     for key, p in model.named_parameters():
         if key in grads:
@@ -278,7 +278,7 @@ def test_hooks_and_kept_gradients_are_those_of_the_full_logits(pool2: WorkerPool
     pool2.run(gradients_at_the_logits)
 
 
-def test_backward_may_start_at_the_logits_and_end_there(pool2: WorkerPool) -> None:
+def test_backward_from_and_to_the_logits(pool2: WorkerPool) -> None:
     pool2.run(backward_from_the_logits)
 
 
@@ -289,7 +289,7 @@ def test_backward_may_start_at_the_logits_and_end_there(pool2: WorkerPool) -> No
         "own function after a write",
     ],
 )  # fmt: skip
-def test_gradients_are_right_where_autograd_hands_the_whole_on(pool2: WorkerPool, how: str) -> None:
+def test_gradients_are_correct_if_autograd_copies_the_wrapper(pool2: WorkerPool, how: str) -> None:
     pool2.run(handed_on_by_autograd, how)
 
 
@@ -302,27 +302,27 @@ def test_gradients_are_right_where_autograd_hands_the_whole_on(pool2: WorkerPool
         ("C++", "aten.exp.default was called"),
         ("shape in place", "shape of vocabulary-parallel logits was to be changed"),
         ("write by data", "attribute"),
-        ("label", "A label is 127"),
+        ("label", "The label 127 is neither in the vocabulary"),
     ],
 )
-def test_what_would_go_wrong_in_silence_is_refused(pool2: WorkerPool, how: str, words: str) -> None:
+def test_unsupported_uses_raise(pool2: WorkerPool, how: str, words: str) -> None:
     for message in pool2.run(refused, how):
         assert words in message
         assert how == "label" or "full_tensor()" in message
 
 
-def test_hugging_face_s_loss_functions(pool2: WorkerPool) -> None:
+def test_hugging_face_loss_functions(pool2: WorkerPool) -> None:
     pool2.run(through_hugging_face_s_losses)
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2 double", "t5", "gemma2", "llama"])
-def test_unmodified_models(pool2: WorkerPool, name: str) -> None:
+def test_unmodified_models_train_on_sharded_logits(pool2: WorkerPool, name: str) -> None:
     pool2.run(through_a_whole_model, name)
 
 
-def test_generate(pool2: WorkerPool) -> None:
+def test_generate_with_sharded_logits(pool2: WorkerPool) -> None:
     pool2.run(generates)
 
 
-def test_sampling_that_writes_into_the_last_token_s_logits(pool2: WorkerPool) -> None:
+def test_sampling_that_writes_to_the_last_logits(pool2: WorkerPool) -> None:
     pool2.run(samples_by_hand)

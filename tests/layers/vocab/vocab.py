@@ -1,4 +1,4 @@
-"""Logits over a vocabulary, plain and in parts, and what compares them; for the tests of both."""
+"""Full and sharded logits for tests, and their comparison."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHAPE = (B, S, V)
 def make(
     dtype: torch.dtype = torch.float64, shape: tuple[int, ...] = SHAPE
 ) -> tuple[Tensor, Tensor, Tensor, CollectiveRecorder]:
-    """The plain logits, this rank's part of them, the part as the full logits, and a recorder of what is sent."""
+    """Full logits, their local shard, the sharded logits, and a recorder of collectives."""
     axis = Axis.of(None)
     bounds = even_bounds(shape[-1], axis.size)
     plain = torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(dtype)
@@ -37,6 +37,6 @@ def plain_of(x: Tensor) -> Tensor:
 
 
 def same(ours: Tensor, theirs: Tensor) -> None:
-    """16-bit numbers are the same to a last bit, as a sum of gradients may be taken in another order."""
+    """16-bit numbers may differ by one unit in the last place, because gradients are summed in another order."""
     last_bit = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 2e-6}.get(theirs.dtype, 1e-12)
     torch.testing.assert_close(plain_of(ours), theirs, rtol=last_bit, atol=last_bit)

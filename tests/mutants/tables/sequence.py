@@ -13,7 +13,7 @@ MUTANTS = [
         "columns = zip(*(products[start] for start in sorted(products)), strict=True)",
         "columns = zip(*(products[start] for start in products), strict=True)",
         "With sequence_overlap, every rank but the first has its positions in a wrong order.",
-        first=("tests/layers/tensor/test_block.py::test_whatever_the_forward_does",),
+        first=("tests/layers/tensor/test_block.py::test_block_equals_the_plain_module_for_every_forward",),
     ),
     mutant(
         "recomputation-with-another-length",
@@ -59,7 +59,7 @@ MUTANTS = [
         "(options.label_smoothing / options.bounds[-1]) if options.label_smoothing else None",
         "(options.label_smoothing / max(logits_Tv.shape[1], 1)) if options.label_smoothing else None",
         "Label smoothing on sharded logits has a wrong gradient; the loss is right.",
-        first=("tests/layers/vocab/test_loss.py::test_it_is_the_cross_entropy_of_the_full_logits",),
+        first=("tests/layers/vocab/test_loss.py::test_loss_equals_cross_entropy_of_the_full_logits",),
     ),
     mutant(
         "smoothing-of-an-uneven-vocabulary",
@@ -68,8 +68,8 @@ MUTANTS = [
         "spread_T = spread_T + options.bounds[1] * offset_T",
         "Label smoothing gives a wrong loss where the vocabulary does not divide by the ranks.",
         first=(
-            "tests/layers/vocab/test_loss.py::test_it_is_the_cross_entropy_of_the_full_logits",
-            "tests/layers/vocab/test_loss.py::test_the_vocabulary_may_be_cut_anywhere",
+            "tests/layers/vocab/test_loss.py::test_loss_equals_cross_entropy_of_the_full_logits",
+            "tests/layers/vocab/test_loss.py::test_loss_with_uneven_vocabulary_bounds",
         ),
     ),
     mutant(
@@ -78,7 +78,7 @@ MUTANTS = [
         "weight_T1 = torch.where(valid_T, grad, 0.0)[:, None]",
         "weight_T1 = grad.expand(len(valid_T))[:, None]",
         "Tokens with the label -100 change the weights.",
-        first=("tests/layers/vocab/test_loss.py::test_it_is_the_cross_entropy_of_the_full_logits",),
+        first=("tests/layers/vocab/test_loss.py::test_loss_equals_cross_entropy_of_the_full_logits",),
     ),
     mutant(
         "rank-whose-logits-are-all-masked",
@@ -86,7 +86,7 @@ MUTANTS = [
         "shifted_tv = torch.sub(x_tv, _finite(max_t)[:, None])",
         "shifted_tv = torch.sub(x_tv, max_t[:, None])",
         "The loss is NaN where a mask hides all of one rank's vocabulary.",
-        first=("tests/layers/vocab/test_loss.py::test_a_rank_whose_whole_part_is_masked_adds_nothing",),
+        first=("tests/layers/vocab/test_loss.py::test_rank_with_masked_columns_adds_nothing",),
     ),
     mutant(
         "transposed-logits",
@@ -94,17 +94,17 @@ MUTANTS = [
         "return {a: b, b: a}.get(sharded, sharded), args",
         "return {a: b}.get(sharded, sharded), args",
         "logits.transpose(1, 2), as F.cross_entropy takes them, is read as if its last dim were the vocabulary.",
-        first=("tests/layers/vocab/test_logits.py::test_an_operation_gives_what_the_plain_tensor_gives",),
+        first=("tests/layers/vocab/test_logits.py::test_operation_equals_that_of_the_plain_tensor",),
     ),
     mutant(
         "written-logits-stay-stale-in-views",
         "shardformer/tensor_parallel/vocab_parallel_logits.py",
-        "    x._writes[0] += 1\n",
+        "        self._writes[0] += 1\n",
         "",
         "A view of sharded logits keeps its old values after the logits were written to.",
         first=(
-            "tests/layers/vocab/test_logits.py::test_an_operation_gives_what_the_plain_tensor_gives",
-            "tests/layers/vocab/test_sharded_tensor.py::test_sampling_that_writes_into_the_last_token_s_logits",
+            "tests/layers/vocab/test_logits.py::test_operation_equals_that_of_the_plain_tensor",
+            "tests/layers/vocab/test_sharded_tensor.py::test_sampling_that_writes_to_the_last_logits",
         ),
     ),
     mutant(
@@ -114,7 +114,7 @@ MUTANTS = [
         "return not self._is_watched",
         "A model that changes its embeddings in place before the first layer trains on the unchanged ones.",
         first=(
-            "tests/layers/tensor/test_pending.py::test_what_was_written_into_is_not_pending",
+            "tests/layers/tensor/test_pending.py::test_a_written_tensor_is_not_pending",
             "tests/layers/tensor/test_pending.py",
         ),
     ),

@@ -13,7 +13,7 @@ MUTANTS = [
         "return y if bias is None else y + bias",
         "return y if bias is None else y + self.axis.size * bias",
         "A row-parallel linear adds its bias once for each rank: GPT-2, BERT and OPT give other outputs.",
-        first=("tests/layers/tensor/test_linear.py::test_a_cut_layer_is_the_plain_one",),
+        first=("tests/layers/tensor/test_linear.py::test_sharded_linear_equals_the_plain_linear",),
     ),
     mutant(
         "row-bias-gradient-summed",
@@ -61,7 +61,7 @@ MUTANTS = [
         "summed = x.sum(-1, keepdim=True)",
         "A norm over all KV heads is wrong where several ranks hold one head (OLMo 2 with few KV heads).",
         first=(
-            "tests/layers/tensor/test_split_norm.py::test_a_norm_over_kv_heads_is_the_plain_one",
+            "tests/layers/tensor/test_split_norm.py::test_norm_over_kv_heads_equals_the_plain_norm",
             "tests/timm/test_timm.py::test_nobody_can_tell",
             "tests/policies/test_parts.py::test_a_norm_over_all_heads_sums_its_statistics",
         ),
@@ -73,7 +73,7 @@ MUTANTS = [
         "return reduce_from_tp_region(summed, self.axis) / self.full",
         "A norm over all heads of q or k has wrong gradients; its outputs are right.",
         first=(
-            "tests/layers/tensor/test_split_norm.py::test_a_norm_over_kv_heads_is_the_plain_one",
+            "tests/layers/tensor/test_split_norm.py::test_norm_over_kv_heads_equals_the_plain_norm",
             "tests/policies/test_parts.py::test_a_norm_over_all_heads_sums_its_statistics",
             "tests/policies/test_parts.py::test_nobody_can_tell",
         ),
@@ -84,7 +84,7 @@ MUTANTS = [
         "SPLITMIX64[0] * (self._axis.rank + 1)",
         "SPLITMIX64[0]",
         "All tensor ranks drop the same places of their heads and features, as one device never would.",
-        first=("tests/layers/test_dropout.py::test_masks_inside_of_a_block_differ_by_rank",),
+        first=("tests/layers/test_dropout.py::test_masks_in_a_block_differ_by_rank",),
     ),
     mutant(
         "padding-token-0-trains",
@@ -92,7 +92,7 @@ MUTANTS = [
         "if padding is not None and start <= padding < end else None",
         "if padding is not None and start < padding < end else None",
         "The embedding of the padding token gets a gradient where its number is 0 (BERT, T5).",
-        first=("tests/layers/tensor/test_embedding.py::test_a_cut_table_is_the_plain_one",),
+        first=("tests/layers/tensor/test_embedding.py::test_sharded_embedding_equals_the_plain_embedding",),
     ),
     mutant(
         "row-takes-its-part-without-a-sum",
@@ -100,7 +100,7 @@ MUTANTS = [
         "return copy_to_tp_region(x, self.axis).index_select(-1, self.split.indices(self.axis.rank).to(x.device))",
         "return x.index_select(-1, self.split.indices(self.axis.rank).to(x.device))",
         "A row-parallel linear with parallel_input=False and its own split passes back a part of the gradient.",
-        first=("tests/layers/tensor/test_linear.py::test_a_row_takes_its_part_by_its_own_split",),
+        first=("tests/layers/tensor/test_linear.py::test_row_parallel_input_follows_a_custom_split",),
     ),
     mutant(
         "autocast-row-bias-in-fp32",
@@ -108,13 +108,13 @@ MUTANTS = [
         "bias = bias.to(torch.get_autocast_dtype(x.device.type))",
         "bias = bias.to(torch.float32)",
         "Under autocast a row-parallel linear with a bias returns fp32 where the plain one returns bf16.",
-        first=("tests/layers/tensor/test_linear.py::test_autocast_computes_and_sends_in_16_bit",),
+        first=("tests/layers/tensor/test_linear.py::test_autocast_computes_and_communicates_in_16_bits",),
     ),
     mutant(
         "expert-bias-on-each-rank",
         "shardformer/tensor_parallel/block.py",
-        "vars(module).update({name: module.get_parameter(name) / axis.size for name in own})",
-        "vars(module).update({name: module.get_parameter(name) for name in own})",
+        "vars(module).update({name: module.get_parameter(name) / axis.size for name in own_params})",
+        "vars(module).update({name: module.get_parameter(name) for name in own_params})",
         "The bias of experts is added once for each tensor rank (gpt-oss).",
         first=(
             "tests/sharding/test_regions.py::test_the_bias_of_experts_is_added_once",
@@ -128,7 +128,7 @@ MUTANTS = [
         "variance = (sums + counts * (means - mean).square()).sum(0) / full",
         "variance = sums.sum(0) / full",
         "On a tensor grid a layer norm takes the variance within each rank for the variance of all features.",
-        first=("tests/layers/grid/test_summa.py::test_a_layer_norm_is_the_plain_one",),
+        first=("tests/layers/grid/test_summa.py::test_grid_layer_norm_equals_the_plain_layer_norm",),
     ),
     mutant(
         "ranks-keep-their-own-weights",

@@ -59,7 +59,7 @@ def test_a_view_of_a_block_input_does_not_enter_again() -> None:
         x = torch.ones(2, 3, 4, requires_grad=True)
         enter_region(enter_region(x, context.tensor).transpose(0, 1), context.tensor)
 
-    with pytest.raises(PolicyError, match=r"shape \(3, 2, 4\) enters a block that has entered one already"):
+    with pytest.raises(PolicyError, match=r"shape \(3, 2, 4\) enters a tensor-parallel block for the second time"):
         run_as_threads(twice, tensor=2)
 
 
@@ -118,7 +118,7 @@ def test_a_module_class_that_changes_in_forward_is_refused_if_sharded(
     if not cuts_attention:
         assert torch.allclose(run_as_threads(short, tensor=2)[0], expected)
         return
-    with pytest.raises(PolicyError, match=r"without the BigBirdBlockSparseAttention.*before the model is sharded"):
+    with pytest.raises(PolicyError, match=r"without BigBirdBlockSparseAttention.*before you shard the model"):
         run_as_threads(short, tensor=2)
 
 
