@@ -1,4 +1,4 @@
-"""Sharding: carries out a policy on a model. The one place that changes a model, and it records each change."""
+"""Applies a sharding plan to a model and records each change."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ from shardformer.sharding.checks import (
     check_stages,
     check_views,
     find_ties,
-    held_outside,
     make_checked_plan,
+    referenced_elsewhere,
     restore_on_error,
     restore_ties,
 )
@@ -74,16 +74,16 @@ from shardformer.zero.torch_optimizers import patch_optimizers_and_scaler
 
 @dataclass
 class ResolvedPolicy:
-    """The policy of one model, its plan, and what validation learned about the layout.
+    """Policy of one model, its plan, and what validation learned about the layout.
 
     Args:
         policy: bound to the model and to the configuration.
-        source: where the policy comes from.
-        plan: what the policy does to the model, checked by ``make_checked_plan``; on a tensor grid, if there is one.
-        context: how the sequence is sharded, where a sequence axis shards it.
-        samples: the dimensions of samples in the arguments of attentions, on a tensor grid.
-        unvalidated: the inputs with which a tensor grid was not validated, and why.
-        notes: what ``describe`` reports about the validation.
+        source: description of the policy's source.
+        plan: the policy's changes to the model, checked by ``make_checked_plan`` and adapted to a tensor grid.
+        context: findings about context parallelism.
+        samples: batch dimensions of the attention arguments on a tensor grid.
+        unvalidated: name of an input that was not validated on the tensor grid -> reason.
+        notes: what ``describe_sharding`` reports about the validation.
     """
 
     policy: Policy
@@ -96,18 +96,19 @@ class ResolvedPolicy:
 
 
 class Sharder:
-    """Shards one model in place, by a policy that is resolved and validated.
+    """Shards one model in place with a resolved and validated policy.
 
     ``shard_model_api.shard_in_place`` shows the order of the calls.
 
     Args:
-        model: the plain model, the same on every rank (where weights differ, rank 0's are taken).
+        model: the plain model, identical on every rank. If weights differ, rank 0's are used.
         config: the configuration.
-        fresh: whether the model was built only for this, so that no optimizer can hold its parameters: the search for
-            one visits every object of the process.
+        fresh: whether the model was built only for this call, so that no optimizer can refer to its parameters.
+            Skips a search that visits every object of the process.
 
-    Raises ShardFormerError, on every rank, if the ranks do not form one grid; LaunchError if no launcher started this
-    process. Communicates.
+    Raises:
+        ShardFormerError: on every rank, if the ranks do not form one grid.
+        LaunchError: if no launcher started this process.
     """
 
     def __init__(self, model: nn.Module, config: ShardConfig, *, fresh: bool = False) -> None:
@@ -124,23 +125,23 @@ class Sharder:
         stages = self.context.pipe.size if manager is None else manager.num_virtual_stages
         self.has_stages = manager is not None or stages > 1
         self.needs_policy = self.is_cut or config.uses_context_parallel or stages > 1
-        """Whether an axis other than data shards the model. Data parallelism needs no knowledge of its structure."""
+        """Whether an axis other than data shards the model. Data parallelism does not depend on its structure."""
         self._fresh = fresh
-        self._outside = set() if fresh else held_outside(model)
+        self._outside = set() if fresh else referenced_elsewhere(model)
         self._wrappers: Mapping[int, nn.Module] = {}
 
     @contextmanager
     def restoring_on_error(self) -> Iterator[None]:
-        """Takes wrappers such as ``torch.compile`` out of the model; restores the model if the body raises."""
+        """Remove wrappers such as ``torch.compile`` from the model. Restore the model if the body raises."""
         with random_kept_on_error(self.context.device), restore_on_error(self.model), ExitStack() as around:
             take_out = partial(unwrapped, self.model, stages=self.context.pipe.size)
             self._wrappers = collective_call(self.context, lambda: around.enter_context(take_out()))
             yield
 
     def plan(self, resolved: ResolvedPolicy) -> ShardingPlan:
-        """The complete plan. The model is unchanged, except for what the policy's ``preprocess`` does to it.
+        """Complete the plan and check it. Changes nothing but what the policy's ``preprocess`` changes.
 
-        Raises ShardFormerError where the model cannot be sharded so. Communicates nothing.
+        Raises ShardFormerError if the model cannot be sharded. Communicates nothing.
         """
         config, policy, plan = self.config, resolved.policy, resolved.plan
         self._resolved = resolved
@@ -170,7 +171,7 @@ class Sharder:
         return plan
 
     def lines(self, plan: ShardingPlan) -> list[str]:
-        """What every rank must have in common before the model is changed, as text."""
+        """Return the state that must be identical on every rank before the model is modified, as text."""
         config, state = self.config, self.state
         asked = [state.request.source, str(config.options()), str(sorted(config.extra_kwargs.items()))]
         asked += [str(state.activations), f"check_consistency={config.check_consistency}"]
@@ -178,10 +179,10 @@ class Sharder:
         return [*asked, *model_fingerprint(self.model), *plan.fingerprint(), *stages]
 
     def shard(self, plan: ShardingPlan) -> list[dict[int, Tensor]]:
-        """Changes the model as planned, which is the same on every rank. Communicates.
+        """Apply the plan, which is identical on every rank. Communicates.
 
-        Returns the parameters that several pipeline stages hold, none without a pipeline. Each is a dict: the ranks of
-        the pipe axis that hold it -> this rank's own.
+        Returns the parameters that several pipeline stages share, each as a dict: rank on the pipe axis -> the
+        parameter on this rank. Empty without a pipeline.
         """
         context, state = self.context, self.state
         state.notes += sync_initial_weights(self.model, context.base_axes[::-1])
@@ -189,7 +190,7 @@ class Sharder:
         if stages is not None:
             stages.remove_other_stages(self.model)
             plan = plan.restricted(stages.placeholders)
-        blocks = collective_call(context, lambda: self._carry_out(plan))
+        blocks = collective_call(context, lambda: self._modify_model(plan))
         for axis in (state.same_batch_axis, context.pipe):
             broadcast_random_state(axis, context.device)
         install_gradient_reduction(self.model, plan if self.is_cut else ShardingPlan(self.model, []), blocks, state)
@@ -204,7 +205,7 @@ class Sharder:
         return list(stages.shared_params)
 
     def _unproven(self) -> dict[str, str]:
-        """The inputs that the sharded model must not get, and why."""
+        """Return the inputs that the sharded model refuses, each with the reason."""
         resolved = self._resolved
         asked = {
             "tensor": self.is_cut,
@@ -216,10 +217,10 @@ class Sharder:
             n: why for each in (*of_policy, resolved.context.unproven, resolved.unvalidated) for n, why in each.items()
         }
 
-    def _carry_out(self, plan: ShardingPlan) -> list[InstalledBlock]:
-        """Changes the model, and makes this rank's part of the values that it waits for. Returns its blocks.
+    def _modify_model(self, plan: ShardingPlan) -> list[InstalledBlock]:
+        """Apply the plan and materialize this rank's shards of a lazily initialized model. Returns its blocks.
 
-        Communicates nothing, so a rank on which it fails keeps no other waiting.
+        Communicates nothing, so that a failing rank leaves no other rank waiting.
         """
         waits = is_lazy(self.model)
         self.state.notes += lazy_notes(self.model)
@@ -263,14 +264,14 @@ class Sharder:
     def replace_module(self, plan: ShardingPlan) -> None:
         """Carries out the descriptions: submodules, attributes, parameters and methods."""
         shared: dict[int, nn.Parameter] = {}
-        done: set[tuple[int, str]] = set()  # a module that several share is named for each of them
+        done: set[tuple[int, str]] = set()  # a shared module is listed once per owner
         native = {path: self.model.get_submodule(path) for path in plan.replacements}
-        kept_alive: list[Tensor] = []  # as the native modules are: no identity in `shared` is used twice
+        kept_alive: list[Tensor] = []  # like the native modules, so that no id in `shared` is reused
         made: dict[int, nn.Module] = {}
         for path, module in native.items():
             if id(module) not in made:
                 sub = plan.replacements[path]
-                made[id(module)] = self._replacement(path, module, sub, shared, self._axis_at(path, plan))
+                made[id(module)] = self._replacement(path, module, sub, shared, self._sharding_axis(path, plan))
                 if isinstance(made[id(module)], ParallelModule):
                     keep_hooks(made[id(module)], module)
             self.state.note(path, module, made[id(module)])
@@ -280,13 +281,13 @@ class Sharder:
             if splits and (id(module), name) not in done:
                 done.add((id(module), name))
                 named = {split.axes[0] for split in splits.values()} & {"row", "column", "depth"}
-                axis = self.context.axis(named.pop()) if named else self._axis_at(path, plan)
+                axis = self.context.axis(named.pop()) if named else self._sharding_axis(path, plan)
                 kept_alive.append(shard_parameter(module, name, splits, axis, shared))
                 self.state.note(path, "buffer" if name in module._buffers else "parameter", "a part")
         self._rebind(shared)
         restore_ties(self.model, self._ties, {id(part): spec for _, part, spec in sharded_parameters(self.model)})
         check_layouts(self.model, self.context.coords)
-        self._change(plan)
+        self._change_attributes(plan)
 
     def _replacement(
         self,
@@ -303,41 +304,40 @@ class Sharder:
                 kwargs["shared"] = shared
                 group = self.grid if sub.target_module.takes_grid else axis
         else:
-            group = axis.group  # a class of the user's own knows torch's groups
+            group = axis.group  # user-defined classes take a torch process group
         try:
             new: nn.Module = make(module, group, **kwargs)
         except TypeError as error:
             if "argument" not in str(error):
                 raise
             raise PolicyError(
-                f"{qualified_name(sub.target_module)} for {path!r} with kwargs={sub.kwargs or {}}: {error}",
-                rule="The kwargs of a replacement are arguments that its from_native_module takes",
-                remedy="Correct the name in the policy",
+                f"{qualified_name(sub.target_module)}.from_native_module failed for {path!r} with "
+                f"kwargs={sub.kwargs or {}}: {error}",
+                remedy="Correct the kwargs in the policy",
             ) from error
         if not isinstance(new, nn.Module):
             raise PolicyError(
-                f"{qualified_name(sub.target_module)}.from_native_module gave {new!r:.80} for {path!r}",
-                rule="It returns the module that takes the native one's place",
-                remedy="Return it",
+                f"{qualified_name(sub.target_module)}.from_native_module returned {new!r:.80} for {path!r}",
+                remedy="Return the nn.Module that replaces the native module",
             )
         return new
 
-    def _axis_at(self, path: str, plan: ShardingPlan) -> Axis:
-        """The axis over which what stands there is cut: on a grid heads and features in a stack lie over columns."""
+    def _sharding_axis(self, path: str, plan: ShardingPlan) -> Axis:
+        """Return the axis that shards the module at ``path``: the grid's columns in a stack, or the tensor axis."""
         inside = self.grid is not None and path.startswith(tuple(f"{stack.layers}." for stack in plan.stacks))
         return self.grid.column if inside and self.grid is not None else self.context.tensor
 
     def _rebind(self, shared: dict[int, nn.Parameter]) -> None:
-        """Other owners of a parameter that was cut (BERT's head keeps the decoder's bias) own the part too."""
+        """Share the shards with other owners of a sharded parameter (BERT's head also owns the decoder's bias)."""
         for module in self.model.modules():
             for name, param in list(module._parameters.items()):
                 if param is not None and id(param) in shared:
                     module._parameters[name] = shared[id(param)]
 
-    def _change(self, plan: ShardingPlan) -> None:
+    def _change_attributes(self, plan: ShardingPlan) -> None:
         for path, value in plan.attributes.items():
             owner_path, _, name = path.rpartition(".")
-            owner = _own(self.model, owner_path)
+            owner = _modifiable_owner(self.model, owner_path)
             before = getattr(owner, name)
             setattr(owner, name, value)
             if before != value:
@@ -352,8 +352,8 @@ class Sharder:
             self.state.note(path, before, method, kind="method")
 
 
-def _own(model: nn.Module, path: str) -> Any:
-    """What stands at ``path``. A module's config, which others read too, becomes a copy of its own first."""
+def _modifiable_owner(model: nn.Module, path: str) -> Any:
+    """Return the object at ``path``. Replaces a config, which other modules share, by a copy."""
     owner = get_at(model, path)
     if not isinstance(owner, nn.Module):
         owner = copy.copy(owner)
@@ -362,11 +362,11 @@ def _own(model: nn.Module, path: str) -> Any:
 
 
 def resolve_as(sharder: Sharder, policy: Policy, source: str, *, cuts: bool = True, **learned: Any) -> ResolvedPolicy:
-    """A policy that is not looked for, with what is known about the layout: see ``ResolvedPolicy``."""
+    """Bind a known policy to the model and plan it. ``learned`` are further fields of ``ResolvedPolicy``."""
     plan = make_checked_plan(sharder.model, policy, sharder.config, cuts=cuts)
     if sharder.has_stages and (chain := policy.layer_sequence()).stacks:
         owner_layers(plan.model, chain)
-    # over data ranks alone the rules change nothing, so that they must not be a reason to refuse anything
+    # with data parallelism only, the rules change nothing and must not cause a refusal
     plan = plan if sharder.is_cut else ShardingPlan(plan.model, plan.stacks)
     if sharder.grid is not None:
         plan = plan_for_grid(plan, sharder.grid)
@@ -374,11 +374,11 @@ def resolve_as(sharder: Sharder, policy: Policy, source: str, *, cuts: bool = Tr
 
 
 def shard_with(model: nn.Module, config: ShardConfig, policy: Policy, *, cuts: bool = True, **learned: Any) -> Sharder:
-    """Shards a copy of a model, built to validate ``policy`` or a layout. Returns what sharded it.
+    """Shard a model that was built to validate ``policy`` or a layout, and return its sharder.
 
     Args:
-        cuts: whether rules are checked where no tensor axis shards the model.
-        learned: what is known about the layout, as fields of ``ResolvedPolicy``.
+        cuts: whether rules are checked even if no tensor axis shards the model.
+        learned: findings about the layout, as fields of ``ResolvedPolicy``.
     """
     sharder = Sharder(model, config, fresh=True)
 

@@ -30,7 +30,7 @@ from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import MLP, Attention, AttentionInputs, AttentionProjections, LayerStack
 from shardformer.shard_model_api import ModelSharder, ShardFormer, resolve_policy, shard_model
-from shardformer.sharding.checks import held_outside
+from shardformer.sharding.checks import referenced_elsewhere
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
 from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel, sample_loss
 from tests.ops import seeing_parts
@@ -341,14 +341,14 @@ def test_nothing_is_searched_where_only_the_model_has_its_parameters(
 
 def test_a_parameter_that_something_else_has_is_known_by_its_references() -> None:
     model = ToyLM(tied=True)
-    assert held_outside(model) == set()
+    assert referenced_elsewhere(model) == set()
     kept = [model.head.weight, model.norm.weight]
-    assert held_outside(model) == {id(p) for p in kept}
+    assert referenced_elsewhere(model) == {id(p) for p in kept}
     del kept
     optimizer = torch.optim.SGD(model.layers.parameters(), lr=0.1)
-    assert held_outside(model) == {id(p) for p in model.layers.parameters()}
+    assert referenced_elsewhere(model) == {id(p) for p in model.layers.parameters()}
     del optimizer
-    assert held_outside(model) == set()
+    assert referenced_elsewhere(model) == set()
 
 
 def test_parameters_that_come_afterwards_are_refused() -> None:
