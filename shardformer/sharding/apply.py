@@ -64,7 +64,7 @@ from shardformer.sharding.forward_checks import (
     ForwardChecks,
     ModuleFingerprint,
     local_input_modules,
-    show_whole_behind,
+    move_hooks_after_stack,
 )
 from shardformer.sharding.module_aliases import put_everywhere, unwrapped
 from shardformer.sharding.plan import ShardingPlan, qualified_name
@@ -255,7 +255,7 @@ class Sharder:
             install_argument_hooks(self.model, plan, state, self._resolved.samples)
         if config.uses_context_parallel:
             install_context_hooks(self.model, plan.stacks, state, self._resolved.context, draws=draws)
-        show_whole_behind(self.model, plan)
+        move_hooks_after_stack(self.model, plan)
         self.model = policy.postprocess() or self.model
         if state.stages is not None:
             state.stages.install(self.model, state.activations, state.context, self._wrappers)

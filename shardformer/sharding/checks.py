@@ -247,8 +247,8 @@ def check_no_optimizer(model: nn.Module, plan: ShardingPlan, stages: Stages | No
     """Raise ConfigError if an optimizer refers to a parameter that will be replaced by its shard.
 
     Args:
-        outside: result of ``referenced_elsewhere`` before planning. If no parameter to shard is in it, the slow search through
-            all objects of the process is skipped.
+        outside: result of ``referenced_elsewhere`` before planning. The slow search through all objects of the process
+            runs only if it contains a parameter to shard.
     """
     cut = plan.sharded_parameter_ids()
     if stages is not None:

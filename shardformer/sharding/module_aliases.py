@@ -1,4 +1,4 @@
-"""Modules under several names, in containers that torch does not know, or inside wrappers of torch."""
+"""Replace and unwrap modules that have several names, are in plain containers, or are inside wrappers of torch."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from shardformer.torch_compat import is_compiled_wrapper, wrapped_name
 
 
 def put_everywhere(model: nn.Module, made: Mapping[int, nn.Module]) -> None:
-    """Replaces modules under each of their names: as submodules, as attributes, and in lists, tuples and dicts.
+    """Replace modules under all of their names: as submodules, as attributes, and in lists, tuples and dicts.
 
     Args:
-        made: identity of a module -> what takes its place.
+        made: id(module) -> its replacement.
     """
     for module in model.modules():
         for name, child in module._modules.items():
             if id(child) in made:
                 module._modules[name] = made[id(child)]
         for name, value in vars(module).items():
-            if not isinstance(value, _HOLDERS) or not value or name in _TABLES:
+            if not isinstance(value, _CONTAINER_TYPES) or not value or name in _MODULE_ATTRIBUTES:
                 continue
-            if (new := _with_new(value, made, set())) is not value:
+            if (new := _with_replacements(value, made, set())) is not value:
                 vars(module)[name] = new
 
 
-_HOLDERS = (nn.Module, list, dict, tuple)
-"""What may be a module, or hold some."""
-_TABLES = frozenset(vars(nn.Module()))
-"""The tables of ``nn.Module`` itself."""
+_CONTAINER_TYPES = (nn.Module, list, dict, tuple)
+"""Types of attributes that are modules or may contain modules."""
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+"""Attributes that every ``nn.Module`` has."""
 
 
-def _with_new(value: Any, made: Mapping[int, nn.Module], seen: set[int]) -> Any:
-    """The value with the new modules in it. Lists and dicts are changed in place, since others may hold them too."""
+def _with_replacements(value: Any, made: Mapping[int, nn.Module], seen: set[int]) -> Any:
+    """Return the value with replaced modules. Modifies lists and dicts in place, because they may be shared."""
     if isinstance(value, nn.Module):
         return made.get(id(value), value)
     if type(value) not in (list, dict, tuple) or id(value) in seen:
         return value
     seen.add(id(value))
     held = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
-    inner = [(key, each) for key, each in held if isinstance(each, _HOLDERS)]
-    changed = {key: new for key, each in inner if (new := _with_new(each, made, seen)) is not each}
+    inner = [(key, each) for key, each in held if isinstance(each, _CONTAINER_TYPES)]
+    changed = {key: new for key, each in inner if (new := _with_replacements(each, made, seen)) is not each}
     if changed and isinstance(value, tuple):
         return tuple(changed.get(at, each) for at, each in held)
     for key, new in changed.items():
@@ -56,14 +56,14 @@ def _with_new(value: Any, made: Mapping[int, nn.Module], seen: set[int]) -> Any:
 
 
 def readers_of(model: nn.Module, cut: Mapping[int, str], replaced: set[int]) -> Iterator[tuple[str, str, str]]:
-    """(path, name, name of what is cut) of each parameter that is cut and that another module reads as a whole one.
+    """Yield (path, name, name of the sharded parameter) for modules that read a sharded parameter as a full one.
 
-    A linear or an embedding reads its own parameters, any other module those that its forward names. BERT's head holds
-    the bias of its decoder and leaves it to that.
+    A linear or embedding reads its own parameters; any other module reads those that its forward names. BERT's head
+    owns the bias of its decoder but does not read it.
 
     Args:
-        cut: identity of each parameter that is cut -> a name of it.
-        replaced: identities of the modules that are replaced.
+        cut: id(parameter) -> name, of parameters that will be sharded.
+        replaced: ids of the modules that will be replaced.
     """
     for path, module in model.named_modules():
         if id(module) in replaced:
@@ -74,7 +74,7 @@ def readers_of(model: nn.Module, cut: Mapping[int, str], replaced: set[int]) -> 
 
 
 def _reads(kind: type[nn.Module], name: str) -> bool:
-    """Whether the forward of a class, or a method that it calls, names an attribute."""
+    """Whether the forward of a class, or a method that it calls, reads the attribute ``name``."""
     waiting, seen = ["forward"], set[str]()
     while waiting:
         method = waiting.pop()
@@ -90,7 +90,7 @@ def _reads(kind: type[nn.Module], name: str) -> bool:
 
 @dataclass(frozen=True)
 class _Wrapped:
-    """One wrapper: the module that holds it under ``name``, and the module ``inner`` that it holds as ``key``."""
+    """A wrapper: module attribute ``owner.name``, which contains the module ``inner`` under ``key``."""
 
     owner: nn.Module
     name: str
@@ -102,24 +102,24 @@ class _Wrapped:
 
 @contextmanager
 def unwrapped(model: nn.Module, *, stages: int = 1) -> Iterator[Mapping[int, nn.Module]]:
-    """The model without its wrappers while this lasts.
+    """Remove the wrappers from the model inside the context.
 
     Args:
-        stages: over how many pipeline stages the model will run.
+        stages: number of pipeline stages that the model will run on.
 
-    Yields the identity of each module that was wrapped -> its outermost wrapper. Raises ConfigError for what is
-    compiled in a pipeline, or cut after it was compiled.
+    Yields id(wrapped module) -> its outermost wrapper. Raises ConfigError for a compiled module that is in a pipeline
+    or is replaced by sharding.
     """
     found: list[_Wrapped] = []
     outermost: dict[int, nn.Module] = {}
     has_wrappers = any(map(wrapped_name, {type(module): module for module in model.modules()}.values()))
     try:
-        for path, owner in _outside_of_wrappers(model) if has_wrappers else ():
+        for path, owner in _modules_outside_wrappers(model) if has_wrappers else ():
             for name, child in list(owner._modules.items()):
                 outer = child
                 while child is not None and (key := wrapped_name(child)) is not None:
                     if stages > 1 and is_compiled_wrapper(child):
-                        raise _compiled(f"{path}.{name}".lstrip("."), "is part of a pipeline")
+                        raise _compiled_error(f"{path}.{name}".lstrip("."), "it is part of a pipeline")
                     inner = child._modules[key]
                     assert inner is not None
                     found.append(_Wrapped(owner, name, f"{path}.{name}".lstrip("."), child, key, inner))
@@ -128,13 +128,13 @@ def unwrapped(model: nn.Module, *, stages: int = 1) -> Iterator[Mapping[int, nn.
                     outermost[id(child)] = outer
         yield outermost
     finally:
-        replaced = [w for w in reversed(found) if _put_back(w) and is_compiled_wrapper(w.wrapper)]
+        replaced = [w for w in reversed(found) if _restore_wrapper(w) and is_compiled_wrapper(w.wrapper)]
     if replaced:
-        raise _compiled(replaced[0].path, "is cut itself")
+        raise _compiled_error(replaced[0].path, "sharding replaces it")
 
 
-def _outside_of_wrappers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules in the order of their registration, which are walked while wrappers are taken out."""
+def _modules_outside_wrappers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield all modules in registration order while the caller removes wrappers."""
     seen: set[int] = set()
     waiting = [("", model)]
     while waiting:
@@ -146,17 +146,17 @@ def _outside_of_wrappers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         waiting += [(f"{path}.{name}".lstrip("."), m) for name, m in reversed(module._modules.items()) if m is not None]
 
 
-def _put_back(wrapped: _Wrapped) -> bool:
-    """Puts a wrapper around what is in its place now. Returns whether that is another module."""
+def _restore_wrapper(wrapped: _Wrapped) -> bool:
+    """Restore a wrapper around the current module. Returns whether the module was replaced."""
     now = wrapped.owner._modules[wrapped.name]
     wrapped.wrapper._modules[wrapped.key] = now
     wrapped.owner._modules[wrapped.name] = wrapped.wrapper
     return wrapped.inner is not now and wrapped_name(now) is None if now is not None else False
 
 
-def _compiled(path: str, why: str) -> ConfigError:
+def _compiled_error(path: str, why: str) -> ConfigError:
     return ConfigError(
-        f"{path} was compiled with torch.compile before the model was sharded, and {why}",
-        rule="What was compiled goes on to run the module that it was made of",
-        remedy="Compile after shard_model, or compile in place: module.compile()",
+        f"{path} was compiled with torch.compile before the model was sharded, but {why}",
+        rule="A compiled module would keep running the unsharded module",
+        remedy="Compile the model after shard_model, or compile in place with module.compile()",
     )
