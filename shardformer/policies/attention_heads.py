@@ -38,8 +38,8 @@ class HeadLayout:
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads or self.num_kv_heads % self.partitions:
             raise ConfigError(
-                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}, or the KV heads do "
-                "not divide evenly" + (self._in_partitions or " into one partition"),
+                f"num_heads={self.num_heads} cannot be divided evenly among num_kv_heads={self.num_kv_heads}"
+                + self._in_partitions,
                 remedy="Check the head counts in the model's config",
             )
         if (most := self.num_heads // self.partitions) < self.ranks:
@@ -146,8 +146,8 @@ class HeadLayout:
         dims = [d for d, n in enumerate(full.shape) if n == split.full] if dim is None else [dim % max(full.dim(), 1)]
         if len(dims) != 1 or full.shape[dims[0]] != split.full:
             raise PolicyError(
-                f"{path} has the shape {tuple(full.shape)}, in which local_attrs={counted!r} does not select one dim of "
-                f"size {split.full}",
+                f"{path} has the shape {tuple(full.shape)}, but local_attrs={counted!r} must match exactly one dim "
+                f"of size {split.full}",
                 remedy=f"If several dims have that size, name the dim as ({kind!r}, dim). Otherwise correct {kind!r}",
             )
         return {dims[0]: split}

@@ -38,6 +38,7 @@ class Layer:
         ignore: whether a missing layer is skipped.
         n_cast: number of equal blocks that are fused in the weight (3 for a fused q, k, v).
     """
+
     weight: str | None = None
     bias: str | None = None
     replace_layer: Any = None
@@ -47,76 +48,68 @@ class Layer:
 
 @dataclass
 class Col_Layer(Layer):
-    """First form: a layer cut along its output features. ``gather_output`` gives every rank the full output."""
     """A layer sharded along its output features. ``gather_output`` gathers the full output on every rank."""
+
     gather_output: bool = False
 
 
 @dataclass
 class Row_Layer(Layer):
-    """First form: a layer cut along its input features."""
     """A layer sharded along its input features. Earlier form."""
+
 
 @dataclass
 class Argument:
-    """First form: new values of attributes, and functions that list the layers to shard, of one class of modules."""
     """New attribute values and layer functions for one class of modules. Earlier form."""
+
     attr_dict: dict[str, Any] | None = field(default_factory=dict)
     param_funcs: list[Callable[[], list[Layer]]] | None = field(default_factory=list)
 
 
 class LegacyPolicy:
-    """The functions that a policy of the first form overwrites; what they give, ``legacy_descriptions`` turns
     """Methods that a policy of the earlier form overrides. ``legacy_descriptions`` converts their results."""
+
     model: Any
     axis: Axis
 
     @staticmethod
     def argument_policy(model_config: Any, shard_config: int) -> dict[Any, Argument]:
-        """First form: class of module -> ``Argument``. ``shard_config`` is the size of the tensor axis."""
         """Return class of modules -> ``Argument``. ``shard_config`` is the tensor parallel size."""
-            "The policy says nothing",
+        raise PolicyError(
             "The policy overrides neither module_policy() nor argument_policy(), and has no table of roles",
             remedy="Override one of them, or derive the class from RolePolicy. See docs/policies.md for examples",
+        )
 
     @staticmethod
     def inject_policy() -> tuple[Any, ...]:
-        """First form: (class of the model, class that takes its place), or nothing."""
         """Return (class of the model, class that replaces it), or an empty tuple."""
 
     @staticmethod
     def binding_policy() -> dict[str, str] | None:
-        """First form: path of a parameter -> path of the parameter that is bound to it."""
         """Return path of a parameter -> path of the parameter that is tied to it."""
 
     @staticmethod
     def attn_in() -> list[Layer]:
-        """First form: the layers that make q, k and v."""
         """Return the layers that compute q, k and v."""
 
     @staticmethod
     def attn_out() -> list[Layer]:
-        """First form: attention's output layers."""
         """Return the output layers of attention."""
 
     @staticmethod
     def mlp_in() -> list[Layer]:
-        """First form: the MLP's first layers."""
         """Return the first layers of the MLP."""
 
     @staticmethod
     def mlp_out() -> list[Layer]:
-        """First form: the MLP's last layers."""
         """Return the last layers of the MLP."""
 
     @staticmethod
     def embedding() -> list[Layer]:
-        """First form: embeddings cut over the vocabulary."""
         """Return the embeddings to shard over the vocabulary."""
 
     @staticmethod
     def unembedding() -> list[Layer]:
-        """First form: heads cut over the vocabulary."""
         """Return the heads to shard over the vocabulary."""
 
 

@@ -1,4 +1,4 @@
-"""Lowers a role (attention, MLP, experts) to descriptions of modules, for one layer of a model."""
+"""Lowering of roles (attention, MLP, experts) to module descriptions, for one layer of a model."""
 
 from __future__ import annotations
 
@@ -42,22 +42,21 @@ from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE, ModeLayers
 
 LayerReplacement = SubModuleReplacementDescription
 ALIGNED = 8
-"""Each rank holds a multiple of so many features of an expert, where the whole expert does: torch's grouped matrix
-products take rows of a multiple of 16 bytes, in 16 bits too."""
+"""Preferred multiple of features per rank and expert: torch's grouped matmuls need rows of a multiple of 16 bytes."""
 ColumnPaths = Mapping[str, dict[str, Any]]
-"""Paths of linears, and the arguments of what takes their place."""
+"""Path of a linear -> arguments of its parallel replacement."""
 
 
 @dataclass
 class LayerLowering:
-    """Describes how the blocks of one layer are cut.
+    """Lowers the roles of one layer.
 
     Args:
         layer: the layer.
-        path: path of the layers, for messages.
+        path: path of the layers, for errors.
         axis: the tensor axis.
-        is_stage: whether the layers are one stage of several, of which the first may have few heads.
-        classes: the parallel layers of the mode.
+        is_stage: whether the layers are one stage of several (as in Swin), in which early stages may have few heads.
+        classes: the parallel layers of the tensor parallel mode.
     """
 
     layer: nn.Module
@@ -67,10 +66,10 @@ class LayerLowering:
     classes: ModeLayers = LAYERS_BY_MODE["1d"]
 
     def exists(self, role: Role) -> bool:
-        """Whether the layer has what the role describes. Raises PolicyError where it has not and should.
+        """Whether the layer has the module that the role describes. Raises PolicyError if a required one is missing.
 
-        A layer that has the module, but not its exit, has another one in the place of an optional one
-        (``check_exits`` sees to it that not all have).
+        An optional role does not exist if the layer has its module but not its exit. ``check_exits`` ensures that at
+        least one layer has the exit.
         """
         names = [name for name, _ in self.layer.named_modules()]
         has = bool(match_paths(role.at, names)) if "*" in role.at else find_module(self.layer, role.at) is not None
@@ -81,7 +80,7 @@ class LayerLowering:
         return has
 
     def mlps(self, mlp: MLP) -> ModulePolicyDescription:
-        """One MLP, or each of those that a ``*`` stands for."""
+        """Describe one MLP, or every MLP that matches a path with ``*``."""
         if "*" not in mlp.at:
             return self.mlp(mlp)
         found = match_paths(mlp.at, [name for name, _ in self.layer.named_modules()])
@@ -96,8 +95,8 @@ class LayerLowering:
             features = self.features(up, out=True)
             if features != fused * width:
                 raise PolicyError(
-                    f"{self.path}.{up} has {features} output features, {self.path}.{down} has {width} input features",
-                    remedy="Correct the paths, or give fused=2 where a gate and what it gates lie behind each other",
+                    f"{self.path}.{up} has {features} output features, but {self.path}.{down} has {width} inputs",
+                    remedy="Correct the paths, or pass fused=2 if a gate and its up projection are fused",
                 )
         self._check_width(width, ups[0])
         split, row = Split.fused([width] * fused, self.axis.size), Split.even(width, self.axis.size)
@@ -114,7 +113,9 @@ class LayerLowering:
     def experts(self, experts: Experts) -> ModulePolicyDescription:
         module = get_module(self.layer, experts.at)
         ups = as_path_list(experts.up)
-        shapes = {name: tuple(self._stacked(module, experts, name).shape) for name in (*ups, experts.down)}
+        shapes = {
+            name: tuple(self._require_stacked_parameter(module, experts, name).shape) for name in (*ups, experts.down)
+        }
         dims = self._expert_dims(experts, shapes)
         width = shapes[experts.down][dims[experts.down]]
         self._check_width(width, f"{experts.at}.{ups[0]}")
@@ -127,31 +128,31 @@ class LayerLowering:
         splits = dict.fromkeys(ups, up_split) | {experts.down: Split.even(width, self.axis.size, unit)}
         parameters = {join_path(experts.at, name): {dims[name]: split} for name, split in splits.items()}
         block = BlockDescription(experts.at, [], experts.at, replicated_terms=experts.replicated_terms)
-        attributes = {} if is_aligned else _computed_one_by_one(module, experts.at)
+        attributes = {} if is_aligned else _eager_experts_config(module, experts.at)
         return ModulePolicyDescription(attribute_replacement=attributes, blocks=[block], parameters=parameters)
 
     def _expert_dims(self, experts: Experts, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, int]:
-        """Which dim of each parameter is cut. Raises PolicyError where none fits, or several do and none is said."""
+        """Return the dim of each parameter to shard. Raises PolicyError if none fits, or if it is ambiguous."""
         ways = [way for way in find_expert_dims(shapes, experts.down, experts.fused) if way.keys() == shapes.keys()]
         if experts.dims or experts.fused == 1:
-            said = dict(experts.dims) or {experts.down: 2}
-            ways = [way for way in ways if way | said == way]
+            required = dict(experts.dims) or {experts.down: 2}
+            ways = [way for way in ways if way | required == way]
         if len(ways) != 1:
             found = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
             raise PolicyError(
-                f"{self.path}.{experts.at} has {found}: {'several dims' if ways else 'none'} could be cut",
-                rule=f"For each expert the first holds H x {experts.fused} W numbers and the second W x H; where sizes "
-                "are equal, they do not tell which dim is W",
-                remedy=f"Say it: dims={ways[0]}, if the forward has it so"
+                f"{self.path}.{experts.at} has {found}, in which {'several dims' if ways else 'no dims'} match",
+                rule=f"With hidden size H and W features per expert, `up` needs H x {experts.fused}W and `down` W x H "
+                "elements per expert",
+                remedy=f"Pass dims={ways[0]} if the forward uses these dims"
                 if ways
-                else "Correct names, `fused`, `dims`",
+                else "Correct the names, `fused` or `dims`",
             )
         return ways[0]
 
     def block(
         self, entry: str, entering: ColumnPaths, row: str, row_split: Split, others: ColumnPaths | None = None
     ) -> tuple[ModulePolicyDescription, BlockDescription]:
-        """The replacements of a block's linears, and the block, which stands in the description too."""
+        """Return the description of a block and its linears, and the block itself."""
         others = others or {}
         subs = [
             LayerReplacement(name, self.classes.column, dict(kwargs)) for name, kwargs in {**entering, **others}.items()
@@ -166,23 +167,23 @@ class LayerLowering:
     def _check_width(self, width: int, up: str) -> None:
         if width < self.axis.size:
             raise ConfigError(
-                f"A tensor size of {self.axis.size} is more than the {width} features of {self.path}.{up}",
-                remedy=f"Use a tensor size of {width} or less",
+                f"A tensor size of {self.axis.size} exceeds the {width} features of {self.path}.{up}",
+                remedy=f"Use a tensor size of at most {width}",
             )
 
-    def _stacked(self, module: nn.Module, experts: Experts, name: str) -> Tensor:
+    def _require_stacked_parameter(self, module: nn.Module, experts: Experts, name: str) -> Tensor:
         full = getattr(module, name, None)
         if not isinstance(full, nn.Parameter) or full.dim() not in (2, 3):
             raise PolicyError(
-                f"{self.path}.{experts.at}.{name} is no parameter of stacked experts",
-                rule="It has the dims experts, and then width and hidden in any order; a bias has experts and width",
-                remedy="Name the parameters of the module; experts that are modules are an MLP with a * in its path",
+                f"{self.path}.{experts.at}.{name} is not a parameter of stacked experts",
+                rule="Its dims must be (experts, width, hidden) or (experts, hidden, width), a bias (experts, width)",
+                remedy="Name parameters of the module. Describe experts that are modules as an MLP with * in its path",
             )
         return full
 
 
-def _computed_one_by_one(module: nn.Module, at: str) -> dict[str, Any]:
-    """What makes transformers compute each expert by a product of its own, which takes parts of any size."""
+def _eager_experts_config(module: nn.Module, at: str) -> dict[str, Any]:
+    """Return the config that makes transformers compute each expert separately, which supports shards of any size."""
     config: Any = getattr(module, "config", None)
     if not hasattr(config, "_experts_implementation"):
         return {}
@@ -192,25 +193,24 @@ def _computed_one_by_one(module: nn.Module, at: str) -> dict[str, Any]:
 
 
 def check_exits(stack: LayerStack, path: str, layers: Sequence[nn.Module]) -> None:
-    """Refuses an optional role whose module is there and whose exit no layer has: it would never be carried out."""
+    """Raise PolicyError if no layer has the exit of an optional role, which would never be applied."""
     for role in stack.blocks:
         out = exit_path(role) if role.optional else None
         there = [layer for layer in layers if find_module(layer, role.at) is not None]
         if out is not None and there and all(find_module(layer, out) is None for layer in there):
             raise PolicyError(
-                f"{len(there)} layers have {join_path(path, '*', role.at)!r}, "
-                f"and none has {join_path(path, '*', out)!r}",
-                rule="An optional role is passed over where another module stands in its place, but not in every layer",
+                f"{len(there)} layers have {join_path(path, '*', role.at)!r}, but none has its exit "
+                f"{join_path(path, '*', out)!r}",
                 remedy=did_you_mean(out, [name for name, _ in there[0].named_modules() if name])
-                + " Correct the path, or leave the role out",
+                + " Correct the path, or remove the role",
             )
 
 
 def find_expert_dims(shapes: Mapping[str, Sequence[int]], down: str, fused: int) -> list[dict[str, int]]:
-    """Each way in which the parameters of stacked experts fit together: which dim holds an expert's features.
+    """Return every consistent choice of the dim that holds an expert's features, for each parameter.
 
-    Of these ``down`` has one set, and the others ``fused`` times as many; biases without them are left out. Where they
-    are as many as the hidden features, several ways fit.
+    ``down`` has the features once, the other parameters ``fused`` times. Biases without these features are omitted.
+    Several choices fit if the number of features equals the hidden size.
     """
     ways = []
     for at in (2, 1):
@@ -226,13 +226,13 @@ def find_expert_dims(shapes: Mapping[str, Sequence[int]], down: str, fused: int)
 
 @dataclass(frozen=True)
 class AttentionLowering:
-    """Describes how an attention of a layer is cut.
+    """Lowers an attention of one layer.
 
     Args:
         role: the attention.
-        layer: the layer that has it.
-        config: the model's, in which numbers of heads are looked up.
-        num_heads, num_kv_heads: these numbers, or where they are looked up: the role's, or else the policy's.
+        layer: the layer that contains it.
+        config: the model's config, in which head counts are looked up.
+        num_heads, num_kv_heads: the counts, or their fields, from the role or the policy.
     """
 
     role: Attention
@@ -243,39 +243,38 @@ class AttentionLowering:
 
     @cached_property
     def layout(self) -> HeadLayout:
-        num_heads = self._count(self.num_heads)
+        num_heads = self._head_count(self.num_heads)
         if num_heads is None:
-            raise self._no_count()
-        num_kv_heads = self._count(self.num_kv_heads) or num_heads
+            raise self._missing_count_error()
+        num_kv_heads = self._head_count(self.num_kv_heads) or num_heads
         out = self._path(self.role.projections.out)
         unit = features_per_head(f"{self.layer.path}.{out}", self.layer.features(out, out=False), num_heads)
         return HeadLayout(num_heads, num_kv_heads, unit, self.layer.axis.size, self.role.projections.partitions)
 
     @property
     def uneven_heads(self) -> int | None:
-        """How many heads there are, in the first of several stages, where these are fewer than ranks."""
-        heads = self._count(self.num_heads)
+        """Number of heads in an early stage that has fewer heads than ranks; None otherwise."""
+        heads = self._head_count(self.num_heads)
         return heads if heads is not None and heads < self.layer.axis.size and self.layer.is_stage else None
 
-    def _count(self, said: int | str | None) -> int | None:
-        count = get_at(self._owner(said), said.removeprefix(".")) if isinstance(said, str) else said
+    def _head_count(self, source: int | str | None) -> int | None:
+        count = get_at(self._owner(source), source.removeprefix(".")) if isinstance(source, str) else source
         return count if isinstance(count, int) and count > 0 else None
 
-    def _owner(self, said: str) -> Any:
-        """What has the field that a number of heads is read from."""
-        return get_module(self.layer.layer, self.role.at) if said.startswith(".") else self.config
+    def _owner(self, source: str) -> Any:
+        """Return the object that has the field: the attention module, or the config."""
+        return get_module(self.layer.layer, self.role.at) if source.startswith(".") else self.config
 
-    def _no_count(self) -> PolicyError:
-        said = self.num_heads
-        owner = self._owner(str(said))
+    def _missing_count_error(self) -> PolicyError:
+        source = self.num_heads
+        owner = self._owner(str(source))
         where = f"the {type(owner).__name__}" if isinstance(owner, nn.Module) else "the config"
         return PolicyError(
-            f"num_heads is {said!r}, and "
+            f"num_heads={source!r} is not found, because "
             + (f"{where} has no such field" if owner is not None else "the model has no config"),
-            rule="Attention is cut by whole heads, so a policy says how many there are",
-            remedy="Set it to the number, such as num_heads = 12, to the name of the config's field, or to that of the "
-            "attention module's own attribute behind a dot. "
-            + (did_you_mean(str(said), [n for n in vars(owner) if "head" in n]) if owner is not None else ""),
+            remedy="Set num_heads to the number, to a field of the config, or to an attribute of the attention module "
+            "with a leading dot. "
+            + (did_you_mean(str(source), [n for n in vars(owner) if "head" in n]) if owner is not None else ""),
         )
 
     def description(self) -> ModulePolicyDescription:
@@ -291,7 +290,7 @@ class AttentionLowering:
             self.layout.query_split(),
             {self._path(name): kwargs for name, kwargs in columns.items() if name in others},
         )
-        by_head = self._add_counted(description, columns.get(linears.k or linears.v or "", {}))
+        by_head = self._add_local_attrs(description, columns.get(linears.k or linears.v or "", {}))
         first, end = self.layout.query_bounds[rank : rank + 2]
         bounds = (self.layout.partition.num_heads, first, end)
         width = self.layout.values(rank)["width"] if inputs.reads_width else None
@@ -301,58 +300,57 @@ class AttentionLowering:
         return description
 
     def _path(self, name: str) -> str:
-        """Relative to the layer."""
+        """Return a path of the role relative to the layer."""
         return resolve_path(self.role.at, name)
 
-    def _add_counted(self, description: ModulePolicyDescription, of_k: Mapping[str, Any]) -> dict[str, int]:
-        """Adds what the role's ``local_attrs`` name to the description. Returns the arguments that count heads.
+    def _add_local_attrs(self, description: ModulePolicyDescription, of_k: Mapping[str, Any]) -> dict[str, int]:
+        """Add the entries of ``local_attrs`` to the description. Returns forward argument -> dim that counts heads.
 
         Args:
-            of_k: how the projection of k, or v, is cut, which a norm of k is cut as.
+            of_k: how the projection of k or v is split; also used for a norm of k.
         """
         attributes: dict[str, Any] = {}
         parameters: dict[str, dict[int, Split]] = {}
         arguments: dict[str, int] = {}
         subs, classes, queries = description.sub_module_replacement or [], self.layer.classes, self.layout.query_split()
-        for name, said in self.role.local_attrs.items():
+        for name, counted in self.role.local_attrs.items():
             path = self._path(name.rstrip("?"))
             thing = get_at(self.layer.layer, path)
             if isinstance(thing, Tensor):
                 self.role.local_attr_kind(name, "parameter")
-                parameters[path] = self.layout.parameter_split(path, thing, said)
+                parameters[path] = self.layout.parameter_split(path, thing, counted)
             elif isinstance(thing, nn.Embedding):
                 self.role.local_attr_kind(name, "embedding")
                 split = self.layout.query_split(1)
                 subs.append(LayerReplacement(path, classes.bias_table, {"split": split, "gather_output": False}))
             elif isinstance(thing, nn.Module):
                 of_q = self.role.local_attr_kind(name, "norm") == "heads" or not of_k
-                if not isinstance(thing, nn.Identity):  # in the place of a norm that this model does not have
+                if not isinstance(thing, nn.Identity):  # used when the model has no such norm
                     subs.append(LayerReplacement(path, classes.norm, {"split": queries} if of_q else dict(of_k)))
-            elif not isinstance(said, str) and not name.endswith("?"):
+            elif not isinstance(counted, str) and not name.endswith("?"):
                 self.role.local_attr_kind(name, "argument")
-                arguments[name] = said[1]
+                arguments[name] = counted[1]
             elif thing is not None:
                 attributes[path] = self.layout.values(self.layer.axis.rank)[
                     self.role.local_attr_kind(name, "attribute")
                 ]
             elif not name.endswith("?"):
-                raise self._nothing(name)
+                raise self._missing_attr_error(name)
         description.attribute_replacement, description.parameters = attributes, parameters
         return arguments
 
-    def _nothing(self, name: str) -> PolicyError:
+    def _missing_attr_error(self, name: str) -> PolicyError:
         module = get_module(self.layer.layer, self.role.at)
         owner = find_module(module, name.rpartition(".")[0]) or module
         known = [n for n in dir(owner) if n[:1] != "_"]
         return PolicyError(
-            f"There is nothing at '{self.layer.path}.{self._path(name)}', and local_attrs={{{name!r}: ...}}",
-            rule="What an attention's counts name is an attribute, parameter, norm or embedding, or with a dim an "
-            "argument of its forward",
-            remedy=did_you_mean(name.rpartition(".")[2], known) + " Where some models lack it, end its name with a ?",
+            f"local_attrs={{{name!r}: ...}} names {self.layer.path}.{self._path(name)}, which does not exist",
+            rule="An entry names an attribute, parameter, norm or embedding, or with a dim an argument of the forward",
+            remedy=did_you_mean(name.rpartition(".")[2], known) + " If only some models have it, end the name with ?",
         )
 
     def _columns(self, linears: AttentionProjections) -> dict[str, dict[str, Any]]:
-        """How each of the projections but the one at the end is cut."""
+        """Return projection -> its replacement's arguments, for all projections except the output."""
         layout, q_unit = self.layout, None
         expand = layout.expand(self.layer.axis.rank)
         columns: dict[str, dict[str, Any]] = {}
@@ -382,15 +380,14 @@ class AttentionLowering:
         sizes = [heads * d] * has_q + [kv_heads * d] * 2
         if features != sum(sizes) and not (linears.interleaved and name in self.role.inputs.inner_inputs):
             raise PolicyError(
-                f"{self.layer.path}.{self._path(name)} has {features} features, which are not "
-                f"{' + '.join(map(str, sizes))}",
-                rule=f"A fused projection of {heads} heads on {kv_heads} KV heads, each of {d} features, has these",
+                f"{self.layer.path}.{self._path(name)} has {features} features instead of "
+                f"{' + '.join(map(str, sizes))} for {heads} heads, {kv_heads} KV heads and head dim {d}",
                 remedy="Correct num_heads, num_kv_heads or the paths in the policy",
             )
         if any(layout.expand(r) for r in range(layout.ranks)):
             at = f"{self.layer.path}.{self.role.at}"
             raise ConfigError(
-                f"A tensor size of {layout.ranks} cuts the {kv_heads} KV heads of {at} unevenly",
+                f"A tensor size of {layout.ranks} splits the {kv_heads} KV heads of {at} unevenly",
                 remedy=f"Use a tensor size that divides {kv_heads} or {heads}",
             )
         if linears.interleaved:
@@ -401,14 +398,27 @@ class AttentionLowering:
         return Split.stack(splits, [size // layout.partitions for size in sizes] * layout.partitions)
 
 
-def _existing_projections(said: AttentionProjections, at: str, layer: nn.Module) -> AttentionProjections:
-    """The projections that this layer's module ``at`` has: what ends in ``?`` and is not there is left out."""
+def _existing_projections(projections: AttentionProjections, at: str, layer: nn.Module) -> AttentionProjections:
+    """Return the projections without those that end in ``?`` and are missing in this layer's module ``at``."""
 
-    def there(name: str | None) -> str | None:
+    def existing(name: str | None) -> str | None:
         if name is None or not name.endswith("?"):
             return name
         return name[:-1] if find_module(layer, resolve_path(at, name[:-1])) is not None else None
 
-    if not any([name.endswith("?") for name in (said.q, said.k, said.v, said.qkv, said.kv) if name]):
-        return said
-    return replace(said, q=there(said.q), k=there(said.k), v=there(said.v), qkv=there(said.qkv), kv=there(said.kv))
+    if not any(
+        [
+            name.endswith("?")
+            for name in (projections.q, projections.k, projections.v, projections.qkv, projections.kv)
+            if name
+        ]
+    ):
+        return projections
+    return replace(
+        projections,
+        q=existing(projections.q),
+        k=existing(projections.k),
+        v=existing(projections.v),
+        qkv=existing(projections.qkv),
+        kv=existing(projections.kv),
+    )
