@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardformer.errors import PolicyError, did_you_mean
+from shardformer.errors import PolicyError
 from shardformer.module_paths import resolve_path
 from shardformer.pipeline.layer_sequence import PipelineHints, SequenceParallelHints
 from shardformer.policies.module_descriptions import check_field_types

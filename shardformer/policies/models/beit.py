@@ -1,4 +1,4 @@
-"""BEiT: pre-norm encoder of patches, no bias of k, a bias a head of the relative position: of each layer, or shared."""
+"""BEiT: pre-norm image encoder with relative position biases per head, per layer or shared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whisper: encoder of sound behind two convolutions, decoder of text with cross-attention, pre-norm."""
+"""Whisper: pre-norm audio encoder after two convolutions, and text decoder with cross-attention."""
 
 from __future__ import annotations
 
