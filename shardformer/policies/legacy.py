@@ -83,34 +83,42 @@ class LegacyPolicy:
     @staticmethod
     def inject_policy() -> tuple[Any, ...]:
         """Return (class of the model, class that replaces it), or an empty tuple."""
+        return ()
 
     @staticmethod
     def binding_policy() -> dict[str, str] | None:
         """Return path of a parameter -> path of the parameter that is tied to it."""
+        return None
 
     @staticmethod
     def attn_in() -> list[Layer]:
         """Return the layers that compute q, k and v."""
+        return []
 
     @staticmethod
     def attn_out() -> list[Layer]:
         """Return the output layers of attention."""
+        return []
 
     @staticmethod
     def mlp_in() -> list[Layer]:
         """Return the first layers of the MLP."""
+        return []
 
     @staticmethod
     def mlp_out() -> list[Layer]:
         """Return the last layers of the MLP."""
+        return []
 
     @staticmethod
     def embedding() -> list[Layer]:
         """Return the embeddings to shard over the vocabulary."""
+        return []
 
     @staticmethod
     def unembedding() -> list[Layer]:
         """Return the heads to shard over the vocabulary."""
+        return []
 
 
 def legacy_descriptions(policy: LegacyPolicy) -> dict[Any, ModulePolicyDescription]:

@@ -140,7 +140,7 @@ def check_field_types(thing: Any) -> None:
     >>> from shardformer.policies.roles import MLP
     >>> MLP("mlp", up=3, down="fc2")
     Traceback (most recent call last):
-    shardformer.errors.PolicyError: MLP has up=3, but `up` must be a string or a list (each a string). Correct it in the
+    shardformer.errors.PolicyError: MLP has up=3. `up` must be a string or a list (each a string). Correct it in the
     policy.
     """
     kind: Any = type(thing)
@@ -155,7 +155,8 @@ def check_type(owner: str, name: str, value: Any, hint: Any) -> None:
     """Raise PolicyError if ``value`` does not have the type ``hint``."""
     if not _fits(value, hint):
         raise PolicyError(
-            f"{owner} has {name}={value!r:.120}, but `{name}` must be {describe_type(hint)}",
+            f"{owner} has {name}={value!r:.120}",
+            rule=f"`{name}` must be {describe_type(hint)}",
             remedy=f"Use {name}=[{value!r:.80}]" if _fits([value], hint) else "Correct it in the policy",
         )
 

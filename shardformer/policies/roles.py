@@ -138,7 +138,7 @@ class Attention:
             raise PolicyError(
                 f"local_attrs={{{name!r}: {entry!r}}} of the attention {self.at!r} has the unknown kind {kind!r}"
                 + (f" for an {what}" if what else ""),
-                remedy=f"Use {', '.join(kinds[:-1])} or {kinds[-1]}" if len(kinds) > 1 else f"Use {kinds[0]}",
+                remedy=f"Use {' or '.join(map(repr, kinds))}",
             )
         return kind
 

@@ -242,9 +242,9 @@ def warn_unsharded_attention(model: nn.Module, context: ParallelContext) -> None
     """Warn on the first rank that the model's attention is not sharded over the sequence axis."""
     if context.rank == 0:
         warnings.warn(
-            f"Each of the {context.sequence.size} ranks of the sequence axis computes the attention of "
-            f"{type(model).__name__} for all positions, because it cannot read positions of other ranks. Time and "
-            "memory shrink only in the rest of the model. shardformer.describe_sharding(model) shows details.",
+            f"The attention of {type(model).__name__} cannot read positions of other ranks, so each of the "
+            f"{context.sequence.size} ranks of the sequence axis computes it for all positions. Time and memory "
+            "decrease only in the rest of the model. shardformer.describe_sharding(model) shows details.",
             stacklevel=5,
         )
 

@@ -29,6 +29,4 @@ def test_every_norm_of_a_family(family: str) -> None:
 
 def test_sams_norm_over_channels_that_come_first_is_left_and_said() -> None:
     ours = sharded("sam", OPTION)
-    assert "Norms that stay as they are: 5 SamLayerNorm (neither a layer norm nor an RMS norm over the last dim)" in (
-        ours.notes
-    )
+    assert "Norms that are not fused: 5 SamLayerNorm (not a layer norm or RMS norm over the last dim)" in (ours.notes)

@@ -78,13 +78,13 @@ def test_llama_trains_alike_where_ranks_share_kv_heads(ranks: int, kernel: str) 
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        ((6, 6, 8, 2, 4), ("6 KV heads in 4 partitions", "every partition")),
+        ((6, 6, 8, 2, 4), ("num_kv_heads=6 in 4 partitions",)),
         (
             (8, 8, 8, 3, 4),
-            ("tensor size of 3 is more than the 2 attention heads in 4 partitions", "tensor size of 1, 2"),
+            ("tensor size of 3 exceeds the 2 attention heads in 4 partitions", "tensor size of 1, 2"),
         ),
-        ((6, 4, 8, 2), ("6 query heads on 4 KV heads", "as many query heads")),
-        ((3, 3, 8, 4), ("tensor size of 4 is more than the 3", "tensor size of 1, 2, 3")),
+        ((6, 4, 8, 2), ("num_heads=6", "num_kv_heads=4")),
+        ((3, 3, 8, 4), ("tensor size of 4 exceeds the 3", "tensor size of 1, 2, 3")),
         ((1, 1, 8, 2), ("tensor size of 2", "tensor=1")),
     ],
 )

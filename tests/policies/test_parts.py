@@ -131,7 +131,10 @@ def test_nobody_can_tell(ranks: int, mode: str) -> None:
     [
         ({"inputs": AttentionInputs()}, "shape '[2, 7, 30]' is invalid"),
         ({"local_attrs": {**ATTENTION.local_attrs, "scale": "inside"}}, "must match the size of tensor"),
-        ({"local_attrs": {n: k for n, k in ATTENTION.local_attrs.items() if n != "shift"}}, "shift is a parameter of"),
+        (
+            {"local_attrs": {n: k for n, k in ATTENTION.local_attrs.items() if n != "shift"}},
+            "shift is a direct parameter of",
+        ),
     ],
 )
 def test_each_word_is_needed(changes: dict[str, Any], said: str) -> None:
@@ -194,16 +197,24 @@ def saved() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "counts", "said"),
     [
-        (Model, {"q_bia": "width"}, r"nothing at 'layers\.\*\.attn\.q_bia'.*'q_bias'"),
-        (Model, {"q_bia": ("width", 0)}, r"What an argument counts is heads"),
-        (Model, {"q_bia": ("heads", 0)}, r"attn\.q_bias is a parameter of"),
-        (Model, {"num_heads": "inside"}, r"What an attribute counts is heads, kv_heads, groups, width"),
+        (Model, {"q_bia": "width"}, r"names layers\.\*\.attn\.q_bia, which does not exist.*'q_bias'"),
+        (Model, {"q_bia": ("width", 0)}, r"unknown kind 'width' for an argument. Use 'heads'"),
+        (Model, {"q_bia": ("heads", 0)}, r"attn\.q_bias is a direct parameter of"),
+        (
+            Model,
+            {"num_heads": "inside"},
+            r"unknown kind 'inside' for an attribute. Use 'heads' or 'kv_heads' or 'groups' or 'width'",
+        ),
         (Model, {"qkv": "heads"}, r"Two rules replace 'layers\.0\.attn\.qkv'"),
-        (Model, {"q_bias": "heads"}, r"attn\.q_bias has the shape \(30,\).*size of what it counts, here 5"),
-        (Model, {"table": ("heads", 0)}, r"attn\.table has the shape \(13, 5\).*Name the dim"),
+        (Model, {"q_bias": "heads"}, r"attn\.q_bias has the shape \(30,\).*exactly one dim of size 5"),
+        (Model, {"table": ("heads", 0)}, r"attn\.table has the shape \(13, 5\).*name the dim"),
         (square, {"scale": "heads"}, r"attn\.scale has the shape \(5, 5, 1\).*\('heads', dim\)"),
-        (saved, ATTENTION.local_attrs, r"layers\.1\.attn\.k_bias is a buffer that is saved"),
-        (Model, {**ATTENTION.local_attrs, "qkv.weight": "inside"}, r"qkv\.weight is named, and .* is replaced"),
+        (saved, ATTENTION.local_attrs, r"layers\.1\.attn\.k_bias, a buffer that is saved"),
+        (
+            Model,
+            {**ATTENTION.local_attrs, "qkv.weight": "inside"},
+            r"names the parameter .*qkv\.weight and also replaces its module",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(make: Callable[[], nn.Module], counts: dict[str, Any], said: str) -> None:

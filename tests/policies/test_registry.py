@@ -92,7 +92,7 @@ def test_else_an_error_says_what_was_tried_and_what_to_write(model: nn.Module, w
 
 @pytest.mark.parametrize("wrong", ["bert", int, nn.Linear, {"stack": "layers"}, ToyLM])
 def test_what_is_no_policy_is_refused(wrong: Any) -> None:
-    with pytest.raises(PolicyError, match=r"A policy is an instance or a subclass of shardformer\.policies\.Policy"):
+    with pytest.raises(PolicyError, match=r"is neither an instance nor a subclass of shardformer\.policies\.Policy"):
         resolve_policy(ToyLM(), wrong)
 
 

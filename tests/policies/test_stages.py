@@ -99,8 +99,8 @@ def test_a_stage_with_fewer_heads_than_ranks_keeps_its_attention_whole() -> None
     said = run_as_threads(
         lambda context: str(describe_sharding(shard_model(Staged(), StagedPolicy, context=context))), tensor=4
     )[0]
-    assert "Whole, since 3 heads are fewer than 4 ranks: layers.0.blocks.*.attn." in said
-    assert "layers.1.blocks" not in said.partition("Whole, since")[2]
+    assert "layers.0.blocks.*.attn is replicated, because it has 3 heads for 4 tensor ranks." in said
+    assert "layers.1.blocks.*.attn is replicated" not in said
 
 
 def test_an_index_stands_for_every_stage() -> None:
@@ -113,7 +113,7 @@ def test_an_index_stands_for_every_stage() -> None:
 
 
 def test_sequence_parallelism_is_refused() -> None:
-    with pytest.raises(ConfigError, match="of this Staged it is known that windows"):
+    with pytest.raises(ConfigError, match="does not support this Staged: windows"):
         run_as_threads(
             lambda context: shard_model(Staged(), StagedPolicy, context=context, enable_sequence_parallelism=True),
             tensor=2,
@@ -121,7 +121,9 @@ def test_sequence_parallelism_is_refused() -> None:
 
 
 def test_an_attribute_that_is_not_there_is_named() -> None:
-    with pytest.raises(PolicyError, match=r"'\.num_head', and the Heads has no such field.*'num_heads'"):
+    with pytest.raises(
+        PolicyError, match=r"'\.num_head' is not found, because the Heads has no such field.*'num_heads'"
+    ):
         run_as_threads(lambda context: shard_model(Staged(), Misnamed, context=context), tensor=2)
 
 

@@ -80,7 +80,7 @@ def test_a_weight_that_another_module_reads_whole_is_refused_on_all_ranks() -> N
     plain.reader = ReadsRows(plain.embed.weight)
 
     def refused(context: ParallelContext) -> None:
-        with pytest.raises(PolicyError, match=r"reader\.rows is tied to embed\.weight"):
+        with pytest.raises(PolicyError, match=r"reader\.rows is tied to the sharded parameter embed\.weight"):
             shardformer.shard_model(copy.deepcopy(plain), ToyPolicy(), context=context)
 
     run_as_threads(refused, tensor=2)
@@ -123,7 +123,7 @@ def test_two_rules_for_one_module_make_one() -> None:
 
     def same(context: ParallelContext) -> None:
         model: Any = copy.deepcopy(plain)
-        with pytest.raises(PolicyError, match="'first' and 'second' are one module"):
+        with pytest.raises(PolicyError, match="'first' and 'second' are the same module"):
             shardformer.shard_model(model, OtherRule(), context=context)
         shardformer.shard_model(model, TwoRules(), context=context)
         assert model.first is model.second

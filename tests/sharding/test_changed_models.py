@@ -151,7 +151,7 @@ def test_that_a_head_stays_whole_is_noted() -> None:
     pages = run_as_threads(
         lambda c: str(shardformer.describe_sharding(shard_model(copy.deepcopy(plain), context=c))), tensor=2
     )
-    assert "Whole, since it is no linear: lm_head." in pages[0]
+    assert "lm_head is replicated, because it is not a linear." in pages[0]
 
 
 @pytest.mark.reduced(one_in=3, first=1)

@@ -212,7 +212,7 @@ def test_that_attention_is_computed_whole_is_said() -> None:
         return str(shardformer.describe_sharding(model))
 
     found = run_as_threads(said, sequence=2)[0]
-    assert "attention is computed whole on every rank" in found
+    assert "attention is computed in full on every rank" in found
     assert "transformer.h.*.self_attention" in found
 
 
@@ -223,12 +223,12 @@ def whole_is_refused(family: str, **how: Any) -> str:
 
 
 def test_who_asks_for_a_way_of_attending_gets_no_other() -> None:
-    assert "computes attention by itself in BloomAttention" in whole_is_refused("bloom", context_parallel="ring")
-    assert "computes attention by itself in BloomAttention" in whole_is_refused("bloom", sequence=(1, 2))
+    assert "implements its own attention in BloomAttention" in whole_is_refused("bloom", context_parallel="ring")
+    assert "implements its own attention in BloomAttention" in whole_is_refused("bloom", sequence=(1, 2))
 
     def both(context: ParallelContext) -> None:
         model = copy.deepcopy(plain_of("bloom"))
-        with pytest.raises(shardformer.ShardFormerError, match="enable_sequence_parallelism beside the sequence axis"):
+        with pytest.raises(shardformer.ShardFormerError, match="enable_sequence_parallelism=True with sequence > 1"):
             shardformer.shard_model(model, context=context, enable_sequence_parallelism=True)
 
     run_as_threads(both, sequence=2, tensor=2)

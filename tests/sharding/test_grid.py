@@ -187,7 +187,7 @@ def test_layers_that_stand_apart(family: str, mode: str, sizes: Sizes) -> None:
 def test_a_mode_that_does_not_serve_a_family_is_refused(
     family: str, mode: str, sizes: Sizes, word: str, why: str, record_property: Callable[[str, object], None]
 ) -> None:
-    with pytest.raises(ConfigError, match=f"tensor_parallel_mode='{mode}' for"):
+    with pytest.raises(ConfigError, match=f"tensor_parallel_mode='{mode}' does not"):
         run_as_threads(lambda c: sharded(c, family, mode, sizes), tensor=ranks_of(sizes))
     record_property("feature", f"{word}: {why}")
 
@@ -518,7 +518,7 @@ def test_a_norm_of_this_ranks_features_alone_is_found(monkeypatch: pytest.Monkey
         (8, (2, 2, 2), "2d", "Use tensor=\\(2, 4\\)"),
         (4, (2, 2), "1d", "that is a grid of 2 x 2"),
         (4, (2, 2), "4d", "It is one of"),
-        (10, (1, 10), "2d", "more than the"),
+        (10, (1, 10), "2d", "exceeds the"),
     ],
     ids=str,
 )
@@ -546,7 +546,7 @@ def test_a_policy_that_knows_one_axis() -> None:
             self.h = nn.ModuleList([nn.Sequential()])
             self.h[0].fc = nn.Linear(4, 4)
 
-    with pytest.raises((PolicyError, ConfigError), match="names no stack"):
+    with pytest.raises((PolicyError, ConfigError), match="needs a stack of layers"):
         run_as_threads(
             lambda c: shardformer.shard_model(
                 Model(), Own, context=with_grid_axes(c, (2, 1)), tensor_parallel_mode="2d"

@@ -93,7 +93,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
         {},
         "model.norm.weight has the shape (5,)",
     ),
-    (lambda m: {**plain().state_dict(), "lm_head.weight": m.lm_head.weight}, {}, "and a part of lm_head.weight"),
+    (lambda m: {**plain().state_dict(), "lm_head.weight": m.lm_head.weight}, {}, "but only a shard of lm_head.weight"),
     (lambda m: plain().state_dict(), {"assign": True}, "assign=True"),
     (lambda m: {"model.norm.weight": torch.ones(5)}, {"strict": False}, "model.norm.weight has the shape (5,)"),
     (lambda m: {**ones(), "lm_head.weight": None}, {}, "lm_head.weight is a NoneType"),
@@ -153,7 +153,7 @@ def test_parameters_are_counted_as_of_the_plain_model(sizes: dict[str, int]) -> 
         model: Any = shardformer.shard_model(plain(), context=context)
         assert model.num_parameters() == expected
         if context.pipe.size > 1:
-            with pytest.raises(ConfigError, match="on a stage"):
+            with pytest.raises(ConfigError, match="on a pipeline stage"):
                 model.num_parameters(only_trainable=True)
             return
         model.lm_head.weight.requires_grad_(False)
@@ -171,8 +171,8 @@ def test_what_save_pretrained_is_given_is_looked_at(tmp_path: Path) -> None:
     def do(context: ParallelContext) -> None:
         model: Any = shardformer.shard_model(plain(), context=context)
         for args, how, said in (
-            (tmp_path / "file", {}, "which is a file"),
-            (tmp_path / "part", {"state_dict": model.state_dict()}, "state_dict() has a part"),
+            (tmp_path / "file", {}, "names a file"),
+            (tmp_path / "part", {"state_dict": model.state_dict()}, "instead of the full shape"),
             (tmp_path / "nobody", {"is_main_process": False}, "is_main_process=False"),
         ):
             with pytest.raises(ConfigError) as error:

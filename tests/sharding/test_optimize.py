@@ -102,13 +102,13 @@ def with_doubled_norm(layer: Any) -> None:
 
 def test_a_norm_that_is_cut_stays_and_is_said() -> None:
     said = check(with_norm_over_heads, NormedPolicy, enable_fused_normalization=True)
-    assert "Norms that stay as they are: 2 ShardedNorm (its statistics are summed over the ranks)." in said
+    assert "Norms that are not fused: 2 ShardedNorm (its statistics are summed over ranks)." in said
     assert "FusedLayerNorm" in said
 
 
 def test_a_norm_that_computes_something_else_stays_and_is_said() -> None:
     said = check(with_doubled_norm, enable_fused_normalization=True)
-    assert "2 DoubledNorm (neither a layer norm nor an RMS norm over the last dim)." in said
+    assert "2 DoubledNorm (not a layer norm or RMS norm over the last dim)." in said
 
 
 def test_a_model_of_such_norms_alone_is_refused() -> None:
@@ -121,7 +121,7 @@ def test_what_runs_as_one_kernel_is_said() -> None:
     def change(layer: Any) -> None:
         layer.mlp = Activated(nn.GELU(), nn.Mish())
 
-    assert "In one kernel: 2 bias and GELU." in check(change, enable_jit_fused=True)
+    assert "Fused into one kernel: 2 bias and GELU." in check(change, enable_jit_fused=True)
 
 
 def test_a_model_without_an_activation_that_is_known_is_refused() -> None:
@@ -129,7 +129,7 @@ def test_a_model_without_an_activation_that_is_known_is_refused() -> None:
         layer.mlp = Activated(nn.Mish())
 
     for layers in (change, lambda layer: None):
-        with pytest.raises(ConfigError, match="ToyLM has no GELU, SiLU or ReLU that is a module"):
+        with pytest.raises(ConfigError, match="ToyLM has no GELU, SiLU or ReLU module"):
             check(layers, enable_jit_fused=True)
 
 

@@ -85,7 +85,7 @@ def cut(*suffixes: str, target: Any = Linear1D_Col, **kwargs: Any) -> ModulePoli
 )
 def test_a_rule_that_matches_no_module(key: Any, hint: str) -> None:
     name = key if isinstance(key, str) else key.__name__
-    refused(Written({key: ModulePolicyDescription()}), f"The rule for {name!r} matches no module of ToyLM", hint)
+    refused(Written({key: ModulePolicyDescription()}), f"rule for {name!r} matches no module of ToyLM", hint)
 
 
 @pytest.mark.parametrize("key", ["SelfAttention", SelfAttention, "layers.*.attn", "tests.policies.toy.SelfAttention"])
@@ -111,8 +111,8 @@ def test_a_submodule_that_may_lack() -> None:
 @pytest.mark.parametrize(
     ("attribute", "words"),
     [
-        ("attn.num_haeds", ("no attribute 'num_haeds' on 'layers.0.attn'", "'num_heads'")),
-        ("atn.num_heads", ("no attribute 'num_heads' on 'layers.0.atn'", "'attn'")),
+        ("attn.num_haeds", ("layers.0.attn has no attribute 'num_haeds'", "'num_heads'")),
+        ("atn.num_heads", ("layers.0.atn has no attribute 'num_heads'", "'attn'")),
     ],
 )
 def test_an_attribute_that_does_not_exist(attribute: str, words: tuple[str, ...]) -> None:
@@ -121,7 +121,7 @@ def test_an_attribute_that_does_not_exist(attribute: str, words: tuple[str, ...]
 
 def test_a_method_that_does_not_exist() -> None:
     description = ModulePolicyDescription(method_replacement={"foward": lambda self, x: x})
-    refused(Written({"Layer": description}), "no method 'foward' on 'layers.0' (Layer)", "'forward'")
+    refused(Written({"Layer": description}), "layers.0 (Layer) has no method 'foward'", "'forward'")
 
 
 @pytest.mark.parametrize("broken", [{"entry": "atn"}, {"columns": ["attn.x"]}, {"row": "attn.y"}])
@@ -149,20 +149,20 @@ def test_two_rules_for_one_module() -> None:
 
 
 def test_a_rule_inside_of_what_another_replaces() -> None:
-    refused(Written({"Layer": cut("attn"), "SelfAttention": cut("q")}), "'layers.0.attn'", "one inside the other")
+    refused(Written({"Layer": cut("attn"), "SelfAttention": cut("q")}), "'layers.0.attn'", "which overlap")
 
 
 def test_a_rule_for_the_whole_model() -> None:
-    refused(Written({"": cut("")}), "replaces the whole model", "inject_policy")
+    refused(Written({"": cut("")}), "replaces the full model", "inject_policy")
 
 
 def test_a_target_that_cannot_make_itself_of_a_module() -> None:
-    refused(Written({"Layer": cut("attn.q", target=nn.Linear)}), "'layers.0.attn.q' is to become a Linear")
+    refused(Written({"Layer": cut("attn.q", target=nn.Linear)}), "class Linear of 'layers.0.attn.q'")
 
 
 def test_a_policy_that_is_no_dict_of_descriptions() -> None:
-    refused(Written(None), "module_policy() gave None", "docs/policies.md")
-    refused(Written({"Layer": {"attn.q": Linear1D_Col}}), "module_policy() gave {'attn.q'")
+    refused(Written(None), "module_policy() returned None", "docs/policies.md")
+    refused(Written({"Layer": {"attn.q": Linear1D_Col}}), "module_policy() returned {'attn.q'")
 
 
 class SaysNothing(Policy):
@@ -170,13 +170,18 @@ class SaysNothing(Policy):
 
 
 def test_a_policy_that_says_nothing() -> None:
-    refused(SaysNothing(), "The policy says nothing", "docs/policies.md")
+    refused(SaysNothing(), "The policy overrides neither module_policy() nor argument_policy()", "docs/policies.md")
 
 
 def test_a_tied_weight_of_which_one_owner_is_not_named() -> None:
     tied = ToyLM(tied=True)
     table = cut("embed", target=VocabParallelEmbedding1D)
-    refused(Written({"": table}), "head.weight is tied to embed.weight", "Name 'head' too", model=tied)
+    refused(
+        Written({"": table}),
+        "head.weight is tied to the sharded parameter embed.weight",
+        "Add 'head' as an embedding or head",
+        model=tied,
+    )
     assert table.sub_module_replacement is not None
     table.sub_module_replacement.append(SubModuleReplacementDescription("head", VocabParallelLMHead1D))
     assert len(plan_of(Written({"": table}), tied).replacements) == 2
@@ -185,7 +190,7 @@ def test_a_tied_weight_of_which_one_owner_is_not_named() -> None:
 def test_a_parameter_at_the_edge_of_a_block() -> None:
     model: Any = ToyLM()
     model.layers[0].mlp.scale = nn.Parameter(model.norm.weight.detach().clone())
-    refused(ToyPolicy(), "layers.0.mlp.scale", "a module of its own", model=model)
+    refused(ToyPolicy(), "layers.0.mlp.scale", "move it into a submodule", model=model)
 
 
 # -------------------------------------------------------------------------------------------------------- roles' tables
@@ -221,20 +226,20 @@ GOOD_ATTENTION, GOOD_MLP = ToyPolicy.stack.blocks
         ({"stack": block(MLP("mlp", up="up", down="fc2"))}, ("no module 'layers.*.mlp.up'",)),
         ({"stack": block(MLP("mlp", up=["up?"], down="fc2"))}, ("no module 'layers.*.mlp.up'",)),
         ({"stack": block(MLP("mlp", up="fc1", down="norm"))}, ("layers.*.mlp.norm is a Identity", "nn.Linear")),
-        ({"stack": block(MLP("mlp", up="fc1", down="fc1"))}, ("41 output features", "30 input features")),
+        ({"stack": block(MLP("mlp", up="fc1", down="fc1"))}, ("41 output features", "has 30 inputs")),
         ({"stack": LayerStack("layers", [GOOD_ATTENTION, GOOD_MLP], final_norm="nrm")}, ("no module 'nrm'", "'norm'")),
         ({"embeddings": "embd"}, ("no module 'embd'", "'embed'")),
         ({"keep_replicated": ("positions",)}, ("no module 'positions'",)),
-        ({"num_heads": "n_head"}, ("num_heads is 'n_head'", "no config", "num_heads = 12")),
+        ({"num_heads": "n_head"}, ("num_heads='n_head' is not found", "no config", "Set num_heads to the number")),
         ({"num_heads": 4}, ("layers.*.attn.o has 30 features", "4 heads")),
         ({"num_kv_heads": 1}, ("layers.*.attn.k has 30 features", "1 heads of 6")),
-        ({"num_kv_heads": 2}, ("5 query heads on 2 KV heads", "Check the head counts")),
+        ({"num_kv_heads": 2}, ("num_heads=5 cannot be divided evenly among num_kv_heads=2", "Check the head counts")),
         (
             {"stack": block(GOOD_ATTENTION)},
-            ("No rule explains 'layers.0.mlp.fc1.weight' (41, 30)", "`keep_replicated`"),
+            ("The policy has no rule for 'layers.0.mlp.fc1.weight' (41, 30)", "`keep_replicated`"),
         ),
-        ({"embeddings": ()}, ("No rule explains 'embed.weight' (101, 30)", "%")),
-        ({"head": ()}, ("No rule explains 'head.weight' (101, 30)",)),
+        ({"embeddings": ()}, ("The policy has no rule for 'embed.weight' (101, 30)", "%")),
+        ({"head": ()}, ("The policy has no rule for 'head.weight' (101, 30)",)),
     ],
 )
 def test_a_table_that_does_not_fit_the_model(changes: dict[str, Any], words: tuple[str, ...]) -> None:
@@ -251,9 +256,9 @@ def test_what_may_lack_and_what_stays_whole_on_purpose() -> None:
 
 
 def test_more_ranks_than_there_are_heads_or_features() -> None:
-    refused(ToyPolicy(), "A tensor size of 6 is more than the 5 attention heads", "1, 2, 3, 4, 5", size=6)
+    refused(ToyPolicy(), "A tensor size of 6 exceeds the 5 attention heads", "1, 2, 3, 4, 5", size=6)
     only_mlp = Other(stack=block(GOOD_MLP), keep_replicated=("layers",))
-    refused(only_mlp, "42 is more than the 41 features of layers.*.mlp.fc1", "41 or less", size=42)
+    refused(only_mlp, "42 exceeds the 41 features of layers.*.mlp.fc1", "at most 41", size=42)
 
 
 # ------------------------------------------------------------------------------------------------------- the first form
@@ -278,8 +283,8 @@ class First(Policy):
         (Col_Layer(weight="attn.qq.weight"), ("no module 'layers.0.attn.qq'", "'attn.q'")),
         (Col_Layer(), ("Col_Layer(weight=None, bias=None)", "weight=")),
         (Col_Layer(weight="weight"), ("weight='weight'",)),
-        (Row_Layer(weight="attn.o.weight", bias="attn.q.bias"), ("one and the same layer",)),
-        (Layer(weight="attn.o.weight"), ("without replace_layer", "Col_Layer or Row_Layer")),
+        (Row_Layer(weight="attn.o.weight", bias="attn.q.bias"), ("of the same layer",)),
+        (Layer(weight="attn.o.weight"), ("has no replace_layer", "Col_Layer or Row_Layer")),
     ],
 )
 def test_a_layer_that_names_nothing(layer: Layer, words: tuple[str, ...]) -> None:
@@ -301,9 +306,9 @@ def test_a_layer_that_may_lack_and_one_with_a_class_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("answers", "words"),
     [
-        ({"argument_policy": None}, ("argument_policy() gave None", "Argument(")),
-        ({"argument_policy": {"Layer": Argument()}}, ("The Argument for Layer says nothing", "no functions")),
-        ({"argument_policy": {"Layer": Argument(param_funcs=[Policy.attn_in])}}, ("says nothing: attn_in",)),
+        ({"argument_policy": None}, ("argument_policy() returned None", "Argument(")),
+        ({"argument_policy": {"Layer": Argument()}}, ("The Argument for Layer has no effect", "no functions")),
+        ({"argument_policy": {"Layer": Argument(param_funcs=[Policy.attn_in])}}, ("no layers from attn_in",)),
         ({"argument_policy": {"Layer": Argument({"attn.n_heads": 2})}}, ("no attribute 'n_heads'", "'num_heads'")),
         ({"binding_policy": {"embed.weight": "haed.weight"}}, ("parameter 'haed.weight'", "'head.weight'")),
         ({"inject_policy": (SelfAttention, SelfAttention)}, ("names SelfAttention, but the model is a ToyLM",)),

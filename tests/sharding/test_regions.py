@@ -56,7 +56,7 @@ def test_a_layer_that_needs_more_than_its_part_is_refused() -> None:
             models[context.tensor.rank], AttentionsOnlyPolicy(), context=context, enable_sequence_parallelism=True
         )
 
-    with pytest.raises(ConfigError, match=r"Sequence parallelism.*whose layers are blocks themselves"):
+    with pytest.raises(ConfigError, match=r"enable_sequence_parallelism=True.*a layer that is itself a block"):
         run_as_threads(shard, tensor=2)
 
 

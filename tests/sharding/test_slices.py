@@ -84,7 +84,7 @@ def test_a_slice_is_not_written(what: str, sizes: dict[str, int], tmp_path: Path
             WRITES[what](model, tmp_path / str(context.rank))
         return str(error.value)
 
-    assert all("sharded" in said or "part" in said for said in run_as_threads(do, **sizes))
+    assert all("sharded" in said or "part" in said or "full shape" in said for said in run_as_threads(do, **sizes))
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -83,17 +83,17 @@ def whole(model: Any) -> None:
 
 
 CHANGES: list[tuple[Callable[[Any], None], str]] = [
-    (other_head, "lm_head.weight of this LlamaForCausalLM came after it was sharded"),
+    (other_head, "lm_head.weight of this LlamaForCausalLM was added after the model was sharded"),
     (other_linear, "model.layers.0.mlp.up_proj.weight of this"),
     (other_mlp, "model.layers.1.mlp.gate_proj.weight of this"),
     (other_norm, "model.norm.weight of this"),
-    (tied, "lm_head.weight of this LlamaForCausalLM is another parameter since"),
-    (gone, "model.norm.weight of this LlamaForCausalLM is gone since"),
-    (patched, "mlp.up_proj .Linear1D_Col. has another forward since it was sharded"),
-    (other_class, "lm_head .Mine. has another forward since it was sharded"),
-    (pruned, "down_proj.weight_orig of this LlamaForCausalLM is another parameter since"),
-    (whole, r"gate_proj.weight of this LlamaForCausalLM is \[70, 48\] since it was sharded"),
-    (more, "adapter.weight of this LlamaForCausalLM came after it was sharded"),
+    (tied, "lm_head.weight of this LlamaForCausalLM was replaced by another parameter after"),
+    (gone, "model.norm.weight of this LlamaForCausalLM was removed after"),
+    (patched, "forward of .*mlp.up_proj .Linear1D_Col. was replaced after the model was sharded"),
+    (other_class, "forward of lm_head .Mine. was replaced after the model was sharded"),
+    (pruned, "down_proj.weight_orig of this LlamaForCausalLM was replaced by another parameter after"),
+    (whole, r"gate_proj.weight of this LlamaForCausalLM has the shape \[70, 48\] since it was sharded"),
+    (more, "adapter.weight of this LlamaForCausalLM was added after the model was sharded"),
 ]
 
 
@@ -154,11 +154,11 @@ def block(model: Any) -> Any:
 @pytest.mark.parametrize(
     ("where", "sizes", "options", "said"),
     [
-        (inside, {"tensor": 2}, {}, "inside of a block each tensor rank has its own heads or features"),
+        (inside, {"tensor": 2}, {}, "inside a block each tensor rank has only its own heads or features"),
         (between, {"tensor": 2}, {}, ""),
         (block, {"tensor": 2}, {}, ""),
-        (between, {"tensor": 2}, {"enable_sequence_parallelism": True}, "each rank holds a part of the sequence"),
-        (block, {"sequence": 2}, {}, "each rank holds a part of the sequence"),
+        (between, {"tensor": 2}, {"enable_sequence_parallelism": True}, "each rank has a shard of the sequence"),
+        (block, {"sequence": 2}, {}, "each rank has a shard of the sequence"),
         (inside, {"data": 2}, {}, ""),
     ],
     ids=range(6),
@@ -204,7 +204,7 @@ def test_what_is_given_a_part_beside_the_entry_of_a_block_may_not_be_hooked() ->
         given = RandomBatches(DEFAULT_HEAD["bert"])(0)
         model(**given)
         output.register_forward_pre_hook(see)
-        with pytest.raises(ConfigError, match=r"A hook on bert.encoder.layer.0.output \(BertOutput\)"):
+        with pytest.raises(ConfigError, match=r"The hook .* on bert.encoder.layer.0.output \(BertOutput\)"):
             model(**given)
 
     run_as_threads(do, tensor=2)
@@ -242,7 +242,7 @@ def test_a_hook_may_be_taken_away_again() -> None:
     def do(context: ParallelContext) -> None:
         model = sharded(context)
         handle = inside(model).register_forward_hook(see)
-        with pytest.raises(ConfigError, match=r"A hook on model\.layers\.0\.mlp\.act_fn"):
+        with pytest.raises(ConfigError, match=r"The hook .* on model\.layers\.0\.mlp\.act_fn"):
             model(**batch())
         handle.remove()
         model(**batch())
@@ -277,7 +277,7 @@ def test_a_copied_model_is_looked_at_by_itself() -> None:
         twin = copy.deepcopy(model)
         twin(**batch()).loss.backward()
         other_head(twin)
-        with pytest.raises(ConfigError, match="came after"):
+        with pytest.raises(ConfigError, match="was added after"):
             twin(**batch())
         model(**batch())
 

@@ -63,7 +63,7 @@ MUTANTS = [
     mutant(
         "gptj-drops-two-outputs-at-once",
         "shardformer/policies/models/gptj.py",
-        "return bool(self.model.config.resid_pdrop == 0)  # else each is dropped out by itself",
+        "return bool(self.model.config.resid_pdrop == 0)",
         "return True",
         "GPT-J with residual dropout drops attention and MLP outputs together.",
         first=("tests/policies/test_exits.py",),

@@ -26,8 +26,8 @@ MUTANTS = [
     mutant(
         "gradient-of-a-norm-behind-the-exit",
         "shardformer/sharding/apply_tensor_parallel.py",
-        "alike = 1 if self.block.is_open else self.block.axis.size",
-        "alike = 1",
+        "multiplicity = 1 if self.block.is_open else self.block.axis.size",
+        "multiplicity = 1",
         "An attention that applies its norm after its output projection trains it with a multiple of its gradient.",
         first=(
             "tests/policies/test_forms.py::test_a_norm_behind_the_exit_of_a_block",
