@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -11,7 +12,7 @@ from torch import nn
 
 from shardformer.errors import ConfigError, PolicyError, did_you_mean
 from shardformer.layout.shard_spec import Split
-from shardformer.module_paths import find_module, get_at, get_module, join_path, parent_of
+from shardformer.module_paths import find_module, get_at, get_module, is_linear, join_path, parent_of
 from shardformer.pipeline.layer_sequence import SequenceParallelHints, StackDescription
 from shardformer.pipeline.stage_forward import MissingParams
 from shardformer.policies.module_descriptions import (
@@ -22,7 +23,6 @@ from shardformer.policies.module_descriptions import (
 )
 from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import checked_descriptions
-from shardformer.sharding.module_aliases import readers_of
 
 LARGE_SHARE = 0.1
 """A matrix outside the layer stacks that has more than this share of all parameters needs a rule."""
@@ -308,13 +308,46 @@ def _check_tied(plan: ShardingPlan) -> None:
     """Raise PolicyError if a module without a rule reads the full version of a sharded, tied weight."""
     replaced = {id(plan.model.get_submodule(path)) for path in plan.replacements}
     named = {(id(owner), name) for owner, name in (parent_of(plan.model, path) for path in plan.parameters)}
-    for path, name, other in readers_of(plan.model, plan.sharded_parameter_ids(), replaced):
+    for path, name, other in _readers_of(plan.model, plan.sharded_parameter_ids(), replaced):
         if (id(plan.model.get_submodule(path)), name) not in named:
             raise PolicyError(
                 f"{join_path(path, name)} is tied to the sharded parameter {other}, but no rule shards it",
                 rule="Modules with a tied weight must all be sharded or all be replicated",
                 remedy=f"Add {path!r} as an embedding or head, or keep {other.rpartition('.')[0]!r} replicated",
             )
+
+
+def _readers_of(model: nn.Module, cut: Mapping[int, str], replaced: set[int]) -> Iterator[tuple[str, str, str]]:
+    """Yield (path, name, name of the sharded parameter) for modules that read a sharded parameter as a full one.
+
+    A linear or embedding reads its own parameters; any other module reads those that its forward names. BERT's head
+    owns the bias of its decoder but does not read it.
+
+    Args:
+        cut: id(parameter) -> name, of parameters that will be sharded.
+        replaced: ids of the modules that will be replaced.
+    """
+    for path, module in model.named_modules():
+        if id(module) in replaced:
+            continue
+        for name, p in module.named_parameters(recurse=False):
+            if id(p) in cut and (is_linear(module) or isinstance(module, nn.Embedding) or _reads(type(module), name)):
+                yield path, name, cut[id(p)]
+
+
+def _reads(kind: type[nn.Module], name: str) -> bool:
+    """Whether the forward of a class, or a method that it calls, reads the attribute ``name``."""
+    waiting, seen = ["forward"], set[str]()
+    while waiting:
+        method = waiting.pop()
+        code = getattr(inspect.unwrap(getattr(kind, method, None) or len), "__code__", None)
+        if code is None or method in seen:
+            continue
+        seen.add(method)
+        if name in code.co_names:
+            return True
+        waiting += code.co_names
+    return False
 
 
 def _check_unmatched_parameters(policy: Policy, plan: ShardingPlan) -> None:
