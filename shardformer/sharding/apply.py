@@ -24,48 +24,16 @@ from shardformer.mesh.init_distributed import launch_from_torch
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.tensor_grid import TensorGrid, grid_summary
 from shardformer.meta_init.materialization import is_lazy, lazy_notes, materialize_parameters, record_changes
-from shardformer.module_paths import get_at, parent_of
+from shardformer.module_paths import get_at, join_path, parent_of
 from shardformer.pipeline.layer_sequence import owner_layers
 from shardformer.pipeline.stage_manager import PipelineStageManager, build_stages
 from shardformer.policies import legacy
 from shardformer.policies.module_descriptions import SubModuleReplacementDescription
 from shardformer.policies.policy import Policy
 from shardformer.random_state import random_kept_on_error, uses_dropout
-from shardformer.sharding.apply_context_parallel import (
-    ContextFindings,
-    install_context_attention,
-    install_context_hooks,
-    plan_for_context,
-    warn_unsharded_attention,
-)
+from shardformer.sharding import apply_context_parallel, apply_tensor_grid, checks, forward_checks
 from shardformer.sharding.apply_kernels import apply_optimizations
-from shardformer.sharding.apply_tensor_grid import (
-    ArgumentSamples,
-    install_argument_hooks,
-    plan_for_grid,
-    with_grid_context,
-)
 from shardformer.sharding.apply_tensor_parallel import InstalledBlock, install_gradient_reduction, install_regions
-from shardformer.sharding.checks import (
-    check_layouts,
-    check_no_hooks,
-    check_no_optimizer,
-    check_process_group,
-    check_stages,
-    check_views,
-    find_ties,
-    make_checked_plan,
-    referenced_elsewhere,
-    restore_on_error,
-    restore_ties,
-)
-from shardformer.sharding.forward_checks import (
-    CacheHeads,
-    ForwardChecks,
-    ModuleFingerprint,
-    local_input_modules,
-    move_hooks_after_stack,
-)
 from shardformer.sharding.plan import ShardingPlan, qualified_name
 from shardformer.tensor_parallel.parallel_module import ParallelModule, keep_hooks, shard_parameter
 from shardformer.torch_compat import is_compiled_wrapper, wrapped_name
@@ -89,8 +57,8 @@ class ResolvedPolicy:
     policy: Policy
     source: str
     plan: ShardingPlan
-    context: ContextFindings = field(default_factory=ContextFindings)
-    samples: ArgumentSamples = field(default_factory=dict)
+    context: apply_context_parallel.ContextFindings = field(default_factory=apply_context_parallel.ContextFindings)
+    samples: apply_tensor_grid.ArgumentSamples = field(default_factory=dict)
     unvalidated: Mapping[str, str] = field(default_factory=dict)
     notes: Sequence[str] = ()
 
@@ -114,10 +82,10 @@ class Sharder:
     def __init__(self, model: nn.Module, config: ShardConfig, *, fresh: bool = False) -> None:
         if config.context is None and config.tensor_parallel_process_group is None and not dist.is_initialized():
             launch_from_torch()
-        self.context = check_process_group(config)
+        self.context = checks.check_process_group(config)
         self.grid: TensorGrid | None = None
         if config.is_grid and self.context.tensor.size > 1:
-            config, self.grid = with_grid_context(config, self.context)
+            config, self.grid = apply_tensor_grid.with_grid_context(config, self.context)
             self.context = config.resolve_context()
         self.model, self.config = model, config
         self.is_cut = config.enable_tensor_parallelism and self.context.tensor.size > 1
@@ -127,13 +95,13 @@ class Sharder:
         self.needs_policy = self.is_cut or config.uses_context_parallel or stages > 1
         """Whether an axis other than data shards the model. Data parallelism does not depend on its structure."""
         self._fresh = fresh
-        self._outside = set() if fresh else referenced_elsewhere(model)
+        self._outside = set() if fresh else checks.referenced_elsewhere(model)
         self._wrappers: Mapping[int, nn.Module] = {}
 
     @contextmanager
     def restoring_on_error(self) -> Iterator[None]:
         """Remove wrappers such as ``torch.compile`` from the model. Restore the model if the body raises."""
-        with random_kept_on_error(self.context.device), restore_on_error(self.model), ExitStack() as around:
+        with random_kept_on_error(self.context.device), checks.restore_on_error(self.model), ExitStack() as around:
             take_out = partial(_unwrapped, self.model, stages=self.context.pipe.size)
             self._wrappers = collective_call(self.context, lambda: around.enter_context(take_out()))
             yield
@@ -154,20 +122,20 @@ class Sharder:
         state.notes += resolved.notes
         if config.uses_context_parallel:
             has_stream = config.enable_sequence_parallelism and self.is_cut
-            plan = plan_for_context(plan, resolved.context, has_stream=has_stream)
+            plan = apply_context_parallel.plan_for_context(plan, resolved.context, has_stream=has_stream)
         self.model = plan.model
-        self._ties = find_ties(self.model)
+        self._ties = checks.find_ties(self.model)
         state.notes += policy.notes
         if self.has_stages:
             manager = config.pipeline_stage_manager or PipelineStageManager(self.context)
             state.stages = build_stages(self.model, policy, manager)
             state.stages.uses_random = uses_dropout(self.model)
-            check_stages(self._ties, state.stages.stages_of)
+            checks.check_stages(self._ties, state.stages.stages_of)
         state.unproven = self._unproven()
-        check_no_hooks(self.model, plan)
-        check_views(self.model, plan, state.stages)
+        checks.check_no_hooks(self.model, plan)
+        checks.check_views(self.model, plan, state.stages)
         if not self._fresh:
-            check_no_optimizer(self.model, plan, state.stages, self._outside)
+            checks.check_no_optimizer(self.model, plan, state.stages, self._outside)
         return plan
 
     def lines(self, plan: ShardingPlan) -> list[str]:
@@ -198,7 +166,7 @@ class Sharder:
         patch_clip_grad_norm()
         patch_optimizers_and_scaler()
         if self._resolved.context.is_whole and not self._fresh:
-            warn_unsharded_attention(self.model, context)
+            apply_context_parallel.warn_unsharded_attention(self.model, context)
         if stages is None:
             return []
         stages.note_shared(self.model)
@@ -228,9 +196,13 @@ class Sharder:
             blocks = self._apply(plan)
         if waits:
             materialize_parameters(self.model, self.context.device)
-        structure = ModuleFingerprint(self.model, list(local_input_modules(plan, self.state, is_cut=self.is_cut)))
-        caches = CacheHeads.of(self.model, plan.blocks if self.is_cut else (), self.context.tensor, self.grid)
-        ForwardChecks(
+        structure = forward_checks.ModuleFingerprint(
+            self.model, list(forward_checks.local_input_modules(plan, self.state, is_cut=self.is_cut))
+        )
+        caches = forward_checks.CacheHeads.of(
+            self.model, plan.blocks if self.is_cut else (), self.context.tensor, self.grid
+        )
+        forward_checks.ForwardChecks(
             self.model, self.state, structure, caches, is_cut=self.is_cut or self.config.uses_context_parallel
         )
         return blocks
@@ -249,20 +221,24 @@ class Sharder:
             state.notes.append(grid_summary(self.grid))
         draws = uses_dropout(self.model)
         if config.uses_context_parallel:
-            install_context_attention(self.model, state, config.context_parallel, self._resolved.context, draws=draws)
+            apply_context_parallel.install_context_attention(
+                self.model, state, config.context_parallel, self._resolved.context, draws=draws
+            )
         blocks = install_regions(self.model, plan, state, config, self.grid) if self.is_cut else []
         if self.grid is not None:
-            install_argument_hooks(self.model, plan, state, self._resolved.samples)
+            apply_tensor_grid.install_argument_hooks(self.model, plan, state, self._resolved.samples)
         if config.uses_context_parallel:
-            install_context_hooks(self.model, plan.stacks, state, self._resolved.context, draws=draws)
-        move_hooks_after_stack(self.model, plan)
+            apply_context_parallel.install_context_hooks(
+                self.model, plan.stacks, state, self._resolved.context, draws=draws
+            )
+        forward_checks.move_hooks_after_stack(self.model, plan)
         self.model = policy.postprocess() or self.model
         if state.stages is not None:
             state.stages.install(self.model, state.activations, state.context, self._wrappers)
         return blocks
 
     def replace_module(self, plan: ShardingPlan) -> None:
-        """Carries out the descriptions: submodules, attributes, parameters and methods."""
+        """Replace submodules, shard parameters, and change attributes and methods as planned."""
         shared: dict[int, nn.Parameter] = {}
         done: set[tuple[int, str]] = set()  # a shared module is listed once per owner
         native = {path: self.model.get_submodule(path) for path in plan.replacements}
@@ -284,9 +260,14 @@ class Sharder:
                 axis = self.context.axis(named.pop()) if named else self._sharding_axis(path, plan)
                 kept_alive.append(shard_parameter(module, name, splits, axis, shared))
                 self.state.note(path, "buffer" if name in module._buffers else "parameter", "a part")
-        self._rebind(shared)
-        restore_ties(self.model, self._ties, {id(part): spec for _, part, spec in sharded_parameters(self.model)})
-        check_layouts(self.model, self.context.coords)
+        for module in self.model.modules():  # other owners of a parameter: BERT's head also owns the decoder's bias
+            for name, param in module._parameters.items():
+                if id(param) in shared:
+                    module._parameters[name] = shared[id(param)]
+        checks.restore_ties(
+            self.model, self._ties, {id(part): spec for _, part, spec in sharded_parameters(self.model)}
+        )
+        checks.check_layouts(self.model, self.context.coords)
         self._change_attributes(plan)
 
     def _replacement(
@@ -297,27 +278,27 @@ class Sharder:
         shared: dict[int, nn.Parameter],
         axis: Axis,
     ) -> nn.Module:
-        kwargs, make = dict(sub.kwargs or {}), sub.target_module.from_native_module
-        if getattr(make, "__module__", "").startswith("shardformer."):
-            group: Any = axis
-            if isinstance(sub.target_module, type) and issubclass(sub.target_module, ParallelModule):
-                kwargs["shared"] = shared
-                group = self.grid if sub.target_module.takes_grid else axis
-        else:
+        target, kwargs = sub.target_module, dict(sub.kwargs or {})
+        make = target.from_native_module
+        group: Any = axis
+        if not getattr(make, "__module__", "").startswith("shardformer."):
             group = axis.group  # user-defined classes take a torch process group
+        elif isinstance(target, type) and issubclass(target, ParallelModule):
+            kwargs["shared"] = shared
+            group = self.grid if target.takes_grid else axis
         try:
             new: nn.Module = make(module, group, **kwargs)
         except TypeError as error:
             if "argument" not in str(error):
                 raise
             raise PolicyError(
-                f"{qualified_name(sub.target_module)}.from_native_module failed for {path!r} with "
+                f"{qualified_name(target)}.from_native_module failed for {path!r} with "
                 f"kwargs={sub.kwargs or {}}: {error}",
                 remedy="Correct the kwargs in the policy",
             ) from error
         if not isinstance(new, nn.Module):
             raise PolicyError(
-                f"{qualified_name(sub.target_module)}.from_native_module returned {new!r:.80} for {path!r}",
+                f"{qualified_name(target)}.from_native_module returned {new!r:.80} for {path!r}",
                 remedy="Return the nn.Module that replaces the native module",
             )
         return new
@@ -326,13 +307,6 @@ class Sharder:
         """Return the axis that shards the module at ``path``: the grid's columns in a stack, or the tensor axis."""
         inside = self.grid is not None and path.startswith(tuple(f"{stack.layers}." for stack in plan.stacks))
         return self.grid.column if inside and self.grid is not None else self.context.tensor
-
-    def _rebind(self, shared: dict[int, nn.Parameter]) -> None:
-        """Share the shards with other owners of a sharded parameter (BERT's head also owns the decoder's bias)."""
-        for module in self.model.modules():
-            for name, param in list(module._parameters.items()):
-                if param is not None and id(param) in shared:
-                    module._parameters[name] = shared[id(param)]
 
     def _change_attributes(self, plan: ShardingPlan) -> None:
         for path, value in plan.attributes.items():
@@ -363,13 +337,13 @@ def _modifiable_owner(model: nn.Module, path: str) -> Any:
 
 def resolve_as(sharder: Sharder, policy: Policy, source: str, *, cuts: bool = True, **learned: Any) -> ResolvedPolicy:
     """Bind a known policy to the model and plan it. ``learned`` are further fields of ``ResolvedPolicy``."""
-    plan = make_checked_plan(sharder.model, policy, sharder.config, cuts=cuts)
+    plan = checks.make_checked_plan(sharder.model, policy, sharder.config, cuts=cuts)
     if sharder.has_stages and (chain := policy.layer_sequence()).stacks:
         owner_layers(plan.model, chain)
     # with data parallelism only, the rules change nothing and must not cause a refusal
     plan = plan if sharder.is_cut else ShardingPlan(plan.model, plan.stacks)
     if sharder.grid is not None:
-        plan = plan_for_grid(plan, sharder.grid)
+        plan = apply_tensor_grid.plan_for_grid(plan, sharder.grid)
     return ResolvedPolicy(policy, source, plan, **learned)
 
 
@@ -430,18 +404,6 @@ def _with_replacements(value: Any, made: Mapping[int, nn.Module], seen: set[int]
     return value
 
 
-@dataclass(frozen=True)
-class _Wrapped:
-    """A wrapper: module attribute ``owner.name``, which contains the module ``inner`` under ``key``."""
-
-    owner: nn.Module
-    name: str
-    path: str
-    wrapper: nn.Module
-    key: str
-    inner: nn.Module
-
-
 @contextmanager
 def _unwrapped(model: nn.Module, *, stages: int = 1) -> Iterator[Mapping[int, nn.Module]]:
     """Remove the wrappers from the model inside the context.
@@ -452,48 +414,32 @@ def _unwrapped(model: nn.Module, *, stages: int = 1) -> Iterator[Mapping[int, nn
     Yields id(wrapped module) -> its outermost wrapper. Raises ConfigError for a compiled module that is in a pipeline
     or is replaced by sharding.
     """
-    found: list[_Wrapped] = []
+    found: list[tuple[nn.Module, str, str, nn.Module, str, nn.Module]] = []
     outermost: dict[int, nn.Module] = {}
+    replaced: list[str] = []
     has_wrappers = any(map(wrapped_name, {type(module): module for module in model.modules()}.values()))
     try:
-        for path, owner in _modules_outside_wrappers(model) if has_wrappers else ():
+        for parent, owner in model.named_modules() if has_wrappers else ():  # continues in the modules without wrappers
             for name, child in list(owner._modules.items()):
-                outer = child
+                outer, path = child, join_path(parent, name)
                 while child is not None and (key := wrapped_name(child)) is not None:
                     if stages > 1 and is_compiled_wrapper(child):
-                        raise _compiled_error(f"{path}.{name}".lstrip("."), "it is part of a pipeline")
+                        raise _compiled_error(path, "it is part of a pipeline")
                     inner = child._modules[key]
                     assert inner is not None
-                    found.append(_Wrapped(owner, name, f"{path}.{name}".lstrip("."), child, key, inner))
+                    found.append((owner, name, path, child, key, inner))
                     owner._modules[name] = child = inner
                 if child is not None and child is not outer and outer is not None:
                     outermost[id(child)] = outer
         yield outermost
     finally:
-        replaced = [w for w in reversed(found) if _restore_wrapper(w) and is_compiled_wrapper(w.wrapper)]
+        for owner, name, path, wrapper, key, inner in reversed(found):
+            now = owner._modules[name]
+            wrapper._modules[key], owner._modules[name] = now, wrapper
+            is_replaced = now is not None and now is not inner and wrapped_name(now) is None
+            replaced += [path] if is_replaced and is_compiled_wrapper(wrapper) else []
     if replaced:
-        raise _compiled_error(replaced[0].path, "sharding replaces it")
-
-
-def _modules_outside_wrappers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield all modules in registration order while the caller removes wrappers."""
-    seen: set[int] = set()
-    waiting = [("", model)]
-    while waiting:
-        path, module = waiting.pop()
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        yield path, module
-        waiting += [(f"{path}.{name}".lstrip("."), m) for name, m in reversed(module._modules.items()) if m is not None]
-
-
-def _restore_wrapper(wrapped: _Wrapped) -> bool:
-    """Restore a wrapper around the current module. Returns whether the module was replaced."""
-    now = wrapped.owner._modules[wrapped.name]
-    wrapped.wrapper._modules[wrapped.key] = now
-    wrapped.owner._modules[wrapped.name] = wrapped.wrapper
-    return wrapped.inner is not now and wrapped_name(now) is None if now is not None else False
+        raise _compiled_error(replaced[0], "sharding replaces it")
 
 
 def _compiled_error(path: str, why: str) -> ConfigError:
