@@ -138,10 +138,9 @@ def check_field_types(thing: Any) -> None:
     """Raise PolicyError if a field of a dataclass, or of a dataclass inside it, has a value of the wrong type.
 
     >>> from shardformer.policies.roles import MLP
-    >>> MLP("mlp", up=3, down="fc2")
+    >>> MLP("mlp", up="fc1", down=3)
     Traceback (most recent call last):
-    shardformer.errors.PolicyError: MLP has up=3. `up` must be a string or a list (each a string). Correct it in the
-    policy.
+    shardformer.errors.PolicyError: MLP has down=3. `down` must be a string. Correct it in the policy.
     """
     kind: Any = type(thing)
     for item in fields(thing):

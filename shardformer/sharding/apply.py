@@ -196,14 +196,9 @@ class Sharder:
             blocks = self._apply(plan)
         if waits:
             materialize_parameters(self.model, self.context.device)
-        structure = forward_checks.ModuleFingerprint(
-            self.model, list(forward_checks.local_input_modules(plan, self.state, is_cut=self.is_cut))
-        )
-        caches = forward_checks.CacheHeads.of(
-            self.model, plan.blocks if self.is_cut else (), self.context.tensor, self.grid
-        )
+        uses_context_parallel, is_cut = self.config.uses_context_parallel, self.is_cut
         forward_checks.ForwardChecks(
-            self.model, self.state, structure, caches, is_cut=self.is_cut or self.config.uses_context_parallel
+            self.model, plan, self.state, self.grid, is_cut=is_cut, uses_context_parallel=uses_context_parallel
         )
         return blocks
 

@@ -108,7 +108,7 @@ def _read_announcements(store: Any, other: int, own: _Announcement, deadline: fl
                     remedy=f"Fix the error of process {other}",
                 )
             problem = f"Process {other} did not reach shard_model for {own.group}, but process {me} did"
-            return _other_group(LostPeerError, problem) if is_member else None
+            return LostPeerError(problem, remedy=SAME_GROUP) if is_member else None
         announced = _Announcement(*json.loads(store.get(key)))
         is_about_us = me in announced.ranks
         if is_about_us and not is_member and not own.problem:
@@ -123,16 +123,12 @@ def _read_announcements(store: Any, other: int, own: _Announcement, deadline: fl
             )
         if is_about_us and announced != own:
             problem = f"Process {me} shards over {own.group}, but its member process {other} over {announced.group}"
-            return _other_group(ConfigError, problem)
+            return ConfigError(problem, remedy=SAME_GROUP)
         if is_about_us or not is_member:
             return None
 
 
-def _other_group(kind: type[ShardFormerError], problem: str) -> ShardFormerError:
-    return kind(
-        problem,
-        remedy="Pass the same group, with the ranks in the same order, on all of its members",
-    )
+SAME_GROUP = "Pass the same group, with the ranks in the same order, on all of its members"
 
 
 def _wait_for_key(store: Any, key: str, deadline: float | None, other: int) -> tuple[bool, str]:
@@ -235,12 +231,12 @@ def referenced_elsewhere(model: nn.Module) -> set[int]:
 
 
 def _reference_counts(model: nn.Module) -> list[tuple[int, int]]:
-    held: list[tuple[int, int]] = []
+    counts: list[tuple[int, int]] = []
     for module in model.modules():
         for p in module._parameters.values():
             if p is not None:
-                held.append((id(p), sys.getrefcount(p)))
-    return held
+                counts.append((id(p), sys.getrefcount(p)))
+    return counts
 
 
 def check_no_optimizer(model: nn.Module, plan: ShardingPlan, stages: Stages | None, outside: Collection[int]) -> None:

@@ -7,7 +7,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, zip_longest
+from itertools import accumulate, groupby, zip_longest
 from math import prod
 from typing import Any
 
@@ -40,7 +40,11 @@ def table(head: tuple[str, ...], rows: Sequence[TableRow], layers: Mapping[str, 
       t     9    5   1 of 2
     """
     lines: list[tuple[str, ...]] = [head]
-    for section, members in _sections(rows):
+    sections: dict[str, list[TableRow]] = {"": []}
+    for path, cells, count in rows:
+        section = _section(path)
+        sections.setdefault(section, []).append((_inside(section, path), cells, count))
+    for section, members in sections.items():
         if section:
             count = layers.get(section, 0)
             lines.append((f"{section}: {count} layer{'' if count == 1 else 's'}",))
@@ -64,14 +68,11 @@ def align_columns(lines: Sequence[Sequence[str]], numbers: int | None = None) ->
 
 def wrapped(names: str, width: int, together: str = "(?<=:) ") -> list[str]:
     """Wrap names to ``width``. Spaces that match ``together`` do not break, and a long path breaks at a dot."""
-    words = [_in_two(word, width) for word in re.sub(together, "\xa0", names).split(" ")]
-    lines = textwrap.wrap(" ".join(words), width, break_long_words=False, break_on_hyphens=False)
+    words = re.sub(together, "\xa0", names).split(" ")
+    breaks = [word.rfind(".", 0, width) + 1 if len(word) > width else 0 for word in words]
+    text = " ".join(f"{word[:at]} {word[at:]}" if at else word for word, at in zip(words, breaks, strict=True))
+    lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
     return [line.replace("\xa0", " ") for line in lines]
-
-
-def _in_two(path: str, width: int) -> str:
-    at = path.rfind(".", 0, width) + 1 if len(path) > width else 0
-    return f"{path[:at]} {path[at:]}" if at else path
 
 
 def replicated_rows(parameters: Iterable[tuple[str, str, int, float]]) -> list[TableRow]:
@@ -109,14 +110,6 @@ def _inside(section: str, path: str) -> str:
     return path[len(section) :].lstrip(".") or "the layer itself" if section else path
 
 
-def _sections(rows: Sequence[TableRow]) -> list[tuple[str, list[TableRow]]]:
-    found: dict[str, list[TableRow]] = {"": []}
-    for path, cells, count in rows:
-        section = _section(path)
-        found.setdefault(section, []).append((_inside(section, path), cells, count))
-    return [(section, members) for section, members in found.items() if members]
-
-
 def _merged(rows: Sequence[TableRow], num_layers: int) -> list[tuple[str, tuple[str, ...]]]:
     """Merge adjacent rows of one module with equal cells into one line: ``attn.q, k, v``."""
 
@@ -128,14 +121,9 @@ def _merged(rows: Sequence[TableRow], num_layers: int) -> list[tuple[str, tuple[
     for _, neighbours in groupby(rows, key):
         (first, cells, count), *others = neighbours
         names = [first, *(path.rpartition(".")[2] for path, *_ in others)]
-        out.append((", ".join(names), (*cells, _how_many(count, num_layers))))
+        how_many = f"{count} of {num_layers}" if count < num_layers else f"{count} times"
+        out.append((", ".join(names), (*cells, "" if count == num_layers else how_many)))
     return out
-
-
-def _how_many(count: int, num_layers: int) -> str:
-    if count == num_layers:
-        return ""
-    return f"{count} of {num_layers}" if count < num_layers else f"{count} times"
 
 
 WIDTH, BESIDE_WIDTH = 46, 38
@@ -237,23 +225,17 @@ def shared_lines(stages: Stages) -> list[str]:
         groups.setdefault(held, {}).setdefault(first, []).append(name)
     lines = []
     for held, tensors in groups.items():
-        names = [_with_aliases(first, aliases) for first, aliases in tensors.items()]
+        names = []
+        for first, aliases in tensors.items():
+            others = " and ".join(name for name in aliases if name != first)
+            names.append(f"{first} ({others})" if others else first)
         if len(names) > MOST_NAMED:
             everything = [name for aliases in tensors.values() for name in aliases]
             names = [f"all of {', '.join(modules_of(everything, stages.parameters))}"]
-        text = f"Stages {_listed(held)} share {', '.join(names)} and sum the gradients."
+        *most, last = map(str, held)
+        text = f"Stages {', '.join(most)} and {last} share {', '.join(names)} and sum the gradients."
         lines += textwrap.wrap(text, TEXT_WIDTH, break_on_hyphens=False)
     return lines
-
-
-def _with_aliases(first: str, aliases: Iterable[str]) -> str:
-    others = [name for name in aliases if name != first]
-    return f"{first} ({' and '.join(others)})" if others else first
-
-
-def _listed(numbers: Iterable[int]) -> str:
-    *most, last = map(str, numbers)
-    return f"{', '.join(most)} and {last}"
 
 
 def abbreviate_paths(paths: Sequence[str]) -> list[str]:
@@ -295,9 +277,8 @@ def modules_of(names: Collection[str], every: Mapping[str, object]) -> list[str]
 
 
 def _ancestors(name: str) -> list[str]:
-    """``a``, ``a.b``, ``a.b.c`` of ``a.b.c``."""
-    parts = name.split(".")
-    return [".".join(parts[: i + 1]) for i in range(len(parts))]
+    """Return ``a``, ``a.b``, ``a.b.c`` for ``a.b.c``."""
+    return list(accumulate(name.split("."), "{}.{}".format))
 
 
 @dataclass(frozen=True)
@@ -362,14 +343,12 @@ def describe_sharding(model: nn.Module) -> ShardingDescription:
     rows: Counter[tuple[str, str, str, str, str]] = Counter()
     changes: Counter[tuple[str, str, str]] = Counter()
     for r in state.replacements:
-        if stages is not None and stages.is_elsewhere(r.path):
-            continue
-        shapes = cut.get(r.path) if r.kind == "module" else None
-        change = (pattern(r.path) or type(model).__name__, r.before, r.after)
-        if shapes is None:
-            changes[change] += 1
-        else:
-            rows[*change, *shapes] += 1
+        if stages is None or not stages.is_elsewhere(r.path):
+            change = (pattern(r.path) or type(model).__name__, r.before, r.after)
+            if r.kind == "module" and r.path in cut:
+                rows[*change, *cut[r.path]] += 1
+            else:
+                changes[change] += 1
     whole: dict[tuple[str, str], tuple[int, int]] = {}
     for name, p in model.named_parameters():
         if not specs[name].is_sharded:
@@ -393,9 +372,12 @@ def describe_sharding(model: nn.Module) -> ShardingDescription:
 
 def _title(model: nn.Module, state: ShardingMetadata, total: int) -> str:
     local = sum(p.numel() for p in model.parameters())
-    given = [name for name, value in state.request.options.items() if value is True]
-    effect = [n for n in given if n != "enable_tensor_parallelism" or state.context.tensor.size > 1]
-    on = ", ".join(name.removeprefix("enable_").replace("_", " ") for name in effect)
+    enabled = [name for name, value in state.request.options.items() if value is True]
+    on = ", ".join(
+        name.removeprefix("enable_").replace("_", " ")
+        for name in enabled
+        if name != "enable_tensor_parallelism" or state.context.tensor.size > 1
+    )
     return (
         f"{type(model).__name__} over {state.context}, by {state.request.source}\n"
         + (f"on: {on}\n" if on else "")
@@ -407,16 +389,14 @@ def _pattern(model: nn.Module, path: str, layers: dict[str, int], stages: Stages
     """Replace the layer index in ``path`` by ``*``, and store the number of these layers in ``layers``."""
     out: list[str] = []
     module: Any = model
-    for at, part in enumerate(path.split(".")):
-        before = path.split(".")[:at]
-        siblings = list(module.children()) if part.isdigit() and isinstance(module, nn.Module) else []
-        if siblings and len({type(m) for m in siblings}) == 1:
-            out.append("*")
-            if ".".join(out) not in layers:
-                names = [".".join([*before, name]) for name, _ in module.named_children()]
-                layers[".".join(out)] = sum(stages is None or not stages.is_elsewhere(name) for name in names)
-        else:
-            out.append(part)
+    parts = path.split(".")
+    for at, part in enumerate(parts):
+        siblings = dict(module.named_children()) if part.isdigit() and isinstance(module, nn.Module) else {}
+        is_layer = len({type(m) for m in siblings.values()}) == 1
+        out.append("*" if is_layer else part)
+        if is_layer and ".".join(out) not in layers:
+            names = [".".join([*parts[:at], name]) for name in siblings]
+            layers[".".join(out)] = sum(stages is None or not stages.is_elsewhere(name) for name in names)
         module = getattr(module, part, None)
     return ".".join(out)
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -27,6 +28,7 @@ from shardformer.errors import ConfigError, InputError
 from shardformer.layout.sharding_metadata import ShardingMetadata, metadata_of, sharded_parameters
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.tensor_grid import TensorGrid
+from shardformer.module_paths import get_at
 from shardformer.pipeline.stage_manager import ALL_LAYER_OUTPUTS, ALL_LAYER_OUTPUTS_REASON
 from shardformer.policies.module_descriptions import BlockDescription
 from shardformer.sharding.plan import ShardingPlan
@@ -38,49 +40,26 @@ LOCAL_HEADS = "_shardformer_heads"
 """Attribute that marks a cache with only this rank's heads."""
 
 
-@dataclass(frozen=True)
-class Heads:
-    """KV heads of one layer.
-
-    Args:
-        total: number of heads on all ranks.
-        own: indices of the heads that this rank's forward reads, in its order.
-    """
-
-    total: int
-    own: tuple[int, ...]
-
-    def of(self, x_BNSD: Tensor, axis: Axis) -> Tensor:
-        """Select this rank's heads from keys or values with all heads."""
-        whole = copy_to_tp_region(x_BNSD, axis) if x_BNSD.requires_grad and torch.is_grad_enabled() else x_BNSD
-        return whole.index_select(1, torch.tensor(self.own, device=whole.device))
-
-
 class CacheHeads:
     """Converts the KV caches that a sharded model is called with.
 
     Args:
+        model: its attentions have a ``layer_idx``, as in transformers.
         axis: the axis that shards the heads.
-        layers: ``layer_idx`` of an attention -> its heads.
     """
 
-    def __init__(self, axis: Axis, layers: Mapping[int, Heads]) -> None:
-        self._axis, self._layers = axis, layers
-
-    @classmethod
-    def of(
-        cls, model: nn.Module, blocks: Sequence[tuple[str, BlockDescription]], axis: Axis, grid: TensorGrid | None
-    ) -> CacheHeads:
-        """Create it for a model whose attentions have a ``layer_idx``, as in transformers."""
-        layers: dict[int, Heads] = {}
+    def __init__(
+        self, model: nn.Module, blocks: Sequence[tuple[str, BlockDescription]], axis: Axis, grid: TensorGrid | None
+    ) -> None:
+        self._axis = axis
+        self._layers: dict[int, tuple[int, tuple[int, ...]]] = {}  # layer_idx -> (number of heads, this rank's heads)
         for _, block in blocks:
             arguments = block.arguments
             number = None if arguments is None else getattr(model.get_submodule(arguments.at), "layer_idx", None)
             if arguments is not None and type(number) is int and arguments.kv_heads[0]:
                 # unknown: two attentions with one index, or shards of a grid
-                known = number in layers or grid is not None
-                layers[number] = Heads(0, ()) if known else Heads(*arguments.kv_heads)
-        return cls(axis, layers)
+                is_unknown = number in self._layers or grid is not None
+                self._layers[number] = (0, ()) if is_unknown else arguments.kv_heads
 
     def enter(self, model: nn.Module, values: Sequence[Any]) -> None:
         """Select this rank's heads in caches that hold all heads. Call it before a forward.
@@ -107,20 +86,21 @@ class CacheHeads:
             raise self._unsupported_cache(model, f"a {type(cache).__name__}")
         new: list[tuple[Any, str, Tensor]] = []
         for number, layer in enumerate(found):
-            heads = self._layers.get(number)
-            for name in ("keys", "values"):
+            for name in ("keys", "values") if number in self._layers else ():
+                total, own = self._layers[number]
                 x = getattr(layer, name, None)
-                if heads is None or not isinstance(x, Tensor) or not x.numel():
+                if not isinstance(x, Tensor) or not x.numel():
                     continue
-                if x.dim() == 4 and x.shape[1] == heads.total:
-                    new.append((layer, name, heads.of(x, self._axis)))
-                elif x.dim() != 4 or x.shape[1] != len(heads.own):
+                if x.dim() == 4 and x.shape[1] == total:
+                    full = copy_to_tp_region(x, self._axis) if x.requires_grad and torch.is_grad_enabled() else x
+                    new.append((layer, name, full.index_select(1, torch.tensor(own, device=x.device))))
+                elif x.dim() != 4 or x.shape[1] != len(own):
                     raise self._unsupported_cache(model, f"{name} of the shape {tuple(x.shape)} for layer {number}")
         for layer, name, x in new:
             setattr(layer, name, x)
 
     def _unsupported_cache(self, model: nn.Module, what: str) -> ConfigError:
-        counts = sorted({heads.total for heads in self._layers.values()} - {0})
+        counts = sorted({total for total, _ in self._layers.values()} - {0})
         shape = f"(batch, {' or '.join(map(str, counts))}, length, head dim)" if counts else "unknown"
         return ConfigError(
             f"{type(model).__name__}, sharded over {self._axis.size} tensor ranks, does not support {what} as a cache",
@@ -133,8 +113,8 @@ OF_LIBRARIES = ("shardformer", "torch", "transformers", "timm", "accelerate")
 """Hooks of these libraries do not read the values, or have their own checks."""
 INPUT_HOOK_TABLES = ("_forward_pre_hooks", "_backward_hooks")
 """Tables of hooks that receive the input of a module, or its gradient."""
+OUTPUT_HOOK_TABLES = tuple(table for table in MODULE_HOOK_TABLES if table not in INPUT_HOOK_TABLES)
 HOOK_OUTSIDE = "hook the model or a module after the final norm instead"
-ModuleMarks = list[tuple[Any, ...]]
 _hook_tables_of = attrgetter(*MODULE_HOOK_TABLES)
 
 
@@ -145,7 +125,7 @@ class ModuleFingerprint:
         parts: modules whose input or output is local to this rank.
     """
 
-    def __init__(self, model: nn.Module, parts: Sequence[LocalInputModule]) -> None:
+    def __init__(self, model: nn.Module, parts: Iterable[LocalInputModule]) -> None:
         self._parts = {part.path: part for part in parts}
         self._modules = list(model.modules())
         self._params = _params_of(model)
@@ -153,7 +133,9 @@ class ModuleFingerprint:
         self._check_hooks(model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleFingerprint:
-        return _CopiedModuleFingerprint(self._parts)  # takes the fingerprint at the first call
+        new = object.__new__(ModuleFingerprint)  # takes the fingerprint of the copied model at its first call
+        new._parts, new._params, new._modules, new._marks = self._parts, {}, [], [()]
+        return new
 
     def check(self, model: nn.Module) -> None:
         """Raise ConfigError if the model changed in a way that makes the sharded model wrong."""
@@ -166,7 +148,7 @@ class ModuleFingerprint:
         self._modules = list(model.modules())
         self._marks = self._current_marks()
 
-    def _current_marks(self) -> ModuleMarks:
+    def _current_marks(self) -> list[tuple[Any, ...]]:
         return [
             (
                 *map(id, module._modules.values()),
@@ -181,7 +163,7 @@ class ModuleFingerprint:
 
     def _check_params(self, model: nn.Module) -> None:
         now = _params_of(model)
-        if _count_by_local_name(now) == _count_by_local_name(self._params):
+        if not self._params or _count_by_local_name(now) == _count_by_local_name(self._params):
             self._params = now  # same parameters under new names, as in a wrapper
             return
         new = [name for name, p in now.items() if p not in self._params.values()]
@@ -197,14 +179,13 @@ class ModuleFingerprint:
 
     def _check_hooks(self, model: nn.Module) -> None:
         for path, part in self._parts.items():
-            module = _find_submodule(model, path)
-            if module is None:
-                continue
-            for hook in _hooks_of(module, part.hooks):
+            module = get_at(model, path)
+            tables = [getattr(module, table) for table in part.hooks] if isinstance(module, nn.Module) else []
+            for hook in chain.from_iterable(table.values() for table in tables):
                 if not is_of_library(hook) and not getattr(hook, "sees_parts", False):
+                    name = getattr(hook, "__qualname__", type(hook).__name__)
                     raise ConfigError(
-                        f"The hook {_name_of(hook)} on {path} ({type(module).__name__}) would receive local values: "
-                        f"{part.why}",
+                        f"The hook {name} on {path} ({type(module).__name__}) would receive local values: {part.why}",
                         remedy=f"Remove the hook before calling the model, {part.instead}, or use the plain model. "
                         "If the hook can handle local values, set hook.sees_parts = True",
                     )
@@ -239,24 +220,6 @@ class LocalInputModule:
     instead: str = "hook the full attention or MLP instead"
 
 
-class _CopiedModuleFingerprint(ModuleFingerprint):
-    """Fingerprint of a copied model, taken at its first call."""
-
-    def __init__(self, parts: dict[str, LocalInputModule]) -> None:
-        self._parts, self._params, self._modules = parts, {}, []
-        self._marks = [()]
-
-    def _check_params(self, model: nn.Module) -> None:
-        if self._params:
-            super()._check_params(model)
-        self._params = _params_of(model)
-
-
-def _params_of(model: nn.Module) -> dict[str, int]:
-    """Return name -> id of each parameter, without placeholders for parameters of other stages."""
-    return {name: id(p) for name, p in nn.Module.named_parameters(model, remove_duplicate=False)}
-
-
 def local_input_modules(plan: ShardingPlan, state: ShardingMetadata, *, is_cut: bool) -> Iterator[LocalInputModule]:
     """Yield the modules whose input or output is local to this rank."""
     cuts = [cut for cut in state.activations.shards if state.context.sizes.get(cut.axis, 1) > 1]
@@ -284,9 +247,7 @@ def move_hooks_after_stack(model: nn.Module, plan: ShardingPlan) -> None:
 def _in_block(model: nn.Module, block: BlockDescription) -> Iterator[LocalInputModule]:
     why = "inside a block each tensor rank has only its own heads or features"
     if not block.holds_exit:  # the output of the entry and the input of modules around the exit are local
-        yield LocalInputModule(
-            block.entry, why, tuple(table for table in MODULE_HOOK_TABLES if table not in INPUT_HOOK_TABLES)
-        )
+        yield LocalInputModule(block.entry, why, OUTPUT_HOOK_TABLES)
         ends = block.row.split(".")
         for path in (".".join(ends[:n]) for n in range(1, len(ends) + 1)):
             if not f"{block.entry}.".startswith(f"{path}."):
@@ -309,16 +270,13 @@ def _check_shapes(model: nn.Module) -> None:
             )
 
 
+def _params_of(model: nn.Module) -> dict[str, int]:
+    """Return name -> id of each parameter, without placeholders for parameters of other stages."""
+    return {name: id(p) for name, p in nn.Module.named_parameters(model, remove_duplicate=False)}
+
+
 def _count_by_local_name(params: dict[str, int]) -> Counter[tuple[str, int]]:
-    """Count (name in its module, id) of each parameter."""
     return Counter((name.rpartition(".")[2], p) for name, p in params.items())
-
-
-def _find_submodule(model: nn.Module, path: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(path)
-    except AttributeError:
-        return None
 
 
 def _instance_forward_id(module: nn.Module) -> int:
@@ -329,21 +287,12 @@ def _instance_forward_id(module: nn.Module) -> int:
     return 0 if forward is None or is_ours or is_of_class else id(forward)
 
 
-def _hooks_of(module: nn.Module, tables: Sequence[str]) -> Iterator[Callable[..., Any]]:
-    for table in tables:
-        yield from getattr(module, table).values()
-
-
 def is_of_library(hook: Any) -> bool:
     while isinstance(hook, functools.partial):
         hook = hook.func
     owner = getattr(hook, "__self__", None)
     named = hook if hasattr(hook, "__module__") and owner is None else type(owner if owner is not None else hook)
     return str(getattr(named, "__module__", "")).partition(".")[0] in OF_LIBRARIES
-
-
-def _name_of(hook: Any) -> str:
-    return getattr(hook, "__qualname__", type(hook).__name__)
 
 
 TOLERANCE = 1e-3
@@ -370,9 +319,7 @@ class _CompareGradients(Function):
         return grad, None, None
 
 
-def compare_gradients(
-    args: tuple[Any, ...], kwargs: dict[str, Any], axis: Axis
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def compare_gradients(args: tuple[Any, ...], kwargs: dict[str, Any], axis: Axis) -> Any:
     """Return the inputs with hooks that compare their gradients between ranks; None if no input requires a gradient.
 
     Communicates two numbers in the backward for each input that requires a gradient. The backward raises InputError on
@@ -386,12 +333,9 @@ def compare_gradients(
         return None
 
     def marked(path: Any, x: Any) -> Any:
-        name = keystr(path[1:]).strip("[]'")
-        out: Any = _CompareGradients.apply(x, name, axis) if trains(x) else x
-        return out
+        return _CompareGradients.apply(x, keystr(path[1:]).strip("[]'"), axis) if trains(x) else x
 
-    changed: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_with_path(marked, (args, kwargs))
-    return changed
+    return tree_map_with_path(marked, (args, kwargs))
 
 
 class ForwardChecks:
@@ -405,17 +349,19 @@ class ForwardChecks:
     def __init__(
         self,
         model: nn.Module,
+        plan: ShardingPlan,
         state: ShardingMetadata,
-        structure: ModuleFingerprint,
-        caches: CacheHeads,
+        grid: TensorGrid | None,
         *,
         is_cut: bool,
+        uses_context_parallel: bool,
     ) -> None:
-        self._state, self._structure, self._is_cut = state, structure, is_cut  # first, so that pickle raises its error
+        self._state, self._is_cut = state, is_cut or uses_context_parallel  # first, so that pickle raises its error
+        self._structure = ModuleFingerprint(model, local_input_modules(plan, state, is_cut=is_cut))
+        self._caches = CacheHeads(model, plan.blocks if is_cut else (), state.context.tensor, grid)
         # Not compiled: it runs once or communicates. Disabled for this model only, because sharding another model
         # must not change what this one was compiled with.
         self._eager: Callable[..., None] = torch.compiler.disable(ForwardChecks._check)
-        self._caches = caches
         self._compared = not state.request.extra.get("check_inputs", True) or state.same_batch_axis.size == 1
         model.register_forward_pre_hook(self._before, with_kwargs=True)
         model.register_forward_hook(self._after, with_kwargs=True)
@@ -461,18 +407,15 @@ class ForwardChecks:
         In generation, later tokens skip the check because the first tokens were compared.
         """
         in_pipeline = self._state.stages is not None and self._state.stages.is_running
-        if in_pipeline or current_graph_task_id() >= 0:
-            return False
-        if not model.training and any(map(holds_tokens, caches_in(kwargs.values()))):
+        continues = not model.training and any(map(holds_tokens, caches_in(kwargs.values())))
+        if in_pipeline or continues or current_graph_task_id() >= 0:
             return False
         return self._is_cut and (model.training or self._state.monitor is not None)
 
     def _check_called_by_pipeline(self, model: nn.Module) -> None:
         """Raise ConfigError if one stage is called directly, without the pipeline that passes activations."""
         stages = self._state.stages
-        if stages is None or stages.manager.num_stages == 1:
-            return
-        if stages.stage_forward is None or stages.is_running:
+        if stages is None or stages.manager.num_stages == 1 or stages.stage_forward is None or stages.is_running:
             return
         raise ConfigError(
             f"This {type(model).__name__} was called directly on pipeline stage {stages.manager.stage} of "
@@ -503,8 +446,7 @@ class ForwardChecks:
                     rule="Each stage has the keys and values of its own layers only",
                     remedy="Remove the pipe axis for a model that is called with a KV cache",
                 )
-            trains = any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(value))
-            if trains and torch.is_grad_enabled():
+            if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(value)):
                 raise ConfigError(
                     f"The input {name} requires a gradient, which a pipeline does not support",
                     rule="A stage computes gradients of its own parameters, and most inputs reach only the first stage",
@@ -512,25 +454,18 @@ class ForwardChecks:
                 )
 
     def _refuse_outputs(self, model: nn.Module, kwargs: Mapping[str, Any]) -> None:
-        cuts = [cut.dim for cut in self._state.activations.shards]
+        cuts = " and ".join(cut.dim for cut in self._state.activations.shards)
         settings, in_stages = getattr(model, "config", None), self._state.context.pipe.size > 1
-        for name, when, why in (
+        local_states = f"Between the blocks each rank has a shard of the {cuts}"
+        for name, is_refused, why in (
             ("output_attentions", self._is_cut, "Each tensor rank has only its own attention heads"),
-            (
-                "output_hidden_states",
-                bool(cuts),
-                f"Between the blocks each rank has a shard of the {' and '.join(cuts)}",
-            ),
-            (
-                "output_router_logits",
-                bool(cuts),
-                "The router loss needs all tokens, but each rank has only some",
-            ),
+            ("output_hidden_states", cuts, local_states),
+            ("output_router_logits", cuts, "The router loss needs all tokens, but each rank has only some"),
             *((name, in_stages, ALL_LAYER_OUTPUTS_REASON) for name in ALL_LAYER_OUTPUTS),
             ("use_cache", in_stages, "Each stage keeps only the keys and values of its own layers"),
         ):
-            asked = kwargs.get(name, False if name == "use_cache" else None)
-            if when and (getattr(settings, name, False) if asked is None else asked):
+            value = kwargs.get(name, False if name == "use_cache" else None)
+            if is_refused and (getattr(settings, name, False) if value is None else value):
                 raise ConfigError(
                     f"{name}=True is not supported on a model sharded over {self._state.context}",
                     rule=why,
