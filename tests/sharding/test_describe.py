@@ -34,7 +34,7 @@ GPT2LMHeadModel over tensor=2, by the registered family 'gpt2'
 on: tensor parallelism, fused normalization
 42,140 parameters, 22,966 of them on this rank (54.5%)
 
-cut              was        is                        full      on this rank
+sharded          before     after                     full      on this rank
 transformer.wte  Embedding  VocabParallelEmbedding1D  127 x 48  64 x 48
 lm_head          Linear     VocabParallelLMHead1D     127 x 48  64 x 48
 transformer.h.*: 2 layers
@@ -43,20 +43,20 @@ transformer.h.*: 2 layers
   mlp.c_fc       Conv1D     Linear1D_Col              48 x 70   48 x 35
   mlp.c_proj     Conv1D     Linear1D_Row              70 x 48   35 x 48
 
-changed            was        is
+changed            before     after
 transformer.ln_f   LayerNorm  FusedLayerNorm
 transformer.h.*: 2 layers
   attn.split_size  48         24
   ln_1, ln_2       LayerNorm  FusedLayerNorm
 
-whole on every rank              shape    8.9% of all
+replicated on every rank         shape    8.9% of all
 transformer.wpe: weight          64 x 48  7.3%
 transformer.ln_f: weight, bias   48       0.2%
 transformer.h.*: 2 layers
   ln_1, ln_2: weight, bias       48       0.9%
   attn.c_proj, mlp.c_proj: bias  48       0.5%
 
-save_pretrained writes full weights; resize_token_embeddings is refused.
+save_pretrained writes full weights. resize_token_embeddings is not supported.
 """
 
 
@@ -121,15 +121,15 @@ GPT2LMHeadModel over pipe=2, tensor=2, by the registered family 'gpt2'
 on: tensor parallelism
 75,016 parameters, 22,870 of them on this rank (30.5%)
 
-stage  virtual  layers              beside them                       parameters  of all   cost  recomputed
-0      0, 2     transformer.h.0, 2  transformer.wte, transformer.wpe      42,044   56.0%  45.6%           2
-1      1, 3     transformer.h.1, 3  transformer.ln_f, lm_head             39,068   52.1%  54.4%           2
+stage  virtual  layers              other modules                     parameters  share   cost  recomputed
+0      0, 2     transformer.h.0, 2  transformer.wte, transformer.wpe      42,044  56.0%  45.6%           2
+1      1, 3     transformer.h.1, 3  transformer.ln_f, lm_head             39,068  52.1%  54.4%           2
 
-schedule interleaved: if stages take equally long, they are idle 11% of the time with 4 micro-batches, 3% with 16.
-In order they hold the activations of 5, 3 micro-batches, each in one virtual stage.
-transformer.wte.weight, which is lm_head.weight, is held by stages 0 and 1; its gradients are summed.
+schedule interleaved: with stages of equal cost, a stage is idle 11% of the time with 4 micro-batches and 3% with
+16. The stages keep the activations of 5, 3 micro-batches, each in one virtual stage.
+Stages 0 and 1 share transformer.wte.weight (lm_head.weight) and sum the gradients.
 
-cut              was        is                        full      on this rank
+sharded          before     after                     full      on this rank
 transformer.wte  Embedding  VocabParallelEmbedding1D  127 x 48  64 x 48
 transformer.h.*: 2 layers
   attn.c_attn    Conv1D     Linear1D_Col              48 x 144  48 x 72
@@ -167,7 +167,7 @@ def test_the_rows_of_stages_are_what_each_of_them_holds(pool2: WorkerPool, famil
         assert row.share == pytest.approx(here / total) and row.checkpointed == 0 and "recomputed" not in text
     assert sum(row.cost for row in rows) == pytest.approx(1)
     both = pages[0][2].keys() & pages[1][2].keys()
-    assert ("held by stages 0 and 1" in " ".join(pages[0][0].split())) == (sum(row.parameters for row in rows) > total)
+    assert ("Stages 0 and 1 share" in " ".join(pages[0][0].split())) == (sum(row.parameters for row in rows) > total)
     assert all(name.rpartition(".")[0] in pages[0][0] or "layer_groups" in name for name in both)
 
 
