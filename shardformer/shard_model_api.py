@@ -28,8 +28,7 @@ from shardformer.sharding.apply_context_parallel import choose_ring_sizes, is_ex
 from shardformer.sharding.checks import check_unsharded
 from shardformer.sharding.plan import ShardingPlan
 from shardformer.torch_compat import without_fake_tensors
-from shardformer.weights.save_pretrained import install_saving
-from shardformer.weights.state_dict import install_loading
+from shardformer.weights.save_pretrained import install_saving_and_loading
 
 
 def shard_in_place(
@@ -63,8 +62,7 @@ def shard_in_place(
     with sharder.restoring_on_error():
         explain = partial(check_same_files, model, sharder.context)
         shared_params = sharder.shard(collective_call(sharder.context, plan, sharder.lines, explain=explain))
-        install_saving(sharder.model, sharder.state)
-        install_loading(sharder.model)
+        install_saving_and_loading(sharder.model, sharder.state)
         then(sharder.model)
     return sharder.model, shared_params
 

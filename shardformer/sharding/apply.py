@@ -18,6 +18,7 @@ from shardformer.consistency.initial_weights import broadcast_random_state, mode
 from shardformer.consistency.rank_divergence import ConsistencyMonitor
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.gradients.clipping import patch_clip_grad_norm
+from shardformer.kernels.attention_registration import use_flash_attention
 from shardformer.layout.activation_layout import ActivationLayout
 from shardformer.layout.sharding_metadata import ShardingMetadata, ShardingRequest, sharded_parameters
 from shardformer.mesh.init_distributed import launch_from_torch
@@ -32,7 +33,7 @@ from shardformer.policies.module_descriptions import SubModuleReplacementDescrip
 from shardformer.policies.policy import Policy
 from shardformer.random_state import random_kept_on_error, uses_dropout
 from shardformer.sharding import apply_context_parallel, apply_tensor_grid, checks, forward_checks
-from shardformer.sharding.apply_kernels import apply_optimizations
+from shardformer.sharding.apply_kernels import fuse_activations, fuse_norms
 from shardformer.sharding.apply_tensor_parallel import InstalledBlock, install_gradient_reduction, install_regions
 from shardformer.sharding.plan import ShardingPlan, qualified_name
 from shardformer.tensor_parallel.parallel_module import ParallelModule, keep_hooks, shard_parameter
@@ -211,7 +212,13 @@ class Sharder:
             self.replace_module(plan)
         for target, source in legacy.bind_parameters(policy, self.model) if is_legacy else ():
             state.note(target, "own parameter", f"tied to {source}", kind="tie")
-        apply_optimizations(self.model, config, plan, state)
+        if config.enable_flash_attention and not config.uses_context_parallel:  # which has its own fused kernels
+            note = partial(state.note, kind="method")
+            state.notes.append(f"Attention: {use_flash_attention(self.model, state.context.device, note)}.")
+        if config.enable_fused_normalization:
+            fuse_norms(self.model, state)
+        if config.enable_jit_fused:
+            fuse_activations(self.model, plan, state)
         if self.grid is not None:
             state.notes.append(grid_summary(self.grid))
         draws = uses_dropout(self.model)

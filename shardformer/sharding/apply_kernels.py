@@ -5,19 +5,14 @@ from __future__ import annotations
 import importlib
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 from torch import nn
 
-from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError
-from shardformer.kernels.attention_registration import check_flash_attention, use_flash_attention
 from shardformer.kernels.fused_ops import defer_bias, fused_norm
 from shardformer.layout.sharding_metadata import ShardingMetadata
 from shardformer.module_paths import parent_of
-from shardformer.policies.policy import Policy
-from shardformer.sharding.apply_context_parallel import check_context
 from shardformer.sharding.plan import ShardingPlan
 from shardformer.tensor_parallel.layers import Linear1D_Col
 from shardformer.tensor_parallel.parallel_module import ParallelModule, keep_hooks
@@ -25,34 +20,6 @@ from shardformer.tensor_parallel.parallel_module import ParallelModule, keep_hoo
 # class names: WRITTEN_OUT use several operations where torch has one kernel; the other activations use one kernel
 WRITTEN_OUT = ("NewGELUActivation", "AccurateGELUActivation", "FastGELUActivation", "BloomGelu")
 ACTIVATIONS = (*WRITTEN_OUT, "GELU", "GELUActivation", "GELUTanh", "PytorchGELUTanh", "SiLU", "SiLUActivation", "ReLU")
-
-
-def check_optimizations(model: nn.Module, config: ShardConfig, policy: Policy) -> None:
-    """Raise ConfigError for an option that the model or this machine does not support. Changes nothing."""
-    if config.enable_sequence_parallelism and not policy.stacks():
-        raise ConfigError(
-            f"enable_sequence_parallelism=True needs a stack of layers, but {type(policy).__name__} has none",
-            remedy="Write the policy as roles (RolePolicy with a LayerStack), or disable sequence parallelism",
-        )
-    if config.uses_context_parallel:
-        check_context(model, policy.stacks(), config.resolve_context(), config.context_parallel, policy.notes)
-    if config.enable_flash_attention:
-        check_flash_attention(model, config.resolve_context().device)
-    if config.enable_fused_normalization:
-        check_norms(model)
-    if config.enable_jit_fused:
-        check_activations(model, config.resolve_context().device)
-
-
-def apply_optimizations(model: nn.Module, config: ShardConfig, plan: ShardingPlan, state: ShardingMetadata) -> None:
-    """Install the kernels that the options select, and record the replacements."""
-    if config.enable_flash_attention and not config.uses_context_parallel:  # context parallelism has its own kernels
-        replaced = partial(state.note, kind="method")
-        state.notes.append(f"Attention: {use_flash_attention(model, state.context.device, replaced)}.")
-    if config.enable_fused_normalization:
-        fuse_norms(model, state)
-    if config.enable_jit_fused:
-        fuse_activations(model, plan, state)
 
 
 def check_activations(model: nn.Module, device: torch.device) -> None:

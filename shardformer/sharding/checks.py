@@ -18,6 +18,7 @@ from torch import nn
 
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, LaunchError, PolicyError, ShardFormerError
+from shardformer.kernels.attention_registration import check_flash_attention
 from shardformer.layout.shard_spec import Coords, ShardSpec
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, PARENT_METADATA_ATTRIBUTE, sharded_parameters
 from shardformer.layout.tensor_relations import Group, Memory, overlapping, view_of
@@ -29,7 +30,8 @@ from shardformer.module_paths import find_configs
 from shardformer.pipeline.stage_manager import Stages
 from shardformer.policies import legacy
 from shardformer.policies.policy import Policy
-from shardformer.sharding.apply_kernels import check_optimizations
+from shardformer.sharding.apply_context_parallel import check_context
+from shardformer.sharding.apply_kernels import check_activations, check_norms
 from shardformer.sharding.plan import ShardingPlan, make_plan
 from shardformer.tensor_parallel.parallel_module import ParallelModule
 from shardformer.torch_compat import tensor_hooks_of
@@ -185,7 +187,19 @@ def make_checked_plan(model: nn.Module, policy: Policy, config: ShardConfig, *, 
     """
     policy.set_model(model)
     policy.set_shard_config(config)
-    check_optimizations(model, config, policy)
+    if config.enable_sequence_parallelism and not policy.stacks():
+        raise ConfigError(
+            f"enable_sequence_parallelism=True needs a stack of layers, but {type(policy).__name__} has none",
+            remedy="Write the policy as roles (RolePolicy with a LayerStack), or disable sequence parallelism",
+        )
+    if config.uses_context_parallel:
+        check_context(model, policy.stacks(), config.resolve_context(), config.context_parallel, policy.notes)
+    if config.enable_flash_attention:
+        check_flash_attention(model, config.resolve_context().device)
+    if config.enable_fused_normalization:
+        check_norms(model)
+    if config.enable_jit_fused:
+        check_activations(model, config.resolve_context().device)
     with record_changes(model):
         model = policy.preprocess() or model
     policy.set_model(model)

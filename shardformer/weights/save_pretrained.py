@@ -42,7 +42,7 @@ from shardformer.layout.sharding_metadata import ShardingMetadata, metadata_of
 from shardformer.public_names import renamed_parameters
 from shardformer.tensor_parallel.layers import Embedding1D, VocabParallelEmbedding1D
 from shardformer.transformers_compat import save_code
-from shardformer.weights.state_dict import full_state_dict
+from shardformer.weights.state_dict import full_state_dict, load_state_dict
 
 MAX_BYTES = 5 * 10**9
 """Maximum size of a weights file, unless one tensor is larger."""
@@ -273,8 +273,9 @@ def _config_to_save(model: Any) -> Any:
 _EMBEDDINGS = (nn.Embedding, VocabParallelEmbedding1D, Embedding1D)
 
 
-def install_saving(model: nn.Module, state: ShardingMetadata) -> None:
-    """Make ``save_pretrained`` and ``num_parameters`` of the sharded model use full weights. Submodules refuse them."""
+def install_saving_and_loading(model: nn.Module, state: ShardingMetadata) -> None:
+    """Make saving, loading and ``num_parameters`` of the sharded model use full weights. Submodules refuse saving."""
+    model.__dict__["load_state_dict"] = load_state_dict.__get__(model)
     for module in model.modules():
         own = _save_pretrained if module is model else _submodule_save_error
         for name, method in (("save_pretrained", own), ("resize_token_embeddings", _refuse_resize)):

@@ -16,12 +16,7 @@ from shardformer.layout.sharding_metadata import ShardingMetadata, metadata_of
 from shardformer.pipeline.stage_manager import Stages
 
 
-def install_loading(model: nn.Module) -> None:
-    """Let the sharded model load the plain model's state dict."""
-    model.__dict__["load_state_dict"] = _load_state_dict.__get__(model)
-
-
-def _load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+def load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
     """Load the plain model's state dict, of which each rank takes its shards, or the state dict of this rank.
 
     Communicates nothing. Raises ConfigError for the state dict of another model. The model is then unchanged.
