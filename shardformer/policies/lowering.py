@@ -12,23 +12,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardformer import module_paths as paths
 from shardformer.errors import ConfigError, PolicyError, did_you_mean
 from shardformer.layout.shard_spec import Split, even_bounds
 from shardformer.mesh.parallel_context import Axis
-from shardformer.module_paths import (
-    as_path_list,
-    existing_paths,
-    find_module,
-    get_at,
-    get_linear,
-    get_module,
-    join_path,
-    match_paths,
-    module_exists,
-    no_match_error,
-    num_features,
-    resolve_path,
-)
 from shardformer.policies.module_descriptions import (
     BlockArguments,
     BlockDescription,
@@ -80,23 +67,27 @@ class LayerLowering:
         least one layer has the exit.
         """
         names = [name for name, _ in self.layer.named_modules()]
-        has = bool(match_paths(role.at, names)) if "*" in role.at else find_module(self.layer, role.at) is not None
+        has = (
+            bool(paths.match_paths(role.at, names))
+            if "*" in role.at
+            else paths.find_module(self.layer, role.at) is not None
+        )
         if has and role.optional and (out := exit_path(role)) is not None:
-            has = find_module(self.layer, out) is not None
+            has = paths.find_module(self.layer, out) is not None
         if not has and not role.optional:
-            raise no_match_error(self.path, role.at, self.layer)
+            raise paths.no_match_error(self.path, role.at, self.layer)
         return has
 
     def mlps(self, mlp: MLP) -> ModulePolicyDescription:
         """Describe one MLP, or every MLP that matches a path with ``*``."""
         if "*" not in mlp.at:
             return self.mlp(mlp)
-        found = match_paths(mlp.at, [name for name, _ in self.layer.named_modules()])
+        found = paths.match_paths(mlp.at, [name for name, _ in self.layer.named_modules()])
         return merge_descriptions([self.mlp(replace(mlp, at=at)) for at in found])
 
     def mlp(self, mlp: MLP) -> ModulePolicyDescription:
-        ups = existing_paths(as_path_list(mlp.up), mlp.at, self.layer, self.path)
-        down = resolve_path(mlp.at, mlp.down)
+        ups = paths.existing_paths(paths.as_path_list(mlp.up), mlp.at, self.layer, self.path)
+        down = paths.resolve_path(mlp.at, mlp.down)
         width = self.features(down, out=False)
         fused = mlp.fused or max(self.features(ups[0], out=True) // width, 1)
         for up in ups:
@@ -109,9 +100,9 @@ class LayerLowering:
         self._check_width(width, ups[0])
         split, row = Split.fused([width] * fused, self.axis.size), Split.even(width, self.axis.size)
         description, block = self.block(mlp.at, {up: {"split": split} for up in ups}, down, row)
-        norms = [] if mlp.norm is None else [resolve_path(mlp.at, mlp.norm)]
-        norms = [norm.rstrip("?") for norm in norms if module_exists(self.layer, norm, self.path)]
-        norms = [norm for norm in norms if not isinstance(find_module(self.layer, norm), nn.Identity)]
+        norms = [] if mlp.norm is None else [paths.resolve_path(mlp.at, mlp.norm)]
+        norms = [norm.rstrip("?") for norm in norms if paths.module_exists(self.layer, norm, self.path)]
+        norms = [norm for norm in norms if not isinstance(paths.find_module(self.layer, norm), nn.Identity)]
         subs = description.sub_module_replacement or []
         subs += [LayerReplacement(norm, self.classes.norm, {"split": row}) for norm in norms]
         block.fuse_activation = fused == 1 and not norms
@@ -119,8 +110,8 @@ class LayerLowering:
         return description
 
     def experts(self, experts: Experts) -> ModulePolicyDescription:
-        module = get_module(self.layer, experts.at)
-        ups = as_path_list(experts.up)
+        module = paths.get_module(self.layer, experts.at)
+        ups = paths.as_path_list(experts.up)
         shapes = {
             name: tuple(self._require_stacked_parameter(module, experts, name).shape) for name in (*ups, experts.down)
         }
@@ -134,7 +125,7 @@ class LayerLowering:
         if experts.interleaved:
             up_split = Split.even(experts.fused * width, self.axis.size, experts.fused * unit)
         splits = dict.fromkeys(ups, up_split) | {experts.down: Split.even(width, self.axis.size, unit)}
-        parameters = {join_path(experts.at, name): {dims[name]: split} for name, split in splits.items()}
+        parameters = {paths.join_path(experts.at, name): {dims[name]: split} for name, split in splits.items()}
         block = BlockDescription(experts.at, [], experts.at, replicated_terms=experts.replicated_terms)
         attributes = {} if is_aligned else _eager_experts_config(module, experts.at)
         return ModulePolicyDescription(attribute_replacement=attributes, blocks=[block], parameters=parameters)
@@ -170,7 +161,7 @@ class LayerLowering:
         return ModulePolicyDescription(sub_module_replacement=subs, blocks=[block]), block
 
     def features(self, name: str, *, out: bool) -> int:
-        return num_features(get_linear(self.layer, name, self.path), out=out)
+        return paths.num_features(paths.get_linear(self.layer, name, self.path), out=out)
 
     def _check_width(self, width: int, up: str) -> None:
         if width < self.axis.size:
@@ -197,18 +188,18 @@ def _eager_experts_config(module: nn.Module, at: str) -> dict[str, Any]:
         return {}
     config = copy.deepcopy(config)
     config._experts_implementation = "eager"
-    return {join_path(at, "config"): config}
+    return {paths.join_path(at, "config"): config}
 
 
 def check_exits(stack: LayerStack, path: str, layers: Sequence[nn.Module]) -> None:
     """Raise PolicyError if no layer has the exit of an optional role, which would never be applied."""
     for role in stack.blocks:
         out = exit_path(role) if role.optional else None
-        there = [layer for layer in layers if find_module(layer, role.at) is not None]
-        if out is not None and there and all(find_module(layer, out) is None for layer in there):
+        there = [layer for layer in layers if paths.find_module(layer, role.at) is not None]
+        if out is not None and there and all(paths.find_module(layer, out) is None for layer in there):
             raise PolicyError(
-                f"{len(there)} layers have {join_path(path, '*', role.at)!r}, but none has its exit "
-                f"{join_path(path, '*', out)!r}",
+                f"{len(there)} layers have {paths.join_path(path, '*', role.at)!r}, but none has its exit "
+                f"{paths.join_path(path, '*', out)!r}",
                 remedy=did_you_mean(out, [name for name, _ in there[0].named_modules() if name])
                 + " Correct the path, or remove the role",
             )
@@ -334,7 +325,6 @@ class HeadLayout:
         return self._split([(h[0], h[-1] + 1) for h in held], unit)
 
     def _split(self, heads: Iterable[tuple[int, int]], unit: int | None) -> Split:
-        """Return the split for the (first, end) heads of each rank, repeated for each partition."""
         d = unit or self.head_dim
         partition = Split(tuple(((a * d, b * d),) for a, b in heads))
         return Split.stack([partition] * self.partitions, [partition.full] * self.partitions)
@@ -421,12 +411,11 @@ class AttentionLowering:
         return heads if heads is not None and heads < self.layer.axis.size and self.layer.is_stage else None
 
     def _head_count(self, source: int | str | None) -> int | None:
-        count = get_at(self._owner(source), source.removeprefix(".")) if isinstance(source, str) else source
+        count = paths.get_at(self._owner(source), source.removeprefix(".")) if isinstance(source, str) else source
         return count if isinstance(count, int) and count > 0 else None
 
     def _owner(self, source: str) -> Any:
-        """Return the object that has the field: the attention module, or the config."""
-        return get_module(self.layer.layer, self.role.at) if source.startswith(".") else self.config
+        return paths.get_module(self.layer.layer, self.role.at) if source.startswith(".") else self.config
 
     def _missing_count_error(self) -> PolicyError:
         source = self.num_heads
@@ -463,8 +452,7 @@ class AttentionLowering:
         return description
 
     def _path(self, name: str) -> str:
-        """Return a path of the role relative to the layer."""
-        return resolve_path(self.role.at, name)
+        return paths.resolve_path(self.role.at, name)
 
     def _add_local_attrs(self, description: ModulePolicyDescription, of_k: Mapping[str, Any]) -> dict[str, int]:
         """Add the entries of ``local_attrs`` to the description. Returns forward argument -> dim that counts heads.
@@ -478,7 +466,7 @@ class AttentionLowering:
         subs, classes, queries = description.sub_module_replacement or [], self.layer.classes, self.layout.query_split()
         for name, counted in self.role.local_attrs.items():
             path = self._path(name.rstrip("?"))
-            thing = get_at(self.layer.layer, path)
+            thing = paths.get_at(self.layer.layer, path)
             if isinstance(thing, Tensor):
                 self.role.local_attr_kind(name, "parameter")
                 parameters[path] = self.layout.parameter_split(path, thing, counted)
@@ -503,8 +491,8 @@ class AttentionLowering:
         return arguments
 
     def _missing_attr_error(self, name: str) -> PolicyError:
-        module = get_module(self.layer.layer, self.role.at)
-        owner = find_module(module, name.rpartition(".")[0]) or module
+        module = paths.get_module(self.layer.layer, self.role.at)
+        owner = paths.find_module(module, name.rpartition(".")[0]) or module
         known = [n for n in dir(owner) if n[:1] != "_"]
         return PolicyError(
             f"local_attrs={{{name!r}: ...}} names {self.layer.path}.{self._path(name)}, which does not exist",
@@ -567,7 +555,7 @@ def _existing_projections(projections: AttentionProjections, at: str, layer: nn.
     def existing(name: str | None) -> str | None:
         if name is None or not name.endswith("?"):
             return name
-        return name[:-1] if find_module(layer, resolve_path(at, name[:-1])) is not None else None
+        return name[:-1] if paths.find_module(layer, paths.resolve_path(at, name[:-1])) is not None else None
 
     if not any(
         [

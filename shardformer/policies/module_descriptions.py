@@ -213,7 +213,6 @@ def _is_of(origin: Any, kind: type) -> bool:
 
 
 def _nested_descriptions(value: Any) -> Iterator[Any]:
-    """Yield the descriptions in a field, which is a description or a list of them."""
     for each in value if isinstance(value, Sequence) and not isinstance(value, str) else [value]:
         if is_dataclass(each) and not isinstance(each, type) and type(each).__module__ in POLICY_MODULES:
             yield each

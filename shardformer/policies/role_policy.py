@@ -14,19 +14,9 @@ from typing import Any
 
 from torch import nn
 
+from shardformer import module_paths as paths
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.kernels.fused_ops import is_elementwise, norm_kind
-from shardformer.module_paths import (
-    as_path_list,
-    find_module,
-    get_module,
-    is_linear,
-    join_path,
-    match_paths,
-    module_exists,
-    no_match_error,
-    resolve_path,
-)
 from shardformer.pipeline.layer_sequence import LayerSequence, StackDescription
 from shardformer.policies.lowering import AttentionLowering, LayerLowering, LayerReplacement, check_exits
 from shardformer.policies.module_descriptions import (
@@ -143,17 +133,16 @@ class RolePolicy(Policy):
             "": merge_descriptions([self._embeddings_and_heads(), self._merged(self.unstacked_blocks, model)])
         }
         for stack, is_stage in self._present_stacks():
-            out |= self._layers(join_path(self.base, stack.layers), stack.blocks, is_stage)
+            out |= self._layers(paths.join_path(self.base, stack.layers), stack.blocks, is_stage)
         for path, policy in self._submodel_policies():
-            out |= {join_path(path, str(key)): d for key, d in checked_descriptions(policy).items()}
+            out |= {paths.join_path(path, str(key)): d for key, d in checked_descriptions(policy).items()}
             self.notes += policy.notes
         return out
 
     def _submodel_policies(self) -> list[tuple[str, Policy]]:
-        """Return (path, policy) of the submodules that are models themselves."""
         out = []
-        for path in [part.rstrip("?") for part in self.submodels if module_exists(self.model, part)]:
-            policy = self._policy_of(model := get_module(self.model, path), path)
+        for path in [part.rstrip("?") for part in self.submodels if paths.module_exists(self.model, part)]:
+            policy = self._policy_of(model := paths.get_module(self.model, path), path)
             policy.model, policy.shard_config, policy.axis = model, self.shard_config, self.axis
             out.append((path, policy))
         return out
@@ -169,10 +158,9 @@ class RolePolicy(Policy):
         )
 
     def _layers(self, path: str, blocks: Sequence[Role], is_stage: bool) -> dict[ModuleKey, ModulePolicyDescription]:
-        """Return path of a layer -> its description."""
-        layers = dict(get_module(self.model, path).named_children())
+        layers = dict(paths.get_module(self.model, path).named_children())
         if not layers:
-            raise no_match_error(path, "0", get_module(self.model, path))
+            raise paths.no_match_error(path, "0", paths.get_module(self.model, path))
 
         def lowered(layer: nn.Module) -> ModulePolicyDescription:
             return self._merged(blocks, LayerLowering(layer, f"{path}.*", self.axis, is_stage, self._classes))
@@ -195,13 +183,13 @@ class RolePolicy(Policy):
             any_norm: whether any module is accepted as the final norm. Otherwise a module that reads several tokens at
                 a time is not part of the stack and receives all tokens.
         """
-        base, out = get_module(self.model, self.base), []
+        base, out = paths.get_module(self.model, self.base), []
         for s, _ in self._present_stacks():
-            norm = s.final_norm if s.final_norm and module_exists(base, s.final_norm, self.base) else None
-            behind, layers = find_module(base, (norm or "").rstrip("?")), find_module(base, s.layers)
+            norm = s.final_norm if s.final_norm and paths.module_exists(base, s.final_norm, self.base) else None
+            behind, layers = paths.find_module(base, (norm or "").rstrip("?")), paths.find_module(base, s.layers)
             if norm is not None and not any_norm and not _reads_each_token(behind, layers):
                 norm = None
-            stages = s.stages.for_layers(get_module(base, s.layers))
+            stages = s.stages.for_layers(paths.get_module(base, s.layers))
             own = StackDescription(
                 s.layers, norm, s.cross_states, s.no_sequence_parallel, s.reads_context, stages=stages
             )
@@ -215,55 +203,61 @@ class RolePolicy(Policy):
             *(s.within(path) for path, policy in self._submodel_policies() for s in policy.layer_sequence().stacks),
         ]
         if every:  # some models register their head before the layers
-            tops = {head.partition(".")[0] for head in as_path_list(self.head) if module_exists(self.model, f"{head}?")}
+            tops = {
+                head.partition(".")[0]
+                for head in paths.as_path_list(self.head)
+                if paths.module_exists(self.model, f"{head}?")
+            }
             beside = sorted(top for top in tops if not any(f"{s.layers}.".startswith(f"{top}.") for s in every))
             stages = every[-1].stages
             every[-1] = replace(every[-1], stages=replace(stages, with_last_layer=(*stages.with_last_layer, *beside)))
         return LayerSequence(tuple(every))
 
     def replicated(self) -> list[str] | None:
-        base = get_module(self.model, self.base)
+        base = paths.get_module(self.model, self.base)
         known = [name for name, _ in [*base.named_modules(), *base.named_parameters()]]
         out = []
         for path in self.keep_replicated:
             if path.startswith("."):
                 out.append(path[1:])
                 continue
-            found = match_paths(path.rstrip("?"), known)
+            found = paths.match_paths(path.rstrip("?"), known)
             if not path.endswith("?") and not found:
-                raise no_match_error(self.base, path, base)
-            out += [join_path(self.base, name) for name in found]
+                raise paths.no_match_error(self.base, path, base)
+            out += [paths.join_path(self.base, name) for name in found]
         out += [
             name
             for path in self._uneven_heads
-            for name in match_paths(path, [n for n, _ in self.model.named_modules()])
+            for name in paths.match_paths(path, [n for n, _ in self.model.named_modules()])
         ]
         for path, policy in self._submodel_policies():
             inner = policy.replicated()
-            out += [path] if inner is None else [join_path(path, name) for name in inner]
+            out += [path] if inner is None else [paths.join_path(path, name) for name in inner]
         return out
 
     def _present_stacks(self) -> list[tuple[LayerStack, bool]]:
         """Return the stacks that the model has, and whether each is one of several stages."""
-        base = get_module(self.model, self.base)
+        base = paths.get_module(self.model, self.base)
         names = [name for name, _ in base.named_modules()]
         out = []
         for stack in [self.stack] if isinstance(self.stack, LayerStack) else self.stack:
-            found = match_paths(stack.layers, names)
+            found = paths.match_paths(stack.layers, names)
             if not found and not stack.optional:
-                raise no_match_error(self.base, stack.layers, base)
-            layers = [layer for path in found for layer in get_module(base, path).children()]
-            check_exits(stack, join_path(self.base, stack.layers), layers)
+                raise paths.no_match_error(self.base, stack.layers, base)
+            layers = [layer for path in found for layer in paths.get_module(base, path).children()]
+            check_exits(stack, paths.join_path(self.base, stack.layers), layers)
             out += [(stack if path == stack.layers else replace(stack, layers=path), len(found) > 1) for path in found]
         return out
 
     def _embeddings_and_heads(self) -> ModulePolicyDescription:
-        base = get_module(self.model, self.base)
+        base = paths.get_module(self.model, self.base)
         embeddings = [
-            path.rstrip("?") for path in as_path_list(self.embeddings) if module_exists(base, path, self.base)
+            path.rstrip("?")
+            for path in paths.as_path_list(self.embeddings)
+            if paths.module_exists(base, path, self.base)
         ]
-        subs = [LayerReplacement(join_path(self.base, path), self._classes.embedding) for path in embeddings]
-        heads = [path.rstrip("?") for path in as_path_list(self.head)]
+        subs = [LayerReplacement(paths.join_path(self.base, path), self._classes.embedding) for path in embeddings]
+        heads = [path.rstrip("?") for path in paths.as_path_list(self.head)]
         own = [path for path in heads if self._is_head_of_user(path)]
         self._uneven_heads = [*self._uneven_heads, *own]
         self.notes = [*self.notes, *(f"{path} is replicated, because it is not a linear." for path in own)]
@@ -272,8 +266,8 @@ class RolePolicy(Policy):
 
     def _is_head_of_user(self, path: str) -> bool:
         """Whether the user replaced a head that a shipped table names. It stays replicated."""
-        head = find_module(self.model, path)
-        return is_shipped(self) and head is not None and not is_linear(head)
+        head = paths.find_module(self.model, path)
+        return is_shipped(self) and head is not None and not paths.is_linear(head)
 
     def _block(self, block: Role, lowering: LayerLowering) -> ModulePolicyDescription | None:
         if not lowering.exists(block):
@@ -286,8 +280,8 @@ class RolePolicy(Policy):
         if (heads := attention.uneven_heads) is None:
             return attention.description()
         at, out = (
-            join_path(lowering.path, block.at),
-            join_path(lowering.path, resolve_path(block.at, block.projections.out)),
+            paths.join_path(lowering.path, block.at),
+            paths.join_path(lowering.path, paths.resolve_path(block.at, block.projections.out)),
         )
         self._uneven_heads = [*self._uneven_heads, at, out]
         note = f"{at} is replicated, because it has {heads} heads for {self.axis.size} tensor ranks."

@@ -92,7 +92,6 @@ def _norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _replace(
     model: nn.Module, path: str, native: nn.Module, new: nn.Module, kind: str, state: ShardingMetadata
 ) -> None:
-    """Replace a module, move its hooks to the new one, and record the change."""
     keep_hooks(new, native)
     setattr(*parent_of(model, path), new)
     state.note(path, native, new, kind=kind)

@@ -275,7 +275,6 @@ class ParameterRegions:
 
 
 def _prefix(path: str) -> str:
-    """Return the prefix of all parameter names in the module at ``path``."""
     return f"{path}." if path else ""
 
 

@@ -324,12 +324,10 @@ def restore_on_error(model: nn.Module) -> Iterator[None]:
 
 
 def _hook_tables(p: nn.Parameter) -> list[dict[int, Any]]:
-    """Return the tables of hooks on a parameter, keyed by handle."""
     return [p._backward_hooks or {}, getattr(p, "_post_accumulate_grad_hooks", None) or {}]
 
 
 def _tables(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return copies of the module's tables of parameters, buffers, submodules and hooks."""
     return {n: v.copy() for n, v in attributes.items() if n.startswith("_") and isinstance(v, dict | set)}
 
 

@@ -138,7 +138,6 @@ def make_plan(model: nn.Module, policy: Policy, *, cuts: bool = True) -> Shardin
 
 
 def _full_sequence_paths(plan: ShardingPlan) -> Iterator[str]:
-    """Yield the paths of modules that need the full sequence."""
     around = dict.fromkeys(_paths_in_layers(plan, lambda needs: needs.gather_with_blocks))
     ends = tuple(end for _, block in plan.blocks for end in (block.entry, block.row))
     yield from around
@@ -247,7 +246,6 @@ def _add_block(plan: ShardingPlan, at: str, module: nn.Module, block: BlockDescr
 def _add_changes(
     plan: ShardingPlan, at: str, module: nn.Module, description: ModulePolicyDescription, size: int
 ) -> None:
-    """Add attributes, methods, and functions that modify parameters."""
     default_cut = [s.suffix for s in description.sub_module_replacement or [] if "split" not in (s.kwargs or {})]
     for name, value in (description.attribute_replacement or {}).items():
         owner_path, _, attribute = name.rpartition(".")

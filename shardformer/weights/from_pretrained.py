@@ -70,36 +70,27 @@ def from_pretrained(
     trust = options.pop("trust_remote_code", False)
     check_bool("trust_remote_code", trust)
     check_bool("all_bytes", all_bytes)
-    config, model_class = _config_and_class(
-        model_class, str(pretrained_model_name_or_path), config, trust, hub, options
-    )
-    files = [lazy_tensors(path, all_bytes=all_bytes) for path in _files(str(pretrained_model_name_or_path), hub)]
+    where = str(pretrained_model_name_or_path)
+    config, model_class = _config_and_class(model_class, where, config, trust, hub, options)
+    files = [lazy_tensors(path, all_bytes=all_bytes) for path in _files(where, hub)]
     state = {key: tensor for file in files for key, tensor in file.items()}
-    generation = _generation(str(pretrained_model_name_or_path), hub)
+    generation = _generation_config(where, hub)
     with _one_at_a_time, _without_loading_threads(), LazyLoading():
         model, info = _loaded(
-            model_class,
-            str(pretrained_model_name_or_path),
-            config=config,
-            state_dict=dict(state),
-            dtype=dtype,
-            generation_config=generation,
+            model_class, where, config=config, state_dict=state, dtype=dtype, generation_config=generation
         )
-        _check_loaded(model, str(pretrained_model_name_or_path), info)
+        _check_loaded(model, where, info)
         _tie_equal_weights(model)
-    model.name_or_path = model.config.name_or_path = str(pretrained_model_name_or_path)
+    model.name_or_path = model.config.name_or_path = where
     record_calls(model)
-    vars(model)[NOTES] = [f"Weights loaded from {str(pretrained_model_name_or_path)!r}.", *_notes(info)]
+    vars(model)[NOTES] = [f"Weights loaded from {where!r}.", *_notes(info)]
     return cast(nn.Module, model)
 
 
 def _loaded(kind: Any, where: str, **options: Any) -> tuple[Any, Any]:
-    """Return the model with deferred weights, and the loading info of transformers."""
     try:
-        return cast(
-            tuple[Any, Any],
-            kind.from_pretrained(None, ignore_mismatched_sizes=True, output_loading_info=True, **options),
-        )
+        loaded = kind.from_pretrained(None, ignore_mismatched_sizes=True, output_loading_info=True, **options)
+        return cast(tuple[Any, Any], loaded)
     except Exception as error:  # mismatched sizes raise errors of any type
         raise ConfigError(
             f"transformers cannot load the weights of {where!r} into {kind.__name__}: {error}",
@@ -150,7 +141,6 @@ def _config_and_class(
 
 
 def _files(where: str, hub: Mapping[str, Any]) -> list[str]:
-    """Return the safetensors files of a folder, or of a hub model after downloading them."""
     from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
     quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_gated_repo": False}
@@ -193,7 +183,7 @@ def _no_files(where: str, why: str) -> ConfigError:
     )
 
 
-def _generation(where: str, hub: Mapping[str, Any]) -> Any:
+def _generation_config(where: str, hub: Mapping[str, Any]) -> Any:
     from transformers import GenerationConfig
 
     try:

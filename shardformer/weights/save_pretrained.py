@@ -8,6 +8,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -29,12 +30,7 @@ from shardformer.checkpoint.file_format import (
 from shardformer.checkpoint.load import BoxReader
 from shardformer.checkpoint.save import prepare_save
 from shardformer.checkpoint.training_state import WEIGHTS, ModelTensors
-from shardformer.comm.collective_call import (
-    collective_call,
-    come,
-    run_on_all_ranks,
-    run_on_first_rank,
-)
+from shardformer.comm.collective_call import collective_call, come, run_on_all_ranks, run_on_first_rank
 from shardformer.errors import ConfigError, InputError, check_int
 from shardformer.filesystem.atomic_write import DirectoryWriter, path_of, remove, write_new
 from shardformer.filesystem.lock import release
@@ -89,7 +85,8 @@ def export_pretrained(
     come("export_pretrained", world)
     target = run_on_all_ranks(lambda: _checked_directory(directory, tensors, max_file_bytes), world, what)
     place = Path(os.path.abspath(target))
-    hidden = place.parent / run_on_first_rank(lambda: _begin(place), world, what)
+    # the first rank creates a hidden directory, whose unique name identifies it to all ranks
+    hidden = place.parent / run_on_first_rank(lambda: MODEL_DIRECTORY.begin(place, place).name, world, what)
     try:
         run_on_all_ranks(lambda: checkpoint_directory.check_visible(hidden), world, what)
         with prepare_save(hidden / EXPORT_FILE_NAME, model) as job:
@@ -114,7 +111,6 @@ def export_pretrained(
 
 
 def _checked_directory(folder: Any, tensors: ModelTensors, max_file_bytes: int) -> Path:
-    """Return the path of the directory to write. Raises ConfigError if an export must not write it."""
     check_int("max_file_bytes", max_file_bytes, unit="bytes", example=5 * 10**9)
     if unknown := [name for name, x in tensors.tensors.items() if x.dtype == torch.complex128]:
         raise ConfigError(
@@ -125,11 +121,6 @@ def _checked_directory(folder: Any, tensors: ModelTensors, max_file_bytes: int) 
     target = path_of(folder)
     check_target(target, tensors.model)
     return target
-
-
-def _begin(place: Path) -> str:
-    """Create a hidden directory with a unique name, which also identifies it to all ranks."""
-    return MODEL_DIRECTORY.begin(place, place).name
 
 
 def check_target(target: Path, model: Any = None) -> None:
@@ -149,7 +140,6 @@ def check_target(target: Path, model: Any = None) -> None:
 
 
 def _is_export(folder: Path) -> bool:
-    """Whether an export wrote all weights in a directory."""
     from safetensors import SafetensorError, safe_open
 
     if not (files := [*folder.glob("*.safetensors"), *folder.glob("*.bin"), *folder.glob("*.pt*")]):
@@ -157,10 +147,9 @@ def _is_export(folder: Path) -> bool:
     for path in files:
         try:
             with safe_open(path, framework="pt") as file:
-                found = file.metadata() or {}
+                if not WRITTEN_BY.items() <= (file.metadata() or {}).items():
+                    return False
         except (OSError, SafetensorError):
-            return False
-        if any(found.get(name) != value for name, value in WRITTEN_BY.items()):
             return False
     return True
 
@@ -188,18 +177,12 @@ def _bytes_of(entry: IndexEntry) -> int:
 
 
 def _write_weights_file(path: Path, entries: Sequence[tuple[str, IndexEntry]], parts: Path) -> None:
-    reader = BoxReader(parts)
-    try:
-        write_file(
-            path,
-            [
-                TensorToWrite(name, getattr(torch, entry.dtype), entry.shape, partial(_full, reader, name, entry))
-                for name, entry in entries
-            ],
-            {"format": "pt", **WRITTEN_BY},
-        )
-    finally:
-        reader.close()
+    with closing(BoxReader(parts)) as reader:
+        tensors = [
+            TensorToWrite(name, getattr(torch, entry.dtype), entry.shape, partial(_full, reader, name, entry))
+            for name, entry in entries
+        ]
+        write_file(path, tensors, {"format": "pt", **WRITTEN_BY})
 
 
 def _full(reader: BoxReader, name: str, entry: IndexEntry) -> Tensor:
@@ -230,7 +213,12 @@ def _finish(
 
 
 def _save_config_and_tokenizer(folder: Path, model: Any, tokenizer: Any) -> None:
-    config = _config_to_save(model)
+    config = copy.deepcopy(getattr(model, "config", None))
+    if config is not None:  # as transformers writes it, with class and dtype
+        config.architectures = [type(model).__name__]
+        dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+        if len(dtypes) == 1:
+            config.dtype = str(dtypes.pop()).removeprefix("torch.")
     save_code(model, folder, config)
     objects: list[Any] = [config, getattr(model, "generation_config", None), tokenizer]
     for thing in objects:
@@ -259,17 +247,6 @@ def check_export(model: Any, tokenizer: Any = None) -> None:
             ) from error
 
 
-def _config_to_save(model: Any) -> Any:
-    """Return the config with the class and dtype of the model, as transformers writes it."""
-    config = copy.deepcopy(getattr(model, "config", None))
-    if config is not None:
-        config.architectures = [type(model).__name__]
-        kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
-        if len(kinds) == 1:
-            config.dtype = str(kinds.pop()).removeprefix("torch.")
-    return config
-
-
 _EMBEDDINGS = (nn.Embedding, VocabParallelEmbedding1D, Embedding1D)
 
 
@@ -288,7 +265,6 @@ def install_saving_and_loading(model: nn.Module, state: ShardingMetadata) -> Non
 
 
 def _num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-    """Return the number of parameters of the plain model. Communicates nothing."""
     state = metadata_of(self)
     if state.stages is not None and state.context.pipe.size > 1:
         if only_trainable or exclude_embeddings:
@@ -331,10 +307,7 @@ def _save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
 
 def _check_saving(state: ShardingMetadata, folder: Any, kwargs: Mapping[str, Any]) -> None:
     if os.path.exists(folder) and not os.path.isdir(folder):
-        raise ConfigError(
-            f"save_pretrained({os.fspath(folder)!r}) names a file",
-            remedy="Pass the path of a directory",
-        )
+        raise ConfigError(f"save_pretrained({os.fspath(folder)!r}) names a file", remedy="Pass a directory")
     is_first = all(axis.rank == 0 for axis in state.context.axes.values())
     if is_first and not kwargs.get("is_main_process", True):
         raise ConfigError(
@@ -351,7 +324,6 @@ def _check_saving(state: ShardingMetadata, folder: Any, kwargs: Mapping[str, Any
 
 
 def _refuse_resize(self: Any, *args: Any, **kwargs: Any) -> None:
-    """Raise ConfigError, because the embedding is sharded."""
     raise ConfigError(
         "resize_token_embeddings is not supported on a sharded model", remedy="Resize the plain model, then shard it"
     )

@@ -57,7 +57,6 @@ def _check_load_arguments(state: ShardingMetadata, assign: bool) -> None:
 
 
 def _check_values(state_dict: Mapping[str, Any]) -> None:
-    """Check all values before torch copies the first one."""
     for name, value in state_dict.items():
         if not isinstance(value, Tensor) or value.is_meta or value.layout != torch.strided:
             is_tensor = isinstance(value, Tensor)

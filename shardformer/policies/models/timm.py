@@ -55,8 +55,6 @@ class TimmPolicy(RolePolicy):
 
 
 class _UnsupportedMethod:
-    """Replaces a method that does not support sharded models."""
-
     def __init__(self, name: str) -> None:
         self.name = name
 
