@@ -72,16 +72,15 @@ NO_POLICY = "no policy"
 
 def _resolve(sharder: Sharder, policy: Policy | type[Policy] | None) -> ResolvedPolicy:
     """Return the policy of a model with its plan; a policy without rules if none exists and none is needed."""
-    cuts = sharder.is_cut or policy is not None
-    is_needed = sharder.needs_policy or policy is not None
+    cuts, is_needed = sharder.is_cut or policy is not None, sharder.needs_policy or policy is not None
     try:
-        tensor = sharder.context.tensor.size
-        return resolve_as(sharder, *resolve_policy(sharder.model, policy, tensor=tensor, copies=is_needed), cuts=cuts)
+        found = resolve_policy(sharder.model, policy, tensor=sharder.context.tensor.size, copies=is_needed)
+        return resolve_as(sharder, *found, cuts=cuts)
     except Exception as error:  # a family's policy can fail in any way on a model that the user changed
         if is_needed:
             raise
-        note = f"The model has no policy. Data parallelism needs none. {first_line(error)}"
-        return resolve_as(sharder, WithoutRules(), NO_POLICY, notes=[note])
+        notes = [f"The model has no policy. Data parallelism needs none. {first_line(error)}"]
+        return resolve_as(sharder, WithoutRules(), NO_POLICY, notes=notes)
 
 
 def _validate(sharder: Sharder, resolved: ResolvedPolicy, *, is_users: bool) -> None:
@@ -271,7 +270,7 @@ def resolve_policy(
     Raises PolicyError for a model of an unknown family.
     """
     if policy is not None:
-        if not (issubclass(policy, Policy) if isinstance(policy, type) else isinstance(policy, Policy)):
+        if not _is_policy(policy):
             raise PolicyError(
                 f"policy={policy!r:.80} is neither an instance nor a subclass of shardformer.policies.Policy",
                 remedy="Pass a ShardConfig as config=..."
@@ -288,11 +287,11 @@ def resolve_policy(
         return known
     try:
         with without_fake_tensors():  # the policy is derived on a reduced model
-            inferred = derive_policy(model)
-        if tensor == 1 and inferred.no_pipeline:
-            uncut = derive_layer_stacks(model)
-            inferred = uncut if uncut.stack and not uncut.no_pipeline else inferred
-        return inferred, "a derived and validated policy"
+            derived = derive_policy(model)
+        if tensor == 1 and derived.no_pipeline:
+            stacks_only = derive_layer_stacks(model)
+            derived = stacks_only if stacks_only.stack and not stacks_only.no_pipeline else derived
+        return derived, "a derived and validated policy"
     except PolicyError as error:
         if tensor == 1:
             return derive_layer_stacks(model, copies=copies), "the order of its layers"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
@@ -15,7 +15,7 @@ from shardformer.context_parallel.sequence_sharded_tensor import map_local_posit
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.gradients.buckets import GradientSlot
 from shardformer.gradients.reducer import BUCKET_BYTES, GradientReducer
-from shardformer.layout.activation_layout import ActivationLayout, ModelRegion, ShardedFrom
+from shardformer.layout.activation_layout import ActivationLayout, ModelRegion
 from shardformer.layout.shard_spec import ShardSpec
 from shardformer.layout.sharding_metadata import (
     ParamEntry,
@@ -69,59 +69,49 @@ def install_regions(
             if isinstance(module, classes.embedding):
                 module.__dict__["sums_later"] = True
     alone = StackActivations(ActivationLayout(), axis)
-    arounds: list[Any] = []
-    for path in (*plan.full_sequence_modules, *plan.token_free_modules):
-        of, module = _stream_of(path, streams, alone), model.get_submodule(path)
-        arounds.append(
-            (of.register_full_sequence if path in plan.full_sequence_modules else of.register_token_free)(
-                module, random
-            )
-        )
+
+    def stream_of(path: str) -> StackActivations:
+        return next((stream for prefix, stream in streams.items() if path.startswith(prefix)), alone)
+
+    outer: list[Any] = []
+    unsharded = (*plan.full_sequence_modules, *plan.token_free_modules)
+    for path in unsharded:
+        of = stream_of(path)
+        register = of.register_full_sequence if path in plan.full_sequence_modules else of.register_token_free
+        outer.append(register(model.get_submodule(path), random))
+    stack_paths = {stack.layers for stack in plan.stacks}
     for path, name in plan.per_token_args:
-        of, module = _stream_of(f"{path}.", streams, alone), model.get_submodule(path)
+        of, module = stream_of(f"{path}."), model.get_submodule(path)
         module.register_forward_pre_hook(of.recall_before, with_kwargs=True)
-        change_argument(module, name, of.shard_argument if _is_layer(path, plan) else of.gather_argument)
-    without_stream = tuple(f"{path}." for path in (*plan.full_sequence_modules, *plan.token_free_modules))
+        is_layer = path.rpartition(".")[0] in stack_paths
+        change_argument(module, name, of.shard_argument if is_layer else of.gather_argument)
     blocks: list[InstalledBlock] = []
     for path, description in plan.blocks:
-        stream, of_block = _stream_of(f"{path}.", streams, alone), classes
-        if stream is alone:
-            of_block = LAYERS_BY_MODE["1d"]
-        elif description.gather_module is not None:
-            arounds.append(stream.register_full_sequence(model.get_submodule(description.gather_module), random))
+        stream = stream_of(f"{path}.")
+        block_classes = LAYERS_BY_MODE["1d"] if stream is alone else classes
+        if stream is not alone and description.gather_module is not None:
+            outer.append(stream.register_full_sequence(model.get_submodule(description.gather_module), random))
             stream = StackActivations(ActivationLayout(), stream.axis)
-        elif f"{description.entry}.".startswith(without_stream):
+        elif stream is not alone and f"{description.entry}.".startswith(tuple(f"{path}." for path in unsharded)):
             stream = StackActivations(ActivationLayout(), stream.axis)
-        opened = _install_block(model, description, of_block, stream, random, axis)
-        if opened is not None:
-            blocks.append(opened)
+        if (installed := _install_block(model, description, block_classes, stream, random, axis)) is not None:
+            blocks.append(installed)
     # regions are left in the reverse order of entry
-    outer = [around for around in arounds if around is not None] + list(streams.values())
+    outer = [*(hook for hook in outer if hook is not None), *streams.values()]
     state.region_hooks[:] = [*(block for _, block in blocks), *state.region_hooks, *outer]
     return blocks
-
-
-def _is_layer(path: str, plan: ShardingPlan) -> bool:
-    return path.rpartition(".")[0] in {stack.layers for stack in plan.stacks}
 
 
 def _identity(x: Tensor) -> Tensor:
     return x
 
 
-def _stream_of(path: str, streams: Mapping[str, StackActivations], alone: StackActivations) -> StackActivations:
-    return next((stream for prefix, stream in streams.items() if path.startswith(prefix)), alone)
-
-
 def _check_stack_layers(plan: ShardingPlan, stream: ActivationLayout) -> None:
     """Raise ConfigError if a layer of a stack that shards the sequence or the features is itself a block."""
-    cut = {
-        stack.layers
-        for stack in plan.stacks
-        if any(c.begin is ShardedFrom.STACK for c in stack.layout_in(stream).shards)
-    }
+    layouts = {stack.layers: stack.layout_in(stream) for stack in plan.stacks}
+    sharded = {path for path, layout in layouts.items() if layout.shards_stacks}
     for _, block in plan.blocks:
-        if block.entry.rpartition(".")[0] in cut and block.gather_module is None:
+        if block.entry.rpartition(".")[0] in sharded and block.gather_module is None:
             raise ConfigError(
                 f"enable_sequence_parallelism=True does not support {block.entry}, a layer that is itself a block",
                 rule="The hidden states stay sharded between blocks, so residuals must be added inside a layer",
@@ -251,12 +241,8 @@ class ParameterRegions:
         self._inside = tuple(_prefix(block.entry) for block in blocks)
         # each rank adds a fraction of the bias, unless the module is a block by itself
         self._biases = {f"{_prefix(block.row)}bias" for block in blocks if block.replicated_terms is None}
-        whole = [
-            *plan.full_sequence_modules,
-            *plan.token_free_modules,
-            *(b.gather_module for b in blocks if b.gather_module is not None),
-        ]
-        self._whole = tuple(map(_prefix, whole))
+        gathered = [block.gather_module for block in blocks if block.gather_module is not None]
+        self._gathered = tuple(map(_prefix, (*plan.full_sequence_modules, *plan.token_free_modules, *gathered)))
         self._stacks = [
             (prefix, stack.layout_in(stream))
             for stack in plan.stacks
@@ -271,7 +257,7 @@ class ParameterRegions:
             return layout or self._stream, ModelRegion.BLOCK
         if layout is None:
             return self._stream, ModelRegion.OUTSIDE
-        return layout, ModelRegion.GATHERED if name.startswith(self._whole) else ModelRegion.STACK
+        return layout, ModelRegion.GATHERED if name.startswith(self._gathered) else ModelRegion.STACK
 
 
 def _prefix(path: str) -> str:
@@ -325,6 +311,6 @@ def _detect_region_side(at: nn.Module, block: TensorParallelBlock, by_param: dic
     """
     for module in at.modules():
         params: list[Tensor] = list(module.parameters(recurse=False))
-        mine = [by_param[id(p)] for p in params if id(p) in by_param]
-        if mine and not isinstance(module, ParallelModule):
-            module.register_forward_pre_hook(_RegionSideHook(block, mine))
+        gradients = [by_param[id(p)] for p in params if id(p) in by_param]
+        if gradients and not isinstance(module, ParallelModule):
+            module.register_forward_pre_hook(_RegionSideHook(block, gradients))

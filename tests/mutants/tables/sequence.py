@@ -37,7 +37,7 @@ MUTANTS = [
     mutant(
         "router-gradient-summed",
         "shardformer/sharding/apply_tensor_parallel.py",
-        "return layout, ModelRegion.GATHERED if name.startswith(self._whole) else ModelRegion.STACK",
+        "return layout, ModelRegion.GATHERED if name.startswith(self._gathered) else ModelRegion.STACK",
         "return layout, ModelRegion.STACK",
         "A module that is given the whole sequence (a router) gets its gradient once for each tensor rank.",
         first=(
