@@ -68,17 +68,15 @@ def plan_for_grid(plan: ShardingPlan, grid: TensorGrid) -> ShardingPlan:
         prefix = f"{stack.layers}."
         blocks = [block for _, block in plan.blocks if block.entry.startswith(prefix)]
         _check_classes(plan, prefix)
-        width = _width(plan, blocks)
-        if width is None:
+        if (width := _hidden_size(plan, blocks)) is None:
             continue
-        inside = _BlockInterior(blocks)
+        entries = tuple(f"{block.entry}." for block in blocks)  # inside, a rank has all features of its samples
         for path, module in plan.model.get_submodule(stack.layers).named_modules(prefix=stack.layers):
-            own = dict(module.named_parameters(recurse=False))
-            is_known = path in plan.replacements or (own and all(join_path(path, n) in plan.parameters for n in own))
-            if _needs_rule(module, width) and not is_known and not inside.holds(path):
+            own = [join_path(path, name) for name, _ in module.named_parameters(recurse=False)]
+            is_known = path in plan.replacements or (own and all(name in plan.parameters for name in own))
+            if _needs_rule(module, width) and not is_known and not f"{path}.".startswith(entries):
                 _add(plan, grid, prefix, path, module, width)
-        norm = plan.model.get_submodule(stack.final_norm) if stack.final_norm else None
-        if stack.final_norm and norm is not None and _needs_rule(norm, width):
+        if stack.final_norm and _needs_rule(norm := plan.model.get_submodule(stack.final_norm), width):
             _add(plan, grid, prefix, stack.final_norm, norm, width)
     around = [block.gather_module for _, block in plan.blocks if block.gather_module is not None]
     gathered = [path for path in dict.fromkeys(plan.full_sequence_modules) if path not in around]
@@ -89,7 +87,8 @@ def plan_for_grid(plan: ShardingPlan, grid: TensorGrid) -> ShardingPlan:
             rule="In 3D the ranks of a grid row have different samples between the blocks",
             remedy="Use tensor_parallel_mode='2d', '2.5d' or '1d'",
         )
-    kept = {n: s for n, s in plan.replacements.items() if not (_is_norm(s) and _within(n, [*gathered, *around]))}
+    inside = tuple(f"{path}." for path in (*gathered, *around))
+    kept = {n: s for n, s in plan.replacements.items() if s.target_module is not GridNorm or not n.startswith(inside)}
     return replace(plan, replacements=kept, full_sequence_modules=gathered)
 
 
@@ -97,28 +96,6 @@ def _needs_rule(module: nn.Module, width: int) -> bool:
     """Whether a module has direct parameters, or is a norm without parameters."""
     own = next(module.parameters(recurse=False), None)
     return own is not None or (not module._modules and getattr(module, "normalized_shape", None) == (width,))
-
-
-class _BlockInterior:
-    """Modules between the entry and the exit of a block, where a rank has all features of its samples."""
-
-    def __init__(self, blocks: list[BlockDescription]) -> None:
-        self._entries = tuple(f"{block.entry}." for block in blocks)
-
-    def holds(self, path: str) -> bool:
-        return f"{path}.".startswith(self._entries)
-
-
-def _within(path: str, outer: list[str]) -> bool:
-    return path.startswith(tuple(f"{name}." for name in outer))
-
-
-def _contains(outer: str, path: str) -> bool:
-    return f"{path}.".startswith(f"{outer}.")
-
-
-def _is_norm(sub: SubModuleReplacementDescription) -> bool:
-    return sub.target_module is GridNorm
 
 
 def _check_classes(plan: ShardingPlan, prefix: str) -> None:
@@ -133,11 +110,9 @@ def _check_classes(plan: ShardingPlan, prefix: str) -> None:
             )
 
 
-def _width(plan: ShardingPlan, blocks: list[BlockDescription]) -> int | None:
-    """Return the hidden size of a stack: the output features of its blocks."""
-    rows = (find_module(plan.model, block.row) for block in blocks if block.replicated_terms is None)
-    found: list[Any] = [row for row in rows if row is not None]
-    return next((row.nf if is_transposed(row) else row.out_features for row in found), None)
+def _hidden_size(plan: ShardingPlan, blocks: list[BlockDescription]) -> int | None:
+    rows: list[Any] = [find_module(plan.model, block.row) for block in blocks if block.replicated_terms is None]
+    return next((row.nf if is_transposed(row) else row.out_features for row in rows if row is not None), None)
 
 
 def _add(plan: ShardingPlan, grid: TensorGrid, prefix: str, path: str, module: nn.Module, width: int) -> None:
@@ -152,9 +127,11 @@ def _add(plan: ShardingPlan, grid: TensorGrid, prefix: str, path: str, module: n
             plan.parameters[join_path(path, name)] = {0: Split.even(width, grid.hidden.size, axes=(grid.hidden.name,))}
     elif path.startswith(prefix) and path.count(".") > prefix.count("."):
         layer, child = path.removeprefix(prefix).split(".")[:2]
-        holder = f"{prefix}{layer}.{child}"
-        holds_one_end = any(_contains(holder, block.entry) != _contains(holder, block.row) for _, block in plan.blocks)
-        plan.full_sequence_modules.append(path if holds_one_end else holder)
+        holder = f"{prefix}{layer}.{child}."
+        holds_one_end = any(
+            f"{block.entry}.".startswith(holder) != f"{block.row}.".startswith(holder) for _, block in plan.blocks
+        )
+        plan.full_sequence_modules.append(path if holds_one_end else holder[:-1])
     else:
         raise ConfigError(
             f"tensor_parallel_mode={grid.mode!r} does not support {type(plan.model).__name__}, whose {path!r} has "
@@ -171,17 +148,12 @@ def full_input_modules(policy: Any) -> list[str]:
     """Return the paths of modules that may receive other inputs than hidden states."""
     model, out = policy.model, []
     for stack in policy.stacks():
-        layers = model.get_submodule(stack.layers)
-        out += [
-            path
-            for path, _ in layers.named_modules(prefix=stack.layers)
-            if path.count(".") > stack.layers.count(".") + 1
-        ]
+        paths = [path for path, _ in model.get_submodule(stack.layers).named_modules(prefix=stack.layers)]
+        out += [path for path in paths if path.count(".") > stack.layers.count(".") + 1]
     for key, description in policy.module_policy().items():
         for block in description.blocks or []:
-            if block.arguments is None or not isinstance(key, str):
-                continue
-            out.append(join_path(key, block.arguments.at) if block.arguments.at else key)
+            if block.arguments is not None and isinstance(key, str):
+                out.append(join_path(key, block.arguments.at))
     return [path for path in dict.fromkeys(out) if find_module(model, path) is not None]
 
 
@@ -218,15 +190,13 @@ def install_argument_hooks(
     """Select this rank's samples of the additional arguments of each attention in a stack."""
     streams = [edge for edge in state.region_hooks if isinstance(edge, GridStackActivations)]
     stacks = [(f"{stack.layers}.", stream) for stack, stream in zip(plan.stacks, streams, strict=True)]
+    arguments_at = [(block.entry, block.arguments) for _, block in plan.blocks if block.arguments is not None]
+    arguments_at += [(path, BlockArguments(path)) for path in plan.full_sequence_modules]
     entering: dict[nn.Module, tuple[BlockArguments, GridStackActivations]] = {}
-    for _, block in plan.blocks:
-        stream = next((stream for prefix, stream in stacks if block.entry.startswith(prefix)), None)
-        if stream is not None and block.arguments is not None:
-            entering[model.get_submodule(block.arguments.at)] = block.arguments, stream
-    for path in plan.full_sequence_modules:
+    for path, arguments in arguments_at:
         stream = next((stream for prefix, stream in stacks if path.startswith(prefix)), None)
         if stream is not None:
-            entering.setdefault(model.get_submodule(path), (BlockArguments(path), stream))
+            entering.setdefault(model.get_submodule(arguments.at), (arguments, stream))
     model.register_forward_hook(partial(_remove_caches, streams, arguments_of(model)))
     for module, (arguments, stream) in entering.items():
         _LocalSamplesHook(module, arguments, stream, samples)

@@ -158,9 +158,9 @@ def _paths_in_layers(plan: ShardingPlan, named: Callable[[SequenceParallelHints]
     """Yield the paths that ``named`` selects from each stack's hints, for the layers that have them."""
     for stack in plan.stacks:
         for index, layer in plan.model.get_submodule(stack.layers).named_children():
-            yield from (
-                join_path(stack.layers, index, n) for n in named(stack.sequence) if find_module(layer, n) is not None
-            )
+            for name in named(stack.sequence):
+                if find_module(layer, name) is not None:
+                    yield join_path(stack.layers, index, name)
 
 
 def _add_replacement(plan: ShardingPlan, at: str, module: nn.Module, sub: SubModuleReplacementDescription) -> None:
@@ -179,21 +179,13 @@ def _add_replacement(plan: ShardingPlan, at: str, module: nn.Module, sub: SubMod
             remedy="Implement from_native_module(module, process_group, **kwargs), or name a parallel layer such as "
             "Linear1D_Col",
         )
-    for other in plan.replacements:
-        if path == other or path.startswith(f"{other}.") or other.startswith(f"{path}."):
+    module = get_module(plan.model, path)
+    for other, known in plan.replacements.items():
+        if f"{path}.".startswith(f"{other}.") or other.startswith(f"{path}."):
             raise PolicyError(
                 f"Two rules replace {path!r}" + (f" and {other!r}, which overlap" if path != other else ""),
                 remedy="Remove one of the two rules",
             )
-    _check_shared_module(plan, path, get_module(plan.model, path), sub)
-    plan.replacements[path] = sub
-
-
-def _check_shared_module(
-    plan: ShardingPlan, path: str, module: nn.Module, sub: SubModuleReplacementDescription
-) -> None:
-    """Raise PolicyError if two rules replace one module, known under several names, in different ways."""
-    for other, known in plan.replacements.items():
         is_same = plan.model.get_submodule(other) is module
         if is_same and (known.target_module, known.kwargs or {}) != (sub.target_module, sub.kwargs or {}):
             raise PolicyError(
@@ -202,6 +194,7 @@ def _check_shared_module(
                 f"{qualified_name(sub.target_module)} with {_text(sub.kwargs or {})}",
                 remedy="Use the same class and arguments in both rules, or remove one rule",
             )
+    plan.replacements[path] = sub
 
 
 def _add_parameters(plan: ShardingPlan, at: str, module: nn.Module, parameters: Mapping[str, dict[int, Split]]) -> None:
@@ -303,34 +296,25 @@ def _matches(key: ModuleKey, path: str, module: nn.Module) -> bool:
 
 
 def _check_tied(plan: ShardingPlan) -> None:
-    """Raise PolicyError if a module without a rule reads the full version of a sharded, tied weight."""
+    """Raise PolicyError if a module without a rule reads the full version of a sharded, tied weight.
+
+    A linear or embedding reads its own parameters; any other module reads those that its forward names. BERT's head
+    owns the bias of its decoder but does not read it.
+    """
+    sharded = plan.sharded_parameter_ids()
     replaced = {id(plan.model.get_submodule(path)) for path in plan.replacements}
     named = {(id(owner), name) for owner, name in (parent_of(plan.model, path) for path in plan.parameters)}
-    for path, name, other in _readers_of(plan.model, plan.sharded_parameter_ids(), replaced):
-        if (id(plan.model.get_submodule(path)), name) not in named:
+    for path, module in plan.model.named_modules():
+        reads_all = is_linear(module) or isinstance(module, nn.Embedding)
+        for name, p in module.named_parameters(recurse=False) if id(module) not in replaced else ():
+            if id(p) not in sharded or (id(module), name) in named or not (reads_all or _reads(type(module), name)):
+                continue
+            other = sharded[id(p)]
             raise PolicyError(
                 f"{join_path(path, name)} is tied to the sharded parameter {other}, but no rule shards it",
                 rule="Modules with a tied weight must all be sharded or all be replicated",
                 remedy=f"Add {path!r} as an embedding or head, or keep {other.rpartition('.')[0]!r} replicated",
             )
-
-
-def _readers_of(model: nn.Module, cut: Mapping[int, str], replaced: set[int]) -> Iterator[tuple[str, str, str]]:
-    """Yield (path, name, name of the sharded parameter) for modules that read a sharded parameter as a full one.
-
-    A linear or embedding reads its own parameters; any other module reads those that its forward names. BERT's head
-    owns the bias of its decoder but does not read it.
-
-    Args:
-        cut: id(parameter) -> name, of parameters that will be sharded.
-        replaced: ids of the modules that will be replaced.
-    """
-    for path, module in model.named_modules():
-        if id(module) in replaced:
-            continue
-        for name, p in module.named_parameters(recurse=False):
-            if id(p) in cut and (is_linear(module) or isinstance(module, nn.Embedding) or _reads(type(module), name)):
-                yield path, name, cut[id(p)]
 
 
 def _reads(kind: type[nn.Module], name: str) -> bool:
@@ -349,25 +333,22 @@ def _reads(kind: type[nn.Module], name: str) -> bool:
 
 
 def _check_unmatched_parameters(policy: Policy, plan: ShardingPlan) -> None:
-    whole = policy.replicated()
-    if whole is None:
+    replicated = policy.replicated()
+    if replicated is None:
         return
-    model, replaced = (
-        plan.model,
-        {*plan.sharded_parameter_ids(), *(id(get_at(plan.model, name)) for name in plan.parameters)},
-    )
-    total = sum(p.numel() for p in model.parameters())
+    matched = {*plan.sharded_parameter_ids(), *(id(get_at(plan.model, name)) for name in plan.parameters)}
+    total = sum(p.numel() for p in plan.model.parameters())
     inside = tuple(f"{s.layers}." for s in plan.stacks)
     left: dict[str, nn.Parameter] = {}
-    for name, p in model.named_parameters():
-        if p.dim() < 2 or id(p) in replaced or any(name == w or name.startswith(f"{w}.") for w in whole):
-            continue
-        if name.startswith(inside) or p.numel() > LARGE_SHARE * total:
+    for name, p in plan.model.named_parameters():
+        is_replicated = any(f"{name}.".startswith(f"{path}.") for path in replicated)
+        is_relevant = p.dim() > 1 and (name.startswith(inside) or p.numel() > LARGE_SHARE * total)
+        if is_relevant and id(p) not in matched and not is_replicated:
             left[name] = p
     if left:
         name, p = next(iter(left.items()))
         _, *others = dict.fromkeys(_without_layer_index(n, inside) for n in left)
-        known = ", ".join(dict.fromkeys(_without_layer_index(n, inside) for n in whole))
+        known = ", ".join(dict.fromkeys(_without_layer_index(n, inside) for n in replicated))
         raise PolicyError(
             f"The policy has no rule for {name!r} {tuple(p.shape)}, {p.numel() / total:.1%} of all parameters"
             + (f", nor for {', '.join(map(repr, others))}" if others else ""),
