@@ -66,12 +66,9 @@ class LayerLowering:
         An optional role does not exist if the layer has its module but not its exit. ``check_exits`` ensures that at
         least one layer has the exit.
         """
-        names = [name for name, _ in self.layer.named_modules()]
-        has = (
-            bool(paths.match_paths(role.at, names))
-            if "*" in role.at
-            else paths.find_module(self.layer, role.at) is not None
-        )
+        has = paths.find_module(self.layer, role.at) is not None
+        if "*" in role.at:
+            has = bool(paths.match_paths(role.at, [name for name, _ in self.layer.named_modules()]))
         if has and role.optional and (out := exit_path(role)) is not None:
             has = paths.find_module(self.layer, out) is not None
         if not has and not role.optional:
@@ -112,9 +109,8 @@ class LayerLowering:
     def experts(self, experts: Experts) -> ModulePolicyDescription:
         module = paths.get_module(self.layer, experts.at)
         ups = paths.as_path_list(experts.up)
-        shapes = {
-            name: tuple(self._require_stacked_parameter(module, experts, name).shape) for name in (*ups, experts.down)
-        }
+        stacked = {name: self._require_stacked_parameter(module, experts, name) for name in (*ups, experts.down)}
+        shapes = {name: tuple(full.shape) for name, full in stacked.items()}
         dims = self._expert_dims(experts, shapes)
         width = shapes[experts.down][dims[experts.down]]
         self._check_width(width, f"{experts.at}.{ups[0]}")
@@ -153,9 +149,8 @@ class LayerLowering:
     ) -> tuple[ModulePolicyDescription, BlockDescription]:
         """Return the description of a block and its linears, and the block itself."""
         others = others or {}
-        subs = [
-            LayerReplacement(name, self.classes.column, dict(kwargs)) for name, kwargs in {**entering, **others}.items()
-        ]
+        columns = {**entering, **others}
+        subs = [LayerReplacement(name, self.classes.column, dict(kwargs)) for name, kwargs in columns.items()]
         subs.append(LayerReplacement(row, self.classes.row, {"split": row_split}))
         block = BlockDescription(entry, list(entering), row, list(others))
         return ModulePolicyDescription(sub_module_replacement=subs, blocks=[block]), block
@@ -265,12 +260,8 @@ class HeadLayout:
     @cached_property
     def partition(self) -> HeadLayout:
         """The distribution of one partition."""
-        return replace(
-            self,
-            num_heads=self.num_heads // self.partitions,
-            num_kv_heads=self.num_kv_heads // self.partitions,
-            partitions=1,
-        )
+        n = self.partitions
+        return replace(self, num_heads=self.num_heads // n, num_kv_heads=self.num_kv_heads // n, partitions=1)
 
     @cached_property
     def group(self) -> int:
@@ -288,8 +279,7 @@ class HeadLayout:
 
     def _read(self, rank: int) -> list[int]:
         """Return the KV head that each local query head reads."""
-        group = self.group
-        return [h // group for h in self._own(rank)]
+        return [head // self.group for head in self._own(rank)]
 
     def _own(self, rank: int) -> range:
         return range(self.query_bounds[rank], self.query_bounds[rank + 1])
@@ -313,7 +303,7 @@ class HeadLayout:
 
     def kv_heads(self, rank: int) -> int:
         """Return the number of KV heads that this rank's forward reads."""
-        return self.heads(rank) if self.expand(rank) is not None else self.partitions * len(self.kv_heads_of_rank(rank))
+        return len(self.seen(rank))
 
     def query_split(self, unit: int | None = None) -> Split:
         """Return the split of features with ``unit`` per query head (default: the head dim)."""
@@ -421,12 +411,12 @@ class AttentionLowering:
         source = self.num_heads
         owner = self._owner(str(source))
         where = f"the {type(owner).__name__}" if isinstance(owner, nn.Module) else "the config"
+        known = [] if owner is None else [name for name in vars(owner) if "head" in name]
         return PolicyError(
             f"num_heads={source!r} is not found, because "
-            + (f"{where} has no such field" if owner is not None else "the model has no config"),
+            + ("the model has no config" if owner is None else f"{where} has no such field"),
             remedy="Set num_heads to the number, to a field of the config, or to an attribute of the attention module "
-            "with a leading dot. "
-            + (did_you_mean(str(source), [n for n in vars(owner) if "head" in n]) if owner is not None else ""),
+            "with a leading dot. " + (did_you_mean(str(source), known) if owner is not None else ""),
         )
 
     def description(self) -> ModulePolicyDescription:
@@ -482,9 +472,8 @@ class AttentionLowering:
                 self.role.local_attr_kind(name, "argument")
                 arguments[name] = counted[1]
             elif thing is not None:
-                attributes[path] = self.layout.values(self.layer.axis.rank)[
-                    self.role.local_attr_kind(name, "attribute")
-                ]
+                kind = self.role.local_attr_kind(name, "attribute")
+                attributes[path] = self.layout.values(self.layer.axis.rank)[kind]
             elif not name.endswith("?"):
                 raise self._missing_attr_error(name)
         description.attribute_replacement, description.parameters = attributes, parameters
@@ -519,7 +508,6 @@ class AttentionLowering:
         return columns
 
     def _unit(self, name: str, count: int, expected: int | None = None) -> int:
-        """The features of each of ``count`` heads."""
         return features_per_head(f"{self.layer.path}.{self._path(name)}", self._features(name), count, expected)
 
     def _features(self, name: str) -> int:
@@ -551,25 +539,10 @@ class AttentionLowering:
 
 def _existing_projections(projections: AttentionProjections, at: str, layer: nn.Module) -> AttentionProjections:
     """Return the projections without those that end in ``?`` and are missing in this layer's module ``at``."""
-
-    def existing(name: str | None) -> str | None:
-        if name is None or not name.endswith("?"):
-            return name
-        return name[:-1] if paths.find_module(layer, paths.resolve_path(at, name[:-1])) is not None else None
-
-    if not any(
-        [
-            name.endswith("?")
-            for name in (projections.q, projections.k, projections.v, projections.qkv, projections.kv)
-            if name
-        ]
-    ):
-        return projections
-    return replace(
-        projections,
-        q=existing(projections.q),
-        k=existing(projections.k),
-        v=existing(projections.v),
-        qkv=existing(projections.qkv),
-        kv=existing(projections.kv),
-    )
+    names = {field: getattr(projections, field) for field in ("q", "k", "v", "qkv", "kv")}
+    optional = {field: name[:-1] for field, name in names.items() if name and name.endswith("?")}
+    found: dict[str, Any] = {
+        field: name if paths.find_module(layer, paths.resolve_path(at, name)) is not None else None
+        for field, name in optional.items()
+    }
+    return replace(projections, **found) if found else projections

@@ -63,7 +63,7 @@ class RolePolicy(Policy):
     num_kv_heads: int | str | None = "num_key_value_heads"
     no_sequence_parallel: str | None = None
     no_pipeline: str | None = None
-    _uneven_heads: Sequence[str] = ()
+    _unsharded: Sequence[str] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -125,7 +125,7 @@ class RolePolicy(Policy):
 
     def module_policy(self) -> Mapping[ModuleKey, ModulePolicyDescription]:
         self.notes = list(type(self).notes)
-        self._uneven_heads = []
+        self._unsharded = []
         # outside the stacks all tensor ranks have the same activations, on a grid too
         tensor = self.shard_config.resolve_context().tensor if self.axis.name == "column" else self.axis
         model = LayerLowering(self.model, "", tensor)
@@ -158,23 +158,22 @@ class RolePolicy(Policy):
         )
 
     def _layers(self, path: str, blocks: Sequence[Role], is_stage: bool) -> dict[ModuleKey, ModulePolicyDescription]:
-        layers = dict(paths.get_module(self.model, path).named_children())
+        layers = dict((module := paths.get_module(self.model, path)).named_children())
         if not layers:
-            raise paths.no_match_error(path, "0", paths.get_module(self.model, path))
-
-        def lowered(layer: nn.Module) -> ModulePolicyDescription:
-            return self._merged(blocks, LayerLowering(layer, f"{path}.*", self.axis, is_stage, self._classes))
-
-        return {f"{path}.{name}": lowered(layer) for name, layer in layers.items()}
+            raise paths.no_match_error(path, "0", module)
+        return {
+            f"{path}.{name}": self._merged(
+                blocks, LayerLowering(layer, f"{path}.*", self.axis, is_stage, self._classes)
+            )
+            for name, layer in layers.items()
+        }
 
     def _merged(self, roles: Sequence[Role], where: LayerLowering) -> ModulePolicyDescription:
         return merge_descriptions([d for role in roles if (d := self._block(role, where)) is not None])
 
     def stacks(self) -> list[StackDescription]:
-        return [
-            *self._own_stacks(),
-            *(s.within(path) for path, policy in self._submodel_policies() for s in policy.stacks()),
-        ]
+        submodels = self._submodel_policies()
+        return [*self._own_stacks(), *(s.within(path) for path, policy in submodels for s in policy.stacks())]
 
     def _own_stacks(self, *, any_norm: bool = False) -> list[StackDescription]:
         """Return the stacks of this table.
@@ -185,11 +184,11 @@ class RolePolicy(Policy):
         """
         base, out = paths.get_module(self.model, self.base), []
         for s, _ in self._present_stacks():
+            layers = paths.get_module(base, s.layers)
             norm = s.final_norm if s.final_norm and paths.module_exists(base, s.final_norm, self.base) else None
-            behind, layers = paths.find_module(base, (norm or "").rstrip("?")), paths.find_module(base, s.layers)
-            if norm is not None and not any_norm and not _reads_each_token(behind, layers):
-                norm = None
-            stages = s.stages.for_layers(paths.get_module(base, s.layers))
+            if norm is not None and not any_norm:
+                norm = norm if _reads_each_token(paths.get_module(base, norm.rstrip("?")), layers) else None
+            stages = s.stages.for_layers(layers)
             own = StackDescription(
                 s.layers, norm, s.cross_states, s.no_sequence_parallel, s.reads_context, stages=stages
             )
@@ -197,20 +196,15 @@ class RolePolicy(Policy):
         return out
 
     def layer_sequence(self) -> LayerSequence:
-        own = LayerSequence.of(self.model, self._own_stacks(any_norm=True)).stacks
-        every = [
-            *own,
-            *(s.within(path) for path, policy in self._submodel_policies() for s in policy.layer_sequence().stacks),
-        ]
+        every = list(LayerSequence.of(self.model, self._own_stacks(any_norm=True)).stacks)
+        for path, policy in self._submodel_policies():
+            every += [stack.within(path) for stack in policy.layer_sequence().stacks]
         if every:  # some models register their head before the layers
-            tops = {
-                head.partition(".")[0]
-                for head in paths.as_path_list(self.head)
-                if paths.module_exists(self.model, f"{head}?")
-            }
-            beside = sorted(top for top in tops if not any(f"{s.layers}.".startswith(f"{top}.") for s in every))
+            heads = [head for head in paths.as_path_list(self.head) if paths.module_exists(self.model, f"{head}?")]
+            tops = sorted({head.partition(".")[0] for head in heads})
+            tops = [top for top in tops if not any(f"{s.layers}.".startswith(f"{top}.") for s in every)]
             stages = every[-1].stages
-            every[-1] = replace(every[-1], stages=replace(stages, with_last_layer=(*stages.with_last_layer, *beside)))
+            every[-1] = replace(every[-1], stages=replace(stages, with_last_layer=(*stages.with_last_layer, *tops)))
         return LayerSequence(tuple(every))
 
     def replicated(self) -> list[str] | None:
@@ -225,11 +219,8 @@ class RolePolicy(Policy):
             if not path.endswith("?") and not found:
                 raise paths.no_match_error(self.base, path, base)
             out += [paths.join_path(self.base, name) for name in found]
-        out += [
-            name
-            for path in self._uneven_heads
-            for name in paths.match_paths(path, [n for n, _ in self.model.named_modules()])
-        ]
+        names = [name for name, _ in self.model.named_modules()]
+        out += [name for path in self._unsharded for name in paths.match_paths(path, names)]
         for path, policy in self._submodel_policies():
             inner = policy.replicated()
             out += [path] if inner is None else [paths.join_path(path, name) for name in inner]
@@ -250,24 +241,17 @@ class RolePolicy(Policy):
         return out
 
     def _embeddings_and_heads(self) -> ModulePolicyDescription:
-        base = paths.get_module(self.model, self.base)
-        embeddings = [
-            path.rstrip("?")
-            for path in paths.as_path_list(self.embeddings)
-            if paths.module_exists(base, path, self.base)
-        ]
-        subs = [LayerReplacement(paths.join_path(self.base, path), self._classes.embedding) for path in embeddings]
+        base, embedding = paths.get_module(self.model, self.base), self._classes.embedding
+        found = [path for path in paths.as_path_list(self.embeddings) if paths.module_exists(base, path, self.base)]
+        subs = [LayerReplacement(paths.join_path(self.base, path.rstrip("?")), embedding) for path in found]
         heads = [path.rstrip("?") for path in paths.as_path_list(self.head)]
-        own = [path for path in heads if self._is_head_of_user(path)]
-        self._uneven_heads = [*self._uneven_heads, *own]
+        present = {path: module for path in heads if (module := paths.find_module(self.model, path)) is not None}
+        # a user's module in the place of a head that a table of this package names stays replicated
+        own = [path for path, module in present.items() if is_shipped(self) and not paths.is_linear(module)]
+        self._unsharded = [*self._unsharded, *own]
         self.notes = [*self.notes, *(f"{path} is replicated, because it is not a linear." for path in own)]
         subs += [LayerReplacement(p, self._classes.head, ignore_if_not_exist=True) for p in heads if p not in own]
         return ModulePolicyDescription(sub_module_replacement=subs)
-
-    def _is_head_of_user(self, path: str) -> bool:
-        """Whether the user replaced a head that a shipped table names. It stays replicated."""
-        head = paths.find_module(self.model, path)
-        return is_shipped(self) and head is not None and not paths.is_linear(head)
 
     def _block(self, block: Role, lowering: LayerLowering) -> ModulePolicyDescription | None:
         if not lowering.exists(block):
@@ -279,11 +263,9 @@ class RolePolicy(Policy):
         attention = self._attention(block, lowering)
         if (heads := attention.uneven_heads) is None:
             return attention.description()
-        at, out = (
-            paths.join_path(lowering.path, block.at),
-            paths.join_path(lowering.path, paths.resolve_path(block.at, block.projections.out)),
-        )
-        self._uneven_heads = [*self._uneven_heads, at, out]
+        at = paths.join_path(lowering.path, block.at)
+        out = paths.join_path(lowering.path, paths.resolve_path(block.at, block.projections.out))
+        self._unsharded = [*self._unsharded, at, out]
         note = f"{at} is replicated, because it has {heads} heads for {self.axis.size} tensor ranks."
         self.notes = [*self.notes, *([note] if note not in self.notes else [])]
         return None
@@ -321,9 +303,8 @@ def checked_descriptions(policy: Policy) -> Mapping[ModuleKey, ModulePolicyDescr
     return found
 
 
-def _reads_each_token(norm: nn.Module | None, layers: nn.Module | None) -> bool:
+def _reads_each_token(norm: nn.Module, layers: nn.Module) -> bool:
     """Whether a module after the layers works on each token separately, such as a norm of a class that they use."""
-    assert norm is not None and layers is not None
     is_norm_of_layers = "forward" not in vars(norm) and type(norm) in {type(module) for module in layers.modules()}
     return is_norm_of_layers or norm_kind(norm) is not None or is_elementwise(norm)
 

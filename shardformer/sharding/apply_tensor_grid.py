@@ -190,13 +190,13 @@ def install_argument_hooks(
     """Select this rank's samples of the additional arguments of each attention in a stack."""
     streams = [edge for edge in state.region_hooks if isinstance(edge, GridStackActivations)]
     stacks = [(f"{stack.layers}.", stream) for stack, stream in zip(plan.stacks, streams, strict=True)]
-    arguments_at = [(block.entry, block.arguments) for _, block in plan.blocks if block.arguments is not None]
-    arguments_at += [(path, BlockArguments(path)) for path in plan.full_sequence_modules]
+    arguments_at = [(path, BlockArguments(path)) for path in plan.full_sequence_modules]
+    arguments_at += [(block.entry, block.arguments) for _, block in plan.blocks if block.arguments is not None]
     entering: dict[nn.Module, tuple[BlockArguments, GridStackActivations]] = {}
     for path, arguments in arguments_at:
         stream = next((stream for prefix, stream in stacks if path.startswith(prefix)), None)
         if stream is not None:
-            entering.setdefault(model.get_submodule(arguments.at), (arguments, stream))
+            entering[model.get_submodule(arguments.at)] = arguments, stream
     model.register_forward_hook(partial(_remove_caches, streams, arguments_of(model)))
     for module, (arguments, stream) in entering.items():
         _LocalSamplesHook(module, arguments, stream, samples)
