@@ -46,7 +46,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
 
 
 @pytest.mark.feature("JIT-fused operators", family="chatglm")
-def test_a_family_whose_activation_is_no_module(record_property: Callable[[str, object], None]) -> None:
+def test_family_without_an_activation_module_is_refused(record_property: Callable[[str, object], None]) -> None:
     with pytest.raises(ConfigError, match="no GELU, SiLU or ReLU module") as refused:
         sharded("chatglm", "enable_jit_fused")
     record_property("feature", "refused: it has" + refused.value.what.rpartition(" has")[2])
@@ -55,7 +55,7 @@ def test_a_family_whose_activation_is_no_module(record_property: Callable[[str, 
 @pytest.mark.slow
 @pytest.mark.feature("JIT-fused operators")
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "chatglm"])
-def test_the_kernels_of_a_family(family: str, ran: set[str]) -> None:
+def test_activations_run_as_fused_kernels(family: str, ran: set[str]) -> None:
     ours = sharded(family, "enable_jit_fused")
     assert_same(ours, plain(family), CASTS)
     assert ran == KERNELS[family]

@@ -64,7 +64,7 @@ HEADS = AttentionProjections(q="q", k="k", v="v", out="o")
         ),
     ],
 )
-def test_a_role_is_refused_where_it_is_written(write: Callable[[], Any], what: str, rule: str) -> None:
+def test_role_with_a_wrong_type_is_refused_at_creation(write: Callable[[], Any], what: str, rule: str) -> None:
     with pytest.raises(PolicyError) as error:
         write()
     assert what in error.value.what and rule in f"{error.value.rule}. {error.value.remedy}"
@@ -125,7 +125,7 @@ class FirstForm(Policy):
         ),
     ],
 )
-def test_a_policy_is_refused_when_it_is_planned(policy: type[Policy], words: tuple[str, ...]) -> None:
+def test_policy_with_a_wrong_type_is_refused_at_planning(policy: type[Policy], words: tuple[str, ...]) -> None:
     models = [ToyLM(), ToyLM()]
 
     def refuse(context: Any) -> Any:
@@ -136,7 +136,7 @@ def test_a_policy_is_refused_when_it_is_planned(policy: type[Policy], words: tup
 
 
 @pytest.mark.parametrize("family", sorted(name for name in SMALL_CONFIGS if name not in LIBRARIES))
-def test_descriptions_of_shipped_policies_have_the_types_of_their_fields(family: str) -> None:
+def test_shipped_descriptions_have_valid_types(family: str) -> None:
     """They are not checked when a model is sharded."""
     model = SmallModel(family)()
     known = registered_policy(model)
@@ -153,14 +153,14 @@ def test_descriptions_of_shipped_policies_have_the_types_of_their_fields(family:
         check_field_types(description)
 
 
-def test_an_instance_of_a_shipped_policy_is_checked_where_it_was_changed() -> None:
+def test_changed_instance_of_a_shipped_policy_is_checked() -> None:
     policy = LlamaPolicy()
     policy.num_heads = 5.0  # type: ignore[assignment]
     with pytest.raises(PolicyError, match=r"num_heads=5\.0"):
         policy.set_model(SmallModel("llama")())
 
 
-def test_lists_may_be_tuples_and_pairs_lists() -> None:
+def test_lists_and_tuples_are_interchangeable() -> None:
     LayerStack("layers", (MLP("mlp", up=("gate", "up"), down="down"),), cross_states=["decoder", "states"])  # type: ignore[arg-type]
     Attention("attn", HEADS, {"alibi": ("heads", 0)}, num_heads=4)
     assert describe_type(dict[int, Split] | None) == "a dict (a whole number: a Split) or None"

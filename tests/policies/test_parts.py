@@ -122,7 +122,7 @@ MODES: dict[str, dict[str, bool]] = {
 
 @pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_nobody_can_tell(ranks: int, mode: str) -> None:
+def test_direct_parameters_train_as_in_one_process(ranks: int, mode: str) -> None:
     assert validate_policy(reference(), PartsPolicy, ranks, **MODES[mode]) is None
 
 
@@ -137,12 +137,12 @@ def test_nobody_can_tell(ranks: int, mode: str) -> None:
         ),
     ],
 )
-def test_each_word_is_needed(changes: dict[str, Any], said: str) -> None:
+def test_each_local_attr_is_required(changes: dict[str, Any], said: str) -> None:
     assert said in (validate_policy(reference(), changed(**changes), 2) or "")
 
 
 @pytest.mark.parametrize("mode", list(MODES))
-def test_a_block_still_enters_once(mode: str) -> None:
+def test_block_enters_the_region_once(mode: str) -> None:
     """Though its projection's module is not called: one collective at each edge of four blocks, and each way.
 
     The first entry has no gradient to hand on; the sequence is gathered once more at the end of the stack.
@@ -162,7 +162,7 @@ def test_a_block_still_enters_once(mode: str) -> None:
     assert run_as_threads(train, tensor=2)[0] == ({"all_reduce": 4 + 3} if mode == "plain" else cut)
 
 
-def test_layouts_are_told_and_full_weights_gathered() -> None:
+def test_layouts_are_described_and_full_weights_gathered() -> None:
     models = [Model(), Model()]
     plain = copy.deepcopy(models[0].state_dict())
 
@@ -176,7 +176,7 @@ def test_layouts_are_told_and_full_weights_gathered() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_norm_over_all_heads_sums_its_statistics(ranks: int) -> None:
+def test_norm_over_all_heads_sums_its_statistics(ranks: int) -> None:
     assert validate_policy(reference(norm=True), PartsPolicy, ranks) is None
     with mock.patch.object(ShardedNorm, "_mean", lambda self, x: x.mean(-1, keepdim=True)):
         assert validate_policy(reference(norm=True), PartsPolicy, ranks) is not None
@@ -217,11 +217,11 @@ def saved() -> nn.Module:
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(make: Callable[[], nn.Module], counts: dict[str, Any], said: str) -> None:
+def test_invalid_local_attrs_are_refused(make: Callable[[], nn.Module], counts: dict[str, Any], said: str) -> None:
     with pytest.raises(PolicyError, match=said):
         run_as_threads(lambda context: shard_model(make(), changed(local_attrs=counts), context=context), tensor=2)
 
 
-def test_a_wrong_count_is_refused_where_it_is_written() -> None:
+def test_unknown_count_is_refused_at_creation() -> None:
     with pytest.raises(PolicyError, match=r"local_attrs=\{'scale': 'head'\}.*'heads'"):
         Attention("attn", AttentionProjections(out="o"), {"scale": "head"})

@@ -29,7 +29,7 @@ def with_names(model: ToyLM) -> ToyLM:
     return model
 
 
-def test_every_name_gives_what_it_gives_in_the_plain_model() -> None:
+def test_all_names_of_a_module_return_the_same_output() -> None:
     plain = with_names(ToyLM())
     tokens = torch.arange(VOCAB)
     expected = plain.embed(tokens).detach()
@@ -44,7 +44,7 @@ def test_every_name_gives_what_it_gives_in_the_plain_model() -> None:
         assert all(torch.allclose(row, expected) for row in found)
 
 
-def test_a_second_name_of_transformers_embedding_trains_with_the_first() -> None:
+def test_transformers_second_name_of_an_embedding_is_trained_too() -> None:
     plain: Any = SmallModel("llama")().double().train()
     plain.alias = plain.model.embed_tokens
     ids = RandomBatches(DEFAULT_HEAD["llama"])(0)["input_ids"]
@@ -75,7 +75,7 @@ class ReadsRows(nn.Module):
         return F.embedding(ids, self.rows)
 
 
-def test_a_weight_that_another_module_reads_whole_is_refused_on_all_ranks() -> None:
+def test_tied_weight_read_in_full_by_another_module_is_refused() -> None:
     plain = ToyLM()
     plain.reader = ReadsRows(plain.embed.weight)
 
@@ -115,7 +115,7 @@ class TwoNames(nn.Module):
         return self.second(self.first(x))
 
 
-def test_two_rules_for_one_module_make_one() -> None:
+def test_equal_rules_for_one_module_are_merged() -> None:
     plain, x = TwoNames(), torch.randn(3, 6)
     expected = plain(x)
     TwoRules.stack = OtherRule.stack = ()
@@ -133,7 +133,7 @@ def test_two_rules_for_one_module_make_one() -> None:
 
 
 @pytest.mark.parametrize("layout", [{"pipe": 2}, {"tensor": 2}])
-def test_a_list_that_holds_a_layer_several_times_runs_it_as_often(layout: dict[str, int]) -> None:
+def test_repeated_layer_in_a_list_runs_every_time(layout: dict[str, int]) -> None:
     torch.manual_seed(0)
     plain = ToyLM(num_layers=2)
     plain.layers = nn.ModuleList([plain.layers[0], plain.layers[1], plain.layers[0]])

@@ -20,7 +20,7 @@ MAX_CALLS = 5_000
 MAX_FILES = 49
 
 
-def test_shard_model_calls_few_functions_of_the_package() -> None:
+def test_shard_model_calls_few_functions_in_few_files() -> None:
     models, calls = [SmallModel("llama", changes={"num_hidden_layers": 2})() for _ in range(2)], Counter[str]()
 
     def count(frame: FrameType, event: str, _: Any) -> None:

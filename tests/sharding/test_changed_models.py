@@ -123,13 +123,13 @@ def check(plain: Any, layout: Layout) -> None:
 @pytest.mark.reduced(one_in=5)
 @pytest.mark.parametrize("layout", UNCUT, ids=str)
 @pytest.mark.parametrize("make", [adapted, normed, third_tie, own_head], ids=lambda make: make.__name__)
-def test_where_no_weight_is_cut_layers_may_be_made_of_anything(make: Callable[[], Any], layout: Layout) -> None:
+def test_layers_may_contain_anything_without_tensor_parallelism(make: Callable[[], Any], layout: Layout) -> None:
     check(make(), layout)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("make", [adapted, normed, third_tie], ids=lambda make: make.__name__)
-def test_what_would_be_cut_and_is_not_known_is_refused(make: Callable[[], Any]) -> None:
+def test_unknown_weights_are_refused_under_tensor_parallelism(make: Callable[[], Any]) -> None:
     plain = make()
 
     def refused(context: ParallelContext) -> None:
@@ -141,12 +141,12 @@ def test_what_would_be_cut_and_is_not_known_is_refused(make: Callable[[], Any]) 
 
 @pytest.mark.reduced(one_in=3, first=1)
 @pytest.mark.parametrize("layout", TENSOR, ids=str)
-def test_a_head_of_the_users_own_stays_whole(layout: Layout) -> None:
+def test_custom_head_stays_replicated(layout: Layout) -> None:
     plain = own_head()
     check(plain, layout)
 
 
-def test_that_a_head_stays_whole_is_noted() -> None:
+def test_replicated_head_is_noted() -> None:
     plain = own_head()
     pages = run_as_threads(
         lambda c: str(shardformer.describe_sharding(shard_model(copy.deepcopy(plain), context=c))), tensor=2
@@ -156,7 +156,7 @@ def test_that_a_head_stays_whole_is_noted() -> None:
 
 @pytest.mark.reduced(one_in=3, first=1)
 @pytest.mark.parametrize("layout", [*TENSOR, *UNCUT, {"tensor": 2, "pipe": 2, "sequence_parallel": True}], ids=str)
-def test_a_layer_that_comes_again(layout: Layout) -> None:
+def test_repeated_layer_trains_correctly(layout: Layout) -> None:
     check(again(llama()), layout)
 
 
@@ -177,7 +177,7 @@ class Viewing(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["buffer", "attribute"])
-def test_a_view_of_a_weight_is_refused_where_the_weight_moves(how: str) -> None:
+def test_view_of_a_weight_is_refused_if_the_weight_moves(how: str) -> None:
     """Over data ranks alone it follows the weight, as in the plain model."""
 
     def run(context: ParallelContext) -> None:
@@ -193,7 +193,7 @@ def test_a_view_of_a_weight_is_refused_where_the_weight_moves(how: str) -> None:
     run_as_threads(run, data=2, in_turn=True)
 
 
-def test_a_view_of_a_weight_that_is_cut_is_refused() -> None:
+def test_view_of_a_sharded_weight_is_refused() -> None:
     def refused(context: ParallelContext) -> None:
         model = llama()
         before = model.lm_head.weight.shape
@@ -205,7 +205,7 @@ def test_a_view_of_a_weight_that_is_cut_is_refused() -> None:
     run_as_threads(refused, tensor=2, in_turn=True)
 
 
-def test_two_parameters_that_lie_beside_each_other_in_one_storage_are_two() -> None:
+def test_adjacent_parameters_in_one_storage_are_not_views() -> None:
     """As those of nn.LSTM on a GPU."""
     flat = torch.arange(8.0)
 
@@ -237,5 +237,5 @@ class Around(nn.Module):
 
 @pytest.mark.reduced(one_in=3, first=1)
 @pytest.mark.parametrize("layout", [TENSOR[0], *UNCUT[:2]], ids=str)
-def test_a_module_with_the_config_of_what_it_holds(layout: Layout) -> None:
+def test_wrapper_with_the_config_of_its_submodel_trains(layout: Layout) -> None:
     check(Around(), layout)

@@ -60,7 +60,7 @@ save_pretrained writes full weights. resize_token_embeddings is not supported.
 """
 
 
-def test_the_page_of_a_gpt2(pool2: WorkerPool) -> None:
+def test_description_of_gpt2(pool2: WorkerPool) -> None:
     (first, _), (second, _) = pool2.run(_describe, "gpt2")
     assert first == GPT2.strip()
     # The second rank holds the smaller part of the odd vocabulary: 63 of 127.
@@ -69,7 +69,7 @@ def test_the_page_of_a_gpt2(pool2: WorkerPool) -> None:
 
 @pytest.mark.reduced(family=("llama", "gpt2", "bert", "t5"))
 @pytest.mark.parametrize("family", [family for family in SMALL_CONFIGS if family in FAMILIES])
-def test_a_page_is_narrow_and_accounts_for_every_parameter(pool2: WorkerPool, family: str) -> None:
+def test_description_is_narrow_and_counts_every_parameter(pool2: WorkerPool, family: str) -> None:
     text, description = pool2.run(_describe, family)[0]
     assert max(len(line) for line in text.splitlines()) <= 120
     model = SmallModel(family)()
@@ -87,7 +87,7 @@ def _describe_toy() -> str:
     return str(shardformer.describe_sharding(shardformer.shard_model(ToyLM(), ToyPolicy)))
 
 
-def test_a_model_of_ones_own_is_described_by_its_own_policy(pool2: WorkerPool) -> None:
+def test_custom_model_is_described_by_its_policy(pool2: WorkerPool) -> None:
     text = pool2.run(_describe_toy)[0]
     assert text.startswith("ToyLM over tensor=2, by the user's policy ToyPolicy\non: tensor parallelism\n")
     assert "save_pretrained" not in text
@@ -95,12 +95,12 @@ def test_a_model_of_ones_own_is_described_by_its_own_policy(pool2: WorkerPool) -
     assert re.search(r"attn\.num_heads +5 +3\n", text)
 
 
-def test_layers_that_differ_are_counted() -> None:
+def test_differing_layers_are_counted() -> None:
     print_out = doctest.testmod(listing)
     assert print_out.attempted and not print_out.failed
 
 
-def test_long_lists_of_names_go_on_in_the_next_line() -> None:
+def test_long_lists_of_names_are_wrapped() -> None:
     parameters = [(f"h.*.block_{i}.norm.weight", "64", 2, 0.01) for i in range(9)]
     lines = describe.table(("whole", "shape", "share"), describe.replicated_rows(parameters), {"h.*": 2})
     assert max(map(len, lines)) < 80
@@ -108,7 +108,7 @@ def test_long_lists_of_names_go_on_in_the_next_line() -> None:
 
 
 @pytest.mark.parametrize("model", [ToyLM(), nn.Linear(2, 2)])
-def test_a_model_that_is_not_sharded_has_no_page(model: nn.Module) -> None:
+def test_unsharded_model_has_no_description(model: nn.Module) -> None:
     with pytest.raises(ConfigError, match=r"is not sharded\..*Call shardformer.shard_model"):
         shardformer.describe_sharding(model)
 
@@ -148,7 +148,7 @@ def _describe_stages(
     return str(description), description.stages, sizes, sum(sizes.values())
 
 
-def test_the_page_of_stages(pool4: WorkerPool) -> None:
+def test_description_of_pipeline_stages(pool4: WorkerPool) -> None:
     pages = pool4.run(_describe_stages, "gpt2", "interleaved", tensor=2, recompute_layers=1)
     assert pages[0][0].startswith(STAGES.strip())
     assert all(page[1] == pages[0][1] for page in pages)
@@ -156,7 +156,7 @@ def test_the_page_of_stages(pool4: WorkerPool) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "t5", "albert", "bert", "blip-2", "swin"])
-def test_the_rows_of_stages_are_what_each_of_them_holds(pool2: WorkerPool, family: str) -> None:
+def test_stage_rows_match_the_parameters_of_each_stage(pool2: WorkerPool, family: str) -> None:
     pages = pool2.run(_describe_stages, family)
     total = sum(p.numel() for p in SmallModel(family).deeper(4)().parameters())
     for stage, (text, rows, _, here) in enumerate(pages):
@@ -171,7 +171,7 @@ def test_the_rows_of_stages_are_what_each_of_them_holds(pool2: WorkerPool, famil
     assert all(name.rpartition(".")[0] in pages[0][0] or "layer_groups" in name for name in both)
 
 
-def test_layers_are_named_in_ranges_and_calls_in_numbers(pool2: WorkerPool) -> None:
+def test_layers_are_abbreviated_to_ranges_and_calls_to_counts(pool2: WorkerPool) -> None:
     assert "model.layers.0-1  model.embed_tokens" in pool2.run(_describe_stages, "llama")[1][0]
     page = pool2.run(_describe_stages, "albert")[0][0]
     assert "albert_layer_groups.0 (2 times)" in page
@@ -179,6 +179,6 @@ def test_layers_are_named_in_ranges_and_calls_in_numbers(pool2: WorkerPool) -> N
     assert "all of albert.embeddings.word_embeddings, albert.encoder.albert_layer_groups, " in words
 
 
-def test_what_stands_beside_the_table_of_stages() -> None:
+def test_shared_parameters_are_listed_after_the_stages() -> None:
     print_out = doctest.testmod(stage_table)
     assert print_out.attempted and not print_out.failed

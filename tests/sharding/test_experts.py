@@ -84,7 +84,7 @@ def trained(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("width", "ranks"), [(64, 3), (40, 2), (24, 3), (16, 3), (8, 3), (56, 5)])
-def test_parts_of_any_size_are_computed(kind: str, width: int, ranks: int, dtype: torch.dtype) -> None:
+def test_expert_shards_of_any_size_are_computed(kind: str, width: int, ranks: int, dtype: torch.dtype) -> None:
     """Of 64 features the ranks hold 24, 24 and 16; of 16 and of 8 each some, which are multiplied one by one."""
     torch.manual_seed(0)
     plain = Model(kind, width).to(dtype)

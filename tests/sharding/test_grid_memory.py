@@ -63,7 +63,7 @@ def saved_by(model: nn.Module) -> int:
     [("2d", (2, 2)), ("2d", (4, 1)), ("2d", (1, 4)), ("2.5d", (2, 2, 2)), ("3d", (2, 2, 2)), ("3d", (2, 1, 2))],
     ids=str,
 )
-def test_activations_and_weights_are_cut_by_all_ranks(mode: str, sizes: tuple[int, ...]) -> None:
+def test_activations_and_weights_are_sharded_over_all_ranks(mode: str, sizes: tuple[int, ...]) -> None:
     ranks = torch.Size(sizes).numel()
     copies = sizes[2] if mode == "2.5d" else 1
 

@@ -52,7 +52,7 @@ def perturbed(model: Any) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_the_gradient_of_embeddings_is_whole_and_that_of_their_table_too(layout: dict[str, Any]) -> None:
+def test_gradients_of_input_embeddings_and_their_table_are_full(layout: dict[str, Any]) -> None:
     plain = llama()
     expected, _ = perturbed(copy.deepcopy(plain))
     trained = copy.deepcopy(plain)
@@ -70,7 +70,7 @@ def test_the_gradient_of_embeddings_is_whole_and_that_of_their_table_too(layout:
     of_ranks(layout, check)
 
 
-def test_a_gradient_by_torch_autograd_is_whole() -> None:
+def test_autograd_grad_returns_the_full_gradient() -> None:
     plain = llama()
 
     def gradient(model: Any) -> Tensor:
@@ -107,7 +107,7 @@ class Prefix(nn.Module):
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("layout", [{"tensor": 2}, {"tensor": 3}, {"tensor": 4}, {"sequence": 2}], ids=str)
-def test_a_learned_prefix_has_the_gradient_of_one_process(kv_heads: int, layout: dict[str, Any]) -> None:
+def test_learned_prefix_has_the_gradient_of_one_process(kv_heads: int, layout: dict[str, Any]) -> None:
     plain = llama(kv_heads).requires_grad_(False)
     expected = Prefix(kv_heads).gradient(plain)
 
@@ -120,7 +120,7 @@ def test_a_learned_prefix_has_the_gradient_of_one_process(kv_heads: int, layout:
     of_ranks(layout, check)
 
 
-def test_a_fixed_prefix_and_a_cache_of_the_model_itself_go_on_as_in_the_plain_model() -> None:
+def test_fixed_prefix_and_own_cache_continue_like_the_plain_model() -> None:
     plain = llama(2)
     loss, _ = Prefix(2).gradient(copy.deepcopy(plain), trains=False)
     with torch.no_grad():
@@ -140,7 +140,7 @@ def test_a_fixed_prefix_and_a_cache_of_the_model_itself_go_on_as_in_the_plain_mo
     run_as_threads(check, tensor=2)
 
 
-def test_keys_of_other_heads_are_refused_and_left_alone() -> None:
+def test_cache_with_wrong_heads_is_refused_and_unchanged() -> None:
     def check(context: ParallelContext) -> None:
         model: Any = shardformer.shard_model(llama(4), context=context)
         cache = transformers.DynamicCache()
@@ -162,7 +162,7 @@ def masked(model: Any) -> Tensor:
     return bias.grad
 
 
-def test_a_mask_that_trains_is_refused_on_all_ranks() -> None:
+def test_trained_mask_is_refused_on_all_ranks() -> None:
     plain = llama()
     assert masked(copy.deepcopy(plain)).any()
 
@@ -174,7 +174,7 @@ def test_a_mask_that_trains_is_refused_on_all_ranks() -> None:
     run_as_threads(check, tensor=2)
 
 
-def test_states_of_an_encoder_that_are_given_have_their_whole_gradient() -> None:
+def test_passed_encoder_states_receive_the_full_gradient() -> None:
     torch.manual_seed(0)
     sizes = dict(
         vocab_size=64,
@@ -205,7 +205,7 @@ def test_states_of_an_encoder_that_are_given_have_their_whole_gradient() -> None
 
 
 @pytest.mark.parametrize("what", ["embeddings", "prefix"])
-def test_stages_refuse_what_they_would_train_in_part(what: str) -> None:
+def test_pipeline_refuses_inputs_it_cannot_train(what: str) -> None:
     def check(context: ParallelContext) -> None:
         pipeline = shardformer.Pipeline(shardformer.shard_model(llama(), context=context), micro_batches=2)
         batch: dict[str, Any] = {"input_ids": IDS, "labels": IDS}

@@ -100,31 +100,31 @@ def with_doubled_norm(layer: Any) -> None:
     layer.norm1 = DoubledNorm(HIDDEN)
 
 
-def test_a_norm_that_is_cut_stays_and_is_said() -> None:
+def test_sharded_norm_is_not_fused_and_reported() -> None:
     said = check(with_norm_over_heads, NormedPolicy, enable_fused_normalization=True)
     assert "Norms that are not fused: 2 ShardedNorm (its statistics are summed over ranks)." in said
     assert "FusedLayerNorm" in said
 
 
-def test_a_norm_that_computes_something_else_stays_and_is_said() -> None:
+def test_unknown_norm_is_not_fused_and_reported() -> None:
     said = check(with_doubled_norm, enable_fused_normalization=True)
     assert "2 DoubledNorm (not a layer norm or RMS norm over the last dim)." in said
 
 
-def test_a_model_of_such_norms_alone_is_refused() -> None:
+def test_model_without_a_supported_norm_is_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), DoubledNorm(4))
     with pytest.raises(ConfigError, match="was given a DoubledNorm"):
         check_norms(model)
 
 
-def test_what_runs_as_one_kernel_is_said() -> None:
+def test_fused_activations_are_reported() -> None:
     def change(layer: Any) -> None:
         layer.mlp = Activated(nn.GELU(), nn.Mish())
 
     assert "Fused into one kernel: 2 bias and GELU." in check(change, enable_jit_fused=True)
 
 
-def test_a_model_without_an_activation_that_is_known_is_refused() -> None:
+def test_model_without_a_known_activation_is_refused() -> None:
     def change(layer: Any) -> None:
         layer.mlp = Activated(nn.Mish())
 
@@ -133,7 +133,7 @@ def test_a_model_without_an_activation_that_is_known_is_refused() -> None:
             check(layers, enable_jit_fused=True)
 
 
-def test_a_gpu_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     model = nn.Sequential(nn.Linear(2, 2), nn.GELU())
     with pytest.raises(ConfigError, match="triton"):
@@ -148,7 +148,7 @@ WRITTEN = {
 
 
 @pytest.mark.parametrize("name", WRITTEN_OUT)
-def test_torchs_own_kernel_gives_the_numbers_of_what_is_written_out(name: str) -> None:
+def test_torch_kernel_equals_the_explicit_activation(name: str) -> None:
     """BLOOM and GELU fast round the root of 2 / pi to eight and ten digits, less than a number of fp32 can hold."""
     native = getattr(pytest.importorskip(WRITTEN[name]), name)()
     grid = torch.linspace(-8, 8, 4001, dtype=torch.float64)

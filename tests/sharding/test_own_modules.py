@@ -107,7 +107,7 @@ def losses(model: nn.Module, name: str, context: ParallelContext | None = None, 
 @pytest.mark.filterwarnings("ignore:The attention of:UserWarning")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("sizes", [{"sequence": 2}, {"pipe": 2}], ids=str)
-def test_losses_are_those_of_one_process(name: str, sizes: dict[str, int]) -> None:
+def test_losses_equal_those_of_one_process(name: str, sizes: dict[str, int]) -> None:
     plain = model_of(name)
     expected = losses(copy.deepcopy(plain), name)
 
@@ -118,7 +118,7 @@ def test_losses_are_those_of_one_process(name: str, sizes: dict[str, int]) -> No
         assert found == pytest.approx(expected, abs=1e-9)
 
 
-def test_nothing_of_one_module_is_believed_of_another_of_its_class() -> None:
+def test_validation_is_not_reused_for_another_module_of_the_class() -> None:
     """They have no config that would tell them apart."""
     for width in (16, 32):
         plain = Language(width).double()
@@ -138,7 +138,7 @@ class Particular(Language):
         return super().forward(tokens, table["labels"])
 
 
-def test_a_module_that_cannot_be_run_is_told_what_it_needs() -> None:
+def test_module_that_cannot_run_is_refused_with_its_needs() -> None:
     def do(context: ParallelContext) -> None:
         with pytest.raises(ConfigError) as caught:
             shardformer.shard_model(Particular(), context=context)

@@ -83,27 +83,27 @@ def cut(*suffixes: str, target: Any = Linear1D_Col, **kwargs: Any) -> ModulePoli
         ("layers.*.*.*.q", ""),
     ],
 )
-def test_a_rule_that_matches_no_module(key: Any, hint: str) -> None:
+def test_rule_without_a_matching_module_is_refused(key: Any, hint: str) -> None:
     name = key if isinstance(key, str) else key.__name__
     refused(Written({key: ModulePolicyDescription()}), f"rule for {name!r} matches no module of ToyLM", hint)
 
 
 @pytest.mark.parametrize("key", ["SelfAttention", SelfAttention, "layers.*.attn", "tests.policies.toy.SelfAttention"])
-def test_a_rule_finds_its_modules_by_name_class_and_path(key: Any) -> None:
+def test_rule_matches_by_name_class_and_path(key: Any) -> None:
     plan = plan_of(Written({key: cut("q")}))
     assert list(plan.replacements) == ["layers.0.attn.q", "layers.1.attn.q"]
 
 
-def test_a_class_does_not_match_its_subclasses() -> None:
+def test_class_does_not_match_its_subclasses() -> None:
     refused(Written({nn.Module: ModulePolicyDescription()}), "'Module' matches no module")
 
 
-def test_a_submodule_that_does_not_exist() -> None:
+def test_missing_submodule_is_refused() -> None:
     refused(Written({"Layer": cut("attn.qq")}), "'layers.0.attn.qq'", "'attn.q'", "ignore_if_not_exist=True")
     refused(Written({"": cut("haed")}), "no module 'haed'", "'head'")
 
 
-def test_a_submodule_that_may_lack() -> None:
+def test_optional_submodule_may_be_missing() -> None:
     plan = plan_of(Written({"Layer": cut("attn.qq", "attn.q", ignore_if_not_exist=True)}))
     assert list(plan.replacements) == ["layers.0.attn.q", "layers.1.attn.q"]
 
@@ -115,17 +115,17 @@ def test_a_submodule_that_may_lack() -> None:
         ("atn.num_heads", ("layers.0.atn has no attribute 'num_heads'", "'attn'")),
     ],
 )
-def test_an_attribute_that_does_not_exist(attribute: str, words: tuple[str, ...]) -> None:
+def test_missing_attribute_is_refused(attribute: str, words: tuple[str, ...]) -> None:
     refused(Written({"Layer": ModulePolicyDescription(attribute_replacement={attribute: 2})}), *words)
 
 
-def test_a_method_that_does_not_exist() -> None:
+def test_missing_method_is_refused() -> None:
     description = ModulePolicyDescription(method_replacement={"foward": lambda self, x: x})
     refused(Written({"Layer": description}), "layers.0 (Layer) has no method 'foward'", "'forward'")
 
 
 @pytest.mark.parametrize("broken", [{"entry": "atn"}, {"columns": ["attn.x"]}, {"row": "attn.y"}])
-def test_a_block_that_names_what_is_not_there(broken: Mapping[str, Any]) -> None:
+def test_block_with_a_missing_path_is_refused(broken: Mapping[str, Any]) -> None:
     block = BlockDescription(**{"entry": "attn", "columns": ["attn.q"], "row": "attn.o", **broken})
     description = cut("attn.q", "attn.o")
     description.blocks = [block]
@@ -135,32 +135,32 @@ def test_a_block_that_names_what_is_not_there(broken: Mapping[str, Any]) -> None
 @pytest.mark.parametrize(
     "stack", [StackDescription("layer"), StackDescription("layers", "ln"), StackDescription("layers", None, ("e", "x"))]
 )
-def test_a_stack_that_names_what_is_not_there(stack: StackDescription) -> None:
+def test_stack_with_a_missing_path_is_refused(stack: StackDescription) -> None:
     refused(Written({}, [stack]), "There is no module")
 
 
 # ----------------------------------------------------------------------------------------------------- rules that clash
 
 
-def test_two_rules_for_one_module() -> None:
+def test_two_rules_for_one_module_are_refused() -> None:
     refused(Written({"Layer": cut("attn.q"), ToyLayer: cut("attn.q")}), "Two rules replace 'layers.0.attn.q'")
     refused(Written({"Layer": cut("attn.q", "attn.q")}), "Two rules replace 'layers.0.attn.q'")
     refused(Written({"Layer": cut("attn.q"), "SelfAttention": cut("q")}), "Two rules replace 'layers.0.attn.q'")
 
 
-def test_a_rule_inside_of_what_another_replaces() -> None:
+def test_overlapping_rules_are_refused() -> None:
     refused(Written({"Layer": cut("attn"), "SelfAttention": cut("q")}), "'layers.0.attn'", "which overlap")
 
 
-def test_a_rule_for_the_whole_model() -> None:
+def test_rule_for_the_full_model_is_refused() -> None:
     refused(Written({"": cut("")}), "replaces the full model", "inject_policy")
 
 
-def test_a_target_that_cannot_make_itself_of_a_module() -> None:
+def test_target_without_from_native_module_is_refused() -> None:
     refused(Written({"Layer": cut("attn.q", target=nn.Linear)}), "class Linear of 'layers.0.attn.q'")
 
 
-def test_a_policy_that_is_no_dict_of_descriptions() -> None:
+def test_policy_that_returns_no_descriptions_is_refused() -> None:
     refused(Written(None), "module_policy() returned None", "docs/policies.md")
     refused(Written({"Layer": {"attn.q": Linear1D_Col}}), "module_policy() returned {'attn.q'")
 
@@ -169,11 +169,11 @@ class SaysNothing(Policy):
     pass
 
 
-def test_a_policy_that_says_nothing() -> None:
+def test_empty_policy_is_refused() -> None:
     refused(SaysNothing(), "The policy overrides neither module_policy() nor argument_policy()", "docs/policies.md")
 
 
-def test_a_tied_weight_of_which_one_owner_is_not_named() -> None:
+def test_tied_weight_with_an_unnamed_owner_is_refused() -> None:
     tied = ToyLM(tied=True)
     table = cut("embed", target=VocabParallelEmbedding1D)
     refused(
@@ -187,7 +187,7 @@ def test_a_tied_weight_of_which_one_owner_is_not_named() -> None:
     assert len(plan_of(Written({"": table}), tied).replacements) == 2
 
 
-def test_a_parameter_at_the_edge_of_a_block() -> None:
+def test_direct_parameter_of_a_block_entry_is_refused() -> None:
     model: Any = ToyLM()
     model.layers[0].mlp.scale = nn.Parameter(model.norm.weight.detach().clone())
     refused(ToyPolicy(), "layers.0.mlp.scale", "move it into a submodule", model=model)
@@ -242,11 +242,11 @@ GOOD_ATTENTION, GOOD_MLP = ToyPolicy.stack.blocks
         ({"head": ()}, ("The policy has no rule for 'head.weight' (101, 30)",)),
     ],
 )
-def test_a_table_that_does_not_fit_the_model(changes: dict[str, Any], words: tuple[str, ...]) -> None:
+def test_table_that_does_not_match_the_model_is_refused(changes: dict[str, Any], words: tuple[str, ...]) -> None:
     refused(Other(**changes), *words)
 
 
-def test_what_may_lack_and_what_stays_whole_on_purpose() -> None:
+def test_optional_and_replicated_paths_are_accepted() -> None:
     extra = Attention("cross", AttentionProjections(q="q", k="k", v="v", out="o"), optional=True)
     gate = MLP("mlp", up=["fc1", "gate?"], down="fc2")
     plan = plan_of(Other(stack=block(GOOD_ATTENTION, extra, gate), embeddings=(), keep_replicated=("embed", "pooler?")))
@@ -255,7 +255,7 @@ def test_what_may_lack_and_what_stays_whole_on_purpose() -> None:
     ]
 
 
-def test_more_ranks_than_there_are_heads_or_features() -> None:
+def test_more_ranks_than_heads_or_features_are_refused() -> None:
     refused(ToyPolicy(), "A tensor size of 6 exceeds the 5 attention heads", "1, 2, 3, 4, 5", size=6)
     only_mlp = Other(stack=block(GOOD_MLP), keep_replicated=("layers",))
     refused(only_mlp, "42 exceeds the 41 features of layers.*.mlp.fc1", "at most 41", size=42)
@@ -287,11 +287,11 @@ class First(Policy):
         (Layer(weight="attn.o.weight"), ("has no replace_layer", "Col_Layer or Row_Layer")),
     ],
 )
-def test_a_layer_that_names_nothing(layer: Layer, words: tuple[str, ...]) -> None:
+def test_layer_without_a_valid_name_is_refused(layer: Layer, words: tuple[str, ...]) -> None:
     refused(First(layer), *words)
 
 
-def test_a_layer_that_may_lack_and_one_with_a_class_of_its_own() -> None:
+def test_optional_layer_and_custom_class_are_accepted() -> None:
     plan = plan_of(
         First(
             Col_Layer(weight="attn.qq.weight", ignore=True),
@@ -314,7 +314,9 @@ def test_a_layer_that_may_lack_and_one_with_a_class_of_its_own() -> None:
         ({"inject_policy": (SelfAttention, SelfAttention)}, ("names SelfAttention, but the model is a ToyLM",)),
     ],
 )
-def test_an_answer_that_does_not_fit_the_model(answers: dict[str, Any], words: tuple[str, ...]) -> None:
+def test_legacy_results_that_do_not_match_the_model_are_refused(
+    answers: dict[str, Any], words: tuple[str, ...]
+) -> None:
     refused(First(Col_Layer(weight="attn.q.weight"), **answers), *words)
 
 
@@ -325,7 +327,7 @@ def scaled(factor: float) -> float:
     return factor
 
 
-def test_a_plan_is_the_same_text_in_every_process() -> None:
+def test_fingerprint_is_identical_in_every_process() -> None:
     lines = plan_of(Written({"Layer": cut("attn.q", kwargs={"init": scaled, "gather_output": True})})).fingerprint()
     assert (
         lines[0] == "layers.0.attn.q: Linear [(30, 30), (30,)] -> Linear1D_Col {'init': scaled, 'gather_output': True}"
@@ -333,7 +335,7 @@ def test_a_plan_is_the_same_text_in_every_process() -> None:
     assert "0x" not in "\n".join([*lines, *plan_of(ToyPolicy()).fingerprint()])
 
 
-def test_ranks_with_other_numbers_of_heads_have_one_plan() -> None:
+def test_ranks_with_different_head_counts_have_one_fingerprint() -> None:
     lines = []
     for rank in range(2):
         policy = ToyPolicy()

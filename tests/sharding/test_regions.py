@@ -48,7 +48,7 @@ class ExpertsPolicy(RolePolicy):
     stack = LayerStack("layers", [Experts("experts", "up", "down")])
 
 
-def test_a_layer_that_needs_more_than_its_part_is_refused() -> None:
+def test_layer_that_is_itself_a_block_is_refused() -> None:
     models = [AttentionsOnly() for _ in range(2)]
 
     def shard(context: ParallelContext) -> None:
@@ -62,7 +62,7 @@ def test_a_layer_that_needs_more_than_its_part_is_refused() -> None:
 
 @pytest.mark.parametrize("length", [8, 9, 11])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_experts_are_given_the_tokens_of_all_ranks(length: int, ranks: int) -> None:
+def test_experts_receive_the_tokens_of_all_ranks(length: int, ranks: int) -> None:
     torch.manual_seed(0)
     plain = OfExperts().double()
     x = torch.randn(2, length, 8, dtype=torch.float64)
@@ -104,7 +104,7 @@ class BiasedExpertsPolicy(RolePolicy):
 
 
 @pytest.mark.parametrize("cuts", [False, True])
-def test_the_bias_of_experts_is_added_once(cuts: bool) -> None:
+def test_expert_bias_is_added_once(cuts: bool) -> None:
     torch.manual_seed(0)
     plain = OfExperts()
     for layer in plain.layers:
@@ -131,7 +131,7 @@ def test_the_bias_of_experts_is_added_once(cuts: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.reduced(one_in=2)
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "granitemoe", "deepseek_v3"])
-def test_experts_of_transformers_are_cut_beside_the_sequence(family: str) -> None:
+def test_experts_work_with_sequence_parallelism(family: str) -> None:
     config = transformers.AutoConfig.for_model(family)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
@@ -182,7 +182,7 @@ class DiffusionPolicy(RolePolicy):
 
 
 @pytest.mark.parametrize("lengths", [(9, 14), (8, 9)])
-def test_what_is_given_beside_the_stream_is_cut_as_it_is_also_when_layers_are_computed_again(
+def test_additional_arguments_are_sharded_with_checkpointing_too(
     lengths: tuple[int, int],
 ) -> None:
     torch.manual_seed(0)

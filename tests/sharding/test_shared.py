@@ -72,7 +72,7 @@ def one_attention_for_all() -> nn.Module:
 
 @pytest.mark.parametrize("make", [one_mlp_for_all, one_attention_for_all])
 @pytest.mark.parametrize("sequence", [False, True])
-def test_a_module_in_several_layers_has_the_gradients_of_all(make: Callable[[], nn.Module], sequence: bool) -> None:
+def test_shared_module_accumulates_gradients_of_all_layers(make: Callable[[], nn.Module], sequence: bool) -> None:
     assert difference(make, ToyPolicy, enable_sequence_parallelism=sequence) < 1e-13
 
 
@@ -120,7 +120,7 @@ class AttentionsOnlyPolicy(RolePolicy):
     num_heads = HEADS
 
 
-def test_norms_in_a_layer_that_is_the_attention_itself() -> None:
+def test_norms_in_a_layer_that_is_an_attention_train_correctly() -> None:
     assert difference(AttentionsOnly, AttentionsOnlyPolicy) < 1e-13
 
 
@@ -142,11 +142,11 @@ def linears_tied_by_memory() -> nn.Module:
 
 
 @pytest.mark.parametrize("make", [tied_by_memory, linears_tied_by_memory])
-def test_parts_share_memory_where_parameters_did(make: Callable[[], nn.Module]) -> None:
+def test_shards_share_memory_if_their_parameters_did(make: Callable[[], nn.Module]) -> None:
     assert difference(make, ToyPolicy) < 1e-13
 
 
-def test_values_that_come_later_share_memory_too() -> None:
+def test_materialized_shards_share_memory() -> None:
     with shardformer.meta_init.LazyInit():
         torch.manual_seed(0)
         models = [tied_by_memory() for _ in range(2)]
@@ -173,13 +173,13 @@ def cut_in_two_ways() -> nn.Module:
 
 
 @pytest.mark.parametrize("make", [part_of_another, cut_in_two_ways])
-def test_memory_that_is_cut_in_two_ways_is_refused(make: Callable[[], nn.Module]) -> None:
+def test_shared_memory_split_in_two_ways_is_refused(make: Callable[[], nn.Module]) -> None:
     with pytest.raises(ConfigError, match="share memory, but are sharded in different ways") as error:
         difference(make, ToyPolicy)
     assert "Tie them with" in str(error.value)
 
 
-def test_memory_that_two_stages_would_share_is_refused() -> None:
+def test_shared_memory_across_stages_is_refused() -> None:
     models = [made(tied_by_memory) for _ in range(2)]
 
     def shard(context: ParallelContext) -> None:

@@ -99,7 +99,7 @@ CHANGES: list[tuple[Callable[[Any], None], str]] = [
 
 @pytest.mark.parametrize(("change", "said"), CHANGES, ids=lambda x: getattr(x, "__name__", ""))
 @pytest.mark.parametrize("late", [False, True])
-def test_what_is_changed_behind_sharding_is_noticed_in_the_next_forward(
+def test_changes_after_sharding_are_detected_in_the_next_forward(
     change: Callable[[Any], None], said: str, late: bool
 ) -> None:
     def do(context: ParallelContext) -> None:
@@ -113,7 +113,7 @@ def test_what_is_changed_behind_sharding_is_noticed_in_the_next_forward(
     run_as_threads(do, tensor=2)
 
 
-def test_what_changes_no_parameter_is_no_difference() -> None:
+def test_harmless_changes_after_sharding_are_accepted() -> None:
     def do(context: ParallelContext) -> None:
         model = sharded(context)
         expected = model(**batch()).loss
@@ -164,7 +164,7 @@ def block(model: Any) -> Any:
     ids=range(6),
 )
 @pytest.mark.parametrize("when", ["before", "behind"])
-def test_a_hook_that_would_see_a_part_is_refused(
+def test_hook_on_local_values_is_refused(
     where: Callable[[Any], Any], sizes: dict[str, int], options: dict[str, Any], said: str, when: str
 ) -> None:
     def do(context: ParallelContext) -> str:
@@ -186,7 +186,7 @@ def test_a_hook_that_would_see_a_part_is_refused(
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_a_hook_on_a_parameter_that_is_cut_is_refused(register: str) -> None:
+def test_hook_on_a_sharded_parameter_is_refused(register: str) -> None:
     def do(context: ParallelContext) -> None:
         model = plain()
         getattr(model.model.layers[0].mlp.up_proj.weight, register)(lambda x: None)
@@ -196,7 +196,7 @@ def test_a_hook_on_a_parameter_that_is_cut_is_refused(register: str) -> None:
     run_as_threads(do, tensor=2)
 
 
-def test_what_is_given_a_part_beside_the_entry_of_a_block_may_not_be_hooked() -> None:
+def test_hook_on_the_input_of_an_exit_module_is_refused() -> None:
     def do(context: ParallelContext) -> None:
         model: Any = shardformer.shard_model(SmallModel("bert")().train(), context=context)
         output = model.bert.encoder.layer[0].output
@@ -210,7 +210,7 @@ def test_what_is_given_a_part_beside_the_entry_of_a_block_may_not_be_hooked() ->
     run_as_threads(do, tensor=2)
 
 
-def test_a_batch_without_a_label_that_counts_is_told_in_a_pipeline() -> None:
+def test_batch_without_labels_is_reported_in_a_pipeline() -> None:
     def do(context: ParallelContext) -> None:
         pipeline = shardformer.Pipeline(sharded(context), micro_batches=2)
         given = batch()
@@ -221,7 +221,7 @@ def test_a_batch_without_a_label_that_counts_is_told_in_a_pipeline() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # which torch.compile reads of what enters
-def test_a_stage_is_compiled_inside_of_its_layers() -> None:
+def test_stage_can_be_compiled_per_layer() -> None:
     def do(context: ParallelContext) -> None:
         model = sharded(context)
         pipeline = shardformer.Pipeline(model, micro_batches=2)
@@ -238,7 +238,7 @@ def test_a_stage_is_compiled_inside_of_its_layers() -> None:
     run_as_threads(do, pipe=2, in_turn=True)
 
 
-def test_a_hook_may_be_taken_away_again() -> None:
+def test_removed_hook_is_accepted() -> None:
     def do(context: ParallelContext) -> None:
         model = sharded(context)
         handle = inside(model).register_forward_hook(see)
@@ -252,7 +252,7 @@ def test_a_hook_may_be_taken_away_again() -> None:
     run_as_threads(do, tensor=2)
 
 
-def test_a_model_that_is_sharded_later_changes_nothing_of_one_that_was() -> None:
+def test_sharding_another_model_does_not_recompile_the_first() -> None:
     """torch.compile guards what it read of the guard of a model: another function there compiles the model again."""
 
     def do(context: ParallelContext) -> None:
@@ -271,7 +271,7 @@ def test_a_model_that_is_sharded_later_changes_nothing_of_one_that_was() -> None
     run_as_threads(do, tensor=2)
 
 
-def test_a_copied_model_is_looked_at_by_itself() -> None:
+def test_copied_model_is_checked_independently() -> None:
     def do(context: ParallelContext) -> None:
         model = sharded(context)
         twin = copy.deepcopy(model)

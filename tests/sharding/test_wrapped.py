@@ -56,7 +56,7 @@ def gradient(model: Any) -> Tensor | None:
 
 @pytest.mark.parametrize("order", ["before", "after"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_checkpointing_by_torch_gives_the_gradients_of_the_plain_model(layout: dict[str, int], order: str) -> None:
+def test_torch_checkpoint_wrapper_gives_the_same_gradients(layout: dict[str, int], order: str) -> None:
     model = plain()
     model(**BATCH).loss.backward()
     expected = norm_of(model)
@@ -80,7 +80,7 @@ def test_checkpointing_by_torch_gives_the_gradients_of_the_plain_model(layout: d
     run_as_threads(check, **layout)
 
 
-def test_a_sequence_is_cut_around_checkpoints_of_a_model_that_keeps_a_cache() -> None:
+def test_checkpoint_wrapper_works_with_context_parallelism_and_cache() -> None:
     model = plain()
     model.config.use_cache = True
     batch = {name: x for name, x in BATCH.items() if name != "attention_mask"}
@@ -99,7 +99,7 @@ def test_a_sequence_is_cut_around_checkpoints_of_a_model_that_keeps_a_cache() ->
 
 
 @pytest.mark.parametrize("how", ["offload", "twice", "reentrant", "attention"])
-def test_other_wrappers_too(how: str) -> None:
+def test_other_wrappers_give_the_same_gradients(how: str) -> None:
     model = plain()
     model(**BATCH).loss.backward()
     expected = norm_of(model)
@@ -124,7 +124,7 @@ def test_other_wrappers_too(how: str) -> None:
     run_as_threads(check, tensor=2)
 
 
-def test_names_weights_and_steps_are_those_of_the_plain_model() -> None:
+def test_wrapped_model_keeps_names_weights_and_steps() -> None:
     model = plain()
     names = list(model.state_dict())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -148,7 +148,7 @@ def test_names_weights_and_steps_are_those_of_the_plain_model() -> None:
     run_as_threads(check, tensor=2)
 
 
-def test_a_refused_model_keeps_its_wrappers() -> None:
+def test_refused_model_keeps_its_wrappers() -> None:
     def check(context: ParallelContext) -> None:
         model = plain()
         wrap(model)
@@ -162,7 +162,7 @@ def test_a_refused_model_keeps_its_wrappers() -> None:
     run_as_threads(check, tensor=2)
 
 
-def test_what_is_compiled_is_kept_around_layers_and_refused_where_it_cannot_be() -> None:
+def test_compiled_layers_are_kept_or_refused() -> None:
     def check(context: ParallelContext) -> None:
         model = plain()
         wrap(model, lambda layer: torch.compile(layer, backend="eager"))

@@ -14,7 +14,7 @@ MUTANTS = [
         "local_attrs={})",
         "LLaMA with more tensor ranks than KV heads repeats KV heads as often as on one device.",
         first=(
-            "tests/policies/test_heads.py::test_llama_trains_alike_where_ranks_share_kv_heads",
+            "tests/policies/test_heads.py::test_llama_with_shared_kv_heads_equals_one_process",
             "tests/verify/test_families.py::test_other_settings",
         ),
     ),
@@ -25,7 +25,7 @@ MUTANTS = [
         "if layout.ranks < 1:",
         "A fused projection whose KV heads do not divide is sharded wrongly instead of refused.",
         first=(
-            "tests/policies/test_edges.py::test_kv_heads_that_a_fused_projection_cannot_repeat_are_refused",
+            "tests/policies/test_edges.py::test_uneven_kv_heads_in_a_fused_projection_are_refused",
             "tests/verify/test_families.py::test_other_settings",
             "tests/policies/test_heads.py",
         ),
@@ -48,7 +48,7 @@ MUTANTS = [
         "",
         "Falcon with ALiBi applies the slopes of the first heads to the heads of every rank.",
         first=(
-            "tests/families/test_attention_kernels.py::test_other_settings",
+            "tests/families/test_attention_kernels.py::test_other_settings_use_the_kernel",
             "tests/verify/test_families.py::test_other_settings",
         ),
     ),
@@ -154,7 +154,7 @@ MUTANTS = [
         "    if family in _REGISTERED and family not in FAMILIES:\n        return _REGISTERED[family]()",
         "A policy that the user registers for a known family is ignored.",
         first=(
-            "tests/policies/test_registry.py::test_a_policy_that_the_user_registers_for_a_known_family_replaces_ours",
+            "tests/policies/test_registry.py::test_user_registration_replaces_the_built_in_policy",
             "tests/policies/test_registry.py",
         ),
     ),
@@ -164,7 +164,7 @@ MUTANTS = [
         "            if held is not None:\n",
         "            if held is not None and stages is not None:\n",
         "An optimizer that was made before sharding goes on with the unsharded parameters.",
-        first=("tests/policies/test_edges.py::test_an_optimizer_that_was_made_before_is_refused",),
+        first=("tests/policies/test_edges.py::test_optimizer_created_before_sharding_is_refused",),
     ),
     mutant(
         "tied-weight-in-one-place",
@@ -172,6 +172,6 @@ MUTANTS = [
         "        if (id(plan.model.get_submodule(path)), name) not in named:\n",
         "        if (id(plan.model.get_submodule(path)), name) in named:\n",
         "A policy that names one of two tied modules leaves the other with the whole weight.",
-        first=("tests/sharding/test_plan.py::test_a_tied_weight_of_which_one_owner_is_not_named",),
+        first=("tests/sharding/test_plan.py::test_tied_weight_with_an_unnamed_owner_is_refused",),
     ),
 ]
