@@ -1,4 +1,4 @@
-"""Flash attention in every family: the kernel runs, all gradients are the plain model's, scores are not held."""
+"""Flash attention in every family: the kernel runs, gradients are equal, scores are not materialized."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture
 def scores(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[int, int, int]]]:
-    """(heads, queries, keys) of what torch's attention was called with."""
+    """Return (heads, queries, keys) of the calls of torch's attention."""
     found: set[tuple[int, int, int]] = set()
     attention = F.scaled_dot_product_attention
 
@@ -149,7 +149,7 @@ def test_changed_attention_method_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 def test_class_that_dispatches_attention_keeps_its_methods(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As GPT-J, which transformers dispatches from 5.24 on, and computes itself before."""
+    """GPT-J dispatches its attention from transformers 5.24 on."""
     own = attention_registration.AttentionOverride("_attn", attention_registration.gptj, "attn_dropout")
     monkeypatch.setitem(attention_registration.OVERRIDES, "LlamaAttention", own)
     model = build("llama", {})

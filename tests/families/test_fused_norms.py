@@ -1,4 +1,4 @@
-"""Fused norms in every family: all that are recognised are replaced, and all gradients are the plain model's."""
+"""Fused norms in every family: all supported norms are replaced, and gradients are equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activations in one kernel with their bias and gate, in every family, with the loss and all gradients as before."""
+"""Fused activations with bias and gate in every family: loss and gradients are equal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WRITTEN_OUT = [family for family, ran in KERNELS.items() if ran == {f"bias {TANH
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
-    """What ran as one kernel."""
+    """Return the names of the fused kernels that ran."""
     found: set[str] = set()
     lock, compute = threading.Lock(), fused_ops.bias_activation_gate
 

@@ -1,4 +1,4 @@
-"""What users do at the edges of sharding: done right, or refused by a word that helps; never trained wrongly."""
+"""Edge cases of sharding: trained correctly, or refused with a helpful error."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.policies.toy import HEADS, HIDDEN, VOCAB, Layer, SelfAttention, ToyLM
 
 
 def sharded(make: Callable[[], nn.Module], policy: Any = ToyPolicy, **options: Any) -> list[nn.Module]:
-    """The model on each of two ranks."""
+    """Return the model on each of two ranks."""
     models = [make(), make()]  # not in the ranks: threads share the random numbers, and what transformers imports
     return run_as_threads(lambda c: shard_model(models[c.tensor.rank], policy, context=c, **options), tensor=2)
 
@@ -137,7 +137,7 @@ class LostExit(ToyPolicy):
 
 
 class OtherModule(nn.Module):
-    """In the place of one layer's MLP."""
+    """Replaces the MLP of one layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -330,7 +330,7 @@ def test_optimizer_created_before_sharding_is_refused() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])
 def test_no_search_if_only_the_model_refers_to_its_parameters(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The collector would look through all objects of the process, which takes longer than all the rest."""
+    """The search visits all objects of the process, which takes longer than sharding."""
 
     def refuse(*_: Any) -> Any:
         raise AssertionError("the collector is asked")
@@ -416,7 +416,7 @@ def test_outputs_of_an_unsharded_model_are_unchanged() -> None:
 
 
 def left_over(family: str) -> int:
-    """How many parameters of a model that was trained are alive when the model is not."""
+    """Return the number of parameters that outlive a trained model."""
     context = launch_from_torch(tensor=2)
     model = shard_model(SmallModel(family)(), context=context, enable_sequence_parallelism=True)
     sample_loss(model, RandomBatches(DEFAULT_HEAD[family])(0)).backward()
@@ -432,7 +432,7 @@ def test_unreferenced_model_is_freed(pool2: WorkerPool, family: str) -> None:
 
 
 def part_alone() -> list[tuple[int, int]]:
-    """Checksums of the gradients of a part of a model, the rest of which is gone, on data of this rank's own."""
+    """Return checksums of the gradients of a submodule whose model was freed, with different data per rank."""
     context = launch_from_torch(tensor=1, data=2)
     model: Any = shard_model(SmallModel("llama")(), context=context)
     part = model.model
@@ -477,7 +477,7 @@ def test_rule_that_splits_heads_is_refused() -> None:
     ],
 )
 def test_uneven_kv_heads_in_a_fused_projection_are_refused(family: str, heads: dict[str, int]) -> None:
-    """The second of three ranks has query heads 3, 4 and 5: one on the first KV head, and two on the second."""
+    """The second of three ranks has query heads 3, 4 and 5: one on the first KV head and two on the second."""
     models = [SmallModel(family, changes=heads)() for _ in range(3)]
     with pytest.raises(ConfigError, match=r"tensor size of 3 splits the 2 KV heads of .* unevenly"):
         run_as_threads(lambda context: shard_model(models[context.tensor.rank], context=context), tensor=3)

@@ -1,4 +1,4 @@
-"""The first form of a policy and of the command that runs it: lists of layers by the paths of their weights."""
+"""Legacy policies, and the legacy run command."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.scripts import SHARDFORMER
 
 
 class FirstBert(Policy):
-    """As the first document writes one; what is not overwritten says nothing."""
+    """A legacy policy with explicit classes."""
 
     @staticmethod
     def argument_policy(model_config: Any, shard_config: int) -> dict[Any, Argument]:
@@ -74,7 +74,7 @@ class FirstBert(Policy):
 
 
 class FirstBertDefaults(FirstBert):
-    """No class is named anywhere, the head keeps its logits cut, and the methods left out say so as the template."""
+    """Names no classes, keeps the logits sharded, and returns exceptions from unused functions."""
 
     @staticmethod
     def argument_policy(model_config: Any, shard_config: int) -> dict[Any, Argument]:
@@ -149,7 +149,7 @@ def test_gpt2_trains_with_a_legacy_policy(pool2: WorkerPool) -> None:
 
 
 class Bound(Policy):
-    """Cuts an embedding and a head that are not tied in the plain model, and ties them."""
+    """Shards an untied embedding and head, and ties them."""
 
     @staticmethod
     def argument_policy(model_config: Any, shard_config: int) -> dict[Any, Argument]:

@@ -1,4 +1,4 @@
-"""Three ways to write a policy, each of which nobody can tell from the plain model."""
+"""Three ways to write a policy, each equal to the plain model."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_norm_after_the_exit_of_a_block_trains_correctly(pool2: WorkerPool, conf
 
 
 class Flat(nn.Module):
-    """A layer whose MLP is no module of its own, as OPT's."""
+    """A layer with the linears of its MLP as direct children, as in OPT."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ def replaced(*pairs: tuple[str, Any], **kwargs: Any) -> list[SubModuleReplacemen
 
 
 class MyBert(Policy):
-    """As the documents write one: the layer by its class's name, embeddings and head by theirs."""
+    """Names layers by class name, embeddings and head by path."""
 
     layer_key: Any = "BertLayer"
 
@@ -202,7 +202,7 @@ def test_module_policy_shards_bert(pool2: WorkerPool, policy: type[Policy]) -> N
 
 
 class MyBertInBlocks(MyBert):
-    """With blocks and a stack a policy of one's own has what roles have: fewer collectives, sequence parallelism."""
+    """With blocks and a stack, a custom policy supports merged collectives and sequence parallelism."""
 
     def module_policy(self) -> Mapping[Any, ModulePolicyDescription]:
         out = dict(super().module_policy())
@@ -230,7 +230,7 @@ def test_block_merges_three_collectives(pool2: WorkerPool) -> None:
 
 
 class Doubled(nn.Module):
-    """A class of the user's own in the place of an activation: it has no weights, so it is no ParallelModule."""
+    """A user-defined replacement of an activation without weights."""
 
     @staticmethod
     def from_native_module(module: nn.Module, process_group: Any, factor: float) -> nn.Module:
@@ -248,7 +248,7 @@ class Scaled(nn.Module):
 
 
 class OwnColumn(Linear1D_Col):
-    """A layer of the user's own, which takes the group as the documents say."""
+    """A user-defined layer that takes a torch process group."""
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: Any = None, **kwargs: Any) -> nn.Module:
@@ -266,7 +266,7 @@ def with_zero_bias(module: Any) -> None:
 
 
 class EveryField(Policy):
-    """All four fields of a description at once. The model that it makes is another one than the plain one."""
+    """Uses all fields of a description. The resulting model differs from the plain one."""
 
     def module_policy(self) -> Mapping[Any, ModulePolicyDescription]:
         return {

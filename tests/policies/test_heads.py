@@ -1,4 +1,4 @@
-"""Heads over ranks: whole ones, all of them, each KV head where its query heads are."""
+"""Distribution of heads: each KV head is on the ranks of its query heads."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_each_partition_is_split_the_same_way() -> None:
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_llama_with_shared_kv_heads_equals_one_process(ranks: int, kernel: str) -> None:
-    """Six query heads on two KV heads; the eager kernel repeats these as often as the attention says."""
+    """Six query heads on two KV heads. The eager kernel repeats KV heads by num_key_value_groups."""
     torch.manual_seed(0)
     changes = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8, "attn_implementation": kernel}
     model = SmallModel("llama", changes=changes)().double()

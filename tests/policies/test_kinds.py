@@ -1,4 +1,4 @@
-"""What a policy says is of the kind that its types ask for: else it is told where it is written, on all ranks alike."""
+"""Types in policies and roles are checked, on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters that an attention holds itself, heads whose width is read off the input, and what is kept whole."""
+"""Direct parameters of attentions, heads whose width is read from the input, and replicated parameters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ B, S, HIDDEN, HEADS = 2, 7, 30, 5
 
 
 class Biased(nn.Module):
-    """Biases of q and v beside a weight of all three, a bias a head, a scale a head, and a table for all heads."""
+    """Has biases of q and v for a fused weight, a bias and a scale per head, and a table for all heads."""
 
     def __init__(self, norm: bool = False) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class PartsPolicy(RolePolicy):
 
 
 def changed(**changes: Any) -> type[RolePolicy]:
-    """The policy with other words on the attention."""
+    """Return the policy with other ``local_attrs``."""
     stack = LayerStack("layers", [replace(ATTENTION, **changes), PartsPolicy.stack.blocks[1]])
     return type("Changed", (PartsPolicy,), {"stack": stack})
 
@@ -143,10 +143,8 @@ def test_each_local_attr_is_required(changes: dict[str, Any], said: str) -> None
 
 @pytest.mark.parametrize("mode", list(MODES))
 def test_block_enters_the_region_once(mode: str) -> None:
-    """Though its projection's module is not called: one collective at each edge of four blocks, and each way.
-
-    The first entry has no gradient to hand on; the sequence is gathered once more at the end of the stack.
-    """
+    """One collective per edge of four blocks and direction, although the projection's module is not called. The first
+    entry has no gradient to pass on."""
 
     def train(context: ParallelContext) -> dict[str, int]:
         model = shard_model(Model(), PartsPolicy, context=context, **MODES[mode])

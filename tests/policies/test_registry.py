@@ -1,4 +1,4 @@
-"""The user's policy, else the family's, else an error that shows how to write one; nothing is imported early."""
+"""Policy lookup: the user's policy, the family's, or an error that shows how to write one."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_invalid_policy_is_refused(wrong: Any) -> None:
 
 
 class Mine(ToyLM):
-    """What the example in the message is about: the toy with the names and the four heads of the example."""
+    """The toy model with the names and head count of the example in the error."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Layers that stand in stages, each with heads of its own: nested stacks, counts read from the attention's module."""
+"""Models with layers in stages: nested stacks, and head counts read from the attention module."""
 
 from __future__ import annotations
 

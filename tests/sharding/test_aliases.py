@@ -1,4 +1,4 @@
-"""A module that a model holds under several names is sharded under all of them."""
+"""Modules with several names are sharded under all of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.policies.toy import VOCAB, ToyLM, ToyPolicy, toy_batch, toy_loss
 
 
 def with_names(model: ToyLM) -> ToyLM:
-    """The embedding as a second submodule, in a list and a dict of the user's, and as a plain attribute."""
+    """Add the embedding as a second submodule, in a list and a dict, and as a plain attribute."""
     model.second = model.embed
     model.tables = [model.embed, {"words": model.embed}]
     model.pair = (model.embed, 1)
@@ -62,7 +62,7 @@ def test_transformers_second_name_of_an_embedding_is_trained_too() -> None:
 
 
 class ReadsRows(nn.Module):
-    """Holds the weight of the embedding as a parameter of its own, and reads it in a method of its forward."""
+    """Owns the weight of the embedding, and reads it in a method that the forward calls."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
@@ -87,8 +87,6 @@ def test_tied_weight_read_in_full_by_another_module_is_refused() -> None:
 
 
 class TwoRules(ToyPolicy):
-    """Two names of one linear, with a rule for each."""
-
     other: type[nn.Module] = Linear1D_Col
 
     def module_policy(self) -> Any:

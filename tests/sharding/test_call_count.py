@@ -1,4 +1,4 @@
-"""What sharding a model costs on the host: how many functions of the package it calls, and how many files it enters."""
+"""Host cost of sharding a model: calls of functions of the package, and files that they are in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of a known family that their user has changed: what is not cut may be anything, and layers may come again."""
+"""Models of known families that the user changed, and models with repeated layers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def llama() -> Any:
 
 
 class Adapted(nn.Module):
-    """An adapter of low rank, written by hand."""
+    """A linear with a hand-written low-rank adapter."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def own_head() -> Any:
 
 
 def again(model: Any) -> Any:
-    """Its first layer is its last one, too."""
+    """Use the first layer as the last one, too."""
     layers = list(model.model.layers)
     model.model.layers = nn.ModuleList([*layers, layers[0]])
     model.config.num_hidden_layers += 1
@@ -91,7 +91,7 @@ def again(model: Any) -> Any:
 
 
 def check(plain: Any, layout: Layout) -> None:
-    """One step over these ranks gives the weights that it gives the plain model."""
+    """Compare the weights after one step with those of the plain model."""
     parallel = ParallelConfig(**layout)
     axes = {name: size for name, size in parallel.sizes.items() if size is not None}
     axes["sequence"] = num_ranks(parallel.sequence)
@@ -161,7 +161,7 @@ def test_repeated_layer_trains_correctly(layout: Layout) -> None:
 
 
 class Viewing(nn.Module):
-    """A buffer, or an attribute, that lies in the memory of a weight."""
+    """Has a buffer or attribute that is a view of a weight."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ class Viewing(nn.Module):
 
 @pytest.mark.parametrize("how", ["buffer", "attribute"])
 def test_view_of_a_weight_is_refused_if_the_weight_moves(how: str) -> None:
-    """Over data ranks alone it follows the weight, as in the plain model."""
+    """With data parallelism only, it follows the weight as in the plain model."""
 
     def run(context: ParallelContext) -> None:
         model: Any = shard_model(Viewing(how), context=context)
@@ -206,7 +206,7 @@ def test_view_of_a_sharded_weight_is_refused() -> None:
 
 
 def test_adjacent_parameters_in_one_storage_are_not_views() -> None:
-    """As those of nn.LSTM on a GPU."""
+    """nn.LSTM allocates its parameters this way on a GPU."""
     flat = torch.arange(8.0)
 
     def train(context: ParallelContext) -> list[Tensor]:
@@ -224,7 +224,7 @@ def test_adjacent_parameters_in_one_storage_are_not_views() -> None:
 
 
 class Around(nn.Module):
-    """The user's own module around a model, whose config it has."""
+    """A user-defined wrapper that shares the config of its submodel."""
 
     def __init__(self) -> None:
         super().__init__()

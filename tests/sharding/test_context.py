@@ -1,4 +1,4 @@
-"""Context parallelism of whole models: the sequence is cut over ranks, and nobody can tell."""
+"""Context parallelism of full models equals one process."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def plain_of(family: str) -> nn.Module:
 
 
 def train(model: nn.Module, batches: list[dict[str, Any]], **pipeline: Any) -> tuple[list[float], dict[str, Tensor]]:
-    """The losses of some steps, and the gradients of the first."""
+    """Return the losses of some steps, and the gradients of the first step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     losses: list[float] = []
     first: dict[str, Tensor] = {}
@@ -87,7 +87,7 @@ def train(model: nn.Module, batches: list[dict[str, Any]], **pipeline: Any) -> t
 def check(
     plain: nn.Module, batches: list[dict[str, Any]], layout: Mapping[str, Any], bound: float = 1e-9, **pipeline: Any
 ) -> None:
-    """Losses, each gradient and each weight, on every rank, against one process."""
+    """Compare losses, gradients and weights on every rank with one process."""
     sizes = {name: layout[name] for name in ("data", "pipe", "tensor") if name in layout}
     sequence = layout["sequence"]
     ranks = sequence if isinstance(sequence, int) else sequence[0] * sequence[1]
@@ -152,7 +152,7 @@ def batches_of(family: str, length: int = 13) -> list[dict[str, Any]]:
 
 
 def bound_of(family: str) -> float:
-    """Where a model casts its logits to fp32, or its norms."""
+    """Return a wider bound for models that cast logits or norms to fp32."""
     exact = ("bert", "roberta", "albert", "ernie", "whisper", "vit", "t5")
     return 1e-9 if family in exact else 3e-6
 
@@ -303,7 +303,7 @@ def hybrid(family: str, head: str) -> tuple[nn.Module, list[dict[str, Any]]]:
 def test_token_mixers_other_than_attention_receive_all_tokens(
     family: str, head: str, layout: dict[str, Any], again: bool
 ) -> None:
-    """Linear attention and state spaces; also where layers are computed again in the backward."""
+    """Linear attention and state space models, also with activation checkpointing."""
     plain, batches = hybrid(family, head)
     if again:
         plain.gradient_checkpointing_enable()  # type: ignore[operator]
@@ -377,7 +377,6 @@ def test_decoding_with_a_cache_runs_in_full_on_all_ranks() -> None:
 
 
 def losses_with_dropout(sequence: int, way: str, rate: float) -> list[float]:
-    """On a rank that was seeded apart from the others."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         n_embd=32, n_layer=2, n_head=4, vocab_size=100, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=rate
@@ -400,7 +399,7 @@ def test_attention_dropout_is_independent_of_the_ranks(pool2: WorkerPool, pool4:
 
 
 def refused(plain: nn.Module, batch: Batch | None = None, sequence: Any = 2, **options: Any) -> str:
-    """What every rank says."""
+    """Return the error message of every rank."""
 
     def compute(context: ParallelContext) -> str:
         try:

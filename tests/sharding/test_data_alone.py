@@ -1,4 +1,4 @@
-"""Over data ranks alone nothing is sharded, so no structure of a model is a reason to refuse it."""
+"""Data parallelism alone supports models of any structure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class OwnLinear(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Keeps the config of its encoder."""
+    """Shares the config of its encoder."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Classifier(nn.Module):
 
 
 class WithoutLayers(nn.Module):
-    """Its list of layers is empty, its stack unknown, and it has tied weights of two kinds."""
+    """Has an empty list of layers, an unknown stack, and two kinds of tied weights."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""``describe_sharding``: what became of a model, on a page that can be read."""
+"""``describe_sharding`` reports the changes to a model."""
 
 from __future__ import annotations
 

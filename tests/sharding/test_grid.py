@@ -1,4 +1,4 @@
-"""2D, 2.5D and 3D tensor parallelism of whole models: nobody can tell, and what is sent is what the formulas say."""
+"""2D, 2.5D and 3D tensor parallelism equals one process and communicates the documented bytes."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def batches_of(family: str, samples: int = SAMPLES, steps: int = STEPS) -> list[
 def train(
     model: nn.Module, batches: list[dict[str, Any]], casts: float | None = None, **pipeline: Any
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """The losses of some steps, and the gradients of the first."""
+    """Return the losses of some steps, and the gradients of the first step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     losses: list[float] = []
     first: dict[str, Tensor] = {}
@@ -116,10 +116,10 @@ def check(
     casts: float | None = None,
     **pipeline: Any,
 ) -> None:
-    """Losses, each gradient and each weight, on every rank, against one process.
+    """Compare losses, gradients and weights on every rank with one process.
 
     Args:
-        casts: by how much they may differ where the model's own casts to fp32 are left in.
+        casts: tolerance if the model's own casts to fp32 are kept.
     """
     alone, bound = copy.deepcopy(plain), casts or BOUND
     expected, gradients = train(alone, batches, casts)
@@ -171,7 +171,7 @@ def test_every_grid_shape_equals_one_process(mode: str, sizes: Sizes) -> None:
 @pytest.mark.feature("tensor grids")
 @pytest.mark.parametrize(("family", "mode", "sizes"), [("albert", "2d", (2, 2)), ("gpt_neo", "3d", (2, 2, 2))], ids=str)
 def test_unusual_layer_structures_equal_one_process(family: str, mode: str, sizes: Sizes) -> None:
-    """ALBERT's attention adds its residual itself; GPT-Neo's layers attend in two ways."""
+    """ALBERT's attention adds its residual itself. GPT-Neo alternates between two kinds of attention."""
     check(plain_of(family), batches_of(family), mode, sizes)
 
 
@@ -213,7 +213,7 @@ def test_checkpointed_layers_have_the_same_gradients(mode: str, sizes: Sizes) ->
 @pytest.mark.reduced(one_in=2)
 @pytest.mark.parametrize(("mode", "sizes"), [("2d", (2, 2)), ("3d", (2, 1, 2))], ids=str)
 def test_checkpointed_stacks_have_the_same_gradients(mode: str, sizes: Sizes) -> None:
-    """Swin merges patches behind each stack, and the checkpoint is around both."""
+    """Swin merges patches after each stack, inside the same checkpoint."""
     plain = copy.deepcopy(plain_of("swin"))
     plain.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     check(plain, [*batches_of("swin", 3), *batches_of("swin", 4)], mode, sizes, casts=1e-5)
@@ -280,7 +280,7 @@ def test_description_of_a_grid() -> None:
     ids=str,
 )
 def test_norms_with_explicit_formulas_are_recognized(family: str, head: str, mode: str, sizes: Sizes) -> None:
-    """Cohere's casts as none of torch does; OLMo's has no parameters and does not say its epsilon."""
+    """Cohere casts differently from torch. OLMo's norm has no parameters and a hard-coded epsilon."""
     torch.manual_seed(0)
     plain = getattr(transformers, head)(shrink_config(transformers.AutoConfig.for_model(family, architectures=[head])))
     check(plain.double().train(), [dict(example_batches(plain)[0])], mode, sizes)
@@ -289,7 +289,6 @@ def test_norms_with_explicit_formulas_are_recognized(family: str, head: str, mod
 @pytest.mark.slow
 @pytest.mark.usefixtures("found_once")
 def test_replicated_attention_receives_local_samples() -> None:
-    """Of the mask and the positions, too."""
     torch.manual_seed(0)
     config = shrink_config(transformers.AutoConfig.for_model("diffllama", architectures=["DiffLlamaForCausalLM"]))
     plain = transformers.DiffLlamaForCausalLM(config).double().train()
@@ -304,7 +303,7 @@ def test_unknown_norm_receives_all_features(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(("mode", "sizes"), [("2d", (2, 2)), ("3d", (2, 1, 2))], ids=str)
 def test_positions_and_masks_per_sample_work(mode: str, sizes: Sizes) -> None:
-    """Documents in a row and padding: what is one for all samples on the twin is one for each here."""
+    """Packed documents and padding: the reduced model has one mask for all samples, the batches have one each."""
     batches = batches_of("llama", samples=5)
     for batch in batches:
         length = batch["input_ids"].shape[1]

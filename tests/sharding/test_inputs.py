@@ -1,4 +1,4 @@
-"""Inputs other than token ids: embeddings whose gradient is asked for, and learned keys and values."""
+"""Inputs other than token ids: embeddings with gradients, and learned keys and values."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def of_ranks(layout: dict[str, Any], run: Any) -> None:
 
 
 def perturbed(model: Any) -> tuple[Tensor, Tensor]:
-    """A perturbation of the embeddings, which come from the model's own table; the loss is backward done."""
+    """Run the backward of embeddings from the model's table plus a perturbation. Returns the perturbation."""
     delta = torch.zeros(2, 8, 32, dtype=torch.float64, requires_grad=True)
     loss = model(inputs_embeds=model.get_input_embeddings()(IDS) + delta, labels=IDS).loss
     loss.backward()
@@ -87,7 +87,7 @@ def test_autograd_grad_returns_the_full_gradient() -> None:
 
 
 class Prefix(nn.Module):
-    """Keys and values before the first token, for each layer."""
+    """Trained keys and values before the first token, for each layer."""
 
     def __init__(self, kv_heads: int, length: int = 3) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ def test_cache_with_wrong_heads_is_refused_and_unchanged() -> None:
 
 
 def masked(model: Any) -> Tensor:
-    """The gradient of a bias of attention that is given as a mask."""
+    """Return the gradient of an attention bias passed as a mask."""
     causal = torch.full((8, 8), float("-inf"), dtype=torch.float64).triu(1)
     bias = torch.zeros(2, 1, 8, 8, dtype=torch.float64, requires_grad=True)
     model(input_ids=IDS, attention_mask=bias + causal, labels=IDS).loss.backward()

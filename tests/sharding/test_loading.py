@@ -1,4 +1,4 @@
-"""State dicts of the plain model, of this rank, and of others, into a sharded model; and out of it."""
+"""State dicts of the plain model, of a rank and of other models in ``load_state_dict``, and saving."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_state_dict_of_a_rank_is_loaded_unchanged() -> None:
 
 
 def told(context: ParallelContext, make: Any, **how: Any) -> str:
-    """What is said where it is refused, with the model as it was."""
+    """Return the error message after checking that the model is unchanged."""
     model: Any = shardformer.shard_model(plain(), context=context)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(ConfigError) as error:

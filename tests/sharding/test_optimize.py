@@ -1,4 +1,4 @@
-"""Fused norms and activations: what is not known is left alone and said, or refused where that is all."""
+"""Fused norms and activations: unknown modules are reported, or refused if nothing can be fused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DoubledNorm(nn.LayerNorm):
 
 
 class NormedAttention(SelfAttention):
-    """A norm over all heads of q."""
+    """Attention with a norm over all heads of q."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def toy(change: Callable[[Any], None]) -> ToyLM:
 
 
 def check(change: Callable[[Any], None], policy: type[Policy] = ToyPolicy, **options: bool) -> str:
-    """Whether the toy with ``options`` over two ranks trains as the plain one; what is said of it."""
+    """Check that the toy model with ``options`` on two ranks trains like the plain one. Returns its description."""
     plain, models = toy(change), [toy(change) for _ in range(2)]
     expected = toy_loss(plain, toy_batch(0))
     expected.backward()
@@ -149,7 +149,7 @@ WRITTEN = {
 
 @pytest.mark.parametrize("name", WRITTEN_OUT)
 def test_torch_kernel_equals_the_explicit_activation(name: str) -> None:
-    """BLOOM and GELU fast round the root of 2 / pi to eight and ten digits, less than a number of fp32 can hold."""
+    """BLOOM and fast GELU round sqrt(2 / pi) to 8 and 10 digits, below the precision of fp32."""
     native = getattr(pytest.importorskip(WRITTEN[name]), name)()
     grid = torch.linspace(-8, 8, 4001, dtype=torch.float64)
     ours, theirs = (grid.clone().requires_grad_() for _ in range(2))

@@ -1,4 +1,4 @@
-"""Modules of the user's own, which no config builds once more: over sequence ranks and stages a copy validates them."""
+"""User-defined modules without a config are validated on a copy."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Layer(nn.Module):
 
 
 class Language(nn.Module):
-    """Of tokens, with positions that it makes itself; its width is no argument that a config names."""
+    """Reads tokens and creates its own positions. Its width is not a config field."""
 
     def __init__(self, width: int = 16, scale: float = 1.0) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Language(nn.Module):
 
 
 class Features(nn.Module):
-    """Of features, pooled behind the layers."""
+    """Reads features and pools after the layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def test_losses_equal_those_of_one_process(name: str, sizes: dict[str, int]) -> 
 
 
 def test_validation_is_not_reused_for_another_module_of_the_class() -> None:
-    """They have no config that would tell them apart."""
+    """The modules have no config that distinguishes them."""
     for width in (16, 32):
         plain = Language(width).double()
         expected = losses(copy.deepcopy(plain), "language")
@@ -132,7 +132,7 @@ def test_validation_is_not_reused_for_another_module_of_the_class() -> None:
 
 
 class Particular(Language):
-    """Needs what nobody can guess."""
+    """Needs inputs that cannot be guessed."""
 
     def forward(self, tokens: Tensor, table: dict[str, Tensor]) -> Any:  # type: ignore[override]
         return super().forward(tokens, table["labels"])

@@ -1,4 +1,4 @@
-"""Rules are checked both ways: every rule finds what it names, and every large weight is explained by a rule."""
+"""Every rule of a policy matches a module, and every large weight is covered by a rule."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.policies.toy import SelfAttention, ToyLM, ToyPolicy
 
 
 class Written(Policy):
-    """A policy that says what the test gives it."""
+    """A policy with the descriptions that a test passes."""
 
     def __init__(self, said: Any, stacks: list[StackDescription] | None = None) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Written(Policy):
 
 
 def plan_of(policy: Policy, model: nn.Module | None = None, size: int = 2) -> ShardingPlan:
-    """The plan of one of ``size`` ranks. Nothing is communicated."""
+    """Return the plan for one of ``size`` ranks, without communication."""
     policy.set_model(model or ToyLM())
     policy.axis = Axis("tensor", size)
     plan = make_plan(policy.model, policy)
@@ -197,7 +197,7 @@ def test_direct_parameter_of_a_block_entry_is_refused() -> None:
 
 
 class Other(ToyPolicy):
-    """A table with some of its entries changed."""
+    """A table with some changed entries."""
 
     def __init__(self, **changes: Any) -> None:
         super().__init__()
@@ -265,7 +265,7 @@ def test_more_ranks_than_heads_or_features_are_refused() -> None:
 
 
 class First(Policy):
-    """A first-form policy that lists the given layers of a Layer, and returns what else it is given."""
+    """A legacy policy that lists the passed layers of a Layer."""
 
     said: Any = None
 

@@ -1,4 +1,4 @@
-"""What a script seeds a rank with does not reach the model: tensor ranks draw the same outside of their blocks."""
+"""Tensor ranks draw the same random numbers outside blocks, whatever the script seeds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def seed_by_rank(rank: int) -> None:
 
 
 def speech(pipe: int) -> list[float]:
-    """What two steps of a speech model give its encoder: frames are masked by numpy's random numbers, as by default."""
+    """Return the encoder inputs of two steps of a speech model, which masks frames with NumPy's random state."""
     from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
 
     context = ParallelContext.from_world({"pipe": pipe, "tensor": 2})
@@ -81,7 +81,7 @@ class TwoLinears(nn.Module):
 
 
 class Noisy(nn.Module):
-    """Layers between which noise is added, by functions that no config tells of."""
+    """Adds noise between its layers with functional calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ def test_seeding_ranks_differently_changes_nothing(pool2: WorkerPool) -> None:
 
 
 def drawn_beside(pipe: int) -> list[float]:
-    """The losses of a model that draws nothing, while on the last rank something else does in the same process."""
+    """Return the losses of a model without randomness while other code on the last rank draws random numbers."""
     context = ParallelContext.from_world({"pipe": pipe, "tensor": 2})
     torch.manual_seed(0)
     model = shardformer.shard_model(SmallModel("llama")().train(), context=context)

@@ -1,4 +1,4 @@
-"""Sequence parallelism around experts; where a stream cannot be cut from a stack's first layer to its last, refused."""
+"""Sequence parallelism around experts, and stacks that do not support it."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_experts_receive_the_tokens_of_all_ranks(length: int, ranks: int) -> Non
 
 
 class BiasedBank(Bank):
-    """Experts with a bias behind ``down``, as those of gpt-oss."""
+    """Experts with a bias of ``down``, as in gpt-oss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class Feed(nn.Module):
 
 
 class Conditioned(nn.Module):
-    """A layer that is given something for each token, and something for all of them."""
+    """A layer with one argument per token and one for all tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ def test_additional_arguments_are_sharded_with_checkpointing_too(
     batches = [(torch.randn(2, n, 6).double(), torch.randn(1, 6).double()) for n in lengths]
 
     def train(model: nn.Module) -> None:
-        """Both forwards come before the backward, in which layers are computed again."""
+        """Run both forwards before the backward, which recomputes the layers."""
         torch.stack([model(*batch).square().mean() for batch in batches]).sum().backward()
 
     alone = copy.deepcopy(plain)

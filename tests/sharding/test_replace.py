@@ -1,4 +1,4 @@
-"""A model that is saved over an older one takes its place, and that of nothing else."""
+"""Saving over an older model replaces its files and no others."""
 
 from __future__ import annotations
 

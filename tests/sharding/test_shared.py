@@ -1,4 +1,4 @@
-"""What modules share: one module in two layers, parameters in one memory, a block that is its own entry."""
+"""Shared modules, parameters that share memory, and blocks that are their own entry."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.policies.toy import HEADS, HIDDEN, VOCAB, FeedForward, SelfAttention,
 
 
 def difference(make: Callable[[], nn.Module], policy: type[Policy], **options: Any) -> float:
-    """The largest of the plain model's gradients and weights after a step, less the sharded one's."""
+    """Return the largest difference of gradients and updated weights between the plain and the sharded model."""
     plain, *models = (made(make) for _ in range(3))  # a copy, or another dtype, would not share memory
     want = trained(plain)
 
@@ -36,7 +36,7 @@ def difference(make: Callable[[], nn.Module], policy: type[Policy], **options: A
 
 
 def made(make: Callable[[], nn.Module]) -> nn.Module:
-    """The same model in fp64 at each call."""
+    """Return a function that creates the same model in fp64."""
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
     try:
@@ -46,7 +46,7 @@ def made(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def trained(model: nn.Module) -> dict[str, Tensor]:
-    """The gradients of one step and the weights after it, of a model in which memory may be shared."""
+    """Return gradients of one step and updated weights of a model with shared memory."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     toy_loss(model, toy_batch(0)).backward()  # type: ignore[no-untyped-call]
     gradients = {f"gradient of {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -80,7 +80,7 @@ def test_shared_module_accumulates_gradients_of_all_layers(make: Callable[[], nn
 
 
 class NormedAttention(SelfAttention):
-    """Its q and k pass norms over a head, which every rank has whole and sees its own heads of."""
+    """Norms of q and k over each head: replicated parameters that see only local heads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class NormedAttention(SelfAttention):
 
 
 class AttentionsOnly(nn.Module):
-    """Its layers are the attentions themselves."""
+    """Its layers are attentions."""
 
     def __init__(self) -> None:
         super().__init__()

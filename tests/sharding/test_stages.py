@@ -1,4 +1,4 @@
-"""Where a model is cut: by what its layers cost, estimated or measured."""
+"""Layer costs for pipeline partitions, estimated or measured."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_only_active_experts_are_counted() -> None:
 
 
 class Slow(nn.Module):
-    """A layer that does what it wraps several times over."""
+    """Runs the wrapped layer several times."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What users and other libraries do to a sharded model: it stays right, or is refused."""
+"""Changes to a sharded model by users and libraries work or are refused."""
 
 from __future__ import annotations
 
@@ -129,11 +129,11 @@ def test_harmless_changes_after_sharding_are_accepted() -> None:
 
 
 def see(*_: Any) -> None:
-    """A hook of a user's."""
+    """A user's hook."""
 
 
 def may_see(*_: Any) -> None:
-    """One that may see a part."""
+    """A user's hook that accepts local values."""
 
 
 may_see.sees_parts = True  # type: ignore[attr-defined]  # of a function
@@ -253,7 +253,7 @@ def test_removed_hook_is_accepted() -> None:
 
 
 def test_sharding_another_model_does_not_recompile_the_first() -> None:
-    """torch.compile guards what it read of the guard of a model: another function there compiles the model again."""
+    """torch.compile guards the function that it read from the model's checks."""
 
     def do(context: ParallelContext) -> None:
         before = dict(vars(ForwardChecks))

@@ -1,4 +1,4 @@
-"""What torch puts around modules before a model is sharded, or after: it trains as the plain model does."""
+"""Wrappers of torch around modules of the model, applied before or after sharding."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LAYOUTS = [{"data": 2}, {"tensor": 2}, {"sequence": 2}, {"pipe": 2}, {"tensor": 
 
 
 def plain() -> Any:
-    """Without a cache, to which a recomputation would add a second time in the plain model, too."""
+    """Return the plain model without a cache, to which recomputation would append twice."""
     torch.manual_seed(0)
     model: Any = SmallModel("llama")().double().train()
     model.config.use_cache = False
@@ -41,7 +41,7 @@ def wrap(model: Any, how: Any = checkpoint_wrapper) -> None:
 
 
 def norm_of(model: Any) -> Tensor:
-    """The gradient of a norm in the first layer, wherever that is."""
+    """Return the gradient of a norm in the first layer."""
     layer = model.model.layers[0]
     return layer.input_layernorm.weight.grad
 

@@ -1,4 +1,4 @@
-"""Torch's wrappers around a sharded model are refused: they would spread one rank's parts over the others'."""
+"""Wrappers of torch around a sharded model are refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Its parts are of one size on all ranks, which torch's wrappers do not tell from whole parameters."""
+    """Its shards have the same size on all ranks, so torch's wrappers mistake them for full parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def test_wrapper_around_a_sharded_model_is_refused(pool2: WorkerPool, how: str, 
 
 
 def _of_another_model() -> bool:
-    """A sharded model that a wrapped one calls, but does not hold."""
+    """A sharded model that a wrapped module calls but does not contain."""
     model = shard_model(Model(), ModelPolicy, context=ParallelContext.from_world({"tensor": 2}))
     teacher = [model.eval().requires_grad_(False)]
 
