@@ -66,6 +66,10 @@ class Argument:
     param_funcs: list[Callable[[], list[Layer]]] | None = field(default_factory=list)
 
 
+def _no_layers() -> list[Layer]:
+    return []
+
+
 class LegacyPolicy:
     """Methods that a policy of the earlier form overrides. ``legacy_descriptions`` converts their results."""
 
@@ -90,35 +94,8 @@ class LegacyPolicy:
         """Return path of a parameter -> path of the parameter that is tied to it."""
         return None
 
-    @staticmethod
-    def attn_in() -> list[Layer]:
-        """Return the layers that compute q, k and v."""
-        return []
-
-    @staticmethod
-    def attn_out() -> list[Layer]:
-        """Return the output layers of attention."""
-        return []
-
-    @staticmethod
-    def mlp_in() -> list[Layer]:
-        """Return the first layers of the MLP."""
-        return []
-
-    @staticmethod
-    def mlp_out() -> list[Layer]:
-        """Return the last layers of the MLP."""
-        return []
-
-    @staticmethod
-    def embedding() -> list[Layer]:
-        """Return the embeddings to shard over the vocabulary."""
-        return []
-
-    @staticmethod
-    def unembedding() -> list[Layer]:
-        """Return the heads to shard over the vocabulary."""
-        return []
+    # layers of the attention (q, k and v; output), of the MLP (first; last), and of the vocabulary (embedding; head)
+    attn_in = attn_out = mlp_in = mlp_out = embedding = unembedding = staticmethod(_no_layers)
 
 
 def legacy_descriptions(policy: LegacyPolicy) -> dict[Any, ModulePolicyDescription]:
@@ -127,16 +104,12 @@ def legacy_descriptions(policy: LegacyPolicy) -> dict[Any, ModulePolicyDescripti
     Raises PolicyError for an argument without effect, or a layer without a weight or a kind of sharding.
     """
     arguments = policy.argument_policy(getattr(policy.model, "config", None), policy.axis.size)
-    if not isinstance(arguments, dict):
+    values = list(arguments.values()) if isinstance(arguments, dict) else [arguments]
+    wrong = [value for value in values if not isinstance(value, Argument)]
+    if wrong or not isinstance(arguments, dict):
         raise PolicyError(
-            f"{type(policy).__name__}.argument_policy() returned {arguments!r:.80}, which is not a dict",
+            f"{type(policy).__name__}.argument_policy() returned {[*wrong, arguments][0]!r:.80}",
             remedy="Return {module class: Argument(attr_dict={...}, param_funcs=[...])}. See docs/policies.md",
-        )
-    wrong = next((argument for argument in arguments.values() if not isinstance(argument, Argument)), None)
-    if wrong is not None:
-        raise PolicyError(
-            f"{type(policy).__name__}.argument_policy() returned the value {wrong!r:.80}, which is not an Argument",
-            remedy="Use Argument(attr_dict={...}, param_funcs=[...]) for each class. See docs/policies.md",
         )
     for argument in arguments.values():
         check_field_types(argument)
@@ -171,7 +144,7 @@ def inject_class(policy: LegacyPolicy, model: nn.Module) -> tuple[type, type] | 
 
 def bind_parameters(policy: LegacyPolicy, model: nn.Module) -> list[tuple[str, str]]:
     """Tie the parameters that ``binding_policy`` pairs. Returns (name, name of the parameter it is tied to)."""
-    done = []
+    tied = []
     for source, target in dict(_result_or_empty(policy.binding_policy())).items():
         source_param = model.get_parameter(source)
         if source_param.shape != model.get_parameter(target).shape:
@@ -181,20 +154,18 @@ def bind_parameters(policy: LegacyPolicy, model: nn.Module) -> list[tuple[str, s
                 remedy="Shard both parameters or neither",
             )
         setattr(*parent_of(model, target), source_param)
-        done.append((target, source))
-    return done
+        tied.append((target, source))
+    return tied
 
 
 def check_legacy(policy: LegacyPolicy, model: nn.Module) -> None:
     """Raise PolicyError if ``inject_policy`` or ``binding_policy`` names something that the model does not have."""
     pair = _result_or_empty(policy.inject_policy())
-    if pair:
-        native, custom = pair
-        if not isinstance(model, native):
-            raise PolicyError(
-                f"inject_policy names {native.__name__}, but the model is a {type(model).__name__}",
-                remedy=f"Return ({type(model).__name__}, {custom.__name__})",
-            )
+    if pair and not isinstance(model, pair[0]):
+        raise PolicyError(
+            f"inject_policy names {pair[0].__name__}, but the model is a {type(model).__name__}",
+            remedy=f"Return ({type(model).__name__}, {pair[1].__name__})",
+        )
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for name in [n for bound in dict(_result_or_empty(policy.binding_policy())).items() for n in bound]:
         if name not in names:
@@ -228,17 +199,13 @@ def _module_path(layer: Layer) -> str:
 
 
 def _replacement(layer: Layer, heads: set[str]) -> SubModuleReplacementDescription:
-    path = _module_path(layer)
-    kwargs: dict[str, Any] = {}
-    if isinstance(layer, Col_Layer) and layer.gather_output:
-        kwargs["gather_output"] = True
-    target = layer.replace_layer
+    path, target = _module_path(layer), layer.replace_layer
+    kwargs: dict[str, Any] = {"gather_output": True} if isinstance(layer, Col_Layer) and layer.gather_output else {}
     if layer.n_cast is not None:
         kwargs["n_fused"] = layer.n_cast
         target = FusedLinear1D_Col if target in (None, Linear1D_Col) else target
-    return SubModuleReplacementDescription(
-        path, target or _default_target(layer, path in heads), kwargs, ignore_if_not_exist=layer.ignore
-    )
+    target = target or _default_target(layer, path in heads)
+    return SubModuleReplacementDescription(path, target, kwargs, ignore_if_not_exist=layer.ignore)
 
 
 def _default_target(layer: Layer, is_head: bool) -> Any:

@@ -117,7 +117,7 @@ class FirstForm(Policy):
         (of_layers(parameters={"norm1.weight": 3}), ("a dict (a whole number: a Split)",)),
         (
             type("MyPolicy", (FirstForm,), {"said": [3]}),
-            ("argument_policy() returned the value [3]", "is not an Argument"),
+            ("argument_policy() returned [3]", "Argument("),
         ),
         (
             type("MyPolicy", (FirstForm,), {"said": Argument(param_funcs=[lambda: ["q"]])}),  # type: ignore[list-item]
