@@ -72,7 +72,7 @@ NO_POLICY = "no policy"
 
 def _resolve(sharder: Sharder, policy: Policy | type[Policy] | None) -> ResolvedPolicy:
     """Return the policy of a model with its plan; a policy without rules if none exists and none is needed."""
-    cuts, is_needed = sharder.is_cut or policy is not None, sharder.needs_policy or policy is not None
+    cuts, is_needed = sharder.is_tensor_parallel or policy is not None, sharder.needs_policy or policy is not None
     try:
         found = resolve_policy(sharder.model, policy, tensor=sharder.context.tensor.size, copies=is_needed)
         return resolve_as(sharder, *found, cuts=cuts)
@@ -89,7 +89,7 @@ def _validate(sharder: Sharder, resolved: ResolvedPolicy, *, is_users: bool) -> 
     Raises PolicyError if the user's policy is wrong, ConfigError if the model does not support the layout.
     """
     model, config, context, policy = sharder.model, sharder.config, sharder.context, resolved.policy
-    if sharder.is_cut and sharder.grid is None and is_users:
+    if sharder.is_tensor_parallel and sharder.grid is None and is_users:
         why_not = validate_user_policy(resolved.plan, policy, context.tensor.size)
         resolved.notes = [why_not] if why_not else []
     if sharder.grid is not None:
@@ -301,9 +301,9 @@ def resolve_policy(
 
 def _is_for_submodel(model: nn.Module, policy: Policy) -> bool:
     """Whether ``model`` is a user-defined wrapper that shares the config of a transformers model inside it."""
-    config = getattr(model, "config", None)
-    holds = any(module is not model and getattr(module, "config", None) is config for module in model.modules())
-    if is_user_registered(model) or not holds or type(model).__module__.partition(".")[0] in ("transformers", "timm"):
+    config, library = getattr(model, "config", None), type(model).__module__.partition(".")[0]
+    has_submodel = any(module is not model and getattr(module, "config", None) is config for module in model.modules())
+    if not has_submodel or is_user_registered(model) or library in ("transformers", "timm"):
         return False
     try:
         own = copy.copy(policy)

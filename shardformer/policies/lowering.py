@@ -290,10 +290,10 @@ class HeadLayout:
 
     def expand(self, rank: int) -> list[int] | None:
         """Return the index of the KV head for each local query head; None if the forward's even repetition is right."""
-        read, held = self._read(rank), self.kv_heads_of_rank(rank)
-        if all(read.count(h) == read.count(held[0]) for h in held):
+        read, stored = self._read(rank), self.kv_heads_of_rank(rank)
+        if all(read.count(h) == read.count(stored[0]) for h in stored):
             return None
-        return [partition * len(held) + held.index(h) for partition in range(self.partitions) for h in read]
+        return [partition * len(stored) + stored.index(h) for partition in range(self.partitions) for h in read]
 
     def seen(self, rank: int) -> list[int]:
         """Return the KV heads that this rank's forward reads, in its order."""
@@ -311,8 +311,8 @@ class HeadLayout:
 
     def kv_split(self, unit: int | None = None) -> Split:
         """Return the split of features with ``unit`` per KV head (default: the head dim)."""
-        held = [self.kv_heads_of_rank(r) for r in range(self.ranks)]
-        return self._split([(h[0], h[-1] + 1) for h in held], unit)
+        stored = [self.kv_heads_of_rank(r) for r in range(self.ranks)]
+        return self._split([(h[0], h[-1] + 1) for h in stored], unit)
 
     def _split(self, heads: Iterable[tuple[int, int]], unit: int | None) -> Split:
         d = unit or self.head_dim

@@ -100,8 +100,8 @@ class RolePolicy(Policy):
         """Return why this model does not support sequence parallelism, or None if it does."""
         if _is_backbone(self.model):
             return BETWEEN_LAYERS
-        whole = [stack.whole_sequence for stack in self.stacks()]
-        return self.no_sequence_parallel or (whole[0] if whole and all(whole) else None)
+        reasons = [stack.whole_sequence for stack in self.stacks()]
+        return self.no_sequence_parallel or (reasons[0] if reasons and all(reasons) else None)
 
     def no_pipeline_reason(self) -> str | None:
         """Return why this model does not support a pipeline, or None if it does."""

@@ -89,11 +89,11 @@ class Sharder:
             config, self.grid = apply_tensor_grid.with_grid_context(config, self.context)
             self.context = config.resolve_context()
         self.model, self.config = model, config
-        self.is_cut = config.enable_tensor_parallelism and self.context.tensor.size > 1
+        self.is_tensor_parallel = config.enable_tensor_parallelism and self.context.tensor.size > 1
         manager = config.pipeline_stage_manager
         stages = self.context.pipe.size if manager is None else manager.num_virtual_stages
         self.has_stages = manager is not None or stages > 1
-        self.needs_policy = self.is_cut or config.uses_context_parallel or stages > 1
+        self.needs_policy = self.is_tensor_parallel or config.uses_context_parallel or stages > 1
         """Whether an axis other than data shards the model. Data parallelism does not depend on its structure."""
         self._fresh = fresh
         self._outside = set() if fresh else checks.referenced_elsewhere(model)
@@ -115,14 +115,14 @@ class Sharder:
         config, policy, plan = self.config, resolved.policy, resolved.plan
         self._resolved = resolved
         layout = config.resolve_activation_layout()
-        if not self.is_cut:
-            layout = ActivationLayout(tuple(cut for cut in layout.shards if cut.axis not in layout.block))
+        if not self.is_tensor_parallel:
+            layout = ActivationLayout(tuple(shard for shard in layout.shards if shard.axis not in layout.block))
         request = ShardingRequest(resolved.source, config.options(), config.extra_kwargs, policy)
         self.state = state = ShardingMetadata(self.context, request, layout)
         state.monitor = ConsistencyMonitor(state) if config.check_consistency else None
         state.notes += resolved.notes
         if config.uses_context_parallel:
-            has_stream = config.enable_sequence_parallelism and self.is_cut
+            has_stream = config.enable_sequence_parallelism and self.is_tensor_parallel
             plan = apply_context_parallel.plan_for_context(plan, resolved.context, has_stream=has_stream)
         self.model = plan.model
         self._ties = checks.find_ties(self.model)
@@ -142,10 +142,10 @@ class Sharder:
     def lines(self, plan: ShardingPlan) -> list[str]:
         """Return the state that must be identical on every rank before the model is modified, as text."""
         config, state = self.config, self.state
-        asked = [state.request.source, str(config.options()), str(sorted(config.extra_kwargs.items()))]
-        asked += [str(state.activations), f"check_consistency={config.check_consistency}"]
+        settings = [state.request.source, str(config.options()), str(sorted(config.extra_kwargs.items()))]
+        settings += [str(state.activations), f"check_consistency={config.check_consistency}"]
         stages = state.stages.lines() if state.stages is not None else []
-        return [*asked, *model_fingerprint(self.model), *plan.fingerprint(), *stages]
+        return [*settings, *model_fingerprint(self.model), *plan.fingerprint(), *stages]
 
     def shard(self, plan: ShardingPlan) -> list[dict[int, Tensor]]:
         """Apply the plan, which is identical on every rank. Communicates.
@@ -162,7 +162,9 @@ class Sharder:
         blocks = collective_call(context, lambda: self._modify_model(plan))
         for axis in (state.same_batch_axis, context.pipe):
             broadcast_random_state(axis, context.device)
-        install_gradient_reduction(self.model, plan if self.is_cut else ShardingPlan(self.model, []), blocks, state)
+        install_gradient_reduction(
+            self.model, plan if self.is_tensor_parallel else ShardingPlan(self.model, []), blocks, state
+        )
         state.attach(self.model)
         patch_clip_grad_norm()
         patch_optimizers_and_scaler()
@@ -176,12 +178,12 @@ class Sharder:
     def _unproven(self) -> dict[str, str]:
         """Return the inputs that the sharded model refuses, each with the reason."""
         resolved = self._resolved
-        asked = {
-            "tensor": self.is_cut,
+        active = {
+            "tensor": self.is_tensor_parallel,
             "pipe": self.context.pipe.size > 1,
-            "enable_sequence_parallelism": self.is_cut and self.config.enable_sequence_parallelism,
+            "enable_sequence_parallelism": self.is_tensor_parallel and self.config.enable_sequence_parallelism,
         }
-        of_policy = [inputs for what, inputs in resolved.policy.unproven.items() if asked.get(what)]
+        of_policy = [inputs for what, inputs in resolved.policy.unproven.items() if active.get(what)]
         return {
             n: why for each in (*of_policy, resolved.context.unproven, resolved.unvalidated) for n, why in each.items()
         }
@@ -197,9 +199,14 @@ class Sharder:
             blocks = self._apply(plan)
         if waits:
             materialize_parameters(self.model, self.context.device)
-        uses_context_parallel, is_cut = self.config.uses_context_parallel, self.is_cut
+        uses_context_parallel, is_tensor_parallel = self.config.uses_context_parallel, self.is_tensor_parallel
         forward_checks.ForwardChecks(
-            self.model, plan, self.state, self.grid, is_cut=is_cut, uses_context_parallel=uses_context_parallel
+            self.model,
+            plan,
+            self.state,
+            self.grid,
+            is_tensor_parallel=is_tensor_parallel,
+            uses_context_parallel=uses_context_parallel,
         )
         return blocks
 
@@ -208,7 +215,7 @@ class Sharder:
         is_legacy = policy.changes_classes_or_ties
         if is_legacy and (injected := legacy.inject_class(policy, self.model)):
             state.note("", injected[0], injected[1], kind="class")
-        if self.is_cut:
+        if self.is_tensor_parallel:
             self.replace_module(plan)
         for target, source in legacy.bind_parameters(policy, self.model) if is_legacy else ():
             state.note(target, "own parameter", f"tied to {source}", kind="tie")
@@ -226,7 +233,7 @@ class Sharder:
             apply_context_parallel.install_context_attention(
                 self.model, state, config.context_parallel, self._resolved.context, draws=draws
             )
-        blocks = install_regions(self.model, plan, state, config, self.grid) if self.is_cut else []
+        blocks = install_regions(self.model, plan, state, config, self.grid) if self.is_tensor_parallel else []
         if self.grid is not None:
             apply_tensor_grid.install_argument_hooks(self.model, plan, state, self._resolved.samples)
         if config.uses_context_parallel:
@@ -343,7 +350,7 @@ def resolve_as(sharder: Sharder, policy: Policy, source: str, *, cuts: bool = Tr
     if sharder.has_stages and (chain := policy.layer_sequence()).stacks:
         owner_layers(plan.model, chain)
     # with data parallelism only, the rules change nothing and must not cause a refusal
-    plan = plan if sharder.is_cut else ShardingPlan(plan.model, plan.stacks)
+    plan = plan if sharder.is_tensor_parallel else ShardingPlan(plan.model, plan.stacks)
     if sharder.grid is not None:
         plan = apply_tensor_grid.plan_for_grid(plan, sharder.grid)
     return ResolvedPolicy(policy, source, plan, **learned)
@@ -396,11 +403,11 @@ def _with_replacements(value: Any, made: Mapping[int, nn.Module], seen: set[int]
     if type(value) not in (list, dict, tuple) or id(value) in seen:
         return value
     seen.add(id(value))
-    held = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
-    inner = [(key, each) for key, each in held if isinstance(each, _CONTAINER_TYPES)]
+    items = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
+    inner = [(key, each) for key, each in items if isinstance(each, _CONTAINER_TYPES)]
     changed = {key: new for key, each in inner if (new := _with_replacements(each, made, seen)) is not each}
     if changed and isinstance(value, tuple):
-        return tuple(changed.get(at, each) for at, each in held)
+        return tuple(changed.get(at, each) for at, each in items)
     for key, new in changed.items():
         value[key] = new
     return value

@@ -121,8 +121,8 @@ def _candidate_sizes(model: nn.Module, context: ParallelContext) -> Iterator[tup
         if size % group or group > queries or (group > 1 and not _is_inside_host(context, group)):
             continue
         ring = size // group
-        mine = max(keys / group, 1)
-        sent = 4.5 * mine * (ring - 1) / ring
+        local_keys = max(keys / group, 1)
+        sent = 4.5 * local_keys * (ring - 1) / ring
         sent += 4 * (queries + max(keys, group)) / ring * (group - 1) / group**2
         yield sent, RingSizes(ring, group)
 

@@ -264,11 +264,11 @@ def _prefix(path: str) -> str:
     return f"{path}." if path else ""
 
 
-def _reduction_axes(state: ShardingMetadata, held: Sequence[tuple[int, ...]]) -> Callable[[Reduction], Axis]:
+def _reduction_axes(state: ShardingMetadata, shared: Sequence[tuple[int, ...]]) -> Callable[[Reduction], Axis]:
     """Create the groups that reduce gradients, on all processes in one order. Returns reduction -> its group.
 
     Args:
-        held: sets of stages that share a parameter.
+        shared: sets of stages that share a parameter.
     """
     context = state.context
     names = ("data", *state.activations.partial_axes(ModelRegion.OUTSIDE))
@@ -277,7 +277,7 @@ def _reduction_axes(state: ShardingMetadata, held: Sequence[tuple[int, ...]]) ->
     choices = [(*outside, *chosen) for count in range(len(block) + 1) for chosen in combinations(block, count)]
     of_stages = {
         (tuple(sorted(names)), stages): context.flatten(*names, "pipe", only={"pipe": stages})
-        for stages in held
+        for stages in shared
         for names in choices
     }
     for names in choices:

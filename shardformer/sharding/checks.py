@@ -210,11 +210,11 @@ def make_checked_plan(model: nn.Module, policy: Policy, config: ShardConfig, *, 
 
 def check_no_hooks(model: nn.Module, plan: ShardingPlan) -> None:
     """Raise ConfigError if a parameter that will be sharded has hooks, which sharding would drop."""
-    cut = plan.sharded_parameter_ids()
+    sharded = plan.sharded_parameter_ids()
     for p in model.parameters():
-        if id(p) in cut and tensor_hooks_of(p):
+        if id(p) in sharded and tensor_hooks_of(p):
             raise ConfigError(
-                f"The parameter {cut[id(p)]!r} of this {type(model).__name__} has a hook and will be sharded",
+                f"The parameter {sharded[id(p)]!r} of this {type(model).__name__} has a hook and will be sharded",
                 rule="Each tensor rank replaces the parameter by its own shard, with the shard's gradient",
                 remedy="Remove the hook. Register it after sharding if it is correct for a shard",
             )
@@ -222,8 +222,9 @@ def check_no_hooks(model: nn.Module, plan: ShardingPlan) -> None:
 
 def check_views(model: nn.Module, plan: ShardingPlan, stages: Stages | None) -> None:
     """Raise ConfigError if a buffer or attribute is a view of a parameter that is sharded or on another stage."""
-    cut = plan.sharded_parameter_ids()
-    moved = [(n, p) for n, p in model.named_parameters() if id(p) in cut or not (stages is None or stages.is_here(n))]
+    sharded = plan.sharded_parameter_ids()
+    is_here = stages.is_here if stages is not None else lambda _: True
+    moved = [(name, p) for name, p in model.named_parameters() if id(p) in sharded or not is_here(name)]
     if found := view_of(model, moved):
         view, name = found
         raise ConfigError(
@@ -260,20 +261,20 @@ def check_no_optimizer(model: nn.Module, plan: ShardingPlan, stages: Stages | No
         outside: result of ``referenced_elsewhere`` before planning. The slow search through all objects of the process
             runs only if it contains a parameter to shard.
     """
-    cut = plan.sharded_parameter_ids()
+    sharded = plan.sharded_parameter_ids()
     if stages is not None:
-        cut |= {id(p): name for name, p in model.named_parameters() if not stages.is_here(name)}
-    if not cut.keys() & outside:
+        sharded |= {id(p): name for name, p in model.named_parameters() if not stages.is_here(name)}
+    if not sharded.keys() & outside:
         return
-    mine = [p for p in model.parameters() if id(p) in cut]
+    params = [p for p in model.parameters() if id(p) in sharded]
     # gc.get_objects() would expose tuples that other threads are still building, which makes those threads fail
-    lists = [x for x in gc.get_referrers(*mine) if type(x) is list and x is not mine]
+    lists = [x for x in gc.get_referrers(*params) if type(x) is list and x is not params]
     for group in gc.get_referrers(*lists):
         if type(group) is dict and "lr" in group and isinstance(group.get("params"), list):
-            held = next((cut[id(p)] for p in group["params"] if id(p) in cut), None)
-            if held is not None:
+            name = next((sharded[id(p)] for p in group["params"] if id(p) in sharded), None)
+            if name is not None:
                 raise ConfigError(
-                    f"An optimizer already contains {held!r} of this {type(model).__name__}",
+                    f"An optimizer already contains {name!r} of this {type(model).__name__}",
                     rule="Sharding replaces parameters, so this optimizer would train the old ones",
                     remedy="Shard the model first, then create the optimizer from model.parameters()",
                 )

@@ -82,14 +82,14 @@ def replicated_rows(parameters: Iterable[tuple[str, str, int, float]]) -> list[T
         owner, _, leaf = path.rpartition(".")
         names, total = leaves.get((owner, shape, count), ([], 0.0))
         leaves[owner, shape, count] = ([*names, leaf], total + share)
-    alike: dict[tuple[str, str, str, int], tuple[list[str], float]] = {}
+    merged: dict[tuple[str, str, str, int], tuple[list[str], float]] = {}
     for (owner, shape, count), (names, share) in leaves.items():
         section = _section(owner)
         key = (section, ", ".join(names), shape, count)
-        owners, total = alike.get(key, ([], 0.0))
-        alike[key] = ([*owners, _inside(section, owner)], total + share)
+        owners, total = merged.get(key, ([], 0.0))
+        merged[key] = ([*owners, _inside(section, owner)], total + share)
     out: list[TableRow] = []
-    for (section, names_, shape, count), (owners, share) in alike.items():
+    for (section, names_, shape, count), (owners, share) in merged.items():
         text = f"{', '.join(owners)}: {names_}" if any(owners) else names_
         out.append((f"{section}.{text}" if section else text, (shape, percent(share)), count))
     return out
@@ -167,20 +167,20 @@ def stage_rows(stages: Stages) -> list[StageRow]:
     counts = stages.manager.recomputed([len(span) for span in stages.spans])
     rows = []
     for stage in range(stages.manager.num_stages):
-        held = stages.manager.virtual_stages_of(stage)
-        units = [unit for v in held for unit in stages.spans[v]]
+        virtual = stages.manager.virtual_stages_of(stage)
+        units = [unit for v in virtual for unit in stages.spans[v]]
         here = {name for name in names if stage in stages.stages_of(name)}
         size = sum(dict(names[name] for name in here).values())
         rows.append(
             StageRow(
                 stage,
-                held,
+                virtual,
                 ", ".join(abbreviate_paths([stages.chain.layer_calls[unit] for unit in units])),
                 ", ".join(modules_of(here - in_layers, names)),
                 size,
                 size / max(total, 1),
                 sum(stages.costs[unit] for unit in units) / cost,
-                sum(counts[v] for v in held),
+                sum(counts[v] for v in virtual),
             )
         )
     return rows
@@ -220,11 +220,11 @@ def _schedule_lines(stages: Stages) -> list[str]:
 def shared_lines(stages: Stages) -> list[str]:
     """Return a sentence for each set of stages that share parameters."""
     groups: dict[tuple[int, ...], dict[str, list[str]]] = {}
-    for name, held in stages.shared.items():
+    for name, ranks in stages.shared.items():
         first = stages.parameters[name][0]
-        groups.setdefault(held, {}).setdefault(first, []).append(name)
+        groups.setdefault(ranks, {}).setdefault(first, []).append(name)
     lines = []
-    for held, tensors in groups.items():
+    for ranks, tensors in groups.items():
         names = []
         for first, aliases in tensors.items():
             others = " and ".join(name for name in aliases if name != first)
@@ -232,7 +232,7 @@ def shared_lines(stages: Stages) -> list[str]:
         if len(names) > MOST_NAMED:
             everything = [name for aliases in tensors.values() for name in aliases]
             names = [f"all of {', '.join(modules_of(everything, stages.parameters))}"]
-        *most, last = map(str, held)
+        *most, last = map(str, ranks)
         text = f"Stages {', '.join(most)} and {last} share {', '.join(names)} and sum the gradients."
         lines += textwrap.wrap(text, TEXT_WIDTH, break_on_hyphens=False)
     return lines
@@ -317,8 +317,8 @@ class ShardingDescription:
             lines += ["", *table(("changed", "before", "after"), changed, self.layers)]
         if self.whole:
             share = f"{percent(sum(share for *_, share in self.whole))} of all"
-            held = "replicated within this stage" if self.stages else "replicated on every rank"
-            lines += ["", *table((held, "shape", share), replicated_rows(self.whole), self.layers)]
+            title = "replicated within this stage" if self.stages else "replicated on every rank"
+            lines += ["", *table((title, "shape", share), replicated_rows(self.whole), self.layers)]
         return "\n".join([*lines, *[f"\n{note}" for note in self.notes]])
 
 
@@ -336,25 +336,25 @@ def describe_sharding(model: nn.Module) -> ShardingDescription:
     def pattern(path: str) -> str:
         return _pattern(model, path, layers, stages)
 
-    cut: dict[str, tuple[str, str]] = {}  # parameter or module -> (full shape, local shape)
+    shapes: dict[str, tuple[str, str]] = {}  # parameter or module -> (full shape, local shape)
     for name, param, spec in sharded_parameters(model):
         for path in (name, name.rpartition(".")[0]) if spec.is_sharded else ():
-            cut.setdefault(path, (_shape(spec.shape), _shape(param.shape)))
+            shapes.setdefault(path, (_shape(spec.shape), _shape(param.shape)))
     rows: Counter[tuple[str, str, str, str, str]] = Counter()
     changes: Counter[tuple[str, str, str]] = Counter()
     for r in state.replacements:
         if stages is None or not stages.is_elsewhere(r.path):
             change = (pattern(r.path) or type(model).__name__, r.before, r.after)
-            if r.kind == "module" and r.path in cut:
-                rows[*change, *cut[r.path]] += 1
+            if r.kind == "module" and r.path in shapes:
+                rows[*change, *shapes[r.path]] += 1
             else:
                 changes[change] += 1
-    whole: dict[tuple[str, str], tuple[int, int]] = {}
+    replicated: dict[tuple[str, str], tuple[int, int]] = {}
     for name, p in model.named_parameters():
         if not specs[name].is_sharded:
             of = (pattern(name), _shape(p.shape))
-            count, size = whole.get(of, (0, 0))
-            whole[of] = (count + 1, size + p.numel())
+            count, size = replicated.get(of, (0, 0))
+            replicated[of] = (count + 1, size + p.numel())
     here = sum(prod(specs[n].shape) for n, _ in model.named_parameters())
     total = max(here if stages is None else stages.num_parameters, 1)
     rows_of_stages = [] if stages is None else stage_rows(stages)
@@ -362,7 +362,7 @@ def describe_sharding(model: nn.Module) -> ShardingDescription:
         _title(model, state, total),
         [(*row, n) for row, n in rows.items()],
         [(*change, n) for change, n in changes.items()],
-        [(*of, n, size / total) for of, (n, size) in whole.items()],
+        [(*of, n, size / total) for of, (n, size) in replicated.items()],
         [*state.notes, *([state.gradient_owner.describe()] if state.gradient_owner is not None else [])],
         layers,
         rows_of_stages,

@@ -220,18 +220,20 @@ class LocalInputModule:
     instead: str = "hook the full attention or MLP instead"
 
 
-def local_input_modules(plan: ShardingPlan, state: ShardingMetadata, *, is_cut: bool) -> Iterator[LocalInputModule]:
+def local_input_modules(
+    plan: ShardingPlan, state: ShardingMetadata, *, is_tensor_parallel: bool
+) -> Iterator[LocalInputModule]:
     """Yield the modules whose input or output is local to this rank."""
-    cuts = [cut for cut in state.activations.shards if state.context.sizes.get(cut.axis, 1) > 1]
-    if cuts:
-        why = f"between the blocks each rank has a shard of the {' and '.join(cut.dim for cut in cuts)}"
+    shards = [shard for shard in state.activations.shards if state.context.sizes.get(shard.axis, 1) > 1]
+    if shards:
+        why = f"between the blocks each rank has a shard of the {' and '.join(shard.dim for shard in shards)}"
         for stack in plan.stacks:
             for path, _ in plan.model.get_submodule(stack.layers).named_modules(prefix=stack.layers):
                 if path != stack.layers:
                     yield LocalInputModule(path, why, instead=HOOK_OUTSIDE)
             if stack.final_norm is not None:
                 yield LocalInputModule(stack.final_norm, why, INPUT_HOOK_TABLES, HOOK_OUTSIDE)
-    if is_cut:
+    if is_tensor_parallel:
         for _, block in plan.blocks:
             yield from _in_block(plan.model, block)
 
@@ -353,12 +355,15 @@ class ForwardChecks:
         state: ShardingMetadata,
         grid: TensorGrid | None,
         *,
-        is_cut: bool,
+        is_tensor_parallel: bool,
         uses_context_parallel: bool,
     ) -> None:
-        self._state, self._is_cut = state, is_cut or uses_context_parallel  # first, so that pickle raises its error
-        self._structure = ModuleFingerprint(model, local_input_modules(plan, state, is_cut=is_cut))
-        self._caches = CacheHeads(model, plan.blocks if is_cut else (), state.context.tensor, grid)
+        self._state = state  # first, so that pickle raises its error
+        self._has_local_inputs = is_tensor_parallel or uses_context_parallel
+        self._structure = ModuleFingerprint(
+            model, local_input_modules(plan, state, is_tensor_parallel=is_tensor_parallel)
+        )
+        self._caches = CacheHeads(model, plan.blocks if is_tensor_parallel else (), state.context.tensor, grid)
         # Not compiled: it runs once or communicates. Disabled for this model only, because sharding another model
         # must not change what this one was compiled with.
         self._eager: Callable[..., None] = torch.compiler.disable(ForwardChecks._check)
@@ -371,7 +376,7 @@ class ForwardChecks:
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._eager(self, model, args, kwargs)
-        if not self._is_cut or torch.compiler.is_compiling():
+        if not self._has_local_inputs or torch.compiler.is_compiling():
             return None
         return compare_gradients(args, kwargs, self._state.context.tensor)
 
@@ -410,7 +415,7 @@ class ForwardChecks:
         continues = not model.training and any(map(holds_tokens, caches_in(kwargs.values())))
         if in_pipeline or continues or current_graph_task_id() >= 0:
             return False
-        return self._is_cut and (model.training or self._state.monitor is not None)
+        return self._has_local_inputs and (model.training or self._state.monitor is not None)
 
     def _check_called_by_pipeline(self, model: nn.Module) -> None:
         """Raise ConfigError if one stage is called directly, without the pipeline that passes activations."""
@@ -454,13 +459,13 @@ class ForwardChecks:
                 )
 
     def _refuse_outputs(self, model: nn.Module, kwargs: Mapping[str, Any]) -> None:
-        cuts = " and ".join(cut.dim for cut in self._state.activations.shards)
+        dims = " and ".join(shard.dim for shard in self._state.activations.shards)
         settings, in_stages = getattr(model, "config", None), self._state.context.pipe.size > 1
-        local_states = f"Between the blocks each rank has a shard of the {cuts}"
+        local_states = f"Between the blocks each rank has a shard of the {dims}"
         for name, is_refused, why in (
-            ("output_attentions", self._is_cut, "Each tensor rank has only its own attention heads"),
-            ("output_hidden_states", cuts, local_states),
-            ("output_router_logits", cuts, "The router loss needs all tokens, but each rank has only some"),
+            ("output_attentions", self._has_local_inputs, "Each tensor rank has only its own attention heads"),
+            ("output_hidden_states", dims, local_states),
+            ("output_router_logits", dims, "The router loss needs all tokens, but each rank has only some"),
             *((name, in_stages, ALL_LAYER_OUTPUTS_REASON) for name in ALL_LAYER_OUTPUTS),
             ("use_cache", in_stages, "Each stage keeps only the keys and values of its own layers"),
         ):

@@ -201,9 +201,9 @@ def _finish(
     """Write the files other than weights, and move the directory to its final path."""
     remove(hidden / EXPORT_FILE_NAME)
     if len(files) > 1:
-        where = {name: file for file, held in files.items() for name, _ in held}
-        total = sum(_bytes_of(entry) for held in files.values() for _, entry in held)
-        found = {"metadata": {"total_size": total}, "weight_map": where}
+        weight_map = {name: file for file, entries in files.items() for name, _ in entries}
+        total = sum(_bytes_of(entry) for entries in files.values() for _, entry in entries)
+        found = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_new(hidden / EXPORT_INDEX_NAME, json.dumps(found, indent=2, sort_keys=True).encode())
     _save_config_and_tokenizer(hidden, model, tokenizer)
     sync(hidden)

@@ -30,15 +30,15 @@ def load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], strict: bool
     entries = state.by_param()
     specs = {n: entries[id(t)].spec if id(t) in entries else ShardSpec(t.shape) for n, t in here.items()}
     is_full = {n: _is_full(n, own[n], t, specs[n]) for n, t in here.items() if isinstance(own.get(n), Tensor)}
-    cut = {name: full for name, full in is_full.items() if full is not None}
-    if len(set(cut.values())) > 1:
-        a, b = (next(name for name, full in cut.items() if full is kind) for kind in (True, False))
+    sharded = {name: full for name, full in is_full.items() if full is not None}
+    if len(set(sharded.values())) > 1:
+        a, b = (next(name for name, full in sharded.items() if full is kind) for kind in (True, False))
         raise ConfigError(
             f"The state dict has the full tensor {a}, but only a shard of {b}",
             remedy="Pass shardformer.full_state_dict(model), or a checkpoint of the plain model",
         )
     _check_names(type(self).__name__, own, here, state_dict, strict=strict)
-    local = {n: specs[n].slice(v, state.coords) if cut.get(n) else v for n, v in own.items()}
+    local = {n: specs[n].slice(v, state.coords) if sharded.get(n) else v for n, v in own.items()}
     return type(self).load_state_dict(self, local, strict=strict)
 
 
