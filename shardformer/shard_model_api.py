@@ -71,7 +71,7 @@ NO_POLICY = "no policy"
 
 
 def _resolve(sharder: Sharder, policy: Policy | type[Policy] | None) -> ResolvedPolicy:
-    """Return the policy of a model with its plan; a policy without rules if none exists and none is needed."""
+    """Return the policy of a model and its plan. The policy has no rules if the model has none and needs none."""
     cuts, is_needed = sharder.is_tensor_parallel or policy is not None, sharder.needs_policy or policy is not None
     try:
         found = resolve_policy(sharder.model, policy, tensor=sharder.context.tensor.size, copies=is_needed)
@@ -117,7 +117,7 @@ def _validate(sharder: Sharder, resolved: ResolvedPolicy, *, is_users: bool) -> 
 
 
 class ModelSharder:
-    """Shards one model in place. Earlier API for ``shard_model``.
+    """Legacy equivalent of ``shard_model``: shards one model in place.
 
     Args:
         model: the plain model, identical on every rank. If weights differ, rank 0's are used.
@@ -132,7 +132,7 @@ class ModelSharder:
         policy: Policy | type[Policy] | None = None,
     ) -> None:
         if policy is None and _is_policy(shard_config):
-            shard_config, policy = None, shard_config  # earlier signature: ModelSharder(model, policy)
+            shard_config, policy = None, shard_config  # legacy signature: ModelSharder(model, policy)
         self.model, self.shard_config, self._policy = model, _checked_config(shard_config), policy
 
     def shard(self) -> list[dict[int, Tensor]]:

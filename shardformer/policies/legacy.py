@@ -1,4 +1,4 @@
-"""The earlier form of policies (``argument_policy``), and its conversion to module descriptions."""
+"""Legacy policies (``argument_policy``), and their conversion to module descriptions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from shardformer.tensor_parallel.parallel_module import GroupLike, ParallelModul
 
 @dataclass
 class Layer:
-    """One layer to shard, by the paths of its weight and bias in the described module. Earlier form.
+    """Legacy description of one layer to shard, by the paths of its weight and bias.
 
     Args:
         weight: path of the weight, such as ``attention.self.query.weight``.
@@ -48,19 +48,23 @@ class Layer:
 
 @dataclass
 class Col_Layer(Layer):
-    """A layer sharded along its output features. ``gather_output`` gathers the full output on every rank."""
+    """Legacy description of a layer that is sharded along its output features.
+
+    Args:
+        gather_output: whether every rank gets the full output.
+    """
 
     gather_output: bool = False
 
 
 @dataclass
 class Row_Layer(Layer):
-    """A layer sharded along its input features. Earlier form."""
+    """Legacy description of a layer that is sharded along its input features."""
 
 
 @dataclass
 class Argument:
-    """New attribute values and layer functions for one class of modules. Earlier form."""
+    """Legacy description of one class of modules: new attribute values, and functions that list layers to shard."""
 
     attr_dict: dict[str, Any] | None = field(default_factory=dict)
     param_funcs: list[Callable[[], list[Layer]]] | None = field(default_factory=list)
@@ -71,14 +75,14 @@ def _no_layers() -> list[Layer]:
 
 
 class LegacyPolicy:
-    """Methods that a policy of the earlier form overrides. ``legacy_descriptions`` converts their results."""
+    """Methods that a legacy policy overrides. ``legacy_descriptions`` converts their results."""
 
     model: Any
     axis: Axis
 
     @staticmethod
     def argument_policy(model_config: Any, shard_config: int) -> dict[Any, Argument]:
-        """Return class of modules -> ``Argument``. ``shard_config`` is the tensor parallel size."""
+        """Return the ``Argument`` of each class of modules. ``shard_config`` is the tensor parallel size."""
         raise PolicyError(
             "The policy overrides neither module_policy() nor argument_policy(), and has no table of roles",
             remedy="Override one of them, or derive the class from RolePolicy. See docs/policies.md for examples",
@@ -86,12 +90,12 @@ class LegacyPolicy:
 
     @staticmethod
     def inject_policy() -> tuple[Any, ...]:
-        """Return (class of the model, class that replaces it), or an empty tuple."""
+        """Return the class of the model and the class that replaces it, or an empty tuple."""
         return ()
 
     @staticmethod
     def binding_policy() -> dict[str, str] | None:
-        """Return path of a parameter -> path of the parameter that is tied to it."""
+        """Return a dict from the path of a parameter to the path of the parameter that is tied to it."""
         return None
 
     # layers of the attention (q, k and v; output), of the MLP (first; last), and of the vocabulary (embedding; head)

@@ -44,7 +44,7 @@ ColumnPaths = Mapping[str, dict[str, Any]]
 
 @dataclass
 class LayerLowering:
-    """Lowers the roles of one layer.
+    """Lowers the roles of one layer to module descriptions.
 
     Args:
         layer: the layer.
@@ -259,7 +259,7 @@ class HeadLayout:
 
     @cached_property
     def partition(self) -> HeadLayout:
-        """The distribution of one partition."""
+        """Head distribution of one partition."""
         n = self.partitions
         return replace(self, num_heads=self.num_heads // n, num_kv_heads=self.num_kv_heads // n, partitions=1)
 
@@ -289,7 +289,7 @@ class HeadLayout:
         return sorted(set(self._read(rank)))
 
     def expand(self, rank: int) -> list[int] | None:
-        """Return the index of the KV head for each local query head; None if the forward's even repetition is right."""
+        """Return the local KV head that each query head reads; None if repeating all KV heads equally is correct."""
         read, stored = self._read(rank), self.kv_heads_of_rank(rank)
         if all(read.count(h) == read.count(stored[0]) for h in stored):
             return None
@@ -336,7 +336,7 @@ class HeadLayout:
         return Split(tuple(parts))
 
     def parameter_split(self, path: str, full: Tensor, counted: LocalAttr) -> dict[int, Split]:
-        """Return dim -> split of a parameter or buffer, for its entry in ``local_attrs``."""
+        """Return how the dims of a parameter or buffer are split, for its entry in ``local_attrs``."""
         kind, dim = (counted, None) if isinstance(counted, str) else counted
         if kind == "inside":
             return {}
@@ -369,7 +369,7 @@ def features_per_head(path: str, features: int, count: int, expected: int | None
 
 @dataclass(frozen=True)
 class AttentionLowering:
-    """Lowers an attention of one layer.
+    """Lowers the role of one attention to a module description.
 
     Args:
         role: the attention.
@@ -490,7 +490,7 @@ class AttentionLowering:
         )
 
     def _columns(self, linears: AttentionProjections) -> dict[str, dict[str, Any]]:
-        """Return projection -> its replacement's arguments, for all projections except the output."""
+        """Return the arguments for the replacement of each input projection."""
         layout, q_unit = self.layout, None
         expand = layout.expand(self.layer.axis.rank)
         columns: dict[str, dict[str, Any]] = {}

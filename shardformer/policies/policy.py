@@ -3,7 +3,7 @@
 A policy has one of three forms, each converted to the next:
 
 - roles (``shardformer.policies.role_policy.RolePolicy``): a table of the model's attentions, MLPs and embeddings;
-- the earlier form: ``argument_policy`` with lists of ``Col_Layer`` and ``Row_Layer``;
+- the legacy form: ``argument_policy`` with lists of ``Col_Layer`` and ``Row_Layer``;
 - ``module_policy``: changes of attributes, parameters and submodules, for each kind of module.
 """
 
@@ -107,7 +107,7 @@ class Policy(LegacyPolicy):
         return None
 
     def replicated(self) -> list[str] | None:
-        """Return paths of deliberately replicated modules and parameters. None allows any."""
+        """Return the paths of intentionally replicated modules and parameters; None if any may be replicated."""
         return None
 
 

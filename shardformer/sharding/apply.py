@@ -108,7 +108,7 @@ class Sharder:
             yield
 
     def plan(self, resolved: ResolvedPolicy) -> ShardingPlan:
-        """Complete the plan and check it. Changes nothing but what the policy's ``preprocess`` changes.
+        """Complete the plan and check it. The model is unchanged, except by the policy's ``preprocess``.
 
         Raises ShardFormerError if the model cannot be sharded. Communicates nothing.
         """
@@ -140,7 +140,7 @@ class Sharder:
         return plan
 
     def lines(self, plan: ShardingPlan) -> list[str]:
-        """Return the state that must be identical on every rank before the model is modified, as text."""
+        """Return lines of text that must be identical on every rank before the model is modified."""
         config, state = self.config, self.state
         settings = [state.request.source, str(config.options()), str(sorted(config.extra_kwargs.items()))]
         settings += [str(state.activations), f"check_consistency={config.check_consistency}"]
@@ -148,7 +148,7 @@ class Sharder:
         return [*settings, *model_fingerprint(self.model), *plan.fingerprint(), *stages]
 
     def shard(self, plan: ShardingPlan) -> list[dict[int, Tensor]]:
-        """Apply the plan, which is identical on every rank. Communicates.
+        """Apply a plan that is identical on every rank. Communicates.
 
         Returns the parameters that several pipeline stages share, each as a dict: rank on the pipe axis -> the
         parameter on this rank. Empty without a pipeline.

@@ -22,7 +22,7 @@ from shardformer.sharding.plan import ShardingPlan
 from shardformer.tensor_parallel.parallel_module import ParallelModule
 
 RING, GROUP = "ring", "ulysses"
-"""Names of the two axes that the sequence axis is reshaped to."""
+"""Names of the two axes into which the sequence axis is split."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ def install_context_hooks(
     *,
     draws: bool,
 ) -> None:
-    """Shard the sequence in the layers of a model after all its other changes. Communicates nothing."""
+    """Install the hooks that shard the sequence in the layers of a model. Must run after all other changes."""
     run, inside = state.context_run, set[int]()
     for stack in stacks:
         if stack.whole_sequence:
@@ -250,7 +250,7 @@ def warn_unsharded_attention(model: nn.Module, context: ParallelContext) -> None
 
 
 def plan_for_context(plan: ShardingPlan, learned: ContextFindings, *, has_stream: bool) -> ShardingPlan:
-    """Adapt the plan to a model whose attention receives all positions: such blocks share no exit with another block.
+    """Adapt the plan to a model with replicated attention, whose blocks must not share an exit with another block.
 
     Args:
         has_stream: whether the tensor axis also shards the sequence, which raises ConfigError.

@@ -50,7 +50,7 @@ def with_grid_context(config: ShardConfig, context: ParallelContext) -> tuple[Sh
 
 
 def plan_for_grid(plan: ShardingPlan, grid: TensorGrid) -> ShardingPlan:
-    """Return the plan extended by the modules between blocks, where ranks have shards of the hidden features.
+    """Extend the plan to the modules between blocks, where each rank has a shard of the hidden features.
 
     Shards norms and per-feature parameters. Other modules with parameters receive all features, gathered at the
     submodule of the layer that contains them. Raises PolicyError if a rule supports only one tensor axis.
@@ -75,9 +75,9 @@ def plan_for_grid(plan: ShardingPlan, grid: TensorGrid) -> ShardingPlan:
             own = [join_path(path, name) for name, _ in module.named_parameters(recurse=False)]
             is_known = path in plan.replacements or (own and all(name in plan.parameters for name in own))
             if _needs_rule(module, width) and not is_known and not f"{path}.".startswith(entries):
-                _add(plan, grid, prefix, path, module, width)
+                _add_outer_module(plan, grid, prefix, path, module, width)
         if stack.final_norm and _needs_rule(norm := plan.model.get_submodule(stack.final_norm), width):
-            _add(plan, grid, prefix, stack.final_norm, norm, width)
+            _add_outer_module(plan, grid, prefix, stack.final_norm, norm, width)
     around = [block.gather_module for _, block in plan.blocks if block.gather_module is not None]
     gathered = [path for path in dict.fromkeys(plan.full_sequence_modules) if path not in around]
     if (gathered or around) and grid.mode == "3d":
@@ -115,8 +115,10 @@ def _hidden_size(plan: ShardingPlan, blocks: list[BlockDescription]) -> int | No
     return next((row.nf if is_transposed(row) else row.out_features for row in rows if row is not None), None)
 
 
-def _add(plan: ShardingPlan, grid: TensorGrid, prefix: str, path: str, module: nn.Module, width: int) -> None:
-    """Add a module between blocks that has direct parameters to the plan."""
+def _add_outer_module(
+    plan: ShardingPlan, grid: TensorGrid, prefix: str, path: str, module: nn.Module, width: int
+) -> None:
+    """Add a module that has direct parameters and is outside the blocks to the plan."""
     own = dict(module.named_parameters(recurse=False))
     shapes = {tuple(p.shape) for p in own.values()}
     if shapes <= {(width,)} and not module._modules and norm_kind(module) is not None:
@@ -187,7 +189,7 @@ def _argument_path(path: Any, names: list[str]) -> str:
 def install_argument_hooks(
     model: nn.Module, plan: ShardingPlan, state: ShardingMetadata, samples: ArgumentSamples
 ) -> None:
-    """Select this rank's samples of the additional arguments of each attention in a stack."""
+    """Install hooks that select this rank's samples in the additional arguments of each attention."""
     streams = [edge for edge in state.region_hooks if isinstance(edge, GridStackActivations)]
     stacks = [(f"{stack.layers}.", stream) for stack, stream in zip(plan.stacks, streams, strict=True)]
     arguments_at = [(path, BlockArguments(path)) for path in plan.full_sequence_modules]

@@ -204,8 +204,8 @@ def install_gradient_reduction(
 ) -> None:
     """Fill ``state.entries`` and install reducers that make every gradient equal to that of the plain model.
 
-    One reducer handles the parameters of this stage, and one each set of parameters that several stages share. The
-    stages fill the buckets of shared parameters in the same order. Communicates to create groups, on all processes.
+    One reducer handles the parameters of this stage. Further reducers handle the parameters that it shares with other
+    stages, which fill their buckets in the same order. Communicates to create groups, on all processes.
     """
     shared: dict[str, tuple[int, ...]] = {} if state.stages is None else state.stages.shared
     places = ParameterRegions(plan, state.activations)
@@ -293,7 +293,7 @@ def _reduction_axes(state: ShardingMetadata, shared: Sequence[tuple[int, ...]]) 
 
 @dataclass(eq=False)
 class _RegionSideHook:
-    """Pre-forward hook: gradients of the module are partial between a block's entry and exit, and complete after it."""
+    """Pre-forward hook that sets divisors: gradients are partial inside a block and complete after its exit."""
 
     block: TensorParallelBlock
     gradients: list[GradientSlot]

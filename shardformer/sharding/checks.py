@@ -176,7 +176,7 @@ def check_unsharded(model: nn.Module) -> None:
 def make_checked_plan(model: nn.Module, policy: Policy, config: ShardConfig, *, cuts: bool = True) -> ShardingPlan:
     """Return the plan of the policy for the model, after checking all options.
 
-    Changes nothing but what the policy's ``preprocess`` changes.
+    The model is unchanged, except by the policy's ``preprocess``.
 
     Args:
         cuts: whether weights are sharded (see ``make_plan``).
@@ -353,7 +353,7 @@ def check_stages(ties: Ties, stages_of: Callable[[str], Sequence[int]]) -> None:
 
 
 def restore_ties(model: nn.Module, ties: Ties, specs: Mapping[int, ShardSpec]) -> None:
-    """Let the shards of parameters that shared memory share memory, too.
+    """Make shards share memory if their full parameters did.
 
     Args:
         model: the sharded model.

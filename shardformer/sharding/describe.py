@@ -56,7 +56,7 @@ def table(head: tuple[str, ...], rows: Sequence[TableRow], layers: Mapping[str, 
 
 
 def align_columns(lines: Sequence[Sequence[str]], numbers: int | None = None) -> list[str]:
-    """Align the cells of all lines in columns, from column ``numbers`` on to the right. Lines of one cell are kept."""
+    """Align the cells in columns, right-aligned from column ``numbers`` on. A line of one cell is unchanged."""
     columns = range(max(map(len, lines)))
     widths = [max((len(line[i]) for line in lines if i < len(line) > 1), default=0) for i in columns]
 

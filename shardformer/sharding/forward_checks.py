@@ -273,7 +273,7 @@ def _check_shapes(model: nn.Module) -> None:
 
 
 def _params_of(model: nn.Module) -> dict[str, int]:
-    """Return name -> id of each parameter, without placeholders for parameters of other stages."""
+    """Return the name and id of each parameter, without placeholders for parameters of other stages."""
     return {name: id(p) for name, p in nn.Module.named_parameters(model, remove_duplicate=False)}
 
 

@@ -62,7 +62,7 @@ class ShardingPlan:
     per_token_args: list[tuple[str, str]] = field(default_factory=list)
 
     def sharded_parameter_ids(self) -> dict[int, str]:
-        """Return id(parameter) -> name for every parameter that will be sharded."""
+        """Return the id and name of every parameter that will be sharded."""
         modules = {path: self.model.get_submodule(path) for path in self.replacements}
         out = {id(p): f"{path}.{n}" for path, m in modules.items() for n, p in m.named_parameters(recurse=False)}
         return out | {id(get_at(self.model, name)): name for name, splits in self.parameters.items() if splits}
@@ -262,7 +262,7 @@ def _add_changes(
 
 
 def _check_count(name: str, before: Any, value: Any, size: int, evenly: Sequence[str]) -> None:
-    """Raise ConfigError if a count of heads is divided with a remainder while features are split evenly."""
+    """Raise ConfigError if the tensor size does not divide a count of heads whose features are split evenly."""
     if type(before) is int and type(value) is int and before % size and value == before // size and evenly:
         fits = ", ".join(str(n) for n in range(1, before + 1) if before % n == 0)
         raise ConfigError(

@@ -155,7 +155,7 @@ def _is_export(folder: Path) -> bool:
 
 
 def _files_of(index: CheckpointIndex, most: int) -> dict[str, list[tuple[str, IndexEntry]]]:
-    """Return file name -> (name, index entry) of the tensors in that file, in the order of the index."""
+    """Return the tensors of each weights file, in the order of the index."""
     files: list[list[tuple[str, IndexEntry]]] = []
     used = most
     for full, entry in sorted(index.tensors.items()):

@@ -17,7 +17,7 @@ from shardformer.pipeline.stage_manager import Stages
 
 
 def load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-    """Load the plain model's state dict, of which each rank takes its shards, or the state dict of this rank.
+    """Load the state dict of the plain model, from which each rank takes its shards, or the state dict of this rank.
 
     Communicates nothing. Raises ConfigError for the state dict of another model. The model is then unchanged.
     """
