@@ -96,17 +96,21 @@ class RolePolicy(Policy):
         """Whether the layer directly adds the outputs that the table combines with ``shared_exit``."""
         return True
 
+    def reads_layer_outputs(self) -> bool:
+        """Whether the model reads the hidden states between its layers."""
+        return False
+
     def no_sequence_parallel_reason(self) -> str | None:
         """Return why this model does not support sequence parallelism, or None if it does."""
-        if _is_backbone(self.model):
+        if _is_backbone(self.model) or self.reads_layer_outputs():
             return BETWEEN_LAYERS
         reasons = [stack.whole_sequence for stack in self.stacks()]
         return self.no_sequence_parallel or (reasons[0] if reasons and all(reasons) else None)
 
     def no_pipeline_reason(self) -> str | None:
         """Return why this model does not support a pipeline, or None if it does."""
-        if self.no_pipeline:
-            return self.no_pipeline
+        if self.no_pipeline or self.reads_layer_outputs():
+            return self.no_pipeline or BETWEEN_STAGES
         layers = [stack.layers for stack in self.layer_sequence().stacks]
         for path, module in self.model.named_modules():
             if _is_backbone(module) and any(f"{inner}.".startswith(f"{path}.") or not path for inner in layers):

@@ -21,6 +21,7 @@ from shardformer.gradients.clipping import patch_clip_grad_norm
 from shardformer.kernels.attention_registration import use_flash_attention
 from shardformer.layout.activation_layout import ActivationLayout
 from shardformer.layout.sharding_metadata import ShardingMetadata, ShardingRequest, sharded_parameters
+from shardformer.layout.tensor_relations import overlapping
 from shardformer.mesh.init_distributed import launch_from_torch
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.tensor_grid import TensorGrid, grid_summary
@@ -125,7 +126,7 @@ class Sharder:
             has_stream = config.enable_sequence_parallelism and self.is_tensor_parallel
             plan = apply_context_parallel.plan_for_context(plan, resolved.context, has_stream=has_stream)
         self.model = plan.model
-        self._ties = checks.find_ties(self.model)
+        self._ties = overlapping(self.model.named_parameters())
         state.notes += policy.notes
         if self.has_stages:
             manager = config.pipeline_stage_manager or PipelineStageManager(self.context)

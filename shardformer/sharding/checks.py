@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from shardformer.errors import ConfigError, LaunchError, PolicyError, ShardForme
 from shardformer.kernels.attention_registration import check_flash_attention
 from shardformer.layout.shard_spec import Coords, ShardSpec
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, PARENT_METADATA_ATTRIBUTE, sharded_parameters
-from shardformer.layout.tensor_relations import Group, Memory, overlapping, view_of
+from shardformer.layout.tensor_relations import Group, Memory, view_of
 from shardformer.mesh.init_distributed import ENDED
 from shardformer.mesh.parallel_context import ParallelContext, launcher_store
 from shardformer.mesh.rank_failures import LostPeerError
@@ -40,8 +40,6 @@ ANNOUNCEMENTS = "shardformer/announcement"
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.002, 0.25
 OTHER_PROCESSES_TIMEOUT_S = 10.0
 """How long to wait for processes outside the passed group, which may not shard any model."""
-
-T = TypeVar("T")
 
 
 def check_process_group(config: ShardConfig) -> ParallelContext:
@@ -65,17 +63,12 @@ def check_process_group(config: ShardConfig) -> ParallelContext:
         ranks = list(context.tensor.ranks) if context is not None else []
         kind = "the grid of launch_from_torch" if config.context is not None else "the process group"
         announcement = _Announcement(ranks, f"{kind} {ranks}", str(problem or ""))
-        rank = dist.get_rank()
-        store.set(
-            f"{ANNOUNCEMENTS}/{rank}/{store.add(f'{ANNOUNCEMENTS}/{rank}', 1)}", json.dumps(astuple(announcement))
-        )
+        rank, key = dist.get_rank(), f"{ANNOUNCEMENTS}/{dist.get_rank()}"
+        store.set(f"{key}/{store.add(key, 1)}", json.dumps(astuple(announcement)))
         deadline = time.monotonic() + OTHER_PROCESSES_TIMEOUT_S
         # read all announcements before raising, so that a later call does not read those of this call
-        problems = [
-            _read_announcements(store, other, announcement, deadline)
-            for other in range(dist.get_world_size())
-            if other != rank
-        ]
+        others = [other for other in range(dist.get_world_size()) if other != rank]
+        problems = [_read_announcements(store, other, announcement, deadline) for other in others]
         problem = problem or next((problem for problem in problems if problem is not None), None)
     if problem is not None:
         raise problem
@@ -337,22 +330,14 @@ def _set(table: Any, entries: Any) -> None:
     table.update(entries)
 
 
-Ties = list[Group]
-
-
-def find_ties(model: nn.Module) -> Ties:
-    """Return groups of parameter names whose memory overlaps, each under its first name."""
-    return overlapping(model.named_parameters())
-
-
-def check_stages(ties: Ties, stages_of: Callable[[str], Sequence[int]]) -> None:
+def check_stages(ties: Sequence[Group], stages_of: Callable[[str], Sequence[int]]) -> None:
     """Raise ConfigError if parameters that share memory are on different pipeline stages."""
     for group in ties:
         if len({tuple(stages_of(name)) for name in group}) > 1:
             raise _broken_tie_error(group, "are on different pipeline stages")
 
 
-def restore_ties(model: nn.Module, ties: Ties, specs: Mapping[int, ShardSpec]) -> None:
+def restore_ties(model: nn.Module, ties: Sequence[Group], specs: Mapping[int, ShardSpec]) -> None:
     """Make shards share memory if their full parameters did.
 
     Args:
