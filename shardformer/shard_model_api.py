@@ -148,7 +148,7 @@ def _is_policy(thing: Any) -> bool:
 def _checked_config(config: Any) -> ShardConfig:
     if config is not None and not isinstance(config, ShardConfig):
         raise ConfigError(
-            f"shard_config={config!r:.80} is not a ShardConfig",
+            f"The configuration {config!r:.80} is not a ShardConfig",
             remedy="Pass ShardConfig(...), for example ShardConfig(enable_sequence_parallelism=True), or omit it",
         )
     return config or ShardConfig()

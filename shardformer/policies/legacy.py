@@ -70,10 +70,6 @@ class Argument:
     param_funcs: list[Callable[[], list[Layer]]] | None = field(default_factory=list)
 
 
-def _no_layers() -> list[Layer]:
-    return []
-
-
 class LegacyPolicy:
     """Methods that a legacy policy overrides. ``legacy_descriptions`` converts their results."""
 
@@ -98,8 +94,35 @@ class LegacyPolicy:
         """Return a dict from the path of a parameter to the path of the parameter that is tied to it."""
         return None
 
-    # layers of the attention (q, k and v; output), of the MLP (first; last), and of the vocabulary (embedding; head)
-    attn_in = attn_out = mlp_in = mlp_out = embedding = unembedding = staticmethod(_no_layers)
+    @staticmethod
+    def attn_in() -> list[Layer]:
+        """Return the layers that compute q, k and v."""
+        return []
+
+    @staticmethod
+    def attn_out() -> list[Layer]:
+        """Return the output layers of attention."""
+        return []
+
+    @staticmethod
+    def mlp_in() -> list[Layer]:
+        """Return the first layers of the MLP."""
+        return []
+
+    @staticmethod
+    def mlp_out() -> list[Layer]:
+        """Return the last layers of the MLP."""
+        return []
+
+    @staticmethod
+    def embedding() -> list[Layer]:
+        """Return the embeddings to shard over the vocabulary."""
+        return []
+
+    @staticmethod
+    def unembedding() -> list[Layer]:
+        """Return the heads to shard over the vocabulary."""
+        return []
 
 
 def legacy_descriptions(policy: LegacyPolicy) -> dict[Any, ModulePolicyDescription]:

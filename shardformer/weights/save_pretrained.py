@@ -126,7 +126,10 @@ def _checked_directory(folder: Any, tensors: ModelTensors, max_file_bytes: int) 
 def check_target(target: Path, model: Any = None) -> None:
     """Raise ConfigError if ``target`` is a file, the source of ``model``, or a directory that no export wrote."""
     if target.is_symlink():
-        raise ConfigError(f"{target} is a symbolic link", remedy="Pass the path of its target, or another directory")
+        raise ConfigError(
+            f"The export directory {target} is a symbolic link",
+            remedy="Pass the path of its target, or another directory",
+        )
     if not target.exists():
         return
     if not target.is_dir() or (any(target.iterdir()) and not _is_export(target)):

@@ -88,7 +88,9 @@ def _check_names(
         return
     name = (missing or more)[0]
     raise ConfigError(
-        f"The state dict has no {name}, which this {kind} has" if missing else f"This {kind} has no {name}",
+        f"The state dict has no {name}, which this {kind} has"
+        if missing
+        else f"The state dict has {name}, but this {kind} has no {name}",
         remedy=f"{did_you_mean(name, full if missing else here)} Use strict=False to ignore other keys",
     )
 

@@ -161,8 +161,8 @@ MUTANTS = [
     mutant(
         "optimizer-of-whole-parameters",
         "shardformer/sharding/checks.py",
-        "            if held is not None:\n",
-        "            if held is not None and stages is not None:\n",
+        "            if name is not None:\n",
+        "            if name is not None and stages is not None:\n",
         "An optimizer that was made before sharding goes on with the unsharded parameters.",
         first=("tests/policies/test_edges.py::test_optimizer_created_before_sharding_is_refused",),
     ),
