@@ -190,6 +190,7 @@ def counted(passed: Sequence[bool | None]) -> str:
 
 def reason(said: str) -> str:
     """Without the names of a model and of its modules, and without sizes: alike for all types that it holds for."""
-    said = re.sub(r"^\w+='?\w+'?,? (?:for|and of this) \w+(?: it is known that |: |, which | )?", "", said)
-    said = re.sub(r"(by itself in|run|given a (?:tensor|mask) of shape|calls its attention) .*", r"\1 …", said)
+    start = r"^\w+='?\w+'?(?: with sequence=\d+)?,? (?:for|and of this|does not (?:work for|support)(?: this)?) \w+"
+    said = re.sub(start + "(?: it is known that |: |, which | )?", "", said)
+    said = re.sub(r"(its own attention in|run|given a (?:tensor|mask) of shape|calls its attention) .*", r"\1 …", said)
     return re.sub(r"'[\w.*]+'|\b\w+\.[\w.*]+|\b\w+Attention\b", "…", said)[:200]

@@ -1,4 +1,4 @@
-"""The way in: a model and a config, and the model is sharded in place, by the policy that the chain finds for it."""
+"""Entry points that shard a model in place: ``shard_model``, ``ShardFormer`` and ``ModelSharder``."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ from shardformer.sharding.apply_context_parallel import choose_ring_sizes, is_ex
 from shardformer.sharding.checks import check_unsharded
 from shardformer.sharding.plan import ShardingPlan
 from shardformer.torch_compat import without_fake_tensors
-from shardformer.weights.save_pretrained import install_saving
-from shardformer.weights.state_dict import install_loading
+from shardformer.weights.save_pretrained import install_saving_and_loading
 
 
 def shard_in_place(
@@ -38,15 +37,18 @@ def shard_in_place(
     policy: Policy | type[Policy] | None = None,
     then: Callable[[nn.Module], object] = lambda _: None,
 ) -> tuple[nn.Module, list[dict[int, Tensor]]]:
-    """Shards a model: resolve its policy, validate it, apply it on all ranks, and install saving and loading.
+    """Shard a model: resolve and validate its policy, apply it on all ranks, and install saving and loading.
 
     Args:
-        model: the plain model, the same on every rank (where weights differ, rank 0's are taken).
-        policy: the user's own, as an instance or a class; None takes the one that is registered or derived.
-        then: called with the sharded model. Where it raises, the model is restored, too.
+        model: the plain model, identical on every rank. If weights differ, rank 0's are used.
+        policy: your policy, as an instance or a class. None uses the registered or derived policy.
+        then: called with the sharded model. If it raises, the model is restored.
 
-    Returns (the sharded model, the parameters that several pipeline stages hold: see ``Sharder.shard``). Raises
-    ShardFormerError on every rank, with the model as it was, if the model cannot be sharded so.
+    Returns:
+        The sharded model, and the parameters that several pipeline stages share (see ``Sharder.shard``).
+
+    Raises:
+        ShardFormerError: on every rank, if the model cannot be sharded. The model is unchanged.
     """
     sharder = Sharder(model, config)
 
@@ -60,8 +62,7 @@ def shard_in_place(
     with sharder.restoring_on_error():
         explain = partial(check_same_files, model, sharder.context)
         shared_params = sharder.shard(collective_call(sharder.context, plan, sharder.lines, explain=explain))
-        install_saving(sharder.model, sharder.state)
-        install_loading(sharder.model)
+        install_saving_and_loading(sharder.model, sharder.state)
         then(sharder.model)
     return sharder.model, shared_params
 
@@ -70,35 +71,34 @@ NO_POLICY = "no policy"
 
 
 def _resolve(sharder: Sharder, policy: Policy | type[Policy] | None) -> ResolvedPolicy:
-    """The policy of a model and what it does; a policy without rules where none is found and none is needed."""
-    cuts = sharder.is_cut or policy is not None
-    is_needed = sharder.needs_policy or policy is not None
+    """Return the policy of a model and its plan. The policy has no rules if the model has none and needs none."""
+    cuts, is_needed = sharder.is_tensor_parallel or policy is not None, sharder.needs_policy or policy is not None
     try:
-        tensor = sharder.context.tensor.size
-        return resolve_as(sharder, *resolve_policy(sharder.model, policy, tensor=tensor, copies=is_needed), cuts=cuts)
-    except Exception as error:  # the policy of a family, and a model that its user changed: anything can fail
+        found = resolve_policy(sharder.model, policy, tensor=sharder.context.tensor.size, copies=is_needed)
+        return resolve_as(sharder, *found, cuts=cuts)
+    except Exception as error:  # a family's policy can fail in any way on a model that the user changed
         if is_needed:
             raise
-        note = f"The model has no policy, and needs none over data ranks: {first_line(error)}"
-        return resolve_as(sharder, WithoutRules(), NO_POLICY, notes=[note])
+        notes = [f"The model has no policy. Data parallelism needs none. {first_line(error)}"]
+        return resolve_as(sharder, WithoutRules(), NO_POLICY, notes=notes)
 
 
 def _validate(sharder: Sharder, resolved: ResolvedPolicy, *, is_users: bool) -> None:
-    """Validates the policy and the layout on a reduced model, and notes what is learned.
+    """Validate the policy and the layout on a reduced model, and store the findings in ``resolved``.
 
-    Raises PolicyError for a policy of the user's that is wrong, ConfigError for a layout that the model cannot have.
+    Raises PolicyError if the user's policy is wrong, ConfigError if the model does not support the layout.
     """
     model, config, context, policy = sharder.model, sharder.config, sharder.context, resolved.policy
-    if sharder.is_cut and sharder.grid is None and is_users:
+    if sharder.is_tensor_parallel and sharder.grid is None and is_users:
         why_not = validate_user_policy(resolved.plan, policy, context.tensor.size)
         resolved.notes = [why_not] if why_not else []
     if sharder.grid is not None:
         found = validate_tensor_grid(model, policy, sharder.grid)
         if found.against is not None:
             raise ConfigError(
-                f"tensor_parallel_mode={sharder.grid.mode!r} for {type(model).__name__}: {found.against}",
-                rule="A small copy of the model has to give the same results over the grid as in one process",
-                remedy="Use tensor_parallel_mode='1d' for this model, or another of the modes",
+                f"tensor_parallel_mode={sharder.grid.mode!r} does not work for {type(model).__name__}: {found.against}",
+                rule="A reduced model must give the same results on the grid as in one process",
+                remedy="Use tensor_parallel_mode='1d' or another mode for this model",
             )
         resolved.samples, resolved.unvalidated = found.samples, found.unproven
     if config.uses_context_parallel:
@@ -108,21 +108,21 @@ def _validate(sharder: Sharder, resolved: ResolvedPolicy, *, is_users: bool) -> 
             learned = validate_context_parallel(model, policy, sizes, may_be_whole=may_be_whole)
         if learned.against is not None:
             raise ConfigError(
-                f"sequence={context.sequence.size} for {type(model).__name__}: {learned.against}",
-                rule="A small copy of the model has to give the same results with a sharded sequence as in one process",
-                remedy="Leave the sequence axis out for this model: enable_sequence_parallelism shards the sequence "
-                "between the blocks of tensor parallelism",
+                f"sequence={context.sequence.size} does not work for {type(model).__name__}: {learned.against}",
+                rule="A reduced model must give the same results with a sharded sequence as in one process",
+                remedy="Remove the sequence axis. enable_sequence_parallelism=True shards the sequence between the "
+                "blocks of tensor parallelism instead",
             )
         resolved.context = learned.learned
 
 
 class ModelSharder:
-    """Shards one model in place: the class of the first API for ``shard_model``.
+    """Legacy equivalent of ``shard_model``: shards one model in place.
 
     Args:
-        model: the plain model, the same on every rank (where weights differ, rank 0's are taken).
-        shard_config: the configuration. (A policy in its place is taken as the policy.)
-        policy: the user's own, as an instance or a class; None takes the one that is registered or derived.
+        model: the plain model, identical on every rank. If weights differ, rank 0's are used.
+        shard_config: the configuration. A policy passed here is used as the policy.
+        policy: your policy, as an instance or a class. None uses the registered or derived policy.
     """
 
     def __init__(
@@ -132,11 +132,11 @@ class ModelSharder:
         policy: Policy | type[Policy] | None = None,
     ) -> None:
         if policy is None and _is_policy(shard_config):
-            shard_config, policy = None, shard_config  # the first form: ModelSharder(model, policy)
-        self.model, self.shard_config, self._policy = model, _checked(shard_config), policy
+            shard_config, policy = None, shard_config  # legacy signature: ModelSharder(model, policy)
+        self.model, self.shard_config, self._policy = model, _checked_config(shard_config), policy
 
     def shard(self) -> list[dict[int, Tensor]]:
-        """Shards the model, and returns the parameters that several pipeline stages hold: see ``Sharder.shard``."""
+        """Shard the model and return the parameters that several pipeline stages share (see ``Sharder.shard``)."""
         self.model, shared_params = shard_in_place(self.model, self.shard_config, self._policy)
         return shared_params
 
@@ -145,39 +145,42 @@ def _is_policy(thing: Any) -> bool:
     return issubclass(thing, Policy) if isinstance(thing, type) else isinstance(thing, Policy)
 
 
-def _checked(config: Any) -> ShardConfig:
+def _checked_config(config: Any) -> ShardConfig:
     if config is not None and not isinstance(config, ShardConfig):
         raise ConfigError(
-            f"The config is {config!r:.80}",
-            rule="What is asked of the sharder is a ShardConfig",
-            remedy="Write ShardConfig(enable_sequence_parallelism=True) and the like, or leave it out",
+            f"The configuration {config!r:.80} is not a ShardConfig",
+            remedy="Pass ShardConfig(...), for example ShardConfig(enable_sequence_parallelism=True), or omit it",
         )
     return config or ShardConfig()
 
 
 class ShardedModel(tuple[nn.Module, list[dict[int, Tensor]]]):
-    """(model, shared_params), which can be moved to a device as one."""
+    """Tuple (model, shared_params) with a ``to`` method that moves the model."""
 
     def to(self, *args: Any, **kwargs: Any) -> ShardedModel:
-        """Moves the model as ``nn.Module.to`` does."""
+        """Move the model to a device or dtype with ``nn.Module.to``."""
         return ShardedModel((self[0].to(*args, **kwargs), self[1]))
 
 
 class ShardFormer:
-    """Shards models as a ``ShardConfig`` says; without a context in it, all processes are tensor parallel ranks.
+    """Shards models according to a ``ShardConfig``. Without a context in it, all processes are tensor parallel ranks.
 
     >>> shard_former = ShardFormer(ShardConfig(enable_sequence_parallelism=True))          # doctest: +SKIP
     >>> model, shared_params = shard_former.optimize(model)                                # doctest: +SKIP
     """
 
     def __init__(self, shard_config: ShardConfig | None = None) -> None:
-        self.shard_config = _checked(shard_config)
+        self.shard_config = _checked_config(shard_config)
 
     def optimize(self, model: nn.Module, policy: Policy | type[Policy] | None = None) -> ShardedModel:
-        """Shards ``model`` in place, by ``policy`` or by the one registered for its family.
+        """Shard ``model`` in place with ``policy``, or with the policy registered for its family.
 
-        Returns (model, shared_params). Raises ShardFormerError on every rank, with the model as it was, when something
-        cannot be; LaunchError when no launcher started this process.
+        Returns:
+            (model, shared_params).
+
+        Raises:
+            ShardFormerError: on every rank, if the model cannot be sharded. The model is unchanged.
+            LaunchError: if no launcher started this process.
         """
         return ShardedModel(shard_in_place(model, self.shard_config, policy))
 
@@ -190,31 +193,34 @@ def shard_model(
     config: ShardConfig | None = None,
     **options: Any,
 ) -> nn.Module:
-    """Shards a model over the processes that were launched; without a context, all are tensor parallel ranks.
+    """Shard a model in place across the launched processes. Without a context, all are tensor parallel ranks.
 
     Args:
         model: the plain model.
-        policy: the user's own policy; None takes the registered one.
-        context: the grid from ``launch_from_torch``; None lets all processes form the tensor axis.
-        config: a whole ``ShardConfig``; or give its fields here by name, such as ``enable_sequence_parallelism=True``.
+        policy: your policy. None uses the policy registered for the model's family, or derives one.
+        context: the process grid from ``launch_from_torch``. None uses all processes as tensor parallel ranks.
+        config: a full ``ShardConfig``. Alternatively pass its fields by name, such as
+            ``enable_sequence_parallelism=True``.
 
-    Returns the same model, sharded. Raises ShardFormerError on every rank, before any training, when something cannot
-    be; LaunchError when no launcher started this process.
+    Returns:
+        The same model object, sharded.
+
+    Raises:
+        ShardFormerError: on every rank, before training starts, if the model cannot be sharded.
+        LaunchError: if no launcher started this process.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"The model is {model!r:.80}",
-            rule="A model that is built, a torch.nn.Module, is sharded in place",
-            remedy="Build it first, for example with transformers' from_pretrained",
+            f"model={model!r:.80} is not a torch.nn.Module",
+            remedy="Build the model first, for example with transformers' from_pretrained",
         )
     if config is not None and (options or context is not None):
         raise ConfigError(
-            "Both config and single options were given",
-            rule="The options are fields of the config",
-            remedy="Put them all into ShardConfig(...), or leave config out",
+            f"shard_model received config and also {', '.join(options) or 'context'}",
+            remedy="Put all options into ShardConfig(...), or omit config",
         )
     config = config or ShardConfig.of({"context": context, **options})
-    return shard_in_place(model, _checked(config), policy)[0]
+    return shard_in_place(model, _checked_config(config), policy)[0]
 
 
 @renamed_parameters({"rounds": "repeats"})
@@ -225,11 +231,16 @@ def measure_pipeline_costs(
     *,
     repeats: int = 3,
 ) -> list[float]:
-    """What each layer of a plain model costs, in seconds of a forward: for ``PipelineStageManager(layer_costs=...)``.
+    """Measure the forward time in seconds of each layer, for ``PipelineStageManager(layer_costs=...)``.
 
-    In one process, before the model is sharded, with a batch like those it will train on; give what it returns to all
-    processes. What stands before and behind the layers counts with the first and the last. The model runs in the mode
-    that it is in; its buffers and the random states are as before afterwards.
+    Run this in one process before sharding, and pass the result to all processes. The first and last entries include
+    the modules before and after the layers. The model keeps its training mode, buffers and random state.
+
+    Args:
+        model: the plain model.
+        batch: keyword arguments of the forward, with the shapes used in training.
+        policy: your policy. None uses the registered or derived policy.
+        repeats: number of timed forward passes.
     """
     chosen, _ = resolve_policy(model, policy, tensor=1)
     chosen.set_model(model)
@@ -242,7 +253,7 @@ def measure_pipeline_costs(
     with torch.no_grad(), fork_random_state(device):
         try:
             return measure_layer_costs(model, chain, lambda: model(**batch), repeats, device)
-        finally:  # what a forward in train mode wrote, such as the averages of a BatchNorm
+        finally:  # a forward in training mode updates buffers, such as the averages of a BatchNorm
             for buffer, before in buffers:
                 buffer.copy_(before)
 
@@ -250,38 +261,37 @@ def measure_pipeline_costs(
 def resolve_policy(
     model: nn.Module, policy: Policy | type[Policy] | None, *, tensor: int | None = None, copies: bool = False
 ) -> tuple[Policy, str]:
-    """The policy for ``model`` and the link of the chain that gave it.
+    """Return the policy for ``model`` and a description of its source.
 
     Args:
-        tensor: over how many ranks matrices will be cut, where that is known. Over one every model has a policy.
-        copies: whether the layers of a module of the user's own may be found on a copy of it.
+        tensor: the tensor parallel size, if known. With size 1 every model has a policy.
+        copies: whether the layers of a user-defined module may be found by running a copy of it.
 
-    Raises PolicyError for a model of an unknown family, with what to write.
+    Raises PolicyError for a model of an unknown family.
     """
     if policy is not None:
-        if not (issubclass(policy, Policy) if isinstance(policy, type) else isinstance(policy, Policy)):
+        if not _is_policy(policy):
             raise PolicyError(
-                f"policy={policy!r:.80}",
-                rule="A policy is an instance or a subclass of shardformer.policies.Policy",
-                remedy="Write config=... for a ShardConfig"
+                f"policy={policy!r:.80} is neither an instance nor a subclass of shardformer.policies.Policy",
+                remedy="Pass a ShardConfig as config=..."
                 if isinstance(policy, ShardConfig)
-                else "Derive the class from shardformer.policies.Policy or shardformer.policies.RolePolicy",
+                else "Derive your class from shardformer.policies.Policy or shardformer.policies.RolePolicy",
             )
         chosen = policy() if isinstance(policy, type) else policy
-        chosen.find_submodel_policy = _policy_of_part
+        chosen.find_submodel_policy = _submodel_policy
         return chosen, f"the user's policy {type(chosen).__name__}"
-    if (known := registered_policy(model)) is not None and not _is_about_a_part(model, known[0]):
-        known[0].find_submodel_policy = _policy_of_part
+    if (known := registered_policy(model)) is not None and not _is_for_submodel(model, known[0]):
+        known[0].find_submodel_policy = _submodel_policy
         if tensor not in (None, 1) and not is_user_registered(model):
             check_registered_policy(model, known[0])
         return known
     try:
-        with without_fake_tensors():  # a policy is found on a small model
-            inferred = derive_policy(model)
-        if tensor == 1 and inferred.no_pipeline:
-            uncut = derive_layer_stacks(model)
-            inferred = uncut if uncut.stack and not uncut.no_pipeline else inferred
-        return inferred, "a policy that was inferred and proven"
+        with without_fake_tensors():  # the policy is derived on a reduced model
+            derived = derive_policy(model)
+        if tensor == 1 and derived.no_pipeline:
+            stacks_only = derive_layer_stacks(model)
+            derived = stacks_only if stacks_only.stack and not stacks_only.no_pipeline else derived
+        return derived, "a derived and validated policy"
     except PolicyError as error:
         if tensor == 1:
             return derive_layer_stacks(model, copies=copies), "the order of its layers"
@@ -289,15 +299,15 @@ def resolve_policy(
     raise no_policy_error(model, problem, tensor)
 
 
-def _is_about_a_part(model: nn.Module, policy: Policy) -> bool:
-    """Whether a module of the user's own has the config of a model that it holds, under a name that is not known."""
-    config = getattr(model, "config", None)
-    holds = any(module is not model and getattr(module, "config", None) is config for module in model.modules())
-    if is_user_registered(model) or not holds or type(model).__module__.partition(".")[0] in ("transformers", "timm"):
+def _is_for_submodel(model: nn.Module, policy: Policy) -> bool:
+    """Whether ``model`` is a user-defined wrapper that shares the config of a transformers model inside it."""
+    config, library = getattr(model, "config", None), type(model).__module__.partition(".")[0]
+    has_submodel = any(module is not model and getattr(module, "config", None) is config for module in model.modules())
+    if not has_submodel or is_user_registered(model) or library in ("transformers", "timm"):
         return False
     try:
         own = copy.copy(policy)
-        own.find_submodel_policy = _policy_of_part
+        own.find_submodel_policy = _submodel_policy
         own.set_model(model)
         own.stacks()
     except PolicyError:
@@ -305,5 +315,5 @@ def _is_about_a_part(model: nn.Module, policy: Policy) -> bool:
     return False
 
 
-def _policy_of_part(model: nn.Module) -> Policy:
+def _submodel_policy(model: nn.Module) -> Policy:
     return resolve_policy(model, None)[0]

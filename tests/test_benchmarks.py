@@ -185,7 +185,7 @@ def test_coverage_compares_an_architecture_over_other_layouts(
     out = tmp_path / "layouts.jsonl"
     run("coverage_layouts", "--out", str(out), "--only", "olmo2|xlm", "--layout", "context")
     found = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
-    assert [line["passed"] for line in found] == [True, None] and "attention by itself" in found[1]["said"]
+    assert [line["passed"] for line in found] == [True, None] and "its own attention" in found[1]["said"]
     records = [coverage_page.Record(name, name, "sharded", share=1.0, proven=True) for name in ("olmo2", "xlm")]
     page = coverage_page.page(records, [], {}, found)
     assert "| sequence 2 (context parallel) | 1 of 2 (50%), 1, 0 |" in page

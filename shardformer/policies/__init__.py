@@ -1,4 +1,4 @@
-"""Policies: which layer of a model becomes which parallel layer. Roles, and what they are lowered to."""
+"""Policies: tables that describe which layers of a model are sharded, and how."""
 
 from __future__ import annotations
 

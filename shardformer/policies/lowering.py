@@ -1,35 +1,21 @@
-"""Lowers a role (attention, MLP, experts) to descriptions of modules, for one layer of a model."""
+"""Lowering of roles (attention, MLP, experts) to module descriptions, and the distribution of heads over ranks."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 from torch import Tensor, nn
 
+from shardformer import module_paths as paths
 from shardformer.errors import ConfigError, PolicyError, did_you_mean
-from shardformer.layout.shard_spec import Split
+from shardformer.layout.shard_spec import Split, even_bounds
 from shardformer.mesh.parallel_context import Axis
-from shardformer.module_paths import (
-    as_path_list,
-    existing_paths,
-    find_module,
-    get_at,
-    get_linear,
-    get_module,
-    join_path,
-    match_paths,
-    module_exists,
-    no_match_error,
-    num_features,
-    resolve_path,
-)
-from shardformer.policies.attention_heads import HeadLayout, features_per_head
 from shardformer.policies.module_descriptions import (
     BlockArguments,
     BlockDescription,
@@ -37,27 +23,35 @@ from shardformer.policies.module_descriptions import (
     SubModuleReplacementDescription,
     merge_descriptions,
 )
-from shardformer.policies.roles import MLP, Attention, AttentionProjections, Experts, LayerStack, Role, exit_path
+from shardformer.policies.roles import (
+    MLP,
+    Attention,
+    AttentionProjections,
+    Experts,
+    LayerStack,
+    LocalAttr,
+    Role,
+    exit_path,
+)
 from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE, ModeLayers
 
 LayerReplacement = SubModuleReplacementDescription
 ALIGNED = 8
-"""Each rank holds a multiple of so many features of an expert, where the whole expert does: torch's grouped matrix
-products take rows of a multiple of 16 bytes, in 16 bits too."""
+"""Preferred multiple of features per rank and expert: torch's grouped matmuls need rows of a multiple of 16 bytes."""
 ColumnPaths = Mapping[str, dict[str, Any]]
-"""Paths of linears, and the arguments of what takes their place."""
+"""Path of a linear -> arguments of its parallel replacement."""
 
 
 @dataclass
 class LayerLowering:
-    """Describes how the blocks of one layer are cut.
+    """Lowers the roles of one layer to module descriptions.
 
     Args:
         layer: the layer.
-        path: path of the layers, for messages.
+        path: path of the layers, for errors.
         axis: the tensor axis.
-        is_stage: whether the layers are one stage of several, of which the first may have few heads.
-        classes: the parallel layers of the mode.
+        is_stage: whether the layers are one stage of several (as in Swin), in which early stages may have few heads.
+        classes: the parallel layers of the tensor parallel mode.
     """
 
     layer: nn.Module
@@ -67,44 +61,45 @@ class LayerLowering:
     classes: ModeLayers = LAYERS_BY_MODE["1d"]
 
     def exists(self, role: Role) -> bool:
-        """Whether the layer has what the role describes. Raises PolicyError where it has not and should.
+        """Whether the layer has the module that the role describes. Raises PolicyError if a required one is missing.
 
-        A layer that has the module, but not its exit, has another one in the place of an optional one
-        (``check_exits`` sees to it that not all have).
+        An optional role does not exist if the layer has its module but not its exit. ``check_exits`` ensures that at
+        least one layer has the exit.
         """
-        names = [name for name, _ in self.layer.named_modules()]
-        has = bool(match_paths(role.at, names)) if "*" in role.at else find_module(self.layer, role.at) is not None
+        has = paths.find_module(self.layer, role.at) is not None
+        if "*" in role.at:
+            has = bool(paths.match_paths(role.at, [name for name, _ in self.layer.named_modules()]))
         if has and role.optional and (out := exit_path(role)) is not None:
-            has = find_module(self.layer, out) is not None
+            has = paths.find_module(self.layer, out) is not None
         if not has and not role.optional:
-            raise no_match_error(self.path, role.at, self.layer)
+            raise paths.no_match_error(self.path, role.at, self.layer)
         return has
 
     def mlps(self, mlp: MLP) -> ModulePolicyDescription:
-        """One MLP, or each of those that a ``*`` stands for."""
+        """Describe one MLP, or every MLP that matches a path with ``*``."""
         if "*" not in mlp.at:
             return self.mlp(mlp)
-        found = match_paths(mlp.at, [name for name, _ in self.layer.named_modules()])
+        found = paths.match_paths(mlp.at, [name for name, _ in self.layer.named_modules()])
         return merge_descriptions([self.mlp(replace(mlp, at=at)) for at in found])
 
     def mlp(self, mlp: MLP) -> ModulePolicyDescription:
-        ups = existing_paths(as_path_list(mlp.up), mlp.at, self.layer, self.path)
-        down = resolve_path(mlp.at, mlp.down)
+        ups = paths.existing_paths(paths.as_path_list(mlp.up), mlp.at, self.layer, self.path)
+        down = paths.resolve_path(mlp.at, mlp.down)
         width = self.features(down, out=False)
         fused = mlp.fused or max(self.features(ups[0], out=True) // width, 1)
         for up in ups:
             features = self.features(up, out=True)
             if features != fused * width:
                 raise PolicyError(
-                    f"{self.path}.{up} has {features} output features, {self.path}.{down} has {width} input features",
-                    remedy="Correct the paths, or give fused=2 where a gate and what it gates lie behind each other",
+                    f"{self.path}.{up} has {features} output features, but {self.path}.{down} has {width} inputs",
+                    remedy="Correct the paths, or pass fused=2 if a gate and its up projection are fused",
                 )
         self._check_width(width, ups[0])
         split, row = Split.fused([width] * fused, self.axis.size), Split.even(width, self.axis.size)
         description, block = self.block(mlp.at, {up: {"split": split} for up in ups}, down, row)
-        norms = [] if mlp.norm is None else [resolve_path(mlp.at, mlp.norm)]
-        norms = [norm.rstrip("?") for norm in norms if module_exists(self.layer, norm, self.path)]
-        norms = [norm for norm in norms if not isinstance(find_module(self.layer, norm), nn.Identity)]
+        norms = [] if mlp.norm is None else [paths.resolve_path(mlp.at, mlp.norm)]
+        norms = [norm.rstrip("?") for norm in norms if paths.module_exists(self.layer, norm, self.path)]
+        norms = [norm for norm in norms if not isinstance(paths.find_module(self.layer, norm), nn.Identity)]
         subs = description.sub_module_replacement or []
         subs += [LayerReplacement(norm, self.classes.norm, {"split": row}) for norm in norms]
         block.fuse_activation = fused == 1 and not norms
@@ -112,9 +107,10 @@ class LayerLowering:
         return description
 
     def experts(self, experts: Experts) -> ModulePolicyDescription:
-        module = get_module(self.layer, experts.at)
-        ups = as_path_list(experts.up)
-        shapes = {name: tuple(self._stacked(module, experts, name).shape) for name in (*ups, experts.down)}
+        module = paths.get_module(self.layer, experts.at)
+        ups = paths.as_path_list(experts.up)
+        stacked = {name: self._require_stacked_parameter(module, experts, name) for name in (*ups, experts.down)}
+        shapes = {name: tuple(full.shape) for name, full in stacked.items()}
         dims = self._expert_dims(experts, shapes)
         width = shapes[experts.down][dims[experts.down]]
         self._check_width(width, f"{experts.at}.{ups[0]}")
@@ -125,92 +121,90 @@ class LayerLowering:
         if experts.interleaved:
             up_split = Split.even(experts.fused * width, self.axis.size, experts.fused * unit)
         splits = dict.fromkeys(ups, up_split) | {experts.down: Split.even(width, self.axis.size, unit)}
-        parameters = {join_path(experts.at, name): {dims[name]: split} for name, split in splits.items()}
+        parameters = {paths.join_path(experts.at, name): {dims[name]: split} for name, split in splits.items()}
         block = BlockDescription(experts.at, [], experts.at, replicated_terms=experts.replicated_terms)
-        attributes = {} if is_aligned else _computed_one_by_one(module, experts.at)
+        attributes = {} if is_aligned else _eager_experts_config(module, experts.at)
         return ModulePolicyDescription(attribute_replacement=attributes, blocks=[block], parameters=parameters)
 
     def _expert_dims(self, experts: Experts, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, int]:
-        """Which dim of each parameter is cut. Raises PolicyError where none fits, or several do and none is said."""
+        """Return the dim of each parameter to shard. Raises PolicyError if none fits, or if it is ambiguous."""
         ways = [way for way in find_expert_dims(shapes, experts.down, experts.fused) if way.keys() == shapes.keys()]
         if experts.dims or experts.fused == 1:
-            said = dict(experts.dims) or {experts.down: 2}
-            ways = [way for way in ways if way | said == way]
+            required = dict(experts.dims) or {experts.down: 2}
+            ways = [way for way in ways if way | required == way]
         if len(ways) != 1:
             found = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
             raise PolicyError(
-                f"{self.path}.{experts.at} has {found}: {'several dims' if ways else 'none'} could be cut",
-                rule=f"For each expert the first holds H x {experts.fused} W numbers and the second W x H; where sizes "
-                "are equal, they do not tell which dim is W",
-                remedy=f"Say it: dims={ways[0]}, if the forward has it so"
+                f"{self.path}.{experts.at} has {found}, in which {'several dims' if ways else 'no dims'} match",
+                rule=f"With hidden size H and W features per expert, `up` needs H x {experts.fused}W and `down` W x H "
+                "elements per expert",
+                remedy=f"Pass dims={ways[0]} if the forward uses these dims"
                 if ways
-                else "Correct names, `fused`, `dims`",
+                else "Correct the names, `fused` or `dims`",
             )
         return ways[0]
 
     def block(
         self, entry: str, entering: ColumnPaths, row: str, row_split: Split, others: ColumnPaths | None = None
     ) -> tuple[ModulePolicyDescription, BlockDescription]:
-        """The replacements of a block's linears, and the block, which stands in the description too."""
+        """Return the description of a block and its linears, and the block itself."""
         others = others or {}
-        subs = [
-            LayerReplacement(name, self.classes.column, dict(kwargs)) for name, kwargs in {**entering, **others}.items()
-        ]
+        columns = {**entering, **others}
+        subs = [LayerReplacement(name, self.classes.column, dict(kwargs)) for name, kwargs in columns.items()]
         subs.append(LayerReplacement(row, self.classes.row, {"split": row_split}))
         block = BlockDescription(entry, list(entering), row, list(others))
         return ModulePolicyDescription(sub_module_replacement=subs, blocks=[block]), block
 
     def features(self, name: str, *, out: bool) -> int:
-        return num_features(get_linear(self.layer, name, self.path), out=out)
+        return paths.num_features(paths.get_linear(self.layer, name, self.path), out=out)
 
     def _check_width(self, width: int, up: str) -> None:
         if width < self.axis.size:
             raise ConfigError(
-                f"A tensor size of {self.axis.size} is more than the {width} features of {self.path}.{up}",
-                remedy=f"Use a tensor size of {width} or less",
+                f"A tensor size of {self.axis.size} exceeds the {width} features of {self.path}.{up}",
+                remedy=f"Use a tensor size of at most {width}",
             )
 
-    def _stacked(self, module: nn.Module, experts: Experts, name: str) -> Tensor:
+    def _require_stacked_parameter(self, module: nn.Module, experts: Experts, name: str) -> Tensor:
         full = getattr(module, name, None)
         if not isinstance(full, nn.Parameter) or full.dim() not in (2, 3):
             raise PolicyError(
-                f"{self.path}.{experts.at}.{name} is no parameter of stacked experts",
-                rule="It has the dims experts, and then width and hidden in any order; a bias has experts and width",
-                remedy="Name the parameters of the module; experts that are modules are an MLP with a * in its path",
+                f"{self.path}.{experts.at}.{name} is not a parameter of stacked experts",
+                rule="Its dims must be (experts, width, hidden) or (experts, hidden, width), a bias (experts, width)",
+                remedy="Name parameters of the module. Describe experts that are modules as an MLP with * in its path",
             )
         return full
 
 
-def _computed_one_by_one(module: nn.Module, at: str) -> dict[str, Any]:
-    """What makes transformers compute each expert by a product of its own, which takes parts of any size."""
+def _eager_experts_config(module: nn.Module, at: str) -> dict[str, Any]:
+    """Return the config that makes transformers compute each expert separately, which supports shards of any size."""
     config: Any = getattr(module, "config", None)
     if not hasattr(config, "_experts_implementation"):
         return {}
     config = copy.deepcopy(config)
     config._experts_implementation = "eager"
-    return {join_path(at, "config"): config}
+    return {paths.join_path(at, "config"): config}
 
 
 def check_exits(stack: LayerStack, path: str, layers: Sequence[nn.Module]) -> None:
-    """Refuses an optional role whose module is there and whose exit no layer has: it would never be carried out."""
+    """Raise PolicyError if no layer has the exit of an optional role, which would never be applied."""
     for role in stack.blocks:
         out = exit_path(role) if role.optional else None
-        there = [layer for layer in layers if find_module(layer, role.at) is not None]
-        if out is not None and there and all(find_module(layer, out) is None for layer in there):
+        there = [layer for layer in layers if paths.find_module(layer, role.at) is not None]
+        if out is not None and there and all(paths.find_module(layer, out) is None for layer in there):
             raise PolicyError(
-                f"{len(there)} layers have {join_path(path, '*', role.at)!r}, "
-                f"and none has {join_path(path, '*', out)!r}",
-                rule="An optional role is passed over where another module stands in its place, but not in every layer",
+                f"{len(there)} layers have {paths.join_path(path, '*', role.at)!r}, but none has its exit "
+                f"{paths.join_path(path, '*', out)!r}",
                 remedy=did_you_mean(out, [name for name, _ in there[0].named_modules() if name])
-                + " Correct the path, or leave the role out",
+                + " Correct the path, or remove the role",
             )
 
 
 def find_expert_dims(shapes: Mapping[str, Sequence[int]], down: str, fused: int) -> list[dict[str, int]]:
-    """Each way in which the parameters of stacked experts fit together: which dim holds an expert's features.
+    """Return every consistent choice of the dim that holds an expert's features, for each parameter.
 
-    Of these ``down`` has one set, and the others ``fused`` times as many; biases without them are left out. Where they
-    are as many as the hidden features, several ways fit.
+    ``down`` has the features once, the other parameters ``fused`` times. Biases without these features are omitted.
+    Several choices fit if the number of features equals the hidden size.
     """
     ways = []
     for at in (2, 1):
@@ -225,14 +219,163 @@ def find_expert_dims(shapes: Mapping[str, Sequence[int]], down: str, fused: int)
 
 
 @dataclass(frozen=True)
+class HeadLayout:
+    """Distribution of the heads of one attention over ``ranks`` tensor parallel ranks.
+
+    Splits query heads as evenly as possible, in full groups if there are enough KV heads. With fewer KV heads than
+    ranks, each KV head is replicated on all ranks whose query heads read it. Six query heads on two KV heads over four
+    ranks:
+
+        rank      0      1      2   3
+        query    0 1    2 3     4   5
+        KV       0      0 1     1   1
+
+    If the heads are stored in several consecutive ``partitions``, each partition is split this way.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ranks: int
+    partitions: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads or self.num_kv_heads % self.partitions:
+            raise ConfigError(
+                f"num_heads={self.num_heads} cannot be divided evenly among num_kv_heads={self.num_kv_heads}"
+                + self._in_partitions,
+                remedy="Check the head counts in the model's config",
+            )
+        if (most := self.num_heads // self.partitions) < self.ranks:
+            fits = ", ".join(str(n) for n in range(1, most + 1))
+            raise ConfigError(
+                f"A tensor size of {self.ranks} exceeds the {most} attention heads" + self._in_partitions,
+                remedy=f"Use a tensor size of {fits}" if most > 1 else "Use tensor=1 for this model",
+            )
+
+    @property
+    def _in_partitions(self) -> str:
+        return f" in {self.partitions} partitions" if self.partitions > 1 else ""
+
+    @cached_property
+    def partition(self) -> HeadLayout:
+        """Head distribution of one partition."""
+        n = self.partitions
+        return replace(self, num_heads=self.num_heads // n, num_kv_heads=self.num_kv_heads // n, partitions=1)
+
+    @cached_property
+    def group(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    @cached_property
+    def query_bounds(self) -> list[int]:
+        """Boundaries of each rank's query heads, in every partition."""
+        if (kv_heads := self.num_kv_heads // self.partitions) >= self.ranks:
+            return [b * self.group for b in even_bounds(kv_heads, self.ranks)]
+        return even_bounds(self.num_heads // self.partitions, self.ranks)
+
+    def heads(self, rank: int) -> int:
+        return self.partitions * len(self._own(rank))
+
+    def _read(self, rank: int) -> list[int]:
+        """Return the KV head that each local query head reads."""
+        return [head // self.group for head in self._own(rank)]
+
+    def _own(self, rank: int) -> range:
+        return range(self.query_bounds[rank], self.query_bounds[rank + 1])
+
+    def kv_heads_of_rank(self, rank: int) -> list[int]:
+        """Return the KV heads that this rank stores."""
+        return sorted(set(self._read(rank)))
+
+    def expand(self, rank: int) -> list[int] | None:
+        """Return the local KV head that each query head reads; None if repeating all KV heads equally is correct."""
+        read, stored = self._read(rank), self.kv_heads_of_rank(rank)
+        if all(read.count(h) == read.count(stored[0]) for h in stored):
+            return None
+        return [partition * len(stored) + stored.index(h) for partition in range(self.partitions) for h in read]
+
+    def seen(self, rank: int) -> list[int]:
+        """Return the KV heads that this rank's forward reads, in its order."""
+        own = self.kv_heads_of_rank(rank) if self.expand(rank) is None else self._read(rank)
+        each = self.num_kv_heads // self.partitions
+        return [partition * each + h for partition in range(self.partitions) for h in own]
+
+    def kv_heads(self, rank: int) -> int:
+        """Return the number of KV heads that this rank's forward reads."""
+        return len(self.seen(rank))
+
+    def query_split(self, unit: int | None = None) -> Split:
+        """Return the split of features with ``unit`` per query head (default: the head dim)."""
+        return self._split(pairwise(self.query_bounds), unit)
+
+    def kv_split(self, unit: int | None = None) -> Split:
+        """Return the split of features with ``unit`` per KV head (default: the head dim)."""
+        stored = [self.kv_heads_of_rank(r) for r in range(self.ranks)]
+        return self._split([(h[0], h[-1] + 1) for h in stored], unit)
+
+    def _split(self, heads: Iterable[tuple[int, int]], unit: int | None) -> Split:
+        d = unit or self.head_dim
+        partition = Split(tuple(((a * d, b * d),) for a, b in heads))
+        return Split.stack([partition] * self.partitions, [partition.full] * self.partitions)
+
+    def grouped_split(self, queries: bool, width: int) -> Split:
+        """Return the split of ``width`` features grouped by KV head: its query heads (if ``queries``), its k, its v."""
+        per_group = width // self.num_kv_heads
+        if not queries:
+            return self.kv_split(per_group)
+        d, parts = per_group // (self.group + 2), []
+        for rank in range(self.ranks):
+            own: list[tuple[int, int]] = []
+            for h in self.kv_heads_of_rank(rank):
+                start, first = h * per_group, h * self.group
+                local = [i - first for i, read in zip(self._own(rank), self._read(rank), strict=True) if read == h]
+                own += [(start + local[0] * d, start + (local[-1] + 1) * d)]
+                own += [(start + self.group * d, start + per_group)]
+            parts.append(tuple(own))
+        return Split(tuple(parts))
+
+    def parameter_split(self, path: str, full: Tensor, counted: LocalAttr) -> dict[int, Split]:
+        """Return how the dims of a parameter or buffer are split, for its entry in ``local_attrs``."""
+        kind, dim = (counted, None) if isinstance(counted, str) else counted
+        if kind == "inside":
+            return {}
+        split = {"heads": self.query_split(1), "kv_heads": self.kv_split(1), "width": self.query_split()}[kind]
+        dims = [d for d, n in enumerate(full.shape) if n == split.full] if dim is None else [dim % max(full.dim(), 1)]
+        if len(dims) != 1 or full.shape[dims[0]] != split.full:
+            raise PolicyError(
+                f"{path} has the shape {tuple(full.shape)}, but local_attrs={counted!r} must match exactly one dim "
+                f"of size {split.full}",
+                remedy=f"If several dims have that size, name the dim as ({kind!r}, dim). Otherwise correct {kind!r}",
+            )
+        return {dims[0]: split}
+
+    def values(self, rank: int) -> dict[str, int]:
+        """Return the values of attributes on this rank: heads, kv_heads, groups and width."""
+        heads, kv_heads = self.heads(rank), self.kv_heads(rank)
+        return {"heads": heads, "kv_heads": kv_heads, "groups": heads // kv_heads, "width": heads * self.head_dim}
+
+
+def features_per_head(path: str, features: int, count: int, expected: int | None = None) -> int:
+    """Return the features per head. Raises PolicyError if they do not divide evenly, or are not ``expected``."""
+    if features % count or features != count * (expected or features // count):
+        of = f" of {expected} features each" if expected and not features % count else ""
+        raise PolicyError(
+            f"{path} has {features} features, which do not match {count} heads{of}",
+            remedy="Correct num_heads, num_kv_heads or the paths in the policy",
+        )
+    return features // count
+
+
+@dataclass(frozen=True)
 class AttentionLowering:
-    """Describes how an attention of a layer is cut.
+    """Lowers the role of one attention to a module description.
 
     Args:
         role: the attention.
-        layer: the layer that has it.
-        config: the model's, in which numbers of heads are looked up.
-        num_heads, num_kv_heads: these numbers, or where they are looked up: the role's, or else the policy's.
+        layer: the layer that contains it.
+        config: the model's config, in which head counts are looked up.
+        num_heads, num_kv_heads: the counts, or their fields, from the role or the policy.
     """
 
     role: Attention
@@ -243,39 +386,37 @@ class AttentionLowering:
 
     @cached_property
     def layout(self) -> HeadLayout:
-        num_heads = self._count(self.num_heads)
+        num_heads = self._head_count(self.num_heads)
         if num_heads is None:
-            raise self._no_count()
-        num_kv_heads = self._count(self.num_kv_heads) or num_heads
+            raise self._missing_count_error()
+        num_kv_heads = self._head_count(self.num_kv_heads) or num_heads
         out = self._path(self.role.projections.out)
         unit = features_per_head(f"{self.layer.path}.{out}", self.layer.features(out, out=False), num_heads)
         return HeadLayout(num_heads, num_kv_heads, unit, self.layer.axis.size, self.role.projections.partitions)
 
     @property
     def uneven_heads(self) -> int | None:
-        """How many heads there are, in the first of several stages, where these are fewer than ranks."""
-        heads = self._count(self.num_heads)
+        """Number of heads in an early stage that has fewer heads than ranks; None otherwise."""
+        heads = self._head_count(self.num_heads)
         return heads if heads is not None and heads < self.layer.axis.size and self.layer.is_stage else None
 
-    def _count(self, said: int | str | None) -> int | None:
-        count = get_at(self._owner(said), said.removeprefix(".")) if isinstance(said, str) else said
+    def _head_count(self, source: int | str | None) -> int | None:
+        count = paths.get_at(self._owner(source), source.removeprefix(".")) if isinstance(source, str) else source
         return count if isinstance(count, int) and count > 0 else None
 
-    def _owner(self, said: str) -> Any:
-        """What has the field that a number of heads is read from."""
-        return get_module(self.layer.layer, self.role.at) if said.startswith(".") else self.config
+    def _owner(self, source: str) -> Any:
+        return paths.get_module(self.layer.layer, self.role.at) if source.startswith(".") else self.config
 
-    def _no_count(self) -> PolicyError:
-        said = self.num_heads
-        owner = self._owner(str(said))
+    def _missing_count_error(self) -> PolicyError:
+        source = self.num_heads
+        owner = self._owner(str(source))
         where = f"the {type(owner).__name__}" if isinstance(owner, nn.Module) else "the config"
+        known = [] if owner is None else [name for name in vars(owner) if "head" in name]
         return PolicyError(
-            f"num_heads is {said!r}, and "
-            + (f"{where} has no such field" if owner is not None else "the model has no config"),
-            rule="Attention is cut by whole heads, so a policy says how many there are",
-            remedy="Set it to the number, such as num_heads = 12, to the name of the config's field, or to that of the "
-            "attention module's own attribute behind a dot. "
-            + (did_you_mean(str(said), [n for n in vars(owner) if "head" in n]) if owner is not None else ""),
+            f"num_heads={source!r} is not found, because "
+            + ("the model has no config" if owner is None else f"{where} has no such field"),
+            remedy="Set num_heads to the number, to a field of the config, or to an attribute of the attention module "
+            "with a leading dot. " + (did_you_mean(str(source), known) if owner is not None else ""),
         )
 
     def description(self) -> ModulePolicyDescription:
@@ -291,7 +432,7 @@ class AttentionLowering:
             self.layout.query_split(),
             {self._path(name): kwargs for name, kwargs in columns.items() if name in others},
         )
-        by_head = self._add_counted(description, columns.get(linears.k or linears.v or "", {}))
+        by_head = self._add_local_attrs(description, columns.get(linears.k or linears.v or "", {}))
         first, end = self.layout.query_bounds[rank : rank + 2]
         bounds = (self.layout.partition.num_heads, first, end)
         width = self.layout.values(rank)["width"] if inputs.reads_width else None
@@ -301,58 +442,55 @@ class AttentionLowering:
         return description
 
     def _path(self, name: str) -> str:
-        """Relative to the layer."""
-        return resolve_path(self.role.at, name)
+        return paths.resolve_path(self.role.at, name)
 
-    def _add_counted(self, description: ModulePolicyDescription, of_k: Mapping[str, Any]) -> dict[str, int]:
-        """Adds what the role's ``local_attrs`` name to the description. Returns the arguments that count heads.
+    def _add_local_attrs(self, description: ModulePolicyDescription, of_k: Mapping[str, Any]) -> dict[str, int]:
+        """Add the entries of ``local_attrs`` to the description. Returns forward argument -> dim that counts heads.
 
         Args:
-            of_k: how the projection of k, or v, is cut, which a norm of k is cut as.
+            of_k: how the projection of k or v is split; also used for a norm of k.
         """
         attributes: dict[str, Any] = {}
         parameters: dict[str, dict[int, Split]] = {}
         arguments: dict[str, int] = {}
         subs, classes, queries = description.sub_module_replacement or [], self.layer.classes, self.layout.query_split()
-        for name, said in self.role.local_attrs.items():
+        for name, counted in self.role.local_attrs.items():
             path = self._path(name.rstrip("?"))
-            thing = get_at(self.layer.layer, path)
+            thing = paths.get_at(self.layer.layer, path)
             if isinstance(thing, Tensor):
                 self.role.local_attr_kind(name, "parameter")
-                parameters[path] = self.layout.parameter_split(path, thing, said)
+                parameters[path] = self.layout.parameter_split(path, thing, counted)
             elif isinstance(thing, nn.Embedding):
                 self.role.local_attr_kind(name, "embedding")
                 split = self.layout.query_split(1)
                 subs.append(LayerReplacement(path, classes.bias_table, {"split": split, "gather_output": False}))
             elif isinstance(thing, nn.Module):
                 of_q = self.role.local_attr_kind(name, "norm") == "heads" or not of_k
-                if not isinstance(thing, nn.Identity):  # in the place of a norm that this model does not have
+                if not isinstance(thing, nn.Identity):  # used when the model has no such norm
                     subs.append(LayerReplacement(path, classes.norm, {"split": queries} if of_q else dict(of_k)))
-            elif not isinstance(said, str) and not name.endswith("?"):
+            elif not isinstance(counted, str) and not name.endswith("?"):
                 self.role.local_attr_kind(name, "argument")
-                arguments[name] = said[1]
+                arguments[name] = counted[1]
             elif thing is not None:
-                attributes[path] = self.layout.values(self.layer.axis.rank)[
-                    self.role.local_attr_kind(name, "attribute")
-                ]
+                kind = self.role.local_attr_kind(name, "attribute")
+                attributes[path] = self.layout.values(self.layer.axis.rank)[kind]
             elif not name.endswith("?"):
-                raise self._nothing(name)
+                raise self._missing_attr_error(name)
         description.attribute_replacement, description.parameters = attributes, parameters
         return arguments
 
-    def _nothing(self, name: str) -> PolicyError:
-        module = get_module(self.layer.layer, self.role.at)
-        owner = find_module(module, name.rpartition(".")[0]) or module
+    def _missing_attr_error(self, name: str) -> PolicyError:
+        module = paths.get_module(self.layer.layer, self.role.at)
+        owner = paths.find_module(module, name.rpartition(".")[0]) or module
         known = [n for n in dir(owner) if n[:1] != "_"]
         return PolicyError(
-            f"There is nothing at '{self.layer.path}.{self._path(name)}', and local_attrs={{{name!r}: ...}}",
-            rule="What an attention's counts name is an attribute, parameter, norm or embedding, or with a dim an "
-            "argument of its forward",
-            remedy=did_you_mean(name.rpartition(".")[2], known) + " Where some models lack it, end its name with a ?",
+            f"local_attrs={{{name!r}: ...}} names {self.layer.path}.{self._path(name)}, which does not exist",
+            rule="An entry names an attribute, parameter, norm or embedding, or with a dim an argument of the forward",
+            remedy=did_you_mean(name.rpartition(".")[2], known) + " If only some models have it, end the name with ?",
         )
 
     def _columns(self, linears: AttentionProjections) -> dict[str, dict[str, Any]]:
-        """How each of the projections but the one at the end is cut."""
+        """Return the arguments for the replacement of each input projection."""
         layout, q_unit = self.layout, None
         expand = layout.expand(self.layer.axis.rank)
         columns: dict[str, dict[str, Any]] = {}
@@ -370,7 +508,6 @@ class AttentionLowering:
         return columns
 
     def _unit(self, name: str, count: int, expected: int | None = None) -> int:
-        """The features of each of ``count`` heads."""
         return features_per_head(f"{self.layer.path}.{self._path(name)}", self._features(name), count, expected)
 
     def _features(self, name: str) -> int:
@@ -382,15 +519,14 @@ class AttentionLowering:
         sizes = [heads * d] * has_q + [kv_heads * d] * 2
         if features != sum(sizes) and not (linears.interleaved and name in self.role.inputs.inner_inputs):
             raise PolicyError(
-                f"{self.layer.path}.{self._path(name)} has {features} features, which are not "
-                f"{' + '.join(map(str, sizes))}",
-                rule=f"A fused projection of {heads} heads on {kv_heads} KV heads, each of {d} features, has these",
+                f"{self.layer.path}.{self._path(name)} has {features} features instead of "
+                f"{' + '.join(map(str, sizes))} for {heads} heads, {kv_heads} KV heads and head dim {d}",
                 remedy="Correct num_heads, num_kv_heads or the paths in the policy",
             )
         if any(layout.expand(r) for r in range(layout.ranks)):
             at = f"{self.layer.path}.{self.role.at}"
             raise ConfigError(
-                f"A tensor size of {layout.ranks} cuts the {kv_heads} KV heads of {at} unevenly",
+                f"A tensor size of {layout.ranks} splits the {kv_heads} KV heads of {at} unevenly",
                 remedy=f"Use a tensor size that divides {kv_heads} or {heads}",
             )
         if linears.interleaved:
@@ -401,14 +537,12 @@ class AttentionLowering:
         return Split.stack(splits, [size // layout.partitions for size in sizes] * layout.partitions)
 
 
-def _existing_projections(said: AttentionProjections, at: str, layer: nn.Module) -> AttentionProjections:
-    """The projections that this layer's module ``at`` has: what ends in ``?`` and is not there is left out."""
-
-    def there(name: str | None) -> str | None:
-        if name is None or not name.endswith("?"):
-            return name
-        return name[:-1] if find_module(layer, resolve_path(at, name[:-1])) is not None else None
-
-    if not any([name.endswith("?") for name in (said.q, said.k, said.v, said.qkv, said.kv) if name]):
-        return said
-    return replace(said, q=there(said.q), k=there(said.k), v=there(said.v), qkv=there(said.qkv), kv=there(said.kv))
+def _existing_projections(projections: AttentionProjections, at: str, layer: nn.Module) -> AttentionProjections:
+    """Return the projections without those that end in ``?`` and are missing in this layer's module ``at``."""
+    names = {field: getattr(projections, field) for field in ("q", "k", "v", "qkv", "kv")}
+    optional = {field: name[:-1] for field, name in names.items() if name and name.endswith("?")}
+    found: dict[str, Any] = {
+        field: name if paths.find_module(layer, paths.resolve_path(at, name)) is not None else None
+        for field, name in optional.items()
+    }
+    return replace(projections, **found) if found else projections

@@ -1,4 +1,4 @@
-"""Descriptions of what replaces the modules of a model, and the check of their field types."""
+"""Descriptions of the replacements in one class of modules, and type checks of their fields."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from shardformer.pipeline.layer_sequence import with_path_prefix
 from shardformer.tensor_parallel.block import HeadRange
 
 ModuleKey = str | type[nn.Module]
-"""Which modules a description is about: their class, their class's name, or their path with ``*`` for indices."""
+"""Selects the described modules: by class, by class name, or by path with ``*`` for indices."""
 
 
 @dataclass
 class SubModuleReplacementDescription:
-    """One submodule and the module that takes its place.
+    """A submodule and its replacement.
 
     Args:
         suffix: path of the submodule inside the described module.
-        target_module: a class whose ``from_native_module(module, process_group, **kwargs)`` makes the replacement.
-        kwargs: handed to ``from_native_module``.
-        ignore_if_not_exist: whether a submodule that is not there is passed over, instead of an error.
+        target_module: a class whose ``from_native_module(module, process_group, **kwargs)`` creates the replacement.
+        kwargs: keyword arguments of ``from_native_module``.
+        ignore_if_not_exist: whether a missing submodule is skipped instead of raising an error.
     """
 
     suffix: str
@@ -39,44 +39,43 @@ class SubModuleReplacementDescription:
 
 @dataclass
 class BlockArguments:
-    """What a forward is given beside the first tensor of a block's entry, or reads off that, where ranks matter to it.
+    """Arguments of a module's forward that depend on the tensor parallel rank.
 
     Args:
-        at: path of the module whose forward it is.
-        region_inputs: those of its arguments that enter by themselves.
-        head_dims: argument -> which of its dims counts the heads.
-        bounds: how many heads there are, from which to which this rank has.
-        width: the width of this rank's heads, for a forward that reads it as the last dim of what enters.
-        kv_heads: how many key-value heads there are, and those that this rank's forward sees, in its order.
+        at: path of the module.
+        region_inputs: arguments that enter the tensor-parallel region on their own.
+        head_dims: argument -> its dim that counts heads.
+        bounds: (number of heads, first head of this rank, end of this rank's heads).
+        width: features of this rank's heads, for a forward that reads them as the last dim of its input.
+        kv_heads: (number of KV heads, indices of those that this rank's forward reads, in its order).
     """
 
     at: str
     region_inputs: Sequence[str] = ()
     head_dims: Mapping[str, int] = field(default_factory=dict)
-    bounds: HeadRange = field(default=(0, 0, 0), repr=False)  # ranks differ in it, and agree on the rest
+    bounds: HeadRange = field(default=(0, 0, 0), repr=False)  # excluded from repr, which ranks compare
     width: int | None = field(default=None, repr=False)
     kv_heads: tuple[int, tuple[int, ...]] = field(default=(0, ()), repr=False)
 
 
 @dataclass
 class BlockDescription:
-    """A part of the described module that enters the tensor-parallel region once and leaves it once.
+    """Modules that enter the tensor-parallel region together once and leave it once.
 
     Args:
-        entry: path of the module whose first tensor argument enters.
-        columns: paths of the column-parallel linears that read what entered.
+        entry: path of the module whose first tensor argument enters the region.
+        columns: paths of the column-parallel linears that read that argument.
         row: path of the row-parallel linear at the exit.
-        cross_columns: paths of column-parallel linears that read something else that has entered (cross-attention's
-        states).
-        arguments: what else the forward of a module in it is given.
-        fuse_activation: whether an activation follows the columns at once, so that their bias can be fused with it.
-        shared_exit: path of an earlier block's row-parallel linear, which exits with this one's: the layer adds them.
-        gather_module: path of a module that needs the whole sequence, under sequence parallelism, outside of the
-            block too.
-        replicated_terms: for a module that is a block by itself, named by ``entry`` and ``row`` (all that it is given
-        enters,
-            and what it gives leaves): the parameters and modules in it that stay whole and are added to what it gives,
-            of which each rank adds an equal part. None for any other block.
+        cross_columns: paths of column-parallel linears that read another input (the states in cross-attention).
+        arguments: arguments of a forward in the block that depend on the rank.
+        fuse_activation: whether an activation directly follows the columns, so that their bias can be fused with it.
+        shared_exit: path of an earlier block's row-parallel linear whose output the layer adds to this block's, so
+            that both use one collective.
+        gather_module: path of a module that needs the full sequence outside the block, too, under sequence
+            parallelism.
+        replicated_terms: for a module that is a block by itself (``entry`` and ``row`` both name it, all inputs enter
+            and its output leaves): replicated parameters and modules in it that are added to the output. Each rank
+            adds an equal fraction of them. None for other blocks.
     """
 
     entry: str
@@ -90,28 +89,28 @@ class BlockDescription:
     replicated_terms: Sequence[str] | None = None
 
     def within(self, path: str) -> BlockDescription:
-        """The same block of a model that holds the described module at ``path``."""
+        """Return the block with paths relative to a model that contains the described module at ``path``."""
         own = with_path_prefix(self, path, "entry", "columns", "row", "cross_columns", "shared_exit", "gather_module")
         return replace(own, arguments=self.arguments and with_path_prefix(self.arguments, path, "at"))
 
     @property
     def holds_exit(self) -> bool:
-        """Whether the module at the entry holds the linear at the exit too."""
+        """Whether the module at the entry contains the linear at the exit."""
         return f"{self.row}.".startswith(f"{self.entry}." if self.entry else "")
 
 
 @dataclass
 class ModulePolicyDescription:
-    """What becomes of the modules of one kind.
+    """Replacements in the modules of one kind. Names of attributes and parameters may be paths.
 
     Args:
-        attribute_replacement: attribute (a path may lead to it) -> its value after sharding.
-        param_replacement: functions that change the module's parameters in place.
-        sub_module_replacement: submodules and what takes their place.
-        method_replacement: method name -> function that takes its place.
-        blocks: which of the replaced linears share one entry and one exit.
-        parameters: parameter or buffer that a module holds itself (a path may lead to it) -> dim -> how it is cut.
-            Without any dim it stays whole, and is read by what this rank has of a block: its gradient is summed.
+        attribute_replacement: attribute -> its value after sharding.
+        param_replacement: functions that modify the module's parameters in place.
+        sub_module_replacement: submodules and their replacements.
+        method_replacement: method name -> function that replaces it.
+        blocks: replaced linears that share one entry and one exit.
+        parameters: direct parameter or buffer -> dim -> split. An empty dict keeps it replicated and sums its
+            gradient over the ranks, for a parameter that is read inside a block.
     """
 
     attribute_replacement: dict[str, Any] | None = None
@@ -123,7 +122,7 @@ class ModulePolicyDescription:
 
 
 def merge_descriptions(descriptions: Sequence[ModulePolicyDescription]) -> ModulePolicyDescription:
-    """What several descriptions of one kind of module say together, of what roles say."""
+    """Merge several descriptions of one kind of module."""
     return ModulePolicyDescription(
         attribute_replacement={n: value for d in descriptions for n, value in (d.attribute_replacement or {}).items()},
         sub_module_replacement=[sub for d in descriptions for sub in d.sub_module_replacement or []],
@@ -136,28 +135,28 @@ TYPE_NAMES = {str: "a string", int: "a whole number", bool: "True or False", typ
 
 
 def check_field_types(thing: Any) -> None:
-    """Raises PolicyError for a field of a dataclass, or of one in it, whose value is not what its type says.
+    """Raise PolicyError if a field of a dataclass, or of a dataclass inside it, has a value of the wrong type.
 
     >>> from shardformer.policies.roles import MLP
-    >>> MLP("mlp", up=3, down="fc2")
+    >>> MLP("mlp", up="fc1", down=3)
     Traceback (most recent call last):
-    shardformer.errors.PolicyError: MLP has up=3. `up` is a string or a list (each a string). Correct it in the policy.
+    shardformer.errors.PolicyError: MLP has down=3. `down` must be a string. Correct it in the policy.
     """
     kind: Any = type(thing)
     for item in fields(thing):
         value = getattr(thing, item.name)
         check_type(kind.__name__, item.name, value, type_hints_of(kind)[item.name])
-        for inner in _described_in(value):
+        for inner in _nested_descriptions(value):
             check_field_types(inner)
 
 
 def check_type(owner: str, name: str, value: Any, hint: Any) -> None:
-    """Raises PolicyError for a value that the type ``hint`` does not allow."""
+    """Raise PolicyError if ``value`` does not have the type ``hint``."""
     if not _fits(value, hint):
         raise PolicyError(
             f"{owner} has {name}={value!r:.120}",
-            rule=f"`{name}` is {describe_type(hint)}",
-            remedy=f"Write {name}=[{value!r:.80}]" if _fits([value], hint) else "Correct it in the policy",
+            rule=f"`{name}` must be {describe_type(hint)}",
+            remedy=f"Use {name}=[{value!r:.80}]" if _fits([value], hint) else "Correct it in the policy",
         )
 
 
@@ -167,7 +166,7 @@ def type_hints_of(kind: Any) -> Mapping[str, Any]:
 
 
 def describe_type(hint: Any) -> str:
-    """A type as a sentence says it."""
+    """Return a type in words, for an error."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return " or ".join(describe_type(each) for each in arguments)
@@ -213,8 +212,7 @@ def _is_of(origin: Any, kind: type) -> bool:
     return isinstance(origin, type) and issubclass(origin, kind)
 
 
-def _described_in(value: Any) -> Iterator[Any]:
-    """The descriptions that stand in a field: one, or in a list."""
+def _nested_descriptions(value: Any) -> Iterator[Any]:
     for each in value if isinstance(value, Sequence) and not isinstance(value, str) else [value]:
         if is_dataclass(each) and not isinstance(each, type) and type(each).__module__ in POLICY_MODULES:
             yield each
@@ -225,4 +223,4 @@ POLICY_MODULES = (
     "shardformer.policies.roles",
     "shardformer.pipeline.layer_sequence",
 )
-"""Where what a policy is made of is defined."""
+"""Modules that define the dataclasses of a policy."""

@@ -1,10 +1,10 @@
-"""What a policy is: how a model is sharded, as a description that ``ModelSharder`` carries out.
+"""Base class of policies, which describe how a model is sharded.
 
-Three ways to write one, of which each is turned into the next:
+A policy has one of three forms, each converted to the next:
 
-- roles (``shardformer.policies.role_policy.RolePolicy``): what the model is made of, as a table;
-- the first form: ``argument_policy`` with lists of ``Col_Layer`` and ``Row_Layer``;
-- ``module_policy``: for each kind of module, what becomes of its attributes, parameters and submodules.
+- roles (``shardformer.policies.role_policy.RolePolicy``): a table of the model's attentions, MLPs and embeddings;
+- the legacy form: ``argument_policy`` with lists of ``Col_Layer`` and ``Row_Layer``;
+- ``module_policy``: changes of attributes, parameters and submodules, for each kind of module.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ RENAMED = {
     "against_pipeline": "no_pipeline", "refuses_sequence": "no_sequence_parallel_reason",
     "refuses_pipeline": "no_pipeline_reason",
 }  # fmt: skip
-"""Earlier names of what a policy defines -> the names now."""
+"""Earlier names of a policy's attributes and methods -> their names now."""
 
 
 @renamed_arguments({}, attributes=RENAMED)
 class Policy(LegacyPolicy):
-    """How a model is sharded. Overwrite what your model needs; see the module's docstring for the three forms."""
+    """Describes how a model is sharded. Override the methods that your model needs; see this module for the forms."""
 
     name: str | None = None
     notes: Sequence[str] = ()
-    """What ``describe_sharding`` says of it."""
+    """Sentences that ``describe_sharding`` adds."""
     validate: bool = True
-    """Whether a policy that a user gives is tried on a copy of a small model before it is used."""
+    """Whether a user's policy is validated on a reduced model before use."""
 
     unproven: Mapping[str, Mapping[str, str]] = MappingProxyType({})
-    """"tensor", "pipe" or "enable_sequence_parallelism" -> inputs (images in a text) with which it was not proven, and
-    why. Batches with them are refused then."""
+    """"tensor", "pipe" or "enable_sequence_parallelism" -> name of an input that was not validated -> reason. Batches
+    with such an input are refused."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -58,61 +58,61 @@ class Policy(LegacyPolicy):
         self.shard_config: ShardConfig = ShardConfig()
         self.axis: Axis = Axis("tensor")
         self.find_submodel_policy: Callable[[nn.Module], Policy] | None = None
-        """Finds the policy of a model inside this one; None: of a registered family only."""
+        """Returns the policy of a model inside this one. None supports registered families only."""
 
     @property
     def changes_classes_or_ties(self) -> bool:
-        """Whether it overwrites ``inject_policy`` or ``binding_policy`` of the first form."""
+        """Whether the policy overrides ``inject_policy`` or ``binding_policy``."""
         functions = (self.inject_policy, self.binding_policy)
         return functions != (LegacyPolicy.inject_policy, LegacyPolicy.binding_policy)
 
     def set_model(self, model: nn.Module) -> None:
-        """Makes the model known as ``self.model``."""
+        """Set ``self.model``."""
         self.model = model
 
     def set_shard_config(self, shard_config: ShardConfig) -> None:
-        """Makes the config known as ``self.shard_config``, and checks that the policy can do it."""
+        """Set ``self.shard_config``, and check that the policy supports it."""
         self.shard_config = shard_config
-        # with tensor parallelism off nothing is cut: the policy sees the model as one rank alone does
+        # without tensor parallelism the policy describes the model as for a single rank
         self.axis = shard_config.head_axis() if shard_config.enable_tensor_parallelism else Axis("tensor")
         self.config_sanity_check()
 
     def config_sanity_check(self) -> None:
-        """Raises ConfigError when the config asks for what this policy cannot do."""
+        """Raise ConfigError if this policy does not support the config."""
 
     def preprocess(self) -> nn.Module:
-        """Work on the plain model before it is sharded. Returns the model."""
+        """Modify the plain model before it is sharded, and return it."""
         model: nn.Module = self.model
         return model
 
     def module_policy(self) -> Mapping[ModuleKey, ModulePolicyDescription]:
-        """Which modules become what. By default what the first form says."""
+        """Return the replacements for each kind of module. The default converts ``argument_policy``."""
         return legacy_descriptions(self)
 
     def postprocess(self) -> nn.Module:
-        """Work on the sharded model. Returns the model."""
+        """Modify the sharded model, and return it."""
         model: nn.Module = self.model
         return model
 
     def stacks(self) -> list[StackDescription]:
-        """The model's stacks of layers; sequence parallelism and pipelines need them."""
+        """Return the model's stacks of layers, which sequence and pipeline parallelism need."""
         return []
 
     def layer_sequence(self) -> LayerSequence:
-        """The layers as a pipeline cuts them: one behind the other, in the order in which they run."""
+        """Return the layers in the order in which they run, from which a pipeline builds its stages."""
         return LayerSequence.of(self.model, self.stacks())
 
     def no_pipeline_reason(self) -> str | None:
-        """Why the layers of this model cannot be on several stages; None where they can."""
+        """Return why this model does not support a pipeline, or None if it does."""
         return None
 
     def replicated(self) -> list[str] | None:
-        """Paths of what stays whole on purpose. None: whatever no rule names may."""
+        """Return the paths of intentionally replicated modules and parameters; None if any may be replicated."""
         return None
 
 
 class WithoutRules(Policy):
-    """The policy of a model of which nothing is sharded."""
+    """Policy of a model that is not sharded."""
 
     def module_policy(self) -> Mapping[ModuleKey, ModulePolicyDescription]:
         return {}

@@ -1,7 +1,7 @@
-"""The families whose policies are known.
+"""Registry of model families and their policies.
 
-The registry is data: model type, as a transformers config names it, to where the policy stands; for a model of timm,
-which has no config, ``timm:`` and the name of its class. A policy's module is imported when it is asked for.
+A family is the ``model_type`` of a transformers config. For timm, whose models have no config, it is ``timm:`` plus the
+class name. The module of a policy is imported on first use.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardformer.policies.policy import Policy
 
 @dataclass(frozen=True)
 class PolicyLocation:
-    """Where a policy stands: a module of ``shardformer.policies.models`` (or a full module name), and its class."""
+    """Location of a policy: a module of ``shardformer.policies.models``, or a full module name, and the class name."""
 
     file_name: str
     class_name: str
@@ -70,23 +70,25 @@ _REGISTERED: dict[str, type[Policy]] = {}
 
 
 def register_policy(model_type: str, policy: type[Policy]) -> None:
-    """Makes ``policy`` the one of a family for the rest of this process, before a registered one of ours.
+    """Register ``policy`` for a model family in this process. It takes precedence over the built-in policy.
 
     Args:
-        model_type: as the family's transformers config names it; ``timm:`` and the class's name for one of timm.
+        model_type: ``model_type`` of the transformers config, or ``timm:`` plus the class name for a timm model.
         policy: a subclass of Policy.
+
+    Raises:
+        PolicyError: if ``policy`` is not a subclass of Policy.
     """
     if not (isinstance(policy, type) and issubclass(policy, Policy)):
         raise PolicyError(
-            f"register_policy({model_type!r}, {policy!r:.80})",
-            rule="A family's policy is a subclass of shardformer.policies.Policy",
-            remedy="Give the class itself",
+            f"register_policy({model_type!r}, {policy!r:.80}) needs a subclass of shardformer.policies.Policy",
+            remedy="Pass the class, not an instance",
         )
     _REGISTERED[model_type] = policy
 
 
 def registered_policy(model: nn.Module) -> tuple[Policy, str] | None:
-    """The policy of the model's family, and who registered it; None for a family that is not known."""
+    """Return the policy of the model's family and its source, or None for an unknown family."""
     family = family_of(model)
     if not isinstance(family, str):
         return None
@@ -96,12 +98,12 @@ def registered_policy(model: nn.Module) -> tuple[Policy, str] | None:
 
 
 def is_user_registered(model: nn.Module) -> bool:
-    """Whether the policy of the model's family is one that the user registered."""
+    """Whether the user registered a policy for the model's family."""
     return family_of(model) in _REGISTERED
 
 
 def family_of(model: nn.Module) -> Any:
-    """The model type that the config names; of a timm model its class, or the base class that is registered."""
+    """Return the config's ``model_type``, or for timm the class or base class that is registered."""
     classes = [f"timm:{cls.__name__}" for cls in type(model).__mro__ if cls.__module__.partition(".")[0] == "timm"]
     known = next((name for name in classes if name in _REGISTERED or name in FAMILIES), None)
     named = getattr(getattr(model, "config", None), "model_type", None)

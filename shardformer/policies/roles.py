@@ -1,18 +1,18 @@
-"""What a table of roles is made of: attentions, MLPs and experts of one layer, and the stack that the layers form."""
+"""Roles: attentions, MLPs and experts of one layer, and the stack that the layers form."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardformer.errors import PolicyError, did_you_mean
+from shardformer.errors import PolicyError
 from shardformer.module_paths import resolve_path
 from shardformer.pipeline.layer_sequence import PipelineHints, SequenceParallelHints
 from shardformer.policies.module_descriptions import check_field_types
 from shardformer.public_names import renamed_arguments
 
 LocalAttr = str | tuple[str, int]
-"""What something counts, and which of its dims does where that has to be said."""
+"""What an attribute counts, or (what it counts, the dim that counts it)."""
 LOCAL_ATTR_KINDS = {
     "attribute": ("heads", "kv_heads", "groups", "width"),
     "parameter": ("heads", "kv_heads", "width", "inside"),
@@ -20,20 +20,20 @@ LOCAL_ATTR_KINDS = {
     "embedding": ("heads",),
     "argument": ("heads",),
 }
-"""What each of the things that an attention's ``local_attrs`` may name can count."""
+"""Allowed values in ``local_attrs``, for each kind of entry."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionProjections:
-    """The linears of an attention. Name those it has: q, k and v, or a fused qkv, or q and a fused kv.
+    """The linears of an attention: q, k and v; or a fused qkv; or q and a fused kv.
 
     Args:
         out: the output projection.
-        q, k, v, qkv, kv: the projections; fused ones lie behind each other (q, then k, then v).
-        interleaved: the fused ones lie by KV head instead: the query heads that read it, its k, its v; then the next.
-        partitions: in how many equal parts the heads lie, one after the other, where the forward takes them apart:
-            each rank has the same heads of each.
-        gates: further projections, with equally many features for each query head.
+        q, k, v, qkv, kv: the input projections. Fused ones are concatenated in the order q, k, v.
+        interleaved: whether fused ones are instead grouped by KV head: its query heads, its k, its v.
+        partitions: number of equal partitions of the heads, if the forward splits the features into consecutive
+            partitions. Each rank gets the same heads of each partition.
+        gates: further projections with the same number of features for each query head.
     """
 
     out: str
@@ -64,18 +64,18 @@ Q_K_V_OUT = AttentionProjections(q="q_proj", k="k_proj", v="v_proj", out="out_pr
 )
 @dataclass(frozen=True, kw_only=True)
 class AttentionInputs:
-    """What enters an attention, where that is not the first tensor argument of its module alone.
+    """Inputs of an attention, if they are not just the first tensor argument of its module.
 
     Args:
-        entry: the module whose first tensor argument enters instead: the first of the projections, for an attention
-            that adds its residual itself.
-        arguments: arguments of the forward, beside the first, that projections read; each enters by itself.
-        cross_attention: k and v read another stack's states (cross-attention).
-        inner_inputs: those of the projections that read what other modules inside made of the input (a low-rank
-            projection and its norm), instead of the input itself.
-        reads_width: whether the forward takes the width of the heads from the last dim of what enters.
-        full_sequence: whether the module needs the whole sequence outside of the block too (it adds its residual
-            itself): sequence parallelism gathers it before the module and cuts it behind.
+        entry: the module whose first tensor argument is the input. For an attention that adds its residual itself,
+            the first of the projections.
+        arguments: further arguments of the forward that projections read. Each enters the tensor-parallel region.
+        cross_attention: whether k and v read the states of another stack.
+        inner_inputs: projections that read the output of other modules inside the attention (such as a low-rank
+            projection and its norm) instead of its input.
+        reads_width: whether the forward reads the features of all heads from the last dim of its input.
+        full_sequence: whether the module needs the full sequence outside the block, too, because it adds its residual
+            itself. Sequence parallelism gathers the sequence before the module and shards it after the module.
     """
 
     entry: str | None = None
@@ -95,21 +95,21 @@ class Attention:
     """An attention of a layer.
 
     Args:
-        at: path of the module; its first tensor argument is what enters, if ``inputs`` says nothing else.
+        at: path of the module. Its first tensor argument is the input, unless ``inputs`` specifies another.
         projections: its linears.
-        local_attrs: what its forward reads and has to be this rank's -> what that counts: "heads", "kv_heads", "groups"
-            (query heads a KV head) or "width" (heads times head dim). The name is that of
+        local_attrs: name -> what it counts on this rank: "heads", "kv_heads", "groups" (query heads per KV head) or
+            "width" (heads times head dim). The name is that of
 
             - an attribute of the module;
-            - a parameter or unsaved buffer that it holds itself, of which one dim counts: ("heads", dim) where two dims
-              have that size, "inside" for one that counts nothing;
-            - a norm between entry and exit over all heads at once (a norm over each head needs no word);
-            - an embedding with one column a head (relative position bias);
-            - an argument of its forward, with the dim that counts heads, or samples times heads: ("heads", 0) (alibi).
-        inputs: what enters.
-        num_heads, num_kv_heads: these numbers, or the config's fields that hold them, where not the policy's; a leading
-            dot makes a name that of an attribute of the module (".num_heads"), for heads that differ by layer.
-        optional: whether some layers or models lack this attention.
+            - a direct parameter or non-persistent buffer with one dim that counts: ("heads", dim) if two dims have
+              that size, "inside" if no dim counts;
+            - a norm over all heads between entry and exit (a norm over each head needs no entry);
+            - an embedding with one column per head (relative position bias);
+            - an argument of the forward, with the dim that counts heads or samples times heads: ("heads", 0) (ALiBi).
+        inputs: its inputs.
+        num_heads, num_kv_heads: the counts, or the config fields with them; default: those of the policy. A leading dot
+            names an attribute of the module (".num_heads"), for head counts that differ between layers.
+        optional: whether some layers or models do not have this attention.
     """
 
     at: str
@@ -126,9 +126,9 @@ class Attention:
             self.local_attr_kind(name)
 
     def local_attr_kind(self, name: str, what: str | None = None) -> str:
-        """What ``name`` counts. Raises PolicyError where nothing counts that, or not ``what`` it is the name of."""
-        said = self.local_attrs[name]
-        kind = said if isinstance(said, str) else said[0]
+        """Return what ``name`` counts. Raises PolicyError if an entry of the kind ``what`` cannot count that."""
+        entry = self.local_attrs[name]
+        kind = entry if isinstance(entry, str) else entry[0]
         kinds = (
             LOCAL_ATTR_KINDS[what]
             if what
@@ -136,9 +136,9 @@ class Attention:
         )
         if kind not in kinds:
             raise PolicyError(
-                f"local_attrs={{{name!r}: {said!r}}} of the attention {self.at!r}",
-                rule=f"What {f'an {what}' if what else 'something'} counts is {', '.join(kinds)}",
-                remedy=did_you_mean(kind, kinds),
+                f"local_attrs={{{name!r}: {entry!r}}} of the attention {self.at!r} has the unknown kind {kind!r}"
+                + (f" for an {what}" if what else ""),
+                remedy=f"Use {' or '.join(map(repr, kinds))}",
             )
         return kind
 
@@ -149,15 +149,14 @@ class MLP:
     """An MLP of a layer.
 
     Args:
-        at: path of the module, its first tensor argument is what enters; ``*`` stands for each of several (experts).
-        up: the linears that read the input (gate and up), of which those with a ``?`` may be lacking.
+        at: path of the module. Its first tensor argument is the input. ``*`` matches several modules (experts).
+        up: linears that read the input (gate and up). Those that end in ``?`` are optional.
         down: the linear at the exit.
-        fused: how many blocks lie behind each other in each of ``up`` (2 for a fused gate and up); None: as many as
-            the sizes say.
+        fused: number of blocks fused in each linear of ``up`` (2 for a fused gate and up). None derives it from sizes.
         norm: a norm over all features between entry and exit.
-        shared_exit: the output projection of the attention before it, relative to the layer, where the layer adds both
-            outputs at once: they leave together, in one collective.
-        optional: whether some layers or models lack it.
+        shared_exit: output projection of the attention before it, relative to the layer, if the layer adds both
+            outputs directly. Both then use one collective.
+        optional: whether some layers or models do not have it.
     """
 
     at: str
@@ -175,21 +174,20 @@ class MLP:
 @renamed_arguments({"summands": "replicated_terms"})
 @dataclass(frozen=True)
 class Experts:
-    """The experts of a layer whose weights are stacked into parameters with three dims; each expert is cut inside.
+    """Experts of a layer with weights stacked into 3-D parameters. Each expert is sharded over its features.
 
-    All tensors that the module is given enter, its output leaves.
+    All tensor inputs of the module enter the tensor-parallel region, and its output leaves it.
 
     Args:
         at: path of the module.
         up: parameters (experts, width, hidden) or (experts, hidden, width) that read the input, and their biases.
-        down: the parameter (experts, hidden, width) at the exit; the other way round too where ``fused`` is not one.
-        replicated_terms: what is added to the experts' sum and is not cut: a bias (experts, hidden) behind ``down``,
-        the module
-            that stands for experts that change nothing.
-        fused: how many blocks lie behind each other in each of ``up``.
-        interleaved: those of ``up`` lie feature by feature instead.
-        dims: parameter -> its dim of ``width``, where the sizes do not tell (as many features as the hidden states).
-        optional: whether some layers or models lack them.
+        down: the parameter (experts, hidden, width) at the exit. Any order of the last dims if ``fused`` is not 1.
+        replicated_terms: parameters or modules added to the output that are not sharded: a bias (experts, hidden) of
+            ``down``, or a module of identity experts.
+        fused: number of blocks fused in each parameter of ``up``.
+        interleaved: whether fused blocks are interleaved feature by feature.
+        dims: parameter -> its dim of ``width``, if the sizes are ambiguous (width equal to hidden).
+        optional: whether some layers or models do not have them.
     """
 
     at: str
@@ -209,7 +207,7 @@ Role = Attention | MLP | Experts
 
 
 def exit_path(role: Role) -> str | None:
-    """Path of the module at the role's exit in its layer; None where that is no one module."""
+    """Return the path of the module at the role's exit, relative to the layer; None if there is no single module."""
     if isinstance(role, Experts) or "*" in role.at:
         return None
     return resolve_path(role.at, role.projections.out if isinstance(role, Attention) else role.down)
@@ -221,15 +219,16 @@ class LayerStack:
     """A stack of layers.
 
     Args:
-        layers: path of the ModuleList, with ``*`` for an index where each stage of a model has one ("layers.*.blocks").
+        layers: path of the ModuleList, with ``*`` for an index if the model has several stages ("layers.*.blocks").
         blocks: the attentions, MLPs and experts of one layer.
-        final_norm: the norm behind the last layer.
-        cross_states: (path of a module, name of its argument): the states that attentions with ``cross_attention``
-            read, which enter there once for all of them; for a pipeline, where the states of the stack before come in.
-        no_sequence_parallel: why sequence parallelism cannot cut its sequence, where it does cut those of other stacks.
-        optional: whether some models lack it.
-        stages: what a pipeline has to know of it.
-        sequence: what sequence parallelism has to know of it beside its blocks.
+        final_norm: the norm after the last layer.
+        cross_states: (path of a module, name of its argument) of the states that attentions with ``cross_attention``
+            read. They enter the tensor-parallel region once for all layers. A pipeline passes the states of the stack
+            before there.
+        no_sequence_parallel: why sequence parallelism does not support this stack, if it supports other stacks.
+        optional: whether some models do not have it.
+        stages: hints for pipelines.
+        sequence: hints for sequence parallelism.
     """
 
     layers: str
@@ -248,13 +247,13 @@ class LayerStack:
             arguments = role.inputs.arguments if isinstance(role, Attention) else ()
             if name in arguments or (arguments and isinstance(role, Attention) and role.inputs.cross_attention):
                 raise PolicyError(
-                    f"The states of another stack enter the attention {role.at!r} twice: by the context of the stack "
-                    f"{self.layers!r} and by the arguments {list(arguments)}",
-                    rule="The gradients of what enters are summed over the ranks once",
-                    remedy="Leave out `arguments` where an attention has cross_attention=True, or say them of all",
+                    f"The states of another stack enter the attention {role.at!r} twice: through cross_states of the "
+                    f"stack {self.layers!r} and through the arguments {list(arguments)}",
+                    rule="Their gradients would be summed over the ranks twice",
+                    remedy="Remove `arguments` from attentions with cross_attention=True",
                 )
 
     @property
     def reads_context(self) -> bool:
-        """Whether an attention reads the context as one; else it only tells a pipeline what comes in."""
+        """Whether an attention reads ``cross_states``. Otherwise only a pipeline uses them."""
         return any(isinstance(role, Attention) and role.inputs.cross_attention for role in self.blocks)

@@ -1,4 +1,4 @@
-"""Sharding: carries out a policy on a model. The one place that changes a model, and it records each change."""
+"""Applies a sharding plan to a model and records each change."""
 
 from __future__ import annotations
 
@@ -16,172 +16,143 @@ from shardformer.comm.collective_call import collective_call
 from shardformer.config import ShardConfig
 from shardformer.consistency.initial_weights import broadcast_random_state, model_fingerprint, sync_initial_weights
 from shardformer.consistency.rank_divergence import ConsistencyMonitor
-from shardformer.errors import PolicyError
+from shardformer.errors import ConfigError, PolicyError
 from shardformer.gradients.clipping import patch_clip_grad_norm
+from shardformer.kernels.attention_registration import use_flash_attention
 from shardformer.layout.activation_layout import ActivationLayout
 from shardformer.layout.sharding_metadata import ShardingMetadata, ShardingRequest, sharded_parameters
+from shardformer.layout.tensor_relations import overlapping
 from shardformer.mesh.init_distributed import launch_from_torch
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.tensor_grid import TensorGrid, grid_summary
 from shardformer.meta_init.materialization import is_lazy, lazy_notes, materialize_parameters, record_changes
-from shardformer.module_paths import get_at, parent_of
+from shardformer.module_paths import get_at, join_path, parent_of
 from shardformer.pipeline.layer_sequence import owner_layers
 from shardformer.pipeline.stage_manager import PipelineStageManager, build_stages
 from shardformer.policies import legacy
 from shardformer.policies.module_descriptions import SubModuleReplacementDescription
 from shardformer.policies.policy import Policy
 from shardformer.random_state import random_kept_on_error, uses_dropout
-from shardformer.sharding.apply_context_parallel import (
-    ContextFindings,
-    install_context_attention,
-    install_context_hooks,
-    plan_for_context,
-    warn_unsharded_attention,
-)
-from shardformer.sharding.apply_kernels import apply_optimizations
-from shardformer.sharding.apply_tensor_grid import (
-    ArgumentSamples,
-    install_argument_hooks,
-    plan_for_grid,
-    with_grid_context,
-)
+from shardformer.sharding import apply_context_parallel, apply_tensor_grid, checks, forward_checks
+from shardformer.sharding.apply_kernels import fuse_activations, fuse_norms
 from shardformer.sharding.apply_tensor_parallel import InstalledBlock, install_gradient_reduction, install_regions
-from shardformer.sharding.checks import (
-    check_layouts,
-    check_no_hooks,
-    check_no_optimizer,
-    check_process_group,
-    check_stages,
-    check_views,
-    find_ties,
-    held_outside,
-    make_checked_plan,
-    restore_on_error,
-    restore_ties,
-)
-from shardformer.sharding.forward_checks import (
-    CacheHeads,
-    ForwardChecks,
-    ModuleFingerprint,
-    local_input_modules,
-    show_whole_behind,
-)
-from shardformer.sharding.module_aliases import put_everywhere, unwrapped
 from shardformer.sharding.plan import ShardingPlan, qualified_name
 from shardformer.tensor_parallel.parallel_module import ParallelModule, keep_hooks, shard_parameter
+from shardformer.torch_compat import is_compiled_wrapper, wrapped_name
 from shardformer.zero.torch_optimizers import patch_optimizers_and_scaler
 
 
 @dataclass
 class ResolvedPolicy:
-    """The policy of one model, its plan, and what validation learned about the layout.
+    """Policy of one model, its plan, and what validation learned about the layout.
 
     Args:
         policy: bound to the model and to the configuration.
-        source: where the policy comes from.
-        plan: what the policy does to the model, checked by ``make_checked_plan``; on a tensor grid, if there is one.
-        context: how the sequence is sharded, where a sequence axis shards it.
-        samples: the dimensions of samples in the arguments of attentions, on a tensor grid.
-        unvalidated: the inputs with which a tensor grid was not validated, and why.
-        notes: what ``describe`` reports about the validation.
+        source: description of the policy's source.
+        plan: the policy's changes to the model, checked by ``make_checked_plan`` and adapted to a tensor grid.
+        context: findings about context parallelism.
+        samples: batch dimensions of the attention arguments on a tensor grid.
+        unvalidated: name of an input that was not validated on the tensor grid -> reason.
+        notes: what ``describe_sharding`` reports about the validation.
     """
 
     policy: Policy
     source: str
     plan: ShardingPlan
-    context: ContextFindings = field(default_factory=ContextFindings)
-    samples: ArgumentSamples = field(default_factory=dict)
+    context: apply_context_parallel.ContextFindings = field(default_factory=apply_context_parallel.ContextFindings)
+    samples: apply_tensor_grid.ArgumentSamples = field(default_factory=dict)
     unvalidated: Mapping[str, str] = field(default_factory=dict)
     notes: Sequence[str] = ()
 
 
 class Sharder:
-    """Shards one model in place, by a policy that is resolved and validated.
+    """Shards one model in place with a resolved and validated policy.
 
     ``shard_model_api.shard_in_place`` shows the order of the calls.
 
     Args:
-        model: the plain model, the same on every rank (where weights differ, rank 0's are taken).
+        model: the plain model, identical on every rank. If weights differ, rank 0's are used.
         config: the configuration.
-        fresh: whether the model was built only for this, so that no optimizer can hold its parameters: the search for
-            one visits every object of the process.
+        fresh: whether the model was built only for this call, so that no optimizer can refer to its parameters.
+            Skips a search that visits every object of the process.
 
-    Raises ShardFormerError, on every rank, if the ranks do not form one grid; LaunchError if no launcher started this
-    process. Communicates.
+    Raises:
+        ShardFormerError: on every rank, if the ranks do not form one grid.
+        LaunchError: if no launcher started this process.
     """
 
     def __init__(self, model: nn.Module, config: ShardConfig, *, fresh: bool = False) -> None:
         if config.context is None and config.tensor_parallel_process_group is None and not dist.is_initialized():
             launch_from_torch()
-        self.context = check_process_group(config)
+        self.context = checks.check_process_group(config)
         self.grid: TensorGrid | None = None
         if config.is_grid and self.context.tensor.size > 1:
-            config, self.grid = with_grid_context(config, self.context)
+            config, self.grid = apply_tensor_grid.with_grid_context(config, self.context)
             self.context = config.resolve_context()
         self.model, self.config = model, config
-        self.is_cut = config.enable_tensor_parallelism and self.context.tensor.size > 1
+        self.is_tensor_parallel = config.enable_tensor_parallelism and self.context.tensor.size > 1
         manager = config.pipeline_stage_manager
         stages = self.context.pipe.size if manager is None else manager.num_virtual_stages
         self.has_stages = manager is not None or stages > 1
-        self.needs_policy = self.is_cut or config.uses_context_parallel or stages > 1
-        """Whether an axis other than data shards the model. Data parallelism needs no knowledge of its structure."""
+        self.needs_policy = self.is_tensor_parallel or config.uses_context_parallel or stages > 1
+        """Whether an axis other than data shards the model. Data parallelism does not depend on its structure."""
         self._fresh = fresh
-        self._outside = set() if fresh else held_outside(model)
+        self._outside = set() if fresh else checks.referenced_elsewhere(model)
         self._wrappers: Mapping[int, nn.Module] = {}
 
     @contextmanager
     def restoring_on_error(self) -> Iterator[None]:
-        """Takes wrappers such as ``torch.compile`` out of the model; restores the model if the body raises."""
-        with random_kept_on_error(self.context.device), restore_on_error(self.model), ExitStack() as around:
-            take_out = partial(unwrapped, self.model, stages=self.context.pipe.size)
+        """Remove wrappers such as ``torch.compile`` from the model. Restore the model if the body raises."""
+        with random_kept_on_error(self.context.device), checks.restore_on_error(self.model), ExitStack() as around:
+            take_out = partial(_unwrapped, self.model, stages=self.context.pipe.size)
             self._wrappers = collective_call(self.context, lambda: around.enter_context(take_out()))
             yield
 
     def plan(self, resolved: ResolvedPolicy) -> ShardingPlan:
-        """The complete plan. The model is unchanged, except for what the policy's ``preprocess`` does to it.
+        """Complete the plan and check it. The model is unchanged, except by the policy's ``preprocess``.
 
-        Raises ShardFormerError where the model cannot be sharded so. Communicates nothing.
+        Raises ShardFormerError if the model cannot be sharded. Communicates nothing.
         """
         config, policy, plan = self.config, resolved.policy, resolved.plan
         self._resolved = resolved
         layout = config.resolve_activation_layout()
-        if not self.is_cut:
-            layout = ActivationLayout(tuple(cut for cut in layout.shards if cut.axis not in layout.block))
+        if not self.is_tensor_parallel:
+            layout = ActivationLayout(tuple(shard for shard in layout.shards if shard.axis not in layout.block))
         request = ShardingRequest(resolved.source, config.options(), config.extra_kwargs, policy)
         self.state = state = ShardingMetadata(self.context, request, layout)
         state.monitor = ConsistencyMonitor(state) if config.check_consistency else None
         state.notes += resolved.notes
         if config.uses_context_parallel:
-            has_stream = config.enable_sequence_parallelism and self.is_cut
-            plan = plan_for_context(plan, resolved.context, has_stream=has_stream)
+            has_stream = config.enable_sequence_parallelism and self.is_tensor_parallel
+            plan = apply_context_parallel.plan_for_context(plan, resolved.context, has_stream=has_stream)
         self.model = plan.model
-        self._ties = find_ties(self.model)
+        self._ties = overlapping(self.model.named_parameters())
         state.notes += policy.notes
         if self.has_stages:
             manager = config.pipeline_stage_manager or PipelineStageManager(self.context)
             state.stages = build_stages(self.model, policy, manager)
             state.stages.uses_random = uses_dropout(self.model)
-            check_stages(self._ties, state.stages.stages_of)
+            checks.check_stages(self._ties, state.stages.stages_of)
         state.unproven = self._unproven()
-        check_no_hooks(self.model, plan)
-        check_views(self.model, plan, state.stages)
+        checks.check_no_hooks(self.model, plan)
+        checks.check_views(self.model, plan, state.stages)
         if not self._fresh:
-            check_no_optimizer(self.model, plan, state.stages, self._outside)
+            checks.check_no_optimizer(self.model, plan, state.stages, self._outside)
         return plan
 
     def lines(self, plan: ShardingPlan) -> list[str]:
-        """What every rank must have in common before the model is changed, as text."""
+        """Return lines of text that must be identical on every rank before the model is modified."""
         config, state = self.config, self.state
-        asked = [state.request.source, str(config.options()), str(sorted(config.extra_kwargs.items()))]
-        asked += [str(state.activations), f"check_consistency={config.check_consistency}"]
+        settings = [state.request.source, str(config.options()), str(sorted(config.extra_kwargs.items()))]
+        settings += [str(state.activations), f"check_consistency={config.check_consistency}"]
         stages = state.stages.lines() if state.stages is not None else []
-        return [*asked, *model_fingerprint(self.model), *plan.fingerprint(), *stages]
+        return [*settings, *model_fingerprint(self.model), *plan.fingerprint(), *stages]
 
     def shard(self, plan: ShardingPlan) -> list[dict[int, Tensor]]:
-        """Changes the model as planned, which is the same on every rank. Communicates.
+        """Apply a plan that is identical on every rank. Communicates.
 
-        Returns the parameters that several pipeline stages hold, none without a pipeline. Each is a dict: the ranks of
-        the pipe axis that hold it -> this rank's own.
+        Returns the parameters that several pipeline stages share, each as a dict: rank on the pipe axis -> the
+        parameter on this rank. Empty without a pipeline.
         """
         context, state = self.context, self.state
         state.notes += sync_initial_weights(self.model, context.base_axes[::-1])
@@ -189,37 +160,39 @@ class Sharder:
         if stages is not None:
             stages.remove_other_stages(self.model)
             plan = plan.restricted(stages.placeholders)
-        blocks = collective_call(context, lambda: self._carry_out(plan))
+        blocks = collective_call(context, lambda: self._modify_model(plan))
         for axis in (state.same_batch_axis, context.pipe):
             broadcast_random_state(axis, context.device)
-        install_gradient_reduction(self.model, plan if self.is_cut else ShardingPlan(self.model, []), blocks, state)
+        install_gradient_reduction(
+            self.model, plan if self.is_tensor_parallel else ShardingPlan(self.model, []), blocks, state
+        )
         state.attach(self.model)
         patch_clip_grad_norm()
         patch_optimizers_and_scaler()
         if self._resolved.context.is_whole and not self._fresh:
-            warn_unsharded_attention(self.model, context)
+            apply_context_parallel.warn_unsharded_attention(self.model, context)
         if stages is None:
             return []
         stages.note_shared(self.model)
         return list(stages.shared_params)
 
     def _unproven(self) -> dict[str, str]:
-        """The inputs that the sharded model must not get, and why."""
+        """Return the inputs that the sharded model refuses, each with the reason."""
         resolved = self._resolved
-        asked = {
-            "tensor": self.is_cut,
+        active = {
+            "tensor": self.is_tensor_parallel,
             "pipe": self.context.pipe.size > 1,
-            "enable_sequence_parallelism": self.is_cut and self.config.enable_sequence_parallelism,
+            "enable_sequence_parallelism": self.is_tensor_parallel and self.config.enable_sequence_parallelism,
         }
-        of_policy = [inputs for what, inputs in resolved.policy.unproven.items() if asked.get(what)]
+        of_policy = [inputs for what, inputs in resolved.policy.unproven.items() if active.get(what)]
         return {
             n: why for each in (*of_policy, resolved.context.unproven, resolved.unvalidated) for n, why in each.items()
         }
 
-    def _carry_out(self, plan: ShardingPlan) -> list[InstalledBlock]:
-        """Changes the model, and makes this rank's part of the values that it waits for. Returns its blocks.
+    def _modify_model(self, plan: ShardingPlan) -> list[InstalledBlock]:
+        """Apply the plan and materialize this rank's shards of a lazily initialized model. Returns its blocks.
 
-        Communicates nothing, so a rank on which it fails keeps no other waiting.
+        Communicates nothing, so that a failing rank leaves no other rank waiting.
         """
         waits = is_lazy(self.model)
         self.state.notes += lazy_notes(self.model)
@@ -227,10 +200,14 @@ class Sharder:
             blocks = self._apply(plan)
         if waits:
             materialize_parameters(self.model, self.context.device)
-        structure = ModuleFingerprint(self.model, list(local_input_modules(plan, self.state, is_cut=self.is_cut)))
-        caches = CacheHeads.of(self.model, plan.blocks if self.is_cut else (), self.context.tensor, self.grid)
-        ForwardChecks(
-            self.model, self.state, structure, caches, is_cut=self.is_cut or self.config.uses_context_parallel
+        uses_context_parallel, is_tensor_parallel = self.config.uses_context_parallel, self.is_tensor_parallel
+        forward_checks.ForwardChecks(
+            self.model,
+            plan,
+            self.state,
+            self.grid,
+            is_tensor_parallel=is_tensor_parallel,
+            uses_context_parallel=uses_context_parallel,
         )
         return blocks
 
@@ -239,54 +216,69 @@ class Sharder:
         is_legacy = policy.changes_classes_or_ties
         if is_legacy and (injected := legacy.inject_class(policy, self.model)):
             state.note("", injected[0], injected[1], kind="class")
-        if self.is_cut:
+        if self.is_tensor_parallel:
             self.replace_module(plan)
         for target, source in legacy.bind_parameters(policy, self.model) if is_legacy else ():
             state.note(target, "own parameter", f"tied to {source}", kind="tie")
-        apply_optimizations(self.model, config, plan, state)
+        if config.enable_flash_attention and not config.uses_context_parallel:  # which has its own fused kernels
+            note = partial(state.note, kind="method")
+            state.notes.append(f"Attention: {use_flash_attention(self.model, state.context.device, note)}.")
+        if config.enable_fused_normalization:
+            fuse_norms(self.model, state)
+        if config.enable_jit_fused:
+            fuse_activations(self.model, plan, state)
         if self.grid is not None:
             state.notes.append(grid_summary(self.grid))
         draws = uses_dropout(self.model)
         if config.uses_context_parallel:
-            install_context_attention(self.model, state, config.context_parallel, self._resolved.context, draws=draws)
-        blocks = install_regions(self.model, plan, state, config, self.grid) if self.is_cut else []
+            apply_context_parallel.install_context_attention(
+                self.model, state, config.context_parallel, self._resolved.context, draws=draws
+            )
+        blocks = install_regions(self.model, plan, state, config, self.grid) if self.is_tensor_parallel else []
         if self.grid is not None:
-            install_argument_hooks(self.model, plan, state, self._resolved.samples)
+            apply_tensor_grid.install_argument_hooks(self.model, plan, state, self._resolved.samples)
         if config.uses_context_parallel:
-            install_context_hooks(self.model, plan.stacks, state, self._resolved.context, draws=draws)
-        show_whole_behind(self.model, plan)
+            apply_context_parallel.install_context_hooks(
+                self.model, plan.stacks, state, self._resolved.context, draws=draws
+            )
+        forward_checks.move_hooks_after_stack(self.model, plan)
         self.model = policy.postprocess() or self.model
         if state.stages is not None:
             state.stages.install(self.model, state.activations, state.context, self._wrappers)
         return blocks
 
     def replace_module(self, plan: ShardingPlan) -> None:
-        """Carries out the descriptions: submodules, attributes, parameters and methods."""
+        """Replace submodules, shard parameters, and change attributes and methods as planned."""
         shared: dict[int, nn.Parameter] = {}
-        done: set[tuple[int, str]] = set()  # a module that several share is named for each of them
+        done: set[tuple[int, str]] = set()  # a shared module is listed once per owner
         native = {path: self.model.get_submodule(path) for path in plan.replacements}
-        kept_alive: list[Tensor] = []  # as the native modules are: no identity in `shared` is used twice
+        kept_alive: list[Tensor] = []  # like the native modules, so that no id in `shared` is reused
         made: dict[int, nn.Module] = {}
         for path, module in native.items():
             if id(module) not in made:
                 sub = plan.replacements[path]
-                made[id(module)] = self._replacement(path, module, sub, shared, self._axis_at(path, plan))
+                made[id(module)] = self._replacement(path, module, sub, shared, self._sharding_axis(path, plan))
                 if isinstance(made[id(module)], ParallelModule):
                     keep_hooks(made[id(module)], module)
             self.state.note(path, module, made[id(module)])
-        put_everywhere(self.model, made)
+        _replace_everywhere(self.model, made)
         for path, splits in plan.parameters.items():
             module, name = parent_of(self.model, path)
             if splits and (id(module), name) not in done:
                 done.add((id(module), name))
                 named = {split.axes[0] for split in splits.values()} & {"row", "column", "depth"}
-                axis = self.context.axis(named.pop()) if named else self._axis_at(path, plan)
+                axis = self.context.axis(named.pop()) if named else self._sharding_axis(path, plan)
                 kept_alive.append(shard_parameter(module, name, splits, axis, shared))
                 self.state.note(path, "buffer" if name in module._buffers else "parameter", "a part")
-        self._rebind(shared)
-        restore_ties(self.model, self._ties, {id(part): spec for _, part, spec in sharded_parameters(self.model)})
-        check_layouts(self.model, self.context.coords)
-        self._change(plan)
+        for module in self.model.modules():  # other owners of a parameter: BERT's head also owns the decoder's bias
+            for name, param in module._parameters.items():
+                if id(param) in shared:
+                    module._parameters[name] = shared[id(param)]
+        checks.restore_ties(
+            self.model, self._ties, {id(part): spec for _, part, spec in sharded_parameters(self.model)}
+        )
+        checks.check_layouts(self.model, self.context.coords)
+        self._change_attributes(plan)
 
     def _replacement(
         self,
@@ -296,48 +288,40 @@ class Sharder:
         shared: dict[int, nn.Parameter],
         axis: Axis,
     ) -> nn.Module:
-        kwargs, make = dict(sub.kwargs or {}), sub.target_module.from_native_module
-        if getattr(make, "__module__", "").startswith("shardformer."):
-            group: Any = axis
-            if isinstance(sub.target_module, type) and issubclass(sub.target_module, ParallelModule):
-                kwargs["shared"] = shared
-                group = self.grid if sub.target_module.takes_grid else axis
-        else:
-            group = axis.group  # a class of the user's own knows torch's groups
+        target, kwargs = sub.target_module, dict(sub.kwargs or {})
+        make = target.from_native_module
+        group: Any = axis
+        if not getattr(make, "__module__", "").startswith("shardformer."):
+            group = axis.group  # user-defined classes take a torch process group
+        elif isinstance(target, type) and issubclass(target, ParallelModule):
+            kwargs["shared"] = shared
+            group = self.grid if target.takes_grid else axis
         try:
             new: nn.Module = make(module, group, **kwargs)
         except TypeError as error:
             if "argument" not in str(error):
                 raise
             raise PolicyError(
-                f"{qualified_name(sub.target_module)} for {path!r} with kwargs={sub.kwargs or {}}: {error}",
-                rule="The kwargs of a replacement are arguments that its from_native_module takes",
-                remedy="Correct the name in the policy",
+                f"{qualified_name(target)}.from_native_module failed for {path!r} with "
+                f"kwargs={sub.kwargs or {}}: {error}",
+                remedy="Correct the kwargs in the policy",
             ) from error
         if not isinstance(new, nn.Module):
             raise PolicyError(
-                f"{qualified_name(sub.target_module)}.from_native_module gave {new!r:.80} for {path!r}",
-                rule="It returns the module that takes the native one's place",
-                remedy="Return it",
+                f"{qualified_name(target)}.from_native_module returned {new!r:.80} for {path!r}",
+                remedy="Return the nn.Module that replaces the native module",
             )
         return new
 
-    def _axis_at(self, path: str, plan: ShardingPlan) -> Axis:
-        """The axis over which what stands there is cut: on a grid heads and features in a stack lie over columns."""
+    def _sharding_axis(self, path: str, plan: ShardingPlan) -> Axis:
+        """Return the axis that shards the module at ``path``: the grid's columns in a stack, or the tensor axis."""
         inside = self.grid is not None and path.startswith(tuple(f"{stack.layers}." for stack in plan.stacks))
         return self.grid.column if inside and self.grid is not None else self.context.tensor
 
-    def _rebind(self, shared: dict[int, nn.Parameter]) -> None:
-        """Other owners of a parameter that was cut (BERT's head keeps the decoder's bias) own the part too."""
-        for module in self.model.modules():
-            for name, param in list(module._parameters.items()):
-                if param is not None and id(param) in shared:
-                    module._parameters[name] = shared[id(param)]
-
-    def _change(self, plan: ShardingPlan) -> None:
+    def _change_attributes(self, plan: ShardingPlan) -> None:
         for path, value in plan.attributes.items():
             owner_path, _, name = path.rpartition(".")
-            owner = _own(self.model, owner_path)
+            owner = _modifiable_owner(self.model, owner_path)
             before = getattr(owner, name)
             setattr(owner, name, value)
             if before != value:
@@ -352,8 +336,8 @@ class Sharder:
             self.state.note(path, before, method, kind="method")
 
 
-def _own(model: nn.Module, path: str) -> Any:
-    """What stands at ``path``. A module's config, which others read too, becomes a copy of its own first."""
+def _modifiable_owner(model: nn.Module, path: str) -> Any:
+    """Return the object at ``path``. Replaces a config, which other modules share, by a copy."""
     owner = get_at(model, path)
     if not isinstance(owner, nn.Module):
         owner = copy.copy(owner)
@@ -362,23 +346,23 @@ def _own(model: nn.Module, path: str) -> Any:
 
 
 def resolve_as(sharder: Sharder, policy: Policy, source: str, *, cuts: bool = True, **learned: Any) -> ResolvedPolicy:
-    """A policy that is not looked for, with what is known about the layout: see ``ResolvedPolicy``."""
-    plan = make_checked_plan(sharder.model, policy, sharder.config, cuts=cuts)
+    """Bind a known policy to the model and plan it. ``learned`` are further fields of ``ResolvedPolicy``."""
+    plan = checks.make_checked_plan(sharder.model, policy, sharder.config, cuts=cuts)
     if sharder.has_stages and (chain := policy.layer_sequence()).stacks:
         owner_layers(plan.model, chain)
-    # over data ranks alone the rules change nothing, so that they must not be a reason to refuse anything
-    plan = plan if sharder.is_cut else ShardingPlan(plan.model, plan.stacks)
+    # with data parallelism only, the rules change nothing and must not cause a refusal
+    plan = plan if sharder.is_tensor_parallel else ShardingPlan(plan.model, plan.stacks)
     if sharder.grid is not None:
-        plan = plan_for_grid(plan, sharder.grid)
+        plan = apply_tensor_grid.plan_for_grid(plan, sharder.grid)
     return ResolvedPolicy(policy, source, plan, **learned)
 
 
 def shard_with(model: nn.Module, config: ShardConfig, policy: Policy, *, cuts: bool = True, **learned: Any) -> Sharder:
-    """Shards a copy of a model, built to validate ``policy`` or a layout. Returns what sharded it.
+    """Shard a model that was built to validate ``policy`` or a layout, and return its sharder.
 
     Args:
-        cuts: whether rules are checked where no tensor axis shards the model.
-        learned: what is known about the layout, as fields of ``ResolvedPolicy``.
+        cuts: whether rules are checked even if no tensor axis shards the model.
+        learned: findings about the layout, as fields of ``ResolvedPolicy``.
     """
     sharder = Sharder(model, config, fresh=True)
 
@@ -388,3 +372,89 @@ def shard_with(model: nn.Module, config: ShardConfig, policy: Policy, *, cuts: b
     with sharder.restoring_on_error():
         sharder.shard(collective_call(sharder.context, plan, sharder.lines))
     return sharder
+
+
+def _replace_everywhere(model: nn.Module, made: Mapping[int, nn.Module]) -> None:
+    """Replace modules under all of their names: as submodules, as attributes, and in lists, tuples and dicts.
+
+    Args:
+        made: id(module) -> its replacement.
+    """
+    for module in model.modules():
+        for name, child in module._modules.items():
+            if id(child) in made:
+                module._modules[name] = made[id(child)]
+        for name, value in vars(module).items():
+            if not isinstance(value, _CONTAINER_TYPES) or not value or name in _MODULE_ATTRIBUTES:
+                continue
+            if (new := _with_replacements(value, made, set())) is not value:
+                vars(module)[name] = new
+
+
+_CONTAINER_TYPES = (nn.Module, list, dict, tuple)
+"""Types of attributes that are modules or may contain modules."""
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+"""Attributes that every ``nn.Module`` has."""
+
+
+def _with_replacements(value: Any, made: Mapping[int, nn.Module], seen: set[int]) -> Any:
+    """Return the value with replaced modules. Modifies lists and dicts in place, because they may be shared."""
+    if isinstance(value, nn.Module):
+        return made.get(id(value), value)
+    if type(value) not in (list, dict, tuple) or id(value) in seen:
+        return value
+    seen.add(id(value))
+    items = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
+    inner = [(key, each) for key, each in items if isinstance(each, _CONTAINER_TYPES)]
+    changed = {key: new for key, each in inner if (new := _with_replacements(each, made, seen)) is not each}
+    if changed and isinstance(value, tuple):
+        return tuple(changed.get(at, each) for at, each in items)
+    for key, new in changed.items():
+        value[key] = new
+    return value
+
+
+@contextmanager
+def _unwrapped(model: nn.Module, *, stages: int = 1) -> Iterator[Mapping[int, nn.Module]]:
+    """Remove the wrappers from the model inside the context.
+
+    Args:
+        stages: number of pipeline stages that the model will run on.
+
+    Yields id(wrapped module) -> its outermost wrapper. Raises ConfigError for a compiled module that is in a pipeline
+    or is replaced by sharding.
+    """
+    found: list[tuple[nn.Module, str, str, nn.Module, str, nn.Module]] = []
+    outermost: dict[int, nn.Module] = {}
+    replaced: list[str] = []
+    has_wrappers = any(map(wrapped_name, {type(module): module for module in model.modules()}.values()))
+    try:
+        for parent, owner in model.named_modules() if has_wrappers else ():  # continues in the modules without wrappers
+            for name, child in list(owner._modules.items()):
+                outer, path = child, join_path(parent, name)
+                while child is not None and (key := wrapped_name(child)) is not None:
+                    if stages > 1 and is_compiled_wrapper(child):
+                        raise _compiled_error(path, "it is part of a pipeline")
+                    inner = child._modules[key]
+                    assert inner is not None
+                    found.append((owner, name, path, child, key, inner))
+                    owner._modules[name] = child = inner
+                if child is not None and child is not outer and outer is not None:
+                    outermost[id(child)] = outer
+        yield outermost
+    finally:
+        for owner, name, path, wrapper, key, inner in reversed(found):
+            now = owner._modules[name]
+            wrapper._modules[key], owner._modules[name] = now, wrapper
+            is_replaced = now is not None and now is not inner and wrapped_name(now) is None
+            replaced += [path] if is_replaced and is_compiled_wrapper(wrapper) else []
+    if replaced:
+        raise _compiled_error(replaced[0], "sharding replaces it")
+
+
+def _compiled_error(path: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"{path} was compiled with torch.compile before the model was sharded, but {why}",
+        rule="A compiled module would keep running the unsharded module",
+        remedy="Compile the model after shard_model, or compile in place with module.compile()",
+    )

@@ -1,4 +1,4 @@
-"""Context parallelism of one model: what it must be, how its ranks are laid out, and what is changed in it."""
+"""Context parallelism: checks the model, chooses ring and Ulysses sizes, and installs the hooks."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from shardformer.sharding.plan import ShardingPlan
 from shardformer.tensor_parallel.parallel_module import ParallelModule
 
 RING, GROUP = "ring", "ulysses"
-"""The views of the sequence axis."""
+"""Names of the two axes into which the sequence axis is split."""
 
 
 @dataclass(frozen=True)
 class RingSizes:
-    """How the ranks of the sequence axis are laid out.
+    """Sizes of the ring and Ulysses groups that form the sequence axis.
 
     Args:
-        ring: between whom keys and values travel.
-        group: who exchange heads for positions.
-        gathers: whether keys are gathered.
+        ring: number of ranks that exchange keys and values.
+        group: number of ranks that exchange heads for positions (Ulysses).
+        gathers: whether keys and values are all-gathered instead of sent around the ring.
     """
 
     ring: int
@@ -54,93 +54,92 @@ def check_context(
     way: str,
     notes: Sequence[str] = (),
 ) -> None:
-    """Raises ConfigError for a model whose sequence cannot be cut over ranks. Changes nothing.
+    """Raise ConfigError if context parallelism does not support the model. Changes nothing.
 
     Args:
-        notes: what its policy says of the stacks.
+        notes: the policy's notes about the stacks.
     """
     if not stacks:
         raise ConfigError(
-            f"sequence={context.sequence.size} for {type(model).__name__}, whose policy names no stack of layers"
-            + (f". {' '.join(notes).removesuffix('.')}" if notes else ""),
-            rule="The sequence is cut from the first layer of a stack to its last",
-            remedy="Write the policy as roles (RolePolicy with a Stack), or leave the sequence axis out",
+            f"sequence={context.sequence.size} needs a stack of layers, but the policy of {type(model).__name__} has "
+            "none" + (f". {' '.join(notes).removesuffix('.')}" if notes else ""),
+            remedy="Write the policy as roles (RolePolicy with a LayerStack), or remove the sequence axis",
         )
     if why := attention_not_on_interface(model):
         if is_explicit(context, way):
             raise ConfigError(
-                f"sequence={context.sequence.size} for {type(model).__name__}, which {why}",
-                rule="A ring, Ulysses or gathered keys are put in through transformers' AttentionInterface",
-                remedy="Leave context_parallel at 'auto', which computes such an attention whole on every rank, or the "
-                "sequence axis out: enable_sequence_parallelism cuts the sequence between the blocks of tensor "
-                "parallelism",
+                f"context_parallel={way!r} with sequence={context.sequence.size} does not support "
+                f"{type(model).__name__}, which {why}",
+                rule="Ring attention, Ulysses and gathered keys are installed through transformers' AttentionInterface",
+                remedy="Use context_parallel='auto', which computes this attention in full on every rank, or remove "
+                "the sequence axis and use enable_sequence_parallelism=True",
             )
         return
     choose_ring_sizes(model, context, way)
 
 
 def attention_not_on_interface(model: nn.Module) -> str | None:
-    """Why no other attention can be put in the place of a model's own; None where it can."""
+    """Return why the model's attention cannot be replaced by another one, or None if it can."""
     classes = attention_classes(model)
     own = sorted(cls.__name__ for cls, source in classes.items() if not is_on_interface(source))
     if own:
-        return f"computes attention by itself in {', '.join(own)}"
-    return None if classes else "has no attention that is dispatched"
+        return f"implements its own attention in {', '.join(own)}"
+    return None if classes else "has no attention that uses the AttentionInterface"
 
 
 def is_explicit(context: ParallelContext, way: str) -> bool:
-    """Whether somebody asks for a way of attending to other ranks' positions, and takes no other."""
+    """Whether the user chose the attention method explicitly, so that no other method may be used."""
     return way != "auto" or (RING in context.sizes and GROUP in context.sizes)
 
 
 def choose_ring_sizes(model: nn.Module, context: ParallelContext, way: str) -> RingSizes:
-    """The ring and the groups in it. Raises ConfigError where the way that was asked for does not fit.
+    """Return the sizes of ring and Ulysses groups. Raises ConfigError if the chosen method does not fit the axis.
 
-    "auto" takes what sends the least by the formulas of ring attention and of Ulysses, with Ulysses inside of a host.
+    "auto" minimizes the communicated bytes, by the formulas of ring attention and Ulysses, with Ulysses within a host.
     """
     size, view = context.sequence.size, context.sizes
     if RING in view and GROUP in view:
         sizes = RingSizes(view[RING], view[GROUP], way == "gather")
         if (way == "ring" and sizes.group > 1) or (way in ("ulysses", "gather") and sizes.ring > 1 < sizes.group):
             raise ConfigError(
-                f"context_parallel={way!r} on a sequence axis of {sizes.ring} x {sizes.group}",
-                rule="An axis of two numbers is a ring of groups: keys travel in the ring, heads in the groups",
-                remedy="Leave context_parallel at 'auto', or give the axis one number",
+                f"context_parallel={way!r} does not fit the sequence axis of size {sizes.ring} x {sizes.group}",
+                rule="Two sizes mean a ring of Ulysses groups: keys travel along the ring, heads within a group",
+                remedy="Use context_parallel='auto', or pass one size for the axis",
             )
         return sizes
     if way == "ulysses":
         return RingSizes(1, size)
     if way in ("ring", "gather"):
         return RingSizes(size, 1, way == "gather")
-    return min(_possible(model, context), key=lambda found: found[0])[1]
+    return min(_candidate_sizes(model, context), key=lambda found: found[0])[1]
 
 
-def _possible(model: nn.Module, context: ParallelContext) -> Iterator[tuple[float, RingSizes]]:
+def _candidate_sizes(model: nn.Module, context: ParallelContext) -> Iterator[tuple[float, RingSizes]]:
     size, queries, keys = context.sequence.size, *_head_counts(model)
     queries, keys = max(queries // context.tensor.size, 1), max(keys // context.tensor.size, 1)
     for group in range(1, size + 1):
         if size % group or group > queries or (group > 1 and not _is_inside_host(context, group)):
             continue
         ring = size // group
-        mine = max(keys / group, 1)
-        sent = 4.5 * mine * (ring - 1) / ring
+        local_keys = max(keys / group, 1)
+        sent = 4.5 * local_keys * (ring - 1) / ring
         sent += 4 * (queries + max(keys, group)) / ring * (group - 1) / group**2
         yield sent, RingSizes(ring, group)
 
 
 def _head_counts(model: nn.Module) -> tuple[int, int]:
-    """Of the attention, by the config: query heads and key heads; of one that says others for each layer, one."""
+    """Return the numbers of query heads and KV heads from the config; (1, 1) if they differ between layers."""
     config = getattr(model, "config", None)
     inner = getattr(config, "get_text_config", lambda: config)()
     for name in ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads"):
-        if isinstance(queries := _said_of_all(inner, name), int):
-            keys = _said_of_all(inner, "num_key_value_heads")
+        if isinstance(queries := _uniform_field(inner, name), int):
+            keys = _uniform_field(inner, "num_key_value_heads")
             return queries, keys if isinstance(keys, int) else queries
     return 1, 1
 
 
-def _said_of_all(config: Any, name: str) -> Any:
-    """A field of a config; None where it has none, or says it for each layer (transformers raises a RuntimeError)."""
+def _uniform_field(config: Any, name: str) -> Any:
+    """Return a field of a config. None if it is missing or differs by layer (transformers raises RuntimeError)."""
     try:
         return getattr(config, name, None)
     except RuntimeError:
@@ -148,7 +147,7 @@ def _said_of_all(config: Any, name: str) -> Any:
 
 
 def _is_inside_host(context: ParallelContext, group: int) -> bool:
-    """Whether so many neighbours on the axis are on one host, as far as is known."""
+    """Whether each run of ``group`` consecutive ranks on the axis is within one host, as far as known."""
     lines = context.grid.rank_groups("sequence")
     return not any(
         context.grid.crosses_hosts(line[i : i + group]) for line in lines for i in range(0, len(line), group)
@@ -157,14 +156,14 @@ def _is_inside_host(context: ParallelContext, group: int) -> bool:
 
 @dataclass(frozen=True)
 class ContextFindings:
-    """What a proof learnt of a model.
+    """Results of validating context parallelism on a reduced model.
 
     Args:
-        dims: of the arguments of layers, and of what is given the whole sequence.
-        gathers: (path of a stack's layers, path of a module in each of them) of what is given the whole sequence.
-        is_whole: whether the model's attentions are among these, and stay as they are.
-        reads_between: whether the model reads or writes positions of the states between its layers.
-        unproven: the inputs with which the sequence cannot be cut, and why.
+        dims: sequence dimensions of the arguments of layers and full-sequence modules.
+        gathers: (path of a stack's layers, path of a module in each layer) of modules that need the full sequence.
+        is_whole: whether the model's attentions are among them and stay unmodified.
+        reads_between: whether the model reads or writes positions of the hidden states between its layers.
+        unproven: name of an input with which the sequence cannot be sharded -> reason.
     """
 
     dims: Dims = field(default_factory=dict)
@@ -177,9 +176,9 @@ class ContextFindings:
 def install_context_attention(
     model: nn.Module, state: ShardingMetadata, way: str, learned: ContextFindings, *, draws: bool
 ) -> None:
-    """Puts in what attends to other ranks' positions, and stands around what is given all of them.
+    """Install the context-parallel attention, and gathers around modules that need the full sequence.
 
-    Before the regions of tensor parallelism are opened, inside of whose edges it is. Communicates when groups are made.
+    Must run before the tensor-parallel regions are installed, which enclose it. Communicates to create groups.
     """
     context = state.context
     sizes = choose_ring_sizes(model, context, way)
@@ -190,22 +189,22 @@ def install_context_attention(
     )
     classes = () if learned.is_whole else tuple(attention_classes(model))
     if not learned.is_whole:
-        _put_in(model, run, classes)
+        _install_attention(model, run, classes)
     ModelInputHook(run, model, draws=draws)
     for path, name in learned.gathers:
         for layer in model.get_submodule(path).children():
             mixing = find_module(layer, name)
             if mixing is not None and not any(type(inner) in classes for inner in mixing.modules()):
                 state.region_hooks.append(FullSequenceHook(run, (path, name), mixing, draws=draws))
-    how = "attention is computed whole on every rank" if learned.is_whole else sizes
+    how = "attention is computed in full on every rank" if learned.is_whole else sizes
     state.notes.append(f"Context parallelism: {how}.")
     if learned.gathers:
         named = ", ".join(f"{layers}.*.{name}" for layers, name in learned.gathers)
-        what = "" if learned.is_whole else " without attention"
-        state.notes.append(f"All positions are computed on every rank of what mixes them{what}: {named}.")
+        what = "" if learned.is_whole else " (other than attention)"
+        state.notes.append(f"Every rank computes all positions of modules that mix positions{what}: {named}.")
 
 
-def _put_in(model: nn.Module, run: ContextParallelState, classes: tuple[type, ...]) -> None:
+def _install_attention(model: nn.Module, run: ContextParallelState, classes: tuple[type, ...]) -> None:
     attention.register_context_attention()
     for config in attention_configs(model):
         config._attn_implementation = attention.NAME
@@ -223,11 +222,11 @@ def install_context_hooks(
     *,
     draws: bool,
 ) -> None:
-    """Cuts the sequence in the layers of a model, whose other changes are done. Communicates nothing."""
+    """Install the hooks that shard the sequence in the layers of a model. Must run after all other changes."""
     run, inside = state.context_run, set[int]()
     for stack in stacks:
         if stack.whole_sequence:
-            state.notes.append(f"The sequence stays whole in {stack.layers}: {stack.whole_sequence}.")
+            state.notes.append(f"The sequence is not sharded in {stack.layers}: {stack.whole_sequence}.")
             continue
         layers = [layer for layer in model.get_submodule(stack.layers)._modules.values() if layer is not None]
         norm = model.get_submodule(stack.final_norm) if stack.final_norm else None
@@ -240,30 +239,28 @@ def install_context_hooks(
 
 
 def warn_unsharded_attention(model: nn.Module, context: ParallelContext) -> None:
-    """Says on the first rank that a model's attention is not shared out."""
+    """Warn on the first rank that the model's attention is not sharded over the sequence axis."""
     if context.rank == 0:
         warnings.warn(
-            f"The attention of {type(model).__name__} cannot read other ranks' positions, so each of the "
-            f"{context.sequence.size} ranks of the sequence axis computes it for all positions: time and memory shrink "
-            "with the ranks in the rest of the model alone. shardformer.describe_sharding(model) says more.",
+            f"The attention of {type(model).__name__} cannot read positions of other ranks, so each of the "
+            f"{context.sequence.size} ranks of the sequence axis computes it for all positions. Time and memory "
+            "decrease only in the rest of the model. shardformer.describe_sharding(model) shows details.",
             stacklevel=5,
         )
 
 
 def plan_for_context(plan: ShardingPlan, learned: ContextFindings, *, has_stream: bool) -> ShardingPlan:
-    """The plan for a model whose attentions are given all positions: none of them exits with what is given some.
+    """Adapt the plan to a model with replicated attention, whose blocks must not share an exit with another block.
 
     Args:
-        has_stream: whether the sequence is cut over the tensor axis, too. Raises ConfigError then.
+        has_stream: whether the tensor axis also shards the sequence, which raises ConfigError.
     """
     if not learned.is_whole:
         return plan
     if has_stream:
         raise ConfigError(
-            f"enable_sequence_parallelism beside the sequence axis for {type(plan.model).__name__}, whose attention is "
-            "computed whole on every rank",
-            rule="Its attentions are given all positions of the sequence axis, and would leave with those of the "
-            "tensor axis",
-            remedy="Leave enable_sequence_parallelism off, or the sequence axis out",
+            f"enable_sequence_parallelism=True with sequence > 1 does not support {type(plan.model).__name__}, whose "
+            "attention is computed in full on every rank",
+            remedy="Set enable_sequence_parallelism=False, or remove the sequence axis",
         )
     return replace(plan, blocks=[(path, replace(block, shared_exit=None)) for path, block in plan.blocks])

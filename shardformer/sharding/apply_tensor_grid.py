@@ -1,4 +1,4 @@
-"""Tensor parallelism on a grid, of one model: what becomes of what stands between its blocks."""
+"""Tensor parallelism on a 2D, 2.5D or 3D grid: plans and installs the changes between the blocks of a model."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from shardformer.tensor_parallel.sequence_parallel import first_tensor
 from shardformer.torch_compat import keystr, tree_flatten_with_path, tree_map_with_path
 from shardformer.transformers_compat import arguments_of, without_caches
 
-HIDDEN_STATES = "what flows through the stack"
+HIDDEN_STATES = "hidden states"
 ArgumentSamples = dict[tuple[str, str], int | None]
-"""(path of an attention with * for indices, path of an argument) -> its dim that counts samples, or a multiple."""
+"""(path of an attention with * for indices, name of an argument) -> its dim that counts samples, or a multiple."""
 
 
 def with_grid_context(config: ShardConfig, context: ParallelContext) -> tuple[ShardConfig, TensorGrid]:
-    """The config whose tensor axis is seen as the grid of its mode, and that grid. All processes call it.
+    """Return the config with its tensor axis reshaped to the grid of its mode, and that grid. All processes call it.
 
-    Raises ConfigError where the sizes do not fit the mode.
+    Raises ConfigError if the sizes do not fit the mode.
     """
     view = with_tensor_grid(context, config.tensor_parallel_mode)
     if view is not config.context:
@@ -50,16 +50,16 @@ def with_grid_context(config: ShardConfig, context: ParallelContext) -> tuple[Sh
 
 
 def plan_for_grid(plan: ShardingPlan, grid: TensorGrid) -> ShardingPlan:
-    """The plan with what is to be done between the blocks, where ranks have parts of the hidden features.
+    """Extend the plan to the modules between blocks, where each rank has a shard of the hidden features.
 
-    Norms over them, and numbers for each of them, are cut. What else has parameters is given all features: the module
-    of the layer that it stands in. Raises PolicyError where a rule or a layer knows of one tensor axis only.
+    Shards norms and per-feature parameters. Other modules with parameters receive all features, gathered at the
+    submodule of the layer that contains them. Raises PolicyError if a rule supports only one tensor axis.
     """
     if not plan.stacks:
         raise PolicyError(
-            f"tensor_parallel_mode={grid.mode!r} for {type(plan.model).__name__}, whose policy names no stack",
-            rule="On a grid the stream is cut from the first layer of a stack to its last",
-            remedy="Write the policy as roles (RolePolicy with a Stack), or use tensor_parallel_mode='1d'",
+            f"tensor_parallel_mode={grid.mode!r} needs a stack of layers, but the policy of "
+            f"{type(plan.model).__name__} has none",
+            remedy="Write the policy as roles (RolePolicy with a LayerStack), or use tensor_parallel_mode='1d'",
         )
     plan = replace(
         plan, replacements=dict(plan.replacements), parameters=dict(plan.parameters), full_sequence_modules=[]
@@ -68,57 +68,34 @@ def plan_for_grid(plan: ShardingPlan, grid: TensorGrid) -> ShardingPlan:
         prefix = f"{stack.layers}."
         blocks = [block for _, block in plan.blocks if block.entry.startswith(prefix)]
         _check_classes(plan, prefix)
-        width = _width(plan, blocks)
-        if width is None:
+        if (width := _hidden_size(plan, blocks)) is None:
             continue
-        inside = _BlockInterior(blocks)
+        entries = tuple(f"{block.entry}." for block in blocks)  # inside, a rank has all features of its samples
         for path, module in plan.model.get_submodule(stack.layers).named_modules(prefix=stack.layers):
-            own = dict(module.named_parameters(recurse=False))
-            is_known = path in plan.replacements or (own and all(join_path(path, n) in plan.parameters for n in own))
-            if _has_numbers(module, width) and not is_known and not inside.holds(path):
-                _add(plan, grid, prefix, path, module, width)
-        norm = plan.model.get_submodule(stack.final_norm) if stack.final_norm else None
-        if stack.final_norm and norm is not None and _has_numbers(norm, width):
-            _add(plan, grid, prefix, stack.final_norm, norm, width)
+            own = [join_path(path, name) for name, _ in module.named_parameters(recurse=False)]
+            is_known = path in plan.replacements or (own and all(name in plan.parameters for name in own))
+            if _needs_rule(module, width) and not is_known and not f"{path}.".startswith(entries):
+                _add_outer_module(plan, grid, prefix, path, module, width)
+        if stack.final_norm and _needs_rule(norm := plan.model.get_submodule(stack.final_norm), width):
+            _add_outer_module(plan, grid, prefix, stack.final_norm, norm, width)
     around = [block.gather_module for _, block in plan.blocks if block.gather_module is not None]
     gathered = [path for path in dict.fromkeys(plan.full_sequence_modules) if path not in around]
     if (gathered or around) and grid.mode == "3d":
         raise ConfigError(
-            f"tensor_parallel_mode='3d' for {type(plan.model).__name__}, whose {[*gathered, *around][0]!r} reads all "
-            "hidden features of a token",
-            rule="In 3D the ranks of a row of the grid have other samples of what flows between the blocks",
-            remedy="Use tensor_parallel_mode='2d' or '2.5d', which serve such a model, or '1d'",
+            f"tensor_parallel_mode='3d' does not support {type(plan.model).__name__}, whose "
+            f"{[*gathered, *around][0]!r} reads all hidden features of a token",
+            rule="In 3D the ranks of a grid row have different samples between the blocks",
+            remedy="Use tensor_parallel_mode='2d', '2.5d' or '1d'",
         )
-    kept = {n: s for n, s in plan.replacements.items() if not (_is_norm(s) and _within(n, [*gathered, *around]))}
+    inside = tuple(f"{path}." for path in (*gathered, *around))
+    kept = {n: s for n, s in plan.replacements.items() if s.target_module is not GridNorm or not n.startswith(inside)}
     return replace(plan, replacements=kept, full_sequence_modules=gathered)
 
 
-def _has_numbers(module: nn.Module, width: int) -> bool:
-    """Whether a module has parameters itself, or is a norm without any."""
+def _needs_rule(module: nn.Module, width: int) -> bool:
+    """Whether a module has direct parameters, or is a norm without parameters."""
     own = next(module.parameters(recurse=False), None)
     return own is not None or (not module._modules and getattr(module, "normalized_shape", None) == (width,))
-
-
-class _BlockInterior:
-    """What stands between the entry and the exit of a block, where a rank has all features of its samples."""
-
-    def __init__(self, blocks: list[BlockDescription]) -> None:
-        self._entries = tuple(f"{block.entry}." for block in blocks)
-
-    def holds(self, path: str) -> bool:
-        return f"{path}.".startswith(self._entries)
-
-
-def _within(path: str, outer: list[str]) -> bool:
-    return path.startswith(tuple(f"{name}." for name in outer))
-
-
-def _contains(outer: str, path: str) -> bool:
-    return f"{path}.".startswith(f"{outer}.")
-
-
-def _is_norm(sub: SubModuleReplacementDescription) -> bool:
-    return sub.target_module is GridNorm
 
 
 def _check_classes(plan: ShardingPlan, prefix: str) -> None:
@@ -128,21 +105,20 @@ def _check_classes(plan: ShardingPlan, prefix: str) -> None:
             continue
         if issubclass(target, Linear1D_Col | Linear1D_Row) or not target.__module__.startswith("shardformer."):
             raise PolicyError(
-                f"{path!r} is to become a {target.__name__}, which knows one tensor axis",
-                rule="On a grid the linears of blocks are named by roles, which know each mode",
-                remedy="Write the policy as a RolePolicy, or use tensor_parallel_mode='1d'",
+                f"The replacement class {target.__name__} of {path!r} supports only one tensor axis",
+                remedy="Write the policy as a RolePolicy, which supports every mode, or use tensor_parallel_mode='1d'",
             )
 
 
-def _width(plan: ShardingPlan, blocks: list[BlockDescription]) -> int | None:
-    """The hidden features of a stack: what the exits of its blocks give."""
-    rows = (find_module(plan.model, block.row) for block in blocks if block.replicated_terms is None)
-    found: list[Any] = [row for row in rows if row is not None]
-    return next((row.nf if is_transposed(row) else row.out_features for row in found), None)
+def _hidden_size(plan: ShardingPlan, blocks: list[BlockDescription]) -> int | None:
+    rows: list[Any] = [find_module(plan.model, block.row) for block in blocks if block.replicated_terms is None]
+    return next((row.nf if is_transposed(row) else row.out_features for row in rows if row is not None), None)
 
 
-def _add(plan: ShardingPlan, grid: TensorGrid, prefix: str, path: str, module: nn.Module, width: int) -> None:
-    """What becomes of a module between the blocks that has parameters of its own."""
+def _add_outer_module(
+    plan: ShardingPlan, grid: TensorGrid, prefix: str, path: str, module: nn.Module, width: int
+) -> None:
+    """Add a module that has direct parameters and is outside the blocks to the plan."""
     own = dict(module.named_parameters(recurse=False))
     shapes = {tuple(p.shape) for p in own.values()}
     if shapes <= {(width,)} and not module._modules and norm_kind(module) is not None:
@@ -153,47 +129,43 @@ def _add(plan: ShardingPlan, grid: TensorGrid, prefix: str, path: str, module: n
             plan.parameters[join_path(path, name)] = {0: Split.even(width, grid.hidden.size, axes=(grid.hidden.name,))}
     elif path.startswith(prefix) and path.count(".") > prefix.count("."):
         layer, child = path.removeprefix(prefix).split(".")[:2]
-        holder = f"{prefix}{layer}.{child}"
-        holds_one_end = any(_contains(holder, block.entry) != _contains(holder, block.row) for _, block in plan.blocks)
-        plan.full_sequence_modules.append(path if holds_one_end else holder)
+        holder = f"{prefix}{layer}.{child}."
+        holds_one_end = any(
+            f"{block.entry}.".startswith(holder) != f"{block.row}.".startswith(holder) for _, block in plan.blocks
+        )
+        plan.full_sequence_modules.append(path if holds_one_end else holder[:-1])
     else:
         raise ConfigError(
-            f"tensor_parallel_mode={grid.mode!r} for {type(plan.model).__name__}, whose {path!r} has parameters "
-            "or statistics of all features itself",
-            rule="Between the blocks each rank has some hidden features of a token",
+            f"tensor_parallel_mode={grid.mode!r} does not support {type(plan.model).__name__}, whose {path!r} has "
+            "parameters or statistics over all features",
+            rule="Between the blocks each rank has a shard of the hidden features",
             remedy="Use tensor_parallel_mode='1d' for this model",
         )
 
 
-# --- what attentions are given for each sample
+# --- batch dimensions of the arguments of attentions
 
 
 def full_input_modules(policy: Any) -> list[str]:
-    """The paths of modules that may be given more than the stream: with a block of an attention, and all of layers."""
+    """Return the paths of modules that may receive other inputs than hidden states."""
     model, out = policy.model, []
     for stack in policy.stacks():
-        layers = model.get_submodule(stack.layers)
-        out += [
-            path
-            for path, _ in layers.named_modules(prefix=stack.layers)
-            if path.count(".") > stack.layers.count(".") + 1
-        ]
+        paths = [path for path, _ in model.get_submodule(stack.layers).named_modules(prefix=stack.layers)]
+        out += [path for path in paths if path.count(".") > stack.layers.count(".") + 1]
     for key, description in policy.module_policy().items():
         for block in description.blocks or []:
-            if block.arguments is None or not isinstance(key, str):
-                continue
-            out.append(join_path(key, block.arguments.at) if block.arguments.at else key)
+            if block.arguments is not None and isinstance(key, str):
+                out.append(join_path(key, block.arguments.at))
     return [path for path in dict.fromkeys(out) if find_module(model, path) is not None]
 
 
 def argument_key(path: str, argument: str) -> tuple[str, str]:
-    """What is known of an argument of the modules at this path, in whichever layer."""
+    """Return the key under which findings about an argument are stored: the path with ``*`` for a layer's index."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path), argument
 
 
 def named_arguments(module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-    """(argument, tensor) of all tensors that a module is given; what flows through the stack is called
-    ``HIDDEN_STATES``."""
+    """Yield (argument, tensor) for all input tensors of a module. The hidden states are named ``HIDDEN_STATES``."""
     if not any(isinstance(x, Tensor) for x in (*args[:1], *kwargs.values())):
         return
     hidden, names = first_tensor(args, kwargs), _names_of(module)
@@ -207,7 +179,7 @@ def _names_of(module: nn.Module) -> list[str]:
 
 
 def _argument_path(path: Any, names: list[str]) -> str:
-    """The argument, by its name however it is given, and the way to a tensor in it."""
+    """Return the argument's name, whether passed by position or keyword, and the path of a tensor inside it."""
     kind, key, *inner = path
     if kind.idx == 1:
         return f"{key.key}{keystr(tuple(inner))}"
@@ -217,34 +189,35 @@ def _argument_path(path: Any, names: list[str]) -> str:
 def install_argument_hooks(
     model: nn.Module, plan: ShardingPlan, state: ShardingMetadata, samples: ArgumentSamples
 ) -> None:
-    """Each attention of a stack is given this rank's samples of its other arguments."""
+    """Install hooks that select this rank's samples in the additional arguments of each attention."""
     streams = [edge for edge in state.region_hooks if isinstance(edge, GridStackActivations)]
     stacks = [(f"{stack.layers}.", stream) for stack, stream in zip(plan.stacks, streams, strict=True)]
+    arguments_at = [(path, BlockArguments(path)) for path in plan.full_sequence_modules]
+    arguments_at += [(block.entry, block.arguments) for _, block in plan.blocks if block.arguments is not None]
     entering: dict[nn.Module, tuple[BlockArguments, GridStackActivations]] = {}
-    for _, block in plan.blocks:
-        stream = next((stream for prefix, stream in stacks if block.entry.startswith(prefix)), None)
-        if stream is not None and block.arguments is not None:
-            entering[model.get_submodule(block.arguments.at)] = block.arguments, stream
-    for path in plan.full_sequence_modules:
+    for path, arguments in arguments_at:
         stream = next((stream for prefix, stream in stacks if path.startswith(prefix)), None)
         if stream is not None:
-            entering.setdefault(model.get_submodule(path), (BlockArguments(path), stream))
-    model.register_forward_hook(partial(_without_cache, streams, arguments_of(model)))
+            entering[model.get_submodule(arguments.at)] = arguments, stream
+    model.register_forward_hook(partial(_remove_caches, streams, arguments_of(model)))
     for module, (arguments, stream) in entering.items():
         _LocalSamplesHook(module, arguments, stream, samples)
     for stack, (_, stream) in zip(plan.stacks, stacks, strict=True):
         stream.batch_dim = samples.get(argument_key(stack.layers, HIDDEN_STATES)) or 0
 
 
-def _without_cache(
+def _remove_caches(
     streams: Sequence[GridStackActivations], arguments: frozenset[str], model: nn.Module, args: Any, output: Any
 ) -> Any:
-    """Keys and values that a forward kept are of this rank's samples: nobody may go on with them."""
+    """Remove keys and values from the output: they belong to this rank's samples and must not be reused."""
     return without_caches(output, arguments) if any(stream.is_cut for stream in streams[-1:]) else None
 
 
 class _LocalSamplesHook:
-    """Before the forward of an attention: what its block does not let enter is cut first, what enters behind that."""
+    """Pre-forward hook of an attention that selects this rank's samples of its arguments.
+
+    Arguments in ``region_inputs`` are selected after they enter the tensor-parallel region, all others before.
+    """
 
     def __init__(
         self, module: nn.Module, arguments: BlockArguments, stream: GridStackActivations, samples: ArgumentSamples
@@ -253,7 +226,7 @@ class _LocalSamplesHook:
         self._rows, self._names = 0, _names_of(module)
         module.register_forward_pre_hook(self._before_entry, with_kwargs=True, prepend=True)
         for name in arguments.region_inputs:
-            change_argument(module, name, partial(self._own, name))
+            change_argument(module, name, partial(self._local_samples, name))
 
     def _before_entry(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._stream.is_cut:
@@ -265,11 +238,11 @@ class _LocalSamplesHook:
             if not isinstance(leaf, Tensor) or leaf is hidden or not leaf.dim():
                 return leaf
             name = _argument_path(path, self._names)
-            return leaf if name in self._arguments.region_inputs else self._own(name, leaf)
+            return leaf if name in self._arguments.region_inputs else self._local_samples(name, leaf)
 
         return tree_map_with_path(own, (args, kwargs))
 
-    def _own(self, argument: str, x: Tensor) -> Tensor:
-        by_chance = 0 if x.dim() > 1 and x.shape[0] == self._stream.samples else None
-        dim = self._samples.get(argument_key(self._arguments.at, argument), by_chance)
+    def _local_samples(self, argument: str, x: Tensor) -> Tensor:
+        default = 0 if x.dim() > 1 and x.shape[0] == self._stream.samples else None
+        dim = self._samples.get(argument_key(self._arguments.at, argument), default)
         return x if dim is None or not self._stream.is_cut else self._stream.cut_argument(x, dim, self._rows)

@@ -1,8 +1,8 @@
-"""Opens the tensor-parallel blocks of a model whose layers were replaced, and installs the gradient reduction."""
+"""Installs tensor-parallel blocks on a model with replaced layers, and its gradient reduction."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
@@ -15,7 +15,7 @@ from shardformer.context_parallel.sequence_sharded_tensor import map_local_posit
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.gradients.buckets import GradientSlot
 from shardformer.gradients.reducer import BUCKET_BYTES, GradientReducer
-from shardformer.layout.activation_layout import ActivationLayout, ModelRegion, ShardedFrom
+from shardformer.layout.activation_layout import ActivationLayout, ModelRegion
 from shardformer.layout.shard_spec import ShardSpec
 from shardformer.layout.sharding_metadata import (
     ParamEntry,
@@ -38,21 +38,21 @@ from shardformer.tensor_parallel.region import enter_region, same_random_in
 from shardformer.tensor_parallel.sequence_parallel import StackActivations
 
 InstalledBlock = tuple[nn.Module, TensorParallelBlock]
-"""The module at the entry of a block, and the block."""
+"""(module at the entry of a block, block)."""
 
 
 def install_regions(
     model: nn.Module, plan: ShardingPlan, state: ShardingMetadata, config: ShardConfig, grid: TensorGrid | None = None
 ) -> list[InstalledBlock]:
-    """Registers the hooks of every stack and block, after all other changes: they stand on modules that stay."""
+    """Register the hooks of every stack and block. Must run last, because hooks stay on their module."""
     axis, random = state.context.tensor, uses_dropout(model)
     classes = LAYERS_BY_MODE[config.tensor_parallel_mode]
-    _check_stream(plan, state.activations)
+    _check_stack_layers(plan, state.activations)
     streams: dict[str, StackActivations] = {}
     for stack in plan.stacks:
         layout = stack.layout_in(state.activations)
         if stack.whole_sequence and layout != state.activations:
-            state.notes.append(f"The sequence stays whole in {stack.layers}: {stack.whole_sequence}.")
+            state.notes.append(f"The sequence is not sharded in {stack.layers}: {stack.whole_sequence}.")
         stream = (
             StackActivations(layout, axis, overlap=config.enable_sequence_overlap, random=random)
             if grid is None
@@ -61,99 +61,93 @@ def install_regions(
         streams[f"{stack.layers}."] = stream
         if grid is not None and stack.final_norm and state.stages is not None:
             norm: Any = model.get_submodule(stack.final_norm)
-            if state.stages.placeholders.has_any(norm):  # of another stage, and over all features
-                norm.forward = _handed_on
-        _open_stack(model, stack, stream, axis, random)
+            if state.stages.placeholders.has_any(norm):  # the norm is on another stage and has all features
+                norm.forward = _identity
+        _install_stack(model, stack, stream, axis, random)
     if any(stream.layout.shard_at_stack(axis.name) for stream in streams.values()):
         for module in model.modules():
             if isinstance(module, classes.embedding):
                 module.__dict__["sums_later"] = True
     alone = StackActivations(ActivationLayout(), axis)
-    arounds: list[Any] = []
-    for path in (*plan.full_sequence_modules, *plan.token_free_modules):
-        of, module = _stream_at(path, streams, alone), model.get_submodule(path)
-        arounds.append(
-            (of.register_full_sequence if path in plan.full_sequence_modules else of.register_token_free)(
-                module, random
-            )
-        )
+
+    def stream_of(path: str) -> StackActivations:
+        return next((stream for prefix, stream in streams.items() if path.startswith(prefix)), alone)
+
+    outer: list[Any] = []
+    unsharded = (*plan.full_sequence_modules, *plan.token_free_modules)
+    for path in unsharded:
+        of = stream_of(path)
+        register = of.register_full_sequence if path in plan.full_sequence_modules else of.register_token_free
+        outer.append(register(model.get_submodule(path), random))
+    stack_paths = {stack.layers for stack in plan.stacks}
     for path, name in plan.per_token_args:
-        of, module = _stream_at(f"{path}.", streams, alone), model.get_submodule(path)
+        of, module = stream_of(f"{path}."), model.get_submodule(path)
         module.register_forward_pre_hook(of.recall_before, with_kwargs=True)
-        change_argument(module, name, of.shard_argument if _is_layer(path, plan) else of.gather_argument)
-    without_stream = tuple(f"{path}." for path in (*plan.full_sequence_modules, *plan.token_free_modules))
+        is_layer = path.rpartition(".")[0] in stack_paths
+        change_argument(module, name, of.shard_argument if is_layer else of.gather_argument)
     blocks: list[InstalledBlock] = []
     for path, description in plan.blocks:
-        stream, of_block = _stream_at(f"{path}.", streams, alone), classes
-        if stream is alone:
-            of_block = LAYERS_BY_MODE["1d"]
-        elif description.gather_module is not None:
-            arounds.append(stream.register_full_sequence(model.get_submodule(description.gather_module), random))
+        stream = stream_of(f"{path}.")
+        block_classes = LAYERS_BY_MODE["1d"] if stream is alone else classes
+        if stream is not alone and description.gather_module is not None:
+            outer.append(stream.register_full_sequence(model.get_submodule(description.gather_module), random))
             stream = StackActivations(ActivationLayout(), stream.axis)
-        elif f"{description.entry}.".startswith(without_stream):
+        elif stream is not alone and f"{description.entry}.".startswith(tuple(f"{path}." for path in unsharded)):
             stream = StackActivations(ActivationLayout(), stream.axis)
-        opened = _open_block(model, description, of_block, stream, random, axis)
-        if opened is not None:
-            blocks.append(opened)
-    # what is entered last is left first
-    outer = [around for around in arounds if around is not None] + list(streams.values())
+        if (installed := _install_block(model, description, block_classes, stream, random, axis)) is not None:
+            blocks.append(installed)
+    # regions are left in the reverse order of entry
+    outer = [*(hook for hook in outer if hook is not None), *streams.values()]
     state.region_hooks[:] = [*(block for _, block in blocks), *state.region_hooks, *outer]
     return blocks
 
 
-def _is_layer(path: str, plan: ShardingPlan) -> bool:
-    return path.rpartition(".")[0] in {stack.layers for stack in plan.stacks}
-
-
-def _handed_on(x: Tensor) -> Tensor:
+def _identity(x: Tensor) -> Tensor:
     return x
 
 
-def _stream_at(path: str, streams: Mapping[str, StackActivations], alone: StackActivations) -> StackActivations:
-    return next((stream for prefix, stream in streams.items() if path.startswith(prefix)), alone)
-
-
-def _check_stream(plan: ShardingPlan, stream: ActivationLayout) -> None:
-    """Raises ConfigError where a stack would cut the stream, and a layer of it needs more than its own part."""
-    cut = {
-        stack.layers
-        for stack in plan.stacks
-        if any(c.begin is ShardedFrom.STACK for c in stack.layout_in(stream).shards)
-    }
+def _check_stack_layers(plan: ShardingPlan, stream: ActivationLayout) -> None:
+    """Raise ConfigError if a layer of a stack that shards the sequence or the features is itself a block."""
+    layouts = {stack.layers: stack.layout_in(stream) for stack in plan.stacks}
+    sharded = {path for path, layout in layouts.items() if layout.shards_stacks}
     for _, block in plan.blocks:
-        if block.entry.rpartition(".")[0] in cut and block.gather_module is None:
+        if block.entry.rpartition(".")[0] in sharded and block.gather_module is None:
             raise ConfigError(
-                f"Sequence parallelism in {block.entry}, whose layers are blocks themselves",
-                rule="The sequence is cut from the first layer to the last: residuals are added inside of layers",
-                remedy="Leave enable_sequence_parallelism off, or name in LayerStack(layers=...) modules that add it",
+                f"enable_sequence_parallelism=True does not support {block.entry}, a layer that is itself a block",
+                rule="The hidden states stay sharded between blocks, so residuals must be added inside a layer",
+                remedy="Set enable_sequence_parallelism=False, or name modules that add the residual in "
+                "LayerStack(layers=...)",
             )
 
 
-def _open_stack(model: nn.Module, stack: StackDescription, stream: StackActivations, axis: Axis, random: bool) -> None:
-    """Another stack's states enter once for all layers; the stream is cut from the first layer to the last.
+def _install_stack(
+    model: nn.Module, stack: StackDescription, stream: StackActivations, axis: Axis, random: bool
+) -> None:
+    """Install the hooks of one stack, which shard its hidden states from the first to the last layer.
 
-    Where something reads it between two layers, each layer is a stack of its own; what none reads is not gathered.
+    The states of another stack enter the tensor-parallel region once for all layers. If the model reads the hidden
+    states between two layers, each layer gathers and shards them.
     """
     if stack.context is not None and stack.reads_context:
         path, name = stack.context
         change_argument(model.get_submodule(path), name, partial(map_local_positions, partial(enter_region, axis=axis)))
     layers = model.get_submodule(stack.layers)
-    children = [layer for layer in layers._modules.values() if layer is not None]  # one may be there several times
+    children = [layer for layer in layers._modules.values() if layer is not None]  # one layer may occur several times
     ends = [*children, *([model.get_submodule(stack.final_norm)] if stack.final_norm else [])]
-    is_repeated = len(set(ends)) < len(ends)  # then the first layer is no beginning, or the last no end
+    is_repeated = len(set(ends)) < len(ends)  # the first layer may also run later, the last also earlier
     if stream.layout.shards_stacks and (is_repeated or stack.sequence.between):
         for module in dict.fromkeys(ends):
             stream.register(module, module)
     else:
         stream.register(ends[0], ends[-1])
-    alike = stream.shares_samples
-    if random and alike is not None:
-        for module in layers.modules():  # each rank has a part of every sample: all drop the same samples
-            if type(module).__name__.endswith("DropPath"):  # in timm, and in each of transformers' families with one
-                same_random_in(alike, module)
+    sample_axis = stream.shares_samples
+    if random and sample_axis is not None:
+        for module in layers.modules():  # each rank has a shard of every sample: all must drop the same samples
+            if type(module).__name__.endswith("DropPath"):  # the class name in timm and transformers
+                same_random_in(sample_axis, module)
 
 
-def _open_block(
+def _install_block(
     model: nn.Module,
     description: BlockDescription,
     classes: ModeLayers,
@@ -161,10 +155,10 @@ def _open_block(
     random: bool,
     axis: Axis,
 ) -> InstalledBlock | None:
-    """Opens one block; None where it needs no hooks of its own, or stands in two layers and is open already.
+    """Install one block. Returns None if it needs no hooks, or if it is shared by two layers and already installed.
 
     Args:
-        axis: of the ranks that are given the same.
+        axis: of ranks with the same input.
     """
     row = model.get_submodule(description.row)
     if isinstance(row, classes.row) and getattr(row, "block", None) is not None:
@@ -182,25 +176,24 @@ def _open_block(
         stream, random, arguments.width
     )
     for name in [*description.columns, *description.cross_columns]:
-        column = _expected(model, name, classes.column, "columns")
+        column = _require_layer(model, name, classes.column, "columns")
         column.block = block
         if name in description.columns:
             block.columns.append(column)
-    _expected(model, description.row, classes.row, "row").block = block
+    _require_layer(model, description.row, classes.row, "row").block = block
     if description.shared_exit is not None:
-        other = _expected(model, description.shared_exit, classes.row, "row")
+        other = _require_layer(model, description.shared_exit, classes.row, "row")
         other.shared_exit = (row,)
     entry = model.get_submodule(description.entry)
     block.register_entry(entry, holds_exit=description.holds_exit)
     return entry, block
 
 
-def _expected(model: nn.Module, name: str, kind: type[nn.Module], what: str) -> Any:
+def _require_layer(model: nn.Module, name: str, kind: type[nn.Module], what: str) -> Any:
     module = model.get_submodule(name)
     if not isinstance(module, kind):
         raise PolicyError(
-            f"{name} is a {type(module).__name__}",
-            rule=f"The {what} of a block {'are' if what.endswith('s') else 'is'} replaced by {kind.__name__}",
+            f"{name} is a {type(module).__name__}, but {what} of a block must be a {kind.__name__}",
             remedy="Name the same path in sub_module_replacement",
         )
     return module
@@ -209,10 +202,10 @@ def _expected(model: nn.Module, name: str, kind: type[nn.Module], what: str) -> 
 def install_gradient_reduction(
     model: nn.Module, plan: ShardingPlan, blocks: Sequence[InstalledBlock], state: ShardingMetadata
 ) -> None:
-    """Fills the table of parameters, and sees to it that every gradient is the one of the plain model.
+    """Fill ``state.entries`` and install reducers that make every gradient equal to that of the plain model.
 
-    One reducer for what is this stage's own, and one for each set of stages that hold something together: these fill
-    buckets in one order, whatever each calls the parameters. Communicates when groups are made, on all processes.
+    One reducer handles the parameters of this stage. Further reducers handle the parameters that it shares with other
+    stages, which fill their buckets in the same order. Communicates to create groups, on all processes.
     """
     shared: dict[str, tuple[int, ...]] = {} if state.stages is None else state.stages.shared
     places = ParameterRegions(plan, state.activations)
@@ -222,7 +215,7 @@ def install_gradient_reduction(
         layout, place = places.of(name)
         reduction = reduction_of(spec, layout, place, state.context.sizes, shared.get(name, ()))
         state.entries.append(ParamEntry(name, param, spec, reduction))
-    axis_of = _axes(state, list(dict.fromkeys(shared.values())))
+    axis_of = _reduction_axes(state, list(dict.fromkeys(shared.values())))
     order = {name: at for at, name in enumerate(shared)}
     gradients: dict[tuple[int, ...], list[GradientSlot]] = {}
     for entry in sorted(state.entries, key=lambda entry: order.get(entry.name, 0)):
@@ -232,28 +225,24 @@ def install_gradient_reduction(
     by_param = {id(g.param): g for found in gradients.values() for g in found if not g.entry.spec.is_sharded}
     for module, block in blocks:
         if block.stream.layout.shard_at_stack(block.axis.name) is None:
-            _watch_side(module, block, by_param)
+            _detect_region_side(module, block, by_param)
     size = state.request.extra.get("bucket_bytes", BUCKET_BYTES)
     state.reducers = [
-        GradientReducer(gradients[stages], size, watch=None if stages else state.monitor)  # stages hold other weights
+        GradientReducer(gradients[stages], size, watch=None if stages else state.monitor)  # stages differ in weights
         for stages in sorted(gradients)
     ]
 
 
 class ParameterRegions:
-    """Where each parameter stands: the stream there, and whether inside of a block, between blocks or outside."""
+    """Finds the activation layout around each parameter, and whether it is in a block, between blocks or outside."""
 
     def __init__(self, plan: ShardingPlan, stream: ActivationLayout) -> None:
         self._stream, blocks = stream, [block for _, block in plan.blocks]
         self._inside = tuple(_prefix(block.entry) for block in blocks)
-        # of a block whose module is a block by itself, each rank adds a part of the bias
+        # each rank adds a fraction of the bias, unless the module is a block by itself
         self._biases = {f"{_prefix(block.row)}bias" for block in blocks if block.replicated_terms is None}
-        whole = [
-            *plan.full_sequence_modules,
-            *plan.token_free_modules,
-            *(b.gather_module for b in blocks if b.gather_module is not None),
-        ]
-        self._whole = tuple(map(_prefix, whole))
+        gathered = [block.gather_module for block in blocks if block.gather_module is not None]
+        self._gathered = tuple(map(_prefix, (*plan.full_sequence_modules, *plan.token_free_modules, *gathered)))
         self._stacks = [
             (prefix, stack.layout_in(stream))
             for stack in plan.stacks
@@ -262,25 +251,24 @@ class ParameterRegions:
         ]
 
     def of(self, name: str) -> tuple[ActivationLayout, ModelRegion]:
-        """The stream around a parameter, and its place in it."""
+        """Return the activation layout around a parameter, and the region that contains it."""
         layout = next((layout for prefix, layout in self._stacks if name.startswith(prefix)), None)
         if name not in self._biases and name.startswith(self._inside):
             return layout or self._stream, ModelRegion.BLOCK
         if layout is None:
             return self._stream, ModelRegion.OUTSIDE
-        return layout, ModelRegion.GATHERED if name.startswith(self._whole) else ModelRegion.STACK
+        return layout, ModelRegion.GATHERED if name.startswith(self._gathered) else ModelRegion.STACK
 
 
 def _prefix(path: str) -> str:
-    """What the names of all that is in the module at this path begin with."""
     return f"{path}." if path else ""
 
 
-def _axes(state: ShardingMetadata, held: Sequence[tuple[int, ...]]) -> Callable[[Reduction], Axis]:
-    """The ranks that agree on a gradient, by how it is agreed on. All processes make them alike, in one order.
+def _reduction_axes(state: ShardingMetadata, shared: Sequence[tuple[int, ...]]) -> Callable[[Reduction], Axis]:
+    """Create the groups that reduce gradients, on all processes in one order. Returns reduction -> its group.
 
     Args:
-        held: the sets of stages that hold a parameter together.
+        shared: sets of stages that share a parameter.
     """
     context = state.context
     names = ("data", *state.activations.partial_axes(ModelRegion.OUTSIDE))
@@ -289,7 +277,7 @@ def _axes(state: ShardingMetadata, held: Sequence[tuple[int, ...]]) -> Callable[
     choices = [(*outside, *chosen) for count in range(len(block) + 1) for chosen in combinations(block, count)]
     of_stages = {
         (tuple(sorted(names)), stages): context.flatten(*names, "pipe", only={"pipe": stages})
-        for stages in held
+        for stages in shared
         for names in choices
     }
     for names in choices:
@@ -305,24 +293,24 @@ def _axes(state: ShardingMetadata, held: Sequence[tuple[int, ...]]) -> Callable[
 
 @dataclass(eq=False)
 class _RegionSideHook:
-    """Before a module's forward: its gradients are summands between a block's entry and exit, and whole behind it."""
+    """Pre-forward hook that sets divisors: gradients are partial inside a block and complete after its exit."""
 
     block: TensorParallelBlock
     gradients: list[GradientSlot]
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         for gradient in self.gradients:
-            alike = 1 if self.block.is_open else self.block.axis.size
-            gradient.divisor = gradient.entry.reduction.divisor * alike
+            multiplicity = 1 if self.block.is_open else self.block.axis.size
+            gradient.divisor = gradient.entry.reduction.divisor * multiplicity
 
 
-def _watch_side(at: nn.Module, block: TensorParallelBlock, by_param: dict[int, GradientSlot]) -> None:
-    """ALBERT's attention holds its own norm behind the exit, T5's none: which side a module is on shows when it runs.
+def _detect_region_side(at: nn.Module, block: TensorParallelBlock, by_param: dict[int, GradientSlot]) -> None:
+    """Detect at run time on which side of the block's exit a module runs (ALBERT's norm runs after it, T5 has none).
 
-    Where the stack cuts the stream it makes no difference: behind the exit a rank sees its part of it.
+    Not needed where the stack shards the hidden states: each rank then sees only its shard after the exit.
     """
     for module in at.modules():
         params: list[Tensor] = list(module.parameters(recurse=False))
-        mine = [by_param[id(p)] for p in params if id(p) in by_param]
-        if mine and not isinstance(module, ParallelModule):
-            module.register_forward_pre_hook(_RegionSideHook(block, mine))
+        gradients = [by_param[id(p)] for p in params if id(p) in by_param]
+        if gradients and not isinstance(module, ParallelModule):
+            module.register_forward_pre_hook(_RegionSideHook(block, gradients))

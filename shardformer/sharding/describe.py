@@ -1,4 +1,4 @@
-"""Describes a sharded model: what was replaced, how parameters are sharded, and what each stage holds."""
+"""Describe a sharded model: replaced modules, shapes of sharded parameters, and the layers of each stage."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, zip_longest
+from itertools import accumulate, groupby, zip_longest
 from math import prod
 from typing import Any
 
@@ -18,18 +18,18 @@ from shardformer.pipeline.schedules import fitting_micro_batches, make_schedule,
 from shardformer.pipeline.stage_manager import Stages
 
 NAME_WIDTH = 52
-"""Of the first column; longer lists of names go on in the next line."""
+"""Width of the first column. Longer lists of names continue on the next line."""
 
 TableRow = tuple[str, tuple[str, ...], int]
-"""Path with ``*`` for the index of a layer, the cells behind it, and how many there are of it."""
+"""Path with ``*`` for the index of a layer, the other cells, and the number of rows merged into this row."""
 
 
 def table(head: tuple[str, ...], rows: Sequence[TableRow], layers: Mapping[str, int]) -> list[str]:
-    """The rows as aligned lines, under one line for each stack of layers.
+    """Format rows as aligned lines, grouped under a heading for each stack of layers.
 
     Args:
         head: the titles of the columns.
-        layers: ``transformer.h.*`` -> how many layers that stack has.
+        layers: ``transformer.h.*`` -> number of layers in that stack.
 
     >>> print("\\n".join(table(("", "was", "is"), [("head", ("6", "3"), 1), ("h.*.q", ("6", "3"), 2),
     ...                                           ("h.*.k", ("6", "3"), 2), ("h.*.t", ("9", "5"), 1)], {"h.*": 2})))
@@ -40,7 +40,11 @@ def table(head: tuple[str, ...], rows: Sequence[TableRow], layers: Mapping[str, 
       t     9    5   1 of 2
     """
     lines: list[tuple[str, ...]] = [head]
-    for section, members in _sections(rows):
+    sections: dict[str, list[TableRow]] = {"": []}
+    for path, cells, count in rows:
+        section = _section(path)
+        sections.setdefault(section, []).append((_inside(section, path), cells, count))
+    for section, members in sections.items():
         if section:
             count = layers.get(section, 0)
             lines.append((f"{section}: {count} layer{'' if count == 1 else 's'}",))
@@ -52,7 +56,7 @@ def table(head: tuple[str, ...], rows: Sequence[TableRow], layers: Mapping[str, 
 
 
 def align_columns(lines: Sequence[Sequence[str]], numbers: int | None = None) -> list[str]:
-    """The lines with their cells in columns, from ``numbers`` on at the right; a line of one cell stands alone."""
+    """Align the cells in columns, right-aligned from column ``numbers`` on. A line of one cell is unchanged."""
     columns = range(max(map(len, lines)))
     widths = [max((len(line[i]) for line in lines if i < len(line) > 1), default=0) for i in columns]
 
@@ -63,44 +67,41 @@ def align_columns(lines: Sequence[Sequence[str]], numbers: int | None = None) ->
 
 
 def wrapped(names: str, width: int, together: str = "(?<=:) ") -> list[str]:
-    """The names in lines of that width; a space that matches ``together`` stays, and a long path breaks at a dot."""
-    words = [_in_two(word, width) for word in re.sub(together, "\xa0", names).split(" ")]
-    lines = textwrap.wrap(" ".join(words), width, break_long_words=False, break_on_hyphens=False)
+    """Wrap names to ``width``. Spaces that match ``together`` do not break, and a long path breaks at a dot."""
+    words = re.sub(together, "\xa0", names).split(" ")
+    breaks = [word.rfind(".", 0, width) + 1 if len(word) > width else 0 for word in words]
+    text = " ".join(f"{word[:at]} {word[at:]}" if at else word for word, at in zip(words, breaks, strict=True))
+    lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
     return [line.replace("\xa0", " ") for line in lines]
 
 
-def _in_two(path: str, width: int) -> str:
-    at = path.rfind(".", 0, width) + 1 if len(path) > width else 0
-    return f"{path[:at]} {path[at:]}" if at else path
-
-
 def replicated_rows(parameters: Iterable[tuple[str, str, int, float]]) -> list[TableRow]:
-    """Rows of whole parameters (path, shape, how many, share): those of a module, and modules alike, on one line."""
+    """Merge replicated parameters (path, shape, count, share) of one module, and of equal modules, into one row."""
     leaves: dict[tuple[str, str, int], tuple[list[str], float]] = {}
     for path, shape, count, share in parameters:
         owner, _, leaf = path.rpartition(".")
         names, total = leaves.get((owner, shape, count), ([], 0.0))
         leaves[owner, shape, count] = ([*names, leaf], total + share)
-    alike: dict[tuple[str, str, str, int], tuple[list[str], float]] = {}
+    merged: dict[tuple[str, str, str, int], tuple[list[str], float]] = {}
     for (owner, shape, count), (names, share) in leaves.items():
         section = _section(owner)
         key = (section, ", ".join(names), shape, count)
-        owners, total = alike.get(key, ([], 0.0))
-        alike[key] = ([*owners, _inside(section, owner)], total + share)
+        owners, total = merged.get(key, ([], 0.0))
+        merged[key] = ([*owners, _inside(section, owner)], total + share)
     out: list[TableRow] = []
-    for (section, names_, shape, count), (owners, share) in alike.items():
+    for (section, names_, shape, count), (owners, share) in merged.items():
         text = f"{', '.join(owners)}: {names_}" if any(owners) else names_
         out.append((f"{section}.{text}" if section else text, (shape, percent(share)), count))
     return out
 
 
 def percent(share: float) -> str:
-    """``0.3%``, and ``<0.1%`` for what would look like nothing."""
+    """Format a share as ``0.3%``, and as ``<0.1%`` if it would round to zero."""
     return f"{share:.1%}" if share >= 0.0005 or share == 0 else "<0.1%"
 
 
 def _section(path: str) -> str:
-    """The path up to the first index: ``transformer.h.*`` of ``transformer.h.*.attn``."""
+    """Return the path up to the first index: ``transformer.h.*`` for ``transformer.h.*.attn``."""
     before, star, _ = f"{path}.".partition(".*.")
     return f"{before}.*" if star else ""
 
@@ -109,55 +110,42 @@ def _inside(section: str, path: str) -> str:
     return path[len(section) :].lstrip(".") or "the layer itself" if section else path
 
 
-def _sections(rows: Sequence[TableRow]) -> list[tuple[str, list[TableRow]]]:
-    found: dict[str, list[TableRow]] = {"": []}
-    for path, cells, count in rows:
-        section = _section(path)
-        found.setdefault(section, []).append((_inside(section, path), cells, count))
-    return [(section, members) for section, members in found.items() if members]
-
-
 def _merged(rows: Sequence[TableRow], num_layers: int) -> list[tuple[str, tuple[str, ...]]]:
-    """Names and cells; neighbours of one module that have the same cells share a line: ``attn.q, k, v``."""
+    """Merge adjacent rows of one module with equal cells into one line: ``attn.q, k, v``."""
 
-    def alike(row: TableRow) -> tuple[str, tuple[str, ...], int, str]:
+    def key(row: TableRow) -> tuple[str, tuple[str, ...], int, str]:
         path, cells, count = row
         return path.rpartition(".")[0], cells, count, path if ": " in path else ""
 
     out = []
-    for _, neighbours in groupby(rows, alike):
+    for _, neighbours in groupby(rows, key):
         (first, cells, count), *others = neighbours
         names = [first, *(path.rpartition(".")[2] for path, *_ in others)]
-        out.append((", ".join(names), (*cells, _how_many(count, num_layers))))
+        how_many = f"{count} of {num_layers}" if count < num_layers else f"{count} times"
+        out.append((", ".join(names), (*cells, "" if count == num_layers else how_many)))
     return out
 
 
-def _how_many(count: int, num_layers: int) -> str:
-    if count == num_layers:
-        return ""
-    return f"{count} of {num_layers}" if count < num_layers else f"{count} times"
-
-
 WIDTH, BESIDE_WIDTH = 46, 38
-"""Of the two columns of names; more of them go on in the next line."""
+"""Widths of the two columns of names. Longer lists continue on the next line."""
 TEXT_WIDTH = 116
 MOST_NAMED = 3
-"""More shared parameters than these are named by the modules that hold them."""
+"""More shared parameters than this are listed by the modules that contain them."""
 
 
 @dataclass(frozen=True)
 class StageRow:
-    """One stage.
+    """One pipeline stage.
 
     Args:
-        stage: its rank on the pipe axis.
-        virtual_stages: which it holds.
+        stage: rank on the pipe axis.
+        virtual_stages: indices of its virtual stages.
         layers: paths of its layers, ``model.layers.0-3``.
-        beside: paths of what stands before and behind layers, and is its.
-        parameters: how many numbers it holds, over all of its tensor ranks.
-        share: of all parameters of the model.
-        cost: what it computes, as a share of the whole model; as it was estimated, or given, for the cut.
-        checkpointed: how many of its layers compute their activations again in the backward.
+        beside: paths of its modules outside the layers.
+        parameters: number of elements of its parameters, over all tensor ranks.
+        share: share of all parameters of the model.
+        cost: share of the computation, as estimated or passed for the partition.
+        checkpointed: number of its layers that recompute activations in the backward.
     """
 
     stage: int
@@ -171,7 +159,7 @@ class StageRow:
 
 
 def stage_rows(stages: Stages) -> list[StageRow]:
-    """A row for each rank of the pipe axis; the same on all of them."""
+    """Return a row for each rank of the pipe axis, identical on all ranks."""
     names = stages.parameters
     in_layers = {n for n in names if any(n.startswith(f"{path}.") for path in stages.chain.layer_calls)}
     total = stages.num_parameters
@@ -179,28 +167,28 @@ def stage_rows(stages: Stages) -> list[StageRow]:
     counts = stages.manager.recomputed([len(span) for span in stages.spans])
     rows = []
     for stage in range(stages.manager.num_stages):
-        held = stages.manager.virtual_stages_of(stage)
-        units = [unit for v in held for unit in stages.spans[v]]
+        virtual = stages.manager.virtual_stages_of(stage)
+        units = [unit for v in virtual for unit in stages.spans[v]]
         here = {name for name in names if stage in stages.stages_of(name)}
         size = sum(dict(names[name] for name in here).values())
         rows.append(
             StageRow(
                 stage,
-                held,
+                virtual,
                 ", ".join(abbreviate_paths([stages.chain.layer_calls[unit] for unit in units])),
                 ", ".join(modules_of(here - in_layers, names)),
                 size,
                 size / max(total, 1),
                 sum(stages.costs[unit] for unit in units) / cost,
-                sum(counts[v] for v in held),
+                sum(counts[v] for v in virtual),
             )
         )
     return rows
 
 
 def stage_lines(rows: list[StageRow], stages: Stages) -> list[str]:
-    """The rows as an aligned table, then the schedule and what several stages hold."""
-    head = ("stage", "virtual", "layers", "beside them", "parameters", "of all", "cost", "recomputed")
+    """Format the rows as an aligned table, followed by the schedule and the parameters that stages share."""
+    head = ("stage", "virtual", "layers", "other modules", "parameters", "share", "cost", "recomputed")
     lines: list[tuple[str, ...]] = [head]
     for row in rows:
         numbers = [f"{row.parameters:,}", percent(row.share), percent(row.cost), str(row.checkpointed)]
@@ -208,11 +196,11 @@ def stage_lines(rows: list[StageRow], stages: Stages) -> list[str]:
         virtual = ", ".join(map(str, row.virtual_stages))
         cells = [[str(row.stage)], [virtual], layers, wrapped(row.beside, BESIDE_WIDTH), *([n] for n in numbers)]
         lines += zip_longest(*cells, fillvalue="")
-    says = {
+    is_shown = {
         "virtual": any(len(row.virtual_stages) > 1 for row in rows),
         "recomputed": any(row.checkpointed for row in rows),
     }
-    shown = [[cell for title, cell in zip(head, line, strict=True) if says.get(title, True)] for line in lines]
+    shown = [[cell for title, cell in zip(head, line, strict=True) if is_shown.get(title, True)] for line in lines]
     return [*align_columns(shown, shown[0].index("parameters")), "", *_schedule_lines(stages), *shared_lines(stages)]
 
 
@@ -222,43 +210,36 @@ def _schedule_lines(stages: Stages) -> list[str]:
     with_few, with_many = (simulate(make_schedule(name, num_stages, count, chunks)) for count in (few, many))
     of = ", each in one virtual stage" if chunks > 1 else ""
     text = (
-        f"schedule {name}: if stages take equally long, they are idle {with_few.bubble:.0%} of the time with {few} "
-        f"micro-batches, {with_many.bubble:.0%} with {many}. In order they hold the activations of "
+        f"schedule {name}: with stages of equal cost, a stage is idle {with_few.bubble:.0%} of the time with {few} "
+        f"micro-batches and {with_many.bubble:.0%} with {many}. The stages keep the activations of "
         f"{', '.join(map(str, with_many.in_flight))} micro-batches{of}."
     )
     return textwrap.wrap(text, TEXT_WIDTH, break_on_hyphens=False)
 
 
 def shared_lines(stages: Stages) -> list[str]:
-    """A sentence for each set of stages that hold the same parameters."""
+    """Return a sentence for each set of stages that share parameters."""
     groups: dict[tuple[int, ...], dict[str, list[str]]] = {}
-    for name, held in stages.shared.items():
+    for name, ranks in stages.shared.items():
         first = stages.parameters[name][0]
-        groups.setdefault(held, {}).setdefault(first, []).append(name)
+        groups.setdefault(ranks, {}).setdefault(first, []).append(name)
     lines = []
-    for held, tensors in groups.items():
-        names = [_with_aliases(first, aliases) for first, aliases in tensors.items()]
+    for ranks, tensors in groups.items():
+        names = []
+        for first, aliases in tensors.items():
+            others = " and ".join(name for name in aliases if name != first)
+            names.append(f"{first} ({others})" if others else first)
         if len(names) > MOST_NAMED:
             everything = [name for aliases in tensors.values() for name in aliases]
             names = [f"all of {', '.join(modules_of(everything, stages.parameters))}"]
-        verb, its = ("is", "its") if len(tensors) == 1 else ("are", "their")
-        text = f"{', '.join(names)} {verb} held by stages {_listed(held)}; {its} gradients are summed."
+        *most, last = map(str, ranks)
+        text = f"Stages {', '.join(most)} and {last} share {', '.join(names)} and sum the gradients."
         lines += textwrap.wrap(text, TEXT_WIDTH, break_on_hyphens=False)
     return lines
 
 
-def _with_aliases(first: str, aliases: Iterable[str]) -> str:
-    others = [name for name in aliases if name != first]
-    return f"{first}, which is {' and '.join(others)}," if others else first
-
-
-def _listed(numbers: Iterable[int]) -> str:
-    *most, last = map(str, numbers)
-    return f"{', '.join(most)} and {last}"
-
-
 def abbreviate_paths(paths: Sequence[str]) -> list[str]:
-    """Paths that end in indices, those of one stack in ranges; those that come several times with their number.
+    """Abbreviate paths that end in indices: ranges for the layers of a stack, counts for repeated paths.
 
     >>> abbreviate_paths(["h.0", "h.1", "h.2", "h.6", "encoder.0"])
     ['h.0-2, 6', 'encoder.0']
@@ -282,7 +263,7 @@ def abbreviate_paths(paths: Sequence[str]) -> list[str]:
 
 
 def modules_of(names: Collection[str], every: Mapping[str, object]) -> list[str]:
-    """The shortest paths that stand for these parameters and for no others of ``every``.
+    """Return the shortest paths that cover these parameters and no others of ``every``.
 
     >>> modules_of(["e.word.weight", "e.place.weight", "h.weight"], dict.fromkeys(["e.word.weight", "e.place.weight",
     ...     "h.weight", "h.bias"]))
@@ -296,24 +277,23 @@ def modules_of(names: Collection[str], every: Mapping[str, object]) -> list[str]
 
 
 def _ancestors(name: str) -> list[str]:
-    """``a``, ``a.b``, ``a.b.c`` of ``a.b.c``."""
-    parts = name.split(".")
-    return [".".join(parts[: i + 1]) for i in range(len(parts))]
+    """Return ``a``, ``a.b``, ``a.b.c`` for ``a.b.c``."""
+    return list(accumulate(name.split("."), "{}.{}".format))
 
 
 @dataclass(frozen=True)
 class ShardingDescription:
-    """What ``describe_sharding`` gives: print it, or read its rows. In a path ``*`` stands for the index of a layer.
+    """Description of a sharded model, to print or to read row by row. In paths ``*`` is the index of a layer.
 
     Args:
-        title: the model, the grid, the policy's source, the options that are on, how many parameters.
-        rows: (path, class before, class now, full shape, shape on this rank, how many) of what was cut.
-        changes: (path, before, now, how many) of all else that was replaced.
-        whole: (path, shape, how many, share of all parameters) of what every rank holds in full.
+        title: the model, mesh, source of the policy, enabled options and number of parameters.
+        rows: (path, class before, class after, full shape, local shape, count) of sharded modules and parameters.
+        changes: (path, before, after, count) of other replacements.
+        whole: (path, shape, count, share of all parameters) of replicated parameters.
         notes: sentences.
-        layers: path of a stack's layers -> how many there are.
-        stages: a row for each stage of a pipeline, and none without one.
-        stage_text: their table, the schedule and what stages share, as lines.
+        layers: path of a stack's layers -> number of layers.
+        stages: a row for each pipeline stage. Empty without a pipeline.
+        stage_text: table of stages, schedule and shared parameters, as lines.
     """
 
     title: str
@@ -331,21 +311,22 @@ class ShardingDescription:
             lines += ["", *self.stage_text]
         if self.rows:
             rows = [(path, tuple(cells), n) for path, *cells, n in self.rows]
-            lines += ["", *table(("cut", "was", "is", "full", "on this rank"), rows, self.layers)]
+            lines += ["", *table(("sharded", "before", "after", "full", "on this rank"), rows, self.layers)]
         if self.changes:
             changed = [(path, (before, after), n) for path, before, after, n in self.changes]
-            lines += ["", *table(("changed", "was", "is"), changed, self.layers)]
+            lines += ["", *table(("changed", "before", "after"), changed, self.layers)]
         if self.whole:
             share = f"{percent(sum(share for *_, share in self.whole))} of all"
-            held = "whole on every rank of this stage" if self.stages else "whole on every rank"
-            lines += ["", *table((held, "shape", share), replicated_rows(self.whole), self.layers)]
+            title = "replicated within this stage" if self.stages else "replicated on every rank"
+            lines += ["", *table((title, "shape", share), replicated_rows(self.whole), self.layers)]
         return "\n".join([*lines, *[f"\n{note}" for note in self.notes]])
 
 
 def describe_sharding(model: nn.Module) -> ShardingDescription:
-    """What was replaced by what, with full and local shapes, what stayed whole, and who said so.
+    """Describe a sharded model: replaced modules with full and local shapes, replicated parameters, and the policy.
 
-    Raises ConfigError for a model that is not sharded.
+    Raises:
+        ConfigError: if the model is not sharded.
     """
     state = metadata_of(model)
     specs = shard_specs(model)
@@ -355,27 +336,25 @@ def describe_sharding(model: nn.Module) -> ShardingDescription:
     def pattern(path: str) -> str:
         return _pattern(model, path, layers, stages)
 
-    cut: dict[str, tuple[str, str]] = {}  # of a parameter, or of the first of a module that is cut: full shape, part's
+    shapes: dict[str, tuple[str, str]] = {}  # parameter or module -> (full shape, local shape)
     for name, param, spec in sharded_parameters(model):
         for path in (name, name.rpartition(".")[0]) if spec.is_sharded else ():
-            cut.setdefault(path, (_shape(spec.shape), _shape(param.shape)))
+            shapes.setdefault(path, (_shape(spec.shape), _shape(param.shape)))
     rows: Counter[tuple[str, str, str, str, str]] = Counter()
     changes: Counter[tuple[str, str, str]] = Counter()
     for r in state.replacements:
-        if stages is not None and stages.is_elsewhere(r.path):
-            continue
-        shapes = cut.get(r.path) if r.kind == "module" else None
-        change = (pattern(r.path) or type(model).__name__, r.before, r.after)
-        if shapes is None:
-            changes[change] += 1
-        else:
-            rows[*change, *shapes] += 1
-    whole: dict[tuple[str, str], tuple[int, int]] = {}
+        if stages is None or not stages.is_elsewhere(r.path):
+            change = (pattern(r.path) or type(model).__name__, r.before, r.after)
+            if r.kind == "module" and r.path in shapes:
+                rows[*change, *shapes[r.path]] += 1
+            else:
+                changes[change] += 1
+    replicated: dict[tuple[str, str], tuple[int, int]] = {}
     for name, p in model.named_parameters():
         if not specs[name].is_sharded:
             of = (pattern(name), _shape(p.shape))
-            count, size = whole.get(of, (0, 0))
-            whole[of] = (count + 1, size + p.numel())
+            count, size = replicated.get(of, (0, 0))
+            replicated[of] = (count + 1, size + p.numel())
     here = sum(prod(specs[n].shape) for n, _ in model.named_parameters())
     total = max(here if stages is None else stages.num_parameters, 1)
     rows_of_stages = [] if stages is None else stage_rows(stages)
@@ -383,7 +362,7 @@ def describe_sharding(model: nn.Module) -> ShardingDescription:
         _title(model, state, total),
         [(*row, n) for row, n in rows.items()],
         [(*change, n) for change, n in changes.items()],
-        [(*of, n, size / total) for of, (n, size) in whole.items()],
+        [(*of, n, size / total) for of, (n, size) in replicated.items()],
         [*state.notes, *([state.gradient_owner.describe()] if state.gradient_owner is not None else [])],
         layers,
         rows_of_stages,
@@ -393,9 +372,12 @@ def describe_sharding(model: nn.Module) -> ShardingDescription:
 
 def _title(model: nn.Module, state: ShardingMetadata, total: int) -> str:
     local = sum(p.numel() for p in model.parameters())
-    given = [name for name, value in state.request.options.items() if value is True]
-    effect = [n for n in given if n != "enable_tensor_parallelism" or state.context.tensor.size > 1]
-    on = ", ".join(name.removeprefix("enable_").replace("_", " ") for name in effect)
+    enabled = [name for name, value in state.request.options.items() if value is True]
+    on = ", ".join(
+        name.removeprefix("enable_").replace("_", " ")
+        for name in enabled
+        if name != "enable_tensor_parallelism" or state.context.tensor.size > 1
+    )
     return (
         f"{type(model).__name__} over {state.context}, by {state.request.source}\n"
         + (f"on: {on}\n" if on else "")
@@ -404,19 +386,17 @@ def _title(model: nn.Module, state: ShardingMetadata, total: int) -> str:
 
 
 def _pattern(model: nn.Module, path: str, layers: dict[str, int], stages: Stages | None = None) -> str:
-    """``path`` with ``*`` for the index of a stack of equal modules, whose number here is noted in ``layers``."""
+    """Replace the layer index in ``path`` by ``*``, and store the number of these layers in ``layers``."""
     out: list[str] = []
     module: Any = model
-    for at, part in enumerate(path.split(".")):
-        before = path.split(".")[:at]
-        siblings = list(module.children()) if part.isdigit() and isinstance(module, nn.Module) else []
-        if siblings and len({type(m) for m in siblings}) == 1:
-            out.append("*")
-            if ".".join(out) not in layers:
-                names = [".".join([*before, name]) for name, _ in module.named_children()]
-                layers[".".join(out)] = sum(stages is None or not stages.is_elsewhere(name) for name in names)
-        else:
-            out.append(part)
+    parts = path.split(".")
+    for at, part in enumerate(parts):
+        siblings = dict(module.named_children()) if part.isdigit() and isinstance(module, nn.Module) else {}
+        is_layer = len({type(m) for m in siblings.values()}) == 1
+        out.append("*" if is_layer else part)
+        if is_layer and ".".join(out) not in layers:
+            names = [".".join([*parts[:at], name]) for name in siblings]
+            layers[".".join(out)] = sum(stages is None or not stages.is_elsewhere(name) for name in names)
         module = getattr(module, part, None)
     return ".".join(out)
 

@@ -1,7 +1,8 @@
-"""The plan: what a policy means for one model, worked out and checked before anything is changed."""
+"""Sharding plan: the changes that a policy makes to one model, computed and checked before the model is modified."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -11,7 +12,7 @@ from torch import nn
 
 from shardformer.errors import ConfigError, PolicyError, did_you_mean
 from shardformer.layout.shard_spec import Split
-from shardformer.module_paths import find_module, get_at, get_module, join_path, parent_of
+from shardformer.module_paths import find_module, get_at, get_module, is_linear, join_path, parent_of
 from shardformer.pipeline.layer_sequence import SequenceParallelHints, StackDescription
 from shardformer.pipeline.stage_forward import MissingParams
 from shardformer.policies.module_descriptions import (
@@ -22,32 +23,30 @@ from shardformer.policies.module_descriptions import (
 )
 from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import checked_descriptions
-from shardformer.sharding.module_aliases import readers_of
 
 LARGE_SHARE = 0.1
-"""Outside the stacks, a matrix with more than this share of all parameters needs a rule."""
+"""A matrix outside the layer stacks that has more than this share of all parameters needs a rule."""
 
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """What will be done to a model. All paths are those of the whole model.
+    """Changes that will be made to a model. All paths are relative to the full model.
 
     Args:
         model: the plain model.
-        stacks: its stacks of layers.
-        replacements: path of a submodule that is there -> what takes its place.
-        parameters: path of a parameter or buffer that a policy names itself -> dim -> how it is cut.
+        stacks: the model's stacks of layers.
+        replacements: path of a submodule -> its replacement.
+        parameters: path of a parameter or buffer that the policy names directly -> dim -> how that dim is split.
         attributes: path of an attribute -> its value after sharding.
-        functions: (path of a module, function that changes its parameters in place).
-        methods: path of a method -> the function that takes its place.
-        blocks: (path of the described module, block).
-        full_sequence_modules: paths of modules in a layer that are given the whole sequence where it is cut between
-        blocks, or, on
-            a tensor grid, all hidden features.
-        token_free_modules: paths of modules in a layer that are given no tokens, where the sequence is cut between
-        blocks.
-        per_token_args: (path of a layer or of a module in it, its argument) of what is given for each token beside
-        the states.
+        functions: (path of a module, function that modifies its parameters in place).
+        methods: path of a method -> the function that replaces it.
+        blocks: (path of the described module, tensor-parallel block).
+        full_sequence_modules: paths of modules in a layer that receive the full sequence under sequence parallelism,
+            or all hidden features on a tensor grid.
+        token_free_modules: paths of modules in a layer whose inputs have no token dimension, under sequence
+            parallelism.
+        per_token_args: (path of a layer or of a module in it, name of an argument that has one entry per token, in
+            addition to the hidden states).
     """
 
     model: nn.Module
@@ -63,13 +62,13 @@ class ShardingPlan:
     per_token_args: list[tuple[str, str]] = field(default_factory=list)
 
     def sharded_parameter_ids(self) -> dict[int, str]:
-        """The identity of every parameter that is cut, and a name of it."""
+        """Return the id and name of every parameter that will be sharded."""
         modules = {path: self.model.get_submodule(path) for path in self.replacements}
         out = {id(p): f"{path}.{n}" for path, m in modules.items() for n, p in m.named_parameters(recurse=False)}
         return out | {id(get_at(self.model, name)): name for name, splits in self.parameters.items() if splits}
 
     def restricted(self, placeholders: MissingParams) -> ShardingPlan:
-        """What of it is about modules whose parameters are on this stage."""
+        """Return the plan for this pipeline stage, without the modules whose parameters are on other stages."""
 
         def is_here(path: str) -> bool:
             return not placeholders.has_any(self.model.get_submodule(path))
@@ -89,7 +88,7 @@ class ShardingPlan:
         )
 
     def fingerprint(self) -> list[str]:
-        """The plan as text that is equal on all ranks that agree."""
+        """Return the plan as text, identical on all ranks that have the same plan."""
         out = []
         for path, sub in self.replacements.items():
             module = self.model.get_submodule(path)
@@ -99,21 +98,21 @@ class ShardingPlan:
                 f"{path}: {type(module).__name__} {shapes} -> {qualified_name(sub.target_module)} {_text(kwargs)}"
             )
         out += [f"{path}: {splits}" for path, splits in self.parameters.items()]
-        # of attributes the names only: their values differ where ranks hold different numbers of heads
+        # only the names of attributes: their values differ between ranks with different numbers of heads
         out += [*self.attributes, *self.methods, *(f"{path}: {qualified_name(f)}" for path, f in self.functions)]
         out += [f"{path}: {block}" for path, block in self.blocks]
         return [*out, *(f"{path}: gathered" for path in self.full_sequence_modules), *map(str, self.stacks)]
 
 
 def make_plan(model: nn.Module, policy: Policy, *, cuts: bool = True) -> ShardingPlan:
-    """Matches the policy's rules against the model.
+    """Match the policy's rules against the model.
 
     Args:
-        cuts: whether weights are cut. Without, the stacks are all that is planned: whatever a layer is made of, its
-            weights stay whole.
+        cuts: whether weights are sharded. If False, the plan contains only the stacks.
 
-    Raises PolicyError for a rule that matches nothing, a submodule or attribute that does not exist, two rules for one
-    module, or a large parameter that no rule explains.
+    Raises:
+        PolicyError: if a rule matches nothing, a submodule or attribute does not exist, two rules match one module,
+            or no rule covers a large parameter.
     """
     plan = ShardingPlan(model, policy.stacks())
     for path, module, description in _match(model, checked_descriptions(policy) if cuts else {}):
@@ -130,81 +129,72 @@ def make_plan(model: nn.Module, policy: Policy, *, cuts: bool = True) -> Shardin
     if not cuts:
         return plan
     if policy.shard_config.enable_sequence_parallelism:
-        plan.full_sequence_modules.extend(_gathered(plan))
-        plan.token_free_modules.extend(_in_layers(plan, lambda needs: needs.token_free_modules))
-        plan.per_token_args.extend(_beside(plan))
+        plan.full_sequence_modules.extend(_full_sequence_paths(plan))
+        plan.token_free_modules.extend(_paths_in_layers(plan, lambda needs: needs.token_free_modules))
+        plan.per_token_args.extend(_per_token_args(plan))
     _check_tied(plan)
-    _check_explained(policy, plan)
+    _check_unmatched_parameters(policy, plan)
     return plan
 
 
-def _gathered(plan: ShardingPlan) -> Iterator[str]:
-    """Paths of the modules that stacks name as given the whole sequence."""
-    around = dict.fromkeys(_in_layers(plan, lambda needs: needs.gather_with_blocks))
+def _full_sequence_paths(plan: ShardingPlan) -> Iterator[str]:
+    around = dict.fromkeys(_paths_in_layers(plan, lambda needs: needs.gather_with_blocks))
     ends = tuple(end for _, block in plan.blocks for end in (block.entry, block.row))
     yield from around
-    for path in _in_layers(plan, lambda needs: needs.gather_modules):
+    for path in _paths_in_layers(plan, lambda needs: needs.gather_modules):
         if path not in around and not any(f"{end}.".startswith(f"{path}.") for end in ends):
             yield path
 
 
-def _beside(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
+def _per_token_args(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
     for stack in plan.stacks:
         for index, layer in plan.model.get_submodule(stack.layers).named_children():
-            for module, _, name in (said.rpartition(".") for said in stack.sequence.per_token_args):
+            for module, _, name in (hint.rpartition(".") for hint in stack.sequence.per_token_args):
                 if find_module(layer, module) is not None:
                     yield join_path(stack.layers, index, module), name
 
 
-def _in_layers(plan: ShardingPlan, named: Callable[[SequenceParallelHints], Sequence[str]]) -> Iterator[str]:
-    """Paths of the modules that stacks name so; not every layer has each."""
+def _paths_in_layers(plan: ShardingPlan, named: Callable[[SequenceParallelHints], Sequence[str]]) -> Iterator[str]:
+    """Yield the paths that ``named`` selects from each stack's hints, for the layers that have them."""
     for stack in plan.stacks:
         for index, layer in plan.model.get_submodule(stack.layers).named_children():
-            yield from (
-                join_path(stack.layers, index, n) for n in named(stack.sequence) if find_module(layer, n) is not None
-            )
+            for name in named(stack.sequence):
+                if find_module(layer, name) is not None:
+                    yield join_path(stack.layers, index, name)
 
 
 def _add_replacement(plan: ShardingPlan, at: str, module: nn.Module, sub: SubModuleReplacementDescription) -> None:
     path = join_path(at, sub.suffix)
     if sub.ignore_if_not_exist and find_module(module, sub.suffix) is None:
         return
-    get_module(module, sub.suffix, at, " Set ignore_if_not_exist=True if some models lack it")
+    get_module(module, sub.suffix, at, " Set ignore_if_not_exist=True if some models do not have it")
     if not path:
         raise PolicyError(
-            "A rule replaces the whole model",
-            rule="Submodules are replaced; the model itself stays",
-            remedy="Name submodules, or give the model another class with inject_policy()",
+            "A rule of the policy replaces the full model",
+            remedy="Name submodules, or change the class of the model with inject_policy()",
         )
     if not callable(getattr(sub.target_module, "from_native_module", None)):
         raise PolicyError(
-            f"{path!r} is to become a {qualified_name(sub.target_module)}, which has no from_native_module",
-            rule="A target module makes itself of the native one: from_native_module(module, process_group, **kwargs)",
-            remedy="Give it that method, or name a parallel layer such as Linear1D_Col",
+            f"The replacement class {qualified_name(sub.target_module)} of {path!r} has no from_native_module",
+            remedy="Implement from_native_module(module, process_group, **kwargs), or name a parallel layer such as "
+            "Linear1D_Col",
         )
-    for other in plan.replacements:
-        if path == other or path.startswith(f"{other}.") or other.startswith(f"{path}."):
-            raise PolicyError(
-                f"Two rules replace {path!r}" + (f" and {other!r}, one inside the other" if path != other else ""),
-                rule="A module is replaced once",
-                remedy="Remove one of the two",
-            )
-    _check_alias(plan, path, get_module(plan.model, path), sub)
-    plan.replacements[path] = sub
-
-
-def _check_alias(plan: ShardingPlan, path: str, module: nn.Module, sub: SubModuleReplacementDescription) -> None:
-    """A module that the model holds under several names becomes one thing."""
+    module = get_module(plan.model, path)
     for other, known in plan.replacements.items():
+        if f"{path}.".startswith(f"{other}.") or other.startswith(f"{path}."):
+            raise PolicyError(
+                f"Two rules replace {path!r}" + (f" and {other!r}, which overlap" if path != other else ""),
+                remedy="Remove one of the two rules",
+            )
         is_same = plan.model.get_submodule(other) is module
         if is_same and (known.target_module, known.kwargs or {}) != (sub.target_module, sub.kwargs or {}):
             raise PolicyError(
-                f"{other!r} and {path!r} are one module, which two rules replace: one by a "
-                f"{qualified_name(known.target_module)} with {_text(known.kwargs or {})}, the other by a "
+                f"{other!r} and {path!r} are the same module, but one rule replaces it by "
+                f"{qualified_name(known.target_module)} with {_text(known.kwargs or {})} and another by "
                 f"{qualified_name(sub.target_module)} with {_text(sub.kwargs or {})}",
-                rule="A module that is held under several names is replaced by one",
-                remedy="Give both rules the same class and arguments, or remove one of the two",
+                remedy="Use the same class and arguments in both rules, or remove one rule",
             )
+    plan.replacements[path] = sub
 
 
 def _add_parameters(plan: ShardingPlan, at: str, module: nn.Module, parameters: Mapping[str, dict[int, Split]]) -> None:
@@ -214,21 +204,19 @@ def _add_parameters(plan: ShardingPlan, at: str, module: nn.Module, parameters: 
         known = {} if owner is None else {**owner._parameters, **owner._buffers}
         if owner is None or known.get(name) is None:
             raise PolicyError(
-                f"There is no parameter or buffer {path!r}",
-                rule="Every rule of a policy matches something",
+                f"The policy names {path!r}, which is not a parameter or buffer of the model",
                 remedy=did_you_mean(name if owner else owner_path, known or [n for n, _ in module.named_modules()]),
             )
         if name in owner._buffers and name not in owner._non_persistent_buffers_set:
             raise PolicyError(
-                f"{path} is a buffer that is saved with the model",
-                rule="A policy cuts parameters, and buffers that are not saved: those are gathered by nobody",
-                remedy="Leave it whole, or register it with persistent=False",
+                f"The policy shards {path}, a buffer that is saved in the state dict",
+                rule="Only parameters and non-persistent buffers can be sharded: saving does not gather buffers",
+                remedy="Keep the buffer replicated, or register it with persistent=False",
             )
         if (owner_path := join_path(at, owner_path)) in plan.replacements:
             raise PolicyError(
-                f"{path} is named, and {owner_path!r} is replaced",
-                rule="A module that is replaced brings its parameters with it",
-                remedy="Remove one of the two",
+                f"The policy names the parameter {path} and also replaces its module {owner_path!r}",
+                remedy="Remove one of the two rules",
             )
         plan.parameters[path] = splits
 
@@ -237,13 +225,13 @@ def _add_block(plan: ShardingPlan, at: str, module: nn.Module, block: BlockDescr
     for suffix in (*block.columns, *block.cross_columns, block.row):
         get_module(module, suffix, at, "")
     entry, block = get_module(module, block.entry, at, ""), block.within(at)
-    said = {*plan.parameters, *(join_path(block.entry, name) for name in block.replicated_terms or ())}
-    own = [n for name, _ in entry.named_parameters(recurse=False) if (n := join_path(block.entry, name)) not in said]
+    named = {*plan.parameters, *(join_path(block.entry, name) for name in block.replicated_terms or ())}
+    own = [n for name, _ in entry.named_parameters(recurse=False) if (n := join_path(block.entry, name)) not in named]
     if own and block.entry not in (*block.columns, *block.cross_columns):
         raise PolicyError(
-            f"{own[0]} is a parameter of the module at a block's entry itself",
-            rule="Inside a block each rank has a part of such a gradient, behind its exit the whole; modules show it",
-            remedy="Say in `parameters` what it counts, give it a module of its own, or leave this block whole",
+            f"{own[0]} is a direct parameter of the module at the entry of a block",
+            rule="Such a gradient is partial inside the block and complete after its exit",
+            remedy="Describe it in `parameters`, move it into a submodule, or keep this block replicated",
         )
     plan.blocks.append((at, block))
 
@@ -251,15 +239,13 @@ def _add_block(plan: ShardingPlan, at: str, module: nn.Module, block: BlockDescr
 def _add_changes(
     plan: ShardingPlan, at: str, module: nn.Module, description: ModulePolicyDescription, size: int
 ) -> None:
-    """Attributes, methods, and functions that change parameters."""
     default_cut = [s.suffix for s in description.sub_module_replacement or [] if "split" not in (s.kwargs or {})]
     for name, value in (description.attribute_replacement or {}).items():
         owner_path, _, attribute = name.rpartition(".")
         if (owner := get_at(module, owner_path)) is None or not hasattr(owner, attribute):
             known = vars(owner) if owner is not None else [n for n, _ in module.named_modules() if n]
             raise PolicyError(
-                f"There is no attribute {attribute!r} on {join_path(at, owner_path) or 'the model'!r}",
-                rule="An attribute that is rewritten exists and is read by the forward",
+                f"{join_path(at, owner_path) or 'The model'} has no attribute {attribute!r}, which the policy changes",
                 remedy=did_you_mean(attribute if owner is not None else owner_path, [n for n in known if n[:1] != "_"]),
             )
         evenly = [suffix for suffix in default_cut if f"{suffix}.".startswith(f"{owner_path}." if owner_path else "")]
@@ -268,8 +254,7 @@ def _add_changes(
     for name, method in (description.method_replacement or {}).items():
         if not callable(getattr(module, name, None)):
             raise PolicyError(
-                f"There is no method {name!r} on {at or 'the model'!r} ({type(module).__name__})",
-                rule="A method that is replaced exists",
+                f"{at or 'The model'} ({type(module).__name__}) has no method {name!r}, which the policy replaces",
                 remedy=did_you_mean(name, [n for n in dir(module) if not n.startswith("_")]),
             )
         plan.methods[join_path(at, name)] = method
@@ -277,13 +262,12 @@ def _add_changes(
 
 
 def _check_count(name: str, before: Any, value: Any, size: int, evenly: Sequence[str]) -> None:
-    """A count of heads that is divided with a remainder, beside features that are cut evenly: heads would be torn."""
+    """Raise ConfigError if the tensor size does not divide a count of heads whose features are split evenly."""
     if type(before) is int and type(value) is int and before % size and value == before // size and evenly:
         fits = ", ".join(str(n) for n in range(1, before + 1) if before % n == 0)
         raise ConfigError(
-            f"A tensor size of {size} makes {name} {value}, which was {before}, and cuts {evenly[0]!r} evenly",
-            rule="What an attribute counts is cut whole: the tensor size divides it",
-            remedy=f"Use a tensor size of {fits}, or a RolePolicy, which cuts uneven numbers of heads",
+            f"A tensor size of {size} does not divide {name}={before}, but the policy splits {evenly[0]!r} evenly",
+            remedy=f"Use a tensor size of {fits}, or a RolePolicy, which supports uneven numbers of heads",
         )
 
 
@@ -296,8 +280,8 @@ def _match(
         if not found:
             known = {type(m).__name__ for _, m in modules} | {path for path, _ in modules if path}
             raise PolicyError(
-                f"The rule for {qualified_name(key)!r} matches no module of {type(model).__name__}",
-                rule="Every rule of a policy matches a module: by class, class name or path with * for an index",
+                f"The policy's rule for {qualified_name(key)!r} matches no module of {type(model).__name__}",
+                rule="A rule names modules by class, by class name, or by path with * for an index",
                 remedy=did_you_mean(qualified_name(key), known),
             )
         yield from found
@@ -312,47 +296,68 @@ def _matches(key: ModuleKey, path: str, module: nn.Module) -> bool:
 
 
 def _check_tied(plan: ShardingPlan) -> None:
-    """A weight that is cut in one module must not be used whole by another that it is tied to."""
+    """Raise PolicyError if a module without a rule reads the full version of a sharded, tied weight.
+
+    A linear or embedding reads its own parameters; any other module reads those that its forward names. BERT's head
+    owns the bias of its decoder but does not read it.
+    """
+    sharded = plan.sharded_parameter_ids()
     replaced = {id(plan.model.get_submodule(path)) for path in plan.replacements}
     named = {(id(owner), name) for owner, name in (parent_of(plan.model, path) for path in plan.parameters)}
-    for path, name, other in readers_of(plan.model, plan.sharded_parameter_ids(), replaced):
-        if (id(plan.model.get_submodule(path)), name) not in named:
+    for path, module in plan.model.named_modules():
+        reads_all = is_linear(module) or isinstance(module, nn.Embedding)
+        for name, p in module.named_parameters(recurse=False) if id(module) not in replaced else ():
+            if id(p) not in sharded or (id(module), name) in named or not (reads_all or _reads(type(module), name)):
+                continue
+            other = sharded[id(p)]
             raise PolicyError(
-                f"{join_path(path, name)} is tied to {other}, which is cut, but no rule names it",
-                rule="Modules that share a weight are cut together or stay whole together",
-                remedy=f"Name {path!r} too (an embedding, or a head), or leave {other.rpartition('.')[0]!r} whole",
+                f"{join_path(path, name)} is tied to the sharded parameter {other}, but no rule shards it",
+                rule="Modules with a tied weight must all be sharded or all be replicated",
+                remedy=f"Add {path!r} as an embedding or head, or keep {other.rpartition('.')[0]!r} replicated",
             )
 
 
-def _check_explained(policy: Policy, plan: ShardingPlan) -> None:
-    whole = policy.replicated()
-    if whole is None:
+def _reads(kind: type[nn.Module], name: str) -> bool:
+    """Whether the forward of a class, or a method that it calls, reads the attribute ``name``."""
+    waiting, seen = ["forward"], set[str]()
+    while waiting:
+        method = waiting.pop()
+        code = getattr(inspect.unwrap(getattr(kind, method, None) or len), "__code__", None)
+        if code is None or method in seen:
+            continue
+        seen.add(method)
+        if name in code.co_names:
+            return True
+        waiting += code.co_names
+    return False
+
+
+def _check_unmatched_parameters(policy: Policy, plan: ShardingPlan) -> None:
+    replicated = policy.replicated()
+    if replicated is None:
         return
-    model, replaced = (
-        plan.model,
-        {*plan.sharded_parameter_ids(), *(id(get_at(plan.model, name)) for name in plan.parameters)},
-    )
-    total = sum(p.numel() for p in model.parameters())
+    matched = {*plan.sharded_parameter_ids(), *(id(get_at(plan.model, name)) for name in plan.parameters)}
+    total = sum(p.numel() for p in plan.model.parameters())
     inside = tuple(f"{s.layers}." for s in plan.stacks)
     left: dict[str, nn.Parameter] = {}
-    for name, p in model.named_parameters():
-        if p.dim() < 2 or id(p) in replaced or any(name == w or name.startswith(f"{w}.") for w in whole):
-            continue
-        if name.startswith(inside) or p.numel() > LARGE_SHARE * total:
+    for name, p in plan.model.named_parameters():
+        is_replicated = any(f"{name}.".startswith(f"{path}.") for path in replicated)
+        is_relevant = p.dim() > 1 and (name.startswith(inside) or p.numel() > LARGE_SHARE * total)
+        if is_relevant and id(p) not in matched and not is_replicated:
             left[name] = p
     if left:
         name, p = next(iter(left.items()))
-        _, *others = dict.fromkeys(_in_any_layer(n, inside) for n in left)
-        known = ", ".join(dict.fromkeys(_in_any_layer(n, inside) for n in whole))
+        _, *others = dict.fromkeys(_without_layer_index(n, inside) for n in left)
+        known = ", ".join(dict.fromkeys(_without_layer_index(n, inside) for n in replicated))
         raise PolicyError(
-            f"No rule explains {name!r} {tuple(p.shape)}, {p.numel() / total:.1%} of all parameters"
-            + (f", nor {', '.join(map(repr, others))}" if others else ""),
-            rule="Every matrix of a layer, and every large one elsewhere, is cut or said to stay whole",
-            remedy=f"Give it a role, or add it to the policy's `keep_replicated` ({known or 'empty now'})",
+            f"The policy has no rule for {name!r} {tuple(p.shape)}, {p.numel() / total:.1%} of all parameters"
+            + (f", nor for {', '.join(map(repr, others))}" if others else ""),
+            rule="Every matrix of a layer, and every large matrix elsewhere, must be sharded or listed as replicated",
+            remedy=f"Add a role for it, or add it to the policy's `keep_replicated` ({known or 'now empty'})",
         )
 
 
-def _in_any_layer(name: str, stacks: Sequence[str]) -> str:
+def _without_layer_index(name: str, stacks: Sequence[str]) -> str:
     """``layers.0.mlp.2.weight`` -> ``layers.*.mlp.2.weight``, where the stack is ``layers.``."""
     stack = next((s for s in stacks if name.startswith(s)), name)
     layer, dot, rest = name.removeprefix(stack).partition(".")
@@ -364,7 +369,7 @@ def qualified_name(key: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """A value as text that is the same in every process: no address of an object is in it."""
+    """Return a value as text without object addresses, identical in every process."""
     if value is None or isinstance(value, str | int | float | Split):
         return repr(value)
     if isinstance(value, Mapping):

@@ -139,7 +139,7 @@ def test_complex_numbers_of_128_bits_are_saved_and_exporting_them_is_refused(tmp
             for shard in optimizer.shards:
                 shard.local.mul_(1 + 1e-9j)
         shardformer.save_checkpoint(model, tmp_path / "saved", optimizer)
-        with pytest.raises(ConfigError, match="weight holds numbers of the kind complex128"):
+        with pytest.raises(ConfigError, match="weight has the dtype complex128"):
             export_pretrained(model, tmp_path / "out")
 
     models = [Filter(), Filter()]
@@ -242,7 +242,7 @@ def test_an_export_does_not_take_the_place_of_another_model(tmp_path: Path) -> N
         export_pretrained(plain, tmp_path / "base")
     export_pretrained(plain, tmp_path / "out")
     again = materialize(from_pretrained(type(plain), tmp_path / "out"))
-    with pytest.raises(ConfigError, match="is the folder that the model was loaded from"):
+    with pytest.raises(ConfigError, match="The model was loaded from"):
         export_pretrained(again, tmp_path / "out")
     same(tmp_path / "out", plain)
 
@@ -252,7 +252,7 @@ def test_a_disk_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError("No space left on device")
 
     plain = copy.deepcopy(SmallModel("gpt2")())
-    monkeypatch.setattr(export, "_put_together", full)
+    monkeypatch.setattr(export, "_write_weights_file", full)
     with pytest.raises(InputError, match="No space left"):
         export_pretrained(plain, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

@@ -25,7 +25,7 @@ SIZE = {"batch": 3, "sequence": 9}
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a model gave, and what the first rank says of how it was sharded."""
+    """Outputs of a model, and its description on the first rank."""
 
     loss: float
     gradients: dict[str, Tensor]
@@ -37,7 +37,7 @@ class Outcome:
         return "\n".join(self.said.notes)
 
     def replaced(self) -> dict[str, int]:
-        """What stands where something was replaced and not cut, and how often."""
+        """Return the replaced, unsharded modules with their counts."""
         assert self.said is not None
         counts: dict[str, int] = {}
         for *_, now, count in self.said.changes:
@@ -60,7 +60,7 @@ def plain(family: str, **changes: Any) -> Outcome:
 
 
 def sharded(family: str, option: str, ranks: int = 2, **changes: Any) -> Outcome:
-    """Loss and full gradients of a sharded model with ``option`` on."""
+    """Return loss and full gradients of a sharded model with ``option`` enabled."""
     models, batch = [build(family, changes) for _ in range(ranks)], batch_of(family)
 
     def train(context: ParallelContext) -> Outcome:
@@ -80,7 +80,7 @@ def _trained(model: nn.Module, batch: dict[str, Tensor]) -> Outcome:
 
 
 def assert_same(ours: Outcome, theirs: Outcome, bound: float) -> None:
-    """The loss and every gradient, relative to its own largest number; for noise, to a little of that of all."""
+    """Compare the loss and every gradient, relative to its largest element; for noise relative to all gradients."""
     assert abs(ours.loss - theirs.loss) <= bound * abs(theirs.loss), (ours.loss, theirs.loss)
     assert theirs.gradients and ours.gradients.keys() == theirs.gradients.keys()
     largest = max(float(g.abs().max()) for g in theirs.gradients.values())

@@ -1,4 +1,4 @@
-"""Flash attention in every family: the kernel runs, all gradients are the plain model's, scores are not held."""
+"""Flash attention in every family: the kernel runs, gradients are equal, scores are not materialized."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture
 def scores(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[int, int, int]]]:
-    """(heads, queries, keys) of what torch's attention was called with."""
+    """Return (heads, queries, keys) of the calls of torch's attention."""
     found: set[tuple[int, int, int]] = set()
     attention = F.scaled_dot_product_attention
 
@@ -72,7 +72,7 @@ def scores(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[int, int, int]
 @pytest.mark.slow
 @pytest.mark.feature("flash attention")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_all_attention_calls_the_kernel_and_nobody_can_tell(family: str, scores: set[tuple[int, int, int]]) -> None:
+def test_attention_uses_the_kernel_and_equals_the_plain_model(family: str, scores: set[tuple[int, int, int]]) -> None:
     ours = sharded(family, OPTION)
     assert_same(ours, plain(family), EXACT if family in IN_FP64 else CASTS)
     assert "torch flash attention for the CPU" in ours.notes
@@ -83,7 +83,7 @@ def test_all_attention_calls_the_kernel_and_nobody_can_tell(family: str, scores:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_other_settings(name: str, scores: set[tuple[int, int, int]]) -> None:
+def test_other_settings_use_the_kernel(name: str, scores: set[tuple[int, int, int]]) -> None:
     family, changes = VARIANTS[name]
     assert_same(sharded(family, OPTION, **changes), plain(family, **changes), CASTS)
     assert scores
@@ -91,7 +91,7 @@ def test_other_settings(name: str, scores: set[tuple[int, int, int]]) -> None:
 
 @pytest.mark.feature("memory-efficient attention")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_no_scores_of_the_whole_batch_are_held(
+def test_attention_scores_are_not_materialized(
     family: str,
     scores: set[tuple[int, int, int]],
     monkeypatch: pytest.MonkeyPatch,
@@ -126,7 +126,7 @@ def test_no_scores_of_the_whole_batch_are_held(
         ("bloom", {"slow_but_exact": True, "pretraining_tp": 2}, "slow_but_exact=True"),
     ],
 )
-def test_what_the_kernels_cannot_do_is_refused(family: str, changes: dict[str, Any], words: str) -> None:
+def test_unsupported_kernel_options_are_refused(family: str, changes: dict[str, Any], words: str) -> None:
     model = build(family, changes)
     before = model.config._attn_implementation
     with pytest.raises(ConfigError, match=words):
@@ -134,11 +134,11 @@ def test_what_the_kernels_cannot_do_is_refused(family: str, changes: dict[str, A
     assert model.config._attn_implementation == before
 
 
-def test_dropout_that_a_class_leaves_out_is_no_reason_to_refuse() -> None:
+def test_missing_attention_dropout_is_accepted() -> None:
     check_flash_attention(build("falcon", {"attention_dropout": 0.1}), CPU)
 
 
-def test_a_method_that_has_changed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_attention_method_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for method, takes in (("forward", r"\['hidden_states'"), ("_attn", r"\[\]")):
         other = attention_registration.AttentionOverride(method, attention_registration.gptj, "attention_dropout")
         monkeypatch.setitem(attention_registration.OVERRIDES, "BloomAttention", other)
@@ -146,10 +146,10 @@ def test_a_method_that_has_changed_is_refused(monkeypatch: pytest.MonkeyPatch) -
             use_flash_attention(build("bloom", {}), CPU)
 
 
-def test_a_class_that_dispatches_its_attention_in_this_version_keeps_its_methods(
+def test_class_that_dispatches_attention_keeps_its_methods(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As GPT-J, which transformers dispatches from 5.24 on, and computes itself before."""
+    """GPT-J dispatches its attention from transformers 5.24 on."""
     own = attention_registration.AttentionOverride("_attn", attention_registration.gptj, "attn_dropout")
     monkeypatch.setitem(attention_registration.OVERRIDES, "LlamaAttention", own)
     model = build("llama", {})
@@ -158,7 +158,7 @@ def test_a_class_that_dispatches_its_attention_in_this_version_keeps_its_methods
     assert model.config._attn_implementation == ATTENTION_NAME
 
 
-def test_weights_cannot_be_asked_for_where_a_method_was_replaced() -> None:
+def test_attention_weights_are_refused_with_the_kernel() -> None:
     model = build("gpt_neo", {})
     use_flash_attention(model, CPU)
     assert use_flash_attention(model, CPU)  # again, and nothing is hooked twice

@@ -1,4 +1,4 @@
-"""Activations in one kernel with their bias and gate, in every family, with the loss and all gradients as before."""
+"""Fused activations with bias and gate in every family: loss and gradients are equal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WRITTEN_OUT = [family for family, ran in KERNELS.items() if ran == {f"bias {TANH
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
-    """What ran as one kernel."""
+    """Return the names of the fused kernels that ran."""
     found: set[str] = set()
     lock, compute = threading.Lock(), fused_ops.bias_activation_gate
 
@@ -46,16 +46,16 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
 
 
 @pytest.mark.feature("JIT-fused operators", family="chatglm")
-def test_a_family_whose_activation_is_no_module(record_property: Callable[[str, object], None]) -> None:
-    with pytest.raises(ConfigError, match="no GELU, SiLU or ReLU that is a module") as refused:
+def test_family_without_an_activation_module_is_refused(record_property: Callable[[str, object], None]) -> None:
+    with pytest.raises(ConfigError, match="no GELU, SiLU or ReLU module") as refused:
         sharded("chatglm", "enable_jit_fused")
-    record_property("feature", "refused: it has" + refused.value.what.partition(" has")[2])
+    record_property("feature", "refused: it has" + refused.value.what.rpartition(" has")[2])
 
 
 @pytest.mark.slow
 @pytest.mark.feature("JIT-fused operators")
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "chatglm"])
-def test_the_kernels_of_a_family(family: str, ran: set[str]) -> None:
+def test_activations_run_as_fused_kernels(family: str, ran: set[str]) -> None:
     ours = sharded(family, "enable_jit_fused")
     assert_same(ours, plain(family), CASTS)
     assert ran == KERNELS[family]

@@ -17,7 +17,7 @@ from shardformer.errors import ConfigError
 from shardformer.layout import shard_spec as spec_module
 from shardformer.layout import shard_spec as split_module
 from shardformer.layout.shard_spec import EvenSplit, ShardSpec, Split, count_holders, even_bounds
-from shardformer.policies.attention_heads import HeadLayout
+from shardformer.policies.lowering import HeadLayout
 
 AXES = ("tensor", "data", "column")
 

@@ -82,8 +82,8 @@ def test_a_new_head_matches_transformers(saved: str, kind: str, head: str, other
     ours, plain = loaded_by_both(getattr(transformers, kind), tmp_path)
     notes = " ".join(vars(ours)["_shardformer_loading"])
     assert_same(materialize(ours), plain)
-    new, _, unused = notes.partition("Saved, and not in this model: ")
-    assert head in new.partition("Not saved, so new, with random numbers: ")[2] and other in unused
+    new, _, unused = notes.partition("In the files, but not in this model: ")
+    assert head in new.partition("Not in the files, so randomly initialized: ")[2] and other in unused
 
 
 def test_an_auto_class_accepts_config_fields(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_new_heads_are_identical_on_ranks_with_different_seeds(tmp_path: Path) -
 
     (one, said), (other, _) = run_as_threads(head, tensor=2)
     assert torch.equal(one, other)
-    assert "Not saved, so new, with random numbers: classifier.bias, classifier.weight" in said
+    assert "Not in the files, so randomly initialized: classifier.bias, classifier.weight" in said
 
 
 def test_files_may_be_overwritten_after_materialization(tmp_path: Path) -> None:
@@ -174,13 +174,13 @@ def test_files_may_be_overwritten_after_materialization(tmp_path: Path) -> None:
 
 
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"holds no config.*Correct the path"):
+    with pytest.raises(ConfigError, match=r"has no config.*Correct the path"):
         from_pretrained(transformers.BertModel, tmp_path / "nowhere")
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     BERT.config().save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"no weights in.*model.safetensors"):
+    with pytest.raises(ConfigError, match=r"has no weights.*model.safetensors"):
         from_pretrained(transformers.BertModel, tmp_path)
 
 
@@ -210,13 +210,13 @@ def test_files_deleted_before_materialization_are_refused(tmp_path: Path) -> Non
 
 def test_mismatched_shapes_are_refused(tmp_path: Path) -> None:
     save(BERT(), tmp_path)
-    with pytest.raises(ConfigError, match=r"dense.bias' is \(70,\) in .* and \(80,\) in this.*5 more"):
+    with pytest.raises(ConfigError, match=r"dense.bias' has the shape \(70,\) in .* but \(80,\) in this.*5 more"):
         from_pretrained(transformers.BertForMaskedLM, tmp_path, intermediate_size=80)
 
 
 def test_missing_layers_are_refused(tmp_path: Path) -> None:
     save(BERT(), tmp_path)
-    with pytest.raises(ConfigError, match=r"no weights for bert.encoder.layer.2\..*as many layers"):
+    with pytest.raises(ConfigError, match=r"no weights for bert.encoder.layer.2\..*number of saved layers"):
         from_pretrained(transformers.BertForMaskedLM, tmp_path, num_hidden_layers=3)
 
 
@@ -224,7 +224,7 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     save(BERT(), tmp_path)
     file = tmp_path / "model.safetensors"
     save_file({f"other.{name}": value for name, value in load_file(file).items()}, file)
-    with pytest.raises(ConfigError, match=r"Nothing in .* fits BertForMaskedLM.*'other\."):
+    with pytest.raises(ConfigError, match=r"has no weights for BertForMaskedLM.*'other\."):
         from_pretrained(transformers.BertForMaskedLM, tmp_path)
 
 
@@ -238,7 +238,7 @@ def test_quantized_weights_are_refused(tmp_path: Path) -> None:
     save(BERT(), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "awq"}}))
-    with pytest.raises(ConfigError, match="is quantized"):
+    with pytest.raises(ConfigError, match="are quantized"):
         from_pretrained(transformers.BertForMaskedLM, tmp_path)
 
 

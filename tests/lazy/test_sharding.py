@@ -181,7 +181,7 @@ def test_a_policy_for_a_lazy_user_model_is_derived_on_a_materialized_copy() -> N
 
     def shard(context: ParallelContext) -> None:
         model = shard_model(lazy[context.tensor.rank], context=context)
-        assert "a policy that was inferred" in str(describe_sharding(model))
+        assert "a derived and validated policy" in str(describe_sharding(model))
         assert_parts_of(model, plain, context.tensor.rank)
 
     run_as_threads(shard, tensor=2)

@@ -1,4 +1,4 @@
-"""What users do at the edges of sharding: done right, or refused by a word that helps; never trained wrongly."""
+"""Edge cases of sharding: trained correctly, or refused with a helpful error."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import MLP, Attention, AttentionInputs, AttentionProjections, LayerStack
 from shardformer.shard_model_api import ModelSharder, ShardFormer, resolve_policy, shard_model
-from shardformer.sharding.checks import held_outside
+from shardformer.sharding.checks import referenced_elsewhere
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
 from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel, sample_loss
 from tests.ops import seeing_parts
@@ -38,7 +38,7 @@ from tests.policies.toy import HEADS, HIDDEN, VOCAB, Layer, SelfAttention, ToyLM
 
 
 def sharded(make: Callable[[], nn.Module], policy: Any = ToyPolicy, **options: Any) -> list[nn.Module]:
-    """The model on each of two ranks."""
+    """Return the model on each of two ranks."""
     models = [make(), make()]  # not in the ranks: threads share the random numbers, and what transformers imports
     return run_as_threads(lambda c: shard_model(models[c.tensor.rank], policy, context=c, **options), tensor=2)
 
@@ -98,16 +98,16 @@ def with_hook() -> nn.Module:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_a_layer_that_is_more_than_its_class_is_not_replaced(make: Callable[[], nn.Module], what: str) -> None:
+def test_subclassed_layer_is_not_replaced(make: Callable[[], nn.Module], what: str) -> None:
     refused(ConfigError, make, what)
 
 
-def test_a_weight_that_is_computed_is_not_cut() -> None:
+def test_parametrized_weight_is_not_sharded() -> None:
     with pytest.raises(ConfigError, match="a weight that is computed"):
         Linear1D_Col.from_native_module(nn.utils.parametrizations.weight_norm(nn.Linear(4, 6)))
 
 
-def test_hooks_of_an_embedding_stay() -> None:
+def test_hooks_of_an_embedding_are_kept() -> None:
     def make() -> nn.Module:
         model: Any = SmallModel("llama")()
         model.enable_input_require_grads()
@@ -137,7 +137,7 @@ class LostExit(ToyPolicy):
 
 
 class OtherModule(nn.Module):
-    """In the place of one layer's MLP."""
+    """Replaces the MLP of one layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,8 +159,8 @@ def with_another_mlp() -> nn.Module:
     return model
 
 
-def test_an_optional_role_whose_exit_no_layer_has_is_refused() -> None:
-    words = ("2 layers have 'layers.*.mlp', and none has 'layers.*.mlp.fc3'", "Did you mean 'mlp.fc2'")
+def test_optional_role_without_any_exit_is_refused() -> None:
+    words = ("2 layers have 'layers.*.mlp', but none has its exit 'layers.*.mlp.fc3'", "Did you mean 'mlp.fc2'")
     refused(PolicyError, ToyLM, *words, policy=LostExit)
     sharded(with_another_mlp, PassedOver)  # it is passed over where another module stands in its place
 
@@ -170,7 +170,7 @@ class ResidualInside(SelfAttention):
         return x + super().forward(x)
 
 
-def test_a_residual_around_the_exit_is_refused_at_the_first_forward() -> None:
+def test_residual_around_the_exit_is_refused_in_the_first_forward() -> None:
     def train(context: ParallelContext) -> None:
         model = ToyLM()
         model.layers[0].attn.__class__ = ResidualInside
@@ -197,7 +197,7 @@ class EntersAtQ(ToyPolicy):
 
 
 @pytest.mark.parametrize("options", [{}, {"enable_sequence_parallelism": True}], ids=["plain", "sequence"])
-def test_an_attention_may_enter_at_its_first_projection(options: dict[str, bool]) -> None:
+def test_attention_can_enter_at_its_first_projection(options: dict[str, bool]) -> None:
     torch.manual_seed(0)
     plain = ToyLM().double()
     if not options:  # between the blocks of sequence parallelism a rank has its stretch only: nothing to add inside
@@ -216,7 +216,7 @@ def test_an_attention_may_enter_at_its_first_projection(options: dict[str, bool]
     run_as_threads(train, tensor=2)
 
 
-def test_a_second_derivative_is_an_error() -> None:
+def test_second_derivative_raises() -> None:
     def penalize(context: ParallelContext) -> None:
         model = shard_model(ToyLM(), ToyPolicy, context=context)
         loss = toy_loss(model, toy_batch(0))
@@ -239,7 +239,7 @@ def draws_alike(name: str) -> bool:
     return all(torch.equal(numbers, other) for other in all_gather_objects(numbers, context.tensor))
 
 
-def test_ranks_draw_the_same_numbers_outside_of_blocks_even_without_dropout(pool2: WorkerPool) -> None:
+def test_ranks_draw_the_same_numbers_outside_blocks_without_dropout(pool2: WorkerPool) -> None:
     assert pool2.run(draws_alike, "llama") == [True, True]
 
 
@@ -263,7 +263,7 @@ def drops_alike() -> bool:
     return all(all(map(torch.equal, seen, other)) for other in all_gather_objects(seen, context.tensor))
 
 
-def test_dropout_that_is_no_module(pool2: WorkerPool) -> None:
+def test_functional_dropout_trains_correctly(pool2: WorkerPool) -> None:
     assert pool2.run(drops_alike) == [True, True]
 
 
@@ -291,7 +291,7 @@ def after_a_broken_forward() -> bool:
     return all(torch.equal(seen[0], other) for other in all_gather_objects(seen[0], context.tensor))
 
 
-def test_a_forward_that_broke_off_inside_of_a_block_leaves_no_trace(pool2: WorkerPool) -> None:
+def test_failed_forward_inside_a_block_leaves_no_state(pool2: WorkerPool) -> None:
     assert pool2.run(after_a_broken_forward) == [True, True]
 
 
@@ -300,7 +300,7 @@ def test_a_forward_that_broke_off_inside_of_a_block_leaves_no_trace(pool2: Worke
 
 @pytest.mark.parametrize("kind", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool])
 @pytest.mark.parametrize("shape", [(), (3,), (129, 1030)])
-def test_a_checksum_sees_every_element(kind: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_checksum_covers_every_element(kind: torch.dtype, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     x = (10 * torch.randn(shape)).to(kind)
     assert checksum(x) == checksum(x.clone())
@@ -310,27 +310,27 @@ def test_a_checksum_sees_every_element(kind: torch.dtype, shape: tuple[int, ...]
         assert checksum(other) != checksum(x)
 
 
-def test_a_checksum_sees_the_order_of_its_stretches() -> None:
+def test_checksum_depends_on_the_order_of_chunks() -> None:
     x = torch.randn(3, 1024)
     assert checksum(x) != checksum(x[[1, 0, 2]])
 
 
-def test_an_optimizer_that_was_made_before_is_refused() -> None:
+def test_optimizer_created_before_sharding_is_refused() -> None:
     def shard(context: ParallelContext) -> None:
         model = ToyLM()
         optimizer = torch.optim.AdamW(model.parameters())
         shard_model(model, ToyPolicy, context=context)
         assert optimizer
 
-    with pytest.raises(ConfigError, match=r"An optimizer holds '.*make the optimizer of model.parameters"):
+    with pytest.raises(
+        ConfigError, match=r"An optimizer already contains '.*create the optimizer from model.parameters"
+    ):
         run_as_threads(shard, tensor=2)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])
-def test_nothing_is_searched_where_only_the_model_has_its_parameters(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The collector would look through all objects of the process, which takes longer than all the rest."""
+def test_no_search_if_only_the_model_refers_to_its_parameters(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search visits all objects of the process, which takes longer than sharding."""
 
     def refuse(*_: Any) -> Any:
         raise AssertionError("the collector is asked")
@@ -339,29 +339,29 @@ def test_nothing_is_searched_where_only_the_model_has_its_parameters(
     run_as_threads(lambda context: bool(shard_model(SmallModel(family)(), context=context)), tensor=2)
 
 
-def test_a_parameter_that_something_else_has_is_known_by_its_references() -> None:
+def test_parameter_referenced_elsewhere_is_detected() -> None:
     model = ToyLM(tied=True)
-    assert held_outside(model) == set()
+    assert referenced_elsewhere(model) == set()
     kept = [model.head.weight, model.norm.weight]
-    assert held_outside(model) == {id(p) for p in kept}
+    assert referenced_elsewhere(model) == {id(p) for p in kept}
     del kept
     optimizer = torch.optim.SGD(model.layers.parameters(), lr=0.1)
-    assert held_outside(model) == {id(p) for p in model.layers.parameters()}
+    assert referenced_elsewhere(model) == {id(p) for p in model.layers.parameters()}
     del optimizer
-    assert held_outside(model) == set()
+    assert referenced_elsewhere(model) == set()
 
 
-def test_parameters_that_come_afterwards_are_refused() -> None:
+def test_parameters_added_after_sharding_are_refused() -> None:
     def use(context: ParallelContext) -> None:
         model: Any = shard_model(ToyLM(), ToyPolicy, context=context)
         model.score = nn.Linear(HIDDEN, 2)
         toy_loss(model, toy_batch(0))
 
-    with pytest.raises(ConfigError, match=r"score.weight of this ToyLM came after it was sharded"):
+    with pytest.raises(ConfigError, match=r"score.weight of this ToyLM was added after the model was sharded"):
         run_as_threads(use, tensor=2)
 
 
-def test_what_the_first_rank_cannot_write_all_say(tmp_path: Path) -> None:
+def test_write_error_of_the_first_rank_is_raised_on_all(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     models = [SmallModel("llama")(), SmallModel("llama")()]
 
@@ -397,12 +397,12 @@ def saved_by_one(folder: str) -> str:
     return ""
 
 
-def test_a_model_that_only_one_rank_saves(pool2: WorkerPool, tmp_path: Path) -> None:
+def test_saving_on_one_rank_only_is_refused(pool2: WorkerPool, tmp_path: Path) -> None:
     said = pool2.run(saved_by_one, str(tmp_path))[0]
     assert "rank 1 waits for other ranks" in said and "not under `if rank == 0:`" in said
 
 
-def test_outputs_of_a_model_that_is_not_cut() -> None:
+def test_outputs_of_an_unsharded_model_are_unchanged() -> None:
     models = [SmallModel("llama", changes={"attn_implementation": "eager"})() for _ in range(2)]
 
     def run(context: ParallelContext) -> int:
@@ -416,7 +416,7 @@ def test_outputs_of_a_model_that_is_not_cut() -> None:
 
 
 def left_over(family: str) -> int:
-    """How many parameters of a model that was trained are alive when the model is not."""
+    """Return the number of parameters that outlive a trained model."""
     context = launch_from_torch(tensor=2)
     model = shard_model(SmallModel(family)(), context=context, enable_sequence_parallelism=True)
     sample_loss(model, RandomBatches(DEFAULT_HEAD[family])(0)).backward()
@@ -427,12 +427,12 @@ def left_over(family: str) -> int:
 
 
 @pytest.mark.parametrize("family", ["llama", "bert", "albert"])
-def test_a_model_that_nobody_holds_is_freed(pool2: WorkerPool, family: str) -> None:
+def test_unreferenced_model_is_freed(pool2: WorkerPool, family: str) -> None:
     assert pool2.run(left_over, family) == [0, 0]
 
 
 def part_alone() -> list[tuple[int, int]]:
-    """Checksums of the gradients of a part of a model, the rest of which is gone, on data of this rank's own."""
+    """Return checksums of the gradients of a submodule whose model was freed, with different data per rank."""
     context = launch_from_torch(tensor=1, data=2)
     model: Any = shard_model(SmallModel("llama")(), context=context)
     part = model.model
@@ -442,7 +442,7 @@ def part_alone() -> list[tuple[int, int]]:
     return [checksum(p.grad) for p in part.parameters()]
 
 
-def test_a_part_of_a_model_goes_on_agreeing_on_its_gradients(pool2: WorkerPool) -> None:
+def test_submodule_keeps_synchronizing_its_gradients(pool2: WorkerPool) -> None:
     mine, theirs = pool2.run(part_alone)
     assert mine == theirs
 
@@ -465,8 +465,8 @@ class UnevenFirstForm(Policy):
         return [Row_Layer("o.weight", "o.bias")]
 
 
-def test_heads_that_a_rule_would_tear() -> None:
-    refused(ConfigError, ToyLM, "num_heads 2, which was 5", "Use a tensor size of 1, 5", policy=UnevenFirstForm)
+def test_rule_that_splits_heads_is_refused() -> None:
+    refused(ConfigError, ToyLM, "does not divide num_heads=5", "Use a tensor size of 1, 5", policy=UnevenFirstForm)
 
 
 @pytest.mark.parametrize(
@@ -476,16 +476,16 @@ def test_heads_that_a_rule_would_tear() -> None:
         ("chatglm", {"num_attention_heads": 8, "multi_query_group_num": 2}),
     ],
 )
-def test_kv_heads_that_a_fused_projection_cannot_repeat_are_refused(family: str, heads: dict[str, int]) -> None:
-    """The second of three ranks has query heads 3, 4 and 5: one on the first KV head, and two on the second."""
+def test_uneven_kv_heads_in_a_fused_projection_are_refused(family: str, heads: dict[str, int]) -> None:
+    """The second of three ranks has query heads 3, 4 and 5: one on the first KV head and two on the second."""
     models = [SmallModel(family, changes=heads)() for _ in range(3)]
-    with pytest.raises(ConfigError, match=r"tensor size of 3 cuts the 2 KV heads of .* unevenly"):
+    with pytest.raises(ConfigError, match=r"tensor size of 3 splits the 2 KV heads of .* unevenly"):
         run_as_threads(lambda context: shard_model(models[context.tensor.rank], context=context), tensor=3)
 
 
 @pytest.mark.parametrize("make", [ShardFormer, lambda config: ModelSharder(ToyLM(), config, ToyPolicy)])
-def test_a_config_that_is_none(make: Callable[[Any], Any]) -> None:
-    with pytest.raises(ConfigError, match="is a ShardConfig"):
+def test_invalid_config_is_refused(make: Callable[[Any], Any]) -> None:
+    with pytest.raises(ConfigError, match="is not a ShardConfig"):
         make({"enable_sequence_parallelism": True})
 
 
@@ -499,25 +499,25 @@ def test_a_config_that_is_none(make: Callable[[Any], Any]) -> None:
         ({"extra_kwargs": [1]}, r"extra_kwargs=\[1\]"),
     ],
 )
-def test_values_of_another_kind(fields: dict[str, Any], said: str) -> None:
+def test_values_of_wrong_types_are_refused(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         ShardConfig(**fields)
 
 
-def test_what_is_no_model() -> None:
-    with pytest.raises(ConfigError, match="The model is 'bert'"):
+def test_invalid_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="model='bert'"):
         shard_model("bert")  # type: ignore[arg-type]  # wrong on purpose
     with pytest.raises(ConfigError, match=r"without .parameters\(\)"):
         shardformer.clip_grad_norm_(ToyLM().parameters(), 1.0)  # type: ignore[arg-type]  # wrong on purpose
 
 
-def test_what_is_no_policy() -> None:
-    refused(PolicyError, ToyLM, "Write config=...", policy=ShardConfig())
-    with pytest.raises(PolicyError, match=r"says 'embedings'.*Did you mean 'embeddings'"):
+def test_invalid_policy_is_refused() -> None:
+    refused(PolicyError, ToyLM, "as config=...", policy=ShardConfig())
+    with pytest.raises(PolicyError, match=r"defines the unknown attribute 'embedings'.*Rename it to 'embeddings'"):
         type("Misspelt", (RolePolicy,), {"embedings": "embed"})
     with pytest.raises(PolicyError, match=r"'num_heads': 'head'.*'heads'"):
         Attention("attn", AttentionProjections(out="o"), {"num_heads": "head"})
-    with pytest.raises(PolicyError, match="A family's policy is a subclass"):
+    with pytest.raises(PolicyError, match="needs a subclass"):
         shardformer.register_policy("toy", ToyPolicy())  # type: ignore[arg-type]  # wrong on purpose
 
 
@@ -537,11 +537,11 @@ class BadTarget(ToyPolicy):
         return said
 
 
-def test_a_target_that_makes_nothing() -> None:
-    refused(PolicyError, ToyLM, "from_native_module gave None", policy=BadTarget)
+def test_target_that_returns_no_module_is_refused() -> None:
+    refused(PolicyError, ToyLM, "from_native_module returned None", policy=BadTarget)
 
 
-def test_a_registered_policy_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registered_policy_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_REGISTERED", {})
 
     class Mine(ToyPolicy):

@@ -1,4 +1,4 @@
-"""An attention and an MLP whose outputs a layer adds at once leave together."""
+"""An attention and an MLP whose outputs the layer adds share one collective."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PARALLEL = {"gptj": {}, "falcon": {}, "falcon of one KV head": {"new_decoder_arc
 
 
 def collectives(family: str, changes: dict[str, Any], training: bool = True, **options: bool) -> Counter[str]:
-    """What the blocks of one forward communicate."""
+    """Return the collectives of the blocks in one forward."""
     models: list[nn.Module] = [SmallModel(family, changes=changes)().train(training) for _ in range(2)]
 
     def forward(context: ParallelContext) -> Counter[str]:
@@ -31,7 +31,7 @@ def collectives(family: str, changes: dict[str, Any], training: bool = True, **o
 
 
 @pytest.mark.parametrize("name", PARALLEL)
-def test_two_exits_are_one(name: str) -> None:
+def test_shared_exit_uses_one_collective(name: str) -> None:
     changes: dict[str, Any] = {"num_kv_heads": None} if name == "falcon of one KV head" else {}
     changes |= PARALLEL[name]
     assert collectives(name.partition(" ")[0], changes)["all_reduce"] == 1 + 2  # the embedding, two layers
@@ -40,10 +40,10 @@ def test_two_exits_are_one(name: str) -> None:
     assert cut["reduce_scatter"] == 2 + (name != "gptj")
 
 
-def test_what_is_dropped_out_by_itself_leaves_by_itself() -> None:
+def test_separate_dropout_uses_separate_exits() -> None:
     assert collectives("gptj", {"resid_pdrop": 0.1})["all_reduce"] == 1 + 4
 
 
-def test_what_is_added_one_after_the_other_leaves_by_itself() -> None:
+def test_separate_residuals_use_separate_exits() -> None:
     old = {"new_decoder_architecture": False, "parallel_attn": False, "num_kv_heads": None}
     assert collectives("falcon", old)["all_reduce"] == 1 + 4

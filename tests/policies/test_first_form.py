@@ -1,4 +1,4 @@
-"""The first form of a policy and of the command that runs it: lists of layers by the paths of their weights."""
+"""Legacy policies, and the legacy run command."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.scripts import SHARDFORMER
 
 
 class FirstBert(Policy):
-    """As the first document writes one; what is not overwritten says nothing."""
+    """A legacy policy with explicit classes."""
 
     @staticmethod
     def argument_policy(model_config: Any, shard_config: int) -> dict[Any, Argument]:
@@ -74,7 +74,7 @@ class FirstBert(Policy):
 
 
 class FirstBertDefaults(FirstBert):
-    """No class is named anywhere, the head keeps its logits cut, and the methods left out say so as the template."""
+    """Names no classes, keeps the logits sharded, and returns exceptions from unused functions."""
 
     @staticmethod
     def argument_policy(model_config: Any, shard_config: int) -> dict[Any, Argument]:
@@ -140,16 +140,16 @@ class FirstGPT2(Policy):
 
 
 @pytest.mark.parametrize("policy", [FirstBert, FirstBertDefaults])
-def test_bert_by_the_first_form(pool2: WorkerPool, policy: type[Policy]) -> None:
+def test_bert_trains_with_a_legacy_policy(pool2: WorkerPool, policy: type[Policy]) -> None:
     check_sample(SmallModel("bert"), policy, pool2)
 
 
-def test_gpt2_by_the_first_form(pool2: WorkerPool) -> None:
+def test_gpt2_trains_with_a_legacy_policy(pool2: WorkerPool) -> None:
     check_sample(SmallModel("gpt2"), FirstGPT2, pool2)
 
 
 class Bound(Policy):
-    """Cuts an embedding and a head that are not tied in the plain model, and ties them."""
+    """Shards an untied embedding and head, and ties them."""
 
     @staticmethod
     def argument_policy(model_config: Any, shard_config: int) -> dict[Any, Argument]:
@@ -191,13 +191,13 @@ def _bound() -> tuple[bool, str, float, str]:
     )
 
 
-def test_bound_weights_are_one_and_the_injected_class_computes(pool2: WorkerPool) -> None:
+def test_binding_policy_ties_weights_and_inject_policy_sets_the_class(pool2: WorkerPool) -> None:
     for tied, name, difference, text in pool2.run(_bound):
         assert tied and name == "LoudToyLM" and difference < 2e-5
         assert "tied to embed.weight" in text and "LoudToyLM" in text
 
 
-def test_functions_that_are_not_overwritten_say_nothing() -> None:
+def test_default_functions_return_nothing() -> None:
     names = ("attn_in", "attn_out", "mlp_in", "mlp_out", "embedding", "unembedding")
     assert [getattr(Policy, name)() for name in names] == [[]] * 6
     assert not Policy.binding_policy() and not Policy.inject_policy()
@@ -239,7 +239,7 @@ SCRIPT = """
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["train", "inference"])
-def test_the_run_command_of_the_first_form(tmp_path: Path, mode: str) -> None:
+def test_legacy_run_command_works(tmp_path: Path, mode: str) -> None:
     (tmp_path / "test.py").write_text(textwrap.dedent(SCRIPT))
     (tmp_path / "config.py").write_text("parallel = dict(tensor=dict(size=2, mode='1d'))\nseed = 5\n")
     command = ["run", "--nproc_per_node", "2", "test.py", "--config", "config.py", "--mode", mode]

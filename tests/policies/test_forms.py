@@ -1,4 +1,4 @@
-"""Three ways to write a policy, each of which nobody can tell from the plain model."""
+"""Three ways to write a policy, each equal to the plain model."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ OVERLAP = {**SEQUENCE, "enable_sequence_overlap": True}
 
 
 @pytest.mark.parametrize("config", [{}, SEQUENCE, OVERLAP, {"enable_fused_normalization": True}])
-def test_roles_on_a_model_written_by_hand(pool2: WorkerPool, config: Mapping[str, Any]) -> None:
+def test_roles_shard_a_custom_model(pool2: WorkerPool, config: Mapping[str, Any]) -> None:
     check_toy(ToyPolicy, pool2, config=config)
 
 
-def test_five_heads_over_four_ranks_and_a_data_axis(pools: WorkerPools) -> None:
+def test_five_heads_over_four_tensor_ranks_and_data_ranks(pools: WorkerPools) -> None:
     check_toy(ToyPolicy, pools(4))
     check_toy(ToyPolicy, pools(4), partial(ToyLM, tied=True), SEQUENCE, data=2)
 
@@ -63,17 +63,17 @@ class InSequential(ToyLM):
         return logits
 
 
-def test_the_stack_may_be_a_sequential(pool2: WorkerPool) -> None:
+def test_stack_can_be_a_sequential(pool2: WorkerPool) -> None:
     check_toy(ToyPolicy, pool2, InSequential, SEQUENCE)
 
 
 @pytest.mark.parametrize("config", [{}, SEQUENCE])
-def test_a_norm_behind_the_exit_of_a_block(pool2: WorkerPool, config: Mapping[str, Any]) -> None:
+def test_norm_after_the_exit_of_a_block_trains_correctly(pool2: WorkerPool, config: Mapping[str, Any]) -> None:
     check_toy(ToyPolicy, pool2, partial(ToyLM, norm_in_mlp=True), config)
 
 
 class Flat(nn.Module):
-    """A layer whose MLP is no module of its own, as OPT's."""
+    """A layer with the linears of its MLP as direct children, as in OPT."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class FlatPolicy(ToyPolicy):
 
 
 @pytest.mark.parametrize("config", [{}, OVERLAP])
-def test_linears_that_stand_in_the_layer_itself(pool2: WorkerPool, config: Mapping[str, Any]) -> None:
+def test_linears_directly_in_the_layer_are_sharded(pool2: WorkerPool, config: Mapping[str, Any]) -> None:
     check_toy(FlatPolicy, pool2, FlatLM, config)
 
 
@@ -117,11 +117,11 @@ class MyGPT2(RolePolicy):
     embeddings, head, keep_replicated, num_heads = "wte", "lm_head", ("wpe",), "n_head"
 
 
-def test_roles_on_gpt2(pool2: WorkerPool) -> None:
+def test_roles_shard_gpt2(pool2: WorkerPool) -> None:
     check_sample(SmallModel("gpt2"), MyGPT2, pool2, SEQUENCE)
 
 
-def test_with_tensor_parallelism_off_the_ranks_hold_all_and_train_alike(pool2: WorkerPool) -> None:
+def test_disabled_tensor_parallelism_replicates_the_model(pool2: WorkerPool) -> None:
     off = {"enable_tensor_parallelism": False}
     check_toy(ToyPolicy, pool2, config=off)
     check_toy(ToyPolicy, pool2, config=off, data=2)
@@ -135,7 +135,7 @@ def replaced(*pairs: tuple[str, Any], **kwargs: Any) -> list[SubModuleReplacemen
 
 
 class MyBert(Policy):
-    """As the documents write one: the layer by its class's name, embeddings and head by theirs."""
+    """Names layers by class name, embeddings and head by path."""
 
     layer_key: Any = "BertLayer"
 
@@ -197,12 +197,12 @@ class MyBertByQualifiedName(MyBert):
 
 
 @pytest.mark.parametrize("policy", [MyBert, MyBertByClass, MyBertByPath, MyBertByQualifiedName])
-def test_bert_by_module_policy(pool2: WorkerPool, policy: type[Policy]) -> None:
+def test_module_policy_shards_bert(pool2: WorkerPool, policy: type[Policy]) -> None:
     check_sample(SmallModel("bert"), policy, pool2)
 
 
 class MyBertInBlocks(MyBert):
-    """With blocks and a stack a policy of one's own has what roles have: fewer collectives, sequence parallelism."""
+    """With blocks and a stack, a custom policy supports merged collectives and sequence parallelism."""
 
     def module_policy(self) -> Mapping[Any, ModulePolicyDescription]:
         out = dict(super().module_policy())
@@ -218,7 +218,7 @@ class MyBertInBlocks(MyBert):
         return [StackDescription("bert.encoder.layer")]
 
 
-def test_blocks_make_one_collective_of_three(pool2: WorkerPool) -> None:
+def test_block_merges_three_collectives(pool2: WorkerPool) -> None:
     alone = check_sample(SmallModel("bert"), MyBert, pool2)
     blocks = check_sample(SmallModel("bert"), MyBertInBlocks, pool2)
 
@@ -230,7 +230,7 @@ def test_blocks_make_one_collective_of_three(pool2: WorkerPool) -> None:
 
 
 class Doubled(nn.Module):
-    """A class of the user's own in the place of an activation: it has no weights, so it is no ParallelModule."""
+    """A user-defined replacement of an activation without weights."""
 
     @staticmethod
     def from_native_module(module: nn.Module, process_group: Any, factor: float) -> nn.Module:
@@ -248,7 +248,7 @@ class Scaled(nn.Module):
 
 
 class OwnColumn(Linear1D_Col):
-    """A layer of the user's own, which takes the group as the documents say."""
+    """A user-defined layer that takes a torch process group."""
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: Any = None, **kwargs: Any) -> nn.Module:
@@ -266,7 +266,7 @@ def with_zero_bias(module: Any) -> None:
 
 
 class EveryField(Policy):
-    """All four fields of a description at once. The model that it makes is another one than the plain one."""
+    """Uses all fields of a description. The resulting model differs from the plain one."""
 
     def module_policy(self) -> Mapping[Any, ModulePolicyDescription]:
         return {
@@ -302,7 +302,7 @@ def _every_field() -> tuple[float, str]:
     return abs(float(difference.detach())), str(shardformer.describe_sharding(model))
 
 
-def test_every_field_of_a_description_does_what_it_says(pool2: WorkerPool) -> None:
+def test_every_field_of_a_description_has_an_effect(pool2: WorkerPool) -> None:
     for difference, text in pool2.run(_every_field):
         assert difference < 1e-6
         for said in ("squared_relu", "with_zero_bias", "OwnColumn", "Scaled", "num_heads"):
@@ -346,7 +346,7 @@ def _quick_start() -> list[str]:
     return [str(shardformer.describe_sharding(m)).splitlines()[0] for m in (sharded_model, ours, by_hand, first_form)]
 
 
-def test_the_quick_start_runs_letter_for_letter(pool2: WorkerPool) -> None:
+def test_quick_start_example_runs_unmodified(pool2: WorkerPool) -> None:
     head = "BertForMaskedLM over tensor=2, by "
     links = [
         "the registered family 'bert'",
@@ -378,7 +378,7 @@ def _by_hand() -> tuple[float, bool, list[str]]:
     return float(difference.detach().abs().max()), torch.equal(direct.weight, part), [type(m).__name__ for m in modules]
 
 
-def test_parallel_layers_stand_alone(pool2: WorkerPool) -> None:
+def test_parallel_layers_work_standalone(pool2: WorkerPool) -> None:
     for difference, same, names in pool2.run(_by_hand):
         assert difference < 1e-6 and same
         assert names == [

@@ -1,4 +1,4 @@
-"""Heads over ranks: whole ones, all of them, each KV head where its query heads are."""
+"""Distribution of heads: each KV head is on the ranks of its query heads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shardformer.discovery.reduced_model import ReferenceGradients
 from shardformer.discovery.validation import validate_policy
 from shardformer.errors import ConfigError
-from shardformer.policies.attention_heads import HeadLayout
+from shardformer.policies.lowering import HeadLayout
 from shardformer.policies.models.llama import LlamaPolicy
 from shardformer.verify.small_models import SmallModel
 
@@ -18,7 +18,7 @@ LAYOUTS = st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(1, 4), st.
 
 
 @given(LAYOUTS)
-def test_every_query_head_is_on_one_rank_and_its_kv_head_beside_it(sizes: tuple[int, int, int, int]) -> None:
+def test_each_query_head_is_on_one_rank_with_its_kv_head(sizes: tuple[int, int, int, int]) -> None:
     num_kv_heads, group, head_dim, ranks = sizes
     assume(num_kv_heads * group >= ranks)
     layout = HeadLayout(num_kv_heads * group, num_kv_heads, head_dim, ranks)
@@ -39,7 +39,7 @@ def test_every_query_head_is_on_one_rank_and_its_kv_head_beside_it(sizes: tuple[
         assert values["width"] == heads * head_dim and values["heads"] == heads
 
 
-def test_the_picture_of_the_docstring() -> None:
+def test_example_of_the_docstring() -> None:
     layout = HeadLayout(6, 2, head_dim=8, ranks=4)
     assert [layout.kv_heads_of_rank(rank) for rank in range(4)] == [[0], [0, 1], [1], [1]]
     assert [layout.heads(rank) for rank in range(4)] == [2, 2, 1, 1]
@@ -47,13 +47,13 @@ def test_the_picture_of_the_docstring() -> None:
     assert layout.kv_split().multiplicity == (2,) * 8 + (3,) * 8
 
 
-def test_kv_heads_stay_with_their_groups_where_there_are_enough() -> None:
+def test_kv_groups_are_not_split_if_there_are_enough() -> None:
     layout = HeadLayout(12, 4, head_dim=2, ranks=3)
     assert [layout.kv_heads_of_rank(rank) for rank in range(3)] == [[0, 1], [2], [3]]
     assert layout.kv_split().is_partition
 
 
-def test_each_bank_is_cut_alike() -> None:
+def test_each_partition_is_split_the_same_way() -> None:
     layout = HeadLayout(12, 6, head_dim=2, ranks=2, partitions=2)  # 0 to 5 and 6 to 11, on KV 0 1 2 and 3 4 5
     assert layout.query_split(1).parts == (((0, 4), (6, 10)), ((4, 6), (10, 12)))
     assert layout.kv_split(1).parts == (((0, 2), (3, 5)), ((2, 3), (5, 6)))
@@ -65,8 +65,8 @@ def test_each_bank_is_cut_alike() -> None:
 
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
 @pytest.mark.parametrize("ranks", [3, 4])
-def test_llama_trains_alike_where_ranks_share_kv_heads(ranks: int, kernel: str) -> None:
-    """Six query heads on two KV heads; the eager kernel repeats these as often as the attention says."""
+def test_llama_with_shared_kv_heads_equals_one_process(ranks: int, kernel: str) -> None:
+    """Six query heads on two KV heads. The eager kernel repeats KV heads by num_key_value_groups."""
     torch.manual_seed(0)
     changes = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8, "attn_implementation": kernel}
     model = SmallModel("llama", changes=changes)().double()
@@ -78,17 +78,17 @@ def test_llama_trains_alike_where_ranks_share_kv_heads(ranks: int, kernel: str) 
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        ((6, 6, 8, 2, 4), ("6 KV heads in 4 partitions", "every partition")),
+        ((6, 6, 8, 2, 4), ("num_kv_heads=6 in 4 partitions",)),
         (
             (8, 8, 8, 3, 4),
-            ("tensor size of 3 is more than the 2 attention heads in 4 partitions", "tensor size of 1, 2"),
+            ("tensor size of 3 exceeds the 2 attention heads in 4 partitions", "tensor size of 1, 2"),
         ),
-        ((6, 4, 8, 2), ("6 query heads on 4 KV heads", "as many query heads")),
-        ((3, 3, 8, 4), ("tensor size of 4 is more than the 3", "tensor size of 1, 2, 3")),
+        ((6, 4, 8, 2), ("num_heads=6", "num_kv_heads=4")),
+        ((3, 3, 8, 4), ("tensor size of 4 exceeds the 3", "tensor size of 1, 2, 3")),
         ((1, 1, 8, 2), ("tensor size of 2", "tensor=1")),
     ],
 )
-def test_heads_that_cannot_be_laid_out(sizes: tuple[int, ...], words: tuple[str, ...]) -> None:
+def test_invalid_head_counts_are_refused(sizes: tuple[int, ...], words: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as caught:
         HeadLayout(*sizes)
     assert all(word in str(caught.value) for word in words)

@@ -1,4 +1,4 @@
-"""What a policy says is of the kind that its types ask for: else it is told where it is written, on all ranks alike."""
+"""Types in policies and roles are checked, on all ranks."""
 
 from __future__ import annotations
 
@@ -40,27 +40,31 @@ HEADS = AttentionProjections(q="q", k="k", v="v", out="o")
 @pytest.mark.parametrize(
     ("write", "what", "rule"),
     [
-        (lambda: Attention(None, HEADS), "Attention has at=None", "`at` is a string"),
-        (lambda: Attention("attn", "q"), "Attention has projections='q'", "`projections` is an AttentionProjections"),
+        (lambda: Attention(None, HEADS), "Attention has at=None", "`at` must be a string"),
+        (
+            lambda: Attention("attn", "q"),
+            "Attention has projections='q'",
+            "`projections` must be an AttentionProjections",
+        ),
         (lambda: Attention("attn", HEADS, {"n": 3}), "local_attrs={'n': 3}", "a string or (a string, a whole number)"),
-        (lambda: Attention("attn", HEADS, ["num_heads"]), "local_attrs=['num_heads']", "`local_attrs` is a dict"),
+        (lambda: Attention("attn", HEADS, ["num_heads"]), "local_attrs=['num_heads']", "`local_attrs` must be a dict"),
         (lambda: Attention("attn", HEADS, num_heads=True), "num_heads=True", "a whole number or a string or None"),
-        (lambda: AttentionProjections(q=["q"], out="o"), "Projections has q=['q']", "`q` is a string or None"),
-        (lambda: AttentionProjections(q="q", out=None), "Projections has out=None", "`out` is a string"),
-        (lambda: AttentionInputs(arguments="key"), "Inputs has arguments='key'", "Write arguments=['key']"),
-        (lambda: MLP("mlp", up=3, down="fc2"), "MLP has up=3", "`up` is a string or a list (each a string)"),
+        (lambda: AttentionProjections(q=["q"], out="o"), "Projections has q=['q']", "`q` must be a string or None"),
+        (lambda: AttentionProjections(q="q", out=None), "Projections has out=None", "`out` must be a string"),
+        (lambda: AttentionInputs(arguments="key"), "Inputs has arguments='key'", "Use arguments=['key']"),
+        (lambda: MLP("mlp", up=3, down="fc2"), "MLP has up=3", "`up` must be a string or a list (each a string)"),
         (lambda: MLP("mlp", up="fc1", down="fc2", fused="2"), "fused='2'", "a whole number or None"),
-        (lambda: LayerStack("layers", MLP("mlp", up="a", down="b")), "Stack has blocks=MLP(", "Write blocks=[MLP("),
+        (lambda: LayerStack("layers", MLP("mlp", up="a", down="b")), "Stack has blocks=MLP(", "Use blocks=[MLP("),
         (lambda: LayerStack("layers", ["attn"]), "blocks=['attn']", "an Attention or an MLP or an Experts"),
         (lambda: LayerStack("layers", [], cross_states="x"), "cross_states='x'", "(a string, a string) or None"),
         (
             lambda: LayerStack("layers", [], stages=PipelineHints(with_first_layer="x")),
             "with_first_layer='x'",
-            "Write with_first_layer=['x']",
+            "Use with_first_layer=['x']",
         ),
     ],
 )
-def test_a_role_is_refused_where_it_is_written(write: Callable[[], Any], what: str, rule: str) -> None:
+def test_role_with_a_wrong_type_is_refused_at_creation(write: Callable[[], Any], what: str, rule: str) -> None:
     with pytest.raises(PolicyError) as error:
         write()
     assert what in error.value.what and rule in f"{error.value.rule}. {error.value.remedy}"
@@ -98,27 +102,30 @@ class FirstForm(Policy):
         (table(head=None), ("head=None", "a string or a list")),
         (
             table(keep_replicated="layers.*.mlp"),
-            ("keep_replicated='layers.*.mlp'", "Write keep_replicated=['layers.*.mlp']"),
+            ("keep_replicated='layers.*.mlp'", "Use keep_replicated=['layers.*.mlp']"),
         ),
         (table(num_heads=5.0), ("num_heads=5.0", "a whole number or a string")),
         (saying({3: ModulePolicyDescription()}), ("MyPolicy.module_policy() has key=3", "a string or a class")),
         (saying({None: ModulePolicyDescription()}), ("key=None", "a string or a class")),
-        (replacing(None), ("suffix=None", "`suffix` is a string")),
-        (replacing(["mlp.fc1"]), ("suffix=['mlp.fc1']", "`suffix` is a string")),
+        (replacing(None), ("suffix=None", "`suffix` must be a string")),
+        (replacing(["mlp.fc1"]), ("suffix=['mlp.fc1']", "`suffix` must be a string")),
         (replacing("mlp.fc1", kwargs=[1]), ("kwargs=[1]", "a dict (a string: anything) or None")),
         (of_layers(sub_module_replacement={"mlp.fc1": Linear1D_Col}), ("each a SubModuleReplacementDescription",)),
-        (of_layers(attribute_replacement=["attn.num_heads"]), ("`attribute_replacement` is a dict",)),
+        (of_layers(attribute_replacement=["attn.num_heads"]), ("`attribute_replacement` must be a dict",)),
         (of_layers(method_replacement={"forward": "gelu"}), ("{'forward': 'gelu'}", "a function")),
-        (of_layers(param_replacement=len), ("Write param_replacement=[<built-in function len>]",)),
+        (of_layers(param_replacement=len), ("Use param_replacement=[<built-in function len>]",)),
         (of_layers(parameters={"norm1.weight": 3}), ("a dict (a whole number: a Split)",)),
-        (type("MyPolicy", (FirstForm,), {"said": [3]}), ("argument_policy() has [3]", "is an Argument(")),
+        (
+            type("MyPolicy", (FirstForm,), {"said": [3]}),
+            ("argument_policy() returned [3]", "Argument("),
+        ),
         (
             type("MyPolicy", (FirstForm,), {"said": Argument(param_funcs=[lambda: ["q"]])}),  # type: ignore[list-item]
-            ("'q' among the layers of a policy", "Col_Layer(weight="),
+            ("contains 'q', which is not a Layer", "Col_Layer(weight="),
         ),
     ],
 )
-def test_a_policy_is_refused_when_it_is_planned(policy: type[Policy], words: tuple[str, ...]) -> None:
+def test_policy_with_a_wrong_type_is_refused_at_planning(policy: type[Policy], words: tuple[str, ...]) -> None:
     models = [ToyLM(), ToyLM()]
 
     def refuse(context: Any) -> Any:
@@ -129,7 +136,7 @@ def test_a_policy_is_refused_when_it_is_planned(policy: type[Policy], words: tup
 
 
 @pytest.mark.parametrize("family", sorted(name for name in SMALL_CONFIGS if name not in LIBRARIES))
-def test_descriptions_of_shipped_policies_have_the_types_of_their_fields(family: str) -> None:
+def test_shipped_descriptions_have_valid_types(family: str) -> None:
     """They are not checked when a model is sharded."""
     model = SmallModel(family)()
     known = registered_policy(model)
@@ -146,14 +153,14 @@ def test_descriptions_of_shipped_policies_have_the_types_of_their_fields(family:
         check_field_types(description)
 
 
-def test_an_instance_of_a_shipped_policy_is_checked_where_it_was_changed() -> None:
+def test_changed_instance_of_a_shipped_policy_is_checked() -> None:
     policy = LlamaPolicy()
     policy.num_heads = 5.0  # type: ignore[assignment]
     with pytest.raises(PolicyError, match=r"num_heads=5\.0"):
         policy.set_model(SmallModel("llama")())
 
 
-def test_lists_may_be_tuples_and_pairs_lists() -> None:
+def test_lists_and_tuples_are_interchangeable() -> None:
     LayerStack("layers", (MLP("mlp", up=("gate", "up"), down="down"),), cross_states=["decoder", "states"])  # type: ignore[arg-type]
     Attention("attn", HEADS, {"alibi": ("heads", 0)}, num_heads=4)
     assert describe_type(dict[int, Split] | None) == "a dict (a whole number: a Split) or None"

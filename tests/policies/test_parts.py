@@ -1,4 +1,4 @@
-"""Parameters that an attention holds itself, heads whose width is read off the input, and what is kept whole."""
+"""Direct parameters of attentions, heads whose width is read from the input, and replicated parameters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ B, S, HIDDEN, HEADS = 2, 7, 30, 5
 
 
 class Biased(nn.Module):
-    """Biases of q and v beside a weight of all three, a bias a head, a scale a head, and a table for all heads."""
+    """Has biases of q and v for a fused weight, a bias and a scale per head, and a table for all heads."""
 
     def __init__(self, norm: bool = False) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class PartsPolicy(RolePolicy):
 
 
 def changed(**changes: Any) -> type[RolePolicy]:
-    """The policy with other words on the attention."""
+    """Return the policy with other ``local_attrs``."""
     stack = LayerStack("layers", [replace(ATTENTION, **changes), PartsPolicy.stack.blocks[1]])
     return type("Changed", (PartsPolicy,), {"stack": stack})
 
@@ -122,7 +122,7 @@ MODES: dict[str, dict[str, bool]] = {
 
 @pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_nobody_can_tell(ranks: int, mode: str) -> None:
+def test_direct_parameters_train_as_in_one_process(ranks: int, mode: str) -> None:
     assert validate_policy(reference(), PartsPolicy, ranks, **MODES[mode]) is None
 
 
@@ -131,19 +131,20 @@ def test_nobody_can_tell(ranks: int, mode: str) -> None:
     [
         ({"inputs": AttentionInputs()}, "shape '[2, 7, 30]' is invalid"),
         ({"local_attrs": {**ATTENTION.local_attrs, "scale": "inside"}}, "must match the size of tensor"),
-        ({"local_attrs": {n: k for n, k in ATTENTION.local_attrs.items() if n != "shift"}}, "shift is a parameter of"),
+        (
+            {"local_attrs": {n: k for n, k in ATTENTION.local_attrs.items() if n != "shift"}},
+            "shift is a direct parameter of",
+        ),
     ],
 )
-def test_each_word_is_needed(changes: dict[str, Any], said: str) -> None:
+def test_each_local_attr_is_required(changes: dict[str, Any], said: str) -> None:
     assert said in (validate_policy(reference(), changed(**changes), 2) or "")
 
 
 @pytest.mark.parametrize("mode", list(MODES))
-def test_a_block_still_enters_once(mode: str) -> None:
-    """Though its projection's module is not called: one collective at each edge of four blocks, and each way.
-
-    The first entry has no gradient to hand on; the sequence is gathered once more at the end of the stack.
-    """
+def test_block_enters_the_region_once(mode: str) -> None:
+    """One collective per edge of four blocks and direction, although the projection's module is not called. The first
+    entry has no gradient to pass on."""
 
     def train(context: ParallelContext) -> dict[str, int]:
         model = shard_model(Model(), PartsPolicy, context=context, **MODES[mode])
@@ -159,7 +160,7 @@ def test_a_block_still_enters_once(mode: str) -> None:
     assert run_as_threads(train, tensor=2)[0] == ({"all_reduce": 4 + 3} if mode == "plain" else cut)
 
 
-def test_layouts_are_told_and_full_weights_gathered() -> None:
+def test_layouts_are_described_and_full_weights_gathered() -> None:
     models = [Model(), Model()]
     plain = copy.deepcopy(models[0].state_dict())
 
@@ -173,7 +174,7 @@ def test_layouts_are_told_and_full_weights_gathered() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_norm_over_all_heads_sums_its_statistics(ranks: int) -> None:
+def test_norm_over_all_heads_sums_its_statistics(ranks: int) -> None:
     assert validate_policy(reference(norm=True), PartsPolicy, ranks) is None
     with mock.patch.object(ShardedNorm, "_mean", lambda self, x: x.mean(-1, keepdim=True)):
         assert validate_policy(reference(norm=True), PartsPolicy, ranks) is not None
@@ -194,23 +195,31 @@ def saved() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "counts", "said"),
     [
-        (Model, {"q_bia": "width"}, r"nothing at 'layers\.\*\.attn\.q_bia'.*'q_bias'"),
-        (Model, {"q_bia": ("width", 0)}, r"What an argument counts is heads"),
-        (Model, {"q_bia": ("heads", 0)}, r"attn\.q_bias is a parameter of"),
-        (Model, {"num_heads": "inside"}, r"What an attribute counts is heads, kv_heads, groups, width"),
+        (Model, {"q_bia": "width"}, r"names layers\.\*\.attn\.q_bia, which does not exist.*'q_bias'"),
+        (Model, {"q_bia": ("width", 0)}, r"unknown kind 'width' for an argument. Use 'heads'"),
+        (Model, {"q_bia": ("heads", 0)}, r"attn\.q_bias is a direct parameter of"),
+        (
+            Model,
+            {"num_heads": "inside"},
+            r"unknown kind 'inside' for an attribute. Use 'heads' or 'kv_heads' or 'groups' or 'width'",
+        ),
         (Model, {"qkv": "heads"}, r"Two rules replace 'layers\.0\.attn\.qkv'"),
-        (Model, {"q_bias": "heads"}, r"attn\.q_bias has the shape \(30,\).*size of what it counts, here 5"),
-        (Model, {"table": ("heads", 0)}, r"attn\.table has the shape \(13, 5\).*Name the dim"),
+        (Model, {"q_bias": "heads"}, r"attn\.q_bias has the shape \(30,\).*exactly one dim of size 5"),
+        (Model, {"table": ("heads", 0)}, r"attn\.table has the shape \(13, 5\).*name the dim"),
         (square, {"scale": "heads"}, r"attn\.scale has the shape \(5, 5, 1\).*\('heads', dim\)"),
-        (saved, ATTENTION.local_attrs, r"layers\.1\.attn\.k_bias is a buffer that is saved"),
-        (Model, {**ATTENTION.local_attrs, "qkv.weight": "inside"}, r"qkv\.weight is named, and .* is replaced"),
+        (saved, ATTENTION.local_attrs, r"layers\.1\.attn\.k_bias, a buffer that is saved"),
+        (
+            Model,
+            {**ATTENTION.local_attrs, "qkv.weight": "inside"},
+            r"names the parameter .*qkv\.weight and also replaces its module",
+        ),
     ],
 )
-def test_what_does_not_fit_is_refused(make: Callable[[], nn.Module], counts: dict[str, Any], said: str) -> None:
+def test_invalid_local_attrs_are_refused(make: Callable[[], nn.Module], counts: dict[str, Any], said: str) -> None:
     with pytest.raises(PolicyError, match=said):
         run_as_threads(lambda context: shard_model(make(), changed(local_attrs=counts), context=context), tensor=2)
 
 
-def test_a_wrong_count_is_refused_where_it_is_written() -> None:
+def test_unknown_count_is_refused_at_creation() -> None:
     with pytest.raises(PolicyError, match=r"local_attrs=\{'scale': 'head'\}.*'heads'"):
         Attention("attn", AttentionProjections(out="o"), {"scale": "head"})

@@ -31,7 +31,7 @@ PRINTED = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The page's files in one folder, from which they can be imported."""
+    """Write the page's files to a folder from which they can be imported."""
     folder = tmp_path_factory.mktemp("page")
     for name, text in FILES.items():
         (folder / name).write_text(text)

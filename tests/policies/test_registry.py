@@ -1,4 +1,4 @@
-"""The user's policy, else the family's, else an error that shows how to write one; nothing is imported early."""
+"""Policy lookup: the user's policy, the family's, or an error that shows how to write one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HIDDEN, VOCAB = 24, 97
 
 
 @pytest.mark.slow
-def test_asking_for_the_registry_imports_no_policy_and_no_transformers() -> None:
+def test_importing_the_registry_imports_no_policy_or_transformers() -> None:
     code = """
         import sys
         import shardformer.policies.registry as registry
@@ -38,7 +38,7 @@ def test_asking_for_the_registry_imports_no_policy_and_no_transformers() -> None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_location_leads_to_a_policy(family: str) -> None:
+def test_every_location_loads_a_policy(family: str) -> None:
     policy = FAMILIES[family].load()
     assert issubclass(policy, RolePolicy)
     assert policy.__module__ == f"shardformer.policies.models.{FAMILIES[family].file_name}"
@@ -55,18 +55,18 @@ class Named(nn.Module):
         self.config = Config(model_type)
 
 
-def test_the_users_policy_comes_first_as_a_class_or_an_instance() -> None:
+def test_user_policy_has_precedence_as_class_or_instance() -> None:
     for given in (ToyPolicy, ToyPolicy()):
         policy, source = resolve_policy(Named("bert"), given)
         assert isinstance(policy, ToyPolicy) and source == "the user's policy ToyPolicy"
 
 
-def test_then_the_family_that_the_config_names() -> None:
+def test_registered_family_of_the_config_is_used() -> None:
     policy, source = resolve_policy(Named("t5"), None)
     assert type(policy).__name__ == "T5Policy" and source == "the registered family 't5'"
 
 
-def test_a_policy_that_the_user_registers_for_a_known_family_replaces_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_registration_replaces_the_built_in_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_REGISTERED", {})
     registry.register_policy("t5", ToyPolicy)
     policy, source = resolve_policy(Named("t5"), None)
@@ -83,7 +83,7 @@ TO_WRITE = (*FAMILIES, "class MyPolicy(RolePolicy)", "docs/policies.md")
         (ToyLM(), ("No policy for ToyLM", 'derive_policy(model, batch={"ids": ...})', "docs/policies.md")),
     ],
 )
-def test_else_an_error_says_what_was_tried_and_what_to_write(model: nn.Module, words: tuple[str, ...]) -> None:
+def test_unknown_family_error_shows_how_to_write_a_policy(model: nn.Module, words: tuple[str, ...]) -> None:
     with pytest.raises(PolicyError) as caught:
         resolve_policy(model, None)
     text = str(caught.value)
@@ -91,8 +91,8 @@ def test_else_an_error_says_what_was_tried_and_what_to_write(model: nn.Module, w
 
 
 @pytest.mark.parametrize("wrong", ["bert", int, nn.Linear, {"stack": "layers"}, ToyLM])
-def test_what_is_no_policy_is_refused(wrong: Any) -> None:
-    with pytest.raises(PolicyError, match=r"A policy is an instance or a subclass of shardformer\.policies\.Policy"):
+def test_invalid_policy_is_refused(wrong: Any) -> None:
+    with pytest.raises(PolicyError, match=r"is neither an instance nor a subclass of shardformer\.policies\.Policy"):
         resolve_policy(ToyLM(), wrong)
 
 
@@ -100,7 +100,7 @@ def test_what_is_no_policy_is_refused(wrong: Any) -> None:
 
 
 class Mine(ToyLM):
-    """What the example in the message is about: the toy with the names and the four heads of the example."""
+    """The toy model with the names and head count of the example in the error."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ def _run_example() -> list[str]:
     return [type(m).__name__ for m in names["model"].modules() if hasattr(m, "shard_specs")]
 
 
-def test_the_example_of_the_message_runs(pool2: WorkerPool) -> None:
+def test_example_in_the_error_message_runs(pool2: WorkerPool) -> None:
     assert HEADS != 4 and len(EXAMPLE.strip().splitlines()) <= 14
     layer = ["Linear1D_Col"] * 3 + ["Linear1D_Row", "Linear1D_Col", "Linear1D_Row"]
     assert pool2.run(_run_example) == [["VocabParallelEmbedding1D", *layer, *layer]] * 2

@@ -1,4 +1,4 @@
-"""Models with stages that have different head counts: nested stacks and head counts read from attributes."""
+"""Models with layers in stages: nested stacks, and head counts read from the attention module."""
 
 from __future__ import annotations
 
@@ -91,19 +91,19 @@ def reference() -> ReferenceGradients:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_each_stage_is_sharded_by_its_head_count(ranks: int) -> None:
+def test_each_stage_is_sharded_by_its_own_heads(ranks: int) -> None:
     assert validate_policy(reference(), StagedPolicy, ranks) is None
 
 
-def test_an_attention_with_fewer_heads_than_ranks_is_replicated() -> None:
+def test_stage_with_too_few_heads_keeps_attention_replicated() -> None:
     said = run_as_threads(
         lambda context: str(describe_sharding(shard_model(Staged(), StagedPolicy, context=context))), tensor=4
     )[0]
-    assert "Whole, since 3 heads are fewer than 4 ranks: layers.0.blocks.*.attn." in said
-    assert "layers.1.blocks" not in said.partition("Whole, since")[2]
+    assert "layers.0.blocks.*.attn is replicated, because it has 3 heads for 4 tensor ranks." in said
+    assert "layers.1.blocks.*.attn is replicated" not in said
 
 
-def test_a_wildcard_matches_every_stage() -> None:
+def test_wildcard_matches_every_stage() -> None:
     names = ["layers", "layers.0", "layers.0.blocks", "layers.1.blocks", "layers.x.blocks", "layers.0.blocks.1"]
     assert match_paths("layers.*.blocks", names) == ["layers.0.blocks", "layers.1.blocks"]
     policy = StagedPolicy()
@@ -113,19 +113,21 @@ def test_a_wildcard_matches_every_stage() -> None:
 
 
 def test_sequence_parallelism_is_refused() -> None:
-    with pytest.raises(ConfigError, match="of this Staged it is known that windows"):
+    with pytest.raises(ConfigError, match="does not support this Staged: windows"):
         run_as_threads(
             lambda context: shard_model(Staged(), StagedPolicy, context=context, enable_sequence_parallelism=True),
             tensor=2,
         )
 
 
-def test_a_missing_attribute_is_named() -> None:
-    with pytest.raises(PolicyError, match=r"'\.num_head', and the Heads has no such field.*'num_heads'"):
+def test_missing_attribute_is_named_in_the_error() -> None:
+    with pytest.raises(
+        PolicyError, match=r"'\.num_head' is not found, because the Heads has no such field.*'num_heads'"
+    ):
         run_as_threads(lambda context: shard_model(Staged(), Misnamed, context=context), tensor=2)
 
 
-def test_a_stack_that_matches_nothing_is_refused() -> None:
+def test_stack_without_a_match_is_refused() -> None:
     class Elsewhere(StagedPolicy):
         stack = LayerStack("stages.*.blocks", StagedPolicy.stack.blocks)
 

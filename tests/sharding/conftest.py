@@ -15,7 +15,7 @@ from shardformer.policies.role_policy import RolePolicy
 
 @pytest.fixture
 def found_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within a test that does not change its models: who has the same class and config gets the same policy."""
+    """Cache derived policies by class and config within a test that does not change its models."""
     lock, found = threading.Lock(), dict[Any, type[RolePolicy]]()
     find: Callable[[Any], RolePolicy] = derive_policy.derive_policy
 

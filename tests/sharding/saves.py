@@ -46,7 +46,7 @@ def model_of(value: float, layers: int) -> Any:
 
 
 def end_at(at: int, before: bool, kills: bool) -> list[int]:
-    """The ``at``-th operation ends this process, or fails. Returns a list of those that were made."""
+    """Make the ``at``-th operation end this process or fail. Returns the list of operations made so far."""
     made: list[int] = []
 
     def wrapped(real: Any) -> Any:
@@ -80,7 +80,7 @@ def end_at(at: int, before: bool, kills: bool) -> list[int]:
 
 
 def save(folder: Path, at: int = -1, before: bool = True, kills: bool = False) -> int:
-    """In a child: the new model over the old one. Returns how many operations it made; -1 where it did not end."""
+    """Save the new model over the old one in a child process. Returns the operation count, -1 if it did not end."""
     reader, writer = os.pipe()
     if (pid := os.fork()) == 0:
         context = ParallelContext.from_group(Axis("tensor"))
@@ -104,7 +104,7 @@ def save(folder: Path, at: int = -1, before: bool = True, kills: bool = False) -
 
 
 def what_loads(folder: Path) -> str:
-    """ "old", "new" or "nothing"; raises AssertionError for a mixture."""
+    """Return "old", "new" or "nothing". Raises AssertionError for a mixture."""
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""A module that a model holds under several names is sharded under all of them."""
+"""Modules with several names are sharded under all of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.policies.toy import VOCAB, ToyLM, ToyPolicy, toy_batch, toy_loss
 
 
 def with_names(model: ToyLM) -> ToyLM:
-    """The embedding as a second submodule, in a list and a dict of the user's, and as a plain attribute."""
+    """Add the embedding as a second submodule, in a list and a dict, and as a plain attribute."""
     model.second = model.embed
     model.tables = [model.embed, {"words": model.embed}]
     model.pair = (model.embed, 1)
@@ -29,7 +29,7 @@ def with_names(model: ToyLM) -> ToyLM:
     return model
 
 
-def test_every_name_gives_what_it_gives_in_the_plain_model() -> None:
+def test_all_names_of_a_module_return_the_same_output() -> None:
     plain = with_names(ToyLM())
     tokens = torch.arange(VOCAB)
     expected = plain.embed(tokens).detach()
@@ -44,7 +44,7 @@ def test_every_name_gives_what_it_gives_in_the_plain_model() -> None:
         assert all(torch.allclose(row, expected) for row in found)
 
 
-def test_a_second_name_of_transformers_embedding_trains_with_the_first() -> None:
+def test_transformers_second_name_of_an_embedding_is_trained_too() -> None:
     plain: Any = SmallModel("llama")().double().train()
     plain.alias = plain.model.embed_tokens
     ids = RandomBatches(DEFAULT_HEAD["llama"])(0)["input_ids"]
@@ -62,7 +62,7 @@ def test_a_second_name_of_transformers_embedding_trains_with_the_first() -> None
 
 
 class ReadsRows(nn.Module):
-    """Holds the weight of the embedding as a parameter of its own, and reads it in a method of its forward."""
+    """Owns the weight of the embedding, and reads it in a method that the forward calls."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
@@ -75,20 +75,18 @@ class ReadsRows(nn.Module):
         return F.embedding(ids, self.rows)
 
 
-def test_a_weight_that_another_module_reads_whole_is_refused_on_all_ranks() -> None:
+def test_tied_weight_read_in_full_by_another_module_is_refused() -> None:
     plain = ToyLM()
     plain.reader = ReadsRows(plain.embed.weight)
 
     def refused(context: ParallelContext) -> None:
-        with pytest.raises(PolicyError, match=r"reader\.rows is tied to embed\.weight"):
+        with pytest.raises(PolicyError, match=r"reader\.rows is tied to the sharded parameter embed\.weight"):
             shardformer.shard_model(copy.deepcopy(plain), ToyPolicy(), context=context)
 
     run_as_threads(refused, tensor=2)
 
 
 class TwoRules(ToyPolicy):
-    """Two names of one linear, with a rule for each."""
-
     other: type[nn.Module] = Linear1D_Col
 
     def module_policy(self) -> Any:
@@ -115,7 +113,7 @@ class TwoNames(nn.Module):
         return self.second(self.first(x))
 
 
-def test_two_rules_for_one_module_make_one() -> None:
+def test_equal_rules_for_one_module_are_merged() -> None:
     plain, x = TwoNames(), torch.randn(3, 6)
     expected = plain(x)
     TwoRules.stack = OtherRule.stack = ()
@@ -123,7 +121,7 @@ def test_two_rules_for_one_module_make_one() -> None:
 
     def same(context: ParallelContext) -> None:
         model: Any = copy.deepcopy(plain)
-        with pytest.raises(PolicyError, match="'first' and 'second' are one module"):
+        with pytest.raises(PolicyError, match="'first' and 'second' are the same module"):
             shardformer.shard_model(model, OtherRule(), context=context)
         shardformer.shard_model(model, TwoRules(), context=context)
         assert model.first is model.second
@@ -133,7 +131,7 @@ def test_two_rules_for_one_module_make_one() -> None:
 
 
 @pytest.mark.parametrize("layout", [{"pipe": 2}, {"tensor": 2}])
-def test_a_list_that_holds_a_layer_several_times_runs_it_as_often(layout: dict[str, int]) -> None:
+def test_repeated_layer_in_a_list_runs_every_time(layout: dict[str, int]) -> None:
     torch.manual_seed(0)
     plain = ToyLM(num_layers=2)
     plain.layers = nn.ModuleList([plain.layers[0], plain.layers[1], plain.layers[0]])

@@ -1,4 +1,4 @@
-"""Models of a known family that their user has changed: what is not cut may be anything, and layers may come again."""
+"""Models of known families that the user changed, and models with repeated layers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def llama() -> Any:
 
 
 class Adapted(nn.Module):
-    """An adapter of low rank, written by hand."""
+    """A linear with a hand-written low-rank adapter."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def own_head() -> Any:
 
 
 def again(model: Any) -> Any:
-    """Its first layer is its last one, too."""
+    """Use the first layer as the last one, too."""
     layers = list(model.model.layers)
     model.model.layers = nn.ModuleList([*layers, layers[0]])
     model.config.num_hidden_layers += 1
@@ -91,7 +91,7 @@ def again(model: Any) -> Any:
 
 
 def check(plain: Any, layout: Layout) -> None:
-    """One step over these ranks gives the weights that it gives the plain model."""
+    """Compare the weights after one step with those of the plain model."""
     parallel = ParallelConfig(**layout)
     axes = {name: size for name, size in parallel.sizes.items() if size is not None}
     axes["sequence"] = num_ranks(parallel.sequence)
@@ -123,13 +123,13 @@ def check(plain: Any, layout: Layout) -> None:
 @pytest.mark.reduced(one_in=5)
 @pytest.mark.parametrize("layout", UNCUT, ids=str)
 @pytest.mark.parametrize("make", [adapted, normed, third_tie, own_head], ids=lambda make: make.__name__)
-def test_where_no_weight_is_cut_layers_may_be_made_of_anything(make: Callable[[], Any], layout: Layout) -> None:
+def test_layers_may_contain_anything_without_tensor_parallelism(make: Callable[[], Any], layout: Layout) -> None:
     check(make(), layout)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("make", [adapted, normed, third_tie], ids=lambda make: make.__name__)
-def test_what_would_be_cut_and_is_not_known_is_refused(make: Callable[[], Any]) -> None:
+def test_unknown_weights_are_refused_under_tensor_parallelism(make: Callable[[], Any]) -> None:
     plain = make()
 
     def refused(context: ParallelContext) -> None:
@@ -141,27 +141,27 @@ def test_what_would_be_cut_and_is_not_known_is_refused(make: Callable[[], Any]) 
 
 @pytest.mark.reduced(one_in=3, first=1)
 @pytest.mark.parametrize("layout", TENSOR, ids=str)
-def test_a_head_of_the_users_own_stays_whole(layout: Layout) -> None:
+def test_custom_head_stays_replicated(layout: Layout) -> None:
     plain = own_head()
     check(plain, layout)
 
 
-def test_that_a_head_stays_whole_is_noted() -> None:
+def test_replicated_head_is_noted() -> None:
     plain = own_head()
     pages = run_as_threads(
         lambda c: str(shardformer.describe_sharding(shard_model(copy.deepcopy(plain), context=c))), tensor=2
     )
-    assert "Whole, since it is no linear: lm_head." in pages[0]
+    assert "lm_head is replicated, because it is not a linear." in pages[0]
 
 
 @pytest.mark.reduced(one_in=3, first=1)
 @pytest.mark.parametrize("layout", [*TENSOR, *UNCUT, {"tensor": 2, "pipe": 2, "sequence_parallel": True}], ids=str)
-def test_a_layer_that_comes_again(layout: Layout) -> None:
+def test_repeated_layer_trains_correctly(layout: Layout) -> None:
     check(again(llama()), layout)
 
 
 class Viewing(nn.Module):
-    """A buffer, or an attribute, that lies in the memory of a weight."""
+    """Has a buffer or attribute that is a view of a weight."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -177,8 +177,8 @@ class Viewing(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["buffer", "attribute"])
-def test_a_view_of_a_weight_is_refused_where_the_weight_moves(how: str) -> None:
-    """Over data ranks alone it follows the weight, as in the plain model."""
+def test_view_of_a_weight_is_refused_if_the_weight_moves(how: str) -> None:
+    """With data parallelism only, it follows the weight as in the plain model."""
 
     def run(context: ParallelContext) -> None:
         model: Any = shard_model(Viewing(how), context=context)
@@ -193,7 +193,7 @@ def test_a_view_of_a_weight_is_refused_where_the_weight_moves(how: str) -> None:
     run_as_threads(run, data=2, in_turn=True)
 
 
-def test_a_view_of_a_weight_that_is_cut_is_refused() -> None:
+def test_view_of_a_sharded_weight_is_refused() -> None:
     def refused(context: ParallelContext) -> None:
         model = llama()
         before = model.lm_head.weight.shape
@@ -205,8 +205,8 @@ def test_a_view_of_a_weight_that_is_cut_is_refused() -> None:
     run_as_threads(refused, tensor=2, in_turn=True)
 
 
-def test_two_parameters_that_lie_beside_each_other_in_one_storage_are_two() -> None:
-    """As those of nn.LSTM on a GPU."""
+def test_adjacent_parameters_in_one_storage_are_not_views() -> None:
+    """nn.LSTM allocates its parameters this way on a GPU."""
     flat = torch.arange(8.0)
 
     def train(context: ParallelContext) -> list[Tensor]:
@@ -224,7 +224,7 @@ def test_two_parameters_that_lie_beside_each_other_in_one_storage_are_two() -> N
 
 
 class Around(nn.Module):
-    """The user's own module around a model, whose config it has."""
+    """A user-defined wrapper that shares the config of its submodel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,5 +237,5 @@ class Around(nn.Module):
 
 @pytest.mark.reduced(one_in=3, first=1)
 @pytest.mark.parametrize("layout", [TENSOR[0], *UNCUT[:2]], ids=str)
-def test_a_module_with_the_config_of_what_it_holds(layout: Layout) -> None:
+def test_wrapper_with_the_config_of_its_submodel_trains(layout: Layout) -> None:
     check(Around(), layout)

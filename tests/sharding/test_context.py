@@ -1,4 +1,4 @@
-"""Context parallelism of whole models: the sequence is cut over ranks, and nobody can tell."""
+"""Context parallelism of full models equals one process."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def plain_of(family: str) -> nn.Module:
 
 
 def train(model: nn.Module, batches: list[dict[str, Any]], **pipeline: Any) -> tuple[list[float], dict[str, Tensor]]:
-    """The losses of some steps, and the gradients of the first."""
+    """Return the losses of some steps, and the gradients of the first step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     losses: list[float] = []
     first: dict[str, Tensor] = {}
@@ -87,7 +87,7 @@ def train(model: nn.Module, batches: list[dict[str, Any]], **pipeline: Any) -> t
 def check(
     plain: nn.Module, batches: list[dict[str, Any]], layout: Mapping[str, Any], bound: float = 1e-9, **pipeline: Any
 ) -> None:
-    """Losses, each gradient and each weight, on every rank, against one process."""
+    """Compare losses, gradients and weights on every rank with one process."""
     sizes = {name: layout[name] for name in ("data", "pipe", "tensor") if name in layout}
     sequence = layout["sequence"]
     ranks = sequence if isinstance(sequence, int) else sequence[0] * sequence[1]
@@ -152,7 +152,7 @@ def batches_of(family: str, length: int = 13) -> list[dict[str, Any]]:
 
 
 def bound_of(family: str) -> float:
-    """Where a model casts its logits to fp32, or its norms."""
+    """Return a wider bound for models that cast logits or norms to fp32."""
     exact = ("bert", "roberta", "albert", "ernie", "whisper", "vit", "t5")
     return 1e-9 if family in exact else 3e-6
 
@@ -168,7 +168,7 @@ CASES = [
 @pytest.mark.reduced
 @pytest.mark.feature("context parallel")
 @pytest.mark.parametrize(("family", "layout"), CASES, ids=str)
-def test_nobody_can_tell_that_the_sequence_was_cut(family: str, layout: dict[str, Any]) -> None:
+def test_context_parallel_training_equals_one_process(family: str, layout: dict[str, Any]) -> None:
     check(plain_of(family), batches_of(family), layout, bound_of(family))
 
 
@@ -186,7 +186,7 @@ WHOLE: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     ("family", "layout"), in_turn([f for f in OF_THEIR_OWN for _ in range(2)], *[(x,) for x in WHOLE]), ids=str
 )
-def test_an_attention_of_its_own_is_given_all_positions(
+def test_custom_attention_receives_all_positions(
     family: str, layout: dict[str, Any], record_property: Callable[[str, object], None]
 ) -> None:
     pipeline = {"micro_batches": 2} if "pipe" in layout else {}
@@ -197,13 +197,13 @@ def test_an_attention_of_its_own_is_given_all_positions(
 
 
 @pytest.mark.filterwarnings("ignore:The attention of:UserWarning")
-def test_an_attention_that_is_computed_whole_is_recomputed_so() -> None:
+def test_replicated_attention_supports_checkpointing() -> None:
     plain = copy.deepcopy(plain_of("gptj"))
     plain.gradient_checkpointing_enable()  # type: ignore[operator]
     check(plain, batches_of("gptj"), {"sequence": 2}, 3e-6)
 
 
-def test_that_attention_is_computed_whole_is_said() -> None:
+def test_replicated_attention_is_reported() -> None:
     def said(context: ParallelContext) -> str:
         if context.rank:
             return str(shardformer.shard_model(copy.deepcopy(plain_of("bloom")), context=context))
@@ -212,7 +212,7 @@ def test_that_attention_is_computed_whole_is_said() -> None:
         return str(shardformer.describe_sharding(model))
 
     found = run_as_threads(said, sequence=2)[0]
-    assert "attention is computed whole on every rank" in found
+    assert "attention is computed in full on every rank" in found
     assert "transformer.h.*.self_attention" in found
 
 
@@ -222,20 +222,20 @@ def whole_is_refused(family: str, **how: Any) -> str:
     return found
 
 
-def test_who_asks_for_a_way_of_attending_gets_no_other() -> None:
-    assert "computes attention by itself in BloomAttention" in whole_is_refused("bloom", context_parallel="ring")
-    assert "computes attention by itself in BloomAttention" in whole_is_refused("bloom", sequence=(1, 2))
+def test_explicit_attention_method_is_never_replaced() -> None:
+    assert "implements its own attention in BloomAttention" in whole_is_refused("bloom", context_parallel="ring")
+    assert "implements its own attention in BloomAttention" in whole_is_refused("bloom", sequence=(1, 2))
 
     def both(context: ParallelContext) -> None:
         model = copy.deepcopy(plain_of("bloom"))
-        with pytest.raises(shardformer.ShardFormerError, match="enable_sequence_parallelism beside the sequence axis"):
+        with pytest.raises(shardformer.ShardFormerError, match="enable_sequence_parallelism=True with sequence > 1"):
             shardformer.shard_model(model, context=context, enable_sequence_parallelism=True)
 
     run_as_threads(both, sequence=2, tensor=2)
 
 
 @pytest.mark.parametrize("length", [7, 8, 11, 16, 31])
-def test_sequences_of_any_length(length: int) -> None:
+def test_any_sequence_length_works(length: int) -> None:
     check(plain_of("llama"), batches_of("llama", length), {"sequence": 3, "way": "ring"}, bound_of("llama"))
 
 
@@ -269,7 +269,7 @@ PACKED = torch.tensor([[*range(5), *range(8)], [*range(13)], [*range(9), *range(
     ids=["nothing", "left", "right", "documents", "positions"],
 )
 @pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_padding_documents_and_windows(family: str, more: dict[str, Any], way: str) -> None:
+def test_padding_packed_documents_and_windows_work(family: str, more: dict[str, Any], way: str) -> None:
     check(plain_of(family), text(**more), {"sequence": 2, "way": way}, 3e-6)
 
 
@@ -277,7 +277,7 @@ def test_padding_documents_and_windows(family: str, more: dict[str, Any], way: s
 @pytest.mark.reduced
 @pytest.mark.parametrize("layout", [{"sequence": 2, "pipe": 2}, {"sequence": 2, "pipe": 2, "tensor": 2}])
 @pytest.mark.parametrize("family", ["gpt2", "bert", "t5", "whisper"])
-def test_a_stage_sends_its_positions(family: str, layout: dict[str, Any]) -> None:
+def test_pipeline_stage_sends_its_positions(family: str, layout: dict[str, Any]) -> None:
     check(plain_of(family), batches_of(family), layout, bound_of(family), micro_batches=2)
 
 
@@ -300,10 +300,10 @@ def hybrid(family: str, head: str) -> tuple[nn.Module, list[dict[str, Any]]]:
     ],
     ids=str,
 )
-def test_what_mixes_tokens_without_attention_is_given_all_of_them(
+def test_token_mixers_other_than_attention_receive_all_tokens(
     family: str, head: str, layout: dict[str, Any], again: bool
 ) -> None:
-    """Linear attention and state spaces; also where layers are computed again in the backward."""
+    """Linear attention and state space models, also with activation checkpointing."""
     plain, batches = hybrid(family, head)
     if again:
         plain.gradient_checkpointing_enable()  # type: ignore[operator]
@@ -312,7 +312,7 @@ def test_what_mixes_tokens_without_attention_is_given_all_of_them(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("found_once")
-def test_that_it_is_given_them_is_found_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_sequence_modules_are_detected_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, _ = hybrid("jamba", "JambaForCausalLM")
 
     def said(context: ParallelContext) -> str:
@@ -326,7 +326,7 @@ def test_that_it_is_given_them_is_found_and_said(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("family", ["llama", "t5", "vit"])
-def test_layers_that_are_computed_again_have_the_same_gradients(family: str) -> None:
+def test_checkpointed_layers_have_the_same_gradients(family: str) -> None:
     plain = plain_of(family)
     expected = train(copy.deepcopy(plain), batches_of(family))[1]
 
@@ -339,7 +339,7 @@ def test_layers_that_are_computed_again_have_the_same_gradients(family: str) -> 
     run_as_threads(compute, sequence=2, in_turn=True)
 
 
-def test_the_logits_are_cut_and_behave_as_the_full_ones() -> None:
+def test_sharded_logits_behave_like_full_logits() -> None:
     plain = plain_of("gpt2")
     batch = batches_of("gpt2")[0]
     expected = copy.deepcopy(plain)(**batch)
@@ -364,7 +364,7 @@ def test_the_logits_are_cut_and_behave_as_the_full_ones() -> None:
     run_as_threads(compute, sequence=3, in_turn=True)
 
 
-def test_decoding_with_a_cache_is_done_whole_on_all_ranks() -> None:
+def test_decoding_with_a_cache_runs_in_full_on_all_ranks() -> None:
     plain: Any = plain_of("llama")
     prompt = torch.arange(5, 9)[None]
     expected = copy.deepcopy(plain).eval().generate(prompt, max_new_tokens=6, do_sample=False)
@@ -377,7 +377,6 @@ def test_decoding_with_a_cache_is_done_whole_on_all_ranks() -> None:
 
 
 def losses_with_dropout(sequence: int, way: str, rate: float) -> list[float]:
-    """On a rank that was seeded apart from the others."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         n_embd=32, n_layer=2, n_head=4, vocab_size=100, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=rate
@@ -389,7 +388,7 @@ def losses_with_dropout(sequence: int, way: str, rate: float) -> list[float]:
     return train(model, text())[0]
 
 
-def test_dropout_of_attention_weights_does_not_depend_on_the_ranks(pool2: WorkerPool, pool4: WorkerPool) -> None:
+def test_attention_dropout_is_independent_of_the_ranks(pool2: WorkerPool, pool4: WorkerPool) -> None:
     found = [
         pool.run(losses_with_dropout, ranks, way, 0.4)
         for pool, ranks, way in ((pool2, 2, "ring"), (pool4, 4, "ring"), (pool2, 2, "ulysses"), (pool4, 4, "gather"))
@@ -400,7 +399,7 @@ def test_dropout_of_attention_weights_does_not_depend_on_the_ranks(pool2: Worker
 
 
 def refused(plain: nn.Module, batch: Batch | None = None, sequence: Any = 2, **options: Any) -> str:
-    """What every rank says."""
+    """Return the error message of every rank."""
 
     def compute(context: ParallelContext) -> str:
         try:
@@ -435,7 +434,7 @@ IDS = torch.arange(5, 18)[None]
     ],
     ids=["short", "mask", "hidden states", "weights", "heads"],
 )
-def test_what_cannot_be_is_said_on_all_ranks(batch: Batch | None, sequence: Any, said: str) -> None:
+def test_unsupported_inputs_are_refused_on_all_ranks(batch: Batch | None, sequence: Any, said: str) -> None:
     batch = {"input_ids": IDS} if batch is None else batch
     found = refused(plain_of("llama"), batch, sequence)
     assert said in found
@@ -445,7 +444,7 @@ def test_what_cannot_be_is_said_on_all_ranks(batch: Batch | None, sequence: Any,
 @pytest.mark.slow
 @pytest.mark.feature("context parallel")
 @pytest.mark.parametrize("family", [name for name in DEFAULT_HEAD if name not in (*FAMILIES, *OF_THEIR_OWN)])
-def test_a_model_that_cannot_be_cut_is_refused_before_it_is(
+def test_unsupported_model_is_refused_and_unchanged(
     family: str, record_property: Callable[[str, object], None]
 ) -> None:
     said = re.sub(r" for \w+(?=[:,])", "", refused(plain_of(family)).partition(". ")[0])
@@ -453,13 +452,13 @@ def test_a_model_that_cannot_be_cut_is_refused_before_it_is(
     record_property("feature", f"refused: {said.removeprefix('sequence=2, which ').removeprefix('sequence=2: ')}")
 
 
-def test_a_way_that_does_not_fit_the_axis_is_refused() -> None:
+def test_method_that_does_not_fit_the_axis_is_refused() -> None:
     assert "context_parallel='ring'" in refused(plain_of("llama"), sequence=(2, 2), context_parallel="ring")
     with pytest.raises(shardformer.ShardFormerError, match=r"context_parallel='rign'.*'ring'"):
         shardformer.compat.ShardConfig(context_parallel="rign")
 
 
-def test_other_batches_on_the_ranks_of_a_sequence_are_refused() -> None:
+def test_different_batches_on_sequence_ranks_are_refused() -> None:
     def compute(context: ParallelContext) -> str:
         model = shardformer.shard_model(copy.deepcopy(plain_of("llama")), context=context)
         with pytest.raises(shardformer.ShardFormerError, match="were fed different batches"):
@@ -474,13 +473,13 @@ def test_other_batches_on_the_ranks_of_a_sequence_are_refused() -> None:
     [{"tensor": 2, "sequence": 2}, {"tensor": 1, "sequence": (2, 2)}, {"tensor": 1, "sequence": 4}],
     ids=str,
 )
-def test_processes_give_what_one_gives(pool4: WorkerPool, sizes: dict[str, Any]) -> None:
+def test_processes_give_the_results_of_one_process(pool4: WorkerPool, sizes: dict[str, Any]) -> None:
     report = verify(SmallModel("llama"), RandomBatches("LlamaForCausalLM"), sizes, pool=pool4)
     assert report.passed, str(report)
 
 
 @pytest.mark.parametrize("zero", [1, 3])
-def test_zero_beside_the_sequence_axis(pool4: WorkerPool, zero: int) -> None:
+def test_zero_works_with_the_sequence_axis(pool4: WorkerPool, zero: int) -> None:
     sizes = {"tensor": 1, "sequence": 2}
     report = verify(
         SmallModel("gpt2"), RandomBatches("GPT2LMHeadModel"), sizes, 2, training=VerifyTraining(zero), pool=pool4
@@ -494,7 +493,7 @@ def run_page(block: str) -> float:
     return float(names["loss"].detach())  # type: ignore[attr-defined]
 
 
-def test_the_page_of_long_sequences_runs(pool4: WorkerPool) -> None:
+def test_examples_of_the_long_sequences_page_run(pool4: WorkerPool) -> None:
     page = (Path(__file__).parents[2] / "docs" / "long-sequences.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     losses = pool4.run(run_page, block)
@@ -524,7 +523,7 @@ LEFT_OUT: dict[str, tuple[str, Any, str, Any]] = {
 
 
 @pytest.mark.parametrize("name", LEFT_OUT)
-def test_a_collective_that_is_left_out_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_removed_collective_is_detected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     way, owner, attribute, instead = LEFT_OUT[name]
     monkeypatch.setattr(prove_context, "_CONTEXT_RESULTS", {})
     monkeypatch.setattr(owner, attribute, instead)

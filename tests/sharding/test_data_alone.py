@@ -1,4 +1,4 @@
-"""Over data ranks alone nothing is sharded, so no structure of a model is a reason to refuse it."""
+"""Data parallelism alone supports models of any structure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class OwnLinear(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Keeps the config of its encoder."""
+    """Shares the config of its encoder."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Classifier(nn.Module):
 
 
 class WithoutLayers(nn.Module):
-    """Its list of layers is empty, its stack unknown, and it has tied weights of two kinds."""
+    """Has an empty list of layers, an unknown stack, and two kinds of tied weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def loss_of(model: Any, ids: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_gradients_are_those_of_one_process(case: str) -> None:
+def test_gradients_equal_those_of_one_process(case: str) -> None:
     make, change = CASES[case]
     torch.manual_seed(0)
     model = make().double().train()
@@ -130,7 +130,7 @@ def test_the_gradients_are_those_of_one_process(case: str) -> None:
     assert max(run_as_threads(do, data=2, in_turn=True)) < 1e-6
 
 
-def test_an_optimizer_may_be_made_before_and_the_engine_trains_it_in_micro_batches() -> None:
+def test_engine_accepts_an_optimizer_created_before() -> None:
     def do(context: ParallelContext | None) -> list[float]:
         torch.manual_seed(0)
         model = llama().double().train()
@@ -145,7 +145,7 @@ def test_an_optimizer_may_be_made_before_and_the_engine_trains_it_in_micro_batch
         assert found == pytest.approx(expected, abs=1e-6)
 
 
-def test_an_optimizer_made_before_shard_model_goes_on() -> None:
+def test_optimizer_created_before_shard_model_keeps_working() -> None:
     def do(context: ParallelContext) -> None:
         model = llama()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -154,7 +154,7 @@ def test_an_optimizer_made_before_shard_model_goes_on() -> None:
     run_as_threads(do, data=2, in_turn=True)
 
 
-def test_describe_reports_that_there_is_no_policy() -> None:
+def test_description_reports_a_missing_policy() -> None:
     def do(context: ParallelContext) -> str:
         return str(shardformer.describe_sharding(shardformer.shard_model(Classifier(), context=context)))
 
@@ -165,7 +165,7 @@ class Wrong(shardformer.policies.RolePolicy):
     stack = shardformer.policies.LayerStack("model.blocks", [])
 
 
-def test_a_policy_that_the_user_passes_must_describe_the_model() -> None:
+def test_passed_policy_must_match_the_model() -> None:
     def do(context: ParallelContext) -> None:
         with pytest.raises(PolicyError, match=r"model\.blocks"):
             shardformer.shard_model(llama(), Wrong, context=context)
@@ -173,7 +173,7 @@ def test_a_policy_that_the_user_passes_must_describe_the_model() -> None:
     run_as_threads(do, data=2, in_turn=True)
 
 
-def test_a_tensor_axis_needs_the_policy() -> None:
+def test_tensor_axis_requires_a_policy() -> None:
     def do(context: ParallelContext) -> None:
         model = llama()
         other_layer(model)
@@ -184,7 +184,7 @@ def test_a_tensor_axis_needs_the_policy() -> None:
     run_as_threads(do, tensor=2, in_turn=True)
 
 
-def test_the_family_is_still_found_where_it_fits() -> None:
+def test_matching_family_policy_is_used() -> None:
     def do(context: ParallelContext) -> str:
         return metadata_of(shardformer.shard_model(llama(), context=context)).request.source
 

@@ -1,4 +1,4 @@
-"""``describe_sharding``: what became of a model, on a page that can be read."""
+"""``describe_sharding`` reports the changes to a model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ GPT2LMHeadModel over tensor=2, by the registered family 'gpt2'
 on: tensor parallelism, fused normalization
 42,140 parameters, 22,966 of them on this rank (54.5%)
 
-cut              was        is                        full      on this rank
+sharded          before     after                     full      on this rank
 transformer.wte  Embedding  VocabParallelEmbedding1D  127 x 48  64 x 48
 lm_head          Linear     VocabParallelLMHead1D     127 x 48  64 x 48
 transformer.h.*: 2 layers
@@ -43,24 +43,24 @@ transformer.h.*: 2 layers
   mlp.c_fc       Conv1D     Linear1D_Col              48 x 70   48 x 35
   mlp.c_proj     Conv1D     Linear1D_Row              70 x 48   35 x 48
 
-changed            was        is
+changed            before     after
 transformer.ln_f   LayerNorm  FusedLayerNorm
 transformer.h.*: 2 layers
   attn.split_size  48         24
   ln_1, ln_2       LayerNorm  FusedLayerNorm
 
-whole on every rank              shape    8.9% of all
+replicated on every rank         shape    8.9% of all
 transformer.wpe: weight          64 x 48  7.3%
 transformer.ln_f: weight, bias   48       0.2%
 transformer.h.*: 2 layers
   ln_1, ln_2: weight, bias       48       0.9%
   attn.c_proj, mlp.c_proj: bias  48       0.5%
 
-save_pretrained writes full weights; resize_token_embeddings is refused.
+save_pretrained writes full weights. resize_token_embeddings is not supported.
 """
 
 
-def test_the_page_of_a_gpt2(pool2: WorkerPool) -> None:
+def test_description_of_gpt2(pool2: WorkerPool) -> None:
     (first, _), (second, _) = pool2.run(_describe, "gpt2")
     assert first == GPT2.strip()
     # The second rank holds the smaller part of the odd vocabulary: 63 of 127.
@@ -69,7 +69,7 @@ def test_the_page_of_a_gpt2(pool2: WorkerPool) -> None:
 
 @pytest.mark.reduced(family=("llama", "gpt2", "bert", "t5"))
 @pytest.mark.parametrize("family", [family for family in SMALL_CONFIGS if family in FAMILIES])
-def test_a_page_is_narrow_and_accounts_for_every_parameter(pool2: WorkerPool, family: str) -> None:
+def test_description_is_narrow_and_counts_every_parameter(pool2: WorkerPool, family: str) -> None:
     text, description = pool2.run(_describe, family)[0]
     assert max(len(line) for line in text.splitlines()) <= 120
     model = SmallModel(family)()
@@ -87,7 +87,7 @@ def _describe_toy() -> str:
     return str(shardformer.describe_sharding(shardformer.shard_model(ToyLM(), ToyPolicy)))
 
 
-def test_a_model_of_ones_own_is_described_by_its_own_policy(pool2: WorkerPool) -> None:
+def test_custom_model_is_described_by_its_policy(pool2: WorkerPool) -> None:
     text = pool2.run(_describe_toy)[0]
     assert text.startswith("ToyLM over tensor=2, by the user's policy ToyPolicy\non: tensor parallelism\n")
     assert "save_pretrained" not in text
@@ -95,12 +95,12 @@ def test_a_model_of_ones_own_is_described_by_its_own_policy(pool2: WorkerPool) -
     assert re.search(r"attn\.num_heads +5 +3\n", text)
 
 
-def test_layers_that_differ_are_counted() -> None:
+def test_differing_layers_are_counted() -> None:
     print_out = doctest.testmod(listing)
     assert print_out.attempted and not print_out.failed
 
 
-def test_long_lists_of_names_go_on_in_the_next_line() -> None:
+def test_long_lists_of_names_are_wrapped() -> None:
     parameters = [(f"h.*.block_{i}.norm.weight", "64", 2, 0.01) for i in range(9)]
     lines = describe.table(("whole", "shape", "share"), describe.replicated_rows(parameters), {"h.*": 2})
     assert max(map(len, lines)) < 80
@@ -108,7 +108,7 @@ def test_long_lists_of_names_go_on_in_the_next_line() -> None:
 
 
 @pytest.mark.parametrize("model", [ToyLM(), nn.Linear(2, 2)])
-def test_a_model_that_is_not_sharded_has_no_page(model: nn.Module) -> None:
+def test_unsharded_model_has_no_description(model: nn.Module) -> None:
     with pytest.raises(ConfigError, match=r"is not sharded\..*Call shardformer.shard_model"):
         shardformer.describe_sharding(model)
 
@@ -121,15 +121,15 @@ GPT2LMHeadModel over pipe=2, tensor=2, by the registered family 'gpt2'
 on: tensor parallelism
 75,016 parameters, 22,870 of them on this rank (30.5%)
 
-stage  virtual  layers              beside them                       parameters  of all   cost  recomputed
-0      0, 2     transformer.h.0, 2  transformer.wte, transformer.wpe      42,044   56.0%  45.6%           2
-1      1, 3     transformer.h.1, 3  transformer.ln_f, lm_head             39,068   52.1%  54.4%           2
+stage  virtual  layers              other modules                     parameters  share   cost  recomputed
+0      0, 2     transformer.h.0, 2  transformer.wte, transformer.wpe      42,044  56.0%  45.6%           2
+1      1, 3     transformer.h.1, 3  transformer.ln_f, lm_head             39,068  52.1%  54.4%           2
 
-schedule interleaved: if stages take equally long, they are idle 11% of the time with 4 micro-batches, 3% with 16.
-In order they hold the activations of 5, 3 micro-batches, each in one virtual stage.
-transformer.wte.weight, which is lm_head.weight, is held by stages 0 and 1; its gradients are summed.
+schedule interleaved: with stages of equal cost, a stage is idle 11% of the time with 4 micro-batches and 3% with
+16. The stages keep the activations of 5, 3 micro-batches, each in one virtual stage.
+Stages 0 and 1 share transformer.wte.weight (lm_head.weight) and sum the gradients.
 
-cut              was        is                        full      on this rank
+sharded          before     after                     full      on this rank
 transformer.wte  Embedding  VocabParallelEmbedding1D  127 x 48  64 x 48
 transformer.h.*: 2 layers
   attn.c_attn    Conv1D     Linear1D_Col              48 x 144  48 x 72
@@ -148,7 +148,7 @@ def _describe_stages(
     return str(description), description.stages, sizes, sum(sizes.values())
 
 
-def test_the_page_of_stages(pool4: WorkerPool) -> None:
+def test_description_of_pipeline_stages(pool4: WorkerPool) -> None:
     pages = pool4.run(_describe_stages, "gpt2", "interleaved", tensor=2, recompute_layers=1)
     assert pages[0][0].startswith(STAGES.strip())
     assert all(page[1] == pages[0][1] for page in pages)
@@ -156,7 +156,7 @@ def test_the_page_of_stages(pool4: WorkerPool) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "t5", "albert", "bert", "blip-2", "swin"])
-def test_the_rows_of_stages_are_what_each_of_them_holds(pool2: WorkerPool, family: str) -> None:
+def test_stage_rows_match_the_parameters_of_each_stage(pool2: WorkerPool, family: str) -> None:
     pages = pool2.run(_describe_stages, family)
     total = sum(p.numel() for p in SmallModel(family).deeper(4)().parameters())
     for stage, (text, rows, _, here) in enumerate(pages):
@@ -167,11 +167,11 @@ def test_the_rows_of_stages_are_what_each_of_them_holds(pool2: WorkerPool, famil
         assert row.share == pytest.approx(here / total) and row.checkpointed == 0 and "recomputed" not in text
     assert sum(row.cost for row in rows) == pytest.approx(1)
     both = pages[0][2].keys() & pages[1][2].keys()
-    assert ("held by stages 0 and 1" in " ".join(pages[0][0].split())) == (sum(row.parameters for row in rows) > total)
+    assert ("Stages 0 and 1 share" in " ".join(pages[0][0].split())) == (sum(row.parameters for row in rows) > total)
     assert all(name.rpartition(".")[0] in pages[0][0] or "layer_groups" in name for name in both)
 
 
-def test_layers_are_named_in_ranges_and_calls_in_numbers(pool2: WorkerPool) -> None:
+def test_layers_are_abbreviated_to_ranges_and_calls_to_counts(pool2: WorkerPool) -> None:
     assert "model.layers.0-1  model.embed_tokens" in pool2.run(_describe_stages, "llama")[1][0]
     page = pool2.run(_describe_stages, "albert")[0][0]
     assert "albert_layer_groups.0 (2 times)" in page
@@ -179,6 +179,6 @@ def test_layers_are_named_in_ranges_and_calls_in_numbers(pool2: WorkerPool) -> N
     assert "all of albert.embeddings.word_embeddings, albert.encoder.albert_layer_groups, " in words
 
 
-def test_what_stands_beside_the_table_of_stages() -> None:
+def test_shared_parameters_are_listed_after_the_stages() -> None:
     print_out = doctest.testmod(stage_table)
     assert print_out.attempted and not print_out.failed

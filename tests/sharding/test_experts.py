@@ -1,4 +1,4 @@
-"""Experts of transformers over ranks that do not divide their features: grouped products take aligned rows only."""
+"""Experts of transformers on ranks that do not divide their features."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ POLICIES = {"mixtral": OfMixtral, "gpt_oss": OfGptOss}
 
 
 def trained(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """The gradients and the output."""
+    """Return the gradients and the output."""
     out = model(x)
     out.square().mean().backward()
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None} | {"output": out.detach()}
@@ -84,8 +84,8 @@ def trained(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("width", "ranks"), [(64, 3), (40, 2), (24, 3), (16, 3), (8, 3), (56, 5)])
-def test_parts_of_any_size_are_computed(kind: str, width: int, ranks: int, dtype: torch.dtype) -> None:
-    """Of 64 features the ranks hold 24, 24 and 16; of 16 and of 8 each some, which are multiplied one by one."""
+def test_expert_shards_of_any_size_are_computed(kind: str, width: int, ranks: int, dtype: torch.dtype) -> None:
+    """Of 64 features the ranks have 24, 24 and 16. Of 16 or 8 features they have unaligned shards."""
     torch.manual_seed(0)
     plain = Model(kind, width).to(dtype)
     whole, x = copy.deepcopy(plain.state_dict()), torch.randn(11, HIDDEN).to(dtype)

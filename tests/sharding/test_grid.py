@@ -1,4 +1,4 @@
-"""2D, 2.5D and 3D tensor parallelism of whole models: nobody can tell, and what is sent is what the formulas say."""
+"""2D, 2.5D and 3D tensor parallelism equals one process and communicates the documented bytes."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def batches_of(family: str, samples: int = SAMPLES, steps: int = STEPS) -> list[
 def train(
     model: nn.Module, batches: list[dict[str, Any]], casts: float | None = None, **pipeline: Any
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """The losses of some steps, and the gradients of the first."""
+    """Return the losses of some steps, and the gradients of the first step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     losses: list[float] = []
     first: dict[str, Tensor] = {}
@@ -116,10 +116,10 @@ def check(
     casts: float | None = None,
     **pipeline: Any,
 ) -> None:
-    """Losses, each gradient and each weight, on every rank, against one process.
+    """Compare losses, gradients and weights on every rank with one process.
 
     Args:
-        casts: by how much they may differ where the model's own casts to fp32 are left in.
+        casts: tolerance if the model's own casts to fp32 are kept.
     """
     alone, bound = copy.deepcopy(plain), casts or BOUND
     expected, gradients = train(alone, batches, casts)
@@ -149,29 +149,29 @@ def near(what: str, found: Tensor, expected: Tensor, bound: float) -> None:
 @pytest.mark.slow
 @pytest.mark.feature("tensor grids")
 @pytest.mark.parametrize(("family", "mode", "sizes"), in_turn(FAMILIES, *SMALL_GRIDS), ids=str)
-def test_nobody_can_tell(family: str, mode: str, sizes: Sizes) -> None:
+def test_grid_training_equals_one_process(family: str, mode: str, sizes: Sizes) -> None:
     check(plain_of(family), batches_of(family), mode, sizes)
 
 
 @pytest.mark.full
 @pytest.mark.feature("tensor grids")
 @pytest.mark.parametrize(("family", "mode", "sizes"), in_turn(FAMILIES, *GRIDS), ids=str)
-def test_larger_grids(family: str, mode: str, sizes: Sizes) -> None:
+def test_larger_grids_equal_one_process(family: str, mode: str, sizes: Sizes) -> None:
     check(plain_of(family), batches_of(family), mode, sizes)
 
 
 @pytest.mark.slow
 @pytest.mark.reduced
 @pytest.mark.parametrize(("mode", "sizes"), GRIDS, ids=str)
-def test_each_grid(mode: str, sizes: Sizes) -> None:
+def test_every_grid_shape_equals_one_process(mode: str, sizes: Sizes) -> None:
     check(plain_of("llama"), batches_of("llama", samples=5), mode, sizes)
 
 
 @pytest.mark.slow
 @pytest.mark.feature("tensor grids")
 @pytest.mark.parametrize(("family", "mode", "sizes"), [("albert", "2d", (2, 2)), ("gpt_neo", "3d", (2, 2, 2))], ids=str)
-def test_layers_that_stand_apart(family: str, mode: str, sizes: Sizes) -> None:
-    """ALBERT's attention adds its residual itself; GPT-Neo's layers attend in two ways."""
+def test_unusual_layer_structures_equal_one_process(family: str, mode: str, sizes: Sizes) -> None:
+    """ALBERT's attention adds its residual itself. GPT-Neo alternates between two kinds of attention."""
     check(plain_of(family), batches_of(family), mode, sizes)
 
 
@@ -184,10 +184,10 @@ def test_layers_that_stand_apart(family: str, mode: str, sizes: Sizes) -> None:
     ],
     ids=str,
 )
-def test_a_mode_that_does_not_serve_a_family_is_refused(
+def test_unsupported_mode_of_a_family_is_refused(
     family: str, mode: str, sizes: Sizes, word: str, why: str, record_property: Callable[[str, object], None]
 ) -> None:
-    with pytest.raises(ConfigError, match=f"tensor_parallel_mode='{mode}' for"):
+    with pytest.raises(ConfigError, match=f"tensor_parallel_mode='{mode}' does not"):
         run_as_threads(lambda c: sharded(c, family, mode, sizes), tensor=ranks_of(sizes))
     record_property("feature", f"{word}: {why}")
 
@@ -199,12 +199,12 @@ def test_a_mode_that_does_not_serve_a_family_is_refused(
     [("llama", "2d", (1, 2)), ("t5", "2d", (2, 1)), ("whisper", "3d", (2, 1, 2)), ("blip-2", "2d", (2, 1))],
     ids=str,
 )
-def test_in_a_pipeline(family: str, mode: str, sizes: Sizes) -> None:
+def test_grid_works_in_a_pipeline(family: str, mode: str, sizes: Sizes) -> None:
     check(plain_of(family), batches_of(family, samples=4), mode, sizes, pipe=2, casts=1e-5, micro_batches=2)
 
 
 @pytest.mark.parametrize(("mode", "sizes"), [("2d", (2, 2)), ("3d", (2, 1, 2))], ids=str)
-def test_layers_that_are_computed_again(mode: str, sizes: Sizes) -> None:
+def test_checkpointed_layers_have_the_same_gradients(mode: str, sizes: Sizes) -> None:
     plain = copy.deepcopy(plain_of("llama"))
     plain.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     check(plain, [*batches_of("llama", 3), *batches_of("llama", 4)], mode, sizes, casts=1e-5)
@@ -212,15 +212,15 @@ def test_layers_that_are_computed_again(mode: str, sizes: Sizes) -> None:
 
 @pytest.mark.reduced(one_in=2)
 @pytest.mark.parametrize(("mode", "sizes"), [("2d", (2, 2)), ("3d", (2, 1, 2))], ids=str)
-def test_stacks_that_are_computed_again_as_a_whole(mode: str, sizes: Sizes) -> None:
-    """Swin merges patches behind each stack, and the checkpoint is around both."""
+def test_checkpointed_stacks_have_the_same_gradients(mode: str, sizes: Sizes) -> None:
+    """Swin merges patches after each stack, inside the same checkpoint."""
     plain = copy.deepcopy(plain_of("swin"))
     plain.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     check(plain, [*batches_of("swin", 3), *batches_of("swin", 4)], mode, sizes, casts=1e-5)
 
 
 @pytest.mark.full
-def test_dropout_is_drawn_alike_where_stacks_are_computed_again() -> None:
+def test_checkpointed_stacks_redraw_the_same_dropout() -> None:
     torch.manual_seed(0)
     plain = SmallModel("swin", changes={"hidden_dropout_prob": 0.3})().double().train()
     batch = batches_of("swin", 3, steps=1)[0]
@@ -256,14 +256,14 @@ def mixture(family: str, head: str) -> tuple[nn.Module, list[dict[str, Any]]]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("found_once")
 @pytest.mark.parametrize(("family", "head"), [("mixtral", "MixtralForCausalLM"), ("qwen2_moe", "Qwen2MoeForCausalLM")])
-def test_a_mixture_of_experts_is_given_all_features(family: str, head: str) -> None:
+def test_mixture_of_experts_receives_all_features(family: str, head: str) -> None:
     model, batches = mixture(family, head)
     check(model, batches, "2d", (2, 2))
     with pytest.raises(ConfigError, match="reads all hidden features"):
         check(model, batches, "3d", (1, 2, 2))
 
 
-def test_what_is_said_of_a_grid() -> None:
+def test_description_of_a_grid() -> None:
     said = run_as_threads(lambda c: str(shardformer.describe_sharding(sharded(c, "llama", "2d", (2, 2)))), tensor=4)[0]
     assert "has 1/2 of the samples and 1/2 of the hidden features, so 1/4 of the activations" in said
     assert "it sends 2.5 N H + 0.75 W numbers" in said and "in one dimension 6 N H" in said
@@ -279,8 +279,8 @@ def test_what_is_said_of_a_grid() -> None:
     [("cohere", "CohereForCausalLM", "2d", (2, 2)), ("olmo", "OlmoForCausalLM", "3d", (2, 1, 2))],
     ids=str,
 )
-def test_norms_that_write_out_their_formula(family: str, head: str, mode: str, sizes: Sizes) -> None:
-    """Cohere's casts as none of torch does; OLMo's has no parameters and does not say its epsilon."""
+def test_norms_with_explicit_formulas_are_recognized(family: str, head: str, mode: str, sizes: Sizes) -> None:
+    """Cohere casts differently from torch. OLMo's norm has no parameters and a hard-coded epsilon."""
     torch.manual_seed(0)
     plain = getattr(transformers, head)(shrink_config(transformers.AutoConfig.for_model(family, architectures=[head])))
     check(plain.double().train(), [dict(example_batches(plain)[0])], mode, sizes)
@@ -288,23 +288,22 @@ def test_norms_that_write_out_their_formula(family: str, head: str, mode: str, s
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("found_once")
-def test_an_attention_that_stays_whole_is_given_its_own_samples() -> None:
-    """Of the mask and the positions, too."""
+def test_replicated_attention_receives_local_samples() -> None:
     torch.manual_seed(0)
     config = shrink_config(transformers.AutoConfig.for_model("diffllama", architectures=["DiffLlamaForCausalLM"]))
     plain = transformers.DiffLlamaForCausalLM(config).double().train()
     check(plain, [dict(example_batches(plain)[0])], "2d", (2, 2))
 
 
-def test_a_norm_of_no_known_formula_is_given_all_features(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_norm_receives_all_features(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prove_grid, "_GRID_RESULTS", {})
     monkeypatch.setattr(grid_plan, "norm_kind", lambda module: None)
     check(plain_of("bert"), batches_of("bert"), "2d", (2, 2))
 
 
 @pytest.mark.parametrize(("mode", "sizes"), [("2d", (2, 2)), ("3d", (2, 1, 2))], ids=str)
-def test_positions_and_masks_of_each_sample(mode: str, sizes: Sizes) -> None:
-    """Documents in a row and padding: what is one for all samples on the twin is one for each here."""
+def test_positions_and_masks_per_sample_work(mode: str, sizes: Sizes) -> None:
+    """Packed documents and padding: the reduced model has one mask for all samples, the batches have one each."""
     batches = batches_of("llama", samples=5)
     for batch in batches:
         length = batch["input_ids"].shape[1]
@@ -335,7 +334,7 @@ def sharded(context: ParallelContext, family: str, mode: str, sizes: Sizes, **op
     ],
     ids=str,
 )
-def test_text_is_generated_as_by_one(family: str, mode: str, sizes: Sizes) -> None:
+def test_generation_equals_one_process(family: str, mode: str, sizes: Sizes) -> None:
     plain: Any = copy.deepcopy(plain_of(family)).eval()
     batch = batches_of(family)[0]
     ids = batch["input_ids"]
@@ -355,7 +354,7 @@ def test_text_is_generated_as_by_one(family: str, mode: str, sizes: Sizes) -> No
     run_as_threads(generate, tensor=ranks_of(sizes), in_turn=True)
 
 
-def test_weights_are_gathered_and_saved_whole(tmp_path: Any) -> None:
+def test_full_weights_are_gathered_and_saved(tmp_path: Any) -> None:
     plain: Any = plain_of("gpt2")
 
     def save(context: ParallelContext) -> None:
@@ -369,7 +368,7 @@ def test_weights_are_gathered_and_saved_whole(tmp_path: Any) -> None:
     assert all(torch.equal(p, again.state_dict()[name]) for name, p in plain.state_dict().items())
 
 
-def test_the_norm_of_all_gradients() -> None:
+def test_gradient_norm_equals_one_process() -> None:
     batch = batches_of("bert")[0]
     plain = copy.deepcopy(plain_of("bert"))
     sample_loss(plain, batch).backward()
@@ -404,7 +403,7 @@ def _learns_with_dropout() -> tuple[list[float], dict[str, Tensor]]:
     return losses, dict(shardformer.full_state_dict(model))
 
 
-def test_dropout_leaves_what_ranks_have_alike_alike(pool4: WorkerPool) -> None:
+def test_dropout_keeps_replicated_values_identical(pool4: WorkerPool) -> None:
     first, *others = pool4.run(_learns_with_dropout)
     assert first[0][0] > first[0][-1]
     for losses, weights in others:
@@ -416,7 +415,7 @@ def test_dropout_leaves_what_ranks_have_alike_alike(pool4: WorkerPool) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_sent_is_what_the_formulas_say() -> None:
+def test_communicated_bytes_match_the_formulas() -> None:
     hidden, width, layers, samples, length = 32, 64, 2, 4, 8
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=hidden, intermediate_size=width, num_hidden_layers=layers, num_attention_heads=4,
@@ -464,7 +463,7 @@ def test_what_is_sent_is_what_the_formulas_say() -> None:
 
 
 @pytest.mark.slow
-def test_each_rank_has_its_share_of_the_weights() -> None:
+def test_each_rank_stores_its_share_of_the_weights() -> None:
     plain = plain_of("llama")
     whole = sum(p.numel() for p in plain.get_submodule("model.layers").parameters() if p.dim() > 1)
 
@@ -491,14 +490,14 @@ LEFT_OUT: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("name", LEFT_OUT)
-def test_a_collective_that_is_left_out_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_removed_collective_is_detected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prove_grid, "_GRID_RESULTS", {})
     monkeypatch.setattr(GridRegion, name, LEFT_OUT[name])
     with pytest.raises(ConfigError, match="differs"):  # the proof on the twin sees it
         run_as_threads(lambda context: sharded(context, "qwen2", "2d", (2, 2)), tensor=4)
 
 
-def test_a_norm_of_this_ranks_features_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norm_over_local_features_only_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prove_grid, "_GRID_RESULTS", {})
     monkeypatch.setattr(GridNorm, "forward", lambda self, x: nn.functional.rms_norm(x, x.shape[-1:]) * self.weight)
     with pytest.raises(ConfigError, match="differs"):
@@ -518,23 +517,23 @@ def test_a_norm_of_this_ranks_features_alone_is_found(monkeypatch: pytest.Monkey
         (8, (2, 2, 2), "2d", "Use tensor=\\(2, 4\\)"),
         (4, (2, 2), "1d", "that is a grid of 2 x 2"),
         (4, (2, 2), "4d", "It is one of"),
-        (10, (1, 10), "2d", "more than the"),
+        (10, (1, 10), "2d", "exceeds the"),
     ],
     ids=str,
 )
-def test_sizes_that_do_not_fit(tensor: int, sizes: Any, mode: str, said: str) -> None:
+def test_invalid_sizes_are_refused(tensor: int, sizes: Any, mode: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         run_as_threads(lambda context: sharded(context, "llama", mode, sizes), tensor=tensor)
 
 
-def test_what_a_grid_does_not_go_with() -> None:
+def test_unsupported_combinations_are_refused() -> None:
     with pytest.raises(ConfigError, match="enable_sequence_parallelism=True"):
         shardformer.compat.ShardConfig(tensor_parallel_mode="2d", enable_sequence_parallelism=True)
     with pytest.raises(ConfigError, match="a sequence axis"):
         run_as_threads(lambda c: sharded(c, "llama", "2d", (2, 1)), tensor=2, sequence=2)
 
 
-def test_a_policy_that_knows_one_axis() -> None:
+def test_policy_for_one_tensor_axis_is_refused() -> None:
     class Own(shardformer.policies.Policy):
         def module_policy(self) -> Any:
             sub = shardformer.policies.SubModuleReplacementDescription("fc", shardformer.tensor_parallel.Linear1D_Col)
@@ -546,7 +545,7 @@ def test_a_policy_that_knows_one_axis() -> None:
             self.h = nn.ModuleList([nn.Sequential()])
             self.h[0].fc = nn.Linear(4, 4)
 
-    with pytest.raises((PolicyError, ConfigError), match="names no stack"):
+    with pytest.raises((PolicyError, ConfigError), match="needs a stack of layers"):
         run_as_threads(
             lambda c: shardformer.shard_model(
                 Model(), Own, context=with_grid_axes(c, (2, 1)), tensor_parallel_mode="2d"
@@ -555,7 +554,7 @@ def test_a_policy_that_knows_one_axis() -> None:
         )
 
 
-def test_keys_of_another_forward_are_refused_in_training() -> None:
+def test_cache_of_another_forward_is_refused_in_training() -> None:
     def go_on(context: ParallelContext) -> None:
         model: Any = sharded(context, "llama", "2d", (2, 1))
         ids = batches_of("llama")[0]["input_ids"]
@@ -580,7 +579,7 @@ def run_page(block: str) -> float:
     return float(names["loss"].detach())
 
 
-def test_the_page_of_grids_runs(pool4: WorkerPool) -> None:
+def test_examples_of_the_grid_page_run(pool4: WorkerPool) -> None:
     page = (Path(__file__).parents[2] / "docs" / "tensor-grids.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     losses = pool4.run(run_page, block)
@@ -598,7 +597,9 @@ def test_the_page_of_grids_runs(pool4: WorkerPool) -> None:
     ],
     ids=str,
 )
-def test_over_processes(pool4: WorkerPool, family: str, mode: str, sizes: Sizes, training: VerifyTraining) -> None:
+def test_grid_works_over_processes(
+    pool4: WorkerPool, family: str, mode: str, sizes: Sizes, training: VerifyTraining
+) -> None:
     config = {"tensor_parallel_mode": mode}
     report = verify(
         SmallModel(family), RandomBatches(DEFAULT_HEAD[family], batch=SAMPLES), {"tensor": sizes},
@@ -608,7 +609,7 @@ def test_over_processes(pool4: WorkerPool, family: str, mode: str, sizes: Sizes,
     assert report.passed, str(report)
 
 
-def test_with_data_ranks(pool4: WorkerPool) -> None:
+def test_grid_works_with_data_parallel_ranks(pool4: WorkerPool) -> None:
     report = verify(
         SmallModel("llama"), RandomBatches(DEFAULT_HEAD["llama"], batch=6), {"tensor": (2, 1)}, 2, dtype=torch.float64,
         config={"tensor_parallel_mode": "2d"}, training=VerifyTraining(zero_stage=2), pool=pool4,

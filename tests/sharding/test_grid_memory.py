@@ -1,4 +1,4 @@
-"""What a rank of a tensor grid holds: its share of what autograd saves in the layers, and of the weights."""
+"""Memory of a rank on a tensor grid: its share of saved activations and of weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def plain() -> nn.Module:
 
 
 def saved_by(model: nn.Module) -> int:
-    """Bytes that autograd keeps alive from the first layer's forward to the last one's, each memory counted whole."""
+    """Return the bytes that autograd saves from the first to the last layer, counting each storage once."""
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     held: dict[int, int] = {}
     inside = False
@@ -63,7 +63,7 @@ def saved_by(model: nn.Module) -> int:
     [("2d", (2, 2)), ("2d", (4, 1)), ("2d", (1, 4)), ("2.5d", (2, 2, 2)), ("3d", (2, 2, 2)), ("3d", (2, 1, 2))],
     ids=str,
 )
-def test_activations_and_weights_are_cut_by_all_ranks(mode: str, sizes: tuple[int, ...]) -> None:
+def test_activations_and_weights_are_sharded_over_all_ranks(mode: str, sizes: tuple[int, ...]) -> None:
     ranks = torch.Size(sizes).numel()
     copies = sizes[2] if mode == "2.5d" else 1
 

@@ -1,4 +1,4 @@
-"""Inputs other than token ids: embeddings whose gradient is asked for, and learned keys and values."""
+"""Inputs other than token ids: embeddings with gradients, and learned keys and values."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def of_ranks(layout: dict[str, Any], run: Any) -> None:
 
 
 def perturbed(model: Any) -> tuple[Tensor, Tensor]:
-    """A perturbation of the embeddings, which come from the model's own table; the loss is backward done."""
+    """Run the backward of embeddings from the model's table plus a perturbation. Returns the perturbation."""
     delta = torch.zeros(2, 8, 32, dtype=torch.float64, requires_grad=True)
     loss = model(inputs_embeds=model.get_input_embeddings()(IDS) + delta, labels=IDS).loss
     loss.backward()
@@ -52,7 +52,7 @@ def perturbed(model: Any) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_the_gradient_of_embeddings_is_whole_and_that_of_their_table_too(layout: dict[str, Any]) -> None:
+def test_gradients_of_input_embeddings_and_their_table_are_full(layout: dict[str, Any]) -> None:
     plain = llama()
     expected, _ = perturbed(copy.deepcopy(plain))
     trained = copy.deepcopy(plain)
@@ -70,7 +70,7 @@ def test_the_gradient_of_embeddings_is_whole_and_that_of_their_table_too(layout:
     of_ranks(layout, check)
 
 
-def test_a_gradient_by_torch_autograd_is_whole() -> None:
+def test_autograd_grad_returns_the_full_gradient() -> None:
     plain = llama()
 
     def gradient(model: Any) -> Tensor:
@@ -87,7 +87,7 @@ def test_a_gradient_by_torch_autograd_is_whole() -> None:
 
 
 class Prefix(nn.Module):
-    """Keys and values before the first token, for each layer."""
+    """Trained keys and values before the first token, for each layer."""
 
     def __init__(self, kv_heads: int, length: int = 3) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Prefix(nn.Module):
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("layout", [{"tensor": 2}, {"tensor": 3}, {"tensor": 4}, {"sequence": 2}], ids=str)
-def test_a_learned_prefix_has_the_gradient_of_one_process(kv_heads: int, layout: dict[str, Any]) -> None:
+def test_learned_prefix_has_the_gradient_of_one_process(kv_heads: int, layout: dict[str, Any]) -> None:
     plain = llama(kv_heads).requires_grad_(False)
     expected = Prefix(kv_heads).gradient(plain)
 
@@ -120,7 +120,7 @@ def test_a_learned_prefix_has_the_gradient_of_one_process(kv_heads: int, layout:
     of_ranks(layout, check)
 
 
-def test_a_fixed_prefix_and_a_cache_of_the_model_itself_go_on_as_in_the_plain_model() -> None:
+def test_fixed_prefix_and_own_cache_continue_like_the_plain_model() -> None:
     plain = llama(2)
     loss, _ = Prefix(2).gradient(copy.deepcopy(plain), trains=False)
     with torch.no_grad():
@@ -140,7 +140,7 @@ def test_a_fixed_prefix_and_a_cache_of_the_model_itself_go_on_as_in_the_plain_mo
     run_as_threads(check, tensor=2)
 
 
-def test_keys_of_other_heads_are_refused_and_left_alone() -> None:
+def test_cache_with_wrong_heads_is_refused_and_unchanged() -> None:
     def check(context: ParallelContext) -> None:
         model: Any = shardformer.shard_model(llama(4), context=context)
         cache = transformers.DynamicCache()
@@ -154,7 +154,7 @@ def test_keys_of_other_heads_are_refused_and_left_alone() -> None:
 
 
 def masked(model: Any) -> Tensor:
-    """The gradient of a bias of attention that is given as a mask."""
+    """Return the gradient of an attention bias passed as a mask."""
     causal = torch.full((8, 8), float("-inf"), dtype=torch.float64).triu(1)
     bias = torch.zeros(2, 1, 8, 8, dtype=torch.float64, requires_grad=True)
     model(input_ids=IDS, attention_mask=bias + causal, labels=IDS).loss.backward()
@@ -162,19 +162,19 @@ def masked(model: Any) -> Tensor:
     return bias.grad
 
 
-def test_a_mask_that_trains_is_refused_on_all_ranks() -> None:
+def test_trained_mask_is_refused_on_all_ranks() -> None:
     plain = llama()
     assert masked(copy.deepcopy(plain)).any()
 
     def check(context: ParallelContext) -> None:
         model = shardformer.shard_model(copy.deepcopy(plain), context=context)
-        with pytest.raises(InputError, match="different gradients of attention_mask"):
+        with pytest.raises(InputError, match="different gradients of the input attention_mask"):
             masked(model)
 
     run_as_threads(check, tensor=2)
 
 
-def test_states_of_an_encoder_that_are_given_have_their_whole_gradient() -> None:
+def test_passed_encoder_states_receive_the_full_gradient() -> None:
     torch.manual_seed(0)
     sizes = dict(
         vocab_size=64,
@@ -205,7 +205,7 @@ def test_states_of_an_encoder_that_are_given_have_their_whole_gradient() -> None
 
 
 @pytest.mark.parametrize("what", ["embeddings", "prefix"])
-def test_stages_refuse_what_they_would_train_in_part(what: str) -> None:
+def test_pipeline_refuses_inputs_it_cannot_train(what: str) -> None:
     def check(context: ParallelContext) -> None:
         pipeline = shardformer.Pipeline(shardformer.shard_model(llama(), context=context), micro_batches=2)
         batch: dict[str, Any] = {"input_ids": IDS, "labels": IDS}
@@ -215,7 +215,7 @@ def test_stages_refuse_what_they_would_train_in_part(what: str) -> None:
             batch[CACHE] = cache
         else:
             batch = {"inputs_embeds": torch.zeros(2, 8, 32, dtype=torch.float64, requires_grad=True), "labels": IDS}
-        with pytest.raises(ConfigError, match="in a pipeline"):
+        with pytest.raises(ConfigError, match="which a pipeline does not support"):
             pipeline.step(batch)
 
     run_as_threads(check, pipe=2)

@@ -1,4 +1,4 @@
-"""State dicts of the plain model, of this rank, and of others, into a sharded model; and out of it."""
+"""State dicts of the plain model, of a rank and of other models in ``load_state_dict``, and saving."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def batch(family: str = "llama") -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("sizes", [{"tensor": 3}, {"data": 2}, {"pipe": 2, "tensor": 2}], ids=str)
-def test_the_plain_models_state_dict_is_cut(family: str, sizes: dict[str, int]) -> None:
+def test_state_dict_of_the_plain_model_is_sharded_on_load(family: str, sizes: dict[str, int]) -> None:
     first, other = plain(family), plain(family, 1)
     full = other.state_dict()
     expected = float(copy.deepcopy(other)(**batch(family)).loss.detach())
@@ -58,7 +58,7 @@ def test_the_plain_models_state_dict_is_cut(family: str, sizes: dict[str, int]) 
     run_as_threads(do, **sizes)
 
 
-def test_what_a_rank_saved_goes_in_as_it_is() -> None:
+def test_state_dict_of_a_rank_is_loaded_unchanged() -> None:
     def do(context: ParallelContext) -> None:
         model: Any = shardformer.shard_model(plain(), context=context)
         kept = {name: value.clone() for name, value in model.state_dict().items()}
@@ -72,7 +72,7 @@ def test_what_a_rank_saved_goes_in_as_it_is() -> None:
 
 
 def told(context: ParallelContext, make: Any, **how: Any) -> str:
-    """What is said where it is refused, with the model as it was."""
+    """Return the error message after checking that the model is unchanged."""
     model: Any = shardformer.shard_model(plain(), context=context)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(ConfigError) as error:
@@ -93,7 +93,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
         {},
         "model.norm.weight has the shape (5,)",
     ),
-    (lambda m: {**plain().state_dict(), "lm_head.weight": m.lm_head.weight}, {}, "and a part of lm_head.weight"),
+    (lambda m: {**plain().state_dict(), "lm_head.weight": m.lm_head.weight}, {}, "but only a shard of lm_head.weight"),
     (lambda m: plain().state_dict(), {"assign": True}, "assign=True"),
     (lambda m: {"model.norm.weight": torch.ones(5)}, {"strict": False}, "model.norm.weight has the shape (5,)"),
     (lambda m: {**ones(), "lm_head.weight": None}, {}, "lm_head.weight is a NoneType"),
@@ -104,11 +104,11 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("make", "how", "said"), REFUSED, ids=[said for *_, said in REFUSED])
-def test_what_is_of_another_model_is_refused(make: Any, how: dict[str, Any], said: str) -> None:
+def test_state_dict_of_another_model_is_refused(make: Any, how: dict[str, Any], said: str) -> None:
     assert all(said in text for text in run_as_threads(lambda c: told(c, make, **how), tensor=2))
 
 
-def test_what_is_in_both_goes_in_where_that_is_asked_for() -> None:
+def test_non_strict_load_takes_the_common_keys() -> None:
     def do(context: ParallelContext) -> None:
         model: Any = shardformer.shard_model(plain(), context=context)
         other = plain(seed=1).state_dict()
@@ -119,7 +119,7 @@ def test_what_is_in_both_goes_in_where_that_is_asked_for() -> None:
     run_as_threads(do, tensor=2)
 
 
-def test_under_stage_3_nothing_is_loaded_past_the_optimizer() -> None:
+def test_loading_under_zero_stage_3_is_refused() -> None:
     def do(context: ParallelContext) -> None:
         model: Any = shardformer.shard_model(plain(), context=context)
         shardformer.shard_optimizer(model, torch.optim.AdamW(model.parameters()), stage=3)
@@ -133,7 +133,7 @@ def test_under_stage_3_nothing_is_loaded_past_the_optimizer() -> None:
 
 
 @pytest.mark.slow
-def test_a_sharded_model_is_not_pickled_but_copied() -> None:
+def test_sharded_model_can_be_copied_but_not_pickled() -> None:
     def do(context: ParallelContext) -> None:
         model = shardformer.shard_model(plain(), context=context)
         with pytest.raises(ConfigError, match=r"A sharded model cannot be pickled.*save_pretrained"):
@@ -146,14 +146,14 @@ def test_a_sharded_model_is_not_pickled_but_copied() -> None:
 
 
 @pytest.mark.parametrize("sizes", [{"tensor": 3}, {"data": 2}, {"pipe": 2}], ids=str)
-def test_parameters_are_counted_as_of_the_plain_model(sizes: dict[str, int]) -> None:
+def test_num_parameters_counts_those_of_the_plain_model(sizes: dict[str, int]) -> None:
     expected = plain().num_parameters()
 
     def do(context: ParallelContext) -> None:
         model: Any = shardformer.shard_model(plain(), context=context)
         assert model.num_parameters() == expected
         if context.pipe.size > 1:
-            with pytest.raises(ConfigError, match="on a stage"):
+            with pytest.raises(ConfigError, match="on a pipeline stage"):
                 model.num_parameters(only_trainable=True)
             return
         model.lm_head.weight.requires_grad_(False)
@@ -165,14 +165,14 @@ def test_parameters_are_counted_as_of_the_plain_model(sizes: dict[str, int]) -> 
     run_as_threads(do, **sizes)
 
 
-def test_what_save_pretrained_is_given_is_looked_at(tmp_path: Path) -> None:
+def test_arguments_of_save_pretrained_are_checked(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
     def do(context: ParallelContext) -> None:
         model: Any = shardformer.shard_model(plain(), context=context)
         for args, how, said in (
-            (tmp_path / "file", {}, "which is a file"),
-            (tmp_path / "part", {"state_dict": model.state_dict()}, "state_dict() has a part"),
+            (tmp_path / "file", {}, "names a file"),
+            (tmp_path / "part", {"state_dict": model.state_dict()}, "instead of the full shape"),
             (tmp_path / "nobody", {"is_main_process": False}, "is_main_process=False"),
         ):
             with pytest.raises(ConfigError) as error:
@@ -191,7 +191,7 @@ def test_what_save_pretrained_is_given_is_looked_at(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("every", ["54", pytest.param("9", marks=pytest.mark.full)])
-def test_a_save_that_ends_at_any_of_its_operations_leaves_no_mixture(tmp_path: Path, every: str) -> None:
+def test_interrupted_save_leaves_no_mixed_directory(tmp_path: Path, every: str) -> None:
     script = Path(__file__).with_name("saves.py")
     command = [PYTHON, script, tmp_path, "--every", every]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)

@@ -1,4 +1,4 @@
-"""Fused norms and activations: what is not known is left alone and said, or refused where that is all."""
+"""Fused norms and activations: unknown modules are reported, or refused if nothing can be fused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DoubledNorm(nn.LayerNorm):
 
 
 class NormedAttention(SelfAttention):
-    """A norm over all heads of q."""
+    """Attention with a norm over all heads of q."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def toy(change: Callable[[Any], None]) -> ToyLM:
 
 
 def check(change: Callable[[Any], None], policy: type[Policy] = ToyPolicy, **options: bool) -> str:
-    """Whether the toy with ``options`` over two ranks trains as the plain one; what is said of it."""
+    """Check that the toy model with ``options`` on two ranks trains like the plain one. Returns its description."""
     plain, models = toy(change), [toy(change) for _ in range(2)]
     expected = toy_loss(plain, toy_batch(0))
     expected.backward()
@@ -100,40 +100,40 @@ def with_doubled_norm(layer: Any) -> None:
     layer.norm1 = DoubledNorm(HIDDEN)
 
 
-def test_a_norm_that_is_cut_stays_and_is_said() -> None:
+def test_sharded_norm_is_not_fused_and_reported() -> None:
     said = check(with_norm_over_heads, NormedPolicy, enable_fused_normalization=True)
-    assert "Norms that stay as they are: 2 ShardedNorm (its statistics are summed over the ranks)." in said
+    assert "Norms that are not fused: 2 ShardedNorm (its statistics are summed over ranks)." in said
     assert "FusedLayerNorm" in said
 
 
-def test_a_norm_that_computes_something_else_stays_and_is_said() -> None:
+def test_unknown_norm_is_not_fused_and_reported() -> None:
     said = check(with_doubled_norm, enable_fused_normalization=True)
-    assert "2 DoubledNorm (neither a layer norm nor an RMS norm over the last dim)." in said
+    assert "2 DoubledNorm (not a layer norm or RMS norm over the last dim)." in said
 
 
-def test_a_model_of_such_norms_alone_is_refused() -> None:
+def test_model_without_a_supported_norm_is_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), DoubledNorm(4))
     with pytest.raises(ConfigError, match="cannot replace a DoubledNorm"):
         check_norms(model)
 
 
-def test_what_runs_as_one_kernel_is_said() -> None:
+def test_fused_activations_are_reported() -> None:
     def change(layer: Any) -> None:
         layer.mlp = Activated(nn.GELU(), nn.Mish())
 
-    assert "In one kernel: 2 bias and GELU." in check(change, enable_jit_fused=True)
+    assert "Fused into one kernel: 2 bias and GELU." in check(change, enable_jit_fused=True)
 
 
-def test_a_model_without_an_activation_that_is_known_is_refused() -> None:
+def test_model_without_a_known_activation_is_refused() -> None:
     def change(layer: Any) -> None:
         layer.mlp = Activated(nn.Mish())
 
     for layers in (change, lambda layer: None):
-        with pytest.raises(ConfigError, match="ToyLM has no GELU, SiLU or ReLU that is a module"):
+        with pytest.raises(ConfigError, match="ToyLM has no GELU, SiLU or ReLU module"):
             check(layers, enable_jit_fused=True)
 
 
-def test_a_gpu_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     model = nn.Sequential(nn.Linear(2, 2), nn.GELU())
     with pytest.raises(ConfigError, match="triton"):
@@ -148,8 +148,8 @@ WRITTEN = {
 
 
 @pytest.mark.parametrize("name", WRITTEN_OUT)
-def test_torchs_own_kernel_gives_the_numbers_of_what_is_written_out(name: str) -> None:
-    """BLOOM and GELU fast round the root of 2 / pi to eight and ten digits, less than a number of fp32 can hold."""
+def test_torch_kernel_equals_the_explicit_activation(name: str) -> None:
+    """BLOOM and fast GELU round sqrt(2 / pi) to 8 and 10 digits, below the precision of fp32."""
     native = getattr(pytest.importorskip(WRITTEN[name]), name)()
     grid = torch.linspace(-8, 8, 4001, dtype=torch.float64)
     ours, theirs = (grid.clone().requires_grad_() for _ in range(2))

@@ -1,4 +1,4 @@
-"""Code that a user gives to a model of a library: where it reads other tokens than a rank has, it is refused."""
+"""User code in library models: refused if it reads tokens of other ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WHOLE: list[Layout] = [{"tensor": 2}, {"pipe": 2}]
 
 
 def less_mean(x: Tensor) -> Tensor:
-    """Each token without the mean of all."""
+    """Subtract the mean over all tokens."""
     return x - x.mean(1, keepdim=True)
 
 
@@ -36,7 +36,7 @@ def halved(x: Tensor) -> Tensor:
 
 
 class Around(nn.Module):
-    """A module in the place of an MLP."""
+    """Replaces an MLP."""
 
     def __init__(self, mlp: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Around(nn.Module):
 
 
 def with_method(change: Callable[[Tensor], Tensor]) -> Any:
-    """The MLPs' forwards are replaced by methods."""
+    """Replace the forward of each MLP by a method."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         return change(type(self).forward(self, x))
@@ -59,7 +59,7 @@ def with_method(change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def with_function(change: Callable[[Tensor], Tensor]) -> Any:
-    """The MLPs' forwards are replaced by functions of what they were."""
+    """Wrap the forward of each MLP in a function."""
     model = llama()
     for layer in model.model.layers:
         layer.mlp.forward = partial(_changed, layer.mlp.forward, change)
@@ -78,7 +78,7 @@ def with_module(change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def is_right_or_refused(plain: Any, layout: Layout) -> None:
-    """Over sequence ranks a module that mixes tokens may be given all of them."""
+    """Check the layout. Under context parallelism a module that mixes tokens may receive all of them."""
     try:
         check(plain, layout)
     except (ConfigError, PolicyError):
@@ -100,8 +100,8 @@ def is_refused(plain: Any, layout: Layout) -> None:
 @pytest.mark.reduced(one_in=6, first=1)
 @pytest.mark.parametrize("layout", CUT, ids=str)
 @pytest.mark.parametrize("make", [with_method, with_function, with_module], ids=lambda make: make.__name__)
-def test_what_reads_tokens_of_other_ranks_is_never_wrong(make: Callable[..., Any], layout: Layout) -> None:
-    """After a model of the same class and config that is right, and without an effect on the next one."""
+def test_code_that_reads_other_tokens_is_correct_or_refused(make: Callable[..., Any], layout: Layout) -> None:
+    """Runs after a valid model of the same class and config, and before another one."""
     check(llama(), layout)
     is_right_or_refused(make(less_mean), layout)
     check(llama(), layout)
@@ -109,19 +109,19 @@ def test_what_reads_tokens_of_other_ranks_is_never_wrong(make: Callable[..., Any
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", WHOLE, ids=str)
-def test_where_all_tokens_are_there_it_trains(layout: Layout) -> None:
+def test_code_that_reads_other_tokens_trains_with_full_sequences(layout: Layout) -> None:
     check(with_method(less_mean), layout)
 
 
 @pytest.mark.reduced(one_in=6)
 @pytest.mark.parametrize("layout", [*CUT, {"tensor": (2, 1), "tensor_parallel_mode": "2d"}], ids=str)
 @pytest.mark.parametrize("make", [with_method, with_function], ids=lambda make: make.__name__)
-def test_what_reads_each_token_alone_trains(make: Callable[..., Any], layout: Layout) -> None:
+def test_code_that_reads_single_tokens_trains(make: Callable[..., Any], layout: Layout) -> None:
     check(make(halved), layout)
 
 
 class RunningSum(nn.Module):
-    """In the place of a final norm: it reads the tokens before each."""
+    """Replaces a final norm and reads all tokens before each token."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ CUT_ANYHOW: list[Layout] = [*CUT, {"tensor": (2, 2), "tensor_parallel_mode": "2d
 
 @pytest.mark.reduced(one_in=4)
 @pytest.mark.parametrize("layout", [*CUT_ANYHOW, {"pipe": 2}], ids=str)
-def test_a_module_in_the_place_of_the_final_norm_is_given_all_tokens(layout: Layout) -> None:
+def test_replacement_of_the_final_norm_receives_all_tokens(layout: Layout) -> None:
     model = llama()
     model.model.norm = RunningSum(model.model.norm)
     check(model, layout)
@@ -145,7 +145,7 @@ def test_a_module_in_the_place_of_the_final_norm_is_given_all_tokens(layout: Lay
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", CUT_ANYHOW, ids=str)
-def test_another_norm_in_the_place_of_the_final_norm(layout: Layout) -> None:
+def test_another_final_norm_trains(layout: Layout) -> None:
     model = llama()
     model.model.norm = nn.LayerNorm(model.config.hidden_size).double()
     check(model, layout)
@@ -153,7 +153,7 @@ def test_another_norm_in_the_place_of_the_final_norm(layout: Layout) -> None:
 
 @pytest.mark.reduced(one_in=2)
 @pytest.mark.parametrize("layout", CUT_ANYHOW, ids=str)
-def test_a_hook_behind_the_final_norm_sees_all_tokens(layout: Layout) -> None:
+def test_forward_hook_on_the_final_norm_receives_all_tokens(layout: Layout) -> None:
     model = llama()
     model.model.norm.register_forward_hook(lambda module, args, out: less_mean(out))
     check(model, layout)
@@ -161,7 +161,7 @@ def test_a_hook_behind_the_final_norm_sees_all_tokens(layout: Layout) -> None:
 
 @pytest.mark.reduced(one_in=2, first=1)
 @pytest.mark.parametrize("layout", CUT_ANYHOW, ids=str)
-def test_a_hook_before_the_final_norm_would_see_a_part(layout: Layout) -> None:
+def test_pre_hook_on_the_final_norm_is_refused(layout: Layout) -> None:
     model = llama()
     model.model.norm.register_forward_pre_hook(lambda module, args: (less_mean(args[0]),))
     is_refused(model, layout)
@@ -169,8 +169,8 @@ def test_a_hook_before_the_final_norm_would_see_a_part(layout: Layout) -> None:
 
 @pytest.mark.reduced(one_in=2)
 @pytest.mark.parametrize("where", ["norm", "layers.0.input_layernorm", "embed_tokens"])
-def test_hooks_stay_where_a_module_is_replaced(where: str) -> None:
-    """By a fused norm, or an embedding of this rank's words; and their handles still remove them."""
+def test_hooks_survive_the_replacement_of_their_module(where: str) -> None:
+    """The replacement is a fused norm or a sharded embedding. Their handles still remove the hooks."""
     model = llama()
     handle = model.model.get_submodule(where).register_forward_hook(lambda module, args, out: less_mean(out))
     check(model, {"tensor": 2, "fused_normalization": True})

@@ -1,4 +1,4 @@
-"""Modules of the user's own, which no config builds once more: over sequence ranks and stages a copy validates them."""
+"""User-defined modules without a config are validated on a copy."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Layer(nn.Module):
 
 
 class Language(nn.Module):
-    """Of tokens, with positions that it makes itself; its width is no argument that a config names."""
+    """Reads tokens and creates its own positions. Its width is not a config field."""
 
     def __init__(self, width: int = 16, scale: float = 1.0) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Language(nn.Module):
 
 
 class Features(nn.Module):
-    """Of features, pooled behind the layers."""
+    """Reads features and pools after the layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def losses(model: nn.Module, name: str, context: ParallelContext | None = None, 
 @pytest.mark.filterwarnings("ignore:The attention of:UserWarning")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("sizes", [{"sequence": 2}, {"pipe": 2}], ids=str)
-def test_losses_are_those_of_one_process(name: str, sizes: dict[str, int]) -> None:
+def test_losses_equal_those_of_one_process(name: str, sizes: dict[str, int]) -> None:
     plain = model_of(name)
     expected = losses(copy.deepcopy(plain), name)
 
@@ -118,8 +118,8 @@ def test_losses_are_those_of_one_process(name: str, sizes: dict[str, int]) -> No
         assert found == pytest.approx(expected, abs=1e-9)
 
 
-def test_nothing_of_one_module_is_believed_of_another_of_its_class() -> None:
-    """They have no config that would tell them apart."""
+def test_validation_is_not_reused_for_another_module_of_the_class() -> None:
+    """The modules have no config that distinguishes them."""
     for width in (16, 32):
         plain = Language(width).double()
         expected = losses(copy.deepcopy(plain), "language")
@@ -132,13 +132,13 @@ def test_nothing_of_one_module_is_believed_of_another_of_its_class() -> None:
 
 
 class Particular(Language):
-    """Needs what nobody can guess."""
+    """Needs inputs that cannot be guessed."""
 
     def forward(self, tokens: Tensor, table: dict[str, Tensor]) -> Any:  # type: ignore[override]
         return super().forward(tokens, table["labels"])
 
 
-def test_a_module_that_cannot_be_run_is_told_what_it_needs() -> None:
+def test_module_that_cannot_run_is_refused_with_its_needs() -> None:
     def do(context: ParallelContext) -> None:
         with pytest.raises(ConfigError) as caught:
             shardformer.shard_model(Particular(), context=context)

@@ -1,4 +1,4 @@
-"""Rules are checked both ways: every rule finds what it names, and every large weight is explained by a rule."""
+"""Every rule of a policy matches a module, and every large weight is covered by a rule."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.policies.toy import SelfAttention, ToyLM, ToyPolicy
 
 
 class Written(Policy):
-    """A policy that says what the test gives it."""
+    """A policy with the descriptions that a test passes."""
 
     def __init__(self, said: Any, stacks: list[StackDescription] | None = None) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Written(Policy):
 
 
 def plan_of(policy: Policy, model: nn.Module | None = None, size: int = 2) -> ShardingPlan:
-    """The plan of one of ``size`` ranks. Nothing is communicated."""
+    """Return the plan for one of ``size`` ranks, without communication."""
     policy.set_model(model or ToyLM())
     policy.axis = Axis("tensor", size)
     plan = make_plan(policy.model, policy)
@@ -83,27 +83,27 @@ def cut(*suffixes: str, target: Any = Linear1D_Col, **kwargs: Any) -> ModulePoli
         ("layers.*.*.*.q", ""),
     ],
 )
-def test_a_rule_that_matches_no_module(key: Any, hint: str) -> None:
+def test_rule_without_a_matching_module_is_refused(key: Any, hint: str) -> None:
     name = key if isinstance(key, str) else key.__name__
-    refused(Written({key: ModulePolicyDescription()}), f"The rule for {name!r} matches no module of ToyLM", hint)
+    refused(Written({key: ModulePolicyDescription()}), f"rule for {name!r} matches no module of ToyLM", hint)
 
 
 @pytest.mark.parametrize("key", ["SelfAttention", SelfAttention, "layers.*.attn", "tests.policies.toy.SelfAttention"])
-def test_a_rule_finds_its_modules_by_name_class_and_path(key: Any) -> None:
+def test_rule_matches_by_name_class_and_path(key: Any) -> None:
     plan = plan_of(Written({key: cut("q")}))
     assert list(plan.replacements) == ["layers.0.attn.q", "layers.1.attn.q"]
 
 
-def test_a_class_does_not_match_its_subclasses() -> None:
+def test_class_does_not_match_its_subclasses() -> None:
     refused(Written({nn.Module: ModulePolicyDescription()}), "'Module' matches no module")
 
 
-def test_a_submodule_that_does_not_exist() -> None:
+def test_missing_submodule_is_refused() -> None:
     refused(Written({"Layer": cut("attn.qq")}), "'layers.0.attn.qq'", "'attn.q'", "ignore_if_not_exist=True")
     refused(Written({"": cut("haed")}), "no module 'haed'", "'head'")
 
 
-def test_a_submodule_that_may_lack() -> None:
+def test_optional_submodule_may_be_missing() -> None:
     plan = plan_of(Written({"Layer": cut("attn.qq", "attn.q", ignore_if_not_exist=True)}))
     assert list(plan.replacements) == ["layers.0.attn.q", "layers.1.attn.q"]
 
@@ -111,21 +111,21 @@ def test_a_submodule_that_may_lack() -> None:
 @pytest.mark.parametrize(
     ("attribute", "words"),
     [
-        ("attn.num_haeds", ("no attribute 'num_haeds' on 'layers.0.attn'", "'num_heads'")),
-        ("atn.num_heads", ("no attribute 'num_heads' on 'layers.0.atn'", "'attn'")),
+        ("attn.num_haeds", ("layers.0.attn has no attribute 'num_haeds'", "'num_heads'")),
+        ("atn.num_heads", ("layers.0.atn has no attribute 'num_heads'", "'attn'")),
     ],
 )
-def test_an_attribute_that_does_not_exist(attribute: str, words: tuple[str, ...]) -> None:
+def test_missing_attribute_is_refused(attribute: str, words: tuple[str, ...]) -> None:
     refused(Written({"Layer": ModulePolicyDescription(attribute_replacement={attribute: 2})}), *words)
 
 
-def test_a_method_that_does_not_exist() -> None:
+def test_missing_method_is_refused() -> None:
     description = ModulePolicyDescription(method_replacement={"foward": lambda self, x: x})
-    refused(Written({"Layer": description}), "no method 'foward' on 'layers.0' (Layer)", "'forward'")
+    refused(Written({"Layer": description}), "layers.0 (Layer) has no method 'foward'", "'forward'")
 
 
 @pytest.mark.parametrize("broken", [{"entry": "atn"}, {"columns": ["attn.x"]}, {"row": "attn.y"}])
-def test_a_block_that_names_what_is_not_there(broken: Mapping[str, Any]) -> None:
+def test_block_with_a_missing_path_is_refused(broken: Mapping[str, Any]) -> None:
     block = BlockDescription(**{"entry": "attn", "columns": ["attn.q"], "row": "attn.o", **broken})
     description = cut("attn.q", "attn.o")
     description.blocks = [block]
@@ -135,64 +135,69 @@ def test_a_block_that_names_what_is_not_there(broken: Mapping[str, Any]) -> None
 @pytest.mark.parametrize(
     "stack", [StackDescription("layer"), StackDescription("layers", "ln"), StackDescription("layers", None, ("e", "x"))]
 )
-def test_a_stack_that_names_what_is_not_there(stack: StackDescription) -> None:
+def test_stack_with_a_missing_path_is_refused(stack: StackDescription) -> None:
     refused(Written({}, [stack]), "There is no module")
 
 
 # ----------------------------------------------------------------------------------------------------- rules that clash
 
 
-def test_two_rules_for_one_module() -> None:
+def test_two_rules_for_one_module_are_refused() -> None:
     refused(Written({"Layer": cut("attn.q"), ToyLayer: cut("attn.q")}), "Two rules replace 'layers.0.attn.q'")
     refused(Written({"Layer": cut("attn.q", "attn.q")}), "Two rules replace 'layers.0.attn.q'")
     refused(Written({"Layer": cut("attn.q"), "SelfAttention": cut("q")}), "Two rules replace 'layers.0.attn.q'")
 
 
-def test_a_rule_inside_of_what_another_replaces() -> None:
-    refused(Written({"Layer": cut("attn"), "SelfAttention": cut("q")}), "'layers.0.attn'", "one inside the other")
+def test_overlapping_rules_are_refused() -> None:
+    refused(Written({"Layer": cut("attn"), "SelfAttention": cut("q")}), "'layers.0.attn'", "which overlap")
 
 
-def test_a_rule_for_the_whole_model() -> None:
-    refused(Written({"": cut("")}), "replaces the whole model", "inject_policy")
+def test_rule_for_the_full_model_is_refused() -> None:
+    refused(Written({"": cut("")}), "replaces the full model", "inject_policy")
 
 
-def test_a_target_that_cannot_make_itself_of_a_module() -> None:
-    refused(Written({"Layer": cut("attn.q", target=nn.Linear)}), "'layers.0.attn.q' is to become a Linear")
+def test_target_without_from_native_module_is_refused() -> None:
+    refused(Written({"Layer": cut("attn.q", target=nn.Linear)}), "class Linear of 'layers.0.attn.q'")
 
 
-def test_a_policy_that_is_no_dict_of_descriptions() -> None:
-    refused(Written(None), "module_policy() gave None", "docs/policies.md")
-    refused(Written({"Layer": {"attn.q": Linear1D_Col}}), "module_policy() gave {'attn.q'")
+def test_policy_that_returns_no_descriptions_is_refused() -> None:
+    refused(Written(None), "module_policy() returned None", "docs/policies.md")
+    refused(Written({"Layer": {"attn.q": Linear1D_Col}}), "module_policy() returned {'attn.q'")
 
 
 class SaysNothing(Policy):
     pass
 
 
-def test_a_policy_that_says_nothing() -> None:
-    refused(SaysNothing(), "The policy says nothing", "docs/policies.md")
+def test_empty_policy_is_refused() -> None:
+    refused(SaysNothing(), "The policy overrides neither module_policy() nor argument_policy()", "docs/policies.md")
 
 
-def test_a_tied_weight_of_which_one_owner_is_not_named() -> None:
+def test_tied_weight_with_an_unnamed_owner_is_refused() -> None:
     tied = ToyLM(tied=True)
     table = cut("embed", target=VocabParallelEmbedding1D)
-    refused(Written({"": table}), "head.weight is tied to embed.weight", "Name 'head' too", model=tied)
+    refused(
+        Written({"": table}),
+        "head.weight is tied to the sharded parameter embed.weight",
+        "Add 'head' as an embedding or head",
+        model=tied,
+    )
     assert table.sub_module_replacement is not None
     table.sub_module_replacement.append(SubModuleReplacementDescription("head", VocabParallelLMHead1D))
     assert len(plan_of(Written({"": table}), tied).replacements) == 2
 
 
-def test_a_parameter_at_the_edge_of_a_block() -> None:
+def test_direct_parameter_of_a_block_entry_is_refused() -> None:
     model: Any = ToyLM()
     model.layers[0].mlp.scale = nn.Parameter(model.norm.weight.detach().clone())
-    refused(ToyPolicy(), "layers.0.mlp.scale", "a module of its own", model=model)
+    refused(ToyPolicy(), "layers.0.mlp.scale", "move it into a submodule", model=model)
 
 
 # -------------------------------------------------------------------------------------------------------- roles' tables
 
 
 class Other(ToyPolicy):
-    """A table with some of its entries changed."""
+    """A table with some changed entries."""
 
     def __init__(self, **changes: Any) -> None:
         super().__init__()
@@ -221,27 +226,27 @@ GOOD_ATTENTION, GOOD_MLP = ToyPolicy.stack.blocks
         ({"stack": block(MLP("mlp", up="up", down="fc2"))}, ("no module 'layers.*.mlp.up'",)),
         ({"stack": block(MLP("mlp", up=["up?"], down="fc2"))}, ("no module 'layers.*.mlp.up'",)),
         ({"stack": block(MLP("mlp", up="fc1", down="norm"))}, ("layers.*.mlp.norm is a Identity", "nn.Linear")),
-        ({"stack": block(MLP("mlp", up="fc1", down="fc1"))}, ("41 output features", "30 input features")),
+        ({"stack": block(MLP("mlp", up="fc1", down="fc1"))}, ("41 output features", "has 30 inputs")),
         ({"stack": LayerStack("layers", [GOOD_ATTENTION, GOOD_MLP], final_norm="nrm")}, ("no module 'nrm'", "'norm'")),
         ({"embeddings": "embd"}, ("no module 'embd'", "'embed'")),
         ({"keep_replicated": ("positions",)}, ("no module 'positions'",)),
-        ({"num_heads": "n_head"}, ("num_heads is 'n_head'", "no config", "num_heads = 12")),
+        ({"num_heads": "n_head"}, ("num_heads='n_head' is not found", "no config", "Set num_heads to the number")),
         ({"num_heads": 4}, ("layers.*.attn.o has 30 features", "4 heads")),
         ({"num_kv_heads": 1}, ("layers.*.attn.k has 30 features", "1 heads of 6")),
-        ({"num_kv_heads": 2}, ("5 query heads on 2 KV heads", "Check the head counts")),
+        ({"num_kv_heads": 2}, ("num_heads=5 cannot be divided evenly among num_kv_heads=2", "Check the head counts")),
         (
             {"stack": block(GOOD_ATTENTION)},
-            ("No rule explains 'layers.0.mlp.fc1.weight' (41, 30)", "`keep_replicated`"),
+            ("The policy has no rule for 'layers.0.mlp.fc1.weight' (41, 30)", "`keep_replicated`"),
         ),
-        ({"embeddings": ()}, ("No rule explains 'embed.weight' (101, 30)", "%")),
-        ({"head": ()}, ("No rule explains 'head.weight' (101, 30)",)),
+        ({"embeddings": ()}, ("The policy has no rule for 'embed.weight' (101, 30)", "%")),
+        ({"head": ()}, ("The policy has no rule for 'head.weight' (101, 30)",)),
     ],
 )
-def test_a_table_that_does_not_fit_the_model(changes: dict[str, Any], words: tuple[str, ...]) -> None:
+def test_table_that_does_not_match_the_model_is_refused(changes: dict[str, Any], words: tuple[str, ...]) -> None:
     refused(Other(**changes), *words)
 
 
-def test_what_may_lack_and_what_stays_whole_on_purpose() -> None:
+def test_optional_and_replicated_paths_are_accepted() -> None:
     extra = Attention("cross", AttentionProjections(q="q", k="k", v="v", out="o"), optional=True)
     gate = MLP("mlp", up=["fc1", "gate?"], down="fc2")
     plan = plan_of(Other(stack=block(GOOD_ATTENTION, extra, gate), embeddings=(), keep_replicated=("embed", "pooler?")))
@@ -250,17 +255,17 @@ def test_what_may_lack_and_what_stays_whole_on_purpose() -> None:
     ]
 
 
-def test_more_ranks_than_there_are_heads_or_features() -> None:
-    refused(ToyPolicy(), "A tensor size of 6 is more than the 5 attention heads", "1, 2, 3, 4, 5", size=6)
+def test_more_ranks_than_heads_or_features_are_refused() -> None:
+    refused(ToyPolicy(), "A tensor size of 6 exceeds the 5 attention heads", "1, 2, 3, 4, 5", size=6)
     only_mlp = Other(stack=block(GOOD_MLP), keep_replicated=("layers",))
-    refused(only_mlp, "42 is more than the 41 features of layers.*.mlp.fc1", "41 or less", size=42)
+    refused(only_mlp, "42 exceeds the 41 features of layers.*.mlp.fc1", "at most 41", size=42)
 
 
 # ------------------------------------------------------------------------------------------------------- the first form
 
 
 class First(Policy):
-    """A first-form policy that lists the given layers of a Layer, and returns what else it is given."""
+    """A legacy policy that lists the passed layers of a Layer."""
 
     said: Any = None
 
@@ -278,15 +283,15 @@ class First(Policy):
         (Col_Layer(weight="attn.qq.weight"), ("no module 'layers.0.attn.qq'", "'attn.q'")),
         (Col_Layer(), ("Col_Layer(weight=None, bias=None)", "weight=")),
         (Col_Layer(weight="weight"), ("weight='weight'",)),
-        (Row_Layer(weight="attn.o.weight", bias="attn.q.bias"), ("one and the same layer",)),
-        (Layer(weight="attn.o.weight"), ("without replace_layer", "Col_Layer or Row_Layer")),
+        (Row_Layer(weight="attn.o.weight", bias="attn.q.bias"), ("of the same layer",)),
+        (Layer(weight="attn.o.weight"), ("has no replace_layer", "Col_Layer or Row_Layer")),
     ],
 )
-def test_a_layer_that_names_nothing(layer: Layer, words: tuple[str, ...]) -> None:
+def test_layer_without_a_valid_name_is_refused(layer: Layer, words: tuple[str, ...]) -> None:
     refused(First(layer), *words)
 
 
-def test_a_layer_that_may_lack_and_one_with_a_class_of_its_own() -> None:
+def test_optional_layer_and_custom_class_are_accepted() -> None:
     plan = plan_of(
         First(
             Col_Layer(weight="attn.qq.weight", ignore=True),
@@ -301,15 +306,17 @@ def test_a_layer_that_may_lack_and_one_with_a_class_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("answers", "words"),
     [
-        ({"argument_policy": None}, ("argument_policy() gave None", "Argument(")),
-        ({"argument_policy": {"Layer": Argument()}}, ("The Argument for Layer says nothing", "no functions")),
-        ({"argument_policy": {"Layer": Argument(param_funcs=[Policy.attn_in])}}, ("says nothing: attn_in",)),
+        ({"argument_policy": None}, ("argument_policy() returned None", "Argument(")),
+        ({"argument_policy": {"Layer": Argument()}}, ("The Argument for Layer has no effect", "no functions")),
+        ({"argument_policy": {"Layer": Argument(param_funcs=[Policy.attn_in])}}, ("no layers from attn_in",)),
         ({"argument_policy": {"Layer": Argument({"attn.n_heads": 2})}}, ("no attribute 'n_heads'", "'num_heads'")),
         ({"binding_policy": {"embed.weight": "haed.weight"}}, ("parameter 'haed.weight'", "'head.weight'")),
         ({"inject_policy": (SelfAttention, SelfAttention)}, ("names SelfAttention, but the model is a ToyLM",)),
     ],
 )
-def test_an_answer_that_does_not_fit_the_model(answers: dict[str, Any], words: tuple[str, ...]) -> None:
+def test_legacy_results_that_do_not_match_the_model_are_refused(
+    answers: dict[str, Any], words: tuple[str, ...]
+) -> None:
     refused(First(Col_Layer(weight="attn.q.weight"), **answers), *words)
 
 
@@ -320,7 +327,7 @@ def scaled(factor: float) -> float:
     return factor
 
 
-def test_a_plan_is_the_same_text_in_every_process() -> None:
+def test_fingerprint_is_identical_in_every_process() -> None:
     lines = plan_of(Written({"Layer": cut("attn.q", kwargs={"init": scaled, "gather_output": True})})).fingerprint()
     assert (
         lines[0] == "layers.0.attn.q: Linear [(30, 30), (30,)] -> Linear1D_Col {'init': scaled, 'gather_output': True}"
@@ -328,7 +335,7 @@ def test_a_plan_is_the_same_text_in_every_process() -> None:
     assert "0x" not in "\n".join([*lines, *plan_of(ToyPolicy()).fingerprint()])
 
 
-def test_ranks_with_other_numbers_of_heads_have_one_plan() -> None:
+def test_ranks_with_different_head_counts_have_one_fingerprint() -> None:
     lines = []
     for rank in range(2):
         policy = ToyPolicy()

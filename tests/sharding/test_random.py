@@ -1,4 +1,4 @@
-"""What a script seeds a rank with does not reach the model: tensor ranks draw the same outside of their blocks."""
+"""Tensor ranks draw the same random numbers outside blocks, whatever the script seeds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def seed_by_rank(rank: int) -> None:
 
 
 def speech(pipe: int) -> list[float]:
-    """What two steps of a speech model give its encoder: frames are masked by numpy's random numbers, as by default."""
+    """Return the encoder inputs of two steps of a speech model, which masks frames with NumPy's random state."""
     from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
 
     context = ParallelContext.from_world({"pipe": pipe, "tensor": 2})
@@ -59,13 +59,13 @@ def speech(pipe: int) -> list[float]:
     return sums
 
 
-def test_a_model_that_draws_from_numpy_masks_the_same_frames_on_each_rank(pool2: WorkerPool) -> None:
+def test_numpy_masks_are_identical_on_tensor_ranks(pool2: WorkerPool) -> None:
     first, second = pool2.run(speech, 1)
     assert first == pytest.approx(second, rel=1e-6)
     assert abs(first[0] - first[1]) > 1e-3, "the two steps draw other numbers"
 
 
-def test_the_stages_of_a_pipeline_mask_the_same_frames_too(pool4: WorkerPool) -> None:
+def test_numpy_masks_are_identical_on_pipeline_stages(pool4: WorkerPool) -> None:
     first, second, *_ = pool4.run(speech, 2)
     assert first == pytest.approx(second, rel=1e-6)
     assert abs(first[0] - first[1]) > 1e-3
@@ -81,7 +81,7 @@ class TwoLinears(nn.Module):
 
 
 class Noisy(nn.Module):
-    """Layers between which noise is added, by functions that no config tells of."""
+    """Adds noise between its layers with functional calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def noise() -> list[list[float]]:
     return found
 
 
-def test_seeds_set_by_rank_between_two_steps_change_nothing(pool2: WorkerPool) -> None:
+def test_seeding_ranks_differently_changes_nothing(pool2: WorkerPool) -> None:
     first, second = pool2.run(noise)
     for a, b in zip(first, second, strict=True):
         assert a == pytest.approx(b, rel=1e-5)
@@ -117,7 +117,7 @@ def test_seeds_set_by_rank_between_two_steps_change_nothing(pool2: WorkerPool) -
 
 
 def drawn_beside(pipe: int) -> list[float]:
-    """The losses of a model that draws nothing, while on the last rank something else does in the same process."""
+    """Return the losses of a model without randomness while other code on the last rank draws random numbers."""
     context = ParallelContext.from_world({"pipe": pipe, "tensor": 2})
     torch.manual_seed(0)
     model = shardformer.shard_model(SmallModel("llama")().train(), context=context)
@@ -129,7 +129,7 @@ def drawn_beside(pipe: int) -> list[float]:
 
 
 @pytest.mark.parametrize("pipe", [1, 2])
-def test_a_rank_whose_process_draws_beside_the_model_keeps_no_other_waiting(pool4: WorkerPool, pipe: int) -> None:
+def test_drawing_outside_the_model_does_not_block_other_ranks(pool4: WorkerPool, pipe: int) -> None:
     losses = pool4.run(drawn_beside, pipe)
     for theirs in losses:
         assert theirs == pytest.approx(losses[0], rel=1e-6)

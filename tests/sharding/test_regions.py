@@ -1,4 +1,4 @@
-"""Sequence parallelism around experts; where a stream cannot be cut from a stack's first layer to its last, refused."""
+"""Sequence parallelism around experts, and stacks that do not support it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ExpertsPolicy(RolePolicy):
     stack = LayerStack("layers", [Experts("experts", "up", "down")])
 
 
-def test_a_layer_that_needs_more_than_its_part_is_refused() -> None:
+def test_layer_that_is_itself_a_block_is_refused() -> None:
     models = [AttentionsOnly() for _ in range(2)]
 
     def shard(context: ParallelContext) -> None:
@@ -56,13 +56,13 @@ def test_a_layer_that_needs_more_than_its_part_is_refused() -> None:
             models[context.tensor.rank], AttentionsOnlyPolicy(), context=context, enable_sequence_parallelism=True
         )
 
-    with pytest.raises(ConfigError, match=r"Sequence parallelism.*whose layers are blocks themselves"):
+    with pytest.raises(ConfigError, match=r"enable_sequence_parallelism=True.*a layer that is itself a block"):
         run_as_threads(shard, tensor=2)
 
 
 @pytest.mark.parametrize("length", [8, 9, 11])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_experts_are_given_the_tokens_of_all_ranks(length: int, ranks: int) -> None:
+def test_experts_receive_the_tokens_of_all_ranks(length: int, ranks: int) -> None:
     torch.manual_seed(0)
     plain = OfExperts().double()
     x = torch.randn(2, length, 8, dtype=torch.float64)
@@ -88,7 +88,7 @@ def test_experts_are_given_the_tokens_of_all_ranks(length: int, ranks: int) -> N
 
 
 class BiasedBank(Bank):
-    """Experts with a bias behind ``down``, as those of gpt-oss."""
+    """Experts with a bias of ``down``, as in gpt-oss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class BiasedExpertsPolicy(RolePolicy):
 
 
 @pytest.mark.parametrize("cuts", [False, True])
-def test_the_bias_of_experts_is_added_once(cuts: bool) -> None:
+def test_expert_bias_is_added_once(cuts: bool) -> None:
     torch.manual_seed(0)
     plain = OfExperts()
     for layer in plain.layers:
@@ -131,7 +131,7 @@ def test_the_bias_of_experts_is_added_once(cuts: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.reduced(one_in=2)
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "granitemoe", "deepseek_v3"])
-def test_experts_of_transformers_are_cut_beside_the_sequence(family: str) -> None:
+def test_experts_work_with_sequence_parallelism(family: str) -> None:
     config = transformers.AutoConfig.for_model(family)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
@@ -149,7 +149,7 @@ class Feed(nn.Module):
 
 
 class Conditioned(nn.Module):
-    """A layer that is given something for each token, and something for all of them."""
+    """A layer with one argument per token and one for all tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class DiffusionPolicy(RolePolicy):
 
 
 @pytest.mark.parametrize("lengths", [(9, 14), (8, 9)])
-def test_what_is_given_beside_the_stream_is_cut_as_it_is_also_when_layers_are_computed_again(
+def test_additional_arguments_are_sharded_with_checkpointing_too(
     lengths: tuple[int, int],
 ) -> None:
     torch.manual_seed(0)
@@ -190,7 +190,7 @@ def test_what_is_given_beside_the_stream_is_cut_as_it_is_also_when_layers_are_co
     batches = [(torch.randn(2, n, 6).double(), torch.randn(1, 6).double()) for n in lengths]
 
     def train(model: nn.Module) -> None:
-        """Both forwards come before the backward, in which layers are computed again."""
+        """Run both forwards before the backward, which recomputes the layers."""
         torch.stack([model(*batch).square().mean() for batch in batches]).sum().backward()
 
     alone = copy.deepcopy(plain)

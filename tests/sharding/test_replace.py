@@ -1,4 +1,4 @@
-"""A model that is saved over an older one takes its place, and that of nothing else."""
+"""Saving over an older model replaces its files and no others."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NEW = {"config.json": "new", "model.safetensors": "new", **dict.fromkeys(MINE, "
 
 
 @pytest.mark.parametrize("how", ["exchanged", "in place", "with a folder in it"])
-def test_the_files_of_an_older_model_are_replaced_and_others_kept(
+def test_model_files_are_replaced_and_other_files_kept(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "model"
@@ -58,9 +58,7 @@ def test_the_files_of_an_older_model_are_replaced_and_others_kept(
         assert (inner.stat().st_ino, target.stat().st_ino) == number, "another process may write into it"
 
 
-def test_a_file_that_comes_while_the_folder_is_exchanged_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_created_during_the_exchange_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, real = tmp_path / "model", atomic_write._link
     fill(target)
 
@@ -73,7 +71,7 @@ def test_a_file_that_comes_while_the_folder_is_exchanged_is_kept(
     assert contents(target) == {**NEW, "late.txt": "late"}
 
 
-def test_what_is_next_to_the_folder_is_left_alone(tmp_path: Path) -> None:
+def test_adjacent_directories_are_unchanged(tmp_path: Path) -> None:
     others = [".saving-model", ".replaced-model", private_path(tmp_path / "model").name]
     for name in others:
         (tmp_path / name).mkdir()
@@ -84,7 +82,7 @@ def test_what_is_next_to_the_folder_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_there", [False, True])
-def test_what_a_killed_process_left_is_put_back_or_removed(is_there: bool, tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_process_are_restored_or_removed(is_there: bool, tmp_path: Path) -> None:
     target, here = tmp_path / "model", Process.this()
     left = private_path(target, REPLACED)
     left = left.with_name(left.name.replace(f"-{here.start}-", f"-{here.start - 1}-"))
@@ -102,7 +100,7 @@ def test_what_a_killed_process_left_is_put_back_or_removed(is_there: bool, tmp_p
     assert not [path for path in tmp_path.iterdir() if private(path)]
 
 
-def test_a_failure_leaves_the_folder_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_save_leaves_the_directory_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, real = tmp_path / "model", os.rename
     fill(target)
     before = contents(target)

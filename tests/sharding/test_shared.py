@@ -1,4 +1,4 @@
-"""What modules share: one module in two layers, parameters in one memory, a block that is its own entry."""
+"""Shared modules, parameters that share memory, and blocks that are their own entry."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.policies.toy import HEADS, HIDDEN, VOCAB, FeedForward, SelfAttention,
 
 
 def difference(make: Callable[[], nn.Module], policy: type[Policy], **options: Any) -> float:
-    """The largest of the plain model's gradients and weights after a step, less the sharded one's."""
+    """Return the largest difference of gradients and updated weights between the plain and the sharded model."""
     plain, *models = (made(make) for _ in range(3))  # a copy, or another dtype, would not share memory
     want = trained(plain)
 
@@ -36,7 +36,7 @@ def difference(make: Callable[[], nn.Module], policy: type[Policy], **options: A
 
 
 def made(make: Callable[[], nn.Module]) -> nn.Module:
-    """The same model in fp64 at each call."""
+    """Return a function that creates the same model in fp64."""
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
     try:
@@ -46,7 +46,7 @@ def made(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def trained(model: nn.Module) -> dict[str, Tensor]:
-    """The gradients of one step and the weights after it, of a model in which memory may be shared."""
+    """Return gradients of one step and updated weights of a model with shared memory."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     toy_loss(model, toy_batch(0)).backward()  # type: ignore[no-untyped-call]
     gradients = {f"gradient of {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -72,7 +72,7 @@ def one_attention_for_all() -> nn.Module:
 
 @pytest.mark.parametrize("make", [one_mlp_for_all, one_attention_for_all])
 @pytest.mark.parametrize("sequence", [False, True])
-def test_a_module_in_several_layers_has_the_gradients_of_all(make: Callable[[], nn.Module], sequence: bool) -> None:
+def test_shared_module_accumulates_gradients_of_all_layers(make: Callable[[], nn.Module], sequence: bool) -> None:
     assert difference(make, ToyPolicy, enable_sequence_parallelism=sequence) < 1e-13
 
 
@@ -80,7 +80,7 @@ def test_a_module_in_several_layers_has_the_gradients_of_all(make: Callable[[], 
 
 
 class NormedAttention(SelfAttention):
-    """Its q and k pass norms over a head, which every rank has whole and sees its own heads of."""
+    """Norms of q and k over each head: replicated parameters that see only local heads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class NormedAttention(SelfAttention):
 
 
 class AttentionsOnly(nn.Module):
-    """Its layers are the attentions themselves."""
+    """Its layers are attentions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class AttentionsOnlyPolicy(RolePolicy):
     num_heads = HEADS
 
 
-def test_norms_in_a_layer_that_is_the_attention_itself() -> None:
+def test_norms_in_a_layer_that_is_an_attention_train_correctly() -> None:
     assert difference(AttentionsOnly, AttentionsOnlyPolicy) < 1e-13
 
 
@@ -142,11 +142,11 @@ def linears_tied_by_memory() -> nn.Module:
 
 
 @pytest.mark.parametrize("make", [tied_by_memory, linears_tied_by_memory])
-def test_parts_share_memory_where_parameters_did(make: Callable[[], nn.Module]) -> None:
+def test_shards_share_memory_if_their_parameters_did(make: Callable[[], nn.Module]) -> None:
     assert difference(make, ToyPolicy) < 1e-13
 
 
-def test_values_that_come_later_share_memory_too() -> None:
+def test_materialized_shards_share_memory() -> None:
     with shardformer.meta_init.LazyInit():
         torch.manual_seed(0)
         models = [tied_by_memory() for _ in range(2)]
@@ -173,17 +173,17 @@ def cut_in_two_ways() -> nn.Module:
 
 
 @pytest.mark.parametrize("make", [part_of_another, cut_in_two_ways])
-def test_memory_that_is_cut_in_two_ways_is_refused(make: Callable[[], nn.Module]) -> None:
-    with pytest.raises(ConfigError, match="share their memory, and are cut in different ways") as error:
+def test_shared_memory_split_in_two_ways_is_refused(make: Callable[[], nn.Module]) -> None:
+    with pytest.raises(ConfigError, match="share memory, but are sharded in different ways") as error:
         difference(make, ToyPolicy)
-    assert "Make them one parameter" in str(error.value)
+    assert "Tie them with" in str(error.value)
 
 
-def test_memory_that_two_stages_would_share_is_refused() -> None:
+def test_shared_memory_across_stages_is_refused() -> None:
     models = [made(tied_by_memory) for _ in range(2)]
 
     def shard(context: ParallelContext) -> None:
         shardformer.shard_model(models[context.pipe.rank], ToyPolicy(), context=context)
 
-    with pytest.raises(ConfigError, match=r"embed\.weight and head\.weight share their memory, and are held by"):
+    with pytest.raises(ConfigError, match=r"embed\.weight and head\.weight share memory, but are on different"):
         run_as_threads(shard, pipe=2)

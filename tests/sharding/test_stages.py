@@ -1,4 +1,4 @@
-"""Where a model is cut: by what its layers cost, estimated or measured."""
+"""Layer costs for pipeline partitions, estimated or measured."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def estimated(model: nn.Module) -> list[float]:
     return estimate_layer_costs(model, chain, owner_layers(model, chain))
 
 
-def test_the_head_counts_with_the_last_layer_and_a_table_nothing() -> None:
+def test_head_adds_to_the_last_layer_and_embeddings_cost_nothing() -> None:
     model = SmallModel("llama", changes={"num_hidden_layers": 4, "vocab_size": 1270})()
     first, *middle, last = estimated(model)
     layer = sum(p.numel() for p in model.get_submodule("model.layers.1").parameters() if p.dim() == 2)
@@ -33,13 +33,13 @@ def test_the_head_counts_with_the_last_layer_and_a_table_nothing() -> None:
     assert partition_balanced([first, *middle, last], 2) == [0, 3, 4], "the head weighs more than three layers"
 
 
-def test_a_layer_that_is_called_again_costs_each_time() -> None:
+def test_repeated_layer_costs_every_call() -> None:
     costs = estimated(SmallModel("albert", changes={"num_hidden_layers": 4})())
     assert costs[1] == costs[2] > 1000
 
 
 @pytest.mark.slow
-def test_of_experts_those_count_that_a_token_is_sent_to() -> None:
+def test_only_active_experts_are_counted() -> None:
     import transformers
 
     settings: dict[str, Any] = dict(
@@ -54,7 +54,7 @@ def test_of_experts_those_count_that_a_token_is_sent_to() -> None:
 
 
 class Slow(nn.Module):
-    """A layer that does what it wraps several times over."""
+    """Runs the wrapped layer several times."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Slow(nn.Module):
         return self.layer(*args, **kwargs)
 
 
-def test_measured_costs_see_what_no_weight_tells() -> None:
+def test_measured_costs_reflect_computation() -> None:
     model = SmallModel("llama", changes={"num_hidden_layers": 4, "use_cache": False})().eval()
     layers: Any = model.get_submodule("model.layers")
     policy, _ = resolve_policy(model, None)
@@ -77,7 +77,7 @@ def test_measured_costs_see_what_no_weight_tells() -> None:
     assert all(cost > 0 for cost in costs)
 
 
-def test_measuring_changes_neither_buffers_nor_random_states() -> None:
+def test_measuring_restores_buffers_and_random_states() -> None:
     model: Any = SmallModel("llama", changes={"use_cache": False})().train()
     policy, _ = resolve_policy(model, None)
     model.register_buffer("calls", torch.zeros(()))

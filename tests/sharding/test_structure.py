@@ -1,4 +1,4 @@
-"""What users and other libraries do to a sharded model: it stays right, or is refused."""
+"""Changes to a sharded model by users and libraries work or are refused."""
 
 from __future__ import annotations
 
@@ -83,23 +83,23 @@ def whole(model: Any) -> None:
 
 
 CHANGES: list[tuple[Callable[[Any], None], str]] = [
-    (other_head, "lm_head.weight of this LlamaForCausalLM came after it was sharded"),
+    (other_head, "lm_head.weight of this LlamaForCausalLM was added after the model was sharded"),
     (other_linear, "model.layers.0.mlp.up_proj.weight of this"),
     (other_mlp, "model.layers.1.mlp.gate_proj.weight of this"),
     (other_norm, "model.norm.weight of this"),
-    (tied, "lm_head.weight of this LlamaForCausalLM is another parameter since"),
-    (gone, "model.norm.weight of this LlamaForCausalLM is gone since"),
-    (patched, "mlp.up_proj .Linear1D_Col. has another forward since it was sharded"),
-    (other_class, "lm_head .Mine. has another forward since it was sharded"),
-    (pruned, "down_proj.weight_orig of this LlamaForCausalLM is another parameter since"),
-    (whole, r"gate_proj.weight of this LlamaForCausalLM is \[70, 48\] since it was sharded"),
-    (more, "adapter.weight of this LlamaForCausalLM came after it was sharded"),
+    (tied, "lm_head.weight of this LlamaForCausalLM was replaced by another parameter after"),
+    (gone, "model.norm.weight of this LlamaForCausalLM was removed after"),
+    (patched, "forward of .*mlp.up_proj .Linear1D_Col. was replaced after the model was sharded"),
+    (other_class, "forward of lm_head .Mine. was replaced after the model was sharded"),
+    (pruned, "down_proj.weight_orig of this LlamaForCausalLM was replaced by another parameter after"),
+    (whole, r"gate_proj.weight of this LlamaForCausalLM has the shape \[70, 48\] since it was sharded"),
+    (more, "adapter.weight of this LlamaForCausalLM was added after the model was sharded"),
 ]
 
 
 @pytest.mark.parametrize(("change", "said"), CHANGES, ids=lambda x: getattr(x, "__name__", ""))
 @pytest.mark.parametrize("late", [False, True])
-def test_what_is_changed_behind_sharding_is_noticed_in_the_next_forward(
+def test_changes_after_sharding_are_detected_in_the_next_forward(
     change: Callable[[Any], None], said: str, late: bool
 ) -> None:
     def do(context: ParallelContext) -> None:
@@ -113,7 +113,7 @@ def test_what_is_changed_behind_sharding_is_noticed_in_the_next_forward(
     run_as_threads(do, tensor=2)
 
 
-def test_what_changes_no_parameter_is_no_difference() -> None:
+def test_harmless_changes_after_sharding_are_accepted() -> None:
     def do(context: ParallelContext) -> None:
         model = sharded(context)
         expected = model(**batch()).loss
@@ -129,11 +129,11 @@ def test_what_changes_no_parameter_is_no_difference() -> None:
 
 
 def see(*_: Any) -> None:
-    """A hook of a user's."""
+    """A user's hook."""
 
 
 def may_see(*_: Any) -> None:
-    """One that may see a part."""
+    """A user's hook that accepts local values."""
 
 
 may_see.sees_parts = True  # type: ignore[attr-defined]  # of a function
@@ -154,17 +154,17 @@ def block(model: Any) -> Any:
 @pytest.mark.parametrize(
     ("where", "sizes", "options", "said"),
     [
-        (inside, {"tensor": 2}, {}, "inside of a block each tensor rank has its own heads or features"),
+        (inside, {"tensor": 2}, {}, "inside a block each tensor rank has only its own heads or features"),
         (between, {"tensor": 2}, {}, ""),
         (block, {"tensor": 2}, {}, ""),
-        (between, {"tensor": 2}, {"enable_sequence_parallelism": True}, "each rank holds a part of the sequence"),
-        (block, {"sequence": 2}, {}, "each rank holds a part of the sequence"),
+        (between, {"tensor": 2}, {"enable_sequence_parallelism": True}, "each rank has a shard of the sequence"),
+        (block, {"sequence": 2}, {}, "each rank has a shard of the sequence"),
         (inside, {"data": 2}, {}, ""),
     ],
     ids=range(6),
 )
 @pytest.mark.parametrize("when", ["before", "behind"])
-def test_a_hook_that_would_see_a_part_is_refused(
+def test_hook_on_local_values_is_refused(
     where: Callable[[Any], Any], sizes: dict[str, int], options: dict[str, Any], said: str, when: str
 ) -> None:
     def do(context: ParallelContext) -> str:
@@ -186,7 +186,7 @@ def test_a_hook_that_would_see_a_part_is_refused(
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_a_hook_on_a_parameter_that_is_cut_is_refused(register: str) -> None:
+def test_hook_on_a_sharded_parameter_is_refused(register: str) -> None:
     def do(context: ParallelContext) -> None:
         model = plain()
         getattr(model.model.layers[0].mlp.up_proj.weight, register)(lambda x: None)
@@ -196,7 +196,7 @@ def test_a_hook_on_a_parameter_that_is_cut_is_refused(register: str) -> None:
     run_as_threads(do, tensor=2)
 
 
-def test_what_is_given_a_part_beside_the_entry_of_a_block_may_not_be_hooked() -> None:
+def test_hook_on_the_input_of_an_exit_module_is_refused() -> None:
     def do(context: ParallelContext) -> None:
         model: Any = shardformer.shard_model(SmallModel("bert")().train(), context=context)
         output = model.bert.encoder.layer[0].output
@@ -204,13 +204,13 @@ def test_what_is_given_a_part_beside_the_entry_of_a_block_may_not_be_hooked() ->
         given = RandomBatches(DEFAULT_HEAD["bert"])(0)
         model(**given)
         output.register_forward_pre_hook(see)
-        with pytest.raises(ConfigError, match=r"A hook on bert.encoder.layer.0.output \(BertOutput\)"):
+        with pytest.raises(ConfigError, match=r"The hook .* on bert.encoder.layer.0.output \(BertOutput\)"):
             model(**given)
 
     run_as_threads(do, tensor=2)
 
 
-def test_a_batch_without_a_label_that_counts_is_told_in_a_pipeline() -> None:
+def test_batch_without_labels_is_reported_in_a_pipeline() -> None:
     def do(context: ParallelContext) -> None:
         pipeline = shardformer.Pipeline(sharded(context), micro_batches=2)
         given = batch()
@@ -221,7 +221,7 @@ def test_a_batch_without_a_label_that_counts_is_told_in_a_pipeline() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # which torch.compile reads of what enters
-def test_a_stage_is_compiled_inside_of_its_layers() -> None:
+def test_stage_can_be_compiled_per_layer() -> None:
     def do(context: ParallelContext) -> None:
         model = sharded(context)
         pipeline = shardformer.Pipeline(model, micro_batches=2)
@@ -238,11 +238,11 @@ def test_a_stage_is_compiled_inside_of_its_layers() -> None:
     run_as_threads(do, pipe=2, in_turn=True)
 
 
-def test_a_hook_may_be_taken_away_again() -> None:
+def test_removed_hook_is_accepted() -> None:
     def do(context: ParallelContext) -> None:
         model = sharded(context)
         handle = inside(model).register_forward_hook(see)
-        with pytest.raises(ConfigError, match=r"A hook on model\.layers\.0\.mlp\.act_fn"):
+        with pytest.raises(ConfigError, match=r"The hook .* on model\.layers\.0\.mlp\.act_fn"):
             model(**batch())
         handle.remove()
         model(**batch())
@@ -252,8 +252,8 @@ def test_a_hook_may_be_taken_away_again() -> None:
     run_as_threads(do, tensor=2)
 
 
-def test_a_model_that_is_sharded_later_changes_nothing_of_one_that_was() -> None:
-    """torch.compile guards what it read of the guard of a model: another function there compiles the model again."""
+def test_sharding_another_model_does_not_recompile_the_first() -> None:
+    """torch.compile guards the function that it read from the model's checks."""
 
     def do(context: ParallelContext) -> None:
         before = dict(vars(ForwardChecks))
@@ -271,13 +271,13 @@ def test_a_model_that_is_sharded_later_changes_nothing_of_one_that_was() -> None
     run_as_threads(do, tensor=2)
 
 
-def test_a_copied_model_is_looked_at_by_itself() -> None:
+def test_copied_model_is_checked_independently() -> None:
     def do(context: ParallelContext) -> None:
         model = sharded(context)
         twin = copy.deepcopy(model)
         twin(**batch()).loss.backward()
         other_head(twin)
-        with pytest.raises(ConfigError, match="came after"):
+        with pytest.raises(ConfigError, match="was added after"):
             twin(**batch())
         model(**batch())
 

@@ -1,4 +1,4 @@
-"""What torch puts around modules before a model is sharded, or after: it trains as the plain model does."""
+"""Wrappers of torch around modules of the model, applied before or after sharding."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LAYOUTS = [{"data": 2}, {"tensor": 2}, {"sequence": 2}, {"pipe": 2}, {"tensor": 
 
 
 def plain() -> Any:
-    """Without a cache, to which a recomputation would add a second time in the plain model, too."""
+    """Return the plain model without a cache, to which recomputation would append twice."""
     torch.manual_seed(0)
     model: Any = SmallModel("llama")().double().train()
     model.config.use_cache = False
@@ -41,7 +41,7 @@ def wrap(model: Any, how: Any = checkpoint_wrapper) -> None:
 
 
 def norm_of(model: Any) -> Tensor:
-    """The gradient of a norm in the first layer, wherever that is."""
+    """Return the gradient of a norm in the first layer."""
     layer = model.model.layers[0]
     return layer.input_layernorm.weight.grad
 
@@ -56,7 +56,7 @@ def gradient(model: Any) -> Tensor | None:
 
 @pytest.mark.parametrize("order", ["before", "after"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_checkpointing_by_torch_gives_the_gradients_of_the_plain_model(layout: dict[str, int], order: str) -> None:
+def test_torch_checkpoint_wrapper_gives_the_same_gradients(layout: dict[str, int], order: str) -> None:
     model = plain()
     model(**BATCH).loss.backward()
     expected = norm_of(model)
@@ -80,7 +80,7 @@ def test_checkpointing_by_torch_gives_the_gradients_of_the_plain_model(layout: d
     run_as_threads(check, **layout)
 
 
-def test_a_sequence_is_cut_around_checkpoints_of_a_model_that_keeps_a_cache() -> None:
+def test_checkpoint_wrapper_works_with_context_parallelism_and_cache() -> None:
     model = plain()
     model.config.use_cache = True
     batch = {name: x for name, x in BATCH.items() if name != "attention_mask"}
@@ -99,7 +99,7 @@ def test_a_sequence_is_cut_around_checkpoints_of_a_model_that_keeps_a_cache() ->
 
 
 @pytest.mark.parametrize("how", ["offload", "twice", "reentrant", "attention"])
-def test_other_wrappers_too(how: str) -> None:
+def test_other_wrappers_give_the_same_gradients(how: str) -> None:
     model = plain()
     model(**BATCH).loss.backward()
     expected = norm_of(model)
@@ -124,7 +124,7 @@ def test_other_wrappers_too(how: str) -> None:
     run_as_threads(check, tensor=2)
 
 
-def test_names_weights_and_steps_are_those_of_the_plain_model() -> None:
+def test_wrapped_model_keeps_names_weights_and_steps() -> None:
     model = plain()
     names = list(model.state_dict())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -148,7 +148,7 @@ def test_names_weights_and_steps_are_those_of_the_plain_model() -> None:
     run_as_threads(check, tensor=2)
 
 
-def test_a_refused_model_keeps_its_wrappers() -> None:
+def test_refused_model_keeps_its_wrappers() -> None:
     def check(context: ParallelContext) -> None:
         model = plain()
         wrap(model)
@@ -162,7 +162,7 @@ def test_a_refused_model_keeps_its_wrappers() -> None:
     run_as_threads(check, tensor=2)
 
 
-def test_what_is_compiled_is_kept_around_layers_and_refused_where_it_cannot_be() -> None:
+def test_compiled_layers_are_kept_or_refused() -> None:
     def check(context: ParallelContext) -> None:
         model = plain()
         wrap(model, lambda layer: torch.compile(layer, backend="eager"))
@@ -175,7 +175,7 @@ def test_what_is_compiled_is_kept_around_layers_and_refused_where_it_cannot_be()
         assert list(model.model.layers) == outer
         other = plain()
         other.model.layers[0].mlp.down_proj = torch.compile(other.model.layers[0].mlp.down_proj, backend="eager")
-        with pytest.raises(ConfigError, match="is cut itself"):
+        with pytest.raises(ConfigError, match="sharding replaces it"):
             shardformer.shard_model(other, context=context)
         assert shard_specs(plain())
 

@@ -1,4 +1,4 @@
-"""Torch's wrappers around a sharded model are refused: they would spread one rank's parts over the others'."""
+"""Wrappers of torch around a sharded model are refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Its parts are of one size on all ranks, which torch's wrappers do not tell from whole parameters."""
+    """Its shards have the same size on all ranks, so torch's wrappers mistake them for full parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,14 +75,14 @@ def _wrap(how: str, sizes: dict[str, int]) -> str:
 
 @pytest.mark.parametrize("how", WRAPPERS)
 @pytest.mark.parametrize("axis", ["tensor", "data"])
-def test_a_wrapper_is_refused_before_it_trains(pool2: WorkerPool, how: str, axis: str) -> None:
+def test_wrapper_around_a_sharded_model_is_refused(pool2: WorkerPool, how: str, axis: str) -> None:
     for said in pool2.run(_wrap, how, {axis: 2}):
         assert how.split()[0] in said and f"around a model that is sharded over {axis}=2" in said
         assert "shard_model(model, data=...)" in said
 
 
 def _of_another_model() -> bool:
-    """A sharded model that a wrapped one calls, but does not hold."""
+    """A sharded model that a wrapped module calls but does not contain."""
     model = shard_model(Model(), ModelPolicy, context=ParallelContext.from_world({"tensor": 2}))
     teacher = [model.eval().requires_grad_(False)]
 
@@ -99,5 +99,5 @@ def _of_another_model() -> bool:
     return bool(out.isfinite().all())
 
 
-def test_a_wrapper_around_another_model_is_none_of_our_business(pool2: WorkerPool) -> None:
+def test_wrapper_around_another_model_is_accepted(pool2: WorkerPool) -> None:
     assert pool2.run(_of_another_model) == [True, True]

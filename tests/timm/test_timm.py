@@ -224,7 +224,7 @@ def test_the_class_is_the_family(timm_worker: WorkerPool) -> None:
     assert "by the registered family 'timm:VisionTransformer'" in said
     assert "LayerNorm  ShardedNorm" in in_worker(timm_worker, described, "eva02 with a norm in the mlp")
     swin = in_worker(timm_worker, described, "swin", 4)
-    assert "Whole, since 3 heads are fewer than 4 ranks: layers.0.blocks.*.attn." in swin
+    assert "layers.0.blocks.*.attn is replicated, because it has 3 heads for 4 tensor ranks." in swin
     assert "attn.relative_position_bias_table  parameter" in swin
 
 
@@ -259,15 +259,15 @@ def test_sequence_parallelism_is_refused(
     timm_worker: WorkerPool, name: str, record_property: Callable[[str, object], None]
 ) -> None:
     said = in_worker(timm_worker, error_of, name, SEQUENCE)
-    assert "its windows cut the image anew" in said
-    record_property("feature", "refused: " + said.partition("it is known that ")[2].partition(". ")[0])
+    assert "its windows partition the image anew" in said
+    record_property("feature", "refused: " + said.partition(": ")[2].partition(". ")[0])
 
 
 @pytest.mark.parametrize(
     ("method", "options", "said"),
     [
         ("forward_intermediates", {}, "nothing"),
-        ("forward_intermediates", SEQUENCE, "Leave sequence parallelism off"),
+        ("forward_intermediates", SEQUENCE, "Set enable_sequence_parallelism=False"),
         ("set_input_size", {}, "Call set_input_size on the plain model"),
         ("reset_classifier", {}, "Call reset_classifier on the plain model"),
     ],

@@ -141,7 +141,7 @@ OTHERWISE = ("bloom slow but exact", "bert of one layer")
 
 @pytest.mark.parametrize("name", READ_BETWEEN)
 def test_settings_that_read_between_the_layers_are_refused(pool2: WorkerPool, name: str) -> None:
-    with pytest.raises(ConfigError, match="reads the states between its layers"):
+    with pytest.raises(ConfigError, match="reads the hidden states between its layers"):
         check(pool2, VARIANTS[name].sample)
 
 
@@ -251,7 +251,7 @@ REFUSED.append(("whisper", "WhisperForAudioClassification", {"use_weighted_layer
 def test_what_reads_between_its_layers_is_refused(
     pool2: WorkerPool, family: str, head: str, changes: dict[str, Any]
 ) -> None:
-    with pytest.raises(ConfigError, match="it reads the states between its layers, of which a stage has those"):
+    with pytest.raises(ConfigError, match="reads the hidden states between its layers, but a stage has only those"):
         check(pool2, deep(family, head, **changes))
 
 

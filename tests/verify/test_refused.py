@@ -49,7 +49,7 @@ def without_tensors(step: int) -> dict[str, int]:
             {"model_fn": Tower, "batch_fn": only_x, "policy": TowerPolicy, "loss_fn": sample_loss},
             "its output, a Tensor, has none",
         ),
-        ({"tensor": 7}, "more than the 6 attention heads"),
+        ({"tensor": 7}, "exceeds the 6 attention heads"),
         ({"batch_fn": without_tensors}, "no tensor"),
         ({"dtype": torch.bfloat16}, "fp64 or fp32"),
         ({"tensor": 0}, "tensor=0"),

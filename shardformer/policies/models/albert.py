@@ -1,4 +1,4 @@
-"""ALBERT: an encoder that runs the same layer many times; the attention adds its residual itself."""
+"""ALBERT: encoder that runs one layer repeatedly. The attention module adds its residual itself."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class AlbertPolicy(RolePolicy):
     )
 
     def layer_sequence(self) -> LayerSequence:
-        """As many units as there are layers to compute, each a call of one of the few groups there are."""
+        """Return one call of a layer group per computed layer, although the groups share their weights."""
         config, groups = self.model.config, "encoder.albert_layer_groups"
         depth, kinds = config.num_hidden_layers, config.num_hidden_groups
         units = tuple(f"{groups}.{at * kinds // depth}" for at in range(depth))

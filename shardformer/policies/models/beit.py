@@ -1,9 +1,9 @@
-"""BEiT: pre-norm encoder of patches, no bias of k, a bias a head of the relative position: of each layer, or shared."""
+"""BEiT: pre-norm image encoder with relative position biases per head, per layer or shared."""
 
 from __future__ import annotations
 
 from shardformer.pipeline.layer_sequence import PipelineHints
-from shardformer.policies.role_policy import BETWEEN_LAYERS, BETWEEN_STAGES, RolePolicy
+from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import MLP, Q_K_V_O, Attention, LayerStack
 
 
@@ -27,8 +27,5 @@ class BeitPolicy(RolePolicy):
     head = "lm_head"
     keep_replicated = ("embeddings", "pooler?", "relative_position_bias?", ".decode_head", ".auxiliary_head", ".fpn")
 
-    def no_sequence_parallel_reason(self) -> str | None:
-        return BETWEEN_LAYERS if hasattr(self.model, "decode_head") else super().no_sequence_parallel_reason()
-
-    def no_pipeline_reason(self) -> str | None:
-        return BETWEEN_STAGES if hasattr(self.model, "decode_head") else super().no_pipeline_reason()
+    def reads_layer_outputs(self) -> bool:
+        return hasattr(self.model, "decode_head")

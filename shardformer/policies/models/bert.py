@@ -1,4 +1,4 @@
-"""BERT, RoBERTa, ERNIE: post-norm encoder (a decoder on request), the output projections beside what they close."""
+"""BERT, RoBERTa, ERNIE: post-norm encoder or decoder. Output projections are outside the attention and MLP modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""BLIP-2: an encoder of images, a Q-Former that reads it, and a language model of a family of its own."""
+"""BLIP-2: image encoder, Q-Former that reads its output, and a language model with a policy of its own."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ QFORMER: list[Role] = [
     MLP("intermediate_query", up="dense", down=".output_query.dense"),
     MLP("intermediate", up="dense", down=".output.dense", optional=True),
 ]
-BEFORE = PipelineHints(with_first_layer=["query_tokens"])
-WHOLE = "the Q-Former sends its queries and its text through different layers"
+QUERY_TOKENS = PipelineHints(with_first_layer=["query_tokens"])
+NO_SEQUENCE_PARALLEL = "the Q-Former sends its queries and its text through different layers"
 
 
 class Blip2VisionPolicy(RolePolicy):
@@ -47,14 +47,20 @@ class Blip2VisionPolicy(RolePolicy):
 
 
 class Blip2QFormerPolicy(RolePolicy):
-    stack = LayerStack("encoder.layer", QFORMER, no_sequence_parallel=WHOLE)
+    stack = LayerStack("encoder.layer", QFORMER, no_sequence_parallel=NO_SEQUENCE_PARALLEL)
     num_heads = ".num_attention_heads"
 
 
 class Blip2Policy(RolePolicy):
     stack = (
         LayerStack("vision_model.encoder.layers", VISION, optional=True),
-        LayerStack("qformer.encoder.layer", QFORMER, no_sequence_parallel=WHOLE, optional=True, stages=BEFORE),
+        LayerStack(
+            "qformer.encoder.layer",
+            QFORMER,
+            no_sequence_parallel=NO_SEQUENCE_PARALLEL,
+            optional=True,
+            stages=QUERY_TOKENS,
+        ),
     )
     submodels = ("language_model?",)
     embeddings = "embeddings.word_embeddings?"
@@ -65,15 +71,15 @@ class Blip2Policy(RolePolicy):
     num_heads = ".num_attention_heads"
 
     def layer_sequence(self) -> LayerSequence:
-        """Image encoder, Q-Former, language model: what the one before has made comes in by a door of its own."""
-        doors = {
+        """Return image encoder, Q-Former and language model, each with the argument that receives the states before."""
+        entries = {
             "qformer.encoder.layer": ("qformer", "encoder_hidden_states"),
             "language_model": ("language_projection", "input"),
         }
         found, entered = list(super().layer_sequence().stacks), set()
         for at, stack in enumerate(found):
-            door = next((d for d in doors if f"{stack.layers}.".startswith(f"{d}.")), None)
-            if at and door is not None and door not in entered:
-                entered.add(door)
-                found[at] = replace(stack, context=doors[door])
+            entry = next((d for d in entries if f"{stack.layers}.".startswith(f"{d}.")), None)
+            if at and entry is not None and entry not in entered:
+                entered.add(entry)
+                found[at] = replace(stack, context=entries[entry])
         return LayerSequence(tuple(found))

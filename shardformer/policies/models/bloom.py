@@ -1,4 +1,4 @@
-"""BLOOM: pre-norm decoder, alibi slopes, q, k and v of each head beside each other."""
+"""BLOOM: pre-norm decoder with ALiBi and a fused qkv projection interleaved by head."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class BloomPolicy(RolePolicy):
         config = self.model.config
         if config.slow_but_exact and config.pretraining_tp > 1:
             raise ConfigError(
-                f"slow_but_exact=True with pretraining_tp={config.pretraining_tp}",
-                rule="Its linears then multiply slices of their weights themselves, as many as there once were ranks",
-                remedy="Build the model with slow_but_exact=False; it differs by rounding only",
+                f"slow_but_exact=True with pretraining_tp={config.pretraining_tp} does not support sharding",
+                rule="The linears then multiply slices of their weights themselves",
+                remedy="Build the model with slow_but_exact=False, which differs only by rounding",
             )

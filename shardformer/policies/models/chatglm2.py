@@ -1,4 +1,4 @@
-"""ChatGLM2 and 3: pre-norm decoder, rotary positions, groups of k and v, a gate and what it gates in one linear."""
+"""ChatGLM2 and 3: pre-norm decoder with rotary positions, grouped KV heads, and a fused gate and up projection."""
 
 from __future__ import annotations
 

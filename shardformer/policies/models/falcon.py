@@ -1,4 +1,4 @@
-"""Falcon: rotary positions or alibi; q, k and v by KV head, of which there may be as many as heads, a few, or one."""
+"""Falcon: decoder with rotary positions or ALiBi and a fused qkv projection grouped by KV head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPT-2: pre-norm decoder, learned positions, q, k and v behind each other in one Conv1D, perhaps cross-attention."""
+"""GPT-2: pre-norm decoder with learned positions, a fused qkv Conv1D, and optional cross-attention."""
 
 from __future__ import annotations
 

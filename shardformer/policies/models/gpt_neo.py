@@ -1,4 +1,4 @@
-"""GPT-Neo: pre-norm decoder, learned positions, every other attention local."""
+"""GPT-Neo: pre-norm decoder with learned positions. Every other attention is local."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPT-J: decoder with rotary positions whose attention and MLP read the same norm, side by side."""
+"""GPT-J: decoder with rotary positions whose attention and MLP read the output of the same norm."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class GPTJPolicy(RolePolicy):
             MLP("mlp", up="fc_in", down="fc_out", shared_exit="attn.out_proj"),
         ],
         final_norm="ln_f",
-        stages=PipelineHints(num_outputs=None),  # from transformers 5.24 on its states alone
+        stages=PipelineHints(num_outputs=None),  # from transformers 5.24 on, only the hidden states
     )
     embeddings = "wte"
     head = "lm_head"
 
     def sums_exits(self) -> bool:
-        return bool(self.model.config.resid_pdrop == 0)  # else each is dropped out by itself
+        return bool(self.model.config.resid_pdrop == 0)  # dropout is applied to each output before the sum

@@ -1,4 +1,4 @@
-"""LLaMA, Mistral, Qwen 2 and 3: pre-norm decoder, rotary positions, grouped KV heads, gated MLP."""
+"""LLaMA, Mistral, Qwen 2 and 3: pre-norm decoder with rotary positions, grouped KV heads and a gated MLP."""
 
 from __future__ import annotations
 

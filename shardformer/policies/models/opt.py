@@ -1,4 +1,4 @@
-"""OPT: decoder with learned positions, pre-norm or post-norm; the MLP's linears stand in the layer itself."""
+"""OPT: pre-norm or post-norm decoder with learned positions. The MLP's linears are direct children of the layer."""
 
 from __future__ import annotations
 

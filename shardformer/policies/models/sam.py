@@ -1,4 +1,4 @@
-"""SAM: an encoder of the image with windows and relative positions, and a small decoder of masks."""
+"""SAM: image encoder with windowed attention and relative positions, and a small mask decoder."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class SamVisionPolicy(RolePolicy):
     stack = LayerStack("vision_encoder.layers", LAYERS)
     keep_replicated = ("vision_encoder.patch_embed", "vision_encoder.neck", "vision_encoder.pos_embed?")
     num_heads = ".num_attention_heads"
-    no_sequence_parallel = "its windows cut the image, so no sequence stays whole between its blocks"
+    no_sequence_parallel = "its windows reorder the image between the blocks"
 
 
 class SamPolicy(RolePolicy):
@@ -64,5 +64,5 @@ class SamPolicy(RolePolicy):
     no_sequence_parallel = SamVisionPolicy.no_sequence_parallel
 
     def layer_sequence(self) -> LayerSequence:
-        """The image's encoder; the small decoder behind it, which hands on two streams, stays in one piece."""
+        """Return the image encoder. The mask decoder, which passes two streams between layers, stays on one stage."""
         return LayerSequence(super().layer_sequence().stacks[:1])

@@ -1,4 +1,4 @@
-"""Swin: windows of an image in stages, each with twice the heads, a bias a head of the relative position."""
+"""Swin: windowed image encoder in stages that double the heads, with a relative position bias per head."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from shardformer.pipeline.layer_sequence import PipelineHints
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import MLP, Q_K_V_O, Attention, AttentionInputs, AttentionProjections, LayerStack
 
-AGAINST_SEQUENCE = "its windows cut the image anew in every layer, so no sequence stays cut between them"
+NO_SEQUENCE_PARALLEL = "its windows partition the image anew in every layer"
 BIAS = "continuous_position_bias_mlp.2"
 
 
@@ -19,11 +19,11 @@ class SwinPolicy(RolePolicy):
     )
     keep_replicated = ("embeddings", "encoder.layers.*.downsample?", ".decoder")
     num_heads = ".num_attention_heads"
-    no_sequence_parallel = AGAINST_SEQUENCE
+    no_sequence_parallel = NO_SEQUENCE_PARALLEL
 
 
 class Swinv2Policy(RolePolicy):
-    """Swin V2: norms behind, cosine attention with a scale a head, and an MLP that makes the bias of every head."""
+    """Swin V2: post-norm, cosine attention with a scale per head, and an MLP that computes the bias of every head."""
 
     stack = LayerStack(
         "encoder.layers.*.blocks",
@@ -45,4 +45,4 @@ class Swinv2Policy(RolePolicy):
         ".decoder",
     )
     num_heads = ".num_attention_heads"
-    no_sequence_parallel = AGAINST_SEQUENCE
+    no_sequence_parallel = NO_SEQUENCE_PARALLEL

@@ -1,4 +1,4 @@
-"""T5: encoder and decoder, pre-norm, a table of relative position biases in the first layer of each, no biases."""
+"""T5: pre-norm encoder and decoder without biases. The first layer of each has a table of relative position biases."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shardformer.policies.roles import MLP, Attention, AttentionInputs, Attentio
 
 TABLE = ("layer.0.SelfAttention.relative_attention_bias", "layer.0.SelfAttention.has_relative_attention_bias")
 STAGES = PipelineHints(num_outputs=3, shared_from_first=TABLE)
-"""Only the first layer makes the biases, and hands them on: with a pipeline the first layer of each stage does."""
+"""Only the first layer computes the biases. In a pipeline the first layer of each stage computes them."""
 
 
 def _attention(at: str, inputs: AttentionInputs = AttentionInputs()) -> Attention:

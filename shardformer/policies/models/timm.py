@@ -1,4 +1,4 @@
-"""Policies of timm's models: ViT, DeiT, BEiT, EVA, Swin and Swin V2."""
+"""Policies of timm models: ViT, DeiT, BEiT, EVA, Swin and Swin V2."""
 
 from __future__ import annotations
 
@@ -11,44 +11,43 @@ from shardformer.errors import ConfigError
 from shardformer.module_paths import get_at, get_module
 from shardformer.pipeline.layer_sequence import PipelineHints
 from shardformer.policies.lowering import LayerLowering
-from shardformer.policies.models.swin import AGAINST_SEQUENCE
+from shardformer.policies.models.swin import NO_SEQUENCE_PARALLEL
 from shardformer.policies.module_descriptions import ModuleKey, ModulePolicyDescription
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import MLP, Attention, AttentionInputs, AttentionProjections, LayerStack, LocalAttr
 
 REBUILD = ("set_input_size", "reset_classifier", "prune_intermediate_layers")
-LOOK_BETWEEN = ("forward_intermediates", "get_intermediate_layers")
+READ_BETWEEN_LAYERS = ("forward_intermediates", "get_intermediate_layers")
 
 TIMM_MLP = MLP("mlp", up=["fc1?", "fc1_g?", "fc1_x?"], down="fc2", fused=None, norm="norm")
 
 
 class TimmPolicy(RolePolicy):
-    """A table for a model of timm.
+    """Base of the policies of timm models.
 
     Class attributes:
-        head_attrs: parameters outside of the layers, where a model has them, with a dim that counts the heads of every
-            layer.
+        head_attrs: optional parameters outside the layers -> the dim that counts the heads of every layer.
     """
 
     num_heads = ".num_heads"
     head_attrs: Mapping[str, LocalAttr] = {}
 
     def module_policy(self) -> Mapping[ModuleKey, ModulePolicyDescription]:
-        said = dict(super().module_policy())
+        descriptions = dict(super().module_policy())
         if self.head_attrs:
             stack, _ = self._present_stacks()[0]
             layer = LayerLowering(get_module(self.model, f"{stack.layers}.0"), stack.layers, self.axis)
             first = next(block for block in stack.blocks if isinstance(block, Attention))
             layout = self._attention(first, layer).layout
-            said[""].parameters = {
+            descriptions[""].parameters = {
                 path: layout.parameter_split(path, full, counted)
                 for path, counted in self.head_attrs.items()
                 if (full := get_at(self.model, path)) is not None
             }
-        return said
+        return descriptions
 
     def postprocess(self) -> nn.Module:
-        between = LOOK_BETWEEN if self.shard_config.enable_sequence_parallelism else ()
+        between = READ_BETWEEN_LAYERS if self.shard_config.enable_sequence_parallelism else ()
         for name in [*REBUILD, *between] if self.axis.size > 1 else []:
             if hasattr(self.model, name):
                 setattr(self.model, name, _UnsupportedMethod(name))
@@ -56,17 +55,18 @@ class TimmPolicy(RolePolicy):
 
 
 class _UnsupportedMethod:
-    """Stands for a method that does not know of ranks."""
-
     def __init__(self, name: str) -> None:
         self.name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         if self.name in REBUILD:
             raise ConfigError(
-                f"{self.name} on a sharded model", remedy=f"Call {self.name} on the plain model, then shard it"
+                f"{self.name} is not supported on a sharded model",
+                remedy=f"Call {self.name} on the plain model, then shard it",
             )
-        raise ConfigError(f"{self.name} with sequence parallelism", remedy="Leave sequence parallelism off for it")
+        raise ConfigError(
+            f"{self.name} does not support sequence parallelism", remedy="Set enable_sequence_parallelism=False"
+        )
 
 
 BIASES = {"q_bias?": "width", "k_bias?": "width", "v_bias?": "width"}
@@ -118,7 +118,7 @@ class TimmSwinPolicy(TimmPolicy):
     )
     stack = LayerStack("layers.*.blocks", [attention, TIMM_MLP])
     keep_replicated = ("patch_embed", "layers.*.downsample", "head?")
-    no_sequence_parallel = AGAINST_SEQUENCE
+    no_sequence_parallel = NO_SEQUENCE_PARALLEL
 
 
 class TimmSwinV2Policy(TimmPolicy):
@@ -136,7 +136,7 @@ class TimmSwinV2Policy(TimmPolicy):
     )
     stack = LayerStack("layers.*.blocks", [attention, TIMM_MLP])
     keep_replicated = ("patch_embed", "layers.*.downsample", "head?")
-    no_sequence_parallel = AGAINST_SEQUENCE
+    no_sequence_parallel = NO_SEQUENCE_PARALLEL
 
 
 class TimmViTPolicy(TimmPolicy):
@@ -144,7 +144,7 @@ class TimmViTPolicy(TimmPolicy):
         "attn",
         FUSED,
         local_attrs={"num_heads": "heads", "attn_dim?": "width", "norm": "heads"},
-        inputs=AttentionInputs(reads_width=True),  # where there is no attn_dim
+        inputs=AttentionInputs(reads_width=True),  # in versions without attn_dim
     )
     stack = LayerStack("blocks", [attention, TIMM_MLP], final_norm="norm")
     keep_replicated = (*OUTSIDE, "dist_token?", "head_dist?")

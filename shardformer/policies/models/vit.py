@@ -1,4 +1,4 @@
-"""ViT: pre-norm encoder of patches, learned positions."""
+"""ViT: pre-norm image encoder with learned positions."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Whisper: encoder of sound behind two convolutions, decoder of text with cross-attention, pre-norm."""
+"""Whisper: pre-norm audio encoder after two convolutions, and text decoder with cross-attention."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from shardformer.policies.role_policy import BETWEEN_LAYERS, BETWEEN_STAGES, RolePolicy
+from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import MLP, Q_K_V_OUT, Attention, AttentionInputs, LayerStack
 
 CONTEXT = AttentionInputs(cross_attention=True)
@@ -33,10 +33,5 @@ class WhisperPolicy(RolePolicy):
     keep_replicated = ("encoder.conv1?", "encoder.conv2?", "encoder.embed_positions?", "decoder.embed_positions?")
     num_heads = num_kv_heads = ".num_heads"
 
-    def no_sequence_parallel_reason(self) -> str | None:
-        sums = getattr(self.model.config, "use_weighted_layer_sum", False)
-        return BETWEEN_LAYERS if sums else super().no_sequence_parallel_reason()
-
-    def no_pipeline_reason(self) -> str | None:
-        sums = getattr(self.model.config, "use_weighted_layer_sum", False)
-        return BETWEEN_STAGES if sums else super().no_pipeline_reason()
+    def reads_layer_outputs(self) -> bool:
+        return bool(getattr(self.model.config, "use_weighted_layer_sum", False))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardformer.kernels.fused_ops import fused_norm
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.policies.attention_heads import HeadLayout
+from shardformer.policies.lowering import HeadLayout
 from shardformer.tensor_parallel.layers import ShardedNorm
 
 B, S, HEAD_DIM = 2, 3, 4

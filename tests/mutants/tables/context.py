@@ -39,7 +39,7 @@ MUTANTS = [
         "A padded position returns the mean of hidden values instead of zero.",
         first=(
             "tests/layers/context/test_ring.py::test_ring_attention_equals_attention_on_one_rank",
-            "tests/sharding/test_context.py::test_padding_documents_and_windows",
+            "tests/sharding/test_context.py::test_padding_packed_documents_and_windows_work",
         ),
     ),
     mutant(
@@ -59,7 +59,7 @@ MUTANTS = [
         "x = _hash(x * 31 + self.heads.to(device)[None, :])[:, :, None, None]",
         "x = _hash(x * 31 + torch.arange(len(self.heads), device=device)[None, :])[:, :, None, None]",
         "Under Ulysses, heads on different ranks drop the same attention weights.",
-        first=("tests/sharding/test_context.py::test_dropout_of_attention_weights_does_not_depend_on_the_ranks",),
+        first=("tests/sharding/test_context.py::test_attention_dropout_is_independent_of_the_ranks",),
     ),
     mutant(
         "attention-dropout-not-in-the-backward",
@@ -68,7 +68,7 @@ MUTANTS = [
         "            pass\n",
         "With attention dropout over a sequence axis, dropped weights pass gradients to queries and keys.",
         first=(
-            "tests/sharding/test_context.py::test_dropout_of_attention_weights_does_not_depend_on_the_ranks",
+            "tests/sharding/test_context.py::test_attention_dropout_is_independent_of_the_ranks",
             "tests/layers/context/test_ring.py",
         ),
     ),
@@ -88,7 +88,7 @@ MUTANTS = [
         "A loss on logits[:, 1:] compares with labels one position off.",
         first=(
             "tests/layers/context/test_sequence_cut.py::test_slices_equal_those_of_the_full_tensor",
-            "tests/sharding/test_context.py::test_the_logits_are_cut_and_behave_as_the_full_ones",
+            "tests/sharding/test_context.py::test_sharded_logits_behave_like_full_logits",
         ),
     ),
     mutant(
@@ -99,8 +99,8 @@ MUTANTS = [
         "What is computed of a gathered sequence (a pooled classifier) passes back a fraction of its gradient.",
         first=(
             "tests/layers/context/test_sequence_cut.py::test_gathered_rows_get_the_summed_gradients",
-            "tests/sharding/test_context.py::test_the_logits_are_cut_and_behave_as_the_full_ones",
-            "tests/sharding/test_context.py::test_nobody_can_tell_that_the_sequence_was_cut",
+            "tests/sharding/test_context.py::test_sharded_logits_behave_like_full_logits",
+            "tests/sharding/test_context.py::test_context_parallel_training_equals_one_process",
         ),
     ),
     mutant(
@@ -111,7 +111,7 @@ MUTANTS = [
         "A cross entropy with class weights over a sequence axis is divided by the wrong number.",
         first=(
             "tests/layers/context/test_sequence_cut.py::test_cross_entropy_equals_that_of_the_full_tensor",
-            "tests/sharding/test_context.py::test_the_logits_are_cut_and_behave_as_the_full_ones",
+            "tests/sharding/test_context.py::test_sharded_logits_behave_like_full_logits",
         ),
     ),
     mutant(
@@ -123,7 +123,7 @@ MUTANTS = [
         first=(
             "tests/layers/context/test_ring.py::test_windows_of_different_sizes_are_cached_separately",
             "tests/layers/context/test_ring.py",
-            "tests/sharding/test_context.py::test_padding_documents_and_windows",
+            "tests/sharding/test_context.py::test_padding_packed_documents_and_windows_work",
         ),
     ),
     mutant(
@@ -143,7 +143,7 @@ MUTANTS = [
         first=(
             "tests/layers/context/test_ring.py::test_mask_evaluated_in_chunks_is_the_same",
             "tests/layers/context/test_ring.py",
-            "tests/sharding/test_context.py::test_padding_documents_and_windows",
+            "tests/sharding/test_context.py::test_padding_packed_documents_and_windows_work",
         ),
     ),
 ]

@@ -14,7 +14,7 @@ MUTANTS = [
         "local_attrs={})",
         "LLaMA with more tensor ranks than KV heads repeats KV heads as often as on one device.",
         first=(
-            "tests/policies/test_heads.py::test_llama_trains_alike_where_ranks_share_kv_heads",
+            "tests/policies/test_heads.py::test_llama_with_shared_kv_heads_equals_one_process",
             "tests/verify/test_families.py::test_other_settings",
         ),
     ),
@@ -25,7 +25,7 @@ MUTANTS = [
         "if layout.ranks < 1:",
         "A fused projection whose KV heads do not divide is sharded wrongly instead of refused.",
         first=(
-            "tests/policies/test_edges.py::test_kv_heads_that_a_fused_projection_cannot_repeat_are_refused",
+            "tests/policies/test_edges.py::test_uneven_kv_heads_in_a_fused_projection_are_refused",
             "tests/verify/test_families.py::test_other_settings",
             "tests/policies/test_heads.py",
         ),
@@ -48,7 +48,7 @@ MUTANTS = [
         "",
         "Falcon with ALiBi applies the slopes of the first heads to the heads of every rank.",
         first=(
-            "tests/families/test_attention_kernels.py::test_other_settings",
+            "tests/families/test_attention_kernels.py::test_other_settings_use_the_kernel",
             "tests/verify/test_families.py::test_other_settings",
         ),
     ),
@@ -63,7 +63,7 @@ MUTANTS = [
     mutant(
         "gptj-drops-two-outputs-at-once",
         "shardformer/policies/models/gptj.py",
-        "return bool(self.model.config.resid_pdrop == 0)  # else each is dropped out by itself",
+        "return bool(self.model.config.resid_pdrop == 0)",
         "return True",
         "GPT-J with residual dropout drops attention and MLP outputs together.",
         first=("tests/policies/test_exits.py",),
@@ -71,8 +71,8 @@ MUTANTS = [
     mutant(
         "whisper-sums-layers-of-one-stage",
         "shardformer/policies/models/whisper.py",
-        "return BETWEEN_STAGES if sums else super().no_pipeline_reason()",
-        "return super().no_pipeline_reason()",
+        'return bool(getattr(self.model.config, "use_weighted_layer_sum", False))',
+        "return False",
         "Whisper with a weighted sum of its layers is accepted in a pipeline.",
         first=("tests/verify/test_pipelines.py::test_what_reads_between_its_layers_is_refused",),
     ),
@@ -154,24 +154,24 @@ MUTANTS = [
         "    if family in _REGISTERED and family not in FAMILIES:\n        return _REGISTERED[family]()",
         "A policy that the user registers for a known family is ignored.",
         first=(
-            "tests/policies/test_registry.py::test_a_policy_that_the_user_registers_for_a_known_family_replaces_ours",
+            "tests/policies/test_registry.py::test_user_registration_replaces_the_built_in_policy",
             "tests/policies/test_registry.py",
         ),
     ),
     mutant(
         "optimizer-of-whole-parameters",
         "shardformer/sharding/checks.py",
-        "            if held is not None:\n",
-        "            if held is not None and stages is not None:\n",
+        "            if name is not None:\n",
+        "            if name is not None and stages is not None:\n",
         "An optimizer that was made before sharding goes on with the unsharded parameters.",
-        first=("tests/policies/test_edges.py::test_an_optimizer_that_was_made_before_is_refused",),
+        first=("tests/policies/test_edges.py::test_optimizer_created_before_sharding_is_refused",),
     ),
     mutant(
         "tied-weight-in-one-place",
         "shardformer/sharding/plan.py",
-        "        if (id(plan.model.get_submodule(path)), name) not in named:\n",
-        "        if (id(plan.model.get_submodule(path)), name) in named:\n",
+        "or (id(module), name) in named or",
+        "or (id(module), name) not in named or",
         "A policy that names one of two tied modules leaves the other with the whole weight.",
-        first=("tests/sharding/test_plan.py::test_a_tied_weight_of_which_one_owner_is_not_named",),
+        first=("tests/sharding/test_plan.py::test_tied_weight_with_an_unnamed_owner_is_refused",),
     ),
 ]

@@ -22,7 +22,7 @@ MUTANTS = [
         "near = [n for n in self._lengths if abs(n - self.full) < 1]",
         "With activation checkpointing, a sequence one token longer than an earlier one is recomputed as that one.",
         first=(
-            "tests/sharding/test_regions.py::test_what_is_given_beside_the_stream_is_cut_as_it_is_also_when_layers_are_computed_again",
+            "tests/sharding/test_regions.py::test_additional_arguments_are_sharded_with_checkpointing_too",
             "tests/test_training.py::test_features",
         ),
     ),
@@ -37,11 +37,11 @@ MUTANTS = [
     mutant(
         "router-gradient-summed",
         "shardformer/sharding/apply_tensor_parallel.py",
-        "return layout, ModelRegion.GATHERED if name.startswith(self._whole) else ModelRegion.STACK",
+        "return layout, ModelRegion.GATHERED if name.startswith(self._gathered) else ModelRegion.STACK",
         "return layout, ModelRegion.STACK",
         "A module that is given the whole sequence (a router) gets its gradient once for each tensor rank.",
         first=(
-            "tests/sharding/test_regions.py::test_experts_are_given_the_tokens_of_all_ranks",
+            "tests/sharding/test_regions.py::test_experts_receive_the_tokens_of_all_ranks",
             "tests/policies/infer/test_infer.py::test_what_sequence_parallelism_needs_is_found",
         ),
     ),
@@ -125,7 +125,7 @@ MUTANTS = [
         "        tokens = None\n",
         "With sequence parallelism the experts sum the results of different tokens.",
         first=(
-            "tests/sharding/test_regions.py::test_experts_are_given_the_tokens_of_all_ranks",
+            "tests/sharding/test_regions.py::test_experts_receive_the_tokens_of_all_ranks",
             "tests/sharding/test_regions.py",
         ),
     ),

@@ -21,17 +21,17 @@ MUTANTS = [
         "if name not in self._biases and name.startswith(self._inside):",
         "if name.startswith(self._inside):",
         "The bias of GPT-2's output projections gets its gradient once for each tensor rank.",
-        first=("tests/policies/test_forms.py::test_roles_on_gpt2",),
+        first=("tests/policies/test_forms.py::test_roles_shard_gpt2",),
     ),
     mutant(
         "gradient-of-a-norm-behind-the-exit",
         "shardformer/sharding/apply_tensor_parallel.py",
-        "alike = 1 if self.block.is_open else self.block.axis.size",
-        "alike = 1",
+        "multiplicity = 1 if self.block.is_open else self.block.axis.size",
+        "multiplicity = 1",
         "An attention that applies its norm after its output projection trains it with a multiple of its gradient.",
         first=(
-            "tests/policies/test_forms.py::test_a_norm_behind_the_exit_of_a_block",
-            "tests/sharding/test_shared.py::test_norms_in_a_layer_that_is_the_attention_itself",
+            "tests/policies/test_forms.py::test_norm_after_the_exit_of_a_block_trains_correctly",
+            "tests/sharding/test_shared.py::test_norms_in_a_layer_that_is_an_attention_train_correctly",
         ),
     ),
     mutant(
@@ -41,8 +41,8 @@ MUTANTS = [
         'summed = {"data", *partial, *activations.input_axes}',
         "With more tensor ranks than KV heads, the copies of a KV head get different gradients and diverge.",
         first=(
-            "tests/policies/test_heads.py::test_llama_trains_alike_where_ranks_share_kv_heads",
-            "tests/policies/test_forms.py::test_five_heads_over_four_ranks_and_a_data_axis",
+            "tests/policies/test_heads.py::test_llama_with_shared_kv_heads_equals_one_process",
+            "tests/policies/test_forms.py::test_five_heads_over_four_tensor_ranks_and_data_ranks",
             "tests/verify/test_families.py::test_other_settings",
         ),
     ),
@@ -63,7 +63,7 @@ MUTANTS = [
         first=(
             "tests/layers/tensor/test_split_norm.py::test_norm_over_kv_heads_equals_the_plain_norm",
             "tests/timm/test_timm.py::test_nobody_can_tell",
-            "tests/policies/test_parts.py::test_a_norm_over_all_heads_sums_its_statistics",
+            "tests/policies/test_parts.py::test_norm_over_all_heads_sums_its_statistics",
         ),
     ),
     mutant(
@@ -74,8 +74,8 @@ MUTANTS = [
         "A norm over all heads of q or k has wrong gradients; its outputs are right.",
         first=(
             "tests/layers/tensor/test_split_norm.py::test_norm_over_kv_heads_equals_the_plain_norm",
-            "tests/policies/test_parts.py::test_a_norm_over_all_heads_sums_its_statistics",
-            "tests/policies/test_parts.py::test_nobody_can_tell",
+            "tests/policies/test_parts.py::test_norm_over_all_heads_sums_its_statistics",
+            "tests/policies/test_parts.py::test_direct_parameters_train_as_in_one_process",
         ),
     ),
     mutant(
@@ -117,8 +117,8 @@ MUTANTS = [
         "vars(module).update({name: module.get_parameter(name) for name in own_params})",
         "The bias of experts is added once for each tensor rank (gpt-oss).",
         first=(
-            "tests/sharding/test_regions.py::test_the_bias_of_experts_is_added_once",
-            "tests/sharding/test_regions.py::test_experts_of_transformers_are_cut_beside_the_sequence",
+            "tests/sharding/test_regions.py::test_expert_bias_is_added_once",
+            "tests/sharding/test_regions.py::test_experts_work_with_sequence_parallelism",
             "tests/policies/infer/test_infer.py::test_unregistered_families_are_sharded",
         ),
     ),
