@@ -1,6 +1,6 @@
-"""The rectangular pieces of each tensor that a rank holds, and which rank writes which piece.
+"""Rectangular chunks of the tensors that each rank stores, and the assignment of chunks to writing ranks.
 
-Of numbers that several ranks hold, one rank writes each: the one that has least to write.
+If several ranks store the same elements, only one of them writes each element: the rank with the least to write.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from shardformer.layout.shard_spec import Box, Coords, Offsets, ShardSpec
 from shardformer.mesh.parallel_context import Axis
 
 ChunkBounds = tuple[Offsets, Offsets]
-"""Where a rectangular piece begins in the full tensor, and its size."""
+"""Start and size of a rectangular chunk, in indices of the full tensor."""
 
 
 def overlap(one: ChunkBounds, other: ChunkBounds) -> ChunkBounds | None:
-    """What two pieces have in common; None where that is nothing."""
+    """Return the intersection of two chunks, or None if they do not overlap."""
     low = tuple(max(a, b) for a, b in zip(one[0], other[0], strict=True))
     high = [min(a + n, b + m) for a, n, b, m in zip(*one, *other, strict=True)]
     if all(a < b for a, b in zip(low, high, strict=True)):
@@ -31,26 +31,27 @@ def overlap(one: ChunkBounds, other: ChunkBounds) -> ChunkBounds | None:
 
 @dataclass(frozen=True, eq=False)
 class LocalChunk:
-    """A piece: where it begins in the full tensor, and its values, a view of what this rank has."""
+    """A chunk of the full tensor on this rank: its start, and a view of its values."""
 
     start: Offsets
     values: Tensor
 
     def part(self, start: Offsets, size: Offsets) -> Tensor:
-        """What begins at ``start`` of the full tensor, which lies in here."""
+        """Return the view of the values in a box of the full tensor that this chunk contains."""
         return self.values[tuple(slice(a - o, a - o + n) for a, o, n in zip(start, self.start, size, strict=True))]
 
 
 @dataclass(frozen=True, eq=False)
 class TensorItem:
-    """One tensor of a checkpoint, and what this rank has of it: what it could write, or wants to read.
+    """One tensor of a checkpoint, with the chunks that this rank can write or wants to read.
 
     Args:
-        name: in the checkpoint, the same on all ranks and under all layouts.
-        shape: of the full tensor.
-        dtype: of the values, where they are read the one that they get.
-        held: pieces that share nothing.
-        is_checked: whether this is what the checksums are taken of, where a rank reads a tensor twice.
+        name: name in the checkpoint, identical on all ranks and under all layouts.
+        shape: shape of the full tensor.
+        dtype: dtype of the chunks in memory.
+        held: this rank's chunks, which do not overlap.
+        is_checked: whether these chunks count toward the checksum. False for the second copy of a tensor that a rank
+            reads twice.
     """
 
     name: str
@@ -62,13 +63,13 @@ class TensorItem:
 
 @dataclass(frozen=True)
 class FlatRegion:
-    """Which numbers of a full tensor a rank's flat memory has: views of any memory of that kind can be asked for.
+    """The elements of a full tensor that a flat buffer of this rank stores.
 
     Args:
-        shape: of the full tensor.
-        spec: how it is cut; None: what is here is a stretch of the full tensor.
-        coords: this rank's.
-        stretch: which numbers, in a row, of this rank's flattened part; None: all of it, in its shape.
+        shape: shape of the full tensor.
+        spec: how the full tensor is sharded; None: it is not sharded.
+        coords: this rank's mesh coordinates.
+        stretch: range of elements in this rank's flattened shard; None: the shard in its own shape.
     """
 
     shape: Offsets
@@ -78,29 +79,29 @@ class FlatRegion:
 
     @property
     def local_shape(self) -> Offsets:
-        """Of this rank's part, of which ``stretch`` is one."""
+        """Shape of this rank's shard, which contains ``stretch``."""
         return self.shape if self.spec is None else self.spec.local_shape(self.coords)
 
     @property
     def numel(self) -> int:
-        """Of what is here."""
+        """Number of elements in the region."""
         return prod(self.local_shape) if self.stretch is None else self.stretch.stop - self.stretch.start
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of the full tensor is here."""
+        """Whether the region covers the full tensor."""
         return self.numel == prod(self.shape)
 
     def new(self, dtype: torch.dtype) -> Tensor:
-        """Memory of this kind, on the CPU, without values."""
+        """Allocate an uninitialized CPU buffer for the region."""
         return torch.empty(self.local_shape if self.stretch is None else self.numel, dtype=dtype)
 
     def item(self, name: str, x: Tensor) -> TensorItem:
-        """What ``x``, which is memory of this kind, holds of the tensor ``name``."""
+        """Return the ``TensorItem`` called ``name`` for the buffer ``x`` of this region."""
         return TensorItem(name, self.shape, x.dtype, self.views(x))
 
     def views(self, x: Tensor) -> list[LocalChunk]:
-        """The pieces of the full tensor that ``x`` holds."""
+        """Return the chunks of the full tensor that the buffer ``x`` stores, as views."""
         if self.stretch is None:
             return [LocalChunk(box.full, box.of_local(x)) for box in self._boxes() if all(box.size)]
         parts = list(_of_stretch(self.local_shape, self.stretch, x.reshape(-1)))
@@ -114,7 +115,6 @@ class FlatRegion:
         return found
 
     def _boxes(self) -> Sequence[Box]:
-        """What this rank's part has of the full tensor."""
         if self.spec is None:
             nothing = (0,) * len(self.shape)
             return (Box(nothing, nothing, self.shape),)
@@ -122,7 +122,7 @@ class FlatRegion:
 
 
 def _of_stretch(shape: Offsets, stretch: slice, flat: Tensor) -> Iterator[tuple[Offsets, Tensor]]:
-    """(start, values) of the boxes that numbers in a row of a tensor of this shape form.
+    """Yield (start, values) of the boxes that cover the flat range ``stretch`` of a tensor of this shape.
 
     >>> [(at, tuple(x.shape)) for at, x in _of_stretch((3, 4), slice(2, 9), torch.arange(7))]
     [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
@@ -135,7 +135,7 @@ def _of_stretch(shape: Offsets, stretch: slice, flat: Tensor) -> Iterator[tuple[
 
 
 def flat_range_to_chunks(shape: Offsets, begin: int, end: int) -> Iterator[tuple[Offsets, Offsets]]:
-    """(start, size) of the boxes that the numbers from ``begin`` to ``end`` of a tensor form, in their order."""
+    """Yield (start, size) of the boxes that cover the elements ``begin`` to ``end`` of a tensor in row-major order."""
     if begin >= end:
         return
     if not shape:
@@ -159,33 +159,36 @@ def flat_range_to_chunks(shape: Offsets, begin: int, end: int) -> Iterator[tuple
 
 
 ChunkOwners = tuple[str, Offsets, Offsets]
-"""The name of a tensor, where a piece that a rank holds begins in it, and its size."""
+"""A chunk of a named tensor: name, start and size."""
 
 LocalChunks = tuple[list[ChunkOwners], dict[str, tuple[Offsets, int]]]
-"""What a rank holds, and of each tensor its shape and the bytes of a number."""
+"""The chunks of one rank, and the shape and element size in bytes of each tensor."""
 
 
 def list_local_chunks(items: Sequence[TensorItem]) -> LocalChunks:
-    """What this rank says of what it holds."""
+    """Describe the chunks of this rank for the other ranks."""
     cells = [(item.name, held.start, tuple(held.values.shape)) for item in items for held in item.held]
     return cells, {item.name: (item.shape, item.dtype.itemsize) for item in items}
 
 
 def without_tensors(held: LocalChunks, gone: Container[str]) -> LocalChunks:
-    """What a rank holds, without the tensors of some names."""
+    """Return the chunks of a rank without the tensors named in ``gone``."""
     cells, tensors = held
     return [cell for cell in cells if cell[0] not in gone], {n: x for n, x in tensors.items() if n not in gone}
 
 
 def assign_writes(items: Sequence[TensorItem], world: Axis) -> dict[ChunkOwners, list[ChunkBounds]]:
-    """What of the pieces that this rank holds falls to it. Communicates where the pieces of all ranks are."""
+    """Return the boxes that this rank writes of each of its chunks.
+
+    Communicates one gather of all ranks' chunk bounds.
+    """
     return assigned_chunks(all_gather_objects(list_local_chunks(items), world), world)
 
 
 def assigned_chunks(held: Sequence[LocalChunks], world: Axis) -> dict[ChunkOwners, list[ChunkBounds]]:
-    """What of the pieces that this rank holds falls to it, where ``held`` is what all ranks said.
+    """Return the boxes that this rank writes of each of its chunks, from the chunks of all ranks.
 
-    Ranks hold the same pieces, others, or some that overlap in any way.
+    Chunks of different ranks may be identical, disjoint, or overlap partially.
     """
     holders: dict[ChunkOwners, list[int]] = {}
     shapes: dict[str, Offsets] = {}
@@ -213,7 +216,7 @@ def assigned_chunks(held: Sequence[LocalChunks], world: Axis) -> dict[ChunkOwner
 
 
 def _overlapping(cells: Iterable[ChunkOwners], shapes: dict[str, Offsets]) -> set[str]:
-    """The names of the tensors whose pieces are more, together, than the tensor."""
+    """Return the names of the tensors whose chunks overlap."""
     numel: dict[str, int] = {}
     for name, _, size in cells:
         numel[name] = numel.get(name, 0) + prod(size)
@@ -221,7 +224,7 @@ def _overlapping(cells: Iterable[ChunkOwners], shapes: dict[str, Offsets]) -> se
 
 
 def subtract_chunks(piece: ChunkBounds, others: Sequence[ChunkBounds]) -> Iterator[ChunkBounds]:
-    """What is left of a piece where others are taken out.
+    """Yield boxes that cover ``piece`` except for the ``others``.
 
     >>> list(subtract_chunks(((0, 0), (2, 4)), [((1, 1), (5, 2))]))
     [((0, 0), (1, 4)), ((1, 0), (1, 1)), ((1, 3), (1, 1))]

@@ -1,6 +1,6 @@
-"""Loads a checkpoint into a training run of any layout: each rank reads only the pieces that it will hold.
+"""Load a checkpoint into a training run of any layout.
 
-Together the ranks verify the checksums of everything that was saved.
+Each rank reads only its own chunks. Together, the ranks verify the checksums of all saved tensors.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ from shardformer.zero.flat_shards import FlatShard, ParamSlice
 from shardformer.zero.optimizer_state_view import unchanged_on_error
 
 LONG = 2**16
-"""Bytes in a row from which on they are read one row after the other; shorter ones are picked out of mapped memory."""
+"""Contiguous runs of at least this many bytes are read one by one, shorter ones through mapped memory."""
 
 
 class BoxReader:
-    """Reads from a folder. ``num_bytes`` counts what was read."""
+    """Reader of the chunks in a checkpoint folder. ``num_bytes`` counts the bytes it has read."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -72,7 +72,7 @@ class BoxReader:
         self.num_bytes = 0
 
     def read(self, name: str, box: SavedChunk, piece: ChunkBounds, out: Tensor) -> None:
-        """Fills ``out`` with a piece of the full tensor that lies in the box. Raises CorruptCheckpointError."""
+        """Fill ``out`` with the part ``piece`` of a saved chunk. Raises CorruptCheckpointError."""
         path, key = self._folder / file_name(box.file), chunk_key(name, box.start)
         try:
             if box.file not in self._files:
@@ -86,14 +86,13 @@ class BoxReader:
         self.num_bytes += out.nbytes
 
     def close(self) -> None:
-        """No more is read."""
         for file in self._files.values():
             os.close(file.descriptor)
         self._files = {}
 
 
 class _File:
-    """One safetensors file."""
+    """An open safetensors file."""
 
     def __init__(self, path: Path) -> None:
         self.descriptor = os.open(path, os.O_RDONLY)
@@ -101,12 +100,12 @@ class _File:
             size = os.fstat(self.descriptor).st_size
             length = int.from_bytes(os.pread(self.descriptor, HEADER_BYTES, 0), "little")
             if HEADER_BYTES + length > size:
-                raise ValueError("the file is cut short")
+                raise ValueError("the file is truncated")
             self._header: dict[str, Any] = json.loads(os.pread(self.descriptor, length, HEADER_BYTES))
             self._header.pop("__metadata__", None)
             end = max((entry["data_offsets"][1] for entry in self._header.values()), default=0)
             if HEADER_BYTES + length + end > size:
-                raise ValueError("the file is cut short")
+                raise ValueError("the file is truncated")
         except BaseException:
             os.close(self.descriptor)
             raise
@@ -114,23 +113,26 @@ class _File:
         self._mapped: Tensor | None = None
 
     def place_of(self, key: str, dtype: torch.dtype, box: SavedChunk) -> int:
-        """Where a box begins in the file. Raises ValueError where it is not what the index says, KeyError for none."""
+        """Return the offset of a chunk in the file.
+
+        Raises KeyError if it is missing, ValueError if its dtype, shape or size differs from the index.
+        """
         entry = self._header[key]
         low, high = entry["data_offsets"]
         found = entry["dtype"], tuple(entry["shape"]), high - low
         expected = (*header(dtype, box.size), prod(box.size) * dtype.itemsize)
         if found != expected or low < 0:
-            raise ValueError(f"there is {found}, not {expected}")
+            raise ValueError(f"the file has {found}, the index {expected}")
         return int(self._begin + low)
 
     def fill(self, out: Tensor, begin: int, start: tuple[int, ...], box: SavedChunk) -> None:
-        """Reads what begins at ``start`` of a box that lies at ``begin``."""
+        """Read the box at ``start`` of a chunk that is stored at offset ``begin`` into ``out``."""
         row = out.element_size()
         dim = out.dim() - 1
         while dim > 0 and out.shape[dim] == box.size[dim]:
             row *= box.size[dim]
             dim -= 1
-        # from dim on, numbers lie behind each other: in the box, and in ``out`` where that is contiguous
+        # elements are contiguous in the chunk from dim on, and in ``out`` if it is contiguous
         run = row * (out.shape[dim] if out.dim() else 1)
         if run < LONG and out.numel() * out.element_size() > run:
             out.copy_(self._picked(out, begin, start, box))
@@ -151,11 +153,11 @@ class _File:
         while len(data):
             count = os.preadv(self.descriptor, [data], offset)
             if count == 0:
-                raise ValueError("the file is cut short")
+                raise ValueError("the file is truncated")
             data, offset = data[count:], offset + count
 
     def _picked(self, out: Tensor, begin: int, start: tuple[int, ...], box: SavedChunk) -> Tensor:
-        """Many short rows, of which the pages are read that they lie in."""
+        """Return a box of many short rows through mapped memory, which reads only the pages it needs."""
         if self._mapped is None:
             memory = mmap.mmap(self.descriptor, 0, access=mmap.ACCESS_COPY)
             self._mapped = torch.frombuffer(memory, dtype=torch.uint8)
@@ -167,7 +169,7 @@ class _File:
 
 
 def _strides(shape: tuple[int, ...], size: int) -> list[int]:
-    """In bytes."""
+    """Return the strides of a contiguous tensor in bytes."""
     return [size * prod(shape[dim + 1 :]) for dim in range(len(shape))]
 
 
@@ -175,12 +177,12 @@ BITS = 2**64
 
 
 def read_items(folder: Path, index: CheckpointIndex, items: Sequence[TensorItem], world: Axis) -> int:
-    """Fills the items from a checkpoint. Returns how many bytes this rank read.
+    """Fill the items from a checkpoint and return the number of bytes that this rank read.
 
-    Each rank reads what it will hold, and no more. Of each number one rank adds its share to the checksum of the box
-    that it was saved in. Communicates the names and sizes of what is read, and two numbers for each saved box.
+    Each rank reads only its own chunks. For each element, one rank adds its contribution to the checksum of its saved
+    chunk. Communicates the names and bounds of the chunks that are read, and two integers for each saved chunk.
 
-    Raises CorruptCheckpointError, on all ranks, where a file is missing or a box is not what was saved.
+    Raises CorruptCheckpointError on all ranks if a file is missing or a checksum does not match.
     """
     numbers = _numbered(index, items, world)
     mine = assign_writes([item for item in items if item.is_checked], world)
@@ -202,7 +204,7 @@ def read_items(folder: Path, index: CheckpointIndex, items: Sequence[TensorItem]
 
 
 def _numbered(index: CheckpointIndex, items: Sequence[TensorItem], world: Axis) -> dict[tuple[str, int], int]:
-    """A number for each saved box of all tensors that any rank reads, alike on all ranks."""
+    """Number the saved chunks of all tensors that any rank reads, identically on all ranks."""
     names = list(index.tensors)
     wanted = torch.zeros(len(names), dtype=torch.int64)
     own = {item.name for item in items}
@@ -221,7 +223,8 @@ def _read_item(reader: BoxReader, item: TensorItem, entry: IndexEntry) -> None:
             count += prod(size)
         if count != held.values.numel():
             raise corrupt_checkpoint_error(
-                f"Of {item.name} at {list(held.start)} {count} of {held.values.numel()} numbers were saved"
+                f"The checkpoint has only {count} of {held.values.numel()} elements of {item.name} at "
+                f"{list(held.start)}"
             )
 
 
@@ -232,7 +235,7 @@ def _add_sums(
     numbers: dict[tuple[str, int], int],
     sums: Tensor,
 ) -> None:
-    """Adds to the checksums of saved boxes what of an item falls to this rank."""
+    """Add the contributions of this rank's share of an item to the checksums of the saved chunks."""
     for held in item.held:
         for piece in mine.get((item.name, held.start, tuple(held.values.shape)), ()):
             for number, (start, size) in overlapping_chunks(entry, piece):
@@ -243,22 +246,22 @@ def _add_sums(
 
 
 def _compare(sums: Tensor, numbers: dict[tuple[str, int], int], index: CheckpointIndex, folder: Path) -> None:
-    """Raises CorruptCheckpointError where what was read is not what was saved."""
+    """Raise CorruptCheckpointError if a saved chunk was not read completely or its checksum differs."""
     for (name, number), (total, count) in zip(numbers, sums.tolist(), strict=True):
         box = index.tensors[name].boxes[number]
         where = f"{name} at {list(box.start)} in {folder / file_name(box.file)}"
         if count != prod(box.size):
-            raise corrupt_checkpoint_error(f"Of {where} {count} of {prod(box.size)} numbers were read")
+            raise corrupt_checkpoint_error(f"Only {count} of {prod(box.size)} elements of {where} were read")
         if total % BITS != box.sum:
-            raise corrupt_checkpoint_error(f"{where} is not what was saved: its checksum differs")
+            raise corrupt_checkpoint_error(f"The checksum of {where} does not match")
 
 
 class LoadPlan:
-    """What this rank wants of a training run that was saved, and what it does with it when it is there.
+    """The chunks that this rank reads from a saved run, and the assignments that follow once they are read.
 
     Args:
-        index: what there is.
-        where: in words.
+        index: index of the saved run.
+        where: name of the saved run for error messages.
     """
 
     def __init__(
@@ -271,10 +274,10 @@ class LoadPlan:
     ) -> None:
         self.index, self._where, self._tensors = index, where, tensors
         self.items: list[TensorItem] = []
-        self._values: dict[str, tuple[str, Tensor]] = {}  # name of a parameter -> what is read of it, and where to
+        self._values: dict[str, tuple[str, Tensor]] = {}  # name of a parameter -> (name of the saved tensor, buffer)
         self._schedulers, self._goes_on = schedulers, bool(optimizers)
         self._optimizers = [each.optimizer for each in optimizers]
-        self._first: list[Callable[[], object]] = []  # code that is not ours, which may fail
+        self._first: list[Callable[[], object]] = []  # code of optimizers, which may fail
         self._then: list[Callable[[], object]] = []
 
         def plan() -> None:
@@ -288,7 +291,7 @@ class LoadPlan:
         self._check_all_is_wanted()
 
     def _want(self, name: str, region: FlatRegion, *, is_checked: bool = True) -> Tensor:
-        """Memory that is to be filled."""
+        """Add a tensor to ``items`` and return the buffer that will be filled."""
         memory = region.new(getattr(torch, self.index.tensors[name].dtype))
         self.items.append(replace(region.item(name, memory), is_checked=is_checked))
         return memory
@@ -305,26 +308,25 @@ class LoadPlan:
         kind = type(self._tensors.model).__name__
         if entry is None:
             raise ConfigError(
-                f"{self._where} holds no {name}, which this {kind} has",
-                rule=f"A checkpoint is loaded into the model that was saved, which was a {self.index.values['model']}",
-                remedy=f"{did_you_mean(name, saved)} Build the model from the config of that run",
+                f"{self._where} is a checkpoint of a {self.index.values['model']} and has no {name}, which this "
+                f"{kind} needs",
+                remedy=f"{did_you_mean(name, saved)} Build the model from the config of the saved run",
             )
         if entry.shape != shape:
             raise ConfigError(
-                f"{name} has the shape {shape} in this {kind}, and {entry.shape} in {self._where}",
-                remedy="Build the model from the config of that run",
+                f"{name} has the shape {shape} in this {kind} and {entry.shape} in {self._where}",
+                remedy="Build the model from the config of the saved run",
             )
 
     def _check_all_is_wanted(self) -> None:
-        """Raises ConfigError, on all ranks, where some of the weights that were saved are wanted by none."""
+        """Raise ConfigError on all ranks if no rank needs some of the saved weights."""
         names = set().union(*all_gather_objects(set(self._tensors.tensors), self._tensors.world))
         saved = [n.partition("/")[2] for n in self.index.tensors if n.startswith(f"{WEIGHTS}/")]
         if more := [name for name in saved if name not in names]:
             raise ConfigError(
-                f"{self._where} holds {len(more)} weights that this {type(self._tensors.model).__name__} does not "
-                f"have, {more[0]} among them",
-                rule=f"A checkpoint is loaded into the model that was saved, which was a {self.index.values['model']}",
-                remedy=f"{did_you_mean(more[0], names)} Build the model from the config of that run",
+                f"{self._where} is a checkpoint of a {self.index.values['model']} and has {len(more)} weights that "
+                f"this {type(self._tensors.model).__name__} does not have, such as {more[0]}",
+                remedy=f"{did_you_mean(more[0], names)} Build the model from the config of the saved run",
             )
 
     def _want_values(self) -> None:
@@ -343,7 +345,7 @@ class LoadPlan:
                     self._want_piece(shard, piece, trains=id(shard) in trained)
 
     def _best(self, name: str, dtype: torch.dtype) -> str:
-        """The name of the saved value that is as precise as a tensor of this dtype can be."""
+        """Return the name of the saved tensor with the most precision that ``dtype`` can represent."""
         entry, master = self.index.tensors[f"{WEIGHTS}/{name}"], f"{MASTER_WEIGHTS}/{name}"
         is_wider = dtype.is_floating_point and dtype.itemsize > getattr(torch, entry.dtype).itemsize
         return master if is_wider and master in self.index.tensors else f"{WEIGHTS}/{name}"
@@ -368,14 +370,14 @@ class LoadPlan:
 
         self._then.append(commit)
 
-    # --- what trains it
+    # --- optimizers, schedulers, random states
 
     def _want_states(self, optimizers: Sequence[OptimizerStates]) -> None:
         saved = self.index.values["optimizers"]
         if optimizers and len(saved) != len(optimizers):
             raise ConfigError(
-                f"{self._where} holds the states of {len(saved)} optimizers, and {len(optimizers)} are to be loaded",
-                remedy="Build them as that run did, or load the weights alone: leave the optimizer out",
+                f"{self._where} contains the states of {len(saved)} optimizers, but {len(optimizers)} were passed",
+                remedy="Build the optimizers as in the saved run, or load only the weights by omitting optimizer",
             )
         for each, values in zip(optimizers, saved if optimizers else (), strict=True):
             each.check(values)
@@ -384,7 +386,7 @@ class LoadPlan:
 
     @property
     def _is_exact(self) -> bool:
-        """Whether the parameters have the precision in which they were saved."""
+        """Whether all parameters have the dtype in which they were saved."""
         return all(
             getattr(torch, self.index.tensors[f"{WEIGHTS}/{name}"].dtype) == tensor.dtype
             for name, tensor in self._tensors.tensors.items()
@@ -395,13 +397,13 @@ class LoadPlan:
         own = [type(each).__name__ for each in self._schedulers]
         if own and saved != own:
             raise ConfigError(
-                f"{self._where} holds the states of {', '.join(saved) or 'no scheduler'}, and {', '.join(own)} "
-                "is to be loaded",
-                remedy="Give what was given to save_checkpoint, or leave it out",
+                f"{self._where} contains the states of {', '.join(saved) or 'no scheduler'}, but scheduler= is "
+                f"{', '.join(own)}",
+                remedy="Pass the schedulers that were passed to save_checkpoint, or omit scheduler",
             )
 
     def _want_random(self) -> None:
-        """The random states of the rank that had this one's data, where there are as many data ranks as then."""
+        """Read the random states of the rank that had this rank's data, if the data axis kept its size."""
         own, coords = self._tensors.coords, self.index.values["coords"]
         as_many = self.index.sizes.get("data", 1) == self._tensors.sizes.get("data", 1)
         self.has_random = self._goes_on and as_many
@@ -419,15 +421,15 @@ class LoadPlan:
         numbers = self.index.values["random"][rank]
         self._then.append(lambda: set_random_state_tensors(memory, numbers, self._tensors.device))
 
-    # --- when all was read
+    # --- after reading
 
     @torch.no_grad()
     def commit(self, take: Callable[[], object] = lambda: None) -> None:
-        """Gives the model and what trains it what was read.
+        """Assign the tensors that were read to the model, the optimizers and the schedulers.
 
-        Optimizers, schedulers, extra states of modules and ``take``, which can fail, come first. Where one fails on any
-        rank, all of them are as they were before, and all ranks raise. Then come the values, which are only copied.
-        Communicates what went wrong, and under ZeRO one all-gather.
+        The steps that can fail run first: optimizers, schedulers, extra states of modules, and ``take``. If one of them
+        fails on any rank, all ranks restore the previous state and raise. The parameters are copied last. Communicates
+        the errors, and under ZeRO one all-gather of the parameters.
         """
         zero, values = self._tensors.zero, self.index.values
         with zero.writable_state() if zero is not None else nullcontext():
@@ -455,28 +457,28 @@ class LoadPlan:
 
     @contextmanager
     def _extra_states_kept(self) -> Iterator[None]:
-        """Modules have the extra states that they had when the body raises."""
+        """Restore the extra states of all modules if the body raises."""
         before = {name: copy.deepcopy(self._holder(name).get_extra_state()) for name in self._tensors.extra_states}
         try:
             yield
         except BaseException:
             for name, state in before.items():
-                with suppress(Exception):  # what failed may be this very call
+                with suppress(Exception):  # set_extra_state itself may have failed before
                     self._holder(name).set_extra_state(state)
             raise
 
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """What was loaded.
+    """Result of loading a checkpoint.
 
     Args:
-        path: of the checkpoint.
-        step: training steps that were made when it was saved.
-        extra: what was given to ``save_checkpoint``.
-        num_bytes: read by this rank.
-        skipped: newer checkpoints that were damaged, and why.
-        has_random: whether random numbers go on as they would have. They do where there are as many data ranks.
+        path: path of the checkpoint.
+        step: number of training steps that were completed when it was saved.
+        extra: the ``extra`` that was passed to ``save_checkpoint``.
+        num_bytes: number of bytes that this rank read.
+        skipped: error messages of newer checkpoints that were damaged.
+        has_random: whether random states were restored, which requires the same size of the data axis.
     """
 
     path: Path
@@ -491,22 +493,25 @@ class LoadedCheckpoint:
 def load_checkpoint(
     model: nn.Module, directory: str | os.PathLike[str], optimizer: Any = None, *, scheduler: Any = None
 ) -> LoadedCheckpoint:
-    """Goes on from a checkpoint, under whatever layout it was saved and this run has.
+    """Resume from a checkpoint that was saved under any layout.
 
-    Each rank reads what it will hold, once, and together the ranks check every number against the checksums. Nothing
-    is changed before all of it was read and found right.
+    Each rank reads its own chunks once, and the ranks verify all checksums. Nothing is modified before all tensors have
+    been read and verified. All ranks must call this function.
 
-    All ranks call it. Communicates names, sizes and checksums; under ZeRO one all-gather of the parameters.
+    Communicates names, sizes and checksums, and under ZeRO one all-gather of the parameters.
 
     Args:
-        directory: a folder of checkpoints, of which the newest that is whole is loaded; or one of them.
-        optimizer: one, several in a list, or what ``shard_optimizer`` returned, of the classes and groups that were
-            saved. None: the weights and buffers alone are loaded, and random numbers go on as they are.
-        scheduler: what was given to ``save_checkpoint``.
+        directory: a directory of checkpoints, from which the newest undamaged one is loaded, or one checkpoint.
+        optimizer: an optimizer, a list of optimizers, or the result of ``shard_optimizer``, with the classes and
+            parameter groups that were saved. None: only weights and buffers are loaded, and random states are kept.
+        scheduler: the scheduler or schedulers that were passed to ``save_checkpoint``.
 
-    Raises, on all ranks, ConfigError for a checkpoint of another model or optimizer, CorruptCheckpointError (an
-    InputError) for one that is not what was saved; and what an optimizer, a scheduler or a module raises while it takes
-    up its state. Then nothing was changed.
+    Raises:
+        ConfigError: the checkpoint belongs to another model or optimizer.
+        CorruptCheckpointError: the checkpoint is damaged. A subclass of InputError.
+        Exception: an optimizer, scheduler or module rejects its state.
+
+    All ranks raise, and the model is not modified.
     """
     return load_and_take(directory, model, optimizer, scheduler)
 
@@ -518,11 +523,11 @@ def load_and_take(
     scheduler: Any,
     take: Callable[[LoadedCheckpoint], object] = lambda _: None,
 ) -> LoadedCheckpoint:
-    """``load_checkpoint``, where more than that takes up what was saved.
+    """Run ``load_checkpoint`` with an additional consumer of the loaded values.
 
     Args:
-        take: called on every rank with what is about to be loaded. Where it raises on one, nothing is changed; it is
-            the caller's to undo what it did.
+        take: called on every rank before the parameters are assigned. If it raises on one rank, all ranks restore the
+            previous state. The caller must undo the effects of ``take`` itself.
     """
     tensors = ModelTensors(model)
     come("load_checkpoint", tensors.world)

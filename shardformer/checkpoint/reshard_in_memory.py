@@ -1,12 +1,12 @@
-"""Moves a training run to another layout in memory: each rank receives its pieces from the ranks that have them.
+"""Move a training run to another layout in memory: each rank receives its chunks from the ranks that store them.
 
-Four ranks have a quarter of the rows of x each, and are to have halves of its columns, on two of them:
+Example: four ranks store two rows each of an 8 x 8 tensor, and two of them need four columns each.
 
-    has     rank 0: rows 0, 1   rank 1: rows 2, 3   rank 2: rows 4, 5   rank 3: rows 6, 7
-    wants   rank 0: columns 0 to 3, of all rows     rank 1: columns 4 to 7, of all rows
+    source    rank 0: rows 0, 1   rank 1: rows 2, 3   rank 2: rows 4, 5   rank 3: rows 6, 7
+    target    rank 0: columns 0 to 3, all rows        rank 1: columns 4 to 7, all rows
 
-Rank 0 copies its two rows of its columns, and gets two from each of the others: 6 * 4 numbers are sent to it, and as
-many to rank 1. Numbers that a rank has itself are never sent, all others that it wants once.
+Rank 0 copies its own two rows of columns 0 to 3 and receives two rows from each of the other ranks: 6 * 4 elements.
+Rank 1 receives the same number. Elements that a rank already stores are copied, all others are sent to it once.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from shardformer.layout.shard_spec import Offsets
 from shardformer.mesh.parallel_context import Axis, local_device
 
 TRANSFER_BYTES = 64 * 2**20
-TAG = 3  # of these messages; exchanges and pipeline stages have others
+TAG = 3  # differs from the tags of exchanges and pipeline stages
 WIDTH = attrgetter("itemsize")
 
 Ranks = dict[int, torch.dtype]
-"""Ranks in rising order, and the dtype in which each has, or wants, some numbers."""
+"""Rank -> the dtype in which it stores or needs a chunk, in increasing order of ranks."""
 
 
 @dataclass(frozen=True)
 class ReshardStats:
-    """Bytes that this rank sent to others, received from others, and copied from what it had."""
+    """Bytes that this rank sent, received, and copied from its own memory."""
 
     sent: int
     received: int
@@ -59,7 +59,7 @@ class ReshardStats:
 
 
 class ChunkTransfer(NamedTuple):
-    """A piece of a tensor that one rank gives to another, or to itself, and the dtype in which it does."""
+    """A chunk of a tensor that ``source`` sends to ``target`` in ``dtype``; a copy if both are the same rank."""
 
     name: str
     start: Offsets
@@ -73,11 +73,11 @@ class ChunkTransfer(NamedTuple):
         return prod(self.size) * self.dtype.itemsize
 
 
-TransferBatch = list[ChunkTransfer]  # of one message
+TransferBatch = list[ChunkTransfer]  # the chunks in one message
 
 
 class ItemListing(NamedTuple):
-    """An item without its values: what other ranks know of it."""
+    """Description of a ``TensorItem`` without its values."""
 
     name: str
     shape: Offsets
@@ -91,7 +91,7 @@ class ItemListing(NamedTuple):
 
 
 class RankListing(NamedTuple):
-    """What a rank says of itself to all."""
+    """The tensors that a rank has and wants, and its settings."""
 
     have: list[ItemListing]
     want: list[ItemListing]
@@ -102,22 +102,23 @@ class RankListing(NamedTuple):
 def exchange_items(
     have: Sequence[TensorItem], want: Sequence[TensorItem], world: Axis, *, chunk_bytes: int = TRANSFER_BYTES
 ) -> ReshardStats:
-    """Fills ``want`` from what the ranks ``have``. All ranks of ``world`` call it.
+    """Fill ``want`` from the chunks that the ranks ``have``. All ranks of ``world`` must call it.
 
-    A number that this rank has itself is copied. Any other is sent to it once, by the rank that has sent the least of
-    those that have it, in the dtype in which it is held or the one in which it is wanted, whichever is narrower. Of
-    numbers that a rank has or wants several times the widest dtype counts.
+    A rank copies the elements it already stores. Every other element is sent to it once: by the owner with the least to
+    send, in the narrower of the source and target dtypes. If a rank has or wants an element several times, the widest
+    dtype counts.
 
-    Communicates the names, shapes and places of all pieces, and then messages between two ranks, at most
-    ``chunk_bytes`` at a time each way. This takes 2 * chunk_bytes for each other rank, on the GPU where NCCL is used.
+    Communicates the names, shapes and bounds of all chunks, then point-to-point messages of at most ``chunk_bytes``.
+    Needs up to 2 * chunk_bytes of memory for each peer, on the GPU with NCCL.
 
     Args:
-        have: what this rank has. The pieces of ranks overlap in any way; any that has a number may give it.
-        want: what this rank is to have: the memory that is written. It shares nothing with that of ``have``.
-        chunk_bytes: the same on all ranks. A message has one number at the least.
+        have: this rank's source chunks. Chunks of different ranks may overlap; any owner may send an element.
+        want: this rank's target chunks, which are overwritten and must not share memory with ``have``.
+        chunk_bytes: maximum size of a message, identical on all ranks. A message has at least one element.
 
-    Raises ConfigError, on all ranks and before anything is written, for a tensor or a part of one that a rank wants
-    and none has, and for a tensor of which ranks name different shapes.
+    Raises:
+        ConfigError: a tensor or a chunk is wanted but no rank has it, or ranks report different shapes of a tensor. All
+            ranks raise before anything is written.
     """
     gpu = next((held.values.device for item in (*have, *want) for held in item.held if held.values.is_cuda), None)
     mine = RankListing(
@@ -127,7 +128,7 @@ def exchange_items(
     _check_chunk_bytes(said)
     leaving: list[TransferBatch] = [[] for _ in said]
     coming: list[TransferBatch] = [[] for _ in said]
-    for send in plan_transfers(said):  # all of it is read before anything is written, as it may raise
+    for send in plan_transfers(said):  # may raise, so it is consumed before anything is written
         if send.source == world.rank:
             leaving[send.target].append(send)
         elif send.target == world.rank:
@@ -138,7 +139,7 @@ def exchange_items(
         for send in copies:
             memory.write(send, memory.read(send))
         if any(leaving) or any(coming):
-            # both ends of a message have it on one kind of device: the GPU where a rank uses one and NCCL carries it
+            # both ends of a message use the same device type: the GPU if a rank uses one and the transport is NCCL
             on_gpu = any(one.uses_gpu for one in said) and world.transport.sends_in_turn(torch.device("cuda"))
             device = gpu or local_device() if on_gpu else torch.device("cpu")
             out, into = ([batch_transfers(sends, chunk_bytes) for sends in each] for each in (leaving, coming))
@@ -151,10 +152,10 @@ def _bytes_in(sends: Iterable[ChunkTransfer]) -> int:
 
 
 def plan_transfers(said: Sequence[RankListing]) -> Iterator[ChunkTransfer]:
-    """All that is sent or copied, on any rank: the same, in the same order, on all ranks.
+    """Yield the transfers and copies of all ranks, in the same order on all ranks.
 
-    First comes what one rank alone has. Of the rest, what fewest ranks have and large pieces go first, and always
-    from the rank that has least to send so far.
+    Chunks with a single owner come first. The others follow by increasing number of owners and decreasing size, each
+    sent by the owner with the least to send so far.
     """
     load = [0] * len(said)
     shared: list[tuple[int, int, str, ChunkBounds, Ranks, Ranks]] = []
@@ -169,7 +170,7 @@ def plan_transfers(said: Sequence[RankListing]) -> Iterator[ChunkTransfer]:
 
 
 def _sends(name: str, piece: ChunkBounds, owners: Ranks, takers: Ranks, load: list[int]) -> Iterator[ChunkTransfer]:
-    """What each taker gets, from itself where it is an owner. ``load``: the bytes that each rank sends so far."""
+    """Yield the transfer of ``piece`` to each target; ``load`` counts the bytes that each rank sends."""
     for target, dtype in takers.items():
         source = target if target in owners else min(owners, key=load.__getitem__)
         send = ChunkTransfer(name, *piece, min(owners[source], dtype, key=WIDTH), source, target)
@@ -180,7 +181,7 @@ def _sends(name: str, piece: ChunkBounds, owners: Ranks, takers: Ranks, load: li
 
 @dataclass
 class _Tensor:
-    """What all ranks have and want of one tensor. ``rank`` is the first that named it."""
+    """Chunks of one tensor that all ranks have and want. ``rank`` is the first rank that listed the tensor."""
 
     shape: Offsets
     rank: int
@@ -188,7 +189,7 @@ class _Tensor:
     wanted: dict[ChunkBounds, Ranks] = field(default_factory=dict)
 
     def demands(self, name: str) -> Iterator[tuple[ChunkBounds, Ranks, Ranks]]:
-        """(piece, who has it, who wants it) of what is wanted, cut where those who have it change."""
+        """Yield (chunk, owners, targets) of the wanted chunks, split where the set of owners changes."""
         over: dict[ChunkBounds, list[tuple[ChunkBounds, Ranks]]] = {piece: [] for piece in self.wanted}
         for piece, other, common in _overlaps(self.wanted, self.held):
             over[piece].append((common, self.held[other]))
@@ -196,16 +197,18 @@ class _Tensor:
         for piece, takers in self.wanted.items():
             for cell, owners in _cells(piece, over[piece], are_apart):
                 if not owners:
-                    raise _no_source_error(f"{name} from {list(cell[0])} on, {list(cell[1])} numbers", min(takers))
+                    raise _no_source_error(
+                        f"the box of shape {list(cell[1])} at {list(cell[0])} of {name}", min(takers)
+                    )
                 yield cell, owners, takers
 
 
 def _overlaps(
     some: Iterable[ChunkBounds], others: Iterable[ChunkBounds]
 ) -> Iterator[tuple[ChunkBounds, ChunkBounds, ChunkBounds]]:
-    """(one of some, one of others, what they have in common), of all that have something in common.
+    """Yield (chunk of ``some``, chunk of ``others``, intersection) of all overlapping pairs.
 
-    As arrays, since of a tensor each of R ranks may have a piece and want one: R * R are compared.
+    Vectorized, because R ranks with a chunk each lead to R * R comparisons per tensor.
     """
     some, others = list(some), list(others)
     if not (some and others):
@@ -220,7 +223,7 @@ def _overlaps(
 
 
 def _tensors(said: Sequence[RankListing]) -> dict[str, _Tensor]:
-    """The tensors that are had or wanted, by their names."""
+    """Collect the tensors that any rank has or wants, by name."""
     tensors: dict[str, _Tensor] = {}
     for rank, one in enumerate(said):
         for name, shape, dtype, pieces in one.have:
@@ -246,8 +249,8 @@ def _known(tensors: dict[str, _Tensor], name: str, shape: Offsets, rank: int) ->
     tensor = tensors.setdefault(name, _Tensor(shape, rank))
     if tensor.shape != shape:
         raise ConfigError(
-            f"{name} has the shape {tensor.shape} on rank {tensor.rank}, and {shape} on rank {rank}",
-            remedy="Build the model from the same config on all ranks, before and after",
+            f"{name} has the shape {tensor.shape} on rank {tensor.rank} and {shape} on rank {rank}",
+            remedy="Build both models from the same config on all ranks",
         )
     return tensor
 
@@ -255,9 +258,9 @@ def _known(tensors: dict[str, _Tensor], name: str, shape: Offsets, rank: int) ->
 def _cells(
     piece: ChunkBounds, over: Sequence[tuple[ChunkBounds, Ranks]], are_apart: bool = False, owners: Sequence[Ranks] = ()
 ) -> Iterator[tuple[ChunkBounds, Ranks]]:
-    """The parts of ``piece`` in each of which all numbers have the same owners, and those.
+    """Split ``piece`` into chunks whose elements all have the same owners, and yield (chunk, owners).
 
-    ``over`` lies in ``piece``. Where some of it overlaps, the one in its middle divides what is left.
+    The chunks in ``over`` lie in ``piece``. If they overlap each other, the middle one divides the others recursively.
     """
     owners = [*owners, *(ranks for part, ranks in over if part == piece)]
     over = [(part, ranks) for part, ranks in over if part != piece]
@@ -273,7 +276,7 @@ def _cells(
 
 
 def _are_apart(pieces: Sequence[ChunkBounds]) -> bool:
-    if len(pieces) < 8:  # where arrays take longer
+    if len(pieces) < 8:  # faster than arrays
         return not any(overlap(a, b) for a, b in combinations(pieces, 2))
     return sum(1 for _ in _overlaps(pieces, pieces)) == len(pieces)
 
@@ -288,7 +291,7 @@ def _merged(*owners: Ranks) -> Ranks:
 
 
 class _LocalItems:
-    """What this rank has and wants, by name, the widest dtype first."""
+    """Chunks that this rank has and wants, by tensor name, the widest dtype first."""
 
     def __init__(self, have: Sequence[TensorItem], want: Sequence[TensorItem]) -> None:
         self._have, self._want = _by_name(have), _by_name(want)
@@ -299,7 +302,7 @@ class _LocalItems:
         return next(h for h in have if overlap((h.start, tuple(h.values.shape)), piece) == piece).part(*piece)
 
     def write(self, send: ChunkTransfer, values: Tensor) -> None:
-        """Puts a piece wherever it is wanted."""
+        """Copy a chunk into all target chunks that overlap it."""
         arrived = LocalChunk(send.start, values)
         for held in self._want[send.name]:
             if (common := overlap((held.start, tuple(held.values.shape)), (send.start, send.size))) is not None:
@@ -320,7 +323,7 @@ def _exchange(
     world: Axis,
     device: torch.device,
 ) -> None:
-    """Sends and receives in rounds, in each of which at most one message goes from one rank to another."""
+    """Send and receive in rounds, with at most one message per round between each ordered pair of ranks."""
     while True:
         leaving, coming = ([next(chunks, []) for chunks in each] for each in (out, into))
         if not any(leaving) and not any(coming):
@@ -341,11 +344,11 @@ def _exchange(
 
 
 def message_order(rank: int, size: int) -> Iterator[tuple[int, bool]]:
-    """(peer, whether to send or to receive) of the messages of a round, in the order in which a rank starts them.
+    """Yield (peer, whether to send) for the messages of one round, in the order in which this rank starts them.
 
-    NCCL runs a rank's messages one after the other, where both ends must have come to a message before it starts. So
-    all ranks start theirs in one order: pairs by the sum of their ranks, modulo the size, which puts each rank into
-    one pair at a time; in a pair the lower rank sends first.
+    NCCL runs the messages of a rank one after the other, and a message starts only when both ends have reached it. All
+    ranks therefore use one global order: pairs of ranks by the sum of their ranks modulo the size, so that each rank is
+    in one pair at a time. In a pair, the lower rank sends first.
 
     >>> [(peer, "sends" if sends else "receives") for peer, sends in message_order(1, 3)]
     [(2, 'sends'), (2, 'receives'), (0, 'receives'), (0, 'sends')]
@@ -358,9 +361,9 @@ def message_order(rank: int, size: int) -> Iterator[tuple[int, bool]]:
 
 
 def batch_transfers(sends: Iterable[ChunkTransfer], chunk_bytes: int) -> Iterator[TransferBatch]:
-    """What goes from one rank to another, in messages of at most so many bytes, or of one number.
+    """Split the transfers between two ranks into messages of at most ``chunk_bytes``, or of one element.
 
-    Wide dtypes go first, so that all numbers are aligned without gaps between them.
+    Wide dtypes come first, which aligns all elements without padding.
     """
     chunk: TransferBatch = []
     room = chunk_bytes
@@ -389,7 +392,7 @@ def _packed(chunk: TransferBatch, memory: _LocalItems, device: torch.device) -> 
 
 
 def _places(chunk: TransferBatch, buffer: Tensor) -> Iterator[tuple[ChunkTransfer, Tensor]]:
-    """The place of each piece in a message."""
+    """Yield each transfer of a message with its view of the message buffer."""
     at = 0
     for send in chunk:
         yield send, buffer[at : at + send.num_bytes].view(send.dtype).view(send.size)
@@ -405,22 +408,21 @@ def _check_chunk_bytes(said: Sequence[RankListing]) -> None:
     given: list[Any] = [one.chunk_bytes for one in said]
     if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 or n != given[0] for n in given):
         raise ConfigError(
-            f"chunk_bytes is {', '.join(map(repr, dict.fromkeys(given)))}",
-            rule="It says how many bytes a message between two ranks has at the most, and is the same on all ranks",
-            remedy="Give one int from 1 on, or leave it out",
+            f"chunk_bytes is {', '.join(map(repr, dict.fromkeys(given)))}, not one positive integer on all ranks",
+            remedy="Pass the same positive number of bytes on all ranks, or omit chunk_bytes",
         )
 
 
 def _no_source_error(what: str, rank: int, hint: str = "") -> ConfigError:
     return ConfigError(
-        f"Rank {rank} wants {what}, which no rank has", remedy=f"{hint}Give it in have, on a rank that has it"
+        f"Rank {rank} wants {what}, which no rank has", remedy=f"{hint}Pass it in have on a rank that stores it"
     )
 
 
 class ReshardSource:
-    """What the ranks have of a training run, kept while the model and its optimizers are built anew.
+    """The state of a training run, kept while the model and its optimizers are built under another layout.
 
-    Communicates names and sizes of what all have, and plain values.
+    Communicates names and sizes of the tensors, and plain values.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any = None) -> None:
@@ -437,20 +439,21 @@ class ReshardSource:
 
     @property
     def groups(self) -> list[list[list[str]]]:
-        """Of each optimizer, and each of its groups, the names of the parameters in the plain model, in their order."""
+        """Names of the parameters in the unsharded model, per optimizer and parameter group."""
         return [[group["names"] for group in each["groups"]] for each in self._index.values["optimizers"]]
 
     def close(self) -> None:
-        """What the ranks had is not read any more."""
+        """Release the previous state."""
         self._reading.close()
 
     def load_into(self, model: nn.Module, optimizer: Any = None, *, chunk_bytes: int = TRANSFER_BYTES) -> ReshardStats:
-        """Fills a model of the same kind under another layout, and what trains it, over the same processes.
+        """Fill a model of the same class under another layout, and its optimizer, over the same processes.
 
-        All ranks call it. What a rank holds under both layouts it copies; of what else it will hold each number is sent
-        to it once, by a rank that has it. ``chunk_bytes``: see ``exchange_items``.
+        All ranks must call it. A rank copies the elements that it stores under both layouts. Every other element is
+        sent to it once by a rank that stores it. See ``exchange_items`` for ``chunk_bytes``.
 
-        Raises ConfigError, on all ranks and with the new model as it was, for another model or optimizer.
+        Raises:
+            ConfigError: the model or optimizer differs from the source. All ranks raise before the model is modified.
         """
         tensors = ModelTensors(model)
         wanted = LoadPlan(self._index, "the run before", tensors, optimizer_states(optimizer, tensors))
@@ -462,7 +465,7 @@ class ReshardSource:
 
 
 def _entries(holding: StateContents, tensors: ModelTensors) -> dict[str, IndexEntry]:
-    """All tensors, on any rank, without where they are."""
+    """Gather the dtype and shape of the tensors of all ranks."""
     mine = {item.name: (dtype_name(item.dtype), item.shape) for item in holding.items}
     found: dict[str, IndexEntry] = {}
     for theirs in all_gather_objects(mine, tensors.world):

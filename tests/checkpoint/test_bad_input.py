@@ -65,14 +65,14 @@ def groups(params: Any) -> torch.optim.Optimizer:
 
 
 LOADS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], str]] = {
-    "a weight that it lacks": (lambda: Net(head="classifier"), lambda _: None, "holds no classifier.weight"),
+    "a weight that it lacks": (lambda: Net(head="classifier"), lambda _: None, "and has no classifier.weight"),
     "a weight that nobody wants": (lambda: nn.Sequential(), lambda _: None, "that this Sequential does not have"),
     "another size": (lambda: Net(7), lambda _: None, r"body.weight has the shape \(7, 5\) .* and \(6, 5\)"),
-    "another optimizer": (Net, lambda m: sgd(m.parameters()), "of a AdamW was to be loaded into a SGD"),
-    "other groups": (Net, lambda m: groups(m.parameters()), "of 1 groups of parameters"),
+    "another optimizer": (Net, lambda m: sgd(m.parameters()), "of a AdamW cannot be loaded into a SGD"),
+    "other groups": (Net, lambda m: groups(m.parameters()), "has 1 parameter groups"),
     "two optimizers": (Net, lambda m: [sgd(m.body.parameters()), sgd(m.head.parameters())], "states of 1 optimizers"),
-    "an optimizer of another model": (Net, lambda _: sgd(Net().parameters()), "is not one of the model"),
-    "no optimizer": (Net, lambda _: "AdamW", "The optimizer is a str"),
+    "an optimizer of another model": (Net, lambda _: sgd(Net().parameters()), "that is not in the model"),
+    "no optimizer": (Net, lambda _: "AdamW", "optimizer= is a str"),
 }
 
 
@@ -98,7 +98,7 @@ def test_two_schedulers_for_one(folder: Path) -> None:
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
     schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1) for _ in range(2)]
-    with pytest.raises(ConfigError, match="states of StepLR, and StepLR, StepLR is to be loaded"):
+    with pytest.raises(ConfigError, match="states of StepLR, but scheduler= is StepLR, StepLR"):
         load_checkpoint(model, folder, optimizer, scheduler=schedulers)
 
 
@@ -113,7 +113,7 @@ def test_a_path_that_is_no_checkpoint_says_what_is_near(path: str, folder: Path)
 SAVES: dict[str, tuple[dict[str, Any], str]] = {
     "step": ({"step": -1}, "step=-1"),
     "a step that is no number": ({"step": 1.5}, "step=1.5"),
-    "keep": ({"retention": 0}, "keep: last=0"),
+    "keep": ({"retention": 0}, r"CheckpointRetention\(last=0\)"),
     "code in extra": ({"extra": {"fn": print}}, r"extra\['fn'\] is a builtins.builtin_function_or_method"),
     "a large tensor in extra": ({"extra": torch.zeros(10**5)}, "extra is a torch.Tensor"),
 }
@@ -143,7 +143,7 @@ def test_a_save_whose_ranks_do_not_write_each_number_once_is_no_checkpoint(
     hidden.mkdir()
     snapshot = Snapshot(0, 1, CheckpointIndex(7, 0.0, {}), {"weights/x": ("float32", (4, 3))})
     snapshot.pieces += [("weights/x", (row % 4, 0), torch.zeros(1, 3)) for row in rows]
-    with pytest.raises(InputError, match=f"{count} of the 12 numbers of weights/x were written"):
+    with pytest.raises(InputError, match=f"{count} of the 12 elements of weights/x were written"):
         write_snapshot(snapshot, hidden, tmp_path, CheckpointRetention(), to_disk=False)
     assert directory.list_checkpoints(tmp_path) == []
 
@@ -156,7 +156,7 @@ def test_an_age_below_zero() -> None:
 def test_the_optimizer_of_another_model_under_zero(tmp_path: Path) -> None:
     model, other = Net(), Net()
     optimizer = shard_optimizer(other, torch.optim.AdamW(other.parameters()), stage=1)
-    with pytest.raises(ConfigError, match="of another model"):
+    with pytest.raises(ConfigError, match="for another model"):
         save_checkpoint(model, tmp_path, optimizer)
 
 
@@ -170,7 +170,7 @@ def test_states_of_a_cut_matrix_that_are_not_cut_alike(tmp_path: Path) -> None:
     def do(context: ParallelContext) -> None:
         model = shard_model(copy.deepcopy(plain), context=context)
         optimizer = stepped(model, torch.optim.Adafactor)
-        with pytest.raises(ConfigError, match=r"Adafactor keeps 'row_var' .* Write shard_optimizer"):
+        with pytest.raises(ConfigError, match=r"The state 'row_var' of Adafactor .* Call shard_optimizer"):
             save_checkpoint(model, tmp_path, optimizer)
 
     run_as_threads(do, tensor=2)
@@ -186,7 +186,7 @@ def test_a_model_without_values(tmp_path: Path) -> None:
 def test_what_a_module_makes_when_it_is_asked_would_be_lost(tmp_path: Path) -> None:
     model = Net()
     model.register_state_dict_post_hook(lambda module, state, prefix, _: state.update({f"{prefix}sum": torch.ones(2)}))
-    with pytest.raises(ConfigError, match=r"sum in the model's state dict is a Tensor that a module makes"):
+    with pytest.raises(ConfigError, match=r"sum in the model's state dict is a Tensor that is neither"):
         save_checkpoint(model, tmp_path)
 
 
@@ -202,7 +202,7 @@ def test_ranks_that_were_asked_for_different_things(what: str, tmp_path: Path) -
 
     said = run_as_threads(do, data=2)
     assert said[0] == said[1]
-    assert "Rank 0 was to save step 0 into" in said[0]
+    assert "Rank 0 saves step 0 into" in said[0]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -219,7 +219,7 @@ def test_a_folder_that_other_hosts_do_not_see(tmp_path: Path, monkeypatch: pytes
     def do(context: ParallelContext) -> None:
         model = Net()
         optimizer = shard_optimizer(model, torch.optim.AdamW(model.parameters()), stage=1, context=context)
-        with pytest.raises(ConfigError, match="is not the folder of that name that the first rank has"):
+        with pytest.raises(ConfigError, match="is not the directory that rank 0 writes to"):
             save_checkpoint(model, tmp_path, optimizer)
 
     run_as_threads(do, data=3)
@@ -233,7 +233,7 @@ def test_tensors_without_numbers_and_kinds_that_files_do_not_have(tmp_path: Path
     load_checkpoint(again, tmp_path)
     assert torch.equal(again.body.weight, model.body.weight)
     model.register_buffer("pairs", torch.zeros(3).to(torch.float8_e4m3fnuz))
-    with pytest.raises(ConfigError, match="pairs holds numbers of the kind"):
+    with pytest.raises(ConfigError, match="pairs has dtype"):
         save_checkpoint(model, tmp_path)
 
 

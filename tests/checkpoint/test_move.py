@@ -420,8 +420,8 @@ def another_shape(rank: int, x: Tensor) -> tuple[list[TensorItem], list[TensorIt
     ("asked", "message"),
     [
         (no_such_name, r"Rank 1 wants layer.weihgt, which no rank has\. Did you mean 'layer.weight'\?"),
-        (a_missing_part, r"Rank 1 wants x from \[2, 5\] on, \[2, 1\] numbers, which no rank has"),
-        (another_shape, r"x has the shape \(4, 6\) on rank 0, and \(6, 4\) on rank 1\. "),
+        (a_missing_part, r"Rank 1 wants the box of shape \[2, 1\] at \[2, 5\] of x, which no rank has"),
+        (another_shape, r"x has the shape \(4, 6\) on rank 0 and \(6, 4\) on rank 1\. "),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -110,7 +110,7 @@ def test_any_plain_value_comes_back(value: Any) -> None:
     ids=lambda value: type(value).__name__,
 )
 def test_what_is_code_or_large_is_refused_and_named(value: Any) -> None:
-    with pytest.raises(InputError, match=r"extra.* cannot be saved"):
+    with pytest.raises(InputError, match=r"extra.* cannot store"):
         to_json(value, "extra")
 
 
