@@ -1,4 +1,4 @@
-"""Errors that name a rank that is gone or unreachable, its host, and the collective in progress."""
+"""Errors that name a rank that exited or is unreachable, its host, and the collective in progress."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ LOST_PEER_PATTERNS = (
     "Socket",
     "remote",
 )
-"""How gloo and NCCL say that a peer is gone."""
+"""Fragments of gloo's and NCCL's errors for a lost peer."""
 
 
 class LostPeerError(LaunchError):
-    """Another process is gone, or a link to it is cut, or it does something else for too long."""
+    """Another process exited, is unreachable, or did not join a collective in time."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class PeerRanks:
     """The ranks that one transport reaches.
 
     Args:
-        ranks: global ranks, in the order of the axis; ``rank`` is this process's place among them.
-        axis: the name of the axis; empty for a group of the user's own.
-        hosts: of each of the ranks; empty where they are not known.
+        ranks: global ranks in the order of the axis; ``rank`` is the index of this process among them.
+        axis: name of the axis; empty for a user's process group.
+        hosts: host of each rank; empty if unknown.
     """
 
     ranks: Sequence[int]
@@ -59,10 +59,10 @@ class PeerRanks:
 
     @contextmanager
     def report_lost_peer(self, what: str, peer: int | None = None) -> Iterator[None]:
-        """Around a call of torch: where it fails for lack of another rank, LostPeerError names it.
+        """Convert an error of torch about a lost peer into a LostPeerError that names the peer.
 
         Args:
-            peer: its place on the axis; None where any of the others may be the one.
+            peer: index of the peer on the axis; None if any other rank may be the cause.
         """
         try:
             yield
@@ -78,10 +78,9 @@ class PeerRanks:
         when = f", after step {self.traffic.steps} of the optimizer" if self.traffic.steps else ""
         said = re.sub(r"^(\[[^\]]*\]\s*)+", "", str(error).strip().partition(". This is")[0])
         return LostPeerError(
-            f"{self._named(self.rank).capitalize()} does not reach {who}{axis} in {what}{when} ({said[:120]})",
-            rule="Ranks of one axis make the same calls together, and a call that one of them does not join ends in an "
-            "error: at once where its process is gone, else after timeout_s",
-            remedy="See what that rank says last. Where it says nothing, its host or the link to it is down",
+            f"{self._named(self.rank).capitalize()} lost the connection to {who}{axis} in {what}{when} ({said[:120]})",
+            rule="A collective fails if a rank of the axis has exited, or does not join within timeout_s",
+            remedy="Check the last output of that rank. If it has none, check its host and the network",
         )
 
     def _named(self, place: int) -> str:
@@ -90,11 +89,11 @@ class PeerRanks:
 
 
 class MonitoredWork:
-    """A work of torch, whose wait says who is missing.
+    """A work handle of torch whose ``wait`` names the missing rank if it fails.
 
     Attributes:
-        joined: the process group of a collective, how many this process had begun on it with this one, and its kind;
-            None where they are not counted.
+        joined: (process group, number of collectives that this process has started on it including this one, kind of
+            collective), or None if they are not counted.
     """
 
     __slots__ = ("_peer", "_peers", "_what", "_work", "joined")
@@ -107,7 +106,7 @@ class MonitoredWork:
         peer: int | None = None,
         joined: tuple[Any, int, str] | None = None,
     ) -> None:
-        assert work is not None, "this process is in the group, as an axis has none of others"
+        assert work is not None, "an axis contains this process, so torch returns a work handle"
         self._work, self._peers, self._what, self._peer, self.joined = work, peers, what, peer, joined
 
     def wait(self) -> Any:
@@ -120,10 +119,10 @@ class MonitoredWork:
 
 
 class ReceivedWork(MonitoredWork):
-    """What one rank sends to another.
+    """The receive of a point-to-point message.
 
     Args:
-        arrived: by the place of a rank, how often something has arrived from it; this adds to it.
+        arrived: number of received messages per peer, which this class updates.
     """
 
     __slots__ = ("_arrived", "_from")
@@ -138,13 +137,12 @@ class ReceivedWork(MonitoredWork):
         done = super().wait()
         if self._from >= 0 and not torch.compiler.is_compiling():
             self._arrived[self._from] += 1
-            self._from = -1  # once, also where it is waited for again
+            self._from = -1  # counts once, even if wait is called again
         return done
 
     @property
     def awaited(self) -> tuple[Any, int, int] | None:
-        """The process group, the rank that sends, and how often something has arrived from it; None where that is not
-        counted."""
+        """(process group, sending rank, number of messages received from it), or None if they are not counted."""
         if self.joined is None or self._from < 0:
             return None
         return self.joined[0], self._peers.ranks[self._from], self._arrived[self._from]
@@ -152,23 +150,24 @@ class ReceivedWork(MonitoredWork):
 
 SAY_AFTER_S = 20.0
 MARK_AFTER_S = 1.0
-"""Most have met by then."""
+"""Most processes have connected by then."""
 AGAIN_S = 0.5
 CONNECT_S = 3.0
 SAME_ADDRESS = (
-    "All are started with the same address and port, and reach them: see whether they run, and the firewall of this "
-    "machine"
+    "Start all of them with the same address and port, and check that they run and that the firewall of this "
+    "machine lets them connect"
 )
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where so many processes meet, and which of them this one is; the first one has the store there.
+    """Address at which processes connect. The first process has the store.
 
     Args:
-        what: what each of them is called: a node, where launchers meet, or a rank.
-        attempt: of a launcher that starts its processes once more; their marks are apart from those before.
-        advice: what to look for where some have not come.
+        place: index of this process among the ``size`` processes.
+        what: kind of the participants: "node" for launchers, "rank" for processes.
+        attempt: number of restarts by the launcher, which separates the keys of different attempts.
+        advice: hint that is printed if some processes have not connected.
     """
 
     host: str
@@ -181,7 +180,7 @@ class Rendezvous:
 
     @contextmanager
     def report_missing(self) -> Iterator[None]:
-        """Around what returns when all have come."""
+        """Print the missing processes from a thread while the body waits for all of them."""
         over = threading.Event()
         watch = self._say_who_is_missing if self.place == 0 else self._say_what_is_not_reached
         thread = threading.Thread(target=watch, args=[over], name="shardformer-meeting", daemon=True)
@@ -193,9 +192,9 @@ class Rendezvous:
             thread.join(2 * CONNECT_S)
 
     def missing(self) -> str:
-        """In words those that have not come, such as "rank 1 of 2"; empty where all have, or where this is not known.
+        """Return the processes that have not connected, such as "rank 1 of 2", or "" if none are known.
 
-        Of use once this one has waited for some seconds.
+        Reliable once this process has waited for some seconds.
         """
         with suppress(RuntimeError):
             store = self._store()
@@ -208,7 +207,7 @@ class Rendezvous:
     def _say_who_is_missing(self, over: threading.Event) -> None:
         if over.wait(MARK_AFTER_S):
             return
-        if self._problem() is None:  # with launchers that have met; else the store comes with the last process
+        if self._problem() is None:  # the store exists already if the launchers have connected
             self._mark()
         if over.wait(SAY_AFTER_S - MARK_AFTER_S):
             return
@@ -218,15 +217,15 @@ class Rendezvous:
         self._mark()
         if (missing := self.missing()) and not over.is_set():
             _print_status(
-                f"{self._own()} has waited for {SAY_AFTER_S:g} s at {self.host}:{self.port}, and has heard nothing "
-                f"of {missing}. {self.advice}"
+                f"{self._own()} has waited for {SAY_AFTER_S:g} s at {self.host}:{self.port} for {missing}. "
+                f"{self.advice}"
             )
 
     def _say_what_is_not_reached(self, over: threading.Event) -> None:
         if over.wait(MARK_AFTER_S):
             return
         said_at = time.monotonic() + SAY_AFTER_S - MARK_AFTER_S
-        while (problem := self._problem()) is not None:  # that nobody answers is known after seconds
+        while (problem := self._problem()) is not None:
             if time.monotonic() >= said_at:
                 self._say_it_is_not_reached(problem)
                 return
@@ -240,13 +239,13 @@ class Rendezvous:
 
     def _say_it_is_not_reached(self, problem: OSError) -> None:
         _print_status(
-            f"{self._own()} has not reached {self.host}:{self.port} for {SAY_AFTER_S:g} s, where {self.what} 0 waits "
-            f"({problem.strerror or problem}). See whether this is the address of its machine and a free port there, "
-            "whether it was started, and its firewall"
+            f"{self._own()} could not connect to {self.what} 0 at {self.host}:{self.port} for {SAY_AFTER_S:g} s "
+            f"({problem.strerror or problem}). Check that this is the address of its machine with a free port, that "
+            "it was started, and its firewall"
         )
 
     def _problem(self) -> OSError | None:
-        """Why nobody is reached there; None where somebody is."""
+        """Return the error of a connection to the address, or None if it succeeds."""
         try:
             with socket.create_connection((self.host, self.port), timeout=CONNECT_S):
                 return None

@@ -166,5 +166,5 @@ def test_a_loop_of_the_users_own_ends_with_the_lines_where_ranks_wait(tmp_path: 
     ]
     said = "".join(process.communicate(timeout=60)[1] for process in processes)
     assert all(process.returncode == 1 for process in processes)
-    assert said.count("Ranks wait for each other") == 1
+    assert said.count("the ranks wait for each other") == 1
     assert "train.py:11 (dist.barrier())" in said and "train.py:9 (model(torch.ones(2, 4)).sum().backward())" in said
