@@ -1,7 +1,7 @@
 """One rank of any layout, traced in one process on fake tensors.
 
-Under torch's fake tensors, which have shapes and no values, one process traces the step of one rank of thousands: which
-collectives it starts and waits for, and how much memory it holds.
+Fake tensors have shapes but no values. One process can trace the step of one rank of thousands, and report which
+collectives the rank starts and waits for, and how much memory it needs.
 
 >>> with fake_tensors() as copied:                                             # doctest: +SKIP
 ...     context = fake_context({"pipe": 2}, tensor=8, pipe=4, data=32)
@@ -49,11 +49,11 @@ def fake_context(
     backend: str = "gloo",
     device: torch.device | None = None,
 ) -> ParallelContext:
-    """The context of the rank at ``coords`` (0 where none is given), whose collectives carry nothing.
+    """Return the context of the rank at ``coords`` (0 by default), whose collectives communicate nothing.
 
     Args:
-        backend: with "nccl" parts are gathered and scattered as NCCL does, whatever the device.
-        device: of the rank; the CPU by default. See ``shardformer.local_ranks.fake_rank``.
+        backend: "nccl" selects the collectives that are used with NCCL, on any device.
+        device: device of the rank; default: the CPU.
     """
     sizes = {"data": data, "pipe": pipe, "sequence": sequence, "tensor": tensor}
     world = FakeWorld(RankGrid.of(sizes).rank_at(coords or {}), backend)
@@ -61,7 +61,7 @@ def fake_context(
 
 
 class FakeWorld:
-    """The world of one rank that is alone with what it says."""
+    """World of a single rank that answers all its collectives itself."""
 
     store = thread = None
 
@@ -74,7 +74,7 @@ class FakeWorld:
 
 
 class FakeTransport:
-    """Carries nothing: tensors stay as they are, objects are answered with this rank's own."""
+    """Transport that communicates nothing: tensors keep their values, objects are answered with this rank's own."""
 
     group = None
 
@@ -115,14 +115,14 @@ class FakeTransport:
         return [value] * self._size
 
     def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
-        return [[1] * len(numbers)] * self._size  # as of tensors without values: every rank's trace has the same
+        return [[1] * len(numbers)] * self._size  # constant, so that the traces of all ranks are equal
 
     def meet(self, call: str, *, waits: bool) -> Meeting:
         return Meeting([Word(call, not waits)] * self._size)
 
 
 class _Done:
-    """A work that is done."""
+    """Completed work."""
 
     def wait(self) -> None:
         pass
@@ -135,12 +135,12 @@ _DONE = _Done()
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Follows the memory of what is computed in here, on this thread: real tensors and fake ones alike.
+    """Tracks the memory of tensors that are created on this thread, real or fake.
 
-    ``live`` is the bytes of all storages that are held just now, ``peak`` their highest number.
+    ``live`` is the number of bytes of all live storages, ``peak`` its maximum.
 
     Args:
-        held: tensors that are there before: a model's parameters, the batch.
+        held: tensors that exist before, such as parameters and the batch.
     """
 
     def __init__(self, held: Iterable[Tensor] = ()) -> None:
@@ -171,13 +171,13 @@ class MemoryTracker(TorchDispatchMode):
 
 @contextmanager
 def fake_tensors(*, padded: bool = False) -> Iterator[Callable[[Any], Any]]:
-    """In here tensors have shapes and no values. Gives a function that copies a batch, or a model, without its values.
+    """Enter fake tensor mode, and return a function that copies a batch or model without its values.
 
-    A model whose building reads values (vit and swinv2 do) is built before, and copied.
+    Build models that read values in ``__init__`` (vit and swinv2) before, and copy them.
 
     Args:
-        padded: whether attention is given a mask of 4 dims, as transformers makes one of a batch with padding; without,
-            each row is taken for one whole text, of which attention needs no mask.
+        padded: whether attention receives a 4D mask, as transformers creates for a batch with padding. Otherwise, each
+            row counts as one full sequence without a mask.
     """
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, nullcontext() if padded else _unpadded():
 
@@ -189,7 +189,7 @@ def fake_tensors(*, padded: bool = False) -> Iterator[Callable[[Any], Any]]:
 
 
 class _Here(threading.local):
-    """How many blocks of ``_unpadded`` this thread is in."""
+    """Number of active ``_unpadded`` blocks of this thread."""
 
     traces = 0
 
@@ -216,13 +216,13 @@ def _unpadded() -> Iterator[None]:
 
 
 def _leave_masks_out() -> Undo:
-    """transformers makes no mask of a batch without values. In other threads it makes those that it always makes."""
+    """Patch transformers to create no mask for a batch without values, in threads that trace."""
     from transformers import masking_utils
 
     make, find = masking_utils.sdpa_mask, masking_utils.find_packed_sequence_indices
 
     def mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
-        """None where it is made of what is padded alone."""
+
         padded = attention_mask is None or has_data(attention_mask)
         if _HERE.traces and not padded and make(*args, attention_mask=None, **kwargs) is None:
             return None

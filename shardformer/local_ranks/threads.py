@@ -1,8 +1,6 @@
-"""Ranks as threads of one process: a sharded step on any mesh, without starting a process.
+"""Ranks as threads of one process: run a sharded step on any mesh without starting processes.
 
-Each rank has its own random numbers.
-
-``shardformer.local_ranks.threads.run_as_threads`` starts the threads.
+``run_as_threads`` starts the threads.
 """
 
 from __future__ import annotations
@@ -25,15 +23,15 @@ from shardformer.mesh.transport import Meeting, RankGroups, Transport, Word, Wor
 from shardformer.random_state import RandomStates, random_states, set_random_states
 
 EXCHANGE = 0
-"""The tag of what an exchange sends; point-to-point messages have others."""
+"""Tag of the messages of an exchange. Point-to-point messages have other tags."""
 
 
 class PeerFailed(Exception):
-    """Raised on a rank that waits for one which has raised."""
+    """Raised on a rank that waits for a rank which has raised an error."""
 
 
 class MessageKey(NamedTuple):
-    """A place on the table: what for, the how many-th time, and who lays something down there."""
+    """Address of a message: its operation, its channel and number, and the rank that sends it."""
 
     what: str
     place: Hashable
@@ -41,48 +39,48 @@ class MessageKey(NamedTuple):
 
 
 class Lock(Protocol):
-    """What ``threading.Lock`` makes, or a class with these methods."""
+    """Interface of ``threading.Lock``."""
 
     def acquire(self) -> Any: ...
     def release(self) -> Any: ...
 
 
 class Mailbox:
-    """Where ``size`` threads lay down what others take.
+    """Shared storage through which ``size`` threads pass values to each other.
 
-    A wait ends with an error for all when a rank has raised, when nobody is left who could come, or after the time.
+    A wait ends with an error on all ranks if a rank has raised, if no rank can make progress, or after the timeout.
 
     Args:
-        turn: held by the one rank that computes, where all but one wait at any time.
+        turn: lock of the one rank that computes. A waiting rank releases it.
     """
 
     def __init__(self, size: int, timeout_s: float, turn: Lock | None = None) -> None:
         self.timeout_s, self.turn = timeout_s, turn
         self._size = size
         self._changed = threading.Condition()
-        self._laid: dict[MessageKey, tuple[Any, int]] = {}  # the value, and how many have still to take it
+        self._laid: dict[MessageKey, tuple[Any, int]] = {}  # the value, and the number of ranks that have not read it
         self._waiting: dict[int, Sequence[MessageKey]] = {}
         self._ended: set[int] = set()
         self._failed_at: float | None = None
 
     def put(self, key: MessageKey, value: Any, readers: int) -> None:
-        """Lays a value down for so many ranks."""
+        """Store a value for ``readers`` ranks."""
         with self._changed:
             self._laid[key] = value, readers
             self._changed.notify_all()
 
     def withdraw(self, key: MessageKey) -> None:
-        """Takes back what was laid down, if it is still there."""
+        """Remove a value if it is still present."""
         with self._changed:
             self._laid.pop(key, None)
 
     def seen(self, key: MessageKey) -> Any:
-        """What was laid down there, which stays; None where nothing was."""
+        """Return a value without removing it, or None."""
         with self._changed:
             return self._laid.get(key, (None, 0))[0]
 
     def end(self, rank: int, *, failed: bool) -> None:
-        """The rank has returned, or raised."""
+        """Note that the rank has returned or raised."""
         with self._changed:
             self._ended.add(rank)
             if failed and self._failed_at is None:
@@ -90,11 +88,11 @@ class Mailbox:
             self._changed.notify_all()
 
     def is_given_up(self) -> bool:
-        """Whether a rank has raised so long ago that those which still run are in no collective."""
+        """Return whether a rank raised so long ago that ranks still running are not in a collective."""
         return self._failed_at is not None and time.monotonic() > self._failed_at + self.timeout_s
 
     def missing(self, rank: int, keys: Sequence[MessageKey], timeout_s: float) -> list[MessageKey]:
-        """Waits for what ``keys`` name. Returns the keys of what has not come, and will not within the time."""
+        """Wait for the values of ``keys``, and return the keys of those that do not arrive in time."""
         with self._giving_up_turn(), self._changed:
             self._waiting[rank] = keys
             if len(self._waiting) + len(self._ended) == self._size:
@@ -116,7 +114,7 @@ class Mailbox:
                 self.turn.acquire()
 
     def get(self, rank: int, keys: Sequence[MessageKey]) -> list[Any]:
-        """The values that ``keys`` name, when all of them have been laid down."""
+        """Wait for the values of ``keys`` and return them."""
         if absent := self.missing(rank, keys, self.timeout_s):
             raise self._error(rank, absent)
         with self._changed:
@@ -132,7 +130,7 @@ class Mailbox:
         return all(key in self._laid for key in keys)
 
     def _is_stuck(self) -> bool:
-        """Whether each rank has ended, or waits for what has not been laid down."""
+        """Return whether every rank has ended or waits for a missing value."""
         waits = [not self._are_laid(keys) for keys in self._waiting.values()]
         return len(waits) + len(self._ended) == self._size and all(waits)
 
@@ -148,18 +146,19 @@ class Mailbox:
                     found.append(f"rank {other} still computes after {self.timeout_s:g} s")
         return WorkerError(
             "; ".join(found),
-            rule="All ranks of an axis make the same calls in the same order, and what one sends another receives",
-            remedy="See what each of the ranks does there",
+            rule="All ranks of an axis must make the same collective calls in the same order, and every send needs a "
+            "receive",
+            remedy="Compare the calls of these ranks",
         )
 
 
 def _waits(rank: int, absent: Sequence[MessageKey]) -> str:
     who = " and ".join(str(key.author) for key in absent)
-    return f"rank {rank} waits for rank {who} in {absent[0].what}" if absent else f"rank {rank} goes on"
+    return f"rank {rank} waits for rank {who} in {absent[0].what}" if absent else f"rank {rank} continues"
 
 
 class ThreadWorld:
-    """The world as one thread sees it, the one that makes it."""
+    """The world as the thread that creates it sees it."""
 
     store = None
 
@@ -169,14 +168,14 @@ class ThreadWorld:
         self._connected: Counter[tuple[int, ...]] = Counter()
 
     def connect(self, lines: RankGroups) -> Transport:
-        """A transport along this rank's line; of none, for a rank that stands on none, along itself."""
+        """Return a transport for the group of this rank, or for this rank alone if it is in no group."""
         line = next((line for line in lines if self.rank in line), (self.rank,))
         self._connected[line] += 1
         return ThreadTransport(self, line, self._connected[line])
 
 
 class ThreadTransport:
-    """Carries between threads. Objects are handed on as they are, not copied as between processes."""
+    """Transport between threads. Objects are passed by reference, unlike between processes."""
 
     group = None
 
@@ -220,7 +219,7 @@ class ThreadTransport:
 
         def finish() -> None:
             (value,) = self.world.table.get(self._me, [key])
-            assert value.dtype == x.dtype, f"{value.dtype} arrives where {x.dtype} is expected"
+            assert value.dtype == x.dtype, f"received {value.dtype}, expected {x.dtype}"
             x.copy_(value.view(x.shape))
 
         return _DeferredWork(finish)
@@ -243,7 +242,7 @@ class ThreadTransport:
     def meet(self, call: str, *, waits: bool) -> Meeting:
         self._counts["calls"] += 1
         keys = self._keys("calls", ("calls", self._counts["calls"]))
-        before = self._keys("calls", ("calls", self._counts["calls"] - 2))  # all have read it
+        before = self._keys("calls", ("calls", self._counts["calls"] - 2))  # read by all ranks
         mine = self._line.index(self._me)
         table = self.world.table
         table.withdraw(before[mine])
@@ -252,10 +251,10 @@ class ThreadTransport:
             return Meeting()
         table.missing(self._me, keys, table.timeout_s)
         words = [table.seen(key) for key in keys]
-        return Meeting(words, {rank: "does not come" for rank, word in zip(self._line, words) if word is None})
+        return Meeting(words, {rank: "does not arrive" for rank, word in zip(self._line, words) if word is None})
 
     def _meet(self, what: str, value: Any) -> Callable[[], list[Any]]:
-        """Lays ``value`` down; what is returned waits for every rank's value."""
+        """Store ``value`` for all ranks, and return a function that waits for every rank's value."""
         self._counts["meeting"] += 1
         keys = self._keys(what, self._counts["meeting"])
         self.world.table.put(keys[self._line.index(self._me)], value, len(keys))
@@ -272,7 +271,7 @@ class ThreadTransport:
 
 
 class _DeferredWork:
-    """A work that is done when it is waited for, or at once where nothing is left to do."""
+    """Work that runs in ``wait``; complete from the start if ``finish`` is None."""
 
     def __init__(self, finish: Callable[[], object] | None) -> None:
         self._finish = finish
@@ -296,9 +295,9 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
 
 
 class Turn:
-    """A lock for threads of which one runs at a time, each with random states of its own.
+    """Lock for threads that run one at a time, each with its own random states.
 
-    All threads begin with the states at the time when the lock is made.
+    All threads start from the random states at the creation of the lock.
     """
 
     def __init__(self) -> None:
@@ -338,15 +337,20 @@ def run_as_threads(
     timeout_s: float = TIMEOUT_S,
     in_turn: bool = False,
 ) -> list[ThreadResult]:
-    """Calls ``fn`` with the context of each rank of the grid, in a thread each; the results in the order of the ranks.
+    """Call ``fn`` with the context of each rank of the mesh in its own thread, and return the results in rank order.
 
-    The ranks compute what processes would, on the CPU. They have torch's default generator in common: where ``fn``
-    draws random numbers, which of them a rank gets is a matter of chance. ``in_turn`` lets one compute until it waits
-    for another, and gives each its own random numbers, of torch, numpy and Python: all begin with the same ones.
+    The ranks compute the same results as processes would, on the CPU. They share torch's default generator, so the
+    random numbers of a rank depend on the scheduling of threads.
 
-    Raises what the first rank raised that did. When one raises, the others' collectives end too; so do those that wait
-    for a rank that has ended, waits for something else, or does not come within ``timeout_s`` seconds, with a
-    WorkerError that says where each rank is.
+    Args:
+        timeout_s: time a rank waits for another one.
+        in_turn: run one rank at a time until it waits for another, each with its own random states of torch, NumPy and
+            Python. All ranks start from the same states.
+
+    Raises:
+        WorkerError: a rank waits for one that has ended, waits for something else, or does not arrive within
+            ``timeout_s`` seconds.
+        Exception: the first error that a rank raised. The collectives of the other ranks end, too.
     """
     sizes = {"data": data, "pipe": pipe, "sequence": sequence, "tensor": tensor}
     grid = RankGrid.of(sizes)
@@ -369,12 +373,12 @@ def run_as_threads(
     for thread in threads:
         while thread.is_alive() and not table.is_given_up():
             thread.join(1.0)
-    if errors:  # what a rank raised, before what the others say of that
+    if errors:  # the original error takes precedence over its consequences on other ranks
         ordered = [errors[rank] for rank in sorted(errors)]
         raise next((error for error in ordered if not _follows(error)), ordered[0])
     return [results[rank] for rank in grid.ranks]
 
 
 def _follows(error: BaseException | None) -> bool:
-    """Whether a rank raised because another had."""
+    """Return whether a rank raised because another rank had raised."""
     return error is not None and (isinstance(error, PeerFailed) or _follows(error.__cause__ or error.__context__))
