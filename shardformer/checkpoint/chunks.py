@@ -5,6 +5,7 @@ If several ranks store the same elements, only one of them writes each element: 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -18,6 +19,10 @@ from shardformer.mesh.parallel_context import Axis
 
 ChunkBounds = tuple[Offsets, Offsets]
 """Start and size of a rectangular chunk, in indices of the full tensor."""
+NamedChunk = tuple[str, Offsets, Offsets]
+"""A chunk of a named tensor: name, start and size."""
+LocalChunks = tuple[list[NamedChunk], dict[str, tuple[Offsets, int]]]
+"""The chunks of one rank, and the shape and element size in bytes of each tensor."""
 
 
 def overlap(one: ChunkBounds, other: ChunkBounds) -> ChunkBounds | None:
@@ -36,7 +41,11 @@ class LocalChunk:
     start: Offsets
     values: Tensor
 
-    def part(self, start: Offsets, size: Offsets) -> Tensor:
+    @property
+    def bounds(self) -> ChunkBounds:
+        return self.start, tuple(self.values.shape)
+
+    def view(self, start: Offsets, size: Offsets) -> Tensor:
         """Return the view of the values in a box of the full tensor that this chunk contains."""
         return self.values[tuple(slice(a - o, a - o + n) for a, o, n in zip(start, self.start, size, strict=True))]
 
@@ -49,15 +58,14 @@ class TensorItem:
         name: name in the checkpoint, identical on all ranks and under all layouts.
         shape: shape of the full tensor.
         dtype: dtype of the chunks in memory.
-        held: this rank's chunks, which do not overlap.
-        is_checked: whether these chunks count toward the checksum. False for the second copy of a tensor that a rank
-            reads twice.
+        chunks: this rank's chunks, which do not overlap.
+        is_checked: whether the chunks count toward the checksum. False for the second copy that a rank reads.
     """
 
     name: str
     shape: Offsets
     dtype: torch.dtype
-    held: Sequence[LocalChunk]
+    chunks: Sequence[LocalChunk]
     is_checked: bool = True
 
 
@@ -69,32 +77,30 @@ class FlatRegion:
         shape: shape of the full tensor.
         spec: how the full tensor is sharded; None: it is not sharded.
         coords: this rank's mesh coordinates.
-        stretch: range of elements in this rank's flattened shard; None: the shard in its own shape.
+        flat_range: range of elements in this rank's flattened shard; None: the shard in its own shape.
     """
 
     shape: Offsets
     spec: ShardSpec | None
     coords: Coords
-    stretch: slice | None = None
+    flat_range: slice | None = None
 
     @property
     def local_shape(self) -> Offsets:
-        """Shape of this rank's shard, which contains ``stretch``."""
+        """Shape of this rank's shard, which contains ``flat_range``."""
         return self.shape if self.spec is None else self.spec.local_shape(self.coords)
 
     @property
     def numel(self) -> int:
-        """Number of elements in the region."""
-        return prod(self.local_shape) if self.stretch is None else self.stretch.stop - self.stretch.start
+        return prod(self.local_shape) if self.flat_range is None else self.flat_range.stop - self.flat_range.start
 
     @property
-    def is_whole(self) -> bool:
-        """Whether the region covers the full tensor."""
+    def is_full(self) -> bool:
         return self.numel == prod(self.shape)
 
     def new(self, dtype: torch.dtype) -> Tensor:
         """Allocate an uninitialized CPU buffer for the region."""
-        return torch.empty(self.local_shape if self.stretch is None else self.numel, dtype=dtype)
+        return torch.empty(self.local_shape if self.flat_range is None else self.numel, dtype=dtype)
 
     def item(self, name: str, x: Tensor) -> TensorItem:
         """Return the ``TensorItem`` called ``name`` for the buffer ``x`` of this region."""
@@ -102,40 +108,27 @@ class FlatRegion:
 
     def views(self, x: Tensor) -> list[LocalChunk]:
         """Return the chunks of the full tensor that the buffer ``x`` stores, as views."""
-        if self.stretch is None:
-            return [LocalChunk(box.full, box.of_local(x)) for box in self._boxes() if all(box.size)]
-        parts = list(_of_stretch(self.local_shape, self.stretch, x.reshape(-1)))
-        found = []
-        for box in self._boxes():
-            for at, values in parts:
-                if (common := overlap((box.local, box.size), (at, tuple(values.shape)))) is not None:
-                    start, size = common
-                    full = tuple(f + a - o for f, a, o in zip(box.full, start, box.local, strict=True))
-                    found.append(LocalChunk(full, LocalChunk(at, values).part(start, size)))
-        return found
-
-    def _boxes(self) -> Sequence[Box]:
-        if self.spec is None:
-            nothing = (0,) * len(self.shape)
-            return (Box(nothing, nothing, self.shape),)
-        return self.spec.boxes(self.coords)
+        origin = (0,) * len(self.shape)
+        boxes = (Box(origin, origin, self.shape),) if self.spec is None else self.spec.boxes(self.coords)
+        if self.flat_range is None:
+            return [LocalChunk(box.full, box.of_local(x)) for box in boxes if all(box.size)]
+        bounds = list(flat_range_to_chunks(self.local_shape, self.flat_range.start, self.flat_range.stop))
+        values = x.reshape(-1).split([prod(size) for _, size in bounds])
+        chunks = []
+        for box in boxes:
+            for (start, size), flat in zip(bounds, values, strict=True):
+                if (common := overlap((box.local, box.size), (start, size))) is not None:
+                    full = tuple(f + a - o for f, a, o in zip(box.full, common[0], box.local, strict=True))
+                    chunks.append(LocalChunk(full, LocalChunk(start, flat.view(size)).view(*common)))
+        return chunks
 
 
-def _of_stretch(shape: Offsets, stretch: slice, flat: Tensor) -> Iterator[tuple[Offsets, Tensor]]:
-    """Yield (start, values) of the boxes that cover the flat range ``stretch`` of a tensor of this shape.
+def flat_range_to_chunks(shape: Offsets, begin: int, end: int) -> Iterator[ChunkBounds]:
+    """Yield (start, size) of the boxes that cover the elements ``begin`` to ``end`` of a tensor in row-major order.
 
-    >>> [(at, tuple(x.shape)) for at, x in _of_stretch((3, 4), slice(2, 9), torch.arange(7))]
+    >>> list(flat_range_to_chunks((3, 4), 2, 9))
     [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
     """
-    used = 0
-    for start, size in flat_range_to_chunks(shape, stretch.start, stretch.stop):
-        numel = prod(size)
-        yield start, flat[used : used + numel].view(size)
-        used += numel
-
-
-def flat_range_to_chunks(shape: Offsets, begin: int, end: int) -> Iterator[tuple[Offsets, Offsets]]:
-    """Yield (start, size) of the boxes that cover the elements ``begin`` to ``end`` of a tensor in row-major order."""
     if begin >= end:
         return
     if not shape:
@@ -144,40 +137,34 @@ def flat_range_to_chunks(shape: Offsets, begin: int, end: int) -> Iterator[tuple
     inner = prod(shape[1:])
     (first, low), (last, high) = divmod(begin, inner), divmod(end, inner)
     if first == last:
-        for start, size in flat_range_to_chunks(shape[1:], low, high):
-            yield (first, *start), (1, *size)
+        yield from _in_row(shape, first, low, high)
         return
     if low:
-        for start, size in flat_range_to_chunks(shape[1:], low, inner):
-            yield (first, *start), (1, *size)
+        yield from _in_row(shape, first, low, inner)
         first += 1
     if last > first:
         yield (first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])
-    if high:
-        for start, size in flat_range_to_chunks(shape[1:], 0, high):
-            yield (last, *start), (1, *size)
+    yield from _in_row(shape, last, 0, high)
 
 
-ChunkOwners = tuple[str, Offsets, Offsets]
-"""A chunk of a named tensor: name, start and size."""
-
-LocalChunks = tuple[list[ChunkOwners], dict[str, tuple[Offsets, int]]]
-"""The chunks of one rank, and the shape and element size in bytes of each tensor."""
+def _in_row(shape: Offsets, row: int, begin: int, end: int) -> Iterator[ChunkBounds]:
+    for start, size in flat_range_to_chunks(shape[1:], begin, end):
+        yield (row, *start), (1, *size)
 
 
 def list_local_chunks(items: Sequence[TensorItem]) -> LocalChunks:
     """Describe the chunks of this rank for the other ranks."""
-    cells = [(item.name, held.start, tuple(held.values.shape)) for item in items for held in item.held]
-    return cells, {item.name: (item.shape, item.dtype.itemsize) for item in items}
+    chunks = [(item.name, *chunk.bounds) for item in items for chunk in item.chunks]
+    return chunks, {item.name: (item.shape, item.dtype.itemsize) for item in items}
 
 
-def without_tensors(held: LocalChunks, gone: Container[str]) -> LocalChunks:
-    """Return the chunks of a rank without the tensors named in ``gone``."""
-    cells, tensors = held
-    return [cell for cell in cells if cell[0] not in gone], {n: x for n, x in tensors.items() if n not in gone}
+def without_tensors(local: LocalChunks, names: Container[str]) -> LocalChunks:
+    """Return the chunks of a rank without the tensors with these names."""
+    chunks, tensors = local
+    return [chunk for chunk in chunks if chunk[0] not in names], {n: x for n, x in tensors.items() if n not in names}
 
 
-def assign_writes(items: Sequence[TensorItem], world: Axis) -> dict[ChunkOwners, list[ChunkBounds]]:
+def assign_writes(items: Sequence[TensorItem], world: Axis) -> dict[NamedChunk, list[ChunkBounds]]:
     """Return the boxes that this rank writes of each of its chunks.
 
     Communicates one gather of all ranks' chunk bounds.
@@ -185,58 +172,56 @@ def assign_writes(items: Sequence[TensorItem], world: Axis) -> dict[ChunkOwners,
     return assigned_chunks(all_gather_objects(list_local_chunks(items), world), world)
 
 
-def assigned_chunks(held: Sequence[LocalChunks], world: Axis) -> dict[ChunkOwners, list[ChunkBounds]]:
+def assigned_chunks(chunks_by_rank: Sequence[LocalChunks], world: Axis) -> dict[NamedChunk, list[ChunkBounds]]:
     """Return the boxes that this rank writes of each of its chunks, from the chunks of all ranks.
 
     Chunks of different ranks may be identical, disjoint, or overlap partially.
     """
-    holders: dict[ChunkOwners, list[int]] = {}
-    shapes: dict[str, Offsets] = {}
-    widths: dict[str, int] = {}
-    for rank, (cells, tensors) in enumerate(held):
-        for name, (shape, width) in tensors.items():
-            shapes[name], widths[name] = shape, width
-        for cell in cells:
-            holders.setdefault(cell, []).append(rank)
-    overlapping = _overlapping(holders, shapes)
+    owners: dict[NamedChunk, list[int]] = {}
+    tensors: dict[str, tuple[Offsets, int]] = {}
+    for rank, (chunks, local_tensors) in enumerate(chunks_by_rank):
+        tensors |= local_tensors
+        for chunk in chunks:
+            owners.setdefault(chunk, []).append(rank)
+    overlapping = _overlapping(owners, tensors)
     covered: dict[str, list[ChunkBounds]] = {}
     load = [0] * world.size
-    mine: dict[ChunkOwners, list[ChunkBounds]] = {}
-    for cell in sorted(holders, key=lambda cell: (len(holders[cell]), -prod(cell[2]), cell)):
-        name, start, size = cell
-        rest: list[ChunkBounds] = [(start, size)]
+    assigned: dict[NamedChunk, list[ChunkBounds]] = {}
+    for chunk in sorted(owners, key=lambda chunk: (len(owners[chunk]), -prod(chunk[2]), chunk)):
+        name, start, size = chunk
+        boxes = [(start, size)]
         if name in overlapping:
-            rest = list(subtract_chunks((start, size), covered.get(name, ())))
-            covered.setdefault(name, []).extend(rest)
-        rank = min(holders[cell], key=lambda rank: (load[rank], rank))
-        load[rank] += widths[name] * sum(prod(each) for _, each in rest)
-        if rank == world.rank and rest:
-            mine[cell] = rest
-    return mine
+            boxes = list(subtract_chunks((start, size), covered.get(name, ())))
+            covered.setdefault(name, []).extend(boxes)
+        rank = min(owners[chunk], key=lambda rank: (load[rank], rank))
+        load[rank] += tensors[name][1] * sum(prod(size) for _, size in boxes)
+        if rank == world.rank and boxes:
+            assigned[chunk] = boxes
+    return assigned
 
 
-def _overlapping(cells: Iterable[ChunkOwners], shapes: dict[str, Offsets]) -> set[str]:
-    """Return the names of the tensors whose chunks overlap."""
-    numel: dict[str, int] = {}
-    for name, _, size in cells:
-        numel[name] = numel.get(name, 0) + prod(size)
-    return {name for name, count in numel.items() if count != prod(shapes[name])}
+def _overlapping(chunks: Iterable[NamedChunk], tensors: dict[str, tuple[Offsets, int]]) -> set[str]:
+    """Return the names of the tensors whose chunks overlap or do not cover the tensor."""
+    numel: Counter[str] = Counter()
+    for name, _, size in chunks:
+        numel[name] += prod(size)
+    return {name for name, count in numel.items() if count != prod(tensors[name][0])}
 
 
-def subtract_chunks(piece: ChunkBounds, others: Sequence[ChunkBounds]) -> Iterator[ChunkBounds]:
-    """Yield boxes that cover ``piece`` except for the ``others``.
+def subtract_chunks(chunk: ChunkBounds, others: Sequence[ChunkBounds]) -> Iterator[ChunkBounds]:
+    """Yield boxes that cover ``chunk`` except for the ``others``.
 
     >>> list(subtract_chunks(((0, 0), (2, 4)), [((1, 1), (5, 2))]))
     [((0, 0), (1, 4)), ((1, 0), (1, 1)), ((1, 3), (1, 1))]
     """
-    found = next((common for other in others if (common := overlap(piece, other)) is not None), None)
+    found = next((common for other in others if (common := overlap(chunk, other)) is not None), None)
     if found is None:
-        yield piece
+        yield chunk
         return
-    start, size = list(piece[0]), list(piece[1])
+    start, size = list(chunk[0]), list(chunk[1])
     for dim, (low, n) in enumerate(zip(*found, strict=True)):
         for a, b in ((start[dim], low), (low + n, start[dim] + size[dim])):
             if a < b:
-                left = (*start[:dim], a, *start[dim + 1 :]), (*size[:dim], b - a, *size[dim + 1 :])
-                yield from subtract_chunks(left, others)
+                box = (*start[:dim], a, *start[dim + 1 :]), (*size[:dim], b - a, *size[dim + 1 :])
+                yield from subtract_chunks(box, others)
         start[dim], size[dim] = low, n

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import chain, combinations
 from math import prod
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
@@ -34,7 +34,7 @@ from shardformer.checkpoint.chunks import (
 from shardformer.checkpoint.directory import goes_on_from, saved_into
 from shardformer.checkpoint.file_format import CheckpointIndex, IndexEntry, dtype_name
 from shardformer.checkpoint.load import LoadPlan
-from shardformer.checkpoint.training_state import ModelTensors, StateContents, collect_state, optimizer_states
+from shardformer.checkpoint.training_state import ModelTensors, collect_state, optimizer_states
 from shardformer.comm.collectives import PendingCollective, all_gather_objects
 from shardformer.comm.recorder import bytes_of, record
 from shardformer.errors import ConfigError, did_you_mean
@@ -82,12 +82,12 @@ class ItemListing(NamedTuple):
     name: str
     shape: Offsets
     dtype: torch.dtype
-    pieces: list[ChunkBounds]
+    chunks: list[ChunkBounds]
 
     @classmethod
     def of(cls, item: TensorItem) -> ItemListing:
-        pieces = [(held.start, tuple(held.values.shape)) for held in item.held if held.values.numel()]
-        return cls(item.name, item.shape, item.dtype, pieces)
+        chunks = [chunk.bounds for chunk in item.chunks if chunk.values.numel()]
+        return cls(item.name, item.shape, item.dtype, chunks)
 
 
 class RankListing(NamedTuple):
@@ -120,60 +120,58 @@ def exchange_items(
         ConfigError: a tensor or a chunk is wanted but no rank has it, or ranks report different shapes of a tensor. All
             ranks raise before anything is written.
     """
-    gpu = next((held.values.device for item in (*have, *want) for held in item.held if held.values.is_cuda), None)
-    mine = RankListing(
-        [ItemListing.of(item) for item in have], [ItemListing.of(item) for item in want], gpu is not None, chunk_bytes
-    )
-    said: list[RankListing] = all_gather_objects(mine, world)
-    _check_chunk_bytes(said)
-    leaving: list[TransferBatch] = [[] for _ in said]
-    coming: list[TransferBatch] = [[] for _ in said]
-    for send in plan_transfers(said):  # may raise, so it is consumed before anything is written
+    gpu = next((chunk.values.device for item in (*have, *want) for chunk in item.chunks if chunk.values.is_cuda), None)
+    listing = RankListing([*map(ItemListing.of, have)], [*map(ItemListing.of, want)], gpu is not None, chunk_bytes)
+    listings: list[RankListing] = all_gather_objects(listing, world)
+    _check_chunk_bytes(listings)
+    outgoing: list[TransferBatch] = [[] for _ in listings]
+    incoming: list[TransferBatch] = [[] for _ in listings]
+    for send in plan_transfers(listings):  # may raise, so it is consumed before anything is written
         if send.source == world.rank:
-            leaving[send.target].append(send)
+            outgoing[send.target].append(send)
         elif send.target == world.rank:
-            coming[send.source].append(send)
-    copies, leaving[world.rank] = leaving[world.rank], []
+            incoming[send.source].append(send)
+    copies, outgoing[world.rank] = outgoing[world.rank], []
     memory = _LocalItems(have, want)
     with torch.no_grad():
         for send in copies:
             memory.write(send, memory.read(send))
-        if any(leaving) or any(coming):
+        if any(outgoing) or any(incoming):
             # both ends of a message use the same device type: the GPU if a rank uses one and the transport is NCCL
-            on_gpu = any(one.uses_gpu for one in said) and world.transport.sends_in_turn(torch.device("cuda"))
+            on_gpu = any(each.uses_gpu for each in listings) and world.transport.sends_in_turn(torch.device("cuda"))
             device = gpu or local_device() if on_gpu else torch.device("cpu")
-            out, into = ([batch_transfers(sends, chunk_bytes) for sends in each] for each in (leaving, coming))
+            out, into = ([batch_transfers(sends, chunk_bytes) for sends in each] for each in (outgoing, incoming))
             _exchange(memory, out, into, world, device)
-    return ReshardStats(sum(map(_bytes_in, leaving)), sum(map(_bytes_in, coming)), _bytes_in(copies))
+    return ReshardStats(sum(map(_bytes_in, outgoing)), sum(map(_bytes_in, incoming)), _bytes_in(copies))
 
 
 def _bytes_in(sends: Iterable[ChunkTransfer]) -> int:
     return sum(send.num_bytes for send in sends)
 
 
-def plan_transfers(said: Sequence[RankListing]) -> Iterator[ChunkTransfer]:
+def plan_transfers(listings: Sequence[RankListing]) -> Iterator[ChunkTransfer]:
     """Yield the transfers and copies of all ranks, in the same order on all ranks.
 
     Chunks with a single owner come first. The others follow by increasing number of owners and decreasing size, each
     sent by the owner with the least to send so far.
     """
-    load = [0] * len(said)
+    load = [0] * len(listings)
     shared: list[tuple[int, int, str, ChunkBounds, Ranks, Ranks]] = []
-    for name, tensor in _tensors(said).items():
-        for piece, owners, takers in tensor.demands(name):
+    for name, tensor in _tensors(listings).items():
+        for chunk, owners, targets in tensor.demands(name):
             if len(owners) == 1:
-                yield from _sends(name, piece, owners, takers, load)
+                yield from _sends(name, chunk, owners, targets, load)
             else:
-                shared.append((len(owners), -prod(piece[1]), name, piece, owners, takers))
-    for _, _, name, piece, owners, takers in sorted(shared, key=lambda demand: demand[:4]):
-        yield from _sends(name, piece, owners, takers, load)
+                shared.append((len(owners), -prod(chunk[1]), name, chunk, owners, targets))
+    for _, _, name, chunk, owners, targets in sorted(shared, key=lambda demand: demand[:4]):
+        yield from _sends(name, chunk, owners, targets, load)
 
 
-def _sends(name: str, piece: ChunkBounds, owners: Ranks, takers: Ranks, load: list[int]) -> Iterator[ChunkTransfer]:
-    """Yield the transfer of ``piece`` to each target; ``load`` counts the bytes that each rank sends."""
-    for target, dtype in takers.items():
+def _sends(name: str, chunk: ChunkBounds, owners: Ranks, targets: Ranks, load: list[int]) -> Iterator[ChunkTransfer]:
+    """Yield the transfer of ``chunk`` to each target; ``load`` counts the bytes that each rank sends."""
+    for target, dtype in targets.items():
         source = target if target in owners else min(owners, key=load.__getitem__)
-        send = ChunkTransfer(name, *piece, min(owners[source], dtype, key=WIDTH), source, target)
+        send = ChunkTransfer(name, *chunk, min(owners[source], dtype, key=WIDTH), source, target)
         if source != target:
             load[source] += send.num_bytes
         yield send
@@ -185,22 +183,20 @@ class _Tensor:
 
     shape: Offsets
     rank: int
-    held: dict[ChunkBounds, Ranks] = field(default_factory=dict)
-    wanted: dict[ChunkBounds, Ranks] = field(default_factory=dict)
+    sources: dict[ChunkBounds, Ranks] = field(default_factory=dict)
+    targets: dict[ChunkBounds, Ranks] = field(default_factory=dict)
 
     def demands(self, name: str) -> Iterator[tuple[ChunkBounds, Ranks, Ranks]]:
         """Yield (chunk, owners, targets) of the wanted chunks, split where the set of owners changes."""
-        over: dict[ChunkBounds, list[tuple[ChunkBounds, Ranks]]] = {piece: [] for piece in self.wanted}
-        for piece, other, common in _overlaps(self.wanted, self.held):
-            over[piece].append((common, self.held[other]))
-        are_apart = _are_apart(list(self.held))
-        for piece, takers in self.wanted.items():
-            for cell, owners in _cells(piece, over[piece], are_apart):
+        over: dict[ChunkBounds, list[tuple[ChunkBounds, Ranks]]] = {chunk: [] for chunk in self.targets}
+        for chunk, source, common in _overlaps(self.targets, self.sources):
+            over[chunk].append((common, self.sources[source]))
+        are_disjoint = _are_disjoint(list(self.sources))
+        for chunk, ranks in self.targets.items():
+            for cell, owners in _cells(chunk, over[chunk], are_disjoint):
                 if not owners:
-                    raise _no_source_error(
-                        f"the box of shape {list(cell[1])} at {list(cell[0])} of {name}", min(takers)
-                    )
-                yield cell, owners, takers
+                    raise _no_source_error(f"the box of shape {list(cell[1])} at {list(cell[0])} of {name}", min(ranks))
+                yield cell, owners, ranks
 
 
 def _overlaps(
@@ -222,30 +218,30 @@ def _overlaps(
         yield some[i], others[j], (tuple(common), tuple(length))
 
 
-def _tensors(said: Sequence[RankListing]) -> dict[str, _Tensor]:
+def _tensors(listings: Sequence[RankListing]) -> dict[str, _Tensor]:
     """Collect the tensors that any rank has or wants, by name."""
     tensors: dict[str, _Tensor] = {}
-    for rank, one in enumerate(said):
-        for name, shape, dtype, pieces in one.have:
-            held = _known(tensors, name, shape, rank).held
-            for piece in pieces:
-                ranks = held.setdefault(piece, {})
+    for rank, listing in enumerate(listings):
+        for name, shape, dtype, chunks in listing.have:
+            sources = _tensor(tensors, name, shape, rank).sources
+            for chunk in chunks:
+                ranks = sources.setdefault(chunk, {})
                 ranks[rank] = max(ranks.get(rank, dtype), dtype, key=WIDTH)
     names = set(tensors)
-    for rank, one in enumerate(said):
-        asked: dict[str, list[ChunkBounds]] = {}
-        for name, shape, dtype, pieces in sorted(one.want, key=lambda listed: -listed.dtype.itemsize):
+    for rank, listing in enumerate(listings):
+        listed: dict[str, list[ChunkBounds]] = {}
+        for name, shape, dtype, chunks in sorted(listing.want, key=lambda item: -item.dtype.itemsize):
             if name not in names:
                 raise _no_source_error(name, rank, f"{did_you_mean(name, names)} ")
-            wanted, before = _known(tensors, name, shape, rank).wanted, asked.setdefault(name, [])
-            for piece in pieces:
-                for rest in subtract_chunks(piece, before):
-                    wanted.setdefault(rest, {})[rank] = dtype
-                before.append(piece)
+            targets, before = _tensor(tensors, name, shape, rank).targets, listed.setdefault(name, [])
+            for chunk in chunks:
+                for box in subtract_chunks(chunk, before):
+                    targets.setdefault(box, {})[rank] = dtype
+                before.append(chunk)
     return tensors
 
 
-def _known(tensors: dict[str, _Tensor], name: str, shape: Offsets, rank: int) -> _Tensor:
+def _tensor(tensors: dict[str, _Tensor], name: str, shape: Offsets, rank: int) -> _Tensor:
     tensor = tensors.setdefault(name, _Tensor(shape, rank))
     if tensor.shape != shape:
         raise ConfigError(
@@ -256,29 +252,32 @@ def _known(tensors: dict[str, _Tensor], name: str, shape: Offsets, rank: int) ->
 
 
 def _cells(
-    piece: ChunkBounds, over: Sequence[tuple[ChunkBounds, Ranks]], are_apart: bool = False, owners: Sequence[Ranks] = ()
+    chunk: ChunkBounds,
+    over: Sequence[tuple[ChunkBounds, Ranks]],
+    are_disjoint: bool = False,
+    owners: Sequence[Ranks] = (),
 ) -> Iterator[tuple[ChunkBounds, Ranks]]:
-    """Split ``piece`` into chunks whose elements all have the same owners, and yield (chunk, owners).
+    """Split ``chunk`` into cells whose elements all have the same owners, and yield (cell, owners).
 
-    The chunks in ``over`` lie in ``piece``. If they overlap each other, the middle one divides the others recursively.
+    The chunks in ``over`` lie in ``chunk``. If they overlap each other, the middle one divides the others recursively.
     """
-    owners = [*owners, *(ranks for part, ranks in over if part == piece)]
-    over = [(part, ranks) for part, ranks in over if part != piece]
+    owners = [*owners, *(ranks for part, ranks in over if part == chunk)]
+    over = [(part, ranks) for part, ranks in over if part != chunk]
     parts = [part for part, _ in over]
-    if are_apart or _are_apart(parts):
+    if are_disjoint or _are_disjoint(parts):
         yield from ((part, _merged(ranks, *owners)) for part, ranks in over)
-        if sum(prod(size) for _, size in parts) < prod(piece[1]):
-            yield from ((rest, _merged(*owners)) for rest in subtract_chunks(piece, parts))
+        if sum(prod(size) for _, size in parts) < prod(chunk[1]):
+            yield from ((cell, _merged(*owners)) for cell in subtract_chunks(chunk, parts))
         return
     middle = parts[len(parts) // 2]
-    for cell in (middle, *subtract_chunks(piece, [middle])):
+    for cell in (middle, *subtract_chunks(chunk, [middle])):
         yield from _cells(cell, [(c, ranks) for part, ranks in over if (c := overlap(cell, part))], False, owners)
 
 
-def _are_apart(pieces: Sequence[ChunkBounds]) -> bool:
-    if len(pieces) < 8:  # faster than arrays
-        return not any(overlap(a, b) for a, b in combinations(pieces, 2))
-    return sum(1 for _ in _overlaps(pieces, pieces)) == len(pieces)
+def _are_disjoint(chunks: Sequence[ChunkBounds]) -> bool:
+    if len(chunks) < 8:  # faster than arrays
+        return not any(overlap(a, b) for a, b in combinations(chunks, 2))
+    return sum(1 for _ in _overlaps(chunks, chunks)) == len(chunks)
 
 
 def _merged(*owners: Ranks) -> Ranks:
@@ -297,22 +296,21 @@ class _LocalItems:
         self._have, self._want = _by_name(have), _by_name(want)
 
     def read(self, send: ChunkTransfer) -> Tensor:
-        piece = send.start, send.size
-        have = self._have[send.name]
-        return next(h for h in have if overlap((h.start, tuple(h.values.shape)), piece) == piece).part(*piece)
+        bounds = send.start, send.size
+        return next(c for c in self._have[send.name] if overlap(c.bounds, bounds) == bounds).view(*bounds)
 
     def write(self, send: ChunkTransfer, values: Tensor) -> None:
         """Copy a chunk into all target chunks that overlap it."""
-        arrived = LocalChunk(send.start, values)
-        for held in self._want[send.name]:
-            if (common := overlap((held.start, tuple(held.values.shape)), (send.start, send.size))) is not None:
-                held.part(*common).copy_(arrived.part(*common))
+        received = LocalChunk(send.start, values)
+        for chunk in self._want[send.name]:
+            if (common := overlap(chunk.bounds, (send.start, send.size))) is not None:
+                chunk.view(*common).copy_(received.view(*common))
 
 
 def _by_name(items: Sequence[TensorItem]) -> dict[str, list[LocalChunk]]:
     found: dict[str, list[LocalChunk]] = {}
     for item in sorted(items, key=lambda item: -item.dtype.itemsize):
-        found.setdefault(item.name, []).extend(held for held in item.held if held.values.numel())
+        found.setdefault(item.name, []).extend(chunk for chunk in item.chunks if chunk.values.numel())
     return found
 
 
@@ -325,22 +323,26 @@ def _exchange(
 ) -> None:
     """Send and receive in rounds, with at most one message per round between each ordered pair of ranks."""
     while True:
-        leaving, coming = ([next(chunks, []) for chunks in each] for each in (out, into))
-        if not any(leaving) and not any(coming):
+        outgoing, incoming = ([next(batches, []) for batches in each] for each in (out, into))
+        if not any(outgoing) and not any(incoming):
             return
-        pending: list[PendingCollective] = []
+        sent: list[PendingCollective] = []
         received: list[tuple[TransferBatch, PendingCollective]] = []
         for peer, sends in message_order(world.rank, world.size):
-            if sends and leaving[peer]:
-                pending.append(_start("send", _packed(leaving[peer], memory, device), peer, world))
-            elif not sends and coming[peer]:
-                buffer = torch.empty(_bytes_in(coming[peer]), dtype=torch.uint8, device=device)
-                received.append((coming[peer], _start("receive", buffer, peer, world)))
-        for chunk, arrival in received:
-            for send, place in _places(chunk, arrival.wait()):
-                memory.write(send, place)
-        for each in pending:
-            each.wait()
+            batch = outgoing[peer] if sends else incoming[peer]
+            if batch:
+                buffer = torch.empty(_bytes_in(batch), dtype=torch.uint8, device=device)
+                if sends:
+                    for send, values in _views(batch, buffer):
+                        values.copy_(memory.read(send))
+                    sent.append(_start("send", buffer, peer, world))
+                else:
+                    received.append((batch, _start("receive", buffer, peer, world)))
+        for batch, pending in received:
+            for send, values in _views(batch, pending.wait()):
+                memory.write(send, values)
+        for pending in sent:
+            pending.wait()
 
 
 def message_order(rank: int, size: int) -> Iterator[tuple[int, bool]]:
@@ -365,50 +367,43 @@ def batch_transfers(sends: Iterable[ChunkTransfer], chunk_bytes: int) -> Iterato
 
     Wide dtypes come first, which aligns all elements without padding.
     """
-    chunk: TransferBatch = []
-    room = chunk_bytes
+    batch: TransferBatch = []
+    free = chunk_bytes
     for send in sorted(sends, key=lambda send: -send.dtype.itemsize):
         done, numel = 0, prod(send.size)
         while done < numel:
-            count = min(room // send.dtype.itemsize, numel - done)
-            if count < 1 and chunk:
-                yield chunk
-                chunk, room = [], chunk_bytes
+            count = min(free // send.dtype.itemsize, numel - done)
+            if count < 1 and batch:
+                yield batch
+                batch, free = [], chunk_bytes
                 continue
             count = max(count, 1)
             for start, size in flat_range_to_chunks(send.size, done, done + count):
-                at = tuple(a + b for a, b in zip(send.start, start, strict=True))
-                chunk.append(send._replace(start=at, size=size))
-            done, room = done + count, room - count * send.dtype.itemsize
-    if chunk:
-        yield chunk
+                start = tuple(a + b for a, b in zip(send.start, start, strict=True))
+                batch.append(send._replace(start=start, size=size))
+            done, free = done + count, free - count * send.dtype.itemsize
+    if batch:
+        yield batch
 
 
-def _packed(chunk: TransferBatch, memory: _LocalItems, device: torch.device) -> Tensor:
-    buffer = torch.empty(_bytes_in(chunk), dtype=torch.uint8, device=device)
-    for send, place in _places(chunk, buffer):
-        place.copy_(memory.read(send))
-    return buffer
-
-
-def _places(chunk: TransferBatch, buffer: Tensor) -> Iterator[tuple[ChunkTransfer, Tensor]]:
+def _views(batch: TransferBatch, buffer: Tensor) -> Iterator[tuple[ChunkTransfer, Tensor]]:
     """Yield each transfer of a message with its view of the message buffer."""
-    at = 0
-    for send in chunk:
-        yield send, buffer[at : at + send.num_bytes].view(send.dtype).view(send.size)
-        at += send.num_bytes
+    offset = 0
+    for send in batch:
+        yield send, buffer[offset : offset + send.num_bytes].view(send.dtype).view(send.size)
+        offset += send.num_bytes
 
 
 def _start(op: Literal["send", "receive"], x: Tensor, peer: int, world: Axis) -> PendingCollective:
-    noted = record(op, world, bytes_of(x), "move", ranks=2)
-    return PendingCollective([getattr(world.transport, op)(x, peer, TAG)], lambda: x, noted)
+    record_wait = record(op, world, bytes_of(x), "move", ranks=2)
+    return PendingCollective([getattr(world.transport, op)(x, peer, TAG)], lambda: x, record_wait)
 
 
-def _check_chunk_bytes(said: Sequence[RankListing]) -> None:
-    given: list[Any] = [one.chunk_bytes for one in said]
-    if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 or n != given[0] for n in given):
+def _check_chunk_bytes(listings: Sequence[RankListing]) -> None:
+    values: list[Any] = [listing.chunk_bytes for listing in listings]
+    if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 or n != values[0] for n in values):
         raise ConfigError(
-            f"chunk_bytes is {', '.join(map(repr, dict.fromkeys(given)))}, not one positive integer on all ranks",
+            f"chunk_bytes is {', '.join(map(repr, dict.fromkeys(values)))}, not one positive integer on all ranks",
             remedy="Pass the same positive number of bytes on all ranks, or omit chunk_bytes",
         )
 
@@ -430,12 +425,13 @@ class ReshardSource:
         self._world = tensors.world
         self._folders = saved_into(tensors.model)
         self._reading = ExitStack()
-        if tensors.zero is not None:
-            self._reading.enter_context(tensors.zero.readable_state())
-        _, self._holding = collect_state(tensors, lambda: None, optimizer, None, None)
-        self._index = CheckpointIndex(
-            0, time.time(), tensors.sizes, _entries(self._holding, tensors), self._holding.values
-        )
+        self._reading.enter_context(tensors.readable())
+        _, self._state = collect_state(tensors, lambda: None, optimizer, None, None)
+        entries: dict[str, IndexEntry] = {}
+        local = [(item.name, dtype_name(item.dtype), item.shape) for item in self._state.items]
+        for name, dtype, shape in chain.from_iterable(all_gather_objects(local, tensors.world)):
+            entries.setdefault(name, IndexEntry(dtype, shape))
+        self._index = CheckpointIndex(0, time.time(), tensors.sizes, entries, self._state.values)
 
     @property
     def groups(self) -> list[list[list[str]]]:
@@ -456,19 +452,9 @@ class ReshardSource:
             ConfigError: the model or optimizer differs from the source. All ranks raise before the model is modified.
         """
         tensors = ModelTensors(model)
-        wanted = LoadPlan(self._index, "the run before", tensors, optimizer_states(optimizer, tensors))
-        moved = exchange_items(self._holding.items, wanted.items, self._world, chunk_bytes=chunk_bytes)
+        plan = LoadPlan(self._index, "the previous run", tensors, optimizer_states(optimizer, tensors))
+        stats = exchange_items(self._state.items, plan.items, self._world, chunk_bytes=chunk_bytes)
         self.close()
-        wanted.commit()
+        plan.commit()
         goes_on_from(tensors.model, self._folders)
-        return moved
-
-
-def _entries(holding: StateContents, tensors: ModelTensors) -> dict[str, IndexEntry]:
-    """Gather the dtype and shape of the tensors of all ranks."""
-    mine = {item.name: (dtype_name(item.dtype), item.shape) for item in holding.items}
-    found: dict[str, IndexEntry] = {}
-    for theirs in all_gather_objects(mine, tensors.world):
-        for name, (dtype, shape) in theirs.items():
-            found.setdefault(name, IndexEntry(dtype, shape))
-    return found
+        return stats

@@ -11,31 +11,22 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardformer.checkpoint import directory as checkpoint_directory
-from shardformer.checkpoint.chunks import ChunkBounds, ChunkOwners, TensorItem, assigned_chunks
+from shardformer.checkpoint import file_format
+from shardformer.checkpoint.chunks import ChunkBounds, NamedChunk, TensorItem, assigned_chunks
 from shardformer.checkpoint.directory import SAVE, CheckpointRetention
-from shardformer.checkpoint.file_format import (
-    INDEX_FILE,
-    CheckpointIndex,
-    IndexEntry,
-    SavedChunk,
-    chunk_from_json,
-    dtype_name,
-    file_name,
-    sync,
-    write_boxes,
-)
+from shardformer.checkpoint.file_format import CheckpointIndex, file_name, sync, write_boxes
 from shardformer.checkpoint.training_state import ModelTensors, collect_state
 from shardformer.comm.collective_call import come, run_on_all_ranks
 from shardformer.errors import ConfigError, InputError, check_int
@@ -66,14 +57,12 @@ class Snapshot:
     entries: dict[str, tuple[str, Offsets]] = field(default_factory=dict)
     pieces: list[tuple[str, Offsets, Tensor]] = field(default_factory=list)
 
-    def add(self, item: TensorItem, mine: dict[ChunkOwners, list[ChunkBounds]]) -> None:
+    def add(self, item: TensorItem, assigned: dict[NamedChunk, list[ChunkBounds]]) -> None:
         """Add the boxes of ``item`` that are assigned to this rank. An empty tensor is added by name."""
-        if prod(item.shape) == 0:
-            self.entries[item.name] = dtype_name(item.dtype), item.shape
-        for held in item.held:
-            for start, size in mine.get((item.name, held.start, tuple(held.values.shape)), ()):
-                self.entries[item.name] = dtype_name(item.dtype), item.shape
-                self.pieces.append((item.name, start, held.part(start, size)))
+        boxes = [(chunk, box) for chunk in item.chunks for box in assigned.get((item.name, *chunk.bounds), ())]
+        if boxes or prod(item.shape) == 0:
+            self.entries[item.name] = file_format.dtype_name(item.dtype), item.shape
+        self.pieces += [(item.name, box[0], chunk.view(*box)) for chunk, box in boxes]
 
     def copy_into(self, memory: dict[tuple[str, Offsets], Tensor]) -> None:
         """Replace the chunks by copies in host memory, and reuse the buffers in ``memory`` that fit."""
@@ -127,7 +116,8 @@ def wait_for_disk(snapshot: Snapshot, path: Path, root: Path, keep: CheckpointRe
     Raises InputError if the disk fails, and keeps the older checkpoints.
     """
     try:
-        for name in (*(path / file_name(rank) for rank in range(snapshot.size)), path / INDEX_FILE, path, root):
+        files = [*map(file_name, range(snapshot.size)), file_format.INDEX_FILE]
+        for name in (*(path / file for file in files), path, root):
             sync(name)
         checkpoint_directory.delete_old(root, keep, path)
     except FileNotFoundError:
@@ -142,14 +132,13 @@ def wait_for_disk(snapshot: Snapshot, path: Path, root: Path, keep: CheckpointRe
 def _write_share(snapshot: Snapshot, hidden: Path, to_disk: bool) -> None:
     sums = write_boxes(hidden / file_name(snapshot.rank), snapshot.pieces, to_disk=to_disk)
     boxes = [
-        (name, SavedChunk(start, tuple(values.shape), snapshot.rank, total))
+        (name, file_format.SavedChunk(start, tuple(values.shape), snapshot.rank, total))
         for (name, start, values), total in zip(snapshot.pieces, sums, strict=True)
     ]
     note = _note(hidden, snapshot.rank, "json")
-    said = {"entries": snapshot.entries, "boxes": boxes}
-    begun = note.with_suffix(".begun")
-    write_new(begun, json.dumps(said).encode())
-    begun.rename(note)
+    unfinished = note.with_suffix(".begun")
+    write_new(unfinished, json.dumps({"entries": snapshot.entries, "boxes": boxes}).encode())
+    unfinished.rename(note)
 
 
 def _merge_rank_notes(snapshot: Snapshot, hidden: Path) -> None:
@@ -157,12 +146,12 @@ def _merge_rank_notes(snapshot: Snapshot, hidden: Path) -> None:
     tensors = snapshot.index.tensors
     for rank in range(snapshot.size):
         note = _wait_for(rank, hidden)
-        said = json.loads(note.read_text())
+        share = json.loads(note.read_text())
         note.unlink()
-        for name, (dtype, shape) in said["entries"].items():
-            tensors.setdefault(name, IndexEntry(dtype, tuple(shape)))
-        for name, box in said["boxes"]:
-            tensors[name].boxes.append(chunk_from_json(box))
+        for name, (dtype, shape) in share["entries"].items():
+            tensors.setdefault(name, file_format.IndexEntry(dtype, tuple(shape)))
+        for name, box in share["boxes"]:
+            tensors[name].boxes.append(file_format.chunk_from_json(box))
     for name, entry in tensors.items():
         if (covered := sum(prod(box.size) for box in entry.boxes)) != prod(entry.shape):
             raise InputError(
@@ -176,11 +165,11 @@ def _wait_for(rank: int, hidden: Path) -> Path:
     note, failed = _note(hidden, rank, "json"), _note(hidden, rank, "failed")
     end = time.monotonic() + PATIENCE_S
     while not note.exists():
-        is_ending, is_there = not threading.main_thread().is_alive(), hidden.is_dir()
-        if failed.exists() or time.monotonic() > end or is_ending or not is_there:
-            why = "failed" if failed.exists() or not is_there else "did not finish"
+        has_failed = failed.exists() or not hidden.is_dir()
+        if has_failed or time.monotonic() > end or not threading.main_thread().is_alive():
             raise InputError(
-                f"Rank {rank} {why} while it wrote its share of a checkpoint into {hidden}",
+                f"Rank {rank} {'failed' if has_failed else 'did not finish'} while it wrote its share of a "
+                f"checkpoint into {hidden}",
                 remedy="See the log of that rank. With several hosts, save into a directory on a shared file system",
             )
         time.sleep(LOOK_EVERY_S)
@@ -211,7 +200,7 @@ class SaveJob:
         """Write this rank's share, and sync it if ``to_disk``. Communicates nothing."""
         return write_snapshot(self.snapshot, self.hidden, self.root, self.keep, to_disk=to_disk)
 
-    def settle(self, path: Path) -> Path:
+    def sync(self, path: Path) -> Path:
         """Sync the written checkpoint to the disk. Communicates nothing."""
         wait_for_disk(self.snapshot, path, self.root, self.keep)
         return path
@@ -241,20 +230,15 @@ class AsyncSave:
         self.memory: dict[tuple[str, Offsets], Tensor] = {}
         self.was_waited_for = is_there
         self._path = job.root
-        self._problem: Exception | None = None
-        self._thread = threading.Thread(target=self._work, args=(work,), name="shardformer-save", daemon=False)
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, args=(work,), name="shardformer-save", daemon=False)
+        self.start, self.join = self._thread.start, self._thread.join
 
-    def start(self) -> None:
-        self._thread.start()
-
-    def join(self) -> None:
-        self._thread.join()
-
-    def _work(self, work: Callable[[], Path]) -> None:
+    def _run(self, work: Callable[[], Path]) -> None:
         try:
             self._path = work()
         except Exception as error:
-            self._problem = error
+            self._error = error
 
     @property
     def is_done(self) -> bool:
@@ -273,9 +257,9 @@ class AsyncSave:
     def result(self) -> Path:
         """Wait for this rank's thread, and return its result or raise its error. Communicates nothing."""
         self.join()
-        problem, self._problem = self._problem, None
-        if problem is not None:
-            raise problem
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
         return self._path
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -326,7 +310,7 @@ def save_checkpoint(
     with prepare_save(directory, model, optimizer, step, scheduler, extra, retention) as job:
         path = job.agree(partial(job.write, to_disk=job.hosts > 1))
     if job.hosts == 1 and job.world.rank == 0:
-        _follow(AsyncSave(job, partial(job.settle, path), is_there=True), job.model)
+        _follow(AsyncSave(job, partial(job.sync, path), is_there=True), job.model)
     return path
 
 
@@ -362,7 +346,7 @@ def check_savable(model: nn.Module, optimizer: Any = None, *, scheduler: Any = N
     """
     tensors = ModelTensors(model)
     come("check_savable", tensors.world)
-    with tensors.zero.readable_state() if tensors.zero is not None else nullcontext():
+    with tensors.readable():
         collect_state(tensors, lambda: None, optimizer, scheduler, extra)
 
 
@@ -388,15 +372,13 @@ def prepare_save(
     root, tensors = Path(), ModelTensors(model)
     world, is_new = tensors.world, False
 
-    def check() -> SaveRequest:
+    def check() -> tuple[str, int, str, str]:
         nonlocal root
         root = path_of(folder)
         check_int("step", step, 0, unit="training steps")
         CheckpointRetention.of(keep)
         _check_free(tensors.model.__dict__.get(SAVE))
-        return SaveRequest(
-            str(Path(folder)), step, platform.node(), checkpoint_directory.hidden_folder(root, step).name
-        )
+        return str(Path(folder)), step, platform.node(), checkpoint_directory.hidden_folder(root, step).name
 
     def claim() -> None:
         nonlocal is_new
@@ -408,48 +390,33 @@ def prepare_save(
         if world.rank > 0:
             checkpoint_directory.check_visible(hidden)
 
-    with tensors.zero.readable_state() if tensors.zero is not None else nullcontext():
-        asked, holding = collect_state(tensors, check, optimizer, scheduler, extra)
-        _check_same_request(asked)
-        hidden = root / asked[0].hidden
+    with tensors.readable():
+        requests, state = collect_state(tensors, check, optimizer, scheduler, extra)
+        folders, steps, hosts, names = zip(*requests, strict=True)
+        for rank, request in enumerate(zip(steps, folders, strict=True)):
+            if request != (steps[0], folders[0]):
+                raise ConfigError(
+                    f"Rank 0 saves step {steps[0]} into {folders[0]}, but rank {rank} saves step {request[0]} into "
+                    f"{request[1]}",
+                    remedy="Pass the same step and the same shared directory on all ranks",
+                )
+        hidden = root / names[0]
         try:
             run_on_all_ranks(claim, world, f"Saving into {root}")
             run_on_all_ranks(see, world, f"Saving into {root}")
-            index = CheckpointIndex(step, time.time(), tensors.sizes, values=holding.values)
+            index = CheckpointIndex(step, time.time(), tensors.sizes, values=state.values)
             snapshot = Snapshot(world.rank, world.size, index)
-            mine = assigned_chunks(holding.cells, world)
-            for item in holding.items:
-                snapshot.add(item, mine)
-            hosts = len({each.host for each in asked})
-            yield SaveJob(tensors.model, snapshot, hidden, root, CheckpointRetention.of(keep), world, hosts, is_new)
+            assigned = assigned_chunks(state.chunks_by_rank, world)
+            for item in state.items:
+                snapshot.add(item, assigned)
+            retention, num_hosts = CheckpointRetention.of(keep), len(set(hosts))
+            yield SaveJob(tensors.model, snapshot, hidden, root, retention, world, num_hosts, is_new)
         except BaseException:
             if world.rank == 0:
                 remove(hidden)
             if is_new:
                 release(root, tensors.model)
             raise
-
-
-class SaveRequest(NamedTuple):
-    """Arguments of a save on one rank, with its host. The first rank's hidden name is used."""
-
-    folder: str
-    step: int
-    host: str
-    hidden: str
-
-
-def _check_same_request(asked: Sequence[SaveRequest]) -> None:
-    """Raise ConfigError on all ranks if they save different steps or into different directories."""
-    first = asked[0]
-    for rank, each in enumerate(asked):
-        if each[:2] == first[:2]:
-            continue
-        raise ConfigError(
-            f"Rank 0 saves step {first.step} into {first.folder}, but rank {rank} saves step {each.step} into "
-            f"{each.folder}",
-            remedy="Pass the same step and the same shared directory on all ranks",
-        )
 
 
 def _check_free(before: AsyncSave | None) -> None:

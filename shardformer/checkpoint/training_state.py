@@ -6,13 +6,14 @@ Parameters, buffers, optimizer states and random states of this rank, for checkp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from itertools import count, islice
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote
 
 import numpy
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -51,27 +52,21 @@ class ModelTensors:
         self.model = unwrap_model(model)
         self._state = state = find_metadata(self.model)
         self.zero = state.gradient_owner if isinstance(state.gradient_owner, ZeroOptimizer) else None
-        self.world = self._find_world()
+        self.world = Axis.of(None, "world") if state.context.world is None else state.context.flatten(*AXES)
         self._entries = state.by_param()
         self._names: dict[int, str] = {}
         self.tensors: dict[str, Tensor] = {}
         self.extra_states: dict[str, Any] = {}
         plain = state.stages.state if state.stages is not None else {}
-        there = {id(x) for x in (*self.model.parameters(), *self.model.buffers())}
+        registered = {id(x) for x in (*self.model.parameters(), *self.model.buffers())}
         for name, value in self.model.state_dict(keep_vars=True).items():
             if name.rpartition(".")[2] == EXTRA_STATE:
                 self.extra_states[name] = value
             elif id(value) not in self._names:
                 first = plain[name][0] if name in plain else name
-                _check(name, value, is_there=id(value) in there)
+                _check(name, value, is_registered=id(value) in registered)
                 self._names[id(value)] = first
                 self.tensors[first] = value
-
-    def _find_world(self) -> Axis:
-        context = self._state.context
-        if context.world is not None:
-            return context.flatten(*AXES)
-        return Axis.of(None, "world") if dist.is_available() and dist.is_initialized() else Axis("world")
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -84,8 +79,11 @@ class ModelTensors:
 
     @property
     def device(self) -> torch.device:
-        on_gpu = (x.device for x in self.tensors.values() if x.is_cuda)
-        return next(on_gpu, self._state.context.device)
+        return next((x.device for x in self.tensors.values() if x.is_cuda), self._state.context.device)
+
+    def readable(self) -> AbstractContextManager[object]:
+        """Return a context manager in which the values of all shards can be read."""
+        return nullcontext() if self.zero is None else self.zero.readable_state()
 
     def name_of(self, tensor: Tensor) -> str | None:
         """Return the name of a tensor in the unsharded model, or None if the model does not contain it."""
@@ -101,8 +99,8 @@ class ModelTensors:
     def region_of_slice(self, piece: ParamSlice) -> FlatRegion:
         """Return the region of a parameter that this rank's optimizer updates."""
         spec = piece.entry.spec
-        cut = spec if spec.is_sharded and not piece.gradient.is_shared else None
-        return FlatRegion(spec.shape, cut, self._state.coords, piece.param_range)
+        sharded = spec if spec.is_sharded and not piece.gradient.is_shared else None
+        return FlatRegion(spec.shape, sharded, self._state.coords, piece.param_range)
 
     def name_of_piece(self, piece: ParamSlice) -> str:
         return self._names[id(piece.gradient.param)]
@@ -125,7 +123,7 @@ class ModelTensors:
         return {name: weighted_sum(x, (0,) * x.dim()) for name, x in buffers.items()}
 
     def items(self) -> Iterator[TensorItem]:
-        """Yield the tensors to save. Call it inside of ``readable_state()`` of the ZeRO optimizer.
+        """Yield the tensors to save. Call it inside of ``readable()``.
 
         Replicated buffers are yielded only where the sequence and tensor ranks are 0. Each data rank yields its own
         buffers; the caller drops those in ``identical_buffers``.
@@ -176,17 +174,17 @@ def identical_buffers(sums: Sequence[tuple[int, Mapping[str, int]]]) -> list[set
     [set(), {'buffers.1/mask'}]
     """
     first: dict[str, int] = {}
-    for data, theirs in sums:
+    for data, buffers in sums:
         if data == 0:
-            first = {**theirs, **first}  # the first rank's entry counts, as that rank saves the buffer
+            first = {**buffers, **first}  # the first rank's entry counts, as that rank saves the buffer
     return [
-        {buffer_name(data, name) for name, total in theirs.items() if data > 0 and first.get(name) == total}
-        for data, theirs in sums
+        {buffer_name(data, name) for name, total in buffers.items() if data > 0 and first.get(name) == total}
+        for data, buffers in sums
     ]
 
 
-def _check(name: str, value: Any, *, is_there: bool) -> None:
-    if not isinstance(value, Tensor) or not is_there:
+def _check(name: str, value: Any, *, is_registered: bool) -> None:
+    if not isinstance(value, Tensor) or not is_registered:
         raise ConfigError(
             f"{name} in the model's state dict is a {type(value).__name__} that is neither a parameter nor a buffer",
             remedy="Register it as a buffer, or implement get_extra_state and set_extra_state in its module",
@@ -235,34 +233,44 @@ class OptimizerStates:
                 elif (name := tensors.name_of(param)) is not None:
                     slots.append(OptimizerTensor(name, param, tensors.region_of(param)))
                 else:
-                    raise _unknown_parameter_error(self.kind, param)
+                    raise ConfigError(
+                        f"{self.kind} has a parameter of shape {tuple(param.shape)} that is not in the model",
+                        remedy="Pass the model that it trains, and build the optimizer from model.parameters() after "
+                        "shard_model",
+                    )
             self.groups.append(slots)
 
     def _slots(self) -> Iterator[OptimizerTensor]:
         yield from (slot for group in self.groups for slot in group)
 
+    def _states(self) -> Iterator[tuple[OptimizerTensor, str, Any, bool]]:
+        """Yield (slot, key, value, whether it is a tensor item) of each state.
+
+        Scalars are values and not items: one number for the full parameter, except for the state of a scalar.
+        """
+        for slot in self._slots():
+            for key, value in self.optimizer.state.get(slot.param, {}).items():
+                is_item = isinstance(value, Tensor) and (value.dim() > 0 or (key != "step" and slot.param.dim() == 0))
+                yield slot, key, value, is_item
+
     # --- saving
 
     def items(self) -> Iterator[TensorItem]:
         """Yield the state tensors that this rank stores."""
-        for slot in self._slots():
-            for key, value in self.optimizer.state.get(slot.param, {}).items():
-                if isinstance(value, Tensor) and not _is_scalar(key, value, slot):
-                    region = self._region_of(value, slot, key)
-                    x = without_mark(value.detach())  # a script may insert a tensor of model.state_dict()
-                    x = x.to_dense() if x.is_sparse else x  # such as the momentum of sparse gradients
-                    x = x.reshape(-1) if region.stretch is not None else x
-                    yield region.item(_name(self._number, key, slot.name), x)
+        for slot, key, value, is_item in self._states():
+            if is_item:
+                has_param_shape = value.shape == slot.param.shape
+                region = slot.region if has_param_shape else self._full_region(key, tuple(value.shape), slot)
+                x = without_mark(value.detach())  # a script may insert a tensor of model.state_dict()
+                x = x.to_dense() if x.is_sparse else x  # such as the momentum of sparse gradients
+                x = x.reshape(-1) if region.flat_range is not None else x
+                yield region.item(f"optimizer.{self._number}/{quote(str(key), safe='')}/{slot.name}", x)
 
-    def _region_of(self, value: Tensor, slot: OptimizerTensor, key: str) -> FlatRegion:
-        if value.shape == slot.param.shape:
-            return slot.region
-        if slot.region.is_whole:
-            return FlatRegion(tuple(value.shape), None, {})
-        raise self._not_placed(key, tuple(value.shape), slot)
-
-    def _not_placed(self, key: str, shape: tuple[int, ...], slot: OptimizerTensor) -> ConfigError:
-        return ConfigError(
+    def _full_region(self, key: str, shape: tuple[int, ...], slot: OptimizerTensor) -> FlatRegion:
+        """Return the region of a state with another shape than its parameter, which must be full on this rank."""
+        if slot.region.is_full:
+            return FlatRegion(shape, None, {})
+        raise ConfigError(
             f"The state {key!r} of {self.kind} has the shape {shape} for {slot.name}, of which this rank stores only "
             f"a shard {tuple(slot.param.shape)} of {slot.region.shape}",
             rule="Only states with the shape of the parameter can be saved in shards",
@@ -278,10 +286,9 @@ class OptimizerStates:
             options = {k: to_json(v, f"{where}: {k!r}") for k, v in group.items() if k != "params"}
             groups.append({"options": options, "names": list(dict.fromkeys(slot.name for slot in slots))})
         scalars: dict[str, Any] = {}
-        for slot in self._slots():
-            for key, value in self.optimizer.state.get(slot.param, {}).items():
-                if not isinstance(value, Tensor) or _is_scalar(key, value, slot):
-                    scalars.setdefault(slot.name, {})[key] = to_json(value, f"{where}: {key!r} of {slot.name}")
+        for slot, key, value, is_item in self._states():
+            if not is_item:
+                scalars.setdefault(slot.name, {})[key] = to_json(value, f"{where}: {key!r} of {slot.name}")
         return {"kind": self.kind, "groups": groups, "scalars": scalars}
 
     # --- loading
@@ -299,35 +306,31 @@ class OptimizerStates:
                 f"{len(self.groups)}",
                 remedy="Build the parameter groups as in the saved run",
             )
-        home = {name: i for i, group in enumerate(saved["groups"]) for name in group["names"]}
+        group_of = {name: i for i, group in enumerate(saved["groups"]) for name in group["names"]}
         for i, slots in enumerate(self.groups):
             for slot in slots:
-                if home.get(slot.name) != i:
+                if (before := group_of.get(slot.name)) != i:
+                    is_known = before is not None
                     raise ConfigError(
                         f"{slot.name} is in parameter group {i} of this {self.kind}, but was in "
-                        f"{'no group' if slot.name not in home else f'group {home[slot.name]}'} when it was saved",
-                        remedy=did_you_mean(slot.name, saved["groups"][i]["names"])
-                        if slot.name not in home
-                        else "Build the parameter groups as in the saved run",
+                        f"{f'group {before}' if is_known else 'no group'} when it was saved",
+                        remedy="Build the parameter groups as in the saved run"
+                        if is_known
+                        else did_you_mean(slot.name, saved["groups"][i]["names"]),
                     )
 
-    def wanted(self, index: CheckpointIndex) -> Iterator[tuple[OptimizerTensor, str, str, FlatRegion]]:
+    def saved_states(self, index: CheckpointIndex) -> Iterator[tuple[OptimizerTensor, str, str, FlatRegion]]:
         """Yield (slot, key, name of the saved tensor, region that this rank reads) of each saved state."""
         keys: dict[str, list[tuple[str, str]]] = {}
         for full_name in index.tensors:
-            kind, _, rest = full_name.partition("/")
-            if kind == f"optimizer.{self._number}":
-                key, _, name = rest.partition("/")
+            if full_name.startswith(f"optimizer.{self._number}/"):
+                _, key, name = full_name.split("/", 2)
                 keys.setdefault(name, []).append((unquote(key), full_name))
         for slot in self._slots():
             for key, full_name in keys.get(slot.name, ()):
                 shape = index.tensors[full_name].shape
-                if shape == slot.region.shape:
-                    yield slot, key, full_name, slot.region
-                elif slot.region.is_whole:
-                    yield slot, key, full_name, FlatRegion(shape, None, {})
-                else:
-                    raise self._not_placed(key, shape, slot)
+                has_param_shape = shape == slot.region.shape
+                yield slot, key, full_name, slot.region if has_param_shape else self._full_region(key, shape, slot)
 
     def load_values(
         self, saved: Mapping[str, Any], read: Sequence[tuple[OptimizerTensor, str, Tensor]], *, exact: bool
@@ -346,28 +349,24 @@ class OptimizerStates:
             shaped = value.view(slot.param.shape) if value.numel() == slot.param.numel() else value
             states.setdefault(id(slot.param), {})[key] = shaped
         groups: list[dict[str, Any]] = []
-        packed: dict[int, dict[str, Any]] = {}
-        number = 0
+        numbers = count()
         for group, slots in zip(saved["groups"], self.groups, strict=True):
-            numbers = list(range(number, number + len(slots)))
-            number += len(slots)
-            groups.append({**{k: from_json(v) for k, v in group["options"].items()}, "params": numbers})
-            pairs = [(n, states.get(id(slot.param))) for n, slot in zip(numbers, slots, strict=True)]
-            packed |= {n: state for n, state in pairs if state is not None}
-        load_in_place(self.optimizer, {"state": packed, "param_groups": groups})
+            options = {k: from_json(v) for k, v in group["options"].items()}
+            groups.append(options | {"params": list(islice(numbers, len(slots)))})
+        numbered = {n: states[id(slot.param)] for n, slot in enumerate(self._slots()) if id(slot.param) in states}
+        load_in_place(self.optimizer, {"state": numbered, "param_groups": groups})
         for slot in self._slots() if exact else ():
             state = self.optimizer.state.get(slot.param, {})
             for key, value in states.get(id(slot.param), {}).items():
-                now = state.get(key)
-                if isinstance(value, Tensor) and isinstance(now, Tensor) and now.dtype != value.dtype:
-                    state[key] = value.view(now.shape).to(now.device)
+                loaded = state.get(key)
+                if isinstance(value, Tensor) and isinstance(loaded, Tensor) and loaded.dtype != value.dtype:
+                    state[key] = value.view(loaded.shape).to(loaded.device)
 
 
 def optimizer_states(optimizer: Any, tensors: ModelTensors) -> list[OptimizerStates]:
     """Return the states of an optimizer, of a list of optimizers, or of those inside a ZeRO optimizer."""
-    found = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer] if optimizer is not None else []
     plain: list[Optimizer] = []
-    for each in found:
+    for each in as_object_list(optimizer):
         if not isinstance(each, Optimizer):
             raise ConfigError(
                 f"optimizer= is a {type(each).__name__}, not a torch.optim.Optimizer",
@@ -384,31 +383,14 @@ def optimizer_states(optimizer: Any, tensors: ModelTensors) -> list[OptimizerSta
 
 def merge_optimizer_values(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the values of one optimizer from all ranks, each of which has some of the parameters."""
-    first = values[0]
     groups = [
-        {"options": own[0]["options"], "names": list(dict.fromkeys(name for each in own for name in each["names"]))}
-        for own in zip(*(each["groups"] for each in values), strict=True)
+        {"options": same[0]["options"], "names": list(dict.fromkeys(name for each in same for name in each["names"]))}
+        for same in zip(*(each["groups"] for each in values), strict=True)
     ]
     scalars: dict[str, Any] = {}
     for each in values:
         scalars |= each["scalars"]
-    return {"kind": first["kind"], "groups": groups, "scalars": scalars}
-
-
-def _is_scalar(key: Any, value: Tensor, slot: OptimizerTensor) -> bool:
-    """Return whether a state is one number for the full parameter, as torch defines it, and not a state of a scalar."""
-    return value.dim() == 0 and (key == "step" or slot.param.dim() > 0)
-
-
-def _name(number: int, key: Any, name: str) -> str:
-    return f"optimizer.{number}/{quote(str(key), safe='')}/{name}"
-
-
-def _unknown_parameter_error(kind: str, param: Tensor) -> ConfigError:
-    return ConfigError(
-        f"{kind} has a parameter of shape {tuple(param.shape)} that is not in the model",
-        remedy="Pass the model that it trains, and build the optimizer from model.parameters() after shard_model",
-    )
+    return {"kind": values[0]["kind"], "groups": groups, "scalars": scalars}
 
 
 def random_state_key(rank: int, name: str) -> str:
@@ -429,8 +411,8 @@ def random_state_tensors(device: torch.device) -> tuple[dict[str, Tensor], dict[
 
 def set_random_state_tensors(tensors: dict[str, Tensor], numbers: dict[str, Any], device: torch.device) -> None:
     """Restore what ``random_state_tensors`` returned, for the generators that this device has."""
-    own, _ = random_state_tensors(device)
-    of_torch = [tensors.get(name, own[name]) for name in own if name.startswith("torch.")]
+    current, _ = random_state_tensors(device)
+    of_torch = [tensors.get(name, current[name]) for name in current if name.startswith("torch.")]
     name, *rest = numbers["numpy"]
     of_numpy = (name, tensors["numpy"].numpy().astype(numpy.uint32), *rest)
     version, gauss = numbers["python"]
@@ -447,12 +429,12 @@ class StateContents:
     Args:
         items: tensors that this rank stores, in full or as shards.
         values: plain values, merged over all ranks.
-        cells: chunks of all ranks.
+        chunks_by_rank: chunks of all ranks.
     """
 
     items: list[TensorItem]
     values: dict[str, Any]
-    cells: tuple[LocalChunks, ...]
+    chunks_by_rank: tuple[LocalChunks, ...]
 
 
 def collect_state(
@@ -466,27 +448,28 @@ def collect_state(
 
     def collect() -> tuple[T, dict[str, Any], LocalChunks, dict[str, int]]:
         checked, optimizers = check(), optimizer_states(optimizer, tensors)
-        own, numbers = random_state_tensors(tensors.device)
+        random, numbers = random_state_tensors(tensors.device)
         items.extend(tensors.items())
         items.extend(item for each in optimizers for item in each.items())
         items.extend(
-            FlatRegion(tuple(x.shape), None, {}).item(random_state_key(world.rank, n), x) for n, x in own.items()
+            FlatRegion(tuple(x.shape), None, {}).item(random_state_key(world.rank, n), x) for n, x in random.items()
         )
         for item in items:
             check_dtype(item.name, item.dtype)
         values = _values(tensors, optimizers, scheduler, extra) | {"random": numbers}
         return checked, values, list_local_chunks(items), tensors.buffer_sums()
 
-    checked, said, cells, sums = zip(*gather_from_all_ranks(collect, world, "Saving a checkpoint"), strict=True)
-    alike = identical_buffers([(one["coords"].get("data", 0), theirs) for one, theirs in zip(said, sums, strict=True)])
-    values = said[0] | {
-        "optimizers": [merge_optimizer_values(each) for each in zip(*(one["optimizers"] for one in said), strict=True)],
-        "random": [one["random"] for one in said],
-        "coords": [one["coords"] for one in said],
-        "extra_states": {name: value for one in said for name, value in one["extra_states"].items()},
+    checked, ranks, chunks, sums = zip(*gather_from_all_ranks(collect, world, "Saving a checkpoint"), strict=True)
+    identical = identical_buffers([(rank["coords"].get("data", 0), x) for rank, x in zip(ranks, sums, strict=True)])
+    optimizers = zip(*(rank["optimizers"] for rank in ranks), strict=True)
+    values = ranks[0] | {
+        "optimizers": list(map(merge_optimizer_values, optimizers)),
+        "random": [rank["random"] for rank in ranks],
+        "coords": [rank["coords"] for rank in ranks],
+        "extra_states": {name: value for rank in ranks for name, value in rank["extra_states"].items()},
     }
-    kept = [item for item in items if item.name not in alike[world.rank]]
-    return list(checked), StateContents(kept, values, tuple(map(without_tensors, cells, alike)))
+    kept = [item for item in items if item.name not in identical[world.rank]]
+    return list(checked), StateContents(kept, values, tuple(map(without_tensors, chunks, identical)))
 
 
 def _values(tensors: ModelTensors, optimizers: Iterable[OptimizerStates], scheduler: Any, extra: Any) -> dict[str, Any]:
@@ -508,6 +491,6 @@ def _values(tensors: ModelTensors, optimizers: Iterable[OptimizerStates], schedu
     return values
 
 
-def as_object_list(given: Any) -> list[Any]:
+def as_object_list(value: Any) -> list[Any]:
     """Return a list of None, one object, or a sequence of objects."""
-    return [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
+    return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]

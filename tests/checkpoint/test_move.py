@@ -125,8 +125,8 @@ def test_each_number_arrives_and_no_more_than_is_missing_is_sent(case: Any, chun
     found = moved(items(have, full), wanted, chunk_bytes)
     for rank, each in enumerate(wanted):
         for x, item in zip(full, each, strict=True):
-            for held in item.held:
-                assert torch.equal(held.values, part_of(x, (held.start, tuple(held.values.shape))))
+            for chunk in item.chunks:
+                assert torch.equal(chunk.values, part_of(x, (chunk.start, tuple(chunk.values.shape))))
         masks = [(mask_of(s, h), mask_of(s, w)) for s, h, w in zip(shapes, have[rank], want[rank], strict=True)]
         assert found[rank].received == 4 * sum(int((w & ~h).sum()) for h, w in masks)
         assert found[rank].copied == 4 * sum(int((w & h).sum()) for h, w in masks)
@@ -206,7 +206,7 @@ def test_stretches_over_four_ranks_become_stretches_over_three(chunk_bytes: int)
         found = []
         for name, x in values.items():
             region = stretches(tuple(x.shape), ranks, rank)
-            found.append(region.item(name, x.reshape(-1)[region.stretch]))
+            found.append(region.item(name, x.reshape(-1)[region.flat_range]))
         return found
 
     new = [{name: torch.zeros_like(x) for name, x in full.items()} for _ in range(4)]
@@ -431,7 +431,7 @@ def test_what_cannot_be_is_refused_on_all_ranks_before_anything_moves(asked: Ask
         with CollectiveRecorder(context) as recorder, pytest.raises(ConfigError, match=message) as raised:
             exchange_items(have, want, context.data)
         assert recorder.calls == []
-        assert all(not held.values.any() for item in want for held in item.held)
+        assert all(not chunk.values.any() for item in want for chunk in item.chunks)
         return str(raised.value)
 
     assert len(set(run_as_threads(do, data=3))) == 1

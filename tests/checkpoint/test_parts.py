@@ -164,7 +164,7 @@ def test_each_number_is_written_once_though_ranks_hold_it_together(overlaps: boo
             split = Split((((0, 3),), ((0, 3),), ((3, 6),), ((2, 6),)))
             spec = ShardSpec((6, 10), {0: split})
             region, x = FlatRegion((6, 10), spec, context.coords), spec.slice(full, context.coords)
-        x = full.reshape(-1)[region.stretch] if overlaps else region.spec.slice(full, context.coords)  # type: ignore[union-attr]
+        x = full.reshape(-1)[region.flat_range] if overlaps else region.spec.slice(full, context.coords)  # type: ignore[union-attr]
         item = region.item("x", x)
         count = torch.zeros(6, 10)
         for (_, start, size), pieces in assign_writes([item], context.tensor).items():

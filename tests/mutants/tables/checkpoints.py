@@ -21,7 +21,7 @@ MUTANTS = [
     mutant(
         "random-states-of-another-data-rank",
         "shardformer/checkpoint/load.py",
-        'if theirs.get("data", 0) == own.get("data", 0)]',
+        'if theirs.get("data", 0) == coords.get("data", 0)]',
         "if rank >= 0]",
         "After a change of the layout all data ranks go on with the random states of the first.",
         first=(
@@ -93,8 +93,8 @@ MUTANTS = [
     mutant(
         "older-checkpoints-go-too-early",
         "shardformer/checkpoint/save.py",
-        "    try:\n        for name in (*(path / file_name(rank)",
-        "    try:\n        folders.drop_old(root, keep)\n        for name in (*(path / file_name(rank)",
+        "    try:\n        files = [*map(file_name",
+        "    try:\n        checkpoint_directory.delete_old(root, keep, path)\n        files = [*map(file_name",
         "Older checkpoints are deleted before the new one is on the disk.",
         first=(
             "tests/checkpoint/test_damage.py::test_older_checkpoints_go_when_the_disk_has_what_every_rank_wrote",
@@ -140,7 +140,7 @@ MUTANTS = [
     mutant(
         "kahan-rest-not-loaded",
         "shardformer/checkpoint/load.py",
-        "wide = memory if rest is None else memory.to(shard.wide) + rest.to(shard.wide)",
+        "wide = memory if residual is None else memory.to(shard.wide) + residual.to(shard.wide)",
         "wide = memory",
         'A run with masters="kahan" loses its compensation when it goes on.',
         first=("tests/checkpoint/test_exact.py", "tests/optim/test_rounding.py"),
