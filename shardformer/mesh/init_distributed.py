@@ -81,12 +81,12 @@ def _report_missing_ranks(rank: int, size: int, timeout_s: float) -> Iterator[No
     """Raise LostPeerError with the missing ranks if the body fails to connect to all processes."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     advice = STARTED if _launchers_share_store() else SAME_ADDRESS
-    meeting = Rendezvous(host, port, rank, size, "rank", _restart_count(), advice)
+    rendezvous = Rendezvous(host, port, rank, size, "rank", _restart_count(), advice)
     try:
-        with meeting.report_missing():
+        with rendezvous.report_missing():
             yield
     except DistError as error:
-        missing = meeting.missing()
+        missing = rendezvous.missing()
         raise LostPeerError(
             f"Rank {rank} could not connect to {missing or f'all {size} ranks'} at {host}:{port} "
             f"({first_line(error):.160})",
@@ -112,8 +112,7 @@ def _select_network_interface() -> None:
     maps the name to 127.0.0.1, no peer can connect.
     """
     env = os.environ
-    alone = env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"]) == env["WORLD_SIZE"]
-    if INTERFACE in env or alone:
+    if INTERFACE in env or env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"]) == env["WORLD_SIZE"]:
         return
     name = interface_for_host(env["MASTER_ADDR"])
     if name == LOOPBACK:  # this is the first host
@@ -129,12 +128,12 @@ def interface_for_host(host: str) -> str | None:
 
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 9))  # sends nothing: the system chooses a route
-            mine = probe.getsockname()[0]
+            address = probe.getsockname()[0]
             for _, name in socket.if_nameindex():
                 with suppress(OSError):
                     # struct ifreq: name, then sockaddr with family, port, address
                     answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                    if socket.inet_ntoa(answer[20:24]) == mine:
+                    if socket.inet_ntoa(answer[20:24]) == address:
                         return name
     except (OSError, ImportError):
         pass
@@ -252,17 +251,18 @@ def launch_from_torch(
         ConfigError: on all processes, if the sizes do not fit, or if one process cannot read its config or seed.
     """
     _init_default_group(backend, timeout_s)
-    asked: dict[str, Any] = {"tensor": tensor, "pipe": pipe, "data": data, "sequence": sequence}
+    sizes: dict[str, Any] = {"tensor": tensor, "pipe": pipe, "data": data, "sequence": sequence}
 
-    def sizes() -> dict[str, Any]:
+    def read_sizes() -> dict[str, Any]:
         settings = _read_config(config)
         for name, size in _parallel_sizes(settings).items():
-            if asked.get(name) is None:
-                asked[name] = size
+            if sizes.get(name) is None:
+                sizes[name] = size
         _seed(settings.get("seed") if seed is None else seed)
-        return {name: num_ranks(n, name) if isinstance(n, tuple | list) else n for name, n in asked.items()}
+        return {name: num_ranks(n, name) if isinstance(n, tuple | list) else n for name, n in sizes.items()}
 
-    context = with_grid_axes(with_ring_axes(ParallelContext.from_world(sizes), asked["sequence"]), asked["tensor"])
+    context = ParallelContext.from_world(read_sizes)
+    context = with_grid_axes(with_ring_axes(context, sizes["sequence"]), sizes["tensor"])
     _warn_cross_host_tensor_axis(context)
     return context
 
@@ -289,8 +289,7 @@ def _init_default_group(backend: str | None, timeout_s: float | None) -> None:
     if not dist.is_initialized():
         init_process_group(local_device(), backend, TIMEOUT_S if timeout_s is None else float(timeout_s))
         return
-    named = {"backend": backend, "timeout_s": timeout_s}
-    for name, value in named.items():
+    for name, value in {"backend": backend, "timeout_s": timeout_s}.items():
         if value is not None:
             raise ConfigError(
                 f"launch_from_torch({name}={value!r}) was called after torch.distributed was initialized",
@@ -355,29 +354,28 @@ def _parallel_sizes(settings: Mapping[str, Any]) -> dict[str, Any]:
         else:
             continue
         raise ConfigError(f"The config sets {misplaced}", remedy="Set for example parallel = dict(tensor=2)")
-    asked = settings.get("parallel") or {}
-    if not isinstance(asked, Mapping):
+    parallel = settings.get("parallel") or {}
+    if not isinstance(parallel, Mapping):
         raise ConfigError(
-            f"The config sets parallel = {asked!r:.80}, which is not a dict",
+            f"The config sets parallel = {parallel!r:.80}, which is not a dict",
             remedy="Set for example parallel = dict(tensor=2)",
         )
-    if "pipe" in asked and "pipeline" in asked:
+    if "pipe" in parallel and "pipeline" in parallel:
         raise ConfigError(
-            f"The config sets both pipe={asked['pipe']!r} and pipeline={asked['pipeline']!r}",
+            f"The config sets both pipe={parallel['pipe']!r} and pipeline={parallel['pipeline']!r}",
             remedy="Set only pipe",
         )
-    for name, value in asked.items():
+    for name, value in parallel.items():
         axis = "pipe" if name == "pipeline" else str(name)
         check_choice("parallel axis", axis, AXES)
-        size = value.get("size", 1) if isinstance(value, Mapping) else value
-        if isinstance(value, Mapping) and (unknown := set(value) - {"size", "mode", "depth"}):
+        options = value if isinstance(value, Mapping) else {"size": value}
+        if unknown := sorted(map(str, set(options) - {"size", "mode", "depth"})):
             raise ConfigError(
-                f"The config sets the unknown key {sorted(map(str, unknown))[0]!r} of the parallel axis {name!r}",
+                f"The config sets the unknown key {unknown[0]!r} of the parallel axis {name!r}",
                 rule="An axis has a size, and the tensor axis also a mode and, for 2.5D, a depth",
-                remedy=did_you_mean(sorted(map(str, unknown))[0], ("size", "mode", "depth")),
+                remedy=did_you_mean(unknown[0], ("size", "mode", "depth")),
             )
-        mode = value.get("mode") if isinstance(value, Mapping) else None
-        if axis == "tensor" and mode not in (None, "1d"):
-            size = sizes_of_mode(mode, size, value.get("depth"))
-        sizes[axis] = size
+        sizes[axis] = options.get("size", 1)
+        if axis == "tensor" and options.get("mode") not in (None, "1d"):
+            sizes[axis] = sizes_of_mode(options["mode"], sizes[axis], options.get("depth"))
     return sizes

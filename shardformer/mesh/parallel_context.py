@@ -49,12 +49,12 @@ class ProcessWorld:
         """Create one process group per rank group, or none if all rank groups have size 1."""
         if max(len(line) for line in lines) == 1:
             return NO_TRANSPORT
-        mine = next((list(line) for line in lines if dist.get_rank() in line), [])
+        ranks = next((list(line) for line in lines if dist.get_rank() in line), [])
         if len(self.ranks) == dist.get_world_size():
             group, _ = dist.new_subgroups_by_enumeration([list(line) for line in lines])
         else:  # processes outside of the grid do not make this call
-            group = dist.new_group(mine, use_local_synchronization=True) if mine else None
-        return ProcessGroupTransport(group) if len(mine) > 1 else NO_TRANSPORT
+            group = dist.new_group(ranks, use_local_synchronization=True) if ranks else None
+        return ProcessGroupTransport(group) if len(ranks) > 1 else NO_TRANSPORT
 
 
 def launcher_store() -> Any:
@@ -124,18 +124,18 @@ class ProcessGroupTransport:
         return self._started(dist.all_reduce(x, op=reduce_op, group=self.group, async_op=True), "an all-reduce")
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
-        if self._is_staged(x):
-            host = _on_host(out)
-            return StagedWork([self.all_gather(host, _copied(x))], [(out, host)])
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return self._started(gather(out, x, group=self.group, async_op=True), "an all-gather")
+        return self._start_into(out, x, gather, "an all-gather")
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Work:
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        return self._start_into(out, x, scatter, "a reduce-scatter")
+
+    def _start_into(self, out: Tensor, x: Tensor, collective: Callable[..., Any], what: str) -> Work:
         if self._is_staged(x):
             host = _on_host(out)
-            return StagedWork([self.reduce_scatter(host, _copied(x))], [(out, host)])
-        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        return self._started(scatter(out, x, group=self.group, async_op=True), "a reduce-scatter")
+            return StagedWork([self._start_into(host, _copied(x), collective, what)], [(out, host)])
+        return self._started(collective(out, x, group=self.group, async_op=True), what)
 
     def exchange(self, outgoing: Mapping[int, Tensor], arriving: Mapping[int, Tensor]) -> Sequence[Work]:
         """Exchange tensors; between two ranks as one all-to-all.
@@ -153,14 +153,17 @@ class ProcessGroupTransport:
         return works + [self.send(x, r, 0) for r, x in outgoing.items() if x.numel()]
 
     def _swap(self, out: Tensor | None, into: Tensor | None) -> Sequence[Work]:
-        give, take = (0 if t is None else t.numel() for t in (out, into))
         like = out if out is not None else into
-        if like is None or give + take == 0:
+        if like is None:
             return []
-        given = like.new_empty(0) if out is None else out.view(-1)
-        taken = like.new_empty(0) if into is None else into.view(-1)
-        take_by_rank, give_by_rank = ([take, 0], [give, 0]) if self._rank == 1 else ([0, take], [0, give])
-        work = dist.all_to_all_single(taken, given, take_by_rank, give_by_rank, group=self.group, async_op=True)
+        sent = like.new_empty(0) if out is None else out.view(-1)
+        received = like.new_empty(0) if into is None else into.view(-1)
+        if sent.numel() + received.numel() == 0:
+            return []
+        in_sizes, out_sizes = [received.numel(), 0], [sent.numel(), 0]
+        if self._rank == 0:
+            in_sizes, out_sizes = in_sizes[::-1], out_sizes[::-1]
+        work = dist.all_to_all_single(received, sent, in_sizes, out_sizes, group=self.group, async_op=True)
         return [self._started(work, "an exchange", 1 - self._rank)]
 
     def send(self, x: Tensor, to: int, tag: int) -> Work:
@@ -202,48 +205,48 @@ class ProcessGroupTransport:
 
     def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         device = "cpu" if "cpu" in self._backends else next(iter(self._backends))
-        mine = torch.tensor([numbers], dtype=torch.int64, device=device)
-        parts = [mine if rank == self._rank else torch.empty_like(mine) for rank in range(len(self._ranks))]
-        if self.exchanges_directly(mine):
-            others = [rank for rank in range(len(parts)) if rank != self._rank]
-            works = self.exchange(dict.fromkeys(others, mine), {rank: parts[rank] for rank in others})
+        local = torch.tensor([numbers], dtype=torch.int64, device=device)
+        rows = [local if rank == self._rank else torch.empty_like(local) for rank in range(len(self._ranks))]
+        if self.exchanges_directly(local):
+            others = [rank for rank in range(len(rows)) if rank != self._rank]
+            works = self.exchange(dict.fromkeys(others, local), {rank: rows[rank] for rank in others})
         else:
-            works = [self._started(dist.all_gather(parts, mine, group=self.group, async_op=True), "an all-gather")]
+            works = [self._started(dist.all_gather(rows, local, group=self.group, async_op=True), "an all-gather")]
         for work in works:
             work.wait()
-        gathered: list[list[int]] = torch.cat(parts).tolist()
+        gathered: list[list[int]] = torch.cat(rows).tolist()
         return gathered
 
     def meet(self, call: str, *, waits: bool) -> Meeting:
         """Store the number and name of this rank's latest call in the launcher's store."""
-        store, me = get_default_store(), dist.get_rank()
-        asked = presence(store, me)
+        store, rank = get_default_store(), dist.get_rank()
+        reporter = presence(store, rank)
         name = f"shardformer/calls/{hashlib.sha256(repr(self._ranks).encode()).hexdigest()[:16]}"
-        number = store.add(f"{name}/{me}/count", 1)
-        store.set(f"{name}/{me}", json.dumps([number, call, not waits]))
-        return self._met(store, name, number, asked) if waits else Meeting()
+        number = store.add(f"{name}/{rank}/count", 1)
+        store.set(f"{name}/{rank}", json.dumps([number, call, not waits]))
+        return self._wait_for_peers(store, name, number, reporter) if waits else Meeting()
 
-    def _met(self, store: Any, name: str, number: int, asked: Presence) -> Meeting:
+    def _wait_for_peers(self, store: Any, name: str, number: int, reporter: Presence) -> Meeting:
         """Wait until all ranks have arrived or cannot arrive any more, and note a failure for late ranks."""
         begin, pause_s = time.monotonic(), FIRST_PAUSE_S
-        first, ask_at = 0, begin + ASK_AFTER_S
+        first_request, ask_at = 0, begin + ASK_AFTER_S
         differs_since: float | None = None
         while True:
             words = self._words(store, name, number)
             if None not in words:
                 return Meeting(words)
-            if store.check([f"{name}/failed/{number}"]):
-                return Meeting(words, {self._ranks[r]: "gave up" for r, word in enumerate(words) if word is None})
             now = time.monotonic()
             absent = [rank for rank, word in zip(self._ranks, words, strict=True) if word is None]
+            if store.check([f"{name}/failed/{number}"]):
+                return Meeting(words, dict.fromkeys(absent, "gave up"))
             if differs_since is None and len({word.call for word in words if word is not None}) > 1:
                 differs_since = now
             if now > ask_at:
-                question, ask_at = asked.ask(), now + ASK_EVERY_S
-                first = first or question
-            missing = asked.waiting(absent, first) if ask_at > begin + ASK_AFTER_S else {}
-            late = now - begin > store.timeout.total_seconds()
-            if late or len(missing) == len(absent) or (differs_since is not None and now - differs_since > REST_S):
+                request, ask_at = reporter.ask(), now + ASK_EVERY_S
+                first_request = first_request or request
+            missing = reporter.waiting(absent, first_request) if ask_at > begin + ASK_AFTER_S else {}
+            is_late = now - begin > store.timeout.total_seconds()
+            if is_late or len(missing) == len(absent) or (differs_since is not None and now - differs_since > REST_S):
                 store.set(f"{name}/failed/{number}", "")
                 return Meeting(words, missing)
             time.sleep(pause_s)
@@ -259,12 +262,12 @@ class ProcessGroupTransport:
             found = store.multi_get(keys)
         else:
             found = [store.get(key) if store.check([key]) else b"[0, null, null]" for key in keys]
-        mine = Word(*json.loads(found[self._rank])[1:])
+        own = Word(*json.loads(found[self._rank])[1:])
         words: list[Word | None] = []
         for value in found:
             count, call, is_step = json.loads(value)
             is_past = count > number and not store.check([f"{name}/failed/{number}"])
-            words.append(mine if is_past else Word(call, is_step) if count == number else None)
+            words.append(own if is_past else Word(call, is_step) if count == number else None)
         return words
 
     def _started(self, work: Any, what: str, peer: int | None = None) -> Work:
@@ -341,13 +344,13 @@ class Axis:
                 return cls(name)
             group = dist.group.WORLD
         non_member: Any = dist.GroupMember.NON_GROUP_MEMBER
-        lacks = group is non_member
-        if not lacks and not isinstance(group, dist.ProcessGroup):
+        is_member = group is not non_member
+        if is_member and not isinstance(group, dist.ProcessGroup):
             raise ConfigError(
                 f"The group of the {name} axis is {group!r:.80}, not a process group",
                 remedy="Create it with torch.distributed.new_group(ranks) on all processes, or omit it",
             )
-        if lacks or dist.get_rank(group) < 0:
+        if not is_member or dist.get_rank(group) < 0:
             raise LaunchError(
                 f"The process group of the {name} axis does not contain this process (global rank {dist.get_rank()})",
                 remedy="Pass each process the group that contains it, or use launch_from_torch(tensor=...)",

@@ -21,16 +21,9 @@ from shardformer.mesh.transport import CollectiveLog
 from shardformer.torch_compat import TCPStore
 
 LOST_PEER_PATTERNS = (
-    "Connection closed",
-    "Connection reset",
-    "Connection timed out",
-    "No route to host",
-    "Timed out",
-    "Application timeout",
-    "Broken pipe",
-    "Socket",
-    "remote",
-)
+    "Connection closed", "Connection reset", "Connection timed out", "No route to host", "Timed out",
+    "Application timeout", "Broken pipe", "Socket", "remote",
+)  # fmt: skip
 """Fragments of gloo's and NCCL's errors for a lost peer."""
 
 
@@ -54,9 +47,6 @@ class PeerRanks:
     hosts: Sequence[str] = ()
     traffic: CollectiveLog = field(default_factory=CollectiveLog)
 
-    def is_lost(self, error: BaseException) -> bool:
-        return isinstance(error, RuntimeError) and any(word in str(error) for word in LOST_PEER_PATTERNS)
-
     @contextmanager
     def report_lost_peer(self, what: str, peer: int | None = None) -> Iterator[None]:
         """Convert an error of torch about a lost peer into a LostPeerError that names the peer.
@@ -67,25 +57,25 @@ class PeerRanks:
         try:
             yield
         except RuntimeError as error:
-            if not self.is_lost(error):
-                raise
-            raise self._error(what, peer, error) from error
+            if any(pattern in str(error) for pattern in LOST_PEER_PATTERNS):
+                raise self._error(what, peer, error) from error
+            raise
 
     def _error(self, what: str, peer: int | None, error: Exception) -> LostPeerError:
-        others = [peer] if peer is not None else [place for place in range(len(self.ranks)) if place != self.rank]
-        who = " or ".join(self._named(place) for place in others[:4]) + (" or another" if len(others) > 4 else "")
+        others = [index for index in range(len(self.ranks)) if index != self.rank] if peer is None else [peer]
+        who = " or ".join(map(self._name, others[:4])) + (" or another" if len(others) > 4 else "")
         axis = f" on the {self.axis} axis" if self.axis else ""
         when = f", after step {self.traffic.steps} of the optimizer" if self.traffic.steps else ""
-        said = re.sub(r"^(\[[^\]]*\]\s*)+", "", str(error).strip().partition(". This is")[0])
+        cause = re.sub(r"^(\[[^\]]*\]\s*)+", "", str(error).strip().partition(". This is")[0])
         return LostPeerError(
-            f"{self._named(self.rank).capitalize()} lost the connection to {who}{axis} in {what}{when} ({said[:120]})",
+            f"{self._name(self.rank).capitalize()} lost the connection to {who}{axis} in {what}{when} ({cause[:120]})",
             rule="A collective fails if a rank of the axis has exited, or does not join within timeout_s",
             remedy="Check the last output of that rank. If it has none, check its host and the network",
         )
 
-    def _named(self, place: int) -> str:
-        on = f" on host {self.hosts[place]}" if len(set(self.hosts)) > 1 else ""
-        return f"rank {self.ranks[place]}{on}"
+    def _name(self, index: int) -> str:
+        host = f" on host {self.hosts[index]}" if len(set(self.hosts)) > 1 else ""
+        return f"rank {self.ranks[index]}{host}"
 
 
 class MonitoredWork:
@@ -114,8 +104,7 @@ class MonitoredWork:
             return self._work.wait()
 
     def is_completed(self) -> bool:
-        done: bool = self._work.is_completed()
-        return done
+        return bool(self._work.is_completed())
 
 
 class ReceivedWork(MonitoredWork):
@@ -181,14 +170,14 @@ class Rendezvous:
     @contextmanager
     def report_missing(self) -> Iterator[None]:
         """Print the missing processes from a thread while the body waits for all of them."""
-        over = threading.Event()
-        watch = self._say_who_is_missing if self.place == 0 else self._say_what_is_not_reached
-        thread = threading.Thread(target=watch, args=[over], name="shardformer-meeting", daemon=True)
+        is_complete = threading.Event()
+        report = self._report_missing if self.place == 0 else self._report_unreachable
+        thread = threading.Thread(target=report, args=[is_complete], name="shardformer-rendezvous", daemon=True)
         thread.start()
         try:
             yield
         finally:
-            over.set()
+            is_complete.set()
             thread.join(2 * CONNECT_S)
 
     def missing(self) -> str:
@@ -198,38 +187,35 @@ class Rendezvous:
         """
         with suppress(RuntimeError):
             store = self._store()
-            places = [place for place in range(self.size) if not store.check([self._key(place)])]
-            if places and self.place not in places:
-                shown = ", ".join(map(str, places[:8])) + (", ..." if len(places) > 8 else "")
-                return f"{self.what}{'s' if len(places) > 1 else ''} {shown} of {self.size}"
+            absent = [place for place in range(self.size) if not store.check([self._key(place)])]
+            if absent and self.place not in absent:
+                shown = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
+                return f"{self.what}{'s' if len(absent) > 1 else ''} {shown} of {self.size}"
         return ""
 
-    def _say_who_is_missing(self, over: threading.Event) -> None:
-        if over.wait(MARK_AFTER_S):
+    def _report_missing(self, is_complete: threading.Event) -> None:
+        if is_complete.wait(MARK_AFTER_S):
             return
-        if self._problem() is None:  # the store exists already if the launchers have connected
+        if self._connection_error() is None:  # the store exists already if the launchers have connected
             self._mark()
-        if over.wait(SAY_AFTER_S - MARK_AFTER_S):
+        if is_complete.wait(SAY_AFTER_S - MARK_AFTER_S):
             return
-        if (problem := self._problem()) is not None:
-            self._say_it_is_not_reached(problem)
+        if (error := self._connection_error()) is not None:
+            self._print_connection_error(error)
             return
         self._mark()
-        if (missing := self.missing()) and not over.is_set():
-            _print_status(
-                f"{self._own()} has waited for {SAY_AFTER_S:g} s at {self.host}:{self.port} for {missing}. "
-                f"{self.advice}"
-            )
+        if (missing := self.missing()) and not is_complete.is_set():
+            self._print(f"has waited for {SAY_AFTER_S:g} s at {self.host}:{self.port} for {missing}. {self.advice}")
 
-    def _say_what_is_not_reached(self, over: threading.Event) -> None:
-        if over.wait(MARK_AFTER_S):
+    def _report_unreachable(self, is_complete: threading.Event) -> None:
+        if is_complete.wait(MARK_AFTER_S):
             return
-        said_at = time.monotonic() + SAY_AFTER_S - MARK_AFTER_S
-        while (problem := self._problem()) is not None:
-            if time.monotonic() >= said_at:
-                self._say_it_is_not_reached(problem)
+        end = time.monotonic() + SAY_AFTER_S - MARK_AFTER_S
+        while (error := self._connection_error()) is not None:
+            if time.monotonic() >= end:
+                self._print_connection_error(error)
                 return
-            if over.wait(AGAIN_S):
+            if is_complete.wait(AGAIN_S):
                 return
         self._mark()
 
@@ -237,14 +223,18 @@ class Rendezvous:
         with suppress(RuntimeError):
             self._store().set(self._key(self.place), platform.node())
 
-    def _say_it_is_not_reached(self, problem: OSError) -> None:
-        _print_status(
-            f"{self._own()} could not connect to {self.what} 0 at {self.host}:{self.port} for {SAY_AFTER_S:g} s "
-            f"({problem.strerror or problem}). Check that this is the address of its machine with a free port, that "
+    def _print_connection_error(self, error: OSError) -> None:
+        self._print(
+            f"could not connect to {self.what} 0 at {self.host}:{self.port} for {SAY_AFTER_S:g} s "
+            f"({error.strerror or error}). Check that this is the address of its machine with a free port, that "
             "it was started, and its firewall"
         )
 
-    def _problem(self) -> OSError | None:
+    def _print(self, text: str) -> None:
+        name = f"{self.what} {self.place} ({platform.node()})"
+        print(f"shardformer: {name} {text}.", file=sys.stderr, flush=True)
+
+    def _connection_error(self) -> OSError | None:
         """Return the error of a connection to the address, or None if it succeeds."""
         try:
             with socket.create_connection((self.host, self.port), timeout=CONNECT_S):
@@ -259,10 +249,3 @@ class Rendezvous:
 
     def _key(self, place: int) -> str:
         return f"shardformer/here/{self.what}/{self.attempt}/{place}"
-
-    def _own(self) -> str:
-        return f"{self.what} {self.place} ({platform.node()})"
-
-
-def _print_status(text: str) -> None:
-    print(f"shardformer: {text}.", file=sys.stderr, flush=True)

@@ -117,22 +117,23 @@ class RankGrid:
         """
         self.check(*of)
         size = prod(self.sizes.get(name, 1) for name in of)
-        asked = " times ".join(f"{name}={n}" for name, n in sizes.items()) or "nothing"
-        refolded = " times ".join(f"{name}={self.sizes.get(name)}" for name in of) or "nothing"
         if not of or list(of) != [name for name in self.sizes if name in of]:
             raise ConfigError(
                 f"The view of {list(of)} does not consist of mesh axes in their order",
                 remedy=f"Use one or more of {', '.join(self.sizes)} in this order, and no axis of another view",
             )
-        if taken := [name for name in sizes if name in self.names]:
+        if used := [name for name in sizes if name in self.names]:
             raise ConfigError(
-                f"The name {taken[0]!r} of a view is already the name of an axis",
+                f"The name {used[0]!r} of a view is already the name of an axis",
                 remedy=f"Use a name other than {', '.join(self.names)}",
             )
         for name, n in sizes.items():
             check_axis_size(name, n)
         if prod(sizes.values()) != size or not sizes:
-            raise ConfigError(f"{asked} does not equal {refolded}", remedy=f"Use sizes whose product is {size}")
+            raise ConfigError(
+                f"{_product(sizes) or 'nothing'} does not equal {_product({name: self.sizes[name] for name in of})}",
+                remedy=f"Use sizes whose product is {size}",
+            )
         return replace(self, views=(*self.views, AxisView(tuple(of), dict(sizes))))
 
     def crosses_hosts(self, line: Sequence[int]) -> bool | None:
@@ -140,13 +141,13 @@ class RankGrid:
         return len({self.hosts[self.ranks.index(rank)] for rank in line}) > 1 if self.hosts else None
 
     def _coords_at(self, place: int) -> dict[str, int]:
-        out = _unfold(place, self.sizes)
+        coords = _unfold(place, self.sizes)
         for view in self.views:
-            at = 0
+            index = 0
             for name in view.of:
-                at = at * self.sizes[name] + out[name]
-            out |= _unfold(at, view.sizes)
-        return out
+                index = index * self.sizes[name] + coords[name]
+            coords |= _unfold(index, view.sizes)
+        return coords
 
     def _fixed(self, names: Sequence[str]) -> list[str]:
         """Return the axes on which all ranks of a group along ``names`` have the same coordinate."""
@@ -206,22 +207,22 @@ def num_ranks(sizes: TensorGridSize | None, axis: str = "sequence") -> int:
     return prod(every)
 
 
-def parse_axis_size(given: str, axis: str) -> int | tuple[int, ...]:
+def parse_axis_size(text: str, axis: str) -> int | tuple[int, ...]:
     """Parse ``"4"`` or ``"2x2"`` into an axis size. Raises ConfigError for any other text."""
-    if given.lstrip("-").isdigit() and int(given) < 1:
-        raise ConfigError(f"{axis}={given} is not a positive number", remedy=f"Use --{axis} 1 or more")
+    if text.lstrip("-").isdigit() and int(text) < 1:
+        raise ConfigError(f"{axis}={text} is not a positive number", remedy=f"Use --{axis} 1 or more")
     try:
-        sizes = tuple(int(part) for part in given.split("x"))
+        sizes = tuple(int(part) for part in text.split("x"))
         total = num_ranks(sizes, axis)
     except (ValueError, ConfigError):
         _, meaning, example = COMPOSITE_AXES[axis]
         raise ConfigError(
-            f"--{axis} {given} is neither a number of ranks nor {meaning}",
+            f"--{axis} {text} is neither a number of ranks nor {meaning}",
             remedy=f"Use for example --{axis} 4 or --{axis} {example.strip('()').replace(', ', 'x')}",
         ) from None
     if total > MAX_GRID_RANKS:
         raise ConfigError(
-            f"--{axis} {given:.40} exceeds the maximum of {MAX_GRID_RANKS:,} ranks per axis",
+            f"--{axis} {text:.40} exceeds the maximum of {MAX_GRID_RANKS:,} ranks per axis",
             remedy=f"Use --{axis} 4, or the number of your devices",
         )
     return sizes[0] if len(sizes) == 1 else sizes
@@ -245,19 +246,19 @@ def build_rank_grid(sizes: AxisSizes | Callable[[], AxisSizes]) -> RankGrid:
         shape = _resolve_sizes(dict(sizes() if callable(sizes) else sizes), world)
     except Exception as error:  # the other processes wait for this one, so they must learn of any failure
         problem = error
-    said = "" if problem is None else str(problem)
+    message = "" if problem is None else str(problem)
     if problem is not None and not isinstance(problem, ShardFormerError):
-        said = f"{type(problem).__name__}: {said}"
+        message = f"{type(problem).__name__}: {message}"
     answers: list[Any] = [None] * world
-    dist.all_gather_object(answers, (shape, said, socket.gethostname()))
+    dist.all_gather_object(answers, (shape, message, socket.gethostname()))
     if problem is not None:
         raise problem
-    for rank, (theirs, trouble, _) in enumerate(answers):
-        if trouble or theirs != shape:
-            asked = trouble or ", ".join(f"{name}={size}" for name, size in theirs.items())
+    for rank, (other_shape, other_message, _) in enumerate(answers):
+        if other_message or other_shape != shape:
+            own, other = (", ".join(f"{name}={size}" for name, size in sizes.items()) for sizes in (shape, other_shape))
             raise ConfigError(
-                f"Process {dist.get_rank()} has the axis sizes {', '.join(f'{n}={s}' for n, s in shape.items())}, "
-                f"but process {rank} reports: {asked}",
+                f"Process {dist.get_rank()} has the axis sizes {own}, but process {rank} reports: "
+                f"{other_message or other}",
                 remedy="Pass the same sizes on every process",
             )
     return RankGrid.of(shape, hosts=[host for *_, host in answers])
@@ -267,32 +268,34 @@ def _resolve_sizes(sizes: dict[str, int | None], world: int) -> dict[str, int]:
     for name, size in sizes.items():
         if size is not None:
             check_axis_size(name, size)
-    given = {name: size for name in reversed(AXES) if (size := sizes.get(name)) is not None}
-    tensor, data = given.get("tensor"), given.get("data")
-    inner = given.get("pipe", 1) * given.get("sequence", 1)
-    known = prod(given.values())
+    passed = {name: size for name in reversed(AXES) if (size := sizes.get(name)) is not None}
+    tensor, data = passed.get("tensor"), passed.get("data")
+    pipe, sequence = passed.get("pipe", 1), passed.get("sequence", 1)
+    known = prod(passed.values())
     if world % known and (tensor is None or data is None):
-        asked = " times ".join(f"{name}={size}" for name, size in given.items())
+        divisors = [n for n in range(1, world + 1) if world % n == 0]
         raise ConfigError(
-            f"{asked} does not divide the number of processes, {world}",
-            remedy=f"Use {_that_divide(given, world)}, or start a multiple of {known} processes",
+            f"{_product(passed)} does not divide the number of processes, {world}",
+            remedy=(
+                f"Use sizes whose product is one of {', '.join(map(str, divisors))}"
+                if len(passed) > 1
+                else f"Use {' or '.join(f'{name}={n}' for n in divisors for name in passed)}"
+            )
+            + f", or start a multiple of {known} processes",
         )
     if tensor is None:
-        tensor = world // known if data is not None or not given else 1
+        tensor = world // known if data is not None or not passed else 1
     if data is None:
-        data = world // (tensor * inner)
-    found = {"data": data, "pipe": given.get("pipe", 1), "sequence": given.get("sequence", 1), "tensor": tensor}
-    if prod(found.values()) != world:
-        shown = [f"{n}={s}" for n, s in reversed(found.items()) if s > 1 or n in ("tensor", "data")]
+        data = world // (tensor * pipe * sequence)
+    resolved = {"data": data, "pipe": pipe, "sequence": sequence, "tensor": tensor}
+    if prod(resolved.values()) != world:
+        shown = {n: s for n, s in reversed(resolved.items()) if s > 1 or n in ("tensor", "data")}
         raise ConfigError(
-            f"{' times '.join(shown)} is not the number of processes, {world}",
-            remedy=f"Omit one of the sizes to infer it, or start {prod(found.values())} processes",
+            f"{_product(shown)} is not the number of processes, {world}",
+            remedy=f"Omit one of the sizes to infer it, or start {prod(resolved.values())} processes",
         )
-    return found
+    return resolved
 
 
-def _that_divide(given: Mapping[str, int], world: int) -> str:
-    if len(given) > 1:
-        return f"sizes whose product is one of {', '.join(str(n) for n in range(1, world + 1) if world % n == 0)}"
-    (name,) = given
-    return " or ".join(f"{name}={n}" for n in range(1, world + 1) if world % n == 0)
+def _product(sizes: Mapping[str, int | None]) -> str:
+    return " times ".join(f"{name}={size}" for name, size in sizes.items())

@@ -18,7 +18,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from types import FrameType
@@ -57,8 +57,7 @@ class Report:
 
     @classmethod
     def of_text(cls, text: str) -> Report:
-        fields: dict[str, Any] = json.loads(text)
-        return cls(**fields)
+        return cls(**json.loads(text))
 
 
 def deadlocked(reports: Mapping[int, Report], after_s: float) -> dict[int, int]:
@@ -170,12 +169,8 @@ class Presence:
         self._has_left = True
         self._ends.set()
 
-    @property
-    def is_here(self) -> bool:
-        return not self._ends.is_set()
-
-    def is_in(self, store: Any) -> bool:
-        return self._store is store
+    def is_reporting_to(self, store: Any) -> bool:
+        return self._store is store and not self._ends.is_set()
 
     def ask(self) -> int:
         """Request new reports from all processes, and return the number of the request."""
@@ -191,16 +186,22 @@ class Presence:
         """
         with suppress(RuntimeError):
             found = {}
-            for rank in ranks:
-                if not self._store.check([_key(rank)]):
-                    continue
-                question, _, answer = self._store.get(_key(rank)).decode().partition(" ")
-                if question == ENDED:
+            for rank, (question, report) in self._stored_reports(ranks).items():
+                if report is None:
                     found[rank] = "has reached the end of its script"
-                elif int(question) >= since and Report.of_text(answer).seconds >= SURE_AFTER_S:
-                    found[rank] = f"waits for other ranks in {Report.of_text(answer).place}"
+                elif question >= since and report.seconds >= SURE_AFTER_S:
+                    found[rank] = f"waits for other ranks in {report.place}"
             return found
         return dict.fromkeys(ranks, "is unreachable, because the process with the store has exited")
+
+    def _stored_reports(self, ranks: Iterable[int]) -> dict[int, tuple[int, Report | None]]:
+        """Return (number of the request, report) of the ranks that have reported; report None if the rank ended."""
+        found: dict[int, tuple[int, Report | None]] = {}
+        for rank in ranks:
+            if self._store.check([_key(rank)]):
+                question, _, answer = self._store.get(_key(rank)).decode().partition(" ")
+                found[rank] = (0, None) if question == ENDED else (int(question), Report.of_text(answer))
+        return found
 
     def _run(self) -> None:
         while not self._ends.wait(LOOK_EVERY_S):
@@ -243,7 +244,8 @@ class Presence:
             self._end_process(json.loads(self._store.get(DEADLOCK)))
         if waited < WATCH_AFTER_S:
             return
-        reports = self._reports(self._asked) if self._asked else {}
+        stored = self._stored_reports(range(dist.get_world_size())) if self._asked else {}
+        reports = {rank: each for rank, (question, each) in stored.items() if each and question >= self._asked}
         found = deadlocked(reports, BLOCKED_AFTER_S)
         if self._rank in found:
             self._end_process(list(found), in_words(found, reports))
@@ -255,16 +257,6 @@ class Presence:
         for carrier in list(self.carriers):
             if (transport := carrier()) is not None:
                 found |= transport.begun()
-        return found
-
-    def _reports(self, since: int) -> dict[int, Report]:
-        """Return the reports for the request ``since`` or a later one."""
-        found = {}
-        for rank in range(dist.get_world_size()):
-            if self._store.check([_key(rank)]):
-                question, _, answer = self._store.get(_key(rank)).decode().partition(" ")
-                if question != ENDED and int(question) >= since:
-                    found[rank] = Report.of_text(answer)
         return found
 
     def _end_process(self, ranks: Collection[int], message: str = "") -> None:
@@ -356,9 +348,9 @@ _OF_PROCESS: dict[int, Presence] = {}
 
 def presence(store: Any, rank: int) -> Presence:
     """Return the ``Presence`` of this process."""
-    known = _OF_PROCESS.get(os.getpid())
-    if known is None or not known.is_here or not known.is_in(store):
-        if known is not None:
-            known.leave()
-        known = _OF_PROCESS[os.getpid()] = Presence(store, rank)
-    return known
+    current = _OF_PROCESS.get(os.getpid())
+    if current is None or not current.is_reporting_to(store):
+        if current is not None:
+            current.leave()
+        current = _OF_PROCESS[os.getpid()] = Presence(store, rank)
+    return current

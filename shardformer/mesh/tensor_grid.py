@@ -122,13 +122,11 @@ def sizes_of_mode(mode: str, size: int | Sequence[int], depth: int | None = None
 
 def with_tensor_grid(context: ParallelContext, mode: str) -> ParallelContext:
     """Add the grid axes of ``mode`` to the context. All processes must call it. Raises as ``sizes_of_mode``."""
-    known = context.sizes
-    sizes = sizes_of_mode(mode, [known[n] for n in GRID_AXIS_NAMES] if "row" in known else context.tensor.size)
-    return (
-        context
-        if "row" in context.sizes
-        else context.reshape_axis("tensor", **dict(zip(GRID_AXIS_NAMES, sizes, strict=True)))
-    )
+    if "row" in context.sizes:
+        sizes_of_mode(mode, [context.sizes[name] for name in GRID_AXIS_NAMES])
+        return context
+    sizes = sizes_of_mode(mode, context.tensor.size)
+    return context.reshape_axis("tensor", **dict(zip(GRID_AXIS_NAMES, sizes, strict=True)))
 
 
 def _factors(size: int) -> tuple[int, int]:
@@ -168,24 +166,18 @@ class GridShards:
 def describe_grid_shards(mode: str, sizes: int | tuple[int, ...]) -> list[GridShards]:
     """Return the shards of each rank. Raises ConfigError if the sizes do not fit the mode."""
     row, column, depth = sizes_of_mode(mode, sizes)
-    found = []
+    shards = []
     for rank in range(row * column * depth):
         context = ParallelContext.of({"tensor": row * column * depth}, {"tensor": rank})
-        grid = TensorGrid.of(
-            context.reshape_axis("tensor", **dict(zip(GRID_AXIS_NAMES, (row, column, depth), strict=True))), mode
-        )
+        grid = TensorGrid.of(context.reshape_axis("tensor", row=row, column=column, depth=depth), mode)
         axes = [grid.row, grid.column, grid.depth][: 2 if mode == "2d" else 3]
-        hidden = _part(grid.contraction.rank * grid.row.size + grid.row.rank, grid.contraction.size * grid.row.size)
-        found.append(
-            GridShards(
-                rank,
-                ", ".join(str(axis.rank) for axis in axes),
-                f"{_part(grid.batch.rank, grid.batch.size)}, {_part(grid.hidden.rank, grid.hidden.size)}",
-                f"{_part(grid.core.rank, grid.core.size)}, {_part(grid.column.rank, grid.column.size)}",
-                f"{_part(grid.column.rank, grid.column.size)}, {hidden}",
-            )
+        batch, hidden, core, width = (
+            _part(axis.rank, axis.size) for axis in (grid.batch, grid.hidden, grid.core, grid.column)
         )
-    return found
+        contracted = _part(grid.contraction.rank * row + grid.row.rank, grid.contraction.size * row)
+        place = ", ".join(str(axis.rank) for axis in axes)
+        shards.append(GridShards(rank, place, f"{batch}, {hidden}", f"{core}, {width}", f"{width}, {contracted}"))
+    return shards
 
 
 def grid_communication(mode: str, sizes: int | tuple[int, ...]) -> list[tuple[str, str]]:
@@ -206,8 +198,8 @@ def grid_communication(mode: str, sizes: int | tuple[int, ...]) -> list[tuple[st
         (3 * share(row) / (column * contraction), "W"),
         (2 * share(copies) / (row * column), "W (copies)"),
     ]
-    said = " + ".join(f"{factor:.3g} {what}" for factor, what in terms if factor) or "nothing"
-    return [(f"1D over {ranks}", f"{8 * share(ranks):.3g} N H"), (f"{mode} over this grid", said)]
+    total = " + ".join(f"{factor:.3g} {what}" for factor, what in terms if factor) or "nothing"
+    return [(f"1D over {ranks}", f"{8 * share(ranks):.3g} N H"), (f"{mode} over this grid", total)]
 
 
 def grid_summary(grid: TensorGrid) -> str:

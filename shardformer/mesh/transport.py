@@ -26,15 +26,9 @@ from shardformer.errors import LaunchError
 
 # the sender of a message counts it
 WIRE_FACTOR = {
-    "all_reduce": 2,
-    "all_gather": 1,
-    "reduce_scatter": 1,
-    "all_to_all": 1,
-    "broadcast": 1,
-    "reduce": 1,
-    "send": 1,
+    "all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "broadcast": 1, "reduce": 1, "send": 1,
     "receive": 0,
-}
+}  # fmt: skip
 
 
 class CallSite(NamedTuple):
