@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, NoReturn, TypeVar, cast
 
 from shardformer.comm.collectives import all_gather_numbers, all_gather_objects, broadcast_object
@@ -35,17 +36,16 @@ def collective_call(
         explain: called on all ranks if they differ. It may communicate, and may raise a more specific error.
         error: type of the error on the other ranks if ``function`` fails on one.
     """
-
-    result, problem = _attempt(lambda: (made := function(), fingerprint(made)))
+    result, problem = _attempt(lambda: (value := function(), fingerprint(value)))
     lines = result[1] if result else []
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     answers = all_gather_from_grid((digest, _error_text(problem)), context)
     if problem is not None:
         raise problem
-    for rank, (_, said) in answers:
-        if said is not None:
+    for rank, (_, message) in answers:
+        if message is not None:
             raise error(
-                f"Rank {rank} cannot {action}: {said}",
+                f"Rank {rank} cannot {action}: {message}",
                 remedy=f"See the error of rank {rank}",
             )
     if len({digest for _, (digest, _) in answers}) > 1:
@@ -80,11 +80,10 @@ def _raise_difference(all_lines: list[tuple[int, list[str]]]) -> None:
     first, reference = all_lines[0]
     for rank, lines in all_lines:
         if lines != reference:
-            pairs = zip(reference + [""] * len(lines), lines + [""] * len(reference), strict=False)
-            ours, theirs = next((a, b) for a, b in pairs if a != b)
+            pairs = zip_longest(reference, lines, fillvalue="nothing more")
+            line, other = next((a, b) for a, b in pairs if a != b)
             raise ConfigError(
-                f"The sharding plan differs between ranks: rank {first} has {ours or 'nothing more'!r}, "
-                f"rank {rank} has {theirs or 'nothing more'!r}",
+                f"The sharding plan differs between ranks: rank {first} has {line!r}, rank {rank} has {other!r}",
                 remedy="Build the model and the config from the same settings on every rank",
             )
 
@@ -108,7 +107,7 @@ def come(call: str, *axes: Axis) -> None:
         if any(word.call != call for word in words):
             if any(word.is_step for word in words):  # those ranks wait for the numbers
                 _gather(call, axis, ())
-            _raise_others([word.call for word in words], axis)
+            _raise_different_calls([word.call for word in words], axis)
 
 
 def come_to_step(call: str, axis: Axis, facts: Mapping[str, int] | None = None) -> None:
@@ -120,7 +119,10 @@ def come_to_step(call: str, axis: Axis, facts: Mapping[str, int] | None = None) 
     columns = zip(*tell_at_step(call, axis, list(facts.values())), strict=True)
     for name, column in zip(facts, columns, strict=True):
         if len(set(column) - {0}) > 1:
-            raise _of_facts(name, column, call, axis)
+            known = [(rank, value) for rank, value in zip(axis.ranks, column, strict=True) if value]
+            other = next(rank for rank, value in known if value != known[0][1])
+            what, rule, remedy = DATA_FACTS[name]
+            raise InputError(f"Ranks {known[0][0]} and {other} {what} at {call}", rule=rule, remedy=remedy)
 
 
 def tell_at_step(call: str, axis: Axis, numbers: Sequence[int]) -> list[list[int]]:
@@ -134,10 +136,10 @@ def tell_at_step(call: str, axis: Axis, numbers: Sequence[int]) -> list[list[int
 def _gather(call: str, axis: Axis, numbers: Sequence[int]) -> list[list[int]]:
     assert len(numbers) <= NUM_FACTS
     padded = [number_of(call), *numbers, *[0] * (NUM_FACTS - len(numbers))]
-    every = all_gather_numbers(padded, axis)
-    if any(theirs[0] != every[0][0] for theirs in every):
-        _raise_others(all_gather_objects(call, axis), axis)
-    return [theirs[1 : 1 + len(numbers)] for theirs in every]
+    rows = all_gather_numbers(padded, axis)
+    if any(row[0] != rows[0][0] for row in rows):
+        _raise_different_calls(all_gather_objects(call, axis), axis)
+    return [row[1 : 1 + len(numbers)] for row in rows]
 
 
 def number_of(thing: Any) -> int:
@@ -167,40 +169,33 @@ DATA_FACTS = {
 """Facts about the data -> (what ranks that differ in it do, rule, remedy)."""
 
 
-def _of_facts(name: str, column: Sequence[int], call: str, axis: Axis) -> InputError:
-    known = [(rank, value) for rank, value in zip(axis.ranks, column, strict=True) if value]
-    other = next(rank for rank, value in known if value != known[0][1])
-    what, rule, remedy = DATA_FACTS[name]
-    return InputError(f"Ranks {known[0][0]} and {other} {what} at {call}", rule=rule, remedy=remedy)
-
-
-def _raise_others(calls: Sequence[str], axis: Axis) -> NoReturn:
-    shown = " and ".join(
-        f"{_ranks([rank for rank, theirs in zip(axis.ranks, calls, strict=True) if theirs == call])} called {call}"
-        for call in dict.fromkeys(calls)
-    )
+def _raise_different_calls(calls: Sequence[str], axis: Axis) -> NoReturn:
+    ranks: dict[str, list[int]] = {}
+    for rank, call in zip(axis.ranks, calls, strict=True):
+        ranks.setdefault(call, []).append(rank)
+    text = " and ".join(f"{_ranks(callers)} called {call}" for call, callers in ranks.items())
     raise InputError(
-        shown[:1].upper() + shown[1:],
+        text[:1].upper() + text[1:],
         rule="All ranks must make the same collective calls in the same order",
-        remedy=_outside(*dict.fromkeys(calls)),
+        remedy=_remedy(*ranks),
     )
 
 
 def _raise_absent(call: str, axis: Axis, words: Sequence[Word | None], missing: Mapping[int, str]) -> NoReturn:
-    found = []
+    others = []
     for rank, word in zip(axis.ranks, words, strict=True):
         if word is None:
-            found.append(f"rank {rank} {missing.get(rank, 'did not arrive')}")
+            others.append(f"rank {rank} {missing.get(rank, 'did not arrive')}")
         elif word.call != call:
-            found.append(f"rank {rank} called {word.call}")
+            others.append(f"rank {rank} called {word.call}")
     raise InputError(
-        f"Rank {axis.ranks[axis.rank]} called {call}, but {'; '.join(found[:4])}",
+        f"Rank {axis.ranks[axis.rank]} called {call}, but {'; '.join(others[:4])}",
         rule=f"All {axis.size} {axis.name.replace('_', ' and ')} ranks must call {call}",
-        remedy=_outside(call),
+        remedy=_remedy(call),
     )
 
 
-def _outside(*calls: str) -> str:
+def _remedy(*calls: str) -> str:
     return (
         f"Call {' and '.join(calls)} on every rank, not under `if rank == 0:` or `if engine.is_first:`. A call that "
         "writes files ensures that only the first rank writes"
@@ -218,28 +213,27 @@ def run_on_all_ranks(make: Callable[[], T], world: Axis, what: str) -> T:
     If it fails, all ranks raise the error of the first failed rank. An OSError becomes an InputError that starts with
     ``what``.
     """
-    made: list[T] = []
-    gather_from_all_ranks(lambda: made.append(make()), world, what)
-    return made[0]
+    result: list[T] = []
+    gather_from_all_ranks(lambda: result.append(make()), world, what)
+    return result[0]
 
 
 def gather_from_all_ranks(make: Callable[[], T], world: Axis, what: str) -> list[T]:
     """Run ``make`` on all ranks and return the picklable results of all; raises as ``run_on_all_ranks``."""
     value, problem = _attempt(make)
-    said = all_gather_objects((_failed_ranks_error(problem, what, world.rank), value), world)
-    failed = [theirs for theirs, _ in said if theirs is not None]
+    answers = all_gather_objects((_failed_ranks_error(problem, what, world.rank), value), world)
     if problem is not None and not isinstance(problem, (ShardFormerError, OSError)):
         raise problem
-    if failed:
-        raise failed[0] from (None if isinstance(problem, ShardFormerError) else problem)
-    return [cast(T, given) for _, given in said]
+    for error, _ in answers:
+        if error is not None:
+            raise error from (None if isinstance(problem, ShardFormerError) else problem)
+    return [cast(T, result) for _, result in answers]
 
 
 def run_on_first_rank(make: Callable[[], T], world: Axis, what: str) -> T:
     """Run ``make`` on the first rank and return its result on every rank; raises as ``run_on_all_ranks``."""
     value = run_on_all_ranks(make if world.rank == 0 else lambda: None, world, what)
-    answer: T = broadcast_object(value, world)
-    return answer
+    return cast(T, broadcast_object(value, world))
 
 
 def _failed_ranks_error(problem: Exception | None, what: str, rank: int) -> ShardFormerError | None:

@@ -57,11 +57,11 @@ def start_all_reduce(x: Tensor, axis: Axis, *, op: str = "sum", purpose: str = "
         return PendingCollective((), lambda: x)
     noted = record("all_reduce", axis, bytes_of(x), purpose)
     x = x.contiguous()
-    small = axis.size == 2 and op == "sum" and bytes_of(x) < EXCHANGE_BELOW_BYTES
-    if small and axis.transport.exchanges_directly(x):
-        theirs = torch.empty_like(x)
-        works = axis.transport.exchange({1 - axis.rank: x}, {1 - axis.rank: theirs})
-        return PendingCollective(works, lambda: theirs.add_(x), noted)
+    is_small = axis.size == 2 and op == "sum" and bytes_of(x) < EXCHANGE_BELOW_BYTES
+    if is_small and axis.transport.exchanges_directly(x):
+        other = torch.empty_like(x)
+        works = axis.transport.exchange({1 - axis.rank: x}, {1 - axis.rank: other})
+        return PendingCollective(works, lambda: other.add_(x), noted)
     return PendingCollective([axis.transport.all_reduce(x, op)], lambda: x, noted)
 
 
@@ -102,11 +102,11 @@ def start_all_gather(
         lengths = [b - a for a, b in pairwise(bounds)]
     full_bytes = bytes_of(x) // max(x.shape[dim], 1) * sum(lengths)
     noted = record("all_gather", axis, full_bytes, purpose)
-    parts = [x if r == axis.rank else x.new_empty(_with_length(x, dim, n)) for r, n in enumerate(lengths)]
     if axis.transport.exchanges_directly(x):
-        peers = [r for r in range(axis.size) if r != axis.rank]
-        works = axis.transport.exchange({r: x for r in peers}, {r: parts[r] for r in peers})
-        return PendingCollective(works, lambda: torch.cat(parts, dim), noted)
+        parts = [x if r == axis.rank else x.new_empty(_with_length(x, dim, n)) for r, n in enumerate(lengths)]
+        return PendingCollective(
+            _exchange_with_peers([x] * axis.size, parts, axis), lambda: torch.cat(parts, dim), noted
+        )
     widest = max(lengths)
     padded = _padded(x, dim, widest)
     gathered = x.new_empty((axis.size * padded.shape[0], *padded.shape[1:]))
@@ -131,11 +131,14 @@ def start_all_gather_into(out: Tensor, x: Tensor, axis: Axis, purpose: str) -> P
     noted = record("all_gather", axis, bytes_of(out), purpose)
     if not axis.transport.exchanges_directly(x):
         return PendingCollective([axis.transport.all_gather(out, own)], lambda: out, noted)
-    parts = out.view(axis.size, -1)
+    works = _exchange_with_peers([x] * axis.size, out.view(axis.size, -1), axis)
+    return PendingCollective(works, lambda: out, noted)
+
+
+def _exchange_with_peers(outgoing: Sequence[Tensor], incoming: Sequence[Tensor] | Tensor, axis: Axis) -> Sequence[Work]:
+    """Start sending ``outgoing[r]`` to each other rank r, and receiving ``incoming[r]`` from it."""
     peers = [r for r in range(axis.size) if r != axis.rank]
-    return PendingCollective(
-        axis.transport.exchange({r: x for r in peers}, {r: parts[r] for r in peers}), lambda: out, noted
-    )
+    return axis.transport.exchange({r: outgoing[r] for r in peers}, {r: incoming[r] for r in peers})
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int, full: int | None = None, **options: Any) -> Tensor:
@@ -154,19 +157,16 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dim: int, *, purpose: str = "blo
     dim = dim % x.dim()
     bounds = even_bounds(x.shape[dim], axis.size)
     parts = [x.narrow(dim, bounds[r], bounds[r + 1] - bounds[r]) for r in range(axis.size)]
-    mine = parts[axis.rank].contiguous()
+    parts[axis.rank] = own = parts[axis.rank].contiguous()
     if axis.transport.exchanges_directly(x):
-        peers = [r for r in range(axis.size) if r != axis.rank]
-        arriving = {r: torch.empty_like(mine) for r in peers}
-        works = axis.transport.exchange({r: parts[r].contiguous() for r in peers}, arriving)
-        return PendingCollective(
-            works, lambda: _sum_in_rank_order([arriving.get(r, mine) for r in range(axis.size)]), noted
-        )
+        summands = [own if r == axis.rank else torch.empty_like(own) for r in range(axis.size)]
+        works = _exchange_with_peers([part.contiguous() for part in parts], summands, axis)
+        return PendingCollective(works, lambda: _sum_in_rank_order(summands), noted)
     widest = max(p.shape[dim] for p in parts)
     stacked = torch.cat([_padded(p, dim, widest) for p in parts])
     out = x.new_empty((stacked.shape[0] // axis.size, *stacked.shape[1:]))
     work = axis.transport.reduce_scatter(out, stacked)
-    return PendingCollective([work], lambda: out.narrow(dim, 0, mine.shape[dim]).contiguous(), noted)
+    return PendingCollective([work], lambda: out.narrow(dim, 0, own.shape[dim]).contiguous(), noted)
 
 
 def start_all_to_all(x: Sequence[Tensor], sizes: Sequence[int], axis: Axis, purpose: str) -> PendingCollective:
@@ -177,15 +177,14 @@ def start_all_to_all(x: Sequence[Tensor], sizes: Sequence[int], axis: Axis, purp
     Args:
         sizes: number of elements from each rank.
     """
-    mine = x[axis.rank]
+    own = x[axis.rank]
     if axis.size == 1:
-        return PendingCollective((), lambda: mine)
+        return PendingCollective((), lambda: own)
     sent = sum(bytes_of(part) for r, part in enumerate(x) if r != axis.rank)
     noted = record("all_to_all", axis, sent * axis.size // (axis.size - 1), purpose)
-    peers = [r for r in range(axis.size) if r != axis.rank]
-    arriving = {r: mine.new_empty(sizes[r]) for r in peers}
-    works = axis.transport.exchange({r: x[r].contiguous() for r in peers}, arriving)
-    return PendingCollective(works, lambda: torch.cat([arriving.get(r, mine) for r in range(axis.size)]), noted)
+    received = [own if r == axis.rank else own.new_empty(sizes[r]) for r in range(axis.size)]
+    works = _exchange_with_peers([part.contiguous() for part in x], received, axis)
+    return PendingCollective(works, lambda: torch.cat(received), noted)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int, *, purpose: str = "block") -> Tensor:
@@ -234,13 +233,10 @@ def digest(t: Tensor) -> Tensor:
     flat = t.detach().contiguous().reshape(-1).view(torch.uint8)
     if flat.storage_offset() % 4:  # unaligned for the int32 view
         flat = flat.clone()
-    whole = flat.numel() // CHECKSUM_BYTES * CHECKSUM_BYTES
-    sums = torch.cat(
-        [
-            flat[:whole].view(torch.int32).view(-1, CHECKSUM_BYTES // 4).sum(1),
-            (flat[whole:] * torch.arange(1, flat.numel() - whole + 1, device=t.device)).sum()[None],
-        ]
-    )
+    full_blocks = flat.numel() // CHECKSUM_BYTES * CHECKSUM_BYTES
+    blocks, tail = flat[:full_blocks].view(torch.int32).view(-1, CHECKSUM_BYTES // 4), flat[full_blocks:]
+    tail_sum = (tail * torch.arange(1, tail.numel() + 1, device=t.device)).sum()
+    sums = torch.cat([blocks.sum(1), tail_sum[None]])
     return (sums * torch.arange(1, len(sums) + 1, device=t.device)).sum()
 
 
@@ -282,13 +278,13 @@ def gather_full_tensors(
 
     Communicates one all-gather per sharded axis for all tensors with the same axes and dtype.
     """
-    full, alike = dict[int, Tensor](), dict[object, list[int]]()
+    full, by_layout = dict[int, Tensor](), dict[object, list[int]]()
     for i, (local, spec) in enumerate(zip(tensors, specs, strict=True)):
         if spec.is_sharded:
-            alike.setdefault((tuple(spec.axes.items()), local.dtype), []).append(i)
+            by_layout.setdefault((tuple(spec.axes.items()), local.dtype), []).append(i)
         else:
             full[i] = local.detach().clone()
-    for group in alike.values():
+    for group in by_layout.values():
         joined = _gather_same_layout([tensors[i] for i in group], [specs[i] for i in group], axis)
         full.update(zip(group, joined, strict=True))
     return [full[i] for i in range(len(tensors))]

@@ -389,25 +389,11 @@ def _with(sizes: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
 
 
 VIEW_RULES: Mapping[str, Callable[..., Placed]] = {
-    "view": reshape_last,
-    "reshape": reshape_last,
-    "expand": expand,
-    "flatten": flatten,
-    "unflatten": unflatten,
-    "squeeze": squeeze,
-    "unsqueeze": unsqueeze,
-    "transpose": transpose,
-    "swapaxes": transpose,
-    "swapdims": transpose,
-    "permute": permute,
-    "select": select,
-    "unbind": unbind,
-    "narrow": narrow,
-    "index_select": narrow,
-    "split": split,
-    "chunk": split,
-    "__getitem__": getitem,
-}
+    "view": reshape_last, "reshape": reshape_last, "expand": expand, "flatten": flatten, "unflatten": unflatten,
+    "squeeze": squeeze, "unsqueeze": unsqueeze, "transpose": transpose, "swapaxes": transpose, "swapdims": transpose,
+    "permute": permute, "select": select, "unbind": unbind, "narrow": narrow, "index_select": narrow, "split": split,
+    "chunk": split, "__getitem__": getitem,
+}  # fmt: skip
 """View functions that may preserve the sharded dimension."""
 _DIMS_ONLY = ("squeeze", "transpose", "swapaxes", "swapdims", "permute")
 """Functions with only dimensions as arguments, in any order."""

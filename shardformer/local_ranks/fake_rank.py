@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardformer.local_ranks.threads import DeferredWork
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.mesh.rank_grid import RankGrid
 from shardformer.mesh.transport import Meeting, RankGroups, Transport, Word, Work
@@ -87,23 +88,13 @@ class FakeTransport:
     def sends_in_turn(self, device: torch.device) -> bool:
         return self.world.backend == "nccl"
 
-    def all_reduce(self, x: Tensor, op: str) -> Work:
-        return _DONE
+    def _do_nothing(self, *args: Any, **kwargs: Any) -> Work:
+        return DeferredWork(None)
 
-    def all_gather(self, out: Tensor, x: Tensor) -> Work:
-        return _DONE
-
-    def reduce_scatter(self, out: Tensor, x: Tensor) -> Work:
-        return _DONE
+    all_reduce = all_gather = reduce_scatter = send = receive = _do_nothing
 
     def exchange(self, outgoing: Mapping[int, Tensor], arriving: Mapping[int, Tensor]) -> Sequence[Work]:
         return ()
-
-    def send(self, x: Tensor, to: int, tag: int) -> Work:
-        return _DONE
-
-    def receive(self, x: Tensor, source: int, tag: int) -> Work:
-        return _DONE
 
     def broadcast(self, x: Tensor, source: int) -> None:
         pass
@@ -121,19 +112,6 @@ class FakeTransport:
         return Meeting([Word(call, not waits)] * self._size)
 
 
-class _Done:
-    """Completed work."""
-
-    def wait(self) -> None:
-        pass
-
-    def is_completed(self) -> bool:
-        return True
-
-
-_DONE = _Done()
-
-
 class MemoryTracker(TorchDispatchMode):
     """Tracks the memory of tensors that are created on this thread, real or fake.
 
@@ -147,24 +125,24 @@ class MemoryTracker(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch gives its base no types
         self.live = self.peak = 0
         self._known: set[int] = set()
-        self._see(held)
+        self._track(held)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        self._see(tree_leaves(out))
+        self._track(tree_leaves(out))
         return out
 
-    def _see(self, values: Iterable[Any]) -> None:
+    def _track(self, values: Iterable[Any]) -> None:
         for storage in (x.untyped_storage() for x in values if isinstance(x, Tensor)):
             if (key := storage_id(storage)) not in self._known:
                 self._known.add(key)
                 self.live += storage.nbytes()
                 self.peak = max(self.peak, self.live)
-                weakref.finalize(storage, self._gone, key, storage.nbytes())
+                weakref.finalize(storage, self._free, key, storage.nbytes())
 
-    def _gone(self, key: int, num_bytes: int) -> None:
+    def _free(self, key: int, num_bytes: int) -> None:
         self._known.discard(key)
         self.live -= num_bytes
 
@@ -188,13 +166,12 @@ def fake_tensors(*, padded: bool = False) -> Iterator[Callable[[Any], Any]]:
         yield copied
 
 
-class _Here(threading.local):
-    """Number of active ``_unpadded`` blocks of this thread."""
-
+class _ThreadState(threading.local):
     traces = 0
 
 
-_HERE = _Here()
+_THREAD = _ThreadState()
+"""``traces`` is the number of active ``_unpadded`` blocks of this thread."""
 MASK_PATCH = Patch(
     "transformers.masking_utils: sdpa_mask, find_packed_sequence_indices",
     "shardformer.local_ranks.fake_rank",
@@ -208,11 +185,11 @@ def _unpadded() -> Iterator[None]:
         yield
         return
     with temporarily(MASK_PATCH, _leave_masks_out):
-        _HERE.traces += 1
+        _THREAD.traces += 1
         try:
             yield
         finally:
-            _HERE.traces -= 1
+            _THREAD.traces -= 1
 
 
 def _leave_masks_out() -> Undo:
@@ -223,17 +200,17 @@ def _leave_masks_out() -> Undo:
 
     def mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
 
-        padded = attention_mask is None or has_data(attention_mask)
-        if _HERE.traces and not padded and make(*args, attention_mask=None, **kwargs) is None:
-            return None
+        has_values = attention_mask is None or has_data(attention_mask)
+        if _THREAD.traces and not has_values and make(*args, attention_mask=None, **kwargs) is None:
+            return None  # no mask is needed except for padding
         return make(*args, attention_mask=attention_mask, **kwargs)
 
-    names = [name for name, made in masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.items() if made is make]
+    names = [name for name, function in masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.items() if function is make]
 
-    def put(packed: Any, made: Any) -> None:
-        masking_utils.find_packed_sequence_indices, masking_utils.sdpa_mask = packed, made
+    def install(find_packed: Any, make_mask: Any) -> None:
+        masking_utils.find_packed_sequence_indices, masking_utils.sdpa_mask = find_packed, make_mask
         for name in names:
-            masking_utils.AttentionMaskInterface.register(name, made)
+            masking_utils.AttentionMaskInterface.register(name, make_mask)
 
-    put(lambda position_ids: None if _HERE.traces else find(position_ids), mask)
-    return lambda: put(find, make)
+    install(lambda position_ids: None if _THREAD.traces else find(position_ids), mask)
+    return lambda: install(find, make)

@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from types import TracebackType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -58,7 +57,7 @@ class Mailbox:
         self.timeout_s, self.turn = timeout_s, turn
         self._size = size
         self._changed = threading.Condition()
-        self._laid: dict[MessageKey, tuple[Any, int]] = {}  # the value, and the number of ranks that have not read it
+        self._values: dict[MessageKey, tuple[Any, int]] = {}  # the value, and the number of ranks that have not read it
         self._waiting: dict[int, Sequence[MessageKey]] = {}
         self._ended: set[int] = set()
         self._failed_at: float | None = None
@@ -66,18 +65,18 @@ class Mailbox:
     def put(self, key: MessageKey, value: Any, readers: int) -> None:
         """Store a value for ``readers`` ranks."""
         with self._changed:
-            self._laid[key] = value, readers
+            self._values[key] = value, readers
             self._changed.notify_all()
 
     def withdraw(self, key: MessageKey) -> None:
         """Remove a value if it is still present."""
         with self._changed:
-            self._laid.pop(key, None)
+            self._values.pop(key, None)
 
     def seen(self, key: MessageKey) -> Any:
         """Return a value without removing it, or None."""
         with self._changed:
-            return self._laid.get(key, (None, 0))[0]
+            return self._values.get(key, (None, 0))[0]
 
     def end(self, rank: int, *, failed: bool) -> None:
         """Note that the rank has returned or raised."""
@@ -93,18 +92,18 @@ class Mailbox:
 
     def missing(self, rank: int, keys: Sequence[MessageKey], timeout_s: float) -> list[MessageKey]:
         """Wait for the values of ``keys``, and return the keys of those that do not arrive in time."""
-        with self._giving_up_turn(), self._changed:
+        with self._turn_released(), self._changed:
             self._waiting[rank] = keys
             if len(self._waiting) + len(self._ended) == self._size:
                 self._changed.notify_all()
-            self._changed.wait_for(lambda: self._failed_at or self._are_laid(keys) or self._is_stuck(), timeout_s)
+            self._changed.wait_for(lambda: self._failed_at or not self._absent(keys) or self._is_stuck(), timeout_s)
             if self._failed_at is not None:
                 raise PeerFailed("another rank has raised")
             del self._waiting[rank]
-            return [key for key in keys if key not in self._laid]
+            return self._absent(keys)
 
     @contextmanager
-    def _giving_up_turn(self) -> Iterator[None]:
+    def _turn_released(self) -> Iterator[None]:
         if self.turn is not None:
             self.turn.release()
         try:
@@ -120,41 +119,41 @@ class Mailbox:
         with self._changed:
             values = []
             for key in keys:
-                value, readers = self._laid.pop(key)
+                value, readers = self._values.pop(key)
                 if readers > 1:
-                    self._laid[key] = value, readers - 1
+                    self._values[key] = value, readers - 1
                 values.append(value)
             return values
 
-    def _are_laid(self, keys: Sequence[MessageKey]) -> bool:
-        return all(key in self._laid for key in keys)
+    def _absent(self, keys: Sequence[MessageKey]) -> list[MessageKey]:
+        return [key for key in keys if key not in self._values]
 
     def _is_stuck(self) -> bool:
         """Return whether every rank has ended or waits for a missing value."""
-        waits = [not self._are_laid(keys) for keys in self._waiting.values()]
-        return len(waits) + len(self._ended) == self._size and all(waits)
+        has_all_ranks = len(self._waiting) + len(self._ended) == self._size
+        return has_all_ranks and all(map(self._absent, self._waiting.values()))
 
     def _error(self, rank: int, absent: Sequence[MessageKey]) -> WorkerError:
         with self._changed:
-            found = [_waits(rank, absent)]
+            states = [_describe_wait(rank, absent)]
             for other in range(self._size):
                 if other in self._ended:
-                    found.append(f"rank {other} has ended")
+                    states.append(f"rank {other} has ended")
                 elif other in self._waiting:
-                    found.append(_waits(other, [key for key in self._waiting[other] if key not in self._laid]))
+                    states.append(_describe_wait(other, self._absent(self._waiting[other])))
                 elif other != rank:
-                    found.append(f"rank {other} still computes after {self.timeout_s:g} s")
+                    states.append(f"rank {other} still computes after {self.timeout_s:g} s")
         return WorkerError(
-            "; ".join(found),
+            "; ".join(states),
             rule="All ranks of an axis must make the same collective calls in the same order, and every send needs a "
             "receive",
             remedy="Compare the calls of these ranks",
         )
 
 
-def _waits(rank: int, absent: Sequence[MessageKey]) -> str:
-    who = " and ".join(str(key.author) for key in absent)
-    return f"rank {rank} waits for rank {who} in {absent[0].what}" if absent else f"rank {rank} continues"
+def _describe_wait(rank: int, absent: Sequence[MessageKey]) -> str:
+    authors = " and ".join(str(key.author) for key in absent)
+    return f"rank {rank} waits for rank {authors} in {absent[0].what}" if absent else f"rank {rank} continues"
 
 
 class ThreadWorld:
@@ -162,8 +161,8 @@ class ThreadWorld:
 
     store = None
 
-    def __init__(self, table: Mailbox, rank: int) -> None:
-        self.table, self.rank = table, rank
+    def __init__(self, mailbox: Mailbox, rank: int) -> None:
+        self.mailbox, self.rank = mailbox, rank
         self.thread = threading.current_thread()
         self._connected: Counter[tuple[int, ...]] = Counter()
 
@@ -193,16 +192,16 @@ class ThreadTransport:
 
     def all_reduce(self, x: Tensor, op: str) -> Work:
         parts = self._meet("all_reduce", _copy(x))
-        return _DeferredWork(lambda: x.copy_(_sum(parts()) if op == "sum" else torch.stack(parts()).amax(0)))
+        return DeferredWork(lambda: x.copy_(_sum(parts()) if op == "sum" else torch.stack(parts()).amax(0)))
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
         parts = self._meet("all_gather", _copy(x))
-        return _DeferredWork(lambda: out.copy_(torch.cat(parts())))
+        return DeferredWork(lambda: out.copy_(torch.cat(parts())))
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Work:
         parts = self._meet("reduce_scatter", _copy(x))
         rank, size = self._line.index(self._me), len(self._line)
-        return _DeferredWork(lambda: out.copy_(_sum(parts()).chunk(size)[rank]))
+        return DeferredWork(lambda: out.copy_(_sum(parts()).chunk(size)[rank]))
 
     def exchange(self, outgoing: Mapping[int, Tensor], arriving: Mapping[int, Tensor]) -> Sequence[Work]:
         for to, x in outgoing.items():
@@ -211,18 +210,18 @@ class ThreadTransport:
         return [self.receive(x, source, EXCHANGE) for source, x in arriving.items() if x.numel()]
 
     def send(self, x: Tensor, to: int, tag: int) -> Work:
-        self.world.table.put(self._message(self._me, self._line[to], tag), _copy(x), 1)
-        return _DeferredWork(None)
+        self.world.mailbox.put(self._message(self._me, self._line[to], tag), _copy(x), 1)
+        return DeferredWork(None)
 
     def receive(self, x: Tensor, source: int, tag: int) -> Work:
         key = self._message(self._line[source], self._me, tag)
 
         def finish() -> None:
-            (value,) = self.world.table.get(self._me, [key])
+            (value,) = self.world.mailbox.get(self._me, [key])
             assert value.dtype == x.dtype, f"received {value.dtype}, expected {x.dtype}"
             x.copy_(value.view(x.shape))
 
-        return _DeferredWork(finish)
+        return DeferredWork(finish)
 
     def broadcast(self, x: Tensor, source: int) -> None:
         is_source = self._line[source] == self._me
@@ -243,22 +242,22 @@ class ThreadTransport:
         self._counts["calls"] += 1
         keys = self._keys("calls", ("calls", self._counts["calls"]))
         before = self._keys("calls", ("calls", self._counts["calls"] - 2))  # read by all ranks
-        mine = self._line.index(self._me)
-        table = self.world.table
-        table.withdraw(before[mine])
-        table.put(keys[mine], Word(call, not waits), len(keys))
+        index = self._line.index(self._me)
+        mailbox = self.world.mailbox
+        mailbox.withdraw(before[index])
+        mailbox.put(keys[index], Word(call, not waits), len(keys))
         if not waits:
             return Meeting()
-        table.missing(self._me, keys, table.timeout_s)
-        words = [table.seen(key) for key in keys]
+        mailbox.missing(self._me, keys, mailbox.timeout_s)
+        words = [mailbox.seen(key) for key in keys]
         return Meeting(words, {rank: "does not arrive" for rank, word in zip(self._line, words) if word is None})
 
     def _meet(self, what: str, value: Any) -> Callable[[], list[Any]]:
         """Store ``value`` for all ranks, and return a function that waits for every rank's value."""
         self._counts["meeting"] += 1
         keys = self._keys(what, self._counts["meeting"])
-        self.world.table.put(keys[self._line.index(self._me)], value, len(keys))
-        return lambda: self.world.table.get(self._me, keys)
+        self.world.mailbox.put(keys[self._line.index(self._me)], value, len(keys))
+        return lambda: self.world.mailbox.get(self._me, keys)
 
     def _keys(self, what: str, place: Hashable) -> list[MessageKey]:
         return [MessageKey(what, (self._channel, place), rank) for rank in self._line]
@@ -270,7 +269,7 @@ class ThreadTransport:
         return MessageKey(what, (self._channel, reader, tag, self._counts[way]), author)
 
 
-class _DeferredWork:
+class DeferredWork:
     """Work that runs in ``wait``; complete from the start if ``finish`` is None."""
 
     def __init__(self, finish: Callable[[], object] | None) -> None:
@@ -316,9 +315,7 @@ class Turn:
     def __enter__(self) -> None:
         self.acquire()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 
@@ -355,30 +352,30 @@ def run_as_threads(
     sizes = {"data": data, "pipe": pipe, "sequence": sequence, "tensor": tensor}
     grid = RankGrid.of(sizes)
     turn = Turn() if in_turn else None
-    table = Mailbox(len(grid.ranks), timeout_s, turn)
+    mailbox = Mailbox(len(grid.ranks), timeout_s, turn)
     results: dict[int, ThreadResult] = {}
     errors: dict[int, BaseException] = {}
 
-    def play(rank: int) -> None:
+    def run(rank: int) -> None:
         try:
             with turn or nullcontext():
-                results[rank] = fn(ParallelContext.of(sizes, grid.coords(rank), world=ThreadWorld(table, rank)))
+                results[rank] = fn(ParallelContext.of(sizes, grid.coords(rank), world=ThreadWorld(mailbox, rank)))
         except BaseException as error:
             errors[rank] = error
-        table.end(rank, failed=rank in errors)
+        mailbox.end(rank, failed=rank in errors)
 
-    threads = [threading.Thread(target=play, args=(r,), name=f"rank-{r}", daemon=True) for r in grid.ranks]
+    threads = [threading.Thread(target=run, args=(r,), name=f"rank-{r}", daemon=True) for r in grid.ranks]
     for thread in threads:
         thread.start()
     for thread in threads:
-        while thread.is_alive() and not table.is_given_up():
+        while thread.is_alive() and not mailbox.is_given_up():
             thread.join(1.0)
     if errors:  # the original error takes precedence over its consequences on other ranks
-        ordered = [errors[rank] for rank in sorted(errors)]
-        raise next((error for error in ordered if not _follows(error)), ordered[0])
+        raise min(sorted(errors.items()), key=lambda numbered: _is_caused_by_peer(numbered[1]))[1]
     return [results[rank] for rank in grid.ranks]
 
 
-def _follows(error: BaseException | None) -> bool:
-    """Return whether a rank raised because another rank had raised."""
-    return error is not None and (isinstance(error, PeerFailed) or _follows(error.__cause__ or error.__context__))
+def _is_caused_by_peer(error: BaseException | None) -> bool:
+    if error is None:
+        return False
+    return isinstance(error, PeerFailed) or _is_caused_by_peer(error.__cause__ or error.__context__)

@@ -15,7 +15,7 @@ from enum import IntEnum
 from multiprocessing import connection, forkserver, get_all_start_methods, get_context
 from multiprocessing.process import BaseProcess
 from tempfile import TemporaryDirectory
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar, cast
 
 from shardformer.errors import LaunchError, WorkerError, check_int
 from shardformer.local_ranks import worker_process
@@ -162,14 +162,14 @@ class WorkerPool:
         alike = len(failures) == self.num_workers and len(kinds) == 1 and kinds != {type(None)}
         if len(replies) == self.num_workers and (not failures or alike):
             return [replies[rank] for rank in range(self.num_workers)]
-        fates = [worker.exit_report() for worker in self._workers if worker.rank in dead]
-        fates += [_raised(rank, failure) for rank, failure in failures.items()]
-        what = "was still running or waiting, and was killed" if fates else f"had not answered after {timeout_s:g} s"
+        outcomes = [worker.exit_report() for worker in self._workers if worker.rank in dead]
+        outcomes += [_raised(rank, failure) for rank, failure in failures.items()]
+        what = "was still running or waiting, and was killed" if outcomes else f"had not answered after {timeout_s:g} s"
         silent = [worker for worker in self._workers if worker.rank not in replies and worker.rank not in dead]
         for worker in silent:
             os.kill(worker.pid, signal.SIGUSR1)
-        fates += [_RankOutcome(_OutcomeKind.SILENT, worker.rank, what, worker.stack(STACK_S)) for worker in silent]
-        raise _worker_error(name, fates)
+        outcomes += [_RankOutcome(_OutcomeKind.SILENT, worker.rank, what, worker.stack(STACK_S)) for worker in silent]
+        raise _worker_error(name, outcomes)
 
     def _collect(self, timeout_s: float) -> tuple[dict[int, RemoteReply], set[int]]:
         """Return the replies that arrived in time, and the ranks that died."""
@@ -240,10 +240,9 @@ class _Worker:
     def receive(self) -> RemoteReply | None:
         """Return the reply, or None if the pipe was closed."""
         try:
-            reply: RemoteReply = pickle.loads(self.calls.recv_bytes())
+            return cast(RemoteReply, pickle.loads(self.calls.recv_bytes()))
         except (EOFError, OSError):
             return None
-        return reply
 
     def stack(self, wait_s: float) -> str:
         """Return the main thread's stack below the call, innermost frame first, or "" if none arrives."""
@@ -260,12 +259,9 @@ class _Worker:
     def exit_report(self) -> _RankOutcome:
         self.process.join(1.0)
         code = self.process.exitcode
-        if code is None:
-            what = "closed its pipe"
-        elif code < 0:
+        what = "closed its pipe" if code is None else f"ended with exit code {code}"
+        if code is not None and code < 0:
             what = f"was killed by {signal.Signals(-code).name}"
-        else:
-            what = f"ended with exit code {code}"
         return _RankOutcome(_OutcomeKind.DIED, self.rank, what, self.stack(0.0))
 
     def release(self) -> None:
@@ -357,19 +353,19 @@ _RULES = {
 }
 
 
-def _worker_error(name: str, fates: Sequence[_RankOutcome]) -> WorkerError:
+def _worker_error(name: str, outcomes: Sequence[_RankOutcome]) -> WorkerError:
     """Build an error that starts with the ranks that explain the failure and reports all failed ranks."""
-    alike: dict[tuple[_OutcomeKind, str, str], list[int]] = {}
+    reports: dict[tuple[_OutcomeKind, str, str], list[int]] = {}
     headline: dict[str, list[int]] = {}
-    first = min(fate.kind for fate in fates)
-    for fate in sorted(fates, key=lambda fate: (fate.kind, fate.rank)):
-        alike.setdefault((fate.kind, fate.what, fate.details), []).append(fate.rank)
-        if fate.kind == first:
-            headline.setdefault(fate.what, []).append(fate.rank)
+    first = min(outcome.kind for outcome in outcomes)
+    for outcome in sorted(outcomes, key=lambda outcome: (outcome.kind, outcome.rank)):
+        reports.setdefault((outcome.kind, outcome.what, outcome.details), []).append(outcome.rank)
+        if outcome.kind == first:
+            headline.setdefault(outcome.what, []).append(outcome.rank)
     what = "; ".join(f"{_ranks(ranks)} {what}" for what, ranks in headline.items())
     rule, remedy = _RULES[first]
-    for (_, said, details), ranks in alike.items():
-        remedy += f"\n\n{_ranks(ranks)} {said}" + (f":\n{details.rstrip()}" if details else "")
+    for (_, outcome_text, details), ranks in reports.items():
+        remedy += f"\n\n{_ranks(ranks)} {outcome_text}" + (f":\n{details.rstrip()}" if details else "")
     return WorkerError(f"{what} in {name}", rule=rule, remedy=f"{remedy}\n")
 
 
