@@ -183,7 +183,7 @@ def assigned_chunks(chunks_by_rank: Sequence[LocalChunks], world: Axis) -> dict[
         tensors |= local_tensors
         for chunk in chunks:
             owners.setdefault(chunk, []).append(rank)
-    overlapping = _overlapping(owners, tensors)
+    overlapping = _overlapping_tensors(owners, tensors)
     covered: dict[str, list[ChunkBounds]] = {}
     load = [0] * world.size
     assigned: dict[NamedChunk, list[ChunkBounds]] = {}
@@ -200,8 +200,7 @@ def assigned_chunks(chunks_by_rank: Sequence[LocalChunks], world: Axis) -> dict[
     return assigned
 
 
-def _overlapping(chunks: Iterable[NamedChunk], tensors: dict[str, tuple[Offsets, int]]) -> set[str]:
-    """Return the names of the tensors whose chunks overlap or do not cover the tensor."""
+def _overlapping_tensors(chunks: Iterable[NamedChunk], tensors: dict[str, tuple[Offsets, int]]) -> set[str]:
     numel: Counter[str] = Counter()
     for name, _, size in chunks:
         numel[name] += prod(size)

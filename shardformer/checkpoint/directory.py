@@ -45,17 +45,17 @@ from shardformer.filesystem.lock import check_held, hold
 LATEST = "latest"
 SEEN_WITHIN_S = 15.0
 """A network file system may show a new folder to other hosts after a delay."""
-_STEP = re.compile(r"step-(\d{8,})")
-_OLD = re.compile(r"\.replaced-step-\d{8,}.*")
-_OWN_FILE = re.compile(rf"{re.escape(INDEX_FILE)}|rank-\d{{5,}}\.safetensors")
+_STEP_NAME = re.compile(r"step-(\d{8,})")
+_REPLACED_NAME = re.compile(r"\.replaced-step-\d{8,}.*")
+_CHECKPOINT_FILE = re.compile(rf"{re.escape(INDEX_FILE)}|rank-\d{{5,}}\.safetensors")
 """Names of the files of a checkpoint."""
-_NAMING = threading.Lock()
+_RENAME_LOCK = threading.Lock()
 """Held while a checkpoint of this process is renamed to its final name."""
 _SAVED: dict[str, ref[nn.Module]] = {}
 """Real path of a checkpoint -> the model in this process that saved it last."""
 SAVE = "_shardformer_saving"
 """Attribute of a model: its latest ``AsyncSave``, whose host buffers the next save reuses."""
-_GOES_ON = "_shardformer_goes_on"
+_RESUMED_FROM = "_shardformer_goes_on"
 """Attribute of a model: real paths of the directories it was resumed from."""
 
 
@@ -118,7 +118,7 @@ def claim(root: Path, step: int, owner: nn.Module) -> bool:
             rule="A save only replaces an older checkpoint of the same step",
             remedy="Move it, or save into another directory",
         )
-    if _is_of_another(named, owner):
+    if _is_saved_by_another_model(named, owner):
         raise ConfigError(
             f"{named} was saved by another model of this process",
             remedy="Save each model into a directory of its own",
@@ -126,7 +126,7 @@ def claim(root: Path, step: int, owner: nn.Module) -> bool:
     is_new = hold(root, owner)
     for path in root.glob(".*"):
         found = private(path)
-        if found is None or not (_STEP.fullmatch(found.name) or found.name == LATEST):
+        if found is None or not (_STEP_NAME.fullmatch(found.name) or found.name == LATEST):
             continue
         if not (found.owner.is_dead or not found.owner.is_here):
             continue  # in use by this process; the lock excludes processes of other hosts
@@ -138,10 +138,10 @@ def claim(root: Path, step: int, owner: nn.Module) -> bool:
     return is_new
 
 
-def _is_of_another(named: Path, model: nn.Module) -> bool:
-    """Return whether another model of this process, which is still in use, saved the checkpoint ``named``."""
+def _is_saved_by_another_model(named: Path, model: nn.Module) -> bool:
+    """Return whether another model of this process, which is still in use, saved ``named``."""
     saved = _SAVED.get(os.path.realpath(named), lambda: None)
-    goes_on = os.path.realpath(named.parent) in model.__dict__.get(_GOES_ON, ())
+    goes_on = os.path.realpath(named.parent) in model.__dict__.get(_RESUMED_FROM, ())
     other = saved()
     if other is None or other is model or goes_on:
         return False
@@ -155,12 +155,12 @@ def _is_of_another(named: Path, model: nn.Module) -> bool:
 def saved_into(model: nn.Module) -> set[str]:
     """Return the directories into which the model was saved, or from which it was resumed."""
     own = {os.path.dirname(path) for path, saved in [*_SAVED.items()] if saved() is model}
-    return own | set(model.__dict__.get(_GOES_ON, ()))
+    return own | set(model.__dict__.get(_RESUMED_FROM, ()))
 
 
 def goes_on_from(model: nn.Module, roots: Iterable[str]) -> None:
     """Note that the model was resumed from checkpoints in ``roots``, so that it may replace them."""
-    model.__dict__[_GOES_ON] = {*model.__dict__.get(_GOES_ON, ()), *map(os.path.realpath, roots)}
+    model.__dict__[_RESUMED_FROM] = {*model.__dict__.get(_RESUMED_FROM, ()), *map(os.path.realpath, roots)}
 
 
 def check_visible(hidden: Path) -> None:
@@ -182,23 +182,24 @@ def publish_directory(folder: Path, root: Path, index: CheckpointIndex, *, to_di
     It replaces an older checkpoint of the same step. Raises OSError, and InputError if another process took the lock.
     """
     named = step_folder(root, index.step)
-    with _NAMING:
+    with _RENAME_LOCK:
         check_held(root)
         index.number = 1 + max((order_of(each)[0] for each in _checkpoints_in(root)), default=0)
         index.write(folder, to_disk=to_disk)
-        _move_others(exchange(folder, named), named)
+        _move_user_files(exchange(folder, named), named)
         replace_text(root / LATEST, f"{named.name}\n", to_disk=to_disk)
     return named
 
 
-def _others_in(folder: Path) -> list[Path]:
-    """Return the paths in a step's folder that no save has written."""
+def _user_files_in(folder: Path) -> list[Path]:
     found = sorted(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else []
-    return [path for path in found if not _OWN_FILE.fullmatch(path.name) or not path.is_file() or path.is_symlink()]
+    return [
+        path for path in found if not _CHECKPOINT_FILE.fullmatch(path.name) or not path.is_file() or path.is_symlink()
+    ]
 
 
-def _move_others(source: Path, target: Path) -> None:
-    for path in _others_in(source):
+def _move_user_files(source: Path, target: Path) -> None:
+    for path in _user_files_in(source):
         if not os.path.lexists(target / path.name):
             path.rename(target / path.name)
 
@@ -214,7 +215,7 @@ def discard_directory(folder: Path) -> None:
 
 def _delete(hidden: Path, folder: Path) -> None:
     """Move files that no save has written back to ``folder``, then delete ``hidden``. Raises OSError."""
-    for path in _others_in(hidden):
+    for path in _user_files_in(hidden):
         folder.mkdir(exist_ok=True)
         path.rename(folder / path.name)
     remove(hidden)
@@ -229,7 +230,7 @@ def delete_old(root: Path, keep: CheckpointRetention, newest: Path) -> None:
         return
     now = time.time()
     for place, (folder, at) in enumerate(list_checkpoints(root)):
-        step = int(match[1]) if (match := _STEP.fullmatch(folder.name)) else None
+        step = int(match[1]) if (match := _STEP_NAME.fullmatch(folder.name)) else None
         is_kept = keep.every is not None and step is not None and step % keep.every == 0
         is_young = keep.younger_than is not None and now - at < keep.younger_than
         if place >= keep.last and folder != newest and not is_kept and not is_young:
@@ -247,17 +248,16 @@ def list_checkpoints(root: Path) -> list[tuple[Path, float]]:
 
 
 def _checkpoints_in(root: Path) -> list[Path]:
-    named = [folder for folder in root.glob("step-*") if _STEP.fullmatch(folder.name)]
+    named = [folder for folder in root.glob("step-*") if _STEP_NAME.fullmatch(folder.name)]
     return [folder for folder in (*named, *_replaced_in(root)) if (folder / INDEX_FILE).exists()]
 
 
 def _replaced_in(root: Path) -> list[Path]:
-    return [path for path in root.glob(".replaced-*") if _OLD.fullmatch(path.name) and not path.is_symlink()]
+    return [path for path in root.glob(".replaced-*") if _REPLACED_NAME.fullmatch(path.name) and not path.is_symlink()]
 
 
 def _step_of(folder: Path) -> str:
-    """Return a name such as ``step-00000100`` from the folder of a checkpoint or of a replaced checkpoint."""
-    found = _STEP.search(folder.name)
+    found = _STEP_NAME.search(folder.name)
     return found[0] if found is not None else folder.name
 
 
@@ -266,7 +266,7 @@ def candidates(path: Path) -> Iterator[Path]:
 
     A checkpoint refers to itself, a directory of checkpoints to the newest. Raises ConfigError if there is none.
     """
-    if (path / INDEX_FILE).exists() or _STEP.fullmatch(path.name):
+    if (path / INDEX_FILE).exists() or _STEP_NAME.fullmatch(path.name):
         yield path
         return
     pairs = list_checkpoints(path) if path.is_dir() else []
@@ -276,12 +276,12 @@ def candidates(path: Path) -> Iterator[Path]:
             f"{path} {what}",
             rule="Pass the directory that save_checkpoint wrote to, or one of its step-... folders with a "
             f"{INDEX_FILE}",
-            remedy=_nearby(path),
+            remedy=_suggest_path(path),
         )
     yield from (folder for folder, _ in pairs)
 
 
-def _nearby(path: Path) -> str:
+def _suggest_path(path: Path) -> str:
     above = next((p for p in path.parents if p.is_dir()), Path())
     inside = (
         sorted(p.parent for p in above.glob(f"*/{INDEX_FILE}"))[:4]

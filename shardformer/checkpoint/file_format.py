@@ -46,13 +46,12 @@ def weighted_sum(values: Tensor, start: Offsets) -> int:
         numbers = torch.view_as_real(numbers)
         start = (*start, 0)
     numbers = numbers.view(_INTEGERS[numbers.element_size()]).numpy()
-    factors = [_factors(dim, first, n) for dim, (first, n) in enumerate(zip(start, numbers.shape, strict=True))]
+    factors = [_index_factors(dim, first, n) for dim, (first, n) in enumerate(zip(start, numbers.shape, strict=True))]
     with numpy.errstate(over="ignore"):
-        return int(_contracted(numbers, factors)) % 2**64
+        return int(_weighted_sum_of_dims(numbers, factors)) % 2**64
 
 
-def _contracted(numbers: Any, factors: Sequence[Any]) -> Any:
-    """Return the sum of all elements, each multiplied by the factors of its indices."""
+def _weighted_sum_of_dims(numbers: Any, factors: Sequence[Any]) -> Any:
     if not factors:
         return numbers.astype(numpy.int64)
     *outer, last = factors
@@ -62,7 +61,7 @@ def _contracted(numbers: Any, factors: Sequence[Any]) -> Any:
     return sums.reshape(())
 
 
-def _factors(dim: int, first: int, count: int) -> Any:
+def _index_factors(dim: int, first: int, count: int) -> Any:
     """Return an odd factor for each of ``count`` indices of dimension ``dim``, starting at ``first``."""
     x = numpy.arange(first + 1, first + count + 1, dtype=numpy.uint64) * numpy.uint64(SPLITMIX64[0])
     x += numpy.uint64(_mixed(dim))
@@ -221,7 +220,6 @@ def _digest(text: str) -> str:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -357,7 +355,6 @@ def to_json(value: Any, where: str) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """Decode a value that ``to_json`` encoded."""
     if isinstance(value, list):
         return [from_json(each) for each in value]
     if not isinstance(value, Mapping):

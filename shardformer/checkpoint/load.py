@@ -80,8 +80,6 @@ class BoxReader:
 
 
 class _File:
-    """An open safetensors file."""
-
     def __init__(self, path: Path) -> None:
         self.descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -254,7 +252,6 @@ class LoadPlan:
         self._check_no_unused_weights()
 
     def _add(self, name: str, region: FlatRegion, *, is_checked: bool = True) -> Tensor:
-        """Add a tensor to ``items`` and return the buffer that will be filled."""
         memory = region.new(getattr(torch, self.index.tensors[name].dtype))
         self.items.append(replace(region.item(name, memory), is_checked=is_checked))
         return memory
@@ -277,7 +274,6 @@ class LoadPlan:
                 )
 
     def _check_no_unused_weights(self) -> None:
-        """Raise ConfigError on all ranks if no rank needs some of the saved weights."""
         names = set().union(*all_gather_objects(set(self._tensors.tensors), self._tensors.world))
         if unused := [name for name in self._saved if name not in names]:
             raise ConfigError(
@@ -407,7 +403,6 @@ class LoadPlan:
 
     @contextmanager
     def _extra_states_kept(self) -> Iterator[None]:
-        """Restore the extra states of all modules if the body raises."""
         before = {name: copy.deepcopy(self._owner(name).get_extra_state()) for name in self._tensors.extra_states}
         try:
             yield

@@ -157,17 +157,19 @@ def plan_transfers(listings: Sequence[RankListing]) -> Iterator[ChunkTransfer]:
     """
     load = [0] * len(listings)
     shared: list[tuple[int, int, str, ChunkBounds, Ranks, Ranks]] = []
-    for name, tensor in _tensors(listings).items():
+    for name, tensor in _collect_tensors(listings).items():
         for chunk, owners, targets in tensor.demands(name):
             if len(owners) == 1:
-                yield from _sends(name, chunk, owners, targets, load)
+                yield from _plan_sends(name, chunk, owners, targets, load)
             else:
                 shared.append((len(owners), -prod(chunk[1]), name, chunk, owners, targets))
     for _, _, name, chunk, owners, targets in sorted(shared, key=lambda demand: demand[:4]):
-        yield from _sends(name, chunk, owners, targets, load)
+        yield from _plan_sends(name, chunk, owners, targets, load)
 
 
-def _sends(name: str, chunk: ChunkBounds, owners: Ranks, targets: Ranks, load: list[int]) -> Iterator[ChunkTransfer]:
+def _plan_sends(
+    name: str, chunk: ChunkBounds, owners: Ranks, targets: Ranks, load: list[int]
+) -> Iterator[ChunkTransfer]:
     """Yield the transfer of ``chunk`` to each target; ``load`` counts the bytes that each rank sends."""
     for target, dtype in targets.items():
         source = target if target in owners else min(owners, key=load.__getitem__)
@@ -179,7 +181,7 @@ def _sends(name: str, chunk: ChunkBounds, owners: Ranks, targets: Ranks, load: l
 
 @dataclass
 class _Tensor:
-    """Chunks of one tensor that all ranks have and want. ``rank`` is the first rank that listed the tensor."""
+    """Chunks of one tensor on all ranks. ``rank`` is the first rank that listed the tensor."""
 
     shape: Offsets
     rank: int
@@ -189,17 +191,17 @@ class _Tensor:
     def demands(self, name: str) -> Iterator[tuple[ChunkBounds, Ranks, Ranks]]:
         """Yield (chunk, owners, targets) of the wanted chunks, split where the set of owners changes."""
         over: dict[ChunkBounds, list[tuple[ChunkBounds, Ranks]]] = {chunk: [] for chunk in self.targets}
-        for chunk, source, common in _overlaps(self.targets, self.sources):
+        for chunk, source, common in _overlapping_pairs(self.targets, self.sources):
             over[chunk].append((common, self.sources[source]))
         are_disjoint = _are_disjoint(list(self.sources))
         for chunk, ranks in self.targets.items():
-            for cell, owners in _cells(chunk, over[chunk], are_disjoint):
+            for cell, owners in _split_by_owners(chunk, over[chunk], are_disjoint):
                 if not owners:
                     raise _no_source_error(f"the box of shape {list(cell[1])} at {list(cell[0])} of {name}", min(ranks))
                 yield cell, owners, ranks
 
 
-def _overlaps(
+def _overlapping_pairs(
     some: Iterable[ChunkBounds], others: Iterable[ChunkBounds]
 ) -> Iterator[tuple[ChunkBounds, ChunkBounds, ChunkBounds]]:
     """Yield (chunk of ``some``, chunk of ``others``, intersection) of all overlapping pairs.
@@ -218,12 +220,11 @@ def _overlaps(
         yield some[i], others[j], (tuple(common), tuple(length))
 
 
-def _tensors(listings: Sequence[RankListing]) -> dict[str, _Tensor]:
-    """Collect the tensors that any rank has or wants, by name."""
+def _collect_tensors(listings: Sequence[RankListing]) -> dict[str, _Tensor]:
     tensors: dict[str, _Tensor] = {}
     for rank, listing in enumerate(listings):
         for name, shape, dtype, chunks in listing.have:
-            sources = _tensor(tensors, name, shape, rank).sources
+            sources = _get_tensor(tensors, name, shape, rank).sources
             for chunk in chunks:
                 ranks = sources.setdefault(chunk, {})
                 ranks[rank] = max(ranks.get(rank, dtype), dtype, key=WIDTH)
@@ -233,7 +234,7 @@ def _tensors(listings: Sequence[RankListing]) -> dict[str, _Tensor]:
         for name, shape, dtype, chunks in sorted(listing.want, key=lambda item: -item.dtype.itemsize):
             if name not in names:
                 raise _no_source_error(name, rank, f"{did_you_mean(name, names)} ")
-            targets, before = _tensor(tensors, name, shape, rank).targets, listed.setdefault(name, [])
+            targets, before = _get_tensor(tensors, name, shape, rank).targets, listed.setdefault(name, [])
             for chunk in chunks:
                 for box in subtract_chunks(chunk, before):
                     targets.setdefault(box, {})[rank] = dtype
@@ -241,7 +242,7 @@ def _tensors(listings: Sequence[RankListing]) -> dict[str, _Tensor]:
     return tensors
 
 
-def _tensor(tensors: dict[str, _Tensor], name: str, shape: Offsets, rank: int) -> _Tensor:
+def _get_tensor(tensors: dict[str, _Tensor], name: str, shape: Offsets, rank: int) -> _Tensor:
     tensor = tensors.setdefault(name, _Tensor(shape, rank))
     if tensor.shape != shape:
         raise ConfigError(
@@ -251,7 +252,7 @@ def _tensor(tensors: dict[str, _Tensor], name: str, shape: Offsets, rank: int) -
     return tensor
 
 
-def _cells(
+def _split_by_owners(
     chunk: ChunkBounds,
     over: Sequence[tuple[ChunkBounds, Ranks]],
     are_disjoint: bool = False,
@@ -271,13 +272,15 @@ def _cells(
         return
     middle = parts[len(parts) // 2]
     for cell in (middle, *subtract_chunks(chunk, [middle])):
-        yield from _cells(cell, [(c, ranks) for part, ranks in over if (c := overlap(cell, part))], False, owners)
+        yield from _split_by_owners(
+            cell, [(c, ranks) for part, ranks in over if (c := overlap(cell, part))], False, owners
+        )
 
 
 def _are_disjoint(chunks: Sequence[ChunkBounds]) -> bool:
     if len(chunks) < 8:  # faster than arrays
         return not any(overlap(a, b) for a, b in combinations(chunks, 2))
-    return sum(1 for _ in _overlaps(chunks, chunks)) == len(chunks)
+    return sum(1 for _ in _overlapping_pairs(chunks, chunks)) == len(chunks)
 
 
 def _merged(*owners: Ranks) -> Ranks:
@@ -300,7 +303,6 @@ class _LocalItems:
         return next(c for c in self._have[send.name] if overlap(c.bounds, bounds) == bounds).view(*bounds)
 
     def write(self, send: ChunkTransfer, values: Tensor) -> None:
-        """Copy a chunk into all target chunks that overlap it."""
         received = LocalChunk(send.start, values)
         for chunk in self._want[send.name]:
             if (common := overlap(chunk.bounds, (send.start, send.size))) is not None:
@@ -387,7 +389,6 @@ def batch_transfers(sends: Iterable[ChunkTransfer], chunk_bytes: int) -> Iterato
 
 
 def _views(batch: TransferBatch, buffer: Tensor) -> Iterator[tuple[ChunkTransfer, Tensor]]:
-    """Yield each transfer of a message with its view of the message buffer."""
     offset = 0
     for send in batch:
         yield send, buffer[offset : offset + send.num_bytes].view(send.dtype).view(send.size)

@@ -94,7 +94,7 @@ def write_snapshot(snapshot: Snapshot, hidden: Path, root: Path, keep: Checkpoin
         _write_share(snapshot, hidden, to_disk)
     except BaseException:
         with suppress(OSError):
-            write_new(_note(hidden, snapshot.rank, "failed"), b"")  # empty: succeeds on a full disk
+            write_new(_note_path(hidden, snapshot.rank, "failed"), b"")  # empty: succeeds on a full disk
         raise
     finally:
         snapshot.pieces.clear()
@@ -135,17 +135,16 @@ def _write_share(snapshot: Snapshot, hidden: Path, to_disk: bool) -> None:
         (name, file_format.SavedChunk(start, tuple(values.shape), snapshot.rank, total))
         for (name, start, values), total in zip(snapshot.pieces, sums, strict=True)
     ]
-    note = _note(hidden, snapshot.rank, "json")
+    note = _note_path(hidden, snapshot.rank, "json")
     unfinished = note.with_suffix(".begun")
     write_new(unfinished, json.dumps({"entries": snapshot.entries, "boxes": boxes}).encode())
     unfinished.rename(note)
 
 
 def _merge_rank_notes(snapshot: Snapshot, hidden: Path) -> None:
-    """Add the chunks of all ranks to the index. Raises InputError if a rank failed or did not answer."""
     tensors = snapshot.index.tensors
     for rank in range(snapshot.size):
-        note = _wait_for(rank, hidden)
+        note = _wait_for_note(rank, hidden)
         share = json.loads(note.read_text())
         note.unlink()
         for name, (dtype, shape) in share["entries"].items():
@@ -160,9 +159,8 @@ def _merge_rank_notes(snapshot: Snapshot, hidden: Path) -> None:
             )
 
 
-def _wait_for(rank: int, hidden: Path) -> Path:
-    """Wait for the note of a rank and return its path."""
-    note, failed = _note(hidden, rank, "json"), _note(hidden, rank, "failed")
+def _wait_for_note(rank: int, hidden: Path) -> Path:
+    note, failed = _note_path(hidden, rank, "json"), _note_path(hidden, rank, "failed")
     end = time.monotonic() + PATIENCE_S
     while not note.exists():
         has_failed = failed.exists() or not hidden.is_dir()
@@ -176,7 +174,7 @@ def _wait_for(rank: int, hidden: Path) -> Path:
     return note
 
 
-def _note(hidden: Path, rank: int, ending: str) -> Path:
+def _note_path(hidden: Path, rank: int, ending: str) -> Path:
     return hidden / f".{file_name(rank)}.{ending}"
 
 
@@ -310,7 +308,7 @@ def save_checkpoint(
     with prepare_save(directory, model, optimizer, step, scheduler, extra, retention) as job:
         path = job.agree(partial(job.write, to_disk=job.hosts > 1))
     if job.hosts == 1 and job.world.rank == 0:
-        _follow(AsyncSave(job, partial(job.sync, path), is_there=True), job.model)
+        _start_in_background(AsyncSave(job, partial(job.sync, path), is_there=True), job.model)
     return path
 
 
@@ -335,7 +333,7 @@ def async_save_checkpoint(
         saving = AsyncSave(job, job.write)
         before: AsyncSave | None = job.model.__dict__.get(SAVE)
         job.snapshot.copy_into(saving.memory if before is None else before.memory)
-    _follow(saving, job.model)
+    _start_in_background(saving, job.model)
     return saving
 
 
@@ -350,8 +348,7 @@ def check_savable(model: nn.Module, optimizer: Any = None, *, scheduler: Any = N
         collect_state(tensors, lambda: None, optimizer, scheduler, extra)
 
 
-def _follow(saving: AsyncSave, model: nn.Module) -> None:
-    """Start a background save, and attach it to the model."""
+def _start_in_background(saving: AsyncSave, model: nn.Module) -> None:
     if (before := model.__dict__.get(SAVE)) is not None:
         saving.memory = before.memory
     model.__dict__[SAVE] = saving
@@ -377,7 +374,7 @@ def prepare_save(
         root = path_of(folder)
         check_int("step", step, 0, unit="training steps")
         CheckpointRetention.of(keep)
-        _check_free(tensors.model.__dict__.get(SAVE))
+        _check_no_pending_save(tensors.model.__dict__.get(SAVE))
         return str(Path(folder)), step, platform.node(), checkpoint_directory.hidden_folder(root, step).name
 
     def claim() -> None:
@@ -419,7 +416,7 @@ def prepare_save(
             raise
 
 
-def _check_free(before: AsyncSave | None) -> None:
+def _check_no_pending_save(before: AsyncSave | None) -> None:
     """Wait for the sync of the previous save. Raises InputError if ``wait()`` was not called, or if it failed."""
     if before is None:
         return

@@ -473,7 +473,6 @@ def collect_state(
 
 
 def _values(tensors: ModelTensors, optimizers: Iterable[OptimizerStates], scheduler: Any, extra: Any) -> dict[str, Any]:
-    """Return everything except tensors that this rank contributes to the index."""
     values: dict[str, Any] = {
         "model": type(tensors.model).__name__,
         "optimizers": [each.values() for each in optimizers],

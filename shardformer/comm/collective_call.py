@@ -237,7 +237,6 @@ def run_on_first_rank(make: Callable[[], T], world: Axis, what: str) -> T:
 
 
 def _failed_ranks_error(problem: Exception | None, what: str, rank: int) -> ShardFormerError | None:
-    """Return the error that the other ranks raise."""
     if problem is None or isinstance(problem, ShardFormerError):
         return problem
     if isinstance(problem, OSError):

@@ -136,7 +136,6 @@ def start_all_gather_into(out: Tensor, x: Tensor, axis: Axis, purpose: str) -> P
 
 
 def _exchange_with_peers(outgoing: Sequence[Tensor], incoming: Sequence[Tensor] | Tensor, axis: Axis) -> Sequence[Work]:
-    """Start sending ``outgoing[r]`` to each other rank r, and receiving ``incoming[r]`` from it."""
     peers = [r for r in range(axis.size) if r != axis.rank]
     return axis.transport.exchange({r: outgoing[r] for r in peers}, {r: incoming[r] for r in peers})
 
@@ -293,7 +292,6 @@ def gather_full_tensors(
 def _gather_same_layout(
     tensors: Sequence[Tensor], specs: Sequence[ShardSpec], axis: Callable[[str], Axis]
 ) -> list[Tensor]:
-    """Gather tensors that are sharded over the same axes."""
     places, axes = specs[0].rank_coords(), specs[0].axes
     flat = torch.cat([local.detach().reshape(-1) for local in tensors])
     held = [[prod(spec.local_shape(c)) for spec in specs] for c in places]

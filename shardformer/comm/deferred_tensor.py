@@ -57,7 +57,7 @@ class DeferredTensor(Tensor):
         cls, local: Tensor, shape: tuple[int, ...], axis: Axis | None, edges: Any, resolve: Map, to_local: Map
     ) -> Self:
         if local.requires_grad and torch.is_grad_enabled():
-            made: Self = _FromLocal.apply(local, lambda: cls._wrapper(local, shape), to_local)
+            made: Self = _LocalToFull.apply(local, lambda: cls._wrapper(local, shape), to_local)
         else:
             made = cls._wrapper(local, shape)
         made.local, made.axis, made.region = local, axis, edges
@@ -102,9 +102,9 @@ class DeferredTensor(Tensor):
         if not (self.local.requires_grad and torch.is_grad_enabled()):
             return full
         if self._is_watched:  # the full gradient must pass through the wrapper
-            out: Tensor = _FromLocal.apply(self, lambda: full.view_as(full), lambda grad: grad)
+            out: Tensor = _LocalToFull.apply(self, lambda: full.view_as(full), lambda grad: grad)
         else:
-            out = _FromLocal.apply(self.local, lambda: full.view_as(full), self._to_local)
+            out = _LocalToFull.apply(self.local, lambda: full.view_as(full), self._to_local)
         return out
 
     @classmethod
@@ -114,7 +114,7 @@ class DeferredTensor(Tensor):
         if first is not None and (func in _METADATA or func in _WATCHES):
             first._is_watched |= func in _WATCHES
             return metadata_of_wrapper(func, args, kwargs)
-        if first is not None and _is_same(func, first, args[1:]):
+        if first is not None and _returns_input(func, first, args[1:]):
             return first
         if first is not None and is_inplace(func, kwargs):  # the modified tensor replaces the deferred one
             value = first.full_tensor()
@@ -135,9 +135,7 @@ class DeferredTensor(Tensor):
         return f"{type(self).__name__}(over {self.axis}, shape={tuple(self.shape)})"
 
 
-class _FromLocal(Function):
-    """Autograd function from the local shard to the wrapper or the full values that ``make`` returns."""
-
+class _LocalToFull(Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, make: Callable[[], Tensor], to_local: Map) -> Tensor:
         ctx.to_local = to_local
@@ -149,8 +147,8 @@ class _FromLocal(Function):
         return ctx.to_local(grad), None, None
 
 
-def _is_same(func: Any, x: DeferredTensor, args: tuple[Any, ...]) -> bool:
-    """Return whether a call returns x itself: a full slice, or a view of the same shape."""
+def _returns_input(func: Any, x: DeferredTensor, args: tuple[Any, ...]) -> bool:
+    """Return whether a call returns x itself, such as a full slice."""
     if func not in (Tensor.__getitem__, Tensor.view, Tensor.reshape):
         return False
     if any(isinstance(x, Tensor) for x in tree_leaves(args)):

@@ -84,7 +84,6 @@ class CollectiveRecorder:
 
 
 def _track_modules(model: nn.Module, traffic: CollectiveLog) -> list[Any]:
-    """Register hooks that keep the running module in ``traffic``."""
     outer = traffic.where.module
     running = [outer]
 
@@ -109,7 +108,7 @@ def _track_modules(model: nn.Module, traffic: CollectiveLog) -> list[Any]:
 
 
 def no_wait_event() -> None:
-    """Record nothing, because no recorder is active."""
+    """Record nothing."""
 
 
 def record(op: str, axis: Axis, full_bytes: int, purpose: str, *, ranks: int | None = None) -> Callable[[], None]:

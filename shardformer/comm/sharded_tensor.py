@@ -138,7 +138,6 @@ class ShardedTensor(Tensor):
         )
 
     def _held(self) -> str:
-        """Describe this rank's shard for ``repr``."""
         raise AssertionError
 
     def __format__(self, spec: str) -> str:
@@ -192,7 +191,6 @@ def blank(x: ShardedTensor) -> Tensor:
 
 
 def _factory(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Call new_zeros, zeros_like and similar functions, which read no values, on a blank tensor."""
     x = args[0]
     return func(blank(x) if isinstance(x, ShardedTensor) else x, *to_full_tensors(args[1:]), **to_full_tensors(kwargs))
 
@@ -203,7 +201,7 @@ def elementwise(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     if not sharded or is_inplace(func, kwargs) or "out" in kwargs:
         return gathered(func, args, kwargs)
     x = max(sharded, key=lambda a: len(a.full_shape))
-    operands = [_operand(a, x) for a in (*args, *kwargs.values())]
+    operands = [_local_operand(a, x) for a in (*args, *kwargs.values())]
     if any(a is NotImplemented for a in operands):
         return gathered(func, args, kwargs)
     local = func(*operands[: len(args)], **dict(zip(kwargs, operands[len(args) :], strict=True)))
@@ -212,7 +210,7 @@ def elementwise(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     return x.placed(local, x.shard_dim - len(x.full_shape) + local.dim(), local.dtype)
 
 
-def _operand(value: Any, x: ShardedTensor) -> Any:
+def _local_operand(value: Any, x: ShardedTensor) -> Any:
     """Return this rank's slice of an operand, or NotImplemented if the full tensors are needed."""
     if not isinstance(value, Tensor):
         known = value is None or isinstance(value, Number | str | torch.dtype | torch.device | torch.memory_format)
@@ -322,7 +320,7 @@ def permute(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, l
     return ([dim % len(shape) for dim in _sizes(args)].index(sharded), args)
 
 
-def _along(position: int, default: int, drops_dim: bool = False) -> Callable[..., Placed]:
+def _rule_along_dim(position: int, default: int, drops_dim: bool = False) -> Callable[..., Placed]:
     """Return the rule of a function along one dimension, which must not be the sharded one."""
 
     def rule(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
@@ -334,10 +332,10 @@ def _along(position: int, default: int, drops_dim: bool = False) -> Callable[...
     return rule
 
 
-select = _along(0, 0, drops_dim=True)
-unbind = _along(0, 0, drops_dim=True)
-narrow = _along(0, 0)
-split = _along(1, 0)
+select = _rule_along_dim(0, 0, drops_dim=True)
+unbind = _rule_along_dim(0, 0, drops_dim=True)
+narrow = _rule_along_dim(0, 0)
+split = _rule_along_dim(1, 0)
 
 
 def getitem(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
@@ -376,7 +374,6 @@ def _dims_used(key: Any) -> int | None:
 
 
 def _sizes(args: Args) -> tuple[Any, ...]:
-    """Accept ``view(2, 3)`` and ``view((2, 3))``."""
     return tuple(args[0]) if len(args) == 1 and isinstance(args[0], tuple | list) else args
 
 

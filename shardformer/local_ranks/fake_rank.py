@@ -157,7 +157,7 @@ def fake_tensors(*, padded: bool = False) -> Iterator[Callable[[Any], Any]]:
         padded: whether attention receives a 4D mask, as transformers creates for a batch with padding. Otherwise, each
             row counts as one full sequence without a mask.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, nullcontext() if padded else _unpadded():
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, nullcontext() if padded else _without_masks():
 
         def copied(value: Any) -> Any:
             with FakeCopyMode(mode):
@@ -171,7 +171,7 @@ class _ThreadState(threading.local):
 
 
 _THREAD = _ThreadState()
-"""``traces`` is the number of active ``_unpadded`` blocks of this thread."""
+"""``traces`` is the number of active ``_without_masks`` blocks of this thread."""
 MASK_PATCH = Patch(
     "transformers.masking_utils: sdpa_mask, find_packed_sequence_indices",
     "shardformer.local_ranks.fake_rank",
@@ -180,11 +180,11 @@ MASK_PATCH = Patch(
 
 
 @contextmanager
-def _unpadded() -> Iterator[None]:
+def _without_masks() -> Iterator[None]:
     if find_spec("transformers") is None:
         yield
         return
-    with temporarily(MASK_PATCH, _leave_masks_out):
+    with temporarily(MASK_PATCH, _patch_masks):
         _THREAD.traces += 1
         try:
             yield
@@ -192,7 +192,7 @@ def _unpadded() -> Iterator[None]:
             _THREAD.traces -= 1
 
 
-def _leave_masks_out() -> Undo:
+def _patch_masks() -> Undo:
     """Patch transformers to create no mask for a batch without values, in threads that trace."""
     from transformers import masking_utils
 

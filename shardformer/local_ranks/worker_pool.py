@@ -123,18 +123,17 @@ class WorkerPool:
             if not self._workers:
                 for rank in range(self.num_workers):
                     self._workers.append(_Worker(rank, self._threads, self._imports))
-                self._regroup()
+                self._create_group()
             replies = self._exchange(name, calls, self.timeout_s)
             if any(reply.regroup for reply in replies):
-                self._regroup()
+                self._create_group()
         except BaseException:  # including Ctrl-C: the state of the workers is unknown
             self._kill()
             raise
         _raise_shared(name, replies)
         return [pickle.loads(reply.result) for reply in replies]
 
-    def _regroup(self) -> None:
-        """Create a new default process group."""
+    def _create_group(self) -> None:
         before, self._meeting = self._meeting, _GroupAddress()
         name = "the start of the group"
         call = RemoteCall.of(worker_process.join_group, (self._meeting.store, self._imports), {})
@@ -163,7 +162,7 @@ class WorkerPool:
         if len(replies) == self.num_workers and (not failures or alike):
             return [replies[rank] for rank in range(self.num_workers)]
         outcomes = [worker.exit_report() for worker in self._workers if worker.rank in dead]
-        outcomes += [_raised(rank, failure) for rank, failure in failures.items()]
+        outcomes += [_raised_outcome(rank, failure) for rank, failure in failures.items()]
         what = "was still running or waiting, and was killed" if outcomes else f"had not answered after {timeout_s:g} s"
         silent = [worker for worker in self._workers if worker.rank not in replies and worker.rank not in dead]
         for worker in silent:
@@ -172,7 +171,6 @@ class WorkerPool:
         raise _worker_error(name, outcomes)
 
     def _collect(self, timeout_s: float) -> tuple[dict[int, RemoteReply], set[int]]:
-        """Return the replies that arrived in time, and the ranks that died."""
         replies: dict[int, RemoteReply] = {}
         dead: set[int] = set()
         deadline = time.monotonic() + timeout_s
@@ -207,7 +205,7 @@ class _Worker:
     """The parent's side of one process: a pipe for calls, and a pipe for stack traces."""
 
     def __init__(self, rank: int, threads: int, imports: Sequence[str]) -> None:
-        context = _context(imports)
+        context = _fork_server_context(imports)
         self.rank = rank
         self.calls, calls = context.Pipe()
         self._stack, stack = context.Pipe(duplex=False)
@@ -238,7 +236,6 @@ class _Worker:
             pass  # the worker is dead, which waiting for its reply detects
 
     def receive(self) -> RemoteReply | None:
-        """Return the reply, or None if the pipe was closed."""
         try:
             return cast(RemoteReply, pickle.loads(self.calls.recv_bytes()))
         except (EOFError, OSError):
@@ -271,7 +268,7 @@ class _Worker:
         self._stack.close()
 
 
-def _context(imports: Sequence[str]) -> Any:
+def _fork_server_context(imports: Sequence[str]) -> Any:
     """Return a fork server context with torch and ``imports``, from which a worker starts in milliseconds.
 
     The server also imports the transformers models that the parent has imported, if they are few.
@@ -288,7 +285,7 @@ def _context(imports: Sequence[str]) -> Any:
 def start_fork_server(imports: Sequence[str]) -> None:
     """Start the fork server in the background, before the first pool needs it."""
     if "forkserver" in get_all_start_methods():
-        _context(imports)
+        _fork_server_context(imports)
         forkserver.ensure_running()
 
 
@@ -326,13 +323,14 @@ class _RankOutcome:
 
 
 def _raise_shared(name: str, replies: Sequence[RemoteReply]) -> None:
-    """Raise the error that all ranks raised, if they did."""
     failures = [reply.failure for reply in replies if reply.failure]
     if failures and failures[0].error:
-        raise failures[0].error from _worker_error(name, [_raised(*numbered) for numbered in enumerate(failures)])
+        raise failures[0].error from _worker_error(
+            name, [_raised_outcome(*numbered) for numbered in enumerate(failures)]
+        )
 
 
-def _raised(rank: int, failure: RemoteFailure) -> _RankOutcome:
+def _raised_outcome(rank: int, failure: RemoteFailure) -> _RankOutcome:
     return _RankOutcome(_OutcomeKind.RAISED, rank, f"raised {failure.what}", failure.traceback)
 
 

@@ -96,12 +96,10 @@ def _report_missing_ranks(rank: int, size: int, timeout_s: float) -> Iterator[No
 
 
 def _launchers_share_store() -> bool:
-    """Return whether the launchers have connected already and provide a store to the processes."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _restart_count() -> str:
-    """Return how often the launcher has restarted its processes."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
@@ -183,7 +181,6 @@ def _record_exit_error() -> None:
 
 
 def _another_thread_runs() -> bool:
-    """Return whether a thread other than the main one is running, or False if unknown."""
     for status in Path("/proc/self/task").glob("*/stat"):
         try:
             state = status.read_text().rpartition(")")[2].split()[0]
@@ -195,7 +192,6 @@ def _another_thread_runs() -> bool:
 
 
 def _environment_from_slurm() -> None:
-    """Set torch's variables from those of srun unless a launcher has set them."""
     env = os.environ
     if "RANK" in env or "SLURM_PROCID" not in env:
         return
@@ -268,7 +264,6 @@ def launch_from_torch(
 
 
 def _warn_cross_host_tensor_axis(context: ParallelContext) -> None:
-    """Warn on rank 0 if the tensor axis spans several hosts."""
     grid, line = context.grid, context.tensor.ranks
     if context.rank != 0 or not context.tensor.crosses_hosts:
         return

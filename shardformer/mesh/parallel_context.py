@@ -118,7 +118,7 @@ class ProcessGroupTransport:
 
     def all_reduce(self, x: Tensor, op: str) -> Work:
         if self._is_staged(x):
-            host = _copied(x)
+            host = _copy_to_host(x)
             return StagedWork([self.all_reduce(host, op)], [(x, host)])
         reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
         return self._started(dist.all_reduce(x, op=reduce_op, group=self.group, async_op=True), "an all-reduce")
@@ -133,8 +133,8 @@ class ProcessGroupTransport:
 
     def _start_into(self, out: Tensor, x: Tensor, collective: Callable[..., Any], what: str) -> Work:
         if self._is_staged(x):
-            host = _on_host(out)
-            return StagedWork([self._start_into(host, _copied(x), collective, what)], [(out, host)])
+            host = _host_buffer(out)
+            return StagedWork([self._start_into(host, _copy_to_host(x), collective, what)], [(out, host)])
         return self._started(collective(out, x, group=self.group, async_op=True), what)
 
     def exchange(self, outgoing: Mapping[int, Tensor], arriving: Mapping[int, Tensor]) -> Sequence[Work]:
@@ -143,8 +143,8 @@ class ProcessGroupTransport:
         gloo does an all-to-all with less work than a send and a receive (measured: half the time during computation).
         """
         if any(self._is_staged(x) for x in (*outgoing.values(), *arriving.values())):
-            sent = {id(x): _copied(x) for x in outgoing.values()}  # a tensor for several ranks is copied once
-            into = {rank: _on_host(x) for rank, x in arriving.items()}
+            sent = {id(x): _copy_to_host(x) for x in outgoing.values()}  # a tensor for several ranks is copied once
+            into = {rank: _host_buffer(x) for rank, x in arriving.items()}
             works = self.exchange({rank: sent[id(x)] for rank, x in outgoing.items()}, into)
             return [StagedWork(works, [(arriving[rank], host) for rank, host in into.items()])]
         if len(self._ranks) == 2:
@@ -168,7 +168,7 @@ class ProcessGroupTransport:
 
     def send(self, x: Tensor, to: int, tag: int) -> Work:
         if self._is_staged(x):
-            return StagedWork([self.send(_copied(x), to, tag)])
+            return StagedWork([self.send(_copy_to_host(x), to, tag)])
         if torch.compiler.is_compiling():  # a counter would cause a recompilation at each message
             self._sends_uncounted = True
         else:
@@ -177,14 +177,14 @@ class ProcessGroupTransport:
 
     def receive(self, x: Tensor, source: int, tag: int) -> Work:
         if self._is_staged(x):
-            host = _on_host(x)
+            host = _host_buffer(x)
             return StagedWork([self.receive(host, source, tag)], [(x, host)])
         work = dist.irecv(x, self._ranks[source], group=self.group, tag=tag)
         return ReceivedWork(work, self.peers, source, (self.group, 0, "") if self._is_counted else None, self._arrived)
 
     def broadcast(self, x: Tensor, source: int) -> None:
         if self._is_staged(x):
-            host = _copied(x)
+            host = _copy_to_host(x)
             self.broadcast(host, source)
             x.data.copy_(host)
             return
@@ -232,7 +232,7 @@ class ProcessGroupTransport:
         first_request, ask_at = 0, begin + ASK_AFTER_S
         differs_since: float | None = None
         while True:
-            words = self._words(store, name, number)
+            words = self._peer_calls(store, name, number)
             if None not in words:
                 return Meeting(words)
             now = time.monotonic()
@@ -252,7 +252,7 @@ class ProcessGroupTransport:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LAST_PAUSE_S)
 
-    def _words(self, store: Any, name: str, number: int) -> list[Word | None]:
+    def _peer_calls(self, store: Any, name: str, number: int) -> list[Word | None]:
         """Return the call of each rank with this number.
 
         A rank with a higher number has made this call too, unless the call failed.
@@ -299,13 +299,11 @@ class StagedWork:
         return all(work.is_completed() for work in self._works)
 
 
-def _copied(x: Tensor) -> Tensor:
-    """Return a copy in host memory. Waits for the computation of ``x``."""
+def _copy_to_host(x: Tensor) -> Tensor:
     return x.detach().to("cpu", copy=True)
 
 
-def _on_host(x: Tensor) -> Tensor:
-    """Return a host buffer to receive ``x`` into."""
+def _host_buffer(x: Tensor) -> Tensor:
     return torch.empty_like(x, device="cpu")
 
 

@@ -235,7 +235,6 @@ class Rendezvous:
         print(f"shardformer: {name} {text}.", file=sys.stderr, flush=True)
 
     def _connection_error(self) -> OSError | None:
-        """Return the error of a connection to the address, or None if it succeeds."""
         try:
             with socket.create_connection((self.host, self.port), timeout=CONNECT_S):
                 return None

@@ -102,7 +102,7 @@ class RankGrid:
         Raises:
             ConfigError: the names overlap, such as an axis with part of its view, or two views of one axis.
         """
-        fixed = self._fixed(names)
+        fixed = self._fixed_axes(names)
         found: dict[tuple[int, ...], list[int]] = {}
         for place, rank in enumerate(self.ranks):
             at = self._coords_at(place)
@@ -141,15 +141,15 @@ class RankGrid:
         return len({self.hosts[self.ranks.index(rank)] for rank in line}) > 1 if self.hosts else None
 
     def _coords_at(self, place: int) -> dict[str, int]:
-        coords = _unfold(place, self.sizes)
+        coords = _unravel_index(place, self.sizes)
         for view in self.views:
             index = 0
             for name in view.of:
                 index = index * self.sizes[name] + coords[name]
-            coords |= _unfold(index, view.sizes)
+            coords |= _unravel_index(index, view.sizes)
         return coords
 
-    def _fixed(self, names: Sequence[str]) -> list[str]:
+    def _fixed_axes(self, names: Sequence[str]) -> list[str]:
         """Return the axes on which all ranks of a group along ``names`` have the same coordinate."""
         self.check(*names)
         named = set(names)
@@ -165,12 +165,10 @@ class RankGrid:
 
 
 def check_axis_size(name: str, size: object) -> None:
-    """Raise ConfigError unless ``size`` is a positive integer."""
     check_int(name, size, unit="ranks")
 
 
-def _unfold(place: int, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the coordinates of a row-major index in an array of these sizes."""
+def _unravel_index(place: int, sizes: Mapping[str, int]) -> dict[str, int]:
     out = {}
     for name in reversed(list(sizes)):
         place, out[name] = divmod(place, sizes[name])

@@ -123,7 +123,7 @@ WATCH_EVERY_S = 3.0
 END_TOGETHER_S = 10.0
 BLOCKED_AFTER_S = 12.0
 """All ranks of a deadlock have been in one call for at least this long. Reports arrive more often."""
-_FORMS = re.compile("_(into_tensor|tensor|single|coalesced|uneven)$")
+_VARIANT_SUFFIX = re.compile("_(into_tensor|tensor|single|coalesced|uneven)$")
 """Suffixes of torch functions that start the same collective."""
 WAITS_IN = (
     os.path.join("torch", "distributed", "distributed_c10d.py"),
@@ -207,8 +207,8 @@ class Presence:
         while not self._ends.wait(LOOK_EVERY_S):
             try:
                 now = time.monotonic()
-                self._answer(now)
-                self._watch(now)
+                self._report_if_requested(now)
+                self._exit_if_deadlocked(now)
             except RuntimeError:  # the process with the store has exited
                 return
             except (KeyError, ValueError):  # a process group was destroyed
@@ -217,23 +217,21 @@ class Presence:
             with suppress(RuntimeError):
                 self._store.set(_key(self._rank), ENDED)
 
-    def _answer(self, now: float) -> None:
-        """Store ``REQUEST REPORT`` if there is a new request."""
+    def _report_if_requested(self, now: float) -> None:
         asked = self._store.add(QUESTION, 0)
         if asked == self._answered:
             if now > self._answered_at + FORGOTTEN_AFTER_S:
                 self._call = None
             return
         self._answered, self._answered_at = asked, now
-        call, joined = _call_of_main()
+        call, joined = _blocking_call()
         if call is not self._call:
             self._call, self._call_since = call, now
         report = Report() if call is None else _report(call, joined, now - self._call_since, self._begun())
         self._store.set(_key(self._rank), f"{asked} {report.as_text()}")
 
-    def _watch(self, now: float) -> None:
-        """Exit the process if its main thread is in a deadlock."""
-        frame, _ = _call_of_main()
+    def _exit_if_deadlocked(self, now: float) -> None:
+        frame, _ = _blocking_call()
         seen = None if frame is None else (id(frame), self._begun())  # a kept frame would keep its tensors alive
         del frame
         if seen is None or seen != self._watched:
@@ -280,7 +278,7 @@ class Presence:
         os._exit(1)
 
 
-def _call_of_main() -> tuple[FrameType | None, Any]:
+def _blocking_call() -> tuple[FrameType | None, Any]:
     """Return the call in which the main thread waits for other processes, and the awaited collective.
 
     The collective is (group, number, kind), or None if unknown. The call is None if the main thread does not wait.
@@ -289,12 +287,12 @@ def _call_of_main() -> tuple[FrameType | None, Any]:
     call: FrameType | None = None
     joined = None
     while at is not None and any(part in at.f_code.co_filename for part in WAITS_IN):
-        joined = joined or _joined(at)
+        joined = joined or _awaited_transfer(at)
         at, call = at.f_back, at
     return call, joined
 
 
-def _joined(frame: FrameType) -> tuple[Any, int | None, str] | tuple[Any, int, int] | None:
+def _awaited_transfer(frame: FrameType) -> tuple[Any, int | None, str] | tuple[Any, int, int] | None:
     """Return the collective or message that a frame waits for.
 
     (group, number, kind) of a collective, with number None for the latest one of the group; (group, sending rank,
@@ -305,7 +303,7 @@ def _joined(frame: FrameType) -> tuple[Any, int | None, str] | tuple[Any, int, i
         work: MonitoredWork = frame.f_locals["self"]
         return work.awaited if isinstance(work, ReceivedWork) else work.joined
     if "async_op" in names and "group" in names:
-        return frame.f_locals.get("group"), None, _FORMS.sub("", frame.f_code.co_name)
+        return frame.f_locals.get("group"), None, _VARIANT_SUFFIX.sub("", frame.f_code.co_name)
     return None
 
 
@@ -315,7 +313,7 @@ def _report(
     seconds: float,
     begun: dict[str, int],
 ) -> Report:
-    place = _caller(call)
+    place = _user_line(call)
     name = "" if joined is None else name_of_group(joined[0])
     if joined is None or name not in begun:
         return Report(seconds, place, begun=begun)
@@ -327,8 +325,7 @@ def _report(
     return Report(seconds, place, name, ranks, begun[name] if number is None else number, what, begun)
 
 
-def _caller(frame: FrameType) -> str:
-    """Return the innermost line of code that is neither in torch nor in this package."""
+def _user_line(frame: FrameType) -> str:
     at: FrameType | None = frame
     own = (os.path.join("torch", ""), os.path.join("shardformer", ""))
     while at is not None and any(f"{os.sep}{part}" in at.f_code.co_filename for part in own) and at.f_back is not None:

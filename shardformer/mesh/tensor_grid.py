@@ -107,7 +107,7 @@ def sizes_of_mode(mode: str, size: int | Sequence[int], depth: int | None = None
     if mode == "2d":
         side = isqrt(size)
         if side * side != size:
-            raise _size_error(str(size), mode, f"Pass rows and columns, such as tensor={_factors(size)}")
+            raise _size_error(str(size), mode, f"Pass rows and columns, such as tensor={_nearest_factors(size)}")
         return side, side, 1
     if mode == "3d":
         side = round(size ** (1 / 3))
@@ -129,8 +129,7 @@ def with_tensor_grid(context: ParallelContext, mode: str) -> ParallelContext:
     return context.reshape_axis("tensor", **dict(zip(GRID_AXIS_NAMES, sizes, strict=True)))
 
 
-def _factors(size: int) -> tuple[int, int]:
-    """Return the two factors that are nearest to each other, the larger one first."""
+def _nearest_factors(size: int) -> tuple[int, int]:
     small = next(n for n in range(isqrt(size), 0, -1) if size % n == 0)
     return size // small, small
 
@@ -172,9 +171,9 @@ def describe_grid_shards(mode: str, sizes: int | tuple[int, ...]) -> list[GridSh
         grid = TensorGrid.of(context.reshape_axis("tensor", row=row, column=column, depth=depth), mode)
         axes = [grid.row, grid.column, grid.depth][: 2 if mode == "2d" else 3]
         batch, hidden, core, width = (
-            _part(axis.rank, axis.size) for axis in (grid.batch, grid.hidden, grid.core, grid.column)
+            _index_of_count(axis.rank, axis.size) for axis in (grid.batch, grid.hidden, grid.core, grid.column)
         )
-        contracted = _part(grid.contraction.rank * row + grid.row.rank, grid.contraction.size * row)
+        contracted = _index_of_count(grid.contraction.rank * row + grid.row.rank, grid.contraction.size * row)
         place = ", ".join(str(axis.rank) for axis in axes)
         shards.append(GridShards(rank, place, f"{batch}, {hidden}", f"{core}, {width}", f"{width}, {contracted}"))
     return shards
@@ -215,5 +214,5 @@ def grid_summary(grid: TensorGrid) -> str:
     )
 
 
-def _part(index: int, count: int) -> str:
+def _index_of_count(index: int, count: int) -> str:
     return "all" if count == 1 else f"{index + 1}/{count}"

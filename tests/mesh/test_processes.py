@@ -64,15 +64,15 @@ class OfAGpu:
         self.copies: list[torch.Tensor] = []
 
     def __enter__(self) -> OfAGpu:
-        self.before = parallel_context._copied, parallel_context._on_host, ProcessGroupTransport._is_staged
+        self.before = parallel_context._copy_to_host, parallel_context._host_buffer, ProcessGroupTransport._is_staged
         copied, on_host, _ = self.before
-        parallel_context._copied = lambda x: self._kept(copied(x))
-        parallel_context._on_host = lambda x: self._kept(on_host(x))
+        parallel_context._copy_to_host = lambda x: self._kept(copied(x))
+        parallel_context._host_buffer = lambda x: self._kept(on_host(x))
         ProcessGroupTransport._is_staged = lambda _, x: not any(x is copy for copy in self.copies)  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
-        parallel_context._copied, parallel_context._on_host, ProcessGroupTransport._is_staged = self.before  # type: ignore[method-assign]
+        parallel_context._copy_to_host, parallel_context._host_buffer, ProcessGroupTransport._is_staged = self.before  # type: ignore[method-assign]
 
     def _kept(self, x: torch.Tensor) -> torch.Tensor:
         self.copies.append(x)
