@@ -83,8 +83,8 @@ class CheckpointRetention:
                 )
 
     @classmethod
-    def of(cls, asked: CheckpointRetention | int | None) -> CheckpointRetention:
-        return asked if isinstance(asked, CheckpointRetention) else cls(asked)
+    def of(cls, value: CheckpointRetention | int | None) -> CheckpointRetention:
+        return value if isinstance(value, CheckpointRetention) else cls(value)
 
 
 def step_folder(root: Path, step: int) -> Path:
@@ -152,13 +152,13 @@ def _is_saved_by_another_model(named: Path, model: nn.Module) -> bool:
     return saved() is not None and named.exists()
 
 
-def saved_into(model: nn.Module) -> set[str]:
+def directories_of_model(model: nn.Module) -> set[str]:
     """Return the directories into which the model was saved, or from which it was resumed."""
     own = {os.path.dirname(path) for path, saved in [*_SAVED.items()] if saved() is model}
     return own | set(model.__dict__.get(_RESUMED_FROM, ()))
 
 
-def goes_on_from(model: nn.Module, roots: Iterable[str]) -> None:
+def mark_resumed_from(model: nn.Module, roots: Iterable[str]) -> None:
     """Note that the model was resumed from checkpoints in ``roots``, so that it may replace them."""
     model.__dict__[_RESUMED_FROM] = {*model.__dict__.get(_RESUMED_FROM, ()), *map(os.path.realpath, roots)}
 

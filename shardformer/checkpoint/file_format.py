@@ -154,10 +154,10 @@ class CheckpointIndex:
         try:
             head, content, _ = (folder / INDEX_FILE).read_bytes().split(b"\n", 2)
             text = content.decode()
-            said = json.loads(head + b"0}")
-            found = json.loads(text) if _digest(text) == said["sha256"] else {}
+            head_values = json.loads(head + b"0}")
+            found = json.loads(text) if _digest(text) == head_values["sha256"] else {}
             number = found.get("number", 0)
-            if not found or found["saved_at"] != said["saved_at"] or said.get("number", number) != number:
+            if not found or found["saved_at"] != head_values["saved_at"] or head_values.get("number", number) != number:
                 raise corrupt_checkpoint_error(f"The checksum of {folder / INDEX_FILE} does not match its contents")
         except FileNotFoundError:
             raise corrupt_checkpoint_error(f"{folder} is not a checkpoint: it has no {INDEX_FILE}") from None
@@ -313,10 +313,10 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
         )
 
 
-def overlapping_chunks(entry: IndexEntry, piece: ChunkBounds) -> Iterator[tuple[int, ChunkBounds]]:
-    """Yield (index of a saved chunk, intersection) for each saved chunk that overlaps ``piece``."""
+def overlapping_chunks(entry: IndexEntry, chunk: ChunkBounds) -> Iterator[tuple[int, ChunkBounds]]:
+    """Yield (index of a saved chunk, intersection) for each saved chunk that overlaps ``chunk``."""
     for number, box in enumerate(entry.boxes):
-        if (common := overlap((box.start, box.size), piece)) is not None:
+        if (common := overlap((box.start, box.size), chunk)) is not None:
             yield number, common
 
 

@@ -305,7 +305,7 @@ class LoadPlan:
         return master if is_wider and master in self.index.tensors else f"{WEIGHTS}/{name}"
 
     def _add_slice(self, shard: FlatShard, piece: ParamSlice, *, trains: bool) -> None:
-        name, region = self._tensors.name_of_piece(piece), self._tensors.region_of_slice(piece)
+        name, region = self._tensors.name_of_slice(piece), self._tensors.region_of_slice(piece)
         source = self._most_precise(name, shard.wide if trains else shard.dtype)
         read, values = self._values.get(name, ("", None))
         if read == source and values is not None and not piece.gradient.is_shared:
@@ -356,8 +356,8 @@ class LoadPlan:
         """Read the random states of the rank at the same coordinates, or else of one with the same data rank."""
         coords, saved = self._tensors.coords, self.index.values["coords"]
         same_layout = self.index.sizes == self._tensors.sizes
-        same_place = [rank for rank, theirs in enumerate(saved) if same_layout and theirs == coords]
-        same_data = [rank for rank, theirs in enumerate(saved) if theirs.get("data", 0) == coords.get("data", 0)]
+        same_place = [rank for rank, other in enumerate(saved) if same_layout and other == coords]
+        same_data = [rank for rank, other in enumerate(saved) if other.get("data", 0) == coords.get("data", 0)]
         rank = (same_place or same_data)[0]
         memory = {}
         for name in random_state_tensors(self._tensors.device)[0]:
@@ -497,5 +497,5 @@ def load_and_take(
     extra = file_format.from_json(index.values["extra"])
     made = LoadedCheckpoint(loaded, index.step, extra, num_bytes, tuple(tried), loading.has_random)
     loading.commit(partial(take, made))
-    checkpoint_directory.goes_on_from(tensors.model, [str(loaded.parent)])
+    checkpoint_directory.mark_resumed_from(tensors.model, [str(loaded.parent)])
     return made

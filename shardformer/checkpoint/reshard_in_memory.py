@@ -31,7 +31,7 @@ from shardformer.checkpoint.chunks import (
     overlap,
     subtract_chunks,
 )
-from shardformer.checkpoint.directory import goes_on_from, saved_into
+from shardformer.checkpoint.directory import directories_of_model, mark_resumed_from
 from shardformer.checkpoint.file_format import CheckpointIndex, IndexEntry, dtype_name
 from shardformer.checkpoint.load import LoadPlan
 from shardformer.checkpoint.training_state import ModelTensors, collect_state, optimizer_states
@@ -424,7 +424,7 @@ class ReshardSource:
     def __init__(self, model: nn.Module, optimizer: Any = None) -> None:
         tensors = ModelTensors(model)
         self._world = tensors.world
-        self._folders = saved_into(tensors.model)
+        self._folders = directories_of_model(tensors.model)
         self._reading = ExitStack()
         self._reading.enter_context(tensors.readable())
         _, self._state = collect_state(tensors, lambda: None, optimizer, None, None)
@@ -457,5 +457,5 @@ class ReshardSource:
         stats = exchange_items(self._state.items, plan.items, self._world, chunk_bytes=chunk_bytes)
         self.close()
         plan.commit()
-        goes_on_from(tensors.model, self._folders)
+        mark_resumed_from(tensors.model, self._folders)
         return stats

@@ -48,31 +48,31 @@ class Snapshot:
         rank: this rank among the ``size`` ranks that save.
         index: index without tensors; only the first rank writes it.
         entries: name -> (dtype, full shape) of the tensors that this rank writes chunks of.
-        pieces: (name, start, values) of the chunks.
+        chunks: (name, start, values) of the chunks.
     """
 
     rank: int
     size: int
     index: CheckpointIndex
     entries: dict[str, tuple[str, Offsets]] = field(default_factory=dict)
-    pieces: list[tuple[str, Offsets, Tensor]] = field(default_factory=list)
+    chunks: list[tuple[str, Offsets, Tensor]] = field(default_factory=list)
 
     def add(self, item: TensorItem, assigned: dict[NamedChunk, list[ChunkBounds]]) -> None:
         """Add the boxes of ``item`` that are assigned to this rank. An empty tensor is added by name."""
         boxes = [(chunk, box) for chunk in item.chunks for box in assigned.get((item.name, *chunk.bounds), ())]
         if boxes or prod(item.shape) == 0:
             self.entries[item.name] = file_format.dtype_name(item.dtype), item.shape
-        self.pieces += [(item.name, box[0], chunk.view(*box)) for chunk, box in boxes]
+        self.chunks += [(item.name, box[0], chunk.view(*box)) for chunk, box in boxes]
 
     def copy_into(self, memory: dict[tuple[str, Offsets], Tensor]) -> None:
         """Replace the chunks by copies in host memory, and reuse the buffers in ``memory`` that fit."""
-        for number, (name, start, values) in enumerate(self.pieces):
+        for number, (name, start, values) in enumerate(self.chunks):
             copy = memory.get((name, start))
             if copy is None or copy.shape != values.shape or copy.dtype != values.dtype:
                 copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
                 memory[name, start] = copy
-            self.pieces[number] = name, start, copy.copy_(values.detach(), non_blocking=True)
-        if any(values.is_pinned() for *_, values in self.pieces):
+            self.chunks[number] = name, start, copy.copy_(values.detach(), non_blocking=True)
+        if any(values.is_pinned() for *_, values in self.chunks):
             torch.cuda.synchronize()
 
 
@@ -97,7 +97,7 @@ def write_snapshot(snapshot: Snapshot, hidden: Path, root: Path, keep: Checkpoin
             write_new(_note_path(hidden, snapshot.rank, "failed"), b"")  # empty: succeeds on a full disk
         raise
     finally:
-        snapshot.pieces.clear()
+        snapshot.chunks.clear()
     path = checkpoint_directory.step_folder(root, snapshot.index.step)
     if snapshot.rank == 0:
         _merge_rank_notes(snapshot, hidden)
@@ -130,10 +130,10 @@ def wait_for_disk(snapshot: Snapshot, path: Path, root: Path, keep: CheckpointRe
 
 
 def _write_share(snapshot: Snapshot, hidden: Path, to_disk: bool) -> None:
-    sums = write_boxes(hidden / file_name(snapshot.rank), snapshot.pieces, to_disk=to_disk)
+    sums = write_boxes(hidden / file_name(snapshot.rank), snapshot.chunks, to_disk=to_disk)
     boxes = [
         (name, file_format.SavedChunk(start, tuple(values.shape), snapshot.rank, total))
-        for (name, start, values), total in zip(snapshot.pieces, sums, strict=True)
+        for (name, start, values), total in zip(snapshot.chunks, sums, strict=True)
     ]
     note = _note_path(hidden, snapshot.rank, "json")
     unfinished = note.with_suffix(".begun")

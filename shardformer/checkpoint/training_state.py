@@ -102,7 +102,7 @@ class ModelTensors:
         sharded = spec if spec.is_sharded and not piece.gradient.is_shared else None
         return FlatRegion(spec.shape, sharded, self._state.coords, piece.param_range)
 
-    def name_of_piece(self, piece: ParamSlice) -> str:
+    def name_of_slice(self, piece: ParamSlice) -> str:
         return self._names[id(piece.gradient.param)]
 
     def shards(self) -> Iterator[FlatShard]:
@@ -139,7 +139,7 @@ class ModelTensors:
                 yield self.region_of(tensor).item(buffer_name(data, name), tensor.detach())
         for shard in self.shards():
             for piece in shard.slices:
-                name, region = self.name_of_piece(piece), self.region_of_slice(piece)
+                name, region = self.name_of_slice(piece), self.region_of_slice(piece)
                 if shard.keeps:
                     yield region.item(f"{WEIGHTS}/{name}", shard.local[piece.shard_range])
                 if shard.rounded is not None and shard.rounded.rest is not None:
@@ -229,7 +229,7 @@ class OptimizerStates:
             slots = []
             for param in group["params"]:
                 if (piece := pieces.get(id(param))) is not None:
-                    slots.append(OptimizerTensor(tensors.name_of_piece(piece), param, tensors.region_of_slice(piece)))
+                    slots.append(OptimizerTensor(tensors.name_of_slice(piece), param, tensors.region_of_slice(piece)))
                 elif (name := tensors.name_of(param)) is not None:
                     slots.append(OptimizerTensor(name, param, tensors.region_of(param)))
                 else:

@@ -119,8 +119,8 @@ class _GatherFromRegion(Function):
 
 def local_slices(x: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
     """Return a copy of this rank's slices of a replicated tensor. Communicates nothing."""
-    pieces = [x.narrow(dim, a, b - a) for a, b in split.parts[axis.rank] or [(0, 0)]]
-    return torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
+    slices = [x.narrow(dim, a, b - a) for a, b in split.parts[axis.rank] or [(0, 0)]]
+    return torch.cat(slices, dim) if len(slices) > 1 else slices[0].clone(memory_format=torch.contiguous_format)
 
 
 def _join(x: Tensor, axis: Axis, dim: int, split: Split, purpose: str) -> Tensor:

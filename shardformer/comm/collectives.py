@@ -294,8 +294,8 @@ def _gather_same_layout(
 ) -> list[Tensor]:
     places, axes = specs[0].rank_coords(), specs[0].axes
     flat = torch.cat([local.detach().reshape(-1) for local in tensors])
-    held = [[prod(spec.local_shape(c)) for spec in specs] for c in places]
-    sizes = {tuple(c.items()): sum(of_place) for c, of_place in zip(places, held, strict=True)}
+    numels = [[prod(spec.local_shape(c)) for spec in specs] for c in places]
+    sizes = {tuple(c.items()): sum(of_place) for c, of_place in zip(places, numels, strict=True)}
     names = list(axes)
     for at in range(len(names) - 1, -1, -1):
         own = {name: axis(name).rank for name in names[:at]}
@@ -305,6 +305,6 @@ def _gather_same_layout(
         for place, size in sizes.items():  # sizes after this gather
             merged[place[:at]] = merged.get(place[:at], 0) + size
         sizes = merged
-    pieces = iter(flat.split([size for of_place in held for size in of_place]))
-    parts = [[next(pieces).view(spec.local_shape(c)) for spec in specs] for c in places]
-    return [spec.join(of_tensor) for spec, of_tensor in zip(specs, zip(*parts, strict=True), strict=True)]
+    flat_shards = iter(flat.split([size for of_place in numels for size in of_place]))
+    shards = [[next(flat_shards).view(spec.local_shape(c)) for spec in specs] for c in places]
+    return [spec.join(of_tensor) for spec, of_tensor in zip(specs, zip(*shards, strict=True), strict=True)]

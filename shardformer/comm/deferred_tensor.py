@@ -153,10 +153,10 @@ def _returns_input(func: Any, x: DeferredTensor, args: tuple[Any, ...]) -> bool:
         return False
     if any(isinstance(x, Tensor) for x in tree_leaves(args)):
         return False
-    whole = torch.empty(x.shape, dtype=x.dtype, device="meta")
-    seen = func(whole, *args)
-    is_alike = (seen.shape, seen.stride(), seen.dtype) == (whole.shape, whole.stride(), whole.dtype)
-    return is_alike and memory_of(seen) == memory_of(whole)
+    full = torch.empty(x.shape, dtype=x.dtype, device="meta")
+    result = func(full, *args)
+    has_same_layout = (result.shape, result.stride(), result.dtype) == (full.shape, full.stride(), full.dtype)
+    return has_same_layout and memory_of(result) == memory_of(full)
 
 
 def resolve_deferred(output: Any) -> Any:

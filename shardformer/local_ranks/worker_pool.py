@@ -158,8 +158,8 @@ class WorkerPool:
         replies, dead = self._collect(timeout_s)
         failures = {rank: reply.failure for rank, reply in replies.items() if reply.failure}
         kinds = {type(failure.error) for failure in failures.values()}
-        alike = len(failures) == self.num_workers and len(kinds) == 1 and kinds != {type(None)}
-        if len(replies) == self.num_workers and (not failures or alike):
+        is_same_error = len(failures) == self.num_workers and len(kinds) == 1 and kinds != {type(None)}
+        if len(replies) == self.num_workers and (not failures or is_same_error):
             return [replies[rank] for rank in range(self.num_workers)]
         outcomes = [worker.exit_report() for worker in self._workers if worker.rank in dead]
         outcomes += [_raised_outcome(rank, failure) for rank, failure in failures.items()]

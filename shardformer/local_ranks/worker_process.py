@@ -173,9 +173,11 @@ def _answer(call: RemoteCall) -> RemoteReply:
         below = error.__traceback__.tb_next if error.__traceback__ else None
         text = "".join(traceback.format_exception(type(error), error, below))
         own = error if isinstance(error, ShardFormerError) and _survives(error) else None
-        said = str(error).strip().split("\n", 1)[0]
+        message = str(error).strip().split("\n", 1)[0]
         return RemoteReply(
-            b"", RemoteFailure(f"{type(error).__name__}: {said}" if said else type(error).__name__, text, own), True
+            b"",
+            RemoteFailure(f"{type(error).__name__}: {message}" if message else type(error).__name__, text, own),
+            True,
         )
 
 

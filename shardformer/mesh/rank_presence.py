@@ -218,17 +218,17 @@ class Presence:
                 self._store.set(_key(self._rank), ENDED)
 
     def _report_if_requested(self, now: float) -> None:
-        asked = self._store.add(QUESTION, 0)
-        if asked == self._answered:
+        request = self._store.add(QUESTION, 0)
+        if request == self._answered:
             if now > self._answered_at + FORGOTTEN_AFTER_S:
                 self._call = None
             return
-        self._answered, self._answered_at = asked, now
+        self._answered, self._answered_at = request, now
         call, joined = _blocking_call()
         if call is not self._call:
             self._call, self._call_since = call, now
         report = Report() if call is None else _report(call, joined, now - self._call_since, self._begun())
-        self._store.set(_key(self._rank), f"{asked} {report.as_text()}")
+        self._store.set(_key(self._rank), f"{request} {report.as_text()}")
 
     def _exit_if_deadlocked(self, now: float) -> None:
         frame, _ = _blocking_call()

@@ -21,7 +21,7 @@ MUTANTS = [
     mutant(
         "random-states-of-another-data-rank",
         "shardformer/checkpoint/load.py",
-        'if theirs.get("data", 0) == coords.get("data", 0)]',
+        'if other.get("data", 0) == coords.get("data", 0)]',
         "if rank >= 0]",
         "After a change of the layout all data ranks go on with the random states of the first.",
         first=(
@@ -49,7 +49,7 @@ MUTANTS = [
     mutant(
         "index-checksum-ignored",
         "shardformer/checkpoint/file_format.py",
-        'found = json.loads(text) if _digest(text) == said["sha256"] else {}',
+        'found = json.loads(text) if _digest(text) == head_values["sha256"] else {}',
         "found = json.loads(text)",
         "A checkpoint whose index was changed is loaded.",
         first=(
