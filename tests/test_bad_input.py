@@ -475,7 +475,7 @@ def _group_lacks_this_rank(ranks: list[int]) -> Refusal:
 
 def test_a_group_that_lacks_one_of_the_processes(pool2: WorkerPool) -> None:
     first, second = pool2.run(_group_lacks_this_rank, [0])
-    refused([first, second], LaunchError, "lacks this process (global rank 1)", "group")
+    refused([first, second], LaunchError, "does not contain this process (global rank 1)", "group")
     assert first.what.startswith("Process 1 cannot shard: ")
 
 
@@ -495,7 +495,7 @@ def test_a_second_try_does_not_stumble_over_the_first(pool4: WorkerPool) -> None
 
 
 def test_a_group_that_lacks_half_of_the_processes(pool4: WorkerPool) -> None:
-    refused(pool4.run(_group_lacks_this_rank, [1, 3]), LaunchError, "lacks this process")
+    refused(pool4.run(_group_lacks_this_rank, [1, 3]), LaunchError, "does not contain this process")
 
 
 def _members_give_different_groups() -> Refusal:

@@ -1,4 +1,4 @@
-"""Checkpoints that are saved under one layout and loaded under any other."""
+"""Save checkpoints under one layout and load them under any other."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""The rectangular pieces of each tensor that a rank holds, and which rank writes which piece.
+"""Rectangular chunks of the tensors that each rank stores, and the assignment of chunks to writing ranks.
 
-Of numbers that several ranks hold, one rank writes each: the one that has least to write.
+If several ranks store the same elements, only one of them writes each element: the rank with the least to write.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -17,11 +18,15 @@ from shardformer.layout.shard_spec import Box, Coords, Offsets, ShardSpec
 from shardformer.mesh.parallel_context import Axis
 
 ChunkBounds = tuple[Offsets, Offsets]
-"""Where a rectangular piece begins in the full tensor, and its size."""
+"""Start and size of a rectangular chunk, in indices of the full tensor."""
+NamedChunk = tuple[str, Offsets, Offsets]
+"""A chunk of a named tensor: name, start and size."""
+LocalChunks = tuple[list[NamedChunk], dict[str, tuple[Offsets, int]]]
+"""The chunks of one rank, and the shape and element size in bytes of each tensor."""
 
 
 def overlap(one: ChunkBounds, other: ChunkBounds) -> ChunkBounds | None:
-    """What two pieces have in common; None where that is nothing."""
+    """Return the intersection of two chunks, or None if they do not overlap."""
     low = tuple(max(a, b) for a, b in zip(one[0], other[0], strict=True))
     high = [min(a + n, b + m) for a, n, b, m in zip(*one, *other, strict=True)]
     if all(a < b for a, b in zip(low, high, strict=True)):
@@ -31,111 +36,99 @@ def overlap(one: ChunkBounds, other: ChunkBounds) -> ChunkBounds | None:
 
 @dataclass(frozen=True, eq=False)
 class LocalChunk:
-    """A piece: where it begins in the full tensor, and its values, a view of what this rank has."""
+    """A chunk of the full tensor on this rank: its start, and a view of its values."""
 
     start: Offsets
     values: Tensor
 
-    def part(self, start: Offsets, size: Offsets) -> Tensor:
-        """What begins at ``start`` of the full tensor, which lies in here."""
+    @property
+    def bounds(self) -> ChunkBounds:
+        return self.start, tuple(self.values.shape)
+
+    def view(self, start: Offsets, size: Offsets) -> Tensor:
+        """Return the view of the values in a box of the full tensor that this chunk contains."""
         return self.values[tuple(slice(a - o, a - o + n) for a, o, n in zip(start, self.start, size, strict=True))]
 
 
 @dataclass(frozen=True, eq=False)
 class TensorItem:
-    """One tensor of a checkpoint, and what this rank has of it: what it could write, or wants to read.
+    """One tensor of a checkpoint, with the chunks that this rank can write or wants to read.
 
     Args:
-        name: in the checkpoint, the same on all ranks and under all layouts.
-        shape: of the full tensor.
-        dtype: of the values, where they are read the one that they get.
-        held: pieces that share nothing.
-        is_checked: whether this is what the checksums are taken of, where a rank reads a tensor twice.
+        name: name in the checkpoint, identical on all ranks and under all layouts.
+        shape: shape of the full tensor.
+        dtype: dtype of the chunks in memory.
+        chunks: this rank's chunks, which do not overlap.
+        is_checked: whether the chunks count toward the checksum. False for the second copy that a rank reads.
     """
 
     name: str
     shape: Offsets
     dtype: torch.dtype
-    held: Sequence[LocalChunk]
+    chunks: Sequence[LocalChunk]
     is_checked: bool = True
 
 
 @dataclass(frozen=True)
 class FlatRegion:
-    """Which numbers of a full tensor a rank's flat memory has: views of any memory of that kind can be asked for.
+    """The elements of a full tensor that a flat buffer of this rank stores.
 
     Args:
-        shape: of the full tensor.
-        spec: how it is cut; None: what is here is a stretch of the full tensor.
-        coords: this rank's.
-        stretch: which numbers, in a row, of this rank's flattened part; None: all of it, in its shape.
+        shape: shape of the full tensor.
+        spec: how the full tensor is sharded; None: it is not sharded.
+        coords: this rank's mesh coordinates.
+        flat_range: range of elements in this rank's flattened shard; None: the shard in its own shape.
     """
 
     shape: Offsets
     spec: ShardSpec | None
     coords: Coords
-    stretch: slice | None = None
+    flat_range: slice | None = None
 
     @property
     def local_shape(self) -> Offsets:
-        """Of this rank's part, of which ``stretch`` is one."""
+        """Shape of this rank's shard, which contains ``flat_range``."""
         return self.shape if self.spec is None else self.spec.local_shape(self.coords)
 
     @property
     def numel(self) -> int:
-        """Of what is here."""
-        return prod(self.local_shape) if self.stretch is None else self.stretch.stop - self.stretch.start
+        return prod(self.local_shape) if self.flat_range is None else self.flat_range.stop - self.flat_range.start
 
     @property
-    def is_whole(self) -> bool:
-        """Whether all of the full tensor is here."""
+    def is_full(self) -> bool:
         return self.numel == prod(self.shape)
 
     def new(self, dtype: torch.dtype) -> Tensor:
-        """Memory of this kind, on the CPU, without values."""
-        return torch.empty(self.local_shape if self.stretch is None else self.numel, dtype=dtype)
+        """Allocate an uninitialized CPU buffer for the region."""
+        return torch.empty(self.local_shape if self.flat_range is None else self.numel, dtype=dtype)
 
     def item(self, name: str, x: Tensor) -> TensorItem:
-        """What ``x``, which is memory of this kind, holds of the tensor ``name``."""
+        """Return the ``TensorItem`` called ``name`` for the buffer ``x`` of this region."""
         return TensorItem(name, self.shape, x.dtype, self.views(x))
 
     def views(self, x: Tensor) -> list[LocalChunk]:
-        """The pieces of the full tensor that ``x`` holds."""
-        if self.stretch is None:
-            return [LocalChunk(box.full, box.of_local(x)) for box in self._boxes() if all(box.size)]
-        parts = list(_of_stretch(self.local_shape, self.stretch, x.reshape(-1)))
-        found = []
-        for box in self._boxes():
-            for at, values in parts:
-                if (common := overlap((box.local, box.size), (at, tuple(values.shape)))) is not None:
-                    start, size = common
-                    full = tuple(f + a - o for f, a, o in zip(box.full, start, box.local, strict=True))
-                    found.append(LocalChunk(full, LocalChunk(at, values).part(start, size)))
-        return found
-
-    def _boxes(self) -> Sequence[Box]:
-        """What this rank's part has of the full tensor."""
-        if self.spec is None:
-            nothing = (0,) * len(self.shape)
-            return (Box(nothing, nothing, self.shape),)
-        return self.spec.boxes(self.coords)
+        """Return the chunks of the full tensor that the buffer ``x`` stores, as views."""
+        origin = (0,) * len(self.shape)
+        boxes = (Box(origin, origin, self.shape),) if self.spec is None else self.spec.boxes(self.coords)
+        if self.flat_range is None:
+            return [LocalChunk(box.full, box.of_local(x)) for box in boxes if all(box.size)]
+        bounds = list(flat_range_to_chunks(self.local_shape, self.flat_range.start, self.flat_range.stop))
+        values = x.reshape(-1).split([prod(size) for _, size in bounds])
+        chunks = []
+        for box in boxes:
+            for (start, size), flat in zip(bounds, values, strict=True):
+                if (common := overlap((box.local, box.size), (start, size))) is not None:
+                    full = tuple(f + a - o for f, a, o in zip(box.full, common[0], box.local, strict=True))
+                    chunks.append(LocalChunk(full, LocalChunk(start, flat.view(size)).view(*common)))
+        return chunks
 
 
-def _of_stretch(shape: Offsets, stretch: slice, flat: Tensor) -> Iterator[tuple[Offsets, Tensor]]:
-    """(start, values) of the boxes that numbers in a row of a tensor of this shape form.
+def flat_range_to_chunks(shape: Offsets, begin: int, end: int) -> Iterator[ChunkBounds]:
+    """Yield (start, size) of the boxes that cover the elements ``begin`` to ``end`` of a tensor in row-major order.
 
-    >>> [(at, tuple(x.shape)) for at, x in _of_stretch((3, 4), slice(2, 9), torch.arange(7))]
+    >>> list(flat_range_to_chunks((3, 4), 2, 9))
     [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
     """
-    used = 0
-    for start, size in flat_range_to_chunks(shape, stretch.start, stretch.stop):
-        numel = prod(size)
-        yield start, flat[used : used + numel].view(size)
-        used += numel
-
-
-def flat_range_to_chunks(shape: Offsets, begin: int, end: int) -> Iterator[tuple[Offsets, Offsets]]:
-    """(start, size) of the boxes that the numbers from ``begin`` to ``end`` of a tensor form, in their order."""
     if begin >= end:
         return
     if not shape:
@@ -144,96 +137,90 @@ def flat_range_to_chunks(shape: Offsets, begin: int, end: int) -> Iterator[tuple
     inner = prod(shape[1:])
     (first, low), (last, high) = divmod(begin, inner), divmod(end, inner)
     if first == last:
-        for start, size in flat_range_to_chunks(shape[1:], low, high):
-            yield (first, *start), (1, *size)
+        yield from _in_row(shape, first, low, high)
         return
     if low:
-        for start, size in flat_range_to_chunks(shape[1:], low, inner):
-            yield (first, *start), (1, *size)
+        yield from _in_row(shape, first, low, inner)
         first += 1
     if last > first:
         yield (first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])
-    if high:
-        for start, size in flat_range_to_chunks(shape[1:], 0, high):
-            yield (last, *start), (1, *size)
+    yield from _in_row(shape, last, 0, high)
 
 
-ChunkOwners = tuple[str, Offsets, Offsets]
-"""The name of a tensor, where a piece that a rank holds begins in it, and its size."""
-
-LocalChunks = tuple[list[ChunkOwners], dict[str, tuple[Offsets, int]]]
-"""What a rank holds, and of each tensor its shape and the bytes of a number."""
+def _in_row(shape: Offsets, row: int, begin: int, end: int) -> Iterator[ChunkBounds]:
+    for start, size in flat_range_to_chunks(shape[1:], begin, end):
+        yield (row, *start), (1, *size)
 
 
 def list_local_chunks(items: Sequence[TensorItem]) -> LocalChunks:
-    """What this rank says of what it holds."""
-    cells = [(item.name, held.start, tuple(held.values.shape)) for item in items for held in item.held]
-    return cells, {item.name: (item.shape, item.dtype.itemsize) for item in items}
+    """Describe the chunks of this rank for the other ranks."""
+    chunks = [(item.name, *chunk.bounds) for item in items for chunk in item.chunks]
+    return chunks, {item.name: (item.shape, item.dtype.itemsize) for item in items}
 
 
-def without_tensors(held: LocalChunks, gone: Container[str]) -> LocalChunks:
-    """What a rank holds, without the tensors of some names."""
-    cells, tensors = held
-    return [cell for cell in cells if cell[0] not in gone], {n: x for n, x in tensors.items() if n not in gone}
+def without_tensors(local: LocalChunks, names: Container[str]) -> LocalChunks:
+    """Return the chunks of a rank without the tensors with these names."""
+    chunks, tensors = local
+    return [chunk for chunk in chunks if chunk[0] not in names], {n: x for n, x in tensors.items() if n not in names}
 
 
-def assign_writes(items: Sequence[TensorItem], world: Axis) -> dict[ChunkOwners, list[ChunkBounds]]:
-    """What of the pieces that this rank holds falls to it. Communicates where the pieces of all ranks are."""
+def assign_writes(items: Sequence[TensorItem], world: Axis) -> dict[NamedChunk, list[ChunkBounds]]:
+    """Return the boxes that this rank writes of each of its chunks.
+
+    Communicates one gather of all ranks' chunk bounds.
+    """
     return assigned_chunks(all_gather_objects(list_local_chunks(items), world), world)
 
 
-def assigned_chunks(held: Sequence[LocalChunks], world: Axis) -> dict[ChunkOwners, list[ChunkBounds]]:
-    """What of the pieces that this rank holds falls to it, where ``held`` is what all ranks said.
+def assigned_chunks(chunks_by_rank: Sequence[LocalChunks], world: Axis) -> dict[NamedChunk, list[ChunkBounds]]:
+    """Return the boxes that this rank writes of each of its chunks, from the chunks of all ranks.
 
-    Ranks hold the same pieces, others, or some that overlap in any way.
+    Chunks of different ranks may be identical, disjoint, or overlap partially.
     """
-    holders: dict[ChunkOwners, list[int]] = {}
-    shapes: dict[str, Offsets] = {}
-    widths: dict[str, int] = {}
-    for rank, (cells, tensors) in enumerate(held):
-        for name, (shape, width) in tensors.items():
-            shapes[name], widths[name] = shape, width
-        for cell in cells:
-            holders.setdefault(cell, []).append(rank)
-    overlapping = _overlapping(holders, shapes)
+    owners: dict[NamedChunk, list[int]] = {}
+    tensors: dict[str, tuple[Offsets, int]] = {}
+    for rank, (chunks, local_tensors) in enumerate(chunks_by_rank):
+        tensors |= local_tensors
+        for chunk in chunks:
+            owners.setdefault(chunk, []).append(rank)
+    overlapping = _overlapping_tensors(owners, tensors)
     covered: dict[str, list[ChunkBounds]] = {}
     load = [0] * world.size
-    mine: dict[ChunkOwners, list[ChunkBounds]] = {}
-    for cell in sorted(holders, key=lambda cell: (len(holders[cell]), -prod(cell[2]), cell)):
-        name, start, size = cell
-        rest: list[ChunkBounds] = [(start, size)]
+    assigned: dict[NamedChunk, list[ChunkBounds]] = {}
+    for chunk in sorted(owners, key=lambda chunk: (len(owners[chunk]), -prod(chunk[2]), chunk)):
+        name, start, size = chunk
+        boxes = [(start, size)]
         if name in overlapping:
-            rest = list(subtract_chunks((start, size), covered.get(name, ())))
-            covered.setdefault(name, []).extend(rest)
-        rank = min(holders[cell], key=lambda rank: (load[rank], rank))
-        load[rank] += widths[name] * sum(prod(each) for _, each in rest)
-        if rank == world.rank and rest:
-            mine[cell] = rest
-    return mine
+            boxes = list(subtract_chunks((start, size), covered.get(name, ())))
+            covered.setdefault(name, []).extend(boxes)
+        rank = min(owners[chunk], key=lambda rank: (load[rank], rank))
+        load[rank] += tensors[name][1] * sum(prod(size) for _, size in boxes)
+        if rank == world.rank and boxes:
+            assigned[chunk] = boxes
+    return assigned
 
 
-def _overlapping(cells: Iterable[ChunkOwners], shapes: dict[str, Offsets]) -> set[str]:
-    """The names of the tensors whose pieces are more, together, than the tensor."""
-    numel: dict[str, int] = {}
-    for name, _, size in cells:
-        numel[name] = numel.get(name, 0) + prod(size)
-    return {name for name, count in numel.items() if count != prod(shapes[name])}
+def _overlapping_tensors(chunks: Iterable[NamedChunk], tensors: dict[str, tuple[Offsets, int]]) -> set[str]:
+    numel: Counter[str] = Counter()
+    for name, _, size in chunks:
+        numel[name] += prod(size)
+    return {name for name, count in numel.items() if count != prod(tensors[name][0])}
 
 
-def subtract_chunks(piece: ChunkBounds, others: Sequence[ChunkBounds]) -> Iterator[ChunkBounds]:
-    """What is left of a piece where others are taken out.
+def subtract_chunks(chunk: ChunkBounds, others: Sequence[ChunkBounds]) -> Iterator[ChunkBounds]:
+    """Yield boxes that cover ``chunk`` except for the ``others``.
 
     >>> list(subtract_chunks(((0, 0), (2, 4)), [((1, 1), (5, 2))]))
     [((0, 0), (1, 4)), ((1, 0), (1, 1)), ((1, 3), (1, 1))]
     """
-    found = next((common for other in others if (common := overlap(piece, other)) is not None), None)
+    found = next((common for other in others if (common := overlap(chunk, other)) is not None), None)
     if found is None:
-        yield piece
+        yield chunk
         return
-    start, size = list(piece[0]), list(piece[1])
+    start, size = list(chunk[0]), list(chunk[1])
     for dim, (low, n) in enumerate(zip(*found, strict=True)):
         for a, b in ((start[dim], low), (low + n, start[dim] + size[dim])):
             if a < b:
-                left = (*start[:dim], a, *start[dim + 1 :]), (*size[:dim], b - a, *size[dim + 1 :])
-                yield from subtract_chunks(left, others)
+                box = (*start[:dim], a, *start[dim + 1 :]), (*size[:dim], b - a, *size[dim + 1 :])
+                yield from subtract_chunks(box, others)
         start[dim], size[dim] = low, n

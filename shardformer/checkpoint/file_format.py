@@ -1,12 +1,14 @@
-"""The files of a checkpoint: one safetensors file per rank, and a JSON index with checksums.
+"""Files of a checkpoint: one safetensors file per rank, and a JSON index with checksums.
 
-Python values (optimizer settings, scheduler states, what a user adds) are written as JSON and read back exactly.
+Python values (optimizer settings, scheduler states, the user's ``extra``) are stored as JSON and restored exactly.
 
-The checksum of a tensor is one that ranks can compute in parts:
+Each rank can compute its share of a tensor's checksum from the chunks it reads. The checksum is the sum over all
+elements, modulo 2^64, of
 
-Each number, as an integer, is multiplied by an odd 64-bit number that belongs to its place in the full tensor; the sum
-of all, modulo 2^64, is the checksum. Pieces of any shape, read by different ranks, give parts of it, so that a load
-checks all that was saved while each rank reads only what it will hold. A number that differs always changes the sum.
+    (the element's bits as an integer) * (an odd 64-bit factor determined by its index in the full tensor)
+
+so any partition of the tensor into chunks gives the same sum. A load verifies every saved element although each rank
+reads only its own chunks. A change of a single element always changes the sum, because its factor is odd.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def weighted_sum(values: Tensor, start: Offsets) -> int:
-    """The part of a tensor's checksum that these values give, which begin at ``start`` in it. From 0 to 2^64 - 1."""
+    """Return the contribution of a chunk that begins at ``start`` to its tensor's checksum, from 0 to 2^64 - 1."""
     if values.numel() == 0:
         return 0
     numbers: Any = values.detach().cpu().contiguous()
@@ -44,24 +46,23 @@ def weighted_sum(values: Tensor, start: Offsets) -> int:
         numbers = torch.view_as_real(numbers)
         start = (*start, 0)
     numbers = numbers.view(_INTEGERS[numbers.element_size()]).numpy()
-    factors = [_factors(dim, first, n) for dim, (first, n) in enumerate(zip(start, numbers.shape, strict=True))]
+    factors = [_index_factors(dim, first, n) for dim, (first, n) in enumerate(zip(start, numbers.shape, strict=True))]
     with numpy.errstate(over="ignore"):
-        return int(_contracted(numbers, factors)) % 2**64
+        return int(_weighted_sum_of_dims(numbers, factors)) % 2**64
 
 
-def _contracted(numbers: Any, factors: Sequence[Any]) -> Any:
-    """The sum of all numbers, each times the factors of its indices."""
+def _weighted_sum_of_dims(numbers: Any, factors: Sequence[Any]) -> Any:
     if not factors:
         return numbers.astype(numpy.int64)
     *outer, last = factors
-    sums = numpy.einsum("ij,j->i", numbers.reshape(-1, len(last)), last)  # which widens a cache's worth at a time
+    sums = numpy.einsum("ij,j->i", numbers.reshape(-1, len(last)), last)  # converts to int64 in cache-sized blocks
     for factor in reversed(outer):
         sums = sums.reshape(-1, len(factor)) @ factor
     return sums.reshape(())
 
 
-def _factors(dim: int, first: int, count: int) -> Any:
-    """An odd number for each of ``count`` indices of a dim."""
+def _index_factors(dim: int, first: int, count: int) -> Any:
+    """Return an odd factor for each of ``count`` indices of dimension ``dim``, starting at ``first``."""
     x = numpy.arange(first + 1, first + count + 1, dtype=numpy.uint64) * numpy.uint64(SPLITMIX64[0])
     x += numpy.uint64(_mixed(dim))
     for shift, factor in ((30, SPLITMIX64[1]), (27, SPLITMIX64[2])):
@@ -76,31 +77,31 @@ def _mixed(dim: int) -> int:
 INDEX_FILE = "checkpoint.json"
 FORMAT = 1
 HEADER_BYTES = 8
-"""In front of the header stands its length; what follows begins at a multiple of as many."""
+"""Size of the length field of a safetensors header, and the alignment of the data after the header."""
 DTYPE_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
     torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64", torch.complex128: "F64",
 }  # fmt: skip
-"""How safetensors calls them. It does not have complex128, whose two parts are in a last dim: see ``header``."""
+"""Names of dtypes in safetensors. complex128 has none and is stored as F64 with a last dimension of 2."""
 
 
 class CorruptCheckpointError(InputError):
-    """What was saved is not there any more, or is not what it was."""
+    """A file of a checkpoint is missing, or its contents differ from what was saved."""
 
 
 def corrupt_checkpoint_error(what: str) -> CorruptCheckpointError:
-    """The error for a checkpoint that must not be loaded."""
+    """Return the error for a damaged checkpoint."""
     return CorruptCheckpointError(
         what,
-        rule="Only what was saved is loaded: every file is there, and every number is what it was",
-        remedy="Load an older checkpoint of the folder, and look after the disk",
+        rule="A checkpoint is loaded only if all files are present and all checksums match",
+        remedy="Load an older checkpoint of the directory, and check the disk",
     )
 
 
 class SavedChunk(NamedTuple):
-    """A piece of a tensor in a file: where it begins in the full tensor, its size, and its part of the checksum."""
+    """A chunk of a tensor in a file: its start and size, the number of the file, and its checksum."""
 
     start: Offsets
     size: Offsets
@@ -110,7 +111,7 @@ class SavedChunk(NamedTuple):
 
 @dataclass
 class IndexEntry:
-    """One tensor of a checkpoint."""
+    """A tensor of a checkpoint: dtype, full shape and saved chunks."""
 
     dtype: str
     shape: Offsets
@@ -119,15 +120,15 @@ class IndexEntry:
 
 @dataclass
 class CheckpointIndex:
-    """All that is in a checkpoint.
+    """Contents of a checkpoint.
 
     Args:
-        step: training steps that were made.
-        saved_at: seconds since 1970, by the clock of the host that saved it.
-        sizes: of the axes of the grid that saved it.
-        tensors: by name.
-        values: what else was saved, as JSON has it, by kind.
-        number: counts the checkpoints of a folder in the order in which they were saved; 0 in those of older versions.
+        step: number of training steps that were completed.
+        saved_at: time of the save, in seconds since 1970 by the clock of the host.
+        sizes: axis sizes of the mesh that saved it.
+        tensors: entries by name.
+        values: everything except tensors, as JSON, by kind.
+        number: position in the order of saves into the directory; 0 if saved by an older version.
     """
 
     step: int
@@ -138,7 +139,7 @@ class CheckpointIndex:
     number: int = 0
 
     def write(self, folder: Path, *, to_disk: bool = True) -> None:
-        """Writes it, and waits until it is on the disk, or not."""
+        """Write the index into ``folder``, and sync it to the disk if ``to_disk``."""
         tensors = {name: (entry.dtype, entry.shape, entry.boxes) for name, entry in self.tensors.items()}
         content = json.dumps({"format": FORMAT, **vars(self), "tensors": tensors})
         head = {"sha256": _digest(content), "saved_at": self.saved_at, "number": self.number}
@@ -149,33 +150,32 @@ class CheckpointIndex:
 
     @classmethod
     def read(cls, folder: Path) -> CheckpointIndex:
-        """Reads the index of a checkpoint. Raises CorruptCheckpointError for what is none, or not what was written."""
+        """Read the index of a checkpoint. Raises CorruptCheckpointError if it is missing or damaged."""
         try:
             head, content, _ = (folder / INDEX_FILE).read_bytes().split(b"\n", 2)
             text = content.decode()
-            said = json.loads(head + b"0}")
-            found = json.loads(text) if _digest(text) == said["sha256"] else {}
+            head_values = json.loads(head + b"0}")
+            found = json.loads(text) if _digest(text) == head_values["sha256"] else {}
             number = found.get("number", 0)
-            if not found or found["saved_at"] != said["saved_at"] or said.get("number", number) != number:
-                raise corrupt_checkpoint_error(f"{folder / INDEX_FILE} is not what was written: its checksum differs")
+            if not found or found["saved_at"] != head_values["saved_at"] or head_values.get("number", number) != number:
+                raise corrupt_checkpoint_error(f"The checksum of {folder / INDEX_FILE} does not match its contents")
         except FileNotFoundError:
-            raise corrupt_checkpoint_error(f"{folder} is no checkpoint: it has no {INDEX_FILE}") from None
+            raise corrupt_checkpoint_error(f"{folder} is not a checkpoint: it has no {INDEX_FILE}") from None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise corrupt_checkpoint_error(f"{folder / INDEX_FILE} cannot be read: {error}") from error
         try:
             return cls._of(found, folder)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise corrupt_checkpoint_error(
-                f"{folder / INDEX_FILE} is no index of a checkpoint: {type(error).__name__}: {error}"
+                f"{folder / INDEX_FILE} is not the index of a checkpoint: {type(error).__name__}: {error}"
             ) from error
 
     @classmethod
     def _of(cls, found: dict[str, Any], folder: Path) -> CheckpointIndex:
         if (version := found.pop("format")) != FORMAT:
             raise InputError(
-                f"{folder} has the format {version}",
-                rule=f"This version reads checkpoints of the format {FORMAT}",
-                remedy="Use the version of shardformer that saved it",
+                f"{folder} has checkpoint format {version}, but this version of shardformer reads format {FORMAT}",
+                remedy="Load it with the version of shardformer that saved it",
             )
         tensors = {
             name: IndexEntry(dtype, tuple(shape), [chunk_from_json(box) for box in boxes])
@@ -187,18 +187,21 @@ class CheckpointIndex:
 
 
 def _check_entry(name: str, entry: IndexEntry) -> None:
-    """Raises ValueError where what an index says of a tensor cannot be: it names files by numbers, and nothing else."""
+    """Raise ValueError for an impossible entry.
+
+    Entries identify files by number, so that a damaged index cannot name files outside the checkpoint.
+    """
     if entry.dtype not in map(dtype_name, DTYPE_NAMES):
-        raise ValueError(f"{name} is of {entry.dtype!r:.80}")
+        raise ValueError(f"{name} has the unknown dtype {entry.dtype!r:.80}")
     for box in entry.boxes:
         numbers = (*entry.shape, *box.start, *box.size, box.file)
         inside = all(a + n <= size for a, n, size in zip(box.start, box.size, entry.shape, strict=True))
         if not all(type(n) is int and n >= 0 for n in numbers) or not inside:
-            raise ValueError(f"{name} has the part {tuple(box)!r:.200}")
+            raise ValueError(f"{name} has the invalid chunk {tuple(box)!r:.200}")
 
 
 def order_of(folder: Path) -> tuple[int, float]:
-    """(number, when it was saved) of a checkpoint, as the first line of its index says; 0 where it cannot be read."""
+    """Return (number, time of the save) from the first line of a checkpoint's index, or zeros if it is unreadable."""
     try:
         with (folder / INDEX_FILE).open("rb") as file:
             head = json.loads(file.readline() + b"0}")
@@ -208,7 +211,6 @@ def order_of(folder: Path) -> tuple[int, float]:
 
 
 def chunk_from_json(found: Sequence[Any]) -> SavedChunk:
-    """What JSON made of a box."""
     start, size, file, total = found
     return SavedChunk(tuple(start), tuple(size), file, total)
 
@@ -218,7 +220,6 @@ def _digest(text: str) -> str:
 
 
 def sync(path: Path) -> None:
-    """Returns when a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -227,22 +228,22 @@ def sync(path: Path) -> None:
 
 
 def file_name(rank: int) -> str:
-    """Of the file that a rank writes."""
+    """Return the name of the file that a rank writes."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``float32``."""
+    """Return a name such as ``float32``."""
     return str(dtype).removeprefix("torch.")
 
 
 def chunk_key(name: str, start: Offsets) -> str:
-    """Of a box in its file."""
+    """Return the name of a chunk in its file."""
     return f"{name}@{','.join(map(str, start))}"
 
 
 class TensorToWrite(NamedTuple):
-    """A tensor that is about to be written: its name in the file, and what gives its values when its turn comes."""
+    """A tensor of a file: its key, dtype and shape, and a function that returns its values when they are written."""
 
     key: str
     dtype: torch.dtype
@@ -251,16 +252,16 @@ class TensorToWrite(NamedTuple):
 
 
 def header(dtype: torch.dtype, shape: Offsets) -> tuple[str, Offsets]:
-    """What the header of a file says of a tensor: its kind and its shape."""
+    """Return the dtype and shape of a tensor as a safetensors header states them."""
     return DTYPE_NAMES[dtype], (*shape, 2) if dtype == torch.complex128 else tuple(shape)
 
 
 def write_file(
     path: Path, tensors: Sequence[TensorToWrite], metadata: Mapping[str, str] | None = None, *, to_disk: bool = True
 ) -> None:
-    """Writes a safetensors file, one tensor after the other, and waits for the disk, or not.
+    """Write a safetensors file, one tensor after the other, and sync it if ``to_disk``.
 
-    Raises OSError, also where there is a file of that name.
+    Raises OSError, also if the file exists.
     """
     found: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata is not None else {}
     at = 0
@@ -283,9 +284,9 @@ def write_file(
 
 
 def write_boxes(path: Path, boxes: Sequence[tuple[str, Offsets, Tensor]], *, to_disk: bool) -> list[int]:
-    """Writes (name, start, values) of boxes as ``write_file`` does. Returns the checksum of each.
+    """Write (name, start, values) of chunks to a safetensors file, and return their checksums.
 
-    The values stream from where they are: no second copy of all is made.
+    Copies one chunk at a time to the host.
     """
     sums: list[int] = []
 
@@ -303,29 +304,29 @@ def write_boxes(path: Path, boxes: Sequence[tuple[str, Offsets, Tensor]], *, to_
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:
-    """Raises ConfigError for numbers of a kind that the files do not have."""
+    """Raise ConfigError for a dtype that the files cannot store."""
     if dtype not in DTYPE_NAMES:
         raise ConfigError(
-            f"{name} holds numbers of the kind {dtype}",
-            rule=f"The files of a checkpoint hold {', '.join(str(d).removeprefix('torch.') for d in DTYPE_NAMES)}",
-            remedy="Convert it to one of these before it is saved",
+            f"{name} has dtype {dtype}, which a checkpoint cannot store",
+            rule=f"Supported dtypes are {', '.join(str(d).removeprefix('torch.') for d in DTYPE_NAMES)}",
+            remedy="Convert the tensor to one of these before you save",
         )
 
 
-def overlapping_chunks(entry: IndexEntry, piece: ChunkBounds) -> Iterator[tuple[int, ChunkBounds]]:
-    """(number of a saved box, what it has of the piece) of each that has some."""
+def overlapping_chunks(entry: IndexEntry, chunk: ChunkBounds) -> Iterator[tuple[int, ChunkBounds]]:
+    """Yield (index of a saved chunk, intersection) for each saved chunk that overlaps ``chunk``."""
     for number, box in enumerate(entry.boxes):
-        if (common := overlap((box.start, box.size), piece)) is not None:
+        if (common := overlap((box.start, box.size), chunk)) is not None:
             yield number, common
 
 
 KIND, MOST = "$", 2**12
-"""The key that tells what a dictionary stands for; numbers that a tensor among the settings may have."""
+"""The key with the type of an encoded object, and the most elements of a tensor that is stored as JSON."""
 _SEQUENCES = {"tuple": tuple, "set": set, "deque": deque, "list": list}
 
 
 def to_json(value: Any, where: str) -> Any:
-    """What JSON can hold of a value. Raises InputError, which names ``where`` it stands, for one that it cannot."""
+    """Encode a value as JSON. Raises InputError, with ``where`` as the name of the value, if that is impossible."""
     if value is None or (isinstance(value, (bool, int, float, str)) and type(value).__module__ == "builtins"):
         return value
     if type(value) is list:
@@ -346,15 +347,14 @@ def to_json(value: Any, where: str) -> Any:
     if isinstance(value, torch.dtype):
         return {KIND: "dtype", "of": str(value).removeprefix("torch.")}
     raise InputError(
-        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, and cannot be saved",
-        rule="Beside weights and states a checkpoint holds numbers, words, and lists, tuples, dictionaries and small "
-        f"tensors (up to {MOST} numbers) of them: nothing in it is code",
-        remedy="Give what it is made of, as its state_dict() does",
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot store",
+        rule="Supported values are numbers, strings, small tensors and arrays "
+        f"(up to {MOST} elements), and lists, tuples, sets and dictionaries of these",
+        remedy="Pass its state_dict(), or the plain values it consists of",
     )
 
 
 def from_json(value: Any) -> Any:
-    """What ``to_json`` was given."""
     if isinstance(value, list):
         return [from_json(each) for each in value]
     if not isinstance(value, Mapping):

@@ -1,6 +1,6 @@
-"""Loads a checkpoint into a training run of any layout: each rank reads only the pieces that it will hold.
+"""Load a checkpoint into a training run of any layout.
 
-Together the ranks verify the checksums of everything that was saved.
+Each rank reads only its own chunks. Together, the ranks verify the checksums of all saved tensors.
 """
 
 from __future__ import annotations
@@ -21,21 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.checkpoint import directory as checkpoint_directory
-from shardformer.checkpoint.chunks import ChunkBounds, ChunkOwners, FlatRegion, TensorItem, assign_writes
-from shardformer.checkpoint.file_format import (
-    HEADER_BYTES,
-    CheckpointIndex,
-    CorruptCheckpointError,
-    IndexEntry,
-    SavedChunk,
-    chunk_key,
-    corrupt_checkpoint_error,
-    file_name,
-    from_json,
-    header,
-    overlapping_chunks,
-    weighted_sum,
-)
+from shardformer.checkpoint import file_format
+from shardformer.checkpoint.chunks import ChunkBounds, FlatRegion, TensorItem, assign_writes
+from shardformer.checkpoint.file_format import HEADER_BYTES, CheckpointIndex, SavedChunk, corrupt_checkpoint_error
 from shardformer.checkpoint.training_state import (
     EXTRA_STATE,
     KAHAN_RESIDUALS,
@@ -60,25 +48,25 @@ from shardformer.zero.flat_shards import FlatShard, ParamSlice
 from shardformer.zero.optimizer_state_view import unchanged_on_error
 
 LONG = 2**16
-"""Bytes in a row from which on they are read one row after the other; shorter ones are picked out of mapped memory."""
+"""Contiguous runs of at least this many bytes are read one by one, shorter ones through mapped memory."""
+BITS = 2**64
 
 
 class BoxReader:
-    """Reads from a folder. ``num_bytes`` counts what was read."""
+    """Reader of the chunks in a checkpoint folder. ``num_bytes`` counts the bytes it has read."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: dict[int, _File] = {}
         self.num_bytes = 0
 
-    def read(self, name: str, box: SavedChunk, piece: ChunkBounds, out: Tensor) -> None:
-        """Fills ``out`` with a piece of the full tensor that lies in the box. Raises CorruptCheckpointError."""
-        path, key = self._folder / file_name(box.file), chunk_key(name, box.start)
+    def read(self, name: str, saved: SavedChunk, chunk: ChunkBounds, out: Tensor) -> None:
+        """Fill ``out`` with the part ``chunk`` of a saved chunk. Raises CorruptCheckpointError."""
+        path, key = self._folder / file_format.file_name(saved.file), file_format.chunk_key(name, saved.start)
         try:
-            if box.file not in self._files:
-                self._files[box.file] = _File(path)
-            begin = self._files[box.file].place_of(key, out.dtype, box)
-            self._files[box.file].fill(out, begin, tuple(a - o for a, o in zip(piece[0], box.start, strict=True)), box)
+            if saved.file not in self._files:
+                self._files[saved.file] = _File(path)
+            self._files[saved.file].read(key, saved, chunk[0], out)
         except FileNotFoundError:
             raise corrupt_checkpoint_error(f"{path} is missing") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -86,179 +74,150 @@ class BoxReader:
         self.num_bytes += out.nbytes
 
     def close(self) -> None:
-        """No more is read."""
         for file in self._files.values():
             os.close(file.descriptor)
         self._files = {}
 
 
 class _File:
-    """One safetensors file."""
-
     def __init__(self, path: Path) -> None:
         self.descriptor = os.open(path, os.O_RDONLY)
         try:
             size = os.fstat(self.descriptor).st_size
             length = int.from_bytes(os.pread(self.descriptor, HEADER_BYTES, 0), "little")
             if HEADER_BYTES + length > size:
-                raise ValueError("the file is cut short")
+                raise ValueError("the file is truncated")
             self._header: dict[str, Any] = json.loads(os.pread(self.descriptor, length, HEADER_BYTES))
             self._header.pop("__metadata__", None)
             end = max((entry["data_offsets"][1] for entry in self._header.values()), default=0)
             if HEADER_BYTES + length + end > size:
-                raise ValueError("the file is cut short")
+                raise ValueError("the file is truncated")
         except BaseException:
             os.close(self.descriptor)
             raise
-        self._begin = HEADER_BYTES + length
+        self._data_offset = HEADER_BYTES + length
         self._mapped: Tensor | None = None
 
-    def place_of(self, key: str, dtype: torch.dtype, box: SavedChunk) -> int:
-        """Where a box begins in the file. Raises ValueError where it is not what the index says, KeyError for none."""
+    def read(self, key: str, saved: SavedChunk, start: tuple[int, ...], out: Tensor) -> None:
+        """Read the box at ``start`` of the full tensor from the saved chunk ``key`` into ``out``.
+
+        Raises KeyError if the chunk is missing, ValueError if its dtype, shape or size differs from the index.
+        """
         entry = self._header[key]
         low, high = entry["data_offsets"]
         found = entry["dtype"], tuple(entry["shape"]), high - low
-        expected = (*header(dtype, box.size), prod(box.size) * dtype.itemsize)
+        expected = (*file_format.header(out.dtype, saved.size), prod(saved.size) * out.dtype.itemsize)
         if found != expected or low < 0:
-            raise ValueError(f"there is {found}, not {expected}")
-        return int(self._begin + low)
-
-    def fill(self, out: Tensor, begin: int, start: tuple[int, ...], box: SavedChunk) -> None:
-        """Reads what begins at ``start`` of a box that lies at ``begin``."""
-        row = out.element_size()
-        dim = out.dim() - 1
-        while dim > 0 and out.shape[dim] == box.size[dim]:
-            row *= box.size[dim]
+            raise ValueError(f"the file has {found}, the index {expected}")
+        offset = self._data_offset + int(low)
+        start = tuple(a - o for a, o in zip(start, saved.start, strict=True))
+        row, dim = out.element_size(), out.dim() - 1
+        while dim > 0 and out.shape[dim] == saved.size[dim]:
+            row *= saved.size[dim]
             dim -= 1
-        # from dim on, numbers lie behind each other: in the box, and in ``out`` where that is contiguous
+        # elements are contiguous in the chunk from dim on, and in ``out`` if it is contiguous
         run = row * (out.shape[dim] if out.dim() else 1)
-        if run < LONG and out.numel() * out.element_size() > run:
-            out.copy_(self._picked(out, begin, start, box))
+        if run < LONG and out.nbytes > run:
+            out.copy_(self._read_short_rows(out, offset, start, saved))
             return
         target = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype)
         numbers: Any = target.reshape(-1).view(torch.uint8).numpy()
         data = memoryview(numbers)
-        strides = _strides(box.size, out.element_size())
+        strides = [out.element_size() * prod(saved.size[dim + 1 :]) for dim in range(out.dim())]
         outer = torch.cartesian_prod(*(torch.arange(n) for n in out.shape[:dim])).view(-1, dim) if dim > 0 else [()]
-        for number, at in enumerate(outer):
-            place = [a + int(i) for a, i in zip(start, at, strict=False)] + list(start[max(dim, 0) :])
-            offset = begin + sum(i * stride for i, stride in zip(place, strides, strict=True))
-            self._read_into(data[number * run : (number + 1) * run], offset)
+        for number, index in enumerate(outer):
+            place = [a + int(i) for a, i in zip(start, index, strict=False)] + list(start[max(dim, 0) :])
+            row_offset = offset + sum(i * stride for i, stride in zip(place, strides, strict=True))
+            self._read_bytes(data[number * run : (number + 1) * run], row_offset)
         if target is not out:
             out.copy_(target)
 
-    def _read_into(self, data: Any, offset: int) -> None:
+    def _read_bytes(self, data: Any, offset: int) -> None:
         while len(data):
             count = os.preadv(self.descriptor, [data], offset)
             if count == 0:
-                raise ValueError("the file is cut short")
+                raise ValueError("the file is truncated")
             data, offset = data[count:], offset + count
 
-    def _picked(self, out: Tensor, begin: int, start: tuple[int, ...], box: SavedChunk) -> Tensor:
-        """Many short rows, of which the pages are read that they lie in."""
+    def _read_short_rows(self, out: Tensor, offset: int, start: tuple[int, ...], saved: SavedChunk) -> Tensor:
+        """Return a box of many short rows through mapped memory, which reads only the pages it needs."""
         if self._mapped is None:
             memory = mmap.mmap(self.descriptor, 0, access=mmap.ACCESS_COPY)
             self._mapped = torch.frombuffer(memory, dtype=torch.uint8)
-        size = out.element_size()
-        rows = self._mapped[begin : begin + prod(box.size) * size].view(*box.size[:-1], box.size[-1] * size)
-        inner = slice(start[-1] * size, (start[-1] + out.shape[-1]) * size)
+        width = out.element_size()
+        num_bytes = prod(saved.size) * width
+        rows = self._mapped[offset : offset + num_bytes].view(*saved.size[:-1], saved.size[-1] * width)
+        inner = slice(start[-1] * width, (start[-1] + out.shape[-1]) * width)
         outer = tuple(slice(a, a + n) for a, n in zip(start[:-1], out.shape[:-1], strict=True))
         return rows[(*outer, inner)].clone(memory_format=torch.contiguous_format).view(out.dtype)
 
 
-def _strides(shape: tuple[int, ...], size: int) -> list[int]:
-    """In bytes."""
-    return [size * prod(shape[dim + 1 :]) for dim in range(len(shape))]
-
-
-BITS = 2**64
-
-
 def read_items(folder: Path, index: CheckpointIndex, items: Sequence[TensorItem], world: Axis) -> int:
-    """Fills the items from a checkpoint. Returns how many bytes this rank read.
+    """Fill the items from a checkpoint and return the number of bytes that this rank read.
 
-    Each rank reads what it will hold, and no more. Of each number one rank adds its share to the checksum of the box
-    that it was saved in. Communicates the names and sizes of what is read, and two numbers for each saved box.
+    Each rank reads only its own chunks. For each element, one rank adds its contribution to the checksum of its saved
+    chunk. Communicates the names and bounds of the chunks that are read, and two integers for each saved chunk.
 
-    Raises CorruptCheckpointError, on all ranks, where a file is missing or a box is not what was saved.
+    Raises CorruptCheckpointError on all ranks if a file is missing or a checksum does not match.
     """
-    numbers = _numbered(index, items, world)
-    mine = assign_writes([item for item in items if item.is_checked], world)
-    sums = torch.zeros(len(numbers), 2, dtype=torch.int64)
+    rows = _number_saved_chunks(index, items, world)
+    assigned = assign_writes([item for item in items if item.is_checked], world)
+    sums = torch.zeros(len(rows), 2, dtype=torch.int64)
     reader = BoxReader(folder)
 
     def read() -> None:
         for item in items:
-            _read_item(reader, item, index.tensors[item.name])
-            if item.is_checked:
-                _add_sums(item, index.tensors[item.name], mine, numbers, sums)
+            saved = index.tensors[item.name].boxes
+            for chunk in item.chunks:
+                count = 0
+                for number, bounds in file_format.overlapping_chunks(index.tensors[item.name], chunk.bounds):
+                    reader.read(item.name, saved[number], bounds, chunk.view(*bounds))
+                    count += prod(bounds[1])
+                if count != chunk.values.numel():
+                    raise corrupt_checkpoint_error(
+                        f"The checkpoint has only {count} of {chunk.values.numel()} elements of {item.name} at "
+                        f"{list(chunk.start)}"
+                    )
+                for box in assigned.get((item.name, *chunk.bounds), ()) if item.is_checked else ():
+                    for number, bounds in file_format.overlapping_chunks(index.tensors[item.name], box):
+                        row = sums[rows[item.name, number]]
+                        total = (int(row[0]) + file_format.weighted_sum(chunk.view(*bounds), bounds[0])) % BITS
+                        row[0] = total - BITS if total >= BITS // 2 else total
+                        row[1] += prod(bounds[1])
 
     try:
         run_on_all_ranks(read, world, f"Reading {folder}")
     finally:
         reader.close()
-    _compare(all_reduce(sums, world, purpose="setup"), numbers, index, folder)
+    sums = all_reduce(sums, world, purpose="setup")
+    for (name, number), (total, count) in zip(rows, sums.tolist(), strict=True):
+        box = index.tensors[name].boxes[number]
+        where = f"{name} at {list(box.start)} in {folder / file_format.file_name(box.file)}"
+        if count != prod(box.size):
+            raise corrupt_checkpoint_error(f"Only {count} of {prod(box.size)} elements of {where} were read")
+        if total % BITS != box.sum:
+            raise corrupt_checkpoint_error(f"The checksum of {where} does not match")
     return reader.num_bytes
 
 
-def _numbered(index: CheckpointIndex, items: Sequence[TensorItem], world: Axis) -> dict[tuple[str, int], int]:
-    """A number for each saved box of all tensors that any rank reads, alike on all ranks."""
-    names = list(index.tensors)
-    wanted = torch.zeros(len(names), dtype=torch.int64)
-    own = {item.name for item in items}
-    wanted[[i for i, name in enumerate(names) if name in own]] = 1
-    wanted = all_reduce(wanted, world, op="max", purpose="setup")
-    chosen = [name for name, is_wanted in zip(names, wanted.tolist(), strict=True) if is_wanted]
-    keys = [(name, number) for name in chosen for number in range(len(index.tensors[name].boxes))]
-    return {key: i for i, key in enumerate(keys)}
-
-
-def _read_item(reader: BoxReader, item: TensorItem, entry: IndexEntry) -> None:
-    for held in item.held:
-        count = 0
-        for number, (start, size) in overlapping_chunks(entry, (held.start, tuple(held.values.shape))):
-            reader.read(item.name, entry.boxes[number], (start, size), held.part(start, size))
-            count += prod(size)
-        if count != held.values.numel():
-            raise corrupt_checkpoint_error(
-                f"Of {item.name} at {list(held.start)} {count} of {held.values.numel()} numbers were saved"
-            )
-
-
-def _add_sums(
-    item: TensorItem,
-    entry: IndexEntry,
-    mine: dict[ChunkOwners, list[ChunkBounds]],
-    numbers: dict[tuple[str, int], int],
-    sums: Tensor,
-) -> None:
-    """Adds to the checksums of saved boxes what of an item falls to this rank."""
-    for held in item.held:
-        for piece in mine.get((item.name, held.start, tuple(held.values.shape)), ()):
-            for number, (start, size) in overlapping_chunks(entry, piece):
-                row = numbers[item.name, number]
-                total = (int(sums[row, 0]) + weighted_sum(held.part(start, size), start)) % BITS
-                sums[row, 0] = total - BITS if total >= BITS // 2 else total
-                sums[row, 1] += prod(size)
-
-
-def _compare(sums: Tensor, numbers: dict[tuple[str, int], int], index: CheckpointIndex, folder: Path) -> None:
-    """Raises CorruptCheckpointError where what was read is not what was saved."""
-    for (name, number), (total, count) in zip(numbers, sums.tolist(), strict=True):
-        box = index.tensors[name].boxes[number]
-        where = f"{name} at {list(box.start)} in {folder / file_name(box.file)}"
-        if count != prod(box.size):
-            raise corrupt_checkpoint_error(f"Of {where} {count} of {prod(box.size)} numbers were read")
-        if total % BITS != box.sum:
-            raise corrupt_checkpoint_error(f"{where} is not what was saved: its checksum differs")
+def _number_saved_chunks(
+    index: CheckpointIndex, items: Sequence[TensorItem], world: Axis
+) -> dict[tuple[str, int], int]:
+    """Number the saved chunks of all tensors that any rank reads, identically on all ranks."""
+    local = {item.name for item in items}
+    is_read = torch.tensor([name in local for name in index.tensors], dtype=torch.int64)
+    is_read = all_reduce(is_read, world, op="max", purpose="setup")
+    names = [name for name, flag in zip(index.tensors, is_read.tolist(), strict=True) if flag]
+    keys = [(name, number) for name in names for number in range(len(index.tensors[name].boxes))]
+    return {key: row for row, key in enumerate(keys)}
 
 
 class LoadPlan:
-    """What this rank wants of a training run that was saved, and what it does with it when it is there.
+    """The chunks that this rank reads from a saved run, and the assignments that follow once they are read.
 
     Args:
-        index: what there is.
-        where: in words.
+        index: index of the saved run.
+        where: name of the saved run for error messages.
     """
 
     def __init__(
@@ -271,24 +230,28 @@ class LoadPlan:
     ) -> None:
         self.index, self._where, self._tensors = index, where, tensors
         self.items: list[TensorItem] = []
-        self._values: dict[str, tuple[str, Tensor]] = {}  # name of a parameter -> what is read of it, and where to
-        self._schedulers, self._goes_on = schedulers, bool(optimizers)
+        self._values: dict[str, tuple[str, Tensor]] = {}  # name of a parameter -> (name of the saved tensor, buffer)
+        self._schedulers, self._has_optimizer = schedulers, bool(optimizers)
         self._optimizers = [each.optimizer for each in optimizers]
-        self._first: list[Callable[[], object]] = []  # code that is not ours, which may fail
-        self._then: list[Callable[[], object]] = []
+        self._load_states: list[Callable[[], object]] = []  # code of optimizers, which may fail
+        self._copy_values: list[Callable[[], object]] = []
+        self._has_same_data_axis = index.sizes.get("data", 1) == tensors.sizes.get("data", 1)
+        self.has_random = self._has_optimizer and self._has_same_data_axis
+        self._kind = type(tensors.model).__name__
+        self._saved = {n.partition("/")[2]: e for n, e in index.tensors.items() if n.startswith(f"{WEIGHTS}/")}
 
         def plan() -> None:
             self._check_model()
-            self._want_values()
-            self._want_states(optimizers)
+            self._add_values()
+            self._add_optimizer_states(optimizers)
             self._check_schedulers()
-            self._want_random()
+            if self.has_random:
+                self._add_random_states()
 
         run_on_all_ranks(plan, tensors.world, f"Loading {where}")
-        self._check_all_is_wanted()
+        self._check_no_unused_weights()
 
-    def _want(self, name: str, region: FlatRegion, *, is_checked: bool = True) -> Tensor:
-        """Memory that is to be filled."""
+    def _add(self, name: str, region: FlatRegion, *, is_checked: bool = True) -> Tensor:
         memory = region.new(getattr(torch, self.index.tensors[name].dtype))
         self.items.append(replace(region.item(name, memory), is_checked=is_checked))
         return memory
@@ -296,187 +259,171 @@ class LoadPlan:
     # --- the model
 
     def _check_model(self) -> None:
-        saved = {n.partition("/")[2]: e for n, e in self.index.tensors.items() if n.startswith(f"{WEIGHTS}/")}
         for name, tensor in self._tensors.tensors.items():
-            self._check_one(name, self._tensors.region_of(tensor).shape, saved)
+            shape = self._tensors.region_of(tensor).shape
+            if name not in self._saved:
+                raise ConfigError(
+                    f"{self._where} is a checkpoint of a {self.index.values['model']} and has no {name}, which this "
+                    f"{self._kind} needs",
+                    remedy=f"{did_you_mean(name, self._saved)} Build the model from the config of the saved run",
+                )
+            if self._saved[name].shape != shape:
+                raise ConfigError(
+                    f"{name} has the shape {shape} in this {self._kind} and {self._saved[name].shape} in {self._where}",
+                    remedy="Build the model from the config of the saved run",
+                )
 
-    def _check_one(self, name: str, shape: tuple[int, ...], saved: dict[str, IndexEntry]) -> None:
-        entry = saved.get(name)
-        kind = type(self._tensors.model).__name__
-        if entry is None:
-            raise ConfigError(
-                f"{self._where} holds no {name}, which this {kind} has",
-                rule=f"A checkpoint is loaded into the model that was saved, which was a {self.index.values['model']}",
-                remedy=f"{did_you_mean(name, saved)} Build the model from the config of that run",
-            )
-        if entry.shape != shape:
-            raise ConfigError(
-                f"{name} has the shape {shape} in this {kind}, and {entry.shape} in {self._where}",
-                remedy="Build the model from the config of that run",
-            )
-
-    def _check_all_is_wanted(self) -> None:
-        """Raises ConfigError, on all ranks, where some of the weights that were saved are wanted by none."""
+    def _check_no_unused_weights(self) -> None:
         names = set().union(*all_gather_objects(set(self._tensors.tensors), self._tensors.world))
-        saved = [n.partition("/")[2] for n in self.index.tensors if n.startswith(f"{WEIGHTS}/")]
-        if more := [name for name in saved if name not in names]:
+        if unused := [name for name in self._saved if name not in names]:
             raise ConfigError(
-                f"{self._where} holds {len(more)} weights that this {type(self._tensors.model).__name__} does not "
-                f"have, {more[0]} among them",
-                rule=f"A checkpoint is loaded into the model that was saved, which was a {self.index.values['model']}",
-                remedy=f"{did_you_mean(more[0], names)} Build the model from the config of that run",
+                f"{self._where} is a checkpoint of a {self.index.values['model']} and has {len(unused)} weights that "
+                f"this {self._kind} does not have, such as {unused[0]}",
+                remedy=f"{did_you_mean(unused[0], names)} Build the model from the config of the saved run",
             )
 
-    def _want_values(self) -> None:
-        gathered, data = self._tensors.gathered, self._tensors.coords.get("data", 0)
-        as_many = self.index.sizes.get("data", 1) == self._tensors.sizes.get("data", 1)
+    def _add_values(self) -> None:
+        zero, data = self._tensors.zero, self._tensors.coords.get("data", 0)
+        gathered = self._tensors.gathered
         for name, tensor in self._tensors.tensors.items():
             if id(tensor) not in gathered:
-                own = buffer_name(data, name)
-                best = own if as_many and own in self.index.tensors else self._best(name, tensor.dtype)
-                self._values[name] = best, self._want(best, self._tensors.region_of(tensor))
-                self._then.append(partial(tensor.detach().copy_, self._values[name][1]))
-        trained = {id(shard) for shard in (self._tensors.zero.shards if self._tensors.zero is not None else ())}
+                buffer = buffer_name(data, name)
+                is_saved = self._has_same_data_axis and buffer in self.index.tensors
+                source = buffer if is_saved else self._most_precise(name, tensor.dtype)
+                self._values[name] = source, self._add(source, self._tensors.region_of(tensor))
+                self._copy_values.append(partial(tensor.detach().copy_, self._values[name][1]))
+        trained = {id(shard) for shard in (zero.shards if zero is not None else ())}
         for shard in self._tensors.shards():
             for piece in shard.slices:
                 if shard.full is None or shard.has_masters or shard.rounded is not None:
-                    self._want_piece(shard, piece, trains=id(shard) in trained)
+                    self._add_slice(shard, piece, trains=id(shard) in trained)
 
-    def _best(self, name: str, dtype: torch.dtype) -> str:
-        """The name of the saved value that is as precise as a tensor of this dtype can be."""
-        entry, master = self.index.tensors[f"{WEIGHTS}/{name}"], f"{MASTER_WEIGHTS}/{name}"
-        is_wider = dtype.is_floating_point and dtype.itemsize > getattr(torch, entry.dtype).itemsize
+    def _most_precise(self, name: str, dtype: torch.dtype) -> str:
+        """Return the name of the saved tensor with the most precision that ``dtype`` can represent."""
+        master, saved_dtype = f"{MASTER_WEIGHTS}/{name}", getattr(torch, self._saved[name].dtype)
+        is_wider = dtype.is_floating_point and dtype.itemsize > saved_dtype.itemsize
         return master if is_wider and master in self.index.tensors else f"{WEIGHTS}/{name}"
 
-    def _want_piece(self, shard: FlatShard, piece: ParamSlice, *, trains: bool) -> None:
-        name, region = self._tensors.name_of_piece(piece), self._tensors.region_of_slice(piece)
-        best = self._best(name, shard.wide if trains else shard.dtype)
-        there, values = self._values.get(name, ("", None))
-        if there == best and values is not None and not piece.gradient.is_shared:
+    def _add_slice(self, shard: FlatShard, piece: ParamSlice, *, trains: bool) -> None:
+        name, region = self._tensors.name_of_slice(piece), self._tensors.region_of_slice(piece)
+        source = self._most_precise(name, shard.wide if trains else shard.dtype)
+        read, values = self._values.get(name, ("", None))
+        if read == source and values is not None and not piece.gradient.is_shared:
             memory = values.reshape(-1)[piece.param_range]
         else:
-            memory = self._want(best, region, is_checked=there != best)
-        rest_name = f"{KAHAN_RESIDUALS}/{name}"
-        rest = self._want(rest_name, region) if trains and rest_name in self.index.tensors else None
+            memory = self._add(source, region, is_checked=read != source)
+        residual_name = f"{KAHAN_RESIDUALS}/{name}"
+        has_residual = trains and residual_name in self.index.tensors
+        residual = self._add(residual_name, region) if has_residual else None
 
-        def commit() -> None:
-            wide = memory if rest is None else memory.to(shard.wide) + rest.to(shard.wide)
+        def copy_values() -> None:
+            wide = memory if residual is None else memory.to(shard.wide) + residual.to(shard.wide)
             if trains:
                 piece.value.copy_(wide.view(piece.value.shape))
             if not trains or not shard.has_masters or shard.rounded is not None:
                 shard.local[piece.shard_range] = memory.reshape(-1).to(shard.local)
 
-        self._then.append(commit)
+        self._copy_values.append(copy_values)
 
-    # --- what trains it
+    # --- optimizers, schedulers, random states
 
-    def _want_states(self, optimizers: Sequence[OptimizerStates]) -> None:
+    def _add_optimizer_states(self, optimizers: Sequence[OptimizerStates]) -> None:
         saved = self.index.values["optimizers"]
         if optimizers and len(saved) != len(optimizers):
             raise ConfigError(
-                f"{self._where} holds the states of {len(saved)} optimizers, and {len(optimizers)} are to be loaded",
-                remedy="Build them as that run did, or load the weights alone: leave the optimizer out",
+                f"{self._where} contains the states of {len(saved)} optimizers, but {len(optimizers)} were passed",
+                remedy="Build the optimizers as in the saved run, or load only the weights by omitting optimizer",
             )
+        has_saved_dtypes = all(
+            getattr(torch, self._saved[name].dtype) == tensor.dtype for name, tensor in self._tensors.tensors.items()
+        )
         for each, values in zip(optimizers, saved if optimizers else (), strict=True):
             each.check(values)
-            read = [(slot, key, self._want(name, region)) for slot, key, name, region in each.wanted(self.index)]
-            self._first.append(partial(each.load_values, values, read, exact=self._is_exact))
-
-    @property
-    def _is_exact(self) -> bool:
-        """Whether the parameters have the precision in which they were saved."""
-        return all(
-            getattr(torch, self.index.tensors[f"{WEIGHTS}/{name}"].dtype) == tensor.dtype
-            for name, tensor in self._tensors.tensors.items()
-        )
+            read = [(slot, key, self._add(name, region)) for slot, key, name, region in each.saved_states(self.index)]
+            self._load_states.append(partial(each.load_values, values, read, exact=has_saved_dtypes))
 
     def _check_schedulers(self) -> None:
         saved = [each["kind"] for each in self.index.values["scheduler"]]
-        own = [type(each).__name__ for each in self._schedulers]
-        if own and saved != own:
+        passed = [type(each).__name__ for each in self._schedulers]
+        if passed and saved != passed:
             raise ConfigError(
-                f"{self._where} holds the states of {', '.join(saved) or 'no scheduler'}, and {', '.join(own)} "
-                "is to be loaded",
-                remedy="Give what was given to save_checkpoint, or leave it out",
+                f"{self._where} contains the states of {', '.join(saved) or 'no scheduler'}, but scheduler= is "
+                f"{', '.join(passed)}",
+                remedy="Pass the schedulers that were passed to save_checkpoint, or omit scheduler",
             )
 
-    def _want_random(self) -> None:
-        """The random states of the rank that had this one's data, where there are as many data ranks as then."""
-        own, coords = self._tensors.coords, self.index.values["coords"]
-        as_many = self.index.sizes.get("data", 1) == self._tensors.sizes.get("data", 1)
-        self.has_random = self._goes_on and as_many
-        if not self.has_random:
-            return
-        same = [rank for rank, theirs in enumerate(coords) if theirs == own and self.index.sizes == self._tensors.sizes]
-        alike = [rank for rank, theirs in enumerate(coords) if theirs.get("data", 0) == own.get("data", 0)]
-        rank = (same or alike)[0]
-        names = list(random_state_tensors(self._tensors.device)[0])
+    def _add_random_states(self) -> None:
+        """Read the random states of the rank at the same coordinates, or else of one with the same data rank."""
+        coords, saved = self._tensors.coords, self.index.values["coords"]
+        same_layout = self.index.sizes == self._tensors.sizes
+        same_place = [rank for rank, other in enumerate(saved) if same_layout and other == coords]
+        same_data = [rank for rank, other in enumerate(saved) if other.get("data", 0) == coords.get("data", 0)]
+        rank = (same_place or same_data)[0]
         memory = {}
-        for name in names:
-            full = random_state_key(rank, name)
-            if full in self.index.tensors:
-                memory[name] = self._want(full, FlatRegion(self.index.tensors[full].shape, None, {}))
+        for name in random_state_tensors(self._tensors.device)[0]:
+            key = random_state_key(rank, name)
+            if key in self.index.tensors:
+                memory[name] = self._add(key, FlatRegion(self.index.tensors[key].shape, None, {}))
         numbers = self.index.values["random"][rank]
-        self._then.append(lambda: set_random_state_tensors(memory, numbers, self._tensors.device))
+        self._copy_values.append(lambda: set_random_state_tensors(memory, numbers, self._tensors.device))
 
-    # --- when all was read
+    # --- after reading
 
     @torch.no_grad()
     def commit(self, take: Callable[[], object] = lambda: None) -> None:
-        """Gives the model and what trains it what was read.
+        """Assign the tensors that were read to the model, the optimizers and the schedulers.
 
-        Optimizers, schedulers, extra states of modules and ``take``, which can fail, come first. Where one fails on any
-        rank, all of them are as they were before, and all ranks raise. Then come the values, which are only copied.
-        Communicates what went wrong, and under ZeRO one all-gather.
+        The steps that can fail run first: optimizers, schedulers, extra states of modules, and ``take``. If one of
+        them fails on any rank, all ranks restore the previous state and raise. The parameters are copied last.
+        Communicates the errors, and under ZeRO one all-gather of the parameters.
         """
         zero, values = self._tensors.zero, self.index.values
         with zero.writable_state() if zero is not None else nullcontext():
             with unchanged_on_error(self._optimizers, self._schedulers), self._extra_states_kept():
                 run_on_all_ranks(lambda: self._take_states(take), self._tensors.world, f"Loading {self._where}")
-            for each in self._then:
-                each()
-        if zero is not None and self._goes_on and "loss_scale" in values:
+            for copy_values in self._copy_values:
+                copy_values()
+        if zero is not None and self._has_optimizer and "loss_scale" in values:
             for name, value in values["loss_scale"].items():
                 setattr(zero.loss_scale, name, value)
             zero.rounding_counts = [values["rounds"]] * len(zero.rounding_counts)
 
     def _take_states(self, take: Callable[[], object]) -> None:
         values = self.index.values
-        for each in self._first:
-            each()
+        for load_states in self._load_states:
+            load_states()
         for name in self._tensors.extra_states.keys() & values["extra_states"].keys():
-            self._holder(name).set_extra_state(from_json(values["extra_states"][name]))
+            self._owner(name).set_extra_state(file_format.from_json(values["extra_states"][name]))
         for scheduler, saved in zip(self._schedulers, values["scheduler"], strict=False):
-            scheduler.load_state_dict(from_json(saved["state"]))
+            scheduler.load_state_dict(file_format.from_json(saved["state"]))
         take()
 
-    def _holder(self, extra_state: str) -> nn.Module:
+    def _owner(self, extra_state: str) -> nn.Module:
         return self._tensors.model.get_submodule(extra_state.removesuffix(EXTRA_STATE).removesuffix("."))
 
     @contextmanager
     def _extra_states_kept(self) -> Iterator[None]:
-        """Modules have the extra states that they had when the body raises."""
-        before = {name: copy.deepcopy(self._holder(name).get_extra_state()) for name in self._tensors.extra_states}
+        before = {name: copy.deepcopy(self._owner(name).get_extra_state()) for name in self._tensors.extra_states}
         try:
             yield
         except BaseException:
             for name, state in before.items():
-                with suppress(Exception):  # what failed may be this very call
-                    self._holder(name).set_extra_state(state)
+                with suppress(Exception):  # set_extra_state itself may have failed before
+                    self._owner(name).set_extra_state(state)
             raise
 
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """What was loaded.
+    """Result of loading a checkpoint.
 
     Args:
-        path: of the checkpoint.
-        step: training steps that were made when it was saved.
-        extra: what was given to ``save_checkpoint``.
-        num_bytes: read by this rank.
-        skipped: newer checkpoints that were damaged, and why.
-        has_random: whether random numbers go on as they would have. They do where there are as many data ranks.
+        path: path of the checkpoint.
+        step: number of training steps that were completed when it was saved.
+        extra: the ``extra`` that was passed to ``save_checkpoint``.
+        num_bytes: number of bytes that this rank read.
+        skipped: error messages of newer checkpoints that were damaged.
+        has_random: whether random states were restored, which requires the same size of the data axis.
     """
 
     path: Path
@@ -491,22 +438,25 @@ class LoadedCheckpoint:
 def load_checkpoint(
     model: nn.Module, directory: str | os.PathLike[str], optimizer: Any = None, *, scheduler: Any = None
 ) -> LoadedCheckpoint:
-    """Goes on from a checkpoint, under whatever layout it was saved and this run has.
+    """Resume from a checkpoint that was saved under any layout.
 
-    Each rank reads what it will hold, once, and together the ranks check every number against the checksums. Nothing
-    is changed before all of it was read and found right.
+    Each rank reads its own chunks once, and the ranks verify all checksums. Nothing is modified before all tensors have
+    been read and verified. All ranks must call this function.
 
-    All ranks call it. Communicates names, sizes and checksums; under ZeRO one all-gather of the parameters.
+    Communicates names, sizes and checksums, and under ZeRO one all-gather of the parameters.
 
     Args:
-        directory: a folder of checkpoints, of which the newest that is whole is loaded; or one of them.
-        optimizer: one, several in a list, or what ``shard_optimizer`` returned, of the classes and groups that were
-            saved. None: the weights and buffers alone are loaded, and random numbers go on as they are.
-        scheduler: what was given to ``save_checkpoint``.
+        directory: a directory of checkpoints, from which the newest undamaged one is loaded, or one checkpoint.
+        optimizer: an optimizer, a list of optimizers, or the result of ``shard_optimizer``, with the classes and
+            parameter groups that were saved. None: only weights and buffers are loaded, and random states are kept.
+        scheduler: the scheduler or schedulers that were passed to ``save_checkpoint``.
 
-    Raises, on all ranks, ConfigError for a checkpoint of another model or optimizer, CorruptCheckpointError (an
-    InputError) for one that is not what was saved; and what an optimizer, a scheduler or a module raises while it takes
-    up its state. Then nothing was changed.
+    Raises:
+        ConfigError: the checkpoint belongs to another model or optimizer.
+        CorruptCheckpointError: the checkpoint is damaged. A subclass of InputError.
+        Exception: an optimizer, scheduler or module rejects its state.
+
+    All ranks raise, and the model is not modified.
     """
     return load_and_take(directory, model, optimizer, scheduler)
 
@@ -518,11 +468,11 @@ def load_and_take(
     scheduler: Any,
     take: Callable[[LoadedCheckpoint], object] = lambda _: None,
 ) -> LoadedCheckpoint:
-    """``load_checkpoint``, where more than that takes up what was saved.
+    """Run ``load_checkpoint`` with an additional consumer of the loaded values.
 
     Args:
-        take: called on every rank with what is about to be loaded. Where it raises on one, nothing is changed; it is
-            the caller's to undo what it did.
+        take: called on every rank before the parameters are assigned. If it raises on one rank, all ranks restore the
+            previous state. The caller must undo the effects of ``take`` itself.
     """
     tensors = ModelTensors(model)
     come("load_checkpoint", tensors.world)
@@ -540,12 +490,12 @@ def load_and_take(
             loading = LoadPlan(index, loaded, tensors, states, as_object_list(scheduler))
             num_bytes = read_items(loaded, index, loading.items, tensors.world)
             break
-        except CorruptCheckpointError as error:
+        except file_format.CorruptCheckpointError as error:
             tried.append(error.what)
             if number == len(found) - 1:
                 raise
-    extra = from_json(index.values["extra"])
+    extra = file_format.from_json(index.values["extra"])
     made = LoadedCheckpoint(loaded, index.step, extra, num_bytes, tuple(tried), loading.has_random)
     loading.commit(partial(take, made))
-    checkpoint_directory.goes_on_from(tensors.model, [str(loaded.parent)])
+    checkpoint_directory.mark_resumed_from(tensors.model, [str(loaded.parent)])
     return made

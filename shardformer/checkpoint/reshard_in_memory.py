@@ -1,12 +1,12 @@
-"""Moves a training run to another layout in memory: each rank receives its pieces from the ranks that have them.
+"""Move a training run to another layout in memory: each rank receives its chunks from the ranks that store them.
 
-Four ranks have a quarter of the rows of x each, and are to have halves of its columns, on two of them:
+Example: four ranks store two rows each of an 8 x 8 tensor, and two of them need four columns each.
 
-    has     rank 0: rows 0, 1   rank 1: rows 2, 3   rank 2: rows 4, 5   rank 3: rows 6, 7
-    wants   rank 0: columns 0 to 3, of all rows     rank 1: columns 4 to 7, of all rows
+    source    rank 0: rows 0, 1   rank 1: rows 2, 3   rank 2: rows 4, 5   rank 3: rows 6, 7
+    target    rank 0: columns 0 to 3, all rows        rank 1: columns 4 to 7, all rows
 
-Rank 0 copies its two rows of its columns, and gets two from each of the others: 6 * 4 numbers are sent to it, and as
-many to rank 1. Numbers that a rank has itself are never sent, all others that it wants once.
+Rank 0 copies its own two rows of columns 0 to 3 and receives two rows from each of the other ranks: 6 * 4 elements.
+Rank 1 receives the same number. Elements that a rank already stores are copied, all others are sent to it once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import chain, combinations
 from math import prod
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
@@ -31,10 +31,10 @@ from shardformer.checkpoint.chunks import (
     overlap,
     subtract_chunks,
 )
-from shardformer.checkpoint.directory import goes_on_from, saved_into
+from shardformer.checkpoint.directory import directories_of_model, mark_resumed_from
 from shardformer.checkpoint.file_format import CheckpointIndex, IndexEntry, dtype_name
 from shardformer.checkpoint.load import LoadPlan
-from shardformer.checkpoint.training_state import ModelTensors, StateContents, collect_state, optimizer_states
+from shardformer.checkpoint.training_state import ModelTensors, collect_state, optimizer_states
 from shardformer.comm.collectives import PendingCollective, all_gather_objects
 from shardformer.comm.recorder import bytes_of, record
 from shardformer.errors import ConfigError, did_you_mean
@@ -42,16 +42,16 @@ from shardformer.layout.shard_spec import Offsets
 from shardformer.mesh.parallel_context import Axis, local_device
 
 TRANSFER_BYTES = 64 * 2**20
-TAG = 3  # of these messages; exchanges and pipeline stages have others
+TAG = 3  # differs from the tags of exchanges and pipeline stages
 WIDTH = attrgetter("itemsize")
 
 Ranks = dict[int, torch.dtype]
-"""Ranks in rising order, and the dtype in which each has, or wants, some numbers."""
+"""Rank -> the dtype in which it stores or needs a chunk, in increasing order of ranks."""
 
 
 @dataclass(frozen=True)
 class ReshardStats:
-    """Bytes that this rank sent to others, received from others, and copied from what it had."""
+    """Bytes that this rank sent, received, and copied from its own memory."""
 
     sent: int
     received: int
@@ -59,7 +59,7 @@ class ReshardStats:
 
 
 class ChunkTransfer(NamedTuple):
-    """A piece of a tensor that one rank gives to another, or to itself, and the dtype in which it does."""
+    """A chunk of a tensor that ``source`` sends to ``target`` in ``dtype``; a copy if both are the same rank."""
 
     name: str
     start: Offsets
@@ -73,25 +73,25 @@ class ChunkTransfer(NamedTuple):
         return prod(self.size) * self.dtype.itemsize
 
 
-TransferBatch = list[ChunkTransfer]  # of one message
+TransferBatch = list[ChunkTransfer]  # the chunks in one message
 
 
 class ItemListing(NamedTuple):
-    """An item without its values: what other ranks know of it."""
+    """Description of a ``TensorItem`` without its values."""
 
     name: str
     shape: Offsets
     dtype: torch.dtype
-    pieces: list[ChunkBounds]
+    chunks: list[ChunkBounds]
 
     @classmethod
     def of(cls, item: TensorItem) -> ItemListing:
-        pieces = [(held.start, tuple(held.values.shape)) for held in item.held if held.values.numel()]
-        return cls(item.name, item.shape, item.dtype, pieces)
+        chunks = [chunk.bounds for chunk in item.chunks if chunk.values.numel()]
+        return cls(item.name, item.shape, item.dtype, chunks)
 
 
 class RankListing(NamedTuple):
-    """What a rank says of itself to all."""
+    """The tensors that a rank has and wants, and its settings."""
 
     have: list[ItemListing]
     want: list[ItemListing]
@@ -102,77 +102,78 @@ class RankListing(NamedTuple):
 def exchange_items(
     have: Sequence[TensorItem], want: Sequence[TensorItem], world: Axis, *, chunk_bytes: int = TRANSFER_BYTES
 ) -> ReshardStats:
-    """Fills ``want`` from what the ranks ``have``. All ranks of ``world`` call it.
+    """Fill ``want`` from the chunks that the ranks ``have``. All ranks of ``world`` must call it.
 
-    A number that this rank has itself is copied. Any other is sent to it once, by the rank that has sent the least of
-    those that have it, in the dtype in which it is held or the one in which it is wanted, whichever is narrower. Of
-    numbers that a rank has or wants several times the widest dtype counts.
+    A rank copies the elements it already stores. Every other element is sent to it once: by the owner with the least to
+    send, in the narrower of the source and target dtypes. If a rank has or wants an element several times, the widest
+    dtype counts.
 
-    Communicates the names, shapes and places of all pieces, and then messages between two ranks, at most
-    ``chunk_bytes`` at a time each way. This takes 2 * chunk_bytes for each other rank, on the GPU where NCCL is used.
+    Communicates the names, shapes and bounds of all chunks, then point-to-point messages of at most ``chunk_bytes``.
+    Needs up to 2 * chunk_bytes of memory for each peer, on the GPU with NCCL.
 
     Args:
-        have: what this rank has. The pieces of ranks overlap in any way; any that has a number may give it.
-        want: what this rank is to have: the memory that is written. It shares nothing with that of ``have``.
-        chunk_bytes: the same on all ranks. A message has one number at the least.
+        have: this rank's source chunks. Chunks of different ranks may overlap; any owner may send an element.
+        want: this rank's target chunks, which are overwritten and must not share memory with ``have``.
+        chunk_bytes: maximum size of a message, identical on all ranks. A message has at least one element.
 
-    Raises ConfigError, on all ranks and before anything is written, for a tensor or a part of one that a rank wants
-    and none has, and for a tensor of which ranks name different shapes.
+    Raises:
+        ConfigError: a tensor or a chunk is wanted but no rank has it, or ranks report different shapes of a tensor. All
+            ranks raise before anything is written.
     """
-    gpu = next((held.values.device for item in (*have, *want) for held in item.held if held.values.is_cuda), None)
-    mine = RankListing(
-        [ItemListing.of(item) for item in have], [ItemListing.of(item) for item in want], gpu is not None, chunk_bytes
-    )
-    said: list[RankListing] = all_gather_objects(mine, world)
-    _check_chunk_bytes(said)
-    leaving: list[TransferBatch] = [[] for _ in said]
-    coming: list[TransferBatch] = [[] for _ in said]
-    for send in plan_transfers(said):  # all of it is read before anything is written, as it may raise
+    gpu = next((chunk.values.device for item in (*have, *want) for chunk in item.chunks if chunk.values.is_cuda), None)
+    listing = RankListing([*map(ItemListing.of, have)], [*map(ItemListing.of, want)], gpu is not None, chunk_bytes)
+    listings: list[RankListing] = all_gather_objects(listing, world)
+    _check_chunk_bytes(listings)
+    outgoing: list[TransferBatch] = [[] for _ in listings]
+    incoming: list[TransferBatch] = [[] for _ in listings]
+    for send in plan_transfers(listings):  # may raise, so it is consumed before anything is written
         if send.source == world.rank:
-            leaving[send.target].append(send)
+            outgoing[send.target].append(send)
         elif send.target == world.rank:
-            coming[send.source].append(send)
-    copies, leaving[world.rank] = leaving[world.rank], []
+            incoming[send.source].append(send)
+    copies, outgoing[world.rank] = outgoing[world.rank], []
     memory = _LocalItems(have, want)
     with torch.no_grad():
         for send in copies:
             memory.write(send, memory.read(send))
-        if any(leaving) or any(coming):
-            # both ends of a message have it on one kind of device: the GPU where a rank uses one and NCCL carries it
-            on_gpu = any(one.uses_gpu for one in said) and world.transport.sends_in_turn(torch.device("cuda"))
+        if any(outgoing) or any(incoming):
+            # both ends of a message use the same device type: the GPU if a rank uses one and the transport is NCCL
+            on_gpu = any(each.uses_gpu for each in listings) and world.transport.sends_in_turn(torch.device("cuda"))
             device = gpu or local_device() if on_gpu else torch.device("cpu")
-            out, into = ([batch_transfers(sends, chunk_bytes) for sends in each] for each in (leaving, coming))
+            out, into = ([batch_transfers(sends, chunk_bytes) for sends in each] for each in (outgoing, incoming))
             _exchange(memory, out, into, world, device)
-    return ReshardStats(sum(map(_bytes_in, leaving)), sum(map(_bytes_in, coming)), _bytes_in(copies))
+    return ReshardStats(sum(map(_bytes_in, outgoing)), sum(map(_bytes_in, incoming)), _bytes_in(copies))
 
 
 def _bytes_in(sends: Iterable[ChunkTransfer]) -> int:
     return sum(send.num_bytes for send in sends)
 
 
-def plan_transfers(said: Sequence[RankListing]) -> Iterator[ChunkTransfer]:
-    """All that is sent or copied, on any rank: the same, in the same order, on all ranks.
+def plan_transfers(listings: Sequence[RankListing]) -> Iterator[ChunkTransfer]:
+    """Yield the transfers and copies of all ranks, in the same order on all ranks.
 
-    First comes what one rank alone has. Of the rest, what fewest ranks have and large pieces go first, and always
-    from the rank that has least to send so far.
+    Chunks with a single owner come first. The others follow by increasing number of owners and decreasing size, each
+    sent by the owner with the least to send so far.
     """
-    load = [0] * len(said)
+    load = [0] * len(listings)
     shared: list[tuple[int, int, str, ChunkBounds, Ranks, Ranks]] = []
-    for name, tensor in _tensors(said).items():
-        for piece, owners, takers in tensor.demands(name):
+    for name, tensor in _collect_tensors(listings).items():
+        for chunk, owners, targets in tensor.demands(name):
             if len(owners) == 1:
-                yield from _sends(name, piece, owners, takers, load)
+                yield from _plan_sends(name, chunk, owners, targets, load)
             else:
-                shared.append((len(owners), -prod(piece[1]), name, piece, owners, takers))
-    for _, _, name, piece, owners, takers in sorted(shared, key=lambda demand: demand[:4]):
-        yield from _sends(name, piece, owners, takers, load)
+                shared.append((len(owners), -prod(chunk[1]), name, chunk, owners, targets))
+    for _, _, name, chunk, owners, targets in sorted(shared, key=lambda demand: demand[:4]):
+        yield from _plan_sends(name, chunk, owners, targets, load)
 
 
-def _sends(name: str, piece: ChunkBounds, owners: Ranks, takers: Ranks, load: list[int]) -> Iterator[ChunkTransfer]:
-    """What each taker gets, from itself where it is an owner. ``load``: the bytes that each rank sends so far."""
-    for target, dtype in takers.items():
+def _plan_sends(
+    name: str, chunk: ChunkBounds, owners: Ranks, targets: Ranks, load: list[int]
+) -> Iterator[ChunkTransfer]:
+    """Yield the transfer of ``chunk`` to each target; ``load`` counts the bytes that each rank sends."""
+    for target, dtype in targets.items():
         source = target if target in owners else min(owners, key=load.__getitem__)
-        send = ChunkTransfer(name, *piece, min(owners[source], dtype, key=WIDTH), source, target)
+        send = ChunkTransfer(name, *chunk, min(owners[source], dtype, key=WIDTH), source, target)
         if source != target:
             load[source] += send.num_bytes
         yield send
@@ -180,32 +181,32 @@ def _sends(name: str, piece: ChunkBounds, owners: Ranks, takers: Ranks, load: li
 
 @dataclass
 class _Tensor:
-    """What all ranks have and want of one tensor. ``rank`` is the first that named it."""
+    """Chunks of one tensor on all ranks. ``rank`` is the first rank that listed the tensor."""
 
     shape: Offsets
     rank: int
-    held: dict[ChunkBounds, Ranks] = field(default_factory=dict)
-    wanted: dict[ChunkBounds, Ranks] = field(default_factory=dict)
+    sources: dict[ChunkBounds, Ranks] = field(default_factory=dict)
+    targets: dict[ChunkBounds, Ranks] = field(default_factory=dict)
 
     def demands(self, name: str) -> Iterator[tuple[ChunkBounds, Ranks, Ranks]]:
-        """(piece, who has it, who wants it) of what is wanted, cut where those who have it change."""
-        over: dict[ChunkBounds, list[tuple[ChunkBounds, Ranks]]] = {piece: [] for piece in self.wanted}
-        for piece, other, common in _overlaps(self.wanted, self.held):
-            over[piece].append((common, self.held[other]))
-        are_apart = _are_apart(list(self.held))
-        for piece, takers in self.wanted.items():
-            for cell, owners in _cells(piece, over[piece], are_apart):
+        """Yield (chunk, owners, targets) of the wanted chunks, split where the set of owners changes."""
+        over: dict[ChunkBounds, list[tuple[ChunkBounds, Ranks]]] = {chunk: [] for chunk in self.targets}
+        for chunk, source, common in _overlapping_pairs(self.targets, self.sources):
+            over[chunk].append((common, self.sources[source]))
+        are_disjoint = _are_disjoint(list(self.sources))
+        for chunk, ranks in self.targets.items():
+            for cell, owners in _split_by_owners(chunk, over[chunk], are_disjoint):
                 if not owners:
-                    raise _no_source_error(f"{name} from {list(cell[0])} on, {list(cell[1])} numbers", min(takers))
-                yield cell, owners, takers
+                    raise _no_source_error(f"the box of shape {list(cell[1])} at {list(cell[0])} of {name}", min(ranks))
+                yield cell, owners, ranks
 
 
-def _overlaps(
+def _overlapping_pairs(
     some: Iterable[ChunkBounds], others: Iterable[ChunkBounds]
 ) -> Iterator[tuple[ChunkBounds, ChunkBounds, ChunkBounds]]:
-    """(one of some, one of others, what they have in common), of all that have something in common.
+    """Yield (chunk of ``some``, chunk of ``others``, intersection) of all overlapping pairs.
 
-    As arrays, since of a tensor each of R ranks may have a piece and want one: R * R are compared.
+    Vectorized, because R ranks with a chunk each lead to R * R comparisons per tensor.
     """
     some, others = list(some), list(others)
     if not (some and others):
@@ -219,63 +220,67 @@ def _overlaps(
         yield some[i], others[j], (tuple(common), tuple(length))
 
 
-def _tensors(said: Sequence[RankListing]) -> dict[str, _Tensor]:
-    """The tensors that are had or wanted, by their names."""
+def _collect_tensors(listings: Sequence[RankListing]) -> dict[str, _Tensor]:
     tensors: dict[str, _Tensor] = {}
-    for rank, one in enumerate(said):
-        for name, shape, dtype, pieces in one.have:
-            held = _known(tensors, name, shape, rank).held
-            for piece in pieces:
-                ranks = held.setdefault(piece, {})
+    for rank, listing in enumerate(listings):
+        for name, shape, dtype, chunks in listing.have:
+            sources = _get_tensor(tensors, name, shape, rank).sources
+            for chunk in chunks:
+                ranks = sources.setdefault(chunk, {})
                 ranks[rank] = max(ranks.get(rank, dtype), dtype, key=WIDTH)
     names = set(tensors)
-    for rank, one in enumerate(said):
-        asked: dict[str, list[ChunkBounds]] = {}
-        for name, shape, dtype, pieces in sorted(one.want, key=lambda listed: -listed.dtype.itemsize):
+    for rank, listing in enumerate(listings):
+        listed: dict[str, list[ChunkBounds]] = {}
+        for name, shape, dtype, chunks in sorted(listing.want, key=lambda item: -item.dtype.itemsize):
             if name not in names:
                 raise _no_source_error(name, rank, f"{did_you_mean(name, names)} ")
-            wanted, before = _known(tensors, name, shape, rank).wanted, asked.setdefault(name, [])
-            for piece in pieces:
-                for rest in subtract_chunks(piece, before):
-                    wanted.setdefault(rest, {})[rank] = dtype
-                before.append(piece)
+            targets, before = _get_tensor(tensors, name, shape, rank).targets, listed.setdefault(name, [])
+            for chunk in chunks:
+                for box in subtract_chunks(chunk, before):
+                    targets.setdefault(box, {})[rank] = dtype
+                before.append(chunk)
     return tensors
 
 
-def _known(tensors: dict[str, _Tensor], name: str, shape: Offsets, rank: int) -> _Tensor:
+def _get_tensor(tensors: dict[str, _Tensor], name: str, shape: Offsets, rank: int) -> _Tensor:
     tensor = tensors.setdefault(name, _Tensor(shape, rank))
     if tensor.shape != shape:
         raise ConfigError(
-            f"{name} has the shape {tensor.shape} on rank {tensor.rank}, and {shape} on rank {rank}",
-            remedy="Build the model from the same config on all ranks, before and after",
+            f"{name} has the shape {tensor.shape} on rank {tensor.rank} and {shape} on rank {rank}",
+            remedy="Build both models from the same config on all ranks",
         )
     return tensor
 
 
-def _cells(
-    piece: ChunkBounds, over: Sequence[tuple[ChunkBounds, Ranks]], are_apart: bool = False, owners: Sequence[Ranks] = ()
+def _split_by_owners(
+    chunk: ChunkBounds,
+    over: Sequence[tuple[ChunkBounds, Ranks]],
+    are_disjoint: bool = False,
+    owners: Sequence[Ranks] = (),
 ) -> Iterator[tuple[ChunkBounds, Ranks]]:
-    """The parts of ``piece`` in each of which all numbers have the same owners, and those.
+    """Split ``chunk`` into cells whose elements all have the same owners, and yield (cell, owners).
 
-    ``over`` lies in ``piece``. Where some of it overlaps, the one in its middle divides what is left.
+    The chunks in ``over`` lie in ``chunk``. If they overlap each other, the middle one divides the others recursively.
     """
-    owners = [*owners, *(ranks for part, ranks in over if part == piece)]
-    over = [(part, ranks) for part, ranks in over if part != piece]
+    owners = [*owners, *(ranks for part, ranks in over if part == chunk)]
+    over = [(part, ranks) for part, ranks in over if part != chunk]
     parts = [part for part, _ in over]
-    if are_apart or _are_apart(parts):
+    if are_disjoint or _are_disjoint(parts):
         yield from ((part, _merged(ranks, *owners)) for part, ranks in over)
-        if sum(prod(size) for _, size in parts) < prod(piece[1]):
-            yield from ((rest, _merged(*owners)) for rest in subtract_chunks(piece, parts))
+        if sum(prod(size) for _, size in parts) < prod(chunk[1]):
+            yield from ((cell, _merged(*owners)) for cell in subtract_chunks(chunk, parts))
         return
     middle = parts[len(parts) // 2]
-    for cell in (middle, *subtract_chunks(piece, [middle])):
-        yield from _cells(cell, [(c, ranks) for part, ranks in over if (c := overlap(cell, part))], False, owners)
+    for cell in (middle, *subtract_chunks(chunk, [middle])):
+        yield from _split_by_owners(
+            cell, [(c, ranks) for part, ranks in over if (c := overlap(cell, part))], False, owners
+        )
 
 
-def _are_apart(pieces: Sequence[ChunkBounds]) -> bool:
-    if len(pieces) < 8:  # where arrays take longer
-        return not any(overlap(a, b) for a, b in combinations(pieces, 2))
-    return sum(1 for _ in _overlaps(pieces, pieces)) == len(pieces)
+def _are_disjoint(chunks: Sequence[ChunkBounds]) -> bool:
+    if len(chunks) < 8:  # faster than arrays
+        return not any(overlap(a, b) for a, b in combinations(chunks, 2))
+    return sum(1 for _ in _overlapping_pairs(chunks, chunks)) == len(chunks)
 
 
 def _merged(*owners: Ranks) -> Ranks:
@@ -288,28 +293,26 @@ def _merged(*owners: Ranks) -> Ranks:
 
 
 class _LocalItems:
-    """What this rank has and wants, by name, the widest dtype first."""
+    """Chunks that this rank has and wants, by tensor name, the widest dtype first."""
 
     def __init__(self, have: Sequence[TensorItem], want: Sequence[TensorItem]) -> None:
         self._have, self._want = _by_name(have), _by_name(want)
 
     def read(self, send: ChunkTransfer) -> Tensor:
-        piece = send.start, send.size
-        have = self._have[send.name]
-        return next(h for h in have if overlap((h.start, tuple(h.values.shape)), piece) == piece).part(*piece)
+        bounds = send.start, send.size
+        return next(c for c in self._have[send.name] if overlap(c.bounds, bounds) == bounds).view(*bounds)
 
     def write(self, send: ChunkTransfer, values: Tensor) -> None:
-        """Puts a piece wherever it is wanted."""
-        arrived = LocalChunk(send.start, values)
-        for held in self._want[send.name]:
-            if (common := overlap((held.start, tuple(held.values.shape)), (send.start, send.size))) is not None:
-                held.part(*common).copy_(arrived.part(*common))
+        received = LocalChunk(send.start, values)
+        for chunk in self._want[send.name]:
+            if (common := overlap(chunk.bounds, (send.start, send.size))) is not None:
+                chunk.view(*common).copy_(received.view(*common))
 
 
 def _by_name(items: Sequence[TensorItem]) -> dict[str, list[LocalChunk]]:
     found: dict[str, list[LocalChunk]] = {}
     for item in sorted(items, key=lambda item: -item.dtype.itemsize):
-        found.setdefault(item.name, []).extend(held for held in item.held if held.values.numel())
+        found.setdefault(item.name, []).extend(chunk for chunk in item.chunks if chunk.values.numel())
     return found
 
 
@@ -320,32 +323,36 @@ def _exchange(
     world: Axis,
     device: torch.device,
 ) -> None:
-    """Sends and receives in rounds, in each of which at most one message goes from one rank to another."""
+    """Send and receive in rounds, with at most one message per round between each ordered pair of ranks."""
     while True:
-        leaving, coming = ([next(chunks, []) for chunks in each] for each in (out, into))
-        if not any(leaving) and not any(coming):
+        outgoing, incoming = ([next(batches, []) for batches in each] for each in (out, into))
+        if not any(outgoing) and not any(incoming):
             return
-        pending: list[PendingCollective] = []
+        sent: list[PendingCollective] = []
         received: list[tuple[TransferBatch, PendingCollective]] = []
         for peer, sends in message_order(world.rank, world.size):
-            if sends and leaving[peer]:
-                pending.append(_start("send", _packed(leaving[peer], memory, device), peer, world))
-            elif not sends and coming[peer]:
-                buffer = torch.empty(_bytes_in(coming[peer]), dtype=torch.uint8, device=device)
-                received.append((coming[peer], _start("receive", buffer, peer, world)))
-        for chunk, arrival in received:
-            for send, place in _places(chunk, arrival.wait()):
-                memory.write(send, place)
-        for each in pending:
-            each.wait()
+            batch = outgoing[peer] if sends else incoming[peer]
+            if batch:
+                buffer = torch.empty(_bytes_in(batch), dtype=torch.uint8, device=device)
+                if sends:
+                    for send, values in _views(batch, buffer):
+                        values.copy_(memory.read(send))
+                    sent.append(_start("send", buffer, peer, world))
+                else:
+                    received.append((batch, _start("receive", buffer, peer, world)))
+        for batch, pending in received:
+            for send, values in _views(batch, pending.wait()):
+                memory.write(send, values)
+        for pending in sent:
+            pending.wait()
 
 
 def message_order(rank: int, size: int) -> Iterator[tuple[int, bool]]:
-    """(peer, whether to send or to receive) of the messages of a round, in the order in which a rank starts them.
+    """Yield (peer, whether to send) for the messages of one round, in the order in which this rank starts them.
 
-    NCCL runs a rank's messages one after the other, where both ends must have come to a message before it starts. So
-    all ranks start theirs in one order: pairs by the sum of their ranks, modulo the size, which puts each rank into
-    one pair at a time; in a pair the lower rank sends first.
+    NCCL runs the messages of a rank one after the other, and a message starts only when both ends have reached it. All
+    ranks therefore use one global order: pairs of ranks by the sum of their ranks modulo the size, so that each rank is
+    in one pair at a time. In a pair, the lower rank sends first.
 
     >>> [(peer, "sends" if sends else "receives") for peer, sends in message_order(1, 3)]
     [(2, 'sends'), (2, 'receives'), (0, 'receives'), (0, 'sends')]
@@ -358,114 +365,97 @@ def message_order(rank: int, size: int) -> Iterator[tuple[int, bool]]:
 
 
 def batch_transfers(sends: Iterable[ChunkTransfer], chunk_bytes: int) -> Iterator[TransferBatch]:
-    """What goes from one rank to another, in messages of at most so many bytes, or of one number.
+    """Split the transfers between two ranks into messages of at most ``chunk_bytes``, or of one element.
 
-    Wide dtypes go first, so that all numbers are aligned without gaps between them.
+    Wide dtypes come first, which aligns all elements without padding.
     """
-    chunk: TransferBatch = []
-    room = chunk_bytes
+    batch: TransferBatch = []
+    free = chunk_bytes
     for send in sorted(sends, key=lambda send: -send.dtype.itemsize):
         done, numel = 0, prod(send.size)
         while done < numel:
-            count = min(room // send.dtype.itemsize, numel - done)
-            if count < 1 and chunk:
-                yield chunk
-                chunk, room = [], chunk_bytes
+            count = min(free // send.dtype.itemsize, numel - done)
+            if count < 1 and batch:
+                yield batch
+                batch, free = [], chunk_bytes
                 continue
             count = max(count, 1)
             for start, size in flat_range_to_chunks(send.size, done, done + count):
-                at = tuple(a + b for a, b in zip(send.start, start, strict=True))
-                chunk.append(send._replace(start=at, size=size))
-            done, room = done + count, room - count * send.dtype.itemsize
-    if chunk:
-        yield chunk
+                start = tuple(a + b for a, b in zip(send.start, start, strict=True))
+                batch.append(send._replace(start=start, size=size))
+            done, free = done + count, free - count * send.dtype.itemsize
+    if batch:
+        yield batch
 
 
-def _packed(chunk: TransferBatch, memory: _LocalItems, device: torch.device) -> Tensor:
-    buffer = torch.empty(_bytes_in(chunk), dtype=torch.uint8, device=device)
-    for send, place in _places(chunk, buffer):
-        place.copy_(memory.read(send))
-    return buffer
-
-
-def _places(chunk: TransferBatch, buffer: Tensor) -> Iterator[tuple[ChunkTransfer, Tensor]]:
-    """The place of each piece in a message."""
-    at = 0
-    for send in chunk:
-        yield send, buffer[at : at + send.num_bytes].view(send.dtype).view(send.size)
-        at += send.num_bytes
+def _views(batch: TransferBatch, buffer: Tensor) -> Iterator[tuple[ChunkTransfer, Tensor]]:
+    offset = 0
+    for send in batch:
+        yield send, buffer[offset : offset + send.num_bytes].view(send.dtype).view(send.size)
+        offset += send.num_bytes
 
 
 def _start(op: Literal["send", "receive"], x: Tensor, peer: int, world: Axis) -> PendingCollective:
-    noted = record(op, world, bytes_of(x), "move", ranks=2)
-    return PendingCollective([getattr(world.transport, op)(x, peer, TAG)], lambda: x, noted)
+    record_wait = record(op, world, bytes_of(x), "move", ranks=2)
+    return PendingCollective([getattr(world.transport, op)(x, peer, TAG)], lambda: x, record_wait)
 
 
-def _check_chunk_bytes(said: Sequence[RankListing]) -> None:
-    given: list[Any] = [one.chunk_bytes for one in said]
-    if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 or n != given[0] for n in given):
+def _check_chunk_bytes(listings: Sequence[RankListing]) -> None:
+    values: list[Any] = [listing.chunk_bytes for listing in listings]
+    if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 or n != values[0] for n in values):
         raise ConfigError(
-            f"chunk_bytes is {', '.join(map(repr, dict.fromkeys(given)))}",
-            rule="It says how many bytes a message between two ranks has at the most, and is the same on all ranks",
-            remedy="Give one int from 1 on, or leave it out",
+            f"chunk_bytes is {', '.join(map(repr, dict.fromkeys(values)))}, not one positive integer on all ranks",
+            remedy="Pass the same positive number of bytes on all ranks, or omit chunk_bytes",
         )
 
 
 def _no_source_error(what: str, rank: int, hint: str = "") -> ConfigError:
     return ConfigError(
-        f"Rank {rank} wants {what}, which no rank has", remedy=f"{hint}Give it in have, on a rank that has it"
+        f"Rank {rank} wants {what}, which no rank has", remedy=f"{hint}Pass it in have on a rank that stores it"
     )
 
 
 class ReshardSource:
-    """What the ranks have of a training run, kept while the model and its optimizers are built anew.
+    """The state of a training run, kept while the model and its optimizers are built under another layout.
 
-    Communicates names and sizes of what all have, and plain values.
+    Communicates names and sizes of the tensors, and plain values.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any = None) -> None:
         tensors = ModelTensors(model)
         self._world = tensors.world
-        self._folders = saved_into(tensors.model)
+        self._folders = directories_of_model(tensors.model)
         self._reading = ExitStack()
-        if tensors.zero is not None:
-            self._reading.enter_context(tensors.zero.readable_state())
-        _, self._holding = collect_state(tensors, lambda: None, optimizer, None, None)
-        self._index = CheckpointIndex(
-            0, time.time(), tensors.sizes, _entries(self._holding, tensors), self._holding.values
-        )
+        self._reading.enter_context(tensors.readable())
+        _, self._state = collect_state(tensors, lambda: None, optimizer, None, None)
+        entries: dict[str, IndexEntry] = {}
+        local = [(item.name, dtype_name(item.dtype), item.shape) for item in self._state.items]
+        for name, dtype, shape in chain.from_iterable(all_gather_objects(local, tensors.world)):
+            entries.setdefault(name, IndexEntry(dtype, shape))
+        self._index = CheckpointIndex(0, time.time(), tensors.sizes, entries, self._state.values)
 
     @property
     def groups(self) -> list[list[list[str]]]:
-        """Of each optimizer, and each of its groups, the names of the parameters in the plain model, in their order."""
+        """Names of the parameters in the unsharded model, per optimizer and parameter group."""
         return [[group["names"] for group in each["groups"]] for each in self._index.values["optimizers"]]
 
     def close(self) -> None:
-        """What the ranks had is not read any more."""
+        """Release the previous state."""
         self._reading.close()
 
     def load_into(self, model: nn.Module, optimizer: Any = None, *, chunk_bytes: int = TRANSFER_BYTES) -> ReshardStats:
-        """Fills a model of the same kind under another layout, and what trains it, over the same processes.
+        """Fill a model of the same class under another layout, and its optimizer, over the same processes.
 
-        All ranks call it. What a rank holds under both layouts it copies; of what else it will hold each number is sent
-        to it once, by a rank that has it. ``chunk_bytes``: see ``exchange_items``.
+        All ranks must call it. A rank copies the elements that it stores under both layouts. Every other element is
+        sent to it once by a rank that stores it. See ``exchange_items`` for ``chunk_bytes``.
 
-        Raises ConfigError, on all ranks and with the new model as it was, for another model or optimizer.
+        Raises:
+            ConfigError: the model or optimizer differs from the source. All ranks raise before the model is modified.
         """
         tensors = ModelTensors(model)
-        wanted = LoadPlan(self._index, "the run before", tensors, optimizer_states(optimizer, tensors))
-        moved = exchange_items(self._holding.items, wanted.items, self._world, chunk_bytes=chunk_bytes)
+        plan = LoadPlan(self._index, "the previous run", tensors, optimizer_states(optimizer, tensors))
+        stats = exchange_items(self._state.items, plan.items, self._world, chunk_bytes=chunk_bytes)
         self.close()
-        wanted.commit()
-        goes_on_from(tensors.model, self._folders)
-        return moved
-
-
-def _entries(holding: StateContents, tensors: ModelTensors) -> dict[str, IndexEntry]:
-    """All tensors, on any rank, without where they are."""
-    mine = {item.name: (dtype_name(item.dtype), item.shape) for item in holding.items}
-    found: dict[str, IndexEntry] = {}
-    for theirs in all_gather_objects(mine, tensors.world):
-        for name, (dtype, shape) in theirs.items():
-            found.setdefault(name, IndexEntry(dtype, shape))
-    return found
+        plan.commit()
+        mark_resumed_from(tensors.model, self._folders)
+        return stats

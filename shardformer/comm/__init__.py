@@ -1,4 +1,4 @@
-"""Collectives over an axis, their autograd pairs, cross-rank agreement, and the recorder that counts them."""
+"""Collectives over an axis, their autograd pairs, cross-rank agreement, and the collective recorder."""
 
 from __future__ import annotations
 

@@ -1,11 +1,14 @@
-"""Collectives that autograd understands, as conjugate pairs: the backward of each is its partner's forward.
+"""Collectives with autograd support, in conjugate pairs: the backward of each is the forward of its partner.
 
-enter_block      forward identity         backward all-reduce        Megatron's f (Shoeybi et al. 2019, section 3)
-leave_block      forward all-reduce       backward identity          Megatron's g
-gather_input     forward all-gather       backward reduce-scatter    their likes under sequence parallelism (Korthikanti
-scatter_output   forward reduce-scatter   backward all-gather        et al. 2022, section 4.2.2)
-split_dim        forward own slices       backward all-gather        where what is outside is replicated
-join_dim         forward all-gather       backward own slices
+copy_to_tp_region            forward identity         backward all-reduce
+reduce_from_tp_region        forward all-reduce       backward identity
+gather_from_sp_region        forward all-gather       backward reduce-scatter
+reduce_scatter_to_sp_region  forward reduce-scatter   backward all-gather
+scatter_to_region            forward local slices     backward all-gather
+gather_from_region           forward all-gather       backward local slices
+
+The first pair is Megatron's f and g (Shoeybi et al. 2019, section 3), the second is its counterpart under sequence
+parallelism (Korthikanti et al. 2022, section 4.2.2). The third pair is for replicated computation outside the region.
 """
 
 from __future__ import annotations
@@ -26,15 +29,15 @@ from shardformer.mesh.parallel_context import Axis
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuses a backward of which another backward is to be taken, through which no gradient would flow."""
+    """Raise an error for a second-order backward, which would lack the gradient through the collective."""
 
     @wraps(backward)
     def checked(ctx: Any, *grads: Any) -> Any:
         if torch.is_grad_enabled():
             raise ConfigError(
-                "A backward with create_graph=True came through a tensor-parallel block",
-                rule="Blocks have first derivatives: the gradient of a gradient would lack what went through them",
-                remedy="Leave create_graph out, or compute this term on the plain model",
+                "Backward with create_graph=True is not supported through a tensor parallel block",
+                rule="Collectives only have first derivatives",
+                remedy="Omit create_graph, or compute this term on the unsharded model",
             )
         return backward(ctx, *grads)
 
@@ -115,48 +118,51 @@ class _GatherFromRegion(Function):
 
 
 def local_slices(x: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
-    """This rank's slices of a tensor that all ranks hold, in memory of their own. Communicates nothing."""
-    pieces = [x.narrow(dim, a, b - a) for a, b in split.parts[axis.rank] or [(0, 0)]]
-    return torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
+    """Return a copy of this rank's slices of a replicated tensor. Communicates nothing."""
+    slices = [x.narrow(dim, a, b - a) for a, b in split.parts[axis.rank] or [(0, 0)]]
+    return torch.cat(slices, dim) if len(slices) > 1 else slices[0].clone(memory_format=torch.contiguous_format)
 
 
 def _join(x: Tensor, axis: Axis, dim: int, split: Split, purpose: str) -> Tensor:
     gathered = all_gather(x, axis, dim, lengths=split.lengths(), purpose=purpose)
     bounds = [slice_ for part in split.parts for slice_ in part]
-    if all(a[1] <= b[0] for a, b in pairwise(bounds)):  # in rank order they are in the order of the dim
+    if all(a[1] <= b[0] for a, b in pairwise(bounds)):  # rank order equals the order along the dimension
         return gathered
     order = torch.cat([split.indices(rank) for rank in range(axis.size)])
     return gathered.index_select(dim, order.argsort().to(x.device))
 
 
 def copy_to_tp_region(x: Tensor, axis: Axis) -> Tensor:
-    """x, replicated, enters a block. Backward: one all-reduce of the gradient of x."""
+    """Pass a replicated x into a tensor parallel block. Backward: one all-reduce of the gradient of x."""
     return x if axis.size == 1 else CopyToTpRegion.apply(x, axis)
 
 
 def reduce_from_tp_region(x: Tensor, axis: Axis, purpose: str = "block") -> Tensor:
-    """The sum of every rank's partial x leaves a block. Forward: one all-reduce of x."""
+    """Sum every rank's partial x at the end of a tensor parallel block. Forward: one all-reduce of x."""
     return x if axis.size == 1 else _ReduceFromTpRegion.apply(x, axis, purpose)
 
 
 def gather_from_sp_region(x: Tensor, axis: Axis, dim: int, full: int, joined: Tensor | None = None) -> Tensor:
-    """The whole of a dim of length ``full`` from even slices, of which each rank uses a part (its heads) afterwards.
+    """Gather even sequence shards into a dimension of length ``full`` for computation that differs between ranks.
 
-    Forward: one all-gather, none where ``joined`` is it already. Backward: one reduce-scatter.
+    Forward: one all-gather, or none if ``joined`` is the gathered tensor. Backward: one reduce-scatter.
     """
     return x if axis.size == 1 else _GatherFromSpRegion.apply(x, joined, axis, dim, full)
 
 
 def reduce_scatter_to_sp_region(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """This rank's even slice of the sum of every rank's x. Forward: one reduce-scatter. Backward: one all-gather."""
+    """Return this rank's even shard of the sum of every rank's x.
+
+    Forward: one reduce-scatter. Backward: one all-gather.
+    """
     return x if axis.size == 1 else _ReduceScatterToSpRegion.apply(x, axis, dim)
 
 
 def scatter_to_region(x: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
-    """This rank's slices of a replicated x. Backward: one all-gather of x."""
+    """Return this rank's slices of a replicated x. Backward: one all-gather of x."""
     return x if axis.size == 1 else _ScatterToRegion.apply(x, axis, dim % x.dim(), split)
 
 
 def gather_from_region(x: Tensor, axis: Axis, dim: int, split: Split, purpose: str = "block") -> Tensor:
-    """The whole of a dim from all ranks' slices, used the same way on all ranks. Forward: one all-gather."""
+    """Gather all ranks' slices of a dimension for computation that is replicated. Forward: one all-gather."""
     return x if axis.size == 1 else _GatherFromRegion.apply(x, axis, dim % x.dim(), split, purpose)

@@ -1,12 +1,13 @@
-"""Runs a function on every rank, and raises on every rank if it fails on one or results differ.
+"""Run a function on every rank, and raise on every rank if it fails on one or if the results differ.
 
-A call that only some ranks make is an error on all of them, before anything is sent.
+If some ranks make a different collective call or none, all ranks raise before any tensor is sent.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, NoReturn, TypeVar, cast
 
 from shardformer.comm.collectives import all_gather_numbers, all_gather_objects, broadcast_object
@@ -25,38 +26,36 @@ def collective_call(
     explain: Callable[[], None] = lambda: None,
     error: type[ShardFormerError] = ConfigError,
 ) -> T:
-    """What ``function`` gives on this rank, once it is known that no rank failed to make it and that all made the same.
+    """Return the result of ``function`` if it succeeds on all ranks with equal fingerprints.
+
+    Every rank raises if one rank fails or if the fingerprints differ. Communicates one gather of a hash per axis.
 
     Args:
-        fingerprint: what was made, as lines that are equal on ranks that agree.
-        action: what a rank cannot do where it fails, in words.
-        explain: called on all ranks where they differ. It may communicate, and raises what says more than two lines.
-        error: what the other ranks raise if ``function`` fails on one.
-
-    Every rank raises when one of them cannot make it, or when they differ. Communicates one gather of a hash an axis.
+        fingerprint: returns lines that are equal on ranks that agree.
+        action: the attempted action, for error messages.
+        explain: called on all ranks if they differ. It may communicate, and may raise a more specific error.
+        error: type of the error on the other ranks if ``function`` fails on one.
     """
-
-    result, problem = _attempt(lambda: (made := function(), fingerprint(made)))
+    result, problem = _attempt(lambda: (value := function(), fingerprint(value)))
     lines = result[1] if result else []
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     answers = all_gather_from_grid((digest, _error_text(problem)), context)
     if problem is not None:
         raise problem
-    for rank, (_, said) in answers:
-        if said is not None:
+    for rank, (_, message) in answers:
+        if message is not None:
             raise error(
-                f"Rank {rank} cannot {action}: {said}",
-                rule="All ranks do the same with the same model, or none does",
-                remedy="See what that rank says",
+                f"Rank {rank} cannot {action}: {message}",
+                remedy=f"See the error of rank {rank}",
             )
     if len({digest for _, (digest, _) in answers}) > 1:
         explain()
         _raise_difference(all_gather_from_grid(lines, context))
-    return cast(tuple[T, list[str]], result)[0]  # without a problem it was made
+    return cast(tuple[T, list[str]], result)[0]  # not None, as there was no error
 
 
 def _attempt(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """What ``make`` returns or raises: any failure of one rank must reach the others, which would wait for it."""
+    """Return the result or the error of ``make``. The other ranks wait for this one and must learn of any error."""
     try:
         return make(), None
     except Exception as error:
@@ -70,7 +69,7 @@ def _error_text(problem: Exception | None) -> str | None:
 
 
 def all_gather_from_grid(value: T, context: ParallelContext) -> list[tuple[int, T]]:
-    """(global rank, value) of every rank of the grid."""
+    """Gather (global rank, value) from every rank of the mesh."""
     found = [(context.rank, value)]
     for axis in reversed(list(context.base_axes)):
         found = [pair for row in all_gather_objects(found, axis) for pair in row]
@@ -81,24 +80,22 @@ def _raise_difference(all_lines: list[tuple[int, list[str]]]) -> None:
     first, reference = all_lines[0]
     for rank, lines in all_lines:
         if lines != reference:
-            pairs = zip(reference + [""] * len(lines), lines + [""] * len(reference), strict=False)
-            ours, theirs = next((a, b) for a, b in pairs if a != b)
+            pairs = zip_longest(reference, lines, fillvalue="nothing more")
+            line, other = next((a, b) for a, b in pairs if a != b)
             raise ConfigError(
-                f"Ranks disagree on what to do: rank {first} has {ours or 'nothing more'!r}, "
-                f"rank {rank} has {theirs or 'nothing more'!r}",
-                rule="All ranks shard the same model in the same way",
+                f"The sharding plan differs between ranks: rank {first} has {line!r}, rank {rank} has {other!r}",
                 remedy="Build the model and the config from the same settings on every rank",
             )
 
 
 NUM_FACTS = 5
-"""Numbers that go along with a call at the most: the messages of all calls have one form, so that any two pair."""
+"""Maximum count of numbers in a call. All calls send messages of one size, so that different calls still match."""
 
 
 def come(call: str, *axes: Axis) -> None:
-    """Returns when all ranks of the axes have come to ``call``. Communicates words through the launcher's store.
+    """Wait until all ranks of the axes have reached ``call``. Communicates through the launcher's store.
 
-    Raises InputError, on every rank, where one makes another call or does not come.
+    Raises InputError on every rank if one makes another call or does not arrive.
     """
     for axis in axes:
         if axis.size == 1:
@@ -108,25 +105,28 @@ def come(call: str, *axes: Axis) -> None:
         if len(words) < axis.size:
             _raise_absent(call, axis, meeting.words, meeting.missing)
         if any(word.call != call for word in words):
-            if any(word.is_step for word in words):  # they wait for numbers
+            if any(word.is_step for word in words):  # those ranks wait for the numbers
                 _gather(call, axis, ())
-            _raise_others([word.call for word in words], axis)
+            _raise_different_calls([word.call for word in words], axis)
 
 
 def come_to_step(call: str, axis: Axis, facts: Mapping[str, int] | None = None) -> None:
-    """Compares which call the ranks of an axis make, and ``facts`` about it: name -> number, 0 where it is not known.
+    """Compare the call that the ranks of an axis make, and ``facts`` about it: name -> number, 0 if unknown.
 
-    Raises InputError, on every rank, where one differs. Communicates a few numbers from each rank to each other.
+    Raises InputError on every rank if they differ. Communicates one all-gather of a few integers.
     """
     facts = facts or {}
     columns = zip(*tell_at_step(call, axis, list(facts.values())), strict=True)
     for name, column in zip(facts, columns, strict=True):
         if len(set(column) - {0}) > 1:
-            raise _of_facts(name, column, call, axis)
+            known = [(rank, value) for rank, value in zip(axis.ranks, column, strict=True) if value]
+            other = next(rank for rank, value in known if value != known[0][1])
+            what, rule, remedy = DATA_FACTS[name]
+            raise InputError(f"Ranks {known[0][0]} and {other} {what} at {call}", rule=rule, remedy=remedy)
 
 
 def tell_at_step(call: str, axis: Axis, numbers: Sequence[int]) -> list[list[int]]:
-    """The numbers of every rank, in rank order, as ``come_to_step`` without a comparison of them."""
+    """Return the numbers of every rank in rank order. Like ``come_to_step``, without comparing them."""
     if axis.size == 1:
         return [list(numbers)]
     axis.transport.meet(call, waits=False)
@@ -136,77 +136,69 @@ def tell_at_step(call: str, axis: Axis, numbers: Sequence[int]) -> list[list[int
 def _gather(call: str, axis: Axis, numbers: Sequence[int]) -> list[list[int]]:
     assert len(numbers) <= NUM_FACTS
     padded = [number_of(call), *numbers, *[0] * (NUM_FACTS - len(numbers))]
-    every = all_gather_numbers(padded, axis)
-    if any(theirs[0] != every[0][0] for theirs in every):
-        _raise_others(all_gather_objects(call, axis), axis)
-    return [theirs[1 : 1 + len(numbers)] for theirs in every]
+    rows = all_gather_numbers(padded, axis)
+    if any(row[0] != rows[0][0] for row in rows):
+        _raise_different_calls(all_gather_objects(call, axis), axis)
+    return [row[1 : 1 + len(numbers)] for row in rows]
 
 
 def number_of(thing: Any) -> int:
-    """A number other than 0 of what a thing looks like in print, the same in every process."""
+    """Return a nonzero hash of the ``repr`` of a value, identical in every process."""
     return int.from_bytes(hashlib.blake2b(repr(thing).encode(), digest_size=7).digest(), "big") or 1
 
 
 DATA_FACTS = {
     "position": (
-        "are at different places in the training data",
-        "All ranks train on the parts of one batch at a time: a rank that leaves a batch out is one batch ahead",
-        "Leave a batch out on all ranks, or on none: tell the other ranks of a bad one before the step "
-        "(torch.distributed.all_reduce of a flag), or filter the data before training",
+        "are at different positions in the training data",
+        "A rank that skips a batch is one batch ahead of the others",
+        "Skip a batch on all ranks or on none: share a flag before the step with torch.distributed.all_reduce, or "
+        "filter the data before training",
     ),
     "order": (
-        "go through the training data in different orders",
-        "Each data rank takes its part of every batch, so the samples come in one order on all ranks; a sampler that "
-        "draws from a generator of its own, or that takes a part by itself, gives each rank another one",
-        "Seed the sampler identically on all ranks, or leave it out: data_options={'seed': 7} sets the order",
+        "read the training data in different orders",
+        "Each data rank takes its shard of every batch, so all ranks must use the same order of samples",
+        "Seed the sampler identically on all ranks, or omit it and set the order with data_options={'seed': 7}",
     ),
     "samples": (
         "read different samples from the training data",
-        "Every rank reads the same stream, and the engine keeps each rank's part of every batch",
-        "Give each rank the whole stream, in one order: without split_dataset_by_node, sharding by rank or "
+        "Every rank reads the same stream, and the engine keeps each rank's shard of every batch",
+        "Pass the full stream in one order on each rank, without split_dataset_by_node, sharding by rank or "
         "rows[rank::world_size]",
     ),
 }
-"""Of data: what ranks do that differ in a fact, the rule and the remedy."""
+"""Facts about the data -> (what ranks that differ in it do, rule, remedy)."""
 
 
-def _of_facts(name: str, column: Sequence[int], call: str, axis: Axis) -> InputError:
-    known = [(rank, value) for rank, value in zip(axis.ranks, column, strict=True) if value]
-    other = next(rank for rank, value in known if value != known[0][1])
-    what, rule, remedy = DATA_FACTS[name]
-    return InputError(f"At {call}, ranks {known[0][0]} and {other} {what}", rule=rule, remedy=remedy)
-
-
-def _raise_others(calls: Sequence[str], axis: Axis) -> NoReturn:
-    shown = " and ".join(
-        f"{_ranks([rank for rank, theirs in zip(axis.ranks, calls, strict=True) if theirs == call])} called {call}"
-        for call in dict.fromkeys(calls)
-    )
+def _raise_different_calls(calls: Sequence[str], axis: Axis) -> NoReturn:
+    ranks: dict[str, list[int]] = {}
+    for rank, call in zip(axis.ranks, calls, strict=True):
+        ranks.setdefault(call, []).append(rank)
+    text = " and ".join(f"{_ranks(callers)} called {call}" for call, callers in ranks.items())
     raise InputError(
-        shown[:1].upper() + shown[1:],
-        rule="These calls are collective: all ranks make the same ones, in the same order",
-        remedy=_outside(*dict.fromkeys(calls)),
+        text[:1].upper() + text[1:],
+        rule="All ranks must make the same collective calls in the same order",
+        remedy=_remedy(*ranks),
     )
 
 
 def _raise_absent(call: str, axis: Axis, words: Sequence[Word | None], missing: Mapping[int, str]) -> NoReturn:
-    found = []
+    others = []
     for rank, word in zip(axis.ranks, words, strict=True):
         if word is None:
-            found.append(f"rank {rank} {missing.get(rank, 'did not come')}")
+            others.append(f"rank {rank} {missing.get(rank, 'did not arrive')}")
         elif word.call != call:
-            found.append(f"rank {rank} called {word.call}")
+            others.append(f"rank {rank} called {word.call}")
     raise InputError(
-        f"Rank {axis.ranks[axis.rank]} called {call}, and {'; '.join(found[:4])}",
-        rule=f"{call} is collective: all {axis.size} {axis.name.replace('_', ' and ')} ranks call it together",
-        remedy=_outside(call),
+        f"Rank {axis.ranks[axis.rank]} called {call}, but {'; '.join(others[:4])}",
+        rule=f"All {axis.size} {axis.name.replace('_', ' and ')} ranks must call {call}",
+        remedy=_remedy(call),
     )
 
 
-def _outside(*calls: str) -> str:
+def _remedy(*calls: str) -> str:
     return (
-        f"Call {' and '.join(calls)} on every rank, not under `if rank == 0:` or `if engine.is_first:`; where the "
-        "first rank alone writes files, the call sees to it"
+        f"Call {' and '.join(calls)} on every rank, not under `if rank == 0:` or `if engine.is_first:`. A call that "
+        "writes files ensures that only the first rank writes"
     )
 
 
@@ -216,46 +208,44 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def run_on_all_ranks(make: Callable[[], T], world: Axis, what: str) -> T:
-    """What ``make`` gives on this rank. Communicates what went wrong, on any.
+    """Run ``make`` on all ranks and return this rank's result. Communicates one gather of the errors.
 
-    Raises, on all ranks, what the first one raised that failed; InputError, which begins with ``what``, for an OSError.
+    If it fails, all ranks raise the error of the first failed rank. An OSError becomes an InputError that starts with
+    ``what``.
     """
-    made: list[T] = []
-    gather_from_all_ranks(lambda: made.append(make()), world, what)
-    return made[0]
+    result: list[T] = []
+    gather_from_all_ranks(lambda: result.append(make()), world, what)
+    return result[0]
 
 
 def gather_from_all_ranks(make: Callable[[], T], world: Axis, what: str) -> list[T]:
-    """What ``make`` gives on each rank, which can be pickled; raises as ``run_on_all_ranks``. Communicates it."""
+    """Run ``make`` on all ranks and return the picklable results of all; raises as ``run_on_all_ranks``."""
     value, problem = _attempt(make)
-    said = all_gather_objects((_failed_ranks_error(problem, what, world.rank), value), world)
-    failed = [theirs for theirs, _ in said if theirs is not None]
+    answers = all_gather_objects((_failed_ranks_error(problem, what, world.rank), value), world)
     if problem is not None and not isinstance(problem, (ShardFormerError, OSError)):
         raise problem
-    if failed:
-        raise failed[0] from (None if isinstance(problem, ShardFormerError) else problem)
-    return [cast(T, given) for _, given in said]
+    for error, _ in answers:
+        if error is not None:
+            raise error from (None if isinstance(problem, ShardFormerError) else problem)
+    return [cast(T, result) for _, result in answers]
 
 
 def run_on_first_rank(make: Callable[[], T], world: Axis, what: str) -> T:
-    """What the first rank's ``make`` gives, on every rank; raises as ``run_on_all_ranks``."""
+    """Run ``make`` on the first rank and return its result on every rank; raises as ``run_on_all_ranks``."""
     value = run_on_all_ranks(make if world.rank == 0 else lambda: None, world, what)
-    answer: T = broadcast_object(value, world)
-    return answer
+    return cast(T, broadcast_object(value, world))
 
 
 def _failed_ranks_error(problem: Exception | None, what: str, rank: int) -> ShardFormerError | None:
-    """What the other ranks raise."""
     if problem is None or isinstance(problem, ShardFormerError):
         return problem
     if isinstance(problem, OSError):
         return InputError(
             f"{what} failed on rank {rank}: {problem}",
-            rule="The folder is on a disk that all processes can read and write, with room for the checkpoint",
-            remedy="Make room, or give another folder; the checkpoints that were there are as they were",
+            remedy="Use a directory with enough space that all processes can read and write. Earlier checkpoints "
+            "were kept",
         )
     return InputError(
         f"{what} failed on rank {rank}: {type(problem).__name__}: {problem}",
-        rule="All ranks save and load together",
-        remedy="See what that rank says",
+        remedy=f"See the error of rank {rank}",
     )

@@ -1,7 +1,7 @@
 """Collectives on plain tensors over one axis. On an axis of size 1 each is the identity.
 
-The one place that chooses an algorithm. Where the transport exchanges directly (gloo), parts are sent from rank to rank
-and added in rank order, which also makes the result the same to the bit on all ranks; large all-reduces are left to it.
+This module selects the algorithm. If the transport exchanges directly (gloo), chunks are sent between ranks and added
+in rank order, which makes the results bitwise identical on all ranks. Large all-reduces are left to gloo.
 """
 
 from __future__ import annotations
@@ -22,14 +22,12 @@ from shardformer.torch_compat import has_data, without_fake_tensors
 
 EXCHANGE_BELOW_BYTES = 512 * 1024
 """An all-reduce of two processes below this size is one exchange instead of gloo's two rounds (measured)."""
-
-
 CHECKSUM_BYTES = 4096
-"""Stretches of a tensor whose sums are told apart in a checksum."""
+"""Size of the blocks that a checksum sums separately."""
 
 
 class PendingCollective:
-    """A collective under way; ``wait()`` gives its result."""
+    """A collective in progress. ``wait()`` returns its result."""
 
     def __init__(
         self, works: Sequence[Work], finish: Callable[[], Tensor], noted: Callable[[], None] = no_wait_event
@@ -43,7 +41,7 @@ class PendingCollective:
         return self._finish()
 
     def then(self, use: Callable[[Tensor], Tensor]) -> PendingCollective:
-        """The same, of which ``wait()`` gives what ``use`` makes of its result."""
+        """Return the same collective with ``use`` applied to its result."""
         return PendingCollective(self._works, lambda: use(self._finish()), self._noted)
 
     def is_completed(self) -> bool:
@@ -51,7 +49,7 @@ class PendingCollective:
 
 
 def start_all_reduce(x: Tensor, axis: Axis, *, op: str = "sum", purpose: str = "block") -> PendingCollective:
-    """Starts the sum (or "max") of ``x`` over the axis; ``x`` may be overwritten, so hand over memory of your own.
+    """Start the all-reduce of ``x`` over the axis by "sum" or "max". ``x`` may be overwritten.
 
     Communicates one all-reduce of x.
     """
@@ -59,22 +57,22 @@ def start_all_reduce(x: Tensor, axis: Axis, *, op: str = "sum", purpose: str = "
         return PendingCollective((), lambda: x)
     noted = record("all_reduce", axis, bytes_of(x), purpose)
     x = x.contiguous()
-    small = axis.size == 2 and op == "sum" and bytes_of(x) < EXCHANGE_BELOW_BYTES
-    if small and axis.transport.exchanges_directly(x):
-        theirs = torch.empty_like(x)
-        works = axis.transport.exchange({1 - axis.rank: x}, {1 - axis.rank: theirs})
-        return PendingCollective(works, lambda: theirs.add_(x), noted)
+    is_small = axis.size == 2 and op == "sum" and bytes_of(x) < EXCHANGE_BELOW_BYTES
+    if is_small and axis.transport.exchanges_directly(x):
+        other = torch.empty_like(x)
+        works = axis.transport.exchange({1 - axis.rank: x}, {1 - axis.rank: other})
+        return PendingCollective(works, lambda: other.add_(x), noted)
     return PendingCollective([axis.transport.all_reduce(x, op)], lambda: x, noted)
 
 
 def start_sum(x: Tensor, axis: Axis, purpose: str) -> PendingCollective:
-    """Starts the sum of a contiguous ``x`` over the axis, in place. Communicates one all-reduce of x."""
+    """Start the sum of a contiguous ``x`` over the axis, in place. Communicates one all-reduce of x."""
     noted = record("all_reduce", axis, bytes_of(x), purpose)
     return PendingCollective([axis.transport.all_reduce(x, "sum")], lambda: x, noted)
 
 
 def all_reduce(x: Tensor, axis: Axis, *, op: str = "sum", purpose: str = "block") -> Tensor:
-    """The sum (or "max") of ``x`` over the axis. ``x`` may be overwritten. One all-reduce of x."""
+    """Return the sum (or "max") of ``x`` over the axis. ``x`` may be overwritten. Communicates one all-reduce of x."""
     return start_all_reduce(x, axis, op=op, purpose=purpose).wait()
 
 
@@ -87,13 +85,13 @@ def start_all_gather(
     purpose: str = "block",
     lengths: Sequence[int] | None = None,
 ) -> PendingCollective:
-    """Starts joining every rank's ``x`` along ``dim``.
+    """Start the concatenation of every rank's ``x`` along ``dim``.
+
+    Communicates one all-gather of the concatenated tensor.
 
     Args:
-        full: length of the joined dim, of which the ranks hold parts as even as can be; by default x's times R.
-        lengths: each rank's length where the parts are not the even ones.
-
-    Communicates one all-gather of the joined tensor.
+        full: length of the result, of which the ranks hold shards as even as possible; default: R times that of x.
+        lengths: length of each rank's shard, if they are not as even as possible.
     """
     if axis.size == 1:
         return PendingCollective((), lambda: x)
@@ -104,11 +102,11 @@ def start_all_gather(
         lengths = [b - a for a, b in pairwise(bounds)]
     full_bytes = bytes_of(x) // max(x.shape[dim], 1) * sum(lengths)
     noted = record("all_gather", axis, full_bytes, purpose)
-    parts = [x if r == axis.rank else x.new_empty(_with_length(x, dim, n)) for r, n in enumerate(lengths)]
     if axis.transport.exchanges_directly(x):
-        peers = [r for r in range(axis.size) if r != axis.rank]
-        works = axis.transport.exchange({r: x for r in peers}, {r: parts[r] for r in peers})
-        return PendingCollective(works, lambda: torch.cat(parts, dim), noted)
+        parts = [x if r == axis.rank else x.new_empty(_with_length(x, dim, n)) for r, n in enumerate(lengths)]
+        return PendingCollective(
+            _exchange_with_peers([x] * axis.size, parts, axis), lambda: torch.cat(parts, dim), noted
+        )
     widest = max(lengths)
     padded = _padded(x, dim, widest)
     gathered = x.new_empty((axis.size * padded.shape[0], *padded.shape[1:]))
@@ -121,11 +119,9 @@ def start_all_gather(
 
 
 def start_all_gather_into(out: Tensor, x: Tensor, axis: Axis, purpose: str) -> PendingCollective:
-    """Starts joining every rank's ``x``, of one length, in ``out``, which has one dim and is R times as long.
+    """Start the concatenation of every rank's ``x``, of one length, into the one-dimensional ``out``.
 
-    ``x`` may be this rank's part of ``out``, which then takes no copy.
-
-    Communicates one all-gather of the joined tensor.
+    ``x`` may be this rank's view of ``out``, which avoids a copy. Communicates one all-gather of ``out``.
     """
     own = out.view(axis.size, -1)[axis.rank]
     if own.data_ptr() != x.data_ptr() or not has_data(x):
@@ -135,20 +131,22 @@ def start_all_gather_into(out: Tensor, x: Tensor, axis: Axis, purpose: str) -> P
     noted = record("all_gather", axis, bytes_of(out), purpose)
     if not axis.transport.exchanges_directly(x):
         return PendingCollective([axis.transport.all_gather(out, own)], lambda: out, noted)
-    parts = out.view(axis.size, -1)
+    works = _exchange_with_peers([x] * axis.size, out.view(axis.size, -1), axis)
+    return PendingCollective(works, lambda: out, noted)
+
+
+def _exchange_with_peers(outgoing: Sequence[Tensor], incoming: Sequence[Tensor] | Tensor, axis: Axis) -> Sequence[Work]:
     peers = [r for r in range(axis.size) if r != axis.rank]
-    return PendingCollective(
-        axis.transport.exchange({r: x for r in peers}, {r: parts[r] for r in peers}), lambda: out, noted
-    )
+    return axis.transport.exchange({r: outgoing[r] for r in peers}, {r: incoming[r] for r in peers})
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int, full: int | None = None, **options: Any) -> Tensor:
-    """Every rank's ``x`` joined along ``dim``: see ``start_all_gather``, whose options it takes."""
+    """Concatenate every rank's ``x`` along ``dim``. Takes the arguments of ``start_all_gather``."""
     return start_all_gather(x, axis, dim, full, **options).wait()
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis, dim: int, *, purpose: str = "block") -> PendingCollective:
-    """Starts summing ``x`` over the axis, of which this rank keeps its part (as even as can be) of ``dim``.
+    """Start the sum of ``x`` over the axis, of which this rank keeps its shard (as even as possible) of ``dim``.
 
     Communicates one reduce-scatter of x.
     """
@@ -158,47 +156,43 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dim: int, *, purpose: str = "blo
     dim = dim % x.dim()
     bounds = even_bounds(x.shape[dim], axis.size)
     parts = [x.narrow(dim, bounds[r], bounds[r + 1] - bounds[r]) for r in range(axis.size)]
-    mine = parts[axis.rank].contiguous()
+    parts[axis.rank] = own = parts[axis.rank].contiguous()
     if axis.transport.exchanges_directly(x):
-        peers = [r for r in range(axis.size) if r != axis.rank]
-        arriving = {r: torch.empty_like(mine) for r in peers}
-        works = axis.transport.exchange({r: parts[r].contiguous() for r in peers}, arriving)
-        return PendingCollective(
-            works, lambda: _sum_in_rank_order([arriving.get(r, mine) for r in range(axis.size)]), noted
-        )
+        summands = [own if r == axis.rank else torch.empty_like(own) for r in range(axis.size)]
+        works = _exchange_with_peers([part.contiguous() for part in parts], summands, axis)
+        return PendingCollective(works, lambda: _sum_in_rank_order(summands), noted)
     widest = max(p.shape[dim] for p in parts)
     stacked = torch.cat([_padded(p, dim, widest) for p in parts])
     out = x.new_empty((stacked.shape[0] // axis.size, *stacked.shape[1:]))
     work = axis.transport.reduce_scatter(out, stacked)
-    return PendingCollective([work], lambda: out.narrow(dim, 0, mine.shape[dim]).contiguous(), noted)
+    return PendingCollective([work], lambda: out.narrow(dim, 0, own.shape[dim]).contiguous(), noted)
 
 
 def start_all_to_all(x: Sequence[Tensor], sizes: Sequence[int], axis: Axis, purpose: str) -> PendingCollective:
-    """Starts sending ``x[r]`` to rank r, each of one dim; ``wait`` joins what comes, in rank order.
+    """Start sending the one-dimensional ``x[r]`` to rank r; ``wait`` concatenates the received tensors in rank order.
+
+    Communicates one all-to-all. If ranks send different amounts, it is recorded as if all sent this rank's amount.
 
     Args:
-        sizes: how many numbers come from each rank.
-
-    Communicates one all-to-all. Where ranks send unlike amounts it is noted as if all sent what this one does.
+        sizes: number of elements from each rank.
     """
-    mine = x[axis.rank]
+    own = x[axis.rank]
     if axis.size == 1:
-        return PendingCollective((), lambda: mine)
+        return PendingCollective((), lambda: own)
     sent = sum(bytes_of(part) for r, part in enumerate(x) if r != axis.rank)
     noted = record("all_to_all", axis, sent * axis.size // (axis.size - 1), purpose)
-    peers = [r for r in range(axis.size) if r != axis.rank]
-    arriving = {r: mine.new_empty(sizes[r]) for r in peers}
-    works = axis.transport.exchange({r: x[r].contiguous() for r in peers}, arriving)
-    return PendingCollective(works, lambda: torch.cat([arriving.get(r, mine) for r in range(axis.size)]), noted)
+    received = [own if r == axis.rank else own.new_empty(sizes[r]) for r in range(axis.size)]
+    works = _exchange_with_peers([part.contiguous() for part in x], received, axis)
+    return PendingCollective(works, lambda: torch.cat(received), noted)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int, *, purpose: str = "block") -> Tensor:
-    """This rank's part of the sum of ``x``: see ``start_reduce_scatter``."""
+    """Return this rank's shard of the sum of ``x``: see ``start_reduce_scatter``."""
     return start_reduce_scatter(x, axis, dim, purpose=purpose).wait()
 
 
 def local_chunk(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """This rank's part of a tensor that all ranks hold. Communicates nothing."""
+    """Return this rank's even chunk of a replicated tensor. Communicates nothing."""
     if axis.size == 1:
         return x
     bounds = even_bounds(x.shape[dim], axis.size)
@@ -206,53 +200,47 @@ def local_chunk(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def broadcast_object(value: Any, axis: Axis, source: int = 0) -> Any:
-    """Rank ``source``'s picklable value, on every rank of the axis."""
+    """Return the picklable object of rank ``source`` on every rank of the axis."""
     return value if axis.size == 1 else axis.transport.broadcast_object(value, source)
 
 
 def all_gather_objects(value: Any, axis: Axis) -> list[Any]:
-    """Every rank's picklable value, in rank order, on every rank of the axis."""
+    """Return every rank's picklable object in rank order."""
     return [value] if axis.size == 1 else axis.transport.gather_objects(value)
 
 
 @without_fake_tensors()
 def all_gather_numbers(numbers: Sequence[int], axis: Axis) -> list[list[int]]:
-    """Every rank's numbers of 64 bits, as many from each, in rank order, on every rank of the axis."""
+    """Return every rank's 64-bit integers in rank order. Each rank passes the same count."""
     return [list(numbers)] if axis.size == 1 else axis.transport.gather_numbers(numbers)
 
 
 def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
-    """Rank ``source``'s values into ``x`` on every rank of the axis."""
+    """Overwrite ``x`` with the values of rank ``source`` on every rank of the axis."""
     if axis.size > 1:
         axis.transport.broadcast(x, source)
     return x
 
 
 def checksum(t: Tensor) -> tuple[int, int]:
-    """The number of elements, and a number of all their bits. Two tensors that differ seldom have the same.
-
-    Tensors without values are told apart by their number of elements alone.
-    """
+    """Return the number of elements and a hash of the bits. Only the number for a tensor without values."""
     return t.numel(), int(digest(t)) if has_data(t) else 0
 
 
 def digest(t: Tensor) -> Tensor:
-    """A number of all bits of ``t``, on its device: nothing waits for it."""
+    """Return a hash of the bits of ``t`` as a tensor on its device, without synchronizing."""
     flat = t.detach().contiguous().reshape(-1).view(torch.uint8)
-    if flat.storage_offset() % 4:  # a part of bytes, which is read four at a time
+    if flat.storage_offset() % 4:  # unaligned for the int32 view
         flat = flat.clone()
-    whole = flat.numel() // CHECKSUM_BYTES * CHECKSUM_BYTES
-    sums = torch.cat(
-        [
-            flat[:whole].view(torch.int32).view(-1, CHECKSUM_BYTES // 4).sum(1),
-            (flat[whole:] * torch.arange(1, flat.numel() - whole + 1, device=t.device)).sum()[None],
-        ]
-    )
+    full_blocks = flat.numel() // CHECKSUM_BYTES * CHECKSUM_BYTES
+    blocks, tail = flat[:full_blocks].view(torch.int32).view(-1, CHECKSUM_BYTES // 4), flat[full_blocks:]
+    tail_sum = (tail * torch.arange(1, tail.numel() + 1, device=t.device)).sum()
+    sums = torch.cat([blocks.sum(1), tail_sum[None]])
     return (sums * torch.arange(1, len(sums) + 1, device=t.device)).sum()
 
 
 def _sum_in_rank_order(parts: Sequence[Tensor]) -> Tensor:
-    """The sum; of more than two 16-bit parts accumulated in fp32, which for two changes nothing."""
+    """Return the sum. More than two 16-bit tensors are accumulated in fp32; for two this makes no difference."""
     if parts[0].element_size() >= 4 or len(parts) == 2:
         total = parts[0] + parts[1]
         for part in parts[2:]:
@@ -272,12 +260,12 @@ def _padded(x: Tensor, dim: int, length: int) -> Tensor:
 
 
 def gather_full(local: Tensor, spec: ShardSpec, axis: Callable[[str], Axis]) -> Tensor:
-    """The full tensor, on every rank; a copy where nothing is cut.
+    """Return the full tensor on every rank; a copy if it is not sharded.
 
-    Communicates one all-gather for each axis that the tensor is cut over, the innermost first.
+    Communicates one all-gather per sharded axis, innermost first.
 
     Args:
-        axis: name of an axis -> the axis.
+        axis: returns the axis with a name.
     """
     return gather_full_tensors([local], [spec], axis)[0]
 
@@ -285,17 +273,17 @@ def gather_full(local: Tensor, spec: ShardSpec, axis: Callable[[str], Axis]) -> 
 def gather_full_tensors(
     tensors: Sequence[Tensor], specs: Sequence[ShardSpec], axis: Callable[[str], Axis]
 ) -> list[Tensor]:
-    """The full tensors of several, on every rank, gathered together: one message for all that are cut alike.
+    """Return the full tensors of several shards on every rank.
 
-    Communicates one all-gather for each axis that tensors are cut over, for all of these axes and dtype at once.
+    Communicates one all-gather per sharded axis for all tensors with the same axes and dtype.
     """
-    full, alike = dict[int, Tensor](), dict[object, list[int]]()
+    full, by_layout = dict[int, Tensor](), dict[object, list[int]]()
     for i, (local, spec) in enumerate(zip(tensors, specs, strict=True)):
         if spec.is_sharded:
-            alike.setdefault((tuple(spec.axes.items()), local.dtype), []).append(i)
+            by_layout.setdefault((tuple(spec.axes.items()), local.dtype), []).append(i)
         else:
             full[i] = local.detach().clone()
-    for group in alike.values():
+    for group in by_layout.values():
         joined = _gather_same_layout([tensors[i] for i in group], [specs[i] for i in group], axis)
         full.update(zip(group, joined, strict=True))
     return [full[i] for i in range(len(tensors))]
@@ -304,20 +292,19 @@ def gather_full_tensors(
 def _gather_same_layout(
     tensors: Sequence[Tensor], specs: Sequence[ShardSpec], axis: Callable[[str], Axis]
 ) -> list[Tensor]:
-    """The full tensors of some that are cut over the same axes."""
     places, axes = specs[0].rank_coords(), specs[0].axes
     flat = torch.cat([local.detach().reshape(-1) for local in tensors])
-    held = [[prod(spec.local_shape(c)) for spec in specs] for c in places]
-    sizes = {tuple(c.items()): sum(of_place) for c, of_place in zip(places, held, strict=True)}
+    numels = [[prod(spec.local_shape(c)) for spec in specs] for c in places]
+    sizes = {tuple(c.items()): sum(of_place) for c, of_place in zip(places, numels, strict=True)}
     names = list(axes)
     for at in range(len(names) - 1, -1, -1):
         own = {name: axis(name).rank for name in names[:at]}
         line = [tuple({**own, names[at]: rank}.items()) for rank in range(axes[names[at]])]
         flat = all_gather(flat, axis(names[at]), 0, lengths=[sizes[place] for place in line], purpose="gather")
         merged: dict[tuple[tuple[str, int], ...], int] = {}
-        for place, size in sizes.items():  # what each rank holds, then what it has gathered
+        for place, size in sizes.items():  # sizes after this gather
             merged[place[:at]] = merged.get(place[:at], 0) + size
         sizes = merged
-    pieces = iter(flat.split([size for of_place in held for size in of_place]))
-    parts = [[next(pieces).view(spec.local_shape(c)) for spec in specs] for c in places]
-    return [spec.join(of_tensor) for spec, of_tensor in zip(specs, zip(*parts, strict=True), strict=True)]
+    flat_shards = iter(flat.split([size for of_place in numels for size in of_place]))
+    shards = [[next(flat_shards).view(spec.local_shape(c)) for spec in specs] for c in places]
+    return [spec.join(of_tensor) for spec, of_tensor in zip(specs, zip(*shards, strict=True), strict=True)]

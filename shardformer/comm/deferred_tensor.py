@@ -1,10 +1,9 @@
-"""A tensor whose collective has not run yet: it runs when somebody needs the values, and may never have to.
+"""A tensor whose collective is deferred until its values are needed, and possibly avoided.
 
-Between the layers of a model a collective often meets another one: the sum that leaves the embedding is cut for the
-first layer at once, and what is joined behind the last layer enters the head. Each pair is cheaper as one: an
-all-reduce and a split are a reduce-scatter. But which module comes next is the model's own business. So the first one
-hands out a ``DeferredTensor``. A module that knows a cheaper way takes its ``local`` part; anything else gets the full
-values, which are computed once, then.
+Two consecutive collectives between layers can often be fused. The all-reduce after the embedding is followed by a
+split for the first layer, and both together are a reduce-scatter. The same holds for the gather before the head. A
+module does not know which module comes next, so it returns a ``DeferredTensor``. A module that can use the ``local``
+shard directly reads it; any other operation resolves the full values, once.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ Map = Callable[[Tensor], Tensor]
 
 
 class DeferredTensor(Tensor):
-    """The full tensor that a collective makes of ``local``, with its shape and gradient history.
+    """The full tensor that a collective computes from ``local``, with its shape and gradient history.
 
     Args (of ``make``):
-        local: this rank's part, or summand.
+        local: this rank's shard or summand.
         shape: the full shape.
-        axis: over which the collective runs; None where it computes and communicates nothing.
-        region: what a block that reads it can do with ``local`` in place of the full values; None for a sum.
-        resolve: the collective: ``local`` -> the full tensor.
-        to_local: its backward: the gradient of the full tensor -> that of ``local``.
+        axis: axis of the collective; None if it communicates nothing.
+        region: layout in which a block can use ``local`` instead of the full values; None for a sum.
+        resolve: the collective: ``local`` -> full tensor.
+        to_local: its backward: gradient of the full tensor -> gradient of ``local``.
     """
 
     local: Tensor
@@ -58,7 +57,7 @@ class DeferredTensor(Tensor):
         cls, local: Tensor, shape: tuple[int, ...], axis: Axis | None, edges: Any, resolve: Map, to_local: Map
     ) -> Self:
         if local.requires_grad and torch.is_grad_enabled():
-            made: Self = _FromLocal.apply(local, lambda: cls._wrapper(local, shape), to_local)
+            made: Self = _LocalToFull.apply(local, lambda: cls._wrapper(local, shape), to_local)
         else:
             made = cls._wrapper(local, shape)
         made.local, made.axis, made.region = local, axis, edges
@@ -73,26 +72,26 @@ class DeferredTensor(Tensor):
 
     @property
     def is_pending(self) -> bool:
-        """Whether ``local`` still stands for it: nobody wrote into the full values, or watches their gradient."""
+        """Whether ``local`` still represents the tensor: the full values are unmodified and have no gradient hooks."""
         is_written = self._own is not None or (self._full is not None and self._full._version != self._written)
         return not self._is_watched and not is_written
 
     @property
     def computed_value(self) -> Tensor | None:
-        """The full values without history, where somebody has asked for them already."""
+        """The full values without history if they were computed before, else None."""
         return self._full
 
     def set_computed(self, full: Tensor) -> None:
-        """Notes the full values that a consumer has gathered anyway; not those of inference mode, no use outside."""
+        """Store full values that a consumer has gathered, except those of inference mode."""
         if not full.is_inference():
             self._full, self._written = full, full._version
 
     def is_made_by(self, node: Any) -> bool:
-        """Whether a node of autograd gives the full values."""
+        """Return whether an autograd node computed the full values."""
         return getattr(node, "to_local", None) is self._to_local
 
     def full_tensor(self) -> Tensor:
-        """The full values, as a plain tensor with its history. Communicates the first time."""
+        """Return the full values as a plain tensor with its history. Communicates at the first call."""
         if self._own is not None:
             return self._own
         full = self._full
@@ -102,10 +101,10 @@ class DeferredTensor(Tensor):
             self.set_computed(full)
         if not (self.local.requires_grad and torch.is_grad_enabled()):
             return full
-        if self._is_watched:  # then the gradient of the whole passes the wrapper
-            out: Tensor = _FromLocal.apply(self, lambda: full.view_as(full), lambda grad: grad)
+        if self._is_watched:  # the full gradient must pass through the wrapper
+            out: Tensor = _LocalToFull.apply(self, lambda: full.view_as(full), lambda grad: grad)
         else:
-            out = _FromLocal.apply(self.local, lambda: full.view_as(full), self._to_local)
+            out = _LocalToFull.apply(self.local, lambda: full.view_as(full), self._to_local)
         return out
 
     @classmethod
@@ -115,9 +114,9 @@ class DeferredTensor(Tensor):
         if first is not None and (func in _METADATA or func in _WATCHES):
             first._is_watched |= func in _WATCHES
             return metadata_of_wrapper(func, args, kwargs)
-        if first is not None and _is_same(func, first, args[1:]):
+        if first is not None and _returns_input(func, first, args[1:]):
             return first
-        if first is not None and is_inplace(func, kwargs):  # what is written into stands for it from now on
+        if first is not None and is_inplace(func, kwargs):  # the modified tensor replaces the deferred one
             value = first.full_tensor()
             first._own = value.clone() if is_view(value) else value
         args, kwargs = tree_map_only(DeferredTensor, methodcaller("full_tensor"), (args, dict(kwargs)))
@@ -127,7 +126,7 @@ class DeferredTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub takes func for self
         cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
-        """What gets here was not called by name: autograd itself, or code written in C++."""
+        """Handle calls of autograd and of C++ code, which bypass ``__torch_function__``."""
         with torch.no_grad():
             args, kwargs = tree_map_only(DeferredTensor, methodcaller("full_tensor"), (args, dict(kwargs or {})))
         return func(*args, **kwargs)
@@ -136,9 +135,7 @@ class DeferredTensor(Tensor):
         return f"{type(self).__name__}(over {self.axis}, shape={tuple(self.shape)})"
 
 
-class _FromLocal(Function):
-    """What ``make`` gives, the wrapper or the full values, as a function of the local part."""
-
+class _LocalToFull(Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, make: Callable[[], Tensor], to_local: Map) -> Tensor:
         ctx.to_local = to_local
@@ -150,24 +147,24 @@ class _FromLocal(Function):
         return ctx.to_local(grad), None, None
 
 
-def _is_same(func: Any, x: DeferredTensor, args: tuple[Any, ...]) -> bool:
-    """Whether what is asked for is x: a slice of everything, or a view of its own shape, as models take at the head."""
+def _returns_input(func: Any, x: DeferredTensor, args: tuple[Any, ...]) -> bool:
+    """Return whether a call returns x itself, such as a full slice."""
     if func not in (Tensor.__getitem__, Tensor.view, Tensor.reshape):
         return False
     if any(isinstance(x, Tensor) for x in tree_leaves(args)):
         return False
-    whole = torch.empty(x.shape, dtype=x.dtype, device="meta")
-    seen = func(whole, *args)
-    is_alike = (seen.shape, seen.stride(), seen.dtype) == (whole.shape, whole.stride(), whole.dtype)
-    return is_alike and memory_of(seen) == memory_of(whole)
+    full = torch.empty(x.shape, dtype=x.dtype, device="meta")
+    result = func(full, *args)
+    has_same_layout = (result.shape, result.stride(), result.dtype) == (full.shape, full.stride(), full.dtype)
+    return has_same_layout and memory_of(result) == memory_of(full)
 
 
 def resolve_deferred(output: Any) -> Any:
-    """Nested outputs with plain tensors in the place of pending ones."""
+    """Replace deferred tensors by plain tensors in nested outputs."""
     return tree_map_only(DeferredTensor, methodcaller("full_tensor"), output)
 
 
 _METADATA = METADATA.union(functions_named("requires_grad"))
-"""What is known before the values are."""
+"""Attributes that do not need the values."""
 _WATCHES = {Tensor.register_hook, Tensor.retain_grad}
-"""What sees the gradient of the whole: from then on all that is computed goes through it."""
+"""Functions that observe the full gradient, so that later computation must use the full tensor."""

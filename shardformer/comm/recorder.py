@@ -1,6 +1,6 @@
-"""The recorder: how many collectives a step makes, how many bytes they carry, and where it waits for them.
+"""Recorder of collectives: how many run, how many bytes they carry, and where the process waits for them.
 
-Counted where they start, on this process; ``shardformer.mesh.transport`` has the formula of the bytes.
+Collectives are counted at their start, on this process. See ``shardformer.mesh.transport`` for the byte formulas.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from shardformer.mesh.transport import CollectiveEvent, CollectiveLog, Collectiv
 
 @dataclass
 class CollectiveRecorder:
-    """Counts the collectives of this process while it is entered.
+    """Context manager that records the collectives of this process.
 
     >>> with CollectiveRecorder(context) as recorder:      # doctest: +SKIP
     ...     model(**batch).loss.backward()
     >>> recorder.count("all_reduce"), recorder.wire_bytes()   # doctest: +SKIP
 
     Args:
-        model: whose modules' paths the collectives of a forward carry (``CollectiveRecord.where``).
+        model: records the module paths of collectives in a forward (``CollectiveRecord.where``).
 
-    When it is left, ``calls`` has what was started, and ``events`` each start and wait in order, in which a tensor that
-    is received has its own.
+    After the body, ``calls`` has the collectives that were started, and ``events`` their starts and waits in order,
+    including those of receives.
     """
 
     source: ParallelContext | Axis
@@ -59,19 +59,19 @@ class CollectiveRecorder:
             traffic.events.clear()
 
     def count(self, op: str | None = None, *, axis: str | None = None, purpose: str | None = None) -> int:
-        """How many calls there were, of one kind, over one axis, for one purpose."""
+        """Return the number of calls of a kind, axis and purpose."""
         return len(self._chosen(op, axis, purpose))
 
     def payload_bytes(self, op: str | None = None, *, axis: str | None = None, purpose: str | None = None) -> int:
-        """Bytes of the full tensors concerned."""
+        """Return the bytes of the full tensors."""
         return sum(c.payload_bytes for c in self._chosen(op, axis, purpose))
 
     def wire_bytes(self, op: str | None = None, *, axis: str | None = None, purpose: str | None = None) -> int:
-        """Bytes that the ranks of the groups send together at the least."""
+        """Return the minimum number of bytes that all ranks of the groups send together."""
         return sum(c.wire_bytes for c in self._chosen(op, axis, purpose))
 
     def table(self) -> dict[tuple[str, str, str], tuple[int, int]]:
-        """(kind, axis, purpose) -> (number of calls, wire bytes)."""
+        """Return (kind, axis, purpose) -> (number of calls, wire bytes)."""
         count: Counter[tuple[str, str, str]] = Counter()
         sent: Counter[tuple[str, str, str]] = Counter()
         for c in self.calls:
@@ -84,13 +84,12 @@ class CollectiveRecorder:
 
 
 def _track_modules(model: nn.Module, traffic: CollectiveLog) -> list[Any]:
-    """Hooks by which ``traffic`` knows the module whose forward runs."""
     outer = traffic.where.module
     running = [outer]
 
     def enter(name: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
-            if not name:  # a stage's forward ends in its middle, by what no hook sees
+            if not name:  # a pipeline stage may abort its previous forward without running its hooks
                 running[:] = [outer]
             running.append(name)
             traffic.where = traffic.where._replace(module=name)
@@ -109,11 +108,11 @@ def _track_modules(model: nn.Module, traffic: CollectiveLog) -> list[Any]:
 
 
 def no_wait_event() -> None:
-    """Notes nothing: nobody listens."""
+    """Record nothing."""
 
 
 def record(op: str, axis: Axis, full_bytes: int, purpose: str, *, ranks: int | None = None) -> Callable[[], None]:
-    """Notes a collective that starts now, if somebody listens; returns what notes that it is waited for."""
+    """Record the start of a collective if a recorder is active, and return a function that records its wait."""
     traffic = axis.traffic
     if not traffic.enabled:
         return no_wait_event

@@ -1,11 +1,11 @@
-"""Base class of tensors that hold a rank's shard and behave like the full tensor, and rules that they share.
+"""Base class of tensors that store a rank's shard and behave like the full tensor, and rules that they share.
 
-A rule says what a function of torch does with such a tensor. Each view rule looks at one of torch's view functions as
-it is called on the full tensor, and returns
+A rule defines the result of a torch function for such a tensor. A view rule receives the arguments of a view function
+of the full tensor, and returns
 
-    the sharded dim of its result, and the arguments that do the same to the shard
+    the sharded dimension of the result, and the arguments that do the same to the shard
 
-or None where the sharded dim does not stay whole, so that the full tensor is needed. No rule sees a tensor's values.
+or None if the result needs the full tensor. Rules do not read values.
 
 >>> reshape_last((2, 5, 127), 2, (-1, 127), {}, local=64)
 (1, ((-1, 64),))
@@ -39,13 +39,13 @@ Placed = tuple[int, Args] | None
 
 
 class ShardedTensor(Tensor):
-    """The full tensor, of which this rank holds a shard along one dim. Shape, dtype and device are the full ones.
+    """A full tensor of which this rank stores a shard along one dimension. Shape, dtype and device are the full ones.
 
     Attributes:
         local: the shard.
-        shard_dim: the sharded dim.
-        RULES: what is called for a function of torch; any other gathers the full tensor and returns a plain one.
-        TEXT: what it is, in error messages, with their two other parts.
+        shard_dim: the sharded dimension.
+        RULES: rules by torch function. All other functions gather the full tensor and return a plain tensor.
+        TEXT: name of the class in error messages, with their rule and remedy.
     """
 
     RULES: ClassVar[Mapping[Any, Rule]]
@@ -65,16 +65,16 @@ class ShardedTensor(Tensor):
         return self
 
     def __init__(self, *args: Any) -> None:
-        """Everything is done by ``__new__``."""
+        """All attributes are set in ``__new__``."""
 
     def to_local(self) -> Tensor:
-        """This rank's shard, with its gradient. Communicates nothing."""
+        """Return this rank's shard, with its gradient history. Communicates nothing."""
         return self.local
 
     def full_tensor(self) -> Tensor:
-        """The full tensor, the same on all ranks, with its gradient. Communicates one all-gather of it, once.
+        """Return the full tensor, identical on all ranks, with its gradient history. Communicates one all-gather, once.
 
-        Backward communicates what ``_gather`` of the class does.
+        The subclass's ``_gather`` defines what the backward communicates.
         """
         local, full = self.held(), self._full
         needs_grad = torch.is_grad_enabled() and local.requires_grad
@@ -88,32 +88,32 @@ class ShardedTensor(Tensor):
         raise AssertionError
 
     def placed(self, local: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> Self:
-        """``local`` as the full tensor of which it is the shard, with the dim and dtype of this one by default."""
+        """Wrap the shard ``local`` as a full tensor, with the dimension and dtype of this one by default."""
         raise AssertionError
 
     def view_of(self, local: Tensor, dim: int, replay: Callable[[Tensor], Tensor]) -> Self:
-        """The same for a view; ``replay`` takes it of the full tensor."""
+        """Wrap the shard ``local`` of a view; ``replay`` computes the view from the full tensor."""
         return self.placed(local, dim)
 
     def local_part(self, full: Tensor, dim: int) -> Tensor:
-        """This rank's part of a plain tensor whose ``dim`` is as long as the sharded one."""
+        """Return this rank's slice of a plain tensor whose ``dim`` has the full length."""
         raise AssertionError
 
     def is_aligned(self, other: Any) -> bool:
-        """Whether another tensor of this class is sharded the same way, so that shards can be combined."""
+        """Return whether another tensor of this class is sharded identically, so that shards can be combined."""
         raise AssertionError
 
     def held(self) -> Tensor:
-        """The shard as it is kept: ``to_local`` may cast it."""
+        """Return the shard as it is stored; ``to_local`` may cast it."""
         return self.local
 
     def takes_gradients(self) -> bool:
-        """Whether what each rank finds for an operand is summed later."""
+        """Return whether the gradients that ranks compute for an operand are summed later."""
         return False
 
     def write(self, func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-        """A function that writes into its first argument, which this is."""
-        self.refuse(f"{getattr(func, '__name__', func)} was to write into {self.TEXT[0]}")
+        """Handle a function that writes into this tensor, its first argument."""
+        self.refuse(f"{getattr(func, '__name__', func)} cannot write into {self.TEXT[0]}")
 
     @classmethod
     def refuse(cls, what: str) -> NoReturn:
@@ -128,8 +128,8 @@ class ShardedTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub takes func for self
         cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
-        """What gets here was not called by name: autograd itself, or code written in C++."""
-        cls.refuse(f"{func} was called on {cls.TEXT[0]}")
+        """Refuse calls of autograd and of C++ code, which bypass ``__torch_function__``."""
+        cls.refuse(f"{func} does not support {cls.TEXT[0]}")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # mypy drops the keyword's name
         return (
@@ -138,42 +138,41 @@ class ShardedTensor(Tensor):
         )
 
     def _held(self) -> str:
-        """What this rank holds, for ``repr``."""
         raise AssertionError
 
     def __format__(self, spec: str) -> str:
         return format(repr(self), spec)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
-        self.refuse(f"copy.deepcopy was called on {self.TEXT[0]}")
+        self.refuse(f"copy.deepcopy does not support {self.TEXT[0]}")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        self.refuse(f"copy or pickle was called on {self.TEXT[0]}")
+        self.refuse(f"copy and pickle do not support {self.TEXT[0]}")
 
 
 def to_full_tensors(value: Any) -> Any:
-    """Nested values with full tensors in the place of sharded ones."""
+    """Replace sharded tensors by full tensors in nested values."""
     return tree_map_only(ShardedTensor, lambda x: x.full_tensor(), value)
 
 
 def gathered(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Anything without a rule: the full tensor, gathered once, as a plain one."""
+    """Call a function without a rule on the full tensors."""
     first, name = args[0] if args else None, getattr(func, "__name__", "")
     if isinstance(first, ShardedTensor) and (name in _RECEIVES or is_inplace(func, kwargs)):
         return first.write(func, args, kwargs)
     target = first if name in ("__set__", "__delete__") else kwargs.get("out")
     if isinstance(target, ShardedTensor):
-        target.refuse(f"An attribute was to be set, or out= to be given, of {target.TEXT[0]}")
+        target.refuse(f"Attributes and out= cannot be set on {target.TEXT[0]}")
     args, kwargs = to_full_tensors((args, dict(kwargs)))
     return func(*args, **kwargs)
 
 
 _RECEIVES = {"all_reduce", "broadcast", "reduce", "recv", "irecv"}
-"""Functions of torch.distributed that write into their first argument."""
+"""torch.distributed functions that write into their first argument."""
 
 
 def is_inplace(func: Any, kwargs: Kwargs) -> bool:
-    """Whether a function writes into its first argument: ``add_``, ``+=``, ``x[i] = y``, ``relu(x, inplace=True)``."""
+    """Return whether a function writes into its first argument, such as ``add_``, ``+=`` and ``x[i] = y``."""
     name = getattr(func, "__name__", "")
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and hasattr(Tensor, name.replace("__i", "__", 1)))
@@ -181,29 +180,28 @@ def is_inplace(func: Any, kwargs: Kwargs) -> bool:
 
 
 def metadata_of_wrapper(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Shape, dtype, device and the like, which a wrapper that torch made knows."""
+    """Return shape, dtype, device and similar attributes, which the wrapper tensor has."""
     with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
 def blank(x: ShardedTensor) -> Tensor:
-    """A tensor with the shape, dtype and device of the full one that takes no memory."""
+    """Return a tensor with the full shape, dtype and device that takes no memory."""
     return x.local.new_empty((), dtype=x.full_dtype).expand(x.full_shape)
 
 
 def _factory(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """new_zeros, zeros_like and the like: they read no values, so a tensor without any stands in."""
     x = args[0]
     return func(blank(x) if isinstance(x, ShardedTensor) else x, *to_full_tensors(args[1:]), **to_full_tensors(kwargs))
 
 
 def elementwise(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Functions of each number by itself, of sharded tensors and of operands that need no sum of gradients."""
+    """Apply an element-wise function to the shards, if no operand needs a sum of gradients."""
     sharded = [a for a in (*args, *kwargs.values()) if isinstance(a, ShardedTensor)]
     if not sharded or is_inplace(func, kwargs) or "out" in kwargs:
         return gathered(func, args, kwargs)
     x = max(sharded, key=lambda a: len(a.full_shape))
-    operands = [_operand(a, x) for a in (*args, *kwargs.values())]
+    operands = [_local_operand(a, x) for a in (*args, *kwargs.values())]
     if any(a is NotImplemented for a in operands):
         return gathered(func, args, kwargs)
     local = func(*operands[: len(args)], **dict(zip(kwargs, operands[len(args) :], strict=True)))
@@ -212,15 +210,15 @@ def elementwise(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     return x.placed(local, x.shard_dim - len(x.full_shape) + local.dim(), local.dtype)
 
 
-def _operand(value: Any, x: ShardedTensor) -> Any:
-    """This rank's part of an operand; NotImplemented where the full tensors are needed."""
+def _local_operand(value: Any, x: ShardedTensor) -> Any:
+    """Return this rank's slice of an operand, or NotImplemented if the full tensors are needed."""
     if not isinstance(value, Tensor):
         known = value is None or isinstance(value, Number | str | torch.dtype | torch.device | torch.memory_format)
         return value if known else NotImplemented
     if isinstance(value, ShardedTensor):
         return value.to_local() if type(value) is type(x) and x.is_aligned(value) else NotImplemented
     if value.requires_grad and torch.is_grad_enabled() and not x.takes_gradients():
-        return NotImplemented  # each rank would add its own part of the gradient
+        return NotImplemented  # each rank would only add its own share of the gradient
     back = x.shard_dim - len(x.full_shape)
     if value.dim() < -back or value.shape[back] == 1:
         return value
@@ -228,7 +226,7 @@ def _operand(value: Any, x: ShardedTensor) -> Any:
 
 
 def view(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """A view function of ``VIEW_RULES``."""
+    """Apply a view function of ``VIEW_RULES``."""
     x, *rest = args
     if not isinstance(x, ShardedTensor):
         return gathered(func, args, kwargs)
@@ -242,7 +240,7 @@ def view(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     try:
         result = func(local, *local_args, **kwargs)
     except (RuntimeError, IndexError):
-        return gathered(func, args, kwargs)  # which raises with the sizes that the caller knows
+        return gathered(func, args, kwargs)  # raises the same error with the full sizes
     if isinstance(result, Tensor):
         return x.view_of(result, dim % result.dim(), lambda full: func(full, *rest, **kwargs))
 
@@ -254,20 +252,20 @@ def view(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 
 def copied(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """clone and contiguous."""
+    """Apply clone or contiguous to the shard."""
     before = args[0].held()
     local = func(before, *args[1:], **kwargs)
     return args[0] if local is before else args[0].placed(local)
 
 
 def query_local(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """What is asked of, or told to, the shard: requires_grad, retain_grad, is_contiguous and the like."""
+    """Apply requires_grad_, retain_grad, is_contiguous and similar functions to the shard."""
     result = func(args[0].held(), *args[1:], **kwargs)
     return args[0] if isinstance(result, Tensor) else result
 
 
 def reshape_last(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
-    """view and reshape: the sharded dim is last and stays last."""
+    """View and reshape: the sharded dimension is last and stays last."""
     sizes = _sizes(args)
     if kwargs or not sizes or not all(isinstance(size, int) for size in sizes):
         return None
@@ -300,7 +298,7 @@ def unflatten(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *,
 
 
 def squeeze(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
-    """The dims that go are named, because a sharded dim of which one number is here looks as if it could go."""
+    """Squeeze explicit dimensions, because a shard of length 1 must not be squeezed."""
     named = args[0] if args else kwargs.get("dim", range(len(shape)))
     dims = {dim % len(shape) for dim in ([named] if isinstance(named, int) else named)}
     gone = tuple(sorted(dim for dim in dims if shape[dim] == 1))
@@ -322,8 +320,8 @@ def permute(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, l
     return ([dim % len(shape) for dim in _sizes(args)].index(sharded), args)
 
 
-def _along(position: int, default: int, drops_dim: bool = False) -> Callable[..., Placed]:
-    """A function that takes something along one dim: fine along every other one than the sharded one."""
+def _rule_along_dim(position: int, default: int, drops_dim: bool = False) -> Callable[..., Placed]:
+    """Return the rule of a function along one dimension, which must not be the sharded one."""
 
     def rule(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
         dim = _dim(args, kwargs, position, "dim", default)
@@ -334,14 +332,14 @@ def _along(position: int, default: int, drops_dim: bool = False) -> Callable[...
     return rule
 
 
-select = _along(0, 0, drops_dim=True)
-unbind = _along(0, 0, drops_dim=True)
-narrow = _along(0, 0)
-split = _along(1, 0)
+select = _rule_along_dim(0, 0, drops_dim=True)
+unbind = _rule_along_dim(0, 0, drops_dim=True)
+narrow = _rule_along_dim(0, 0)
+split = _rule_along_dim(1, 0)
 
 
 def getitem(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
-    """Numbers, slices, None, ``...`` and index tensors, on other dims than the sharded one."""
+    """Index with integers, slices, None, ``...`` and tensors, on dimensions other than the sharded one."""
     keys: Args = args[0] if isinstance(args[0], tuple) else args
     used = [_dims_used(key) for key in keys]
     if any(count is None for count in used):
@@ -360,7 +358,7 @@ def getitem(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, l
         before += taken
         after += taken if key is Ellipsis else isinstance(key, slice) or key is None
     if any(isinstance(key, Tensor) for key in keys):
-        # Index tensors put their dims where they stand or in front, never behind a sharded dim that is last.
+        # Dimensions of index tensors go to their position or to the front, never after a last sharded dimension.
         return (-1, args) if sharded == len(shape) - 1 else None
     return where, args
 
@@ -376,7 +374,6 @@ def _dims_used(key: Any) -> int | None:
 
 
 def _sizes(args: Args) -> tuple[Any, ...]:
-    """``view(2, 3)`` and ``view((2, 3))``."""
     return tuple(args[0]) if len(args) == 1 and isinstance(args[0], tuple | list) else args
 
 
@@ -389,28 +386,14 @@ def _with(sizes: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
 
 
 VIEW_RULES: Mapping[str, Callable[..., Placed]] = {
-    "view": reshape_last,
-    "reshape": reshape_last,
-    "expand": expand,
-    "flatten": flatten,
-    "unflatten": unflatten,
-    "squeeze": squeeze,
-    "unsqueeze": unsqueeze,
-    "transpose": transpose,
-    "swapaxes": transpose,
-    "swapdims": transpose,
-    "permute": permute,
-    "select": select,
-    "unbind": unbind,
-    "narrow": narrow,
-    "index_select": narrow,
-    "split": split,
-    "chunk": split,
-    "__getitem__": getitem,
-}
-"""Methods of a tensor and functions of torch under which the sharded dim may stay whole."""
+    "view": reshape_last, "reshape": reshape_last, "expand": expand, "flatten": flatten, "unflatten": unflatten,
+    "squeeze": squeeze, "unsqueeze": unsqueeze, "transpose": transpose, "swapaxes": transpose, "swapdims": transpose,
+    "permute": permute, "select": select, "unbind": unbind, "narrow": narrow, "index_select": narrow, "split": split,
+    "chunk": split, "__getitem__": getitem,
+}  # fmt: skip
+"""View functions that may preserve the sharded dimension."""
 _DIMS_ONLY = ("squeeze", "transpose", "swapaxes", "swapdims", "permute")
-"""Functions all of whose arguments are dims, in an order that does not matter."""
+"""Functions with only dimensions as arguments, in any order."""
 _METADATA = """
     shape size dim ndim ndimension numel nelement __len__ dtype element_size itemsize nbytes is_floating_point
     is_complex is_signed device get_device is_cuda is_cpu is_meta layout is_sparse is_leaf grad_fn __hash__
@@ -428,7 +411,7 @@ _SHARED: Mapping[Rule, str] = {
 
 
 def functions_named(names: str) -> Iterator[Any]:
-    """The methods and attributes of a tensor, and the functions of torch and torch.nn.functional, with these names."""
+    """Yield the tensor methods and attributes, and the functions of torch and torch.nn.functional, with these names."""
     for name in names.split():
         for home in (Tensor, torch, F):
             function: Any = getattr(home, name, None)
@@ -439,9 +422,9 @@ def functions_named(names: str) -> Iterator[Any]:
 
 
 def rules_by_function(names: Mapping[Rule, str]) -> dict[Any, Rule]:
-    """Function of torch -> the rule for it, from the names of the functions; with the rules of every sharded tensor."""
+    """Return torch function -> rule, from function names, including the rules of every sharded tensor."""
     return {function: rule for rule, text in {**_SHARED, **names}.items() for function in functions_named(text)}
 
 
 METADATA = frozenset(functions_named(_METADATA))
-"""What is known of a wrapper without its values."""
+"""Attributes of a wrapper that do not need its values."""

@@ -1,7 +1,7 @@
 """One rank of any layout, traced in one process on fake tensors.
 
-Under torch's fake tensors, which have shapes and no values, one process traces the step of one rank of thousands: which
-collectives it starts and waits for, and how much memory it holds.
+Fake tensors have shapes but no values. One process can trace the step of one rank of thousands, and report which
+collectives the rank starts and waits for, and how much memory it needs.
 
 >>> with fake_tensors() as copied:                                             # doctest: +SKIP
 ...     context = fake_context({"pipe": 2}, tensor=8, pipe=4, data=32)
@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardformer.local_ranks.threads import DeferredWork
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.mesh.rank_grid import RankGrid
 from shardformer.mesh.transport import Meeting, RankGroups, Transport, Word, Work
@@ -49,11 +50,11 @@ def fake_context(
     backend: str = "gloo",
     device: torch.device | None = None,
 ) -> ParallelContext:
-    """The context of the rank at ``coords`` (0 where none is given), whose collectives carry nothing.
+    """Return the context of the rank at ``coords`` (0 by default), whose collectives communicate nothing.
 
     Args:
-        backend: with "nccl" parts are gathered and scattered as NCCL does, whatever the device.
-        device: of the rank; the CPU by default. See ``shardformer.local_ranks.fake_rank``.
+        backend: "nccl" selects the collectives that are used with NCCL, on any device.
+        device: device of the rank; default: the CPU.
     """
     sizes = {"data": data, "pipe": pipe, "sequence": sequence, "tensor": tensor}
     world = FakeWorld(RankGrid.of(sizes).rank_at(coords or {}), backend)
@@ -61,7 +62,7 @@ def fake_context(
 
 
 class FakeWorld:
-    """The world of one rank that is alone with what it says."""
+    """World of a single rank that answers all its collectives itself."""
 
     store = thread = None
 
@@ -74,7 +75,7 @@ class FakeWorld:
 
 
 class FakeTransport:
-    """Carries nothing: tensors stay as they are, objects are answered with this rank's own."""
+    """Transport that communicates nothing: tensors keep their values, objects are answered with this rank's own."""
 
     group = None
 
@@ -87,23 +88,13 @@ class FakeTransport:
     def sends_in_turn(self, device: torch.device) -> bool:
         return self.world.backend == "nccl"
 
-    def all_reduce(self, x: Tensor, op: str) -> Work:
-        return _DONE
+    def _do_nothing(self, *args: Any, **kwargs: Any) -> Work:
+        return DeferredWork(None)
 
-    def all_gather(self, out: Tensor, x: Tensor) -> Work:
-        return _DONE
-
-    def reduce_scatter(self, out: Tensor, x: Tensor) -> Work:
-        return _DONE
+    all_reduce = all_gather = reduce_scatter = send = receive = _do_nothing
 
     def exchange(self, outgoing: Mapping[int, Tensor], arriving: Mapping[int, Tensor]) -> Sequence[Work]:
         return ()
-
-    def send(self, x: Tensor, to: int, tag: int) -> Work:
-        return _DONE
-
-    def receive(self, x: Tensor, source: int, tag: int) -> Work:
-        return _DONE
 
     def broadcast(self, x: Tensor, source: int) -> None:
         pass
@@ -115,71 +106,58 @@ class FakeTransport:
         return [value] * self._size
 
     def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
-        return [[1] * len(numbers)] * self._size  # as of tensors without values: every rank's trace has the same
+        return [[1] * len(numbers)] * self._size  # constant, so that the traces of all ranks are equal
 
     def meet(self, call: str, *, waits: bool) -> Meeting:
         return Meeting([Word(call, not waits)] * self._size)
 
 
-class _Done:
-    """A work that is done."""
-
-    def wait(self) -> None:
-        pass
-
-    def is_completed(self) -> bool:
-        return True
-
-
-_DONE = _Done()
-
-
 class MemoryTracker(TorchDispatchMode):
-    """Follows the memory of what is computed in here, on this thread: real tensors and fake ones alike.
+    """Tracks the memory of tensors that are created on this thread, real or fake.
 
-    ``live`` is the bytes of all storages that are held just now, ``peak`` their highest number.
+    ``live`` is the number of bytes of all live storages, ``peak`` its maximum.
 
     Args:
-        held: tensors that are there before: a model's parameters, the batch.
+        held: tensors that exist before, such as parameters and the batch.
     """
 
     def __init__(self, held: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch gives its base no types
         self.live = self.peak = 0
         self._known: set[int] = set()
-        self._see(held)
+        self._track(held)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        self._see(tree_leaves(out))
+        self._track(tree_leaves(out))
         return out
 
-    def _see(self, values: Iterable[Any]) -> None:
+    def _track(self, values: Iterable[Any]) -> None:
         for storage in (x.untyped_storage() for x in values if isinstance(x, Tensor)):
             if (key := storage_id(storage)) not in self._known:
                 self._known.add(key)
                 self.live += storage.nbytes()
                 self.peak = max(self.peak, self.live)
-                weakref.finalize(storage, self._gone, key, storage.nbytes())
+                weakref.finalize(storage, self._free, key, storage.nbytes())
 
-    def _gone(self, key: int, num_bytes: int) -> None:
+    def _free(self, key: int, num_bytes: int) -> None:
         self._known.discard(key)
         self.live -= num_bytes
 
 
 @contextmanager
 def fake_tensors(*, padded: bool = False) -> Iterator[Callable[[Any], Any]]:
-    """In here tensors have shapes and no values. Gives a function that copies a batch, or a model, without its values.
+    """Enter fake tensor mode, and return a function that copies a batch or model without its values.
 
-    A model whose building reads values (vit and swinv2 do) is built before, and copied.
+    Build models that read values in ``__init__`` (vit and swinv2) before, and copy them.
 
     Args:
-        padded: whether attention is given a mask of 4 dims, as transformers makes one of a batch with padding; without,
-            each row is taken for one whole text, of which attention needs no mask.
+        padded: whether attention receives a 4D mask, as transformers creates for a batch with padding. Otherwise, each
+            row counts as one full sequence without a mask.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, nullcontext() if padded else _unpadded():
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, nullcontext() if padded else _without_masks():
 
         def copied(value: Any) -> Any:
             with FakeCopyMode(mode):
@@ -188,13 +166,12 @@ def fake_tensors(*, padded: bool = False) -> Iterator[Callable[[Any], Any]]:
         yield copied
 
 
-class _Here(threading.local):
-    """How many blocks of ``_unpadded`` this thread is in."""
-
+class _ThreadState(threading.local):
     traces = 0
 
 
-_HERE = _Here()
+_THREAD = _ThreadState()
+"""``traces`` is the number of active ``_without_masks`` blocks of this thread."""
 MASK_PATCH = Patch(
     "transformers.masking_utils: sdpa_mask, find_packed_sequence_indices",
     "shardformer.local_ranks.fake_rank",
@@ -203,37 +180,37 @@ MASK_PATCH = Patch(
 
 
 @contextmanager
-def _unpadded() -> Iterator[None]:
+def _without_masks() -> Iterator[None]:
     if find_spec("transformers") is None:
         yield
         return
-    with temporarily(MASK_PATCH, _leave_masks_out):
-        _HERE.traces += 1
+    with temporarily(MASK_PATCH, _patch_masks):
+        _THREAD.traces += 1
         try:
             yield
         finally:
-            _HERE.traces -= 1
+            _THREAD.traces -= 1
 
 
-def _leave_masks_out() -> Undo:
-    """transformers makes no mask of a batch without values. In other threads it makes those that it always makes."""
+def _patch_masks() -> Undo:
+    """Patch transformers to create no mask for a batch without values, in threads that trace."""
     from transformers import masking_utils
 
     make, find = masking_utils.sdpa_mask, masking_utils.find_packed_sequence_indices
 
     def mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
-        """None where it is made of what is padded alone."""
-        padded = attention_mask is None or has_data(attention_mask)
-        if _HERE.traces and not padded and make(*args, attention_mask=None, **kwargs) is None:
-            return None
+
+        has_values = attention_mask is None or has_data(attention_mask)
+        if _THREAD.traces and not has_values and make(*args, attention_mask=None, **kwargs) is None:
+            return None  # no mask is needed except for padding
         return make(*args, attention_mask=attention_mask, **kwargs)
 
-    names = [name for name, made in masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.items() if made is make]
+    names = [name for name, function in masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.items() if function is make]
 
-    def put(packed: Any, made: Any) -> None:
-        masking_utils.find_packed_sequence_indices, masking_utils.sdpa_mask = packed, made
+    def install(find_packed: Any, make_mask: Any) -> None:
+        masking_utils.find_packed_sequence_indices, masking_utils.sdpa_mask = find_packed, make_mask
         for name in names:
-            masking_utils.AttentionMaskInterface.register(name, made)
+            masking_utils.AttentionMaskInterface.register(name, make_mask)
 
-    put(lambda position_ids: None if _HERE.traces else find(position_ids), mask)
-    return lambda: put(find, make)
+    install(lambda position_ids: None if _THREAD.traces else find(position_ids), mask)
+    return lambda: install(find, make)

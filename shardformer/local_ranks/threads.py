@@ -1,8 +1,6 @@
-"""Ranks as threads of one process: a sharded step on any mesh, without starting a process.
+"""Ranks as threads of one process: run a sharded step on any mesh without starting processes.
 
-Each rank has its own random numbers.
-
-``shardformer.local_ranks.threads.run_as_threads`` starts the threads.
+``run_as_threads`` starts the threads.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from types import TracebackType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -25,15 +22,15 @@ from shardformer.mesh.transport import Meeting, RankGroups, Transport, Word, Wor
 from shardformer.random_state import RandomStates, random_states, set_random_states
 
 EXCHANGE = 0
-"""The tag of what an exchange sends; point-to-point messages have others."""
+"""Tag of the messages of an exchange. Point-to-point messages have other tags."""
 
 
 class PeerFailed(Exception):
-    """Raised on a rank that waits for one which has raised."""
+    """Raised on a rank that waits for a rank which has raised an error."""
 
 
 class MessageKey(NamedTuple):
-    """A place on the table: what for, the how many-th time, and who lays something down there."""
+    """Address of a message: its operation, its channel and number, and the rank that sends it."""
 
     what: str
     place: Hashable
@@ -41,48 +38,48 @@ class MessageKey(NamedTuple):
 
 
 class Lock(Protocol):
-    """What ``threading.Lock`` makes, or a class with these methods."""
+    """Interface of ``threading.Lock``."""
 
     def acquire(self) -> Any: ...
     def release(self) -> Any: ...
 
 
 class Mailbox:
-    """Where ``size`` threads lay down what others take.
+    """Shared storage through which ``size`` threads pass values to each other.
 
-    A wait ends with an error for all when a rank has raised, when nobody is left who could come, or after the time.
+    A wait ends with an error on all ranks if a rank has raised, if no rank can make progress, or after the timeout.
 
     Args:
-        turn: held by the one rank that computes, where all but one wait at any time.
+        turn: lock of the one rank that computes. A waiting rank releases it.
     """
 
     def __init__(self, size: int, timeout_s: float, turn: Lock | None = None) -> None:
         self.timeout_s, self.turn = timeout_s, turn
         self._size = size
         self._changed = threading.Condition()
-        self._laid: dict[MessageKey, tuple[Any, int]] = {}  # the value, and how many have still to take it
+        self._values: dict[MessageKey, tuple[Any, int]] = {}  # the value, and the number of ranks that have not read it
         self._waiting: dict[int, Sequence[MessageKey]] = {}
         self._ended: set[int] = set()
         self._failed_at: float | None = None
 
     def put(self, key: MessageKey, value: Any, readers: int) -> None:
-        """Lays a value down for so many ranks."""
+        """Store a value for ``readers`` ranks."""
         with self._changed:
-            self._laid[key] = value, readers
+            self._values[key] = value, readers
             self._changed.notify_all()
 
     def withdraw(self, key: MessageKey) -> None:
-        """Takes back what was laid down, if it is still there."""
+        """Remove a value if it is still present."""
         with self._changed:
-            self._laid.pop(key, None)
+            self._values.pop(key, None)
 
     def seen(self, key: MessageKey) -> Any:
-        """What was laid down there, which stays; None where nothing was."""
+        """Return a value without removing it, or None."""
         with self._changed:
-            return self._laid.get(key, (None, 0))[0]
+            return self._values.get(key, (None, 0))[0]
 
     def end(self, rank: int, *, failed: bool) -> None:
-        """The rank has returned, or raised."""
+        """Note that the rank has returned or raised."""
         with self._changed:
             self._ended.add(rank)
             if failed and self._failed_at is None:
@@ -90,23 +87,23 @@ class Mailbox:
             self._changed.notify_all()
 
     def is_given_up(self) -> bool:
-        """Whether a rank has raised so long ago that those which still run are in no collective."""
+        """Return whether a rank raised so long ago that ranks still running are not in a collective."""
         return self._failed_at is not None and time.monotonic() > self._failed_at + self.timeout_s
 
     def missing(self, rank: int, keys: Sequence[MessageKey], timeout_s: float) -> list[MessageKey]:
-        """Waits for what ``keys`` name. Returns the keys of what has not come, and will not within the time."""
-        with self._giving_up_turn(), self._changed:
+        """Wait for the values of ``keys``, and return the keys of those that do not arrive in time."""
+        with self._turn_released(), self._changed:
             self._waiting[rank] = keys
             if len(self._waiting) + len(self._ended) == self._size:
                 self._changed.notify_all()
-            self._changed.wait_for(lambda: self._failed_at or self._are_laid(keys) or self._is_stuck(), timeout_s)
+            self._changed.wait_for(lambda: self._failed_at or not self._absent(keys) or self._is_stuck(), timeout_s)
             if self._failed_at is not None:
                 raise PeerFailed("another rank has raised")
             del self._waiting[rank]
-            return [key for key in keys if key not in self._laid]
+            return self._absent(keys)
 
     @contextmanager
-    def _giving_up_turn(self) -> Iterator[None]:
+    def _turn_released(self) -> Iterator[None]:
         if self.turn is not None:
             self.turn.release()
         try:
@@ -116,67 +113,68 @@ class Mailbox:
                 self.turn.acquire()
 
     def get(self, rank: int, keys: Sequence[MessageKey]) -> list[Any]:
-        """The values that ``keys`` name, when all of them have been laid down."""
+        """Wait for the values of ``keys`` and return them."""
         if absent := self.missing(rank, keys, self.timeout_s):
             raise self._error(rank, absent)
         with self._changed:
             values = []
             for key in keys:
-                value, readers = self._laid.pop(key)
+                value, readers = self._values.pop(key)
                 if readers > 1:
-                    self._laid[key] = value, readers - 1
+                    self._values[key] = value, readers - 1
                 values.append(value)
             return values
 
-    def _are_laid(self, keys: Sequence[MessageKey]) -> bool:
-        return all(key in self._laid for key in keys)
+    def _absent(self, keys: Sequence[MessageKey]) -> list[MessageKey]:
+        return [key for key in keys if key not in self._values]
 
     def _is_stuck(self) -> bool:
-        """Whether each rank has ended, or waits for what has not been laid down."""
-        waits = [not self._are_laid(keys) for keys in self._waiting.values()]
-        return len(waits) + len(self._ended) == self._size and all(waits)
+        """Return whether every rank has ended or waits for a missing value."""
+        has_all_ranks = len(self._waiting) + len(self._ended) == self._size
+        return has_all_ranks and all(map(self._absent, self._waiting.values()))
 
     def _error(self, rank: int, absent: Sequence[MessageKey]) -> WorkerError:
         with self._changed:
-            found = [_waits(rank, absent)]
+            states = [_describe_wait(rank, absent)]
             for other in range(self._size):
                 if other in self._ended:
-                    found.append(f"rank {other} has ended")
+                    states.append(f"rank {other} has ended")
                 elif other in self._waiting:
-                    found.append(_waits(other, [key for key in self._waiting[other] if key not in self._laid]))
+                    states.append(_describe_wait(other, self._absent(self._waiting[other])))
                 elif other != rank:
-                    found.append(f"rank {other} still computes after {self.timeout_s:g} s")
+                    states.append(f"rank {other} still computes after {self.timeout_s:g} s")
         return WorkerError(
-            "; ".join(found),
-            rule="All ranks of an axis make the same calls in the same order, and what one sends another receives",
-            remedy="See what each of the ranks does there",
+            "; ".join(states),
+            rule="All ranks of an axis must make the same collective calls in the same order, and every send needs a "
+            "receive",
+            remedy="Compare the calls of these ranks",
         )
 
 
-def _waits(rank: int, absent: Sequence[MessageKey]) -> str:
-    who = " and ".join(str(key.author) for key in absent)
-    return f"rank {rank} waits for rank {who} in {absent[0].what}" if absent else f"rank {rank} goes on"
+def _describe_wait(rank: int, absent: Sequence[MessageKey]) -> str:
+    authors = " and ".join(str(key.author) for key in absent)
+    return f"rank {rank} waits for rank {authors} in {absent[0].what}" if absent else f"rank {rank} continues"
 
 
 class ThreadWorld:
-    """The world as one thread sees it, the one that makes it."""
+    """The world as the thread that creates it sees it."""
 
     store = None
 
-    def __init__(self, table: Mailbox, rank: int) -> None:
-        self.table, self.rank = table, rank
+    def __init__(self, mailbox: Mailbox, rank: int) -> None:
+        self.mailbox, self.rank = mailbox, rank
         self.thread = threading.current_thread()
         self._connected: Counter[tuple[int, ...]] = Counter()
 
     def connect(self, lines: RankGroups) -> Transport:
-        """A transport along this rank's line; of none, for a rank that stands on none, along itself."""
+        """Return a transport for the group of this rank, or for this rank alone if it is in no group."""
         line = next((line for line in lines if self.rank in line), (self.rank,))
         self._connected[line] += 1
         return ThreadTransport(self, line, self._connected[line])
 
 
 class ThreadTransport:
-    """Carries between threads. Objects are handed on as they are, not copied as between processes."""
+    """Transport between threads. Objects are passed by reference, unlike between processes."""
 
     group = None
 
@@ -194,16 +192,16 @@ class ThreadTransport:
 
     def all_reduce(self, x: Tensor, op: str) -> Work:
         parts = self._meet("all_reduce", _copy(x))
-        return _DeferredWork(lambda: x.copy_(_sum(parts()) if op == "sum" else torch.stack(parts()).amax(0)))
+        return DeferredWork(lambda: x.copy_(_sum(parts()) if op == "sum" else torch.stack(parts()).amax(0)))
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
         parts = self._meet("all_gather", _copy(x))
-        return _DeferredWork(lambda: out.copy_(torch.cat(parts())))
+        return DeferredWork(lambda: out.copy_(torch.cat(parts())))
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Work:
         parts = self._meet("reduce_scatter", _copy(x))
         rank, size = self._line.index(self._me), len(self._line)
-        return _DeferredWork(lambda: out.copy_(_sum(parts()).chunk(size)[rank]))
+        return DeferredWork(lambda: out.copy_(_sum(parts()).chunk(size)[rank]))
 
     def exchange(self, outgoing: Mapping[int, Tensor], arriving: Mapping[int, Tensor]) -> Sequence[Work]:
         for to, x in outgoing.items():
@@ -212,18 +210,18 @@ class ThreadTransport:
         return [self.receive(x, source, EXCHANGE) for source, x in arriving.items() if x.numel()]
 
     def send(self, x: Tensor, to: int, tag: int) -> Work:
-        self.world.table.put(self._message(self._me, self._line[to], tag), _copy(x), 1)
-        return _DeferredWork(None)
+        self.world.mailbox.put(self._message(self._me, self._line[to], tag), _copy(x), 1)
+        return DeferredWork(None)
 
     def receive(self, x: Tensor, source: int, tag: int) -> Work:
         key = self._message(self._line[source], self._me, tag)
 
         def finish() -> None:
-            (value,) = self.world.table.get(self._me, [key])
-            assert value.dtype == x.dtype, f"{value.dtype} arrives where {x.dtype} is expected"
+            (value,) = self.world.mailbox.get(self._me, [key])
+            assert value.dtype == x.dtype, f"received {value.dtype}, expected {x.dtype}"
             x.copy_(value.view(x.shape))
 
-        return _DeferredWork(finish)
+        return DeferredWork(finish)
 
     def broadcast(self, x: Tensor, source: int) -> None:
         is_source = self._line[source] == self._me
@@ -243,23 +241,23 @@ class ThreadTransport:
     def meet(self, call: str, *, waits: bool) -> Meeting:
         self._counts["calls"] += 1
         keys = self._keys("calls", ("calls", self._counts["calls"]))
-        before = self._keys("calls", ("calls", self._counts["calls"] - 2))  # all have read it
-        mine = self._line.index(self._me)
-        table = self.world.table
-        table.withdraw(before[mine])
-        table.put(keys[mine], Word(call, not waits), len(keys))
+        before = self._keys("calls", ("calls", self._counts["calls"] - 2))  # read by all ranks
+        index = self._line.index(self._me)
+        mailbox = self.world.mailbox
+        mailbox.withdraw(before[index])
+        mailbox.put(keys[index], Word(call, not waits), len(keys))
         if not waits:
             return Meeting()
-        table.missing(self._me, keys, table.timeout_s)
-        words = [table.seen(key) for key in keys]
-        return Meeting(words, {rank: "does not come" for rank, word in zip(self._line, words) if word is None})
+        mailbox.missing(self._me, keys, mailbox.timeout_s)
+        words = [mailbox.seen(key) for key in keys]
+        return Meeting(words, {rank: "does not arrive" for rank, word in zip(self._line, words) if word is None})
 
     def _meet(self, what: str, value: Any) -> Callable[[], list[Any]]:
-        """Lays ``value`` down; what is returned waits for every rank's value."""
+        """Store ``value`` for all ranks, and return a function that waits for every rank's value."""
         self._counts["meeting"] += 1
         keys = self._keys(what, self._counts["meeting"])
-        self.world.table.put(keys[self._line.index(self._me)], value, len(keys))
-        return lambda: self.world.table.get(self._me, keys)
+        self.world.mailbox.put(keys[self._line.index(self._me)], value, len(keys))
+        return lambda: self.world.mailbox.get(self._me, keys)
 
     def _keys(self, what: str, place: Hashable) -> list[MessageKey]:
         return [MessageKey(what, (self._channel, place), rank) for rank in self._line]
@@ -271,8 +269,8 @@ class ThreadTransport:
         return MessageKey(what, (self._channel, reader, tag, self._counts[way]), author)
 
 
-class _DeferredWork:
-    """A work that is done when it is waited for, or at once where nothing is left to do."""
+class DeferredWork:
+    """Work that runs in ``wait``; complete from the start if ``finish`` is None."""
 
     def __init__(self, finish: Callable[[], object] | None) -> None:
         self._finish = finish
@@ -296,9 +294,9 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
 
 
 class Turn:
-    """A lock for threads of which one runs at a time, each with random states of its own.
+    """Lock for threads that run one at a time, each with its own random states.
 
-    All threads begin with the states at the time when the lock is made.
+    All threads start from the random states at the creation of the lock.
     """
 
     def __init__(self) -> None:
@@ -317,9 +315,7 @@ class Turn:
     def __enter__(self) -> None:
         self.acquire()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 
@@ -338,43 +334,48 @@ def run_as_threads(
     timeout_s: float = TIMEOUT_S,
     in_turn: bool = False,
 ) -> list[ThreadResult]:
-    """Calls ``fn`` with the context of each rank of the grid, in a thread each; the results in the order of the ranks.
+    """Call ``fn`` with the context of each rank of the mesh in its own thread, and return the results in rank order.
 
-    The ranks compute what processes would, on the CPU. They have torch's default generator in common: where ``fn``
-    draws random numbers, which of them a rank gets is a matter of chance. ``in_turn`` lets one compute until it waits
-    for another, and gives each its own random numbers, of torch, numpy and Python: all begin with the same ones.
+    The ranks compute the same results as processes would, on the CPU. They share torch's default generator, so the
+    random numbers of a rank depend on the scheduling of threads.
 
-    Raises what the first rank raised that did. When one raises, the others' collectives end too; so do those that wait
-    for a rank that has ended, waits for something else, or does not come within ``timeout_s`` seconds, with a
-    WorkerError that says where each rank is.
+    Args:
+        timeout_s: time a rank waits for another one.
+        in_turn: run one rank at a time until it waits for another, each with its own random states of torch, NumPy and
+            Python. All ranks start from the same states.
+
+    Raises:
+        WorkerError: a rank waits for one that has ended, waits for something else, or does not arrive within
+            ``timeout_s`` seconds.
+        Exception: the first error that a rank raised. The collectives of the other ranks end, too.
     """
     sizes = {"data": data, "pipe": pipe, "sequence": sequence, "tensor": tensor}
     grid = RankGrid.of(sizes)
     turn = Turn() if in_turn else None
-    table = Mailbox(len(grid.ranks), timeout_s, turn)
+    mailbox = Mailbox(len(grid.ranks), timeout_s, turn)
     results: dict[int, ThreadResult] = {}
     errors: dict[int, BaseException] = {}
 
-    def play(rank: int) -> None:
+    def run(rank: int) -> None:
         try:
             with turn or nullcontext():
-                results[rank] = fn(ParallelContext.of(sizes, grid.coords(rank), world=ThreadWorld(table, rank)))
+                results[rank] = fn(ParallelContext.of(sizes, grid.coords(rank), world=ThreadWorld(mailbox, rank)))
         except BaseException as error:
             errors[rank] = error
-        table.end(rank, failed=rank in errors)
+        mailbox.end(rank, failed=rank in errors)
 
-    threads = [threading.Thread(target=play, args=(r,), name=f"rank-{r}", daemon=True) for r in grid.ranks]
+    threads = [threading.Thread(target=run, args=(r,), name=f"rank-{r}", daemon=True) for r in grid.ranks]
     for thread in threads:
         thread.start()
     for thread in threads:
-        while thread.is_alive() and not table.is_given_up():
+        while thread.is_alive() and not mailbox.is_given_up():
             thread.join(1.0)
-    if errors:  # what a rank raised, before what the others say of that
-        ordered = [errors[rank] for rank in sorted(errors)]
-        raise next((error for error in ordered if not _follows(error)), ordered[0])
+    if errors:  # the original error takes precedence over its consequences on other ranks
+        raise min(sorted(errors.items()), key=lambda numbered: _is_caused_by_peer(numbered[1]))[1]
     return [results[rank] for rank in grid.ranks]
 
 
-def _follows(error: BaseException | None) -> bool:
-    """Whether a rank raised because another had."""
-    return error is not None and (isinstance(error, PeerFailed) or _follows(error.__cause__ or error.__context__))
+def _is_caused_by_peer(error: BaseException | None) -> bool:
+    if error is None:
+        return False
+    return isinstance(error, PeerFailed) or _is_caused_by_peer(error.__cause__ or error.__context__)

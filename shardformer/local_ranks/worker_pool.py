@@ -1,4 +1,4 @@
-"""Worker processes that form a gloo group, started once and sent functions, because ``import torch`` takes seconds."""
+"""Pool of worker processes that form a gloo group and run functions, because ``import torch`` takes seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from enum import IntEnum
 from multiprocessing import connection, forkserver, get_all_start_methods, get_context
 from multiprocessing.process import BaseProcess
 from tempfile import TemporaryDirectory
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar, cast
 
 from shardformer.errors import LaunchError, WorkerError, check_int
 from shardformer.local_ranks import worker_process
@@ -24,32 +24,32 @@ from shardformer.local_ranks.worker_process import RemoteCall, RemoteFailure, Re
 P = ParamSpec("P")
 R = TypeVar("R")
 
-START_S = 300.0  # to start a process, import what was asked for and join the group, on a busy machine
-CLOSE_S = 5.0  # for workers at rest to end
-DEATH_GRACE_S = 0.2  # processes that die together are named together
-MOST_PRELOADED = 8  # models of transformers that the fork server imports
-STACK_S = 2.0  # a process that has not written its stack by then is stopped itself
+START_S = 300.0  # time to start a process, import modules and join the group on a busy machine
+CLOSE_S = 5.0  # time for idle workers to exit
+DEATH_GRACE_S = 0.2  # processes that die within this time are reported together
+MOST_PRELOADED = 8  # maximum number of transformers models that the fork server imports
+STACK_S = 2.0  # time for a process to write its stack
 
 
 class WorkerPool:
-    """``num_workers`` processes with ``torch.distributed`` ready over gloo, to call functions in.
+    """Pool of ``num_workers`` processes with ``torch.distributed`` over gloo, in which you can call functions.
 
-    Each call finds what torchrun sets (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``, ``MASTER_PORT``), the
-    environment otherwise as it was when the workers started, all seeds at 0, dtype float32 and gradients on. Groups
-    that a function made are gone at the next call; modules stay imported.
+    Each call has the environment of torchrun (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``,
+    ``MASTER_PORT``), seeds of 0, dtype float32 and gradients enabled. Process groups that a function creates are
+    destroyed before the next call. Modules stay imported.
 
-    The workers are forked from a process that has imported torch and ``imports``; an import that they share is made
-    once. They start at the first call, and anew after a call that a worker did not survive, did not end in time, or
-    that did not end alike on all ranks. They end with the parent, however it ends.
+    The workers are forked from a process that has imported torch and ``imports``. They start at the first call. They
+    are replaced after a call in which a worker died, timed out, or ended differently from the others. They exit with
+    the parent.
 
-    Functions are sent by name, so they stand at the top of a module or script, and a script makes its calls under
-    ``if __name__ == "__main__":``.
+    Functions are pickled by name: define them at the top level of a module or script. A script must make its calls
+    under ``if __name__ == "__main__":``.
 
     Args:
-        timeout_s: how long one call may take before the workers are killed.
-        threads: torch's threads in each process.
+        timeout_s: maximum duration of a call, after which the workers are killed.
+        threads: number of torch threads in each process.
         imports: modules that the workers import when they start.
-        grace_s: how long the other ranks may go on after one has raised.
+        grace_s: time that the other ranks may continue after one has raised.
 
     >>> with WorkerPool(2) as pool:  # doctest: +SKIP
     ...     pool.run(torch.add, torch.ones(2), 1)
@@ -74,18 +74,18 @@ class WorkerPool:
         self._closed = False
 
     def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Call ``fn(*args, **kwargs)`` in every worker; the results in rank order.
+        """Call ``fn(*args, **kwargs)`` in every worker, and return the results in rank order.
 
         Raises:
-            ShardFormerError: as raised by ``fn``, where all ranks raised the same kind.
-            WorkerError: a worker died, took longer than ``timeout_s``, or raised anything else.
-            ConfigError: ``fn`` or its arguments cannot be sent.
+            ShardFormerError: raised by ``fn``, with the same class on all ranks.
+            WorkerError: a worker died, exceeded ``timeout_s``, or raised any other error.
+            ConfigError: ``fn`` or its arguments cannot be pickled.
         """
         return self._run(fn, [RemoteCall.of(fn, args, kwargs)] * self.num_workers)
 
     @contextmanager
     def with_timeout(self, timeout_s: float) -> Iterator[Self]:
-        """This pool with another ``timeout_s`` inside the ``with``."""
+        """Use another ``timeout_s`` in the body."""
         before, self.timeout_s = self.timeout_s, timeout_s
         try:
             yield self
@@ -94,14 +94,14 @@ class WorkerPool:
 
     @property
     def pids(self) -> list[int]:
-        """The process ids of the workers in rank order; empty while there are none."""
+        """Process ids of the workers in rank order; empty if none are running."""
         return [worker.pid for worker in self._workers]
 
     def close(self) -> None:
-        """End the workers; the pool cannot be used again."""
+        """Stop the workers. The pool cannot be used again."""
         self._closed = True
         for worker in self._workers:
-            worker.calls.close()  # a worker at rest ends when this pipe does
+            worker.calls.close()  # an idle worker exits when its pipe is closed
         deadline = time.monotonic() + CLOSE_S
         for worker in self._workers:
             worker.process.join(max(0.0, deadline - time.monotonic()))
@@ -115,8 +115,7 @@ class WorkerPool:
 
     def _run(self, fn: Callable[..., R], calls: Sequence[RemoteCall]) -> list[R]:
         if self._closed:
-            rule = "A pool's workers end for good with close(), or with the end of its `with`"
-            raise LaunchError("run() on a closed pool", rule=rule, remedy="Make a new WorkerPool")
+            raise LaunchError("run() was called on a closed WorkerPool", remedy="Create a new WorkerPool")
         name = f"{getattr(fn, '__module__', '?')}.{getattr(fn, '__qualname__', fn)}"
         try:
             if not all(worker.is_at_rest() for worker in self._workers):
@@ -124,18 +123,17 @@ class WorkerPool:
             if not self._workers:
                 for rank in range(self.num_workers):
                     self._workers.append(_Worker(rank, self._threads, self._imports))
-                self._regroup()
+                self._create_group()
             replies = self._exchange(name, calls, self.timeout_s)
             if any(reply.regroup for reply in replies):
-                self._regroup()
-        except BaseException:  # Ctrl-C too: where the workers stand is not known
+                self._create_group()
+        except BaseException:  # including Ctrl-C: the state of the workers is unknown
             self._kill()
             raise
         _raise_shared(name, replies)
         return [pickle.loads(reply.result) for reply in replies]
 
-    def _regroup(self) -> None:
-        """Form the default group anew."""
+    def _create_group(self) -> None:
         before, self._meeting = self._meeting, _GroupAddress()
         name = "the start of the group"
         call = RemoteCall.of(worker_process.join_group, (self._meeting.store, self._imports), {})
@@ -146,7 +144,7 @@ class WorkerPool:
                 before.release()
 
     def _exchange(self, name: str, calls: Sequence[RemoteCall], timeout_s: float) -> list[RemoteReply]:
-        """One call down each pipe, one reply back: either all results, or all the same kind of ShardFormerError."""
+        """Send one call to each worker, and return the replies if all calls ended the same way."""
         assert self._meeting is not None
         env = {
             "WORLD_SIZE": str(self.num_workers),
@@ -160,20 +158,19 @@ class WorkerPool:
         replies, dead = self._collect(timeout_s)
         failures = {rank: reply.failure for rank, reply in replies.items() if reply.failure}
         kinds = {type(failure.error) for failure in failures.values()}
-        alike = len(failures) == self.num_workers and len(kinds) == 1 and kinds != {type(None)}
-        if len(replies) == self.num_workers and (not failures or alike):
+        is_same_error = len(failures) == self.num_workers and len(kinds) == 1 and kinds != {type(None)}
+        if len(replies) == self.num_workers and (not failures or is_same_error):
             return [replies[rank] for rank in range(self.num_workers)]
-        fates = [worker.exit_report() for worker in self._workers if worker.rank in dead]
-        fates += [_raised(rank, failure) for rank, failure in failures.items()]
-        what = "was still running or waiting, and was killed" if fates else f"had not answered after {timeout_s:g} s"
+        outcomes = [worker.exit_report() for worker in self._workers if worker.rank in dead]
+        outcomes += [_raised_outcome(rank, failure) for rank, failure in failures.items()]
+        what = "was still running or waiting, and was killed" if outcomes else f"had not answered after {timeout_s:g} s"
         silent = [worker for worker in self._workers if worker.rank not in replies and worker.rank not in dead]
         for worker in silent:
             os.kill(worker.pid, signal.SIGUSR1)
-        fates += [_RankOutcome(_OutcomeKind.SILENT, worker.rank, what, worker.stack(STACK_S)) for worker in silent]
-        raise _worker_error(name, fates)
+        outcomes += [_RankOutcome(_OutcomeKind.SILENT, worker.rank, what, worker.stack(STACK_S)) for worker in silent]
+        raise _worker_error(name, outcomes)
 
     def _collect(self, timeout_s: float) -> tuple[dict[int, RemoteReply], set[int]]:
-        """The replies that came in time, and the ranks that died."""
         replies: dict[int, RemoteReply] = {}
         dead: set[int] = set()
         deadline = time.monotonic() + timeout_s
@@ -205,10 +202,10 @@ class WorkerPool:
 
 
 class _Worker:
-    """The parent's end of one process: a pipe for calls, and one on which the process writes where it stands."""
+    """The parent's side of one process: a pipe for calls, and a pipe for stack traces."""
 
     def __init__(self, rank: int, threads: int, imports: Sequence[str]) -> None:
-        context = _context(imports)
+        context = _fork_server_context(imports)
         self.rank = rank
         self.calls, calls = context.Pipe()
         self._stack, stack = context.Pipe(duplex=False)
@@ -217,7 +214,7 @@ class _Worker:
             target=worker_process.serve, args=args, name=f"worker-{rank}", daemon=True
         )
         self.process.start()
-        calls.close()  # held by the process alone, each pipe ends with it
+        calls.close()  # only the process keeps these ends, so the pipes end with it
         stack.close()
 
     @property
@@ -226,25 +223,26 @@ class _Worker:
         return self.process.pid
 
     def is_at_rest(self) -> bool:
-        """Whether it waits for a call: the pipe of one that has died is at its end, before its exit code is known."""
+        """Return whether the worker waits for a call.
+
+        The pipe of a dead worker is readable before its exit code is known.
+        """
         return self.process.is_alive() and not self.calls.poll()
 
     def send(self, request: RemoteRequest) -> None:
         try:
             self.calls.send_bytes(pickle.dumps(request))
         except OSError:
-            pass  # it is dead, which the wait for its reply finds out
+            pass  # the worker is dead, which waiting for its reply detects
 
     def receive(self) -> RemoteReply | None:
-        """What the pipe holds; None if it ended instead."""
         try:
-            reply: RemoteReply = pickle.loads(self.calls.recv_bytes())
+            return cast(RemoteReply, pickle.loads(self.calls.recv_bytes()))
         except (EOFError, OSError):
             return None
-        return reply
 
     def stack(self, wait_s: float) -> str:
-        """The frames of the main thread below the call, innermost first, if the process writes them by then."""
+        """Return the main thread's stack below the call, innermost frame first, or "" if none arrives."""
         text = b""
         while connection.wait([self._stack], wait_s) and (part := os.read(self._stack.fileno(), 1 << 16)):
             text, wait_s = text + part, 0.1
@@ -258,12 +256,9 @@ class _Worker:
     def exit_report(self) -> _RankOutcome:
         self.process.join(1.0)
         code = self.process.exitcode
-        if code is None:
-            what = "closed its pipe"
-        elif code < 0:
+        what = "closed its pipe" if code is None else f"ended with exit code {code}"
+        if code is not None and code < 0:
             what = f"was killed by {signal.Signals(-code).name}"
-        else:
-            what = f"ended with exit code {code}"
         return _RankOutcome(_OutcomeKind.DIED, self.rank, what, self.stack(0.0))
 
     def release(self) -> None:
@@ -273,11 +268,10 @@ class _Worker:
         self._stack.close()
 
 
-def _context(imports: Sequence[str]) -> Any:
-    """Of a fork server that has imported torch and what the first pool names: a worker starts in milliseconds.
+def _fork_server_context(imports: Sequence[str]) -> Any:
+    """Return a fork server context with torch and ``imports``, from which a worker starts in milliseconds.
 
-    It also imports the models of transformers that the parent has imported, unless they are many: workers are likely
-    to need them.
+    The server also imports the transformers models that the parent has imported, if they are few.
     """
     if "forkserver" not in get_all_start_methods():
         return get_context("spawn")
@@ -289,20 +283,20 @@ def _context(imports: Sequence[str]) -> Any:
 
 
 def start_fork_server(imports: Sequence[str]) -> None:
-    """Start the server of this process in the background, before the first pool needs it."""
+    """Start the fork server in the background, before the first pool needs it."""
     if "forkserver" in get_all_start_methods():
-        _context(imports)
+        _fork_server_context(imports)
         forkserver.ensure_running()
 
 
 class _GroupAddress:
-    """Where the workers find each other: a file for the pool's own group, a port for what a function initialises."""
+    """File store of the pool's own group, and a free port for groups that a function initializes."""
 
     def __init__(self) -> None:
         self._folder = TemporaryDirectory(prefix="shardformer-", ignore_cleanup_errors=True)  # a worker may still write
         self.store = os.path.join(self._folder.name, "store")
         self._socket = socket.socket()
-        # Bound but not listening: the port is given to no one else, and rank 0 may still listen on it.
+        # Bound but not listening: reserves the port, on which rank 0 can still listen.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._socket.bind(("127.0.0.1", 0))
         self.port: int = self._socket.getsockname()[1]
@@ -313,7 +307,7 @@ class _GroupAddress:
 
 
 class _OutcomeKind(IntEnum):
-    """How a call failed on a rank. A lower one explains a higher one: peers of a dead rank raise, or wait in vain."""
+    """How a call failed on a rank. Lower values explain higher ones: peers of a dead rank raise errors or hang."""
 
     DIED = 0
     RAISED = 1
@@ -329,45 +323,47 @@ class _RankOutcome:
 
 
 def _raise_shared(name: str, replies: Sequence[RemoteReply]) -> None:
-    """Raise what all ranks raised alike, if they did, from what each of them said."""
     failures = [reply.failure for reply in replies if reply.failure]
     if failures and failures[0].error:
-        raise failures[0].error from _worker_error(name, [_raised(*numbered) for numbered in enumerate(failures)])
+        raise failures[0].error from _worker_error(
+            name, [_raised_outcome(*numbered) for numbered in enumerate(failures)]
+        )
 
 
-def _raised(rank: int, failure: RemoteFailure) -> _RankOutcome:
+def _raised_outcome(rank: int, failure: RemoteFailure) -> _RankOutcome:
     return _RankOutcome(_OutcomeKind.RAISED, rank, f"raised {failure.what}", failure.traceback)
 
 
 _RULES = {
     _OutcomeKind.DIED: (
-        "A worker outlives its calls",
-        "Look for a crash, an exit or memory that ran out; a script makes its pool under `if __name__ == '__main__':`.",
+        "",
+        "Check for a crash, an exit or a lack of memory, and create the pool of a script under "
+        "`if __name__ == '__main__':`.",
     ),
     _OutcomeKind.RAISED: (
-        "A call ends alike on all ranks: it returns, or raises the same kind of ShardFormerError",
-        "Mend what was raised.",
+        "All ranks must return, or raise the same class of ShardFormerError",
+        "Fix the error below.",
     ),
     _OutcomeKind.SILENT: (
-        "A call ends within timeout_s",
-        "Look for a collective that not all ranks reach, or raise timeout_s.",
+        "A call must end within timeout_s",
+        "Check for a collective that not all ranks reach, or increase timeout_s.",
     ),
 }
 
 
-def _worker_error(name: str, fates: Sequence[_RankOutcome]) -> WorkerError:
-    """The ranks that explain the failure, then what every rank that did not succeed said or where it stood."""
-    alike: dict[tuple[_OutcomeKind, str, str], list[int]] = {}
+def _worker_error(name: str, outcomes: Sequence[_RankOutcome]) -> WorkerError:
+    """Build an error that starts with the ranks that explain the failure and reports all failed ranks."""
+    reports: dict[tuple[_OutcomeKind, str, str], list[int]] = {}
     headline: dict[str, list[int]] = {}
-    first = min(fate.kind for fate in fates)
-    for fate in sorted(fates, key=lambda fate: (fate.kind, fate.rank)):
-        alike.setdefault((fate.kind, fate.what, fate.details), []).append(fate.rank)
-        if fate.kind == first:
-            headline.setdefault(fate.what, []).append(fate.rank)
+    first = min(outcome.kind for outcome in outcomes)
+    for outcome in sorted(outcomes, key=lambda outcome: (outcome.kind, outcome.rank)):
+        reports.setdefault((outcome.kind, outcome.what, outcome.details), []).append(outcome.rank)
+        if outcome.kind == first:
+            headline.setdefault(outcome.what, []).append(outcome.rank)
     what = "; ".join(f"{_ranks(ranks)} {what}" for what, ranks in headline.items())
     rule, remedy = _RULES[first]
-    for (_, said, details), ranks in alike.items():
-        remedy += f"\n\n{_ranks(ranks)} {said}" + (f":\n{details.rstrip()}" if details else "")
+    for (_, outcome_text, details), ranks in reports.items():
+        remedy += f"\n\n{_ranks(ranks)} {outcome_text}" + (f":\n{details.rstrip()}" if details else "")
     return WorkerError(f"{what} in {name}", rule=rule, remedy=f"{remedy}\n")
 
 

@@ -1,6 +1,6 @@
-"""What runs in a worker of :mod:`shardformer.local_ranks.worker_pool`, and what travels between it and the parent.
+"""Worker process of :mod:`shardformer.local_ranks.worker_pool`, and its messages.
 
-Everything travels pickled by value, so that nothing is shared and nothing leaks.
+All messages are pickled by value, so that no memory is shared.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from shardformer.random_state import seed_random
 
 @dataclass(frozen=True)
 class RemoteCall:
-    """A function with its arguments, pickled, and the files of the modules that the pickle names."""
+    """A pickled function with its arguments, and the files of the modules that the pickle refers to."""
 
     payload: bytes
     sources: Mapping[str, str]
 
     @staticmethod
     def of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> RemoteCall:
-        """``fn(*args, **kwargs)``, ready to be sent.
+        """Pickle ``fn(*args, **kwargs)``.
 
         Raises:
-            ConfigError: some part of it cannot be pickled.
+            ConfigError: the function or an argument cannot be pickled.
         """
         buffer = io.BytesIO()
         pickler = _Pickler(buffer)
@@ -50,16 +50,16 @@ class RemoteCall:
             pickler.dump((fn, args, kwargs))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ConfigError(
-                f"{fn!r} cannot be sent to the workers with its arguments: {error}",
-                rule="Functions and classes are sent by name, values are pickled",
-                remedy="Move what is named to the top of its module, and give plain data and tensors",
+                f"{fn!r} and its arguments cannot be pickled for the workers: {error}",
+                rule="Functions and classes are pickled by name",
+                remedy="Define the function or class at the top level of a module, and pass plain data and tensors",
             ) from error
         return RemoteCall(buffer.getvalue(), pickler.sources)
 
 
 @dataclass(frozen=True)
 class RemoteRequest:
-    """One call, and the parent's import path and the rank's environment to make it in."""
+    """A call, with the parent's import path and the environment of the rank."""
 
     call: RemoteCall
     path: tuple[str, ...]
@@ -68,7 +68,7 @@ class RemoteRequest:
 
 @dataclass(frozen=True)
 class RemoteFailure:
-    """What a function raised. The error itself goes along if it is one that survives the journey."""
+    """Error of a call, with the exception itself if it can be pickled."""
 
     what: str
     traceback: str
@@ -77,7 +77,7 @@ class RemoteFailure:
 
 @dataclass(frozen=True)
 class RemoteReply:
-    """A pickled result, or a failure; ``regroup`` where the default group is not the only one any more."""
+    """Pickled result or failure. ``regroup`` states that the process groups must be created anew."""
 
     result: bytes
     failure: RemoteFailure | None
@@ -85,7 +85,7 @@ class RemoteReply:
 
 
 class _Pickler(pickle.Pickler):
-    """Notes the files that functions and classes come from, and sends a view without the rest of its storage."""
+    """Pickler that collects the source files of functions and classes, and shrinks views to their own storage."""
 
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
@@ -106,15 +106,15 @@ class _Pickler(pickle.Pickler):
 def serve(
     rank: int, threads: int, env: Mapping[str, str], calls: connection.Connection, stack: connection.Connection
 ) -> None:
-    """Answer the calls that come down the pipe until the parent closes it or ends; ``env`` is the parent's."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which decides
+    """Answer calls from the pipe until the parent closes it or exits. ``env`` is the parent's environment."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     faulthandler.enable(stack.fileno())
     faulthandler.register(signal.SIGUSR1, stack.fileno())
     threading.Thread(target=_end_with_parent, name="end-with-parent", daemon=True).start()
     os.environ.clear()
-    os.environ.update(env)  # a fork server has that of the time when it started
+    os.environ.update(env)  # the fork server has the environment at its own start
     if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name need not resolve, nor pass a firewall
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # works without name resolution, behind a firewall
     home = dict(os.environ)
     while True:
         try:
@@ -128,16 +128,16 @@ def serve(
 
 
 def join_group(store: str, imports: Sequence[str]) -> None:
-    """Leave all groups, import what was asked for, and join a new default group that meets in the file ``store``."""
-    gc.collect()  # what holds on to a group of the last call
+    """Leave all process groups, import modules, and join a new default group through the file ``store``."""
+    gc.collect()  # frees references to groups of the last call
     destroy_process_group()
     for name in imports:
         importlib.import_module(name)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # A TCPStore asks the name server who each peer is: seconds, where there is no network or a poor one.
+    # A TCPStore resolves the name of each peer, which takes seconds without a network.
     meeting = dist.FileStore(store, world_size)  # type: ignore[attr-defined]  # there, but not re-exported
     dist.init_process_group("gloo", store=meeting, rank=rank, world_size=world_size)
-    gc.freeze()  # the next collections need not search what is imported by now
+    gc.freeze()  # excludes imported modules from later garbage collections
 
 
 def _end_with_parent() -> None:
@@ -169,20 +169,22 @@ def _answer(call: RemoteCall) -> RemoteReply:
         buffer = io.BytesIO()
         _Pickler(buffer).dump(result)
         return RemoteReply(buffer.getvalue(), None, dist.group.WORLD is not world or get_pg_count() != 1)
-    except BaseException as error:  # SystemExit, or pytest's skip, is an answer too
+    except BaseException as error:  # includes SystemExit and pytest's skip
         below = error.__traceback__.tb_next if error.__traceback__ else None
         text = "".join(traceback.format_exception(type(error), error, below))
         own = error if isinstance(error, ShardFormerError) and _survives(error) else None
-        said = str(error).strip().split("\n", 1)[0]
+        message = str(error).strip().split("\n", 1)[0]
         return RemoteReply(
-            b"", RemoteFailure(f"{type(error).__name__}: {said}" if said else type(error).__name__, text, own), True
+            b"",
+            RemoteFailure(f"{type(error).__name__}: {message}" if message else type(error).__name__, text, own),
+            True,
         )
 
 
 def _import(name: str, file: str) -> None:
-    """Import a module by name where that leads to the parent's file, and from the file where it does not.
+    """Import a module by name if that finds the parent's file, otherwise from the file.
 
-    It does not for a test that pytest has imported by its path, or for a second module of the same name.
+    Importing from the file is needed for tests that pytest imports by path, and for a second module of the same name.
     """
     try:
         spec = importlib.util.find_spec(name)
@@ -191,7 +193,7 @@ def _import(name: str, file: str) -> None:
     if spec is None or spec.origin is None or os.path.realpath(spec.origin) != os.path.realpath(file):
         spec = importlib.util.spec_from_file_location(name, file)
         if spec is None or spec.loader is None:
-            return  # nothing that Python can read: unpickling says what it misses
+            return  # not a Python file: unpickling raises an error
         _create_namespace_packages(name, file)
         sys.modules[name] = importlib.util.module_from_spec(spec)
         try:
@@ -202,7 +204,7 @@ def _import(name: str, file: str) -> None:
 
 
 def _create_namespace_packages(name: str, file: str) -> None:
-    """Namespace packages above a module that was found by its file; without them nothing in it can be named."""
+    """Create the namespace packages above a module that was imported from its file, so that pickles can refer to it."""
     packages = name.split(".")[:-1]
     folder = os.path.dirname(file)
     for depth in range(len(packages), 0, -1):

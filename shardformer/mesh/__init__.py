@@ -1,3 +1,3 @@
-"""The grid of processes: axes, contexts, launching."""
+"""Process mesh: rank grid, axes, parallel contexts, transports and initialization."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Initialises torch.distributed for the processes that a launcher started, builds the mesh, and shuts down."""
+"""Initialize torch.distributed for launched processes, build the mesh, and shut down."""
 
 from __future__ import annotations
 
@@ -39,29 +39,28 @@ from shardformer.torch_compat import PrefixStore, TCPStore
 INTERFACE = "GLOO_SOCKET_IFNAME"
 LOOPBACK = "lo"
 REMOTE_ADDRESS = "192.0.2.1"
-"""An address that nobody has (RFC 5737, for documentation)."""
+"""An address that no machine has (RFC 5737, for documentation)."""
 SIOCGIFADDR = 0x8915
 """Linux's request for the address of an interface (``man 7 netdevice``)."""
 POLL_S = 0.01
-STARTED = "The launcher has started all: see what each does before launch_from_torch, and whether one has ended"
+STARTED = "The launcher has started all ranks: check whether one has exited or is busy before launch_from_torch"
 ENDED = "shardformer/ended"
-"""Where a process writes in the launcher's store why it ended, behind which comes its rank."""
-REST_S = 2.0  # threads that run on by then are the user's own
+"""Prefix of the keys, followed by the rank, under which a process stores the error that ended it."""
+REST_S = 2.0  # threads that still run after this time belong to the user
 
 
 def init_process_group(device: torch.device, backend: str | None, timeout_s: float) -> None:
-    """Initialises torch's default group from the environment that torchrun sets, or else from SLURM's.
+    """Initialize torch's default group from the environment of torchrun or SLURM.
 
-    Raises LaunchError when neither is there.
+    Raises LaunchError if neither environment is present.
     """
     _environment_from_slurm()
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise LaunchError(
-            f"The environment of a launcher is missing: {', '.join(missing)}",
-            rule="Each process learns its rank and its peers from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
+            f"The environment variables {', '.join(missing)} of a launcher are missing",
             remedy="Start the script with `shardformer run --nproc_per_node 2 train.py` or torchrun, "
-            "or call torch.distributed.init_process_group before",
+            "or call torch.distributed.init_process_group first",
         )
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -79,63 +78,60 @@ def init_process_group(device: torch.device, backend: str | None, timeout_s: flo
 
 @contextmanager
 def _report_missing_ranks(rank: int, size: int, timeout_s: float) -> Iterator[None]:
-    """Around what waits for all processes: LostPeerError names those that have not come."""
+    """Raise LostPeerError with the missing ranks if the body fails to connect to all processes."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     advice = STARTED if _launchers_share_store() else SAME_ADDRESS
-    meeting = Rendezvous(host, port, rank, size, "rank", _restart_count(), advice)
+    rendezvous = Rendezvous(host, port, rank, size, "rank", _restart_count(), advice)
     try:
-        with meeting.report_missing():
+        with rendezvous.report_missing():
             yield
     except DistError as error:
-        missing = meeting.missing()
+        missing = rendezvous.missing()
         raise LostPeerError(
-            f"Rank {rank} has not met {missing or f'all {size} ranks'} at {host}:{port} ({first_line(error):.160})",
-            rule=f"All processes of a launch call launch_from_torch, none of them later than timeout_s={timeout_s:g} "
-            "seconds after the first, and they reach each other",
-            remedy=f"{advice}. Where one needs longer before it, give a larger timeout_s",
+            f"Rank {rank} could not connect to {missing or f'all {size} ranks'} at {host}:{port} "
+            f"({first_line(error):.160})",
+            rule=f"All processes must call launch_from_torch within timeout_s={timeout_s:g} seconds",
+            remedy=f"{advice}. If a process needs longer before the call, increase timeout_s",
         ) from error
 
 
 def _launchers_share_store() -> bool:
-    """Whether the launchers met before they started the processes, and have a store for them."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _restart_count() -> str:
-    """How often the launcher has started its processes before."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def _select_network_interface() -> None:
-    """Names the interface that reaches the first host, where there are several hosts and the user named none.
+    """Select the interface that reaches the first host, on several hosts and unless the user has set it.
 
-    gloo takes the one that this host's name resolves to, and says it to the others: on a host whose name stands for
-    127.0.0.1 in /etc/hosts nobody would reach it.
+    gloo uses the interface that the host's own name resolves to and announces its address to the peers. If /etc/hosts
+    maps the name to 127.0.0.1, no peer can connect.
     """
     env = os.environ
-    alone = env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"]) == env["WORLD_SIZE"]
-    if INTERFACE in env or alone:
+    if INTERFACE in env or env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"]) == env["WORLD_SIZE"]:
         return
     name = interface_for_host(env["MASTER_ADDR"])
-    if name == LOOPBACK:  # the first host's name for itself: the interface that leads out
+    if name == LOOPBACK:  # this is the first host
         name = interface_for_host(REMOTE_ADDRESS)
     if name not in (None, LOOPBACK):
         env[INTERFACE] = name
 
 
 def interface_for_host(host: str) -> str | None:
-    """The network interface of this machine by which ``host`` is reached; None where the system does not tell."""
+    """Return the network interface through which ``host`` is reached, or None if unknown."""
     try:
         import fcntl  # not on every system
 
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 9))  # sends nothing: the system chooses a route
-            mine = probe.getsockname()[0]
+            address = probe.getsockname()[0]
             for _, name in socket.if_nameindex():
                 with suppress(OSError):
-                    # struct ifreq: the name, then a sockaddr, whose address follows its family and port
+                    # struct ifreq: name, then sockaddr with family, port, address
                     answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                    if socket.inet_ntoa(answer[20:24]) == mine:
+                    if socket.inet_ntoa(answer[20:24]) == address:
                         return name
     except (OSError, ImportError):
         pass
@@ -143,10 +139,10 @@ def interface_for_host(host: str) -> str | None:
 
 
 def _store_of_attempt(timeout: timedelta) -> Any:
-    """Where processes that were started once more by a launcher meet, apart from those before them.
+    """Return a store for restarted processes that is separate from earlier attempts.
 
-    torch's static rendezvous keeps its store from one attempt to the next, with the addresses of processes that are
-    gone, which gloo would try to reach. None where this is the first attempt, or the launcher brings no store.
+    torch's static rendezvous reuses its store across attempts, with the addresses of exited processes that gloo would
+    try to reach. None at the first attempt, or if the launcher provides no store.
     """
     attempt = _restart_count()
     if attempt == "0" or not _launchers_share_store():
@@ -157,46 +153,45 @@ def _store_of_attempt(timeout: timedelta) -> Any:
 
 
 def destroy_process_group() -> None:
-    """Destroys all groups, and waits for gloo's threads.
+    """Destroy all groups, and wait for gloo's threads.
 
-    After a collective they free its tensors, for which they need the interpreter: one that asks for it while it ends is
-    unwound out of C++, and the process aborts with "terminate called without an active exception".
+    After a collective, these threads free its tensors and need the interpreter lock. A thread that requests the lock
+    while the interpreter ends is unwound out of C++, and the process aborts with "terminate called without an active
+    exception".
     """
     if not dist.is_initialized():
         return
     _record_exit_error()
     dist.destroy_process_group()
     deadline = time.monotonic() + REST_S
-    time.sleep(POLL_S)  # gives the interpreter to a thread that waits for it
+    time.sleep(POLL_S)  # releases the interpreter lock to a waiting thread
     while _another_thread_runs() and time.monotonic() < deadline:
         time.sleep(POLL_S)
 
 
 def _record_exit_error() -> None:
-    """Writes down the error that ends this process, if one does, for those that wait for it to come to a call.
+    """Store the error that ends this process for the ranks that wait for it.
 
-    Not an error that another process is gone: it may be the one that has the store.
+    An error about a lost peer is skipped, because that peer may be the one with the store.
     """
     error, store = getattr(sys, "last_value", None), launcher_store()
     if error is not None and store is not None and not isinstance(error, LaunchError):
-        with suppress(RuntimeError):  # where the process that has the store is gone, there is nobody to tell
+        with suppress(RuntimeError):  # the process with the store has exited
             store.set(f"{ENDED}/{dist.get_rank()}", f"{type(error).__name__}: {first_line(error)}")
 
 
 def _another_thread_runs() -> bool:
-    """Whether the system has given a thread beside the main one work to do; False where it does not tell."""
     for status in Path("/proc/self/task").glob("*/stat"):
         try:
             state = status.read_text().rpartition(")")[2].split()[0]
         except (FileNotFoundError, ProcessLookupError):
-            continue  # it has ended
+            continue  # the thread has ended
         if state == "R" and status.parent.name != str(os.getpid()):
             return True
     return False
 
 
 def _environment_from_slurm() -> None:
-    """Fills torch's variables from srun's where a launcher has not set them."""
     env = os.environ
     if "RANK" in env or "SLURM_PROCID" not in env:
         return
@@ -205,7 +200,7 @@ def _environment_from_slurm() -> None:
     env.setdefault("WORLD_SIZE", env.get("SLURM_NTASKS", "1"))
     env.setdefault("LOCAL_RANK", env.get("SLURM_LOCALID", "0"))
     env.setdefault("MASTER_ADDR", first_host)
-    # every task of a job computes the same port, and two jobs on a node seldom the same one
+    # every task of a job computes the same port, and two jobs on a node rarely collide
     env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000))
 
 
@@ -218,7 +213,7 @@ def first_slurm_host(nodelist: str) -> str:
 
 
 TIMEOUT_S = 600.0
-"""Of a collective that not all processes joined."""
+"""Default timeout of collectives."""
 
 
 def launch_from_torch(
@@ -232,53 +227,53 @@ def launch_from_torch(
     seed: int | None = None,
     timeout_s: float | None = None,
 ) -> ParallelContext:
-    """Joins the processes that a launcher started; without sizes, all of them are tensor parallel ranks.
+    """Join the processes that a launcher started. Without sizes, all of them are tensor parallel ranks.
 
     Works under ``shardformer run``, torchrun and SLURM (srun).
 
     Args:
         config: a dict, or a Python file whose names are its keys, with ``parallel = dict(tensor=2, data=2)`` or
-            ``parallel = dict(tensor=dict(size=8, mode="2.5d", depth=2))``; keyword arguments win over it.
-        tensor, pipe, data, sequence: sizes of these axes. One of tensor and data that is left open takes what remains
-            of the processes; pipe and sequence are 1 unless given. Two numbers for sequence are a ring of groups: keys
-            travel in the ring, and heads are exchanged for positions in the groups. Two numbers for tensor are the rows
-            and columns of a grid, three have a third axis, for ``tensor_parallel_mode``.
-        backend: a torch.distributed backend; by default gloo, and with CUDA nccl beside it.
-        seed: seeds torch on every process, the same everywhere.
-        timeout_s: after this many seconds a collective that not all processes joined is an error; by default 600.
+            ``parallel = dict(tensor=dict(size=8, mode="2.5d", depth=2))``. Keyword arguments take precedence.
+        tensor, pipe, data, sequence: sizes of the axes. A missing size of data or tensor is inferred from the number of
+            processes; pipe and sequence default to 1. Two numbers for sequence are (ring, Ulysses group): the ring
+            exchanges keys and values, the groups exchange heads for positions. Two or three numbers for tensor are
+            (rows, columns) or (rows, columns, depth) of a grid for ``tensor_parallel_mode``.
+        backend: a torch.distributed backend; default: gloo, with CUDA also nccl.
+        seed: seed of torch, the same on every process.
+        timeout_s: timeout of collectives in seconds; default: 600.
 
-    Raises LaunchError without a launcher's environment; ConfigError, on all processes, when the sizes do not fit them,
-    or when one of them cannot read its config or seed itself.
+    Raises:
+        LaunchError: the environment of a launcher is missing.
+        ConfigError: on all processes, if the sizes do not fit, or if one process cannot read its config or seed.
     """
     _init_default_group(backend, timeout_s)
-    asked: dict[str, Any] = {"tensor": tensor, "pipe": pipe, "data": data, "sequence": sequence}
+    sizes: dict[str, Any] = {"tensor": tensor, "pipe": pipe, "data": data, "sequence": sequence}
 
-    def sizes() -> dict[str, Any]:
-        """Of the axes, when all that one process may stumble over is done."""
+    def read_sizes() -> dict[str, Any]:
         settings = _read_config(config)
         for name, size in _parallel_sizes(settings).items():
-            if asked.get(name) is None:
-                asked[name] = size
+            if sizes.get(name) is None:
+                sizes[name] = size
         _seed(settings.get("seed") if seed is None else seed)
-        return {name: num_ranks(n, name) if isinstance(n, tuple | list) else n for name, n in asked.items()}
+        return {name: num_ranks(n, name) if isinstance(n, tuple | list) else n for name, n in sizes.items()}
 
-    context = with_grid_axes(with_ring_axes(ParallelContext.from_world(sizes), asked["sequence"]), asked["tensor"])
+    context = ParallelContext.from_world(read_sizes)
+    context = with_grid_axes(with_ring_axes(context, sizes["sequence"]), sizes["tensor"])
     _warn_cross_host_tensor_axis(context)
     return context
 
 
 def _warn_cross_host_tensor_axis(context: ParallelContext) -> None:
-    """Says on the first rank what it costs where the tensor axis goes from host to host."""
     grid, line = context.grid, context.tensor.ranks
     if context.rank != 0 or not context.tensor.crosses_hosts:
         return
     on_host = Counter(grid.hosts[grid.ranks.index(rank)] for rank in line)
     inside = math.gcd(*on_host.values())
     warnings.warn(
-        f"The tensor axis of {len(line)} ranks spans {len(on_host)} hosts: every layer waits for the network several "
-        "times in each forward and backward, which is often slower than one host alone. Where a host's share of the "
-        f"model fits, keep the axis inside of a host, tensor={inside}, and put data or pipe between the hosts, which "
-        f"then have {len(line) // inside} times as many ranks.",
+        f"The tensor axis of {len(line)} ranks spans {len(on_host)} hosts, so every layer waits for the network "
+        "several times per step, which is often slower than a single host. If the model fits, use "
+        f"tensor={inside} within each host, and data or pipe with {len(line) // inside} times as many ranks "
+        "between the hosts.",
         stacklevel=3,
     )
 
@@ -289,12 +284,11 @@ def _init_default_group(backend: str | None, timeout_s: float | None) -> None:
     if not dist.is_initialized():
         init_process_group(local_device(), backend, TIMEOUT_S if timeout_s is None else float(timeout_s))
         return
-    named = {"backend": backend, "timeout_s": timeout_s}
-    for name, value in named.items():
+    for name, value in {"backend": backend, "timeout_s": timeout_s}.items():
         if value is not None:
             raise ConfigError(
-                f"launch_from_torch({name}={value!r}) where torch.distributed is initialized already",
-                remedy=f"Leave {name} out, or give it to torch.distributed.init_process_group",
+                f"launch_from_torch({name}={value!r}) was called after torch.distributed was initialized",
+                remedy=f"Omit {name}, or pass it to torch.distributed.init_process_group",
             )
 
 
@@ -302,7 +296,7 @@ def _seed(seed: Any) -> None:
     if seed is None:
         return
     if isinstance(seed, bool) or not isinstance(seed, int):
-        raise ConfigError(f"seed={seed!r}", rule="A seed is a whole number", remedy="Write seed=42, or leave it out")
+        raise ConfigError(f"seed={seed!r} is not an integer", remedy="Use for example seed=42, or omit it")
     torch.manual_seed(seed)
 
 
@@ -316,14 +310,14 @@ def launch(
     local_rank: int | None = None,
     **kwargs: Any,
 ) -> ParallelContext:
-    """``launch_from_torch`` for a program that knows its rank, the number of processes and rank 0's address itself."""
+    """Run ``launch_from_torch`` with an explicit rank, number of processes and address of rank 0."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR=host, MASTER_PORT=str(port))
     os.environ["LOCAL_RANK"] = str(rank if local_rank is None else local_rank)
     return launch_from_torch(config, **kwargs)
 
 
 def launch_from_slurm(config: Mapping[str, Any] | str | None = None, **kwargs: Any) -> ParallelContext:
-    """The same as ``launch_from_torch``, which reads SLURM's environment too."""
+    """Run ``launch_from_torch``, which also reads SLURM's environment."""
     return launch_from_torch(config, **kwargs)
 
 
@@ -334,47 +328,49 @@ def _read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> d
         return dict(config)
     if not isinstance(config, str | os.PathLike):
         raise ConfigError(
-            f"config={config!r:.80}",
-            rule="config is a dict or the path of a Python file whose names are the settings",
-            remedy="Write config=dict(parallel=dict(tensor=2))",
+            f"config={config!r:.80} is neither a dict nor the path of a Python file",
+            remedy="Use for example config=dict(parallel=dict(tensor=2))",
         )
     if not os.path.isfile(config):
         raise ConfigError(
             f"The config file {os.fspath(config)!r} does not exist",
-            remedy="Give the path relative to where the command runs, for example --config config.py",
+            remedy="Pass a path relative to the working directory, for example --config config.py",
         )
     return {k: v for k, v in runpy.run_path(os.fspath(config)).items() if not k.startswith("_")}
 
 
 def _parallel_sizes(settings: Mapping[str, Any]) -> dict[str, Any]:
     sizes: dict[str, Any] = {}
-    for name, value in settings.items():  # most names are the user's own, but these were meant for us
+    for name, value in settings.items():  # a config file may have names of the user, but not misspelled ones
         if get_close_matches(name.lower(), ["parallel"], cutoff=0.85) and name != "parallel":
             misplaced = f"{name} = {value!r:.60}"
         elif name in (*AXES, "pipeline") and isinstance(value, int):
             misplaced = f"{name} = {value} outside of parallel"
         else:
             continue
-        raise ConfigError(f"The config says {misplaced}", remedy="Write parallel = dict(tensor=2)")
-    asked = settings.get("parallel") or {}
-    if not isinstance(asked, Mapping):
-        raise ConfigError(f"The config says parallel = {asked!r:.80}", remedy="Write parallel = dict(tensor=2)")
-    if "pipe" in asked and "pipeline" in asked:
+        raise ConfigError(f"The config sets {misplaced}", remedy="Set for example parallel = dict(tensor=2)")
+    parallel = settings.get("parallel") or {}
+    if not isinstance(parallel, Mapping):
         raise ConfigError(
-            f"The config says both pipe={asked['pipe']!r} and pipeline={asked['pipeline']!r}", remedy="Write pipe alone"
+            f"The config sets parallel = {parallel!r:.80}, which is not a dict",
+            remedy="Set for example parallel = dict(tensor=2)",
         )
-    for name, value in asked.items():
+    if "pipe" in parallel and "pipeline" in parallel:
+        raise ConfigError(
+            f"The config sets both pipe={parallel['pipe']!r} and pipeline={parallel['pipeline']!r}",
+            remedy="Set only pipe",
+        )
+    for name, value in parallel.items():
         axis = "pipe" if name == "pipeline" else str(name)
         check_choice("parallel axis", axis, AXES)
-        size = value.get("size", 1) if isinstance(value, Mapping) else value
-        if isinstance(value, Mapping) and (unknown := set(value) - {"size", "mode", "depth"}):
+        options = value if isinstance(value, Mapping) else {"size": value}
+        if unknown := sorted(map(str, set(options) - {"size", "mode", "depth"})):
             raise ConfigError(
-                f"The config says {sorted(map(str, unknown))[0]!r} of the parallel axis {name!r}",
-                rule="Of an axis it says the size, and of the tensor axis the mode, and the depth of one of 2.5D",
-                remedy=did_you_mean(sorted(map(str, unknown))[0], ("size", "mode", "depth")),
+                f"The config sets the unknown key {unknown[0]!r} of the parallel axis {name!r}",
+                rule="An axis has a size, and the tensor axis also a mode and, for 2.5D, a depth",
+                remedy=did_you_mean(unknown[0], ("size", "mode", "depth")),
             )
-        mode = value.get("mode") if isinstance(value, Mapping) else None
-        if axis == "tensor" and mode not in (None, "1d"):
-            size = sizes_of_mode(mode, size, value.get("depth"))
-        sizes[axis] = size
+        sizes[axis] = options.get("size", 1)
+        if axis == "tensor" and options.get("mode") not in (None, "1d"):
+            sizes[axis] = sizes_of_mode(options["mode"], sizes[axis], options.get("depth"))
     return sizes

@@ -1,4 +1,4 @@
-"""ParallelContext: the mesh as one process sees it, with an axis for each kind of parallelism."""
+"""ParallelContext: the process mesh, with an axis for each kind of parallelism, as one process sees it."""
 
 from __future__ import annotations
 
@@ -27,47 +27,47 @@ from shardformer.torch_compat import get_default_store, is_counted, name_of_grou
 
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.001, 0.25
 ASK_AFTER_S = 5.0
-"""When ranks that have not come to a call are asked whether they wait for others."""
+"""Wait before the missing ranks of a call are asked whether they wait for others."""
 ASK_EVERY_S = 2.0
 REST_S = 5.0
-"""How long the rest is waited for when two ranks came to different calls: all are to hear of it."""
+"""Wait for the other ranks after two ranks reached different calls, so that all of them raise."""
 
 
 @dataclass(frozen=True)
 class ProcessWorld:
-    """The processes of a launcher of which ``ranks`` form the grid."""
+    """The launched processes that form the grid, by global rank."""
 
     ranks: tuple[int, ...]
     thread: ClassVar[None] = None
 
     @property
     def store(self) -> Any:
-        """The launcher's store; None where there is one process."""
+        """The launcher's store, or None if there is one process."""
         return launcher_store()
 
     def connect(self, lines: RankGroups) -> Transport:
-        """One process group a line; none where each process stands alone."""
+        """Create one process group per rank group, or none if all rank groups have size 1."""
         if max(len(line) for line in lines) == 1:
             return NO_TRANSPORT
-        mine = next((list(line) for line in lines if dist.get_rank() in line), [])
+        ranks = next((list(line) for line in lines if dist.get_rank() in line), [])
         if len(self.ranks) == dist.get_world_size():
             group, _ = dist.new_subgroups_by_enumeration([list(line) for line in lines])
-        else:  # the processes outside of the grid do not come here
-            group = dist.new_group(mine, use_local_synchronization=True) if mine else None
-        return ProcessGroupTransport(group) if len(mine) > 1 else NO_TRANSPORT
+        else:  # processes outside of the grid do not make this call
+            group = dist.new_group(ranks, use_local_synchronization=True) if ranks else None
+        return ProcessGroupTransport(group) if len(ranks) > 1 else NO_TRANSPORT
 
 
 def launcher_store() -> Any:
-    """The store of torch's default group; None where there is no other process."""
+    """Return the store of torch's default group, or None if there is no other process."""
     launched = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return get_default_store() if launched else None
 
 
 class ProcessGroupTransport:
-    """Carries over one process group.
+    """Transport over one process group.
 
     Attributes:
-        peers: who is on the other side, for the error that names one who is gone.
+        peers: ranks of the group, for errors about a lost peer.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -81,11 +81,11 @@ class ProcessGroupTransport:
         self._is_counted = is_counted(group)
         self._sends_uncounted = False
         self._sent, self._arrived = [0] * len(self._ranks), [0] * len(self._ranks)
-        # answers, from now on, those that wait for this process
+        # lets the other processes ask what this process waits for
         presence(get_default_store(), dist.get_rank()).carriers.append(weakref.ref(self))
 
     def begun(self) -> dict[str, int]:
-        """How often this process sent something to others over the group, and something arrived: see ``Report``."""
+        """Return the numbers of messages that this process sent and received over the group: see ``Report``."""
         name = name_of_group(self.group)
         sent = {to(name, rank): count for rank, count in zip(self._ranks, self._sent, strict=True) if count}
         if self._sends_uncounted:
@@ -98,48 +98,53 @@ class ProcessGroupTransport:
         return ProcessWorld(tuple(self._ranks))
 
     def _is_staged(self, x: Tensor) -> bool:
-        """Whether a tensor is copied through the host's memory: one on a GPU, over gloo.
+        """Return whether a tensor is copied through host memory: a GPU tensor over gloo.
 
-        gloo accepts CUDA tensors in some collectives only, not in sends and receives. Copying all of them lets two
-        ranks train on one GPU, which NCCL refuses.
+        gloo accepts CUDA tensors in some collectives only, and not in sends and receives. Staging all of them allows
+        two ranks to train on one GPU, which NCCL refuses.
         """
         return x.device.type != "cpu" and self._backends.get(x.device.type) == "gloo"
 
     def exchanges_directly(self, x: Tensor) -> bool:
-        """gloo's reduce-scatter sends as many bytes as an all-reduce, and its small messages wait for two rounds."""
+        """Return True for gloo.
+
+        gloo's reduce-scatter sends as many bytes as an all-reduce, and its small messages take two rounds.
+        """
         return x.device.type == "cpu" or self._backends.get(x.device.type) == "gloo"
 
     def sends_in_turn(self, device: torch.device) -> bool:
-        """NCCL runs what two ranks send each other on one stream; gloo tells messages apart by their tags."""
+        """Return True for NCCL, which runs the messages between two ranks on one stream; gloo uses tags."""
         return self._backends.get(device.type) == "nccl"
 
     def all_reduce(self, x: Tensor, op: str) -> Work:
         if self._is_staged(x):
-            host = _copied(x)
+            host = _copy_to_host(x)
             return StagedWork([self.all_reduce(host, op)], [(x, host)])
         reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
         return self._started(dist.all_reduce(x, op=reduce_op, group=self.group, async_op=True), "an all-reduce")
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
-        if self._is_staged(x):
-            host = _on_host(out)
-            return StagedWork([self.all_gather(host, _copied(x))], [(out, host)])
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return self._started(gather(out, x, group=self.group, async_op=True), "an all-gather")
+        return self._start_into(out, x, gather, "an all-gather")
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Work:
-        if self._is_staged(x):
-            host = _on_host(out)
-            return StagedWork([self.reduce_scatter(host, _copied(x))], [(out, host)])
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        return self._started(scatter(out, x, group=self.group, async_op=True), "a reduce-scatter")
+        return self._start_into(out, x, scatter, "a reduce-scatter")
+
+    def _start_into(self, out: Tensor, x: Tensor, collective: Callable[..., Any], what: str) -> Work:
+        if self._is_staged(x):
+            host = _host_buffer(out)
+            return StagedWork([self._start_into(host, _copy_to_host(x), collective, what)], [(out, host)])
+        return self._started(collective(out, x, group=self.group, async_op=True), what)
 
     def exchange(self, outgoing: Mapping[int, Tensor], arriving: Mapping[int, Tensor]) -> Sequence[Work]:
-        """Between two ranks one all-to-all, which gloo gives less to do than a send and a receive (measured: half the
-        time under computation)."""
+        """Exchange tensors; between two ranks as one all-to-all.
+
+        gloo does an all-to-all with less work than a send and a receive (measured: half the time during computation).
+        """
         if any(self._is_staged(x) for x in (*outgoing.values(), *arriving.values())):
-            sent = {id(x): _copied(x) for x in outgoing.values()}  # what goes to several ranks is copied once
-            into = {rank: _on_host(x) for rank, x in arriving.items()}
+            sent = {id(x): _copy_to_host(x) for x in outgoing.values()}  # a tensor for several ranks is copied once
+            into = {rank: _host_buffer(x) for rank, x in arriving.items()}
             works = self.exchange({rank: sent[id(x)] for rank, x in outgoing.items()}, into)
             return [StagedWork(works, [(arriving[rank], host) for rank, host in into.items()])]
         if len(self._ranks) == 2:
@@ -148,20 +153,23 @@ class ProcessGroupTransport:
         return works + [self.send(x, r, 0) for r, x in outgoing.items() if x.numel()]
 
     def _swap(self, out: Tensor | None, into: Tensor | None) -> Sequence[Work]:
-        give, take = (0 if t is None else t.numel() for t in (out, into))
         like = out if out is not None else into
-        if like is None or give + take == 0:
+        if like is None:
             return []
-        given = like.new_empty(0) if out is None else out.view(-1)
-        taken = like.new_empty(0) if into is None else into.view(-1)
-        take_by_rank, give_by_rank = ([take, 0], [give, 0]) if self._rank == 1 else ([0, take], [0, give])
-        work = dist.all_to_all_single(taken, given, take_by_rank, give_by_rank, group=self.group, async_op=True)
+        sent = like.new_empty(0) if out is None else out.view(-1)
+        received = like.new_empty(0) if into is None else into.view(-1)
+        if sent.numel() + received.numel() == 0:
+            return []
+        in_sizes, out_sizes = [received.numel(), 0], [sent.numel(), 0]
+        if self._rank == 0:
+            in_sizes, out_sizes = in_sizes[::-1], out_sizes[::-1]
+        work = dist.all_to_all_single(received, sent, in_sizes, out_sizes, group=self.group, async_op=True)
         return [self._started(work, "an exchange", 1 - self._rank)]
 
     def send(self, x: Tensor, to: int, tag: int) -> Work:
         if self._is_staged(x):
-            return StagedWork([self.send(_copied(x), to, tag)])
-        if torch.compiler.is_compiling():  # which would compile anew for each number
+            return StagedWork([self.send(_copy_to_host(x), to, tag)])
+        if torch.compiler.is_compiling():  # a counter would cause a recompilation at each message
             self._sends_uncounted = True
         else:
             self._sent[to] += 1
@@ -169,14 +177,14 @@ class ProcessGroupTransport:
 
     def receive(self, x: Tensor, source: int, tag: int) -> Work:
         if self._is_staged(x):
-            host = _on_host(x)
+            host = _host_buffer(x)
             return StagedWork([self.receive(host, source, tag)], [(x, host)])
         work = dist.irecv(x, self._ranks[source], group=self.group, tag=tag)
         return ReceivedWork(work, self.peers, source, (self.group, 0, "") if self._is_counted else None, self._arrived)
 
     def broadcast(self, x: Tensor, source: int) -> None:
         if self._is_staged(x):
-            host = _copied(x)
+            host = _copy_to_host(x)
             self.broadcast(host, source)
             x.data.copy_(host)
             return
@@ -197,66 +205,69 @@ class ProcessGroupTransport:
 
     def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         device = "cpu" if "cpu" in self._backends else next(iter(self._backends))
-        mine = torch.tensor([numbers], dtype=torch.int64, device=device)
-        parts = [mine if rank == self._rank else torch.empty_like(mine) for rank in range(len(self._ranks))]
-        if self.exchanges_directly(mine):
-            others = [rank for rank in range(len(parts)) if rank != self._rank]
-            works = self.exchange(dict.fromkeys(others, mine), {rank: parts[rank] for rank in others})
+        local = torch.tensor([numbers], dtype=torch.int64, device=device)
+        rows = [local if rank == self._rank else torch.empty_like(local) for rank in range(len(self._ranks))]
+        if self.exchanges_directly(local):
+            others = [rank for rank in range(len(rows)) if rank != self._rank]
+            works = self.exchange(dict.fromkeys(others, local), {rank: rows[rank] for rank in others})
         else:
-            works = [self._started(dist.all_gather(parts, mine, group=self.group, async_op=True), "an all-gather")]
+            works = [self._started(dist.all_gather(rows, local, group=self.group, async_op=True), "an all-gather")]
         for work in works:
             work.wait()
-        gathered: list[list[int]] = torch.cat(parts).tolist()
+        gathered: list[list[int]] = torch.cat(rows).tolist()
         return gathered
 
     def meet(self, call: str, *, waits: bool) -> Meeting:
-        """Each rank keeps in the launcher's store the number of its last call, and its name."""
-        store, me = get_default_store(), dist.get_rank()
-        asked = presence(store, me)
+        """Store the number and name of this rank's latest call in the launcher's store."""
+        store, rank = get_default_store(), dist.get_rank()
+        reporter = presence(store, rank)
         name = f"shardformer/calls/{hashlib.sha256(repr(self._ranks).encode()).hexdigest()[:16]}"
-        number = store.add(f"{name}/{me}/count", 1)
-        store.set(f"{name}/{me}", json.dumps([number, call, not waits]))
-        return self._met(store, name, number, asked) if waits else Meeting()
+        number = store.add(f"{name}/{rank}/count", 1)
+        store.set(f"{name}/{rank}", json.dumps([number, call, not waits]))
+        return self._wait_for_peers(store, name, number, reporter) if waits else Meeting()
 
-    def _met(self, store: Any, name: str, number: int, asked: Presence) -> Meeting:
-        """Waits for those that have not come while they may. What this call came to is left for those that are late."""
+    def _wait_for_peers(self, store: Any, name: str, number: int, reporter: Presence) -> Meeting:
+        """Wait until all ranks have arrived or cannot arrive any more, and note a failure for late ranks."""
         begin, pause_s = time.monotonic(), FIRST_PAUSE_S
-        first, ask_at = 0, begin + ASK_AFTER_S
+        first_request, ask_at = 0, begin + ASK_AFTER_S
         differs_since: float | None = None
         while True:
-            words = self._words(store, name, number)
+            words = self._peer_calls(store, name, number)
             if None not in words:
                 return Meeting(words)
-            if store.check([f"{name}/failed/{number}"]):
-                return Meeting(words, {self._ranks[r]: "gave up" for r, word in enumerate(words) if word is None})
             now = time.monotonic()
             absent = [rank for rank, word in zip(self._ranks, words, strict=True) if word is None]
+            if store.check([f"{name}/failed/{number}"]):
+                return Meeting(words, dict.fromkeys(absent, "gave up"))
             if differs_since is None and len({word.call for word in words if word is not None}) > 1:
                 differs_since = now
             if now > ask_at:
-                question, ask_at = asked.ask(), now + ASK_EVERY_S
-                first = first or question
-            missing = asked.waiting(absent, first) if ask_at > begin + ASK_AFTER_S else {}
-            late = now - begin > store.timeout.total_seconds()
-            if late or len(missing) == len(absent) or (differs_since is not None and now - differs_since > REST_S):
+                request, ask_at = reporter.ask(), now + ASK_EVERY_S
+                first_request = first_request or request
+            missing = reporter.waiting(absent, first_request) if ask_at > begin + ASK_AFTER_S else {}
+            is_late = now - begin > store.timeout.total_seconds()
+            if is_late or len(missing) == len(absent) or (differs_since is not None and now - differs_since > REST_S):
                 store.set(f"{name}/failed/{number}", "")
                 return Meeting(words, missing)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LAST_PAUSE_S)
 
-    def _words(self, store: Any, name: str, number: int) -> list[Word | None]:
-        """What ranks came to as their call of this number. One that is further has made this one, unless it failed."""
+    def _peer_calls(self, store: Any, name: str, number: int) -> list[Word | None]:
+        """Return the call of each rank with this number.
+
+        A rank with a higher number has made this call too, unless the call failed.
+        """
         keys = [f"{name}/{rank}" for rank in self._ranks]
         if store.has_extended_api() and store.check(keys):
             found = store.multi_get(keys)
         else:
             found = [store.get(key) if store.check([key]) else b"[0, null, null]" for key in keys]
-        mine = Word(*json.loads(found[self._rank])[1:])
+        own = Word(*json.loads(found[self._rank])[1:])
         words: list[Word | None] = []
         for value in found:
             count, call, is_step = json.loads(value)
             is_past = count > number and not store.check([f"{name}/failed/{number}"])
-            words.append(mine if is_past else Word(call, is_step) if count == number else None)
+            words.append(own if is_past else Word(call, is_step) if count == number else None)
         return words
 
     def _started(self, work: Any, what: str, peer: int | None = None) -> Work:
@@ -267,10 +278,10 @@ class ProcessGroupTransport:
 
 
 class StagedWork:
-    """Transfers between hosts on behalf of device tensors; ``wait`` copies the received values to the device.
+    """Transfers of host copies of device tensors; ``wait`` copies the received values to the device.
 
     Args:
-        works: the transfers of the host copies.
+        works: transfers of the host copies.
         arriving: pairs of a device tensor and the host buffer that receives its values.
     """
 
@@ -280,31 +291,29 @@ class StagedWork:
     def wait(self) -> None:
         for work in self._works:
             work.wait()
-        while self._arriving:  # once, also where it is waited for again
+        while self._arriving:  # empties the list, so that a second wait copies nothing
             x, host = self._arriving.pop()
-            x.data.copy_(host)  # as torch's collectives, which autograd does not see
+            x.data.copy_(host)  # invisible to autograd, like torch's collectives
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
 
 
-def _copied(x: Tensor) -> Tensor:
-    """A copy on the host. Waits for the computation of ``x``."""
+def _copy_to_host(x: Tensor) -> Tensor:
     return x.detach().to("cpu", copy=True)
 
 
-def _on_host(x: Tensor) -> Tensor:
-    """A host buffer to receive ``x`` into."""
+def _host_buffer(x: Tensor) -> Tensor:
     return torch.empty_like(x, device="cpu")
 
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """One axis of the grid as this process sees it: its size, this process's rank on it, and what carries along it.
+    """One axis of the mesh as this process sees it: its size, this process's rank, and its transport.
 
     Args:
-        ranks: global ranks along it.
-        crosses_hosts: whether they sit on more than one host; None where that is not known.
+        ranks: global ranks along the axis.
+        crosses_hosts: whether the ranks are on more than one host; None if unknown.
     """
 
     name: str
@@ -317,14 +326,14 @@ class Axis:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """torch's process group; None where the axis has size 1, or its ranks are threads."""
+        """torch's process group, or None if the axis has size 1 or its ranks are threads."""
         return self.transport.group
 
     @classmethod
     def of(cls, group: Axis | dist.ProcessGroup | None, name: str = "tensor") -> Axis:
-        """An axis from a process group; None means all processes, or a single one when none were launched.
+        """Return an axis for a process group; None means all launched processes, or a single one.
 
-        Raises LaunchError when this process is not in the group, ConfigError for what is not a group.
+        Raises LaunchError if this process is not in the group, ConfigError if ``group`` is not a process group.
         """
         if isinstance(group, Axis):
             return group
@@ -333,16 +342,16 @@ class Axis:
                 return cls(name)
             group = dist.group.WORLD
         non_member: Any = dist.GroupMember.NON_GROUP_MEMBER
-        lacks = group is non_member
-        if not lacks and not isinstance(group, dist.ProcessGroup):
+        is_member = group is not non_member
+        if is_member and not isinstance(group, dist.ProcessGroup):
             raise ConfigError(
-                f"The group of the {name} axis is {group!r:.80}",
-                remedy="Make it with torch.distributed.new_group(ranks), on all processes, or leave it out",
+                f"The group of the {name} axis is {group!r:.80}, not a process group",
+                remedy="Create it with torch.distributed.new_group(ranks) on all processes, or omit it",
             )
-        if lacks or dist.get_rank(group) < 0:
+        if not is_member or dist.get_rank(group) < 0:
             raise LaunchError(
-                f"The process group given for the {name} axis lacks this process (global rank {dist.get_rank()})",
-                remedy="Give each process the group that it belongs to, or let launch_from_torch(tensor=...) build it",
+                f"The process group of the {name} axis does not contain this process (global rank {dist.get_rank()})",
+                remedy="Pass each process the group that contains it, or use launch_from_torch(tensor=...)",
             )
         assert isinstance(group, dist.ProcessGroup)
         ranks = tuple(dist.get_process_group_ranks(group))
@@ -350,7 +359,7 @@ class Axis:
         return cls(name, len(ranks), dist.get_rank(group), transport, ranks)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Axis:
-        return self  # a process group cannot be copied, and a copied model still lives in the same group
+        return self  # a copied model communicates over the same process group
 
     def __str__(self) -> str:
         return f"{self.name} {self.rank}/{self.size}"
@@ -368,14 +377,14 @@ class Axis:
 )
 @dataclass(frozen=True, eq=False)
 class ParallelContext:
-    """The named grid of processes and this process's place in it.
+    """The process mesh with named axes, and the position of this process in it.
 
     Args:
-        rank: this process's global rank.
-        axes: the axes of the grid, and behind them those of its views.
-        world: makes the transport of a new axis; None for a context of sizes and coordinates alone.
-        mesh: the same grid for FSDP2 and torch's checkpointing; None where it does not hold all processes.
-        traffic: what this process hands to collectives.
+        rank: global rank of this process.
+        axes: axes of the mesh, followed by those of its views.
+        world: creates the transports of new axes; None for a context that cannot communicate.
+        mesh: the same mesh for FSDP2 and torch's checkpoints; None if it does not contain all processes.
+        traffic: log of the collectives of this process.
     """
 
     grid: RankGrid
@@ -388,7 +397,7 @@ class ParallelContext:
     _by_rank_group: dict[RankGroups, Axis] = field(default_factory=dict)
 
     def axis(self, name: str) -> Axis:
-        """The axis called ``name``: data, pipe, sequence, tensor, or one of a view. ConfigError for another name."""
+        """Return the axis data, pipe, sequence, tensor, or one of a view. Raises ConfigError for another name."""
         self.grid.check(name)
         return self.axes[name]
 
@@ -410,36 +419,36 @@ class ParallelContext:
 
     @property
     def same_batch_axis(self) -> Axis:
-        """The ranks that are given the same batch, on one stage: those of sequence and of tensor.
+        """Axis of the ranks that receive the same batch on one stage: sequence times tensor.
 
-        All processes ask for it first at the same time: it may have to be connected.
+        All processes must access it for the first time together, because it may create a process group.
         """
         return self.flatten("sequence", "tensor")
 
     @property
     def base_axes(self) -> list[Axis]:
-        """The axes of the grid itself, without those of its views: together they count each rank once."""
+        """Axes of the mesh without those of views. Their product is the number of ranks."""
         return [self.axes[name] for name in self.grid.sizes]
 
     @property
     def is_here(self) -> bool:
-        """Whether the calling thread runs this rank: any thread does where the rank is a process."""
+        """Whether the calling thread runs this rank. True for any thread if the rank is a process."""
         thread = None if self.world is None else self.world.thread
         return thread is None or thread is threading.current_thread()
 
     def expand_views(self, names: Iterable[str]) -> set[str]:
-        """The named axes, with those of a view in the place of an axis that one refolds."""
+        """Return the names with an axis that a view reshapes replaced by the axes of the view."""
         views = {view.of[0]: tuple(view.sizes) for view in self.grid.views if len(view.of) == 1}
         return {finer for name in names for finer in views.get(name, (name,))}
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Name of an axis -> how many ranks it has."""
+        """Axis name -> size."""
         return {name: axis.size for name, axis in self.axes.items()}
 
     @property
     def coords(self) -> dict[str, int]:
-        """Name of an axis -> this process's rank on it."""
+        """Axis name -> rank of this process."""
         return {name: axis.rank for name, axis in self.axes.items()}
 
     @classmethod
@@ -451,10 +460,9 @@ class ParallelContext:
         world: World | None = None,
         device: torch.device | None = None,
     ) -> ParallelContext:
-        """A context from sizes and coordinates (0 where none is given), which needs no process.
+        """Return a context for sizes and coordinates (0 by default), without processes.
 
-        Without a ``world`` it says who is where, and its collectives raise LaunchError. The device is the CPU unless
-        one is given.
+        Without a ``world``, collectives raise LaunchError. The default device is the CPU.
 
         >>> str(ParallelContext.of({"data": 2, "tensor": 4}, {"tensor": 3}).tensor)
         'tensor 3/4'
@@ -464,7 +472,7 @@ class ParallelContext:
 
     @classmethod
     def from_group(cls, group: Axis | dist.ProcessGroup | None, device: torch.device | None = None) -> ParallelContext:
-        """A context whose tensor axis is ``group`` (None: all processes) and whose other axes have size 1."""
+        """Return a context whose tensor axis is ``group`` (None: all processes) and whose other axes have size 1."""
         tensor = Axis.of(group)
         grid, rank = RankGrid.of({"tensor": tensor.size}, tensor.ranks), tensor.ranks[tensor.rank]
         axes = {name: Axis(name, ranks=(rank,), traffic=tensor.traffic) for name in AXES[:-1]}
@@ -477,16 +485,16 @@ class ParallelContext:
     def from_world(
         cls, sizes: AxisSizes | Callable[[], AxisSizes], device: torch.device | None = None
     ) -> ParallelContext:
-        """Builds the grid over all processes of the initialised default group.
+        """Build the mesh over all processes of the initialized default group.
 
-        ``sizes`` gives some of the axes, or is what gives them. With none of them given, all processes form the tensor
-        axis; with some, the one left open (data first, then tensor) takes what remains.
+        ``sizes`` has the sizes of some axes, or is a function that returns them. Without any size, all processes form
+        the tensor axis. Otherwise, the missing size of data or tensor is inferred, data first.
 
-        Raises ConfigError, on every process, when the sizes do not fit the processes or differ between them.
-        Communicates one gather of the sizes and of the hosts' names.
+        Raises ConfigError on every process if the sizes differ between processes or do not fit their number.
+        Communicates one gather of the sizes and host names.
         """
         grid, device = build_rank_grid(sizes), device or local_device()
-        if device.type == "cuda" and not torch.cuda.is_initialized():  # a mesh would take the device of LOCAL_RANK
+        if device.type == "cuda" and not torch.cuda.is_initialized():  # DeviceMesh would select the LOCAL_RANK device
             torch.cuda.set_device(device)
             torch.cuda.init()
         ranks = torch.tensor(grid.ranks).reshape(list(grid.sizes.values()))
@@ -495,20 +503,22 @@ class ParallelContext:
         for name in AXES:
             if grid.sizes[name] > 1:
                 group = mesh.get_group(name)
-                # some versions of torch give a mesh NCCL where the user chose gloo and there is a GPU
+                # with a GPU, some versions of torch create NCCL groups for a mesh although the user chose gloo
                 is_chosen = dist.get_backend_config(group) == dist.get_backend_config()
                 transport = ProcessGroupTransport(group) if is_chosen else None
                 context._new_axis(name, grid.rank_groups(name), transport)
         return context._with_axes(AXES)
 
     def flatten(self, *names: str, only: Mapping[str, Sequence[int]] | None = None) -> Axis:
-        """One axis over the product of the named ones (size 1 ones are dropped), in the order of the grid.
+        """Return one axis over the product of the named axes, in mesh order. Axes of size 1 are dropped.
+
+        All processes must call it, in the same order, because it may create process groups.
 
         Args:
-            only: axis -> the ranks on it that take part. Of a process that takes no part the axis has size 1.
+            only: axis -> coordinates that take part. On other processes, the axis has size 1.
 
-        All processes call it, in one order: a line that is new gets its transport. Raises ConfigError for axes that
-        overlap, as one of the grid with a part of a view of it.
+        Raises:
+            ConfigError: the axes overlap, such as a mesh axis and part of its view.
         """
         wide = [name for name in names if self.axis(name).size > 1]
         if only is None and len(wide) <= 1:
@@ -517,11 +527,11 @@ class ParallelContext:
         return self._by_rank_group.get(lines) or self._new_axis("_".join(wide), lines)
 
     def reshape_axis(self, of: str | Sequence[str], **sizes: int) -> ParallelContext:
-        """The same grid, whose axis ``of``, or product of axes, is also seen as the named axes.
+        """Return the same mesh with additional named axes that reshape the axis ``of``, or a product of axes.
 
-        ``context.view("tensor", row=2, column=2).axis("row")`` holds this process and one two tensor ranks away. All
-        processes call it, in one order: new axes get their transports. Raises ConfigError when the sizes do not
-        multiply to what they refold.
+        ``context.reshape_axis("tensor", row=2, column=2).axis("row")`` contains this process and the one two tensor
+        ranks away. All processes must call it, in the same order, because it creates process groups. Raises ConfigError
+        if the product of the sizes is wrong.
         """
         grid = self.grid.view([of] if isinstance(of, str) else of, sizes)
         return replace(self, grid=grid)._with_axes(sizes)
@@ -555,7 +565,7 @@ class ParallelContext:
 
 
 def with_ring_axes(context: ParallelContext, sequence: RingUlyssesSize | None) -> ParallelContext:
-    """The context whose sequence axis is also seen as a ring of groups, where two numbers were given."""
+    """Add the axes ring and ulysses to the context if ``sequence`` has two sizes."""
     if sequence is None or isinstance(sequence, int):
         return context
     ring, group = sequence
@@ -563,7 +573,7 @@ def with_ring_axes(context: ParallelContext, sequence: RingUlyssesSize | None) -
 
 
 def with_grid_axes(context: ParallelContext, tensor: TensorGridSize | None) -> ParallelContext:
-    """The context whose tensor axis is also seen as a grid, where two or three numbers were given."""
+    """Add the axes row, column and depth to the context if ``tensor`` has two or three sizes."""
     if not isinstance(tensor, tuple | list) or len(tensor) == 1:
         return context
     row, column, *depth = tensor
@@ -571,7 +581,7 @@ def with_grid_axes(context: ParallelContext, tensor: TensorGridSize | None) -> P
 
 
 def local_device() -> torch.device:
-    """This process's accelerator by LOCAL_RANK, or the CPU."""
+    """Return this process's accelerator by LOCAL_RANK, or the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     return torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Errors that name a rank that is gone or unreachable, its host, and the collective in progress."""
+"""Errors that name a rank that exited or is unreachable, its host, and the collective in progress."""
 
 from __future__ import annotations
 
@@ -21,21 +21,14 @@ from shardformer.mesh.transport import CollectiveLog
 from shardformer.torch_compat import TCPStore
 
 LOST_PEER_PATTERNS = (
-    "Connection closed",
-    "Connection reset",
-    "Connection timed out",
-    "No route to host",
-    "Timed out",
-    "Application timeout",
-    "Broken pipe",
-    "Socket",
-    "remote",
-)
-"""How gloo and NCCL say that a peer is gone."""
+    "Connection closed", "Connection reset", "Connection timed out", "No route to host", "Timed out",
+    "Application timeout", "Broken pipe", "Socket", "remote",
+)  # fmt: skip
+"""Fragments of gloo's and NCCL's errors for a lost peer."""
 
 
 class LostPeerError(LaunchError):
-    """Another process is gone, or a link to it is cut, or it does something else for too long."""
+    """Another process exited, is unreachable, or did not join a collective in time."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +36,9 @@ class PeerRanks:
     """The ranks that one transport reaches.
 
     Args:
-        ranks: global ranks, in the order of the axis; ``rank`` is this process's place among them.
-        axis: the name of the axis; empty for a group of the user's own.
-        hosts: of each of the ranks; empty where they are not known.
+        ranks: global ranks in the order of the axis; ``rank`` is the index of this process among them.
+        axis: name of the axis; empty for a user's process group.
+        hosts: host of each rank; empty if unknown.
     """
 
     ranks: Sequence[int]
@@ -54,47 +47,43 @@ class PeerRanks:
     hosts: Sequence[str] = ()
     traffic: CollectiveLog = field(default_factory=CollectiveLog)
 
-    def is_lost(self, error: BaseException) -> bool:
-        return isinstance(error, RuntimeError) and any(word in str(error) for word in LOST_PEER_PATTERNS)
-
     @contextmanager
     def report_lost_peer(self, what: str, peer: int | None = None) -> Iterator[None]:
-        """Around a call of torch: where it fails for lack of another rank, LostPeerError names it.
+        """Convert an error of torch about a lost peer into a LostPeerError that names the peer.
 
         Args:
-            peer: its place on the axis; None where any of the others may be the one.
+            peer: index of the peer on the axis; None if any other rank may be the cause.
         """
         try:
             yield
         except RuntimeError as error:
-            if not self.is_lost(error):
-                raise
-            raise self._error(what, peer, error) from error
+            if any(pattern in str(error) for pattern in LOST_PEER_PATTERNS):
+                raise self._error(what, peer, error) from error
+            raise
 
     def _error(self, what: str, peer: int | None, error: Exception) -> LostPeerError:
-        others = [peer] if peer is not None else [place for place in range(len(self.ranks)) if place != self.rank]
-        who = " or ".join(self._named(place) for place in others[:4]) + (" or another" if len(others) > 4 else "")
+        others = [index for index in range(len(self.ranks)) if index != self.rank] if peer is None else [peer]
+        who = " or ".join(map(self._name, others[:4])) + (" or another" if len(others) > 4 else "")
         axis = f" on the {self.axis} axis" if self.axis else ""
         when = f", after step {self.traffic.steps} of the optimizer" if self.traffic.steps else ""
-        said = re.sub(r"^(\[[^\]]*\]\s*)+", "", str(error).strip().partition(". This is")[0])
+        cause = re.sub(r"^(\[[^\]]*\]\s*)+", "", str(error).strip().partition(". This is")[0])
         return LostPeerError(
-            f"{self._named(self.rank).capitalize()} does not reach {who}{axis} in {what}{when} ({said[:120]})",
-            rule="Ranks of one axis make the same calls together, and a call that one of them does not join ends in an "
-            "error: at once where its process is gone, else after timeout_s",
-            remedy="See what that rank says last. Where it says nothing, its host or the link to it is down",
+            f"{self._name(self.rank).capitalize()} lost the connection to {who}{axis} in {what}{when} ({cause[:120]})",
+            rule="A collective fails if a rank of the axis has exited, or does not join within timeout_s",
+            remedy="Check the last output of that rank. If it has none, check its host and the network",
         )
 
-    def _named(self, place: int) -> str:
-        on = f" on host {self.hosts[place]}" if len(set(self.hosts)) > 1 else ""
-        return f"rank {self.ranks[place]}{on}"
+    def _name(self, index: int) -> str:
+        host = f" on host {self.hosts[index]}" if len(set(self.hosts)) > 1 else ""
+        return f"rank {self.ranks[index]}{host}"
 
 
 class MonitoredWork:
-    """A work of torch, whose wait says who is missing.
+    """A work handle of torch whose ``wait`` names the missing rank if it fails.
 
     Attributes:
-        joined: the process group of a collective, how many this process had begun on it with this one, and its kind;
-            None where they are not counted.
+        joined: (process group, number of collectives that this process has started on it including this one, kind of
+            collective), or None if they are not counted.
     """
 
     __slots__ = ("_peer", "_peers", "_what", "_work", "joined")
@@ -107,7 +96,7 @@ class MonitoredWork:
         peer: int | None = None,
         joined: tuple[Any, int, str] | None = None,
     ) -> None:
-        assert work is not None, "this process is in the group, as an axis has none of others"
+        assert work is not None, "an axis contains this process, so torch returns a work handle"
         self._work, self._peers, self._what, self._peer, self.joined = work, peers, what, peer, joined
 
     def wait(self) -> Any:
@@ -115,15 +104,14 @@ class MonitoredWork:
             return self._work.wait()
 
     def is_completed(self) -> bool:
-        done: bool = self._work.is_completed()
-        return done
+        return bool(self._work.is_completed())
 
 
 class ReceivedWork(MonitoredWork):
-    """What one rank sends to another.
+    """The receive of a point-to-point message.
 
     Args:
-        arrived: by the place of a rank, how often something has arrived from it; this adds to it.
+        arrived: number of received messages per peer, which this class updates.
     """
 
     __slots__ = ("_arrived", "_from")
@@ -138,13 +126,12 @@ class ReceivedWork(MonitoredWork):
         done = super().wait()
         if self._from >= 0 and not torch.compiler.is_compiling():
             self._arrived[self._from] += 1
-            self._from = -1  # once, also where it is waited for again
+            self._from = -1  # counts once, even if wait is called again
         return done
 
     @property
     def awaited(self) -> tuple[Any, int, int] | None:
-        """The process group, the rank that sends, and how often something has arrived from it; None where that is not
-        counted."""
+        """(process group, sending rank, number of messages received from it), or None if they are not counted."""
         if self.joined is None or self._from < 0:
             return None
         return self.joined[0], self._peers.ranks[self._from], self._arrived[self._from]
@@ -152,23 +139,24 @@ class ReceivedWork(MonitoredWork):
 
 SAY_AFTER_S = 20.0
 MARK_AFTER_S = 1.0
-"""Most have met by then."""
+"""Most processes have connected by then."""
 AGAIN_S = 0.5
 CONNECT_S = 3.0
 SAME_ADDRESS = (
-    "All are started with the same address and port, and reach them: see whether they run, and the firewall of this "
-    "machine"
+    "Start all of them with the same address and port, and check that they run and that the firewall of this "
+    "machine lets them connect"
 )
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where so many processes meet, and which of them this one is; the first one has the store there.
+    """Address at which processes connect. The first process has the store.
 
     Args:
-        what: what each of them is called: a node, where launchers meet, or a rank.
-        attempt: of a launcher that starts its processes once more; their marks are apart from those before.
-        advice: what to look for where some have not come.
+        place: index of this process among the ``size`` processes.
+        what: kind of the participants: "node" for launchers, "rank" for processes.
+        attempt: number of restarts by the launcher, which separates the keys of different attempts.
+        advice: hint that is printed if some processes have not connected.
     """
 
     host: str
@@ -181,56 +169,53 @@ class Rendezvous:
 
     @contextmanager
     def report_missing(self) -> Iterator[None]:
-        """Around what returns when all have come."""
-        over = threading.Event()
-        watch = self._say_who_is_missing if self.place == 0 else self._say_what_is_not_reached
-        thread = threading.Thread(target=watch, args=[over], name="shardformer-meeting", daemon=True)
+        """Print the missing processes from a thread while the body waits for all of them."""
+        is_complete = threading.Event()
+        report = self._report_missing if self.place == 0 else self._report_unreachable
+        thread = threading.Thread(target=report, args=[is_complete], name="shardformer-rendezvous", daemon=True)
         thread.start()
         try:
             yield
         finally:
-            over.set()
+            is_complete.set()
             thread.join(2 * CONNECT_S)
 
     def missing(self) -> str:
-        """In words those that have not come, such as "rank 1 of 2"; empty where all have, or where this is not known.
+        """Return the processes that have not connected, such as "rank 1 of 2", or "" if none are known.
 
-        Of use once this one has waited for some seconds.
+        Reliable once this process has waited for some seconds.
         """
         with suppress(RuntimeError):
             store = self._store()
-            places = [place for place in range(self.size) if not store.check([self._key(place)])]
-            if places and self.place not in places:
-                shown = ", ".join(map(str, places[:8])) + (", ..." if len(places) > 8 else "")
-                return f"{self.what}{'s' if len(places) > 1 else ''} {shown} of {self.size}"
+            absent = [place for place in range(self.size) if not store.check([self._key(place)])]
+            if absent and self.place not in absent:
+                shown = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
+                return f"{self.what}{'s' if len(absent) > 1 else ''} {shown} of {self.size}"
         return ""
 
-    def _say_who_is_missing(self, over: threading.Event) -> None:
-        if over.wait(MARK_AFTER_S):
+    def _report_missing(self, is_complete: threading.Event) -> None:
+        if is_complete.wait(MARK_AFTER_S):
             return
-        if self._problem() is None:  # with launchers that have met; else the store comes with the last process
+        if self._connection_error() is None:  # the store exists already if the launchers have connected
             self._mark()
-        if over.wait(SAY_AFTER_S - MARK_AFTER_S):
+        if is_complete.wait(SAY_AFTER_S - MARK_AFTER_S):
             return
-        if (problem := self._problem()) is not None:
-            self._say_it_is_not_reached(problem)
+        if (error := self._connection_error()) is not None:
+            self._print_connection_error(error)
             return
         self._mark()
-        if (missing := self.missing()) and not over.is_set():
-            _print_status(
-                f"{self._own()} has waited for {SAY_AFTER_S:g} s at {self.host}:{self.port}, and has heard nothing "
-                f"of {missing}. {self.advice}"
-            )
+        if (missing := self.missing()) and not is_complete.is_set():
+            self._print(f"has waited for {SAY_AFTER_S:g} s at {self.host}:{self.port} for {missing}. {self.advice}")
 
-    def _say_what_is_not_reached(self, over: threading.Event) -> None:
-        if over.wait(MARK_AFTER_S):
+    def _report_unreachable(self, is_complete: threading.Event) -> None:
+        if is_complete.wait(MARK_AFTER_S):
             return
-        said_at = time.monotonic() + SAY_AFTER_S - MARK_AFTER_S
-        while (problem := self._problem()) is not None:  # that nobody answers is known after seconds
-            if time.monotonic() >= said_at:
-                self._say_it_is_not_reached(problem)
+        end = time.monotonic() + SAY_AFTER_S - MARK_AFTER_S
+        while (error := self._connection_error()) is not None:
+            if time.monotonic() >= end:
+                self._print_connection_error(error)
                 return
-            if over.wait(AGAIN_S):
+            if is_complete.wait(AGAIN_S):
                 return
         self._mark()
 
@@ -238,15 +223,18 @@ class Rendezvous:
         with suppress(RuntimeError):
             self._store().set(self._key(self.place), platform.node())
 
-    def _say_it_is_not_reached(self, problem: OSError) -> None:
-        _print_status(
-            f"{self._own()} has not reached {self.host}:{self.port} for {SAY_AFTER_S:g} s, where {self.what} 0 waits "
-            f"({problem.strerror or problem}). See whether this is the address of its machine and a free port there, "
-            "whether it was started, and its firewall"
+    def _print_connection_error(self, error: OSError) -> None:
+        self._print(
+            f"could not connect to {self.what} 0 at {self.host}:{self.port} for {SAY_AFTER_S:g} s "
+            f"({error.strerror or error}). Check that this is the address of its machine with a free port, that "
+            "it was started, and its firewall"
         )
 
-    def _problem(self) -> OSError | None:
-        """Why nobody is reached there; None where somebody is."""
+    def _print(self, text: str) -> None:
+        name = f"{self.what} {self.place} ({platform.node()})"
+        print(f"shardformer: {name} {text}.", file=sys.stderr, flush=True)
+
+    def _connection_error(self) -> OSError | None:
         try:
             with socket.create_connection((self.host, self.port), timeout=CONNECT_S):
                 return None
@@ -260,10 +248,3 @@ class Rendezvous:
 
     def _key(self, place: int) -> str:
         return f"shardformer/here/{self.what}/{self.attempt}/{place}"
-
-    def _own(self) -> str:
-        return f"{self.what} {self.place} ({platform.node()})"
-
-
-def _print_status(text: str) -> None:
-    print(f"shardformer: {text}.", file=sys.stderr, flush=True)

@@ -1,10 +1,11 @@
-"""Finds ranks that wait for each other in collectives (a deadlock), from reports of all ranks.
+"""Detection of deadlocks: ranks that wait for each other in collectives, from reports of all ranks.
 
 Rank a is blocked by rank b if b has not started the collective in which a waits, if b has started another kind of
-collective in its place (an all-reduce instead of a barrier), or if a waits for a message that b has not sent. A rank
-that computes is not blocked, nor is one that waits where this cannot be known (in a send, in the launcher's store), nor
-one in a transfer that all of its ranks have started, however long that takes. A rank that waits for such a rank may go
-on, too. The ranks that remain are blocked by each other, and wait forever.
+collective in its place (an all-reduce instead of a barrier), or if a waits for a message that b has not sent.
+
+A rank is not blocked if it computes, if its wait cannot be analyzed (in a send, in the launcher's store), or if all
+ranks have started the transfer it waits for, however long the transfer takes. A rank that waits for such a rank may
+also continue. The remaining ranks block each other and wait forever.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from types import FrameType
@@ -31,18 +32,16 @@ from shardformer.torch_compat import collectives_begun, name_of_group
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank reports of itself.
+    """Report of a rank about itself.
 
     Args:
-        seconds: how long its main thread has waited in one call; -1 where it does not wait.
-        place: the line of the script in which it waits.
-        group: the name of the process group whose collective that is; ``to`` of it where the rank waits for something
-            that was sent to it; empty where this is not known.
-        ranks: those that have to begin it, too.
-        number: of that collective among all that the rank has begun on the group; or of what was sent.
-        what: the kind of that collective.
-        begun: name of a group -> how many collectives the rank has begun on it; ``to`` of it -> how often it sent
-            something to a rank, where it did.
+        seconds: time that its main thread has waited in one call; -1 if it does not wait.
+        place: line of the script in which it waits.
+        group: name of the process group of the collective; ``to(name, rank)`` if it waits for a message; "" if unknown.
+        ranks: ranks that must start the collective.
+        number: number of the collective on its group, or of the message.
+        what: kind of the collective.
+        begun: group name -> number of collectives started; ``to(name, rank)`` -> number of messages sent to the rank.
     """
 
     seconds: float = -1.0
@@ -58,14 +57,13 @@ class Report:
 
     @classmethod
     def of_text(cls, text: str) -> Report:
-        fields: dict[str, Any] = json.loads(text)
-        return cls(**fields)
+        return cls(**json.loads(text))
 
 
 def deadlocked(reports: Mapping[int, Report], after_s: float) -> dict[int, int]:
-    """Rank -> one that blocks it, of the ranks that wait for each other and have waited for ``after_s``.
+    """Return rank -> a rank that blocks it, for ranks that block each other and have waited for ``after_s`` seconds.
 
-    Empty where all of them wait at one line of the script, as in any call that takes long.
+    Empty if all of them wait at the same line of the script, which is the case in a slow collective.
     """
     waiting = {rank: each for rank, each in reports.items() if each.seconds >= after_s and each.group}
     found = {
@@ -81,12 +79,12 @@ def deadlocked(reports: Mapping[int, Report], after_s: float) -> dict[int, int]:
 
 
 def to(group: str, rank: int) -> str:
-    """The key in ``Report.begun`` of what is sent to a rank over a group."""
+    """Return the key in ``Report.begun`` of the messages to a rank over a group."""
     return f"{group}>{rank}"
 
 
 def uncounted(group: str) -> str:
-    """The key in ``Report.begun`` that says that a rank sent messages over the group without counting them."""
+    """Return the key in ``Report.begun`` which states that messages over the group were not counted."""
     return f"{group}>?"
 
 
@@ -100,49 +98,49 @@ def _blocks(other: Report, rank: Report) -> bool:
 
 
 def in_words(found: Mapping[int, int], reports: Mapping[int, Report]) -> str:
-    """The message for the user."""
+    """Return the message for the user."""
     shown = [f"rank {r} waits in {reports[r].place} for rank {other}" for r, other in sorted(found.items())[:8]]
     return (
-        f"Ranks wait for each other, and none can go on: {'; '.join(shown)}. A call that communicates is collective: "
-        "all ranks make it, in the same order. Make these calls on every rank, not under `if rank == 0:`, and leave a "
-        "loop early on all ranks or on none. This process ends with status 1; see docs/reliability.md"
+        f"Deadlock: the ranks wait for each other: {'; '.join(shown)}. All ranks must make the same collective calls "
+        "in the same order. Make these calls on every rank, not under `if rank == 0:`, and leave a loop early on all "
+        "ranks or on none. This process exits with status 1; see docs/reliability.md"
     )
 
 
 ENDED = "ended"
 QUESTION = "shardformer/presence/question"
-"""Where the number of questions is, in the launcher's store."""
+"""Key of the number of questions in the launcher's store."""
 DEADLOCK, ENDING = "shardformer/presence/deadlock", "shardformer/presence/ending"
-"""The ranks of a deadlock, once one of them has found it; how many of them are about to end."""
+"""Keys of the ranks in a detected deadlock, and of the number of them that are about to exit."""
 LOOK_EVERY_S = 0.5
 END_S = 2.0
 SURE_AFTER_S = 15.0
-"""A process that has waited so long at one place does not come: longer than one collective takes."""
+"""A process that has waited this long in one call is stuck: longer than a collective takes."""
 FORGOTTEN_AFTER_S = 10.0
 WATCH_AFTER_S = 30.0
-"""Seconds in one collective after which the other processes are asked."""
+"""Seconds in one collective after which the reports of the other processes are requested."""
 WATCH_EVERY_S = 3.0
 END_TOGETHER_S = 10.0
 BLOCKED_AFTER_S = 12.0
-"""All ranks of a deadlock have been in one call for at least this long. Answers come in shorter intervals."""
-_FORMS = re.compile("_(into_tensor|tensor|single|coalesced|uneven)$")
-"""Suffixes of functions of torch that start the same collective."""
+"""All ranks of a deadlock have been in one call for at least this long. Reports arrive more often."""
+_VARIANT_SUFFIX = re.compile("_(into_tensor|tensor|single|coalesced|uneven)$")
+"""Suffixes of torch functions that start the same collective."""
 WAITS_IN = (
     os.path.join("torch", "distributed", "distributed_c10d.py"),
     os.path.join("torch", "distributed", "c10d_logger.py"),
     os.path.join("torch", "distributed", "_functional_collectives.py"),
     os.path.join("shardformer", "mesh", ""),
 )
-"""A thread whose innermost frame is in a file of these waits for other processes."""
+"""A thread whose innermost frame is in one of these files waits for other processes."""
 
 
 class Presence:
-    """Says through the store where this process waits, if it does; and asks where others wait.
+    """Thread that reports through the store where this process waits, and reads the reports of others.
 
-    One for each process, which ``presence`` makes.
+    Created once per process by ``presence``.
 
     Attributes:
-        carriers: the transports of this process, which count what they send.
+        carriers: weak references to the transports of this process, which count messages.
     """
 
     def __init__(self, store: Any, rank: int) -> None:
@@ -151,7 +149,7 @@ class Presence:
         self._ends = threading.Event()
         self._has_left = False
         self._answered, self._answered_at = 0, 0.0
-        self._call: FrameType | None = None  # it is held, so that no other call has its address
+        self._call: FrameType | None = None  # keeping the frame ensures that no other call gets its id
         self._call_since = 0.0
         self._watched: tuple[int, dict[str, int]] | None = None
         self._watched_since = self._ask_at = 0.0
@@ -161,80 +159,80 @@ class Presence:
         atexit.register(self.end)
 
     def end(self) -> None:
-        """This process answers no more: it has come to the end of its script."""
+        """Stop reporting, because the script has ended."""
         self._ends.set()
         self._thread.join(END_S)
 
     def leave(self) -> None:
-        """This process answers in another store from now on; the one here may be gone."""
+        """Stop reporting to this store, which may be gone, because the process reports to another one."""
         atexit.unregister(self.end)
         self._has_left = True
         self._ends.set()
 
-    @property
-    def is_here(self) -> bool:
-        return not self._ends.is_set()
-
-    def is_in(self, store: Any) -> bool:
-        return self._store is store
+    def is_reporting_to(self, store: Any) -> bool:
+        return self._store is store and not self._ends.is_set()
 
     def ask(self) -> int:
-        """The number of a new question, which the threads of all processes answer."""
+        """Request new reports from all processes, and return the number of the request."""
         with suppress(RuntimeError):
             return int(self._store.add(QUESTION, 1))
         return 0
 
     def waiting(self, ranks: Collection[int], since: int) -> dict[int, str]:
-        """Those of ``ranks`` that wait for others, or have ended, and where, as far as it is known.
+        """Return rank -> status for those of ``ranks`` that have ended or wait for others, as far as known.
 
         Args:
-            since: the question that the answers are not to be older than.
+            since: ignore reports for requests before this number.
         """
         with suppress(RuntimeError):
             found = {}
-            for rank in ranks:
-                if not self._store.check([_key(rank)]):
-                    continue
-                question, _, answer = self._store.get(_key(rank)).decode().partition(" ")
-                if question == ENDED:
-                    found[rank] = "has come to the end of its script"
-                elif int(question) >= since and Report.of_text(answer).seconds >= SURE_AFTER_S:
-                    found[rank] = f"waits for other ranks in {Report.of_text(answer).place}"
+            for rank, (question, report) in self._stored_reports(ranks).items():
+                if report is None:
+                    found[rank] = "has reached the end of its script"
+                elif question >= since and report.seconds >= SURE_AFTER_S:
+                    found[rank] = f"waits for other ranks in {report.place}"
             return found
-        return dict.fromkeys(ranks, "cannot be asked, since the process that has the store is gone")
+        return dict.fromkeys(ranks, "is unreachable, because the process with the store has exited")
+
+    def _stored_reports(self, ranks: Iterable[int]) -> dict[int, tuple[int, Report | None]]:
+        """Return (number of the request, report) of the ranks that have reported; report None if the rank ended."""
+        found: dict[int, tuple[int, Report | None]] = {}
+        for rank in ranks:
+            if self._store.check([_key(rank)]):
+                question, _, answer = self._store.get(_key(rank)).decode().partition(" ")
+                found[rank] = (0, None) if question == ENDED else (int(question), Report.of_text(answer))
+        return found
 
     def _run(self) -> None:
         while not self._ends.wait(LOOK_EVERY_S):
             try:
                 now = time.monotonic()
-                self._answer(now)
-                self._watch(now)
-            except RuntimeError:  # the process that has the store is gone
+                self._report_if_requested(now)
+                self._exit_if_deadlocked(now)
+            except RuntimeError:  # the process with the store has exited
                 return
-            except (KeyError, ValueError):  # a process group is gone since
+            except (KeyError, ValueError):  # a process group was destroyed
                 continue
         if not self._has_left:
             with suppress(RuntimeError):
                 self._store.set(_key(self._rank), ENDED)
 
-    def _answer(self, now: float) -> None:
-        """``QUESTION REPORT``: how long the main thread has waited in one call, and in which."""
-        asked = self._store.add(QUESTION, 0)
-        if asked == self._answered:
+    def _report_if_requested(self, now: float) -> None:
+        request = self._store.add(QUESTION, 0)
+        if request == self._answered:
             if now > self._answered_at + FORGOTTEN_AFTER_S:
                 self._call = None
             return
-        self._answered, self._answered_at = asked, now
-        call, joined = _call_of_main()
+        self._answered, self._answered_at = request, now
+        call, joined = _blocking_call()
         if call is not self._call:
             self._call, self._call_since = call, now
         report = Report() if call is None else _report(call, joined, now - self._call_since, self._begun())
-        self._store.set(_key(self._rank), f"{asked} {report.as_text()}")
+        self._store.set(_key(self._rank), f"{request} {report.as_text()}")
 
-    def _watch(self, now: float) -> None:
-        """Ends the process if its main thread is in a deadlock."""
-        frame, _ = _call_of_main()
-        seen = None if frame is None else (id(frame), self._begun())  # no frame is held, nor what is in it
+    def _exit_if_deadlocked(self, now: float) -> None:
+        frame, _ = _blocking_call()
+        seen = None if frame is None else (id(frame), self._begun())  # a kept frame would keep its tensors alive
         del frame
         if seen is None or seen != self._watched:
             self._watched, self._watched_since, self._asked = seen, now, 0
@@ -244,7 +242,8 @@ class Presence:
             self._end_process(json.loads(self._store.get(DEADLOCK)))
         if waited < WATCH_AFTER_S:
             return
-        reports = self._reports(self._asked) if self._asked else {}
+        stored = self._stored_reports(range(dist.get_world_size())) if self._asked else {}
+        reports = {rank: each for rank, (question, each) in stored.items() if each and question >= self._asked}
         found = deadlocked(reports, BLOCKED_AFTER_S)
         if self._rank in found:
             self._end_process(list(found), in_words(found, reports))
@@ -258,58 +257,53 @@ class Presence:
                 found |= transport.begun()
         return found
 
-    def _reports(self, since: int) -> dict[int, Report]:
-        """What ranks reported that have answered the question, or a later one."""
-        found = {}
-        for rank in range(dist.get_world_size()):
-            if self._store.check([_key(rank)]):
-                question, _, answer = self._store.get(_key(rank)).decode().partition(" ")
-                if question != ENDED and int(question) >= since:
-                    found[rank] = Report.of_text(answer)
-        return found
-
     def _end_process(self, ranks: Collection[int], message: str = "") -> None:
-        """Ends this process if it is among ``ranks``. The first of them prints the message.
+        """Exit this process if it is in ``ranks``. The first of them prints the message.
 
-        All of them end together: if one ends earlier, gloo may let the others wait.
+        All of them exit together: if one exits earlier, gloo may leave the others waiting.
         """
         if self._rank not in ranks:
             return
-        with suppress(RuntimeError):  # the process that has the store has ended
+        with suppress(RuntimeError):  # the process with the store has exited
             if self._store.add(ENDING, 1) == 1:
                 print(f"shardformer: {message}.", file=sys.stderr)
                 self._store.set(DEADLOCK, json.dumps(list(ranks)))
             until = time.monotonic() + END_TOGETHER_S
             while self._store.add(ENDING, 0) < len(ranks) and time.monotonic() < until:
                 time.sleep(LOOK_EVERY_S)
-            time.sleep(2 * LOOK_EVERY_S * (self._rank == 0))  # which has the store
+            time.sleep(2 * LOOK_EVERY_S * (self._rank == 0))  # rank 0 has the store
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()
         os._exit(1)
 
 
-def _call_of_main() -> tuple[FrameType | None, Any]:
-    """The call in which the main thread waits for other processes, None if it does not; and the collective in it:
-    (group, its number, its kind), where that is known."""
+def _blocking_call() -> tuple[FrameType | None, Any]:
+    """Return the call in which the main thread waits for other processes, and the awaited collective.
+
+    The collective is (group, number, kind), or None if unknown. The call is None if the main thread does not wait.
+    """
     at = sys._current_frames().get(threading.main_thread().ident or 0)
     call: FrameType | None = None
     joined = None
     while at is not None and any(part in at.f_code.co_filename for part in WAITS_IN):
-        joined = joined or _joined(at)
+        joined = joined or _awaited_transfer(at)
         at, call = at.f_back, at
     return call, joined
 
 
-def _joined(frame: FrameType) -> tuple[Any, int | None, str] | tuple[Any, int, int] | None:
-    """What a frame waits in: a collective, the last that was begun on its group where the number is None; or what
-    another rank sends: (group, the rank, how often something arrived from it)."""
+def _awaited_transfer(frame: FrameType) -> tuple[Any, int | None, str] | tuple[Any, int, int] | None:
+    """Return the collective or message that a frame waits for.
+
+    (group, number, kind) of a collective, with number None for the latest one of the group; (group, sending rank,
+    number of messages received from it) of a message; or None.
+    """
     names = frame.f_code.co_varnames[: frame.f_code.co_argcount + frame.f_code.co_kwonlyargcount]
     if frame.f_code is MonitoredWork.wait.__code__:
         work: MonitoredWork = frame.f_locals["self"]
         return work.awaited if isinstance(work, ReceivedWork) else work.joined
     if "async_op" in names and "group" in names:
-        return frame.f_locals.get("group"), None, _FORMS.sub("", frame.f_code.co_name)
+        return frame.f_locals.get("group"), None, _VARIANT_SUFFIX.sub("", frame.f_code.co_name)
     return None
 
 
@@ -319,7 +313,7 @@ def _report(
     seconds: float,
     begun: dict[str, int],
 ) -> Report:
-    place = _caller(call)
+    place = _user_line(call)
     name = "" if joined is None else name_of_group(joined[0])
     if joined is None or name not in begun:
         return Report(seconds, place, begun=begun)
@@ -331,8 +325,7 @@ def _report(
     return Report(seconds, place, name, ranks, begun[name] if number is None else number, what, begun)
 
 
-def _caller(frame: FrameType) -> str:
-    """The innermost line of a script, or a library, that is neither torch's nor this package's."""
+def _user_line(frame: FrameType) -> str:
     at: FrameType | None = frame
     own = (os.path.join("torch", ""), os.path.join("shardformer", ""))
     while at is not None and any(f"{os.sep}{part}" in at.f_code.co_filename for part in own) and at.f_back is not None:
@@ -347,14 +340,14 @@ def _key(rank: int) -> str:
 
 
 _OF_PROCESS: dict[int, Presence] = {}
-"""Process id -> its own: a fork has none of its parent's threads."""
+"""By process id, because a forked process does not have its parent's threads."""
 
 
 def presence(store: Any, rank: int) -> Presence:
-    """That of this process."""
-    known = _OF_PROCESS.get(os.getpid())
-    if known is None or not known.is_here or not known.is_in(store):
-        if known is not None:
-            known.leave()
-        known = _OF_PROCESS[os.getpid()] = Presence(store, rank)
-    return known
+    """Return the ``Presence`` of this process."""
+    current = _OF_PROCESS.get(os.getpid())
+    if current is None or not current.is_reporting_to(store):
+        if current is not None:
+            current.leave()
+        current = _OF_PROCESS[os.getpid()] = Presence(store, rank)
+    return current

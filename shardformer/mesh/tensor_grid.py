@@ -1,11 +1,13 @@
 """The tensor axis as a grid of rows, columns and depth, for 2D, 2.5D and 3D tensor parallelism.
 
-    mode   batch between blocks   hidden between blocks   batch in a block   heads, width   weights lie over
+Axes that shard each dimension:
+
+    mode   batch between blocks   hidden between blocks   batch in a block   heads, width   weights
     2d     row                    column                  row                column         row, column
     2.5d   row, depth             column                  row, depth         column         row, column
     3d     row, column            depth                   row, depth         column         row, column, depth
 
-In 2.5D the third axis has copies of the weights, in 3D it cuts the contraction.
+In 2.5D the weights are replicated over the depth axis, in 3D it shards the contraction dimension.
 """
 
 from __future__ import annotations
@@ -24,14 +26,14 @@ GRID_MODES = ("2d", "2.5d", "3d")
 
 @dataclass(frozen=True, eq=False)
 class TensorGrid:
-    """The axes of one tensor grid, as one process sees them.
+    """Axes of a tensor grid as one process sees them.
 
     Args:
-        whole: all of its ranks.
-        hidden: cuts what flows between the blocks along its hidden dim.
-        contraction: cuts the hidden dim in a block: the third axis in 3D, an axis of one rank otherwise.
-        batch: cuts the batch between the blocks.
-        core: cuts it in a block.
+        whole: all ranks of the grid.
+        hidden: shards the hidden dimension of activations between blocks.
+        contraction: shards the hidden dimension in a block: the depth axis in 3D, otherwise an axis of size 1.
+        batch: shards the batch between blocks.
+        core: shards the batch in a block.
     """
 
     mode: str
@@ -46,8 +48,7 @@ class TensorGrid:
 
     @classmethod
     def of(cls, context: ParallelContext, mode: str) -> TensorGrid:
-        """The grid of a context that is seen by ``with_tensor_grid``. All processes call it: axes may have to be
-        connected."""
+        """Return the grid of a context that has grid axes. All processes must call it together."""
         row, column, depth = (context.axis(name) for name in GRID_AXIS_NAMES)
         batch = context.flatten("row", "column" if mode == "3d" else "depth")
         core = context.flatten("row", "depth")
@@ -60,14 +61,14 @@ class TensorGrid:
 
     @property
     def turned(self) -> TensorGrid:
-        """The cube with columns and depth in each other's place: what one 3D linear gives, the next takes on this."""
+        """The 3D grid with column and depth exchanged: the input layout of the linear after a 3D linear."""
         column = self.column
         turned = replace(self, column=self.depth, depth=column, hidden=column, contraction=column)
         return replace(turned, batch=self.core, core=self.batch)
 
     @property
     def samples(self) -> int:
-        """The batch is padded to a multiple of this."""
+        """The batch is padded to a multiple of this number."""
         return lcm(self.batch.size, self.core.size)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorGrid:
@@ -79,23 +80,23 @@ class TensorGrid:
 
 
 def sizes_of_mode(mode: str, size: int | Sequence[int], depth: int | None = None) -> tuple[int, int, int]:
-    """Rows, columns and the third axis. Raises ConfigError where the sizes and the mode do not fit.
+    """Return (rows, columns, depth) of a mode. Raises ConfigError if the size does not fit the mode.
 
-    One number becomes the square, the squares behind each other, or the cube of that size.
+    A single number becomes a square (2D), a stack of squares (2.5D) or a cube (3D).
 
     >>> sizes_of_mode("2.5d", 8)
     (2, 2, 2)
 
     Args:
-        depth: how many squares, in 2.5D.
+        depth: number of squares in 2.5D.
     """
     check_choice("tensor parallel mode", mode, GRID_MODES, f"The modes are 1d, {', '.join(GRID_MODES)}")
     if isinstance(size, tuple | list):
         row, column, third = (*size, 1)[:3]
         if mode == "2d" and third > 1:
-            raise _size_error(f"{row} x {column} x {third}", mode, f"Use tensor=({row}, {column * third})")
+            raise _size_error(f"({row}, {column}, {third})", mode, f"Use tensor=({row}, {column * third})")
         if mode != "2d" and third == 1 < row * column:
-            raise _size_error(f"{row} x {column}", mode, f"Give three numbers, such as tensor=({row}, {column}, 2)")
+            raise _size_error(f"({row}, {column})", mode, f"Pass three sizes, such as tensor=({row}, {column}, 2)")
         return row, column, third
     assert isinstance(size, int), size
     if mode == "2.5d" and depth is not None:
@@ -106,55 +107,52 @@ def sizes_of_mode(mode: str, size: int | Sequence[int], depth: int | None = None
     if mode == "2d":
         side = isqrt(size)
         if side * side != size:
-            raise _size_error(str(size), mode, f"Name rows and columns: tensor={_factors(size)}")
+            raise _size_error(str(size), mode, f"Pass rows and columns, such as tensor={_nearest_factors(size)}")
         return side, side, 1
     if mode == "3d":
         side = round(size ** (1 / 3))
         if side**3 != size:
-            raise _size_error(str(size), mode, "Name the three sizes, such as tensor=(2, 2, 2), or tensor=(4, 2, 2)")
+            raise _size_error(str(size), mode, "Pass three sizes, such as tensor=(2, 2, 2) or tensor=(4, 2, 2)")
         return side, side, side
     sides = [n for n in range(isqrt(size), 1, -1) if size % (n * n) == 0 and size > n * n]
     if not sides:
-        raise _size_error(str(size), mode, "Name the three sizes, such as tensor=(2, 2, 2)")
+        raise _size_error(str(size), mode, "Pass three sizes, such as tensor=(2, 2, 2)")
     return sides[0], sides[0], size // sides[0] ** 2
 
 
 def with_tensor_grid(context: ParallelContext, mode: str) -> ParallelContext:
-    """The context whose tensor axis is also seen as a grid. All processes call it. Raises as ``sizes_of_mode``."""
-    known = context.sizes
-    sizes = sizes_of_mode(mode, [known[n] for n in GRID_AXIS_NAMES] if "row" in known else context.tensor.size)
-    return (
-        context
-        if "row" in context.sizes
-        else context.reshape_axis("tensor", **dict(zip(GRID_AXIS_NAMES, sizes, strict=True)))
-    )
+    """Add the grid axes of ``mode`` to the context. All processes must call it. Raises as ``sizes_of_mode``."""
+    if "row" in context.sizes:
+        sizes_of_mode(mode, [context.sizes[name] for name in GRID_AXIS_NAMES])
+        return context
+    sizes = sizes_of_mode(mode, context.tensor.size)
+    return context.reshape_axis("tensor", **dict(zip(GRID_AXIS_NAMES, sizes, strict=True)))
 
 
-def _factors(size: int) -> tuple[int, int]:
-    """The two nearest factors, the larger one first."""
+def _nearest_factors(size: int) -> tuple[int, int]:
     small = next(n for n in range(isqrt(size), 0, -1) if size % n == 0)
     return size // small, small
 
 
 def _size_error(sizes: str, mode: str, remedy: str) -> ConfigError:
-    shapes = {"2d": "rows x columns", "2.5d": "rows x columns x copies", "3d": "rows x columns x a third"}
-    alone = {"2d": "a square", "2.5d": "two squares or more", "3d": "a cube"}
+    shapes = {"2d": "rows x columns", "2.5d": "rows x columns x copies", "3d": "rows x columns x depth"}
+    alone = {"2d": "a square", "2.5d": "two or more squares", "3d": "a cube"}
     return ConfigError(
-        f"tensor={sizes} with tensor_parallel_mode={mode!r}",
-        rule=f"This mode lays the tensor ranks out as {shapes[mode]}; of one number alone it makes {alone[mode]}",
+        f"tensor={sizes} does not fit tensor_parallel_mode={mode!r}",
+        rule=f"The mode arranges the ranks as {shapes[mode]}, and a single number as {alone[mode]}",
         remedy=remedy,
     )
 
 
 @dataclass(frozen=True)
 class GridShards:
-    """The parts of one rank, each as "which of how many".
+    """Shards of one rank, each as "index/count".
 
     Args:
-        place: its row, column and, where there is one, its place on the third axis.
-        between: samples and hidden features of what flows between the blocks.
-        inside: samples, and heads or features, inside of a block.
-        weights: width and hidden features of a block's weights.
+        place: row, column and, except in 2D, depth of the rank.
+        between: shards of samples and hidden features between blocks.
+        inside: shards of samples, and of heads or features, inside a block.
+        weights: shards of the width and the hidden features of a block's weights.
     """
 
     rank: int
@@ -165,32 +163,26 @@ class GridShards:
 
 
 def describe_grid_shards(mode: str, sizes: int | tuple[int, ...]) -> list[GridShards]:
-    """What each rank holds. Raises ConfigError where the sizes do not fit the mode."""
+    """Return the shards of each rank. Raises ConfigError if the sizes do not fit the mode."""
     row, column, depth = sizes_of_mode(mode, sizes)
-    found = []
+    shards = []
     for rank in range(row * column * depth):
         context = ParallelContext.of({"tensor": row * column * depth}, {"tensor": rank})
-        grid = TensorGrid.of(
-            context.reshape_axis("tensor", **dict(zip(GRID_AXIS_NAMES, (row, column, depth), strict=True))), mode
-        )
+        grid = TensorGrid.of(context.reshape_axis("tensor", row=row, column=column, depth=depth), mode)
         axes = [grid.row, grid.column, grid.depth][: 2 if mode == "2d" else 3]
-        hidden = _part(grid.contraction.rank * grid.row.size + grid.row.rank, grid.contraction.size * grid.row.size)
-        found.append(
-            GridShards(
-                rank,
-                ", ".join(str(axis.rank) for axis in axes),
-                f"{_part(grid.batch.rank, grid.batch.size)}, {_part(grid.hidden.rank, grid.hidden.size)}",
-                f"{_part(grid.core.rank, grid.core.size)}, {_part(grid.column.rank, grid.column.size)}",
-                f"{_part(grid.column.rank, grid.column.size)}, {hidden}",
-            )
+        batch, hidden, core, width = (
+            _index_of_count(axis.rank, axis.size) for axis in (grid.batch, grid.hidden, grid.core, grid.column)
         )
-    return found
+        contracted = _index_of_count(grid.contraction.rank * row + grid.row.rank, grid.contraction.size * row)
+        place = ", ".join(str(axis.rank) for axis in axes)
+        shards.append(GridShards(rank, place, f"{batch}, {hidden}", f"{core}, {width}", f"{width}, {contracted}"))
+    return shards
 
 
 def grid_communication(mode: str, sizes: int | tuple[int, ...]) -> list[tuple[str, str]]:
-    """(layout, numbers that a rank sends for a layer, forward and backward), of the grid and of one dimension.
+    """Return (layout, elements that a rank sends per layer in forward and backward) for 1D and for the grid.
 
-    N tokens, H hidden features, W weights of the layer, V the widths inside of its blocks, of which E at their exits.
+    N tokens, H hidden features, W weights of the layer, V sum of the widths in its blocks, E of these at block exits.
     """
     row, column, depth = sizes_of_mode(mode, sizes)
     ranks = row * column * depth
@@ -205,22 +197,22 @@ def grid_communication(mode: str, sizes: int | tuple[int, ...]) -> list[tuple[st
         (3 * share(row) / (column * contraction), "W"),
         (2 * share(copies) / (row * column), "W (copies)"),
     ]
-    said = " + ".join(f"{factor:.3g} {what}" for factor, what in terms if factor) or "nothing"
-    return [(f"1D over {ranks}", f"{8 * share(ranks):.3g} N H"), (f"{mode} over this grid", said)]
+    total = " + ".join(f"{factor:.3g} {what}" for factor, what in terms if factor) or "nothing"
+    return [(f"1D over {ranks}", f"{8 * share(ranks):.3g} N H"), (f"{mode} over this grid", total)]
 
 
 def grid_summary(grid: TensorGrid) -> str:
-    """What a rank of this grid has between the blocks, and what it sends for a layer."""
+    """Describe the shards and the communication of a rank of this grid."""
     sizes = (grid.row.size, grid.column.size, grid.depth.size)
     (_, line), (_, own) = grid_communication(grid.mode, sizes)
-    widths = ", V the widths in its blocks and E at their exits" if "V" in own else ""
+    widths = ", V features inside of its blocks and E at their exits" if "V" in own else ""
     return (
-        f"Tensor parallelism on a grid: {grid}. Between the blocks a rank has 1/{grid.batch.size} of the samples and "
-        f"1/{grid.hidden.size} of the hidden features, so 1/{grid.batch.size * grid.hidden.size} of the activations. "
-        f"For a layer of W weights, forward and backward, it sends {own} numbers, of N tokens and H hidden "
-        f"features{widths}; in one dimension {line}."
+        f"Tensor parallelism on a grid: {grid}. Between blocks, a rank has 1/{grid.batch.size} of the samples and "
+        f"1/{grid.hidden.size} of the hidden features: 1/{grid.batch.size * grid.hidden.size} of the activations. "
+        f"For a layer with W weights, forward and backward, it sends {own} elements, with N tokens and H hidden "
+        f"features{widths}. One-dimensional tensor parallelism sends {line}."
     )
 
 
-def _part(index: int, count: int) -> str:
+def _index_of_count(index: int, count: int) -> str:
     return "all" if count == 1 else f"{index + 1}/{count}"

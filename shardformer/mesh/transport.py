@@ -1,12 +1,12 @@
-"""The protocol of transports, which carry tensors and objects between the ranks of one axis, and their listeners.
+"""Protocols of transports, which communicate between the ranks of one axis, and the log of collectives.
 
-``wire_bytes`` is what a bandwidth-optimal algorithm puts on the wire, sent by all ranks of the group together; with R
-ranks and a full tensor of S bytes:
+``wire_bytes`` is the number of bytes that all R ranks of a group send together under a bandwidth-optimal algorithm,
+for a full tensor of S bytes:
 
     all_reduce      2 (R-1) S        all_gather      (R-1) S        reduce_scatter  (R-1) S        send  S
     broadcast, reduce (R-1) S
 
-A ring that does a gather or a scatter in steps counts as that one collective.
+A ring that implements a gather or scatter in steps counts as one collective.
 """
 
 from __future__ import annotations
@@ -24,21 +24,15 @@ from torch import Tensor
 
 from shardformer.errors import LaunchError
 
-# what is received is counted by its sender
+# the sender of a message counts it
 WIRE_FACTOR = {
-    "all_reduce": 2,
-    "all_gather": 1,
-    "reduce_scatter": 1,
-    "all_to_all": 1,
-    "broadcast": 1,
-    "reduce": 1,
-    "send": 1,
+    "all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "broadcast": 1, "reduce": 1, "send": 1,
     "receive": 0,
-}
+}  # fmt: skip
 
 
 class CallSite(NamedTuple):
-    """The path of the module that runs, and the action of the schedule; empty where they are not known."""
+    """Path of the running module, and action of the pipeline schedule; empty if unknown."""
 
     module: str = ""
     action: str = ""
@@ -49,7 +43,7 @@ NO_CALL_SITE = CallSite()
 
 @dataclass(frozen=True)
 class CollectiveRecord:
-    """One collective: its kind, the axis, its purpose, the bytes of the full tensor, and where it starts."""
+    """One collective: its kind, axis, purpose, full tensor size in bytes, and call site."""
 
     op: str
     axis: str
@@ -65,7 +59,7 @@ class CollectiveRecord:
 
 
 class CollectiveEvent(NamedTuple):
-    """``kind`` is "start" or "wait"; the two events of one collective hold the same object."""
+    """Start or wait of a collective. ``kind`` is "start" or "wait"; both events share the ``collective`` object."""
 
     kind: str
     collective: CollectiveRecord
@@ -73,13 +67,13 @@ class CollectiveEvent(NamedTuple):
 
 @dataclass(eq=False)
 class CollectiveLog:
-    """What this process handed to collectives; ``shardformer.comm.recorder`` fills and reads it.
+    """Log of the collectives of this process, read by ``shardformer.comm.recorder``.
 
     Args:
-        calls: what was started, in order. A tensor that is sent stands there once, with its sender.
-        events: starts and waits, in order, those of what is received among them.
-        where: what runs just now; ``within`` sets it.
-        steps: that optimizers made, as far as somebody counts them: an error says in which one it came up.
+        calls: collectives in the order of their start. Only the sender logs a message.
+        events: starts and waits in order, including those of receives.
+        where: current call site, set by ``within``.
+        steps: number of optimizer steps, for error messages.
     """
 
     enabled: bool = False
@@ -89,7 +83,7 @@ class CollectiveLog:
     steps: int = 0
 
     def start(self, call: CollectiveRecord) -> Callable[[], None]:
-        """Notes that ``call`` starts. Returns what notes that it is waited for."""
+        """Log the start of ``call``, and return a function that logs its wait."""
         if call.op != "receive":
             self.calls.append(call)
         self.events.append(CollectiveEvent("start", call))
@@ -97,7 +91,7 @@ class CollectiveLog:
 
     @contextmanager
     def within(self, *, module: str | None = None, action: str | None = None) -> Iterator[None]:
-        """Collectives that start in here carry the path of this module, or this action of the schedule."""
+        """Set the module or the schedule action of the collectives that start in the body."""
         before = self.where
         self.where = CallSite(before.module if module is None else module, before.action if action is None else action)
         try:
@@ -107,31 +101,31 @@ class CollectiveLog:
 
 
 RankGroups = tuple[tuple[int, ...], ...]
-"""Global ranks of all groups of one kind, which are disjoint; the ranks of a group in its order."""
+"""Global ranks of disjoint groups, one tuple per group, in group order."""
 
 
 class Work(Protocol):
-    """Something under way."""
+    """A pending transfer."""
 
     def wait(self) -> Any:
-        """Returns when it is done."""
+        """Wait until the transfer is complete."""
 
     def is_completed(self) -> bool: ...
 
 
 class Word(NamedTuple):
-    """To which call a rank has come, and whether that compares numbers next."""
+    """The collective call a rank has reached, and whether the ranks compare numbers next."""
 
     call: str
     is_step: bool
 
 
 class Meeting(NamedTuple):
-    """What a rank learned where it waited for others.
+    """Result of waiting for the other ranks at a collective call.
 
     Args:
-        words: of each rank in order; None of one that has not come.
-        missing: global rank -> what is known of it, of those that have not come.
+        words: the call of each rank in order; None for a rank that did not arrive.
+        missing: global rank -> status of a rank that did not arrive.
     """
 
     words: Sequence[Word | None] = ()
@@ -139,24 +133,25 @@ class Meeting(NamedTuple):
 
 
 class World(Protocol):
-    """All ranks that a grid is laid over."""
+    """All ranks that a grid covers."""
 
     @property
     def store(self) -> Any:
-        """The launcher's store, through which processes speak before their first collective; None without one."""
+        """The launcher's store, which processes use before their first collective, or None."""
 
     @property
     def thread(self) -> threading.Thread | None:
-        """The thread that is this rank; None where a process is."""
+        """The thread that runs this rank, or None if the rank is a process."""
 
     def connect(self, lines: RankGroups) -> Transport:
-        """Makes a transport for each line, and gives this rank's. All ranks call it, in one order."""
+        """Create a transport for each group, and return this rank's. All ranks must call it, in the same order."""
 
 
 class Transport(Protocol):
-    """Carries tensors and objects between the ranks of one axis; ``to`` and ``source`` are ranks on that axis.
+    """Communication of tensors and objects between the ranks of one axis. ``to`` and ``source`` are ranks on that axis.
 
-    What starts something returns the work to wait for; until then its tensors stay as they are. Tensors are contiguous.
+    Asynchronous operations return a ``Work``; do not modify their tensors before waiting for it. Tensors must be
+    contiguous.
     """
 
     @property
@@ -164,55 +159,57 @@ class Transport(Protocol):
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The process group under it, if it is one."""
+        """The underlying process group, or None."""
 
     def exchanges_directly(self, x: Tensor) -> bool:
-        """Whether an ``exchange`` is the best way to gather and scatter such tensors (gloo)."""
+        """Return whether gathers and scatters of such tensors are fastest as an ``exchange`` (gloo)."""
 
     def sends_in_turn(self, device: torch.device) -> bool:
-        """Whether what two ranks send each other runs in one order, both ways together (NCCL)."""
+        """Return whether the messages between two ranks run in one order for both directions (NCCL)."""
 
     def all_reduce(self, x: Tensor, op: str) -> Work:
-        """Sums (or "max") every rank's ``x``, in place."""
+        """Reduce ``x`` over all ranks by "sum" or "max", in place."""
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
-        """Joins every rank's ``x``, of one shape, along dim 0 of ``out``."""
+        """Concatenate every rank's ``x``, which have one shape, along dimension 0 of ``out``."""
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Work:
-        """Sums every rank's ``x``, and puts this rank's part of dim 0, as large as the others', into ``out``."""
+        """Sum every rank's ``x``, and write this rank's equal chunk of dimension 0 into ``out``."""
 
     def exchange(self, outgoing: Mapping[int, Tensor], arriving: Mapping[int, Tensor]) -> Sequence[Work]:
-        """Sends tensors to some ranks and receives tensors from some; empty ones are not sent."""
+        """Send tensors to some ranks and receive tensors from some. Empty tensors are not sent."""
 
     def send(self, x: Tensor, to: int, tag: int) -> Work:
-        """What is sent to one rank with one tag arrives in the order in which it was sent."""
+        """Send a tensor. Messages to one rank with one tag arrive in order."""
 
     def receive(self, x: Tensor, source: int, tag: int) -> Work: ...
 
     def broadcast(self, x: Tensor, source: int) -> None:
-        """Puts rank ``source``'s values into ``x``."""
+        """Overwrite ``x`` with the values of rank ``source``."""
 
     def broadcast_object(self, value: Any, source: int) -> Any:
-        """Rank ``source``'s picklable value."""
+        """Return the picklable object of rank ``source``."""
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's picklable value, in rank order."""
+        """Return every rank's picklable object, in rank order."""
 
     def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Every rank's numbers, as many from each, in rank order. Much faster than objects; waits for no device where
-        the host's memory can be sent from."""
+        """Return every rank's integers, in rank order. Each rank passes the same count.
+
+        Much faster than ``gather_objects``, and does not synchronize a device if host memory can be sent.
+        """
 
     def meet(self, call: str, *, waits: bool) -> Meeting:
-        """Announces that this rank comes to ``call``, as its next one. No collective.
+        """Announce that this rank has reached ``call``, its next collective call. Not a collective itself.
 
         Args:
-            waits: whether to wait until all ranks have come, or those that have not never will; else the result is
+            waits: whether to wait until all ranks have arrived or cannot arrive any more; otherwise the result is
                 empty.
         """
 
 
 class _NoTransport:
-    """What an axis of size 1 has, or one of a context that was made by arithmetic."""
+    """Transport of an axis of size 1, or of a context without process groups."""
 
     world = group = None
 
@@ -220,8 +217,8 @@ class _NoTransport:
         if name.startswith("__"):
             raise AttributeError(name)
         raise LaunchError(
-            f"{name} on an axis without a transport",
-            remedy="Take the context of launch_from_torch, or of shardformer.local_ranks.threads.run_as_threads",
+            f"{name} was called on an axis that has no process group, so it cannot communicate",
+            remedy="Use the context of launch_from_torch or of shardformer.local_ranks.threads.run_as_threads",
         )
 
 

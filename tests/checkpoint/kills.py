@@ -1,9 +1,9 @@
-"""Kills processes at random moments of their saves, and looks at what is left each time.
+"""Kill processes at random times during saves, and check the remaining checkpoints.
 
     python tests/checkpoint/kills.py FOLDER --rounds 100
 
-Four processes save a small model again and again, whose every number says which step it is of. After each kill the
-newest whole checkpoint has to load: all of one step, not older than the last one that a save had returned from.
+Four processes repeatedly save a small model whose elements all equal the step. After each kill, the newest complete
+checkpoint must load, contain a single step, and be at least as new as the last completed save.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ def net() -> nn.Module:
 
 
 def save_for_ever(rank: int, folder: Path, store: Path, step: int, in_background: bool) -> None:
-    """What one of the processes does."""
     timeout = timedelta(seconds=30)
     dist.init_process_group(
         "gloo", store=dist.FileStore(str(store), RANKS), rank=rank, world_size=RANKS, timeout=timeout
@@ -58,7 +57,7 @@ def save_for_ever(rank: int, folder: Path, store: Path, step: int, in_background
 
 
 def newest(folder: Path) -> int:
-    """The step of the newest checkpoint, of which every number is looked at; 0 where there is none."""
+    """Return the step of the newest checkpoint after checking all its elements, or 0."""
     model = net()
     try:
         loaded = load_checkpoint(model, folder)
@@ -72,7 +71,7 @@ def newest(folder: Path) -> int:
 
 
 def one_round(number: int, folder: Path, step: int, wait_s: float) -> tuple[int, int]:
-    """(the step that a save returned from last, the step of the newest checkpoint) after a kill."""
+    """Return (step of the last completed save, step of the newest checkpoint) after a kill."""
     store = folder.parent / f"store-{number}"
     children = []
     for rank in range(RANKS):

@@ -1,4 +1,4 @@
-"""Training runs of small models under any layout, for the tests of checkpoints."""
+"""Training runs of small models under any layout, for the checkpoint tests."""
 
 from __future__ import annotations
 
@@ -27,8 +27,6 @@ SAMPLES = 4
 
 @dataclass(frozen=True)
 class Layout:
-    """How a run is laid out."""
-
     data: int = 1
     tensor: int = 1
     pipe: int = 1
@@ -69,7 +67,7 @@ class Run:
     pipeline: Pipeline
 
     def train(self, step: int) -> float:
-        """One step on a batch of ``SAMPLES`` samples, over all data ranks. Returns its loss."""
+        """Train one step on a global batch of ``SAMPLES`` samples and return its loss."""
         batch = RandomBatches(DEFAULT_HEAD.get(self.family, "LlamaForCausalLM"), batch=SAMPLES)(step)
         data = self.context.data
         each = SAMPLES // data.size
@@ -100,7 +98,7 @@ def build(family: str) -> nn.Module:
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Two groups."""
+    """Return an optimizer with two parameter groups."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     rest = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
@@ -108,7 +106,7 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def start(plain: nn.Module, layout: Layout, context: ParallelContext, family: str) -> Run:
-    """A run whose model is a copy of ``plain``."""
+    """Start a run with a copy of the model ``plain``."""
     config: dict[str, Any] = {**layout.options, "context": context}
     if layout.pipe > 1:
         config["pipeline_stage_manager"] = PipelineStageManager(context)
@@ -123,7 +121,7 @@ def start(plain: nn.Module, layout: Layout, context: ParallelContext, family: st
 
 
 def on_ranks(layout: Layout, family: str, do: Callable[[Run], Any]) -> list[Any]:
-    """What ``do`` gives on each rank of a run."""
+    """Return the result of ``do`` on each rank of a run."""
     plain = build(family)
     return run_as_threads(
         lambda context: do(start(plain, layout, context, family)),

@@ -1,4 +1,4 @@
-"""Checkpoints of runs in 16 bits: masters, states and the scale of the loss come to another layout bit for bit."""
+"""Checkpoints of 16-bit runs: master weights, states and the loss scale move to other layouts bitwise."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def axes_of(layout: Layout) -> dict[str, int]:
 
 
 def in_one_process(folder: Path) -> dict[str, Tensor]:
-    """Masters and states in fp32, which a model that is not sharded takes from a checkpoint."""
+    """Master weights and states in fp32, which an unsharded model loads."""
     model = SmallModel("llama")().float()
     optimizer = torch.optim.AdamW(model.parameters())
     engine = initialize(model, optimizer)
@@ -66,10 +66,9 @@ def in_one_process(folder: Path) -> dict[str, Tensor]:
 @pytest.mark.slow
 @pytest.mark.reduced(precision=("bf16", "fp16"), one_in=3)
 @pytest.mark.parametrize(("precision", "source", "target"), PAIRS, ids=str)
-def test_nothing_is_rounded_on_the_way_to_another_layout(
+def test_16_bit_runs_reload_bitwise_under_another_layout(
     precision: str, source: Layout, target: Layout, tmp_path: Path
 ) -> None:
-    """A checkpoint that another layout loads and saves again holds the same numbers, and training goes on."""
     plain, other = SmallModel("llama")().float().train(), SmallModel("llama")().float().train()
 
     def first(context: ParallelContext) -> tuple[list[float], LossScale]:

@@ -1,4 +1,4 @@
-"""What is not what was saved is never loaded, and what was there before a save that failed is there behind it."""
+"""Damaged checkpoints are never loaded, and failed saves keep earlier checkpoints."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def net(value: float = 0.0) -> nn.Module:
 
 
 def saved(root: Path, step: int, keep: Any = None, save: Callable[..., Any] = save_checkpoint) -> list[Any]:
-    """What a save of two ranks gives, of a model all of whose numbers are ``step``."""
+    """Save a model on two ranks, all elements of which equal ``step``."""
 
     def do(context: ParallelContext) -> Any:
         model = net(step)
@@ -68,7 +68,7 @@ def saved(root: Path, step: int, keep: Any = None, save: Callable[..., Any] = sa
 
 
 def settle() -> None:
-    """Waits until the disk has what was saved."""
+    """Wait until the saved data is synced to the disk."""
     for thread in threading.enumerate():
         if thread.name == "shardformer-save":
             thread.join()
@@ -84,7 +84,7 @@ def loaded(path: Path) -> tuple[LoadedCheckpoint, dict[str, Tensor]]:
 
 
 def check(path: Path, step: int) -> LoadedCheckpoint:
-    """Loads, and looks whether all is of that step."""
+    """Load a checkpoint and check that all elements belong to ``step``."""
     found, state = loaded(path)
     assert found.step == step
     assert all(bool((tensor == step).all()) for tensor in state.values())
@@ -92,12 +92,12 @@ def check(path: Path, step: int) -> LoadedCheckpoint:
 
 
 def names(path: Path) -> list[str]:
-    """What is in a folder besides the lock of this process, which has it for as long as a model of a test is alive."""
+    """List a folder without the lock of this process, which lives as long as a model of the test."""
     return sorted(p.name for p in path.iterdir() if p.name != LOCK)
 
 
 def left_by_a_killed_process(path: Path, kind: str = SAVING) -> Path:
-    """The private name that a process had for ``path`` which is not running any more."""
+    """Return a private name for ``path`` of a process that no longer runs."""
     here = Process.this()
     name = private_path(path, kind).name
     return path.with_name(name.replace(f"-{here.pid}-{here.start}-", f"-{here.pid}-{here.start - 1}-"))
@@ -105,7 +105,7 @@ def left_by_a_killed_process(path: Path, kind: str = SAVING) -> Path:
 
 @pytest.fixture(autouse=True)
 def not_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks of one host see at once what the first one made, or it will never be there."""
+    """Shorten the wait for the first rank's folder, which ranks of one host see at once."""
     monkeypatch.setattr(folder, "SEEN_WITHIN_S", 0.5)
 
 
@@ -124,8 +124,8 @@ def copy(two: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100))
-def test_a_flipped_bit_is_noticed_or_nothing(seed: int, copy: Path) -> None:
-    """Of a folder the older checkpoint is taken; of what nobody reads, such as padding, the bits do not matter."""
+def test_flipped_bit_is_detected_or_harmless(seed: int, copy: Path) -> None:
+    """A directory falls back to the older checkpoint. Bits that are not read, such as padding, do not matter."""
     draws = random.Random(seed)
     newest = copy / "step-00000002"
     path = draws.choice(sorted(newest.iterdir()))
@@ -143,7 +143,7 @@ def test_a_flipped_bit_is_noticed_or_nothing(seed: int, copy: Path) -> None:
 
 
 def flip(path: Path, name: str, at: int = 0) -> int:
-    """Flips a bit of a tensor's byte ``at``, of the first whose name begins so. Returns how many bytes it has."""
+    """Flip a bit of byte ``at`` of the first tensor with this prefix, and return the size of the tensor in bytes."""
     data = bytearray(path.read_bytes())
     begin = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:begin])
@@ -154,7 +154,7 @@ def flip(path: Path, name: str, at: int = 0) -> int:
 
 
 @pytest.mark.parametrize("name", ["weights/0.weight", "weights/1.num_batches_tracked", "optimizer.0/exp_avg/"])
-def test_every_byte_of_what_is_read_counts(name: str, copy: Path) -> None:
+def test_every_tensor_byte_is_checksummed(name: str, copy: Path) -> None:
     newest = copy / "step-00000002"
     for path in sorted(newest.glob("rank*")):
         try:
@@ -171,7 +171,7 @@ def test_every_byte_of_what_is_read_counts(name: str, copy: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["missing", "short", "empty", "pickle", "swapped", "index", "no index"])
-def test_a_file_that_is_not_what_it_was(what: str, copy: Path) -> None:
+def test_damaged_file_is_detected(what: str, copy: Path) -> None:
     newest, ran = copy / "step-00000002", copy / "ran"
     path = newest / (INDEX_FILE if "index" in what else "rank-00001.safetensors")
     if what in ("missing", "no index"):
@@ -208,7 +208,7 @@ def _forge(found: dict[str, Any], what: str) -> None:
 @pytest.mark.parametrize(
     "what", ['"../x"', '"/x"', "-1", "0.5", "null", "[0]", "true", "dtype", "outside", "format", "tensors", "step"]
 )
-def test_an_index_whose_checksum_is_right_names_numbered_files_only(what: str, copy: Path) -> None:
+def test_index_cannot_name_other_files(what: str, copy: Path) -> None:
     path = copy / "step-00000002" / INDEX_FILE
     content = path.read_bytes().split(b"\n", 2)[1]
     found = json.loads(content)
@@ -216,13 +216,13 @@ def test_an_index_whose_checksum_is_right_names_numbered_files_only(what: str, c
     text = json.dumps(found)
     head = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "saved_at": found["saved_at"]}
     path.write_text(f'{json.dumps(head)[:-1]}, "content":\n{text}\n}}\n')
-    with pytest.raises(CorruptCheckpointError, match="is no index of a checkpoint"):
+    with pytest.raises(CorruptCheckpointError, match="is not the index of a checkpoint"):
         loaded(path.parent)
     check(copy, 1)
 
 
 class _Runs:
-    """Unpickled, it makes a file."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -231,7 +231,7 @@ class _Runs:
         return os.mkdir, (self.path,)
 
 
-def test_nothing_is_changed_before_all_was_found_right(copy: Path) -> None:
+def test_failed_load_changes_nothing(copy: Path) -> None:
     newest = copy / "step-00000002"
     flip(newest / "rank-00001.safetensors", "weights")
     model = net(7)
@@ -242,13 +242,13 @@ def test_nothing_is_changed_before_all_was_found_right(copy: Path) -> None:
     assert optimizer.state == {}
 
 
-def test_a_leftover_of_a_kill_between_two_renames_loads(copy: Path) -> None:
+def test_replaced_checkpoint_loads_after_kill_between_renames(copy: Path) -> None:
     (copy / "step-00000002").rename(copy / ".replaced-step-00000002")
     check(copy, 2)
 
 
 @pytest.mark.parametrize("of_step", [3, 4])
-def test_a_step_is_saved_again_where_a_killed_process_left_a_part_of_it(of_step: int, copy: Path) -> None:
+def test_step_can_be_saved_after_killed_save(of_step: int, copy: Path) -> None:
     left = left_by_a_killed_process(directory.step_folder(copy, of_step))
     left.mkdir()
     (left / "part").write_text("some bytes")
@@ -261,7 +261,7 @@ def test_a_step_is_saved_again_where_a_killed_process_left_a_part_of_it(of_step:
 
 
 def _failing(monkeypatch: pytest.MonkeyPatch, at: int) -> list[int]:
-    """The ``at``-th operation on the disk fails, as on a full one. Returns a list of the operations that were made."""
+    """Make the disk operation number ``at`` fail, and return the list of operations."""
     made: list[int] = []
     places: list[tuple[Any, str]] = [(files, "write_all"), (writing, "write_all"), (files, "sync"), (snapshot, "sync")]
     places += [(os, "fsync"), (Path, "rename"), (os, "replace"), (Path, "mkdir")]
@@ -284,7 +284,7 @@ def _failing(monkeypatch: pytest.MonkeyPatch, at: int) -> list[int]:
 @pytest.mark.reduced
 @pytest.mark.parametrize("save", [save_checkpoint, in_background])
 @pytest.mark.parametrize("at", range(1, 31))
-def test_a_disk_that_is_full_leaves_what_was_there(
+def test_failed_save_keeps_earlier_checkpoints(
     at: int, save: Callable[..., Any], copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -308,14 +308,14 @@ def test_a_disk_that_is_full_leaves_what_was_there(
     assert not list(copy.glob(".saving*"))
 
 
-def test_an_operation_of_a_save_fails_in_the_test_above(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_injection_covers_all_disk_operations(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         made = _failing(patch, -1)
         saved(copy, 3)
     assert 15 < len(made) <= 80
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_unwritable_directory_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
     with pytest.raises(ConfigError, match="is a file"):
@@ -324,7 +324,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         saved(Path("/proc/nowhere"), 1)
 
 
-def test_what_is_kept(tmp_path: Path) -> None:
+def test_retention_keeps_the_specified_checkpoints(tmp_path: Path) -> None:
     for step in range(1, 7):
         saved(tmp_path, step, CheckpointRetention(last=2, every=3))
     assert names(tmp_path) == [LATEST, *(f"step-0000000{n}" for n in (3, 5, 6))]
@@ -339,9 +339,7 @@ def test_what_is_kept(tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------------------------- in the background
 
 
-def test_a_save_in_the_background_holds_what_was_there_when_it_began(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_async_save_stores_values_at_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     goes_on = threading.Event()
     real = file_format.write_boxes
 
@@ -369,12 +367,12 @@ def test_a_save_in_the_background_holds_what_was_there_when_it_began(
 
     for path, said in run_as_threads(do, data=RANKS):
         assert path == tmp_path / "step-00000003"
-        assert "while one is written" in said
+        assert "still in progress" in said
         check(path, 3)
     check(tmp_path, 4)
 
 
-def test_a_save_in_the_background_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_async_save_raises_in_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> Any:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -393,9 +391,7 @@ def saving_run(context: ParallelContext) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer}
 
 
-def test_older_checkpoints_go_when_the_disk_has_what_every_rank_wrote(
-    copy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_older_checkpoints_are_deleted_after_sync(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     goes_on, real = threading.Event(), file_format.sync
 
     def slow(path: Path) -> None:
@@ -417,7 +413,7 @@ def test_older_checkpoints_go_when_the_disk_has_what_every_rank_wrote(
     ]
 
 
-def test_a_disk_that_fails_behind_a_save_keeps_the_older_ones_and_is_said_by_the_next(
+def test_failed_sync_keeps_older_checkpoints_and_raises_in_next_save(
     copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_broken, real = threading.Event(), file_format.sync
@@ -437,7 +433,7 @@ def test_a_disk_that_fails_behind_a_save_keeps_the_older_ones_and_is_said_by_the
         settle()
         meet(None)
         is_broken.clear()
-        with pytest.raises(InputError, match="may not be on the disk") as error:
+        with pytest.raises(InputError, match="could not be synced to the disk") as error:
             save_checkpoint(**run, directory=copy, step=4, retention=1)
         kept = sorted(p.name for p in copy.glob("step*"))
         meet(None)
@@ -451,10 +447,7 @@ def test_a_disk_that_fails_behind_a_save_keeps_the_older_ones_and_is_said_by_the
     assert names(copy) == [LATEST, "step-00000005"]
 
 
-def test_a_step_that_is_saved_again_is_there_until_the_disk_has_the_new_one(
-    copy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A loss of power may take what was named and not on the disk."""
+def test_replaced_checkpoint_is_kept_until_sync(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("shardformer.checkpoint.save.wait_for_disk", lambda *_: None)
         saved(copy, 2)
@@ -463,7 +456,7 @@ def test_a_step_that_is_saved_again_is_there_until_the_disk_has_the_new_one(
 
 
 @pytest.mark.slow
-def test_killed_processes_leave_whole_checkpoints(tmp_path: Path) -> None:
+def test_killed_processes_leave_complete_checkpoints(tmp_path: Path) -> None:
     script = Path(__file__).with_name("kills.py")
     done = subprocess.run(
         [PYTHON, str(script), str(tmp_path), "--rounds", "2"], capture_output=True, text=True, timeout=60

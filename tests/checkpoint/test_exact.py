@@ -1,4 +1,4 @@
-"""Under one layout a run that goes on has the weights of one that was not stopped, bit for bit."""
+"""A resumed run has bitwise the weights of an uninterrupted run under the same layout."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class Case:
-    """A run: its ranks, what trains it, and how."""
+    """A training run: its layout, optimizer and options."""
 
     name: str
     data: int = 1
@@ -101,7 +101,7 @@ def begin(case: Case, seed: int, context: ParallelContext, folder: Path) -> tupl
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_run_goes_on_as_if_it_had_not_been_stopped(case: Case, tmp_path: Path) -> None:
+def test_resumed_run_equals_uninterrupted_run(case: Case, tmp_path: Path) -> None:
     disk = tmp_path / "offload"
     disk.mkdir()
 
@@ -125,7 +125,7 @@ def test_a_run_goes_on_as_if_it_had_not_been_stopped(case: Case, tmp_path: Path)
         assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
-def test_ranks_agree_on_what_was_rounded_by_chance_while_it_was_loaded(tmp_path: Path) -> None:
+def test_stochastic_rounding_while_loading_is_identical_on_all_ranks(tmp_path: Path) -> None:
     wide, narrow = Case("wide", data=2), CASES[[case.name for case in CASES].index("stochastic")]
 
     def straight(context: ParallelContext) -> None:
@@ -143,7 +143,7 @@ def test_ranks_agree_on_what_was_rounded_by_chance_while_it_was_loaded(tmp_path:
         assert all(torch.equal(first[name], value) for name, value in theirs.items())
 
 
-def test_states_that_are_wider_than_their_parameters_keep_every_bit(tmp_path: Path) -> None:
+def test_fp32_states_of_16_bit_parameters_are_exact(tmp_path: Path) -> None:
     """Adafactor of transformers keeps fp32 states for 16-bit parameters."""
 
     def made() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -166,7 +166,7 @@ def test_states_that_are_wider_than_their_parameters_keep_every_bit(tmp_path: Pa
 
 
 class Counting(nn.Module):
-    """A norm whose averages are those of the batches that it has seen, and a count that is no tensor."""
+    """A norm with running averages and a counter that is not a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ class Counting(nn.Module):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_averages_that_each_data_rank_has_for_itself_and_states_that_are_no_tensors(stage: int, tmp_path: Path) -> None:
+def test_buffers_per_data_rank_and_extra_states_are_restored(stage: int, tmp_path: Path) -> None:
     def step(model: nn.Module, optimizer: Any, number: int, rank: int) -> None:
         x = torch.randn(6, 5, generator=torch.Generator().manual_seed(10 * number + rank))
         model(x).square().mean().backward()
@@ -223,7 +223,7 @@ def test_averages_that_each_data_rank_has_for_itself_and_states_that_are_no_tens
     assert alone.seen == {"calls": 2}
 
 
-def test_a_scaler_and_a_scheduler_of_schedulers_go_on(tmp_path: Path) -> None:
+def test_grad_scaler_and_nested_schedulers_resume(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
 
     def made() -> tuple[torch.optim.Optimizer, list[Any]]:

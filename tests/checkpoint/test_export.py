@@ -1,4 +1,4 @@
-"""What a sharded model writes for transformers is what the plain one would have been."""
+"""A sharded model exports the same files as the unsharded model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TEXT = ("bert", "gpt2", "llama", "t5", "bloom", "opt", "whisper", "vit", "albert
 
 
 def same(folder: Path, plain: nn.Module) -> None:
-    """Whether transformers reads the plain model out of the folder."""
+    """Return whether transformers loads the unsharded model from the folder."""
     kind: Any = type(plain)
     read = kind.from_pretrained(folder, dtype=next(plain.parameters()).dtype)
     expected = plain.state_dict()
@@ -39,7 +39,7 @@ def same(folder: Path, plain: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("family", TEXT)
-def test_one_process_writes_what_transformers_reads(family: str, tmp_path: Path) -> None:
+def test_single_process_export_loads_in_transformers(family: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = SmallModel(family)()
     export_pretrained(model, tmp_path / "out")
@@ -50,7 +50,7 @@ def test_one_process_writes_what_transformers_reads(family: str, tmp_path: Path)
 @pytest.mark.reduced
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
 @pytest.mark.parametrize("family", ["llama", "t5"])
-def test_any_layout_writes_what_transformers_reads(family: str, layout: str, tmp_path: Path) -> None:
+def test_export_of_any_layout_loads_in_transformers(family: str, layout: str, tmp_path: Path) -> None:
     plain, how = build(family), LAYOUTS[layout]
     most = max(p.numel() for p in plain.parameters())
 
@@ -78,13 +78,13 @@ def test_any_layout_writes_what_transformers_reads(family: str, layout: str, tmp
 
 
 class Words:
-    """A tokenizer, to who writes it."""
+    """A minimal tokenizer."""
 
     def save_pretrained(self, folder: Path) -> None:
         (folder / "words.txt").write_text("")
 
 
-def test_what_stands_beside_the_weights(tmp_path: Path) -> None:
+def test_export_includes_config_and_tokenizer(tmp_path: Path) -> None:
     model: Any = SmallModel("gpt2")().to(torch.bfloat16)
     path = export_pretrained(model, tmp_path / "out", tokenizer=Words())
     assert {f.name for f in path.iterdir()} == {
@@ -97,15 +97,13 @@ def test_what_stands_beside_the_weights(tmp_path: Path) -> None:
     assert type(again) is type(model)
 
 
-def test_a_model_without_a_config_gets_its_weights_alone(tmp_path: Path) -> None:
+def test_model_without_config_exports_only_weights(tmp_path: Path) -> None:
     path = export_pretrained(nn.Linear(2, 3), tmp_path / "out")
     assert [f.name for f in path.iterdir()] == ["model.safetensors"]
 
 
 @pytest.mark.parametrize("how", [None, {"stage": 0}, {"stage": 1, "offload": "cpu"}, {"stage": 3, "bucket_bytes": 20}])
-def test_parameters_without_dimensions_or_numbers_and_complex_ones_are_written(
-    how: dict[str, Any] | None, tmp_path: Path
-) -> None:
+def test_scalar_empty_and_complex_parameters_are_exported(how: dict[str, Any] | None, tmp_path: Path) -> None:
     models = [unusual.model_of() for _ in range(2)]
 
     def do(context: ParallelContext) -> dict[str, Tensor]:
@@ -125,7 +123,7 @@ def test_parameters_without_dimensions_or_numbers_and_complex_ones_are_written(
         unusual.check(found, unusual.plainly())
 
 
-def test_complex_numbers_of_128_bits_are_saved_and_exporting_them_is_refused(tmp_path: Path) -> None:
+def test_complex128_is_saved_but_not_exported(tmp_path: Path) -> None:
     class Filter(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -152,7 +150,7 @@ def test_complex_numbers_of_128_bits_are_saved_and_exporting_them_is_refused(tmp
     assert all(x.dtype == torch.float64 for x in kept.values() if x.shape[-1:] == (2,))
 
 
-def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
+def test_nonempty_directory_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("")
     with pytest.raises(ConfigError, match="is not an export of ShardFormer"):
         export_pretrained(nn.Linear(2, 3), tmp_path)
@@ -162,7 +160,7 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
         export_pretrained(nn.Linear(2, 3), tmp_path / "out", max_file_bytes=0)
 
 
-def test_an_earlier_export_is_replaced(tmp_path: Path) -> None:
+def test_earlier_export_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "out"
     first, second = nn.Linear(2, 3), nn.Linear(2, 3)
     export_pretrained(first, path, max_file_bytes=1)
@@ -179,7 +177,7 @@ def test_an_earlier_export_is_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "file", ["model.safetensors", "pytorch_model.bin", "model-00001-of-00002.safetensors", "notes"]
 )
-def test_what_no_export_wrote_is_not_overwritten(file: str, tmp_path: Path) -> None:
+def test_files_of_other_origin_are_not_overwritten(file: str, tmp_path: Path) -> None:
     path = tmp_path / "out"
     path.mkdir()
     if file == "model.safetensors":
@@ -192,9 +190,7 @@ def test_what_no_export_wrote_is_not_overwritten(file: str, tmp_path: Path) -> N
     assert [(f.name, f.read_bytes()) for f in path.iterdir()] == [(file, before)]
 
 
-def test_an_export_into_the_current_folder_leaves_the_process_in_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_export_into_working_directory_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
         export_pretrained(nn.Linear(2, 2), ".")
@@ -202,7 +198,7 @@ def test_an_export_into_the_current_folder_leaves_the_process_in_it(
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
-def test_a_link_to_a_folder_is_left_alone(tmp_path: Path) -> None:
+def test_symbolic_link_is_not_replaced(tmp_path: Path) -> None:
     export_pretrained(nn.Linear(2, 3), tmp_path / "real")
     before = (tmp_path / "real" / "model.safetensors").read_bytes()
     (tmp_path / "out").symlink_to(tmp_path / "real")
@@ -211,8 +207,7 @@ def test_a_link_to_a_folder_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "real" / "model.safetensors").read_bytes() == before
 
 
-def test_an_export_leaves_a_save_into_the_folder_above_alone(tmp_path: Path) -> None:
-    """The folder above may be one of checkpoints, in which a thread is writing."""
+def test_export_does_not_disturb_save_in_parent_directory(tmp_path: Path) -> None:
     mine = [directory.hidden_folder(tmp_path, 3), tmp_path / ".saving-mine", tmp_path / ".dropped-mine"]
     for path in mine:
         path.mkdir()
@@ -221,7 +216,7 @@ def test_an_export_leaves_a_save_into_the_folder_above_alone(tmp_path: Path) -> 
     assert all((path / "file").exists() for path in mine)
 
 
-def test_two_exports_to_one_folder_at_the_same_time_leave_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_exports_leave_one_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, first, second, said = save_pretrained._finish, nn.Linear(2, 3), nn.Linear(2, 3), []
 
     def finish(*args: Any, **kwargs: Any) -> None:
@@ -235,7 +230,7 @@ def test_two_exports_to_one_folder_at_the_same_time_leave_one(tmp_path: Path, mo
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_an_export_does_not_take_the_place_of_another_model(tmp_path: Path) -> None:
+def test_export_does_not_replace_source_model(tmp_path: Path) -> None:
     plain = SmallModel("gpt2")()
     plain.save_pretrained(tmp_path / "base")
     with pytest.raises(ConfigError, match="is not an export of ShardFormer"):
@@ -247,7 +242,7 @@ def test_an_export_does_not_take_the_place_of_another_model(tmp_path: Path) -> N
     same(tmp_path / "out", plain)
 
 
-def test_a_disk_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_export_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> Any:
         raise OSError("No space left on device")
 

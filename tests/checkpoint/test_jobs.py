@@ -1,4 +1,4 @@
-"""A folder of checkpoints belongs to one job; the newest was saved last; only what a save wrote is deleted."""
+"""A checkpoint directory belongs to one job, the newest checkpoint was saved last, and only saved files are deleted."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def steps(root: Path) -> list[int]:
 
 
 def on_two_ranks(root: Path, step: int = 5) -> list[str]:
-    """What two ranks say that save a checkpoint: the error, or an empty text."""
+    """Save on two ranks and return their errors, or ""."""
 
     def do(context: ParallelContext) -> str:
         model = net()
@@ -67,7 +67,7 @@ def on_two_ranks(root: Path, step: int = 5) -> list[str]:
     return run_as_threads(do, data=2)
 
 
-def test_a_save_into_the_folder_of_a_running_job_is_refused_on_all_ranks(tmp_path: Path) -> None:
+def test_directory_of_running_job_is_refused_on_all_ranks(tmp_path: Path) -> None:
     save(tmp_path, 3)
     (tmp_path / LOCK).unlink(missing_ok=True)
     lock_of(parent(), tmp_path)
@@ -77,7 +77,7 @@ def test_a_save_into_the_folder_of_a_running_job_is_refused_on_all_ranks(tmp_pat
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_job_that_was_killed_does_not_keep_its_folder(tmp_path: Path) -> None:
+def test_lock_of_killed_job_is_released(tmp_path: Path) -> None:
     lock_of(killed(), tmp_path)
     began = time.monotonic()
     assert on_two_ranks(tmp_path) == ["", ""]
@@ -85,9 +85,7 @@ def test_a_job_that_was_killed_does_not_keep_its_folder(tmp_path: Path) -> None:
     assert time.monotonic() - began < 5
 
 
-def test_a_job_whose_folder_was_taken_over_while_it_wrote_names_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_job_that_lost_its_lock_publishes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 3)
     real = file_format.write_boxes
 
@@ -102,9 +100,7 @@ def test_a_job_whose_folder_was_taken_over_while_it_wrote_names_nothing(
     assert not [path for path in tmp_path.iterdir() if private(path)]
 
 
-def test_a_save_in_the_background_goes_to_the_folder_that_was_meant(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_async_save_writes_to_original_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path)
     goes_on, write = threading.Event(), file_format.write_boxes
@@ -122,7 +118,7 @@ def test_a_save_in_the_background_goes_to_the_folder_that_was_meant(
     assert not [*(tmp_path / "other").iterdir()]
 
 
-def test_a_rank_whose_files_are_gone_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_whose_files_were_removed_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = file_format.write_boxes
 
     def gone(path: Path, *args: Any, **kwargs: Any) -> Any:
@@ -137,9 +133,7 @@ def test_a_rank_whose_files_are_gone_is_not_waited_for(tmp_path: Path, monkeypat
     assert time.monotonic() - began < 5
 
 
-def test_two_models_of_one_process_save_different_steps_at_the_same_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_models_can_save_different_steps_concurrently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     both, real = threading.Barrier(2), file_format.write_boxes
 
     def together(*args: Any, **kwargs: Any) -> Any:
@@ -155,7 +149,7 @@ def test_two_models_of_one_process_save_different_steps_at_the_same_time(
         assert all(bool((p == number).all()) for p in again.parameters())
 
 
-def test_two_models_of_one_process_do_not_save_the_same_step_into_one_folder(tmp_path: Path) -> None:
+def test_two_models_cannot_save_the_same_step(tmp_path: Path) -> None:
     first, second = net(1.0), net(2.0)
     save_checkpoint(first, tmp_path, step=5)
     with pytest.raises(ConfigError, match="another model of this process"):
@@ -167,9 +161,7 @@ def test_two_models_of_one_process_do_not_save_the_same_step_into_one_folder(tmp
     save(tmp_path, 5, 3.0)
 
 
-def test_a_step_that_another_model_is_saving_in_the_background_is_not_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_step_in_async_save_of_another_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, begun = file_format.write_boxes, threading.Event()
 
     def slow(*args: Any, **kwargs: Any) -> Any:
@@ -191,7 +183,7 @@ def test_a_step_that_another_model_is_saving_in_the_background_is_not_saved(
 
 
 @pytest.mark.parametrize("shift_s", [-3600.0, 3600.0])
-def test_the_newest_is_the_one_that_was_saved_last_whatever_the_clock(
+def test_newest_checkpoint_is_independent_of_clocks(
     shift_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = time.time
@@ -205,7 +197,7 @@ def test_the_newest_is_the_one_that_was_saved_last_whatever_the_clock(
     assert steps(tmp_path) == [150, 300]
 
 
-def test_a_copy_of_a_folder_whose_files_have_other_times_has_the_same_newest(tmp_path: Path) -> None:
+def test_newest_checkpoint_is_independent_of_file_times(tmp_path: Path) -> None:
     for step in (1, 3, 2):
         save(tmp_path / "one", step)
     shutil.copytree(tmp_path / "one", tmp_path / "two", ignore=shutil.ignore_patterns(LOCK))
@@ -214,8 +206,8 @@ def test_a_copy_of_a_folder_whose_files_have_other_times_has_the_same_newest(tmp
     assert newest(tmp_path / "two") == 2
 
 
-def test_checkpoints_without_a_number_are_older_than_those_with_one(tmp_path: Path) -> None:
-    """Versions before wrote none; among themselves they are ordered by their time."""
+def test_unnumbered_checkpoints_are_older(tmp_path: Path) -> None:
+    """Earlier versions wrote no numbers; their checkpoints are ordered by time."""
     for step in (7, 9):
         path = save(tmp_path, step)
         index = path / "checkpoint.json"
@@ -229,7 +221,7 @@ def test_checkpoints_without_a_number_are_older_than_those_with_one(tmp_path: Pa
 
 
 @pytest.mark.parametrize("how", ["dropped", "replaced"])
-def test_what_a_user_put_beside_a_checkpoint_stays(how: str, tmp_path: Path) -> None:
+def test_user_files_next_to_checkpoint_are_kept(how: str, tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     (path / "NOTES.md").write_text("my notes")
     (path / "plots").mkdir()
@@ -243,7 +235,7 @@ def test_what_a_user_put_beside_a_checkpoint_stays(how: str, tmp_path: Path) -> 
     assert (path / "NOTES.md").exists() and newest(tmp_path) == 1
 
 
-def test_a_kill_between_a_deletion_and_its_end_loses_no_file_of_a_user(tmp_path: Path) -> None:
+def test_killed_deletion_loses_no_user_file(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     (path / "NOTES.md").write_text("my notes")
     name = atomic_write.private_path(path, DROPPED).name
@@ -255,7 +247,7 @@ def test_a_kill_between_a_deletion_and_its_end_loses_no_file_of_a_user(tmp_path:
     assert not [p for p in tmp_path.iterdir() if private(p)]
 
 
-def test_a_checkpoint_that_is_a_link_is_loaded_and_not_deleted(tmp_path: Path) -> None:
+def test_linked_checkpoint_is_loaded_and_not_deleted(tmp_path: Path) -> None:
     save(tmp_path / "big disk", 1)
     root = tmp_path / "checkpoints"
     root.mkdir()
@@ -265,7 +257,7 @@ def test_a_checkpoint_that_is_a_link_is_loaded_and_not_deleted(tmp_path: Path) -
     assert (root / "step-00000001").is_symlink() and newest(tmp_path / "big disk") == 1
 
 
-def test_what_was_not_a_save_is_not_deleted(tmp_path: Path) -> None:
+def test_only_saved_files_are_deleted(tmp_path: Path) -> None:
     mine = [".saving-mine", ".saving-step-7", ".dropped-step-00000001", "step-12", ".replaced-notes"]
     for name in mine:
         (tmp_path / name).mkdir()
@@ -280,7 +272,7 @@ def test_what_was_not_a_save_is_not_deleted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [LATEST, "step-00000007", LOCK, ".saving-latest", ".replaced-step-00000007"])
 @pytest.mark.parametrize("to", ["file", "folder", "nothing"])
-def test_a_planted_link_is_not_written_through(name: str, to: str, tmp_path: Path) -> None:
+def test_planted_link_is_not_followed(name: str, to: str, tmp_path: Path) -> None:
     precious, root = tmp_path / "precious", tmp_path / "root"
     if to == "file":
         precious.write_text("precious")
@@ -301,8 +293,8 @@ def test_a_planted_link_is_not_written_through(name: str, to: str, tmp_path: Pat
         assert to == "file" or [path.name for path in precious.iterdir()] == ["checkpoint.json"]
 
 
-def test_a_link_in_the_hidden_folder_is_not_written_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another user may write into it where the group may."""
+def test_link_in_hidden_folder_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other users may be able to write into the hidden folder."""
     (tmp_path / "precious").write_text("precious")
     real = Path.mkdir
 
@@ -317,7 +309,7 @@ def test_a_link_in_the_hidden_folder_is_not_written_through(tmp_path: Path, monk
     assert (tmp_path / "precious").read_text() == "precious"
 
 
-def test_a_file_where_a_step_is_to_be_saved_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_file_with_name_of_step_is_refused(tmp_path: Path) -> None:
     (tmp_path / "step-00000005").write_text("mine")
     said = on_two_ranks(tmp_path)
     assert said[0] == said[1] and "step-00000005 is a file" in said[0]

@@ -1,6 +1,6 @@
-"""A run that is saved under one layout and goes on under another has the losses of one that was never stopped.
+"""A run that is saved under one layout and resumed under another has the losses of an uninterrupted run.
 
-Of one family all pairs of layouts are tried, of the others some; ``ALL_PAIRS=1`` in the environment tries all of all.
+Tests all pairs of layouts for one family and some for the others. ``ALL_PAIRS=1`` in the environment tests all.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FAMILIES = {"llama": 3, "bert": 1, "gpt2": 1, "t5": 1, "stablelm": 0}
 
 
 def cases() -> list[tuple[str, str, str]]:
-    """(family, source, target)."""
+    """Return (family, source layout, target layout)."""
     if os.environ.get("ALL_PAIRS"):
         return [(family, a, b) for family in FAMILIES for a in NAMES for b in NAMES]
     found = [("stablelm", "data4-zero2", "tensor2-pipe2")]
@@ -58,7 +58,7 @@ Saved = Callable[[str, str], tuple[Path, list[float]]]
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """(family, layout) -> the folder that it saved into, and the losses of a run that went on."""
+    """Return (family, layout) -> the checkpoint directory, and the losses of a run that continued."""
     expected = cache(straight)
 
     @cache
@@ -78,7 +78,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 @pytest.mark.reduced(family=("llama", "bert", "gpt2", "t5"))
 @pytest.mark.parametrize(("family", "source", "target"), cases())
-def test_a_run_goes_on_under_any_layout(family: str, source: str, target: str, saved: Saved) -> None:
+def test_run_resumes_under_any_layout(family: str, source: str, target: str, saved: Saved) -> None:
     folder, expected = saved(family, source)
 
     def do(run: Run) -> list[float]:
@@ -92,7 +92,7 @@ def test_a_run_goes_on_under_any_layout(family: str, source: str, target: str, s
         assert losses == pytest.approx(expected, rel=1e-6)  # a loss in fp32 over other parts of the batch
 
 
-def test_each_parameter_goes_on_with_its_step_count_of_the_rank_that_had_it(tmp_path: Path) -> None:
+def test_step_counts_of_parameters_are_restored(tmp_path: Path) -> None:
     """Each of the two ranks trains one of the two parameters."""
 
     def saves(context: ParallelContext) -> None:
@@ -111,7 +111,7 @@ def test_each_parameter_goes_on_with_its_step_count_of_the_rank_that_had_it(tmp_
     assert [float(optimizer.state[p]["step"]) for p in model.parameters()] == [3.0, 3.0]
 
 
-def test_an_fp32_model_starts_from_the_masters_of_a_16_bit_run(tmp_path: Path) -> None:
+def test_fp32_model_loads_master_weights_of_16_bit_run(tmp_path: Path) -> None:
     torch.manual_seed(0)
     saved, model = nn.Linear(4, 4), nn.Linear(4, 4)
     optimizer = shard_optimizer(saved, torch.optim.AdamW(saved.parameters()), stage=1, precision="bf16")
@@ -125,8 +125,8 @@ def test_an_fp32_model_starts_from_the_masters_of_a_16_bit_run(tmp_path: Path) -
         assert not torch.equal(wide, narrow.float())
 
 
-def test_a_data_rank_goes_on_with_its_own_random_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads share a random state: here each rank saves one of its own, and what it would set is noted."""
+def test_data_rank_restores_its_own_random_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads share random states, so each rank saves a fake one, and restoring is recorded."""
     found: dict[str, Tensor] = {}
 
     def of_rank(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:

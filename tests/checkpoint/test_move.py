@@ -1,4 +1,4 @@
-"""Tensors that move between ranks: every number that a rank wants arrives, and none that it has or has got is sent."""
+"""Tensors that move between ranks: all elements arrive, and only missing elements are sent."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def numbered(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor
 
 
 def item_of(name: str, full: Tensor, pieces: Pieces) -> TensorItem:
-    """Pieces as memory of their own, not contiguous where they have several dims."""
+    """Return an item with chunks in separate memory, noncontiguous if they have several dimensions."""
     held = []
     for start, size in pieces:
         memory = torch.empty(size[::-1], dtype=full.dtype).permute(tuple(reversed(range(len(size)))))
@@ -61,7 +61,7 @@ def moved(
     want: Sequence[Sequence[TensorItem]],
     chunk_bytes: int = move.TRANSFER_BYTES,
 ) -> list[ReshardStats]:
-    """Moves them between as many threads as there are ranks, each of which notes what it sends."""
+    """Exchange items between as many threads as ranks, and record the transfers."""
 
     def do(context: ParallelContext) -> ReshardStats:
         rank = context.data.rank
@@ -80,7 +80,7 @@ def mask_of(shape: Sequence[int], pieces: Pieces) -> Tensor:
     return mask
 
 
-def test_the_examples_of_the_docstrings() -> None:
+def test_docstring_examples() -> None:
     assert doctest.testmod(move).failed == 0
 
 
@@ -89,7 +89,7 @@ def test_the_examples_of_the_docstrings() -> None:
 
 @st.composite
 def pieces_of(draw: Any, shape: tuple[int, ...]) -> Pieces:
-    """Some of the pieces of a grid of cuts, which share nothing; empty ones too."""
+    """Draw disjoint chunks of a grid, some of them empty."""
     grid = []
     for n in shape:
         cuts = sorted([0, n, *draw(st.lists(st.integers(0, n), max_size=2))])
@@ -100,7 +100,7 @@ def pieces_of(draw: Any, shape: tuple[int, ...]) -> Pieces:
 
 @st.composite
 def cases(draw: Any) -> tuple[list[tuple[int, ...]], list[list[Pieces]], list[list[Pieces]]]:
-    """Shapes of tensors, and what each rank has and wants of each; each number has a rank that has it."""
+    """Draw tensor shapes, and source and target chunks of each rank, such that each element has an owner."""
     shapes = draw(st.lists(st.lists(st.integers(0, 6), max_size=3).map(tuple), min_size=1, max_size=3))
     ranks = range(draw(st.integers(1, 4)))
     have = [[draw(pieces_of(shape)) for shape in shapes] for _ in ranks]
@@ -114,7 +114,7 @@ def cases(draw: Any) -> tuple[list[tuple[int, ...]], list[list[Pieces]], list[li
 
 @MANY
 @given(cases(), CHUNKS)
-def test_each_number_arrives_and_no_more_than_is_missing_is_sent(case: Any, chunk_bytes: int) -> None:
+def test_all_elements_arrive_and_only_missing_ones_are_sent(case: Any, chunk_bytes: int) -> None:
     shapes, have, want = case
     full = [numbered(shape) for shape in shapes]
 
@@ -125,8 +125,8 @@ def test_each_number_arrives_and_no_more_than_is_missing_is_sent(case: Any, chun
     found = moved(items(have, full), wanted, chunk_bytes)
     for rank, each in enumerate(wanted):
         for x, item in zip(full, each, strict=True):
-            for held in item.held:
-                assert torch.equal(held.values, part_of(x, (held.start, tuple(held.values.shape))))
+            for chunk in item.chunks:
+                assert torch.equal(chunk.values, part_of(x, (chunk.start, tuple(chunk.values.shape))))
         masks = [(mask_of(s, h), mask_of(s, w)) for s, h, w in zip(shapes, have[rank], want[rank], strict=True)]
         assert found[rank].received == 4 * sum(int((w & ~h).sum()) for h, w in masks)
         assert found[rank].copied == 4 * sum(int((w & h).sum()) for h, w in masks)
@@ -138,7 +138,7 @@ def test_each_number_arrives_and_no_more_than_is_missing_is_sent(case: Any, chun
 
 @st.composite
 def layouts(draw: Any, shape: tuple[int, ...], axes: dict[str, int]) -> ShardSpec:
-    """Each axis cuts a dim or none: evenly, behind another, as fused blocks, or with parts that two ranks share."""
+    """Draw specs whose axes shard a dimension or none: evenly, nested, fused or with shared shards."""
     cut: dict[int, list[Any]] = {}
     for axis, ranks in axes.items():
         dim = draw(st.sampled_from([None, *range(len(shape))]))
@@ -166,7 +166,7 @@ def changes(draw: Any) -> tuple[dict[str, int], ShardSpec, ShardSpec]:
 
 @MANY
 @given(changes(), CHUNKS)
-def test_each_rank_receives_only_the_numbers_that_it_lacks(change: Any, chunk_bytes: int) -> None:
+def test_rank_receives_only_elements_it_does_not_store(change: Any, chunk_bytes: int) -> None:
     sizes, old, new = change
     full = numbered(old.shape, torch.int64)
 
@@ -191,8 +191,7 @@ def stretches(shape: tuple[int, ...], ranks: int, rank: int) -> FlatRegion:
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 5, 100])
-def test_stretches_over_four_ranks_become_stretches_over_three(chunk_bytes: int) -> None:
-    """Of tensors of odd sizes and several kinds of numbers, one without dims and one without numbers among them."""
+def test_flat_ranges_move_from_four_to_three_ranks(chunk_bytes: int) -> None:
     full = {
         "a": numbered((7, 5)),
         "b": numbered((3, 1, 11), torch.bfloat16),
@@ -206,7 +205,7 @@ def test_stretches_over_four_ranks_become_stretches_over_three(chunk_bytes: int)
         found = []
         for name, x in values.items():
             region = stretches(tuple(x.shape), ranks, rank)
-            found.append(region.item(name, x.reshape(-1)[region.stretch]))
+            found.append(region.item(name, x.reshape(-1)[region.flat_range]))
         return found
 
     new = [{name: torch.zeros_like(x) for name, x in full.items()} for _ in range(4)]
@@ -234,9 +233,7 @@ def test_stretches_over_four_ranks_become_stretches_over_three(chunk_bytes: int)
     ],
     ids=str,
 )
-def test_numbers_travel_in_the_narrower_dtype_and_are_those_of_to(
-    held: torch.dtype, wanted: torch.dtype, width: int
-) -> None:
+def test_transfer_uses_narrower_dtype(held: torch.dtype, wanted: torch.dtype, width: int) -> None:
     full = (torch.randn(5, 3, generator=torch.Generator().manual_seed(0)) * 9).to(held)
     new = torch.zeros(5, 3, dtype=wanted)
     (sender, receiver) = moved(
@@ -248,8 +245,8 @@ def test_numbers_travel_in_the_narrower_dtype_and_are_those_of_to(
     assert (sender.sent, receiver.received, receiver.copied) == (12 * width, 12 * width, 3 * width)
 
 
-def test_what_a_rank_wants_twice_is_sent_once_in_the_wider_dtype() -> None:
-    """A parameter in bf16 and a part of its fp32 master."""
+def test_element_wanted_twice_is_sent_once_in_wider_dtype() -> None:
+    """A parameter in bf16 and part of its fp32 master weights."""
     full = torch.randn(10, generator=torch.Generator().manual_seed(0))
     weight, master = torch.zeros(10, dtype=torch.bfloat16), torch.zeros(4)
     want = [TensorItem("x", (10,), x.dtype, [LocalChunk((at,), x)]) for at, x in ((0, weight), (3, master))]
@@ -258,7 +255,7 @@ def test_what_a_rank_wants_twice_is_sent_once_in_the_wider_dtype() -> None:
     assert found == ReshardStats(0, 4 * 4 + 6 * 2, 0)
 
 
-def test_of_what_a_rank_has_twice_the_wider_is_given() -> None:
+def test_wider_of_two_copies_is_sent() -> None:
     full = torch.randn(10, generator=torch.Generator().manual_seed(0))
     have = [item_of("x", full.bfloat16(), [((0,), (10,))]), item_of("x", full, [((3,), (4,))])]
     new = torch.zeros(10)
@@ -267,7 +264,7 @@ def test_of_what_a_rank_has_twice_the_wider_is_given() -> None:
     assert found.received == 4 * 4 + 6 * 2
 
 
-def test_one_rank_copies_into_memory_that_trains() -> None:
+def test_single_rank_copies_into_training_parameters() -> None:
     full, param = numbered((4, 6)), nn.Parameter(torch.zeros(4, 3))
     found = moved(
         [[item_of("x", full, [((0, 0), (4, 6))])]],
@@ -292,7 +289,7 @@ def sent_by(said: Sequence[RankListing]) -> list[int]:
     return sent
 
 
-def test_ranks_that_have_the_same_share_the_sending_by_bytes() -> None:
+def test_owners_balance_bytes_sent() -> None:
     names = {f"x{i}": (n, 5) for i, n in enumerate((9, 5, 4, 3, 3))}
     owner = RankListing([whole(name, shape) for name, shape in names.items()], [])
     taker = RankListing([], owner.have)
@@ -300,7 +297,7 @@ def test_ranks_that_have_the_same_share_the_sending_by_bytes() -> None:
     assert sent_by([taker, owner, taker]) == [0, 2 * 24 * 20, 0]
 
 
-def test_a_rank_that_must_send_what_it_alone_has_sends_less_of_the_rest() -> None:
+def test_sole_owner_sends_less_of_shared_chunks() -> None:
     alone, both = whole("a", (10, 1)), [whole(f"b{n}", (5, 1)) for n in range(2)]
     assert sent_by([RankListing([alone, *both], []), RankListing(both, []), RankListing([], [alone, *both])]) == [
         40,
@@ -309,14 +306,14 @@ def test_a_rank_that_must_send_what_it_alone_has_sends_less_of_the_rest() -> Non
     ]
 
 
-def test_the_plan_is_the_same_whatever_the_order_of_names() -> None:
+def test_plan_is_independent_of_name_order() -> None:
     names = [whole(f"x{n}", (n % 3 + 1, 4)) for n in range(12)]
     there = [RankListing(names, []), RankListing(names[::-1], []), RankListing([], names[::-1])]
     again = [RankListing(names[::-1], []), RankListing(names, []), RankListing([], names)]
     assert set(plan_transfers(there)) == set(plan_transfers(again))
 
 
-def test_a_pair_sends_one_message_where_all_fits_into_it() -> None:
+def test_small_transfers_share_one_message() -> None:
     full = [numbered((8, 3)), numbered((8, 2), torch.bfloat16)]
     rows = [[((4 * r, 0), (4, x.shape[1])) for r in range(2)] for x in full]
     have = [[item_of(f"x{i}", x, [rows[i][r]]) for i, x in enumerate(full)] for r in range(2)]
@@ -334,7 +331,9 @@ def test_a_pair_sends_one_message_where_all_fits_into_it() -> None:
     st.lists(st.tuples(st.sampled_from([torch.float32, torch.bool, torch.complex128]), st.integers(1, 30)), max_size=4),
     st.integers(1, 100),
 )
-def test_chunks_have_each_number_once_and_are_full(sends: list[tuple[torch.dtype, int]], chunk_bytes: int) -> None:
+def test_messages_contain_each_element_once_and_are_full(
+    sends: list[tuple[torch.dtype, int]], chunk_bytes: int
+) -> None:
     given = [ChunkTransfer(f"x{i}", (2, 1), (n, 3), dtype, 0, 1) for i, (dtype, n) in enumerate(sends)]
     found = list(batch_transfers(given, chunk_bytes))
     count = {send.name: torch.zeros(40, 5) for send in given}
@@ -352,8 +351,8 @@ def test_chunks_have_each_number_once_and_are_full(sends: list[tuple[torch.dtype
 
 
 @pytest.mark.parametrize("size", range(1, 10))
-def test_messages_that_start_when_both_ends_come_to_them_all_start(size: int) -> None:
-    """As NCCL runs them: each rank in its order, a message when it is the next of both."""
+def test_message_order_cannot_deadlock(size: int) -> None:
+    """Simulate NCCL: each rank runs its messages in order, and a message needs both ends."""
     waiting = [list(message_order(rank, size)) for rank in range(size)]
     assert all(len(each) == 2 * (size - 1) == len(set(each)) for each in waiting)
     while any(waiting):
@@ -368,8 +367,8 @@ def test_messages_that_start_when_both_ends_come_to_them_all_start(size: int) ->
             del waiting[rank][0], waiting[peer][0]
 
 
-def test_the_cost_of_a_plan_grows_as_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """64 ranks: comparing each pair of their pieces one by one would be 16 times as much as for 16."""
+def test_planning_time_grows_with_number_of_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comparing all pairs of chunks individually would take 16 times as long for 64 ranks as for 16."""
 
     calls = 0
 
@@ -420,25 +419,25 @@ def another_shape(rank: int, x: Tensor) -> tuple[list[TensorItem], list[TensorIt
     ("asked", "message"),
     [
         (no_such_name, r"Rank 1 wants layer.weihgt, which no rank has\. Did you mean 'layer.weight'\?"),
-        (a_missing_part, r"Rank 1 wants x from \[2, 5\] on, \[2, 1\] numbers, which no rank has"),
-        (another_shape, r"x has the shape \(4, 6\) on rank 0, and \(6, 4\) on rank 1\. "),
+        (a_missing_part, r"Rank 1 wants the box of shape \[2, 1\] at \[2, 5\] of x, which no rank has"),
+        (another_shape, r"x has the shape \(4, 6\) on rank 0 and \(6, 4\) on rank 1\. "),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_what_cannot_be_is_refused_on_all_ranks_before_anything_moves(asked: Asked, message: str) -> None:
+def test_invalid_request_raises_on_all_ranks_before_transfer(asked: Asked, message: str) -> None:
     def do(context: ParallelContext) -> str:
         have, want = asked(context.data.rank, numbered((4, 6)))
         with CollectiveRecorder(context) as recorder, pytest.raises(ConfigError, match=message) as raised:
             exchange_items(have, want, context.data)
         assert recorder.calls == []
-        assert all(not held.values.any() for item in want for held in item.held)
+        assert all(not chunk.values.any() for item in want for chunk in item.chunks)
         return str(raised.value)
 
     assert len(set(run_as_threads(do, data=3))) == 1
 
 
 @pytest.mark.parametrize("given", [[0, 0], [8, 9], [True, True], [8, 2.5]])
-def test_chunks_without_bytes_and_unlike_ones_are_refused(given: list[Any]) -> None:
+def test_invalid_chunk_bytes_is_refused(given: list[Any]) -> None:
     def do(context: ParallelContext) -> None:
         with pytest.raises(ConfigError, match="chunk_bytes is"):
             exchange_items([], [], context.data, chunk_bytes=given[context.data.rank])
@@ -471,7 +470,7 @@ def rows_become_columns(chunk_bytes: int) -> ReshardStats:
 
 
 @pytest.mark.parametrize("chunk_bytes", [20, move.TRANSFER_BYTES])
-def test_processes_move_what_threads_do(pool4: WorkerPool, chunk_bytes: int) -> None:
+def test_processes_and_threads_transfer_the_same(pool4: WorkerPool, chunk_bytes: int) -> None:
     found = pool4.run(rows_become_columns, chunk_bytes)
     held = [(2, 0), (2, 1), (2, 0), (1, 1)]  # (rows, half of the columns)
     widths = [(5, 4), (5, 5), (6, 5)]
@@ -482,5 +481,5 @@ def test_processes_move_what_threads_do(pool4: WorkerPool, chunk_bytes: int) -> 
     assert sum(each.sent for each in found) == sum(each.received for each in found)
 
 
-def test_two_processes_send_each_other(pool2: WorkerPool) -> None:
+def test_two_processes_exchange_in_both_directions(pool2: WorkerPool) -> None:
     assert [each.sent for each in pool2.run(rows_become_columns, 64)] == [2 * 4 * 14, 2 * 3 * 16]

@@ -1,4 +1,4 @@
-"""The parts that checkpoints are made of: checksums, plain values, who writes what, and which boxes a rank holds."""
+"""Components of checkpoints: checksums, JSON values, assignment of writes, and chunks of a rank."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DTYPES = [
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_parts_of_a_tensor_add_up_to_its_checksum(dtype: torch.dtype) -> None:
+def test_checksums_of_chunks_add_up(dtype: torch.dtype) -> None:
     x = (torch.randn(5, 7, 3) * 3).to(dtype)
     whole = weighted_sum(x, (0, 0, 0))
     parts = [weighted_sum(x[a:b, c:d], (a, c, 0)) for a, b in ((0, 2), (2, 5)) for c, d in ((0, 6), (6, 7))]
@@ -42,7 +42,7 @@ def test_parts_of_a_tensor_add_up_to_its_checksum(dtype: torch.dtype) -> None:
     assert 0 <= whole < 2**64
 
 
-def test_the_checksum_of_many_rows_and_of_long_ones() -> None:
+def test_checksum_of_many_or_long_rows() -> None:
     for shape in ((3, 70_001), (70_001, 3), (140_000,)):
         x = torch.randint(0, 255, shape, dtype=torch.uint8)
         half = shape[-1] // 2
@@ -51,13 +51,13 @@ def test_the_checksum_of_many_rows_and_of_long_ones() -> None:
         assert parts % 2**64 == weighted_sum(x, start)
 
 
-def test_two_numbers_exchanged_across_the_diagonal_change_the_checksum() -> None:
+def test_checksum_detects_transposed_elements() -> None:
     x = torch.arange(16, dtype=torch.int32).view(4, 4)
     assert weighted_sum(x.t(), (0, 0)) != weighted_sum(x, (0, 0))
 
 
 @given(st.integers(0, 34), st.integers(0, 31), st.integers(0, 34))
-def test_a_bit_or_two_numbers_exchanged_change_the_checksum(at: int, bit: int, other: int) -> None:
+def test_checksum_detects_flipped_bit_and_swapped_elements(at: int, bit: int, other: int) -> None:
     x = torch.arange(35, dtype=torch.int32).view(5, 7)
     before = weighted_sum(x, (0, 0))
     y = x.clone().view(-1)
@@ -70,7 +70,7 @@ def test_a_bit_or_two_numbers_exchanged_change_the_checksum(at: int, bit: int, o
     assert weighted_sum(x, (1, 0)) != before
 
 
-def test_the_checksum_of_nothing_and_of_one_number() -> None:
+def test_checksum_of_empty_and_single_element_tensors() -> None:
     assert weighted_sum(torch.empty(0, 3), (0, 0)) == 0
     assert weighted_sum(torch.tensor(1.5), ()) != 0
 
@@ -86,7 +86,7 @@ PLAIN: list[Any] = [
 
 
 @pytest.mark.parametrize("value", PLAIN, ids=lambda value: str(value)[:20])
-def test_plain_values_come_back_as_they_were(value: Any) -> None:
+def test_json_round_trip(value: Any) -> None:
     back = from_json(json.loads(json.dumps(to_json(value, "it"))))
     assert repr(back) == repr(tuple(value) if isinstance(value, torch.Size) else value)
     if not isinstance(value, torch.Size):
@@ -100,7 +100,7 @@ def test_plain_values_come_back_as_they_were(value: Any) -> None:
         lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner) | st.tuples(inner, inner),
     )
 )
-def test_any_plain_value_comes_back(value: Any) -> None:
+def test_json_round_trip_of_random_values(value: Any) -> None:
     assert from_json(json.loads(json.dumps(to_json(value, "it")))) == value
 
 
@@ -109,8 +109,8 @@ def test_any_plain_value_comes_back(value: Any) -> None:
     [object(), print, {"fn": lambda: None}, torch.zeros(2**13), InputError],
     ids=lambda value: type(value).__name__,
 )
-def test_what_is_code_or_large_is_refused_and_named(value: Any) -> None:
-    with pytest.raises(InputError, match=r"extra.* cannot be saved"):
+def test_json_refuses_code_and_large_tensors(value: Any) -> None:
+    with pytest.raises(InputError, match=r"extra.* cannot store"):
         to_json(value, "extra")
 
 
@@ -118,7 +118,7 @@ def test_what_is_code_or_large_is_refused_and_named(value: Any) -> None:
 
 
 @given(st.lists(st.integers(1, 5), min_size=0, max_size=3), st.data())
-def test_a_stretch_is_the_boxes_that_it_forms(shape: list[int], data: st.DataObject) -> None:
+def test_flat_range_is_covered_by_few_boxes(shape: list[int], data: st.DataObject) -> None:
     numel = math.prod(shape)
     begin = data.draw(st.integers(0, numel))
     end = data.draw(st.integers(begin, numel))
@@ -137,7 +137,7 @@ PIECES = st.tuples(st.tuples(st.integers(0, 4), st.integers(0, 4)), st.tuples(st
 
 
 @given(PIECES, st.lists(PIECES, max_size=4))
-def test_without_leaves_what_no_other_piece_has(piece: Piece, others: list[Piece]) -> None:
+def test_subtract_chunks_leaves_uncovered_elements(piece: Piece, others: list[Piece]) -> None:
     def numbers(one: Any) -> set[tuple[int, int]]:
         (a, b), (n, m) = one
         return {(i, j) for i in range(a, a + n) for j in range(b, b + m)}
@@ -151,8 +151,8 @@ def test_without_leaves_what_no_other_piece_has(piece: Piece, others: list[Piece
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_each_number_is_written_once_though_ranks_hold_it_together(overlaps: bool) -> None:
-    """Two of four ranks hold each KV head; or stretches whose ends differ from rank to rank."""
+def test_replicated_elements_are_written_once(overlaps: bool) -> None:
+    """Pairs of ranks replicate KV heads, or flat ranges overlap."""
     full = torch.arange(60.0).view(6, 10)
 
     def do(context: ParallelContext) -> torch.Tensor:
@@ -164,7 +164,7 @@ def test_each_number_is_written_once_though_ranks_hold_it_together(overlaps: boo
             split = Split((((0, 3),), ((0, 3),), ((3, 6),), ((2, 6),)))
             spec = ShardSpec((6, 10), {0: split})
             region, x = FlatRegion((6, 10), spec, context.coords), spec.slice(full, context.coords)
-        x = full.reshape(-1)[region.stretch] if overlaps else region.spec.slice(full, context.coords)  # type: ignore[union-attr]
+        x = full.reshape(-1)[region.flat_range] if overlaps else region.spec.slice(full, context.coords)  # type: ignore[union-attr]
         item = region.item("x", x)
         count = torch.zeros(6, 10)
         for (_, start, size), pieces in assign_writes([item], context.tensor).items():
@@ -177,7 +177,7 @@ def test_each_number_is_written_once_though_ranks_hold_it_together(overlaps: boo
     assert bool((torch.stack(found).sum(0) == 1).all())
 
 
-def test_of_what_all_hold_each_writes_about_as_much() -> None:
+def test_writes_of_replicated_tensors_are_balanced() -> None:
     def do(context: ParallelContext) -> int:
         items = [FlatRegion((n, 3), None, {}).item(f"x{n}", torch.zeros(n, 3)) for n in (8, 5, 4, 3, 2)]
         mine = assign_writes([*items, TensorItem("none", (0, 3), torch.float32, [])], context.data)

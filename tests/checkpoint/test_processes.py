@@ -1,4 +1,4 @@
-"""Checkpoints of real processes: random numbers, torch's data parallelism, and what torch compiled."""
+"""Checkpoints of real processes: random states, DistributedDataParallel, and compiled models."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DROPS = {"resid_pdrop": 0.1, "embd_pdrop": 0.2, "attn_pdrop": 0.1}
 def trained(
     sizes: dict[str, int], folder: Path, resume: bool, stage: int | None
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """The losses and weights of a run with dropout, that saves in the middle or goes on from there."""
+    """Return the losses and weights of a run with dropout that saves halfway or resumes from there."""
     context = ParallelContext.from_world(sizes)
     seed_random(1 if resume else 0)
     model = shard_model(SmallModel("gpt2", changes=DROPS)(), context=context).train()
@@ -60,11 +60,11 @@ def check_goes_on(pool: WorkerPool, folder: Path, sizes: dict[str, int], stage: 
         assert all(torch.equal(weights[name], value) for name, value in expected.items())
 
 
-def test_dropout_goes_on_where_it_was_over_tensor_ranks(pool2: WorkerPool, tmp_path: Path) -> None:
+def test_dropout_resumes_on_tensor_ranks(pool2: WorkerPool, tmp_path: Path) -> None:
     check_goes_on(pool2, tmp_path, {"tensor": 2}, None)
 
 
-def test_dropout_goes_on_where_it_was_over_data_ranks(pool2: WorkerPool, tmp_path: Path) -> None:
+def test_dropout_resumes_on_data_ranks(pool2: WorkerPool, tmp_path: Path) -> None:
     check_goes_on(pool2, tmp_path, {"data": 2}, 3)
 
 
@@ -92,12 +92,12 @@ def data_parallel(folder: Path) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-def test_what_torchs_data_parallel_saved_goes_on_in_one_process(pool2: WorkerPool, tmp_path: Path) -> None:
+def test_ddp_checkpoint_resumes_in_one_process(pool2: WorkerPool, tmp_path: Path) -> None:
     expected = pool2.run(data_parallel, tmp_path)[0]
     goes_on(tmp_path, expected, lambda model: model)
 
 
-def test_what_is_compiled_is_the_model_in_it(pool2: WorkerPool, tmp_path: Path) -> None:
+def test_compiled_model_is_unwrapped(pool2: WorkerPool, tmp_path: Path) -> None:
     expected = pool2.run(data_parallel, tmp_path)[0]
     goes_on(tmp_path, expected, lambda model: torch.compile(model, backend="eager"))
 

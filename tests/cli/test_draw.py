@@ -122,10 +122,10 @@ def test_what_the_ranks_of_a_grid_hold(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--grid", "2x2", "--tensor-parallel-mode", "3d"], "Give three numbers"),
-        (["--grid", "ax2"], "--grid 4, or --grid 2x2"),
+        (["--grid", "2x2", "--tensor-parallel-mode", "3d"], "Pass three sizes"),
+        (["--grid", "ax2"], "--grid 4 or --grid 2x2"),
         (["--grid", "200x200"], "1024 at the most"),
-        (["--grid", "99999999999999999999x2"], "ranks at the most"),
+        (["--grid", "99999999999999999999x2"], "ranks per axis"),
         (["--grid", "2x2", "--out", "grid.png"], "--out with --grid"),
         (["--grid", "2x2", "--stages", "4"], "--stages with --grid"),
         (["--grid", "2x2", "--micro-batches", "2"], "--micro-batches with --grid"),

@@ -243,7 +243,7 @@ def test_one_stage_accumulates_micro_batches(run: Run) -> None:
         (["gpt2", "--zero=1"], "--zero is now --zero-stage"),
         (["gpt2", "--reference", "whole"], "--reference is now --average-loss-over"),
         (["bert", "--zero-stage", "1", "--optimizer", "LBFGS"], "without a closure"),
-        (["bert", "--tensor", "99999999999999999999"], "ranks at the most"),
+        (["bert", "--tensor", "99999999999999999999"], "ranks per axis"),
         (["nowhere:model"], "There is no module 'nowhere'"),
         ([":model"], "There is no module ''"),
         (["bret"], "There is no model 'bret'"),

@@ -1,4 +1,4 @@
-"""Calls that only some ranks make: an error on all of them that names the call, before anything is communicated."""
+"""Collective calls that only some ranks make raise on all ranks, with the name of the call, before communication."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ ORDER = list(CALLS)
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_ranks_that_make_different_calls_raise_on_all(call: str, tmp_path: Path) -> None:
+def test_different_calls_raise_on_all_ranks(call: str, tmp_path: Path) -> None:
     other = ORDER[ORDER.index(call) - 1]
 
     def run(context: ParallelContext) -> str:
@@ -64,7 +64,7 @@ def test_ranks_that_make_different_calls_raise_on_all(call: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_call_that_one_rank_makes_alone_ends(call: str, tmp_path: Path) -> None:
+def test_call_on_one_rank_raises(call: str, tmp_path: Path) -> None:
     def run(context: ParallelContext) -> str:
         engine = made(context)
         if context.rank == 1:
@@ -77,7 +77,7 @@ def test_a_call_that_one_rank_makes_alone_ends(call: str, tmp_path: Path) -> Non
     assert not list(tmp_path.rglob("*")), "nothing is written"
 
 
-def test_evaluation_over_unequal_numbers_of_batches_raises_on_all() -> None:
+def test_evaluation_with_unequal_batch_counts_raises_on_all_ranks() -> None:
     def run(context: ParallelContext) -> None:
         with pytest.raises(InputError, match="without another batch"):
             made(context).evaluate([BATCH] * (2 + context.rank))
@@ -85,7 +85,7 @@ def test_evaluation_over_unequal_numbers_of_batches_raises_on_all() -> None:
     run_as_threads(run, data=2)
 
 
-def test_a_step_that_one_rank_leaves_out_raises_on_all() -> None:
+def test_skipped_step_raises_on_all_ranks() -> None:
     def run(context: ParallelContext) -> None:
         engine = made(context)
         engine.backward(engine(BATCH))
@@ -97,7 +97,7 @@ def test_a_step_that_one_rank_leaves_out_raises_on_all() -> None:
     run_as_threads(run, data=2)
 
 
-def test_a_rank_may_come_late() -> None:
+def test_late_rank_is_waited_for() -> None:
     def run(context: ParallelContext) -> None:
         for number in range(3):
             time.sleep(0.05 * ((context.rank + number) % 3))
@@ -133,8 +133,8 @@ def of_processes(folder: str, others: str) -> str:
     return said
 
 
-def test_a_call_of_one_process_alone(pool2: WorkerPool, tmp_path: Path) -> None:
-    """The others train, or are only slow; those that wait in a collective are in ``tests/policies/test_edges.py``."""
+def test_call_on_one_process_raises_or_waits(pool2: WorkerPool, tmp_path: Path) -> None:
+    """The other ranks train or are slow. For ranks inside of a collective see ``tests/policies/test_edges.py``."""
     for said in pool2.run(of_processes, str(tmp_path / "a"), "train"):
         assert "rank 0 called engine.save and rank 1 called engine.train_step" in said.lower()
     assert not list(tmp_path.rglob("*")), "nothing is written"

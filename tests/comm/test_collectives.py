@@ -1,4 +1,4 @@
-"""Collectives against what they stand for, for stretches that do not divide; and their bytes against the formula."""
+"""Collectives over uneven shards against their definition, and their bytes against the formula."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _large_all_reduce() -> tuple[Tensor, Tensor]:
     return collectives.all_reduce(x, axis)[:4], collectives.all_reduce(x.new_ones(4), axis)
 
 
-def test_a_large_all_reduce_gives_the_same_as_a_small_one(pool2: WorkerPool) -> None:
+def test_large_and_small_all_reduce_agree(pool2: WorkerPool) -> None:
     for large, small in pool2.run(_large_all_reduce):
         assert torch.equal(large, torch.full((4,), 3.0))
         assert torch.equal(small, torch.full((4,), 2.0))
@@ -73,9 +73,7 @@ def _gather_and_scatter(length: int, dim: int) -> tuple[bool, bool, bool]:
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("length", [8, 7, 3, 1])
 @pytest.mark.parametrize("dim", [0, 1, 2])
-def test_gather_and_scatter_of_stretches_that_do_not_divide(
-    pools: WorkerPools, ranks: int, length: int, dim: int
-) -> None:
+def test_gather_and_scatter_of_uneven_shards(pools: WorkerPools, ranks: int, length: int, dim: int) -> None:
     assert pools(ranks).run(_gather_and_scatter, length, dim) == [(True, True, True)] * ranks
 
 
@@ -85,7 +83,7 @@ def _sixteen_bit_sum() -> Tensor:
     return collectives.reduce_scatter(x, axis, 0)
 
 
-def test_a_scatter_of_16_bit_numbers_adds_in_fp32(pool4: WorkerPool) -> None:
+def test_16_bit_reduce_scatter_accumulates_in_fp32(pool4: WorkerPool) -> None:
     # in bf16 256 + 1 is 256, one by one: 256; in fp32 the sum is 259, which rounds to 260
     for part in pool4.run(_sixteen_bit_sum):
         assert part.float().tolist() == [260.0]
@@ -103,7 +101,7 @@ def _traffic() -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_the_recorder_counts_what_the_formula_says(pools: WorkerPools, ranks: int) -> None:
+def test_recorded_bytes_match_formula(pools: WorkerPools, ranks: int) -> None:
     full = 4 * 6 * 4
     want = {
         "all_reduce": (1, 2 * (ranks - 1) * full),
@@ -113,7 +111,7 @@ def test_the_recorder_counts_what_the_formula_says(pools: WorkerPools, ranks: in
     assert pools(ranks).run(_traffic) == [want] * ranks
 
 
-def test_an_axis_of_one_communicates_nothing() -> None:
+def test_axis_of_size_1_does_not_communicate() -> None:
     axis, x = Axis("tensor"), torch.ones(3)
     with CollectiveRecorder(axis) as recorder:
         assert collectives.all_reduce(x, axis) is x
@@ -129,11 +127,11 @@ def _objects() -> tuple[list[int], str]:
     )
 
 
-def test_objects(pool2: WorkerPool) -> None:
+def test_object_collectives(pool2: WorkerPool) -> None:
     assert pool2.run(_objects) == [([0, 10], "from 1")] * 2
 
 
-def test_the_checksum_of_a_stretch_of_bytes_is_that_of_its_copy() -> None:
+def test_checksum_of_unaligned_view_equals_copy() -> None:
     numbers = torch.arange(5000) % 251
     for stretch in (numbers.to(torch.uint8)[3:], numbers.bool()[1:], numbers.to(torch.bfloat16)[1:]):
         assert collectives.checksum(stretch) == collectives.checksum(stretch.clone())

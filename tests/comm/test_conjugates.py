@@ -1,6 +1,6 @@
 """Each collective's backward is the transpose of its forward: <f(x), y> = <x, f'(y)>, summed over the ranks.
 
-Where one side is replicated, its inner product is counted once, as the values there are one tensor held by all.
+The inner product of a replicated side is counted once, because the ranks hold one tensor.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _uneven() -> tuple[Tensor, Tensor]:
     return whole.detach(), x.grad
 
 
-def test_slices_of_any_length_are_joined(pools: WorkerPools) -> None:
+def test_slices_of_any_length_are_gathered(pools: WorkerPools) -> None:
     results = pools(4).run(_uneven)
     for whole, _ in results:
         assert whole[0].tolist() == [0, 1, 1, 2, 2, 2, 3, 3, 3, 3]
@@ -132,5 +132,5 @@ def _untouched() -> tuple[bool, bool]:
     return torch.equal(x.detach(), torch.ones(3)), torch.equal(grad, torch.full((3,), 5.0))
 
 
-def test_inputs_and_gradients_are_not_written_to(pools: WorkerPools) -> None:
+def test_inputs_and_gradients_are_not_modified(pools: WorkerPools) -> None:
     assert pools(2).run(_untouched) == [(True, True)] * 2

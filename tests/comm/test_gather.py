@@ -1,4 +1,4 @@
-"""Full tensors from the parts that ranks hold: several at once, in one message for all that are cut alike."""
+"""Full tensors are gathered from shards, with one message for all tensors of one layout."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SPECS = [
 DTYPES = [torch.float32] * 4 + [torch.float64, torch.float32]
 
 
-def test_all_at_once_are_what_each_is_alone() -> None:
+def test_gathering_several_tensors_equals_gathering_each() -> None:
     full = [torch.randn(spec.shape, dtype=dtype) for spec, dtype in zip(SPECS, DTYPES, strict=True)]
 
     def gather(context: ParallelContext) -> tuple[list[Tensor], dict[str, int]]:

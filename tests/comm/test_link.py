@@ -1,4 +1,4 @@
-"""Copies between a device and its host are right, in order, and beside the computation."""
+"""Copies between device and host are correct, ordered and asynchronous."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.i
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_goes_down_comes_up_again(device: str) -> None:
+def test_offloaded_tensors_are_restored(device: str) -> None:
     link = HostDeviceCopier(torch.device(device))
     x = torch.randn(1000, device=device)
     host, back = link.new_host(1000, torch.float32), torch.empty(1000, device=device)
@@ -24,15 +24,14 @@ def test_what_goes_down_comes_up_again(device: str) -> None:
     assert all((link.bandwidth(way) or 0) > 0 for way in (DEVICE_TO_HOST, HOST_TO_DEVICE))
 
 
-def test_copies_of_one_way_are_made_in_their_order() -> None:
+def test_copies_in_one_direction_run_in_order() -> None:
     link, host = HostDeviceCopier(torch.device("cpu"), bandwidth=1e6), torch.empty(1000)
     copies = [link.to_host(host, torch.full((1000,), float(n))) for n in range(5)]
     assert float(copies[-1].finish()[0]) == 4
     assert [copied.size for copied in link.log] == [4000] * 5
 
 
-def test_what_is_read_is_held_until_it_was() -> None:
-    """Memory that is used again asks who still looks at it."""
+def test_source_is_kept_until_copied() -> None:
     link, x = HostDeviceCopier(torch.device("cpu"), bandwidth=40_000.0), torch.ones(1000)
     copy, held = link.to_host(torch.empty(1000), x), weakref.ref(x.untyped_storage())
     storage = held()
@@ -41,7 +40,7 @@ def test_what_is_read_is_held_until_it_was() -> None:
     assert torch._C._storage_Use_Count(storage._cdata) == 2
 
 
-def test_a_copy_does_not_hold_up_who_began_it() -> None:
+def test_copy_does_not_block() -> None:
     link = HostDeviceCopier(torch.device("cpu"), bandwidth=40_000.0)
     begin = time.perf_counter()
     copy = link.to_host(torch.empty(1000), torch.ones(1000))

@@ -1,4 +1,4 @@
-"""The recorder's events: what starts and is waited for, in order, and where."""
+"""The recorder's events: starts and waits in order, with their call sites."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.pipeline.p2p_communication import PointToPoint
 
 
-def test_starts_and_waits_in_order() -> None:
+def test_starts_and_waits_are_recorded_in_order() -> None:
     def collect(context: ParallelContext) -> list[tuple[str, int]]:
         with CollectiveRecorder(context) as recorder:
             first = start_all_reduce(torch.zeros(1), context.tensor)
@@ -28,7 +28,7 @@ def test_starts_and_waits_in_order() -> None:
     assert run_as_threads(collect, tensor=2)[0] == [("start", 4), ("start", 8), ("wait", 8), ("wait", 4)]
 
 
-def test_what_is_received_is_an_event_and_no_call() -> None:
+def test_receive_is_an_event_but_no_call() -> None:
     def talk(context: ParallelContext) -> tuple[list[str], list[str], int]:
         wires = PointToPoint(context)
         with CollectiveRecorder(context) as recorder:
@@ -59,7 +59,7 @@ class Reduce(nn.Module):
         return all_reduce(x.clone(), self.axis)
 
 
-def test_a_collective_carries_the_module_and_the_action() -> None:
+def test_collective_records_module_and_action() -> None:
     def run(context: ParallelContext) -> list[tuple[str, str]]:
         axis = context.tensor
         model = nn.Sequential(Reduce(axis), Reduce(axis, Reduce(axis)))

@@ -1,4 +1,4 @@
-"""The rings give what the collective and the matmul give one after the other, in stretches that do not divide."""
+"""Ring implementations equal the collective followed by the matmul, for uneven shards."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _both(length: int) -> tuple[float, float, float, list[str]]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("length", [8, 7, 3, 1])
-def test_a_ring_is_the_collective_and_the_matmul(pools: WorkerPools, ranks: int, length: int) -> None:
+def test_ring_equals_collective_and_matmul(pools: WorkerPools, ranks: int, length: int) -> None:
     for joined, product, scattered, calls in pools(ranks).run(_both, length):
         assert (joined, calls) == (0.0, ["all_gather", "reduce_scatter"])
         assert product < 1e-12 and scattered < 1e-12

@@ -1,4 +1,4 @@
-"""What is asked of tensors without values, and what is answered."""
+"""Operations on tensors without values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardformer.local_ranks.fake_rank import fake_tensors
 from shardformer.torch_compat import has_data, to_list, without_fake_tensors
 
 
-def test_numbers_are_ones_where_there_are_none() -> None:
+def test_fake_transport_gathers_constant_numbers() -> None:
     x = torch.tensor([[2.0, 3.0]])
     assert has_data(x) and to_list(x) == [[2.0, 3.0]]
     assert not has_data(x.to("meta")) and to_list(x.to("meta")) == [[1, 1]]
@@ -19,7 +19,7 @@ def test_numbers_are_ones_where_there_are_none() -> None:
     assert not has_data(fake) and to_list(fake) == [[1, 1]] and to_list(fake.sum()) == 1
 
 
-def test_what_is_tried_out_has_values_while_a_step_is_traced() -> None:
+def test_trial_step_has_values_during_trace() -> None:
     @without_fake_tensors()
     def tried() -> Tensor:
         return torch.ones(2)

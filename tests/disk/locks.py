@@ -13,12 +13,12 @@ from shardformer.filesystem.lock import LOCK
 
 
 def parent() -> Process:
-    """A process that is running and is not this one."""
+    """A running process other than this one."""
     return Process(Process.this().machine, os.getppid(), atomic_write._started(os.getppid()) or 0)
 
 
 def killed() -> Process:
-    """A process that is not running any more, whose number this one has now."""
+    """A process that has exited and whose process id this process has now."""
     here = Process.this()
     return Process(here.machine, here.pid, here.start - 1)
 
@@ -28,7 +28,7 @@ def elsewhere() -> Process:
 
 
 def lock_of(process: Process, folder: Path, **more: Any) -> Path:
-    """The lock file of a process."""
+    """Return the lock file of a process."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / LOCK
     content = {

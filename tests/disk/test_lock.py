@@ -1,4 +1,4 @@
-"""A folder belongs to one process at a time, and never to one that is gone."""
+"""A directory belongs to one process at a time, and never to an exited process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FORKS = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 
 
 class Holder:
-    """Anything that writes into a folder."""
+    """An owner of a lock."""
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def owner(folder: Path) -> int:
     return int(json.loads((folder / LOCK).read_text())["process"])
 
 
-def test_a_folder_is_held_while_one_of_its_holders_is_alive(tmp_path: Path) -> None:
+def test_lock_is_held_while_an_owner_is_alive(tmp_path: Path) -> None:
     first, second = Holder(), Holder()
     assert hold(tmp_path / "new", first)
     assert hold(tmp_path / "new", second)
@@ -48,7 +48,7 @@ def test_a_folder_is_held_while_one_of_its_holders_is_alive(tmp_path: Path) -> N
     assert list((tmp_path / "new").iterdir()) == []
 
 
-def test_a_running_process_keeps_its_folder(tmp_path: Path) -> None:
+def test_lock_of_running_process_is_respected(tmp_path: Path) -> None:
     path = lock_of(parent(), tmp_path)
     before = path.read_text()
     with pytest.raises(ConfigError, match=rf"in use by process {os.getppid()} of someone on a-host"):
@@ -58,7 +58,7 @@ def test_a_running_process_keeps_its_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["killed", "empty", "own"])
-def test_a_lock_of_a_process_that_is_gone_is_taken_over_at_once(what: str, tmp_path: Path) -> None:
+def test_lock_of_dead_process_is_taken_over(what: str, tmp_path: Path) -> None:
     path = lock_of(killed(), tmp_path)
     if what == "empty":  # killed between the two
         path.write_text("")
@@ -72,7 +72,7 @@ def test_a_lock_of_a_process_that_is_gone_is_taken_over_at_once(what: str, tmp_p
 
 
 @FORKS
-def test_a_zombie_is_dead(tmp_path: Path) -> None:
+def test_zombie_process_counts_as_dead(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
         os._exit(0)
@@ -83,7 +83,7 @@ def test_a_zombie_is_dead(tmp_path: Path) -> None:
         os.waitpid(child, 0)
 
 
-def test_another_machine_keeps_a_lock_that_it_refreshes_and_loses_one_that_it_does_not(tmp_path: Path) -> None:
+def test_lock_of_other_machine_expires_without_refresh(tmp_path: Path) -> None:
     path, holder, stop = lock_of(elsewhere(), tmp_path), Holder(), threading.Event()
 
     def refresh() -> None:
@@ -102,7 +102,7 @@ def test_another_machine_keeps_a_lock_that_it_refreshes_and_loses_one_that_it_do
     assert owner(tmp_path) == os.getpid()
 
 
-def test_a_lock_is_refreshed_and_one_of_another_process_is_not(tmp_path: Path) -> None:
+def test_only_own_lock_is_refreshed(tmp_path: Path) -> None:
     holder = Holder()
     hold(tmp_path, holder)
     path = tmp_path / LOCK
@@ -122,7 +122,7 @@ def test_a_lock_is_refreshed_and_one_of_another_process_is_not(tmp_path: Path) -
     assert path.exists(), "it is not this process's lock"
 
 
-def test_a_lock_that_somebody_removed_is_there_again(tmp_path: Path) -> None:
+def test_removed_lock_is_recreated(tmp_path: Path) -> None:
     holder = Holder()
     hold(tmp_path, holder)
     (tmp_path / LOCK).unlink()
@@ -131,7 +131,7 @@ def test_a_lock_that_somebody_removed_is_there_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["link", "dangling", "folder", "text", "list"])
-def test_what_is_no_lock_is_left_alone(what: str, tmp_path: Path) -> None:
+def test_other_files_are_not_treated_as_locks(what: str, tmp_path: Path) -> None:
     precious, path = tmp_path / "precious", tmp_path / "run" / LOCK
     path.parent.mkdir()
     if what in ("link", "dangling"):
@@ -149,7 +149,7 @@ def test_what_is_no_lock_is_left_alone(what: str, tmp_path: Path) -> None:
 
 
 @FORKS
-def test_a_child_does_not_release_the_folder_of_its_parent(tmp_path: Path) -> None:
+def test_child_process_does_not_release_lock_of_parent(tmp_path: Path) -> None:
     holder = Holder()
     hold(tmp_path, holder)
     child = os.fork()
@@ -167,8 +167,7 @@ def test_a_child_does_not_release_the_folder_of_its_parent(tmp_path: Path) -> No
 
 
 @FORKS
-def test_of_many_that_take_over_one_lock_one_has_it(tmp_path: Path) -> None:
-    """Processes, which see the same lock of a killed one."""
+def test_one_of_several_processes_takes_over_a_lock(tmp_path: Path) -> None:
     lock_of(killed(), tmp_path)
     start = tmp_path.parent / f"{tmp_path.name}-start"
     children = []

@@ -1,4 +1,4 @@
-"""A file or folder has the old content or the new one, and nothing is written through a link."""
+"""A file or folder has either its old or its new content, and links are never followed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shardformer.filesystem.atomic_write import (
 )
 
 
-def test_a_private_name_is_used_once_and_says_whose_it_is(tmp_path: Path) -> None:
+def test_private_name_is_unique_and_contains_its_owner(tmp_path: Path) -> None:
     one, two = private_path(tmp_path / "step-00000005"), private_path(tmp_path / "step-00000005")
     assert one != two and one.parent == tmp_path
     found = private(one)
@@ -34,9 +34,7 @@ def test_a_private_name_is_used_once_and_says_whose_it_is(tmp_path: Path) -> Non
     assert len(private_path(tmp_path / ("x" * 250)).name) < 255
 
 
-def test_a_path_of_a_user_is_absolute_and_begins_in_the_home_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_user_path_is_expanded_and_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.chdir(tmp_path)
     assert path_of("~/a") == Path("/home/me/a")
@@ -46,7 +44,7 @@ def test_a_path_of_a_user_is_absolute_and_begins_in_the_home_folder(
             path_of(wrong)  # type: ignore[arg-type]
 
 
-def test_what_is_in_the_way_of_a_folder_is_named(tmp_path: Path) -> None:
+def test_file_in_place_of_directory_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("nowhere")
     (tmp_path / "loop").symlink_to("loop")
@@ -61,7 +59,7 @@ def test_what_is_in_the_way_of_a_folder_is_named(tmp_path: Path) -> None:
     remove(tmp_path / ("x" * 300))
 
 
-def test_only_what_killed_processes_of_this_machine_left_is_removed(tmp_path: Path) -> None:
+def test_only_leftovers_of_killed_local_processes_are_removed(tmp_path: Path) -> None:
     here = Process.this()
     own = private_path(tmp_path / "model")
     dead = tmp_path / own.name.replace(f"-{here.start}-", f"-{here.start - 1}-")
@@ -77,7 +75,7 @@ def test_only_what_killed_processes_of_this_machine_left_is_removed(tmp_path: Pa
     assert all(path.exists() for path in kept) and link.is_symlink()
 
 
-def test_a_new_file_does_not_follow_a_link(tmp_path: Path) -> None:
+def test_new_file_does_not_follow_link(tmp_path: Path) -> None:
     for target in ("precious", "not there"):
         link = tmp_path / f"link to {target}"
         link.symlink_to(tmp_path / target)
@@ -86,7 +84,7 @@ def test_a_new_file_does_not_follow_a_link(tmp_path: Path) -> None:
     assert not (tmp_path / "not there").exists()
 
 
-def test_a_link_is_replaced_and_not_written_through(tmp_path: Path) -> None:
+def test_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
     precious, path = tmp_path / "precious", tmp_path / "text.txt"
     precious.write_text("precious")
     path.symlink_to(precious)
@@ -94,7 +92,7 @@ def test_a_link_is_replaced_and_not_written_through(tmp_path: Path) -> None:
     assert (precious.read_text(), path.read_text(), path.is_symlink()) == ("precious", "new", False)
 
 
-def test_a_file_is_as_it_was_where_its_successor_fails(tmp_path: Path) -> None:
+def test_failed_replacement_keeps_file(tmp_path: Path) -> None:
     path = tmp_path / "picture.png"
     path.write_text("old")
     with pytest.raises(OSError, match="full"), replacing(path) as hidden:

@@ -180,7 +180,7 @@ def skipped(context: ParallelContext, where: int) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("where", "what"), [(1, "different places"), (3, "engine.train_step")])
+@pytest.mark.parametrize(("where", "what"), [(1, "different positions"), (3, "engine.train_step")])
 def test_a_batch_skipped_by_one_rank_raises_on_all_ranks(where: int, what: str) -> None:
     assert all(what in error for error in run_as_threads(lambda c: skipped(c, where), data=2))
 

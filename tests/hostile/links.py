@@ -132,9 +132,11 @@ def main() -> None:
     tries: dict[str, Callable[[], str]] = {
         **{f"cut for 5 s ({axis} 2)": partial(cut, axis, 5.0) for axis in axes},
         **{f"cut for good ({axis} 2)": partial(cut, axis, None) for axis in axes},
-        "the second host does not come": partial(absent, HOSTS[0], "10.77.0.1", "has heard nothing of node 1"),
-        "the first host does not come": partial(absent, HOSTS[1], "10.77.0.1", "has not reached 10.77.0.1"),
-        "a wrong address": partial(absent, HOSTS[1], "10.77.0.9", "has not reached 10.77.0.9"),
+        "the second host does not come": partial(absent, HOSTS[0], "10.77.0.1", "for node 1"),
+        "the first host does not come": partial(
+            absent, HOSTS[1], "10.77.0.1", "could not connect to node 0 at 10.77.0.1"
+        ),
+        "a wrong address": partial(absent, HOSTS[1], "10.77.0.9", "could not connect to node 0 at 10.77.0.9"),
     }
     wrong = 0
     for name, attempt in tries.items():

@@ -1,4 +1,4 @@
-"""The grid of processes: who stands where, who shares a group with whom, and the ways in which it is asked for."""
+"""The process mesh: coordinates, groups, and all ways to specify its sizes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Place = dict[str, tuple[int, int, tuple[int, ...]]]
 
 
 def place(context: ParallelContext) -> Place:
-    """Axis -> (this process's rank on it, its size, the global ranks along it)."""
+    """Return axis -> (rank, size, global ranks)."""
     return {name: (axis.rank, axis.size, axis.ranks) for name, axis in context.axes.items() if axis.size > 1}
 
 
@@ -38,7 +38,7 @@ def grid(sizes: Mapping[str, int | None]) -> Place:
 # ------------------------------------------------------------------------------------------------------------- the grid
 
 
-def test_tensor_ranks_sit_next_to_each_other(pool4: WorkerPool) -> None:
+def test_tensor_ranks_are_consecutive(pool4: WorkerPool) -> None:
     assert pool4.run(grid, {"tensor": 2}) == [
         {"data": (0, 2, (0, 2)), "tensor": (0, 2, (0, 1))},
         {"data": (0, 2, (1, 3)), "tensor": (1, 2, (0, 1))},
@@ -64,15 +64,13 @@ def test_tensor_ranks_sit_next_to_each_other(pool4: WorkerPool) -> None:
     ],
     ids=str,
 )
-def test_an_axis_left_open_takes_what_remains(
-    pool4: WorkerPool, sizes: dict[str, int | None], shape: dict[str, int]
-) -> None:
+def test_missing_axis_size_is_inferred(pool4: WorkerPool, sizes: dict[str, int | None], shape: dict[str, int]) -> None:
     for found in pool4.run(grid, sizes):
         assert {name: size for name, (_, size, _) in found.items()} == shape
 
 
 def sums() -> dict[str, float]:
-    """The sum of the global ranks over each axis, and over both together."""
+    """Return the sum of the global ranks over each axis, and over both together."""
     context = ParallelContext.from_world({"tensor": 2, "data": 2})
     axes = {
         **context.axes,
@@ -82,7 +80,7 @@ def sums() -> dict[str, float]:
     return {name: float(all_reduce(torch.tensor(float(dist.get_rank())), axis)) for name, axis in axes.items()}
 
 
-def test_sums_run_along_the_axis(pool4: WorkerPool) -> None:
+def test_all_reduce_runs_along_the_axis(pool4: WorkerPool) -> None:
     for rank, found in enumerate(pool4.run(sums)):
         tensor = 1.0 if rank < 2 else 5.0
         assert found == {
@@ -102,13 +100,13 @@ def words() -> tuple[list[str], bool, bool]:
     return texts, twin is context, copy.deepcopy(context.tensor) is context.tensor
 
 
-def test_a_context_says_what_it_is_and_is_copied_as_itself(pool4: WorkerPool) -> None:
+def test_context_has_str_and_deepcopies_to_itself(pool4: WorkerPool) -> None:
     texts, same_context, same_axis = pool4.run(words)[1]
     assert texts[:2] == ["data=2, tensor=2", "tensor 1/2"]
     assert same_context and same_axis
 
 
-def test_one_process_communicates_with_nobody(pools: WorkerPools) -> None:
+def test_single_process_does_not_communicate(pools: WorkerPools) -> None:
     assert pools(1).run(grid, {}) == [{}]
     context = ParallelContext.from_group(None)  # nobody launched anything here
     assert str(context) == "one process"
@@ -118,7 +116,7 @@ def test_one_process_communicates_with_nobody(pools: WorkerPools) -> None:
     assert all_reduce(x, context.tensor) is x
 
 
-def test_an_unknown_axis_is_named_with_the_nearest() -> None:
+def test_unknown_axis_suggests_nearest_name() -> None:
     context = ParallelContext.from_group(None)
     assert [context.axis(name).name for name in AXES] == list(AXES)
     with pytest.raises(ConfigError, match=r"no axis 'tensro'.*data, pipe, sequence, tensor.*'tensor'"):
@@ -129,7 +127,7 @@ def test_an_unknown_axis_is_named_with_the_nearest() -> None:
 
 
 def around_groups() -> list[tuple[int, int, tuple[int, ...], bool]]:
-    """Axes around the world, a pair and a single process."""
+    """Return axes of the world, a pair and a single process."""
     rank = dist.get_rank()
     pairs = [dist.new_group([0, 3]), dist.new_group([1, 2])]
     singles = [dist.new_group([r]) for r in range(4)]
@@ -139,7 +137,7 @@ def around_groups() -> list[tuple[int, int, tuple[int, ...], bool]]:
     return [(axis.rank, axis.size, axis.ranks, axis.group is None) for axis in axes]
 
 
-def test_an_axis_around_a_group(pool4: WorkerPool) -> None:
+def test_axis_from_process_group(pool4: WorkerPool) -> None:
     world = (0, 1, 2, 3)
     found = pool4.run(around_groups)
     assert found[3] == [(3, 4, world, False), (3, 4, world, False), (1, 2, (0, 3), False), (0, 1, (3,), True)] + [
@@ -148,14 +146,14 @@ def test_an_axis_around_a_group(pool4: WorkerPool) -> None:
     assert found[1][2] == (0, 2, (1, 2), False)
 
 
-def test_a_group_that_lacks_this_process_is_refused(pool4: WorkerPool) -> None:
+def test_group_without_this_process_is_refused(pool4: WorkerPool) -> None:
     with pytest.raises(LaunchError) as caught:
         pool4.run(lacking)
-    assert "lacks this process" in str(caught.value)
+    assert "does not contain this process" in str(caught.value)
 
 
 def lacking() -> None:
-    """Each process is given the group of the others."""
+    """Pass the group of the other ranks on each process."""
     groups = [dist.new_group([r for r in range(4) if r != left_out]) for left_out in range(4)]
     Axis.of(groups[dist.get_rank()])
 
@@ -180,11 +178,11 @@ def launched(config: Any, options: dict[str, Any]) -> tuple[Place, float]:
     ],
     ids=str,
 )
-def test_the_forms_of_a_config(pool4: WorkerPool, config: dict[str, Any]) -> None:
+def test_config_forms(pool4: WorkerPool, config: dict[str, Any]) -> None:
     assert [found for found, _ in pool4.run(launched, config, {})] == pool4.run(grid, {"tensor": 2, "data": 2})
 
 
-def test_a_config_file(pool4: WorkerPool, tmp_path: Path) -> None:
+def test_config_file(pool4: WorkerPool, tmp_path: Path) -> None:
     path = tmp_path / "config.py"
     path.write_text("import os\nparallel = dict(tensor=dict(size=4 // 2, mode='1d'))\nseed = 5\n")
     want = pool4.run(grid, {"tensor": 2})
@@ -194,7 +192,7 @@ def test_a_config_file(pool4: WorkerPool, tmp_path: Path) -> None:
         assert pool4.run(launched, file, {}) == [(here, number) for here in want]
 
 
-def test_arguments_win_over_the_config(pool4: WorkerPool) -> None:
+def test_arguments_override_config(pool4: WorkerPool) -> None:
     config = {"parallel": {"tensor": 4}, "seed": 5}
     torch.manual_seed(6)
     number = float(torch.rand(1))
@@ -202,7 +200,7 @@ def test_arguments_win_over_the_config(pool4: WorkerPool) -> None:
     assert [(set(here), drawn) for here, drawn in found] == [({"data"}, number)] * 4
 
 
-def test_without_sizes_all_processes_form_the_tensor_axis(pool2: WorkerPool) -> None:
+def test_default_is_tensor_parallel_over_all_processes(pool2: WorkerPool) -> None:
     for config in (None, {}, {"parallel": None}, {"parallel": {}}):
         assert [here for here, _ in pool2.run(launched, config, {})] == pool2.run(grid, {"tensor": 2})
 
@@ -226,18 +224,18 @@ def test_without_sizes_all_processes_form_the_tensor_axis(pool2: WorkerPool) -> 
         ("nowhere.py", r"'nowhere.py' does not exist"),
     ],
 )
-def test_a_config_that_cannot_be(pool2: WorkerPool, config: Any, said: str) -> None:
+def test_invalid_config_is_refused(pool2: WorkerPool, config: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         pool2.run(launched, config, {})
 
 
 def launched_on_one(config: Any, options: dict[str, Any]) -> None:
-    """The second process is asked for something else."""
+    """Launch with other arguments on the second process."""
     odd = dist.get_rank() == 1
     launch_from_torch(config if odd else None, **(options if odd else {}))
 
 
-def test_what_one_process_stumbles_over_ends_all(pool2: WorkerPool, tmp_path: Path) -> None:
+def test_config_error_on_one_process_raises_on_all(pool2: WorkerPool, tmp_path: Path) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text("parallel = dict(tensor=2\n")
     for config, options in ((str(broken), {}), ("nowhere.py", {}), ({"seed": 1.5}, {}), (None, {"seed": "x"})):
@@ -248,14 +246,14 @@ def test_what_one_process_stumbles_over_ends_all(pool2: WorkerPool, tmp_path: Pa
 
 
 @pytest.mark.parametrize("options", [{"backend": "gloo"}, {"timeout_s": 5.0}, {"timeout_s": -1}, {"timeout_s": "x"}])
-def test_processes_that_have_joined_are_not_joined_otherwise(pool2: WorkerPool, options: dict[str, Any]) -> None:
+def test_backend_is_refused_after_initialization(pool2: WorkerPool, options: dict[str, Any]) -> None:
     (name,) = options
     with pytest.raises(ConfigError, match=name):
         pool2.run(launched, None, options)
 
 
 def launched_by(how: str) -> tuple[Place, dict[str, str | None]]:
-    """A process that no launcher of torch's started, with a rank that it knows itself or that SLURM gives it."""
+    """Launch a process without torchrun, with an explicit rank or a SLURM environment."""
     rank, port = os.environ["RANK"], os.environ["MASTER_PORT"]
     dist.destroy_process_group()
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -278,7 +276,7 @@ def launched_by(how: str) -> tuple[Place, dict[str, str | None]]:
 
 
 @pytest.mark.parametrize("how", ["itself", "nodes", "address"])
-def test_launching_without_torchrun(pool2: WorkerPool, how: str) -> None:
+def test_launch_without_torchrun(pool2: WorkerPool, how: str) -> None:
     for rank, (found, env) in enumerate(pool2.run(launched_by, how)):
         assert found == {"tensor": (rank, 2, (0, 1))}
         assert env == {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
@@ -295,18 +293,18 @@ def test_launching_without_torchrun(pool2: WorkerPool, how: str) -> None:
         ("a,b,c", "a"),
     ],
 )
-def test_the_first_host_of_a_slurm_job(nodes: str, first: str) -> None:
+def test_first_slurm_host(nodes: str, first: str) -> None:
     assert first_slurm_host(nodes) == first
 
 
 @pytest.mark.parametrize("missing", [["RANK"], ["MASTER_ADDR", "MASTER_PORT"], ["RANK", "WORLD_SIZE"]], ids="+".join)
-def test_a_missing_environment_is_named(monkeypatch: pytest.MonkeyPatch, missing: list[str]) -> None:
+def test_missing_environment_variables_are_named(monkeypatch: pytest.MonkeyPatch, missing: list[str]) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "0")
     for name in missing:
         monkeypatch.delenv(name)
     monkeypatch.delenv("SLURM_PROCID", raising=False)
-    with pytest.raises(LaunchError, match=f"is missing: {', '.join(missing)}.*shardformer run"):
+    with pytest.raises(LaunchError, match=f"{', '.join(missing)} of a launcher are missing.*shardformer run"):
         launch_from_torch()
 
 
@@ -314,7 +312,7 @@ def test_a_missing_environment_is_named(monkeypatch: pytest.MonkeyPatch, missing
 
 
 def axes_of_a_view() -> dict[str, tuple[tuple[int, ...], float]]:
-    """Axis -> its ranks, and the sum of the global ranks over it."""
+    """Return axis -> (global ranks, their sum over the axis)."""
     context = ParallelContext.from_world({"tensor": 4}).reshape_axis("tensor", row=2, column=2)
     assert context.mesh is not None and (context.sizes["row"], context.tensor.size) == (2, 4)
     assert context.flatten("row", "column") is context.tensor
@@ -323,7 +321,7 @@ def axes_of_a_view() -> dict[str, tuple[tuple[int, ...], float]]:
     return {n: (a.ranks, float(all_reduce(torch.tensor(float(dist.get_rank())), a))) for n, a in found.items()}
 
 
-def test_a_view_communicates_along_its_axes(pool4: WorkerPool) -> None:
+def test_view_communicates_along_its_axes(pool4: WorkerPool) -> None:
     found = pool4.run(axes_of_a_view)
     assert [f["row"] for f in found] == [((0, 2), 2.0), ((1, 3), 4.0), ((0, 2), 2.0), ((1, 3), 4.0)]
     assert [f["column"] for f in found] == [((0, 1), 1.0), ((0, 1), 1.0), ((2, 3), 5.0), ((2, 3), 5.0)]
@@ -332,7 +330,7 @@ def test_a_view_communicates_along_its_axes(pool4: WorkerPool) -> None:
 
 
 def view_of_a_group() -> list[tuple[tuple[int, ...], float]]:
-    """A view of a group that one process is not in, which does not come to make it; of another on all processes."""
+    """Create a view of a group without one of the processes, and then a view over all processes."""
     rank = dist.get_rank()
     pair = dist.new_group([0, 2])
     axes = []
@@ -343,7 +341,7 @@ def view_of_a_group() -> list[tuple[tuple[int, ...], float]]:
     return [(axis.ranks, float(all_reduce(torch.tensor(float(rank)), axis))) for axis in axes]
 
 
-def test_a_view_of_a_group_is_made_by_its_members_alone(pool4: WorkerPool) -> None:
+def test_view_of_group_is_created_by_its_members(pool4: WorkerPool) -> None:
     found = pool4.run(view_of_a_group)
     assert found[2] == [((0, 2), 2.0), ((2,), 2.0), ((0, 2), 2.0)]
     assert found[1] == [((1, 3), 4.0)]
@@ -357,7 +355,7 @@ def parts_of_a_group() -> tuple[tuple[int, ...], float] | None:
     return axis.ranks, float(all_reduce(torch.tensor(float(rank)), axis))
 
 
-def test_a_line_through_some_of_a_group(pool4: WorkerPool) -> None:
+def test_flatten_over_some_ranks_of_an_axis(pool4: WorkerPool) -> None:
     assert pool4.run(parts_of_a_group) == [((0,), 0.0), ((1, 3), 4.0), None, ((1, 3), 4.0)]
 
 
@@ -369,32 +367,32 @@ def hosts(names: list[str]) -> list[bool | None]:
     return [axis.crosses_hosts for axis in axes]
 
 
-def test_an_axis_knows_whether_it_crosses_hosts(pool4: WorkerPool) -> None:
+def test_axis_reports_whether_it_crosses_hosts(pool4: WorkerPool) -> None:
     assert pool4.run(hosts, ["a", "a", "b", "b"]) == [[False, True, False, True]] * 4
     assert pool4.run(hosts, ["a"] * 4) == [[False] * 4] * 4
     assert ParallelContext.from_group(None).tensor.crosses_hosts is None
 
 
-def test_a_context_by_arithmetic_reaches_nobody() -> None:
+def test_context_without_world_cannot_communicate() -> None:
     context = ParallelContext.of({"data": 2, "tensor": 4}, {"data": 1, "tensor": 2}).reshape_axis(
         "tensor", row=2, column=2
     )
     assert (context.rank, context.tensor.ranks, context.flatten("data", "row").ranks) == (6, (4, 5, 6, 7), (0, 2, 4, 6))
     assert context.coords == {"data": 1, "pipe": 0, "sequence": 0, "tensor": 2, "row": 1, "column": 0}
     assert context.tensor.group is None
-    with pytest.raises(LaunchError, match="all_reduce on an axis without a transport"):
+    with pytest.raises(LaunchError, match="all_reduce was called on an axis that has no process group"):
         all_reduce(torch.ones(1), context.tensor, op="max")
     with pytest.raises(ConfigError, match=r"no axis 'rwo'.*tensor, row, column.*'row'"):
         context.axis("rwo")
 
 
-def test_a_stream_of_ones_own_says_what_the_sequence_axis_cuts() -> None:
+def test_custom_activation_layout_uses_sequence_axis() -> None:
     context = ParallelContext.of({"sequence": 2})
     with pytest.raises(ConfigError, match=r"sequence=2"):
         ShardConfig(context=context, activation_layout=ActivationLayout()).resolve_context()
 
 
-def test_the_sequence_axis_may_be_a_ring_of_groups() -> None:
+def test_sequence_axis_as_ring_of_ulysses_groups() -> None:
     context = with_ring_axes(ParallelContext.of({"sequence": 6}, {"sequence": 4}), (3, 2))
     assert (str(context.axis("ring")), str(context.axis("ulysses"))) == ("ring 2/3", "ulysses 0/2")
     assert num_ranks((3, 2)) == num_ranks(6) == 6

@@ -1,4 +1,4 @@
-"""Ranks that wait for each other: found from what they report, never where one of them may go on."""
+"""Deadlocked ranks are detected from their reports, unless one of them may continue."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from shardformer.mesh.rank_presence import Report, deadlocked, in_words
 
 
 def waits(group: str, number: int, begun: dict[str, int], place: str = "", **others: Any) -> Report:
-    """A rank that waits in a collective of a group whose name is its ranks."""
+    """Report of a rank that waits in a collective of a group, which is named by its ranks."""
     fields = {"what": "all_reduce", "seconds": 60.0, **others}
     ranks = list(map(int, group))
     return Report(group=group, ranks=ranks, number=number, begun=begun, place=place or f"{group} {number}", **fields)
 
 
 def receives(source: int, number: int, begun: dict[str, int]) -> Report:
-    """Rank 0 waits for what another sends to it over a group of three."""
+    """Reports in which rank 0 waits for a message over a group of three."""
     return Report(60.0, "a receive", "012>0", [source], number, "receive", begun)
 
 
@@ -70,7 +70,7 @@ CASES: dict[str, tuple[list[Report], dict[int, int]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_ranks_that_wait_for_each_other_are_found(case: str) -> None:
+def test_deadlocked_ranks_are_detected(case: str) -> None:
     reports, expected = CASES[case]
     known = {rank: Report.of_text(report.as_text()) for rank, report in enumerate(reports)}
     found = deadlocked(known, 10.0)
@@ -80,10 +80,10 @@ def test_ranks_that_wait_for_each_other_are_found(case: str) -> None:
 
 
 def watched(is_slow: bool) -> tuple[int, str]:
-    """How often a process would have ended, and what it would have said.
+    """Count how often a process would have exited, and return its message.
 
-    Rank 0 waits in a sum, and rank 1 in a barrier of another group. In the place of an end a thread makes the call that
-    the other one waits for.
+    Rank 0 waits in an all-reduce, rank 1 in a barrier of another group. Instead of exiting, a thread makes the missing
+    call of the other rank.
     """
     limits = {"WATCH_AFTER_S": 0.3, "WATCH_EVERY_S": 0.1, "BLOCKED_AFTER_S": 0.3, "LOOK_EVERY_S": 0.05}
     before = {name: getattr(presence, name) for name in limits}
@@ -128,7 +128,7 @@ def watched(is_slow: bool) -> tuple[int, str]:
     return len(said), "".join(said)
 
 
-def test_processes_that_wait_for_each_other_end(pool2: WorkerPool) -> None:
+def test_deadlocked_processes_exit(pool2: WorkerPool) -> None:
     said = "".join(message for _, message in pool2.run(watched, False))
     assert "rank 0 waits in test_deadlock.py" in said and "dist.all_reduce(" in said
     assert "rank 1 waits in test_deadlock.py" in said and "dist.barrier(other)" in said
@@ -151,7 +151,7 @@ SCRIPT = """
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_a_loop_of_the_users_own_ends_with_the_lines_where_ranks_wait(tmp_path: Path) -> None:
+def test_deadlock_in_user_loop_prints_source_lines(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(SCRIPT))
     env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533", "OMP_NUM_THREADS": "1"}
@@ -166,5 +166,5 @@ def test_a_loop_of_the_users_own_ends_with_the_lines_where_ranks_wait(tmp_path: 
     ]
     said = "".join(process.communicate(timeout=60)[1] for process in processes)
     assert all(process.returncode == 1 for process in processes)
-    assert said.count("Ranks wait for each other") == 1
+    assert said.count("the ranks wait for each other") == 1
     assert "train.py:11 (dist.barrier())" in said and "train.py:9 (model(torch.ones(2, 4)).sum().backward())" in said

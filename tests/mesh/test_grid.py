@@ -1,4 +1,4 @@
-"""Who stands where, by arithmetic: lines partition the ranks, and views count the same ranks another way."""
+"""Rank arithmetic: groups partition the ranks, and views reshape them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZES = st.fixed_dictionaries({name: st.integers(1, 4) for name in AXES})
 
 @st.composite
 def views(draw: st.DrawFn) -> tuple[RankGrid, list[str], dict[str, int]]:
-    """A grid with a view of one axis or of more, what it refolds, and the sizes of its axes."""
+    """Draw a grid with a view, the axes that it reshapes, and its sizes."""
     sizes = draw(SIZES)
     of = [name for name in AXES if draw(st.booleans())] or ["tensor"]
     left, folded = prod(sizes[name] for name in of), {}
@@ -33,7 +33,7 @@ NAMES = st.sets(st.sampled_from(AXES), min_size=1)
 
 @settings(deadline=None, max_examples=60)
 @given(SIZES, NAMES)
-def test_lines_partition_the_ranks(sizes: dict[str, int], names: set[str]) -> None:
+def test_groups_partition_the_ranks(sizes: dict[str, int], names: set[str]) -> None:
     grid = RankGrid.of(sizes)
     lines = grid.rank_groups(*names)
     assert sorted(rank for line in lines for rank in line) == list(grid.ranks)
@@ -46,16 +46,14 @@ def test_lines_partition_the_ranks(sizes: dict[str, int], names: set[str]) -> No
 
 @settings(deadline=None, max_examples=60)
 @given(SIZES)
-def test_coordinates_name_each_rank_once(sizes: dict[str, int]) -> None:
+def test_coordinates_are_unique(sizes: dict[str, int]) -> None:
     grid = RankGrid.of(sizes)
     assert [grid.rank_at(grid.coords(rank)) for rank in grid.ranks] == list(grid.ranks)
 
 
 @settings(deadline=None, max_examples=60)
 @given(views(), NAMES)
-def test_a_view_merged_is_what_it_refolds_merged(
-    viewed: tuple[RankGrid, list[str], dict[str, int]], others: set[str]
-) -> None:
+def test_flattened_view_equals_its_axes(viewed: tuple[RankGrid, list[str], dict[str, int]], others: set[str]) -> None:
     grid, of, folded = viewed
     others -= set(of)
     assert grid.rank_groups(*folded, *others) == grid.rank_groups(*of, *others)
@@ -68,7 +66,7 @@ def test_a_view_merged_is_what_it_refolds_merged(
 
 @settings(deadline=None, max_examples=60)
 @given(views())
-def test_a_view_leaves_coordinates_as_they_are(viewed: tuple[RankGrid, list[str], dict[str, int]]) -> None:
+def test_view_keeps_coordinates(viewed: tuple[RankGrid, list[str], dict[str, int]]) -> None:
     grid, of, folded = viewed
     for rank in grid.ranks:
         coords = grid.coords(rank)
@@ -81,13 +79,13 @@ def test_a_view_leaves_coordinates_as_they_are(viewed: tuple[RankGrid, list[str]
         assert place == seen
 
 
-def test_only_some_ranks_of_an_axis() -> None:
+def test_groups_over_some_ranks_of_an_axis() -> None:
     grid = RankGrid.of({"data": 2, "pipe": 3, "tensor": 2})
     assert grid.rank_groups("pipe", only={"pipe": (0, 2)}) == ((0, 4), (1, 5), (6, 10), (7, 11))
     assert grid.rank_groups("data", "pipe", only={"pipe": (0, 2)}) == ((0, 4, 6, 10), (1, 5, 7, 11))
 
 
-def test_experts_over_data_and_tensor() -> None:
+def test_expert_axis_over_data_and_tensor() -> None:
     grid = RankGrid.of({"data": 4, "pipe": 2, "tensor": 2}).view(["data", "tensor"], {"replica": 2, "expert": 4})
     assert grid.rank_groups("expert")[0] == (0, 1, 4, 5)
     assert grid.rank_groups("replica")[0] == (0, 8)
@@ -100,24 +98,28 @@ CUBE = RankGrid.of({"data": 2, "tensor": 8}).view(["tensor"], {"row": 2, "column
 @pytest.mark.parametrize(
     ("of", "sizes", "said"),
     [
-        (["tensor"], {"a": 2, "b": 3}, r"a=2 times b=3 is not tensor=8.*product is 8"),
-        (["tensor"], {}, r"nothing is not tensor=8"),
+        (["tensor"], {"a": 2, "b": 3}, r"a=2 times b=3 does not equal tensor=8.*product is 8"),
+        (["tensor"], {}, r"nothing does not equal tensor=8"),
         (["tensor"], {"a": 8.0}, r"a=8.0.*whole number"),
-        (["tensor"], {"row": 8}, r"calls an axis 'row'"),
-        (["tensor", "data"], {"a": 16}, r"A view of tensor, data.*in their order: data, pipe"),
-        (["tensor", "tensor"], {"a": 64}, r"A view of tensor, tensor"),
-        (["row"], {"a": 2}, r"A view of row"),
-        ([], {"a": 1}, r"A view of no axis"),
+        (["tensor"], {"row": 8}, r"The name 'row' of a view"),
+        (
+            ["tensor", "data"],
+            {"a": 16},
+            r"The view of \['tensor', 'data'\].*data, pipe, sequence, tensor in this order",
+        ),
+        (["tensor", "tensor"], {"a": 64}, r"The view of \['tensor', 'tensor'\]"),
+        (["row"], {"a": 2}, r"The view of \['row'\]"),
+        ([], {"a": 1}, r"The view of \[\]"),
         (["tensro"], {"a": 8}, r"no axis 'tensro'.*data, pipe, sequence, tensor, row, column, depth.*'tensor'"),
     ],
     ids=str,
 )
-def test_a_view_that_cannot_be(of: list[str], sizes: dict[str, int], said: str) -> None:
+def test_invalid_view_is_refused(of: list[str], sizes: dict[str, int], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         CUBE.view(of, sizes)
 
 
-def test_axes_that_overlap_are_not_merged() -> None:
+def test_overlapping_axes_are_refused() -> None:
     grid = CUBE.view(["data", "tensor"], {"replica": 4, "expert": 4})
     assert grid.rank_groups("tensor", "row") == grid.rank_groups("tensor")
     for names in (("row", "expert"), ("data", "expert")):
@@ -125,7 +127,7 @@ def test_axes_that_overlap_are_not_merged() -> None:
             grid.rank_groups(*names)
 
 
-def test_a_line_crosses_hosts() -> None:
+def test_group_crosses_hosts() -> None:
     grid = RankGrid.of({"data": 2, "tensor": 2}, hosts=["a", "a", "b", "b"])
     assert [grid.crosses_hosts(line) for line in (*grid.rank_groups("tensor"), *grid.rank_groups("data"))] == [
         False
@@ -143,6 +145,6 @@ def test_a_line_crosses_hosts() -> None:
     ],
     ids=str,
 )
-def test_a_place_that_cannot_be(sizes: dict[str, int], coords: dict[str, int], said: str) -> None:
+def test_invalid_coordinates_are_refused(sizes: dict[str, int], coords: dict[str, int], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         ParallelContext.of(sizes, coords)

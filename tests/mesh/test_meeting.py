@@ -1,4 +1,4 @@
-"""Who has not come to where processes meet is said while they wait."""
+"""Missing processes are reported while the others wait for them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def free_port() -> int:
         return port
 
 
-def test_the_first_one_names_those_that_have_not_come(capfd: pytest.CaptureFixture[str]) -> None:
+def test_first_rank_prints_missing_ranks(capfd: pytest.CaptureFixture[str]) -> None:
     port = free_port()
     store = TCPStore("127.0.0.1", port, None, True, timedelta(seconds=5), wait_for_workers=False)
 
@@ -45,17 +45,19 @@ def test_the_first_one_names_those_that_have_not_come(capfd: pytest.CaptureFixtu
     for thread in threads:
         thread.join()
     said = capfd.readouterr().err
-    assert said.count("has heard nothing of ranks 1, 3 of 4") == 1 and f"127.0.0.1:{port}" in said
+    assert said.count("for ranks 1, 3 of 4") == 1 and f"127.0.0.1:{port}" in said
     del store
 
 
-def test_who_has_not_joined_is_named_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connection_error_names_missing_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     store = TCPStore("127.0.0.1", port, None, True, timedelta(seconds=5), wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
     with (
-        pytest.raises(LostPeerError, match=r"(?s)Rank 0 has not met rank 1 of 2 .*keys: /?nobody.*timeout_s=0\.5"),
+        pytest.raises(
+            LostPeerError, match=r"(?s)Rank 0 could not connect to rank 1 of 2 .*keys: /?nobody.*timeout_s=0\.5"
+        ),
         init_distributed._report_missing_ranks(0, 2, 0.5),
     ):
         store.wait(["nobody"], timedelta(seconds=0.5))
@@ -63,25 +65,25 @@ def test_who_has_not_joined_is_named_in_the_error(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("place", "host"), [(1, "127.0.0.1"), (0, "127.0.0.1"), (1, "no.such.host.invalid")])
-def test_who_is_not_reached_is_said_with_the_reason(place: int, host: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_unreachable_address_is_printed_with_reason(place: int, host: str, capfd: pytest.CaptureFixture[str]) -> None:
     port = free_port()
     with Rendezvous(host, port, place, 2, "node").report_missing():
         time.sleep(2.5)
     said = capfd.readouterr().err
-    assert f"node {place} (" in said and f"has not reached {host}:{port}" in said
+    assert f"node {place} (" in said and f"could not connect to node 0 at {host}:{port}" in said
     assert (
         "Connection refused" if host == "127.0.0.1" else "not known" if "not known" in said else "resolution"
     ) in said
 
 
-def test_where_all_have_come_nothing_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_printed_when_all_ranks_connect(capfd: pytest.CaptureFixture[str]) -> None:
     begin = time.monotonic()
     with Rendezvous("127.0.0.1", free_port(), 1, 2, "rank").report_missing():
         pass
     assert time.monotonic() - begin < 0.5 and not capfd.readouterr().err
 
 
-def test_a_tensor_axis_over_hosts_is_told_what_it_costs() -> None:
+def test_tensor_axis_across_hosts_warns() -> None:
     grid = RankGrid({"data": 1, "pipe": 1, "sequence": 1, "tensor": 4}, (0, 1, 2, 3), hosts=("a", "a", "b", "b"))
     context = ParallelContext(grid, 0, {}, parallel_context.local_device(), None)._with_axes(tuple(grid.sizes))
     with pytest.warns(UserWarning, match=r"spans 2 hosts.*tensor=2.*2 times as many"):

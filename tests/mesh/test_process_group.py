@@ -1,4 +1,4 @@
-"""The end of a process that used gloo, and the interface that it uses. What its beginning accepts: test_context.py."""
+"""Exit of a process that used gloo, and its network interface. For its initialization see test_context.py."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ENDINGS = """
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="forks processes that have torch's threads")
 @pytest.mark.parametrize("rounds", [3, pytest.param(10, marks=pytest.mark.full)])
-def test_a_process_ends_without_an_abort_in_a_thread_of_gloo(tmp_path: Path, rounds: int) -> None:
+def test_process_exits_without_gloo_abort(tmp_path: Path, rounds: int) -> None:
     stores = [str(tmp_path / str(i)) for i in range(rounds)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     script = [sys.executable, "-c", textwrap.dedent(ENDINGS), *stores]
@@ -46,7 +46,7 @@ def test_a_process_ends_without_an_abort_in_a_thread_of_gloo(tmp_path: Path, rou
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the addresses of interfaces")
-def test_the_interface_towards_a_host_is_found() -> None:
+def test_interface_for_host() -> None:
     assert interface_for_host("127.0.0.1") == "lo"
     assert interface_for_host("no.such.host.invalid") is None
 
@@ -61,10 +61,10 @@ def test_the_interface_towards_a_host_is_found() -> None:
         ({"LOCAL_WORLD_SIZE": "2"}, {"first": "eth3"}, None),
     ],
 )
-def test_several_hosts_use_the_interface_that_reaches_the_first(
+def test_interface_reaches_first_host(
     env: dict[str, str], routes: dict[str, str | None], chosen: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The name of a host may stand for 127.0.0.1, at which no other reaches it."""
+    """The name of a host may resolve to 127.0.0.1, which other hosts cannot reach."""
     monkeypatch.setattr(init_distributed.os, "environ", {"WORLD_SIZE": "2", "MASTER_ADDR": "first", **env})
     monkeypatch.setattr(process_group, "interface_for_host", routes.get)
     init_distributed._select_network_interface()

@@ -1,4 +1,4 @@
-"""Which algorithm fits is asked of the backend of the device in use; gloo carries tensors of a GPU through the host."""
+"""Algorithms depend on the backend of the tensor's device, and gloo stages GPU tensors on the host."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from shardformer.pipeline.p2p_communication import PointToPoint
         ("cpu:gloo,cuda:gloo", {"cpu", "cuda"}, set()),
     ],
 )
-def test_a_group_of_two_backends_has_one_for_each_device(
+def test_group_with_one_backend_per_device(
     configuration: str, gloo: set[str], nccl: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group: Any = object()
@@ -58,21 +58,21 @@ def test_a_group_of_two_backends_has_one_for_each_device(
 
 
 class OfAGpu:
-    """While it is open, tensors count as a GPU's, but for the copies that a transport makes on the host."""
+    """While entered, tensors count as GPU tensors, except for the host copies of a transport."""
 
     def __init__(self) -> None:
         self.copies: list[torch.Tensor] = []
 
     def __enter__(self) -> OfAGpu:
-        self.before = parallel_context._copied, parallel_context._on_host, ProcessGroupTransport._is_staged
+        self.before = parallel_context._copy_to_host, parallel_context._host_buffer, ProcessGroupTransport._is_staged
         copied, on_host, _ = self.before
-        parallel_context._copied = lambda x: self._kept(copied(x))
-        parallel_context._on_host = lambda x: self._kept(on_host(x))
+        parallel_context._copy_to_host = lambda x: self._kept(copied(x))
+        parallel_context._host_buffer = lambda x: self._kept(on_host(x))
         ProcessGroupTransport._is_staged = lambda _, x: not any(x is copy for copy in self.copies)  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
-        parallel_context._copied, parallel_context._on_host, ProcessGroupTransport._is_staged = self.before  # type: ignore[method-assign]
+        parallel_context._copy_to_host, parallel_context._host_buffer, ProcessGroupTransport._is_staged = self.before  # type: ignore[method-assign]
 
     def _kept(self, x: torch.Tensor) -> torch.Tensor:
         self.copies.append(x)
@@ -80,7 +80,7 @@ class OfAGpu:
 
 
 def collectives(*, staged: bool) -> tuple[list[torch.Tensor], int]:
-    """What each kind of collective gives on this rank, and how many copies were made on the host."""
+    """Return the results of each kind of collective on this rank, and the number of host copies."""
     context = ParallelContext.from_world({"pipe": 2})
     axis, mine = context.pipe, 1.0 + context.rank
     if not staged:
@@ -110,7 +110,7 @@ def _collectives(context: ParallelContext, axis: Any, mine: float) -> list[torch
     ]
 
 
-def test_tensors_of_a_gpu_reach_the_other_rank_over_gloo_through_the_host(pool2: WorkerPool) -> None:
+def test_gpu_tensors_over_gloo_are_staged_on_host(pool2: WorkerPool) -> None:
     direct = pool2.run(collectives, staged=False)
     staged = pool2.run(collectives, staged=True)
     for (ours, copies), (theirs, _) in zip(staged, direct, strict=True):

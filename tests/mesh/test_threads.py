@@ -1,4 +1,4 @@
-"""The transport between threads: the collectives of processes, and an end for what would wait for ever."""
+"""The transport between threads: same collectives as processes, and an error instead of an endless wait."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shardformer.pipeline.p2p_communication import PointToPoint
 @pytest.mark.parametrize("direct", [True, False], ids=["exchange", "own"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_collectives(size: int, direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By exchanges as over gloo; and as over NCCL, whose own gather and scatter take parts of one length."""
+    """With exchanges as over gloo, and with gathers and scatters of equal shards as over NCCL."""
     monkeypatch.setattr(ThreadTransport, "exchanges_directly", lambda self, x: direct)
     rows = torch.arange(7.0 * size).view(size, 7)
 
@@ -52,7 +52,7 @@ def test_collectives(size: int, direct: bool, monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(torch.cat([stretch for *_, stretch in found]), size * rows.T)
 
 
-def test_messages_arrive_in_the_order_in_which_they_were_sent() -> None:
+def test_messages_arrive_in_order() -> None:
     def talk(context: ParallelContext) -> list[float]:
         wires, rank = PointToPoint(context), context.pipe.rank
         arriving = [torch.empty(2) for _ in range(3)]
@@ -66,9 +66,7 @@ def test_messages_arrive_in_the_order_in_which_they_were_sent() -> None:
 
 
 @pytest.mark.parametrize("in_turn", [False, True])
-def test_each_way_has_a_transport_of_its_own_where_messages_run_in_turn(
-    in_turn: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_direction_has_a_transport_if_sends_run_in_turn(in_turn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ThreadTransport, "sends_in_turn", lambda self, device: in_turn)
 
     def talk(context: ParallelContext) -> tuple[float, int]:
@@ -80,7 +78,7 @@ def test_each_way_has_a_transport_of_its_own_where_messages_run_in_turn(
     assert run_as_threads(talk, pipe=2) == [(1.0, 1 + in_turn), (0.0, 1 + in_turn)]
 
 
-def test_who_does_not_come_to_a_call_is_known() -> None:
+def test_missing_ranks_of_a_call_are_reported() -> None:
     def meet(context: ParallelContext) -> list[int]:
         return [*context.data.transport.meet("supper", waits=True).missing] if context.data.rank != 1 else []
 
@@ -89,7 +87,7 @@ def test_who_does_not_come_to_a_call_is_known() -> None:
     assert calls == [[Word("0", False), Word("1", False), Word("0", False)]] * 3
 
 
-def test_an_axis_and_its_merged_axes_do_not_hear_each_other() -> None:
+def test_flattened_axis_has_separate_messages() -> None:
     def collect(context: ParallelContext) -> list[list[int]]:
         both = context.flatten("data", "tensor")
         assert context.flatten("data", "tensor") is both

@@ -265,8 +265,8 @@ def test_mixture_of_experts_receives_all_features(family: str, head: str) -> Non
 
 def test_description_of_a_grid() -> None:
     said = run_as_threads(lambda c: str(shardformer.describe_sharding(sharded(c, "llama", "2d", (2, 2)))), tensor=4)[0]
-    assert "has 1/2 of the samples and 1/2 of the hidden features, so 1/4 of the activations" in said
-    assert "it sends 2.5 N H + 0.75 W numbers" in said and "in one dimension 6 N H" in said
+    assert "has 1/2 of the samples and 1/2 of the hidden features: 1/4 of the activations" in said
+    assert "it sends 2.5 N H + 0.75 W elements" in said and "parallelism sends 6 N H" in said
 
 
 # --- what users do with it
@@ -510,10 +510,10 @@ def test_norm_over_local_features_only_is_detected(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("tensor", "sizes", "mode", "said"),
     [
-        (6, 6, "2d", "Name rows and columns"),
+        (6, 6, "2d", "Pass rows and columns"),
         (4, 4, "3d", "a cube"),
-        (6, 6, "2.5d", "Name the three sizes"),
-        (4, (2, 2), "3d", "Give three numbers"),
+        (6, 6, "2.5d", "Pass three sizes"),
+        (4, (2, 2), "3d", "Pass three sizes"),
         (8, (2, 2, 2), "2d", "Use tensor=\\(2, 4\\)"),
         (4, (2, 2), "1d", "that is a grid of 2 x 2"),
         (4, (2, 2), "4d", "It is one of"),

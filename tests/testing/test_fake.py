@@ -1,4 +1,4 @@
-"""A rank that is traced alone makes the collectives, and holds the memory, of one in a real step."""
+"""A traced rank has the collectives and the memory of a rank in a real step."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, bool]]] = {
 
 @dataclass
 class Step:
-    """What a rank did in a step."""
+    """Collectives and memory of a rank in a step."""
 
     calls: list[CollectiveRecord]
     events: list[CollectiveEvent]
@@ -49,7 +49,7 @@ class Step:
 
 
 class Unwatched:
-    """A transport between threads, or a world of them, whose own copies of what it carries are not counted."""
+    """A transport or world of threads whose copies do not count as memory."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -106,7 +106,7 @@ def traced(
     options: Mapping[str, bool],
     **fake: Any,
 ) -> list[Step]:
-    """Every rank's step, each traced alone, the first stage before the others."""
+    """Trace every rank's step alone, the first stage before the others."""
     steps: list[Step] = []
     for rank in range(len(ParallelContext.of(sizes).grid.ranks)):
         coords = {name: at for name, at in ParallelContext.of(sizes).grid.coords(rank).items() if name in sizes}
@@ -120,7 +120,7 @@ def traced(
 def computed(
     sizes: Mapping[str, int], sample: SmallModel, batch: dict[str, torch.Tensor], options: Mapping[str, bool]
 ) -> list[Step]:
-    """Every rank's step, with threads as ranks."""
+    """Run every rank's step, with threads as ranks."""
     sample()  # transformers is imported here, which two threads at a time cannot
 
     def run(context: ParallelContext) -> Step:
@@ -145,7 +145,7 @@ def assert_alike(found: list[Step], expected: list[Step]) -> None:
 @pytest.mark.reduced
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
-def test_a_trace_has_the_collectives_and_the_peak_memory_of_a_real_step(family: str, layout: str) -> None:
+def test_trace_matches_collectives_and_peak_memory_of_real_step(family: str, layout: str) -> None:
     sizes, options = LAYOUTS[layout]
     sample = SmallModel(family)
     batch = batch_of(sample, masked=False)
@@ -153,14 +153,14 @@ def test_a_trace_has_the_collectives_and_the_peak_memory_of_a_real_step(family: 
 
 
 @pytest.mark.parametrize("family", ["llama", "bert"])
-def test_a_mask_without_padding_is_no_mask_in_a_trace_either(family: str) -> None:
+def test_trace_without_padding_uses_no_mask(family: str) -> None:
     sample = SmallModel(family)
     batch = batch_of(sample, masked=True)
     expected = computed({"tensor": 2}, sample, batch, {})
     assert_alike(traced({"tensor": 2}, sample, batch, {}), expected)
 
 
-def test_a_trace_may_take_a_batch_for_padded() -> None:
+def test_trace_can_assume_padding() -> None:
     sample = SmallModel("llama")
     batch = batch_of(sample, masked=True)
     batch["attention_mask"][:, -3:] = 0
@@ -171,7 +171,7 @@ def test_a_trace_may_take_a_batch_for_padded() -> None:
     assert_alike([trace], expected[:1])
 
 
-def test_a_trace_gathers_as_nccl_does_where_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trace_can_use_nccl_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     sample, sizes = SmallModel("llama"), {"tensor": 2}
     batch = batch_of(sample, masked=False)
     over_gloo = traced(sizes, sample, batch, SEQUENCE)
@@ -181,7 +181,7 @@ def test_a_trace_gathers_as_nccl_does_where_that_is_asked(monkeypatch: pytest.Mo
     assert found[0].peaks != over_gloo[0].peaks
 
 
-def test_a_model_with_dropout_is_traced() -> None:
+def test_model_with_dropout_is_traced() -> None:
     sample = SmallModel("gpt2", changes={"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1})
     batch = batch_of(sample, masked=False)
     sizes = {"pipe": 2, "tensor": 2}
@@ -189,7 +189,7 @@ def test_a_model_with_dropout_is_traced() -> None:
         assert trace.events == real.events
 
 
-def test_a_stage_is_traced_with_the_shapes_that_the_one_before_hands_on() -> None:
+def test_stage_is_traced_with_shapes_of_previous_stage() -> None:
     sample = SmallModel("llama")
     with fake_tensors() as copied:
         fakes = copied(batch_of(sample, masked=False))
@@ -197,8 +197,8 @@ def test_a_stage_is_traced_with_the_shapes_that_the_one_before_hands_on() -> Non
             step(fake_context({"pipe": 1}, pipe=2), sample, fakes, {}, {})
 
 
-def test_a_block_that_asks_for_the_width_of_its_heads_is_refused() -> None:
-    """BLIP-2's vision: its input is a tensor of a class of its own, which a fake tensor cannot be."""
+def test_block_that_reads_head_width_is_refused() -> None:
+    """The input of BLIP-2's vision model is a tensor subclass, which a fake tensor cannot represent."""
     sample = SmallModel("blip-2")
     real, batch = sample(), RandomBatches(sample.head_class)(0)
     with fake_tensors() as copied:
@@ -207,7 +207,7 @@ def test_a_block_that_asks_for_the_width_of_its_heads_is_refused() -> None:
             model(**copied(batch))
 
 
-def test_every_other_rank_says_what_this_one_says() -> None:
+def test_fake_collectives_return_own_objects() -> None:
     context = fake_context({"data": 2, "tensor": 1}, tensor=4, data=8)
     assert (context.rank, context.coords["data"]) == (9, 2)
     assert context.flatten("data", "tensor").size == 32
@@ -217,8 +217,8 @@ def test_every_other_rank_says_what_this_one_says() -> None:
     assert isinstance(whole, FakeTensor) and whole.shape == (3, 7)
 
 
-def test_a_trace_leaves_the_masks_of_other_threads_as_they_are() -> None:
-    """Rows of two texts, while another thread traces; of two traces the first to begin ends first."""
+def test_trace_does_not_change_masks_of_other_threads() -> None:
+    """A batch with two texts per row, while another thread traces. Of two traces, the first to begin ends first."""
     model = SmallModel("llama", changes={"attn_implementation": "sdpa"})().eval()
     ids = torch.arange(5, 15).view(1, 10)
     rows = {"input_ids": ids, "position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4]])}
@@ -252,7 +252,7 @@ def test_a_trace_leaves_the_masks_of_other_threads_as_they_are() -> None:
     assert made == (masking_utils.sdpa_mask, masking_utils.find_packed_sequence_indices)
 
 
-def test_live_bytes_follow_what_is_made_and_what_goes() -> None:
+def test_memory_tracker_follows_allocations_and_frees() -> None:
     held = torch.zeros(100)
     with MemoryTracker([held]) as memory:
         assert memory.live == 400
@@ -297,9 +297,11 @@ print(time.process_time() - start, int(peak) / 2**20)
 
 
 @pytest.mark.slow
-def test_one_of_1024_ranks_of_llama_7b_is_traced_in_seconds() -> None:
-    """On the first of 4 stages: 8 of 32 layers, each with 2 all-reduces forward and 2 backward for each of 4
-    micro-batches, and one of the embedding."""
+def test_trace_of_one_of_1024_llama_7b_ranks_takes_seconds() -> None:
+    """The first of 4 stages has 8 of 32 layers, with 2 all-reduces forward and 2 backward for each of 4 micro-batches.
+
+    The embedding adds one all-reduce.
+    """
     said = subprocess.run([sys.executable, "-c", LLAMA_7B], capture_output=True, text=True, check=True).stdout
     counts, costs = said.splitlines()[-2:]
     assert counts.split() == [str(17 * 32 + 5), str(4 * (8 * 4 + 1)), "4", "1", "True"]

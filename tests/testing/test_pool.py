@@ -1,4 +1,4 @@
-"""Functions sent to worker processes: what comes back, and what is said when a worker raises, dies or hangs."""
+"""Worker pools: results of calls, and errors if a worker raises, dies or hangs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
-    """A pool for calls that cost it its workers."""
+    """A pool for calls that kill its workers."""
     with WorkerPool(2, grace_s=0.5) as pool:
         yield pool
 
@@ -138,26 +138,26 @@ def sleep_long() -> None:
 # ------------------------------------------------------------------------------------------------------ what comes back
 
 
-def test_results_come_in_rank_order(pools: WorkerPools) -> None:
+def test_results_are_in_rank_order(pools: WorkerPools) -> None:
     for n in (1, 2, 4):
         assert pools(n).run(rank_and_environment) == [(r, n, [str(r), str(r), str(n), "127.0.0.1"]) for r in range(n)]
 
 
-def test_a_collective_reaches_all_workers_in_call_after_call(pool4: WorkerPool) -> None:
+def test_collectives_work_in_consecutive_calls(pool4: WorkerPool) -> None:
     for factor in (1.0, 2.0):
         for result in pool4.run(summed, torch.ones(3), factor=factor):
             torch.testing.assert_close(result, torch.full((3,), 4 * factor))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool])
-def test_tensors_of_every_dtype_come_back(pool2: WorkerPool, dtype: torch.dtype) -> None:
+def test_tensors_of_every_dtype_are_returned(pool2: WorkerPool, dtype: torch.dtype) -> None:
     x = torch.tensor([[0.0, 1.0], [2.0, 3.0]]).to(dtype)
     for (back,) in pool2.run(echo, x):
         assert isinstance(back, Tensor)
         torch.testing.assert_close(back, x, rtol=0, atol=0)
 
 
-def test_a_view_comes_back_without_the_rest_of_its_storage(pool2: WorkerPool) -> None:
+def test_view_is_returned_without_its_full_storage(pool2: WorkerPool) -> None:
     x = torch.arange(1000.0, requires_grad=True)
     view, parameter = pool2.run(echo, x[10:12], nn.Parameter(torch.ones(2)))[0]
     assert isinstance(view, Tensor) and isinstance(parameter, nn.Parameter)
@@ -165,7 +165,7 @@ def test_a_view_comes_back_without_the_rest_of_its_storage(pool2: WorkerPool) ->
     assert view.untyped_storage().nbytes() == 8
 
 
-def test_every_call_finds_the_same_state(pool2: WorkerPool) -> None:
+def test_every_call_starts_in_the_same_state(pool2: WorkerPool) -> None:
     first = pool2.run(state)
     assert first[0] == first[1]
     assert first[0][:4] == (None, torch.float32, True, 1)
@@ -173,7 +173,7 @@ def test_every_call_finds_the_same_state(pool2: WorkerPool) -> None:
     assert pool2.run(state) == first
 
 
-def test_groups_of_one_call_are_gone_at_the_next(pool2: WorkerPool) -> None:
+def test_process_groups_are_destroyed_between_calls(pool2: WorkerPool) -> None:
     open_files = []
     for _ in range(8):
         (total, files), _ = pool2.run(summed_over_mesh)
@@ -182,13 +182,13 @@ def test_groups_of_one_call_are_gone_at_the_next(pool2: WorkerPool) -> None:
     assert open_files[-1] <= open_files[1]
 
 
-def test_a_function_may_initialise_by_itself_as_under_torchrun(pool2: WorkerPool) -> None:
+def test_function_can_initialize_as_under_torchrun(pool2: WorkerPool) -> None:
     for _ in range(2):
         assert pool2.run(initialised_by_itself) == [2.0, 2.0]
     assert pool2.run(summed, torch.ones(1))[0].item() == 2.0
 
 
-def test_functions_of_a_module_that_was_imported_by_its_path_can_be_sent(
+def test_functions_of_module_imported_by_path_can_be_sent(
     pool2: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As pytest's importlib mode leaves it: the package is there, but not to be found by others.
@@ -203,8 +203,8 @@ def test_functions_of_a_module_that_was_imported_by_its_path_can_be_sent(
     assert [type(box) for box in pool2.run(module.boxed)] == [module.Box, module.Box]
 
 
-def test_what_cannot_be_sent_is_refused_before_it_is_sent(pool2: WorkerPool) -> None:
-    with pytest.raises(ConfigError, match=r"lambda.*top of its module"):
+def test_unpicklable_call_is_refused(pool2: WorkerPool) -> None:
+    with pytest.raises(ConfigError, match=r"lambda.*top level of a module"):
         pool2.run(lambda: None)
     assert pool2.run(echo, 1) == [(1,), (1,)]
 
@@ -212,7 +212,7 @@ def test_what_cannot_be_sent_is_refused_before_it_is_sent(pool2: WorkerPool) -> 
 # --------------------------------------------------------------------------------------------------- a worker raises
 
 
-def test_an_error_of_ours_on_all_ranks_is_raised_as_itself_and_costs_no_worker(pool: WorkerPool) -> None:
+def test_same_error_on_all_ranks_is_raised_and_keeps_workers(pool: WorkerPool) -> None:
     pool.run(summed, torch.ones(1))
     before = pool.pids
     with pytest.raises(ConfigError, match=r"value=0\. It is 7\. Use 7\.") as caught:
@@ -237,7 +237,7 @@ def test_an_error_of_ours_on_all_ranks_is_raised_as_itself_and_costs_no_worker(p
         ),
     ],
 )
-def test_any_other_error_names_its_ranks(
+def test_other_errors_name_their_ranks(
     pool: WorkerPool, fn: Callable[..., object], args: tuple[object, ...], words: list[str]
 ) -> None:
     with pytest.raises(WorkerError) as caught:
@@ -246,7 +246,7 @@ def test_any_other_error_names_its_ranks(
         assert part in str(caught.value)
 
 
-def test_a_module_that_cannot_be_imported_is_named_at_the_start() -> None:
+def test_failed_import_is_named_at_start() -> None:
     with WorkerPool(1, imports=("no_such_module",)) as pool, pytest.raises(WorkerError, match="no_such_module"):
         pool.run(echo)
 
@@ -262,7 +262,7 @@ def test_a_module_that_cannot_be_imported_is_named_at_the_start() -> None:
         (crash, "rank 1 was killed by SIGSEGV"),
     ],
 )
-def test_a_dead_worker_is_named_at_once_and_replaced(pool: WorkerPool, how: Callable[[], None], words: str) -> None:
+def test_dead_worker_is_named_and_replaced(pool: WorkerPool, how: Callable[[], None], words: str) -> None:
     pool.run(echo)
     pids, start = pool.pids, time.monotonic()
     with pytest.raises(WorkerError, match=words) as caught:
@@ -274,7 +274,7 @@ def test_a_dead_worker_is_named_at_once_and_replaced(pool: WorkerPool, how: Call
     assert pool.run(summed, torch.ones(1))[0].item() == 2.0
 
 
-def test_a_hang_is_named_with_the_place_where_it_hangs(pool: WorkerPool) -> None:
+def test_hang_is_reported_with_source_line(pool: WorkerPool) -> None:
     pool.run(echo)
     pids = pool.pids
     with pool.with_timeout(0.5), pytest.raises(WorkerError) as caught:
@@ -287,7 +287,7 @@ def test_a_hang_is_named_with_the_place_where_it_hangs(pool: WorkerPool) -> None
     assert pool.run(summed, torch.ones(1))[0].item() == 2.0
 
 
-def test_a_worker_that_died_between_calls_is_replaced(pool: WorkerPool) -> None:
+def test_worker_that_died_between_calls_is_replaced(pool: WorkerPool) -> None:
     pool.run(echo)
     os.kill(pool.pids[0], signal.SIGKILL)
     while alive(pool.pids[0]):
@@ -298,24 +298,24 @@ def test_a_worker_that_died_between_calls_is_replaced(pool: WorkerPool) -> None:
 # -------------------------------------------------------------------------------------------------------- the end
 
 
-def test_closed_pools_leave_no_process_and_refuse_calls() -> None:
+def test_closed_pool_leaves_no_process_and_refuses_calls() -> None:
     with WorkerPools() as pools:
         assert pools(2) is pools(2) and pools(1) is not pools(2)
         assert pools(2).run(echo, 1) == [(1,), (1,)] and pools(1).run(echo, 2) == [(2,)]
         pool, pids = pools(2), pools(1).pids + pools(2).pids
     assert len(pids) == 3 and not any(alive(pid) for pid in pids)
-    with pytest.raises(LaunchError, match="closed pool"):
+    with pytest.raises(LaunchError, match="closed WorkerPool"):
         pool.run(echo)
 
 
-def test_a_pool_of_nothing_is_refused() -> None:
+def test_pool_without_workers_is_refused() -> None:
     with pytest.raises(ConfigError, match="num_workers=0"):
         WorkerPool(0)
     with pytest.raises(ConfigError, match="threads=0"):
         WorkerPool(1, threads=0)
 
 
-def test_workers_end_with_a_parent_that_is_killed_in_a_call(tmp_path: Path) -> None:
+def test_workers_exit_when_parent_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent("""
@@ -345,7 +345,7 @@ def test_workers_end_with_a_parent_that_is_killed_in_a_call(tmp_path: Path) -> N
 
 
 def alive(pid: int) -> bool:
-    """Whether any thread of the process is: the first may have ended before the others."""
+    """Return whether any thread of the process is alive, because the first may end before the others."""
     try:
         threads = os.listdir(f"/proc/{pid}/task")
     except (FileNotFoundError, ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Small configs: what a number counts is measured, so a model type that nobody has seen needs no name."""
+"""Reduced configs: the meaning of each number is measured, so unknown model types need no table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardformer.policies.roles import MLP, Attention
 
 
 class OddConfig(transformers.PreTrainedConfig):
-    """Of a language model whose sizes have names of their own."""
+    """Config of a language model with unusual field names."""
 
     model_type = "odd"
 
@@ -80,14 +80,14 @@ def odd() -> nn.Module:
         return OddModel(OddConfig())
 
 
-def test_what_the_numbers_of_an_unheard_of_config_count_is_measured(odd: nn.Module) -> None:
+def test_meaning_of_unknown_config_fields_is_measured(odd: nn.Module) -> None:
     small = ConfigShrinker(odd).config()
     assert (small.span, small.voices, small.echoes, small.reach) == (ODD.hidden, ODD.heads, ODD.fewer, ODD.head_dim)
     assert (small.meadow, small.storeys, small.lexicon) == (ODD.widths[0], 2, ODD.words)
 
 
 @pytest.mark.slow
-def test_a_model_of_unheard_of_names_is_found(odd: nn.Module) -> None:
+def test_unknown_model_type_is_shrunk(odd: nn.Module) -> None:
     policy: Any = derive_policy(odd)
     attention, mlp = policy.stack.blocks
     assert isinstance(attention, Attention) and isinstance(mlp, MLP)
@@ -96,7 +96,7 @@ def test_a_model_of_unheard_of_names_is_found(odd: nn.Module) -> None:
 
 
 class Named(OddModel):
-    """One whose class takes more than a config."""
+    """A model whose constructor needs more than a config."""
 
     def __init__(self, config: OddConfig, name: str) -> None:
         super().__init__(config)
@@ -104,7 +104,7 @@ class Named(OddModel):
 
 
 @pytest.mark.slow
-def test_a_class_that_takes_more_than_a_config_is_its_own_twin(odd: nn.Module) -> None:
+def test_model_without_config_constructor_is_its_own_reduced_model(odd: nn.Module) -> None:
     policy: Any = derive_policy(Named(ConfigShrinker(odd).config(), "mine"))
     assert policy.stack.layers == "storeys"
 
@@ -154,7 +154,7 @@ def test_a_class_that_takes_more_than_a_config_is_its_own_twin(odd: nn.Module) -
         ),
     ],
 )
-def test_numbers_of_families_count_what_they_are_called(
+def test_measured_config_fields_match_their_names(
     model_type: str, name: str, expected: dict[str, FieldMeaning | None]
 ) -> None:
     model = build_meta_model(transformers.AutoConfig.for_model(model_type, architectures=[name]))
@@ -162,6 +162,6 @@ def test_numbers_of_families_count_what_they_are_called(
     assert {field: kinds.get((field,)) for field in expected} == expected
 
 
-def test_a_config_keeps_its_own_fields(odd: nn.Module) -> None:
+def test_shrinking_keeps_other_config_fields(odd: nn.Module) -> None:
     ConfigShrinker(odd).config()
     assert vars(odd.config)["span"] == 1024

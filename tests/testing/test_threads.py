@@ -1,4 +1,4 @@
-"""Ranks as threads: they train as processes do, and none waits for ever."""
+"""Ranks as threads train like processes, and never wait forever."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OVERLAP = {"enable_sequence_parallelism": True, "enable_sequence_overlap": True}
 
 @pytest.mark.parametrize("options", [{}, OVERLAP], ids=["plain", "overlap"])
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "t5"])
-def test_a_sharded_model_has_the_plain_gradients(family: str, options: dict[str, bool]) -> None:
+def test_sharded_model_has_unsharded_gradients(family: str, options: dict[str, bool]) -> None:
     torch.manual_seed(0)
     sample = SmallModel(family)
     plain, batch = sample().double(), RandomBatches(sample.head_class)(0)
@@ -48,7 +48,7 @@ def test_a_sharded_model_has_the_plain_gradients(family: str, options: dict[str,
 
 
 @pytest.mark.parametrize("options", [{}, OVERLAP], ids=["plain", "overlap"])
-def test_a_step_over_data_pipe_and_tensor_has_the_plain_gradients(options: dict[str, bool]) -> None:
+def test_data_pipeline_tensor_step_has_unsharded_gradients(options: dict[str, bool]) -> None:
     torch.manual_seed(0)
     sample = SmallModel("gpt2")  # its table is tied to the head, on two stages
     plain = sample().double().eval()
@@ -75,7 +75,7 @@ def test_a_step_over_data_pipe_and_tensor_has_the_plain_gradients(options: dict[
     assert [loss for *_, loss in found] == pytest.approx([losses[i // 4].item() for i in range(8)], rel=1e-6)
 
 
-def test_ranks_stand_where_processes_would() -> None:
+def test_threads_have_the_coordinates_of_processes() -> None:
     found = run_as_threads(lambda c: (c.rank, c.coords, str(c)), data=2, tensor=2)
     assert found[2] == (2, {"data": 1, "pipe": 0, "sequence": 0, "tensor": 0}, "data=2, tensor=2")
     assert [rank for rank, *_ in found] == [0, 1, 2, 3]
@@ -90,7 +90,7 @@ def raise_on_one(context: ParallelContext) -> None:
         raise LaunchError("another is gone", rule="None", remedy="None") from error
 
 
-def test_what_one_rank_raises_ends_all() -> None:
+def test_error_on_one_rank_ends_all_ranks() -> None:
     with pytest.raises(ConfigError, match="only here"):
         run_as_threads(raise_on_one, data=2, tensor=2)
 
@@ -121,7 +121,7 @@ def compute_long(context: ParallelContext) -> None:
     ],
     ids=["end_early", "call_others", "compute_long"],
 )
-def test_a_wait_in_vain_ends_and_says_where_each_rank_is(
+def test_hopeless_wait_raises_with_state_of_each_rank(
     fn: Callable[[ParallelContext], None], timeout_s: float, said: str
 ) -> None:
     started = time.monotonic()
@@ -131,7 +131,7 @@ def test_a_wait_in_vain_ends_and_says_where_each_rank_is(
     assert "; ".join(sorted(caught.value.what.split("; "))) == said
 
 
-def test_in_turn_a_rank_draws_what_it_draws_alone() -> None:
+def test_in_turn_ranks_have_their_own_random_states() -> None:
     def draw(context: ParallelContext) -> float:
         numpy.random.seed(0)
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""The small models: every head class of transformers, batches that fit it, and a loss that reaches its weights."""
+"""Small models: all head classes of transformers, with matching batches and a loss that reaches all weights."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> float:
 @pytest.mark.parametrize(
     "family", [family for family in HEAD_CLASSES if family != "chatglm"]
 )  # whose code is not in there
-def test_the_heads_are_all_that_transformers_has(family: str) -> None:
+def test_all_transformers_heads_are_covered(family: str) -> None:
     modeling = getattr(transformers.models, family.replace("-", "_"))
     classes = {name for name in dir(modeling) if isinstance(getattr(modeling, name), type)}
     models = {n for n in classes if issubclass(getattr(modeling, n), nn.Module) and not n.endswith("PreTrainedModel")}
@@ -78,7 +78,7 @@ def test_the_heads_are_all_that_transformers_has(family: str) -> None:
     assert models == set(HEAD_CLASSES[family]) and len(HEAD_CLASSES[family]) == len(models)
 
 
-def test_the_tables_fit_each_other() -> None:
+def test_tables_of_heads_are_consistent() -> None:
     assert list(SMALL_CONFIGS) == list(HEAD_CLASSES) == list(DEFAULT_HEAD)
     assert (
         all(head in HEAD_CLASSES[family] for family, head in DEFAULT_HEAD.items())
@@ -90,7 +90,7 @@ def test_the_tables_fit_each_other() -> None:
 
 @pytest.mark.reduced(one_in=8)
 @pytest.mark.parametrize("name", EVERYTHING)
-def test_a_head_trains_on_its_batches(name: str) -> None:
+def test_head_trains_on_its_batches(name: str) -> None:
     torch.manual_seed(0)
     sample = EVERYTHING[name].sample
     model = sample().double().train()
@@ -106,8 +106,8 @@ def test_a_head_trains_on_its_batches(name: str) -> None:
 
 @pytest.mark.reduced(one_in=8)
 @pytest.mark.parametrize("head", EVERY_HEAD)
-def test_no_weight_is_out_of_the_reach_of_the_loss(head: str) -> None:
-    """A gradient in the noise would show no mistake. That of a bias may be nothing, as that of a softmax's keys."""
+def test_loss_has_gradients_for_all_weights(head: str) -> None:
+    """Gradients at noise level would hide mistakes. A bias may have none, such as the bias of attention keys."""
     torch.manual_seed(0)
     model = EVERY_HEAD[head].sample().double().train()
     sample_loss(model, doubled(RandomBatches(head)(0))).backward()
@@ -120,7 +120,7 @@ def test_no_weight_is_out_of_the_reach_of_the_loss(head: str) -> None:
 
 @pytest.mark.reduced(one_in=8)
 @pytest.mark.parametrize("name", EVERYTHING)
-def test_the_loss_of_a_batch_is_the_mean_of_those_of_its_halves(name: str) -> None:
+def test_batch_loss_is_mean_of_half_batch_losses(name: str) -> None:
     torch.manual_seed(0)
     sample = EVERYTHING[name].sample
     model = sample().double().train(name not in BATCH_NORM)
@@ -133,7 +133,7 @@ def test_the_loss_of_a_batch_is_the_mean_of_those_of_its_halves(name: str) -> No
 
 
 @pytest.mark.parametrize("head", EVERY_HEAD)
-def test_a_batch_is_told_by_its_step(head: str) -> None:
+def test_batch_depends_on_its_step(head: str) -> None:
     batches = RandomBatches(head, batch=3)
     first, again, other = batches(0), pickle.loads(pickle.dumps(batches))(0), batches(1)
     assert first.keys() == again.keys() and all(torch.equal(first[name], again[name]) for name in first)
@@ -144,7 +144,7 @@ def test_a_batch_is_told_by_its_step(head: str) -> None:
 
 
 @pytest.mark.parametrize("family", SMALL_CONFIGS)
-def test_a_sample_is_a_value(family: str) -> None:
+def test_sample_is_a_value(family: str) -> None:
     sample = pickle.loads(pickle.dumps(SmallModel(family)))
     assert sample == SmallModel(family)
     torch.manual_seed(0)
@@ -155,8 +155,8 @@ def test_a_sample_is_a_value(family: str) -> None:
 
 @pytest.mark.reduced(one_in=8)
 @pytest.mark.parametrize("name", EVERYTHING)
-def test_nothing_is_left_to_chance(name: str) -> None:
-    """A model in training gives one batch one loss, so there is no dropout, and no stochastic depth."""
+def test_loss_is_deterministic(name: str) -> None:
+    """A model in training mode has one loss per batch, so there is no dropout or stochastic depth."""
     sample = EVERYTHING[name].sample
     model, batch = sample().double().train(), RandomBatches(sample.head_class)(0)
     assert loss_of(model, batch) == loss_of(model, batch)
@@ -165,11 +165,11 @@ def test_nothing_is_left_to_chance(name: str) -> None:
 @pytest.mark.parametrize(
     "head", [head for head in EVERY_HEAD if head in DEFAULT_HEAD.values() or head.endswith("Model")]
 )
-def test_no_table_starts_at_zero(head: str) -> None:
+def test_no_embedding_starts_at_zero(head: str) -> None:
     assert [n for n, p in EVERY_HEAD[head].sample().named_parameters() if p.dim() > 1 and not p.any()] == []
 
 
-def test_windows_are_shifted_and_padded() -> None:
+def test_attention_windows_are_shifted_and_padded() -> None:
     shifts: list[Any] = []
     for family in ("swin", "swinv2"):
         config = SmallModel(family).config()
@@ -179,17 +179,17 @@ def test_windows_are_shifted_and_padded() -> None:
     assert any(shifts)
 
 
-def test_a_family_without_a_small_model_is_refused() -> None:
+def test_family_without_small_model_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"family='brt'.*Did you mean 'bert'"):
         SmallModel("brt")
 
 
-def test_the_loss_of_a_model_that_gives_none_is_refused() -> None:
+def test_model_without_loss_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"Identity gave no loss: its output, a Tensor.*Give loss_fn="):
         sample_loss(nn.Identity(), {"input": torch.ones(2, 3)})
 
 
-def test_what_a_model_gives_counts_once() -> None:
+def test_outputs_are_counted_once() -> None:
     class Twice(nn.Module):
         def forward(self, x: Tensor) -> dict[str, Any]:
             return {"logits": x, "again": x.t(), "deep": ({"ids": torch.ones(2, dtype=torch.long)}, None)}
@@ -208,7 +208,7 @@ def _split(head: str, sample: SmallModel) -> tuple[nn.Module, list[dict[str, Ten
 
 
 @pytest.mark.parametrize("head", FAMILY_OF)
-def test_a_head_is_made_as_deep_as_a_pipeline_needs(head: str) -> None:
+def test_head_has_enough_layers_for_pipeline(head: str) -> None:
     sample = SmallModel(FAMILY_OF[head], head).deeper(5)
     model = sample()
     policy, _ = resolve_policy(model, None)
@@ -220,7 +220,7 @@ def test_a_head_is_made_as_deep_as_a_pipeline_needs(head: str) -> None:
 
 @pytest.mark.reduced(one_in=8)
 @pytest.mark.parametrize("head", FAMILY_OF)
-def test_what_counts_by_sample_is_what_is_no_mean_of_torch(head: str) -> None:
+def test_per_sample_losses_are_those_without_torch_mean(head: str) -> None:
     model, parts = _split(head, SmallModel(FAMILY_OF[head], head))
     weights = LossWeights(parts, [2, 2])
     refused = pytest.raises(ConfigError, match="loss_weight") if weights_loss_by_sample(head) else nullcontext()

@@ -58,7 +58,7 @@ def without_tensors(step: int) -> dict[str, int]:
         ({"tensor": 4}, "tensor=4 times data=1 is not the number of processes, 2"),
         ({"config": {"enable_sequence_overlap": True}}, "enable_sequence_parallelism=False"),
         ({"config": {"enable_sequence_paralelism": True}}, "Did you mean 'enable_sequence_parallelism'"),
-        ({"model_fn": lambda: Tower()}, "cannot be sent"),
+        ({"model_fn": lambda: Tower()}, "cannot be pickled"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_alike_on_all_ranks(

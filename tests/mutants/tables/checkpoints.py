@@ -21,11 +21,11 @@ MUTANTS = [
     mutant(
         "random-states-of-another-data-rank",
         "shardformer/checkpoint/load.py",
-        'if theirs.get("data", 0) == own.get("data", 0)]',
+        'if other.get("data", 0) == coords.get("data", 0)]',
         "if rank >= 0]",
         "After a change of the layout all data ranks go on with the random states of the first.",
         first=(
-            "tests/checkpoint/test_layouts.py::test_a_data_rank_goes_on_with_its_own_random_state",
+            "tests/checkpoint/test_layouts.py::test_data_rank_restores_its_own_random_state",
             "tests/checkpoint/test_layouts.py",
             "tests/checkpoint/test_processes.py",
         ),
@@ -44,17 +44,17 @@ MUTANTS = [
         "if total % BITS != box.sum:",
         "if total % BITS != box.sum and not count:",
         "A checkpoint with a flipped bit is loaded.",
-        first=("tests/checkpoint/test_damage.py::test_a_flipped_bit_is_noticed_or_nothing",),
+        first=("tests/checkpoint/test_damage.py::test_flipped_bit_is_detected_or_harmless",),
     ),
     mutant(
         "index-checksum-ignored",
         "shardformer/checkpoint/file_format.py",
-        'found = json.loads(text) if _digest(text) == said["sha256"] else {}',
+        'found = json.loads(text) if _digest(text) == head_values["sha256"] else {}',
         "found = json.loads(text)",
         "A checkpoint whose index was changed is loaded.",
         first=(
-            "tests/checkpoint/test_damage.py::test_every_byte_of_what_is_read_counts",
-            "tests/checkpoint/test_damage.py::test_a_file_that_is_not_what_it_was",
+            "tests/checkpoint/test_damage.py::test_every_tensor_byte_is_checksummed",
+            "tests/checkpoint/test_damage.py::test_damaged_file_is_detected",
         ),
     ),
     mutant(
@@ -64,7 +64,7 @@ MUTANTS = [
         "if (covered := sum(prod(box.size) for box in entry.boxes)) > prod(entry.shape):",
         "A save to which a rank brings a part of a tensor only is called a checkpoint.",
         first=(
-            "tests/checkpoint/test_bad_input.py::test_a_save_whose_ranks_do_not_write_each_number_once_is_no_checkpoint",
+            "tests/checkpoint/test_bad_input.py::test_incomplete_or_duplicate_writes_are_not_published",
             "tests/checkpoint/test_bad_input.py",
         ),
     ),
@@ -75,9 +75,9 @@ MUTANTS = [
         "if found.kind == DROPPED and not path.exists():",
         "What a killed save left is never removed.",
         first=(
-            "tests/checkpoint/test_damage.py::test_a_step_is_saved_again_where_a_killed_process_left_a_part_of_it",
-            "tests/checkpoint/test_damage.py::test_killed_processes_leave_whole_checkpoints",
-            "tests/checkpoint/test_damage.py::test_a_disk_that_is_full_leaves_what_was_there",
+            "tests/checkpoint/test_damage.py::test_step_can_be_saved_after_killed_save",
+            "tests/checkpoint/test_damage.py::test_killed_processes_leave_complete_checkpoints",
+            "tests/checkpoint/test_damage.py::test_failed_save_keeps_earlier_checkpoints",
         ),
     ),
     mutant(
@@ -86,19 +86,17 @@ MUTANTS = [
         "        target.rename(replaced)\n",
         "        shutil.rmtree(target)\n",
         "A step that is saved again is lost if the process is killed at the wrong moment.",
-        first=(
-            "tests/checkpoint/test_damage.py::test_a_step_that_is_saved_again_is_there_until_the_disk_has_the_new_one",
-        ),
+        first=("tests/checkpoint/test_damage.py::test_replaced_checkpoint_is_kept_until_sync",),
     ),
     mutant(
         "older-checkpoints-go-too-early",
         "shardformer/checkpoint/save.py",
-        "    try:\n        for name in (*(path / file_name(rank)",
-        "    try:\n        folders.drop_old(root, keep)\n        for name in (*(path / file_name(rank)",
+        "    try:\n        files = [*map(file_name",
+        "    try:\n        checkpoint_directory.delete_old(root, keep, path)\n        files = [*map(file_name",
         "Older checkpoints are deleted before the new one is on the disk.",
         first=(
-            "tests/checkpoint/test_damage.py::test_older_checkpoints_go_when_the_disk_has_what_every_rank_wrote",
-            "tests/checkpoint/test_damage.py::test_a_disk_that_fails_behind_a_save_keeps_the_older_ones_and_is_said_by_the_next",
+            "tests/checkpoint/test_damage.py::test_older_checkpoints_are_deleted_after_sync",
+            "tests/checkpoint/test_damage.py::test_failed_sync_keeps_older_checkpoints_and_raises_in_next_save",
         ),
     ),
     mutant(
@@ -123,7 +121,7 @@ MUTANTS = [
         "if place >= keep.last and folder != newest and not is_kept and not is_young:",
         "if place > keep.last and folder != newest and not is_kept and not is_young:",
         "keep=3 leaves four checkpoints.",
-        first=("tests/checkpoint/test_damage.py::test_what_is_kept",),
+        first=("tests/checkpoint/test_damage.py::test_retention_keeps_the_specified_checkpoints",),
     ),
     mutant(
         "fp32-model-gets-rounded-weights",
@@ -132,7 +130,7 @@ MUTANTS = [
         'return f"{WEIGHTS}/{name}"',
         "A bf16 run that goes on in fp32, or on other ranks, starts from weights rounded to 16 bits.",
         first=(
-            "tests/checkpoint/test_layouts.py::test_an_fp32_model_starts_from_the_masters_of_a_16_bit_run",
+            "tests/checkpoint/test_layouts.py::test_fp32_model_loads_master_weights_of_16_bit_run",
             "tests/checkpoint/test_layouts.py",
             "tests/checkpoint/test_exact.py",
         ),
@@ -140,7 +138,7 @@ MUTANTS = [
     mutant(
         "kahan-rest-not-loaded",
         "shardformer/checkpoint/load.py",
-        "wide = memory if rest is None else memory.to(shard.wide) + rest.to(shard.wide)",
+        "wide = memory if residual is None else memory.to(shard.wide) + residual.to(shard.wide)",
         "wide = memory",
         'A run with masters="kahan" loses its compensation when it goes on.',
         first=("tests/checkpoint/test_exact.py", "tests/optim/test_rounding.py"),
@@ -159,9 +157,7 @@ MUTANTS = [
         "            elif is_front:\n",
         "            elif is_front and data == 0:\n",
         "After a load all data ranks have the batch-norm statistics of the first.",
-        first=(
-            "tests/checkpoint/test_exact.py::test_averages_that_each_data_rank_has_for_itself_and_states_that_are_no_tensors",
-        ),
+        first=("tests/checkpoint/test_exact.py::test_buffers_per_data_rank_and_extra_states_are_restored",),
     ),
     mutant(
         "optimizer-state-rounded",
@@ -170,7 +166,7 @@ MUTANTS = [
         "for slot in ():",
         "Adam's fp32 moments of a 16-bit model are rounded to 16 bits by a load.",
         first=(
-            "tests/checkpoint/test_exact.py::test_states_that_are_wider_than_their_parameters_keep_every_bit",
+            "tests/checkpoint/test_exact.py::test_fp32_states_of_16_bit_parameters_are_exact",
             "tests/checkpoint/test_exact.py",
         ),
     ),
@@ -181,7 +177,7 @@ MUTANTS = [
         '    for each in values[:1]:\n        scalars |= each["scalars"]\n',
         "Adam's step counts of parameters on other stages or shards are lost: bias correction starts again.",
         first=(
-            "tests/checkpoint/test_layouts.py::test_each_parameter_goes_on_with_its_step_count_of_the_rank_that_had_it",
+            "tests/checkpoint/test_layouts.py::test_step_counts_of_parameters_are_restored",
             "tests/checkpoint/test_layouts.py",
             "tests/checkpoint/test_exact.py",
         ),
@@ -192,6 +188,6 @@ MUTANTS = [
         "for item in sorted(items, key=lambda item: -item.dtype.itemsize):",
         "for item in sorted(items, key=lambda item: item.dtype.itemsize):",
         "reshape sends the 16-bit copy of a number of which the rank has an fp32 copy too.",
-        first=("tests/checkpoint/test_move.py::test_of_what_a_rank_has_twice_the_wider_is_given",),
+        first=("tests/checkpoint/test_move.py::test_wider_of_two_copies_is_sent",),
     ),
 ]
