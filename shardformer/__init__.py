@@ -119,7 +119,7 @@ _RENAMED_MODULES = {
     "shardformer.trainer": "shardformer.training.trainer",
     "shardformer.trainer.hooks": "shardformer.hooks",
 }
-"""Earlier names of modules that were documented."""
-sys.meta_path.insert(0, RenamedModules(_RENAMED_MODULES))  # before empty folders of an earlier checkout
+"""Earlier names of documented modules."""
+sys.meta_path.insert(0, RenamedModules(_RENAMED_MODULES))  # precedes empty folders left by an earlier checkout
 __getattr__, _names = lazy_names(__name__, _RENAMED)
 __all__ = [*_names, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]

@@ -80,7 +80,7 @@ def test_the_comments_say_what_was_not_understood(folder: Path) -> None:
 @pytest.mark.reduced(one_in=3)
 @pytest.mark.parametrize("line", [line for line in COMMANDS if "verify" in line])
 def test_nobody_can_tell(folder: Path, line: str) -> None:
-    assert "Nobody can tell." in run_line(line, folder)
+    assert "PASS: " in run_line(line, folder)
 
 
 def test_a_registered_policy_is_used(folder: Path) -> None:

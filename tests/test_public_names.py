@@ -84,7 +84,7 @@ def test_the_earlier_order_and_names_of_arguments_give_the_same(tmp_path: Path) 
     with pytest.warns(DeprecationWarning, match=r"load_checkpoint\(folder=\) is now directory="):
         assert shardformer.load_checkpoint(model=model, folder=tmp_path, optimizer=optimizer).step == 3  # type: ignore[call-arg]
     assert shardformer.load_checkpoint(model, tmp_path, optimizer).step == 3
-    with pytest.raises(shardformer.ConfigError, match="got both folder= and directory="):
+    with pytest.raises(shardformer.ConfigError, match="received both folder= and directory="):
         shardformer.load_checkpoint(model, folder=tmp_path, directory=tmp_path)  # type: ignore[call-arg]
 
 

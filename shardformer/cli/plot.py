@@ -1,4 +1,4 @@
-"""``shardformer plot``: a table of what runs reached, and a picture of their loss, speed and memory."""
+"""``shardformer plot``: a table and a plot of the metrics of training runs."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 def plot(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Folders that training wrote into, or their records.jsonl.")
+        list[Path], typer.Argument(metavar="RUN...", help="Output folders of training runs, or their records.jsonl.")
     ],
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The picture, in .png or .svg; by default curves.png in the run's folder."),
+        typer.Option(metavar="FILE", help="The plot, as .png or .svg. By default curves.png in the run's folder."),
     ] = None,
     values: Annotated[
-        str, typer.Option(metavar="NAMES", help="What is drawn, as loss,grad_norm; by default all in the picture.")
+        str, typer.Option(metavar="NAMES", help="The metrics to plot, as loss,grad_norm. By default all.")
     ] = "",
 ) -> None:
-    """Print what one or more runs reached, and draw their loss, tokens per second and memory as a picture."""
+    """Print a table of the metrics of one or more runs, and plot their loss, tokens per second and memory."""
     from rich.console import Console
 
     from shardformer.pipeline.schedule_chart import check_file
@@ -43,11 +43,10 @@ def plot(
     known = panel_names(found)
     if not known:
         raise ConfigError(
-            f"There is no value in {', '.join(map(str, runs))}",
-            rule="What is drawn are values that training records",
-            remedy="Wait for the first step, or name another run",
+            f"No metrics are recorded in {', '.join(map(str, runs))}",
+            remedy="Wait for the first step, or pass another run",
         )
-    asked = _asked(values, known)
+    selected = _selected(values, known)
     path = out if out is not None else _folder(runs) / "curves.png"
     has_matplotlib = find_spec("matplotlib") is not None
     if has_matplotlib:
@@ -55,22 +54,22 @@ def plot(
     console = Console(highlight=False)
     _print(console, found)
     if has_matplotlib:
-        draw_metrics(found, path, asked or None)
-        _print_line(console, f"The picture is in {path}")
+        draw_metrics(found, path, selected or None)
+        _print_line(console, f"Plot saved to {path}")
     elif out is not None:
         check_file(out)
     else:
-        _print_line(console, "No picture: it is drawn with matplotlib, pip install 'shardformer[plot]'", wraps=True)
+        _print_line(console, "No plot: matplotlib is not installed. pip install 'shardformer[plot]'", wraps=True)
 
 
-def _asked(values: str, known: Sequence[str]) -> list[str]:
-    """``loss,grad_norm`` as names that were recorded, each once."""
-    asked = list(dict.fromkeys(name.strip() for name in values.split(",")))
-    if asked == [""]:
+def _selected(values: str, known: Sequence[str]) -> list[str]:
+    """Parse ``loss,grad_norm``. Raises ConfigError for metrics that were not recorded."""
+    names = list(dict.fromkeys(name.strip() for name in values.split(",")))
+    if names == [""]:
         return []
-    rule = "What is drawn was recorded; a value of the validation is drawn with that of the training"
-    check_names(asked, known, f"--values {values}:", rule)
-    return asked
+    rule = "Only recorded metrics can be plotted. Validation metrics are plotted with those of training"
+    check_names(names, known, "--values has no metric", rule)
+    return names
 
 
 def _folder(runs: list[Path]) -> Path:
@@ -82,11 +81,11 @@ def _folder(runs: list[Path]) -> Path:
 def _check_once(files: list[Path]) -> None:
     real = [file.resolve() for file in files]
     if twice := [file for file, name in zip(files, real) if real.count(name) > 1]:
-        raise ConfigError(f"{str(twice[0])!r} is named twice", rule="Each run is drawn once", remedy="Name it once")
+        raise ConfigError(f"{str(twice[0])!r} is passed twice", remedy="Pass each run once")
 
 
 def _names(runs: list[Path]) -> list[str]:
-    """For people: as much of the end of each path as tells the runs apart."""
+    """Return the shortest ends of the paths that distinguish the runs."""
     parts = [Path(os.path.abspath(path)).parts for path in runs]
     parts = [p[:-1] if path.is_file() and p[-1] == "records.jsonl" else p for path, p in zip(runs, parts)]
     count = 1
@@ -116,7 +115,7 @@ def _width(console: Console, table: Table) -> int:
 
 
 def _across(rows: list[dict[str, str]], columns: list[str]) -> Table:
-    """A row for each run."""
+    """Return a table with a row per run."""
     from rich.table import Table
     from rich.text import Text
 
@@ -130,7 +129,7 @@ def _across(rows: list[dict[str, str]], columns: list[str]) -> Table:
 
 
 def _down(rows: list[dict[str, str]], columns: list[str]) -> Table:
-    """A column for each run, where the terminal is narrow."""
+    """Return a table with a column per run, for narrow terminals."""
     from rich.table import Table
     from rich.text import Text
 
@@ -148,6 +147,6 @@ def _print_line(console: Console, text: str, wraps: bool = False) -> None:
 
 
 def _printable(console: Console, text: str) -> str:
-    r"""As ``\u20ac`` what the terminal cannot print."""
+    r"""Escape characters that the terminal cannot print, as in ``\u20ac``."""
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return shown.encode(console.encoding, "backslashreplace").decode(console.encoding)

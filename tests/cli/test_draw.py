@@ -67,7 +67,7 @@ def test_a_terminal_gets_colours_in_which_an_action_is_one_block(
 def test_a_chart_is_written_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / ("a-long-name-that-a-user-may-copy-" * 3 + ".svg")
     assert run("--out", str(path)) == 0
-    assert f"The chart is in {path}\n" in capsys.readouterr().out
+    assert f"Chart saved to {path}\n" in capsys.readouterr().out
     assert path.read_text(encoding="utf-8").startswith("<?xml")
 
 
@@ -83,9 +83,9 @@ def test_a_chart_is_written_and_named(tmp_path: Path, capsys: pytest.CaptureFixt
         (("--send", "-1"), "send=-1"),
         (("--out", "chart.pdf"), "chart.svg"),
         (("--micro-batches", "100000"), "Use --micro-batches 4096 or fewer"),
-        (("--stages", "16384", "--micro-batches", "1"), "cells at the most"),
-        (("--schedule", "interleaved", "--num-model-chunks", "1000000"), "cells at the most"),
-        (("--schedule", "zbv", "--stages", "16", "--micro-batches", "1024"), "cells at the most"),
+        (("--stages", "16384", "--micro-batches", "1"), "cells: a row per stage"),
+        (("--schedule", "interleaved", "--num-model-chunks", "1000000"), "cells: a row per stage"),
+        (("--schedule", "zbv", "--stages", "16", "--micro-batches", "1024"), "cells: a row per stage"),
         (("--durations", "F=1e308,B=1e308"), "takes inf units"),
         (("--durations", "F=1e-308"), "nearer to each other"),
         (("--send", "1e9"), "columns at the most"),
@@ -124,12 +124,12 @@ def test_what_the_ranks_of_a_grid_hold(
     [
         (["--grid", "2x2", "--tensor-parallel-mode", "3d"], "Give three numbers"),
         (["--grid", "ax2"], "--grid 4, or --grid 2x2"),
-        (["--grid", "200x200"], "1024 at the most"),
+        (["--grid", "200x200"], "at most 1024 rows"),
         (["--grid", "99999999999999999999x2"], "ranks at the most"),
-        (["--grid", "2x2", "--out", "grid.png"], "--out with --grid"),
-        (["--grid", "2x2", "--stages", "4"], "--stages with --grid"),
-        (["--grid", "2x2", "--micro-batches", "2"], "--micro-batches with --grid"),
-        (["--tensor-parallel-mode", "2d"], "--tensor-parallel-mode without --grid"),
+        (["--grid", "2x2", "--out", "grid.png"], "--out has no effect with --grid"),
+        (["--grid", "2x2", "--stages", "4"], "--stages has no effect with --grid"),
+        (["--grid", "2x2", "--micro-batches", "2"], "--micro-batches has no effect with --grid"),
+        (["--tensor-parallel-mode", "2d"], "--tensor-parallel-mode has no effect without --grid"),
     ],
 )
 def test_a_grid_that_cannot_be(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,4 +93,4 @@ def test_a_process_that_is_killed_while_it_saves_is_told_so(tmp_path: Path, monk
     monkeypatch.setenv(FOLDER, str(tmp_path))
     with finishes_on_signals():
         _process_states([os.getpid()], signal.SIGINT, 77)
-    assert "did not finish its step and save within 77 s of SIGINT" in STUCK_PROCESSES.pop(os.getpid())
+    assert "did not finish its step and save within 77 s after SIGINT" in STUCK_PROCESSES.pop(os.getpid())

@@ -40,4 +40,4 @@ def test_a_name_that_is_none_in_python(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_model_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["infer", str(tmp_path)])
-    assert "There is no config.json" in capsys.readouterr().err
+    assert "has no config.json" in capsys.readouterr().err

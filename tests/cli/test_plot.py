@@ -57,7 +57,7 @@ def test_a_run_is_drawn_into_its_folder(path: str, runs: list[str], capsys: pyte
     code, out, _ = said(capsys, path)
     assert code == 0
     picture = Path(path.removesuffix("/records.jsonl")) / "curves.png"
-    assert out.endswith(f"The picture is in {picture}\n")
+    assert out.endswith(f"Plot saved to {picture}\n")
     assert picture.stat().st_size > 10_000
 
 
@@ -115,12 +115,12 @@ def test_without_matplotlib_the_table_is_printed_and_the_extra_is_named(
     ("arguments", "message"),
     [
         (("first", "--values", "los"), "Did you mean 'loss'?"),
-        (("first", "--values", "loss,"), "--values loss,: ''"),
+        (("first", "--values", "loss,"), "--values has no metric ''"),
         (("third",), "'third' does not exist"),
         (("first", "frist"), "'frist' does not exist"),
-        (("first", "first/log"), "is named twice"),
-        (("first", "./first/log/../log"), "is named twice"),
-        (("empty",), "There is no value in empty"),
+        (("first", "first/log"), "is passed twice"),
+        (("first", "./first/log/../log"), "is passed twice"),
+        (("empty",), "No metrics are recorded in empty"),
         ((".",), "holds 2 runs"),
     ],
 )

@@ -150,7 +150,7 @@ def test_stages_notice(name: str) -> None:
 def test_stages_notice_other_options_from_the_first_step_on(name: str) -> None:
     option = {"weight_decay": "weight_decay", "rate": "lr"}[name]
     found = came_apart(lambda run: run.optimizer.param_groups[0].update({option: 0.5}), 1, {"pipe": 2}, at=0)
-    assert all("learning rates, or other options" in text for text in found), found
+    assert all("learning rates or other optimizer options" in text for text in found), found
 
 
 def test_stages_may_have_optimizers_of_other_classes() -> None:

@@ -462,7 +462,7 @@ def test_a_way_that_does_not_fit_the_axis_is_refused() -> None:
 def test_other_batches_on_the_ranks_of_a_sequence_are_refused() -> None:
     def compute(context: ParallelContext) -> str:
         model = shardformer.shard_model(copy.deepcopy(plain_of("llama")), context=context)
-        with pytest.raises(shardformer.ShardFormerError, match="were fed different batches"):
+        with pytest.raises(shardformer.ShardFormerError, match="received different batches"):
             model(input_ids=IDS + context.sequence.rank)
         return "said"
 

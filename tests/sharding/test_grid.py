@@ -517,7 +517,7 @@ def test_a_norm_of_this_ranks_features_alone_is_found(monkeypatch: pytest.Monkey
         (4, (2, 2), "3d", "Give three numbers"),
         (8, (2, 2, 2), "2d", "Use tensor=\\(2, 4\\)"),
         (4, (2, 2), "1d", "that is a grid of 2 x 2"),
-        (4, (2, 2), "4d", "It is one of"),
+        (4, (2, 2), "4d", "is not one of"),
         (10, (1, 10), "2d", "more than the"),
     ],
     ids=str,

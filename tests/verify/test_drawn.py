@@ -90,5 +90,5 @@ def test_a_model_that_no_seed_governs_is_refused(pool2: WorkerPool) -> None:
 
 
 def test_what_is_drawn_for_a_batch_is_not_compared_with_what_is_drawn_for_its_parts(pool2: WorkerPool) -> None:
-    with pytest.raises(ConfigError, match=r"Each micro-batch of a pipeline, and .* draws its own numbers"):
+    with pytest.raises(ConfigError, match=r"Micro-batches, and data ranks .* draw different random numbers"):
         verify(Listener("Wav2Vec2"), sounds, tensor=1, pipeline=VerifyPipeline(2), pool=pool2)

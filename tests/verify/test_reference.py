@@ -64,7 +64,7 @@ def test_the_load_of_experts_is_balanced_in_each_part_and_not_in_the_whole(pools
 def test_a_mean_over_as_many_labels_is_that_of_the_whole(pools: WorkerPools, reference: str) -> None:
     report = found(pools, SmallModel("gpt2"), reference, tensor=2)
     assert report.passed, str(report)
-    assert ("each batch plain in one" in str(report)) == (reference == "tokens")
+    assert ("reference loss over the full batch" in str(report)) == (reference == "tokens")
 
 
 def test_a_pipeline_s_parts_are_compared_with_the_whole_too(pools: WorkerPools) -> None:
@@ -106,5 +106,7 @@ def test_another_reference_is_refused() -> None:
 
 
 def test_what_is_drawn_for_a_whole_batch_is_not_drawn_for_its_parts(pool2: WorkerPool) -> None:
-    with pytest.raises(ConfigError, match="each data rank's part of a whole batch, draws its own numbers"):
+    with pytest.raises(
+        ConfigError, match="data ranks with a reference over the full batch, draw different random numbers"
+    ):
         verify(Listener("Wav2Vec2"), sounds, 1, 2, training=VerifyTraining(average_loss_over="tokens"), pool=pool2)

@@ -119,10 +119,10 @@ def test_every_model_type_is_known_by_a_class() -> None:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Makes the small model of each type in a moment: what a function gives."""
-    for known in (model_source._small, model_source._fed):
+    for known in (model_source._small, model_source._example_batch):
         known.cache_clear()
     yield lambda twin_of: monkeypatch.setattr(any_type, "reduce_model", twin_of)
-    for known in (model_source._small, model_source._fed):
+    for known in (model_source._small, model_source._example_batch):
         known.cache_clear()
 
 
@@ -131,10 +131,10 @@ def test_a_type_that_cannot_be_fed_names_the_input(small: Any) -> None:
         raise PolicyError("TypeError", rule="", remedy="")
 
     small(none)
-    with pytest.raises(ConfigError, match=r"ran with none of the batches.*; without bbox, .*TypeError") as caught:
+    with pytest.raises(ConfigError, match=r"failed on every batch .*TypeError.*The values of bbox, ") as caught:
         ReducedModelType("bros").config()
     assert "module:function" in caught.value.remedy
-    with pytest.raises(ConfigError, match=r"nothing is known of past_values, which its forward needs"):
+    with pytest.raises(ConfigError, match=r"Its forward needs past_values, whose values are unknown"):
         ReducedModelType("patchtst").config()
 
 
