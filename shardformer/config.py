@@ -164,8 +164,7 @@ class ShardConfig:
             )
         if sizes["sequence"] > 1 and all(s.axis != "sequence" for s in self.resolve_activation_layout().shards):
             raise ConfigError(
-                f"activation_layout={self.activation_layout} does not shard the sequence axis of size "
-                f"{sizes['sequence']}",
+                f"activation_layout={self.activation_layout} does not use the axis sequence={sizes['sequence']}",
                 remedy="Remove activation_layout, or the sequence axis",
             )
         return context

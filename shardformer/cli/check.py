@@ -238,7 +238,7 @@ def _print_table(findings: list[CheckResult], ready: bool) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    marks = {"ok": "[green]ok[/]", "missing": "[yellow]missing (optional)[/]", "failed": "[red]failed[/]"}
+    marks = {"ok": "[green]ok[/]", "missing": "[yellow]not found (optional)[/]", "failed": "[red]failed[/]"}
     marks["untested"] = "[yellow]not tested[/]"
     table = Table(title="shardformer check")
     for column in ("", "name", "", "value"):

@@ -263,17 +263,17 @@ class ConsistencyMonitor:
     # --- where ranks differ
 
     def _raise(self, axis: Axis, inputs: Collection[Any] = ()) -> None:
-        details = self._details(axis, inputs)
-        every = all_gather_objects(details, axis)
+        every = all_gather_objects(self._details(axis, inputs), axis)
         name = next((name for name in ORDER if any(theirs[name] != every[0][name] for theirs in every)), ORDER[-1])
         values = [theirs[name] for theirs in every]
         odd = next(rank for rank, value in enumerate(values) if values.count(value) == min(map(values.count, values)))
         other = next((rank for rank, value in enumerate(values) if value != values[odd]), odd)
         fact = COMPARED_VALUES[name]
+        compared = (odd,) if name == "weights" else (other, odd)
+        details = ", ".join(f"rank {axis.ranks[rank]}: {_format_value(values[rank])}" for rank in compared)
         raise InputError(
             f"Ranks {axis.ranks[other]} and {axis.ranks[odd]} of {len(every)} {axis.name.replace('_', ' and ')} ranks "
-            f"have diverged: they have different {fact.what} "
-            f"({_format_value(values[other])}, and rank {axis.ranks[odd]} {_format_value(values[odd])})",
+            f"have different {fact.what} ({details})",
             rule=fact.rule,
             remedy=fact.remedy,
         )
@@ -292,10 +292,10 @@ class ConsistencyMonitor:
 
 
 def _format_value(value: Any) -> str:
-    """Format a value of ``_details`` for a message."""
+    """Format a value of ``_details`` for a message, weights by their names."""
     if isinstance(value, dict):
         names = ", ".join(list(value)[:3])
-        return f"different values in {names}{' and others' if len(value) > 3 else ''}"
+        return f"{names}{' and others' if len(value) > 3 else ''}"
     if isinstance(value, list):
         return f"a batch of shapes {', '.join(str(shape) for shape, _ in value) or 'nothing'}"
     return str(value)[:200]

@@ -70,7 +70,7 @@ def test_the_table_says_that_the_machine_is_ready(capsys: pytest.CaptureFixture[
     out = capsys.readouterr().out
     assert "all-reduce" in out and "0.50 ms over gloo" in out
     assert out.strip().endswith("Ready to train.")
-    assert "missing" in out and "missing" not in out
+    assert "not found" in out and "missing" not in out
 
 
 def test_a_failed_requirement_is_status_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

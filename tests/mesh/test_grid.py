@@ -102,7 +102,7 @@ CUBE = RankGrid.of({"data": 2, "tensor": 8}).view(["tensor"], {"row": 2, "column
     [
         (["tensor"], {"a": 2, "b": 3}, r"a=2 times b=3 is not tensor=8.*product is 8"),
         (["tensor"], {}, r"nothing is not tensor=8"),
-        (["tensor"], {"a": 8.0}, r"a=8.0.*whole number"),
+        (["tensor"], {"a": 8.0}, r"a=8.0 is not an integer"),
         (["tensor"], {"row": 8}, r"calls an axis 'row'"),
         (["tensor", "data"], {"a": 16}, r"A view of tensor, data.*in their order: data, pipe"),
         (["tensor", "tensor"], {"a": 64}, r"A view of tensor, tensor"),

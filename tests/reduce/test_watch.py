@@ -79,8 +79,8 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "batch": (other_batch, "different batches"),
     "mode": (eval_mode, "different modes"),
     "rate": (other_rate, "different learning rates"),
-    "skipped": (skipped, "numbers of steps"),
-    "weight": (other_weight, "different weights"),
+    "skipped": (skipped, "numbers of optimizer steps"),
+    "weight": (other_weight, "different replicated weights"),
 }
 
 
@@ -111,7 +111,7 @@ def test_ranks_of_one_batch_notice(name: str, sizes: dict[str, int]) -> None:
     assert all(said in text for text in found), found
     assert len(set(found)) == 1, "all say the same"
     if 3 in sizes.values():
-        assert "rank 1 " in found[0], "the one that differs is named"
+        assert "rank 1: " in found[0], "the one that differs is named"
 
 
 # A step under ZeRO is made by all ranks together, and weights come from one rank each; under stage 3 a rank in another
@@ -133,7 +133,7 @@ def test_data_ranks_notice(name: str, how: dict[str, Any]) -> None:
     change, said = CHANGES[name]
     found = came_apart(change, 1, {"data": 3}, **how)
     assert all(said in text for text in found), found
-    assert all("rank 1 " in text for text in found)
+    assert all("rank 1: " in text for text in found)
 
 
 @pytest.mark.parametrize("name", ["batch", "mode", "skipped", "rate"])
@@ -196,7 +196,7 @@ def rounded(run: Run) -> None:
 def test_what_rounding_makes_of_weights_is_no_difference() -> None:
     """Each of these ranks computes their gradients itself, with kernels that may add in another order."""
     assert came_apart(rounded, 1, {"tensor": 2}) == ["", ""]
-    assert all("different weights" in said for said in came_apart(rounded, 1, {"data": 2}))
+    assert all("different replicated weights" in said for said in came_apart(rounded, 1, {"data": 2}))
 
 
 def test_evaluation_on_all_ranks_and_back_is_no_difference() -> None:
@@ -312,7 +312,7 @@ def test_all_weights_are_looked_at_within_so_many_steps(at: int, monkeypatch: py
             try:
                 model(torch.ones(2, 40)).sum().backward()
             except InputError as error:
-                assert "different weights" in str(error)
+                assert "different replicated weights" in str(error)
                 return step
         return -1
 

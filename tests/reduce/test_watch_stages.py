@@ -155,7 +155,7 @@ def test_stages_with_one_class_notice_a_step_that_one_of_them_leaves_out() -> No
             return str(error)
         return ""
 
-    assert all("different numbers of steps" in said for said in run_as_threads(do, pipe=2, in_turn=True))
+    assert all("different numbers of optimizer steps" in said for said in run_as_threads(do, pipe=2, in_turn=True))
 
 
 def test_an_evaluation_between_two_steps_is_no_round() -> None:
