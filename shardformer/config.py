@@ -153,7 +153,7 @@ class ShardConfig:
 
     def resolve_context(self) -> ParallelContext:
         """Return the context to shard over: the one passed, one for the group passed, or one for all processes."""
-        context = self._given_context()
+        context = self._select_context()
         sizes = context.sizes
         if self.tensor_parallel_mode == "1d" and "row" in sizes and sizes["tensor"] > 1:
             grid = " x ".join(str(sizes[name]) for name in ("row", "column", "depth"))
@@ -169,7 +169,7 @@ class ShardConfig:
             )
         return context
 
-    def _given_context(self) -> ParallelContext:
+    def _select_context(self) -> ParallelContext:
         from shardformer.mesh.parallel_context import ParallelContext
 
         manager, context, group = self.pipeline_stage_manager, self.context, self.tensor_parallel_process_group
@@ -193,7 +193,7 @@ class ShardConfig:
 
 
 STAGE_FIELDS = ("num_model_chunks", "partition", "layer_costs", "recompute_layers")
-_OF_STAGE_3 = ("keep_frozen", "reshard_after_forward")
+_STAGE_3_FIELDS = ("keep_frozen", "reshard_after_forward")
 _SHARD_OPTIONS = {
     "sequence_parallel": "enable_sequence_parallelism",
     "sequence_overlap": "enable_sequence_overlap",
@@ -331,7 +331,7 @@ class ParallelConfig:
         StepOptions(self.max_grad_norm, self.on_nonfinite), BucketOptions(self.bucket_bytes)
         Stage3Options(self.keep_frozen, self.reshard_after_forward)
         self._check_used(STAGE_FIELDS, self.pipe > 1, "pipe=2 or more")
-        self._check_used(_OF_STAGE_3, self.zero_stage == 3, "zero_stage=3")
+        self._check_used(_STAGE_3_FIELDS, self.zero_stage == 3, "zero_stage=3")
         self._check_used(("sequence_overlap",), self.sequence_parallel, "sequence_parallel=True")
 
     def _check_used(self, names: Sequence[str], is_used: bool, needed: str) -> None:
@@ -368,7 +368,7 @@ class ParallelConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields, as values that JSON can represent."""
-        return {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
+        return {each.name: _to_plain(getattr(self, each.name)) for each in fields(self)}
 
     @classmethod
     @cache
@@ -428,7 +428,7 @@ class ParallelConfig:
 
     def zero_options(self) -> dict[str, Any]:
         """Return the arguments of ``shard_optimizer``."""
-        names = ("precision", "offload", "max_grad_norm", "on_nonfinite", *_OF_STAGE_3, "bucket_bytes")
+        names = ("precision", "offload", "max_grad_norm", "on_nonfinite", *_STAGE_3_FIELDS, "bucket_bytes")
         return {"stage": self.effective_zero_stage or 0, **{name: getattr(self, name) for name in names}}
 
     def shard_config(self, context: ParallelContext) -> ShardConfig:
@@ -451,7 +451,7 @@ class ParallelConfig:
 _DEFAULTS = {each.name: each.default for each in fields(ParallelConfig)}
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
+from functools import partial
 from textwrap import indent
 
 TRACEBACK_VARIABLE = "SHARDFORMER_TRACEBACK"
@@ -34,14 +35,10 @@ class ShardFormerError(Exception):
 
     def __init__(self, what: str, *, remedy: str, rule: str = "") -> None:
         self.what, self.rule, self.remedy = what, rule, remedy
-        super().__init__(" ".join(_ended(part) for part in (what, rule, remedy) if part))
+        super().__init__(" ".join(_with_full_stop(part) for part in (what, rule, remedy) if part))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.what, self.rule, self.remedy))
-
-
-def _rebuild(kind: type[ShardFormerError], what: str, rule: str, remedy: str) -> ShardFormerError:
-    return kind(what, rule=rule, remedy=remedy)
+        return partial(type(self), self.what, rule=self.rule, remedy=self.remedy), ()
 
 
 class ConfigError(ShardFormerError):
@@ -94,7 +91,7 @@ def check_int(name: str, value: object, least: int = 1, *, unit: str = "", examp
     """
     is_right = isinstance(value, int) and not isinstance(value, bool) and value >= least
     problem = f"is not an integer of at least {least}{unit and f' (in {unit})'}"
-    _check(name, value, is_right, problem, f"Write {_argument(name)}={example or max(least, 1)}")
+    _check(name, value, is_right, problem, f"Write {_argument_name(name)}={example or max(least, 1)}")
 
 
 def check_number(
@@ -112,7 +109,7 @@ def check_number(
     limits = "above 0" if least is None else f"of at least {least:g}"
     limits += "" if below is None else f" and below {below:g}"
     problem = f"is not a number {limits}{unit and f' (in {unit})'}"
-    _check(name, value, is_right, problem, f"Write {_argument(name)}={example:g}")
+    _check(name, value, is_right, problem, f"Write {_argument_name(name)}={example:g}")
 
 
 def check_choice(name: str, value: object, choices: Iterable[object], rule: str = "") -> None:
@@ -127,13 +124,13 @@ def check_choice(name: str, value: object, choices: Iterable[object], rule: str 
     is_right = any(isinstance(value, type(n)) and is_bool == isinstance(n, bool) and value == n for n in known)
     problem = "is not valid" if rule else f"is not one of {', '.join(map(repr, known))}"
     near = did_you_mean(value, map(str, known))
-    remedy = near if near.startswith("Did") else f"Write {_argument(name)}={known[0]!r}"
+    remedy = near if near.startswith("Did") else f"Write {_argument_name(name)}={known[0]!r}"
     _check(name, value, is_right, problem, remedy, rule)
 
 
 def check_bool(name: str, value: object) -> None:
     """Raise ConfigError unless ``value`` is True or False."""
-    _check(name, value, isinstance(value, bool), "is not True or False", f"Write {_argument(name)}=True")
+    _check(name, value, isinstance(value, bool), "is not True or False", f"Write {_argument_name(name)}=True")
 
 
 def check_names(given: Iterable[object], known: Iterable[str], what: str, rule: str) -> None:
@@ -155,7 +152,7 @@ def check_callable(name: str, value: object, rule: str) -> None:
     _check(name, value, is_right, "is not a function", f"Pass a function, or omit {name}", rule)
 
 
-def _argument(name: str) -> str:
+def _argument_name(name: str) -> str:
     return name.rpartition(".")[2]
 
 
@@ -168,7 +165,7 @@ def did_you_mean(name: object, known: Iterable[str], count: int = 3) -> str:
     """Return ``Did you mean 'a'?`` with the known names nearest to ``name``, or a list of known names."""
     names, text = sorted(set(known)), str(name)
     same = [n for n in names if n.lower() == text.lower()]
-    close = same or get_close_matches(text, names, n=count, cutoff=0.4)
+    close = same or get_close_matches(text, names, n=count, cutoff=0.6)
     if close:
         return "Did you mean " + " or ".join(repr(c) for c in close) + "?"
     shown = ", ".join(repr(n) for n in names[:8])
@@ -188,9 +185,9 @@ def format_error(kind: str, what: str, rule: str, remedy: str) -> str:
     hint = _HINT.search(remedy)
     meant = hint[0].strip() if hint else ""
     rest = _HINT.sub("", remedy, count=1).strip(" ")
-    below = [_ended(part) for part in (meant, rule, rest) if part.strip()]
-    return "\n".join([f"{kind}: {_ended(what)}", *(indent(part, "  ") for part in below)])
+    below = [_with_full_stop(part) for part in (meant, rule, rest) if part.strip()]
+    return "\n".join([f"{kind}: {_with_full_stop(what)}", *(indent(part, "  ") for part in below)])
 
 
-def _ended(part: str) -> str:
+def _with_full_stop(part: str) -> str:
     return part if part.endswith((".", "\n", "!", "?")) else f"{part}."

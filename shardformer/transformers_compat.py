@@ -29,7 +29,7 @@ def load_transformers() -> Any:
     import transformers
 
     if sys.flags.optimize >= 2:
-        _leave_models_undocumented()
+        _disable_auto_docstring()
     return transformers
 
 
@@ -58,14 +58,16 @@ DOCSTRING_PATCH = Patch(
 )
 
 
-def _leave_models_undocumented() -> None:
+def _disable_auto_docstring() -> None:
     utils = importlib.import_module("transformers.utils")
     importlib.import_module("transformers.utils.auto_docstring")
     modules = utils, sys.modules["transformers.utils.auto_docstring"]  # utils has the function of that name
-    install(DOCSTRING_PATCH, lambda: all_of(*(replace_attribute(m, "auto_docstring", _undocumented) for m in modules)))
+    install(
+        DOCSTRING_PATCH, lambda: all_of(*(replace_attribute(m, "auto_docstring", _skip_docstring) for m in modules))
+    )
 
 
-def _undocumented(found: Any = None, **options: Any) -> Any:
+def _skip_docstring(found: Any = None, **options: Any) -> Any:
     """Replace ``auto_docstring``, used with or without arguments."""
     return (lambda later: later) if found is None else found
 
@@ -182,21 +184,21 @@ def decode_together(model: nn.Module, begin: Callable[[], None], any_rank: Calla
     """
     for module in model.modules():
         if hasattr(module, "_has_unfinished_sequences"):
-            module.__dict__[_TOGETHER] = begin, any_rank
+            module.__dict__[_DECODE_HOOKS] = begin, any_rank
             for name, method in (("generate", _generate), ("_has_unfinished_sequences", _has_unfinished)):
                 module.__dict__[name] = method.__get__(module)
 
 
-_TOGETHER = "_shardformer_decode_together"
+_DECODE_HOOKS = "_shardformer_decode_together"
 
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-    begin, _ = self.__dict__[_TOGETHER]
+    begin, _ = self.__dict__[_DECODE_HOOKS]
     begin()
     return type(self).generate(self, *args, **{**kwargs, "synced_gpus": True})
 
 
 def _has_unfinished(self: Any, this_peer_finished: bool, *args: Any, **kwargs: Any) -> bool:
-    _, any_rank = self.__dict__[_TOGETHER]
+    _, any_rank = self.__dict__[_DECODE_HOOKS]
     is_unfinished: bool = any_rank(not this_peer_finished)
     return is_unfinished

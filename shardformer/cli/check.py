@@ -73,7 +73,7 @@ def _versions() -> list[CheckResult]:
         _version("python", platform.python_version(), "install Python 3.11 or newer"),
     ]
     for name, module in (("torch", "torch"), ("transformers", "transformers.modeling_utils")):
-        remedy = f"pip install '{name}>={_minor(TESTED[name][0])}'"
+        remedy = f"pip install '{name}>={_format_version(TESTED[name][0])}'"
         try:
             importlib.import_module(module)
             found = version(name)
@@ -92,12 +92,13 @@ def _version(name: str, found: str, remedy: str) -> CheckResult:
     if (major, minor) < oldest:
         return CheckResult("versions", name, "failed", found, remedy)
     if (major, minor) > newest:
-        note = f"{found} is newer than the tested versions, {_minor(oldest)} to {_minor(newest)}, and may work"
+        tested = f"{_format_version(oldest)} to {_format_version(newest)}"
+        note = f"{found} is newer than the tested versions, {tested}, and may work"
         return CheckResult("versions", name, "untested", found, note)
     return CheckResult("versions", name, "ok", found)
 
 
-def _minor(version: tuple[int, int]) -> str:
+def _format_version(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))
 
 

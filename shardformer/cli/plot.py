@@ -38,8 +38,8 @@ def plot(
     from shardformer.training.metrics_log import file_of, read_records
     from shardformer.training.metrics_plot import draw_metrics, panel_names
 
-    _check_once([file_of(path) for path in runs])
-    found = {name: read_records(path) for name, path in zip(_names(runs), runs)}
+    _check_duplicates([file_of(path) for path in runs])
+    found = {name: read_records(path) for name, path in zip(_run_names(runs), runs)}
     known = panel_names(found)
     if not known:
         raise ConfigError(
@@ -47,12 +47,12 @@ def plot(
             remedy="Wait for the first step, or pass another run",
         )
     selected = _selected(values, known)
-    path = out if out is not None else _folder(runs) / "curves.png"
+    path = out if out is not None else _output_folder(runs) / "curves.png"
     has_matplotlib = find_spec("matplotlib") is not None
     if has_matplotlib:
         check_file(path)
     console = Console(highlight=False)
-    _print(console, found)
+    _print_tables(console, found)
     if has_matplotlib:
         draw_metrics(found, path, selected or None)
         _print_line(console, f"Plot saved to {path}")
@@ -72,19 +72,19 @@ def _selected(values: str, known: Sequence[str]) -> list[str]:
     return names
 
 
-def _folder(runs: list[Path]) -> Path:
+def _output_folder(runs: list[Path]) -> Path:
     if len(runs) > 1:
         return Path()
     return runs[0] if runs[0].is_dir() else runs[0].parent
 
 
-def _check_once(files: list[Path]) -> None:
+def _check_duplicates(files: list[Path]) -> None:
     real = [file.resolve() for file in files]
     if twice := [file for file, name in zip(files, real) if real.count(name) > 1]:
         raise ConfigError(f"{str(twice[0])!r} is passed twice", remedy="Pass each run once")
 
 
-def _names(runs: list[Path]) -> list[str]:
+def _run_names(runs: list[Path]) -> list[str]:
     """Return the shortest ends of the paths that distinguish the runs."""
     parts = [Path(os.path.abspath(path)).parts for path in runs]
     parts = [p[:-1] if path.is_file() and p[-1] == "records.jsonl" else p for path, p in zip(runs, parts)]
@@ -97,13 +97,17 @@ def _names(runs: list[Path]) -> list[str]:
 # ---------------------------------------------------------------------------------------------------- in the terminal
 
 
-def _print(console: Console, runs: Runs) -> None:
+def _print_tables(console: Console, runs: Runs) -> None:
     from shardformer.training.metrics_plot import metrics_summary
 
     runs = {_printable(console, run): records for run, records in runs.items()}
     rows = [{name: cell for name, cell in row.items() if cell} for row in metrics_summary(runs)]
     columns = list(dict.fromkeys(name for row in metrics_summary(runs) for name in row if any(name in r for r in rows)))
-    tables = [_across(rows, columns)], [_down(rows, columns)], [_down([row], columns) for row in rows]
+    tables = (
+        [_table_of_rows(rows, columns)],
+        [_table_of_columns(rows, columns)],
+        [_table_of_columns([row], columns) for row in rows],
+    )
     fitting = (some for some in tables if all(_width(console, table) <= console.width for table in some))
     for table in next(fitting, tables[-1]):
         console.print(table)
@@ -114,7 +118,7 @@ def _width(console: Console, table: Table) -> int:
     return console.measure(table, options=console.options.update(width=10_000)).maximum
 
 
-def _across(rows: list[dict[str, str]], columns: list[str]) -> Table:
+def _table_of_rows(rows: list[dict[str, str]], columns: list[str]) -> Table:
     """Return a table with a row per run."""
     from rich.table import Table
     from rich.text import Text
@@ -128,7 +132,7 @@ def _across(rows: list[dict[str, str]], columns: list[str]) -> Table:
     return table
 
 
-def _down(rows: list[dict[str, str]], columns: list[str]) -> Table:
+def _table_of_columns(rows: list[dict[str, str]], columns: list[str]) -> Table:
     """Return a table with a column per run, for narrow terminals."""
     from rich.table import Table
     from rich.text import Text

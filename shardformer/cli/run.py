@@ -185,7 +185,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         if getattr(options, name) is None:
             setattr(options, name, value)
     check_options(options)
-    if _is_alone(options) and options.local_addr is None:
+    if _is_single_machine(options) and options.local_addr is None:
         options.local_addr = "127.0.0.1"  # by default torch resolves the host name, which fails on some machines
     return options
 
@@ -249,7 +249,7 @@ def _apply_hosts(options: argparse.Namespace) -> None:
         options.node_rank = find_this_host(chosen)
 
 
-def _is_alone(options: argparse.Namespace) -> bool:
+def _is_single_machine(options: argparse.Namespace) -> bool:
     on_free_port = options.rdzv_backend == "static" and not options.rdzv_endpoint and options.master_port is None
     return bool(options.standalone or (on_free_port and options.nnodes in ("1", "1:1")))
 
@@ -301,7 +301,7 @@ def _rendezvous(options: argparse.Namespace, endpoint: str) -> AbstractContextMa
     from shardformer.mesh.rank_failures import Rendezvous
 
     host, _, port = endpoint.rpartition(":")
-    if options.rdzv_backend != "static" or _is_alone(options) or options.nnodes == "1" or not port.isdigit():
+    if options.rdzv_backend != "static" or _is_single_machine(options) or options.nnodes == "1" or not port.isdigit():
         return nullcontext()
     return Rendezvous(
         host, int(port), options.node_rank, int(options.nnodes.rpartition(":")[2]), "node"

@@ -59,8 +59,14 @@ def train(
     overrides = list(changes or [])
     found = load_train_config(config, overrides)
     where = _no_start_reason(dry_run)
-    if where is None and _count(found.layout, processes) > 1:
-        _start(found, _count(found.layout, processes), max_restarts or 0, shutdown_timeout, [str(config), *overrides])
+    if where is None and _num_processes(found.layout, processes) > 1:
+        _launch_and_exit(
+            found,
+            _num_processes(found.layout, processes),
+            max_restarts or 0,
+            shutdown_timeout,
+            [str(config), *overrides],
+        )
     # without a launcher, --processes 1 is valid: this process trains
     unused = {"--processes": processes if where else None, "--max-restarts": max_restarts or None}
     _check_unused(where or "with one process", {**unused, "--shutdown-timeout": shutdown_timeout})
@@ -76,7 +82,9 @@ def train(
     train_here(found)
 
 
-def _start(found: TrainConfig, count: int, max_restarts: int, shutdown_timeout: int | None, run: list[str]) -> NoReturn:
+def _launch_and_exit(
+    found: TrainConfig, count: int, max_restarts: int, shutdown_timeout: int | None, run: list[str]
+) -> NoReturn:
     """Start the processes, wait for them, and exit with their status."""
     from shardformer.cli.run import launch
     from shardformer.launcher.shutdown import SHUTDOWN_TIMEOUT_VARIABLE
@@ -108,7 +116,7 @@ def _check_unused(where: str, options: dict[str, int | None]) -> None:
             )
 
 
-def _count(layout: ParallelConfig, processes: int | None) -> int:
+def _num_processes(layout: ParallelConfig, processes: int | None) -> int:
     """Return the number of processes to start. Raises ConfigError if it does not match the layout."""
     least = prod(size or 1 for size in layout.sizes.values())
     count = least if processes is None else processes

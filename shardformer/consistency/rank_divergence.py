@@ -121,7 +121,7 @@ class ConsistencyMonitor:
 
     def __post_init__(self) -> None:
         install(STEP_PATCH, lambda: register_optimizer_step_post_hook(_after_optimizer_step).remove)
-        _signs(self.state.context.device)  # allocated before the memory of a step is measured
+        _random_signs(self.state.context.device)  # allocated before the memory of a step is measured
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ConsistencyMonitor:
         return ConsistencyMonitor(deepcopy(self.state, memo), self.training)  # a copied model has no optimizer
@@ -132,7 +132,7 @@ class ConsistencyMonitor:
         self._has_stepped = True
         self._optimizers.add(optimizer)
         self.state.context.traffic.steps = self.steps
-        self.options = type(optimizer).__name__, tuple(map(_numbers_of, optimizer.param_groups))
+        self.options = type(optimizer).__name__, tuple(map(_numeric_options, optimizer.param_groups))
 
     # --- ranks that process the same batch
 
@@ -140,7 +140,7 @@ class ConsistencyMonitor:
         """Return a number for each of ``ORDER`` (two for weights), for ranks of an axis that process the same batch."""
         options = _hash_63_bits(hash(self.options[1:]))
         sketch = self._sketch(axis) if self.training else (0.0, 0.0)  # evaluation changes no weights
-        return [int(self.training), self.batch(inputs), self.steps, options, *map(_bits_of, sketch)]
+        return [int(self.training), self.batch(inputs), self.steps, options, *map(_float_to_bits, sketch)]
 
     def rounds_of_stage(self) -> int:
         """Return the number of batches after which an optimizer stepped. Called once before each batch."""
@@ -169,8 +169,8 @@ class ConsistencyMonitor:
     def compare(self, every: Sequence[Sequence[int]], axis: Axis, inputs: Collection[Any] = ()) -> None:
         """Raise InputError on every rank of the axis if the gathered ``values_to_gather`` differ."""
         weights = len(ORDER) - 1
-        sketches = [[_number_of(bits) for bits in theirs[weights:]] for theirs in every]
-        if any(theirs[:weights] != every[0][:weights] for theirs in every) or not self._are_near(sketches):
+        sketches = [[_bits_to_float(bits) for bits in theirs[weights:]] for theirs in every]
+        if any(theirs[:weights] != every[0][:weights] for theirs in every) or not self._are_close(sketches):
             self._raise(axis, inputs)
         self._turns[axis.name] = self._turns.get(axis.name, 0) + 1
 
@@ -178,7 +178,7 @@ class ConsistencyMonitor:
 
     def values_to_reduce(self, axis: Axis) -> list[float]:
         """Return the bits of a hash of the values that must agree, each as 1 or -1."""
-        known = [self.training, self.steps, hash(self.options[1:]), self._weights(axis)]
+        known = [self.training, self.steps, hash(self.options[1:]), self._hash_weights(axis)]
         number = int.from_bytes(hashlib.sha256(repr(known).encode()).digest()[: BITS // 8], "big")
         return [1.0 if number >> i & 1 else -1.0 for i in range(BITS)]
 
@@ -195,35 +195,35 @@ class ConsistencyMonitor:
 
     # --- weights
 
-    def _weights(self, axis: Axis) -> int:
+    def _hash_weights(self, axis: Axis) -> int:
         """Return a hash of the bits of this step's slice of the replicated weights."""
-        numbered = enumerate(self._stretches(axis), 1)
-        found = self._summed(f"weights {axis.name}", [digest(x) * number for number, x in numbered])
+        numbered = enumerate(self._current_slices(axis), 1)
+        found = self._read_sum(f"weights {axis.name}", [digest(x) * number for number, x in numbered])
         return 0 if found is None else _hash_63_bits(int(found))
 
     def _sketch(self, axis: Axis) -> tuple[float, float]:
         """Return the sum with random signs, and the norm, of this step's slice of the replicated weights."""
-        stretches = self._stretches(axis)
+        stretches = self._current_slices(axis)
         with disable_current_modes():  # not part of the step that a recorder or a memory trace measures
-            sums = [_projected(x, number) for number, x in enumerate(stretches)]
-        found = self._summed(f"sketch {axis.name}", sums) or (0.0, 0.0)
+            sums = [_random_projection(x, number) for number, x in enumerate(stretches)]
+        found = self._read_sum(f"sketch {axis.name}", sums) or (0.0, 0.0)
         return found[0], found[1] ** 0.5
 
-    def _are_near(self, sketches: Sequence[Sequence[float]]) -> bool:
+    def _are_close(self, sketches: Sequence[Sequence[float]]) -> bool:
         """Whether the sketches of all ranks differ by no more than rounding."""
         (first, norm), *others = sketches
         widths = [torch.finfo(e.param.dtype).eps for e in self.state.entries if e.param.is_floating_point()]
         room = min(ROUNDINGS * max(widths, default=0.0), MOST) * norm
         return all(x == first or abs(x - first) <= room or (isnan(x) and isnan(first)) for x, _ in others)
 
-    def _stretches(self, axis: Axis) -> list[Tensor]:
+    def _current_slices(self, axis: Axis) -> list[Tensor]:
         """Return this step's slices of the weights that are replicated over an axis."""
         part = self._part(axis)
         if part is None or not all(has_data(entry.param) for entry, _ in part.stretches):
             return []
         return [entry.param.detach().reshape(-1)[stretch] for entry, stretch in part.stretches]
 
-    def _summed(self, key: str, parts: Sequence[Tensor]) -> Any:
+    def _read_sum(self, key: str, parts: Sequence[Tensor]) -> Any:
         total: Tensor | None = None
         for part in parts:
             total = part if total is None else total.to(part.device) + part
@@ -233,13 +233,13 @@ class ConsistencyMonitor:
         if self.state.parameter_owner is not None:
             return None  # each parameter is gathered from its owner when it is read
         if axis.name not in self._parts:
-            over = set(self._axes_of(axis))
+            over = set(self._axes_between(axis))
             replicated = [e for e in self.state.entries if not over & set(e.spec.axes) and e.param.is_floating_point()]
             self._parts[axis.name] = list(_weight_slices(replicated))
         parts = self._parts[axis.name]
         return parts[self._turns.get(axis.name, 0) % len(parts)] if parts else None
 
-    def _axes_of(self, axis: Axis) -> Iterator[str]:
+    def _axes_between(self, axis: Axis) -> Iterator[str]:
         """Yield the mesh axes, and views of them, along which the ranks of an axis differ."""
         me = axis.ranks[axis.rank]
         for name, each in self.state.axes.items():
@@ -308,29 +308,29 @@ def _hash_63_bits(value: Any) -> int:
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
 
 
-def _bits_of(number: float) -> int:
+def _float_to_bits(number: float) -> int:
     """Return the bits of a float64 as an integer."""
     bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
     return bits
 
 
-def _number_of(bits: int) -> float:
+def _bits_to_float(bits: int) -> float:
     number: float = struct.unpack("<d", struct.pack("<q", bits))[0]
     return number
 
 
-def _projected(x: Tensor, number: int) -> Tensor:
+def _random_projection(x: Tensor, number: int) -> Tensor:
     """Return the sum of ``x`` with random signs (different for each ``number``), and its sum of squares."""
-    wide, signs = x.double(), _signs(x.device)
+    wide, signs = x.double(), _random_signs(x.device)
     rows = [wide[at : at + len(signs)] for at in range(0, len(wide), len(signs))]
     sums = torch.stack([row @ signs[: len(row)] for row in rows])
-    return torch.stack([sums @ _signs(x.device).roll(number)[: len(sums)], wide @ wide])
+    return torch.stack([sums @ _random_signs(x.device).roll(number)[: len(sums)], wide @ wide])
 
 
 _SIGNS: dict[torch.device, Tensor] = {}
 
 
-def _signs(device: torch.device) -> Tensor:
+def _random_signs(device: torch.device) -> Tensor:
     """Return random signs that are the same in every process."""
     known = _SIGNS.get(device)
     if known is None:
@@ -341,7 +341,7 @@ def _signs(device: torch.device) -> Tensor:
     return known
 
 
-def _numbers_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
+def _numeric_options(group: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the numeric options of a parameter group."""
     found = []
     for name, value in group.items():

@@ -50,12 +50,12 @@ class FSDPGuard(dict[str, Any]):
 def install_wrapper_guards(model: nn.Module, context: ParallelContext) -> None:
     """Make torch's data parallel wrappers raise ConfigError for a model, before they change it."""
     model.__dict__["_ddp_params_and_buffers_to_ignore"] = DDPGuard(context)
-    model.__dict__["_replicate_for_data_parallel"] = partial(_refuse_replicas, context)
+    model.__dict__["_replicate_for_data_parallel"] = partial(_raise_replicated, context)
     for module in model.modules():
         module.__dict__[COMPOSABLE_REGISTRY] = FSDPGuard(context)
 
 
-def _refuse_replicas(context: ParallelContext) -> NoReturn:
+def _raise_replicated(context: ParallelContext) -> NoReturn:
     raise _wrapped("DataParallel", context)
 
 
@@ -102,7 +102,11 @@ def agree_before_step(optimizer: Optimizer) -> None:
     if not found:
         return
     if current_graph_task_id() >= 0:
-        raise _in_backward(optimizer)
+        raise ConfigError(
+            f"{type(optimizer).__name__}.step was called during a backward, for example by a parameter hook",
+            rule="Gradients are reduced when the backward ends, so a hook sees the local gradient",
+            remedy="Step after loss.backward(). To store fewer gradients, use shard_optimizer(..., stage=2)",
+        )
     for reducer in (each for _, reducers in found for each in reducers if each.was_paused and not each.is_paused):
         reducer.start()
         reducer.finish()
@@ -146,12 +150,4 @@ def _unreduced(optimizer: Optimizer, name: str, sums: Sequence[Any]) -> ConfigEr
         f"{type(optimizer).__name__}.step cannot update {name}: {what}",
         rule="Gradients are reduced in loss.backward(). Those of torch.autograd.grad, or set by a script, are not",
         remedy="Call loss.backward() instead of torch.autograd.grad, or set the same p.grad on all ranks",
-    )
-
-
-def _in_backward(optimizer: Optimizer) -> ConfigError:
-    return ConfigError(
-        f"{type(optimizer).__name__}.step was called during a backward, for example by a parameter hook",
-        rule="Gradients are reduced when the backward ends, so a hook sees the local gradient",
-        remedy="Step after loss.backward(). To store fewer gradients, use shard_optimizer(model, optimizer, stage=2)",
     )

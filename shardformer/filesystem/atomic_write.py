@@ -26,7 +26,7 @@ SAVING, REPLACED, DROPPED = "saving", "replaced", "dropped"
 _PRIVATE = re.compile(
     r"\.(?P<kind>\w+)-(?P<name>.+)-(?P<machine>[0-9a-f]{12})-(?P<pid>\d+)-(?P<start>\d+)-[0-9a-f]{16}(\.\w+)?"
 )
-_MOST = 120
+_MAX_NAME_LENGTH = 120
 """Maximum number of characters of the target name in a temporary name. File systems allow 255 in total."""
 
 
@@ -39,12 +39,12 @@ class Process(NamedTuple):
 
     @classmethod
     def this(cls) -> Process:
-        return cls(_machine(), os.getpid(), _started(os.getpid()) or 0)
+        return cls(_machine_id(), os.getpid(), _start_time(os.getpid()) or 0)
 
     @property
     def is_here(self) -> bool:
         """Whether the process belongs to this machine and PID namespace."""
-        return self.machine == _machine()
+        return self.machine == _machine_id()
 
     @property
     def is_dead(self) -> bool:
@@ -52,7 +52,7 @@ class Process(NamedTuple):
         if not self.is_here:
             return False
         if Path("/proc/self/stat").exists():
-            return _started(self.pid) != self.start
+            return _start_time(self.pid) != self.start
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
@@ -71,7 +71,7 @@ class Private(NamedTuple):
 
 
 @functools.cache
-def _machine() -> str:
+def _machine_id() -> str:
     """Digest of boot ID and PID namespace, because containers may share a host name but not their PIDs."""
     try:
         parts = [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
@@ -80,7 +80,7 @@ def _machine() -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
 
 
-def _started(pid: int) -> int | None:
+def _start_time(pid: int) -> int | None:
     """Return the start time of a process, or None if it does not exist or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -126,7 +126,7 @@ def make_folder(folder: Path) -> None:
 def private_path(path: Path, kind: str = SAVING) -> Path:
     """Return an unused temporary name next to ``path`` that no other process will use."""
     machine, pid, start = Process.this()
-    return path.with_name(f".{kind}-{path.name[:_MOST]}-{machine}-{pid}-{start}-{secrets.token_hex(8)}")
+    return path.with_name(f".{kind}-{path.name[:_MAX_NAME_LENGTH]}-{machine}-{pid}-{start}-{secrets.token_hex(8)}")
 
 
 def private(path: Path) -> Private | None:
@@ -140,7 +140,7 @@ def private(path: Path) -> Private | None:
 def private_in(folder: Path, name: str) -> list[tuple[Path, Private]]:
     """Return the files and folders in a folder whose temporary names were made for ``name``."""
     every = [(path, private(path)) for path in folder.glob(".*")]
-    return [(path, found) for path, found in every if found is not None and found.name == name[:_MOST]]
+    return [(path, found) for path, found in every if found is not None and found.name == name[:_MAX_NAME_LENGTH]]
 
 
 def remove_left(folder: Path, name: str) -> None:
@@ -262,21 +262,21 @@ class DirectoryWriter:
         The directories are exchanged, unless ``target`` has subfolders (other processes may write into them), is the
         working directory, or cannot be renamed. In these cases its files are replaced one by one. Raises OSError.
         """
-        kept = self._to_keep(target, new)
+        kept = self._other_files(target, new)
         is_current = target.exists() and os.path.samefile(target, os.curdir)
         if is_current or new.parent != target.parent or any(path.is_dir() and not path.is_symlink() for path in kept):
             self._move_into(new, target)
             return
-        _link(kept, new)
+        _link_files(kept, new)
         self._remove_replaced(exchange(new, target), target)
 
     def _remove_replaced(self, replaced: Path, target: Path) -> None:
         """Remove the replaced directory, after files that were added to it during the exchange have been moved."""
-        for path in self._to_keep(replaced, target):
+        for path in self._other_files(replaced, target):
             path.rename(target / path.name)
         remove(replaced)
 
-    def _to_keep(self, target: Path, new: Path) -> list[Path]:
+    def _other_files(self, target: Path, new: Path) -> list[Path]:
         """Return the other files of a directory, such as a tokenizer or a log."""
         there = sorted(target.iterdir()) if target.is_dir() else []
         written = {path.name for path in new.iterdir()}
@@ -299,7 +299,7 @@ def _can_be_renamed(target: Path) -> bool:
     return os.access(target.parent, os.W_OK) and not os.path.ismount(target)
 
 
-def _link(paths: Iterable[Path], folder: Path) -> None:
+def _link_files(paths: Iterable[Path], folder: Path) -> None:
     for path in paths:
         if path.is_symlink():
             (folder / path.name).symlink_to(os.readlink(path))

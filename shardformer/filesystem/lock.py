@@ -42,7 +42,7 @@ class _Lock:
     holders: set[int] = field(default_factory=set)
 
 
-class _Own:
+class _ProcessLocks:
     """The locks of this process, by the real path of the folder. A forked child has none."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class _Own:
         self.changing = threading.RLock()  # reentrant, because finalizers may run during any allocation
 
 
-_OWN = _Own()
+_LOCKS = _ProcessLocks()
 
 
 def hold(folder: Path, holder: Any) -> bool:
@@ -74,16 +74,16 @@ def hold(folder: Path, holder: Any) -> bool:
     """
     make_folder(folder)
     key = os.path.realpath(folder)
-    with _OWN.acquiring:
-        lock = _OWN.locks.get(key)
+    with _LOCKS.acquiring:
+        lock = _LOCKS.locks.get(key)
         if lock is None or not _is_own(lock):
             new = _Lock(Path(key, LOCK), holders=lock.holders if lock is not None else set())
             _acquire(new, folder)
             lock = new
-        with _OWN.changing:
-            _OWN.locks[key] = lock
-            if not _OWN.is_refreshing:
-                _OWN.is_refreshing = True
+        with _LOCKS.changing:
+            _LOCKS.locks[key] = lock
+            if not _LOCKS.is_refreshing:
+                _LOCKS.is_refreshing = True
                 threading.Thread(target=_refresh, name="shardformer-lock", daemon=True).start()
             if id(holder) in lock.holders:
                 return False
@@ -99,14 +99,14 @@ def release(folder: Path, holder: Any) -> None:
 
 def check_held(folder: Path) -> None:
     """Raise InputError if another process has taken over a folder that this process had locked."""
-    lock = _OWN.locks.get(os.path.realpath(folder))
+    lock = _LOCKS.locks.get(os.path.realpath(folder))
     if lock is None or _is_own(lock):
         return
     with suppress(FileExistsError):  # the lock file was removed, so lock the folder again
         _create(lock)
         return
     raise InputError(
-        f"{folder} was taken over by {_described(_read(lock.path) or {})} while this process did not respond",
+        f"{folder} was taken over by {_describe_owner(_read(lock.path) or {})} while this process did not respond",
         rule=_RULE,
         remedy="End one of the two jobs, and resume the other from the newest checkpoint",
     )
@@ -115,13 +115,13 @@ def check_held(folder: Path) -> None:
 def _release(key: str, holder: int, pid: int) -> None:
     if pid != os.getpid():  # a forked child does not own its parent's locks
         return
-    with _OWN.changing:
-        lock = _OWN.locks.get(key)
+    with _LOCKS.changing:
+        lock = _LOCKS.locks.get(key)
         if lock is None:
             return
         lock.holders.discard(holder)
         if not lock.holders:
-            del _OWN.locks[key]
+            del _LOCKS.locks[key]
             with suppress(OSError):
                 if _is_own(lock):
                     lock.path.unlink()
@@ -142,7 +142,7 @@ def _acquire(lock: _Lock, folder: Path) -> None:
             if not os.path.lexists(lock.path):
                 continue  # the lock has just been released
             raise ConfigError(
-                f"{folder} is in use by {_described(found)}",
+                f"{folder} is in use by {_describe_owner(found)}",
                 rule=_RULE,
                 remedy=f"Use a different folder for each job, or end that process first. If it cannot be running, "
                 f"remove {lock.path}",
@@ -183,7 +183,7 @@ def _read(path: Path) -> dict[str, Any] | None:
         except OSError as error:
             if error.errno not in (errno.ELOOP, errno.EISDIR):
                 raise
-            raise _no_lock(path) from error
+            raise _not_a_lock_file(path) from error
         try:
             found = json.loads(data)
         except ValueError:
@@ -191,13 +191,13 @@ def _read(path: Path) -> dict[str, Any] | None:
         if isinstance(found, dict):
             return found
         if data or not is_file:
-            raise _no_lock(path)
+            raise _not_a_lock_file(path)
         if time.monotonic() > end:
             return {"machine": Process.this().machine}  # the owner was killed
         time.sleep(0.05)
 
 
-def _no_lock(path: Path) -> ConfigError:
+def _not_a_lock_file(path: Path) -> ConfigError:
     return ConfigError(f"{path} is not a lock file of ShardFormer", remedy="Remove it, or use another folder")
 
 
@@ -209,15 +209,15 @@ def _is_own(lock: _Lock) -> bool:
 
 def _is_stale(path: Path) -> bool:
     """Watch a lock file for ``STALE_S``, and return whether it was not refreshed."""
-    before, end = _sign(path), time.monotonic() + STALE_S
+    before, end = _refresh_stamp(path), time.monotonic() + STALE_S
     while time.monotonic() < end:
         time.sleep(min(REFRESH_S / 10, 0.5))
-        if _sign(path) != before:
+        if _refresh_stamp(path) != before:
             return False
     return True
 
 
-def _sign(path: Path) -> tuple[int, ...]:
+def _refresh_stamp(path: Path) -> tuple[int, ...]:
     """Return inode and modification time of a lock file. Opening it makes a network file system update them."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -246,7 +246,7 @@ def _remove_stale(path: Path, stale: dict[str, Any]) -> None:
         os.close(folder)
 
 
-def _described(found: dict[str, Any]) -> str:
+def _describe_owner(found: dict[str, Any]) -> str:
     words = [f"process {found.get('process')} of {found.get('user')} on {found.get('host')}"]
     return ", since ".join([*words, str(found["since"])] if "since" in found else words)
 
@@ -258,11 +258,11 @@ def _refresh() -> None:
     """Refresh the locks of this process as long as it has any."""
     while True:
         time.sleep(REFRESH_S)
-        with _OWN.changing:
-            for lock in [*_OWN.locks.values()]:
+        with _LOCKS.changing:
+            for lock in [*_LOCKS.locks.values()]:
                 with suppress(OSError):
                     if _is_own(lock):
                         os.utime(lock.path, follow_symlinks=False)
-            if not _OWN.locks:
-                _OWN.is_refreshing = False
+            if not _LOCKS.locks:
+                _LOCKS.is_refreshing = False
                 return

@@ -38,7 +38,7 @@ def record_failure(kind: type[BaseException], error: BaseException, trace: types
     if path and issubclass(kind, KeyboardInterrupt) and os.environ.get(TRACEBACK_VARIABLE, "0") in ("", "0"):
         _record_location(path, kind.__name__, traceback.extract_tb(trace))
         return
-    ours = _parts(error)
+    ours = _error_parts(error)
     if not ours or not path or sys.modules["shardformer.errors"].wants_traceback():
         sys.__excepthook__(kind, error.with_traceback(trace), trace)
     if path and not issubclass(kind, KeyboardInterrupt):
@@ -48,7 +48,7 @@ def record_failure(kind: type[BaseException], error: BaseException, trace: types
         if ours:
             extra |= {
                 "parts": ours,
-                "frame": _own_frame(traceback.extract_tb(trace)),
+                "frame": _user_frame(traceback.extract_tb(trace)),
                 "world_size": int(os.environ.get("WORLD_SIZE", "0")),
             }
         _write_error_file(path, f"{kind.__name__}: {error}", extra)
@@ -64,7 +64,7 @@ def record_stack_location() -> None:
 
 def _record_location(path: str, message: str, stack: traceback.StackSummary) -> None:
     now = time.time()
-    at = {"at": _own_frame(stack), "rank": int(os.environ.get("RANK", "0"))}
+    at = {"at": _user_frame(stack), "rank": int(os.environ.get("RANK", "0"))}
     _write_error_file(path, message, {"py_callstack": "", "timestamp": str(int(now)), "time_s": now} | at)
 
 
@@ -74,7 +74,7 @@ def _write_error_file(path: str, message: str, extra: dict[str, object]) -> None
         json.dump({"message": {"message": message, "extraInfo": extra}}, file)
 
 
-def _parts(error: BaseException) -> list[str] | None:
+def _error_parts(error: BaseException) -> list[str] | None:
     """Return class name, what, rule and remedy of a ``ShardFormerError``, or None for other errors."""
     errors = sys.modules.get("shardformer.errors")
     if errors is None or not isinstance(error, errors.ShardFormerError):
@@ -82,7 +82,7 @@ def _parts(error: BaseException) -> list[str] | None:
     return [type(error).__name__, error.what, error.rule, error.remedy]
 
 
-def _own_frame(stack: traceback.StackSummary) -> str:
+def _user_frame(stack: traceback.StackSummary) -> str:
     """Format the innermost frame of user code as in a traceback. Returns an empty string if there is none."""
     libraries = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

@@ -99,10 +99,10 @@ class ReducedModelType:
         return self.head or all_classes()[self.model_type]
 
     def config(self) -> Any:
-        return _small(self).model.config
+        return _reduced_model(self).model.config
 
     def __call__(self) -> nn.Module:
-        model = copy.deepcopy(_small(self).model)
+        model = copy.deepcopy(_reduced_model(self).model)
         if hasattr(model.config, "use_cache"):
             model.config.use_cache = False
         return model
@@ -184,7 +184,7 @@ def output_mean(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
 @lru_cache(maxsize=1)
 def _example_batch(model_fn: Callable[[], nn.Module]) -> ExampleBatch:
     if isinstance(model_fn, ReducedModelType):
-        small = _small(model_fn)
+        small = _reduced_model(model_fn)
         return ExampleBatch.of(small.model, small.batch)
     model = model_fn().eval()
     try:
@@ -194,7 +194,7 @@ def _example_batch(model_fn: Callable[[], nn.Module]) -> ExampleBatch:
 
 
 @lru_cache(maxsize=1)
-def _small(small: ReducedModelType) -> ReducedModel:
+def _reduced_model(small: ReducedModelType) -> ReducedModel:
     transformers = load_transformers()
     try:
         config = transformers.CONFIG_MAPPING[small.model_type](architectures=[small.head_class])
@@ -256,10 +256,10 @@ MAX_ERROR_LENGTH = 600
 
 def module_of(where: str) -> ModuleType:
     """Import a module by its name or its file. Raises ConfigError if it does not exist or fails."""
-    return _module_from_file(Path(where)) if where.endswith(".py") else _module(where)
+    return _module_from_file(Path(where)) if where.endswith(".py") else _import_by_name(where)
 
 
-def _module(name: str) -> ModuleType:
+def _import_by_name(name: str) -> ModuleType:
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
@@ -444,7 +444,7 @@ class ModelSource:
         """Return the same model with another head. Raises ConfigError if the family does not have it."""
         if isinstance(self.model_fn, ReducedModelType):
             _check_class(head, self.title)
-            return _of_type(self.model_type, head)
+            return _source_of_type(self.model_type, head)
         if not isinstance(self.model_fn, SmallModel | Pretrained):
             raise ConfigError(
                 f"head={head!r} does not apply to {self.title}, which is built by a function",
@@ -534,7 +534,7 @@ def find_model(name: str, *, dropout: bool = True) -> ModelSource:
     if path.exists():
         return _from_pretrained(name, Pretrained(str(path), "", path.is_file(), dropout))
     if name in all_classes():
-        return _of_type(name)
+        return _source_of_type(name)
     if ":" in name:
         return _from_function(name)
     if name.startswith((".", "/", "~")) or name.endswith(".json") or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
@@ -604,7 +604,7 @@ def first_token(tokens: int | list[int] | None, default: int) -> int:
     return default if tokens is None else tokens
 
 
-def _of_type(model_type: str, head: str = "") -> ModelSource:
+def _source_of_type(model_type: str, head: str = "") -> ModelSource:
     small = ReducedModelType(model_type, head)
     return ModelSource(f"the small random {model_type}", small, small.head_class, small.config(), small.own())
 
@@ -652,7 +652,7 @@ def _from_function(name: str) -> ModelSource:
             rule="In module:function, the function is defined at the top level of the module",
             remedy=did_you_mean(function_name, known),
         )
-    if _takes_arguments(function):
+    if _has_required_arguments(function):
         raise ConfigError(
             f"{name} has required arguments: {signature(function)}",
             remedy="Add default values to its parameters, or wrap it in a function without arguments",
@@ -676,7 +676,7 @@ def _from_function(name: str) -> ModelSource:
     return ModelSource(name, model_fn, type(model).__name__, getattr(model, "config", None), own)
 
 
-def _takes_arguments(function: Callable[..., Any]) -> bool:
+def _has_required_arguments(function: Callable[..., Any]) -> bool:
     try:
         parameters = signature(function).parameters.values()
     except ValueError:  # a function written in C may have no signature

@@ -161,29 +161,15 @@ HEAD_CLASSES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 DEFAULT_HEAD: dict[str, str] = {
-    "bert": "BertForMaskedLM",
-    "gpt2": "GPT2LMHeadModel",
-    "llama": "LlamaForCausalLM",
-    "t5": "T5ForConditionalGeneration",
-    "opt": "OPTForCausalLM",
-    "bloom": "BloomForCausalLM",
-    "falcon": "FalconForCausalLM",
-    "gpt_neo": "GPTNeoForCausalLM",
-    "gptj": "GPTJForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "roberta": "RobertaForMaskedLM",
-    "albert": "AlbertForMaskedLM",
-    "ernie": "ErnieForMaskedLM",
-    "whisper": "WhisperForConditionalGeneration",
-    "vit": "ViTForImageClassification",
-    "beit": "BeitForImageClassification",
-    "swin": "SwinForImageClassification",
-    "swinv2": "Swinv2ForImageClassification",
-    "sam": "SamModel",
-    "blip-2": "Blip2ForConditionalGeneration",
-}
+    "bert": "BertForMaskedLM", "gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM",
+    "t5": "T5ForConditionalGeneration", "opt": "OPTForCausalLM", "bloom": "BloomForCausalLM",
+    "falcon": "FalconForCausalLM", "gpt_neo": "GPTNeoForCausalLM", "gptj": "GPTJForCausalLM",
+    "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "mistral": "MistralForCausalLM",
+    "roberta": "RobertaForMaskedLM", "albert": "AlbertForMaskedLM", "ernie": "ErnieForMaskedLM",
+    "whisper": "WhisperForConditionalGeneration", "vit": "ViTForImageClassification",
+    "beit": "BeitForImageClassification", "swin": "SwinForImageClassification",
+    "swinv2": "Swinv2ForImageClassification", "sam": "SamModel", "blip-2": "Blip2ForConditionalGeneration",
+}  # fmt: skip
 """The main head class of each family."""
 
 LANGUAGE_MODEL: Mapping[str, str] = MappingProxyType(
@@ -223,12 +209,12 @@ SUBMODEL_FIELDS: Mapping[str, str] = MappingProxyType(
 )
 """Field of the family's config with the config of a head that is a submodel."""
 
-_IMAGES_ALONE = ("vit", "beit", "swin", "swinv2", "sam")
+_VISION_FAMILIES = ("vit", "beit", "swin", "swinv2", "sam")
 
 
 def is_vision_only(head: str) -> bool:
     """Whether a head takes images and no tokens."""
-    return FAMILY_OF.get(head) in _IMAGES_ALONE or head == "Blip2VisionModel"
+    return FAMILY_OF.get(head) in _VISION_FAMILIES or head == "Blip2VisionModel"
 
 
 def settings_of(head: str, changes: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
@@ -500,22 +486,15 @@ def _distance(x: Tensor) -> Tensor:
     return (x.double() - wave).square().mean()
 
 
-_FIELD = {"gpt2": "n_layer", "bloom": "n_layer", "gptj": "n_layer"}
+_DEPTH_FIELD = {"gpt2": "n_layer", "bloom": "n_layer", "gptj": "n_layer"}
 """The field with the number of layers, if it is not ``num_hidden_layers``."""
-_PARTS = ("vision_config", "qformer_config", "text_config")
+_SUBMODEL_CONFIGS = ("vision_config", "qformer_config", "text_config")
+_TWO_STACKS = (
+    "T5Model", "T5ForConditionalGeneration", "T5ForSequenceClassification", "T5ForQuestionAnswering", "WhisperModel",
+    "WhisperForConditionalGeneration", "Blip2ForImageTextRetrieval", "Blip2VisionModelWithProjection",
+)  # fmt: skip
 STACKS: Mapping[str, int] = MappingProxyType(
-    {
-        "T5Model": 2,
-        "T5ForConditionalGeneration": 2,
-        "T5ForSequenceClassification": 2,
-        "T5ForQuestionAnswering": 2,
-        "WhisperModel": 2,
-        "WhisperForConditionalGeneration": 2,
-        "Blip2Model": 3,
-        "Blip2ForConditionalGeneration": 3,
-        "Blip2ForImageTextRetrieval": 2,
-        "Blip2VisionModelWithProjection": 2,
-    }
+    {**dict.fromkeys(_TWO_STACKS, 2), "Blip2Model": 3, "Blip2ForConditionalGeneration": 3}
 )
 """Number of layer stacks in a head, if it is not one."""
 
@@ -533,7 +512,7 @@ def with_layers(family: str, head: str, layers: int) -> dict[str, Any]:
     each = depth_of(family, head, layers) // STACKS.get(head, 1)
     if family in ("sam", "blip-2"):
         settings = {**SMALL_CONFIGS[family], **HEAD_CONFIG.get(head, {})}
-        return {part: {**settings[part], "num_hidden_layers": each} for part in _PARTS if part in settings}
+        return {part: {**settings[part], "num_hidden_layers": each} for part in _SUBMODEL_CONFIGS if part in settings}
     if family == "t5":
         return {"num_layers": each, "num_decoder_layers": each}
     if family == "whisper":
@@ -542,7 +521,7 @@ def with_layers(family: str, head: str, layers: int) -> dict[str, Any]:
         return {"num_layers": each, "attention_types": [[["global", "local"], each // 2]]}
     if family in ("swin", "swinv2"):
         return {"depths": [2, each - 2]}
-    return {_FIELD.get(family, "num_hidden_layers"): each}
+    return {_DEPTH_FIELD.get(family, "num_hidden_layers"): each}
 
 
 LIBRARIES: dict[str, str] = {}
@@ -559,7 +538,7 @@ def register_family(family: str, module: str, heads: tuple[str, ...], *, num_lay
         num_layers: the field of the config with the number of layers.
     """
     SMALL_CONFIGS[family], HEAD_CLASSES[family], DEFAULT_HEAD[family], LIBRARIES[family] = {}, heads, heads[0], module
-    _FIELD[family] = num_layers
+    _DEPTH_FIELD[family] = num_layers
     FAMILY_OF.update(dict.fromkeys(heads, family))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial, wraps
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,21 +74,19 @@ class ForceFp64(TorchFunctionMode):
 
     def _backward(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a backward in this mode, because activation checkpointing recomputes the forward's casts in it."""
-        before, _NOW.mode = _NOW.mode, self
+        before, _CURRENT.mode = _CURRENT.mode, self
         try:
-            with temporarily(BACKWARD_PATCH, _lead_backwards):
+            with temporarily(BACKWARD_PATCH, _patch_backward):
                 return func(*args, **kwargs)
         finally:
-            _NOW.mode = before
+            _CURRENT.mode = before
 
 
-class _Now(threading.local):
-    """The mode of the backward that the current thread runs."""
-
-    mode: ForceFp64 | None = None
+class _CurrentMode(threading.local):
+    mode: ForceFp64 | None = None  # of the backward that this thread runs
 
 
-_NOW = _Now()
+_CURRENT = _CurrentMode()
 ENGINE = "_engine_run_backward"
 BACKWARD_PATCH = Patch(
     f"torch.autograd.{ENGINE}",
@@ -97,13 +95,13 @@ BACKWARD_PATCH = Patch(
 )
 
 
-def _lead_backwards() -> Undo:
+def _patch_backward() -> Undo:
     """Patch autograd to run a backward in the mode of the thread that starts it."""
     original = getattr(torch.autograd, ENGINE)
 
     @wraps(original)
     def run(*tensors: Any, **options: Any) -> Any:
-        with nullcontext() if _NOW.mode is None else _NOW.mode:
+        with nullcontext() if _CURRENT.mode is None else _CURRENT.mode:
             return original(*tensors, **options)
 
     return replace_attribute(torch.autograd, ENGINE, run)
@@ -135,29 +133,7 @@ class RandomRounding(TorchDispatchMode):
             t.addcmul_(t, off, value=UNITS * torch.finfo(t.dtype).eps)
 
 
-class _Micro(Protocol):
-    @property
-    def num_parts(self) -> int: ...
-
-
-class BatchSharing(Protocol):
-    """The fields of a ``VerifyJob`` that determine how batches are made and split."""
-
-    @property
-    def batch_fn(self) -> Callable[[int], Mapping[str, Any]]: ...
-    @property
-    def data(self) -> int: ...
-    @property
-    def num_parts(self) -> int: ...
-    @property
-    def pipeline(self) -> _Micro | None: ...
-    @property
-    def ids(self) -> Mapping[str, int]: ...
-    @property
-    def computes_in(self) -> torch.dtype: ...
-
-
-def check_batch(job: BatchSharing) -> None:
+def check_batch(job: VerifyJob) -> None:
     """Raise ConfigError if data ranks and micro-batches cannot split the first batch.
 
     Errors of ``batch_fn`` itself are left to the workers.
@@ -169,9 +145,14 @@ def check_batch(job: BatchSharing) -> None:
     _micro_batches(job, data_rank_batch(job, batch, 0, job.data))
 
 
-def data_rank_batch(job: BatchSharing, batch: Mapping[str, Any], rank: int, parts: int) -> dict[str, Any]:
+def data_rank_batch(job: VerifyJob, batch: Mapping[str, Any], rank: int, parts: int) -> dict[str, Any]:
     """Return the shard of a batch for one of ``parts`` data ranks, in the dtype of the models."""
-    size = _batch_size(batch)
+    if not any(x.dim() for _, x in named_tensors_in(batch)):
+        raise ConfigError(
+            f"The batch has no tensor with a batch dimension (keys: {', '.join(batch) or 'none'})",
+            remedy="Return the arguments of the model's forward from batch_fn",
+        )
+    size = batch_size_of(batch)
     if size % parts:
         raise ConfigError(
             f"data={parts} does not divide the batch of {size} samples",
@@ -182,7 +163,7 @@ def data_rank_batch(job: BatchSharing, batch: Mapping[str, Any], rank: int, part
     return {**part, **{name: x.to(job.computes_in) for name, x in floats.items()}}
 
 
-def check_independent_samples(job: BatchSharing, model: nn.Module) -> None:
+def check_independent_samples(job: VerifyJob, model: nn.Module) -> None:
     """Raise ConfigError for a model that compares the samples of a batch with each other, if batches are split."""
     whole = data_rank_batch(job, job.batch_fn(0), 0, job.num_parts)
     part = data_rank_batch(job, job.batch_fn(0), 0, job.data)
@@ -191,7 +172,7 @@ def check_independent_samples(job: BatchSharing, model: nn.Module) -> None:
         (part, _micro_batches(job, part)[0], "Use one micro-batch (--micro-batches 1), or data ranks (--data 2)"),
     ):
         if batch_size_of(smaller) < batch_size_of(larger):
-            for name in _tables(model, larger, smaller):
+            for name in _per_sample_matrices(model, larger, smaller):
                 raise ConfigError(
                     f"{type(model).__name__} compares the samples of a batch with each other: the size of {name} is "
                     f"the square of the batch size ({batch_size_of(larger)})",
@@ -200,7 +181,7 @@ def check_independent_samples(job: BatchSharing, model: nn.Module) -> None:
                 )
 
 
-def _tables(model: nn.Module, larger: Mapping[str, Any], smaller: Mapping[str, Any]) -> Iterator[str]:
+def _per_sample_matrices(model: nn.Module, larger: Mapping[str, Any], smaller: Mapping[str, Any]) -> Iterator[str]:
     """Yield the names of outputs with one row and one column per sample."""
     try:
         with torch.no_grad():
@@ -214,19 +195,10 @@ def _tables(model: nn.Module, larger: Mapping[str, Any], smaller: Mapping[str, A
                 yield name
 
 
-def _micro_batches(job: BatchSharing, part: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _micro_batches(job: VerifyJob, part: Mapping[str, Any]) -> list[dict[str, Any]]:
     if job.pipeline is None:
         return [dict(part)]
     return split_batch(part, micro_batch_sizes(batch_size_of(part), job.pipeline.num_parts, None), ids=job.ids)
-
-
-def _batch_size(batch: Mapping[str, Any]) -> int:
-    if not any(x.dim() for _, x in named_tensors_in(batch)):
-        raise ConfigError(
-            f"The batch has no tensor with a batch dimension (keys: {', '.join(batch) or 'none'})",
-            remedy="Return the arguments of the model's forward from batch_fn",
-        )
-    return batch_size_of(batch)
 
 
 class PrecomputedForward(nn.Module):
@@ -297,7 +269,7 @@ class VerifyPipeline:
         return ", ".join([*options, parts])
 
 
-StepOf = Callable[[Mapping[str, Any], int, int], Tensor]
+StepFn = Callable[[Mapping[str, Any], int, int], Tensor]
 """(shard of a batch, index of the backward, data rank) -> the loss, after its backward."""
 
 
@@ -320,7 +292,9 @@ class VerifyJob:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        self.training.check_pipeline(self.pipe)
+        if self.pipe > 1 and (count := self.training.gradient_accumulation_steps) > 1:
+            what = f"gradient_accumulation_steps={count} does not work with pipe={self.pipe}"
+            raise ConfigError(what, remedy="Use micro_batches= (--micro-batches) instead")
         for name in ("tensor", "pipe", "data", "steps"):
             check_int(name, getattr(self, name))
 
@@ -390,7 +364,12 @@ def _loss(job: VerifyJob, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     output = model(**batch)
     loss = loss_in(output)
     if loss is None:
-        raise _no_loss(model, output)
+        needs_labels = hasattr(output, "loss")  # outputs with this field have a loss if the batch has labels
+        field = "" if needs_labels else f": its output, a {type(output).__name__}, has no such field"
+        remedy = (
+            "Add labels to the batch, or pass loss_fn=" if needs_labels else "Pass loss_fn=, (model, batch) -> loss"
+        )
+        raise ConfigError(f"{type(model).__name__} returned no loss{field}", remedy=remedy)
     return loss
 
 
@@ -404,17 +383,6 @@ def _loss_of_step(
 
 def _arithmetic(job: VerifyJob) -> AbstractContextManager[Any]:
     return ForceFp64() if job.computes_in == torch.float64 else nullcontext()
-
-
-def _no_loss(model: nn.Module, output: Any) -> ConfigError:
-    needs_labels = hasattr(output, "loss")  # outputs with this field have a loss if the batch has labels
-    return ConfigError(
-        f"{type(model).__name__} returned no loss"
-        + ("" if needs_labels else f": its output, a {type(output).__name__}, has no such field"),
-        remedy="Add labels to the batch, or pass loss_fn="
-        if needs_labels
-        else "Pass loss_fn=, a function (model, batch) -> loss",
-    )
 
 
 def _run_plain(job: VerifyJob) -> TrainingTrace:
@@ -453,18 +421,12 @@ def _backward(job: VerifyJob, model: nn.Module, step: int, trace: TrainingTrace)
     trace.grads.append({name: None if grad is None else grad.cpu() for name, grad in grads.items()})
 
 
-def _part_of(job: VerifyJob, batch: Mapping[str, Any], rank: int, parts: int) -> Mapping[str, Any]:
-    """Return the shard of a batch, on the device of the models."""
-    part: Mapping[str, Any] = on_device(data_rank_batch(job, batch, rank, parts), torch.device(job.device))
-    return part
-
-
 def _plain_loss(job: VerifyJob, model: nn.Module, step: int, seed: int = 0) -> Tensor:
     losses = []
     for backward in job.training.backwards(step):
         batch = job.batch_fn(backward)
         for rank in range(job.num_parts):
-            part = _part_of(job, batch, rank, job.num_parts)
+            part = on_device(data_rank_batch(job, batch, rank, job.num_parts), torch.device(job.device))
             losses.append(_loss_of_step(job, model, part, backward, rank, seed).double())
     return torch.stack(losses).mean()
 
@@ -500,11 +462,13 @@ def _run_sharded(job: VerifyJob, context: ParallelContext) -> tuple[TrainingTrac
     step_of = _pipelined_step(job, model, asked) if asked is not None else partial(_plain_step, job, model, optimizer)
     for step in range(job.steps):
         with CollectiveRecorder(context) as recorder, _arithmetic(job):
-            loss = _accumulated_backward(job, model, optimizer, step_of, step)
+            loss = _run_backwards(job, model, optimizer, step_of, step)
         mean = all_reduce(loss.detach().clone(), context.data, purpose="check") / context.data.size
         trace.losses.append(float(mean))
         trace.grads.append(
-            _gathered(model, context, {n: _gradient(optimizer, n, p) for n, p in model.named_parameters()})
+            _gather_full_tensors(
+                model, context, {n: _full_gradient(optimizer, n, p) for n, p in model.named_parameters()}
+            )
         )
         trace.norms.append(float(clip_grad_norm_(model, MAX_NORM)))
         optimizer.step()
@@ -513,26 +477,26 @@ def _run_sharded(job: VerifyJob, context: ParallelContext) -> tuple[TrainingTrac
         whole = full_state_dict(model)
         trace.after = {n: whole[n] for n in trace.grads[-1]}
     else:
-        after = _gathered(model, context, {n: p.detach() for n, p in model.named_parameters()})
+        after = _gather_full_tensors(model, context, {n: p.detach() for n, p in model.named_parameters()})
         trace.after = {n: p for n, p in after.items() if p is not None}
     trace.collectives = {f"{op} over {axis} ({why})": v for (op, axis, why), v in recorder.table().items()}
     return trace, name
 
 
-def _accumulated_backward(job: VerifyJob, model: nn.Module, optimizer: Any, step_of: StepOf, step: int) -> Tensor:
+def _run_backwards(job: VerifyJob, model: nn.Module, optimizer: Any, step_of: StepFn, step: int) -> Tensor:
     """Run all forwards and backwards of a step. Return the mean of their losses."""
     own = optimizer if isinstance(optimizer, ZeroOptimizer) else None
     rank, last = metadata_of(model).context.data.rank, job.training.backwards(step)[-1]
     losses = []
     for backward in job.training.backwards(step):
-        part = _part_of(job, job.batch_fn(backward), rank, job.data)
+        part = on_device(data_rank_batch(job, job.batch_fn(backward), rank, job.data), torch.device(job.device))
         waits = nullcontext() if backward == last else own.no_sync() if own is not None else no_sync(model)
         with waits:
             losses.append(step_of(part, backward, rank).detach())
     return torch.stack(losses).mean()
 
 
-def _gradient(optimizer: Any, name: str, param: Tensor) -> Tensor | None:
+def _full_gradient(optimizer: Any, name: str, param: Tensor) -> Tensor | None:
     """Return the gradient that the next step uses, in the full shape of the parameter."""
     if isinstance(optimizer, ZeroOptimizer):
         return optimizer.full_gradient(name) if param.requires_grad else None
@@ -548,7 +512,7 @@ def _plain_step(
     return loss
 
 
-def _pipelined_step(job: VerifyJob, model: nn.Module, asked: VerifyPipeline) -> StepOf:
+def _pipelined_step(job: VerifyJob, model: nn.Module, asked: VerifyPipeline) -> StepFn:
     loss_fn = job.loss_fn
     given = None if loss_fn is None else lambda output, part: loss_fn(PrecomputedForward(model, output, part), part)
     average = job.training.average_loss_over
@@ -563,7 +527,9 @@ def _pipelined_step(job: VerifyJob, model: nn.Module, asked: VerifyPipeline) -> 
     return step_of
 
 
-def _gathered(model: nn.Module, context: ParallelContext, own: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+def _gather_full_tensors(
+    model: nn.Module, context: ParallelContext, own: Mapping[str, Tensor | None]
+) -> dict[str, Tensor | None]:
     """Gather the tensors of all stages, by the unsharded model's names. Tied tensors that differ become NaN."""
     specs, state = shard_specs(model), metadata_of(model)
     known = [(name, t) for name, t in own.items() if t is not None]

@@ -79,7 +79,7 @@ class VerifyTraining:
                 remedy="Write an expression that matches full names of parameters, such as embeddings.*",
             ) from error
         rule = "Use an optimizer of torch.optim for dense gradients that takes no closure, or LAMB or LARS"
-        check_choice("optimizer", self.optimizer, _known(), rule)
+        check_choice("optimizer", self.optimizer, _optimizer_classes(), rule)
         for name, default in (("optimizer", "SGD"), ("precision", "fp32"), ("offload", None)):
             if self.zero_stage is None and (value := getattr(self, name)) != default:
                 raise ConfigError(
@@ -88,14 +88,6 @@ class VerifyTraining:
                     remedy="Add zero_stage=0, 1, 2 or 3 (--zero-stage)",
                 )
         check_int("gradient_accumulation_steps", self.gradient_accumulation_steps)
-
-    def check_pipeline(self, pipe: int) -> None:
-        """Raise ConfigError for gradient accumulation with a pipeline, which has micro-batches instead."""
-        if pipe > 1 and self.gradient_accumulation_steps > 1:
-            raise ConfigError(
-                f"gradient_accumulation_steps={self.gradient_accumulation_steps} does not work with pipe={pipe}",
-                remedy="Use micro_batches= (--micro-batches) instead",
-            )
 
     def backwards(self, step: int) -> range:
         """Return the indices of the backwards of a step, counted over all steps."""
@@ -156,7 +148,7 @@ class VerifyTraining:
         return ", ".join([f"ZeRO stage {self.zero_stage}, {self.optimizer}", *more])
 
 
-def _known() -> dict[str, Any]:
+def _optimizer_classes() -> dict[str, Any]:
     found = {n: kind for n, kind in vars(torch.optim).items() if isinstance(kind, type) and issubclass(kind, Optimizer)}
     return {**{n: kind for n, kind in found.items() if n not in SUPPORTED_OPTIMIZERS}, "LAMB": LAMB, "LARS": LARS}
 
@@ -164,22 +156,22 @@ def _known() -> dict[str, Any]:
 class ReferenceOptimizers:
     """Optimizers of the unsharded model. They update fp32 master weights if its parameters have 16 bits."""
 
-    def __init__(self, model: nn.Module, asked: VerifyTraining) -> None:
-        self._asked, self._model = asked, model
+    def __init__(self, model: nn.Module, training: VerifyTraining) -> None:
+        self._training = training
         trained = [p for p in model.parameters() if p.requires_grad]
-        masters = trained if asked.dtype is None else [nn.Parameter(p.detach().clone()) for p in trained]
+        masters = trained if training.dtype is None else [nn.Parameter(p.detach().clone()) for p in trained]
         self._pairs = list(zip(trained, masters, strict=True))
-        self._optimizers = make_verify_optimizers(masters, asked)
-        if asked.dtype is not None:
+        self._optimizers = make_verify_optimizers(masters, training)
+        if training.dtype is not None:
             for p in (p for p in model.parameters() if p.is_floating_point()):
-                p.data = p.data.to(asked.dtype)
+                p.data = p.data.to(training.dtype)
             accept_wide_inputs(model)
 
     def step(self, max_norm: float) -> float:
         """Clip the gradients and update. Return the gradient norm before clipping."""
         for p, master in self._pairs:
             if master is not p:
-                master.grad = None if p.grad is None else p.grad.float() / self._asked.scale
+                master.grad = None if p.grad is None else p.grad.float() / self._training.scale
         norm = float(torch.nn.utils.clip_grad_norm_([master for _, master in self._pairs], max_norm))
         for optimizer in self._optimizers:
             optimizer.step()
@@ -190,15 +182,18 @@ class ReferenceOptimizers:
         return norm
 
 
-def make_verify_optimizers(params: Iterable[nn.Parameter], asked: VerifyTraining) -> list[Optimizer]:
+def make_verify_optimizers(params: Iterable[nn.Parameter], training: VerifyTraining) -> list[Optimizer]:
     """Return SGD with momentum, or the configured optimizers under ZeRO, with a group for 1-D parameters."""
     trainable = [p for p in params if p.requires_grad]
-    if asked.zero_stage is None or not trainable:  # a stage may have no trainable parameters
+    if training.zero_stage is None or not trainable:  # a stage may have no trainable parameters
         return [torch.optim.SGD([{"params": trainable}], lr=LEARNING_RATE, momentum=0.9)]
-    kind, rate = _known()[asked.optimizer], LEARNING_RATE if not asked.is_adaptive else LEARNING_RATE / 50
-    settings = {"momentum": 0.9} if asked.optimizer in ("SGD", "LARS") else {}
+    kind, rate = (
+        _optimizer_classes()[training.optimizer],
+        LEARNING_RATE if not training.is_adaptive else LEARNING_RATE / 50,
+    )
+    settings = {"momentum": 0.9} if training.optimizer in ("SGD", "LARS") else {}
     matrices, rest = [p for p in trainable if p.dim() == 2], [p for p in trainable if p.dim() != 2]
-    if asked.optimizer == "Muon":
+    if training.optimizer == "Muon":
         made = [kind(matrices, lr=rate)] if matrices else []
         return [*made, torch.optim.AdamW(rest, lr=rate)] if rest else made
     groups = [{"params": matrices, "weight_decay": 0.01}, {"params": rest, "lr": rate / 2}]

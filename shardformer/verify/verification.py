@@ -12,7 +12,7 @@ from dataclasses import replace
 from multiprocessing import process
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -141,7 +141,7 @@ def _worst_gradient(plain: TrainingTrace, sharded: TrainingTrace, bounds: Tolera
                     missing.append(f"{name} (step {step})")
                 continue
             noise = NOISE_FACTOR * (plain.noise.get(name, 0.0) + bounds.eps * largest)
-            worst = _worse(worst, a, b, a, bounds.gradient, noise, f"{name}, step {step}")
+            worst = _larger_difference(worst, a, b, a, bounds.gradient, noise, f"{name}, step {step}")
     return worst, missing
 
 
@@ -159,7 +159,7 @@ def _worst_weight(
         rounding = bounds.eps * float(after.abs().max()) if after.numel() else 0.0
         scale = LEARNING_RATE * steps * steps * min(1.0, MAX_NORM / max(min(plain.norms), 1e-30))
         noise = NOISE_FACTOR * (rounding + scale * plain.noise.get(name, 0.0) + scale * bounds.eps)
-        worst = _worse(worst, after, sharded.after[name], moved, bounds.gradient, noise, name)
+        worst = _larger_difference(worst, after, sharded.after[name], moved, bounds.gradient, noise, name)
     return worst, gone
 
 
@@ -169,7 +169,9 @@ def _is_rounding(plain: TrainingTrace, name: str) -> bool:
     return plain.noise.get(name, 0.0) > 1e-3 * max((float(grad.abs().max()) for grad in grads), default=0.0)
 
 
-def _worse(worst: Difference, a: Tensor, b: Tensor, size: Tensor, bound: float, noise: float, where: str) -> Difference:
+def _larger_difference(
+    worst: Difference, a: Tensor, b: Tensor, size: Tensor, bound: float, noise: float, where: str
+) -> Difference:
     if a.shape != b.shape:
         return Difference(float("inf"), f"{where}: {tuple(b.shape)} instead of {tuple(a.shape)}", float("inf"))
     if not a.numel():
@@ -189,12 +191,12 @@ def check_main_guard() -> None:
     """End a worker that is importing its parent's script; raise ConfigError if the parent is not ``verify``."""
     if not getattr(process.current_process(), "_inheriting", False):
         return
-    place = _place(sys._getframe())
+    place = _main_module_location()
     note = Path(os.environ.get(NOTE_VARIABLE, ""))
     if NOTE_VARIABLE in os.environ and note.parent.is_dir():
         note.write_text(place, encoding="utf-8")
         sys.exit(1)
-    raise _unguarded(place)
+    raise _main_guard_error(place)
 
 
 @contextmanager
@@ -208,7 +210,7 @@ def report_main_guard() -> Iterator[None]:
             yield
         except WorkerError:
             if note.exists():
-                raise _unguarded(note.read_text(encoding="utf-8")) from None
+                raise _main_guard_error(note.read_text(encoding="utf-8")) from None
             raise
         finally:
             os.environ.pop(NOTE_VARIABLE)
@@ -216,15 +218,14 @@ def report_main_guard() -> Iterator[None]:
                 os.environ[NOTE_VARIABLE] = before
 
 
-def _place(frame: FrameType | None) -> str:
-    while frame is not None:
+def _main_module_location() -> str:
+    for frame, line in walk_stack(sys._getframe()):
         if frame.f_globals.get("__name__") == "__mp_main__" and frame.f_code.co_name == "<module>":
-            return f"line {frame.f_lineno} of {frame.f_code.co_filename}"
-        frame = frame.f_back
+            return f"line {line} of {frame.f_code.co_filename}"
     return "the script"
 
 
-def _unguarded(place: str) -> ConfigError:
+def _main_guard_error(place: str) -> ConfigError:
     return ConfigError(
         f'verify() is called outside of `if __name__ == "__main__":`, at {place}',
         rule="verify starts processes that import the script, which would call verify again",
@@ -271,9 +272,9 @@ def verify(
     """
     check_main_guard()
     tolerances_for(dtype)
-    options = _options_of(config)
+    options = _changed_options(config)
     how = training or VerifyTraining()
-    grid, sequence = _sizes_of(tensor)
+    grid, sequence = _tensor_and_sequence_sizes(tensor)
     tensor = num_ranks(grid, "tensor")
     job = VerifyJob(
         model_fn, batch_fn, tensor, data, steps, dtype, loss_fn, policy, options, pipeline, how, sequence, grid
@@ -284,15 +285,15 @@ def verify(
     job = replace(job, ids=special_token_ids(check_layout(model_fn, grid, policy, job.config, stages)))
     check_batch(job)
     if pool is not None:
-        report = _run_in(pool, job)
+        report = _run_in_pool(pool, job)
     else:
         with WorkerPool(tensor * job.pipe * data * num_ranks(sequence), timeout_s=3600.0) as own:
-            report = _run_in(own, job)
+            report = _run_in_pool(own, job)
     report.seconds = time.perf_counter() - start
     return report
 
 
-def _run_in(pool: WorkerPool, job: VerifyJob) -> Report:
+def _run_in_pool(pool: WorkerPool, job: VerifyJob) -> Report:
     try:
         with report_main_guard():
             report = pool.run(report_here, job)[0]
@@ -306,16 +307,14 @@ def _run_in(pool: WorkerPool, job: VerifyJob) -> Report:
     return report
 
 
-def _sizes_of(tensor: int | Mapping[str, Any]) -> tuple[int | tuple[int, ...], int | tuple[int, int]]:
-    """Return the sizes of the tensor and the sequence axis."""
+def _tensor_and_sequence_sizes(tensor: int | Mapping[str, Any]) -> tuple[int | tuple[int, ...], int | tuple[int, int]]:
     if not isinstance(tensor, Mapping):
         return tensor, 1
     check_names(tensor, ("tensor", "sequence"), "tensor= has no axis", "It takes a size, or a dict of these axes")
     return tensor.get("tensor", 1), tensor.get("sequence", 1)
 
 
-def _options_of(config: Mapping[str, Any] | ShardConfig | None) -> dict[str, Any]:
-    """Return the options of a config that differ from the defaults."""
+def _changed_options(config: Mapping[str, Any] | ShardConfig | None) -> dict[str, Any]:
     if not isinstance(config, ShardConfig):
         config = ShardConfig.of(config or {})
     if config.context is not None or config.tensor_parallel_process_group is not None:

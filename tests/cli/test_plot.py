@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardformer.cli import main
-from shardformer.cli.plot import _names
+from shardformer.cli.plot import _run_names
 from shardformer.training.metrics_log import MetricsRecord, MetricsWriter
 
 needs_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is an extra")
@@ -148,10 +148,10 @@ def test_a_picture_that_cannot_be_is_said_before_anything_is_drawn(
 
 def test_names_are_as_long_as_they_must_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert _names([Path("a/x"), Path("b/y")]) == ["x", "y"]
-    assert _names([Path("a/x/log"), Path("a/y/log")]) == ["x/log", "y/log"]
-    assert _names([Path()]) == [tmp_path.name]
+    assert _run_names([Path("a/x"), Path("b/y")]) == ["x", "y"]
+    assert _run_names([Path("a/x/log"), Path("a/y/log")]) == ["x/log", "y/log"]
+    assert _run_names([Path()]) == [tmp_path.name]
     (tmp_path / "records.jsonl").write_text("")
     (tmp_path / "records.1.jsonl").write_text("")
-    assert _names([Path("records.jsonl")]) == [tmp_path.name]
-    assert _names([Path("records.jsonl"), Path("records.1.jsonl")]) == [tmp_path.name, "records.1.jsonl"]
+    assert _run_names([Path("records.jsonl")]) == [tmp_path.name]
+    assert _run_names([Path("records.jsonl"), Path("records.1.jsonl")]) == [tmp_path.name, "records.1.jsonl"]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardformer.cli import main
-from shardformer.cli.train import _count
+from shardformer.cli.train import _num_processes
 from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError
 from shardformer.training.metrics_log import read_records
@@ -91,11 +91,11 @@ def test_an_option_of_processes_is_refused_where_none_are_started(
 
 
 def test_the_number_of_processes_is_the_layout_s() -> None:
-    assert _count(ParallelConfig(tensor=2, pipe=2), None) == 4
-    assert _count(ParallelConfig(tensor=2), 4) == 4
+    assert _num_processes(ParallelConfig(tensor=2, pipe=2), None) == 4
+    assert _num_processes(ParallelConfig(tensor=2), 4) == 4
     for layout, processes in ((ParallelConfig(tensor=2), 3), (ParallelConfig(tensor=2, data=1), 4)):
         with pytest.raises(ConfigError, match=r"--processes"):
-            _count(layout, processes)
+            _num_processes(layout, processes)
 
 
 @pytest.mark.slow

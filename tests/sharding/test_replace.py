@@ -61,14 +61,14 @@ def test_the_files_of_an_older_model_are_replaced_and_others_kept(
 def test_a_file_that_comes_while_the_folder_is_exchanged_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, real = tmp_path / "model", atomic_write._link
+    target, real = tmp_path / "model", atomic_write._link_files
     fill(target)
 
     def late(*args: Any) -> None:
         real(*args)
         (target / "late.txt").write_text("late")
 
-    monkeypatch.setattr(atomic_write, "_link", late)
+    monkeypatch.setattr(atomic_write, "_link_files", late)
     MODEL_DIRECTORY.replace(target, write)
     assert contents(target) == {**NEW, "late.txt": "late"}
 

@@ -182,7 +182,7 @@ def test_what_cannot_be_fed_is_refused() -> None:
 
 
 def test_a_head_of_another_family_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"bert has no head 'GPT2Model'.*BertModel.*Did you mean 'BertModel'"):
+    with pytest.raises(ConfigError, match=r"bert has no head 'GPT2Model'.*BertModel"):
         find_model("bert").with_head("GPT2Model")
     with pytest.raises(ConfigError, match="Build the head in the function"):
         ModelSource("mine", nn.Identity, "").with_head("BertModel")

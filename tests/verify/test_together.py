@@ -119,10 +119,10 @@ def test_every_model_type_is_known_by_a_class() -> None:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Makes the small model of each type in a moment: what a function gives."""
-    for known in (model_source._small, model_source._example_batch):
+    for known in (model_source._reduced_model, model_source._example_batch):
         known.cache_clear()
     yield lambda twin_of: monkeypatch.setattr(any_type, "reduce_model", twin_of)
-    for known in (model_source._small, model_source._example_batch):
+    for known in (model_source._reduced_model, model_source._example_batch):
         known.cache_clear()
 
 
