@@ -26,8 +26,7 @@ SPLITMIX64 = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 CPU = torch.device("cpu")
 RandomStates = tuple[list[Tensor], Any, Any]
 
-_GENERATORS = threading.RLock()
-"""Generators are shared by all threads of a process, and ranks may be threads."""
+_GENERATORS = threading.RLock()  # generators are shared by all threads of a process, and ranks may be threads
 
 
 def random_states(device: torch.device = CPU) -> RandomStates:

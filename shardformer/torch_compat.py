@@ -60,8 +60,7 @@ get_default_store = distributed_c10d._get_default_store
 fused_sdp_choice = torch._fused_sdp_choice
 assert_async = torch._assert_async
 
-DropoutBase = nn.modules.dropout._DropoutNd
-"""Base class of torch's dropout layers."""
+DropoutBase = nn.modules.dropout._DropoutNd  # base class of torch's dropout layers
 
 COMPOSABLE_REGISTRY = REGISTRY_KEY
 """Attribute of a module with which torch records that ``fully_shard`` or ``replicate`` was applied."""
@@ -95,8 +94,7 @@ def is_dynamo_loaded() -> bool:
     return "torch._dynamo" in sys.modules
 
 
-COMPILED_CALL = "_compiled_call_impl"
-"""Attribute of a module with the compiled call that ``module.compile()`` created."""
+COMPILED_CALL = "_compiled_call_impl"  # attribute of a module with the compiled call that ``module.compile()`` created
 
 
 def state_when_made(optimizer: Optimizer, group: dict[str, Any], param: nn.Parameter) -> dict[str, Any]:
@@ -234,8 +232,6 @@ without_fake_tensors = unset_fake_temporarily
 """Context manager and decorator in which new tensors have values, even while a step is traced."""
 
 Node = Any  # torch.autograd.graph.Node, whose subclasses have different additional attributes
-
-Node = Any  # torch.autograd.graph.Node, whose subclasses differ in what they have beside its methods
 
 
 def gradient_shape(edge: GradientEdge) -> tuple[int, ...]:

@@ -40,8 +40,7 @@ class Patch:
 
 _LOCK = threading.RLock()
 _INSTALLED: dict[Patch, Undo] = {}
-_BLOCKS: dict[Patch, int] = {}
-"""Number of active ``temporarily`` blocks of each patch, in all threads."""
+_BLOCKS: dict[Patch, int] = {}  # number of active ``temporarily`` blocks of each patch, in all threads
 
 
 def installed() -> tuple[Patch, ...]:

@@ -53,9 +53,7 @@ class CheckResult:
     remedy: str = ""
 
 
-def check(
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
-) -> None:
+def check(as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False) -> None:
     """Show versions, devices, backends and optional packages, and run a two-process all-reduce."""
     findings = [*_versions(), *_devices(), *_backends(), _all_reduce(), *_optional_parts()]
     ready = all(finding.status != "failed" for finding in findings)

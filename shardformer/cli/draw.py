@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
     from shardformer.pipeline.schedules import ActionKind, Schedule
 
-MAX_MICRO_BATCHES = 2**14
-"""Maximum number of micro-batches in a picture, over all stages."""
+MAX_MICRO_BATCHES = 2**14  # maximum number of micro-batches in a picture, over all stages
 MAX_CELLS = 2**15
 MAX_ROWS = 2**10
 

@@ -94,55 +94,38 @@ def _run_names(runs: list[Path]) -> list[str]:
     return [os.path.join(*part[-count:]) for part in parts]
 
 
-# ---------------------------------------------------------------------------------------------------- in the terminal
-
-
 def _print_tables(console: Console, runs: Runs) -> None:
     from shardformer.training.metrics_plot import metrics_summary
 
     runs = {_printable(console, run): records for run, records in runs.items()}
     rows = [{name: cell for name, cell in row.items() if cell} for row in metrics_summary(runs)]
     columns = list(dict.fromkeys(name for row in metrics_summary(runs) for name in row if any(name in r for r in rows)))
-    tables = (
-        [_table_of_rows(rows, columns)],
-        [_table_of_columns(rows, columns)],
-        [_table_of_columns([row], columns) for row in rows],
-    )
-    fitting = (some for some in tables if all(_width(console, table) <= console.width for table in some))
-    for table in next(fitting, tables[-1]):
+    wide = console.options.update(width=10_000)
+    layouts = [_table(rows, columns)], [_table(rows, columns, True)], [_table([row], columns, True) for row in rows]
+    fitting = (ts for ts in layouts if all(console.measure(t, options=wide).maximum <= console.width for t in ts))
+    for table in next(fitting, layouts[-1]):
         console.print(table)
     console.print()
 
 
-def _width(console: Console, table: Table) -> int:
-    return console.measure(table, options=console.options.update(width=10_000)).maximum
-
-
-def _table_of_rows(rows: list[dict[str, str]], columns: list[str]) -> Table:
-    """Return a table with a row per run."""
+def _table(rows: list[dict[str, str]], columns: list[str], is_transposed: bool = False) -> Table:
+    """Return a table with a row per run. Transposed, for narrow terminals, it has a column per run."""
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    if is_transposed:
+        table.add_column("run", no_wrap=True)
+        for row in rows:
+            table.add_column(Text(row["run"], overflow="fold"), justify="left" if len(rows) == 1 else "right")
+        for name in columns[1:]:
+            table.add_row(name, *(Text(row.get(name, "-")) for row in rows))
+        return table
     for name in columns:
         justify: JustifyMethod = "left" if name == "run" else "right"
         table.add_column(name.replace(" ", "\n"), justify=justify, vertical="bottom", no_wrap=True)
     for row in rows:
         table.add_row(*(Text(row.get(name, "-")) for name in columns))
-    return table
-
-
-def _table_of_columns(rows: list[dict[str, str]], columns: list[str]) -> Table:
-    """Return a table with a column per run, for narrow terminals."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("run", no_wrap=True)
-    for row in rows:
-        table.add_column(Text(row["run"], overflow="fold"), justify="left" if len(rows) == 1 else "right")
-    for name in columns[1:]:
-        table.add_row(name, *(Text(row.get(name, "-")) for row in rows))
     return table
 
 

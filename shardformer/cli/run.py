@@ -140,16 +140,10 @@ def launch(arguments: Sequence[str], command: str = "run") -> int:
     return _launch(options, command)
 
 
-# -------------------------------------------------------------------------------------------------------------- options
-
-
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if "training_script" in message:
-            raise LaunchError(
-                "The command has no script",
-                remedy=f"Add the script, or -m and a module: {USAGE}",
-            )
+            raise LaunchError("The command has no script", remedy=f"Add the script, or -m and a module: {USAGE}")
         short, could, names = message.removeprefix("ambiguous option: ").partition(" could match ")
         if could:
             # torch defines each option twice, with - and with _
@@ -265,14 +259,10 @@ def _check_script(options: argparse.Namespace) -> None:
         found = os.path.exists(script)
         if Path(script).is_fifo():
             raise LaunchError(
-                f"The script {script!r} is a pipe, which only one process can read",
-                remedy="Write it to a file",
+                f"The script {script!r} is a pipe, which only one process can read", remedy="Write it to a file"
             )
         if os.path.isdir(script) and not os.path.isfile(os.path.join(script, "__main__.py")):
-            raise LaunchError(
-                f"The folder {script!r} has no __main__.py",
-                remedy="Pass the path of a script in it",
-            )
+            raise LaunchError(f"The folder {script!r} has no __main__.py", remedy="Pass the path of a script in it")
     if not found:
         kind = "module" if options.module else "script"
         folder = Path(script).parent
@@ -291,9 +281,6 @@ def _set_threads(options: argparse.Namespace) -> None:
     if num_processes > 1:
         num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores // num_processes)))
-
-
-# --------------------------------------------------------------------------------------------------------------- launch
 
 
 def _rendezvous(options: argparse.Namespace, endpoint: str) -> AbstractContextManager[None]:

@@ -13,11 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardformer.cli._options import (
-    check_model_directory,
-    check_num_processes,
-    options_from_dataclass,
-)
+from shardformer.cli._options import check_model_directory, check_num_processes, options_from_dataclass
 from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError
 
@@ -31,8 +27,7 @@ if TYPE_CHECKING:
     from shardformer.verify.train_both import VerifyPipeline
     from shardformer.verify.training_options import VerifyTraining
 
-TIMEOUT_S = 3600.0
-"""For one head. A model may be large, and what hangs can be stopped by hand."""
+TIMEOUT_S = 3600.0  # per head class, long enough for large models
 
 
 class Dtype(StrEnum):
@@ -253,20 +248,16 @@ def _verify_one(options: VerifyOptions, source: ModelSource, policy: Any, pool: 
     data = layout.data or 1
     per_rank = max(-(-4 // data), pipeline.num_parts if pipeline is not None else 1)
     batch = options.batch or per_rank * data
-    return run_verify(
-        source.model_fn,
+    batch_fn, sizes = (
         source.batches(batch, options.tokens or TOKENS),
-        {"tensor": layout.tensor, "sequence": layout.sequence},
-        data,
-        options.steps,
-        {Dtype.FP64: torch.float64, Dtype.FP32: torch.float32}[options.dtype],
-        source.loss_fn,
-        policy,
-        {**layout.shard_options(), "extra_kwargs": {}},
-        pipeline=pipeline,
-        training=options.training(),
-        pool=pool,
+        {n: getattr(layout, n) for n in ("tensor", "sequence")},
     )
+    dtype = {Dtype.FP64: torch.float64, Dtype.FP32: torch.float32}[options.dtype]
+    config = {**layout.shard_options(), "extra_kwargs": {}}
+    return run_verify(
+        source.model_fn, batch_fn, sizes, data, options.steps, dtype, source.loss_fn, policy, config,
+        pipeline=pipeline, training=options.training(), pool=pool,
+    )  # fmt: skip
 
 
 @contextmanager
@@ -288,9 +279,6 @@ def _to_json(reports: list[Report], as_list: bool) -> str:
     if not as_list:
         return json.dumps(found[0], indent=2)
     return json.dumps({"passed": all(report.passed for report in reports), "reports": found}, indent=2)
-
-
-# ---------------------------------------------------------------------------------------------------------------- print
 
 
 def _print_line(console: Console, report: Report) -> None:

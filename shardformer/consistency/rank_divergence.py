@@ -46,16 +46,13 @@ from shardformer.mesh.parallel_context import Axis
 from shardformer.torch_compat import disable_current_modes, has_data
 from shardformer.torch_patches import Patch, install
 
-BITS = 32
-"""Number of bits of the hash that data ranks compare. A difference is missed once in 4e9 comparisons."""
-PARTS = 100
-"""Maximum number of steps in which all weights are compared once."""
-PART_BYTES = 2**18
-"""Minimum size of the weights that one step compares."""
+BITS = 32  # Number of bits of the hash that data ranks compare. A difference is missed once in 4e9 comparisons
+PARTS = 100  # maximum number of steps in which all weights are compared once
+PART_BYTES = 2**18  # minimum size of the weights that one step compares
 ROUNDINGS, MOST = 100, 0.01
 """Tolerance for replicated weights: this many machine epsilons, at most this fraction of their norm."""
-SIGNS = 2**14
-"""Number of random signs. Longer tensors reuse them in rows, and each row has another sign."""
+WeightSlices = list[tuple[ParamEntry, slice]]
+SIGNS = 2**14  # Number of random signs. Longer tensors reuse them in rows, and each row has another sign
 
 
 @dataclass(frozen=True)
@@ -99,8 +96,7 @@ COMPARED_VALUES = {
     ),
 }
 ORDER = tuple(COMPARED_VALUES)
-KIND_SHIFT = 40
-"""Bits above this one encode the class of the optimizer, and the lower bits the values of its options."""
+KIND_SHIFT = 40  # bits above this one encode the class of the optimizer, and the lower bits the values of its options
 
 
 @dataclass(eq=False)
@@ -140,7 +136,13 @@ class ConsistencyMonitor:
         """Return a number for each of ``ORDER`` (two for weights), for ranks of an axis that process the same batch."""
         options = _hash_63_bits(hash(self.options[1:]))
         sketch = self._sketch(axis) if self.training else (0.0, 0.0)  # evaluation changes no weights
-        return [int(self.training), self.batch(inputs), self.steps, options, *map(_float_to_bits, sketch)]
+        return [
+            int(self.training),
+            self.batch(inputs),
+            self.steps,
+            options,
+            *struct.unpack("<2q", struct.pack("<2d", *sketch)),
+        ]
 
     def rounds_of_stage(self) -> int:
         """Return the number of batches after which an optimizer stepped. Called once before each batch."""
@@ -169,7 +171,7 @@ class ConsistencyMonitor:
     def compare(self, every: Sequence[Sequence[int]], axis: Axis, inputs: Collection[Any] = ()) -> None:
         """Raise InputError on every rank of the axis if the gathered ``values_to_gather`` differ."""
         weights = len(ORDER) - 1
-        sketches = [[_bits_to_float(bits) for bits in theirs[weights:]] for theirs in every]
+        sketches = [struct.unpack("<2d", struct.pack("<2q", *theirs[weights:])) for theirs in every]
         if any(theirs[:weights] != every[0][:weights] for theirs in every) or not self._are_close(sketches):
             self._raise(axis, inputs)
         self._turns[axis.name] = self._turns.get(axis.name, 0) + 1
@@ -219,9 +221,9 @@ class ConsistencyMonitor:
     def _current_slices(self, axis: Axis) -> list[Tensor]:
         """Return this step's slices of the weights that are replicated over an axis."""
         part = self._part(axis)
-        if part is None or not all(has_data(entry.param) for entry, _ in part.stretches):
+        if part is None or not all(has_data(entry.param) for entry, _ in part):
             return []
-        return [entry.param.detach().reshape(-1)[stretch] for entry, stretch in part.stretches]
+        return [entry.param.detach().reshape(-1)[part_slice] for entry, part_slice in part]
 
     def _read_sum(self, key: str, parts: Sequence[Tensor]) -> Any:
         total: Tensor | None = None
@@ -281,7 +283,7 @@ class ConsistencyMonitor:
     def _details(self, axis: Axis, inputs: Collection[Any]) -> dict[str, Any]:
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         part = self._part(axis)
-        sums = {e.name: checksum(e.param) for e, _ in part.stretches if has_data(e.param)} if part is not None else {}
+        sums = {e.name: checksum(e.param) for e, _ in part if has_data(e.param)} if part is not None else {}
         return {
             "mode": "train" if self.training else "eval",
             "batch": [(tuple(x.shape), checksum(x)[1]) for x in tensors],
@@ -306,17 +308,6 @@ def _hash_63_bits(value: Any) -> int:
     if isinstance(value, int):
         return value & (2**62 - 1)
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
-
-
-def _float_to_bits(number: float) -> int:
-    """Return the bits of a float64 as an integer."""
-    bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
-    return bits
-
-
-def _bits_to_float(bits: int) -> float:
-    number: float = struct.unpack("<d", struct.pack("<q", bits))[0]
-    return number
 
 
 def _random_projection(x: Tensor, number: int) -> Tensor:
@@ -351,35 +342,23 @@ def _numeric_options(group: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(found)
 
 
-# ----------------------------------------------------------------------------------------------------- parts of weights
-
-
-@dataclass(frozen=True)
-class WeightSlices:
-    """Slices of flat parameters that are compared in one step."""
-
-    stretches: tuple[tuple[ParamEntry, slice], ...]
-
-
 def _weight_slices(entries: Sequence[ParamEntry]) -> Iterator[WeightSlices]:
     """Split parameters into at most ``PARTS`` groups of slices of about equal size."""
     total = sum(e.param.numel() * e.param.element_size() for e in entries)
     room = budget = max(total / PARTS, PART_BYTES)
-    stretches: list[tuple[ParamEntry, slice]] = []
+    slices: WeightSlices = []
     for entry in entries:
         at, numel, width = 0, entry.param.numel(), entry.param.element_size()
         while at < numel:
             count = min(max(int(room // width), 1), numel - at)
-            stretches.append((entry, slice(at, at + count)))
+            slices.append((entry, slice(at, at + count)))
             at, room = at + count, room - count * width
             if room < width:
-                yield WeightSlices(tuple(stretches))
-                stretches, room = [], budget
-    if stretches:
-        yield WeightSlices(tuple(stretches))
+                yield slices
+                slices, room = [], budget
+    if slices:
+        yield slices
 
-
-# ------------------------------------------------------------------------------------------------ steps of optimizers
 
 MODELS = "_shardformer_models"
 """Attribute of an optimizer that caches its number of parameters and the metadata of their models."""

@@ -87,8 +87,7 @@ def _wrapped(wrapper: str, context: ParallelContext) -> ConfigError:
     )
 
 
-PASSES = "_shardformer_passes"
-"""Attribute of an optimizer with the number of gradient reductions at its last step."""
+PASSES = "_shardformer_passes"  # attribute of an optimizer with the number of gradient reductions at its last step
 
 
 def agree_before_step(optimizer: Optimizer) -> None:
@@ -135,19 +134,15 @@ def _compare(optimizer: Optimizer, reducers: Sequence[GradientReducer]) -> None:
         every = all_gather_objects(sums, gradients[0].axis)
         for gradient, *values in zip(gradients, *every, strict=True):
             if len(set(values)) > 1:
-                raise _unreduced(optimizer, gradient.entry.name, values)
+                what = "only some ranks have a gradient" if None in values else "ranks have different gradients"
+                raise ConfigError(
+                    f"{type(optimizer).__name__}.step cannot update {gradient.entry.name}: {what}",
+                    rule="loss.backward() reduces gradients. torch.autograd.grad, and assigning p.grad, do not",
+                    remedy="Call loss.backward(), or set the same p.grad on all ranks",
+                )
 
 
 def _sum_of(grad: Tensor | None) -> Any:
     if grad is None or not has_data(grad):
         return None
     return checksum(grad.detach().to_dense() if grad.is_sparse else grad.detach())
-
-
-def _unreduced(optimizer: Optimizer, name: str, sums: Sequence[Any]) -> ConfigError:
-    what = "only some ranks have a gradient" if None in sums else "ranks have different gradients"
-    return ConfigError(
-        f"{type(optimizer).__name__}.step cannot update {name}: {what}",
-        rule="Gradients are reduced in loss.backward(). Those of torch.autograd.grad, or set by a script, are not",
-        remedy="Call loss.backward() instead of torch.autograd.grad, or set the same p.grad on all ranks",
-    )

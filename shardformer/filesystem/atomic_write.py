@@ -97,10 +97,7 @@ def path_of(folder: str | os.PathLike[str]) -> Path:
     """
     text = folder if isinstance(folder, (str, os.PathLike)) else None
     if text is None or not isinstance(text := os.fspath(text), str) or not text or "\0" in text:
-        raise ConfigError(
-            f"{folder!r:.80} is not the path of a folder",
-            remedy="Pass a path such as 'run/checkpoints'",
-        )
+        raise ConfigError(f"{folder!r:.80} is not the path of a folder", remedy="Pass a path such as 'run/checkpoints'")
     return Path(os.path.expanduser(text)).absolute()
 
 

@@ -28,8 +28,7 @@ from shardformer.filesystem.atomic_write import Process, make_folder, write_new
 LOCK = ".shardformer.lock"
 REFRESH_S, STALE_S = 5.0, 30.0
 """Refresh interval, and the time without a refresh after which a process on another machine takes over a lock."""
-_UNFINISHED_S = 2.0
-"""Age after which an empty lock file belongs to an owner that was killed before writing it."""
+_UNFINISHED_S = 2.0  # age after which an empty lock file belongs to an owner that was killed before writing it
 _RULE = "Only one job at a time may write to a folder"
 
 
@@ -249,9 +248,6 @@ def _remove_stale(path: Path, stale: dict[str, Any]) -> None:
 def _describe_owner(found: dict[str, Any]) -> str:
     words = [f"process {found.get('process')} of {found.get('user')} on {found.get('host')}"]
     return ", since ".join([*words, str(found["since"])] if "since" in found else words)
-
-
-# --------------------------------------------------------------------------------------------------------- refreshing
 
 
 def _refresh() -> None:

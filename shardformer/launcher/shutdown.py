@@ -22,8 +22,7 @@ from pathlib import Path
 
 FOLDER = "SHARDFORMER_FINISHING"
 """Environment variable set by the launcher: a folder in which such a process creates a file named after its PID."""
-ENDED_FILE = "ended"
-"""File in this folder while the launcher ends all processes because one of them failed."""
+ENDED_FILE = "ended"  # file in this folder while the launcher ends all processes because one of them failed
 
 
 @contextmanager
@@ -63,12 +62,9 @@ def _note(pid: int) -> Path | None:
 
 SHUTDOWN_TIMEOUT_S = 8
 """Time for processes to end after a signal. Scripts with slower SIGTERM handlers set --shutdown-timeout 60."""
-FINISHES_S = 600
-"""Time for processes that finish their step and save."""
-AT_ONCE_S = 3
-"""Time after a second signal."""
-CHECK_BEFORE_KILL_S = 0.5
-"""Time before the kill at which the launcher checks which processes are still running."""
+FINISHES_S = 600  # time for processes that finish their step and save
+AT_ONCE_S = 3  # time after a second signal
+CHECK_BEFORE_KILL_S = 0.5  # time before the kill at which the launcher checks which processes are still running
 SHUTDOWN_TIMEOUT_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 NOISE = ("torch.distributed.elastic.agent.server.api", "torch.distributed.elastic.multiprocessing.api")
 """Loggers of torch that warn about each forwarded signal. The report at the end replaces these warnings."""

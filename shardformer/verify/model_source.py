@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
-from inspect import Parameter, signature
+from inspect import signature
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -250,8 +250,7 @@ MODULE_SPEC_FORMS = (
 )
 
 
-MAX_ERROR_LENGTH = 600
-"""Maximum number of characters of an error in user code."""
+MAX_ERROR_LENGTH = 600  # maximum number of characters of an error in user code
 
 
 def module_of(where: str) -> ModuleType:
@@ -342,8 +341,7 @@ def _module_from_file(path: Path) -> ModuleType:
     return module
 
 
-TOKENS = 13
-"""Default number of tokens per sample."""
+TOKENS = 13  # default number of tokens per sample
 MAX_SMALL_LAYERS, MAX_STAGE_LAYERS = 10_000, 256
 _FUNCTION_KEYS = ("model_fn", "batch_fn", "loss_fn", "policy", "loss_weight")
 
@@ -638,9 +636,6 @@ def _did_you_mean(name: str, known: Any = SMALL_CONFIGS) -> str:
     return f"{hint} " if hint.startswith("Did") else ""
 
 
-# ------------------------------------------------------------------------------------------------------------ functions
-
-
 def _from_function(name: str) -> ModelSource:
     where, _, function_name = name.rpartition(":")
     module = module_of(where)
@@ -652,11 +647,15 @@ def _from_function(name: str) -> ModelSource:
             rule="In module:function, the function is defined at the top level of the module",
             remedy=did_you_mean(function_name, known),
         )
-    if _has_required_arguments(function):
+    try:
+        signature(function).bind()
+    except TypeError as error:
         raise ConfigError(
             f"{name} has required arguments: {signature(function)}",
             remedy="Add default values to its parameters, or wrap it in a function without arguments",
-        )
+        ) from error
+    except ValueError:  # a function written in C may have no signature
+        pass
     returned = call_user_function(function, name)
     if isinstance(returned, nn.Module):
         return ModelSource(name, function, type(returned).__name__, getattr(returned, "config", None))
@@ -674,15 +673,6 @@ def _from_function(name: str) -> ModelSource:
         return ModelSource(name, model_fn, "", own=own)
     model = call_user_function(model_fn, f"model_fn of {name}")
     return ModelSource(name, model_fn, type(model).__name__, getattr(model, "config", None), own)
-
-
-def _has_required_arguments(function: Callable[..., Any]) -> bool:
-    try:
-        parameters = signature(function).parameters.values()
-    except ValueError:  # a function written in C may have no signature
-        return False
-    needed = (p for p in parameters if p.default is Parameter.empty and p.kind != Parameter.VAR_POSITIONAL)
-    return any(p.kind <= Parameter.KEYWORD_ONLY for p in needed)
 
 
 def _describe(returned: Any) -> str:

@@ -14,9 +14,6 @@ from rich.table import Table
 
 from shardformer.errors import ConfigError
 
-WIDTH = 120
-"""Width of a report, in columns."""
-
 
 @dataclass(frozen=True)
 class Tolerances:
@@ -93,7 +90,10 @@ class Report:
         return json.dumps({"passed": self.passed, **asdict(self), "collectives": calls}, indent=2)
 
     def __str__(self) -> str:
-        return report_as_text(self)
+        """Return the report without colors, with tables of at most 120 columns."""
+        text = io.StringIO()
+        print_report(Console(file=text, width=120, color_system=None, highlight=False, legacy_windows=False), self)
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
 def tolerances_for(dtype: torch.dtype) -> Tolerances:
@@ -116,14 +116,6 @@ def tolerances_of_16_bits(dtype: torch.dtype) -> Tolerances:
     that is left out or counted twice.
     """
     return Tolerances(1e-2, 5e-2, torch.finfo(dtype).eps)
-
-
-def report_as_text(report: Report) -> str:
-    """Return the report as text without colors, with tables of at most 120 columns."""
-    text = io.StringIO()
-    console = Console(file=text, width=WIDTH, color_system=None, highlight=False, legacy_windows=False)
-    print_report(console, report)
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
 def print_report(console: Console, report: Report, title: str = "") -> None:

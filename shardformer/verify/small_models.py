@@ -33,8 +33,7 @@ _OPT: dict[str, Any] = dict(
     vocab_size=127, hidden_size=48, num_hidden_layers=2, num_attention_heads=6, ffn_dim=70,
     max_position_embeddings=64, dropout=0.0, bos_token_id=2, eos_token_id=2, pad_token_id=1, use_cache=False,
 )  # fmt: skip
-_WIDE = 0.2
-"""Standard deviation of initial weights. With the usual 0.02, attention would hardly affect the loss."""
+_WIDE = 0.2  # Standard deviation of initial weights. With the usual 0.02, attention would hardly affect the loss
 _IMAGE_SIZES: dict[str, Any] = dict(image_size=20, patch_size=4)
 _VIT: dict[str, Any] = dict(
     hidden_size=48, num_hidden_layers=2, num_attention_heads=6, intermediate_size=70, **_IMAGE_SIZES,
@@ -201,11 +200,7 @@ HEAD_CONFIG: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 """Additional fields of the config that a head needs."""
 
 SUBMODEL_FIELDS: Mapping[str, str] = MappingProxyType(
-    {
-        "SamVisionModel": "vision_config",
-        "Blip2VisionModel": "vision_config",
-        "Blip2QFormerModel": "qformer_config",
-    }
+    {"SamVisionModel": "vision_config", "Blip2VisionModel": "vision_config", "Blip2QFormerModel": "qformer_config"}
 )
 """Field of the family's config with the config of a head that is a submodel."""
 
@@ -332,8 +327,7 @@ def sound_batch(
     return {**sounds, "decoder_attention_mask": mask_BT, "labels": labels_BT}
 
 
-FIRST_TOKEN = 5
-"""Smaller token ids are reserved for padding, start, end and image tokens."""
+FIRST_TOKEN = 5  # smaller token ids are reserved for padding, start, end and image tokens
 
 
 @dataclass(frozen=True)
@@ -588,8 +582,7 @@ class SmallModel:
         return model
 
 
-_IMPORT_LOCK = threading.Lock()
-"""Serializes the lazy imports of transformers when ranks are threads."""
+_IMPORT_LOCK = threading.Lock()  # serializes the lazy imports of transformers when ranks are threads
 
 
 @torch.no_grad()

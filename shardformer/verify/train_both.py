@@ -54,8 +54,7 @@ LIKE_FUNCTIONS = (Tensor.to, Tensor.type, Tensor.type_as)
 """Casts that may take their dtype from another tensor, or by name."""
 BACKWARD_FUNCTIONS = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
-UNITS = 4
-"""Maximum random error of an operation, in units in the last place."""
+UNITS = 4  # maximum random error of an operation, in units in the last place
 
 
 class ForceFp64(TorchFunctionMode):
@@ -228,8 +227,7 @@ BatchFn = Callable[[int], Mapping[str, Any]]
 LossFn = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 
 MAX_NORM = 1.0
-DRAWS = 3
-"""Minimum number of backwards with random rounding over all steps. A single one may miss the noise of a sum."""
+DRAWS = 3  # Minimum number of backwards with random rounding over all steps. A single one may miss the noise of a sum
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,7 @@ LEARNING_RATE = 0.05
 ADAPTIVE_BOUND = 1e-4
 """Tolerance for optimizers that divide by the gradient's magnitude, which amplifies rounding of small gradients."""
 
-SCALE = 2.0**14
-"""Loss scale in fp16. No step may be skipped, so it is small enough for the gradients of a small model."""
+SCALE = 2.0**14  # Loss scale in fp16. No step may be skipped, so it is small enough for the gradients of a small model
 
 SUPPORTED_OPTIMIZERS = ("Optimizer", "LBFGS", "SparseAdam")
 """Unsupported classes of torch.optim: the base class, one that needs a closure, one for sparse gradients."""

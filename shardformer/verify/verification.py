@@ -93,8 +93,7 @@ def check_layout(
 NO_DIFFERENCE = Difference(0.0, "", -1.0)
 """Initial value. Any compared tensor replaces it, even an identical one, so that ``where`` is set."""
 
-NOISE_FACTOR = 4.0
-"""Allowed multiple of the rounding noise, where the noise exceeds the tolerance."""
+NOISE_FACTOR = 4.0  # allowed multiple of the rounding noise, where the noise exceeds the tolerance
 
 
 def compare(job: VerifyJob, plain: TrainingTrace, sharded: TrainingTrace, name: str, layout: str) -> Report:
@@ -105,21 +104,13 @@ def compare(job: VerifyJob, plain: TrainingTrace, sharded: TrainingTrace, name: 
     norm = _worst_scalar(plain.norms, sharded.norms, bounds.gradient)
     gradient, missing = _worst_gradient(plain, sharded, bounds)
     weight, gone = _worst_weight(job, plain, sharded, bounds)
-    options = [k.removeprefix("enable_") for k, v in job.config.items() if v is True]
+    missing += [f"{name} (weight)" for name in gone]
+    layout = ", ".join([layout, *(k.removeprefix("enable_") for k, v in job.config.items() if v is True)])
+    dtype, losses = str(job.computes_in).removeprefix("torch."), list(zip(plain.losses, sharded.losses, strict=True))
     return Report(
-        name,
-        ", ".join([layout, *options]),
-        job.steps,
-        str(job.computes_in).removeprefix("torch."),
-        bounds,
-        loss,
-        gradient,
-        weight,
-        norm,
-        sharded.collectives,
-        list(zip(plain.losses, sharded.losses, strict=True)),
-        missing=missing + [f"{name} (weight)" for name in gone],
-    )
+        name, layout, job.steps, dtype, bounds, loss, gradient, weight, norm, sharded.collectives, losses,
+        missing=missing,
+    )  # fmt: skip
 
 
 def _worst_scalar(plain: list[float], sharded: list[float], bound: float) -> Difference:
